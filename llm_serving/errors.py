@@ -1,0 +1,85 @@
+"""Every error the project raises on purpose, in one tree.
+
+    LLMServingError
+    ├── ConfigError               a config file or override is wrong (exit code 2)
+    ├── CheckpointError           a model folder or one of its tensors is wrong
+    ├── MemoryPlanError           weights, KV cache and activations do not fit the machine
+    ├── RequestError              a request is wrong or cannot be taken (an HTTP 4xx)
+    │   ├── ModelNotFoundError    no model of that name is served (404)
+    │   ├── ContextLengthError    prompt and output do not fit the model's context (400)
+    │   └── QueueFullError        the bounded queue is full, come back later (429)
+    ├── ProtocolError             a peer broke the framing, the schema or the handshake
+    └── AgentError                an agent could not do its work (an HTTP 5xx)
+        ├── AgentStartError       it did not become ready; carries its traceback
+        └── AgentLostError        it died or stopped answering
+"""
+
+from __future__ import annotations
+
+
+class LLMServingError(Exception):
+    """Base of the tree. The text says what was wrong, the value, the limit and what to do."""
+
+
+class ConfigError(LLMServingError):
+    """A config file or a command-line override is wrong; nothing has been started."""
+
+
+class CheckpointError(LLMServingError):
+    """A model folder, or one tensor in it, is not what the config promises."""
+
+
+class MemoryPlanError(LLMServingError):
+    """The planned memory exceeds what the machine has; the text carries the table."""
+
+
+class RequestError(LLMServingError):
+    """A request is wrong or cannot be taken. Only this request is affected.
+
+    ``status`` is the HTTP status, ``code`` a short machine-readable word, ``param`` the field at fault.
+    """
+
+    status = 400
+    code = "invalid_request"
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class ModelNotFoundError(RequestError):
+    """The request names a model that is not served."""
+
+    status = 404
+    code = "model_not_found"
+
+
+class ContextLengthError(RequestError):
+    """The prompt, or prompt plus requested output, exceeds the context or the KV cache."""
+
+    code = "context_length_exceeded"
+
+
+class QueueFullError(RequestError):
+    """The bounded waiting queue is full."""
+
+    status = 429
+    code = "queue_full"
+
+
+class ProtocolError(LLMServingError):
+    """A frame, message or handshake was malformed; the connection is closed."""
+
+
+class AgentError(LLMServingError):
+    """An agent failed to do its work."""
+
+
+class AgentStartError(AgentError):
+    """An agent ended, or reported failure, before it was ready."""
+
+
+class AgentLostError(AgentError):
+    """An agent died or stopped answering while requests were in flight."""

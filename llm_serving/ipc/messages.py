@@ -1,0 +1,224 @@
+"""Every message on the wire between server and agent, and nothing else.
+
+Sockets carry control only: a message names a step slot and a sequence number, never an array. Messages are
+MessagePack maps with a ``type`` field, decoded against these classes; an unknown type, field or a wrong value
+is a ``ProtocolError``. There is no pickle anywhere.
+
+    server                                agent
+      | <------------------- Challenge -----|   a nonce
+      |--- Connect ------------------------>|   proof of the launch secret, a nonce, the shared memory's name
+      | <------------------- Connected -----|   proof back; shared memory is mapped (the server unlinks it)
+      | <------------------- Progress ... --|   loading, compiling, warming up
+      | <------------------- Ready | Failed-|
+      |--- Prefill | Decode --------------->|   "run slot s as step n"
+      | <------------------- StepDone ------|
+      |--- Abort | Reset | Status | Shutdown|
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from llm_serving.errors import ProtocolError
+
+PROTOCOL_VERSION = 1
+NONCE_BYTES = 16
+
+UInt = Annotated[int, msgspec.Meta(ge=0)]
+Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
+Proof = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+ShortText = Annotated[str, msgspec.Meta(max_length=256)]
+LongText = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
+
+
+class MessageClass(enum.IntEnum):
+    """Priority of a message in the agent's task queue: the smaller runs first."""
+
+    CONTROL = 0
+    PREFILL = 1
+    DECODE = 2
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Base of all messages."""
+
+
+class Challenge(Message, frozen=True, tag="challenge"):
+    """Agent to server, first of all: prove that you launched me."""
+
+    nonce: Nonce
+
+
+class Connect(Message, frozen=True, tag="connect"):
+    """Server to agent: proof over the agent's nonce, a nonce of its own, and where the step slots are."""
+
+    version: int
+    nonce: Nonce
+    proof: Proof
+    shm_name: ShortText
+    shm_bytes: UInt
+    num_slots: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+
+
+class Connected(Message, frozen=True, tag="connected"):
+    """Agent to server: proof over the server's nonce. From here on both ends have the slots mapped."""
+
+    proof: Proof
+    pid: UInt
+    rank: UInt
+
+
+class Progress(Message, frozen=True, tag="progress"):
+    """Agent to server while it starts: ``done`` of ``total`` units of a stage (load, compile, warm up)."""
+
+    stage: ShortText
+    done: UInt
+    total: UInt
+
+
+class Ready(Message, frozen=True, tag="ready"):
+    """Agent to server: graphs are compiled, the configured maximum was run once.
+
+    ``summary`` is for people and logs (device, op table, bytes of weights and KV cache, seconds per stage).
+    """
+
+    summary: dict[str, str | int | float]
+
+
+class Failed(Message, frozen=True, tag="failed"):
+    """Agent to server: the start failed for good; ``error`` in a sentence, and the traceback."""
+
+    error: LongText
+    traceback: LongText
+
+
+class Prefill(Message, frozen=True, tag="prefill"):
+    """Server to agent: run slot ``slot``, which holds prompt tokens, as step ``seq``."""
+
+    seq: UInt
+    slot: UInt
+
+
+class Decode(Message, frozen=True, tag="decode"):
+    """Server to agent: run slot ``slot``, one token for each row, as step ``seq``."""
+
+    seq: UInt
+    slot: UInt
+
+
+class Abort(Message, frozen=True, tag="abort"):
+    """Server to agent: drop step ``step`` if it has not begun. It is answered by ``StepDone(aborted=True)``."""
+
+    seq: UInt
+    step: UInt
+
+
+class Reset(Message, frozen=True, tag="reset"):
+    """Server to agent: drop every queued step and forget all row state. Answered by ``ResetDone``."""
+
+    seq: UInt
+
+
+class Status(Message, frozen=True, tag="status"):
+    """Server to agent: how are you? Answered by ``StatusReply``, also while a step runs."""
+
+    seq: UInt
+
+
+class Shutdown(Message, frozen=True, tag="shutdown"):
+    """Server to agent: end now. Not answered; the connection closes."""
+
+    seq: UInt
+
+
+class StepDone(Message, frozen=True, tag="step_done"):
+    """Agent to server: step ``seq`` has run and its outputs are in its slot (or it was aborted before it began).
+
+    Times are microseconds: waiting in the task queue, the graph, the sampler.
+    """
+
+    seq: UInt
+    slot: UInt
+    aborted: bool = False
+    queue_us: UInt = 0
+    graph_us: UInt = 0
+    sample_us: UInt = 0
+
+
+class StepFailed(Message, frozen=True, tag="step_failed"):
+    """Agent to server: step ``seq`` raised. The agent lives on; the step's requests end with this error."""
+
+    seq: UInt
+    slot: UInt
+    error: LongText
+
+
+class ResetDone(Message, frozen=True, tag="reset_done"):
+    """Agent to server: the queue is empty, nothing runs."""
+
+    seq: UInt
+
+
+class StatusReply(Message, frozen=True, tag="status_reply"):
+    """Agent to server: steps run since the start, steps queued, resident memory in bytes."""
+
+    seq: UInt
+    steps: UInt
+    queued: UInt
+    rss_bytes: UInt
+
+
+ServerMessage = Connect | Prefill | Decode | Abort | Reset | Status | Shutdown
+AgentMessage = Challenge | Connected | Progress | Ready | Failed | StepDone | StepFailed | ResetDone | StatusReply
+
+_M = TypeVar("_M")
+_ENCODER = msgspec.msgpack.Encoder()
+_SERVER_DECODER = msgspec.msgpack.Decoder(ServerMessage)
+_AGENT_DECODER = msgspec.msgpack.Decoder(AgentMessage)
+
+
+def message_class(message: ServerMessage) -> MessageClass:
+    """The priority class of a message to the agent."""
+    if isinstance(message, Prefill):
+        return MessageClass.PREFILL
+    if isinstance(message, Decode):
+        return MessageClass.DECODE
+    return MessageClass.CONTROL
+
+
+def encode(message: Message) -> bytes:
+    """The message's bytes, without the frame's length."""
+    return _ENCODER.encode(message)
+
+
+def decode_server_message(payload: bytes) -> ServerMessage:
+    """What the server sent. Raises ProtocolError for anything not in the schema."""
+    return _decode(_SERVER_DECODER, payload)
+
+
+def decode_agent_message(payload: bytes) -> AgentMessage:
+    """What an agent sent. Raises ProtocolError for anything not in the schema."""
+    return _decode(_AGENT_DECODER, payload)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_M], payload: bytes) -> _M:
+    try:
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a frame of {len(payload)} bytes is not a known message: {error}") from error
+
+
+def prove(secret: bytes, role: str, nonce: bytes) -> bytes:
+    """HMAC-SHA256 of the peer's nonce under the launch secret; ``role`` keeps the two directions apart."""
+    return hmac.new(secret, role.encode() + b":" + nonce, hashlib.sha256).digest()
+
+
+def check_proof(secret: bytes, role: str, nonce: bytes, proof: bytes) -> None:
+    """Raises ProtocolError unless ``proof`` is what ``prove`` gives."""
+    if not hmac.compare_digest(prove(secret, role, nonce), proof):
+        raise ProtocolError(f"the {role} did not prove the launch secret; connection refused")

@@ -1,0 +1,261 @@
+"""Step slots: THE layout of what a step reads and writes, and the shared memory that holds the slots.
+
+A slot belongs to one step at a time: the server fills the inputs, sends ``Prefill`` or ``Decode``, and may not
+touch the slot until ``StepDone``; the agent reads inputs and writes outputs only between the two. Two steps in
+flight therefore never share memory, and the agent may run them in any order.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.errors import ProtocolError
+from llm_serving.request import MAX_TOP_LOGITS
+
+SHM_DIRECTORY = "/dev/shm"
+SHM_PREFIX = "llm-serving-"
+SLOT_MAGIC = 0x51075107
+_ALIGNMENT = 64
+
+NUM_SLOTS = 8
+"""Slots of a segment: the most steps that may be in flight."""
+
+LAST_TOKEN = -1
+"""In ``token_ids``: the token this sequence's previous step sampled, which only the agent knows yet."""
+
+PADDING_SLOT = -1
+"""In ``slot_mapping``: do not write this token's keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLimits:
+    """The largest step a slot can hold. Both ends compute the same layout from the same limits."""
+
+    max_tokens: int
+    """Tokens of a step, over all its sequences."""
+    max_seqs: int
+    """Sequences of a step."""
+    max_blocks_per_seq: int
+    """Width of the block table: ceil(longest context / block size)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One array of a slot. ``capacity`` is in elements."""
+
+    name: str
+    dtype: str
+    capacity: int
+    comment: str
+
+
+def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
+    """The layout table. T tokens, S sequences, W block-table width of the step at hand are in ``header``."""
+    tokens, seqs = limits.max_tokens, limits.max_seqs
+    return (
+        Field("header", "int32", 16, "see HEADER"),
+        # What the graph reads.
+        Field("token_ids", "int32", tokens, "[T] token id, or LAST_TOKEN"),
+        Field("positions", "int32", tokens, "[T] position in its sequence, from 0"),
+        Field("slot_mapping", "int32", tokens, "[T] block * block_size + offset to write K and V to, or PADDING_SLOT"),
+        Field("query_lens", "int32", seqs, "[S] tokens of each sequence in this step; they sum to T"),
+        Field("context_lens", "int32", seqs, "[S] tokens of each sequence in the cache once this step has written"),
+        Field("block_tables", "int32", seqs * limits.max_blocks_per_seq, "[S, W] block ids, padded with 0"),
+        # What the sampler reads, one entry a sequence.
+        Field("rows", "int32", seqs, "[S] row of the agent's state table that belongs to the sequence"),
+        Field("do_sample", "int32", seqs, "[S] 1: sample after the sequence's last token; 0: a chunk, no output"),
+        Field("temperature", "float32", seqs, "[S] 0 is greedy"),
+        Field("top_k", "int32", seqs, "[S] 0 is off"),
+        Field("top_p", "float32", seqs, "[S] 1 is off"),
+        Field("min_p", "float32", seqs, "[S] 0 is off"),
+        Field("repetition_penalty", "float32", seqs, "[S] 1 is off"),
+        Field("presence_penalty", "float32", seqs, "[S] 0 is off"),
+        Field("frequency_penalty", "float32", seqs, "[S] 0 is off"),
+        Field("seed", "uint64", seqs, "[S] seed of the request"),
+        Field("sample_position", "int32", seqs, "[S] index of the token to sample in the output, from 0"),
+        Field("num_top_logits", "int32", seqs, "[S] best (id, logit) pairs wanted, 0 to MAX_TOP_LOGITS"),
+        # A sequence's known tokens, sent by the step that (re)starts its row and only if it has penalties.
+        Field("history_lens", "int32", seqs, "[S] known tokens in `history`; 0 keeps what the row has"),
+        Field("history_prompt_lens", "int32", seqs, "[S] how many of them are the prompt"),
+        Field("history", "int32", tokens, "[sum of history_lens] token ids"),
+        # What the step writes.
+        Field("sampled_ids", "int32", seqs, "[S] the token, or -1 where do_sample is 0"),
+        Field("sampled_logit", "float32", seqs, "[S] its raw logit, before penalties and temperature"),
+        Field("logsumexp", "float32", seqs, "[S] log of the sum of exp of the raw logits"),
+        Field("top_ids", "int32", seqs * MAX_TOP_LOGITS, "[S, MAX_TOP_LOGITS] best first, -1 past num_top_logits"),
+        Field("top_logits", "float32", seqs * MAX_TOP_LOGITS, "[S, MAX_TOP_LOGITS] raw logits"),
+    )
+
+
+HEADER = {"magic": 0, "seq_low": 1, "seq_high": 2, "num_tokens": 3, "num_seqs": 4, "table_width": 5, "history_len": 6}
+"""Index of each header entry. ``seq`` is the step's sequence number: a torn or reused slot is noticed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLayout:
+    """Byte offsets of a slot's fields, each on its own cache line."""
+
+    limits: SlotLimits
+    fields: tuple[Field, ...]
+    offsets: dict[str, int]
+    slot_bytes: int
+
+    @classmethod
+    def of(cls, limits: SlotLimits) -> SlotLayout:
+        fields, offsets, end = slot_fields(limits), {}, 0
+        for field in fields:
+            offsets[field.name] = end
+            size = field.capacity * np.dtype(field.dtype).itemsize
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return cls(limits, fields, offsets, end)
+
+
+class StepSlot:
+    """NumPy views of one slot, one attribute a field (see ``slot_fields``), full capacity each."""
+
+    header: npt.NDArray[np.int32]
+    token_ids: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
+    slot_mapping: npt.NDArray[np.int32]
+    query_lens: npt.NDArray[np.int32]
+    context_lens: npt.NDArray[np.int32]
+    block_tables: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.int32]
+    do_sample: npt.NDArray[np.int32]
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int32]
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    repetition_penalty: npt.NDArray[np.float32]
+    presence_penalty: npt.NDArray[np.float32]
+    frequency_penalty: npt.NDArray[np.float32]
+    seed: npt.NDArray[np.uint64]
+    sample_position: npt.NDArray[np.int32]
+    num_top_logits: npt.NDArray[np.int32]
+    history_lens: npt.NDArray[np.int32]
+    history_prompt_lens: npt.NDArray[np.int32]
+    history: npt.NDArray[np.int32]
+    sampled_ids: npt.NDArray[np.int32]
+    sampled_logit: npt.NDArray[np.float32]
+    logsumexp: npt.NDArray[np.float32]
+    top_ids: npt.NDArray[np.int32]
+    top_logits: npt.NDArray[np.float32]
+
+    def __init__(self, layout: SlotLayout, buffer: memoryview | mmap.mmap | bytearray, offset: int = 0) -> None:
+        self.layout = layout
+        for field in layout.fields:
+            array: npt.NDArray[Any] = np.frombuffer(
+                buffer, dtype=field.dtype, count=field.capacity, offset=offset + layout.offsets[field.name]
+            )
+            setattr(self, field.name, array)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.header[HEADER["num_tokens"]])
+
+    @property
+    def num_seqs(self) -> int:
+        return int(self.header[HEADER["num_seqs"]])
+
+    @property
+    def table_width(self) -> int:
+        return int(self.header[HEADER["table_width"]])
+
+    @property
+    def history_len(self) -> int:
+        return int(self.header[HEADER["history_len"]])
+
+    @property
+    def seq(self) -> int:
+        return int(self.header[HEADER["seq_low"]]) | int(self.header[HEADER["seq_high"]]) << 31
+
+    def write_header(self, seq: int, *, num_tokens: int, num_seqs: int, table_width: int, history_len: int) -> None:
+        """Server side, last of all. Raises ProtocolError when a size exceeds the slot's limits."""
+        limits = self.layout.limits
+        _check_size("num_tokens", num_tokens, 1, limits.max_tokens)
+        _check_size("num_seqs", num_seqs, 1, limits.max_seqs)
+        _check_size("table_width", table_width, 1, limits.max_blocks_per_seq)
+        _check_size("history_len", history_len, 0, limits.max_tokens)
+        self.header[:7] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, num_tokens, num_seqs, table_width, history_len)
+
+    def check_header(self, seq: int) -> None:
+        """Agent side, first of all. Raises ProtocolError when the slot is not step ``seq`` or a size is off."""
+        limits = self.layout.limits
+        if int(self.header[HEADER["magic"]]) != SLOT_MAGIC or self.seq != seq:
+            raise ProtocolError(f"a slot announced as step {seq} holds step {self.seq}: it was torn or reused")
+        _check_size("num_tokens", self.num_tokens, 1, limits.max_tokens)
+        _check_size("num_seqs", self.num_seqs, 1, limits.max_seqs)
+        _check_size("table_width", self.table_width, 1, limits.max_blocks_per_seq)
+        _check_size("history_len", self.history_len, 0, limits.max_tokens)
+
+
+def _check_size(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ProtocolError(f"a step slot's {name} is {value}; it must be between {low} and {high}")
+
+
+class SlotMemory:
+    """A shared-memory segment of step slots. The server creates and unlinks it, an agent attaches to it."""
+
+    def __init__(self, name: str, layout: SlotLayout, num_slots: int, mapping: mmap.mmap) -> None:
+        self.name = name
+        self.layout = layout
+        self.num_slots = num_slots
+        self._mapping = mapping
+        self._linked = False
+        self.slots = [StepSlot(layout, mapping, index * layout.slot_bytes) for index in range(num_slots)]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.layout.slot_bytes * self.num_slots
+
+    @classmethod
+    def create(cls, limits: SlotLimits, num_slots: int) -> SlotMemory:
+        """Make a new segment, its pages reserved now. Raises OSError when /dev/shm is too small."""
+        layout = SlotLayout.of(limits)
+        name = SHM_PREFIX + secrets.token_hex(8)
+        path = os.path.join(SHM_DIRECTORY, name)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, layout.slot_bytes * num_slots)
+            memory = cls(name, layout, num_slots, mmap.mmap(descriptor, layout.slot_bytes * num_slots))
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(descriptor)
+        memory._linked = True
+        return memory
+
+    @classmethod
+    def attach(cls, name: str, limits: SlotLimits, num_slots: int) -> SlotMemory:
+        """Map a segment the server made. Raises ProtocolError when its name or size is not as agreed."""
+        if not name.startswith(SHM_PREFIX) or not name.removeprefix(SHM_PREFIX).isalnum():
+            raise ProtocolError(f"{name!r} is not a name of a step-slot segment ({SHM_PREFIX}<hex>)")
+        layout = SlotLayout.of(limits)
+        descriptor = os.open(os.path.join(SHM_DIRECTORY, name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            size, expected = os.fstat(descriptor).st_size, layout.slot_bytes * num_slots
+            if size != expected:
+                raise ProtocolError(f"the step-slot segment has {size} bytes, the layout needs {expected}")
+            return cls(name, layout, num_slots, mmap.mmap(descriptor, size))
+        finally:
+            os.close(descriptor)
+
+    def unlink(self) -> None:
+        """Remove the name; the mappings stay. Does nothing the second time, or on an attached segment."""
+        if self._linked:
+            self._linked = False
+            os.unlink(os.path.join(SHM_DIRECTORY, self.name))
+
+    def close(self) -> None:
+        """Unlink and drop the views. The pages go when the last view of them does."""
+        self.unlink()
+        self.slots = []

@@ -1,0 +1,146 @@
+"""A request as the engine sees it: token ids in, token ids and text out. No HTTP here, no clock, no device."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MAX_TOP_LOGITS = 32
+"""Most (token id, logit) pairs a step returns per sampled token."""
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """End token, a stop token id or a stop string."""
+    LENGTH = "length"
+    """``max_tokens`` or the model's context was reached."""
+    ABORT = "abort"
+    """The client went away or asked to stop."""
+    ERROR = "error"
+    """The server could not go on; ``RequestOutput.error`` says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens. Ranges are checked at the HTTP edge, before the request reaches the engine.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 switch the filter off.
+    ``repetition_penalty`` acts on prompt and output (CTRL, Keskar et al. 2019), ``presence_penalty`` and
+    ``frequency_penalty`` on the output (OpenAI). ``seed`` is an unsigned 64-bit number; the text depends on it,
+    the prompt and these parameters alone. ``top_logits`` asks for that many best (id, logit) pairs a token.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    top_logits: int = 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """True when the choice of a token depends on the tokens before it by more than the model."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence in the scheduler. Owned by it from ``add_request`` until it is finished.
+
+    ``arrival_time`` and the other times are seconds on the engine's monotonic clock.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    arrival_time: float
+    end_token_ids: frozenset[int] = frozenset()
+    status: RequestStatus = RequestStatus.WAITING
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    """Tokens whose keys and values are in the cache, or will be once the steps in flight have run."""
+    num_inflight_tokens: int = 0
+    """Sampled tokens that steps in flight will deliver; their values are not known to the server yet."""
+    row: int = -1
+    """Index of the sequence's state on the agent (last token, token history); -1 while it has none."""
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogits:
+    """What one step knew about one sampled token. ``logprob = logit - logsumexp`` of the raw logits (float32)."""
+
+    token_id: int
+    logprob: float
+    logsumexp: float
+    top: tuple[tuple[int, float], ...] = ()
+    """Best (token id, raw logit) pairs, best first; ties by the smaller id."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimings:
+    """Where a finished request spent its time, in seconds; the parts sum to ``e2e``."""
+
+    queue: float
+    prefill: float
+    decode: float
+    e2e: float
+    ttft: float
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A piece of a request's stream: what became known since the last piece.
+
+    ``text`` never ends inside a character and never holds part of a stop string. The last piece has
+    ``finish_reason`` set, and ``stop_reason`` names the stop string or token id that ended it, if one did.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logits: tuple[TokenLogits, ...]
+    num_prompt_tokens: int
+    num_output_tokens: int
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str | None = None
+    timings: RequestTimings | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
