@@ -1,0 +1,1 @@
+"""The data plane: one process per device. Owns weights, KV cache, compiled graphs and sampling; knows token ids only."""

@@ -1,0 +1,86 @@
+"""The priority task queue: what the agent runs next.
+
+Control runs before prefill, prefill before decode, and within a class the smaller sequence number first
+(policy ``prefill_first``). Under ``fcfs`` prefill and decode are one class. Since every step has a slot of its
+own, the order changes who waits, never what is computed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+
+from llm_serving.errors import ProtocolError
+from llm_serving.ipc.messages import Decode, MessageClass, Prefill, Reset, ServerMessage, Shutdown, message_class
+
+QueuedMessage = Prefill | Decode | Reset | Shutdown
+"""What waits in the queue. ``Abort`` and ``Status`` are about the queue itself and never wait in it."""
+
+Step = Prefill | Decode
+
+
+class TaskQueue:
+    """A bounded, thread-safe priority queue of messages. One thread puts, one takes."""
+
+    def __init__(self, policy: str, max_steps: int) -> None:
+        self._prefill_first = policy == "prefill_first"
+        self._max_steps = max_steps
+        self._heap: list[tuple[int, int, QueuedMessage, int]] = []
+        self._num_steps = 0
+        self._last_seq = -1
+        self._changed = threading.Condition()
+
+    def put(self, message: QueuedMessage) -> None:
+        """Add a message. Raises ProtocolError when its number is not new or more steps wait than there are slots."""
+        with self._changed:
+            if message.seq <= self._last_seq:
+                raise ProtocolError(f"message {message.seq} came after {self._last_seq}: numbers must increase")
+            if isinstance(message, Step):
+                if self._num_steps >= self._max_steps:
+                    raise ProtocolError(f"{self._num_steps} steps are queued already; there are {self._max_steps} slots")
+                self._num_steps += 1
+            self._last_seq = message.seq
+            heapq.heappush(self._heap, (self._priority(message), message.seq, message, time.monotonic_ns()))
+            self._changed.notify()
+
+    def get(self) -> tuple[QueuedMessage, int]:
+        """Wait for a message and take the one to run next, with the microseconds it has waited."""
+        with self._changed:
+            while not self._heap:
+                self._changed.wait()
+            _, _, message, queued_at = heapq.heappop(self._heap)
+            if isinstance(message, Step):
+                self._num_steps -= 1
+            return message, (time.monotonic_ns() - queued_at) // 1000
+
+    def remove_step(self, seq: int) -> Step | None:
+        """Take a waiting step out of its turn; None when it has begun, ended or never was."""
+        with self._changed:
+            for index, (_, _, message, _) in enumerate(self._heap):
+                if isinstance(message, Step) and message.seq == seq:
+                    del self._heap[index]
+                    heapq.heapify(self._heap)
+                    self._num_steps -= 1
+                    return message
+            return None
+
+    def remove_all_steps(self) -> list[Step]:
+        """Take every waiting step out, in order of sequence number."""
+        with self._changed:
+            steps = sorted((m for _, _, m, _ in self._heap if isinstance(m, Step)), key=lambda step: step.seq)
+            self._heap = [entry for entry in self._heap if not isinstance(entry[2], Step)]
+            heapq.heapify(self._heap)
+            self._num_steps = 0
+            return steps
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that wait."""
+        return self._num_steps
+
+    def _priority(self, message: ServerMessage) -> int:
+        kind = message_class(message)
+        if kind is MessageClass.PREFILL and not self._prefill_first:
+            return MessageClass.DECODE
+        return kind

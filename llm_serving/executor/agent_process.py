@@ -1,0 +1,106 @@
+"""An agent's operating-system process: started with inherited descriptors, watched, ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from llm_serving.errors import AgentStartError, ConfigError
+from llm_serving.ipc.bootstrap import Bootstrap, encode_bootstrap
+
+SECRET_BYTES = 32
+STOP_GRACE_S = 5.0
+_LOG_TAIL_BYTES = 4000
+
+
+def bind_agent_port(ip: str, port: int) -> socket.socket:
+    """Listen on an agent's port (0: any free one). Raises ConfigError when it is taken."""
+    listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((ip, port))
+        listener.listen(16)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"serving_config.agent_ports: cannot listen on {ip}:{port}: {error.strerror}; "
+            "choose another port, or 0 for any free one"
+        ) from error
+    return listener
+
+
+class AgentProcess:
+    """One run of an agent. Owns the process, its end of the bootstrap pipe and its log file.
+
+    ``secret`` is new for every run; it never appears in an argument, an environment variable or a file.
+    """
+
+    def __init__(self, listener: socket.socket, rank: int, config_json: str, log_path: Path) -> None:
+        self.secret = secrets.token_bytes(SECRET_BYTES)
+        self.rank = rank
+        self.log_path = log_path
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        read_end, self._pipe = os.pipe()
+        try:
+            with log_path.open("ab") as log:
+                self._log_start = log.tell()
+                self._process = self._spawn(read_end, listener.fileno(), log.fileno())
+        except OSError as error:
+            os.close(self._pipe)
+            raise AgentStartError(f"agent {rank} could not be started: {error}") from error
+        finally:
+            os.close(read_end)
+        self.exit_descriptor = os.pidfd_open(self._process.pid)
+        """Readable once the process has ended."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._pipe, encode_bootstrap(Bootstrap(self.secret, rank, config_json)))
+
+    def _spawn(self, read_end: int, listen_fd: int, log_fd: int) -> subprocess.Popen[bytes]:
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+        return subprocess.Popen(
+            [sys.executable, "-m", "agent", "--bootstrap-fd", str(read_end), "--listen-fd", str(listen_fd)],
+            pass_fds=(read_end, listen_fd),
+            stdin=subprocess.DEVNULL,
+            stdout=log_fd,
+            stderr=log_fd,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: ended by that signal."""
+        return self._process.poll()
+
+    def log_tail(self) -> str:
+        """The last lines this run wrote: its traceback, when it could not report one."""
+        with self.log_path.open("rb") as log:
+            end = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_start, end - _LOG_TAIL_BYTES))
+            return log.read().decode(errors="replace").strip()
+
+    def kill(self) -> None:
+        """End it at once and free what belongs to it. May be called twice."""
+        self.stop(grace_s=0.0)
+
+    def stop(self, grace_s: float = STOP_GRACE_S) -> None:
+        """Close the bootstrap pipe, which asks it to end, wait, and kill it if it does not."""
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+        try:
+            self._process.wait(timeout=grace_s if grace_s > 0 else None if self.exit_code() is not None else 0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self.exit_descriptor >= 0:
+            os.close(self.exit_descriptor)
+            self.exit_descriptor = -1
