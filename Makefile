@@ -1,0 +1,59 @@
+# make serve [CONFIG=...]   set up if needed, then serve
+# make test                 set up if needed, then run the tests
+# make help                 the rest
+
+VENV    ?= .venv
+PYTHON  ?= $(shell command -v python3.11 || command -v python3.10 || command -v python3)
+CONFIG  ?= llama_tiny_cpu.yaml
+ARGS    ?=
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.installed
+KERNELS := agent/kernels/libllm_kernels.so
+SOURCES := setup.py $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernels/*/*.cc agent/kernels/*/*.h)
+
+.PHONY: setup serve test lint bench docs clean help
+
+setup: $(STAMP) $(KERNELS)
+
+serve: setup
+	@$(BIN)/python start_server.py --config $(CONFIG) $(ARGS)
+
+test: setup lint
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+bench: setup
+	@$(BIN)/python performance/bench_kernels.py
+
+docs: setup
+	@$(BIN)/python tools/write_configuration_docs.py
+
+clean:
+	rm -rf build *.egg-info $(KERNELS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+help:
+	@printf '%s\n' \
+	  'make serve [CONFIG=llama_tiny_cpu.yaml] [ARGS="--set section.key=value"]' \
+	  'make test [ARGS="-k scheduler"]      lint, types and tests' \
+	  'make setup                           virtual environment, pinned packages, kernels' \
+	  'make bench                           kernels against the hardware ceilings' \
+	  'make docs                            write docs/configuration.md from the code' \
+	  'make clean                           remove what was built (not the virtual environment)'
+
+$(STAMP): requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 11))' || \
+	  { echo "llm-serving needs Python 3.10 or 3.11; $(PYTHON) is $$($(PYTHON) -V 2>&1). Give one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@command -v $${CXX:-g++} >/dev/null || { echo "llm-serving needs a C++17 compiler (g++)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing pinned packages into $(VENV) (once; about a minute)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(KERNELS): $(SOURCES) | $(STAMP)
+	@echo "compiling kernels"
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
