@@ -1,1 +1,1 @@
-"""The data plane: one process per device. Owns weights, KV cache, compiled graphs and sampling; knows token ids only."""
+"""The data plane: one process per device. Owns weights, KV cache, compiled graphs, sampling; knows token ids only."""

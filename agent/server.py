@@ -14,7 +14,6 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import psutil
@@ -52,14 +51,12 @@ class AgentServer:
         rank: int,
         limits: SlotLimits,
         queue: TaskQueue,
-        steps_run: Callable[[], int],
     ) -> None:
         self._listener = listener
         self._secret = secret
         self._rank = rank
         self._limits = limits
         self._queue = queue
-        self._steps_run = steps_run
         self._selector = selectors.DefaultSelector()
         self._strangers: dict[int, _Stranger] = {}
         self._server: Channel | None = None
@@ -194,5 +191,5 @@ class AgentServer:
     def _status(self, seq: int) -> messages.StatusReply:
         resident = psutil.Process().memory_info().rss
         return messages.StatusReply(
-            seq=seq, steps=self._steps_run(), queued=self._queue.num_steps, rss_bytes=int(resident)
+            seq=seq, steps=self._queue.steps_taken, queued=self._queue.num_steps, rss_bytes=int(resident)
         )

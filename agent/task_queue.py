@@ -28,19 +28,18 @@ class TaskQueue:
         self._max_steps = max_steps
         self._heap: list[tuple[int, int, QueuedMessage, int]] = []
         self._num_steps = 0
-        self._last_seq = -1
+        self._last_step = -1
         self._changed = threading.Condition()
+        self.steps_taken = 0
+        """Steps taken out to be run since the start."""
 
     def put(self, message: QueuedMessage) -> None:
-        """Add a message. Raises ProtocolError when its number is not new or more steps wait than there are slots."""
+        """Add a message. Raises ProtocolError when a step's number is not new or more wait than there are slots."""
         with self._changed:
-            if message.seq <= self._last_seq:
-                raise ProtocolError(f"message {message.seq} came after {self._last_seq}: numbers must increase")
             if isinstance(message, Step):
-                if self._num_steps >= self._max_steps:
-                    raise ProtocolError(f"{self._num_steps} steps are queued already; there are {self._max_steps} slots")
+                self._check_step(message)
+                self._last_step = message.seq
                 self._num_steps += 1
-            self._last_seq = message.seq
             heapq.heappush(self._heap, (self._priority(message), message.seq, message, time.monotonic_ns()))
             self._changed.notify()
 
@@ -52,6 +51,7 @@ class TaskQueue:
             _, _, message, queued_at = heapq.heappop(self._heap)
             if isinstance(message, Step):
                 self._num_steps -= 1
+                self.steps_taken += 1
             return message, (time.monotonic_ns() - queued_at) // 1000
 
     def remove_step(self, seq: int) -> Step | None:
@@ -78,6 +78,12 @@ class TaskQueue:
     def num_steps(self) -> int:
         """Steps that wait."""
         return self._num_steps
+
+    def _check_step(self, step: Step) -> None:
+        if step.seq <= self._last_step:
+            raise ProtocolError(f"step {step.seq} came after step {self._last_step}: numbers must increase")
+        if self._num_steps >= self._max_steps:
+            raise ProtocolError(f"{self._num_steps} steps are queued already; there are {self._max_steps} slots")
 
     def _priority(self, message: ServerMessage) -> int:
         kind = message_class(message)

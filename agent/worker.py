@@ -4,82 +4,98 @@ from __future__ import annotations
 
 import logging
 import traceback
+from collections.abc import Callable
+from typing import Protocol
 
-from agent.model_runner import ModelRunner
 from agent.server import AgentServer
 from agent.task_queue import Step, TaskQueue
-from llm_serving.config import Config
 from llm_serving.errors import LLMServingError
-from llm_serving.ipc.messages import (
-    Failed,
-    Prefill,
-    Progress,
-    Ready,
-    Reset,
-    ResetDone,
-    Shutdown,
-    StepDone,
-    StepFailed,
-)
-from llm_serving.ipc.shm import SlotMemory
+from llm_serving.ipc.messages import Failed, Prefill, Progress, Ready, Reset, ResetDone, Shutdown, StepDone, StepFailed
+from llm_serving.ipc.shm import SlotMemory, StepSlot
 
 logger = logging.getLogger("agent.worker")
 
-_ERROR_CHARS = 8000
+MAX_ERROR_CHARS = 8000
+
+StartReport = Callable[[str, int, int], None]
+"""Called with a stage of the start, units done, units in all."""
+
+
+class Runner(Protocol):
+    """What the worker drives; ``ModelRunner`` is the one with a model. Used by one thread only.
+
+    ``run_prefill`` and ``run_decode`` read a slot's inputs, write its outputs and return the microseconds spent in
+    the graph and in the sampler. An exception is the failure of that step alone.
+    """
+
+    def load(self) -> None: ...
+
+    def compile(self) -> None: ...
+
+    def warm_up(self) -> None: ...
+
+    def summary(self) -> dict[str, str | int | float]: ...
+
+    def run_prefill(self, slot: StepSlot) -> tuple[int, int]: ...
+
+    def run_decode(self, slot: StepSlot) -> tuple[int, int]: ...
+
+    def reset(self) -> None: ...
 
 
 class Worker:
     """Runs in the process's main thread and owns the device."""
 
-    def __init__(self, config: Config, queue: TaskQueue) -> None:
-        self._config = config
+    def __init__(self, make_runner: Callable[[StartReport], Runner], queue: TaskQueue, server: AgentServer) -> None:
+        self._make_runner = make_runner
         self._queue = queue
-        self.steps_run = 0
+        self._server = server
 
-    def run(self, server: AgentServer) -> int:
+    def run(self) -> int:
         """Serve until shut down; the process's exit code. Problems at the start are reported to the server."""
-        memory = server.wait_until_connected()
+        memory = self._server.wait_until_connected()
         try:
-            runner = self._start(server)
+            runner = self._start()
         except Exception as error:
-            logger.error("the agent could not start: %s", error)
-            server.send(Failed(error=str(error)[:_ERROR_CHARS], traceback=traceback.format_exc()[-_ERROR_CHARS:]))
+            logger.exception("the agent could not start")
+            failed = Failed(error=str(error)[:MAX_ERROR_CHARS], traceback=traceback.format_exc()[-MAX_ERROR_CHARS:])
+            self._server.send(failed)
             return 1
-        server.send(Ready(summary=runner.summary()))
-        self._serve(server, memory, runner)
+        self._server.send(Ready(summary=runner.summary()))
+        self._serve(memory, runner)
         return 0
 
-    def _start(self, server: AgentServer) -> ModelRunner:
-        runner = ModelRunner(
-            self._config, lambda stage, done, total: server.send(Progress(stage=stage, done=done, total=total))
+    def _start(self) -> Runner:
+        runner = self._make_runner(
+            lambda stage, done, total: self._server.send(Progress(stage=stage, done=done, total=total))
         )
         runner.load()
         runner.compile()
         runner.warm_up()
         return runner
 
-    def _serve(self, server: AgentServer, memory: SlotMemory, runner: ModelRunner) -> None:
+    def _serve(self, memory: SlotMemory, runner: Runner) -> None:
         while True:
             message, queue_us = self._queue.get()
             if isinstance(message, Shutdown):
                 return
             if isinstance(message, Reset):
                 runner.reset()
-                server.send(ResetDone(seq=message.seq))
-                continue
-            server.send(self._run_step(message, queue_us, memory, runner))
+                self._server.send(ResetDone(seq=message.seq))
+            else:
+                self._server.send(_run_step(message, queue_us, memory, runner))
 
-    def _run_step(self, step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner) -> StepDone | StepFailed:
-        """Run one step. Whatever goes wrong is this step's failure, not the agent's."""
-        try:
-            slot = memory.slots[step.slot]
-            slot.check_header(step.seq)
-            run = runner.run_prefill if isinstance(step, Prefill) else runner.run_decode
-            graph_us, sample_us = run(slot)
-        except Exception as error:
-            level = logging.WARNING if isinstance(error, LLMServingError) else logging.ERROR
-            logger.log(level, "step %d failed: %s", step.seq, error, exc_info=level == logging.ERROR)
-            return StepFailed(seq=step.seq, slot=step.slot, error=f"{type(error).__name__}: {error}"[:_ERROR_CHARS])
-        finally:
-            self.steps_run += 1
-        return StepDone(seq=step.seq, slot=step.slot, queue_us=queue_us, graph_us=graph_us, sample_us=sample_us)
+
+def _run_step(step: Step, queue_us: int, memory: SlotMemory, runner: Runner) -> StepDone | StepFailed:
+    """Run one step. Whatever goes wrong is this step's failure, not the agent's."""
+    try:
+        slot = memory.slots[step.slot]
+        slot.check_header(step.seq)
+        run = runner.run_prefill if isinstance(step, Prefill) else runner.run_decode
+        graph_us, sample_us = run(slot)
+    except Exception as error:
+        expected = isinstance(error, LLMServingError)
+        logger.log(logging.WARNING if expected else logging.ERROR, "step %d failed", step.seq, exc_info=not expected)
+        text = str(error) if expected else f"{type(error).__name__}: {error}"
+        return StepFailed(seq=step.seq, slot=step.slot, error=text[:MAX_ERROR_CHARS])
+    return StepDone(seq=step.seq, slot=step.slot, queue_us=queue_us, graph_us=graph_us, sample_us=sample_us)

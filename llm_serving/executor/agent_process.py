@@ -38,11 +38,15 @@ class AgentProcess:
     """One run of an agent. Owns the process, its end of the bootstrap pipe and its log file.
 
     ``secret`` is new for every run; it never appears in an argument, an environment variable or a file.
+    ``module`` is what ``python -m`` runs: the agent, or a stand-in without a device.
     """
 
-    def __init__(self, listener: socket.socket, rank: int, config_json: str, log_path: Path) -> None:
+    def __init__(
+        self, listener: socket.socket, rank: int, config_json: str, log_path: Path, module: str = "agent"
+    ) -> None:
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.rank = rank
+        self._module = module
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, self._pipe = os.pipe()
@@ -64,7 +68,7 @@ class AgentProcess:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
         return subprocess.Popen(
-            [sys.executable, "-m", "agent", "--bootstrap-fd", str(read_end), "--listen-fd", str(listen_fd)],
+            [sys.executable, "-m", self._module, "--bootstrap-fd", str(read_end), "--listen-fd", str(listen_fd)],
             pass_fds=(read_end, listen_fd),
             stdin=subprocess.DEVNULL,
             stdout=log_fd,

@@ -44,6 +44,13 @@ class SlotLimits:
     """Sequences of a step."""
     max_blocks_per_seq: int
     """Width of the block table: ceil(longest context / block size)."""
+    max_context: int = 0
+    """Longest context in tokens: a sequence with penalties may send that much history with its last chunk."""
+
+    @property
+    def max_history(self) -> int:
+        """Known tokens a step can carry for penalties."""
+        return max(self.max_tokens, self.max_context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         # A sequence's known tokens, sent by the step that (re)starts its row and only if it has penalties.
         Field("history_lens", "int32", seqs, "[S] known tokens in `history`; 0 keeps what the row has"),
         Field("history_prompt_lens", "int32", seqs, "[S] how many of them are the prompt"),
-        Field("history", "int32", tokens, "[sum of history_lens] token ids"),
+        Field("history", "int32", limits.max_history, "[sum of history_lens] token ids"),
         # What the step writes.
         Field("sampled_ids", "int32", seqs, "[S] the token, or -1 where do_sample is 0"),
         Field("sampled_logit", "float32", seqs, "[S] its raw logit, before penalties and temperature"),
@@ -182,7 +189,7 @@ class StepSlot:
         _check_size("num_tokens", num_tokens, 1, limits.max_tokens)
         _check_size("num_seqs", num_seqs, 1, limits.max_seqs)
         _check_size("table_width", table_width, 1, limits.max_blocks_per_seq)
-        _check_size("history_len", history_len, 0, limits.max_tokens)
+        _check_size("history_len", history_len, 0, limits.max_history)
         self.header[:7] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, num_tokens, num_seqs, table_width, history_len)
 
     def check_header(self, seq: int) -> None:
@@ -193,7 +200,7 @@ class StepSlot:
         _check_size("num_tokens", self.num_tokens, 1, limits.max_tokens)
         _check_size("num_seqs", self.num_seqs, 1, limits.max_seqs)
         _check_size("table_width", self.table_width, 1, limits.max_blocks_per_seq)
-        _check_size("history_len", self.history_len, 0, limits.max_tokens)
+        _check_size("history_len", self.history_len, 0, limits.max_history)
 
 
 def _check_size(name: str, value: int, low: int, high: int) -> None:

@@ -1,0 +1,149 @@
+"""Writes a scheduled step into a slot and reads its results out. Nothing per token that can be per step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.errors import ProtocolError
+from llm_serving.ipc.shm import SlotLimits, StepSlot
+from llm_serving.request import MAX_TOP_LOGITS, Request, SamplingParams
+from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
+
+_SAMPLING_COLUMNS = {
+    "temperature": "float32",
+    "top_k": "int32",
+    "top_p": "float32",
+    "min_p": "float32",
+    "repetition_penalty": "float32",
+    "presence_penalty": "float32",
+    "frequency_penalty": "float32",
+    "seed": "uint64",
+    "num_top_logits": "int32",
+}
+
+
+class SlotWriter:
+    """Keeps what does not change from step to step, one table row an agent row, and gathers a step's rows from it.
+
+    A row's block table and sampling parameters are written when a request (re)starts the row; after that only the
+    table's new blocks are.
+    """
+
+    def __init__(self, limits: SlotLimits, block_size: int, num_rows: int) -> None:
+        self._limits = limits
+        self._block_size = block_size
+        self._owners: list[Request | None] = [None] * num_rows
+        self._num_blocks = [0] * num_rows
+        self._block_tables: npt.NDArray[np.int32] = np.zeros((num_rows, limits.max_blocks_per_seq), np.int32)
+        self._sampling: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros(num_rows, dtype) for name, dtype in _SAMPLING_COLUMNS.items()
+        }
+
+    def write(self, step: ScheduledStep, slot: StepSlot) -> None:
+        """Fill the slot's inputs. Raises ProtocolError when the step is larger than a slot."""
+        num_seqs, num_tokens = step.num_seqs, step.num_tokens
+        if num_seqs > self._limits.max_seqs or num_tokens > self._limits.max_tokens:
+            raise ProtocolError(
+                f"step {step.seq} has {num_seqs} sequences and {num_tokens} tokens; a slot holds "
+                f"{self._limits.max_seqs} and {self._limits.max_tokens}"
+            )
+        self._follow_rows(step)
+        rows = np.array(step.rows, np.int32)
+        starts = np.array(step.starts, np.int32)
+        query_lens = np.array(step.query_lens, np.int32)
+        context_lens = starts + query_lens
+        width = -(-int(context_lens.max()) // self._block_size)
+        slot.token_ids[:num_tokens] = step.token_ids
+        slot.query_lens[:num_seqs] = query_lens
+        slot.context_lens[:num_seqs] = context_lens
+        slot.rows[:num_seqs] = rows
+        slot.do_sample[:num_seqs] = step.do_sample
+        slot.sample_position[:num_seqs] = step.sample_positions
+        tables = self._block_tables[rows, :width]
+        slot.block_tables[: num_seqs * width] = tables.ravel()
+        self._write_positions(step, slot, tables, starts, query_lens)
+        for name, column in self._sampling.items():
+            getattr(slot, name)[:num_seqs] = column[rows]
+        history_len = _write_histories(step, slot)
+        slot.write_header(
+            step.seq, num_tokens=num_tokens, num_seqs=num_seqs, table_width=width, history_len=history_len
+        )
+
+    def _write_positions(
+        self,
+        step: ScheduledStep,
+        slot: StepSlot,
+        tables: npt.NDArray[np.int32],
+        starts: npt.NDArray[np.int32],
+        query_lens: npt.NDArray[np.int32],
+    ) -> None:
+        num_tokens = step.num_tokens
+        seqs = np.arange(step.num_seqs, dtype=np.int32)
+        positions = starts
+        if step.kind is StepKind.PREFILL or num_tokens != step.num_seqs:
+            seqs = np.repeat(seqs, query_lens)
+            first_token = np.cumsum(query_lens, dtype=np.int32) - query_lens
+            positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(starts - first_token, query_lens)
+        slot.positions[:num_tokens] = positions
+        blocks = tables[seqs, positions // self._block_size]
+        slot.slot_mapping[:num_tokens] = blocks * self._block_size + positions % self._block_size
+
+    def _follow_rows(self, step: ScheduledStep) -> None:
+        for request, row, start, table in zip(step.requests, step.rows, step.starts, step.block_tables, strict=True):
+            if start == 0 or self._owners[row] is not request:
+                self._owners[row] = request
+                self._num_blocks[row] = 0
+                self._write_sampling(row, request.sampling)
+            known = self._num_blocks[row]
+            if len(table) > known:
+                self._block_tables[row, known : len(table)] = table[known:]
+                self._num_blocks[row] = len(table)
+
+    def _write_sampling(self, row: int, sampling: SamplingParams) -> None:
+        for name in _SAMPLING_COLUMNS:
+            value = sampling.top_logits if name == "num_top_logits" else getattr(sampling, name)
+            self._sampling[name][row] = value
+
+
+def _write_histories(step: ScheduledStep, slot: StepSlot) -> int:
+    slot.history_lens[: step.num_seqs] = 0
+    offset = 0
+    for history in step.histories:
+        end = offset + len(history.token_ids)
+        slot.history_lens[history.index] = len(history.token_ids)
+        slot.history_prompt_lens[history.index] = history.num_prompt_tokens
+        slot.history[offset:end] = history.token_ids
+        offset = end
+    return offset
+
+
+def read_result(slot: StepSlot, seq: int, times_us: tuple[int, int, int]) -> StepResult:
+    """Copy a finished step's outputs out of its slot; after this the slot may be written again."""
+    num_seqs = slot.num_seqs
+    tops = None
+    wanted = slot.num_top_logits[:num_seqs]
+    if wanted.any():
+        tops = _read_tops(slot, wanted.tolist())
+    return StepResult(
+        seq,
+        sampled_ids=slot.sampled_ids[:num_seqs].tolist(),
+        logits=slot.sampled_logit[:num_seqs].tolist(),
+        logsumexps=slot.logsumexp[:num_seqs].tolist(),
+        tops=tops,
+        queue_us=times_us[0],
+        graph_us=times_us[1],
+        sample_us=times_us[2],
+    )
+
+
+def _read_tops(slot: StepSlot, wanted: list[int]) -> list[tuple[tuple[int, float], ...]]:
+    shape = (len(wanted), MAX_TOP_LOGITS)
+    ids = slot.top_ids[: shape[0] * shape[1]].reshape(shape)
+    logits = slot.top_logits[: shape[0] * shape[1]].reshape(shape)
+    return [
+        tuple(zip(ids[index, :count].tolist(), logits[index, :count].tolist(), strict=True)) if count else ()
+        for index, count in enumerate(wanted)
+    ]

@@ -1,0 +1,89 @@
+"""The order in which an agent runs what it was sent."""
+
+import threading
+
+import pytest
+
+from agent.task_queue import TaskQueue
+from llm_serving.errors import ProtocolError
+from llm_serving.ipc.messages import Decode, Prefill, Reset, Shutdown
+
+
+def drain(queue):
+    return [queue.get()[0] for _ in range(len(queue._heap))]
+
+
+MIXED = [
+    Decode(seq=1, slot=0),
+    Prefill(seq=2, slot=1),
+    Decode(seq=3, slot=2),
+    Prefill(seq=4, slot=3),
+    Reset(seq=5),
+    Shutdown(seq=6),
+]
+
+
+def test_prefill_first_runs_control_then_prefill_then_decode_each_in_order():
+    queue = TaskQueue("prefill_first", max_steps=8)
+    for message in MIXED:
+        queue.put(message)
+    assert [message.seq for message in drain(queue)] == [5, 6, 2, 4, 1, 3]
+
+
+def test_fcfs_runs_control_then_steps_in_order():
+    queue = TaskQueue("fcfs", max_steps=8)
+    for message in MIXED:
+        queue.put(message)
+    assert [message.seq for message in drain(queue)] == [5, 6, 1, 2, 3, 4]
+
+
+def test_numbers_must_increase():
+    queue = TaskQueue("fcfs", max_steps=8)
+    queue.put(Prefill(seq=3, slot=0))
+    with pytest.raises(ProtocolError, match="step 3 came after step 3"):
+        queue.put(Decode(seq=3, slot=0))
+
+
+def test_no_more_steps_than_slots():
+    queue = TaskQueue("fcfs", max_steps=2)
+    queue.put(Prefill(seq=1, slot=0))
+    queue.put(Prefill(seq=2, slot=1))
+    with pytest.raises(ProtocolError, match="2 steps are queued already; there are 2 slots"):
+        queue.put(Decode(seq=3, slot=0))
+    queue.put(Reset(seq=4))
+    assert queue.get()[0] == Reset(seq=4)
+    assert queue.get()[0] == Prefill(seq=1, slot=0)
+    queue.put(Decode(seq=5, slot=0))
+    assert queue.num_steps == 2
+    assert queue.steps_taken == 1
+
+
+def test_a_waiting_step_can_be_removed_once():
+    queue = TaskQueue("prefill_first", max_steps=8)
+    for message in MIXED[:4]:
+        queue.put(message)
+    assert queue.remove_step(2) == Prefill(seq=2, slot=1)
+    assert queue.remove_step(2) is None
+    assert queue.remove_step(99) is None
+    assert [message.seq for message in drain(queue)] == [4, 1, 3]
+
+
+def test_remove_all_steps_leaves_control():
+    queue = TaskQueue("prefill_first", max_steps=8)
+    for message in MIXED:
+        queue.put(message)
+    assert [step.seq for step in queue.remove_all_steps()] == [1, 2, 3, 4]
+    assert [message.seq for message in drain(queue)] == [5, 6]
+    assert queue.num_steps == 0
+
+
+def test_get_waits_for_a_message_and_tells_how_long_it_was_queued():
+    queue = TaskQueue("fcfs", max_steps=8)
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(queue.get()))
+    thread.start()
+    queue.put(Decode(seq=1, slot=0))
+    thread.join(timeout=5)
+    message, waited_us = taken[0]
+    assert message == Decode(seq=1, slot=0)
+    assert 0 <= waited_us < 5_000_000

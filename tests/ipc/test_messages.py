@@ -1,0 +1,85 @@
+"""The wire's schema: what goes in comes out, anything else is refused by name."""
+
+import msgspec
+import pytest
+
+from llm_serving.errors import ProtocolError
+from llm_serving.ipc import messages
+from llm_serving.ipc.messages import MessageClass
+
+NONCE = b"n" * messages.NONCE_BYTES
+
+SERVER_MESSAGES = [
+    messages.Connect(
+        version=1, nonce=NONCE, proof=b"p" * 32, shm_name="llm-serving-00", shm_bytes=1024, num_slots=8
+    ),
+    messages.Prefill(seq=1, slot=0),
+    messages.Decode(seq=2, slot=7),
+    messages.Abort(seq=3, step=1),
+    messages.Reset(seq=4),
+    messages.Status(seq=5),
+    messages.Shutdown(seq=6),
+]
+AGENT_MESSAGES = [
+    messages.Challenge(nonce=NONCE),
+    messages.Connected(proof=b"p" * 32, pid=1, rank=0),
+    messages.Progress(stage="load weights", done=1, total=3),
+    messages.Ready(summary={"device": "CPU", "threads": 2, "seconds": 1.5}),
+    messages.Failed(error="no", traceback="where"),
+    messages.StepDone(seq=1, slot=0, queue_us=5, graph_us=6, sample_us=7),
+    messages.StepFailed(seq=1, slot=0, error="no"),
+    messages.ResetDone(seq=4),
+    messages.StatusReply(seq=5, steps=3, queued=0, rss_bytes=1),
+]
+
+
+@pytest.mark.parametrize("message", SERVER_MESSAGES, ids=lambda m: type(m).__name__)
+def test_server_messages_come_back_equal(message):
+    assert messages.decode_server_message(messages.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", AGENT_MESSAGES, ids=lambda m: type(m).__name__)
+def test_agent_messages_come_back_equal(message):
+    assert messages.decode_agent_message(messages.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", AGENT_MESSAGES, ids=lambda m: type(m).__name__)
+def test_an_agents_message_is_not_a_servers(message):
+    with pytest.raises(ProtocolError, match="not a known message"):
+        messages.decode_server_message(messages.encode(message))
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\x00",
+        b"hello",
+        b"\xc1" * 40,
+        msgspec.msgpack.encode({"type": "prefill"}),
+        msgspec.msgpack.encode({"type": "prefill", "seq": -1, "slot": 0}),
+        msgspec.msgpack.encode({"type": "prefill", "seq": "1", "slot": 0}),
+        msgspec.msgpack.encode({"type": "prefill", "seq": 1, "slot": 0, "more": 1}),
+        msgspec.msgpack.encode({"type": "prefill", "seq": 1.5, "slot": 0}),
+        msgspec.msgpack.encode({"type": "exec", "seq": 1}),
+        msgspec.msgpack.encode([1, 2, 3]),
+        messages.encode(messages.Prefill(seq=1, slot=0)) + b"\x00",
+    ],
+)
+def test_anything_else_is_refused(payload):
+    with pytest.raises(ProtocolError, match="not a known message"):
+        messages.decode_server_message(payload)
+
+
+def test_classes_order_control_before_prefill_before_decode():
+    classes = [messages.message_class(message) for message in SERVER_MESSAGES]
+    assert classes == [MessageClass.CONTROL, MessageClass.PREFILL, MessageClass.DECODE, *[MessageClass.CONTROL] * 4]
+    assert MessageClass.CONTROL < MessageClass.PREFILL < MessageClass.DECODE
+
+
+def test_a_proof_holds_for_one_secret_role_and_nonce():
+    proof = messages.prove(b"s" * 32, "server", NONCE)
+    messages.check_proof(b"s" * 32, "server", NONCE, proof)
+    for secret, role, nonce in [(b"t" * 32, "server", NONCE), (b"s" * 32, "agent", NONCE), (b"s" * 32, "server", b"")]:
+        with pytest.raises(ProtocolError, match="did not prove"):
+            messages.check_proof(secret, role, nonce, proof)
