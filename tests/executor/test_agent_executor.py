@@ -1,0 +1,295 @@
+"""The executor against real processes, sockets and shared memory; only the device is a stub."""
+
+import os
+import signal
+import socket
+import struct
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from small_configs import REPOSITORY, small_config
+from stub_agent import DIE, HANG, RAISE, REFUSE, SLOW, stub_token
+
+from llm_serving.errors import ConfigError
+from llm_serving.executor.agent_executor import AgentExecutor
+from llm_serving.executor.agent_process import bind_agent_port
+from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus
+from llm_serving.ipc import messages
+from llm_serving.ipc.shm import NUM_SLOTS, SHM_DIRECTORY, SHM_PREFIX
+from llm_serving.request import Request, SamplingParams
+from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
+
+
+def shm_entries():
+    return {name for name in os.listdir(SHM_DIRECTORY) if name.startswith(SHM_PREFIX)}
+
+
+@pytest.fixture
+def make_executor(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}")
+    before, made = shm_entries(), []
+
+    def make(*overrides, report=None):
+        config = small_config(tmp_path, overrides)
+        listener = bind_agent_port("127.0.0.1", 0)
+        executor = AgentExecutor(config, listener, tmp_path / "agent_0.log", report, agent_module="stub_agent")
+        made.append((executor, listener))
+        executor.start()
+        return executor
+
+    yield make
+    children = psutil.Process().children(recursive=True)
+    for executor, listener in made:
+        executor.close()
+        listener.close()
+    assert [child for child in children if child.is_running()] == []
+    assert shm_entries() == before
+
+
+def events_until(executor, kind, timeout_s=20.0):
+    """Poll until an event of the kind comes; all events so far."""
+    deadline, events = time.monotonic() + timeout_s, []
+    while time.monotonic() < deadline:
+        events += executor.poll(0.5)
+        if any(isinstance(event, kind) for event in events):
+            return events
+    raise AssertionError(f"no {kind} within {timeout_s} s; got {events}")
+
+
+def prefill(seq, token, row=0, **sampling):
+    return ScheduledStep(
+        seq,
+        StepKind.PREFILL,
+        requests=[Request(f"r{seq}", [token], SamplingParams(**sampling), 0.0)],
+        rows=[row],
+        token_ids=[token],
+        query_lens=[1],
+        starts=[0],
+        block_tables=[[1]],
+        do_sample=[True],
+        sample_positions=[0],
+    )
+
+
+def pid_of(executor):
+    return executor.agents()[0]["pid"]
+
+
+def test_starts_runs_steps_and_reports_progress(make_executor):
+    stages = []
+    executor = make_executor(report=lambda rank, stage, done, total: stages.append((rank, stage, done, total)))
+    assert executor.num_free_slots == 0
+    [ready] = events_until(executor, AgentReady)
+    assert ready.summary["device"] == "stub"
+    assert stages == [
+        (0, "load weights", 1, 2),
+        (0, "load weights", 2, 2),
+        (0, "compile", 1, 1),
+        (0, "warm up", 1, 1),
+    ]
+    assert executor.num_free_slots == NUM_SLOTS
+    executor.submit(prefill(0, 5, row=3, top_logits=2))
+    assert executor.num_free_slots == NUM_SLOTS - 1
+    [result] = events_until(executor, StepResult)
+    assert result.sampled_ids == [stub_token(1, 3)]
+    assert result.tops == [((0, 0.0), (1, -1.0))]
+    assert (result.graph_us, result.sample_us) == (11, 22)
+    assert executor.num_free_slots == NUM_SLOTS
+
+
+def test_the_name_of_the_shared_memory_is_gone_once_both_ends_have_it(make_executor):
+    before = shm_entries()
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    assert shm_entries() == before
+
+
+@pytest.mark.parametrize(("policy", "order"), [("prefill_first", [0, 2, 1]), ("fcfs", [0, 1, 2])])
+def test_a_prefill_overtakes_a_waiting_decode_under_prefill_first_only(make_executor, policy, order):
+    executor = make_executor(f"scheduler_config.policy={policy}")
+    events_until(executor, AgentReady)
+    decode = prefill(1, 5)
+    decode.kind = StepKind.DECODE
+    executor.submit(prefill(0, SLOW))
+    executor.submit(decode)
+    executor.submit(prefill(2, 6, row=1))
+    done = []
+    while len(done) < 3:
+        done += [event.seq for event in executor.poll(5.0)]
+    assert done == order
+
+
+def test_a_waiting_step_can_be_aborted(make_executor):
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    executor.submit(prefill(0, SLOW))
+    executor.submit(prefill(1, 5))
+    executor.abort(1)
+    results = []
+    while len(results) < 2:
+        results += executor.poll(5.0)
+    assert {result.seq: result.aborted for result in results} == {0: False, 1: True}
+    assert executor.num_free_slots == NUM_SLOTS
+
+
+@pytest.mark.parametrize(
+    ("token", "phrase"), [(RAISE, "ZeroDivisionError: something nobody thought of"), (REFUSE, "token 203 is refused")]
+)
+def test_a_step_that_fails_harms_no_other(make_executor, token, phrase):
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    executor.submit(prefill(0, token))
+    executor.submit(prefill(1, 5))
+    results = []
+    while len(results) < 2:
+        results += executor.poll(5.0)
+    assert results[0].error == phrase
+    assert results[1].sampled_ids == [stub_token(1, 0)]
+
+
+def test_status_is_answered_while_a_step_runs(make_executor):
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    executor.submit(prefill(0, SLOW))
+    executor.request_status()
+    events = events_until(executor, AgentStatus)
+    assert not any(isinstance(event, StepResult) for event in events)
+    [status] = events[-1].agents
+    assert status["state"] == "ready"
+    assert status["rss_bytes"] > 0
+
+
+def test_a_killed_agent_is_noticed_within_a_second_and_started_again(make_executor):
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    first = pid_of(executor)
+    executor.submit(prefill(0, HANG))
+    os.kill(first, signal.SIGKILL)
+    start = time.monotonic()
+    [lost] = events_until(executor, AgentLost)
+    assert time.monotonic() - start < 1.0
+    assert not lost.final
+    assert "signal 9" in lost.error
+    assert "restarting it in 0.25 s" in lost.error
+    assert executor.num_free_slots == 0
+    events_until(executor, AgentReady)
+    assert pid_of(executor) != first
+    assert executor.num_free_slots == NUM_SLOTS
+    executor.submit(prefill(1, 5))
+    [result] = events_until(executor, StepResult)
+    assert result.sampled_ids == [stub_token(1, 0)]
+
+
+def test_an_agent_that_keeps_dying_is_given_up_after_the_limit(make_executor):
+    executor = make_executor("serving_config.agent_restart_limit=2")
+    for restart in range(3):
+        events_until(executor, AgentReady)
+        executor.submit(prefill(restart, DIE))
+        [lost] = events_until(executor, AgentLost)
+    assert lost.final
+    assert lost.error.endswith("given up after 2 restarts")
+    assert executor.agents()[0]["state"] == "stopped"
+
+
+def test_a_step_that_takes_too_long_loses_the_agent(make_executor):
+    executor = make_executor("serving_config.step_timeout_s=1")
+    events_until(executor, AgentReady)
+    executor.submit(prefill(0, HANG))
+    [lost] = events_until(executor, AgentLost)
+    assert "did not answer step 0 within 1 s (serving_config.step_timeout_s)" in lost.error
+
+
+@pytest.mark.parametrize(
+    ("name", "phrase"),
+    [
+        ("fails-to-load", "the weights are made of cheese"),
+        ("dies-while-loading", "about to die"),
+    ],
+)
+def test_a_start_that_fails_is_final_and_says_why(make_executor, name, phrase):
+    executor = make_executor(f"model_config.model_name={name}")
+    [lost] = events_until(executor, AgentLost)
+    assert lost.final
+    assert phrase in lost.error
+
+
+def test_a_start_that_takes_too_long_is_final(make_executor):
+    executor = make_executor("model_config.model_name=loads-forever", "serving_config.agent_start_timeout_s=2")
+    [lost] = events_until(executor, AgentLost)
+    assert lost.final
+    assert "was not ready after 2 s (serving_config.agent_start_timeout_s)" in lost.error
+
+
+def test_wake_is_sticky(make_executor):
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    executor.wake()
+    start = time.monotonic()
+    assert executor.poll(30.0) == []
+    assert time.monotonic() - start < 5.0
+
+
+def garbage(connection):
+    connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+
+
+def oversized(connection):
+    connection.sendall(struct.pack("<I", 2**31))
+
+
+def wrong_secret(connection):
+    connection.recv(1024)
+    nonce = b"n" * messages.NONCE_BYTES
+    connect = messages.Connect(
+        version=1, nonce=nonce, proof=b"x" * 32, shm_name="llm-serving-00", shm_bytes=1, num_slots=1
+    )
+    payload = messages.encode(connect)
+    connection.sendall(struct.pack("<I", len(payload)) + payload)
+
+
+def step_before_connect(connection):
+    payload = messages.encode(messages.Prefill(seq=0, slot=0))
+    connection.sendall(struct.pack("<I", len(payload)) + payload)
+
+
+def torn(connection):
+    connection.sendall(struct.pack("<I", 100) + b"half")
+    connection.shutdown(socket.SHUT_WR)
+
+
+@pytest.mark.parametrize("attack", [garbage, oversized, wrong_secret, step_before_connect, torn])
+def test_a_stranger_on_the_agents_port_is_turned_away(make_executor, attack):
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    host, port = executor.agents()[0]["address"].split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        try:
+            attack(connection)
+            while connection.recv(4096):
+                pass
+        except ConnectionError:
+            pass
+    executor.submit(prefill(0, 5))
+    [result] = events_until(executor, StepResult)
+    assert result.sampled_ids == [stub_token(1, 0)]
+
+
+def test_a_taken_agent_port_is_an_error_that_names_it():
+    listener = bind_agent_port("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"agent_ports: cannot listen on 127.0.0.1:{port}"):
+        bind_agent_port("127.0.0.1", port)
+    listener.close()
+
+
+def test_the_secret_is_in_no_argument_and_no_environment(make_executor):
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    secret = executor._link.process.secret
+    process = Path("/proc", str(pid_of(executor)))
+    for name in ("cmdline", "environ"):
+        content = (process / name).read_bytes()
+        assert secret not in content
+        assert secret.hex().encode() not in content
