@@ -124,7 +124,9 @@ class AgentExecutor:
 
     def agents(self) -> list[dict[str, object]]:
         link = self._link
-        state = "ready" if link and link.ready else "starting" if link else "stopped" if self._given_up else "restarting"
+        state = (
+            "ready" if link and link.ready else "starting" if link else "stopped" if self._given_up else "restarting"
+        )
         return [
             {
                 "rank": 0,

@@ -1,0 +1,162 @@
+"""Starts everything in order, shows how far it is, and stops everything in the reverse order.
+
+    config, memory plan ─▶ ports ─▶ agent process ─▶ engine thread ─▶ HTTP server ─▶ "ready http://HOST:PORT"
+
+The HTTP server answers from the beginning (503 until the agent is ready). SIGINT and SIGTERM end streams with an
+error event, then the engine, then the agent; a second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llm_serving import __version__
+from llm_serving.cli import EXIT_USAGE, Launch, launch_from_command_line
+from llm_serving.config import Config
+from llm_serving.errors import AgentStartError, ConfigError, LLMServingError
+from llm_serving.progress import ProgressDisplay
+
+if TYPE_CHECKING:
+    from llm_serving.engine.async_engine import AsyncEngine
+    from llm_serving.log import EventLog
+
+EXIT_FAILED = 1
+_POLL_START_S = 0.02
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script; the process's exit code (2: wrong usage or config, 1: the start or a part failed)."""
+    launch = launch_from_command_line(argv)
+    import uvloop  # after the command line is known to be right, which is answered without waiting for imports
+
+    try:
+        return uvloop.run(_Launcher(launch).run())
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    except LLMServingError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_FAILED
+
+
+class _Launcher:
+    """One run of the server, from the ports to the last goodbye."""
+
+    def __init__(self, launch: Launch) -> None:
+        self._config: Config = launch.config
+        self._plan = launch.plan
+        self._display = ProgressDisplay()
+        self._stop = asyncio.Event()
+        self._began = time.monotonic()
+
+    async def run(self) -> int:
+        self._handle_signals()
+        self._display.note(f"llm-serving {__version__}: {self._config.model_name} on {self._config.device}")
+        for note in self._config.notes:
+            self._display.note(f"note: {note}")
+        self._display.note(self._plan.table())
+        with ExitStack() as owned:
+            return await self._serve(owned)
+
+    async def _serve(self, owned: ExitStack) -> int:
+        from llm_serving.engine.async_engine import AsyncEngine
+        from llm_serving.engine.detokenizer import IncrementalDetokenizer
+        from llm_serving.engine.tokenizer import load_tokenizer
+        from llm_serving.executor.agent_executor import AgentExecutor
+        from llm_serving.executor.agent_process import bind_agent_port
+        from llm_serving.log import EventLog
+        from llm_serving.metrics import Metrics
+        from llm_serving.server.app import create_app
+        from llm_serving.server.run import HttpServer
+
+        config = self._config
+        settings = config.serving_config
+        http_socket = owned.enter_context(bind_http_port(settings.server_ip, settings.server_port))
+        listener = owned.enter_context(bind_agent_port(settings.agent_ip, settings.agent_ports[0]))
+        tokenizer = load_tokenizer(config)
+        log = owned.enter_context(EventLog(config.log_config.path, config.log_config.level))
+        log.event("server_start", version=__version__, pid=os.getpid(), config=asdict(config))
+        log_path = Path(config.log_config.path).with_name("agent_0.log")
+        executor = AgentExecutor(config, listener, log_path, self._display.update)
+        owned.callback(executor.close)
+        metrics = Metrics()
+        engine = AsyncEngine(
+            config,
+            tokenizer,
+            executor,
+            lambda request: IncrementalDetokenizer.of(tokenizer, request),
+            log,
+            metrics,
+        )
+        executor.start()
+        engine.start()
+        http = HttpServer(create_app(engine, log, metrics, config), http_socket)
+        await http.start()
+        try:
+            started = await self._wait_ready(engine)
+            if started:
+                url = "http://{}:{}".format(*http_socket.getsockname()[:2])
+                self._say_ready(url, log)
+                await self._stop.wait()
+            log.event("server_stop")
+            return 0 if started else EXIT_FAILED
+        finally:
+            await http.stop()
+            await engine.stop()
+
+    async def _wait_ready(self, engine: AsyncEngine) -> bool:
+        """Wait until the agent is ready; False when a signal came first. Raises AgentStartError when it never will be."""
+        while not self._stop.is_set():
+            state = engine.status().state
+            if state == "ready":
+                return True
+            if state == "stopped":
+                raise AgentStartError(engine.stop_reason)
+            await asyncio.sleep(_POLL_START_S)
+        return False
+
+    def _say_ready(self, url: str, log: EventLog) -> None:
+        seconds = time.monotonic() - self._began
+        self._display.note(f"ready in {seconds:.1f} s; log: {self._config.log_config.path}; Ctrl-C stops")
+        self._display.close()
+        log.event("server_ready", url=url, start_seconds=round(seconds, 3))
+        sys.stdout.write(f"ready {url}\n")
+        sys.stdout.flush()
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            os._exit(128 + signal.SIGINT)  # asked twice; agents end themselves when we are gone
+        self._display.note("stopping")
+        self._stop.set()
+
+
+def bind_http_port(ip: str, port: int) -> socket.socket:
+    """Listen on the HTTP port (0: any free one). Raises ConfigError when it is taken."""
+    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+    http_socket = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        http_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        http_socket.bind((ip, port))
+        http_socket.listen(2048)
+    except OSError as error:
+        http_socket.close()
+        raise ConfigError(
+            f"serving_config.server_port: cannot listen on {ip}:{port}: {error.strerror}; "
+            "choose another port, or 0 for any free one"
+        ) from error
+    return http_socket

@@ -1,0 +1,163 @@
+"""What cannot be started is refused: exit code 2 within two seconds, a message that says what, and nothing left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import struct
+import time
+
+import numpy as np
+import pytest
+from server_process import run_start_server, shm_entries
+from small_configs import TINY_LLAMA, small_overrides
+
+
+def start(tmp_path, *overrides, config="llama_tiny_cpu.yaml"):
+    sets = [part for override in small_overrides(tmp_path, overrides) for part in ("--set", override)]
+    before = shm_entries()
+    begin = time.monotonic()
+    run = run_start_server("--config", config, *sets)
+    assert shm_entries() == before
+    assert "ready" not in run.stdout
+    return run, time.monotonic() - begin
+
+
+BAD_CONFIGS = [
+    (["pa_config.num_block=64"], "num_block", "num_blocks"),
+    (["pa_config.num_blocks=many"], "pa_config.num_blocks", "many"),
+    (["pa_config.num_blocks=-1"], "pa_config.num_blocks", "-1"),
+    (["pa_config.block_size=0"], "pa_config.block_size", "0"),
+    (["pa_config.num_blocks=3"], "num_blocks", "3"),
+    (["model_config.batching_strategy=continous"], "batching_strategy", "continuous"),
+    (["model_config.model_dtype=float8"], "model_dtype", "float8"),
+    (["model_config.op_table=native"], "native", "float32"),
+    (["model_config.page_attention=False"], "page_attention", "not available"),
+    (["model_config.vocab_size=32000"], "vocab_size", "32000"),
+    (["model_config.model_path=/nowhere/at/all"], "model_path", "/nowhere/at/all"),
+    (["serving_config.server_ip=0.0.0.0"], "server_ip", "allow_remote"),
+    (["serving_config.agent_ports=[1,2]"], "agent_ports", "[1, 2]"),
+    (["serving_config.server_port=70000"], "server_port", "70000"),
+    (["scheduler_config.policy=fastest"], "policy", "fcfs"),
+    (["nosuch.key=1"], "nosuch", "section"),
+    (["nonsense"], "nonsense", "="),
+]
+
+
+@pytest.mark.parametrize(("overrides", "first", "second"), BAD_CONFIGS, ids=lambda value: str(value)[:50])
+def test_a_bad_config_is_refused_at_once(tmp_path, overrides, first, second):
+    run, seconds = start(tmp_path, *overrides)
+    assert run.returncode == 2, run.stderr
+    assert first in run.stderr
+    assert second in run.stderr
+    assert "Traceback" not in run.stderr
+    assert seconds < 2.0
+
+
+def test_an_unknown_config_file_names_those_there_are(tmp_path):
+    run = run_start_server("--config", "llama_tiny.yaml")
+    assert run.returncode == 2
+    assert "llama_tiny_cpu.yaml" in run.stderr
+
+
+def test_a_taken_port_is_refused(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        run, _ = start(tmp_path, f"serving_config.server_port={port}")
+        assert run.returncode == 2
+        assert str(port) in run.stderr
+        run, _ = start(tmp_path, f"serving_config.agent_ports=[{port}]")
+        assert run.returncode == 2
+        assert "agent_ports" in run.stderr
+
+
+def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(tmp_path):
+    run, _ = start(tmp_path, "pa_config.num_blocks=60000000")
+    assert run.returncode == 2
+    assert "KV cache" in run.stderr
+    assert "num_blocks" in run.stderr
+
+
+def write_tensor_file(path, tensors, header_len=None):
+    header, offset, blobs = {}, 0, []
+    for name, array in tensors.items():
+        data = array.tobytes()
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [offset, offset + len(data)]}
+        offset += len(data)
+        blobs.append(data)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if header_len is None else header_len) + text + b"".join(blobs))
+
+
+def truncate(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+
+def huge_header(folder):
+    write_tensor_file(folder / "model.safetensors", {}, header_len=2**60)
+
+
+def garbage(folder):
+    (folder / "model.safetensors").write_bytes(b"not a checkpoint at all, but long enough to be read" * 10)
+
+
+def wrong_shape(folder):
+    write_tensor_file(folder / "model.safetensors", {"model.embed_tokens.weight": np.zeros((3, 3), np.float32)})
+
+
+def missing_tensors(folder):
+    shape = json.loads((folder / "config.json").read_text())
+    embed = np.zeros((shape["vocab_size"], shape["hidden_size"]), np.float32)
+    write_tensor_file(folder / "model.safetensors", {"model.embed_tokens.weight": embed})
+
+
+def index_outside(folder):
+    (folder / "model.safetensors").unlink()
+    weight_map = {"model.embed_tokens.weight": "../../../etc/passwd"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def only_pickle(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def bad_json(folder):
+    (folder / "config.json").write_text("{not json")
+
+
+def odd_heads(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 5}))
+
+
+def unknown_architecture(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": ["GPT5ForCausalLM"]}))
+
+
+BAD_CHECKPOINTS = [
+    (truncate, "model.safetensors"),
+    (huge_header, "model.safetensors"),
+    (garbage, "model.safetensors"),
+    (wrong_shape, "model.embed_tokens.weight"),
+    (missing_tensors, "missing"),
+    (index_outside, "../../../etc/passwd"),
+    (only_pickle, "safetensors"),
+    (bad_json, "config.json"),
+    (odd_heads, "num_key_value_heads"),
+    (unknown_architecture, "GPT5ForCausalLM"),
+]
+
+
+@pytest.mark.parametrize(("damage", "phrase"), BAD_CHECKPOINTS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_bad_checkpoint_is_refused_by_name(tmp_path, damage, phrase):
+    folder = tmp_path / "model"
+    shutil.copytree(TINY_LLAMA, folder)
+    damage(folder)
+    run, _ = start(tmp_path, f"model_config.model_path={folder}")
+    assert run.returncode in (1, 2), run.stderr
+    assert phrase in run.stderr

@@ -1,0 +1,109 @@
+"""What happens when a part is killed: the engine recovers, text is unchanged, nothing is left behind."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import socket
+import time
+
+import psutil
+import pytest
+from server_process import ServerProcess, running_server, shm_entries
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+def ids_of(answer):
+    assert "choices" in answer, answer
+    return answer["choices"][0]["token_ids"]
+
+
+def wait_for(condition, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+def test_a_killed_agent_is_replaced_and_requests_in_flight_end_with_the_same_text(tmp_path):
+    with running_server(tmp_path) as server:
+        expected = ids_of(server.post("/v1/completions", LONG))
+        assert len(expected) == 400
+        [agent] = server.agents()
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            answers = [pool.submit(server.post, "/v1/completions", LONG) for _ in range(4)]
+            wait_for(lambda: server.get("/server_info")["engine"]["running"] == 4)
+            killed_at = time.monotonic()
+            agent.kill()
+            wait_for(lambda: server.events("agent_lost"), timeout_s=1.0)
+            assert time.monotonic() - killed_at < 1.0
+            assert [ids_of(answer.result()) for answer in answers] == [expected] * 4
+        assert [event["request_id"] for event in server.events("request_end") if event["finish_reason"] == "error"] == []
+        [replacement] = server.agents()
+        assert replacement.pid != agent.pid
+        server.wait_until_idle()
+
+
+def test_an_agent_that_cannot_come_back_ends_requests_with_a_clear_error(tmp_path):
+    with running_server(tmp_path, ["serving_config.agent_restart_limit=0"]) as server:
+        [agent] = server.agents()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(server.post, "/v1/completions", LONG)
+            wait_for(lambda: server.get("/server_info")["engine"]["running"] == 1)
+            agent.kill()
+            body = answer.result()
+        assert body["status"] >= 500
+        assert "agent 0" in body["error"]["message"]
+
+
+def test_agents_end_within_five_seconds_of_a_killed_server(tmp_path):
+    before = shm_entries()
+    server = ServerProcess(tmp_path).wait_ready()
+    [agent] = server.agents()
+    os.kill(server.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs([agent], timeout=5.0)
+    assert alive == []
+    assert shm_entries() == before
+    assert server.stop() == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("with_signal", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_under_load_stops_everything(tmp_path, with_signal):
+    server = ServerProcess(tmp_path).wait_ready()
+    port = int(server.url.rsplit(":", 1)[1])
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(server.post, "/v1/completions", LONG) for _ in range(2)]
+        wait_for(lambda: server.get("/server_info")["engine"]["running"] == 2)
+        assert server.stop(with_signal) == 0
+        for answer in answers:
+            try:
+                assert answer.result()["status"] >= 500
+            except OSError:
+                pass  # the connection was closed before an answer was begun
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", port))
+
+
+def test_a_signal_while_starting_stops_everything(tmp_path):
+    server = ServerProcess(tmp_path)
+    wait_for(lambda: server.agents())
+    assert server.stop(signal.SIGTERM) != 0
+
+
+def test_a_client_that_goes_away_frees_its_blocks(tmp_path):
+    with running_server(tmp_path) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = b'{"prompt": "Once", "max_tokens": 1500, "ignore_eos": true, "stream": true}'
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n%s" % (len(body), body)
+            )
+            assert b"200 OK" in client.recv(4096)
+        server.wait_until_idle(timeout_s=2.0)
+        [end] = server.events("request_end")
+        assert end["finish_reason"] == "abort"
+        assert end["output_tokens"] < 1500
