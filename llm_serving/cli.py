@@ -1,0 +1,163 @@
+"""The command line of the server: what was asked for, and the config and memory plan that come of it.
+
+Nothing slow is imported, so that a mistake is answered at once, with exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NoReturn
+
+import yaml
+
+from llm_serving import __version__
+from llm_serving.config import Config, load_config
+from llm_serving.config.schema import section_keys
+from llm_serving.config.sections import SECTIONS
+from llm_serving.errors import CheckpointError, ConfigError, MemoryPlanError
+from llm_serving.machine import Machine
+from llm_serving.memory_plan import MemoryPlan, plan_memory
+
+DEFAULT_CONFIG = "llama_tiny_cpu.yaml"
+EXIT_USAGE = 2
+
+_DESCRIPTION = """\
+Serve a Llama over HTTP: the OpenAI API, /generate, /chat, and a chat page.
+
+Starts one agent a device, waits until it has loaded, compiled and warmed up, and then prints
+"ready http://HOST:PORT" on standard output. Ctrl-C or SIGTERM stops everything.
+"""
+
+_EXAMPLES = f"""\
+examples:
+  %(prog)s
+      the embedded tiny model ({DEFAULT_CONFIG})
+  %(prog)s --set model_config.model_path=/models/llama
+      any Hugging Face Llama folder; its sizes and end tokens come from its config.json
+  %(prog)s --config llama_7b_kbk_pa_dyn.yaml --set model_config.model_path=/models/llama2-7b
+      a deployment, found under configs/ by its name
+  %(prog)s --set serving_config.server_port=8080 --set 'serving_config.agent_ports=[0]'
+      another port; agents on any free port
+  %(prog)s --set model_config.model_dtype=bfloat16 --set pa_config.num_blocks=4096 --check
+      see whether it would fit, without starting
+
+keys (docs/configuration.md has their meaning, unit and default):
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The command line, parsed."""
+
+    config: str
+    overrides: tuple[str, ...]
+    check: bool
+    print_config: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What to start: a config that is right in itself and a plan that fits the machine."""
+
+    config: Config
+    plan: MemoryPlan
+
+
+def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine | None = None) -> Launch:
+    """Parse, load, plan. Exits with 2 and a message on a mistake, with 0 after ``--check`` or ``--print-config``."""
+    arguments = parse_arguments(argv)
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        if arguments.print_config:
+            sys.stdout.write(config_as_yaml(config))
+            sys.exit(0)
+        plan = plan_memory(config, machine or Machine.detect())
+    except (ConfigError, CheckpointError, MemoryPlanError) as error:
+        _refuse(str(error))
+    if arguments.check:
+        sys.stdout.write(describe(config, plan))
+        sys.exit(0)
+    return Launch(config, plan)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
+    """The arguments, ``sys.argv`` by default. Exits with 2 on a wrong one, with 0 after ``--help``."""
+    values = _parser().parse_args(argv)
+    return Arguments(values.config, tuple(values.overrides), values.check, values.print_config)
+
+
+def describe(config: Config, plan: MemoryPlan) -> str:
+    """What would be started, for ``--check``."""
+    model = config.model_config
+    lines = [
+        f"config     {config.file}",
+        f"model      {config.model_name}, {model.model_dtype}, {model.load_format} weights of "
+        f"{model.model_path or model.model_cfg_path}",
+        f"device     {config.device}, {config.op_table} operators",
+        f"lengths    sequences of {config.max_model_len} tokens, prompts of {config.max_prompt_len}, "
+        f"{config.max_num_batched_tokens} tokens a step, {config.max_num_seqs} sequences at a time",
+        f"address    {config.serving_config.server_ip}, port {config.serving_config.server_port or 'any free one'}",
+        *(f"note       {note}" for note in config.notes),
+        "memory",
+        plan.table(),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def config_as_yaml(config: Config) -> str:
+    """The config with everything resolved, as a YAML that loads to the same."""
+    values = asdict(config)
+    sections = {name: {key: _plain(values[name][key]) for key in section_keys(cls)} for name, cls in SECTIONS.items()}
+    return yaml.safe_dump(sections, sort_keys=False, width=120)
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _refuse(message: str) -> NoReturn:
+    sys.stderr.write(f"error: {message}\n")
+    sys.exit(EXIT_USAGE)
+
+
+def _parser() -> argparse.ArgumentParser:
+    keys = "".join(f"  {name}\n{_wrapped(list(section_keys(cls)))}" for name, cls in SECTIONS.items())
+    parser = argparse.ArgumentParser(
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES + keys,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        default=DEFAULT_CONFIG,
+        metavar="FILE",
+        help="YAML of the deployment: a path, or a bare name to find under configs/ (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        help="override a key of the config; repeatable; the value is read as YAML",
+    )
+    parser.add_argument("--check", action="store_true", help="check the config, print the memory plan, start nothing")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print the config as it takes effect, start nothing"
+    )
+    parser.add_argument("--version", action="version", version=f"llm-serving {__version__}")
+    return parser
+
+
+def _wrapped(names: list[str], width: int = 96) -> str:
+    lines, line = [], "   "
+    for name in names:
+        if len(line) + len(name) + 1 > width:
+            lines.append(line)
+            line = "   "
+        line += f" {name}"
+    return "\n".join([*lines, line]) + "\n"

@@ -1,0 +1,31 @@
+"""Config: frozen dataclasses from strict YAML. ``load_config`` makes a ``Config``; nothing here is slow to import."""
+
+from llm_serving.config.config import Config
+from llm_serving.config.loader import load_config
+from llm_serving.config.mindformers import MindSporeContext
+from llm_serving.config.sections import (
+    BasicInputsConfig,
+    ExtraInputsConfig,
+    LogConfig,
+    ModelConfig,
+    PagedAttentionConfig,
+    SchedulerConfig,
+    ServingConfig,
+    TokenizerConfig,
+    WarmupInputsConfig,
+)
+
+__all__ = [
+    "BasicInputsConfig",
+    "Config",
+    "ExtraInputsConfig",
+    "LogConfig",
+    "MindSporeContext",
+    "ModelConfig",
+    "PagedAttentionConfig",
+    "SchedulerConfig",
+    "ServingConfig",
+    "TokenizerConfig",
+    "WarmupInputsConfig",
+    "load_config",
+]

@@ -1,0 +1,153 @@
+"""The loaded config: every section checked and resolved, the model's sizes, and what follows from both."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from llm_serving.config.convert import build_dataclass
+from llm_serving.config.mindformers import MindSporeContext
+from llm_serving.config.sections import (
+    BasicInputsConfig,
+    ExtraInputsConfig,
+    LogConfig,
+    ModelConfig,
+    PagedAttentionConfig,
+    SchedulerConfig,
+    ServingConfig,
+    TokenizerConfig,
+    WarmupInputsConfig,
+)
+from llm_serving.errors import ConfigError
+from llm_serving.model_shape import ModelShape
+
+if TYPE_CHECKING:
+    from llm_serving.ipc.shm import SlotLimits
+
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One deployment. Made by ``load_config``; paths are absolute, nothing is left at ``auto``.
+
+    The agent gets the same object through ``to_json`` and ``from_json``.
+    """
+
+    file: str
+    """The YAML it was read from."""
+    model_config: ModelConfig
+    serving_config: ServingConfig
+    pa_config: PagedAttentionConfig
+    tokenizer: TokenizerConfig
+    basic_inputs: BasicInputsConfig
+    extra_inputs: ExtraInputsConfig
+    warmup_inputs: WarmupInputsConfig
+    scheduler_config: SchedulerConfig
+    log_config: LogConfig
+    shape: ModelShape
+    context: MindSporeContext
+    """From the MindFormers YAML; defaults without one."""
+    notes: tuple[str, ...] = ()
+    """What was decided between contradicting values, for the log."""
+
+    @property
+    def model_name(self) -> str:
+        return _resolved(self.model_config.model_name)
+
+    @property
+    def device(self) -> str:
+        """``CPU`` or ``Ascend``."""
+        return _resolved(self.model_config.device_target)
+
+    @property
+    def op_table(self) -> str:
+        """``native`` or ``fused``."""
+        return self.model_config.op_table
+
+    @property
+    def dtype_bytes(self) -> int:
+        """Bytes of a weight, an activation and a cache element."""
+        return DTYPE_BYTES[self.model_config.model_dtype]
+
+    @property
+    def tokenizer_file(self) -> str:
+        """Absolute path of the ``tokenizer.json`` or sentencepiece file; ``tokenizer.type`` says which."""
+        return _resolved(self.tokenizer.vocab_file)
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Token ids that end a sequence: ``end_token``, or else all the model folder names."""
+        end_token = self.model_config.end_token
+        return self.shape.eos_token_ids if end_token is None else (end_token,)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence served, prompt and output together."""
+        return min(
+            self.pa_config.decode_seq_length,
+            self.model_config.max_generate_length,
+            self.shape.max_position_embeddings,
+        )
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Longest prompt taken."""
+        return min(max(self.model_config.seq_length), self.max_model_len)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most sequences that have blocks, and a row of the agent's state, at a time."""
+        limit = self.scheduler_config.max_num_seqs
+        return max(self.model_config.decode_batch_size) if limit is None else limit
+
+    @property
+    def max_prefill_seqs(self) -> int:
+        """Most sequences in a prefill step."""
+        return min(max(self.model_config.prefill_batch_size), self.max_num_seqs)
+
+    @property
+    def max_decode_seqs(self) -> int:
+        """Most sequences in a decode step."""
+        return min(max(self.model_config.decode_batch_size), self.max_num_seqs)
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Most tokens a step computes: as configured, if the sequences of a step can have so many."""
+        limit = self.scheduler_config.max_num_batched_tokens or max(self.model_config.seq_length)
+        return max(min(limit, self.max_prefill_seqs * self.max_model_len), self.max_decode_seqs)
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.pa_config.block_size)
+
+    def slot_limits(self) -> SlotLimits:
+        """The largest step a slot must hold."""
+        from llm_serving.ipc.shm import SlotLimits  # imports numpy, which checking a config does not need
+
+        return SlotLimits(
+            max_tokens=self.max_num_batched_tokens,
+            max_seqs=self.max_num_seqs,
+            max_blocks_per_seq=self.max_blocks_per_seq,
+            max_context=self.max_model_len,
+        )
+
+    def to_json(self) -> str:
+        """Everything, for another process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Config:
+        """The inverse of ``to_json``. Raises ConfigError when the text is something else."""
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as reason:
+            raise ConfigError(f"a config handed over is not valid JSON: {reason}") from reason
+        return build_dataclass(values, cls, "config handed over", "config")
+
+
+def _resolved(value: str | None) -> str:
+    assert value is not None, "only load_config makes a Config, and it resolves this"
+    return value

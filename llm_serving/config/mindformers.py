@@ -1,0 +1,175 @@
+"""Read a MindFormers YAML: its ``context`` section and the model's sizes. Other keys are MindFormers' business."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_serving.errors import ConfigError
+from llm_serving.formats.strict_yaml import read_yaml_mapping
+from llm_serving.formats.typed_fields import TypedFields
+from llm_serving.model_shape import (
+    MAX_HEADS,
+    MAX_HIDDEN_SIZE,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB_SIZE,
+    ModelShape,
+    RopeScaling,
+    check_head_sizes,
+    head_dim_of,
+)
+
+GRAPH_MODE = 0
+_DTYPES = ("float16", "bfloat16", "float32")
+
+KEYS_READ = {
+    "context.mode": "0, graph mode; 1 is not available",
+    "context.device_target": "`CPU`, `Ascend` or `auto`; used where `model_config.device_target` is null",
+    "context.device_id": "device of the first agent, with MindFormers",
+    "context.enable_graph_kernel": "fuse operators of the graph (Ascend)",
+    "context.graph_kernel_flags": "flags of that fusion",
+    "context.max_call_depth": "limit of nested calls in a graph",
+    "context.max_device_memory": 'device memory the model may take, as in `"58GB"`; the memory plan of an Ascend',
+    "context.use_flash_attention": "use the flash attention primitive; also read from `model.model_config`",
+    "model.arch.type": "`LlamaForCausalLM`",
+    "model.model_config.type": "`LlamaConfig`",
+    "model.model_config.hidden_size": "size of the residual stream",
+    "model.model_config.num_layers": "decoder layers",
+    "model.model_config.num_heads": "query heads",
+    "model.model_config.n_kv_heads": "key-value heads; `num_heads` by default",
+    "model.model_config.head_dim": "size of a head; `hidden_size / num_heads` by default",
+    "model.model_config.intermediate_size": "MLP size; by default worked out from the next two, as MindFormers does",
+    "model.model_config.multiple_of": "the MLP size is rounded up to a multiple of it; 256 by default",
+    "model.model_config.ffn_dim_multiplier": "factor on the MLP size",
+    "model.model_config.vocab_size": "tokens in the vocabulary",
+    "model.model_config.seq_length": "longest sequence the model is meant for",
+    "model.model_config.max_position_embedding": "the same, and over it",
+    "model.model_config.rms_norm_eps": "epsilon of RMSNorm; 1e-5 by default",
+    "model.model_config.theta": "base of the rotary angles; 10000 by default",
+    "model.model_config.extend_method": '`"None"`, or `"PI"`: positions are divided by `scaling_factor`',
+    "model.model_config.scaling_factor": "factor of `extend_method`",
+    "model.model_config.tie_word_embeddings": "output projection is the embedding; false by default",
+    "model.model_config.bos_token_id": "first token",
+    "model.model_config.eos_token_id": "end token or tokens",
+    "model.model_config.pad_token_id": "padding token",
+    "model.model_config.qkv_has_bias": "must be false",
+    "model.model_config.compute_dtype": "checked; `model_config.model_dtype` decides",
+    "model.model_config.param_init_type": "checked; `model_config.model_dtype` decides",
+}
+"""Keys of a MindFormers YAML that are read, with their meaning. All others are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class MindSporeContext:
+    """The ``context`` section: what is set on MindSpore before a graph is compiled."""
+
+    mode: int = GRAPH_MODE
+    device_target: str | None = None
+    device_id: int = 0
+    enable_graph_kernel: bool = False
+    graph_kernel_flags: str = ""
+    max_call_depth: int = 10_000
+    max_device_memory_bytes: int | None = None
+    use_flash_attention: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class MindFormersFile:
+    """What a MindFormers YAML says that serving needs."""
+
+    context: MindSporeContext
+    shape: ModelShape | None
+    """None when the file has no ``model.model_config``."""
+
+
+def read_mindformers_yaml(path: Path) -> MindFormersFile:
+    """Raises ConfigError naming file, key and value when a key that is read has a wrong type or value."""
+    document = TypedFields(str(path), read_yaml_mapping(path), ConfigError)
+    model = document.mapping("model")
+    sizes = model.mapping("model_config") if "model_config" in model else None
+    return MindFormersFile(
+        _context(document.mapping("context"), sizes), None if sizes is None else _shape(sizes, model.mapping("arch"))
+    )
+
+
+def _context(fields: TypedFields, sizes: TypedFields | None) -> MindSporeContext:
+    if fields.integer("mode", GRAPH_MODE, 0, 1) != GRAPH_MODE:
+        raise fields.fail("mode", "only 0 (graph mode) is available")
+    target = fields.text("device_target", "auto", ("auto", "CPU", "Ascend")) if "device_target" in fields else None
+    flash = fields if "use_flash_attention" in fields or sizes is None else sizes
+    return MindSporeContext(
+        device_target=target,
+        device_id=fields.integer("device_id", 0, 0, 255),
+        enable_graph_kernel=fields.boolean("enable_graph_kernel", False),
+        graph_kernel_flags=fields.text("graph_kernel_flags", ""),
+        max_call_depth=fields.integer("max_call_depth", 10_000, 1, 1_000_000),
+        max_device_memory_bytes=_memory(fields, "max_device_memory"),
+        use_flash_attention=flash.boolean("use_flash_attention", True),
+    )
+
+
+def _memory(fields: TypedFields, key: str) -> int | None:
+    """MindSpore's spelling, ``"58GB"``, in bytes."""
+    if key not in fields:
+        return None
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)GB", fields.text(key, ""))
+    if match is None or float(match[1]) == 0:
+        raise fields.fail(key, 'must be a size above 0 like "58GB"')
+    return int(float(match[1]) * 1024**3)
+
+
+def _shape(fields: TypedFields, arch: TypedFields) -> ModelShape:
+    fields.text("type", "LlamaConfig", ("LlamaConfig",))
+    hidden = fields.integer("hidden_size", None, 1, MAX_HIDDEN_SIZE)
+    heads = fields.integer("num_heads", None, 1, MAX_HEADS)
+    vocab_size = fields.integer("vocab_size", None, 1, MAX_VOCAB_SIZE)
+    if fields.boolean("qkv_has_bias", False):
+        raise fields.fail("qkv_has_bias", "is not supported; the linear layers have no bias")
+    for key in ("compute_dtype", "param_init_type"):
+        fields.text(key, "float16", _DTYPES)
+    first, pad = fields.token_ids("bos_token_id", vocab_size), fields.token_ids("pad_token_id", vocab_size)
+    shape = ModelShape(
+        architecture=arch.text("type", "LlamaForCausalLM", ("LlamaForCausalLM",)),
+        hidden_size=hidden,
+        intermediate_size=_intermediate_size(fields, hidden),
+        num_layers=fields.integer("num_layers", None, 1, MAX_LAYERS),
+        num_attention_heads=heads,
+        num_key_value_heads=fields.integer("n_kv_heads", heads, 1, MAX_HEADS),
+        head_dim=head_dim_of(fields, hidden, heads, "num_heads"),
+        vocab_size=vocab_size,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-5, 0.0, 1.0),
+        rope_theta=fields.number("theta", 10_000.0, 0.0, 1e12),
+        rope_scaling=_rope_scaling(fields),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        max_position_embeddings=fields.integer(
+            "max_position_embedding", fields.integer("seq_length", 2048, 1, MAX_POSITIONS), 1, MAX_POSITIONS
+        ),
+        hidden_act="silu",
+        attention_bias=False,
+        mlp_bias=False,
+        bos_token_id=first[0] if first else None,
+        eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
+        pad_token_id=pad[0] if pad else None,
+    )
+    check_head_sizes(fields, shape, "num_heads", "n_kv_heads")
+    return shape
+
+
+def _intermediate_size(fields: TypedFields, hidden: int) -> int:
+    """As MindFormers derives it: 2/3 of 4 x hidden (times ``ffn_dim_multiplier``), up to ``multiple_of``."""
+    if "intermediate_size" in fields:
+        return fields.integer("intermediate_size", None, 1, 8 * MAX_HIDDEN_SIZE)
+    size, multiple = 4 * hidden, fields.integer("multiple_of", 256, 1, MAX_HIDDEN_SIZE)
+    if "ffn_dim_multiplier" in fields:
+        size = int((fields.number("ffn_dim_multiplier", None, 0.0, 64.0) + 0.01) * size)
+    size = int(2 * size / 3)
+    return -(-size // multiple) * multiple
+
+
+def _rope_scaling(fields: TypedFields) -> RopeScaling | None:
+    """``extend_method`` None, or PI: positions divided by ``scaling_factor``."""
+    method = fields.text("extend_method", "None", ("None", "PI"))
+    factor = fields.number("scaling_factor", 1.0, 0.0, 1e6)
+    return RopeScaling("linear", factor) if method == "PI" and factor != 1.0 else None

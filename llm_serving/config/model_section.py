@@ -1,0 +1,160 @@
+"""The section ``model_config``: what is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llm_serving.config.schema import own, published
+
+MAX_TOKENS = 16 * 1024 * 1024
+MAX_SEQS = 4096
+
+_PUBLISHED_DTYPES = {
+    "DataType.FLOAT16": "float16",
+    "DataType.BFLOAT16": "bfloat16",
+    "DataType.FLOAT32": "float32",
+}
+
+
+def normalise_dtype(name: str) -> str:
+    """The plain name of a published data type (``DataType.FLOAT16`` is ``float16``); other names pass unchanged."""
+    return _PUBLISHED_DTYPES.get(name, name)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The model: where it comes from, how long its sequences may be, how it is computed."""
+
+    model_name: str | None = published(
+        None,
+        "Name of the model in `/v1/models` and in the URL `/models/{name}/generate`; letters, digits, `.`, `_`, `-`.",
+        null="the name of the model folder",
+    )
+    max_generate_length: int = published(
+        4096, "Longest sequence, prompt and output together.", unit="tokens", low=1, high=MAX_TOKENS
+    )
+    end_token: int | None = published(
+        None,
+        "Token id that ends a sequence.",
+        low=0,
+        high=MAX_TOKENS,
+        null="the end tokens of the model folder (`generation_config.json`, else `config.json`)",
+    )
+    seq_length: tuple[int, ...] = published(
+        (4096,),
+        "Prompt lengths to prefill; the largest is the longest prompt taken.",
+        unit="tokens",
+        low=1,
+        high=MAX_TOKENS,
+    )
+    vocab_size: int | None = published(
+        None,
+        "Number of tokens in the vocabulary. It must agree with the model's.",
+        unit="tokens",
+        low=1,
+        high=4 * 1024 * 1024,
+        null="the vocabulary size of the model",
+    )
+    prefill_batch_size: tuple[int, ...] = published(
+        (1,), "Sequences a prefill step may hold; the largest counts.", unit="sequences", low=1, high=MAX_SEQS
+    )
+    decode_batch_size: tuple[int, ...] = published(
+        (128,), "Sequences a decode step may hold; the largest counts.", unit="sequences", low=1, high=MAX_SEQS
+    )
+    zactivate_len: tuple[int, ...] = published(
+        (4096,),
+        "Cache lengths that static graphs were built for. Accepted; without effect, as lengths are dynamic.",
+        unit="tokens",
+        low=1,
+        high=MAX_TOKENS,
+    )
+    model_type: str = published(
+        "dyn",
+        "Shapes of the graphs: dynamic.",
+        choices=("dyn", "static"),
+        unavailable=(("static", "static graphs are not available; use dyn"),),
+    )
+    seq_type: str = published(
+        "static",
+        "How the published server shaped prompts. Accepted; without effect, as prompts are never padded.",
+        choices=("static", "dyn"),
+    )
+    batch_waiting_time: float = published(
+        0.0,
+        "Longest time a prefill step that is not full waits for more prompts.",
+        unit="seconds",
+        low=0.0,
+        high=60.0,
+    )
+    decode_batch_waiting_time: float = published(
+        0.0,
+        "Longest time a decode step that is not full waits for sequences still being prefilled.",
+        unit="seconds",
+        low=0.0,
+        high=60.0,
+    )
+    batching_strategy: str = published(
+        "continuous",
+        "How requests share steps: they join and leave at any step.",
+        choices=("continuous", "static"),
+        unavailable=(("static", "static batching is not available yet; use continuous"),),
+    )
+    current_index: bool = published(
+        False,
+        "Pass a cursor instead of lengths to the graph.",
+        unavailable=((True, "graphs with a cursor input are not available; use False"),),
+    )
+    page_attention: bool = published(
+        True,
+        "Keep keys and values in blocks (paged attention).",
+        unavailable=((False, "serving without paged attention is not available yet; use True"),),
+    )
+    model_dtype: str = published(
+        "float16",
+        "Type of weights, activations and KV cache; the published `DataType.FLOAT16` spelling is taken too.",
+        choices=("float16", "bfloat16", "float32"),
+        normalise=normalise_dtype,
+    )
+    pad_token_id: int | None = published(
+        None,
+        "Token id for padding. Nothing is padded; it is reported to clients that ask.",
+        low=0,
+        high=MAX_TOKENS,
+        null="the padding token of the model folder, or none",
+    )
+    backend: str = published(
+        "kbk",
+        "How MindSpore runs the graph: `kbk` kernel by kernel, `ge` the graph engine (Ascend only).",
+        choices=("kbk", "ge"),
+    )
+    model_cfg_path: str | None = published(
+        None,
+        "MindFormers YAML, read for its `context` section and, where there is no `model_path`, for the model's sizes. "
+        "A relative path is looked up from the working directory, the folder of this config, the repository.",
+        null="none",
+    )
+    model_path: str | None = own(
+        None,
+        "Hugging Face folder with `config.json`, weights and tokenizer; looked up like `model_cfg_path`.",
+        null="none: sizes come from `model_cfg_path`, and `load_format` must be `dummy`",
+    )
+    load_format: str = own(
+        "auto",
+        "Where weights come from: `safetensors` files, `dummy` (seeded random numbers of the right shapes), or `auto`: "
+        "safetensors.",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    seed: int = own(0, "Seed of the `dummy` weights.", low=0, high=2**32 - 1)
+    op_table: str = own(
+        "auto",
+        "`native` runs MindSpore's inference primitives as an Ascend does (float16, bfloat16); `fused` swaps in fused "
+        "CPU operators; `auto`: fused on a CPU, native on an Ascend.",
+        choices=("auto", "native", "fused"),
+    )
+    device_target: str | None = own(
+        None,
+        "Device the model runs on; `auto` picks Ascend where there is one, else CPU.",
+        choices=("auto", "CPU", "Ascend"),
+        null="`context.device_target` of `model_cfg_path`, else `auto`",
+    )
+    cpu_threads: int = own(0, "Threads of the CPU operators; 0 uses every core.", unit="threads", low=0, high=1024)

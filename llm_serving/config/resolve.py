@@ -1,0 +1,202 @@
+"""From checked sections to a ``Config``: find the model, its sizes, the device and the tokenizer."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from llm_serving.config.config import Config
+from llm_serving.config.lookup import find_path
+from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
+from llm_serving.config.sections import ModelConfig, TokenizerConfig
+from llm_serving.config.source import RawConfig
+from llm_serving.config.validation import check_device, check_lengths
+from llm_serving.errors import CheckpointError
+from llm_serving.model_shape import ModelShape
+
+_TOKENIZER_FILES = {"LlamaTokenizerFast": "tokenizer.json", "LlamaTokenizer": "tokenizer.model"}
+_TORCH_PATTERNS = ("*.bin", "*.pt", "*.pth")
+_COMPARED_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+
+
+class Resolver:
+    """One resolution of one raw config; ``config()`` is its result."""
+
+    def __init__(self, raw: RawConfig, sections: dict[str, Any], ascend: bool) -> None:
+        self._raw = raw
+        self._sections = sections
+        self._model: ModelConfig = sections["model_config"]
+        self._tokenizer: TokenizerConfig = sections["tokenizer"]
+        self._ascend = ascend
+        self._notes: list[str] = []
+
+    def config(self) -> Config:
+        """Raises ConfigError or CheckpointError."""
+        folder = self._find("model_config.model_path", self._model.model_path)
+        mindformers_path = self._find("model_config.model_cfg_path", self._model.model_cfg_path)
+        mindformers = read_mindformers_yaml(mindformers_path) if mindformers_path else None
+        context = mindformers.context if mindformers else MindSporeContext()
+        device, op_table = self._device(context)
+        shape = self._shape(folder, mindformers)
+        model = replace(
+            self._model,
+            model_name=self._model.model_name or _name_of(folder, shape),
+            model_path=str(folder) if folder else None,
+            model_cfg_path=str(mindformers_path) if mindformers_path else None,
+            load_format="dummy" if self._model.load_format == "dummy" else "safetensors",
+            device_target=device,
+            op_table=op_table,
+            vocab_size=shape.vocab_size,
+            end_token=self._end_token(self._model.end_token, shape),
+            pad_token_id=self._pad_token(self._model.pad_token_id, shape),
+        )
+        sections = self._sections | {"model_config": model, "tokenizer": self._find_tokenizer(folder)}
+        config = Config(file=self._raw.file, **sections, shape=shape, context=context, notes=tuple(self._notes))
+        check_lengths(self._raw, config)
+        return config
+
+    @property
+    def _folder_is_overridden(self) -> bool:
+        """The command line asks for another model than the file was written for: its sizes and tokens win."""
+        return self._raw.is_overridden("model_config.model_path")
+
+    def _find(self, key: str, name: str | None) -> Path | None:
+        if name is None:
+            return None
+        path = find_path(name, Path(self._raw.file).parent)
+        if path is None:
+            raise self._raw.error(key, name, "no such path, from the working directory, the config's folder or here")
+        return path
+
+    def _device(self, context: MindSporeContext) -> tuple[str, str]:
+        wanted = self._model.device_target or context.device_target or "auto"
+        if wanted == "Ascend" and not self._ascend:
+            problem = "there is no Ascend here (no /dev/davinci* or no CANN in the environment); use auto or CPU"
+            raise self._raw.error("model_config.device_target", wanted, problem)
+        device = ("Ascend" if self._ascend else "CPU") if wanted == "auto" else wanted
+        op_table = self._model.op_table
+        if op_table == "auto":
+            op_table = "native" if device == "Ascend" else "fused"
+        check_device(self._raw, device, op_table, self._model.model_dtype, self._model.backend)
+        return device, op_table
+
+    def _shape(self, folder: Path | None, mindformers: MindFormersFile | None) -> ModelShape:
+        stated = mindformers.shape if mindformers else None
+        if folder is None:
+            return self._shape_without_folder(stated)
+        shape = ModelShape.from_hf_folder(folder)
+        if self._model.load_format != "dummy":
+            _check_weights_present(folder)
+        if stated is not None:
+            self._compare_sizes(stated, shape, folder)
+        if self._model.vocab_size is not None:
+            self._compare_vocab(self._model.vocab_size, shape.vocab_size, folder)
+        return shape
+
+    def _shape_without_folder(self, stated: ModelShape | None) -> ModelShape:
+        key, path = "model_config.model_path", self._model.model_path
+        if self._model.load_format != "dummy":
+            problem = "there are no weights to load; name a Hugging Face folder, or set model_config.load_format: dummy"
+            raise self._raw.error(key, path, problem)
+        if stated is None:
+            problem = "the model's sizes are not known; name a folder with config.json, or a model_cfg_path with sizes"
+            raise self._raw.error(key, path, problem)
+        if self._model.vocab_size not in (None, stated.vocab_size):
+            problem = f"{self._model.model_cfg_path} has vocab_size {stated.vocab_size}"
+            raise self._raw.error("model_config.vocab_size", self._model.vocab_size, problem)
+        return stated
+
+    def _compare_sizes(self, stated: ModelShape, actual: ModelShape, folder: Path) -> None:
+        """The sizes of the MindFormers YAML against the folder's, which are the true ones."""
+        differing = [
+            f"{name} {getattr(stated, name)} instead of {getattr(actual, name)}"
+            for name in _COMPARED_SIZES
+            if getattr(stated, name) != getattr(actual, name)
+        ]
+        if not differing:
+            return
+        key, value = "model_config.model_cfg_path", self._model.model_cfg_path
+        problem = f"is of another model than {folder / 'config.json'}: {', '.join(differing)}"
+        if not self._folder_is_overridden:
+            raise self._raw.error(key, value, problem)
+        self._note(key, value, problem)
+
+    def _compare_vocab(self, stated: int, actual: int, folder: Path) -> None:
+        if stated == actual:
+            return
+        key = "model_config.vocab_size"
+        problem = f"{folder / 'config.json'} has vocab_size {actual}"
+        if not self._folder_is_overridden or self._raw.is_overridden(key):
+            raise self._raw.error(key, stated, problem)
+        self._note(key, stated, problem)
+
+    def _note(self, key: str, value: object, problem: str) -> None:
+        self._notes.append(f"{self._raw.error(key, value, problem)}; the model folder wins, as --set named it")
+
+    def _end_token(self, stated: int | None, shape: ModelShape) -> int | None:
+        """The config's end token; None takes the folder's, also where the file's belongs to another model."""
+        key = "model_config.end_token"
+        if stated is None:
+            return None
+        if self._belongs_to_another_model(key) and shape.eos_token_ids:
+            if stated not in shape.eos_token_ids:
+                self._note(key, stated, f"the model folder has end tokens {list(shape.eos_token_ids)}")
+            return None
+        return self._checked_token(key, stated, shape)
+
+    def _pad_token(self, stated: int | None, shape: ModelShape) -> int | None:
+        """The config's padding token, or the folder's."""
+        key = "model_config.pad_token_id"
+        if stated is None or self._belongs_to_another_model(key):
+            return shape.pad_token_id
+        return self._checked_token(key, stated, shape)
+
+    def _belongs_to_another_model(self, key: str) -> bool:
+        return self._folder_is_overridden and not self._raw.is_overridden(key)
+
+    def _checked_token(self, key: str, token: int, shape: ModelShape) -> int:
+        if token >= shape.vocab_size:
+            raise self._raw.error(key, token, f"must be below vocab_size = {shape.vocab_size}")
+        return token
+
+    def _find_tokenizer(self, folder: Path | None) -> TokenizerConfig:
+        key, name = "tokenizer.vocab_file", self._tokenizer.vocab_file
+        path = self._find(key, name) or folder
+        if path is None:
+            raise self._raw.error(key, name, "there is no model_path to take the tokenizer from; name a file or folder")
+        kind = self._tokenizer.type
+        for candidate, file_name in _TOKENIZER_FILES.items():
+            file = path / file_name if path.is_dir() else path
+            if kind in ("auto", candidate) and file.is_file() and file.suffix == Path(file_name).suffix:
+                return TokenizerConfig(candidate, str(file))
+        wanted = _TOKENIZER_FILES.get(kind, " or ".join(_TOKENIZER_FILES.values()))
+        raise self._raw.error("tokenizer.type", kind, f"{path} {'has' if path.is_dir() else 'is'} no {wanted}")
+
+
+def _check_weights_present(folder: Path) -> None:
+    if any(folder.glob("*.safetensors")):
+        return
+    torch_files = sorted(file.name for pattern in _TORCH_PATTERNS for file in folder.glob(pattern))
+    if torch_files:
+        raise CheckpointError(
+            f"{folder / torch_files[0]}: PyTorch pickles are not loaded, as they can run code; convert the folder with "
+            "transformers: LlamaForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER, safe_serialization=True)"
+        )
+    raise CheckpointError(
+        f"{folder}: there are no *.safetensors files; model_config.load_format=dummy serves random weights"
+    )
+
+
+def _name_of(folder: Path | None, shape: ModelShape) -> str:
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.name if folder else shape.architecture).lstrip("._-")
+    return name[:128] or "model"

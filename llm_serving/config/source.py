@@ -1,0 +1,36 @@
+"""Where each value of a config came from, so that an error can name it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llm_serving.errors import ConfigError
+from llm_serving.formats.typed_fields import short_repr
+
+COMMAND_LINE = "--set"
+
+
+@dataclass(frozen=True, slots=True)
+class RawConfig:
+    """The sections as read, before any check, with the overrides applied."""
+
+    file: str
+    sections: dict[str, dict[str, object]]
+    overridden: frozenset[str] = field(default_factory=frozenset)
+    """Keys given on the command line, as ``section.key``."""
+
+    def is_overridden(self, key: str) -> bool:
+        return key in self.overridden
+
+    def source(self, key: str) -> str:
+        """The file, or the command line, that gave ``section.key``."""
+        return COMMAND_LINE if key in self.overridden else self.file
+
+    def error(self, key: str, value: object, problem: str) -> ConfigError:
+        """The error to raise about the value of ``section.key``."""
+        return key_error(self.source(key), key, value, problem)
+
+
+def key_error(source: str, key: str, value: object, problem: str) -> ConfigError:
+    """An error that names source, key and value."""
+    return ConfigError(f"{source}: {key} = {short_repr(value)}: {problem}")

@@ -1,0 +1,86 @@
+"""Combinations of values that cannot work, each with the reason. Single values are checked by ``convert``."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+from llm_serving.config.config import Config
+from llm_serving.config.sections import PagedAttentionConfig, ServingConfig
+from llm_serving.config.source import RawConfig
+
+MAX_CACHE_SLOTS = 2**31 - 1
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+def check_serving(raw: RawConfig, serving: ServingConfig) -> None:
+    """Ports and addresses."""
+    ports = [port for port in serving.agent_ports if port != 0]
+    key, value = "serving_config.agent_ports", list(serving.agent_ports)
+    if len(set(ports)) != len(ports):
+        raise raw.error(key, value, "a port appears twice")
+    if len(value) > 1:
+        raise raw.error(key, value, "more than one agent (tensor parallel) is not available yet; give one port")
+    if serving.server_port in ports:
+        raise raw.error("serving_config.server_port", serving.server_port, "is the port of an agent too")
+    if not _is_loopback(raw, "serving_config.agent_ip", serving.agent_ip):
+        raise raw.error("serving_config.agent_ip", serving.agent_ip, "agents listen on a loopback address only")
+    if not _is_loopback(raw, "serving_config.server_ip", serving.server_ip) and not serving.allow_remote:
+        problem = "other machines could connect, and there is no authentication; set serving_config.allow_remote: true"
+        raise raw.error("serving_config.server_ip", serving.server_ip, problem)
+
+
+def _is_loopback(raw: RawConfig, key: str, address: str) -> bool:
+    if address == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        raise raw.error(key, address, "must be an IP address or localhost") from None
+
+
+def check_model_name(raw: RawConfig, name: str | None) -> None:
+    """The name is part of a URL."""
+    if name is not None and not _MODEL_NAME.fullmatch(name):
+        problem = "must begin with a letter or digit and hold only letters, digits, '.', '_', '-' (128 at most)"
+        raise raw.error("model_config.model_name", name, problem)
+
+
+def check_cache(raw: RawConfig, cache: PagedAttentionConfig) -> None:
+    """The cache is indexed by 32-bit integers."""
+    if cache.num_blocks * cache.block_size > MAX_CACHE_SLOTS:
+        problem = f"num_blocks x block_size = {cache.num_blocks * cache.block_size}; at most {MAX_CACHE_SLOTS}"
+        raise raw.error("pa_config.num_blocks", cache.num_blocks, problem)
+
+
+def check_device(raw: RawConfig, device: str, op_table: str, dtype: str, backend: str) -> None:
+    """What the device and the operators can do. All but ``raw`` are resolved."""
+    if backend == "ge" and device == "CPU":
+        raise raw.error("model_config.backend", backend, "the graph engine runs on an Ascend only; on a CPU use kbk")
+    if op_table == "fused" and device == "Ascend":
+        raise raw.error(
+            "model_config.op_table", op_table, "the fused operators are CPU kernels; on an Ascend use native"
+        )
+    if op_table == "native" and dtype == "float32":
+        problem = (
+            "the primitives ApplyRotaryPosEmb, ReshapeAndCache and PagedAttention take float16 and bfloat16 only; "
+            "use op_table fused (CPU), or model_dtype float16 or bfloat16"
+        )
+        raise raw.error("model_config.op_table", op_table, f"not with model_dtype float32: {problem}")
+
+
+def check_lengths(raw: RawConfig, config: Config) -> None:
+    """Sequence lengths against the cache and the step size. The last token of a sequence is never cached."""
+    cache, longest = config.pa_config, config.max_model_len
+    usable = (cache.num_blocks - 1) * cache.block_size
+    if usable < longest - 1:
+        problem = (
+            f"{cache.num_blocks} blocks of {cache.block_size} tokens, less the padding block, hold {usable} tokens: "
+            f"not one sequence of {longest}; use at least {-(-(longest - 1) // cache.block_size) + 1} blocks, "
+            f"or a pa_config.decode_seq_length of {usable + 1} at most"
+        )
+        raise raw.error("pa_config.num_blocks", cache.num_blocks, problem)
+    limit = config.scheduler_config.max_num_batched_tokens
+    if limit is not None and limit < config.max_decode_seqs:
+        problem = f"must be at least {config.max_decode_seqs}, a token for each sequence of a decode step"
+        raise raw.error("scheduler_config.max_num_batched_tokens", limit, problem)

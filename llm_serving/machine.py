@@ -1,0 +1,83 @@
+"""The facts about this machine that planning needs, as plain numbers so that a test can plan for any machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_UNLIMITED = 1 << 60
+"""cgroup v1 writes a limit near 2**63 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Host memory that a new process may take."""
+
+    available_bytes: int
+    available_from: str
+
+    @classmethod
+    def detect(cls) -> Machine:
+        """Free memory, or what the control group (a container's limit) leaves, whichever is less."""
+        import psutil  # only a start needs it, checking a config does not
+
+        machine = cls(int(psutil.virtual_memory().available), "free memory of the machine")
+        group = control_group_available()
+        if group is not None and group < machine.available_bytes:
+            return cls(max(group, 0), "memory limit of the control group")
+        return machine
+
+
+def control_group_available(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Bytes the control groups of this process (v1 or v2) still allow; None without a limit.
+
+    File cache that can be dropped does not count as used.
+    """
+    left = [group for folder in _own_groups(root, own) if (group := _left_in(folder)) is not None]
+    return min(left) if left else None
+
+
+def _own_groups(root: Path, own: Path) -> Iterator[Path]:
+    """Folders of the process's memory group and the groups around it. In a container some are not visible."""
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "memory" if controllers else root
+        group = base / path.lstrip("/")
+        yield group
+        yield from (parent for parent in group.parents if parent == base or base in parent.parents)
+
+
+def _left_in(folder: Path) -> int | None:
+    for limit_file, usage_file in (
+        ("memory.max", "memory.current"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit, usage = _number(folder / limit_file), _number(folder / usage_file)
+        if limit is not None and usage is not None and limit < _UNLIMITED:
+            return limit - usage + _droppable(folder / "memory.stat")
+    return None
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _droppable(file: Path) -> int:
+    """Inactive file cache, from ``memory.stat``."""
+    try:
+        lines = file.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    numbers = dict(line.split(" ", 1) for line in lines if " " in line)
+    return int(numbers.get("total_inactive_file", numbers.get("inactive_file", "0")))

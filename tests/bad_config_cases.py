@@ -1,0 +1,326 @@
+"""The table of mistakes in a config, for tests/config/test_bad_configs.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llm_serving.errors import CheckpointError, ConfigError, LLMServingError
+
+FILE = "<file>"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A YAML's text and the error it must give; ``FILE`` stands for its path, ``<model>`` for the model folder's."""
+
+    name: str
+    text: str
+    message: str
+    overrides: tuple[str, ...] = ()
+    error: type[LLMServingError] = ConfigError
+    folder: dict[str, object] = field(default_factory=dict)
+
+
+MODEL = "model_config: {model_path: <model>}"
+
+
+def in_model(keys: str) -> str:
+    return f"model_config: {{model_path: <model>, {keys}}}"
+
+
+def with_section(section: str) -> str:
+    return f"{MODEL}\n{section}"
+
+
+SERVING = "serving_config: "
+
+CASES = [
+    # Keys and sections that do not exist.
+    Case(
+        "unknown key",
+        with_section("pa_config: {num_block: 7}"),
+        f"{FILE}: pa_config.num_block = 7: unknown key; did you mean 'num_blocks'?",
+    ),
+    Case(
+        "key of another section",
+        in_model("num_blocks: 9"),
+        f"{FILE}: model_config.num_blocks = 9: unknown key; did you mean 'pa_config.num_blocks'?",
+    ),
+    Case(
+        "key like no other",
+        with_section("pa_config: {xyz: [1]}"),
+        f"{FILE}: pa_config.xyz = [1]: unknown key; the nearest is '",
+    ),
+    Case("unknown section", "model_confg: {}", f"{FILE}: unknown section 'model_confg'; did you mean 'model_config'?"),
+    Case("section that is no mapping", "pa_config: 5", f"{FILE}: pa_config = 5: a section must be a mapping of keys"),
+    Case(
+        "unknown key on the command line",
+        MODEL,
+        "--set 'pa_config.num_bloks=1': unknown key 'pa_config.num_bloks'; did you mean 'num_blocks'?",
+        ("pa_config.num_bloks=1",),
+    ),
+    Case(
+        "unknown section on the command line",
+        MODEL,
+        "--set 'pa_cfg.num_blocks=1': unknown section 'pa_cfg'; did you mean 'pa_config'?",
+        ("pa_cfg.num_blocks=1",),
+    ),
+    Case(
+        "override without value",
+        MODEL,
+        "--set 'pa_config.num_blocks': must be section.key=value",
+        ("pa_config.num_blocks",),
+    ),
+    Case("override without section", MODEL, "--set 'num_blocks=1': must be section.key=value", ("num_blocks=1",)),
+    Case(
+        "override that is no YAML",
+        MODEL,
+        "--set pa_config.num_blocks:1: not valid YAML: ",
+        ("pa_config.num_blocks=[1",),
+    ),
+    # Wrong types.
+    Case(
+        "text for an integer",
+        with_section("pa_config: {num_blocks: many}"),
+        f"{FILE}: pa_config.num_blocks = 'many': must be an integer, not text",
+    ),
+    Case(
+        "boolean for an integer",
+        with_section("pa_config: {num_blocks: true}"),
+        f"{FILE}: pa_config.num_blocks = True: must be an integer, not true or false",
+    ),
+    Case(
+        "float for an integer",
+        with_section("pa_config: {block_size: 16.0}"),
+        f"{FILE}: pa_config.block_size = 16.0: must be an integer, not a number",
+    ),
+    Case(
+        "integer for a boolean",
+        in_model("page_attention: 1"),
+        f"{FILE}: model_config.page_attention = 1: must be true or false, not an integer",
+    ),
+    Case(
+        "YAML 1.1 boolean",
+        in_model("page_attention: yes"),
+        f"{FILE}: model_config.page_attention = 'yes': must be true or false, not text",
+    ),
+    Case(
+        "integer for text",
+        in_model("model_name: 7"),
+        f"{FILE}: model_config.model_name = 7: must be text, not an integer",
+    ),
+    Case(
+        "integer for a list",
+        in_model("seq_length: 4096"),
+        f"{FILE}: model_config.seq_length = 4096: must be a list of an integer, as in [1]",
+    ),
+    Case("empty list", in_model("seq_length: []"), f"{FILE}: model_config.seq_length = []: must not be empty"),
+    Case(
+        "text in a list",
+        in_model("seq_length: [4096, long]"),
+        f"{FILE}: model_config.seq_length = 'long': must be an integer, not text",
+    ),
+    Case(
+        "null where there is none",
+        with_section("pa_config: {num_blocks: null}"),
+        f"{FILE}: pa_config.num_blocks = null: must be an integer, not null",
+    ),
+    Case("empty text", in_model('model_dtype: ""'), f"{FILE}: model_config.model_dtype = '': must not be empty"),
+    Case(
+        "wrong type on the command line",
+        MODEL,
+        "--set: pa_config.num_blocks = 'x': must be an integer, not text",
+        ("pa_config.num_blocks=x",),
+    ),
+    # Values out of range or not known.
+    Case(
+        "too small",
+        with_section("pa_config: {num_blocks: 0}"),
+        f"{FILE}: pa_config.num_blocks = 0: must be at least 2",
+    ),
+    Case(
+        "too large",
+        with_section(SERVING + "{server_port: 65536}"),
+        f"{FILE}: serving_config.server_port = 65536: must be at most 65535",
+    ),
+    Case(
+        "negative in a list",
+        with_section(SERVING + "{agent_ports: [-1]}"),
+        f"{FILE}: serving_config.agent_ports = -1: must be at least 0",
+    ),
+    Case(
+        "huge number",
+        with_section("log_config: {state_interval_s: 1" + "0" * 400 + "}"),
+        "log_config.state_interval_s = inf: must be a finite number",
+    ),
+    Case(
+        "unknown type",
+        in_model("model_dtype: bfloat61"),
+        f"{FILE}: model_config.model_dtype = 'bfloat61': unknown value; did you mean 'bfloat16'?",
+    ),
+    Case(
+        "unknown policy",
+        with_section("scheduler_config: {policy: fifo}"),
+        f"{FILE}: scheduler_config.policy = 'fifo': unknown value; the nearest is 'fcfs', of fcfs, prefill_first",
+    ),
+    Case(
+        "unknown inputs",
+        with_section("basic_inputs: {type: LamaBasicInputs}"),
+        f"{FILE}: basic_inputs.type = 'LamaBasicInputs': unknown value; did you mean 'LlamaBasicInputs'?",
+    ),
+    Case(
+        "name that breaks a URL",
+        in_model("model_name: a/b"),
+        f"{FILE}: model_config.model_name = 'a/b': must begin with a letter or digit",
+    ),
+    # Understood, but not available.
+    Case(
+        "static batching",
+        in_model("batching_strategy: static"),
+        f"{FILE}: model_config.batching_strategy = 'static': static batching is not available yet; use continuous",
+    ),
+    Case(
+        "no paged attention",
+        in_model("page_attention: False"),
+        f"{FILE}: model_config.page_attention = False: serving without paged attention is not available yet; use True",
+    ),
+    Case(
+        "cursor input",
+        in_model("current_index: True"),
+        f"{FILE}: model_config.current_index = True: graphs with a cursor input are not available",
+    ),
+    Case(
+        "several agents",
+        with_section(SERVING + "{agent_ports: [16002, 16003]}"),
+        f"{FILE}: serving_config.agent_ports = [16002, 16003]: more than one agent (tensor parallel) is not available",
+    ),
+    # Combinations.
+    Case(
+        "port twice",
+        with_section(SERVING + "{agent_ports: [16002, 16002]}"),
+        f"{FILE}: serving_config.agent_ports = [16002, 16002]: a port appears twice",
+    ),
+    Case(
+        "port of server and agent",
+        with_section(SERVING + "{agent_ports: [8835]}"),
+        f"{FILE}: serving_config.server_port = 8835: is the port of an agent too",
+    ),
+    Case(
+        "open to the world",
+        with_section(SERVING + "{server_ip: 0.0.0.0}"),
+        f"{FILE}: serving_config.server_ip = '0.0.0.0': other machines could connect, and there is no authentication; "
+        "set serving_config.allow_remote: true",
+    ),
+    Case(
+        "agent open to the world",
+        with_section(SERVING + "{agent_ip: 10.0.0.1, allow_remote: true}"),
+        f"{FILE}: serving_config.agent_ip = '10.0.0.1': agents listen on a loopback address only",
+    ),
+    Case(
+        "address that is none",
+        with_section(SERVING + "{server_ip: example.org}"),
+        f"{FILE}: serving_config.server_ip = 'example.org': must be an IP address or localhost",
+    ),
+    Case(
+        "native operators in float32",
+        in_model("op_table: native, model_dtype: float32"),
+        f"{FILE}: model_config.op_table = 'native': not with model_dtype float32: the primitives ApplyRotaryPosEmb, "
+        "ReshapeAndCache and PagedAttention take float16 and bfloat16 only; use op_table fused",
+    ),
+    Case(
+        "graph engine on a CPU",
+        in_model("backend: ge"),
+        f"{FILE}: model_config.backend = 'ge': the graph engine runs on an Ascend only; on a CPU use kbk",
+    ),
+    Case(
+        "cache smaller than a sequence",
+        with_section("pa_config: {num_blocks: 256}"),
+        f"{FILE}: pa_config.num_blocks = 256: 256 blocks of 16 tokens, less the padding block, hold 4080 tokens: "
+        "not one sequence of 4096; use at least 257 blocks, or a pa_config.decode_seq_length of 4081 at most",
+    ),
+    Case(
+        "more slots than an index counts",
+        with_section("pa_config: {num_blocks: 2097152, block_size: 1024}"),
+        f"{FILE}: pa_config.num_blocks = 2097152: num_blocks x block_size = 2147483648; at most 2147483647",
+    ),
+    Case(
+        "step smaller than a decode",
+        MODEL,
+        "--set: scheduler_config.max_num_batched_tokens = 64: must be at least "
+        "128, a token for each sequence of a decode step",
+        ("scheduler_config.max_num_batched_tokens=64",),
+    ),
+    # The model.
+    Case(
+        "no such folder",
+        "model_config: {model_path: /no/such/folder}",
+        f"{FILE}: model_config.model_path = '/no/such/folder': no such path",
+    ),
+    Case(
+        "no model at all",
+        "{}",
+        f"{FILE}: model_config.model_path = null: there are no weights to load; name a Hugging Face folder",
+    ),
+    Case(
+        "sizes not known",
+        "model_config: {load_format: dummy}",
+        f"{FILE}: model_config.model_path = null: the model's sizes are not known",
+    ),
+    Case(
+        "vocabulary of another model",
+        in_model("vocab_size: 32000"),
+        f"{FILE}: model_config.vocab_size = 32000: <model>/config.json has vocab_size 300",
+    ),
+    Case(
+        "vocabulary on the command line",
+        MODEL,
+        "--set: model_config.vocab_size = 5: <model>/config.json has vocab_size 300",
+        ("model_config.vocab_size=5", "model_config.model_path=<model>"),
+    ),
+    Case(
+        "end token past the vocabulary",
+        in_model("end_token: 300"),
+        f"{FILE}: model_config.end_token = 300: must be below vocab_size = 300",
+    ),
+    Case(
+        "no tokenizer",
+        MODEL,
+        f"{FILE}: tokenizer.type = 'auto': <model> has no tokenizer.json or tokenizer.model",
+        folder={"files": ("model.safetensors",)},
+    ),
+    Case(
+        "tokenizer of another kind",
+        with_section("tokenizer: {type: LlamaTokenizer}"),
+        f"{FILE}: tokenizer.type = 'LlamaTokenizer': <model> has no tokenizer.model",
+    ),
+    Case(
+        "tokenizer file that is not there",
+        with_section("tokenizer: {vocab_file: ./gone/tokenizer.model}"),
+        f"{FILE}: tokenizer.vocab_file = './gone/tokenizer.model': no such path",
+    ),
+    Case(
+        "pickles only",
+        MODEL,
+        "<model>/pytorch_model.bin: PyTorch pickles are not loaded, as they can run code; convert the folder",
+        error=CheckpointError,
+        folder={"files": ("pytorch_model.bin", "tokenizer.json")},
+    ),
+    Case(
+        "no weights",
+        MODEL,
+        "<model>: there are no *.safetensors files; model_config.load_format=dummy serves random weights",
+        error=CheckpointError,
+        folder={"files": ("tokenizer.json",)},
+    ),
+    # Files that are no config.
+    Case("no mapping", "- 1\n- 2\n", f"{FILE}: must hold a mapping of sections, not list"),
+    Case("empty", "", f"{FILE}: must hold a mapping of sections, not NoneType"),
+    Case("not YAML", "a: [1\nb: 2\n", f"{FILE}:2: not valid YAML: "),
+    Case("duplicate key", "pa_config:\n  num_blocks: 1\n  num_blocks: 2\n", f"{FILE}:3: duplicate key 'num_blocks'"),
+    Case("duplicate section", "pa_config: {}\npa_config: {}\n", f"{FILE}:2: duplicate key 'pa_config'"),
+    Case("tag", "model_config: !!python/object/apply:os.system ['true']", f"{FILE}:1: not valid YAML: could not deter"),
+    Case("two documents", "a: 1\n---\nb: 2\n", f"{FILE}:2: not valid YAML: but found another document"),
+    Case("deep", "a: " + "[" * 50_000, f"{FILE}:1: nested deeper than 32 levels"),
+    Case("key that is a list", "? [a]\n: 1\n", f"{FILE}:1: a key must be plain text"),
+    Case("huge", "#" * 70_000, f"{FILE}: has 70000 bytes; at most 65536 are read"),
+]

@@ -1,0 +1,120 @@
+"""The command line: exit codes, what goes to which stream, and that nothing slow is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from model_folders import write_model_folder
+
+from llm_serving import __version__
+from llm_serving.cli import Arguments, launch_from_command_line, parse_arguments
+from llm_serving.config import load_config
+from llm_serving.config.schema import section_keys
+from llm_serving.config.sections import SECTIONS
+from llm_serving.machine import Machine
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MACHINE = Machine(100 * 1024**3, "test machine")
+RUN = "from llm_serving.cli import launch_from_command_line; launch_from_command_line()"
+
+
+@pytest.fixture
+def override(tmp_path: Path) -> str:
+    return f"model_config.model_path={write_model_folder(tmp_path / 'model')}"
+
+
+def test_arguments() -> None:
+    assert parse_arguments([]) == Arguments("llama_tiny_cpu.yaml", (), False, False)
+    assert parse_arguments(["--config", "c.yaml", "--set", "a.b=1", "--set", "a.c=2", "--check"]) == Arguments(
+        "c.yaml", ("a.b=1", "a.c=2"), True, False
+    )
+
+
+def test_launch(override: str) -> None:
+    launch = launch_from_command_line(["--set", override, "--set", "serving_config.agent_ports=[0]"], MACHINE)
+    assert launch.config == load_config("llama_tiny_cpu.yaml", [override, "serving_config.agent_ports=[0]"])
+    assert launch.plan.available_bytes == MACHINE.available_bytes
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--no-such-option"], ["--conf", "x"], ["stray"], ["--set"], ["--config", "no.yaml"], ["--set", "a=1"]],
+    ids=" ".join,
+)
+def test_mistakes_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launch_from_command_line(arguments, MACHINE)
+    assert caught.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "error: " in output.err
+
+
+def test_plan_that_does_not_fit_exits_with_2(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launch_from_command_line(["--set", override], Machine(1024**3 * 4 // 5, "test machine"))
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the memory plan needs ")
+    assert "  KV cache " in error
+
+
+def test_check_prints_the_plan(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launch_from_command_line(["--set", override, "--check"], MACHINE)
+    assert caught.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:6]] == ["config", "model", "device", "lengths", "address", "memory"]
+    assert lines[4] == "address    127.0.0.1, port 8835"
+    assert lines[-1] == "  available       100.0 GiB  test machine"
+
+
+def test_printed_config_loads_to_the_same(tmp_path: Path, override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--set", override, "--set", "model_config.model_dtype=bfloat16", "--print-config"]
+    with pytest.raises(SystemExit) as caught:
+        launch_from_command_line(arguments, MACHINE)
+    assert caught.value.code == 0
+    file = tmp_path / "printed.yaml"
+    file.write_text(capsys.readouterr().out, encoding="utf-8")
+    again, first = load_config(str(file)), load_config("llama_tiny_cpu.yaml", [override, arguments[3]])
+    for section in SECTIONS:
+        assert getattr(again, section) == getattr(first, section)
+    assert again.shape == first.shape
+
+
+def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launch_from_command_line(["--help"])
+    assert caught.value.code == 0
+    words = set(capsys.readouterr().out.split())
+    assert {"--config", "--set", "--check", "--print-config", "--version", "examples:"} <= words
+    for name, cls in SECTIONS.items():
+        assert {name, *section_keys(cls)} <= words
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launch_from_command_line(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"llm-serving {__version__}\n"
+
+
+def test_a_mistake_is_answered_within_two_seconds_without_numpy_or_mindspore() -> None:
+    code = f"import sys\ntry:\n    {RUN}\nfinally:\n    print([m for m in ('numpy', 'mindspore') if m in sys.modules])"
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--set", "pa_config.num_blocks=none"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert time.monotonic() - start < 2.0
+    assert done.returncode == 2
+    assert done.stdout == "[]\n"
+    assert done.stderr == "error: --set: pa_config.num_blocks = 'none': must be an integer, not text\n"

@@ -1,0 +1,54 @@
+"""Free memory: the machine's, or what a control group leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llm_serving import machine
+from llm_serving.machine import Machine, control_group_available
+
+GIB = 1024**3
+
+
+def group(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{content}\n", encoding="ascii")
+
+
+def test_version_2_takes_the_tightest_of_the_groups_around(tmp_path: Path) -> None:
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    own.write_text("0::/outer/inner\n", encoding="ascii")
+    group(root / "outer", memory__max=8 * GIB, memory__current=3 * GIB)
+    group(root / "outer" / "inner", memory__max="max", memory__current=GIB)
+    (root / "outer" / "memory.stat").write_text(f"anon 5\ninactive_file {GIB}\n", encoding="ascii")
+    assert control_group_available(root, own) == 6 * GIB
+    group(root / "outer" / "inner", memory__max=2 * GIB)
+    assert control_group_available(root, own) == GIB
+
+
+def test_version_1_and_a_group_that_is_not_visible(tmp_path: Path) -> None:
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    own.write_text("5:cpu:/x\n4:memory:/docker/abc\n", encoding="ascii")
+    group(root / "memory", memory__limit_in_bytes=4 * GIB, memory__usage_in_bytes=GIB)
+    (root / "memory" / "memory.stat").write_text(f"inactive_file 7\ntotal_inactive_file {GIB // 2}\n", encoding="ascii")
+    assert control_group_available(root, own) == 3 * GIB + GIB // 2
+
+
+def test_no_limit(tmp_path: Path) -> None:
+    root, own = tmp_path / "cgroup", tmp_path / "own"
+    assert control_group_available(root, own) is None
+    own.write_text("4:memory:/\n", encoding="ascii")
+    group(root / "memory", memory__limit_in_bytes=9223372036854771712, memory__usage_in_bytes=GIB)
+    assert control_group_available(root, own) is None
+
+
+def test_detect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "control_group_available", lambda: None)
+    detected = Machine.detect()
+    assert detected.available_from == "free memory of the machine"
+    assert detected.available_bytes > 0
+    monkeypatch.setattr(machine, "control_group_available", lambda: 5)
+    assert Machine.detect() == Machine(5, "memory limit of the control group")

@@ -1,0 +1,161 @@
+"""The memory plan, every number worked by hand, and what it says when there is too little."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from model_folders import write_model_folder
+
+from llm_serving.config import Config, load_config
+from llm_serving.errors import MemoryPlanError
+from llm_serving.machine import Machine
+from llm_serving.memory_plan import GIB, MIB, estimate_memory, format_bytes, format_count, plan_memory
+
+PLENTY = Machine(1000 * GIB, "test machine")
+
+
+def small(tmp_path: Path, *overrides: str, ascend: bool = False) -> Config:
+    folder = write_model_folder(tmp_path / "model")
+    return load_config("llama_tiny_cpu.yaml", [f"model_config.model_path={folder}", *overrides], ascend=ascend)
+
+
+def llama2_7b(tmp_path: Path, *overrides: str) -> Config:
+    (tmp_path / "tokenizer.model").touch()
+    given = ["model_config.load_format=dummy", f"tokenizer.vocab_file={tmp_path / 'tokenizer.model'}"]
+    return load_config("llama_7b_kbk_pa_dyn.yaml", [*given, *overrides], ascend=False)
+
+
+def test_small_model_in_float32(tmp_path: Path) -> None:
+    plan = plan_memory(small(tmp_path), PLENTY)
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64
+    assert {item.name: item.num_bytes for item in plan.items} == {
+        "weights": (2 * layer + 64 + 2 * 300 * 64) * 4,
+        "KV cache": 2 * 2 * 2 * 16 * 4 * 16 * 2048,
+        # Residual and norm 64 each; q, k, v 128; rotated q and attention output 64 each; gate, up, product 160 each.
+        "activations": 2048 * (64 + 64 + 128 + 64 + 64 + 3 * 160) * 4,
+        "logits": 64 * 300 * 4,
+        "rotary tables": 2 * 2048 * 16 * 4,
+        "token history": 64 * 2048 * 4,
+        "agent process": 600 * MIB,
+        "server process": 200 * MIB,
+    }
+    assert plan.total_bytes == sum(item.num_bytes for item in plan.items)
+    assert (plan.available_bytes, plan.fits) == (1000 * GIB, True)
+
+
+def test_half_precision(tmp_path: Path) -> None:
+    single, half = (
+        estimate_memory(small(tmp_path, f"model_config.model_dtype={name}"), PLENTY) for name in ("float32", "bfloat16")
+    )
+    for name in ("weights", "KV cache", "activations"):
+        assert half.bytes_of(name) * 2 == single.bytes_of(name)
+    assert half.bytes_of("logits") == 64 * 300 * (4 + 2), "the projection, and its copy in float32"
+
+
+def test_llama2_7b(tmp_path: Path) -> None:
+    plan = plan_memory(llama2_7b(tmp_path), PLENTY)
+    assert plan.bytes_of("weights") == 2 * 6_738_415_616
+    assert plan.bytes_of("KV cache") == 524288 * 16 * 1024 == 8 * GIB
+    assert plan.bytes_of("activations") == 4096 * (2 * 4096 + 3 * 4096 + 2 * 4096 + 3 * 11008) * 2
+    assert plan.bytes_of("logits") == 128 * 32000 * 6
+
+
+def test_table(tmp_path: Path) -> None:
+    plan = plan_memory(llama2_7b(tmp_path), Machine(24 * GIB, "free memory of the machine"))
+    assert plan.table().splitlines() == [
+        "  weights          12.6 GiB  6.74 B parameters in float16",
+        "  KV cache          8.0 GiB  1024 blocks of 16 tokens, 512.0 KiB a token",
+        "  activations     482.0 MiB  a step of 4096 tokens",
+        "  logits           23.4 MiB  128 sequences, vocabulary of 32000",
+        "  rotary tables     4.0 MiB  4096 positions",
+        "  token history     2.0 MiB  128 sequences of 4096 tokens",
+        "  agent process   600.0 MiB  Python, MindSpore, graphs",
+        "  server process  200.0 MiB  HTTP, scheduler, tokenizer",
+        "  total            21.8 GiB",
+        "  available        24.0 GiB  free memory of the machine",
+    ]
+
+
+def test_largest_number_of_blocks_fits_exactly(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    plan = estimate_memory(config, PLENTY)
+    rest = plan.total_bytes - plan.bytes_of("KV cache")
+    block = 2 * 2 * 2 * 16 * 4 * 16
+    machine = Machine(rest + 1500 * block + block - 1, "test machine")
+    with pytest.raises(MemoryPlanError) as caught:
+        plan_memory(config, machine)
+    first, *table = str(caught.value).splitlines()
+    assert first == (
+        f"the memory plan needs {format_bytes(plan.total_bytes)}, of {format_bytes(machine.available_bytes)} "
+        "(test machine): pa_config.num_blocks = 2048 does not fit; the largest that does is 1500"
+    )
+    assert "\n".join(table) == estimate_memory(config, machine).table()
+    assert plan_memory(small(tmp_path, "pa_config.num_blocks=1500"), machine).fits
+    with pytest.raises(MemoryPlanError, match="the largest that does is 1500"):
+        plan_memory(small(tmp_path, "pa_config.num_blocks=1501"), machine)
+
+
+def test_too_little_for_one_sequence(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    plan = estimate_memory(config, PLENTY)
+    rest, block = plan.total_bytes - plan.bytes_of("KV cache"), 2 * 2 * 2 * 16 * 4 * 16
+    with pytest.raises(MemoryPlanError) as caught:
+        plan_memory(config, Machine(rest + 65 * block, "test machine"))
+    assert (
+        "the largest that does is 65, too few for a sequence of 2048 tokens: lower pa_config.decode_seq_length to 1025 "
+        "or less too"
+    ) in str(caught.value)
+
+
+def test_no_room_for_a_cache(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    plan = estimate_memory(config, PLENTY)
+    machine = Machine(plan.total_bytes - plan.bytes_of("KV cache"), "test machine")
+    with pytest.raises(
+        MemoryPlanError, match=r"the weights leave no room for a KV cache; lower scheduler_config.max_num"
+    ):
+        plan_memory(config, machine)
+    assert estimate_memory(config, Machine(5 * MIB, "")).largest_num_blocks == 0
+
+
+def test_not_even_the_weights(tmp_path: Path) -> None:
+    with pytest.raises(MemoryPlanError, match="not even the weights fit"):
+        plan_memory(llama2_7b(tmp_path), Machine(12 * GIB, "test machine"))
+
+
+def test_ascend_plans_for_its_own_memory(tmp_path: Path) -> None:
+    mindformers = tmp_path / "mf.yaml"
+    overrides = ("model_config.model_dtype=float16", f"model_config.model_cfg_path={mindformers}")
+    mindformers.write_text("context: {device_target: Ascend}\n", encoding="utf-8")
+    plan = plan_memory(small(tmp_path, *overrides, ascend=True), Machine(0, "host"))
+    assert (plan.available_bytes, plan.largest_num_blocks, plan.fits) == (None, None, True)
+    assert [item.name for item in plan.items][-1] == "token history", "the processes are in the host's memory"
+    assert plan.table().splitlines()[-1] == "  available      not known  max_device_memory"
+    mindformers.write_text('context: {max_device_memory: "0.01GB"}\n', encoding="utf-8")
+    with pytest.raises(MemoryPlanError, match=r"of 10.2 MiB \(max_device_memory\)"):
+        plan_memory(small(tmp_path, *overrides, ascend=True), Machine(GIB, "host"))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536 * 1024, "1.5 MiB"),
+        (GIB, "1.0 GiB"),
+        (5000 * GIB, "4.9 TiB"),
+    ],
+)
+def test_format_bytes(num_bytes: int, text: str) -> None:
+    assert format_bytes(num_bytes) == text
+
+
+def test_format_count() -> None:
+    assert [format_count(count) for count in (999, 1500, 3_700_000, 6_738_415_616)] == [
+        "999 parameters",
+        "1.5 K parameters",
+        "3.7 M parameters",
+        "6.74 B parameters",
+    ]

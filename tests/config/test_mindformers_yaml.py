@@ -1,0 +1,169 @@
+"""A MindFormers YAML: the context and the sizes are read and checked, everything else is let be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llm_serving.config.mindformers import KEYS_READ, MindSporeContext, read_mindformers_yaml
+from llm_serving.errors import ConfigError
+from llm_serving.formats.strict_yaml import read_yaml_mapping
+from llm_serving.model_shape import ModelShape, RopeScaling
+
+LLAMA2_7B = Path(__file__).resolve().parents[2] / "configs" / "llama" / "predict_llama2_7b.yaml"
+SIZES = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 300}
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "mf.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def with_sizes(tmp_path: Path, **changes: object) -> Path:
+    values = "".join(f"    {key}: {value}\n" for key, value in (SIZES | changes).items())
+    return write(tmp_path, f"model:\n  model_config:\n{values}")
+
+
+def test_llama2_7b() -> None:
+    file = read_mindformers_yaml(LLAMA2_7B)
+    assert file.context == MindSporeContext(
+        mode=0,
+        device_target="Ascend",
+        device_id=0,
+        enable_graph_kernel=False,
+        graph_kernel_flags="--enable_parallel_fusion=true --reduce_fuse_depth=8",
+        max_call_depth=10000,
+        max_device_memory_bytes=58 * 1024**3,
+        use_flash_attention=True,
+    )
+    assert file.shape == ModelShape(
+        architecture="LlamaForCausalLM",
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        head_dim=128,
+        vocab_size=32000,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        max_position_embeddings=4096,
+        hidden_act="silu",
+        attention_bias=False,
+        mlp_bias=False,
+        bos_token_id=1,
+        eos_token_ids=(2,),
+        pad_token_id=0,
+    )
+    assert ModelShape.from_mindformers_yaml(LLAMA2_7B) == file.shape
+
+
+def test_every_documented_key_is_read_and_checked(tmp_path: Path) -> None:
+    """A mapping is the wrong type for all of them."""
+    for key in KEYS_READ:
+        *outer, last = key.split(".")
+        sizes: dict[str, object] = dict(SIZES)
+        document: dict[str, object] = {"context": {}, "model": {"model_config": sizes, "arch": {}}}
+        inner: object = document
+        for name in outer:
+            assert isinstance(inner, dict)
+            inner = inner[name]
+        assert isinstance(inner, dict)
+        inner[last] = {"a": 1}
+        if last == "ffn_dim_multiplier":
+            sizes["multiple_of"] = 1
+        file = write(tmp_path, str(document).replace("'", '"'))
+        with pytest.raises(ConfigError, match=f"{key} = "):
+            read_mindformers_yaml(file)
+
+
+def test_foreign_keys_are_let_be(tmp_path: Path) -> None:
+    anchors = (
+        "train_dataset: &data {batch_size: 6}\ntask: {dataset_config: *data, merged: {<<: *data, batch_size: 7}}\n"
+    )
+    file = read_mindformers_yaml(write(tmp_path, anchors + "callbacks: [{type: Monitor}]\nlr: 5.e-5\n"))
+    assert file.context == MindSporeContext()
+    assert file.shape is None
+
+
+def test_merge_keys_and_numbers(tmp_path: Path) -> None:
+    text = (
+        "a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: [5.e-5, 1e-5, 1.0, .5, -3, 0o17, 010, 1_000, yes, 1:30, 0x10, ~]\n"
+    )
+    assert read_yaml_mapping(write(tmp_path, text)) == {
+        "a": {"x": 1, "y": 2},
+        "b": {"x": 1, "y": 3},
+        "c": [5e-5, 1e-5, 1.0, 0.5, -3, "0o17", "010", "1_000", "yes", "1:30", "0x10", None],
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({"hidden_size": 4096, "num_heads": 32, "multiple_of": 256}, 11008),
+        ({"hidden_size": 8192, "num_heads": 64, "multiple_of": 4096, "ffn_dim_multiplier": 1.3}, 28672),
+        ({"hidden_size": 5120, "num_heads": 40, "multiple_of": 256}, 13824),
+        ({"intermediate_size": 999}, 999),
+    ],
+    ids=["llama2-7b", "llama2-70b", "llama2-13b", "given"],
+)
+def test_intermediate_size(tmp_path: Path, changes: dict[str, object], size: int) -> None:
+    assert ModelShape.from_mindformers_yaml(with_sizes(tmp_path, **changes)).intermediate_size == size
+
+
+def test_position_interpolation(tmp_path: Path) -> None:
+    shape = ModelShape.from_mindformers_yaml(with_sizes(tmp_path, extend_method="PI", scaling_factor=2.0))
+    assert shape.rope_scaling == RopeScaling("linear", 2.0)
+    shape = ModelShape.from_mindformers_yaml(with_sizes(tmp_path, seq_length=512, max_position_embedding=1024))
+    assert shape.max_position_embeddings == 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("context: {mode: 1}", "context.mode = 1: only 0 (graph mode) is available"),
+        (
+            "context: {device_target: GPU}",
+            "context.device_target = 'GPU': is not supported; only auto or CPU or Ascend",
+        ),
+        ("context: {max_device_memory: 58}", "context.max_device_memory = 58: must be text"),
+        ("context: {max_device_memory: 58MB}", "context.max_device_memory = '58MB': must be a size above 0 like"),
+        ("context: {max_device_memory: 0GB}", "context.max_device_memory = '0GB': must be a size above 0 like"),
+        ("context: {enable_graph_kernel: 1}", "context.enable_graph_kernel = 1: must be true or false"),
+        ("context: [1]", "context = [1]: must be a mapping"),
+        ("model: {model_config: {num_layers: 2}}", "model.model_config.hidden_size = (absent): must be an integer"),
+    ],
+)
+def test_bad_value_is_named(tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read_mindformers_yaml(file)
+    assert str(caught.value).startswith(f"{file}: {message}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"type": "GPT2Config"}, "type = 'GPT2Config': is not supported; only LlamaConfig"),
+        ({"n_kv_heads": 3}, "n_kv_heads = 3: must divide num_heads = 4"),
+        ({"num_heads": 6}, "num_heads = 6: does not divide hidden_size = 64"),
+        ({"qkv_has_bias": True}, "qkv_has_bias = True: is not supported"),
+        ({"extend_method": "NTK"}, "extend_method = 'NTK': is not supported; only None or PI"),
+        ({"compute_dtype": "int8"}, "compute_dtype = 'int8': is not supported; only float16 or"),
+        ({"eos_token_id": 300}, "eos_token_id = 300: every id must be from 0 to 299"),
+    ],
+)
+def test_bad_size_is_named(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    file = with_sizes(tmp_path, **changes)
+    with pytest.raises(ConfigError) as caught:
+        read_mindformers_yaml(file)
+    assert str(caught.value).startswith(f"{file}: model.model_config.{message}")
+
+
+def test_no_sizes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no model.model_config section"):
+        ModelShape.from_mindformers_yaml(write(tmp_path, "context: {}"))
