@@ -29,6 +29,7 @@ from llm_serving.progress import ProgressDisplay
 if TYPE_CHECKING:
     from llm_serving.engine.async_engine import AsyncEngine
     from llm_serving.log import EventLog
+    from llm_serving.request import Request
 
 EXIT_FAILED = 1
 _POLL_START_S = 0.02
@@ -77,7 +78,7 @@ class _Launcher:
         from llm_serving.log import EventLog
         from llm_serving.metrics import Metrics
         from llm_serving.server.app import create_app
-        from llm_serving.server.run import HttpServer
+        from llm_serving.server.run import serve
 
         config = self._config
         settings = config.serving_config
@@ -90,28 +91,31 @@ class _Launcher:
         executor = AgentExecutor(config, listener, log_path, self._display.update)
         owned.callback(executor.close)
         metrics = Metrics()
-        engine = AsyncEngine(
-            config,
-            tokenizer,
-            executor,
-            lambda request: IncrementalDetokenizer.of(tokenizer, request),
-            log,
-            metrics,
-        )
+
+        def new_detokenizer(request: Request) -> IncrementalDetokenizer:
+            return IncrementalDetokenizer(
+                tokenizer,
+                request.sampling.stop,
+                skip_special_tokens=request.sampling.skip_special_tokens,
+                include_stop_str_in_output=request.sampling.include_stop_str_in_output,
+                prompt_token_ids=request.prompt_token_ids,
+            )
+
+        engine = AsyncEngine(config, tokenizer, executor, new_detokenizer, log, metrics)
         executor.start()
         engine.start()
-        http = HttpServer(create_app(engine, log, metrics, config), http_socket)
-        await http.start()
+        stop_http = asyncio.Event()
+        http = asyncio.create_task(serve(create_app(engine, log, metrics, config), http_socket, stop_http))
         try:
             started = await self._wait_ready(engine)
             if started:
-                url = "http://{}:{}".format(*http_socket.getsockname()[:2])
-                self._say_ready(url, log)
+                self._say_ready("http://{}:{}".format(*http_socket.getsockname()[:2]), log)
                 await self._stop.wait()
             log.event("server_stop")
             return 0 if started else EXIT_FAILED
         finally:
-            await http.stop()
+            stop_http.set()
+            await http
             await engine.stop()
 
     async def _wait_ready(self, engine: AsyncEngine) -> bool:
