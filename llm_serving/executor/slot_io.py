@@ -110,6 +110,7 @@ class SlotWriter:
 
 def _write_histories(step: ScheduledStep, slot: StepSlot) -> int:
     slot.history_lens[: step.num_seqs] = 0
+    slot.history_prompt_lens[: step.num_seqs] = 0
     offset = 0
     for history in step.histories:
         end = offset + len(history.token_ids)

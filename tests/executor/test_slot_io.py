@@ -101,6 +101,15 @@ def test_histories_are_packed_in_order():
     assert slot.history_len == 3
 
 
+def test_a_slot_used_again_holds_no_older_history():
+    slot, writer = new_slot(), SlotWriter(LIMITS, 4, 4)
+    writer.write(prefill(extra=[History(1, [4, 5, 6], 2)]), slot)
+    writer.write(prefill(seq=1), slot)
+    assert slot.history_len == 0
+    assert slot.history_lens[:2].tolist() == [0, 0]
+    assert slot.history_prompt_lens[:2].tolist() == [0, 0]
+
+
 def test_a_step_larger_than_a_slot_is_refused():
     step = prefill()
     step.token_ids = list(range(17))

@@ -8,7 +8,6 @@ import socket
 import struct
 import time
 
-import numpy as np
 import pytest
 from server_process import run_start_server, shm_entries
 from small_configs import TINY_LLAMA, small_overrides
@@ -81,15 +80,16 @@ def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(tmp_path):
     assert "num_blocks" in run.stderr
 
 
-def write_tensor_file(path, tensors, header_len=None):
-    header, offset, blobs = {}, 0, []
-    for name, array in tensors.items():
-        data = array.tobytes()
-        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [offset, offset + len(data)]}
-        offset += len(data)
-        blobs.append(data)
+def read_tensor_file(path):
+    """The header as a dictionary, and the tensors' bytes."""
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<Q", data)
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def write_tensor_file(path, header, tensors):
     text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text) if header_len is None else header_len) + text + b"".join(blobs))
+    path.write_bytes(struct.pack("<Q", len(text)) + text + tensors)
 
 
 def truncate(folder):
@@ -98,7 +98,7 @@ def truncate(folder):
 
 
 def huge_header(folder):
-    write_tensor_file(folder / "model.safetensors", {}, header_len=2**60)
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**60) + b"{}")
 
 
 def garbage(folder):
@@ -106,17 +106,25 @@ def garbage(folder):
 
 
 def wrong_shape(folder):
-    write_tensor_file(folder / "model.safetensors", {"model.embed_tokens.weight": np.zeros((3, 3), np.float32)})
+    header, tensors = read_tensor_file(folder / "model.safetensors")
+    header["model.embed_tokens.weight"]["shape"].reverse()
+    write_tensor_file(folder / "model.safetensors", header, tensors)
 
 
-def missing_tensors(folder):
-    shape = json.loads((folder / "config.json").read_text())
-    embed = np.zeros((shape["vocab_size"], shape["hidden_size"]), np.float32)
-    write_tensor_file(folder / "model.safetensors", {"model.embed_tokens.weight": embed})
+def wrong_dtype(folder):
+    header, tensors = read_tensor_file(folder / "model.safetensors")
+    header["model.norm.weight"]["dtype"] = "I16"
+    write_tensor_file(folder / "model.safetensors", header, tensors)
+
+
+def missing_tensor(folder):
+    header, tensors = read_tensor_file(folder / "model.safetensors")
+    header["model.norm.weird"] = header.pop("model.norm.weight")
+    write_tensor_file(folder / "model.safetensors", header, tensors)
 
 
 def index_outside(folder):
-    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     weight_map = {"model.embed_tokens.weight": "../../../etc/passwd"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
@@ -144,9 +152,10 @@ BAD_CHECKPOINTS = [
     (huge_header, "model.safetensors"),
     (garbage, "model.safetensors"),
     (wrong_shape, "model.embed_tokens.weight"),
-    (missing_tensors, "missing"),
+    (wrong_dtype, "model.norm.weight"),
+    (missing_tensor, "model.norm.weight"),
     (index_outside, "../../../etc/passwd"),
-    (only_pickle, "safetensors"),
+    (only_pickle, "pytorch_model.bin"),
     (bad_json, "config.json"),
     (odd_heads, "num_key_value_heads"),
     (unknown_architecture, "GPT5ForCausalLM"),

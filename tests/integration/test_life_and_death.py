@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import signal
 import socket
@@ -78,10 +79,9 @@ def test_a_signal_under_load_stops_everything(tmp_path, with_signal):
         wait_for(lambda: server.get("/server_info")["engine"]["running"] == 2)
         assert server.stop(with_signal) == 0
         for answer in answers:
-            try:
-                assert answer.result()["status"] >= 500
-            except OSError:
-                pass  # the connection was closed before an answer was begun
+            with contextlib.suppress(OSError):  # the connection was closed before an answer was begun
+                body = answer.result()
+                assert len(body["choices"][0]["token_ids"]) == 400 if "choices" in body else body["status"] >= 500
     with socket.socket() as free:
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         free.bind(("127.0.0.1", port))
@@ -99,7 +99,7 @@ def test_a_client_that_goes_away_frees_its_blocks(tmp_path):
         body = b'{"prompt": "Once", "max_tokens": 1500, "ignore_eos": true, "stream": true}'
         with socket.create_connection((host, int(port))) as client:
             client.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
                 b"content-length: %d\r\n\r\n%s" % (len(body), body)
             )
             assert b"200 OK" in client.recv(4096)

@@ -23,7 +23,7 @@ PROMPTS = [
 ]
 
 # Small enough that blocks run out and sequences are preempted.
-PRESSED = ["pa_config.num_blocks=160", "model_config.decode_batch_size=[24]"]
+PRESSED = ["model_config.max_generate_length=256", "pa_config.num_blocks=18", "model_config.decode_batch_size=[24]"]
 
 
 def make_requests(seed: int) -> list[dict[str, Any]]:
@@ -113,7 +113,7 @@ async def run_together(url: str, bodies: list[dict[str, Any]], seed: int) -> lis
 
     order = draw.sample(range(len(bodies)), len(bodies))
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await asyncio.gather(*(one(index, session, place * 0.004) for place, index in enumerate(order)))
+        await asyncio.gather(*(one(index, session, place * 0.002) for place, index in enumerate(order)))
     assert sum(kind == "leave" for kind in kinds) >= 10
     return answers
 
