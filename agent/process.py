@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import signal
 import socket
 import sys
 import threading
@@ -36,7 +35,6 @@ def run_agent(make_runner: MakeRunner) -> int:
     The socket thread answers the server before ``make_runner`` is called, which may then import and load for long.
     """
     arguments = parse_arguments()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the launcher ends agents in order
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     pipe = BootstrapPipe(arguments.bootstrap_fd)
     try:

@@ -74,6 +74,7 @@ class AgentProcess:
             stdout=log_fd,
             stderr=log_fd,
             env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # a signal to our group is ours: agents are ended in order
         )
 
     @property

@@ -1,0 +1,277 @@
+"""The event log: one JSON object a line, for machines to read; warnings and errors go to standard error as well.
+
+    log = EventLog("output/server.log", level="info")
+    log.event("request_arrival", request_id="cmpl-1", prompt_tokens=12)
+    log.warning("agent stopped answering", event="agent_lost", agent=0)
+
+Every line holds ``time`` (unix seconds), ``level`` and ``event``, then the caller's fields. A call never raises and
+never waits for anything but the disk: what cannot be encoded is described, what is too long is cut, and lines a full
+disk refuses are counted, said on standard error, and noted in the log (``log_lines_lost``) once it can be written
+again. Lines are appended each in one write, so several processes may share a file; ``copytruncate`` rotation works.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+import msgspec
+
+from llm_serving.errors import ConfigError
+
+LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
+MAX_LINE_BYTES = 64 * 1024
+SMALLEST_LINE_CAP = 8 * 1024
+COMPLAINT_INTERVAL_S = 60.0
+"""How often at most standard error is told that the log cannot be written."""
+RESERVED = ("time", "level", "event")
+MAX_DEPTH = 6
+SHORT_TEXT = 256
+MIRROR_BYTES = 4000
+"""Longest message on standard error: below PIPE_BUF, see ``_takes_output``."""
+MIRROR_HEAD_BYTES, MIRROR_TAIL_BYTES = 1000, 2800
+
+# What str.splitlines() and JavaScript take for the end of a line, but JSON lets stand.
+_LINE_BREAKS = (
+    (b"\xc2\x85", b"\\u0085"),
+    (b"\xe2\x80\xa8", b"\\u2028"),
+    (b"\xe2\x80\xa9", b"\\u2029"),
+)
+
+
+class EventLog:
+    """Writes events to ``path`` (None: to no file), and from level warning on to standard error too.
+
+    Thread-safe. Creates the folder. Raises ``ConfigError`` when the file cannot be opened or ``level`` is unknown;
+    after that nothing raises. ``lost_lines`` counts what could not be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        level: str = "info",
+        *,
+        mirror: bool = True,
+        max_line_bytes: int = MAX_LINE_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        if level not in LEVELS:
+            raise ConfigError(f"log_config.level: {level!r} is not one of {', '.join(LEVELS)}")
+        assert max_line_bytes >= SMALLEST_LINE_CAP, max_line_bytes
+        self.path = None if path is None else Path(path)
+        self.lost_lines = 0
+        self._threshold = LEVELS[level]
+        self._mirror = mirror
+        self._max_line_bytes = max_line_bytes
+        self._clock = clock
+        # Re-entrant: a signal handler that logs must not wait for the thread it interrupted.
+        self._lock = threading.RLock()
+        self._unreported = False
+        self._last_complaint = -COMPLAINT_INTERVAL_S
+        self._file_descriptor, self._torn = _open(self.path)
+
+    def event(self, name: str, /, *, level: str = "info", **fields: object) -> None:
+        """Write one line; ``fields`` are any values JSON knows, others are written as text."""
+        rank = LEVELS.get(level, LEVELS["info"])
+        if rank < self._threshold:
+            return
+        now = self._clock()
+        record: dict[str, object] = {"time": now, "level": level, "event": name}
+        for key, value in fields.items():
+            record[f"{key}_" if key in RESERVED else key] = value
+        if self.path is not None:
+            self._write(encode_line(record, self._max_line_bytes))
+        if self._mirror and rank >= LEVELS["warning"]:
+            _tell(readable(record))
+
+    def debug(self, message: str, /, *, event: str = "debug", **fields: object) -> None:
+        self.event(event, level="debug", message=message, **fields)
+
+    def info(self, message: str, /, *, event: str = "info", **fields: object) -> None:
+        self.event(event, level="info", message=message, **fields)
+
+    def warning(self, message: str, /, *, event: str = "warning", **fields: object) -> None:
+        self.event(event, level="warning", message=message, **fields)
+
+    def error(self, message: str, /, *, event: str = "error", **fields: object) -> None:
+        self.event(event, level="error", message=message, **fields)
+
+    def close(self) -> None:
+        """Close the file; later events only reach standard error. May be called twice."""
+        with self._lock:
+            if self._file_descriptor >= 0:
+                os.close(self._file_descriptor)
+            self._file_descriptor = -1
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, line: bytes) -> None:
+        with self._lock:
+            if self._file_descriptor < 0:
+                self.lost_lines += 1
+                return
+            data = line
+            if self._unreported:
+                data = self._loss_notice() + data
+            if self._torn:
+                data = b"\n" + data
+            written = 0
+            try:
+                while written < len(data):
+                    written += os.write(self._file_descriptor, data[written:])
+            except OSError as error:
+                if written:
+                    self._torn = data[written - 1] != ord("\n")
+                self._count_loss(error)
+                return
+            self._torn = False
+            self._unreported = False
+
+    def _loss_notice(self) -> bytes:
+        record = {"time": self._clock(), "level": "warning", "event": "log_lines_lost", "lines": self.lost_lines}
+        return encode_line(record, self._max_line_bytes)
+
+    def _count_loss(self, error: OSError) -> None:
+        self.lost_lines += 1
+        self._unreported = True
+        now = time.monotonic()
+        if now - self._last_complaint >= COMPLAINT_INTERVAL_S:
+            self._last_complaint = now
+            _tell(f"cannot write the log {self.path}: {error.strerror}; {self.lost_lines} line(s) lost so far")
+
+
+def _open(path: Path | None) -> tuple[int, bool]:
+    """A descriptor to append to (-1 for no file), and whether the file ends inside a line."""
+    if path is None:
+        return -1, False
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torn = False
+        if path.is_file() and path.stat().st_size > 0:
+            with path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                torn = file.read(1) != b"\n"
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644), torn
+    except OSError as error:
+        raise ConfigError(f"log_config.path: cannot open {str(path)!r}: {error.strerror or error}") from error
+
+
+def encode_line(record: Mapping[str, object], max_bytes: int = MAX_LINE_BYTES) -> bytes:
+    """``record`` as one line of UTF-8 JSON of at most ``max_bytes`` (8 KiB or more), with its newline; never raises."""
+    line = _encode(record)
+    if len(line) > max_bytes:
+        size = len(line)
+        line = _encode({key: _shorten(value) for key, value in record.items()} | {"line_bytes_before_cut": size})
+        if len(line) > max_bytes:
+            kept = {key: _shorten(record[key]) for key in (*RESERVED, "request_id", "message") if key in record}
+            line = _encode(kept | {"line_bytes_before_cut": size})
+    return line
+
+
+def readable(record: Mapping[str, object]) -> str:
+    """``record`` for a person: time, level, event, message, then the fields; a traceback on lines of its own."""
+    fields = dict(record)
+    stamp = fields.pop("time", 0.0)
+    clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp if isinstance(stamp, float) else 0.0))
+    text = f"{clock} {_text(fields.pop('level', '')).upper()} {_text(fields.pop('event', ''))}"
+    message = fields.pop("message", None)
+    traceback = fields.pop("traceback", None)
+    if message is not None:
+        text += f": {_text(message)}"
+    if fields:
+        text += f" ({', '.join(f'{key}={_text(value)}' for key, value in fields.items())})"
+    if traceback is not None:
+        text += f"\n{_text(traceback)}"
+    return text.rstrip().replace("\n", "\n    ")
+
+
+def _tell(text: str) -> None:
+    """Standard error may be closed, full, or a pipe nobody reads; the server goes on."""
+    data = text.encode("utf-8", "backslashreplace")
+    if len(data) > MIRROR_BYTES:
+        data = data[:MIRROR_HEAD_BYTES] + b"\n    ... more in the log ...\n" + data[-MIRROR_TAIL_BYTES:]
+    try:
+        if _takes_output(sys.stderr):
+            sys.stderr.write(data.decode("utf-8", "replace") + "\n")
+            sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):
+        return
+
+
+def _takes_output(stream: TextIO) -> bool:
+    """Whether a short write would not wait: a pipe is writable when it has room for PIPE_BUF bytes."""
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError):  # not a file: nothing to wait for
+        return True
+    return bool(select.select([], [descriptor], [], 0)[1])
+
+
+def _encode(record: Mapping[str, object]) -> bytes:
+    try:
+        line = _ENCODER.encode(record)
+    except Exception:  # lone surrogates, cycles, a __str__ that fails: describe the values instead
+        line = _ENCODER.encode(_plain(record, MAX_DEPTH))
+    if not line.isascii():
+        for raw, escaped in _LINE_BREAKS:
+            line = line.replace(raw, escaped)
+    return line + b"\n"
+
+
+def _encode_unknown(value: object) -> object:
+    item = getattr(value, "item", None)  # NumPy scalars
+    if callable(item) and getattr(value, "ndim", None) == 0:
+        return item()
+    if isinstance(value, BaseException):
+        return f"{type(value).__name__}: {value}"
+    return str(value)
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_encode_unknown)
+
+
+def _plain(value: object, depth: int) -> object:
+    """``value`` in types that always encode, whatever it is."""
+    if value is None or isinstance(value, bool | int | float):
+        return value if type(value) in (bool, int, float, type(None)) else _text(value)
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if depth > 0 and isinstance(value, Mapping):
+        return {_text(key): _plain(item, depth - 1) for key, item in value.items()}
+    if depth > 0 and isinstance(value, list | tuple | set | frozenset):
+        return [_plain(item, depth - 1) for item in value]
+    return _shorten(_text(value))
+
+
+def _shorten(value: object) -> object:
+    """``value`` if it is short, else its beginning as text."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    text = value if isinstance(value, str) else _text(value)
+    if len(text) <= SHORT_TEXT:
+        return value
+    return f"{text[:SHORT_TEXT]}... [{len(text) - SHORT_TEXT} more characters]"
+
+
+def _text(value: object) -> str:
+    """``str(value)``, without control characters a terminal would obey; never raises."""
+    try:
+        text = str(_encode_unknown(value))
+    except Exception as error:
+        text = f"<{type(value).__name__}: str() failed with {type(error).__name__}>"
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else repr(character)[1:-1] for character in text
+    )

@@ -1,0 +1,1 @@
+"""The load test, the benchmarks and the simulator: programs that measure."""

@@ -1,0 +1,139 @@
+"""The run: each request is sent when it is due, whatever became of the others, and all answers are waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import resource
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import msgspec
+import uvloop
+
+from performance.load.apis import APIS, Generation
+from performance.load.batch import Batch, Display
+from performance.load.discovery import discover_model
+from performance.load.errors import ServerUnreachableError
+from performance.load.http_client import ConnectionPool, connect_error_text, request_bytes
+from performance.load.options import LoadOptions
+from performance.load.stream import RequestRecord
+from performance.load.workload import LoadRequest
+
+WANTED_OPEN_FILES = 65536
+
+
+@dataclass(slots=True)
+class LoadRun:
+    """A load test as it happened. ``records`` are those of the requests sent, in order of their due times."""
+
+    options: LoadOptions
+    model: str
+    records: list[RequestRecord]
+    start: float
+    """Zero of the due times, on ``perf_counter``."""
+    started_at: float
+    """The same moment in unix seconds."""
+    client_cpu_s: float
+    interrupted: bool
+
+    @property
+    def total_time_s(self) -> float:
+        """From the zero of the due times to the end of the last answer."""
+        return max((record.end - self.start for record in self.records if record.end is not None), default=0.0)
+
+
+def run_load(options: LoadOptions, display: Display | None = None) -> LoadRun:
+    """Run a load test to its end. Raises ``LoadTestError`` when it cannot begin."""
+    _allow_many_connections()
+    return uvloop.run(LoadClient(options, display).run())
+
+
+class LoadClient:
+    """Sends the requests of one load test. Used once, in one event loop."""
+
+    def __init__(self, options: LoadOptions, display: Display | None = None) -> None:
+        self._options = options
+        self._display = display
+        self._api = APIS[options.api]
+        self._headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        self._pool = ConnectionPool(options.endpoint)
+        self._stop = threading.Event()
+        self._generation = Generation(model=options.model or "")
+        self._run_id = f"load-{secrets.token_hex(4)}"
+
+    async def run(self) -> LoadRun:
+        options = self._options
+        requests = options.workload(options.count, options.seed)
+        warm_up_requests = options.workload(options.warmup, options.seed + 1) if options.warmup else []
+        await self._reach_server()
+        loop = asyncio.get_running_loop()
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main:
+            loop.add_signal_handler(signal.SIGINT, self._stop.set)
+        try:
+            if warm_up_requests:
+                await self._batch(warm_up_requests, [0.0] * len(warm_up_requests)).send_all(None)
+            return await self._measured(requests)
+        finally:
+            if is_main:
+                loop.remove_signal_handler(signal.SIGINT)
+            await self._pool.close()
+
+    async def _reach_server(self) -> None:
+        options = self._options
+        try:
+            self._pool.release(await self._pool.connect())
+        except OSError as error:
+            raise ServerUnreachableError(
+                f"no server at {options.endpoint.url}: {connect_error_text(error)}. Start one with 'make serve', "
+                "or give its address with -P PORT or --base-url URL."
+            ) from error
+        model = options.model or await discover_model(self._pool, options.endpoint, self._headers)
+        self._generation = Generation(
+            model=model,
+            temperature=options.temperature,
+            ignore_eos=options.ignore_eos,
+            return_token_ids=options.return_token_ids,
+        )
+
+    async def _measured(self, requests: Sequence[LoadRequest]) -> LoadRun:
+        batch = self._batch(requests, self._options.arrival_times())
+        gc.collect()
+        gc.freeze()  # what exists now is not looked at again by the collector
+        cpu = time.process_time()
+        await batch.send_all(self._display)
+        cpu = time.process_time() - cpu
+        gc.unfreeze()
+        return LoadRun(
+            options=self._options,
+            model=self._generation.model,
+            records=batch.records,
+            start=batch.start,
+            started_at=time.time() - (perf_counter() - batch.start),
+            client_cpu_s=cpu,
+            interrupted=self._stop.is_set(),
+        )
+
+    def _batch(self, requests: Sequence[LoadRequest], arrivals: Sequence[float]) -> Batch:
+        def encode(index: int) -> bytes:
+            seed = self._options.seed + index
+            request_id = f"{self._run_id}-{index}"
+            body = self._api.body(requests[index], self._generation, request_id, seed)
+            path = self._api.path(self._generation)
+            return request_bytes(self._options.endpoint, "POST", path, msgspec.json.encode(body), self._headers)
+
+        return Batch(self._pool, self._api, arrivals, encode, self._options.timeout_s, self._stop)
+
+
+def _allow_many_connections() -> None:
+    """Raise the soft limit of open files: in an open loop every request in flight has a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(WANTED_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,41 @@
+"""Where the server is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from performance.load.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A server; ``prefix`` goes before every path."""
+
+    host: str
+    port: int
+    tls: bool = False
+    prefix: str = ""
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def url(self) -> str:
+        return f"{'https' if self.tls else 'http'}://{self.authority}{self.prefix}"
+
+
+def parse_endpoint(url: str) -> Endpoint:
+    """``http://host:port/prefix``; a trailing ``/v1`` belongs to the API's own paths. Raises ``UsageError``."""
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        port = parts.port
+    except ValueError as error:
+        raise UsageError(f"--base-url {url!r}: {error}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"--base-url {url!r}: expected http://HOST:PORT or https://HOST:PORT")
+    tls = parts.scheme == "https"
+    prefix = parts.path.rstrip("/").removesuffix("/v1")
+    return Endpoint(parts.hostname, port or (443 if tls else 80), tls, prefix)

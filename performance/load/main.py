@@ -1,0 +1,75 @@
+"""The load test from the command line to the exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from performance.load.client import LoadRun, run_load
+from performance.load.errors import LoadTestError
+from performance.load.options import LoadOptions, parse_options
+from performance.load.progress import progress_display
+from performance.load.report import format_report, report_json, write_json
+from performance.load.statistics import LoadFigures, measure
+
+EXIT_FAILURES = 1
+EXIT_NOT_STARTED = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        options = parse_options(arguments)
+        _check_writable(options)
+        with progress_display() as display:
+            run = run_load(options, display)
+    except LoadTestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_NOT_STARTED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    figures = measure(run)
+    print(format_report(run, figures))
+    _write_files(run, figures)
+    if run.interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_FAILURES if figures.failed else 0
+
+
+def result_path(options: LoadOptions, suffix: str) -> Path:
+    """Named after the load, so that the next run of another load does not overwrite it."""
+    name = f"serving_performance_X{options.rate:g}_T{options.duration:g}_seed{options.seed}"
+    return options.output_dir / f"{name}{suffix}"
+
+
+def _check_writable(options: LoadOptions) -> None:
+    """Rather now than after the run."""
+    folders = [options.output_dir]
+    if options.json_path is not None:
+        folders.append(options.json_path.parent)
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LoadTestError(f"cannot create the folder {folder}: {error.strerror}") from error
+
+
+def _write_files(run: LoadRun, figures: LoadFigures) -> None:
+    options = run.options
+    content = report_json(run, figures)
+    print()
+    for path in (result_path(options, ".json"), options.json_path):
+        if path is not None:
+            write_json(path, content)
+            print(f"  {path}")
+    if not options.plot or not figures.requests:
+        return
+    try:
+        from performance.load.plot import write_plot
+    except ImportError as error:
+        print(f"  no picture: {error}")
+        return
+    plot_path = result_path(options, ".png")
+    write_plot(plot_path, run, figures)
+    print(f"  {plot_path}")

@@ -1,0 +1,194 @@
+"""What to do, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from performance.load.apis import APIS, OPENAI_APIS
+from performance.load.arrivals import ARRIVALS, arrival_times, request_count
+from performance.load.endpoint import Endpoint, parse_endpoint
+from performance.load.errors import UsageError
+from performance.load.workload import (
+    FIRST_PLAIN_TOKEN,
+    LoadRequest,
+    Range,
+    dataset_workload,
+    text_workload,
+    token_workload,
+)
+
+DESCRIPTION = """\
+Send requests at a given rate, whether or not the server keeps up (open loop), and report latencies counted from the
+moment each request was due. Writes a JSON of every request and a picture of the run."""
+
+WORKLOAD_FIELDS = (
+    "dataset",
+    "token_ids",
+    "vocab_size",
+    "prompt_len",
+    "output_len",
+    "temperature",
+    "ignore_eos",
+    "return_token_ids",
+)
+
+EPILOG = """\
+exit code: 0 all requests succeeded, 1 some failed, 2 no server or wrong options, 130 interrupted
+
+data set: one JSON object a line, {"prompt": "text" or [token ids], "max_tokens": 64} or {"messages": [...]}"""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """A load test. Two runs with equal options send the same requests at the same moments."""
+
+    endpoint: Endpoint
+    rate: float = 10.0
+    duration: float = 30.0
+    api: str = "openai"
+    model: str | None = None
+    arrivals: str = "poisson"
+    seed: int = 0
+    dataset: Path | None = None
+    token_ids: bool = False
+    vocab_size: int = 1000
+    prompt_len: Range = (8, 48)
+    output_len: Range = (16, 64)
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+    api_key: str | None = None
+    warmup: int = 0
+    timeout_s: float = 600.0
+    slo_ttft_ms: float = 1000.0
+    slo_tpot_ms: float = 100.0
+    slo_tbt_ms: float | None = None
+    output_dir: Path = Path()
+    json_path: Path | None = None
+    plot: bool = True
+
+    @property
+    def count(self) -> int:
+        return request_count(self.rate, self.duration)
+
+    def arrival_times(self) -> list[float]:
+        return arrival_times(self.arrivals, self.rate, self.duration, self.seed)
+
+    def workload(self, count: int, seed: int) -> list[LoadRequest]:
+        if self.dataset is not None:
+            requests = dataset_workload(self.dataset, count, seed, self.output_len)
+        elif self.token_ids:
+            requests = token_workload(count, seed, self.prompt_len, self.output_len, self.vocab_size)
+        else:
+            requests = text_workload(count, seed, self.prompt_len, self.output_len)
+        APIS[self.api].check(requests)
+        return requests
+
+
+def parse_range(text: str) -> Range:
+    """``N`` or ``A:B``, inclusive, from 1 on."""
+    try:
+        low, _, high = text.partition(":")
+        bounds = (int(low), int(high or low))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number or A:B") from None
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected 1 <= A <= B")
+    return bounds
+
+
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+    return value
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    load = parser.add_argument_group("load")
+    load.add_argument("-X", "--rate", type=positive, default=10.0, help="requests per second (default %(default)s)")
+    load.add_argument("-T", "--duration", type=positive, default=30.0, help="seconds of arrivals (default %(default)s)")
+    load.add_argument("--arrivals", choices=ARRIVALS, default="poisson", help="default %(default)s")
+    load.add_argument("--seed", type=int, default=0, help="of arrivals, prompts and lengths (default %(default)s)")
+    load.add_argument("--warmup", type=int, default=0, metavar="N", help="requests sent before and not counted")
+    load.add_argument("--timeout", type=positive, default=600.0, help="seconds for one request (default %(default)s)")
+    add_workload_options(parser)
+    server = parser.add_argument_group("server")
+    server.add_argument("-P", "--port", type=int, default=8835, help="default %(default)s")
+    server.add_argument("--host", default="127.0.0.1", help="default %(default)s")
+    server.add_argument("--base-url", metavar="URL", help="instead of host and port; any OpenAI-compatible server")
+    server.add_argument("--model", help="model to ask for (default: the first of /v1/models)")
+    server.add_argument("--api", choices=sorted(APIS), default="openai", help="default %(default)s")
+    server.add_argument("--api-key", help="sent as a bearer token")
+    result = parser.add_argument_group("result")
+    result.add_argument("-O", "--output-dir", type=Path, default=Path(), help="folder of JSON and PNG (default .)")
+    result.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here too")
+    result.add_argument("--no-plot", action="store_true", help="write no PNG")
+    result.add_argument("--slo-ttft-ms", type=positive, default=1000.0, help="objective (default %(default)s)")
+    result.add_argument("--slo-tpot-ms", type=positive, default=100.0, help="objective (default %(default)s)")
+    result.add_argument("--slo-tbt-ms", type=positive, help="objective for the longest pause of an answer")
+    return parser
+
+
+def add_workload_options(parser: argparse.ArgumentParser) -> None:
+    """What is asked: shared with the programs that compare servers under one load."""
+    group = parser.add_argument_group("prompts")
+    group.add_argument("--dataset", type=Path, metavar="FILE", help="JSONL file of prompts, see below")
+    group.add_argument("--token-ids", action="store_true", help="prompts of random token ids (--api openai)")
+    group.add_argument("--vocab-size", type=int, default=1000, help="random ids are below it (default %(default)s)")
+    group.add_argument(
+        "--prompt-len", type=parse_range, default=(8, 48), metavar="A:B", help="words, or token ids (default 8:48)"
+    )
+    group.add_argument(
+        "--output-len", type=parse_range, default=(16, 64), metavar="A:B", help="max_tokens (default 16:64)"
+    )
+    group.add_argument("--temperature", type=float, default=0.0, help="default %(default)s: greedy")
+    group.add_argument("--ignore-eos", action="store_true", help="always generate max_tokens tokens")
+    group.add_argument("--return-token-ids", action="store_true", help="have the server send token ids; count those")
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> LoadOptions:
+    """Exits with 2 on a wrong option; raises ``UsageError`` on a wrong combination."""
+    parsed = build_parser().parse_args(arguments)
+    if request_count(parsed.rate, parsed.duration) < 1:
+        raise UsageError(f"-X {parsed.rate:g} for -T {parsed.duration:g} seconds makes no request: raise one of them")
+    if parsed.token_ids and parsed.vocab_size <= FIRST_PLAIN_TOKEN:
+        raise UsageError(f"--vocab-size {parsed.vocab_size}: token ids start at {FIRST_PLAIN_TOKEN}")
+    if parsed.warmup < 0:
+        raise UsageError(f"--warmup {parsed.warmup}: the least is 0")
+    if (parsed.ignore_eos or parsed.return_token_ids) and parsed.api not in OPENAI_APIS:
+        raise UsageError(f"--api {parsed.api} knows neither --ignore-eos nor --return-token-ids: use --api openai")
+    return LoadOptions(
+        endpoint=parse_endpoint(parsed.base_url) if parsed.base_url else Endpoint(parsed.host, parsed.port),
+        rate=parsed.rate,
+        duration=parsed.duration,
+        api=parsed.api,
+        model=parsed.model,
+        arrivals=parsed.arrivals,
+        seed=parsed.seed,
+        **workload_options(parsed),
+        api_key=parsed.api_key,
+        warmup=parsed.warmup,
+        timeout_s=parsed.timeout,
+        slo_ttft_ms=parsed.slo_ttft_ms,
+        slo_tpot_ms=parsed.slo_tpot_ms,
+        slo_tbt_ms=parsed.slo_tbt_ms,
+        output_dir=parsed.output_dir,
+        json_path=parsed.json,
+        plot=not parsed.no_plot,
+    )
+
+
+def workload_options(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The fields of ``LoadOptions`` that ``add_workload_options`` defines."""
+    return {field: getattr(parsed, field) for field in WORKLOAD_FIELDS}

@@ -1,0 +1,175 @@
+"""The run as a table for people and as JSON for programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from llm_serving.text_table import format_number, format_summaries, format_table
+from performance.load.client import LoadRun
+from performance.load.options import LoadOptions
+from performance.load.statistics import LoadFigures, RequestFigures
+
+SHOWN_FAILURES = 3
+
+
+def objective_text(options: LoadOptions) -> str:
+    text = f"TTFT <= {options.slo_ttft_ms:g} ms, TPOT <= {options.slo_tpot_ms:g} ms"
+    if options.slo_tbt_ms is not None:
+        text += f", no pause > {options.slo_tbt_ms:g} ms"
+    return text
+
+
+def load_text(run: LoadRun) -> str:
+    """One line: what was run."""
+    options = run.options
+    return (
+        f"{options.endpoint.url} {options.api} model {run.model}: {options.rate:g} requests/s ({options.arrivals}) "
+        f"for {options.duration:g} s, seed {options.seed}"
+    )
+
+
+def format_report(run: LoadRun, figures: LoadFigures) -> str:
+    """Everything a person wants to know at the end."""
+    rows = [
+        ["requests", str(figures.requests)],
+        ["failed", str(figures.failed)],
+        ["QPS", format_number(figures.qps)],
+        ["prompt tokens", "-" if figures.prompt_tokens is None else str(figures.prompt_tokens)],
+        ["output tokens", str(figures.output_tokens)],
+        ["output tokens/s", format_number(figures.output_tokens_per_s)],
+    ]
+    latencies = [
+        ("time to first token (ms)", figures.ttft_ms),
+        ("time between tokens (ms)", figures.tbt_ms),
+        ("time per output token (ms)", figures.tpot_ms),
+        ("end to end (s)", figures.e2e_s),
+        ("normalized (ms/token)", figures.normalized_latency_ms),
+    ]
+    parts = [
+        load_text(run),
+        f"All Tasks Done; Exec Time is {figures.total_time_s:.2f} s",
+        format_table(rows[0], rows[1:]),
+        format_summaries("latency", latencies),
+        _last_lines(run, figures),
+    ]
+    if figures.failures:
+        parts.insert(3, _failure_text(figures))
+    return "\n\n".join(parts)
+
+
+def _last_lines(run: LoadRun, figures: LoadFigures) -> str:
+    lines = [
+        f"  goodput  {100 * figures.goodput_fraction:.1f} % of requests, {format_number(figures.goodput_per_s)} per "
+        f"second ({objective_text(run.options)})",
+        f"  client   {figures.client_cpu_percent:.0f} % of a core; sends were late by "
+        f"{format_number(figures.lateness_ms.max)} ms at most (p99 {format_number(figures.lateness_ms.p99)} ms)",
+    ]
+    if figures.client_was_bottleneck:
+        lines.append("  WARNING: the client was short of time; the latencies are partly its own")
+    if figures.tokens_are_counted_pieces:
+        lines.append("  note: the server does not report token counts; streamed pieces were counted instead")
+    if run.interrupted:
+        lines.append(f"  note: interrupted after {figures.requests} of {run.options.count} requests")
+    return "\n".join(lines)
+
+
+def _failure_text(figures: LoadFigures) -> str:
+    lines = []
+    for kind, count in figures.failures.items():
+        lines.append(f"  failed: {kind}: {count}")
+        details = dict.fromkeys(
+            one.record.detail for one in figures.per_request if one.record.failure == kind and one.record.detail
+        )
+        lines += [f"    {detail[:200]}" for detail in list(details)[:SHOWN_FAILURES]]
+    return "\n".join(lines)
+
+
+def report_json(run: LoadRun, figures: LoadFigures) -> dict[str, Any]:
+    """The run for programs; ``requests`` is a count, the requests themselves are in ``per_request``."""
+    options = run.options
+    return {
+        "requests": figures.requests,
+        "completed": figures.completed,
+        "failed": figures.failed,
+        "failures": figures.failures,
+        "total_time_s": figures.total_time_s,
+        "qps": figures.qps,
+        "prompt_tokens": figures.prompt_tokens,
+        "output_tokens": figures.output_tokens,
+        "output_tokens_per_s": figures.output_tokens_per_s,
+        "ttft_ms": figures.ttft_ms.as_dict(),
+        "tbt_ms": figures.tbt_ms.as_dict(),
+        "tpot_ms": figures.tpot_ms.as_dict(),
+        "e2e_s": figures.e2e_s.as_dict(),
+        "normalized_latency_ms": figures.normalized_latency_ms.as_dict(),
+        "goodput": {
+            "slo_ttft_ms": options.slo_ttft_ms,
+            "slo_tpot_ms": options.slo_tpot_ms,
+            "slo_tbt_ms": options.slo_tbt_ms,
+            "requests": figures.good_requests,
+            "fraction": figures.goodput_fraction,
+            "requests_per_s": figures.goodput_per_s,
+        },
+        "client": {
+            "cpu_percent": figures.client_cpu_percent,
+            "lateness_ms": figures.lateness_ms.as_dict(),
+            "was_bottleneck": figures.client_was_bottleneck,
+        },
+        "started_at": run.started_at,
+        "interrupted": run.interrupted,
+        "model": run.model,
+        "options": _options_json(options),
+        "per_request": [_request_json(one, run.start) for one in figures.per_request],
+    }
+
+
+def _options_json(options: LoadOptions) -> dict[str, Any]:
+    return {
+        "url": options.endpoint.url,
+        "api": options.api,
+        "rate": options.rate,
+        "duration_s": options.duration,
+        "arrivals": options.arrivals,
+        "seed": options.seed,
+        "dataset": None if options.dataset is None else str(options.dataset),
+        "token_ids": options.token_ids,
+        "prompt_len": options.prompt_len,
+        "output_len": options.output_len,
+        "temperature": options.temperature,
+        "ignore_eos": options.ignore_eos,
+        "warmup": options.warmup,
+        "timeout_s": options.timeout_s,
+    }
+
+
+def _request_json(figures: RequestFigures, start: float) -> dict[str, Any]:
+    record = figures.record
+    return {
+        "index": record.index,
+        "request_id": record.request_id,
+        "due_s": _rounded(record.due - start),
+        "lateness_ms": _rounded(figures.lateness_ms),
+        "ttft_ms": _rounded(figures.ttft_ms),
+        "tpot_ms": _rounded(figures.tpot_ms),
+        "max_tbt_ms": _rounded(figures.max_tbt_ms),
+        "e2e_s": _rounded(figures.e2e_s),
+        "prompt_tokens": record.prompt_tokens,
+        "output_tokens": record.output_tokens,
+        "pieces": len(record.piece_times),
+        "finish_reason": record.finish_reason,
+        "http_status": record.http_status,
+        "failure": record.failure,
+        "detail": record.detail,
+    }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))

@@ -1,0 +1,89 @@
+"""A server of our own for the time of a benchmark."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+from performance.load.errors import LoadTestError
+
+START_SERVER = Path(__file__).resolve().parent.parent.parent / "start_server.py"
+READY = "ready "
+STOP_TIMEOUT_S = 20.0
+POLL_S = 0.5
+SHOWN_LINES = 20
+
+
+class ServerStartError(LoadTestError):
+    """The server ended, or took too long, before it was ready."""
+
+
+@contextmanager
+def running_server(
+    name: str, arguments: Sequence[str], output: Path, timeout_s: float, program: Path = START_SERVER
+) -> Iterator[str]:
+    """Start ``program`` with ``arguments``; gives its URL once it prints ``ready URL``, and stops it at the end.
+
+    What the server says on standard error goes to the file ``output``. Raises ``ServerStartError`` with the last
+    lines of it.
+    """
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(program), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for us; we stop the server
+        )
+        try:
+            yield _wait_until_ready(name, process, output, timeout_s)
+        finally:
+            _stop(process)
+
+
+def _wait_until_ready(name: str, process: subprocess.Popen[str], output: Path, timeout_s: float) -> str:
+    assert process.stdout is not None
+    lines: queue.Queue[str | None] = queue.Queue()
+    threading.Thread(target=_read_lines, args=(process.stdout, lines), daemon=True).start()
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            line = lines.get(timeout=POLL_S)
+        except queue.Empty:
+            continue
+        if line is None:
+            raise ServerStartError(f"server {name!r} ended with {process.wait()}:\n{_last_lines(output)}")
+        if line.startswith(READY):
+            return line[len(READY) :].strip()
+    raise ServerStartError(f"server {name!r} was not ready within {timeout_s:g} s:\n{_last_lines(output)}")
+
+
+def _read_lines(stream: TextIO, lines: queue.Queue[str | None]) -> None:
+    """In a thread, for as long as the server lives: a full pipe would stop it."""
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(None)
+
+
+def _last_lines(output: Path) -> str:
+    return "\n".join(output.read_text(errors="replace").splitlines()[-SHOWN_LINES:])
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

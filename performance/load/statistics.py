@@ -1,0 +1,151 @@
+"""The figures of a run. What they mean is defined in ``llm_serving.statistics``; here is where they come from.
+
+- A piece is a streamed event that brought output. The first piece stands for the first token, the last for the last.
+- Every latency is counted from the moment the request was due, not from when it was sent: if the client is held up, the
+  delay shows instead of hiding ("coordinated omission").
+- Latencies are those of requests that succeeded; throughput counts all tokens that arrived.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from llm_serving.statistics import Distribution, Summary, normalized_latency, summarize, time_per_output_token
+from performance.load.client import LoadRun
+from performance.load.options import LoadOptions
+from performance.load.stream import RequestRecord
+
+BUSY_CPU_PERCENT = 70.0
+LATE_MS = 50.0
+"""Beyond these the client, not the server, may have set the figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFigures:
+    """One request in figures; latencies are None unless it succeeded."""
+
+    record: RequestRecord
+    lateness_ms: float
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+    max_tbt_ms: float | None = None
+    e2e_s: float | None = None
+    normalized_ms: float | None = None
+    is_good: bool = False
+    """Succeeded, and within the objectives."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """A whole run in figures."""
+
+    requests: int
+    failures: dict[str, int]
+    total_time_s: float
+    qps: float
+    """Requests that succeeded, per second of total time."""
+    prompt_tokens: int | None
+    """None when the server did not say."""
+    output_tokens: int
+    output_tokens_per_s: float
+    tokens_are_counted_pieces: bool
+    """True when the server did not say how many tokens it sent."""
+    ttft_ms: Summary
+    tbt_ms: Summary
+    tpot_ms: Summary
+    e2e_s: Summary
+    normalized_latency_ms: Summary
+    good_requests: int
+    client_cpu_percent: float
+    lateness_ms: Summary
+    per_request: list[RequestFigures]
+
+    @property
+    def failed(self) -> int:
+        return sum(self.failures.values())
+
+    @property
+    def completed(self) -> int:
+        return self.requests - self.failed
+
+    @property
+    def goodput_fraction(self) -> float:
+        return _ratio(self.good_requests, self.requests)
+
+    @property
+    def goodput_per_s(self) -> float:
+        return _ratio(self.good_requests, self.total_time_s)
+
+    @property
+    def client_was_bottleneck(self) -> bool:
+        return self.client_cpu_percent > BUSY_CPU_PERCENT or (self.lateness_ms.p99 or 0.0) > LATE_MS
+
+
+def measure(run: LoadRun) -> LoadFigures:
+    """All figures of ``run``."""
+    per_request = [_request_figures(record, run.options) for record in run.records]
+    gaps = Distribution()
+    for record in run.records:
+        if record.ok:
+            for earlier, later in pairwise(record.piece_times):
+                gaps.add((later - earlier) * 1000.0)
+    prompt_tokens = [record.prompt_tokens for record in run.records if record.prompt_tokens is not None]
+    output_tokens = sum(record.output_tokens for record in run.records)
+    return LoadFigures(
+        requests=len(run.records),
+        failures=dict(Counter(record.failure for record in run.records if record.failure is not None).most_common()),
+        total_time_s=run.total_time_s,
+        qps=_ratio(sum(record.ok for record in run.records), run.total_time_s),
+        prompt_tokens=sum(prompt_tokens) if prompt_tokens else None,
+        output_tokens=output_tokens,
+        output_tokens_per_s=_ratio(output_tokens, run.total_time_s),
+        tokens_are_counted_pieces=any(record.ok and not record.tokens_known for record in run.records),
+        ttft_ms=_summary(per_request, "ttft_ms"),
+        tbt_ms=gaps.summary(),
+        tpot_ms=_summary(per_request, "tpot_ms"),
+        e2e_s=_summary(per_request, "e2e_s"),
+        normalized_latency_ms=_summary(per_request, "normalized_ms"),
+        good_requests=sum(figures.is_good for figures in per_request),
+        client_cpu_percent=100.0 * _ratio(run.client_cpu_s, run.total_time_s),
+        lateness_ms=_summary(per_request, "lateness_ms"),
+        per_request=per_request,
+    )
+
+
+def _request_figures(record: RequestRecord, options: LoadOptions) -> RequestFigures:
+    lateness_ms = (record.sent - record.due) * 1000.0
+    if not record.ok or record.end is None:
+        return RequestFigures(record, lateness_ms)
+    times = record.piece_times
+    ttft_ms = (times[0] - record.due) * 1000.0
+    tpot_s = time_per_output_token(times[0], times[-1], record.output_tokens)
+    tpot_ms = None if tpot_s is None else tpot_s * 1000.0
+    max_tbt_ms = max((later - earlier for earlier, later in pairwise(times)), default=0.0) * 1000.0
+    e2e_s = record.end - record.due
+    normalized_s = normalized_latency(e2e_s, record.output_tokens)
+    is_good = (
+        ttft_ms <= options.slo_ttft_ms
+        and (tpot_ms is None or tpot_ms <= options.slo_tpot_ms)
+        and (options.slo_tbt_ms is None or max_tbt_ms <= options.slo_tbt_ms)
+    )
+    return RequestFigures(
+        record,
+        lateness_ms,
+        ttft_ms=ttft_ms,
+        tpot_ms=tpot_ms,
+        max_tbt_ms=max_tbt_ms,
+        e2e_s=e2e_s,
+        normalized_ms=None if normalized_s is None else normalized_s * 1000.0,
+        is_good=is_good,
+    )
+
+
+def _summary(per_request: Sequence[RequestFigures], name: str) -> Summary:
+    return summarize(value for figures in per_request if (value := getattr(figures, name)) is not None)
+
+
+def _ratio(amount: float, whole: float) -> float:
+    return amount / whole if whole > 0 else 0.0

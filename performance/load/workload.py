@@ -1,0 +1,133 @@
+"""What the requests ask: seeded synthetic prompts, or the lines of a JSONL file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from performance.load.errors import UsageError
+
+FIRST_PLAIN_TOKEN = 10
+"""Random token ids start here, above the control tokens of the usual vocabularies."""
+
+WORDS = {
+    "adjective": "small old brave quiet happy clever red green tired kind lost young gentle hungry proud shy",
+    "animal": "fox bear cat dog bird rabbit mouse horse frog owl duck goat sheep turtle lion bee",
+    "verb": "found saw liked carried wanted lost kept opened painted shared watched washed",
+    "thing": "ball boat apple book hat stone box flower lamp key kite cup shell drum basket letter",
+    "place": "river garden house forest hill park school beach bridge village barn tree",
+}
+OPENINGS = (
+    "Tell me a short story about a {adjective} {animal} and a {thing}.",
+    "What did the {animal} do with the {thing} near the {place}?",
+    "Once upon a time there was a {adjective} {animal}.",
+    "Why was the {animal} so {adjective}?",
+    "Please write a few words about the {place} and the {thing}.",
+)
+SENTENCE = "The {adjective} {animal} {verb} a {thing} near the {place}."
+
+Range = tuple[int, int]
+"""Inclusive bounds of a length; lengths are drawn uniformly."""
+
+
+class LoadRequest(msgspec.Struct, frozen=True):
+    """One thing to ask. Exactly one of ``text``, ``token_ids`` and ``messages`` is set."""
+
+    max_tokens: int
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+
+
+class DatasetLine(msgspec.Struct):
+    """A line of a data set: ``prompt`` (text or token ids) or chat ``messages``, and how much to generate."""
+
+    prompt: str | tuple[int, ...] | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    max_tokens: int | None = None
+
+
+def text_workload(count: int, seed: int, prompt_len: Range, output_len: Range) -> list[LoadRequest]:
+    """English prompts of ``prompt_len`` words."""
+
+    def prompt(generator: random.Random) -> dict[str, Any]:
+        return {"text": _prompt(generator, generator.randint(*prompt_len))}
+
+    return _workload(count, seed, output_len, prompt)
+
+
+def token_workload(count: int, seed: int, prompt_len: Range, output_len: Range, vocab_size: int) -> list[LoadRequest]:
+    """Prompts of ``prompt_len`` random token ids, for models whose text means nothing."""
+
+    def prompt(generator: random.Random) -> dict[str, Any]:
+        length = generator.randint(*prompt_len)
+        return {"token_ids": tuple(generator.randrange(FIRST_PLAIN_TOKEN, vocab_size) for _ in range(length))}
+
+    return _workload(count, seed, output_len, prompt)
+
+
+def dataset_workload(path: Path, count: int, seed: int, output_len: Range) -> list[LoadRequest]:
+    """The lines of ``path`` in their order, from the beginning again when they run out.
+
+    A line without ``max_tokens`` gets a length drawn from ``output_len``. Raises ``UsageError`` naming the line.
+    """
+    lines = _read_dataset(path)
+    generator = random.Random(f"workload/{seed}")
+    requests = []
+    for index in range(count):
+        line = lines[index % len(lines)]
+        max_tokens = generator.randint(*output_len) if line.max_tokens is None else line.max_tokens
+        text = line.prompt if isinstance(line.prompt, str) else None
+        token_ids = line.prompt if isinstance(line.prompt, tuple) else None
+        requests.append(LoadRequest(max_tokens, text, token_ids, line.messages))
+    return requests
+
+
+def _workload(
+    count: int, seed: int, output_len: Range, prompt: Callable[[random.Random], dict[str, Any]]
+) -> list[LoadRequest]:
+    generator = random.Random(f"workload/{seed}")
+    return [LoadRequest(max_tokens=generator.randint(*output_len), **prompt(generator)) for _ in range(count)]
+
+
+def _prompt(generator: random.Random, words: int) -> str:
+    """``words`` words: sentences to go on from, and a question or an order to begin with."""
+    text = _fill(generator, generator.choice(OPENINGS)).split()
+    while len(text) < words:
+        text += _fill(generator, SENTENCE).split()
+    return " ".join(text[:words])
+
+
+def _fill(generator: random.Random, template: str) -> str:
+    return template.format(**{kind: generator.choice(words.split()) for kind, words in WORDS.items()})
+
+
+def _read_dataset(path: Path) -> list[DatasetLine]:
+    decoder = msgspec.json.Decoder(DatasetLine)
+    lines = []
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if raw.strip():
+                    lines.append(_parse_line(decoder, raw, f"{path}:{number}"))
+    except OSError as error:
+        raise UsageError(f"--dataset: cannot read {path}: {error.strerror}") from error
+    if not lines:
+        raise UsageError(f"--dataset: {path} holds no line")
+    return lines
+
+
+def _parse_line(decoder: msgspec.json.Decoder[DatasetLine], raw: bytes, where: str) -> DatasetLine:
+    try:
+        line = decoder.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{where}: {error}") from error
+    if (line.prompt is None) == (line.messages is None):
+        raise UsageError(f"{where}: give either 'prompt' (text or token ids) or 'messages'")
+    if line.max_tokens is not None and line.max_tokens < 1:
+        raise UsageError(f"{where}: max_tokens is {line.max_tokens}, the least is 1")
+    return line

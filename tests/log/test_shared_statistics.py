@@ -1,0 +1,121 @@
+"""The definitions of the figures, to the last digit."""
+
+import random
+
+import numpy as np
+import pytest
+
+from llm_serving.statistics import (
+    EMPTY_SUMMARY,
+    Distribution,
+    Summary,
+    normalized_latency,
+    percentile,
+    summarize,
+    time_per_output_token,
+)
+from llm_serving.text_table import format_number, format_summaries, format_table
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [
+        ([7.0], 0, 7.0),
+        ([7.0], 99, 7.0),
+        ([1.0, 2.0], 50, 1.5),
+        ([1.0, 2.0, 3.0, 4.0], 50, 2.5),
+        ([1.0, 2.0, 3.0, 4.0, 5.0], 50, 3.0),
+        ([0.0, 10.0], 90, 9.0),
+        ([float(i) for i in range(101)], 99, 99.0),
+        ([1.0, 2.0, 3.0], 100, 3.0),
+    ],
+)
+def test_percentile_interpolates_between_ranks(values: list[float], percent: float, expected: float) -> None:
+    assert percentile(values, percent) == expected
+
+
+def test_percentile_is_numpys() -> None:
+    generator = random.Random(1)
+    for size in (1, 2, 3, 10, 999):
+        values = sorted(generator.expovariate(1.0) for _ in range(size))
+        for percent in (0, 1, 50, 90, 99, 99.9, 100):
+            assert percentile(values, percent) == pytest.approx(np.percentile(values, percent), rel=1e-14)
+
+
+def test_summary() -> None:
+    assert summarize([4.0, 1.0, 3.0, 2.0]) == Summary(4, 2.5, 2.5, 3.7, 3.97, 1.0, 4.0)
+    assert summarize([]) == EMPTY_SUMMARY
+    assert summarize([0.1] * 10).mean == 0.1
+    assert EMPTY_SUMMARY.as_dict() == {
+        "count": 0, "mean": None, "p50": None, "p90": None, "p99": None, "min": None, "max": None,
+    }  # fmt: skip
+
+
+def test_time_per_output_token_divides_by_the_gaps() -> None:
+    assert time_per_output_token(1.0, 3.0, 5) == 0.5
+    assert time_per_output_token(1.0, 1.0, 1) is None
+    assert time_per_output_token(1.0, 1.0, 0) is None
+
+
+def test_normalized_latency() -> None:
+    assert normalized_latency(3.0, 6) == 0.5
+    assert normalized_latency(3.0, 0) is None
+
+
+def test_a_distribution_is_exact_up_to_its_limit() -> None:
+    values = [5.0, 1.0, 4.0]
+    distribution = Distribution(exact_limit=3)
+    for value in values:
+        distribution.add(value)
+    assert distribution.is_exact
+    assert distribution.summary() == summarize(values)
+
+
+def test_an_empty_distribution() -> None:
+    assert Distribution().summary() == EMPTY_SUMMARY
+
+
+def test_a_large_distribution_is_close_and_small() -> None:
+    generator = random.Random(2)
+    values = [generator.lognormvariate(3.0, 2.0) for _ in range(20_000)] + [0.0] * 10
+    distribution = Distribution(exact_limit=1000)
+    for value in values:
+        distribution.add(value)
+    exact, close = summarize(values), distribution.summary()
+    assert not distribution.is_exact
+    assert (close.count, close.min, close.max) == (exact.count, exact.min, exact.max)
+    assert close.mean == pytest.approx(exact.mean, rel=1e-12)
+    assert close.p50 == pytest.approx(exact.p50, rel=0.001)
+    assert close.p90 == pytest.approx(exact.p90, rel=0.001)
+    assert close.p99 == pytest.approx(exact.p99, rel=0.001)
+    assert len(distribution._buckets) < 12_000
+
+
+def test_a_large_distribution_of_one_value_is_that_value() -> None:
+    distribution = Distribution(exact_limit=2)
+    for _ in range(5):
+        distribution.add(0.0)
+    summary = distribution.summary()
+    assert (summary.p50, summary.p99, summary.mean) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "-"), (0.0, "0"), (-0.5, "-0.500"), (0.1234, "0.123"), (1.234, "1.23"), (12.34, "12.3"), (1234.5, "1234")],
+)
+def test_format_number(value: float | None, text: str) -> None:
+    assert format_number(value) == text
+
+
+def test_format_table() -> None:
+    assert format_table(["name", "n"], [["a", "1"], ["long name", "100"]]) == (
+        "  name         n\n  a            1\n  long name  100"
+    )
+
+
+def test_format_summaries() -> None:
+    assert format_summaries("latency", [("ttft", summarize([1.0, 3.0])), ("tpot", EMPTY_SUMMARY)]) == (
+        "  latency  mean   p50   p90   p99   max\n"
+        "  ttft     2.00  2.00  2.80  2.98  3.00\n"
+        "  tpot        -     -     -     -     -"
+    )

@@ -1,0 +1,14 @@
+#!/usr/bin/env python3
+"""Analyze a server's event log: ``python tools/analyze_log.py output/server.log --html report.html``."""
+
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.log_analysis.main import main
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "analyze_log.py ... | head" ends quietly
+    sys.exit(main())

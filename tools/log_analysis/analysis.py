@@ -1,0 +1,280 @@
+"""One pass over the events of a log: counts, distributions, the slowest requests, values over time."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from llm_serving.statistics import Distribution, normalized_latency
+from tools.log_analysis.reader import LogEvent, LogReader
+from tools.log_analysis.records import EngineState, RequestEnd
+from tools.log_analysis.timeline import Timeline
+
+SLOWEST = 10
+KEPT_MESSAGES = 20
+MAX_NAMES = 200
+"""Different event names, APIs and finish reasons counted apart; more share one line."""
+MAX_OPEN_REQUESTS = 200_000
+
+
+@dataclass(slots=True)
+class Phases:
+    """Latencies of requests that got their whole answer, in milliseconds."""
+
+    queue: Distribution = field(default_factory=Distribution)
+    prefill: Distribution = field(default_factory=Distribution)
+    decode: Distribution = field(default_factory=Distribution)
+    ttft: Distribution = field(default_factory=Distribution)
+    tpot: Distribution = field(default_factory=Distribution)
+    e2e: Distribution = field(default_factory=Distribution)
+    normalized: Distribution = field(default_factory=Distribution)
+
+    def add(self, end: RequestEnd) -> None:
+        for distribution, value in (
+            (self.queue, end.queue_ms),
+            (self.prefill, end.prefill_ms),
+            (self.decode, end.decode_ms),
+            (self.ttft, end.ttft_ms),
+            (self.tpot, end.tpot_ms),
+            (self.e2e, end.e2e_ms),
+            (self.normalized, None if end.e2e_ms is None else normalized_latency(end.e2e_ms, end.output_tokens)),
+        ):
+            if value is not None:
+                distribution.add(value)
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """Sums over the periodic state lines."""
+
+    lines: int = 0
+    lines_with_queue: int = 0
+    steps: int = 0
+    prefill_steps: int = 0
+    decode_steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    decode_rows: float = 0.0
+    """Rows of all decode steps: divided by their number it is the mean batch."""
+
+    @property
+    def decode_batch_mean(self) -> float | None:
+        return self.decode_rows / self.decode_steps if self.decode_steps else None
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A warning or error as it stands in the log."""
+
+    time: float
+    level: str
+    event: str
+    text: str
+
+
+@dataclass(slots=True)
+class LogAnalysis:
+    """Everything known of the events given to ``add`` so far."""
+
+    first_time: float | None = None
+    last_time: float | None = None
+    starts: list[float] = field(default_factory=list)
+    """When servers started, the latest ones."""
+    runs: int = 0
+    earlier_runs: int = 0
+    """Runs in the log that were left out."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The configuration of the last server start."""
+    events: Counter[str] = field(default_factory=Counter)
+    apis: Counter[str] = field(default_factory=Counter)
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    requests: int = 0
+    completed: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    max_token_len: int = 0
+    max_token_request: str | None = None
+    preemptions: int = 0
+    preempted_requests: int = 0
+    active_seconds: float = 0.0
+    unfinished: int = 0
+    refused: int = 0
+    """Requests turned away after they had arrived, for example by a full queue."""
+    agents_back: int = 0
+    """Agents that became ready after one was lost."""
+    phases: Phases = field(default_factory=Phases)
+    engine: EngineTotals = field(default_factory=EngineTotals)
+    timeline: Timeline = field(default_factory=Timeline)
+    messages: deque[Message] = field(default_factory=lambda: deque(maxlen=KEPT_MESSAGES))
+    warnings: int = 0
+    errors: int = 0
+    _slowest: list[tuple[float, int, RequestEnd]] = field(default_factory=list)
+    _open: set[str] = field(default_factory=set)
+    _agents_away: int = 0
+    _span: tuple[float, float] | None = None
+
+    @property
+    def slowest(self) -> list[RequestEnd]:
+        """The completed requests that took longest, slowest first."""
+        return [end for _, _, end in sorted(self._slowest, key=lambda entry: (-entry[0], -entry[1]))]
+
+    @property
+    def unfinished_requests(self) -> int:
+        """Requests that arrived and whose end is not in the log."""
+        return self.unfinished + len(self._open)
+
+    @property
+    def agent_restarts(self) -> int:
+        """As the log says, or as agents came back: some runs only say the one, some the other."""
+        return max(self.events.get("agent_restart", 0), self.agents_back)
+
+    @property
+    def total_time_s(self) -> float:
+        """From the first arrival to the last end, summed over the server's runs."""
+        return self.active_seconds + (self._span[1] - self._span[0] if self._span else 0.0)
+
+    def add(self, event: LogEvent) -> None:
+        """Raises ``msgspec.ValidationError`` when the fields of a known event have wrong types."""
+        handler = _HANDLERS.get(event.name)
+        if handler is not None:
+            handler(self, event)
+        if not self.events and event.name != "server_start":
+            self.runs += 1  # the log begins inside a run
+        _count(self.events, event.name)
+        self.first_time = event.time if self.first_time is None else min(self.first_time, event.time)
+        self.last_time = event.time if self.last_time is None else max(self.last_time, event.time)
+        if event.level in ("warning", "error"):
+            self._add_message(event)
+
+    def _server_start(self, event: LogEvent) -> None:
+        self.runs += 1
+        self.starts = [*self.starts[-99:], event.time]
+        config = event.fields.get("config")
+        self.config = config if isinstance(config, dict) else {}
+        self.active_seconds, self._span = self.total_time_s, None
+        self.unfinished += len(self._open)
+        self._open.clear()
+        self._agents_away = 0
+
+    def _request_arrival(self, event: LogEvent) -> None:
+        _count(self.apis, str(event.fields.get("api", "?")))
+        request_id = event.fields.get("request_id")
+        if isinstance(request_id, str) and len(self._open) < MAX_OPEN_REQUESTS:
+            self._open.add(request_id)
+        self._extend_span(event.time)
+        self.timeline.add(event.time, "arrivals", 1.0)
+
+    def _request_end(self, event: LogEvent) -> None:
+        end = msgspec.convert(event.fields, RequestEnd)
+        self.requests += 1
+        _count(self.finish_reasons, end.finish_reason)
+        self._open.discard(end.request_id)
+        started = event.time - (end.e2e_ms or 0.0) / 1000.0
+        self._extend_span(started)
+        self._extend_span(event.time)
+        self.prompt_tokens += end.prompt_tokens
+        self.output_tokens += end.output_tokens
+        self.preemptions += end.preemptions
+        self.preempted_requests += end.preemptions > 0
+        if end.total_tokens > self.max_token_len:
+            self.max_token_len, self.max_token_request = end.total_tokens, end.request_id
+        self.timeline.add(event.time, "ends", 1.0)
+        if not end.is_completed:
+            return
+        self.completed += 1
+        self.phases.add(end)
+        if end.ttft_ms is not None:
+            self.timeline.add(started, "ttft_ms", end.ttft_ms)
+        entry = (end.e2e_ms or 0.0, -self.requests, end)
+        if len(self._slowest) < SLOWEST:
+            heapq.heappush(self._slowest, entry)
+        else:
+            heapq.heappushpop(self._slowest, entry)
+
+    def _request_refused(self, event: LogEvent) -> None:
+        """One HTTP request of several sequences names them all: each has its number appended."""
+        self.refused += 1
+        request_id = str(event.fields.get("request_id"))
+        self._open.discard(request_id)
+        number = 0
+        while f"{request_id}-{number}" in self._open:
+            self._open.discard(f"{request_id}-{number}")
+            number += 1
+
+    def _agent_lost(self, event: LogEvent) -> None:
+        self._agents_away += 1
+
+    def _agent_ready(self, event: LogEvent) -> None:
+        if self._agents_away:
+            self._agents_away -= 1
+            self.agents_back += 1
+
+    def _engine_state(self, event: LogEvent) -> None:
+        state = msgspec.convert(event.fields, EngineState)
+        engine = self.engine
+        engine.lines += 1
+        engine.lines_with_queue += state.waiting > 0
+        engine.steps += state.steps
+        engine.prefill_steps += state.prefill_steps
+        engine.decode_steps += state.decode_steps
+        engine.prefill_tokens += state.prefill_tokens
+        engine.decode_tokens += state.decode_tokens
+        engine.decode_rows += (state.decode_batch_mean or 0.0) * state.decode_steps
+        for name, value in (
+            ("running", state.running),
+            ("waiting", state.waiting),
+            ("kv_use", state.kv_use),
+            ("kv_use_while_waiting", state.kv_use if state.waiting else None),
+            ("decode_batch", state.decode_batch_mean if state.decode_steps else None),
+            ("output_tokens_per_s", state.output_tokens_per_s),
+        ):
+            if value is not None:
+                self.timeline.add(event.time, name, float(value))
+
+    def _extend_span(self, time: float) -> None:
+        first, last = self._span or (time, time)
+        self._span = (min(first, time), max(last, time))
+
+    def _add_message(self, event: LogEvent) -> None:
+        if event.level == "error":
+            self.errors += 1
+        else:
+            self.warnings += 1
+        text = str(event.fields.get("message", ""))
+        others = {key: value for key, value in event.fields.items() if key not in ("time", "level", "event", "message")}
+        if others:
+            text += f" {others}"
+        self.messages.append(Message(event.time, event.level, event.name, text[:500]))
+
+
+_HANDLERS = {
+    "server_start": LogAnalysis._server_start,
+    "request_arrival": LogAnalysis._request_arrival,
+    "request_end": LogAnalysis._request_end,
+    "request_refused": LogAnalysis._request_refused,
+    "engine_state": LogAnalysis._engine_state,
+    "agent_lost": LogAnalysis._agent_lost,
+    "agent_ready": LogAnalysis._agent_ready,
+}
+
+
+def _count(counter: Counter[str], name: str) -> None:
+    counter[name if name in counter or len(counter) < MAX_NAMES else "(others)"] += 1
+
+
+def analyze(events: Iterable[LogEvent], reader: LogReader, *, last_run: bool = False) -> LogAnalysis:
+    """All of ``events``, or those after the last server start. ``reader``, their source, is told of bad ones."""
+    analysis = LogAnalysis()
+    for event in events:
+        if last_run and event.name == "server_start":
+            analysis = LogAnalysis(earlier_runs=analysis.earlier_runs + analysis.runs)
+        try:
+            analysis.add(event)
+        except msgspec.ValidationError as error:
+            reader.reject(f"{event.name}: {error}")
+    return analysis

@@ -1,0 +1,130 @@
+"""The log beside the load test's own figures: the same requests, measured at both ends.
+
+The client names each request as the server's log does, so other requests in the log do not disturb, and each request's
+way between client and engine can be told: HTTP, tokenizer and event loops of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from llm_serving.statistics import Distribution
+from llm_serving.text_table import format_number, format_summaries, format_table
+from tools.log_analysis.analysis import LogAnalysis, analyze
+from tools.log_analysis.reader import LogEvent, LogReader
+from tools.log_analysis.results import to_json
+
+LATENCIES = ("ttft_ms", "tpot_ms", "e2e_s", "normalized_latency_ms")
+FIGURES = ("mean", "p50", "p90", "p99")
+TOTALS = ("requests", "prompt_tokens", "output_tokens", "total_time_s", "output_tokens_per_s")
+
+Number = int | float
+
+
+class ComparisonError(Exception):
+    """The other file is not a load test's JSON, or of another server."""
+
+
+class ClientRequest(msgspec.Struct):
+    """A request as the load test saw it."""
+
+    request_id: str | None = None
+    lateness_ms: float = 0.0
+    ttft_ms: float | None = None
+    e2e_s: float | None = None
+
+
+class ClientResults(msgspec.Struct):
+    per_request: list[ClientRequest]
+
+
+@dataclass(slots=True)
+class Way:
+    """What the client measured more than the engine, in milliseconds, from the moment it sent."""
+
+    ttft: Distribution = field(default_factory=Distribution)
+    e2e: Distribution = field(default_factory=Distribution)
+    lateness: Distribution = field(default_factory=Distribution)
+
+    def add(self, client: ClientRequest, end: dict[str, Any]) -> None:
+        self.lateness.add(client.lateness_ms)
+        ttft_ms, e2e_ms = end.get("ttft_ms"), end.get("e2e_ms")
+        if client.ttft_ms is not None and isinstance(ttft_ms, int | float):
+            self.ttft.add(client.ttft_ms - client.lateness_ms - ttft_ms)
+        if client.e2e_s is not None and isinstance(e2e_ms, int | float):
+            self.e2e.add(client.e2e_s * 1000.0 - client.lateness_ms - e2e_ms)
+
+
+def comparison(log: BinaryIO, client_json: Path) -> str:
+    """The comparison as text. Raises ``ComparisonError``."""
+    content, requests = _read_client(client_json)
+    way = Way()
+    reader = LogReader(log)
+    analysis = analyze(_events_of(reader, requests, way), reader)
+    if not analysis.requests:
+        raise ComparisonError(f"the log has none of the requests of {client_json}")
+    return "\n\n".join(
+        (
+            f"  the {analysis.requests} requests of {client_json} at both ends",
+            format_table(["figure", "server log", "client", "difference"], _rows(analysis, reader, content)),
+            format_summaries(
+                "client - server (ms)",
+                [
+                    ("time to first token", way.ttft.summary()),
+                    ("end to end", way.e2e.summary()),
+                    ("sent late (not in the above)", way.lateness.summary()),
+                ],
+            ),
+        )
+    )
+
+
+def _read_client(path: Path) -> tuple[dict[str, Any], dict[str, ClientRequest]]:
+    """The whole JSON, and its requests by their names."""
+    try:
+        data = path.read_bytes()
+        results = msgspec.json.decode(data, type=ClientResults)
+        content = msgspec.json.decode(data, type=dict[str, Any])
+    except OSError as error:
+        raise ComparisonError(f"cannot read {path}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ComparisonError(f"{path} is not the JSON of a load test: {error}") from error
+    return content, {one.request_id: one for one in results.per_request if one.request_id is not None}
+
+
+def _events_of(reader: LogReader, requests: dict[str, ClientRequest], way: Way) -> Iterator[LogEvent]:
+    for event in reader:
+        request_id = event.fields.get("request_id")
+        client = requests.get(request_id) if isinstance(request_id, str) else None
+        if client is not None:
+            yield event
+            if event.name == "request_end":
+                way.add(client, event.fields)
+
+
+def _rows(analysis: LogAnalysis, reader: LogReader, client: dict[str, Any]) -> list[list[str]]:
+    server = to_json(analysis, reader)
+    pairs = [(name, server.get(name), client.get(name)) for name in TOTALS]
+    for latency in LATENCIES:
+        for figure in FIGURES:
+            pairs.append((f"{latency} {figure}", _figure(server, latency, figure), _figure(client, latency, figure)))
+    rows = []
+    for name, ours, theirs in pairs:
+        if isinstance(ours, Number) and isinstance(theirs, Number):
+            difference = f"{100 * (theirs - ours) / ours:+.1f} %" if ours else "-"
+            rows.append([name, _shown(ours), _shown(theirs), difference])
+    return rows
+
+
+def _shown(value: Number) -> str:
+    return str(value) if isinstance(value, int) else format_number(value)
+
+
+def _figure(results: dict[str, Any], latency: str, figure: str) -> Any:
+    summary = results.get(latency)
+    return summary.get(figure) if isinstance(summary, dict) else None

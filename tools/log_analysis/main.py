@@ -1,0 +1,98 @@
+"""The log analysis from the command line to the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
+from pathlib import Path
+from typing import BinaryIO
+
+import orjson
+
+from tools.log_analysis.analysis import LogAnalysis, analyze
+from tools.log_analysis.comparison import ComparisonError, comparison
+from tools.log_analysis.html import html_report
+from tools.log_analysis.reader import LogReader
+from tools.log_analysis.results import to_json
+from tools.log_analysis.text import format_report
+
+EXIT_USAGE = 2
+EPILOG = "exit code: 0 the log was read, whatever is in it; 2 a file cannot be read or written, or a wrong option"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        reader, analysis = _read(options)
+        results = to_json(analysis, reader)
+        print(format_report(analysis, reader))
+        if options.compare is not None:
+            print("\n" + _compare(options))
+        if options.json is not None:
+            _write(options.json, orjson.dumps(results, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        if options.html is not None:
+            _write(options.html, html_report(analysis, reader, str(options.log)).encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        print(f"error: {error.filename or options.log}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_USAGE
+    except ComparisonError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return 0
+
+
+def parse_time(text: str) -> float:
+    """Unix seconds, or a date and time in ISO 8601, local unless it names a zone."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = datetime.fromisoformat(
+                text.removesuffix("Z") + ("+00:00" if text.endswith("Z") else "")
+            ).timestamp()
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r}: expected unix seconds or 2026-01-31T12:00:00") from None
+    if not math.isfinite(seconds):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected unix seconds or 2026-01-31T12:00:00")
+    return seconds
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Analyze a server's event log: latencies, finish reasons, batch, queue, KV use, errors.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("log", type=Path, help="the log, usually output/server.log; - reads standard input")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots here, one file")
+    parser.add_argument("--last-run", action="store_true", help="only what the last server start wrote")
+    parser.add_argument("--since", type=parse_time, metavar="TIME", help="only from this moment on")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="a load test's JSON to put beside the log")
+    return parser
+
+
+def _read(options: argparse.Namespace) -> tuple[LogReader, LogAnalysis]:
+    with _open(options.log) as file:
+        reader = LogReader(file)
+        events = (event for event in reader if options.since is None or event.time >= options.since)
+        return reader, analyze(events, reader, last_run=options.last_run)
+
+
+def _compare(options: argparse.Namespace) -> str:
+    if str(options.log) == "-":
+        raise ComparisonError("--compare reads the log twice: give a file instead of -")
+    with _open(options.log) as file:
+        return comparison(file, options.compare)
+
+
+def _open(path: Path) -> AbstractContextManager[BinaryIO]:
+    return nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb")
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)

@@ -1,0 +1,56 @@
+"""The events that carry figures. Fields a log lacks take their default; a wrong type makes a line bad."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
+
+COMPLETED = ("stop", "length")
+"""Finish reasons of requests that got their whole answer."""
+
+
+class RequestEnd(msgspec.Struct):
+    """A request has ended. The phases queue, prefill and decode sum to ``e2e_ms``."""
+
+    finish_reason: str
+    request_id: str = "?"
+    prompt_tokens: Count = 0
+    output_tokens: Count = 0
+    total_tokens: Count = 0
+    queue_ms: Milliseconds | None = None
+    prefill_ms: Milliseconds | None = None
+    decode_ms: Milliseconds | None = None
+    ttft_ms: Milliseconds | None = None
+    tpot_ms: Milliseconds | None = None
+    e2e_ms: Milliseconds | None = None
+    preemptions: Count = 0
+
+    @property
+    def is_completed(self) -> bool:
+        return self.finish_reason in COMPLETED
+
+
+class EngineState(msgspec.Struct):
+    """The engine now (running, waiting, blocks), and what it did since the last such line."""
+
+    running: Count
+    waiting: Count
+    blocks_used: Count = 0
+    blocks_total: Count = 0
+    steps: Count = 0
+    prefill_steps: Count = 0
+    decode_steps: Count = 0
+    prefill_tokens: Count = 0
+    decode_tokens: Count = 0
+    decode_batch_mean: float | None = None
+    output_tokens_per_s: float | None = None
+    preemptions: Count = 0
+
+    @property
+    def kv_use(self) -> float | None:
+        """Part of the KV blocks in use, 0 to 1; None when the line does not tell."""
+        return self.blocks_used / self.blocks_total if self.blocks_total else None

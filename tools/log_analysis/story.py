@@ -1,0 +1,141 @@
+"""What happened, in a few sentences: where the time went, and what the limit was."""
+
+from __future__ import annotations
+
+from llm_serving.statistics import Distribution
+from llm_serving.text_table import format_number
+from tools.log_analysis.analysis import LogAnalysis
+
+QUEUE_IS_LIMIT = 0.20
+QUEUE_IS_NOTHING = 0.05
+"""Share of the end-to-end time that requests waited."""
+KV_IS_FULL = 0.90
+BATCH_IS_FULL = 0.95
+
+
+def story(analysis: LogAnalysis) -> list[str]:
+    """Sentences, most important first. Empty log: one sentence that says so."""
+    if not analysis.events:
+        return ["The log holds no event."]
+    sentences = [_work(analysis)]
+    if analysis.completed:
+        sentences += [_where_the_time_went(analysis), _queue(analysis), _slowest(analysis)]
+    if analysis.requests:
+        sentences.append(_preemptions(analysis))
+    return [sentence for sentence in (*sentences, _agents(analysis), _ends(analysis), _messages(analysis)) if sentence]
+
+
+def _work(analysis: LogAnalysis) -> str:
+    seconds = analysis.total_time_s
+    rate = analysis.output_tokens / seconds if seconds else 0.0
+    text = (
+        f"{_count(analysis.requests, 'request')} ended in {_count(analysis.runs, 'server run')} and "
+        f"{format_number(seconds)} s: {analysis.output_tokens} output tokens, {format_number(rate)} per second."
+    )
+    if analysis.earlier_runs:
+        text += f" {_count(analysis.earlier_runs, 'earlier run')} in the log left out."
+    return text
+
+
+def _where_the_time_went(analysis: LogAnalysis) -> str:
+    phases = analysis.phases
+    total = _sum(phases.e2e)
+    if not total:
+        return ""
+    queue, prefill, decode = (100 * _sum(phase) / total for phase in (phases.queue, phases.prefill, phases.decode))
+    return (
+        f"A request took {format_number(total / phases.e2e.count / 1000)} s on average: {queue:.0f} % waiting in the "
+        f"queue, {prefill:.0f} % prefill, {decode:.0f} % decode."
+    )
+
+
+def _queue(analysis: LogAnalysis) -> str:
+    phases = analysis.phases
+    total = _sum(phases.e2e)
+    share = _sum(phases.queue) / total if total else 0.0
+    if share < QUEUE_IS_NOTHING:
+        return "The queue was not the limit."
+    wait = format_number(_sum(phases.queue) / phases.queue.count)
+    if share < QUEUE_IS_LIMIT:
+        return f"Requests waited a little, {wait} ms on average: the queue was not the limit."
+    return f"The queue was the limit: requests waited {wait} ms on average{_why_they_waited(analysis)}."
+
+
+def _why_they_waited(analysis: LogAnalysis) -> str:
+    kv_use = analysis.timeline.total("kv_use_while_waiting")
+    if kv_use.count and kv_use.max >= KV_IS_FULL:
+        return f"; the KV blocks were in use up to {100 * kv_use.max:.0f} % meanwhile (pa_config.num_blocks)"
+    batch = analysis.timeline.total("running")
+    most = _max_num_seqs(analysis)
+    if most and batch.count and batch.max >= BATCH_IS_FULL * most:
+        return f"; the batch was full with {batch.max:.0f} requests (scheduler_config.max_num_seqs)"
+    if kv_use.count:
+        return f"; KV blocks ({100 * kv_use.max:.0f} % at most) and batch had room, so it was the steps that took long"
+    return ""
+
+
+def _max_num_seqs(analysis: LogAnalysis) -> int | None:
+    """The batch's limit from the logged configuration, if it is there."""
+    scheduler = analysis.config.get("scheduler_config")
+    if isinstance(scheduler, dict) and isinstance(scheduler.get("max_num_seqs"), int):
+        return int(scheduler["max_num_seqs"])
+    model = analysis.config.get("model_config")
+    sizes = model.get("decode_batch_size") if isinstance(model, dict) else None
+    return int(sizes[0]) if isinstance(sizes, list) and sizes and isinstance(sizes[0], int) else None
+
+
+def _slowest(analysis: LogAnalysis) -> str:
+    end = analysis.slowest[0]
+    if not end.e2e_ms:
+        return ""
+    phase, milliseconds = max(
+        (("the queue", end.queue_ms or 0.0), ("prefill", end.prefill_ms or 0.0), ("decode", end.decode_ms or 0.0)),
+        key=lambda pair: pair[1],
+    )
+    return (
+        f"The slowest request ({end.request_id}) took {format_number(end.e2e_ms / 1000)} s for {end.output_tokens} "
+        f"tokens, {100 * milliseconds / end.e2e_ms:.0f} % of it in {phase}."
+    )
+
+
+def _preemptions(analysis: LogAnalysis) -> str:
+    if not analysis.preemptions:
+        return "No request was preempted."
+    return (
+        f"KV blocks ran out: {_count(analysis.preempted_requests, 'request')} had to give them up, "
+        f"{_count(analysis.preemptions, 'time')} in all, and to be computed again. More blocks (pa_config.num_blocks) "
+        "or fewer requests at once would help."
+    )
+
+
+def _agents(analysis: LogAnalysis) -> str:
+    lost, restarts = analysis.events.get("agent_lost", 0), analysis.agent_restarts
+    if not lost and not restarts:
+        return ""
+    return f"Agents were lost {_count(lost, 'time')} and restarted {_count(restarts, 'time')}."
+
+
+def _ends(analysis: LogAnalysis) -> str:
+    parts = []
+    for reason, words in (("abort", "aborted by their clients"), ("error", "ended by an error")):
+        if analysis.finish_reasons.get(reason):
+            parts.append(f"{analysis.finish_reasons[reason]} {words}")
+    if analysis.refused:
+        parts.append(f"{analysis.refused} refused")
+    if analysis.unfinished_requests:
+        parts.append(f"{analysis.unfinished_requests} without an end in the log (still running, or the server died)")
+    return f"Not completed: {', '.join(parts)}." if parts else ""
+
+
+def _messages(analysis: LogAnalysis) -> str:
+    if not analysis.errors and not analysis.warnings:
+        return ""
+    return f"The log has {_count(analysis.errors, 'error')} and {_count(analysis.warnings, 'warning')}."
+
+
+def _sum(distribution: Distribution) -> float:
+    return (distribution.summary().mean or 0.0) * distribution.count
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,219 @@
+"""Random Llama models as Hugging Face folders, made with NumPy alone and the same everywhere: three test variants.
+
+The weights come from ``agent.weights.seeded`` (which documents the generator), so tests make the folders anew instead
+of keeping them. Standard deviations are chosen per kind of tensor so that blocks weigh more than the embedding: then
+text depends on its context, tokens vary, and the best logit is clear of the second.
+
+    python tools/seeded_model.py gqa_tied /tmp/gqa_tied
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from agent.weights.seeded import fill_seeded
+from agent.weights.storage import Array, allocate
+
+_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model: what its ``config.json`` says, the type of its files, and how many shards they make."""
+
+    config: Mapping[str, Any]
+    seed: int
+    dtype: str = "float32"
+    num_shards: int = 1
+    logit_scale: float = 4.0
+    """Standard deviation of the logits, about."""
+
+    def config_json(self) -> dict[str, Any]:
+        common = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "torch_dtype": self.dtype,
+        }
+        return {**common, **self.config}
+
+
+VARIANTS: dict[str, Variant] = {
+    "mha": Variant(
+        {
+            "vocab_size": 1024,
+            "hidden_size": 128,
+            "intermediate_size": 352,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": False,
+        },
+        seed=1,
+        num_shards=3,
+    ),
+    "gqa_tied": Variant(
+        {
+            "vocab_size": 1536,
+            "hidden_size": 192,
+            "intermediate_size": 512,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+        },
+        seed=2,
+        dtype="bfloat16",
+    ),
+    "llama3_rope": Variant(
+        {
+            "vocab_size": 768,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": False,
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        seed=3,
+    ),
+}
+
+
+def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a Llama of that ``config.json``, in Hugging Face's names."""
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
+    query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (query, hidden),
+            f"{layer}.self_attn.k_proj.weight": (key, hidden),
+            f"{layer}.self_attn.v_proj.weight": (key, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, query),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+            f"{layer}.mlp.up_proj.weight": (inner, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, inner),
+        }
+    shapes["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (vocab, hidden)
+    return shapes
+
+
+def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
+    """Spread of a tensor's values: see this module's text."""
+    if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+        tied_or_head = variant.config["tie_word_embeddings"] or name == "lm_head.weight"
+        return float(variant.logit_scale * shape[1] ** -0.5) if tied_or_head else 0.3
+    gain = 2.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.5
+    return float(gain * shape[1] ** -0.5) if len(shape) == 2 else 1.0
+
+
+def write_model(variant: Variant, folder: Path) -> None:
+    """Write ``config.json``, the weights as one file or shards with an index, and a tokenizer of words t0, t1, ..."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", variant.config_json())
+    _write_json(folder / "tokenizer.json", _tokenizer(variant.config["vocab_size"]))
+    tensors = {}
+    for name, shape in tensor_shapes(variant.config).items():
+        tensors[name] = allocate(shape, variant.dtype)
+        std = tensor_std(name, shape, variant)
+        fill_seeded(name, tensors[name], variant.dtype, seed=variant.seed, std=std)
+    if variant.num_shards == 1:
+        write_safetensors(folder / "model.safetensors", tensors, variant.dtype)
+    else:
+        _write_shards(folder, tensors, variant)
+
+
+def _write_shards(folder: Path, tensors: Mapping[str, Array], variant: Variant) -> None:
+    weight_map = {}
+    for shard in range(variant.num_shards):
+        file_name = f"model-{shard + 1:05}-of-{variant.num_shards:05}.safetensors"
+        part = dict(list(tensors.items())[shard :: variant.num_shards])
+        write_safetensors(folder / file_name, part, variant.dtype)
+        weight_map |= dict.fromkeys(part, file_name)
+    index = {"metadata": {"total_size": sum(each.nbytes for each in tensors.values())}, "weight_map": weight_map}
+    _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _tokenizer(vocab_size: int) -> dict[str, Any]:
+    """A ``tokenizer.json``: token i is the word ``t<i>``."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(vocab_size)}, "unk_token": "t0"},
+    }
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Array], dtype: str) -> None:
+    """Write arrays that store ``dtype`` (bfloat16 as uint16) in the safetensors format."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, array in tensors.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {
+            "dtype": _SAFETENSORS_DTYPES[dtype],
+            "shape": list(array.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in tensors.values():
+            file.write(np.ascontiguousarray(array).tobytes())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("variant", choices=VARIANTS)
+    parser.add_argument("folder", type=Path)
+    arguments = parser.parse_args()
+    write_model(VARIANTS[arguments.variant], arguments.folder)
+
+
+if __name__ == "__main__":
+    main()
