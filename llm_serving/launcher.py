@@ -119,7 +119,7 @@ class _Launcher:
             await engine.stop()
 
     async def _wait_ready(self, engine: AsyncEngine) -> bool:
-        """Wait until the agent is ready; False when a signal came first. Raises AgentStartError when it never will be."""
+        """Wait until the agent is ready; False when a signal came first. Raises AgentStartError when it cannot be."""
         while not self._stop.is_set():
             state = engine.status().state
             if state == "ready":

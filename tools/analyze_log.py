@@ -7,7 +7,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.log_analysis.main import main
+from llm_serving.own_python import use_own_python
+
+use_own_python()
+
+from tools.log_analysis.main import main  # noqa: E402
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "analyze_log.py ... | head" ends quietly

@@ -64,8 +64,8 @@ class Browser:
 
     def send(self, text: str) -> None:
         """Type into the message field and press the button."""
-        script = "const t=document.getElementById('text'); t.value=%s; t.dispatchEvent(new Event('input',{bubbles:true}));"
-        self.run(script % json.dumps(text) + "document.getElementById('send').click();")
+        fill = f"field.value = {json.dumps(text)}; field.dispatchEvent(new Event('input', {{bubbles: true}}));"
+        self.run(f"const field = document.getElementById('text'); {fill} document.getElementById('send').click();")
 
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
