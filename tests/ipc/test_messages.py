@@ -10,9 +10,7 @@ from llm_serving.ipc.messages import MessageClass
 NONCE = b"n" * messages.NONCE_BYTES
 
 SERVER_MESSAGES = [
-    messages.Connect(
-        version=1, nonce=NONCE, proof=b"p" * 32, shm_name="llm-serving-00", shm_bytes=1024, num_slots=8
-    ),
+    messages.Connect(version=1, nonce=NONCE, proof=b"p" * 32, shm_name="llm-serving-00", shm_bytes=1024, num_slots=8),
     messages.Prefill(seq=1, slot=0),
     messages.Decode(seq=2, slot=7),
     messages.Abort(seq=3, step=1),

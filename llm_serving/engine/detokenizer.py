@@ -1,0 +1,167 @@
+"""Token ids to text, piece by piece: no character split, no stop string let out, constant cost per token."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from llm_serving.request import SamplingParams
+
+if TYPE_CHECKING:
+    from llm_serving.engine.tokenizer import Tokenizer
+
+__all__ = ["IncrementalDetokenizer", "StopMatcher"]
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class StopMatcher:
+    """Finds the first of several stop strings in a stream of characters.
+
+    The stop string that is complete first ends the text, the longest if several end at the same character; so
+    the result does not depend on how the characters are cut into pieces. One failure automaton a string (Knuth,
+    Morris and Pratt 1977) makes a character cost a few steps, whatever was held back before it.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = [stop for stop in dict.fromkeys(stops) if stop]
+        self._tables = [_failure_table(stop) for stop in self._stops]
+        self._states = [0] * len(self._stops)
+        self._held = ""
+        self.matched: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Takes characters and returns those that cannot belong to a stop string any more.
+
+        Once a stop string is complete, ``matched`` is set and the text before it has been returned.
+        """
+        text = self._held + text
+        for position in range(len(self._held), len(text)):
+            if self._step(text[position]) and self.matched is not None:
+                self._held = ""
+                return text[: position + 1 - len(self.matched)]
+        keep = len(text) - max(self._states, default=0)
+        self._held = text[keep:]
+        return text[:keep]
+
+    def flush(self) -> str:
+        """The characters held back; the stream has ended without completing a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _step(self, char: str) -> bool:
+        for i, stop in enumerate(self._stops):
+            state = self._states[i]
+            while state and stop[state] != char:
+                state = self._tables[i][state - 1]
+            if stop[state] == char:
+                state += 1
+            self._states[i] = state
+            if state == len(stop):
+                if self.matched is None or len(stop) > len(self.matched):
+                    self.matched = stop
+                self._states[i] = 0
+        return self.matched is not None
+
+
+def _failure_table(pattern: str) -> list[int]:
+    """``table[i]``: length of the longest proper prefix of ``pattern`` that ends at ``pattern[i]``."""
+    table = [0] * len(pattern)
+    length = 0
+    for i in range(1, len(pattern)):
+        while length and pattern[i] != pattern[length]:
+            length = table[length - 1]
+        if pattern[i] == pattern[length]:
+            length += 1
+        table[i] = length
+    return table
+
+
+class IncrementalDetokenizer:
+    """The text of one growing sequence.
+
+    The pieces, joined, are ``tokenizer.decode`` of all the ids, but for an unfinished character at the very end,
+    which is dropped (``decode`` shows it as U+FFFD): text never holds part of a character. Bytes that are no
+    UTF-8 in any continuation become U+FFFD, one for each maximal invalid part, as soon as that is certain.
+
+    A sequence continues its prompt: the space that SentencePiece puts before the first word of a text is taken
+    off only where the prompt is empty or ends with a special token, because otherwise it is a real space between
+    the prompt and the first word.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        include_stop_str_in_output: bool = False,
+        prompt_token_ids: Sequence[int] = (),
+    ) -> None:
+        self._table = tokenizer.table
+        self._skip = tokenizer.table.special if skip_special_tokens else frozenset()
+        self._decoder = _Utf8Decoder("replace")
+        self._matcher = StopMatcher(stop) if stop else None
+        self._include_stop = include_stop_str_in_output
+        at_start = not len(prompt_token_ids) or prompt_token_ids[-1] in tokenizer.table.special
+        self._strip_spaces = tokenizer.table.rule.strip_spaces if at_start else 0
+        self._strip_first_token = at_start and tokenizer.table.rule.strip_first_token
+        self.num_tokens = 0
+        """Tokens taken in; fewer than were given once a stop string was found."""
+
+    @classmethod
+    def for_request(
+        cls, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], sampling: SamplingParams
+    ) -> IncrementalDetokenizer:
+        """A detokenizer set up as a request asks."""
+        return cls(
+            tokenizer,
+            sampling.stop,
+            skip_special_tokens=sampling.skip_special_tokens,
+            include_stop_str_in_output=sampling.include_stop_str_in_output,
+            prompt_token_ids=prompt_token_ids,
+        )
+
+    def append(self, token_ids: Iterable[int]) -> tuple[str, str | None]:
+        """Takes the next tokens; returns the text that is now certain, and the stop string that ended it, if any.
+
+        Tokens after the one that completes a stop string are not looked at.
+        """
+        pieces = []
+        for token_id in token_ids:
+            self.num_tokens += 1
+            text = self._text_of(token_id)
+            if not text:
+                continue
+            if self._matcher is None:
+                pieces.append(text)
+                continue
+            pieces.append(self._matcher.feed(text))
+            if self._matcher.matched is not None:
+                if self._include_stop:
+                    pieces.append(self._matcher.matched)
+                return "".join(pieces), self._matcher.matched
+        return "".join(pieces), None
+
+    def flush(self) -> str:
+        """What was held back as the possible start of a stop string, once the sequence has ended without one."""
+        return self._matcher.flush() if self._matcher is not None else ""
+
+    def _text_of(self, token_id: int) -> str:
+        """The characters that this token completes."""
+        if token_id in self._skip:
+            return ""
+        if self._strip_first_token:
+            self._strip_first_token = False
+            return self._decoder.decode(self._table.bytes_at_start(token_id))
+        text = self._decoder.decode(self._table.bytes_of(token_id))
+        if self._strip_spaces and text:
+            stripped = text
+            while self._strip_spaces and stripped.startswith(" "):
+                stripped = stripped[1:]
+                self._strip_spaces -= 1
+            if stripped:
+                self._strip_spaces = 0
+            return stripped
+        return text

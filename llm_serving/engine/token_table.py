@@ -1,0 +1,146 @@
+"""The bytes behind every token: what makes text a matter of joining bytes.
+
+In the tokenizers of the Llama family the text of a sequence is the concatenation of its tokens' bytes, read as
+UTF-8, less a leading space the tokenizer added by itself. That holds for byte-level BPE (GPT-2, Radford et al.
+2019: every byte is a printable character of the vocabulary) and for SentencePiece models with byte fallback
+(Kudo and Richardson 2018: a space is U+2581, an unknown character is a run of ``<0xNN>`` pieces). So decoding
+needs no window over earlier tokens, costs the same for each token, and is exact.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llm_serving.errors import CheckpointError
+
+__all__ = ["BYTE_LEVEL", "DecodeRule", "TokenTable", "decode_rule", "sentencepiece_rule"]
+
+WORD_MARK = "\u2581"
+"""SentencePiece writes a space as this character."""
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRule:
+    """How a piece of the vocabulary becomes bytes.
+
+    ``strip_spaces``: so many spaces at the start of a text were added by the tokenizer and are taken off.
+    ``strip_first_token``: the same, written as "the word marks of the first token" (Metaspace).
+    """
+
+    byte_level: bool = False
+    replacements: tuple[tuple[str, str], ...] = ()
+    byte_fallback: bool = False
+    strip_spaces: int = 0
+    strip_first_token: bool = False
+
+
+BYTE_LEVEL = DecodeRule(byte_level=True)
+
+
+def sentencepiece_rule(*, add_dummy_prefix: bool) -> DecodeRule:
+    """The rule of a SentencePiece model."""
+    return DecodeRule(replacements=((WORD_MARK, " "),), byte_fallback=True, strip_spaces=1 if add_dummy_prefix else 0)
+
+
+def decode_rule(decoder: Mapping[str, Any] | None, source: str) -> DecodeRule:
+    """Reads the ``decoder`` of a ``tokenizer.json``.
+
+    Raises CheckpointError, naming the part, for one whose text is not the concatenation of its tokens.
+    """
+    if decoder is None:
+        raise CheckpointError(f"{source}: the tokenizer has no decoder, so its tokens cannot be turned into text")
+    parts = decoder.get("decoders", []) if decoder["type"] == "Sequence" else [decoder]
+    rule = DecodeRule()
+    fused = False
+    for part in parts:
+        rule = _add_part(rule, part, fused, source)
+        fused = fused or part["type"] == "Fuse"
+    return rule
+
+
+def _add_part(rule: DecodeRule, part: Mapping[str, Any], fused: bool, source: str) -> DecodeRule:
+    kind = part["type"]
+    replacements, byte_fallback, strip_spaces = rule.replacements, rule.byte_fallback, rule.strip_spaces
+    byte_level, strip_first_token = rule.byte_level, rule.strip_first_token
+    if kind == "ByteLevel":
+        byte_level = True
+    elif kind == "ByteFallback":
+        byte_fallback = True
+    elif kind == "Replace" and "String" in part["pattern"] and not fused:
+        replacements += ((part["pattern"]["String"], part["content"]),)
+    elif kind == "Metaspace":
+        replacements += ((part["replacement"], " "),)
+        strip_first_token = part.get("prepend_scheme", "always") != "never"
+    elif kind == "Strip" and fused and part["content"] == " " and not part["stop"]:
+        strip_spaces += int(part["start"])
+    elif kind != "Fuse":
+        raise CheckpointError(
+            f"{source}: decoder {kind!r} with {dict(part)!r} is not supported; supported are ByteLevel, Metaspace, and "
+            "sequences of Replace (a string), ByteFallback, Fuse and Strip (spaces at the start, after Fuse)"
+        )
+    return DecodeRule(byte_level, replacements, byte_fallback, strip_spaces, strip_first_token)
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in of each byte, as character -> byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    alphabet.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return alphabet
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+class TokenTable:
+    """Token id -> bytes, computed when first asked for. Safe to share between threads.
+
+    ``piece(id)`` is the vocabulary entry, None outside the vocabulary; ``added`` maps the ids of added tokens
+    (special ones too) to their literal text; ``special`` are the ids that ``skip_special_tokens`` leaves out.
+    """
+
+    def __init__(
+        self,
+        rule: DecodeRule,
+        piece: Callable[[int], str | None],
+        added: Mapping[int, str],
+        special: frozenset[int],
+    ) -> None:
+        self.rule = rule
+        self.special = special
+        self._piece = piece
+        self._added = dict(added)
+        self._bytes: dict[int, bytes] = {}
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The token's bytes; empty for an id without a piece (a padding row of the model's vocabulary)."""
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._encode(token_id)
+        return data
+
+    def bytes_at_start(self, token_id: int) -> bytes:
+        """The token's bytes as the first of a text, under a rule with ``strip_first_token``."""
+        piece = self._piece(token_id) or ""
+        mark = self.rule.replacements[-1][0]
+        return self.bytes_of(token_id) if token_id in self._added else piece.replace(mark, "").encode()
+
+    def _encode(self, token_id: int) -> bytes:
+        piece = self._added.get(token_id)
+        if piece is None:
+            piece = self._piece(token_id)
+            if piece is None:
+                return b""
+            if self.rule.byte_fallback and (match := _BYTE_PIECE.fullmatch(piece)):
+                return bytes([int(match[1], 16)])
+        if self.rule.byte_level:
+            return bytes(_ALPHABET[char] for char in piece) if all(c in _ALPHABET for c in piece) else piece.encode()
+        for old, new in self.rule.replacements:
+            piece = piece.replace(old, new)
+        return piece.encode()

@@ -1,0 +1,213 @@
+"""The two libraries that cut text into tokens, behind one small interface."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Protocol
+
+import sentencepiece
+import tokenizers
+
+from llm_serving.engine.token_table import DecodeRule, decode_rule, sentencepiece_rule
+from llm_serving.engine.tokenizer_files import AddedToken, TokenizerFiles
+from llm_serving.errors import CheckpointError
+
+__all__ = ["FastBackend", "SentencePieceBackend", "TokenizerBackend"]
+
+MAX_VOCABULARY_BYTES = 256 * 1024 * 1024
+
+# Appended to a serialised ModelProto: normalizer_spec { add_dummy_prefix: false }. Protocol buffers merge what
+# comes twice, so this changes that one flag and nothing else.
+_NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+
+
+class TokenizerBackend(Protocol):
+    """Cuts text; knows the vocabulary. All methods may be called from several threads."""
+
+    rule: DecodeRule
+    added: dict[int, str]
+    """Added tokens: id -> literal text."""
+    special: frozenset[int]
+    vocab_size: int
+    """Number of tokens, added ones included."""
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def piece(self, token_id: int) -> str | None: ...
+
+    def token_id(self, piece: str) -> int | None: ...
+
+
+class FastBackend:
+    """``tokenizer.json``, through the ``tokenizers`` library. No truncation, no padding, whatever the file says."""
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        source = str(files.vocabulary)
+        _check_size(files)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(source)
+        except Exception as reason:  # the library raises plain Exception
+            raise CheckpointError(f"{source}: not a tokenizer.json: {reason}") from reason
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._add_missing(files)
+        decoder = self._tokenizer.decoder
+        self.rule = decode_rule(None if decoder is None else json.loads(decoder.__getstate__()), source)
+        entries = self._tokenizer.get_added_tokens_decoder()
+        self.added = {token_id: token.content for token_id, token in entries.items()}
+        named = (self._tokenizer.token_to_id(token) for token in files.special_tokens.values())
+        self.special = frozenset(i for i, token in entries.items() if token.special) | {
+            token_id for token_id in named if token_id is not None
+        }
+        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def _add_missing(self, files: TokenizerFiles) -> None:
+        """Adds the tokens that only ``tokenizer_config.json`` lists, as transformers does."""
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        for token in files.added_tokens:
+            if token.content in known:
+                continue
+            entry = tokenizers.AddedToken(
+                token.content,
+                lstrip=token.strip_left,
+                rstrip=token.strip_right,
+                normalized=False,
+                special=token.special,
+            )
+            self._tokenizer.add_special_tokens([entry]) if token.special else self._tokenizer.add_tokens([entry])
+            if self._tokenizer.token_to_id(token.content) != token.token_id:
+                raise CheckpointError(
+                    f"{files.settings.source}: added token {token.content!r} has id {token.token_id}, but "
+                    f"{files.vocabulary.name} gives it {self._tokenizer.token_to_id(token.content)}"
+                )
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def piece(self, token_id: int) -> str | None:
+        piece: str | None = self._tokenizer.id_to_token(token_id)
+        return piece
+
+    def token_id(self, piece: str) -> int | None:
+        token_id: int | None = self._tokenizer.token_to_id(piece)
+        return token_id
+
+
+class SentencePieceBackend:
+    """``tokenizer.model``, through sentencepiece, with the added tokens of ``tokenizer_config.json``.
+
+    As transformers' LlamaTokenizer: text is first cut at the added tokens; the parts between are cut by
+    sentencepiece. With ``legacy: false`` only the very start of the text gets the word mark sentencepiece puts
+    before a sentence, otherwise every part does.
+    """
+
+    def __init__(self, files: TokenizerFiles) -> None:
+        proto = _read_model(files)
+        self._processor = _processor(proto, files)
+        self._plain = _processor(proto + _NO_DUMMY_PREFIX, files)
+        self._has_dummy_prefix = self._processor.encode("a") != self._plain.encode("a")
+        self._legacy = files.settings.boolean("legacy", True)
+        self._prefix_first = files.settings.boolean("add_prefix_space", True)
+        self._add_bos = files.settings.boolean("add_bos_token", True)
+        self._add_eos = files.settings.boolean("add_eos_token", False)
+        self._size = self._processor.get_piece_size()
+        self._check_ids(files)
+        tokens = self._literal_tokens(files)
+        self._tokens = {token.content: token for token in tokens}
+        self._splitter = _splitter(tokens)
+        self._bos = self._end_of_text(files, "bos_token", self._processor.bos_id())
+        self._eos = self._end_of_text(files, "eos_token", self._processor.eos_id())
+        self.added = {token.token_id: token.content for token in tokens}
+        control = (i for i in range(self._size) if self._processor.is_control(i) or self._processor.is_unknown(i))
+        self.special = frozenset(token.token_id for token in tokens if token.special) | frozenset(control)
+        self.rule = sentencepiece_rule(add_dummy_prefix=self._has_dummy_prefix)
+        self.vocab_size = max([self._size - 1, *self.added]) + 1
+
+    def _check_ids(self, files: TokenizerFiles) -> None:
+        for token in files.added_tokens:
+            if token.token_id < self._size and self._processor.id_to_piece(token.token_id) != token.content:
+                raise CheckpointError(
+                    f"{files.settings.source}: added token {token.content!r} has id {token.token_id}, which is "
+                    f"{self._processor.id_to_piece(token.token_id)!r} in {files.vocabulary.name}"
+                )
+
+    def _literal_tokens(self, files: TokenizerFiles) -> tuple[AddedToken, ...]:
+        """The added tokens, and the named special tokens that are pieces of the model."""
+        listed = {token.content for token in files.added_tokens}
+        named = []
+        for content in dict.fromkeys(files.special_tokens.values()):
+            token_id = self._piece_id(content)
+            if content not in listed and token_id is not None:
+                named.append(AddedToken(token_id, content, special=True))
+        return (*files.added_tokens, *named)
+
+    def _piece_id(self, piece: str) -> int | None:
+        token_id: int = self._processor.piece_to_id(piece)  # the unknown token's for what is no piece
+        return token_id if self._processor.id_to_piece(token_id) == piece else None
+
+    def _end_of_text(self, files: TokenizerFiles, name: str, default: int) -> int | None:
+        token = self._tokens.get(files.special_tokens.get(name, ""))
+        if token is not None:
+            return token.token_id
+        return default if default >= 0 else None
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = []
+        if add_special_tokens and self._add_bos and self._bos is not None:
+            ids.append(self._bos)
+        for position, part in enumerate(self._splitter.split(text) if self._splitter else [text]):
+            if position % 2:
+                ids.append(self._tokens[part.strip() if part not in self._tokens else part].token_id)
+            elif part:
+                with_prefix = self._legacy or (position == 0 and self._prefix_first)
+                ids.extend((self._processor if with_prefix else self._plain).encode(part))
+        if add_special_tokens and self._add_eos and self._eos is not None:
+            ids.append(self._eos)
+        return ids
+
+    def piece(self, token_id: int) -> str | None:
+        if token_id in self.added:
+            return self.added[token_id]
+        if not 0 <= token_id < self._size:
+            return None
+        piece: str = self._processor.id_to_piece(token_id)
+        return piece
+
+    def token_id(self, piece: str) -> int | None:
+        return self._tokens[piece].token_id if piece in self._tokens else self._piece_id(piece)
+
+
+def _check_size(files: TokenizerFiles) -> None:
+    size = files.vocabulary.stat().st_size
+    if size > MAX_VOCABULARY_BYTES:
+        raise CheckpointError(f"{files.vocabulary}: has {size} bytes; at most {MAX_VOCABULARY_BYTES} are read")
+
+
+def _read_model(files: TokenizerFiles) -> bytes:
+    _check_size(files)
+    try:
+        return files.vocabulary.read_bytes()
+    except OSError as reason:
+        raise CheckpointError(f"{files.vocabulary}: cannot be read: {reason.strerror}") from reason
+
+
+def _processor(proto: bytes, files: TokenizerFiles) -> sentencepiece.SentencePieceProcessor:
+    try:
+        processor = sentencepiece.SentencePieceProcessor()
+        processor.LoadFromSerializedProto(proto)
+    except (RuntimeError, OSError, ValueError) as reason:
+        raise CheckpointError(f"{files.vocabulary}: not a sentencepiece model: {reason}") from reason
+    return processor
+
+
+def _splitter(tokens: tuple[AddedToken, ...]) -> re.Pattern[str] | None:
+    """Matches any added token, the longest first, with the white space it swallows."""
+    if not tokens:
+        return None
+    ordered = sorted(tokens, key=lambda token: -len(token.content))
+    patterns = (
+        (r"\s*" if t.strip_left else "") + re.escape(t.content) + (r"\s*" if t.strip_right else "") for t in ordered
+    )
+    return re.compile(f"({'|'.join(patterns)})")

@@ -1,0 +1,161 @@
+"""What a Hugging Face folder says about its tokenizer: which file holds the vocabulary, special tokens, templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_serving.errors import CheckpointError
+from llm_serving.formats.bounded_file import read_small_text
+from llm_serving.formats.typed_fields import TypedFields
+
+__all__ = ["AddedToken", "TokenizerFiles", "find_vocabulary", "read_tokenizer_files"]
+
+MAX_SETTINGS_BYTES = 16 * 1024 * 1024
+MAX_TEMPLATE_BYTES = 256 * 1024
+MAX_ADDED_TOKENS = 100_000
+FAST_FILE, SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token that stands for its literal text, beside the learned vocabulary.
+
+    ``strip_left`` and ``strip_right``: it swallows the white space around it.
+    """
+
+    token_id: int
+    content: str
+    special: bool
+    strip_left: bool = False
+    strip_right: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """The tokenizer's files, read but for the vocabulary itself.
+
+    ``special_tokens`` maps ``bos_token`` and the like to the token; ``templates`` chat templates by name.
+    """
+
+    vocabulary: Path
+    settings: TypedFields
+    special_tokens: Mapping[str, str]
+    added_tokens: tuple[AddedToken, ...]
+    templates: Mapping[str, str]
+
+    @property
+    def is_sentencepiece(self) -> bool:
+        return self.vocabulary.suffix == ".model"
+
+
+def find_vocabulary(place: Path, kind: str = "auto") -> Path:
+    """The vocabulary file: ``place`` itself, or the one in the folder ``place``.
+
+    ``kind`` is the config's ``tokenizer.type``. Raises CheckpointError when there is none.
+    """
+    names = {"LlamaTokenizer": (SENTENCEPIECE_FILE,), "LlamaTokenizerFast": (FAST_FILE,)}.get(
+        kind, (FAST_FILE, SENTENCEPIECE_FILE)
+    )
+    if place.is_dir():
+        for name in names:
+            if (place / name).is_file():
+                return place / name
+        raise CheckpointError(f"{place}: holds no {' and no '.join(names)}, so there is no tokenizer")
+    if not place.is_file():
+        raise CheckpointError(f"tokenizer.vocab_file: {place}: no such file")
+    if place.suffix not in (".json", ".model"):
+        raise CheckpointError(f"tokenizer.vocab_file: {place}: must be a tokenizer.json or a sentencepiece .model file")
+    return place
+
+
+def read_tokenizer_files(vocabulary: Path) -> TokenizerFiles:
+    """Reads what lies beside ``vocabulary``. Raises CheckpointError naming file, key and value."""
+    folder = vocabulary.parent
+    settings = _read_object(folder / "tokenizer_config.json")
+    names = _read_object(folder / "special_tokens_map.json")
+    fields = TypedFields(str(folder / "tokenizer_config.json"), settings, CheckpointError)
+    special = {}
+    for name in SPECIAL_NAMES:
+        token = _token_text(settings.get(name)) or _token_text(names.get(name))
+        if token is not None:
+            special[name] = token
+    return TokenizerFiles(
+        vocabulary=vocabulary,
+        settings=fields,
+        special_tokens=special,
+        added_tokens=_added_tokens(folder, settings),
+        templates=_templates(folder, fields, settings),
+    )
+
+
+def _read_object(file: Path) -> dict[str, object]:
+    """The JSON object in ``file``; empty when there is no such file."""
+    if not file.exists():
+        return {}
+    try:
+        values = json.loads(read_small_text(file, MAX_SETTINGS_BYTES, CheckpointError))
+    except (ValueError, RecursionError) as reason:
+        raise CheckpointError(f"{file}: not valid JSON: {reason}") from reason
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object, not {type(values).__name__}")
+    return values
+
+
+def _token_text(value: object) -> str | None:
+    """A token is written as text, or as an object with ``content``."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _added_tokens(folder: Path, settings: Mapping[str, object]) -> tuple[AddedToken, ...]:
+    """From ``added_tokens_decoder``, or the older ``added_tokens.json`` (text -> id); in order of id."""
+    source = f"{folder / 'tokenizer_config.json'}: added_tokens_decoder"
+    entries = settings.get("added_tokens_decoder") or {}
+    tokens = []
+    if isinstance(entries, dict) and entries:
+        for key, entry in entries.items():
+            content = _token_text(entry)
+            if content is None or not content or not isinstance(entry, dict) or not key.isdecimal():
+                raise CheckpointError(
+                    f"{source}[{key!r}] = {entry!r}: must be an object with content, under a token id"
+                )
+            flags = (entry.get(flag) is True for flag in ("special", "lstrip", "rstrip"))
+            tokens.append(AddedToken(int(key), content, *flags))
+    else:
+        source = str(folder / "added_tokens.json")
+        for content, token_id in _read_object(folder / "added_tokens.json").items():
+            if not isinstance(token_id, int) or not content:
+                raise CheckpointError(f"{source}: {content!r} = {token_id!r}: must map a text to a token id")
+            tokens.append(AddedToken(token_id, content, special=False))
+    if len(tokens) > MAX_ADDED_TOKENS:
+        raise CheckpointError(f"{source}: {len(tokens)} added tokens; at most {MAX_ADDED_TOKENS} are taken")
+    return tuple(sorted(tokens, key=lambda token: token.token_id))
+
+
+def _templates(folder: Path, fields: TypedFields, settings: Mapping[str, object]) -> dict[str, str]:
+    """``chat_template.jinja`` goes before ``chat_template`` in ``tokenizer_config.json``: text, or a list of named."""
+    templates: dict[str, str] = {}
+    value = settings.get("chat_template")
+    if isinstance(value, str):
+        templates["default"] = value
+    elif isinstance(value, list):
+        for entry in value:
+            name = entry.get("name") if isinstance(entry, dict) else None
+            template = entry.get("template") if isinstance(entry, dict) else None
+            if not isinstance(name, str) or not isinstance(template, str):
+                raise fields.fail("chat_template", "each entry of the list must hold name and template")
+            templates[name] = template
+    elif value is not None:
+        raise fields.fail("chat_template", "must be text or a list of named templates")
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        templates["default"] = read_small_text(file, MAX_TEMPLATE_BYTES, CheckpointError)
+    for name, template in templates.items():
+        if len(template.encode()) > MAX_TEMPLATE_BYTES:
+            raise CheckpointError(f"{fields.source}: chat template {name!r} is larger than {MAX_TEMPLATE_BYTES} bytes")
+    return templates

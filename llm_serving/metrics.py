@@ -1,0 +1,182 @@
+"""Prometheus metrics: what the engine and the HTTP edge count, and what is read off the engine when asked.
+
+Names start with ``llm_serving_``; times are seconds. The registry is the object's own, so that several can live in
+one process and nothing global is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from llm_serving.request import FinishReason, RequestOutput
+
+if TYPE_CHECKING:
+    from llm_serving.scheduler.output import ScheduledStep, StepResult
+    from llm_serving.server.engine_api import EngineStatus
+
+__all__ = ["CONTENT_TYPE", "Metrics"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+_STATES = ("starting", "ready", "recovering", "stopped")
+
+
+class Metrics:
+    """All metrics of one server. The engine thread and the event loop call it; prometheus_client locks.
+
+    Implements ``llm_serving.engine.observer.EngineMetrics``.
+    """
+
+    def __init__(self, *, process: bool = True) -> None:
+        """``process``: also this process's memory, CPU time and open files."""
+        self.registry = CollectorRegistry(auto_describe=True)
+        self._engine_counters()
+        self._engine_histograms()
+        self._http = Counter(
+            "llm_serving_http_responses",
+            "HTTP responses by route and status.",
+            ["route", "status"],
+            registry=self.registry,
+        )
+        self._status: Callable[[], EngineStatus] | None = None
+        self.registry.register(_EngineCollector(self))
+        if process:
+            ProcessCollector(registry=self.registry)
+
+    def _engine_counters(self) -> None:
+        registry = self.registry
+        self._finished = Counter(
+            "llm_serving_requests_finished", "Requests that ended, by reason.", ["reason"], registry=registry
+        )
+        self._refused = Counter(
+            "llm_serving_requests_refused", "Requests the engine did not take, by code.", ["code"], registry=registry
+        )
+        self._prompt_tokens = Counter(
+            "llm_serving_prompt_tokens", "Prompt tokens of requests that ended.", registry=registry
+        )
+        self._generated_tokens = Counter("llm_serving_generated_tokens", "Tokens generated.", registry=registry)
+        self._preemptions = Counter(
+            "llm_serving_preemptions", "Requests put back for want of cache blocks.", registry=registry
+        )
+        for reason in FinishReason:
+            self._finished.labels(reason.value)
+
+    def _engine_histograms(self) -> None:
+        registry = self.registry
+        self._ttft = Histogram(
+            "llm_serving_time_to_first_token_seconds",
+            "From arrival to the first token.",
+            buckets=_LATENCY,
+            registry=registry,
+        )
+        self._tpot = Histogram(
+            "llm_serving_time_per_output_token_seconds", "Mean time between a request's tokens after the first.",
+            buckets=_PER_TOKEN, registry=registry,
+        )  # fmt: skip
+        self._e2e = Histogram(
+            "llm_serving_request_seconds", "From arrival to the end.", buckets=_LATENCY, registry=registry
+        )
+        self._queue = Histogram(
+            "llm_serving_queue_seconds", "From arrival to the first step.", buckets=_LATENCY, registry=registry
+        )
+        self._prompt_length = Histogram(
+            "llm_serving_request_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS, registry=registry
+        )
+        self._output_length = Histogram(
+            "llm_serving_request_output_tokens", "Generated tokens of a request.", buckets=_TOKENS, registry=registry
+        )
+        step = Histogram(
+            "llm_serving_step_seconds", "From sending a step to its answer.", ["kind"], buckets=_STEP, registry=registry
+        )
+        size = Histogram(
+            "llm_serving_step_sequences", "Sequences in a step.", ["kind"], buckets=_BATCH, registry=registry
+        )
+        tokens = Counter("llm_serving_step_tokens", "Tokens computed, by kind of step.", ["kind"], registry=registry)
+        kinds = ("prefill", "decode")
+        self._step = {kind: (step.labels(kind), size.labels(kind), tokens.labels(kind)) for kind in kinds}
+
+    def bind(self, status: Callable[[], EngineStatus]) -> None:
+        """Where present values (running, waiting, blocks) are read from."""
+        self._status = status
+
+    def engine_status(self) -> EngineStatus | None:
+        return None if self._status is None else self._status()
+
+    # What the engine tells.
+
+    def step(self, step: ScheduledStep, result: StepResult, seconds: float) -> None:
+        duration, size, tokens = self._step[step.kind.value]
+        duration.observe(seconds)
+        size.observe(step.num_seqs)
+        tokens.inc(step.num_tokens)
+        sampled = sum(1 for token in result.sampled_ids if token >= 0)
+        if sampled:
+            self._generated_tokens.inc(sampled)
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def request_end(self, output: RequestOutput, reason: FinishReason) -> None:
+        self._finished.labels(reason.value).inc()
+        self._prompt_tokens.inc(output.num_prompt_tokens)
+        self._prompt_length.observe(output.num_prompt_tokens)
+        self._output_length.observe(output.num_output_tokens)
+        if output.timings is not None:
+            self._queue.observe(output.timings.queue)
+            self._e2e.observe(output.timings.e2e)
+            if output.num_output_tokens > 1:
+                self._tpot.observe(output.timings.decode / (output.num_output_tokens - 1))
+
+    def request_refused(self, code: str) -> None:
+        self._refused.labels(code).inc()
+
+    def preemptions(self, count: int) -> None:
+        self._preemptions.inc(count)
+
+    # What the HTTP edge tells.
+
+    def http_response(self, route: str, status: int) -> None:
+        """A response was sent; ``route`` is one of the server's paths, or ``unmatched``."""
+        self._http.labels(route, str(status)).inc()
+
+    def exposition(self) -> bytes:
+        """All metrics in the text format of Prometheus."""
+        return generate_latest(self.registry)
+
+
+class _EngineCollector(Collector):
+    """Present values, read when a scrape asks for them."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._metrics.engine_status()
+        if status is None:
+            return
+        used = status.total_blocks - status.free_blocks
+        yield GaugeMetricFamily("llm_serving_requests_running", "Requests in the batch.", value=status.running)
+        yield GaugeMetricFamily("llm_serving_requests_waiting", "Requests in the queue.", value=status.waiting)
+        yield GaugeMetricFamily("llm_serving_kv_blocks_used", "Cache blocks in use.", value=used)
+        yield GaugeMetricFamily("llm_serving_kv_blocks_total", "Cache blocks there are.", value=status.total_blocks)
+        usage = used / status.total_blocks if status.total_blocks else 0.0
+        yield GaugeMetricFamily("llm_serving_kv_usage_ratio", "Share of cache blocks in use.", value=usage)
+        yield CounterMetricFamily("llm_serving_steps", "Steps answered.", value=status.steps)
+        state = GaugeMetricFamily("llm_serving_engine_state", "1 for the state the engine is in.", labels=["state"])
+        for name in _STATES:
+            state.add_metric([name], float(name == status.state))
+        yield state

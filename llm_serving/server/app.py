@@ -1,0 +1,92 @@
+"""The ASGI application: routes, errors, and what every request passes through."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import Receive, Scope, Send
+
+from llm_serving.metrics import Metrics
+from llm_serving.server.engine_api import Engine, EventLogger
+from llm_serving.server.errors import ClientGoneError, error_reply, note_error
+from llm_serving.server.guard import check_origin
+from llm_serving.server.routes import ENDPOINTS, AnyResponse, Endpoint
+from llm_serving.server.state import ServerSettings, ServerState
+from llm_serving.server.validation import clip
+
+if TYPE_CHECKING:
+    from llm_serving.config import Config
+
+__all__ = ["ServerApp", "create_app"]
+
+
+def create_app(engine: Engine, log: EventLogger, metrics: Metrics, config: Config | ServerSettings) -> ServerApp:
+    """The application of one engine. ``metrics`` starts to read present values off the engine."""
+    settings = config if isinstance(config, ServerSettings) else ServerSettings.from_config(config)
+    metrics.bind(engine.status)
+    _ = engine.tokenizer.max_piece_chars  # computed now, not by the first request
+    return ServerApp(ServerState(engine, log, metrics, settings))
+
+
+class ServerApp:
+    """Answers every HTTP request; no exception leaves it, but one raised when a response has begun."""
+
+    def __init__(self, state: ServerState) -> None:
+        self.state = state
+        routes = [Route(endpoint.path, _Route(state, endpoint), methods=[endpoint.method]) for endpoint in ENDPOINTS]
+        self._router = Router(routes, redirect_slashes=False, default=_not_found)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"only HTTP is served, not {scope['type']}")
+        scope["app"] = self  # Starlette then raises 405 as an exception
+        try:
+            check_origin(Headers(scope=scope), self.state.settings)
+            await self._router(scope, receive, send)
+        except Exception as error:
+            response = _error_response(self.state, scope, error)
+            self.state.metrics.http_response("unmatched", response.status_code)
+            await response(scope, receive, send)
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuses new requests, and ends those under way after ``grace_s`` seconds with an error."""
+        await self.state.active.drain(grace_s)
+
+
+class _Route:
+    """One endpoint as an ASGI application."""
+
+    def __init__(self, state: ServerState, endpoint: Endpoint) -> None:
+        self._state = state
+        self._handler = endpoint.handler
+        self._name = endpoint.path.replace(":path", "")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response: AnyResponse
+        try:
+            response = await self._handler(self._state, Request(scope, receive, send))
+        except ClientGoneError:
+            self._state.metrics.http_response(self._name, 499)
+            return
+        except Exception as error:
+            response = _error_response(self._state, scope, error)
+        await response(scope, receive, send)
+        self._state.metrics.http_response(self._name, response.status_code)
+
+
+def _error_response(state: ServerState, scope: Scope, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        error.detail = f"{clip(scope['path'])} does not take {scope['method']}; use {allowed}."
+    reply = error_reply(error)
+    note_error(state.log, error, reply, scope["path"])
+    return reply.response()
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    raise HTTPException(404, f"Unknown URL: {scope['method']} {clip(scope['path'])}")

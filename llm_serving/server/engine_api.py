@@ -1,0 +1,73 @@
+"""The engine as the HTTP edge sees it. ``llm_serving.engine.async_engine.AsyncEngine`` is the real one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.request import RequestOutput, SamplingParams
+
+__all__ = ["Engine", "EngineStatus", "EventLogger"]
+
+
+class EngineStatus(Protocol):
+    """How the engine is doing; the fields of ``llm_serving.engine.status.EngineStatus``."""
+
+    @property
+    def state(self) -> str: ...
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def free_blocks(self) -> int: ...
+
+    @property
+    def total_blocks(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+    @property
+    def last_step_age_s(self) -> float | None: ...
+
+    @property
+    def agents(self) -> list[dict[str, object]]: ...
+
+    @property
+    def preemptions(self) -> int: ...
+
+
+class Engine(Protocol):
+    """Requests in, streams of pieces out. Used from the event loop's thread only."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The pieces of a request's stream. Raises LLMServingError before the first; closing it aborts the request."""
+
+    def status(self) -> EngineStatus: ...
+
+    async def probe(self, timeout_s: float, /) -> bool:
+        """Whether every agent answers within ``timeout_s``."""
+
+
+class EventLogger(Protocol):
+    """The part of ``llm_serving.log.EventLog`` the server uses."""
+
+    def event(self, name: str, /, *, level: str = "info", **fields: object) -> None: ...
+
+    def error(self, message: str, /, *, event: str = "error", **fields: object) -> None: ...

@@ -1,0 +1,147 @@
+"""Errors on the wire: OpenAI's format, the right status, a text that tells the value and the limit."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from llm_serving.errors import AgentError, LLMServingError, RequestError
+
+if TYPE_CHECKING:
+    from llm_serving.server.engine_api import EventLogger
+
+__all__ = [
+    "BodyTimeoutError",
+    "ClientGoneError",
+    "EngineFailedError",
+    "ErrorReply",
+    "ForbiddenError",
+    "InvalidJSONError",
+    "MediaTypeError",
+    "PayloadTooLargeError",
+    "UnavailableError",
+    "error_reply",
+    "note_error",
+]
+
+RETRY_AFTER_S = 1
+INTERNAL_ERROR = "internal_error"
+
+
+class InvalidJSONError(RequestError):
+    """The body is no JSON object this server reads."""
+
+    code = "invalid_json"
+
+
+class MediaTypeError(RequestError):
+    """The body is not declared as JSON in UTF-8."""
+
+    status = 415
+    code = "unsupported_media_type"
+
+
+class PayloadTooLargeError(RequestError):
+    """The body is larger than ``serving_config.max_body_bytes``."""
+
+    status = 413
+    code = "payload_too_large"
+
+
+class BodyTimeoutError(RequestError):
+    """The body did not arrive in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
+class ForbiddenError(RequestError):
+    """A web page of another origin, or a host name that is not ours."""
+
+    status = 403
+    code = "forbidden"
+
+
+class UnavailableError(LLMServingError):
+    """The server cannot take requests now; ``code`` says why (starting, recovering, stopping, stopped)."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class EngineFailedError(LLMServingError):
+    """The engine ended a request that it had taken."""
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection: there is nobody to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """What a client is told about an error."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def body(self) -> bytes:
+        """OpenAI's error object."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return orjson.dumps({"error": error})
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, dict(self.headers), "application/json")
+
+
+def error_reply(error: Exception) -> ErrorReply:
+    """The reply to any exception; one the project does not raise on purpose is a 500 without details."""
+    if isinstance(error, RequestError):
+        return _request_error(error)
+    if isinstance(error, UnavailableError):
+        return ErrorReply(503, str(error), "server_error", code=error.code, headers=_retry_after())
+    if isinstance(error, AgentError):
+        return ErrorReply(503, str(error), "server_error", code="agent_lost", headers=_retry_after())
+    if isinstance(error, EngineFailedError):
+        return ErrorReply(500, str(error), "server_error", code="engine_error")
+    if isinstance(error, HTTPException):
+        return ErrorReply(
+            error.status_code, error.detail, _type_of(error.status_code), headers=dict(error.headers or {})
+        )
+    return ErrorReply(500, "The server had an internal error; its log says more.", "server_error", code=INTERNAL_ERROR)
+
+
+def note_error(log: EventLogger, error: Exception, reply: ErrorReply, where: str) -> None:
+    """Logs, with its traceback, an error that nobody raised on purpose: the client is told nothing of it."""
+    if reply.code == INTERNAL_ERROR:
+        trace = "".join(traceback.format_exception(error))
+        log.error(f"{type(error).__name__}: {error}", event="internal_error", where=where, traceback=trace)
+
+
+def _request_error(error: RequestError) -> ErrorReply:
+    headers: dict[str, str] = {}
+    if error.status == 429:
+        headers = _retry_after()
+    elif error.status in (408, 413):
+        headers = {"Connection": "close"}
+    return ErrorReply(error.status, str(error), _type_of(error.status), error.param, error.code, headers)
+
+
+def _type_of(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def _retry_after() -> dict[str, str]:
+    return {"Retry-After": str(RETRY_AFTER_S)}

@@ -1,0 +1,147 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llm_serving.errors import RequestError
+from llm_serving.request import RequestOutput
+from llm_serving.server.body import read_json_object
+from llm_serving.server.generation import Answer, Choice, Generation, check_choices, make_choices
+from llm_serving.server.lifecycle import run_while_connected
+from llm_serving.server.models import check_model
+from llm_serving.server.openai_logprobs import chat_logprobs
+from llm_serving.server.openai_stream import (
+    OpenAIStream,
+    check_stream_options,
+    finish_json,
+    format_error,
+    stop_reason_json,
+    usage,
+)
+from llm_serving.server.prompts import chat_prompt
+from llm_serving.server.protocol_openai import ChatRequest
+from llm_serving.server.responses import json_response
+from llm_serving.server.sampling import base_sampling, output_room
+from llm_serving.server.sse import EventStream
+from llm_serving.server.state import ServerState
+from llm_serving.server.validation import parse
+
+__all__ = ["create_chat_completion"]
+
+
+async def create_chat_completion(state: ServerState, request: Request) -> Response | EventStream:
+    """Answers a conversation, ``n`` times."""
+    body = parse(ChatRequest, await read_json_object(request, state.settings.max_body_bytes))
+    check_model(state, body.model)
+    _check(body)
+    generation = Generation(state, "chat.completions", "chatcmpl", stream=bool(body.stream))
+    generation.choices = await _choices(state, body, generation.request_id)
+    state.require_ready()
+    if body.stream:
+        return EventStream(state, ChatStream(generation, body).events(), format_error, generation.request_id)
+    work = generation.answers(keep_logits=bool(body.logprobs))
+    answers = await run_while_connected(state.active, request.receive, work)
+    return json_response(_response(generation, body, answers), generation.request_id)
+
+
+def _check(body: ChatRequest) -> None:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError(
+            "'top_logprobs' is only allowed when 'logprobs' is true.", param="top_logprobs", code="invalid_value"
+        )
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise RequestError(
+            f"'max_tokens' is {body.max_tokens} and 'max_completion_tokens' is {body.max_completion_tokens}; give one.",
+            param="max_tokens",
+            code="invalid_value",
+        )
+    check_stream_options(body)
+
+
+async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> list[Choice]:
+    n = body.n or 1
+    check_choices(1, n)
+    prompt = await chat_prompt(state, [message.for_template() for message in body.messages])
+    newer = body.max_completion_tokens is not None
+    max_tokens = body.max_completion_tokens if newer else body.max_tokens
+    name = "max_completion_tokens" if newer else "max_tokens"
+    room = output_room(len(prompt.token_ids), max_tokens, state.settings, name)
+    params = replace(base_sampling(body), top_logits=body.top_logprobs or 0)
+    return make_choices(request_id, [prompt], [(params, room)], n, body.seed)
+
+
+def _response(generation: Generation, body: ChatRequest, answers: list[Answer]) -> dict[str, Any]:
+    return {
+        "id": generation.request_id,
+        "object": "chat.completion",
+        "created": generation.created,
+        "model": generation.state.engine.model_name,
+        "choices": [_choice(generation, body, answer) for answer in answers],
+        "usage": usage(generation.num_prompt_tokens, sum(len(answer.token_ids) for answer in answers)),
+    }
+
+
+def _choice(generation: Generation, body: ChatRequest, answer: Answer) -> dict[str, Any]:
+    logprobs = None
+    if body.logprobs:
+        logprobs = chat_logprobs(generation.state.engine.tokenizer, answer.logits, body.top_logprobs or 0)
+    result: dict[str, Any] = {
+        "index": answer.choice.index,
+        "message": {"role": "assistant", "content": answer.text, "refusal": None},
+        "logprobs": logprobs,
+        "finish_reason": answer.finish_reason,
+        "stop_reason": answer.stop_reason,
+    }
+    if body.return_token_ids:
+        result["token_ids"] = answer.token_ids
+        result["prompt_token_ids"] = list(answer.choice.prompt.token_ids)
+    return result
+
+
+class ChatStream(OpenAIStream):
+    """The chunks of a chat completion: the role, then the text, then the reason it ended."""
+
+    object = "chat.completion.chunk"
+
+    def __init__(self, generation: Generation, body: ChatRequest) -> None:
+        super().__init__(generation, body)
+        self._logprobs = body.top_logprobs or 0 if body.logprobs else None
+
+    def chunk(self, choice: Choice, piece: RequestOutput, first: bool) -> bytes:
+        events = []
+        if first:
+            events.append(self.event(choice.index, _ROLE, self.token_ids(choice, (), first=True)))
+        logprobs = b"null"
+        if self._logprobs is not None and piece.logits:
+            logprobs = orjson.dumps(chat_logprobs(self.tokenizer, piece.logits, self._logprobs))
+        if piece.text or logprobs != b"null" or (piece.token_ids and self.wants_token_ids):
+            ids = self.token_ids(choice, piece.token_ids, first=False)
+            text = orjson.dumps(piece.text)
+            events.append(
+                self.event(
+                    choice.index,
+                    b',"delta":{"content":',
+                    text,
+                    b'},"logprobs":',
+                    logprobs,
+                    b',"finish_reason":null',
+                    ids,
+                )
+            )
+        if piece.finished:
+            reason = finish_json(piece.finish_reason)
+            events.append(
+                self.event(
+                    choice.index, b',"delta":{},"logprobs":null,"finish_reason":', reason, stop_reason_json(piece)
+                )
+            )
+        return b"".join(events)
+
+
+_ROLE = b',"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null'

@@ -1,0 +1,142 @@
+"""Prompts in all their forms, to token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.server.limits import INLINE_TOKENIZE_CHARS, MAX_PROMPTS
+from llm_serving.server.sampling import check_prompt
+from llm_serving.server.state import ServerState
+from llm_serving.server.validation import short
+
+__all__ = ["Prompt", "chat_prompt", "check_vocabulary", "encode_text", "max_chars", "parse_prompts", "resolve_prompts"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt. ``text`` is None where the client gave token ids."""
+
+    token_ids: Sequence[int]
+    text: str | None = None
+
+    def as_text(self, tokenizer: Tokenizer) -> str:
+        """What ``echo`` puts before the answer."""
+        return tokenizer.decode(self.token_ids) if self.text is None else self.text
+
+
+def parse_prompts(value: object) -> list[str | list[int]]:
+    """The ``prompt`` field: text, token ids, or a list of either. Raises RequestError naming the entry at fault."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise _wrong_prompt("prompt", value)
+    if not value:
+        raise RequestError("'prompt' is an empty list; give at least one prompt.", param="prompt", code="invalid_value")
+    if type(value[0]) is int:
+        return [_token_list(value, "prompt")]
+    if len(value) > MAX_PROMPTS:
+        raise RequestError(
+            f"'prompt' holds {len(value)} prompts; at most {MAX_PROMPTS} are taken.",
+            param="prompt",
+            code="invalid_value",
+        )
+    prompts: list[str | list[int]] = []
+    for i, entry in enumerate(value):
+        if isinstance(entry, str):
+            prompts.append(entry)
+        elif isinstance(entry, list):
+            prompts.append(_token_list(entry, f"prompt[{i}]"))
+        else:
+            raise _wrong_prompt(f"prompt[{i}]", entry)
+    return prompts
+
+
+def _token_list(value: list[object], param: str) -> list[int]:
+    ids = [token for token in value if type(token) is int]
+    if len(ids) != len(value):
+        wrong = next(i for i, token in enumerate(value) if type(token) is not int)
+        raise RequestError(
+            f"'{param}[{wrong}]' should be a token id; got {short(value[wrong])}.", param=param, code="invalid_type"
+        )
+    if not ids:
+        raise RequestError(f"'{param}' holds no tokens.", param=param, code="invalid_value")
+    return ids
+
+
+def _wrong_prompt(param: str, value: object) -> RequestError:
+    return RequestError(
+        f"'{param}' should be text, token ids, or a list of either; got {short(value)}.",
+        param=param,
+        code="invalid_type",
+    )
+
+
+async def resolve_prompts(state: ServerState, prompts: Sequence[str | list[int]], param: str) -> list[Prompt]:
+    """The prompts as tokens, checked against vocabulary and context. Raises RequestError."""
+    inline = sum(len(prompt) for prompt in prompts) <= INLINE_TOKENIZE_CHARS
+    names = [param] if len(prompts) == 1 else [f"{param}[{i}]" for i in range(len(prompts))]
+    return [await _resolve(state, prompt, name, inline) for prompt, name in zip(prompts, names, strict=True)]
+
+
+async def _resolve(state: ServerState, prompt: str | list[int], param: str, inline: bool) -> Prompt:
+    if isinstance(prompt, str):
+        ids = await encode_text(state, prompt, param, inline=inline)
+        if not ids:
+            raise RequestError(f"'{param}' is empty.", param=param, code="invalid_value")
+    else:
+        ids = prompt
+        check_vocabulary(ids, state.settings.vocab_size, param)
+    check_prompt(len(ids), state.settings, param)
+    return Prompt(ids, prompt if isinstance(prompt, str) else None)
+
+
+async def chat_prompt(state: ServerState, messages: Sequence[dict[str, object]], prefix: str = "") -> Prompt:
+    """The conversation as the model's chat template writes it, ``prefix`` being the start of the answer."""
+    text = state.engine.tokenizer.render_chat(messages, max_chars=max_chars(state)) + prefix
+    ids = await encode_text(state, text, "messages", add_special_tokens=False)
+    check_prompt(len(ids), state.settings, "messages")
+    return Prompt(ids, text)
+
+
+async def encode_text(
+    state: ServerState, text: str, param: str, *, add_special_tokens: bool = True, inline: bool = True
+) -> list[int]:
+    """Token ids of a text. A text that cannot fit the context is refused without looking at it.
+
+    A long one is left to a thread, so that it holds up nobody; without ``inline`` every one is.
+    """
+    tokenizer = state.engine.tokenizer
+    most = max_chars(state)
+    if len(text) > most:
+        raise ContextLengthError(
+            f"'{param}' has {len(text)} characters; more than {most} cannot fit {state.settings.max_context} tokens. "
+            "Shorten it.",
+            param=param,
+        )
+    if inline and len(text) <= INLINE_TOKENIZE_CHARS:
+        ids = tokenizer.encode(text, add_special_tokens)
+    else:
+        ids = await asyncio.get_running_loop().run_in_executor(None, tokenizer.encode, text, add_special_tokens)
+    if tokenizer.vocab_size > state.settings.vocab_size:
+        check_vocabulary(ids, state.settings.vocab_size, param)
+    return ids
+
+
+def max_chars(state: ServerState) -> int:
+    """A longer text cannot fit the context, whatever its tokens."""
+    return state.settings.max_context * state.engine.tokenizer.max_piece_chars
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raises RequestError for a token id the model does not have."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+        raise RequestError(
+            f"'{param}[{wrong}]' is token id {ids[wrong]}; the model's vocabulary has ids 0 to {vocab_size - 1}.",
+            param=param,
+            code="invalid_value",
+        )

@@ -1,0 +1,81 @@
+"""Fields that every kind of request shares, with their ranges."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from llm_serving.server.limits import (
+    MAX_CHOICES,
+    MAX_NAME_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_K,
+)
+from llm_serving.server.validation import StopStrings, StrictModel
+
+__all__ = [
+    "FrequencyPenalty",
+    "MaxTokens",
+    "MinP",
+    "Name",
+    "PresencePenalty",
+    "RepetitionPenalty",
+    "SamplingFields",
+    "Seed",
+    "StreamOptions",
+    "Temperature",
+    "TokenIds",
+    "TopK",
+    "TopP",
+]
+
+Temperature = Annotated[float | None, Field(ge=0, le=2, description="Randomness; 0 is greedy.")]
+TopP = Annotated[float | None, Field(ge=0, le=1, description="Least probable tokens beyond this mass are left out.")]
+TopK = Annotated[int | None, Field(ge=-1, le=MAX_TOP_K, description="Only so many best tokens; 0 and -1: all.")]
+MinP = Annotated[float | None, Field(ge=0, le=1, description="Least probability, relative to the best token's.")]
+RepetitionPenalty = Annotated[float | None, Field(gt=0, le=100, description="Over prompt and output; 1 is none.")]
+PresencePenalty = Annotated[float | None, Field(ge=-2, le=2, description="Over tokens of the output.")]
+FrequencyPenalty = Annotated[float | None, Field(ge=-2, le=2, description="Over tokens of the output, per occurrence.")]
+Seed = Annotated[
+    int | None,
+    Field(ge=-(2**63), le=2**64 - 1, description="Same seed, same text; random if left out."),
+]
+MaxTokens = Annotated[int | None, Field(ge=1, description="Most tokens to generate.")]
+Name = Annotated[str | None, Field(max_length=MAX_NAME_CHARS)]
+TokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
+
+
+class StreamOptions(StrictModel):
+    """How to stream."""
+
+    ignored = frozenset({"include_obfuscation"})
+
+    include_usage: bool | None = Field(default=None, description="Send a last chunk with the token counts.")
+
+
+class SamplingFields(StrictModel):
+    """OpenAI's sampling parameters, and this server's additions in the names vLLM uses."""
+
+    model: Name = Field(default=None, description="Name of the served model; may be left out.")
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="Answers to each prompt.")
+    stream: bool | None = Field(default=None, description="Send the text as it comes, as server-sent events.")
+    stream_options: StreamOptions | None = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
+    repetition_penalty: RepetitionPenalty = None
+    presence_penalty: PresencePenalty = None
+    frequency_penalty: FrequencyPenalty = None
+    seed: Seed = None
+    stop: StopStrings = ()
+    stop_token_ids: TokenIds | None = Field(default=None, description="Token ids that end the text.")
+    ignore_eos: bool | None = Field(default=None, description="Do not end at the model's end token.")
+    skip_special_tokens: bool | None = Field(
+        default=None, description="Leave special tokens out of the text (default true)."
+    )
+    include_stop_str_in_output: bool | None = Field(default=None, description="Keep the stop string in the text.")
+    return_token_ids: bool | None = Field(
+        default=None, description="Add `token_ids` and `prompt_token_ids` to each choice."
+    )

@@ -1,0 +1,77 @@
+"""Runs the application on a listening socket until it is told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+from collections.abc import Generator
+
+import uvicorn
+
+from llm_serving.server.app import ServerApp
+from llm_serving.server.http_protocol import BoundedHttpProtocol
+from llm_serving.server.limits import KEEP_ALIVE_S
+
+__all__ = ["serve"]
+
+GRACE_S = 3.0
+"""Time that requests under way get to end by themselves when the server stops."""
+CLOSE_S = 1.0
+"""Time after that for their last bytes to reach the client; a client that does not read is cut off."""
+TICK_S = 1.0
+"""The ``Date`` header is renewed this often."""
+
+
+async def serve(app: ServerApp, sock: socket.socket, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
+    """Serves HTTP on ``sock``, which is bound and listening and is closed at the end, until ``stop`` is set.
+
+    Then new connections are refused, requests under way have ``grace_s`` seconds to end, and those that remain end
+    with an error (a stream: with an error event): all of it takes less than ``grace_s`` + 2 seconds. Signals are
+    the caller's business. Run it in the event loop of choice; uvloop is the fast one.
+    """
+    config = uvicorn.Config(
+        app,
+        http=BoundedHttpProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        log_level="error",
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=int(KEEP_ALIVE_S),
+        timeout_graceful_shutdown=math.ceil(grace_s + CLOSE_S + 0.5),  # for what even that does not end
+    )
+    await _Server(config, app, stop, grace_s).serve(sockets=[sock])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, app: ServerApp, stop: asyncio.Event, grace_s: float) -> None:
+        super().__init__(config)
+        self._app = app
+        self._stop = stop
+        self._grace_s = grace_s
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def main_loop(self) -> None:
+        while not self._stop.is_set():
+            await self.on_tick(0)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stop.wait(), TICK_S)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        draining = asyncio.ensure_future(self._app.drain(self._grace_s))
+        cutting = asyncio.get_running_loop().call_later(self._grace_s + CLOSE_S, self._cut_off)
+        await super().shutdown(sockets)
+        cutting.cancel()
+        await draining
+
+    def _cut_off(self) -> None:
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, BoundedHttpProtocol):
+                connection.cut_off()

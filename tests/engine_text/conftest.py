@@ -1,0 +1,30 @@
+from pathlib import Path
+
+import pytest
+from small_configs import TINY_LLAMA
+from small_tokenizers import (
+    open_tokenizer,
+    write_byte_level_folder,
+    write_llama2_folder,
+    write_sentencepiece_folder,
+)
+
+from llm_serving.engine.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokenizers")
+
+
+@pytest.fixture(scope="session")
+def tokenizers(folder: Path) -> dict[str, Tokenizer]:
+    """Llama 2 in both files, Llama 3, a SentencePiece model without the prefix, and the embedded model's."""
+    return {
+        "llama2": open_tokenizer(write_llama2_folder(folder / "llama2")),
+        "sentencepiece": open_tokenizer(write_sentencepiece_folder(folder / "sentencepiece")),
+        "no_prefix": open_tokenizer(write_sentencepiece_folder(folder / "no_prefix", dummy_prefix=False)),
+        "tiny_llama": open_tokenizer(TINY_LLAMA / "tokenizer.json"),
+        "tiny_llama_sentencepiece": open_tokenizer(TINY_LLAMA / "tokenizer.model"),
+        "byte_level": open_tokenizer(write_byte_level_folder(folder / "byte_level")),
+    }

@@ -1,0 +1,177 @@
+"""An engine without a scheduler, for tests of the HTTP edge: it says what a script tells it to say."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llm_serving.engine.detokenizer import IncrementalDetokenizer
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.request import FinishReason, RequestOutput, SamplingParams, TokenLogits
+
+MODEL_NAME = "fake-llama"
+LOGSUMEXP = 2.5
+
+Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
+"""Prompt and parameters -> the tokens of the answer, an end token included if there is to be one."""
+
+
+@dataclass
+class FakeStatus:
+    state: str = "ready"
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 90
+    total_blocks: int = 100
+    steps: int = 7
+    last_step_age_s: float | None = 0.1
+    agents: list[dict[str, object]] = field(default_factory=lambda: [{"rank": 0, "state": "ready"}])
+    preemptions: int = 0
+
+
+@dataclass
+class Submitted:
+    """A request the engine got, and what became of it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    num_pieces: int = 0
+    finished: bool = False
+    aborted: bool = False
+
+
+class FakeEngine:
+    """Says the script's tokens, ``delay_s`` apart, ``tokens_per_piece`` at a time."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.model_name = MODEL_NAME
+        self.max_model_len = 128
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to an engine that answers every prompt with the same sentence."""
+        reply = [*self.tokenizer.encode(" hello to the bird", add_special_tokens=False), *self.tokenizer.eos_token_ids]
+        self.script: Script = lambda prompt, sampling: reply
+        self.delay_s = 0.0
+        self.tokens_per_piece = 1
+        self.refuse: Exception | None = None
+        self.refuse_after: int | None = None
+        """So many requests are taken before ``refuse`` is raised."""
+        self.fail_after: int | None = None
+        """So many tokens come before the engine fails."""
+        self.crash: Exception | None = None
+        """Raised after the first piece."""
+        self.current = FakeStatus()
+        self.probe_answer = True
+        self.num_probes = 0
+        self.submitted: list[Submitted] = []
+
+    def say(self, text: str) -> None:
+        """Every answer is ``text``, ended by the model."""
+        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), *self.tokenizer.eos_token_ids]
+        self.script = lambda prompt, sampling: tokens
+
+    def status(self) -> FakeStatus:
+        return self.current
+
+    async def probe(self, timeout_s: float, /) -> bool:
+        self.num_probes += 1
+        return self.probe_answer
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams
+    ) -> AsyncGenerator[RequestOutput, None]:
+        if self.refuse is not None and len(self.submitted) >= (self.refuse_after or 0):
+            raise self.refuse
+        record = Submitted(request_id, list(prompt_token_ids), sampling)
+        self.submitted.append(record)
+        try:
+            async for piece in self._pieces(record):
+                record.num_pieces += 1
+                yield piece
+                if self.crash is not None:
+                    raise self.crash
+            record.finished = True
+        finally:
+            record.aborted = not record.finished
+
+    async def _pieces(self, record: Submitted) -> AsyncGenerator[RequestOutput, None]:
+        sampling = record.sampling
+        detokenizer = IncrementalDetokenizer.for_request(self.tokenizer, record.prompt_token_ids, sampling)
+        tokens = list(self.script(record.prompt_token_ids, sampling))
+        said: list[int] = []
+        pending: list[RequestOutput] = []
+        for position, token in enumerate(tokens):
+            if position % self.tokens_per_piece == 0:
+                await asyncio.sleep(self.delay_s)
+            if self.fail_after is not None and position >= self.fail_after:
+                yield self._piece(record, "", (), said, FinishReason.ERROR, error="agent 0 was lost")
+                return
+            said.append(token)
+            pending.append(self._step(record, detokenizer, token, said, position == len(tokens) - 1))
+            if pending[-1].finished or len(pending) == self.tokens_per_piece:
+                yield _merge(pending)
+                if pending[-1].finished:
+                    return
+                pending = []
+
+    def _step(
+        self, record: Submitted, detokenizer: IncrementalDetokenizer, token: int, said: list[int], is_last: bool
+    ) -> RequestOutput:
+        sampling = record.sampling
+        ends = token in self.tokenizer.eos_token_ids and not sampling.ignore_eos
+        reason, stop_reason, text, stop = None, None, "", None
+        if ends or token in sampling.stop_token_ids:
+            reason, stop_reason = FinishReason.STOP, None if ends else token
+        else:
+            text, stop = detokenizer.append((token,))
+        if stop is not None:
+            reason, stop_reason = FinishReason.STOP, stop
+        elif reason is None and (len(said) >= sampling.max_tokens or is_last):
+            reason = FinishReason.LENGTH
+        if reason is not None and stop is None:
+            text += detokenizer.flush()
+        return self._piece(record, text, (token,), said, reason, stop_reason=stop_reason)
+
+    def _piece(
+        self,
+        record: Submitted,
+        text: str,
+        tokens: tuple[int, ...],
+        said: list[int],
+        reason: FinishReason | None,
+        **more: Any,
+    ) -> RequestOutput:
+        logits = tuple(fake_logits(token, record.sampling.top_logits) for token in tokens)
+        return RequestOutput(
+            record.request_id, text, tokens, logits, len(record.prompt_token_ids), len(said), reason, **more
+        )
+
+
+def fake_logits(token: int, count: int) -> TokenLogits:
+    """The token itself has logit 2, its followers 1, 0, -1 ..."""
+    top = tuple((token + i, 2.0 - i) for i in range(count))
+    return TokenLogits(token, 2.0 - LOGSUMEXP, LOGSUMEXP, top)
+
+
+def _merge(pieces: list[RequestOutput]) -> RequestOutput:
+    last = pieces[-1]
+    return RequestOutput(
+        last.request_id,
+        "".join(piece.text for piece in pieces),
+        tuple(token for piece in pieces for token in piece.token_ids),
+        tuple(entry for piece in pieces for entry in piece.logits),
+        last.num_prompt_tokens,
+        last.num_output_tokens,
+        last.finish_reason,
+        last.stop_reason,
+        last.error,
+    )
+
+
+assert math.isclose(fake_logits(5, 0).logprob, -0.5)

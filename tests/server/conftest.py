@@ -1,0 +1,33 @@
+"""One server for all tests of the HTTP edge; its engine is reset for each."""
+
+from collections.abc import Iterator
+
+import pytest
+from fake_engine import FakeEngine
+from http_server import HttpServer, running
+from small_tokenizers import open_tokenizer, write_llama2_folder
+
+from llm_serving.engine.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return open_tokenizer(write_llama2_folder(tmp_path_factory.mktemp("tokenizer")))
+
+
+@pytest.fixture(scope="session")
+def shared_server(tokenizer: Tokenizer) -> Iterator[HttpServer]:
+    with running(FakeEngine(tokenizer)) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server: HttpServer) -> HttpServer:
+    shared_server.engine.reset()
+    shared_server.log.events.clear()
+    return shared_server
+
+
+@pytest.fixture
+def engine(server: HttpServer) -> FakeEngine:
+    return server.engine

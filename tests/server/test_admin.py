@@ -1,0 +1,265 @@
+"""Health, metrics, facts, the tokenizer, the pages, the log."""
+
+import asyncio
+import re
+
+import pytest
+from fake_engine import MODEL_NAME, FakeEngine
+from http_server import running
+from prometheus_client.parser import text_string_to_metric_families
+from small_configs import small_config
+from small_tokenizers import open_tokenizer, write_byte_level_folder
+
+from llm_serving.engine.detokenizer import IncrementalDetokenizer
+from llm_serving.errors import AgentLostError, ContextLengthError, QueueFullError
+from llm_serving.metrics import Metrics
+from llm_serving.request import FinishReason, RequestOutput, RequestTimings
+from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
+from llm_serving.server.sampling import choice_seed
+from llm_serving.server.state import ServerSettings
+
+
+def test_live(server, engine):
+    engine.current.state = "recovering"
+    assert server.http.get("/health/live").json() == {"status": "live"}
+
+
+@pytest.mark.parametrize(
+    ("state", "age", "probe", "status", "name", "probes"),
+    [
+        ("ready", 0.1, False, 200, "ready", 0),
+        ("ready", 60.0, True, 200, "ready", 1),
+        ("ready", None, True, 200, "ready", 1),
+        ("ready", 60.0, False, 503, "agents do not answer", 1),
+        ("starting", None, True, 503, "starting", 0),
+        ("recovering", 0.1, True, 503, "recovering", 0),
+        ("stopped", 0.1, True, 503, "stopped", 0),
+    ],
+)
+def test_ready(server, engine, state, age, probe, status, name, probes):
+    engine.current.state, engine.current.last_step_age_s, engine.probe_answer = state, age, probe
+    response = server.http.get("/health/ready")
+    assert (response.status_code, response.json()) == (status, {"status": name, "ready": status == 200})
+    assert engine.num_probes == probes
+
+
+@pytest.mark.parametrize("state", ["starting", "recovering", "stopped"])
+def test_requests_are_refused_while_the_engine_is_not_ready(server, engine, state):
+    engine.current.state = state
+    for path, body in (("/v1/completions", {"prompt": "a", "stream": True}), ("/generate", {"inputs": "a"})):
+        response = server.post(path, body)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        assert response.json()["error"]["code"] == state
+        assert response.json()["error"]["type"] == "server_error"
+    assert server.http.get("/v1/models").status_code == 200
+    assert server.post("/tokenize", {"prompt": "a"}).status_code == 200
+    assert engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code", "kind"),
+    [
+        (QueueFullError("1024 requests wait"), 429, "queue_full", "rate_limit_error"),
+        (ContextLengthError("needs 9 blocks of 8"), 400, "context_length_exceeded", "invalid_request_error"),
+        (AgentLostError("agent 0 is gone"), 503, "agent_lost", "server_error"),
+        (ZeroDivisionError("secret"), 500, "internal_error", "server_error"),
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"stream": True}, {"n": 2}, {"n": 2, "stream": True}])
+def test_errors_of_the_engine(server, engine, error, status, code, kind, more):
+    engine.refuse = error
+    response = server.post("/v1/completions", {"prompt": "a", **more})
+    body = response.json()["error"]
+    assert (response.status_code, body["code"], body["type"]) == (status, code, kind)
+    assert ("secret" in body["message"]) is False
+    assert ("retry-after" in response.headers) == (status in (429, 503))
+    assert len(server.log.named("internal_error")) == (status == 500)
+
+
+def test_a_refusal_of_one_answer_ends_the_others(server, engine):
+    engine.refuse, engine.refuse_after = QueueFullError("full"), 2
+    engine.delay_s = 5
+    response = server.post("/v1/completions", {"prompt": "a", "n": 3})
+    assert response.status_code == 429
+    assert [request.aborted for request in engine.submitted] == [True, True]
+    [refused] = server.log.named("request_refused")
+    assert (refused["code"], refused["message"]) == ("queue_full", "full")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate_stream"])
+def test_a_crash_in_a_stream_is_an_error_event_without_details(server, engine, path):
+    engine.crash = ZeroDivisionError("secret")
+    events = server.events(path, {"prompt": "a", "stream": True} if path.startswith("/v1") else {"inputs": "a"})
+    error = next(event["error"] for event in events if "error" in event)
+    assert (error["code"], "secret" in error["message"]) == ("internal_error", False)
+    [logged] = server.log.named("internal_error")
+    assert (logged["message"], logged["where"]) == ("ZeroDivisionError: secret", path)
+    assert "Traceback" in logged["traceback"]
+
+
+def test_server_info(server):
+    info = server.http.get("/server_info").json()
+    assert info["model"]["name"] == MODEL_NAME
+    assert (info["model"]["max_model_len"], info["model"]["max_prompt_tokens"]) == (128, 100)
+    assert info["model"]["chat_template"] is True
+    assert info["engine"]["state"] == "ready"
+    assert info["engine"]["agents"] == [{"rank": 0, "state": "ready"}]
+    assert info["limits"]["sequences"] == 256
+
+
+def test_tokenize_and_back(server, tokenizer):
+    ids = tokenizer.encode("Once upon a time")
+    answer = server.post("/tokenize", {"prompt": "Once upon a time"}).json()
+    assert answer == {"tokens": ids, "count": len(ids), "max_model_len": 128}
+    bare = server.post("/tokenize", {"prompt": "Once upon a time", "add_special_tokens": False}).json()
+    assert bare["tokens"] == ids[1:]
+    assert server.post("/detokenize", {"tokens": ids}).json()["text"] == "Once upon a time"
+    shown = server.post("/detokenize", {"tokens": ids, "skip_special_tokens": False}).json()
+    assert shown == {"text": "<s> Once upon a time", "prompt": "<s> Once upon a time"}
+    assert server.post("/detokenize", {"tokens": []}).json()["text"] == ""
+    messages = [{"role": "user", "content": "hi"}]
+    chat = server.post("/tokenize", {"messages": messages}).json()["tokens"]
+    assert chat == tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+    closed = server.post("/tokenize", {"messages": messages, "add_generation_prompt": False}).json()["tokens"]
+    assert closed == chat[:-1]
+
+
+def test_a_long_text_is_tokenised_in_a_thread(server, tokenizer):
+    text = "time " * 1000
+    assert server.post("/v1/completions", {"prompt": text}).status_code == 400
+    answer = server.post("/tokenize", {"prompt": text[:1000]}).json()
+    assert answer["tokens"] == tokenizer.encode(text[:1000])
+
+
+def test_a_model_without_chat_template(tmp_path):
+    engine = FakeEngine(open_tokenizer(write_byte_level_folder(tmp_path)))
+    with running(engine) as server:
+        response = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "no_chat_template"
+        assert "use /v1/completions" in response.json()["error"]["message"]
+        assert server.http.get("/server_info").json()["model"]["chat_template"] is False
+        assert server.post("/v1/completions", {"prompt": "the"}).status_code == 200
+
+
+def test_arrivals_are_logged_without_the_prompt(server, engine):
+    server.post("/v1/completions", {"prompt": ["Once", "a"], "max_tokens": 3, "stream": True})
+    arrivals = server.log.named("request_arrival")
+    assert [arrival["request_id"] for arrival in arrivals] == [request.request_id for request in engine.submitted]
+    assert arrivals[0] == {
+        "request_id": engine.submitted[0].request_id,
+        "api": "completions",
+        "prompt_tokens": 4,
+        "max_tokens": 3,
+        "stream": True,
+    }
+
+
+def test_prompts_are_logged_when_asked(tokenizer):
+    with running(FakeEngine(tokenizer), log_prompts=True) as server:
+        server.post("/generate", {"inputs": "Once"})
+        assert server.log.named("request_arrival")[0]["prompt"] == "Once"
+
+
+def test_metrics(server, engine):
+    server.post("/v1/completions", {"prompt": "a"})
+    server.post("/v1/completions", {"prompt": "a", "temperature": 9})
+    server.http.get("/nowhere")
+    text = server.http.get("/metrics").text
+    samples = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    route = ("route", "/v1/completions")
+    assert samples["llm_serving_http_responses_total", (route, ("status", "200"))] >= 1
+    assert samples["llm_serving_http_responses_total", (route, ("status", "400"))] >= 1
+    assert samples["llm_serving_http_responses_total", (("route", "unmatched"), ("status", "404"))] >= 1
+    assert samples["llm_serving_kv_blocks_used", ()] == 10
+    assert samples["llm_serving_kv_usage_ratio", ()] == 0.1
+    assert samples["llm_serving_engine_state", (("state", "ready"),)] == 1
+    assert samples["llm_serving_engine_state", (("state", "stopped"),)] == 0
+
+
+def test_the_engines_metrics():
+    metrics = Metrics(process=False)
+    step = ScheduledStep(seq=1, kind=StepKind.PREFILL, rows=[0, 1], token_ids=[5, 6, 7])
+    metrics.step(step, StepResult(seq=1, sampled_ids=[9, -1]), 0.25)
+    metrics.first_token(0.1)
+    timings = RequestTimings(queue=0.1, prefill=0.2, decode=0.6, e2e=0.9, ttft=0.3)
+    output = RequestOutput("r", "", (), (), 10, 4, FinishReason.STOP, timings=timings)
+    metrics.request_end(output, FinishReason.STOP)
+    metrics.request_refused("queue_full")
+    metrics.preemptions(2)
+    value = metrics.registry.get_sample_value
+    assert value("llm_serving_step_seconds_sum", {"kind": "prefill"}) == 0.25
+    assert value("llm_serving_step_sequences_sum", {"kind": "prefill"}) == 2
+    assert value("llm_serving_step_tokens_total", {"kind": "prefill"}) == 3
+    assert value("llm_serving_generated_tokens_total") == 1
+    assert value("llm_serving_prompt_tokens_total") == 10
+    assert value("llm_serving_requests_finished_total", {"reason": "stop"}) == 1
+    assert value("llm_serving_requests_finished_total", {"reason": "error"}) == 0
+    assert value("llm_serving_requests_refused_total", {"code": "queue_full"}) == 1
+    assert value("llm_serving_time_per_output_token_seconds_sum") == pytest.approx(0.2)
+    assert value("llm_serving_request_seconds_sum") == 0.9
+    assert value("llm_serving_queue_seconds_sum") == 0.1
+    assert value("llm_serving_preemptions_total") == 2
+
+
+def test_seeds_of_several_answers():
+    seeds = [choice_seed(seed, i) for seed in (0, 1, 2**64 - 1) for i in range(20)]
+    assert len(set(seeds)) == 60
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert choice_seed(42, 0) == 42
+    assert choice_seed(0, 1) == 0xE220A8397B1DCDAF  # the first output of SplitMix64 from state 0
+
+
+def test_the_settings_of_a_config(tmp_path):
+    config = small_config(tmp_path, ["model_config.seq_length=[64]"])
+    settings = ServerSettings.from_config(config)
+    assert (settings.max_context, settings.max_prompt_tokens) == (config.max_model_len, 64)
+    assert settings.vocab_size == config.shape.vocab_size
+    assert (settings.loopback, settings.hosts) == (True, {"127.0.0.1"})
+    assert settings.info["dtype"] == config.model_config.model_dtype
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_pages_use_nothing_from_outside(server, path):
+    response = server.http.get(path)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    policy = response.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; ")
+    assert "unsafe" not in policy
+    page = response.text
+    assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//", page)
+    assert not any(word in page for word in ("@import", "innerHTML", "eval("))
+    assert not re.search(r"<[^>]+\son\w+\s*=|<[^>]+\sstyle\s*=", page), "inline handlers are not in the policy"
+
+
+def test_the_docs_tell_every_endpoint(server):
+    document = server.http.get("/openapi.json").json()
+    page = server.http.get("/docs").text
+    for path, operations in document["paths"].items():
+        for method in operations:
+            assert f"{method.upper()}</span> {path}</h2>" in page
+    schemas = document["components"]["schemas"]
+    assert "max_completion_tokens" in schemas["ChatRequest"]["properties"]
+    assert schemas["CompletionRequest"]["required"] == ["prompt"]
+    assert "prefix_text" in page
+
+
+def test_the_fake_engine_and_the_contract_agree(tokenizer):
+    """The fake's stream joins to the detokenizer's text, so that the tests above mean something."""
+    engine = FakeEngine(tokenizer)
+    engine.say("hello to the bird")
+
+    async def run():
+        from llm_serving.request import SamplingParams
+
+        return [piece async for piece in engine.generate("r", [1], SamplingParams())]
+
+    pieces = asyncio.run(run())
+    ids = tokenizer.encode("hello to the bird", add_special_tokens=False)
+    text, _ = IncrementalDetokenizer(tokenizer, prompt_token_ids=[1]).append(ids)
+    assert "".join(piece.text for piece in pieces) == text

@@ -1,0 +1,295 @@
+"""The table of bad input over HTTP: exact status, type, param, and a phrase. Nothing reaches the engine."""
+
+import json
+from typing import Any
+
+import pytest
+from http_server import MAX_BODY_BYTES, http_request, read_response
+
+LONG = "hello " * 40
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+
+
+def completion(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return COMPLETIONS, {"prompt": "a", **fields}
+
+
+def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return CHAT, {"messages": USER, **fields}
+
+
+def generate(**parameters: Any) -> tuple[str, dict[str, Any]]:
+    return "/generate", {"inputs": "a", "parameters": parameters}
+
+
+def dialect(**fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/chat", {"query": "a", **fields}
+
+
+# (path, body), param, phrase of the message
+BAD_REQUESTS = [
+    # missing and unknown
+    ((COMPLETIONS, {}), "prompt", "Missing required parameter: 'prompt'."),
+    ((CHAT, {"model": "fake-llama"}), "messages", "Missing required parameter: 'messages'."),
+    (completion(temprature=1), "temprature", "Unrecognized request argument supplied: temprature"),
+    (completion(stream=True, stream_options={"usage": True}), "stream_options.usage", "Unrecognized request argument"),
+    (completion(**{"x" * 5000: 1}), "x" * 80 + "...", "Unrecognized request argument supplied: xxxx"),
+    # types
+    (completion(temperature="1"), "temperature", 'should be a valid number; got "1".'),
+    (completion(max_tokens=1.5), "max_tokens", "should be a valid integer; got 1.5."),
+    (completion(max_tokens=True), "max_tokens", "should be a valid integer; got true."),
+    (completion(stream="yes"), "stream", "should be a valid boolean"),
+    (completion(stop=5), "stop", "should be a string or a list of strings; got 5."),
+    (completion(stop=["a", 1]), "stop", "should be a string or a list of strings"),
+    (completion(stop_token_ids=[1, "b"]), "stop_token_ids[1]", 'should be a valid integer; got "b".'),
+    (completion(seed=1e30), "seed", "should be a valid integer; got 1e+30."),
+    ((COMPLETIONS, {"prompt": 5}), "prompt", "should be text, token ids, or a list of either; got 5."),
+    ((COMPLETIONS, {"prompt": None}), "prompt", "should be text, token ids, or a list of either; got null."),
+    ((COMPLETIONS, {"prompt": ["a", 5]}), "prompt[1]", "should be text, token ids"),
+    ((COMPLETIONS, {"prompt": [1, "a"]}), "prompt", "'prompt[1]' should be a token id; got \"a\"."),
+    ((COMPLETIONS, {"prompt": [[1], [True]]}), "prompt[1]", "'prompt[1][0]' should be a token id; got true."),
+    # ranges
+    (completion(temperature=-0.1), "temperature", "greater than or equal to 0; got -0.1."),
+    (completion(temperature=2.1), "temperature", "less than or equal to 2; got 2.1."),
+    (completion(top_p=1.01), "top_p", "less than or equal to 1; got 1.01."),
+    (completion(top_k=-2), "top_k", "greater than or equal to -1; got -2."),
+    (completion(min_p=1.5), "min_p", "less than or equal to 1"),
+    (completion(repetition_penalty=0), "repetition_penalty", "greater than 0; got 0."),
+    (completion(presence_penalty=2.5), "presence_penalty", "less than or equal to 2"),
+    (completion(frequency_penalty=-3), "frequency_penalty", "greater than or equal to -2"),
+    (completion(max_tokens=0), "max_tokens", "greater than or equal to 1; got 0."),
+    (completion(n=0), "n", "greater than or equal to 1"),
+    (completion(n=65), "n", "less than or equal to 64; got 65."),
+    (completion(seed=2**64), "seed", "should be a valid integer; got 1.8446744073709552e+19."),
+    (completion(logprobs=21), "logprobs", "less than or equal to 20; got 21."),
+    (chat(logprobs=True, top_logprobs=21), "top_logprobs", "less than or equal to 20"),
+    (completion(stop=["a"] * 17), "stop", "should hold at most 16 strings, not 17"),
+    (completion(stop="a" * 257), "stop", "should hold strings of 1 to 256 characters, not 257"),
+    (completion(stop=[""]), "stop", "should hold strings of 1 to 256 characters, not 0"),
+    (completion(stop_token_ids=[1] * 65), "stop_token_ids", "at most 64 items"),
+    (completion(model="x" * 300), "model", "at most 256 characters"),
+    # prompts
+    ((COMPLETIONS, {"prompt": []}), "prompt", "'prompt' is an empty list"),
+    ((COMPLETIONS, {"prompt": [[]]}), "prompt[0]", "'prompt[0]' holds no tokens."),
+    ((COMPLETIONS, {"prompt": ["a"] * 257}), "prompt", "holds 257 prompts; at most 256 are taken."),
+    ((COMPLETIONS, {"prompt": ["a"] * 200, "n": 2}), "n", "make 400 sequences; one request may make at most 256."),
+    ((COMPLETIONS, {"prompt": [1, 360]}), "prompt", "'prompt[1]' is token id 360; the model's vocabulary has ids 0 to"),
+    ((COMPLETIONS, {"prompt": [-1]}), "prompt", "is token id -1"),
+    ((COMPLETIONS, {"prompt": "x" * 5000}), "prompt", "has 5000 characters; more than"),
+    # combinations
+    (completion(best_of=2), "best_of", "'best_of' is 2 and n is 1; only equal values are supported."),
+    (completion(echo=True, logprobs=1), "echo", "'echo' with 'logprobs' is not supported"),
+    (completion(stream_options={"include_usage": True}), "stream_options", "only allowed when 'stream' is true."),
+    (chat(top_logprobs=2), "top_logprobs", "only allowed when 'logprobs' is true."),
+    (chat(max_tokens=4, max_completion_tokens=5), "max_tokens", "is 4 and 'max_completion_tokens' is 5; give one."),
+    # features we lack
+    (completion(suffix="z"), "suffix", "'suffix' is not supported by this server; leave it out (got \"z\")."),
+    (completion(logit_bias={"5": 1}), "logit_bias", "'logit_bias' is not supported"),
+    (chat(tools=[{"type": "function"}]), "tools", "'tools' is not supported"),
+    (chat(functions=[{}]), "functions", "'functions' is not supported"),
+    (chat(response_format={"type": "json_object"}), "response_format", "'response_format' is not supported"),
+    (chat(modalities=["text", "audio"]), "modalities", "'modalities' is not supported"),
+    (chat(reasoning_effort="high"), "reasoning_effort", "'reasoning_effort' is not supported"),
+    # messages
+    ((CHAT, {"messages": []}), "messages", "should have at least 1 item"),
+    ((CHAT, {"messages": "hi"}), "messages", "should be a valid list"),
+    ((CHAT, {"messages": [{"content": "hi"}]}), "messages[0].role", "Missing required parameter: 'messages[0].role'."),
+    ((CHAT, {"messages": [{"role": "user"}]}), "messages[0].content", "Missing required parameter"),
+    ((CHAT, {"messages": [*USER, {"role": "tool", "content": "x"}]}), "messages[1].role", "'system', 'developer',"),
+    ((CHAT, {"messages": [{"role": "user", "content": None}]}), "messages[0].content", "should be a valid string"),
+    (
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}]}),
+        "messages[0].content",
+        'holds a part [0] of type "image_url", which is not supported; only text parts are',
+    ),
+    (
+        (CHAT, {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]}),
+        "messages[0].tool_calls",
+        "'messages[0].tool_calls' is not supported",
+    ),
+    # the published dialects
+    (("/generate", {"inputs": ["a"]}), "inputs", "should be a valid string"),
+    (generate(max_new_tokens="many"), "parameters.max_new_tokens", "should be a valid integer"),
+    (generate(top_p="nan"), "parameters.top_p", "should be a finite number"),
+    (generate(best_of=2), "parameters.best_of", "'parameters.best_of' is not supported"),
+    (generate(beams=2), "parameters.beams", "Unrecognized request argument supplied: parameters.beams"),
+    (dialect(history=[["a"]]), "history", "holds an entry [0] that is no [query, answer] pair of strings"),
+    (dialect(history=[{"role": "robot", "content": "x"}]), "history[0].role", "'system', 'user' or 'assistant'"),
+    (dialect(gen_kwargs={"num_beams": 4}), "gen_kwargs.num_beams", "'gen_kwargs.num_beams' is not supported"),
+    (dialect(gen_kwargs={"max_length": 0}), "gen_kwargs.max_length", "greater than or equal to 1"),
+    (("/stream_chat_post", {"request_id": "1"}), "query", "Missing required parameter: 'query'."),
+    # tokenizer
+    (("/tokenize", {}), "prompt", "Give either 'prompt' or 'messages'."),
+    (("/tokenize", {"prompt": "a", "messages": USER}), "prompt", "Give either 'prompt' or 'messages'."),
+    (("/detokenize", {"tokens": [5, 360]}), "tokens", "'tokens[1]' is token id 360"),
+    (("/detokenize", {"tokens": [5, "a"]}), "tokens[1]", "should be a valid integer"),
+    (("/detokenize", {"tokens": "5"}), "tokens", "should be a valid list"),
+]  # fmt: skip
+
+
+def error_of(response) -> dict[str, Any]:
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert body["error"].keys() == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+@pytest.mark.parametrize(("request_", "param", "phrase"), BAD_REQUESTS)
+def test_a_bad_request(server, request_, param, phrase):
+    path, body = request_
+    response = server.post(path, body)
+    assert response.status_code == 400, response.text
+    error = error_of(response)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert phrase in error["message"]
+    assert server.engine.submitted == []
+
+
+# path, body, param, phrase
+TOO_LONG = [
+    (
+        *completion(max_tokens=127),
+        "max_tokens",
+        "However, you requested 129 tokens (2 in the prompt, 127 in the answer).",
+    ),
+    (*completion(prompt=[5] * 101), "prompt", "has 101 tokens; the longest this server takes is 100"),
+    (*completion(prompt=LONG * 3), "prompt", "the longest this server takes is 100"),
+    (*completion(prompt=["a", [5] * 101]), "prompt[1]", "has 101 tokens"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 3000}]}, "messages", "more than"),
+    (*chat(max_completion_tokens=200), "max_completion_tokens", "maximum context length is 128 tokens"),
+    (*generate(max_new_tokens=127), "parameters.max_new_tokens", "maximum context length is 128 tokens"),
+    (*dialect(gen_kwargs={"max_length": 500}), "gen_kwargs.max_length", "lower gen_kwargs.max_length."),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "phrase"), TOO_LONG)
+def test_what_does_not_fit_the_context(server, path, body, param, phrase):
+    response = server.post(path, body)
+    error = error_of(response)
+    assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+    assert phrase in error["message"]
+    assert server.engine.submitted == []
+
+
+# body, status, code, phrase
+BAD_BODIES = [
+    (b"", 400, "invalid_json", "is not valid JSON"),
+    (b"{", 400, "invalid_json", "is not valid JSON"),
+    (b"[1]", 400, "invalid_json", "must be a JSON object, not an array."),
+    (b'"a"', 400, "invalid_json", "must be a JSON object, not a string."),
+    (b"null", 400, "invalid_json", "must be a JSON object, not null."),
+    (b'{"prompt": "a", "temperature": NaN}', 400, "invalid_json", "is not valid JSON"),
+    (b'{"prompt": "a", "temperature": Infinity}', 400, "invalid_json", "is not valid JSON"),
+    (b'{"prompt": "a", "temperature": 1e999}', 400, "invalid_json", "infinity"),
+    (b'{"prompt": "\\ud800"}', 400, "invalid_json", "is not valid JSON"),
+    (b'{"prompt": "\xff"}', 400, "invalid_json", "is not valid JSON"),
+    (b'{"prompt": "a"} x', 400, "invalid_json", "is not valid JSON"),
+    (b'{"prompt": ' + b"[" * 40 + b"]" * 40 + b"}", 400, "invalid_json", "nested deeper than 32 levels"),
+    (b'{"a": ' * 20000 + b"1" + b"}" * 20000, 413, "payload_too_large", f"at most {MAX_BODY_BYTES} bytes"),
+    (b'{"a":' * 8000 + b"1" + b"}" * 8000, 400, "invalid_json", "nested deeper than 32 levels"),
+    (b"[" * 60000, 400, "invalid_json", "is not valid JSON"),
+    (b'{"prompt": "' + b"x" * MAX_BODY_BYTES + b'"}', 413, "payload_too_large", f"at most {MAX_BODY_BYTES} bytes"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "code", "phrase"), BAD_BODIES, ids=range(len(BAD_BODIES)))
+def test_a_bad_body(server, body, status, code, phrase):
+    response = server.http.post(COMPLETIONS, content=body, headers={"Content-Type": "application/json"})
+    error = error_of(response)
+    assert (response.status_code, error["type"], error["code"]) == (status, "invalid_request_error", code)
+    assert phrase in error["message"]
+    assert server.engine.submitted == []
+
+
+def test_brackets_in_strings_are_not_nesting(server):
+    prompt = '[{"\\' * 20
+    assert server.post(COMPLETIONS, {"prompt": prompt}).status_code == 200
+
+
+# headers, status, phrase
+BAD_HEADERS = [
+    ("Content-Type: text/plain", 415, "The content type is 'text/plain'; send 'Content-Type: application/json'."),
+    ("Content-Type: application/x-www-form-urlencoded", 415, "send 'Content-Type: application/json'."),
+    ("Content-Type: multipart/form-data; boundary=x", 415, "'multipart/form-data'"),
+    ("Content-Type: ", 415, "The content type is 'not given'"),
+    ("Content-Type: application/json; charset=utf-16", 415, "The charset is 'utf-16'; JSON is sent as UTF-8."),
+    ("Content-Encoding: gzip", 415, "send the body uncompressed"),
+    ("Content-Length: 99999999", 413, f"has 99999999 bytes; at most {MAX_BODY_BYTES} bytes"),
+    ("Origin: https://evil.example", 403, "web pages of another origin ('https://evil.example')"),
+    ("Origin: null", 403, "another origin"),
+    ("Host: evil.example", 403, "The host 'evil.example' is not this server's"),
+    ("Host: evil.example:8835", 403, "is not this server's"),
+]
+
+
+@pytest.mark.parametrize(("header", "status", "phrase"), BAD_HEADERS)
+def test_a_bad_header(server, header, status, phrase):
+    with server.raw(http_request(COMPLETIONS, b'{"prompt": "a"}', header)) as connection:
+        answered, _, body = read_response(connection)
+    assert answered == status
+    assert phrase in json.loads(body)["error"]["message"]
+    assert server.engine.submitted == []
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost", "localhost:1234", "127.0.0.1", "[::1]:99", "app.localhost:5", "10.1.2.3"]
+)
+def test_hosts_that_mean_this_machine(server, host):
+    with server.raw(
+        http_request(COMPLETIONS, b'{"prompt": "a"}', f"Host: {host}", f"Origin: http://{host}")
+    ) as connection:
+        assert read_response(connection)[0] == 200
+
+
+def test_a_charset_of_utf_8_is_fine(server):
+    with server.raw(
+        http_request(COMPLETIONS, b'{"prompt": "a"}', "Content-Type: Application/JSON; Charset=UTF-8")
+    ) as connection:
+        assert read_response(connection)[0] == 200
+
+
+# method, path, status, phrase, code
+BAD_URLS = [
+    ("GET", "/nowhere", 404, "Unknown URL: GET /nowhere", None),
+    ("POST", "/v1/embeddings", 404, "Unknown URL: POST /v1/embeddings", None),
+    ("POST", "/v1/completions/", 404, "Unknown URL", None),
+    ("GET", "/../../etc/passwd", 404, "Unknown URL", None),
+    ("GET", "/v1/completions", 405, "does not take GET; use POST.", None),
+    ("DELETE", "/v1/models", 405, "does not take DELETE; use ", None),
+    ("OPTIONS", "/v1/chat/completions", 405, "does not take OPTIONS; use POST.", None),
+    (
+        "GET",
+        "/v1/models/other",
+        404,
+        'The model "other" does not exist; this server serves "fake-llama".',
+        "model_not_found",
+    ),
+    ("POST", "/models/other/generate", 404, 'The model "other" does not exist', "model_not_found"),
+    ("POST", "/models/other/generate_stream", 404, 'The model "other" does not exist', "model_not_found"),
+]
+
+
+@pytest.mark.parametrize(("method", "path", "status", "phrase", "code"), BAD_URLS)
+def test_a_bad_url(server, method, path, status, phrase, code):
+    with server.raw(http_request(path, b'{"prompt": "a"}', method=method)) as connection:
+        answered, headers, body = read_response(connection)
+    error = json.loads(body)["error"]
+    assert (answered, error["type"], error["code"]) == (status, "invalid_request_error", code)
+    assert phrase in error["message"]
+    assert ("allow" in headers) == (status == 405)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_model_that_is_not_served(server, path):
+    body = {"model": "gpt-4", "prompt": "a"} if path == COMPLETIONS else {"model": "gpt-4", "messages": USER}
+    response = server.post(path, body)
+    error = error_of(response)
+    assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+
+
+def test_the_server_is_unharmed_by_all_of_it(server):
+    response = server.post(COMPLETIONS, {"prompt": "a"})
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["finish_reason"] == "stop"
+    assert server.log.named("internal_error") == []

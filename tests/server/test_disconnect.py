@@ -1,0 +1,147 @@
+"""A client that goes away, on a raw socket: its request is aborted at once, whatever it was waiting for."""
+
+import json
+import socket
+import struct
+import time
+
+import pytest
+from http_server import MAX_BODY_BYTES, http_request, read_response, wait_until
+
+from llm_serving.server import body as body_module
+from llm_serving.server import http_protocol
+
+SLOW = {"prompt": "a", "max_tokens": 100}
+ENDLESS = [300] * 100
+
+
+def slow(engine, delay_s=0.05):
+    engine.script = lambda prompt, sampling: ENDLESS
+    engine.delay_s = delay_s
+
+
+def aborted(engine) -> bool:
+    return bool(engine.submitted) and all(request.aborted for request in engine.submitted)
+
+
+def reset(connection: socket.socket) -> None:
+    """Closes with RST, as a killed process with unread data does."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+CASES = [
+    ("/v1/completions", SLOW),
+    ("/v1/completions", {**SLOW, "stream": True}),
+    ("/v1/completions", {**SLOW, "n": 3, "stream": True}),
+    ("/v1/completions", {**SLOW, "prompt": ["a", "b"], "n": 2}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True}),
+    ("/generate", {"inputs": "a"}),
+    ("/generate_stream", {"inputs": "a"}),
+    ("/chat", {"query": "a"}),
+    ("/stream_chat_post", {"query": "a"}),
+]
+
+
+@pytest.mark.parametrize("close", [socket.socket.close, reset], ids=["close", "reset"])
+@pytest.mark.parametrize(("path", "body"), CASES)
+def test_going_away_aborts(server, engine, path, body, close):
+    slow(engine)
+    connection = server.raw(http_request(path, json.dumps(body).encode()))
+    wait_until(lambda: any(request.num_pieces for request in engine.submitted))
+    close(connection)
+    assert wait_until(lambda: aborted(engine)) < 0.5
+    assert server.log.named("internal_error") == []
+
+
+def test_going_away_before_the_first_token_aborts(server, engine):
+    slow(engine, delay_s=5)
+    connection = server.raw(http_request("/v1/completions", json.dumps({**SLOW, "stream": True}).encode()))
+    wait_until(lambda: bool(engine.submitted))
+    connection.close()
+    assert wait_until(lambda: aborted(engine)) < 0.5
+
+
+def test_a_client_that_does_not_read_holds_up_only_itself(server, engine, tokenizer):
+    answer = tokenizer.encode("hello to the bird " * 10, add_special_tokens=False)
+    engine.script = lambda prompt, sampling: answer * 1000
+    connection = server.raw(http_request("/v1/completions", json.dumps({**SLOW, "stream": True}).encode()))
+    wait_until(lambda: bool(engine.submitted) and engine.submitted[0].num_pieces > 10)
+    engine.say("hello")
+    assert server.post("/v1/completions", {"prompt": "a"}).json()["choices"][0]["text"] == " hello"
+    connection.close()
+    wait_until(lambda: engine.submitted[0].finished or engine.submitted[0].aborted)
+
+
+def test_half_a_body_then_gone(server, engine):
+    data = http_request("/v1/completions", json.dumps(SLOW).encode())
+    for cut in (len(data) - 5, data.index(b"\r\n\r\n") + 4, 30, 1):
+        server.raw(data[:cut]).close()
+    assert server.post("/v1/completions", {"prompt": "a"}).status_code == 200
+    assert len(engine.submitted) == 1
+    assert server.log.named("internal_error") == []
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(server, monkeypatch):
+    monkeypatch.setattr(body_module, "BODY_TIMEOUT_S", 0.2)
+    data = http_request("/v1/completions", json.dumps(SLOW).encode())
+    with server.raw(data[:-5]) as connection:
+        status, headers, body = read_response(connection)
+        assert (status, headers["connection"]) == (408, "close")
+        assert json.loads(body)["error"]["message"] == "The request body did not arrive within 0.2 seconds."
+        assert connection.recv(1) == b""
+
+
+def test_headers_that_do_not_come_are_not_waited_for(server, monkeypatch):
+    monkeypatch.setattr(http_protocol, "HEADER_TIMEOUT_S", 0.2)
+    for data in (b"", b"POST /v1/comp"):
+        with server.raw(data) as connection:
+            start = time.monotonic()
+            assert read_response(connection)[0] == 408
+            assert time.monotonic() - start < 2
+
+
+def test_endless_headers_are_cut_off(server):
+    with server.raw(b"GET / HTTP/1.1\r\nHost: localhost\r\nX-Long: ") as connection:
+        answer = b""
+        try:
+            for _ in range(40):
+                connection.sendall(b"x" * 8192)
+            answer = connection.recv(64)
+        except (BrokenPipeError, ConnectionResetError):
+            answer = answer or b"HTTP/1.1 431 (reset before it could be read)"
+    assert answer.startswith(b"HTTP/1.1 431")
+
+
+def test_a_chunked_body_is_bounded_while_it_is_read(server):
+    head = http_request("/v1/completions", b"", "Transfer-Encoding: chunked").replace(b"Content-Length: 0\r\n", b"")
+    with server.raw(head) as connection:
+        for _ in range(MAX_BODY_BYTES // 8192 + 2):
+            connection.sendall(b"2000\r\n" + b" " * 8192 + b"\r\n")
+        status, headers, body = read_response(connection)
+        assert (status, headers["connection"]) == (413, "close")
+        assert "more than" in json.loads(body)["error"]["message"]
+
+
+def test_a_large_body_is_refused_before_it_is_sent(server):
+    head = http_request("/v1/completions", b"", "Content-Length: 9999999", "Expect: 100-continue")
+    with server.raw(head) as connection:
+        start = time.monotonic()
+        assert read_response(connection)[0] == 413
+        assert time.monotonic() - start < 0.5
+
+
+def test_what_is_not_http(server):
+    with server.raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 not http at all\r\n\r\n") as connection:
+        assert read_response(connection)[0] == 400
+    assert server.http.get("/health/live").status_code == 200
+
+
+def test_requests_on_one_connection(server, engine):
+    request = http_request("/v1/completions", b'{"prompt": "a"}')
+    with server.raw(request) as connection:
+        assert read_response(connection)[0] == 200
+        connection.sendall(request * 2)
+        assert read_response(connection)[0] == 200
+        wait_until(lambda: len(engine.submitted) == 3)

@@ -1,0 +1,54 @@
+"""The examples of docs/http_api.md are run, and none is missing."""
+
+import json
+import re
+import shlex
+
+import pytest
+from fake_engine import MODEL_NAME
+from small_configs import REPOSITORY
+
+from llm_serving.server.routes import ENDPOINTS
+
+TEXT = (REPOSITORY / "docs" / "http_api.md").read_text("utf-8")
+BASE = "http://127.0.0.1:8835"
+
+
+def examples() -> list[tuple[str, str, str | None]]:
+    """Method, path and body of each curl command."""
+    found = []
+    for block in re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL):
+        for line in block.replace("\\\n", "").strip().split("\n"):
+            words = shlex.split(line)
+            assert words[0] == "curl"
+            url = next(word for word in words if word.startswith(BASE))
+            body = words[words.index("-d") + 1] if "-d" in words else None
+            found.append(("GET" if body is None else "POST", url.removeprefix(BASE), body))
+    return found
+
+
+EXAMPLES = examples()
+
+
+def test_every_endpoint_is_described_with_an_example():
+    shown = {(method, path.replace("MODEL", "{name}")) for method, path, _ in EXAMPLES}
+    assert shown == {(endpoint.method, endpoint.path.replace(":path", "")) for endpoint in ENDPOINTS}
+    for endpoint in ENDPOINTS:
+        assert f"`{endpoint.method} {endpoint.path.replace(':path', '')}`" in TEXT
+
+
+@pytest.mark.parametrize(("method", "path", "body"), EXAMPLES)
+def test_the_example_works(server, method, path, body):
+    content = None if body is None else json.dumps(json.loads(body))
+    headers = {} if body is None else {"Content-Type": "application/json"}
+    response = server.http.request(method, path.replace("MODEL", MODEL_NAME), content=content, headers=headers)
+    assert response.status_code == 200, response.text
+    streams = body is not None and ("stream" in path or '"stream": true' in body)
+    assert response.headers["content-type"].startswith("text/event-stream") == streams
+
+
+@pytest.mark.parametrize("endpoint", [e for e in ENDPOINTS if e.example], ids=lambda endpoint: endpoint.path)
+def test_the_examples_of_the_docs_page_work(server, endpoint):
+    path = endpoint.path.replace("{name}", MODEL_NAME)
+    response = server.http.post(path, json=json.loads(endpoint.example))
+    assert response.status_code == 200, response.text
