@@ -84,7 +84,11 @@ class FakeEngine:
         return self.probe_answer
 
     async def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        arrival_time: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         if self.refuse is not None and len(self.submitted) >= (self.refuse_after or 0):
             raise self.refuse

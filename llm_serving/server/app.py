@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
@@ -15,6 +16,7 @@ from llm_serving.metrics import Metrics
 from llm_serving.server.engine_api import Engine, EventLogger
 from llm_serving.server.errors import ClientGoneError, error_reply, note_error
 from llm_serving.server.guard import check_origin
+from llm_serving.server.http_protocol import RECEIVED_AT
 from llm_serving.server.routes import ENDPOINTS, AnyResponse, Endpoint
 from llm_serving.server.state import ServerSettings, ServerState
 from llm_serving.server.validation import clip
@@ -44,6 +46,7 @@ class ServerApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
+        scope.setdefault(RECEIVED_AT, time.monotonic())
         scope["app"] = self  # Starlette then raises 405 as an exception
         try:
             check_origin(Headers(scope=scope), self.state.settings)

@@ -41,7 +41,7 @@ async def _chat(state: ServerState, request: Request, *, stream: bool) -> Respon
     body = parse(ChatDialectRequest, await read_json_object(request, state.settings.max_body_bytes))
     settings = body.gen_kwargs or GenerationSettings()
     stream = stream or bool(body.stream)
-    generation = Generation(state, "chat", "chat", stream=stream)
+    generation = Generation(state, request, "chat", "chat", stream=stream)
     messages: list[dict[str, object]] = [{"role": turn.role, "content": turn.content} for turn in body.history]
     messages.append({"role": body.role, "content": body.query})
     prompt = await chat_prompt(state, messages, settings.prefix_text or "")

@@ -55,7 +55,11 @@ class Engine(Protocol):
     def max_model_len(self) -> int: ...
 
     def generate(
-        self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingParams
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        arrival_time: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The pieces of a request's stream. Raises LLMServingError before the first; closing it aborts the request."""
 

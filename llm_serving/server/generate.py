@@ -55,7 +55,7 @@ async def _generate(state: ServerState, request: Request, *, stream: bool) -> Re
     room = output_room(len(prompt.token_ids), parameters.max_new_tokens, state.settings, name)
     if parameters.max_new_tokens is None:
         room = min(room, DEFAULT_MAX_NEW_TOKENS)
-    generation = Generation(state, "generate", "gen", stream=stream)
+    generation = Generation(state, request, "generate", "gen", stream=stream)
     sampling = dialect_sampling(parameters, parameters.top_n_tokens or 0)
     generation.choices = make_choices(generation.request_id, [prompt], [(sampling, room)], 1, parameters.seed)
     state.require_ready()

@@ -10,9 +10,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
+
 from llm_serving.errors import RequestError
 from llm_serving.request import FinishReason, RequestOutput, SamplingParams, TokenLogits
 from llm_serving.server.errors import EngineFailedError, UnavailableError
+from llm_serving.server.http_protocol import RECEIVED_AT
 from llm_serving.server.limits import MAX_SEQUENCES
 from llm_serving.server.prompts import Prompt
 from llm_serving.server.sampling import request_seed, with_choice
@@ -74,8 +77,9 @@ def make_choices(
 class Generation:
     """The sequences of one HTTP request."""
 
-    def __init__(self, state: ServerState, api: str, id_prefix: str, *, stream: bool) -> None:
+    def __init__(self, state: ServerState, request: Request, api: str, id_prefix: str, *, stream: bool) -> None:
         self.state = state
+        self._received_at: float = request.scope[RECEIVED_AT]
         self.api = api
         self.request_id = f"{id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
@@ -126,7 +130,9 @@ class Generation:
         return answers
 
     def _generate(self, choice: Choice) -> AsyncGenerator[RequestOutput, None]:
-        return self.state.engine.generate(choice.request_id, choice.prompt.token_ids, choice.sampling)
+        return self.state.engine.generate(
+            choice.request_id, choice.prompt.token_ids, choice.sampling, self._received_at
+        )
 
     async def _single(self) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
         choice = self.choices[0]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from llm_serving.server.limits import HEADER_TIMEOUT_S, MAX_HEADER_BYTES
 
-__all__ = ["BoundedHttpProtocol"]
+__all__ = ["RECEIVED_AT", "BoundedHttpProtocol"]
+
+RECEIVED_AT = "llm_serving.received_at"
+"""Key of the ASGI scope: when the request's first byte was read, on the monotonic clock. Latency counts from there."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -37,6 +41,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope[RECEIVED_AT] = time.monotonic()  # type: ignore[literal-required]
         if self._header_timer is None:
             self._await_headers()
 

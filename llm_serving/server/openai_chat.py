@@ -40,7 +40,7 @@ async def create_chat_completion(state: ServerState, request: Request) -> Respon
     body = parse(ChatRequest, await read_json_object(request, state.settings.max_body_bytes))
     check_model(state, body.model)
     _check(body)
-    generation = Generation(state, "chat.completions", "chatcmpl", stream=bool(body.stream))
+    generation = Generation(state, request, "chat.completions", "chatcmpl", stream=bool(body.stream))
     generation.choices = await _choices(state, body, generation.request_id)
     state.require_ready()
     if body.stream:

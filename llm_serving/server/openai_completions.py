@@ -42,7 +42,7 @@ async def create_completion(state: ServerState, request: Request) -> Response | 
     body = parse(CompletionRequest, await read_json_object(request, state.settings.max_body_bytes))
     check_model(state, body.model)
     _check(body)
-    generation = Generation(state, "completions", "cmpl", stream=bool(body.stream))
+    generation = Generation(state, request, "completions", "cmpl", stream=bool(body.stream))
     generation.choices = await _choices(state, body, generation.request_id)
     state.require_ready()
     if body.stream:

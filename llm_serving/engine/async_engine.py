@@ -1,0 +1,232 @@
+"""The engine for asyncio: a request in, a stream of pieces out; leaving the stream aborts the request."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from llm_serving.engine.core import Abort, Add, EngineCore, Probe, Stop
+from llm_serving.engine.observer import EngineLog, EngineMetrics
+from llm_serving.engine.outputs import DetokenizerFactory, EngineOutput, ProbeAnswer, RequestRefused, merge_outputs
+from llm_serving.engine.status import EngineStatus
+from llm_serving.errors import AgentLostError, LLMServingError, RequestError
+from llm_serving.executor.base import Executor
+from llm_serving.request import Request, RequestOutput, SamplingParams
+from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from llm_serving.config import Config
+    from llm_serving.engine.tokenizer import Tokenizer
+
+__all__ = ["AsyncEngine"]
+
+_MERGE_AT = 32
+"""Pieces a slow reader may pile up before they are merged into one, so that a stream's backlog stays small."""
+
+
+class _Stream:
+    """One request's pieces between the engine thread's deliveries and its reader. Lives on the event loop."""
+
+    __slots__ = ("_error", "_pieces", "_waiter", "ended", "gone")
+
+    def __init__(self) -> None:
+        self.ended = False
+        """The last piece has come."""
+        self.gone: asyncio.Event | None = None
+        """Set when the last piece has come, for a stream whose reader left before."""
+        self._pieces: list[RequestOutput] = []
+        self._error: LLMServingError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def push(self, piece: RequestOutput) -> None:
+        self._pieces.append(piece)
+        if len(self._pieces) >= _MERGE_AT:
+            self._pieces = [merge_outputs(self._pieces)]
+        self.ended = piece.finished
+        self._notify()
+
+    def fail(self, error: LLMServingError) -> None:
+        self._error = error
+        self.ended = True
+        self._notify()
+
+    async def next(self) -> RequestOutput:
+        """Everything that has come since the last call, as one piece; waits for one."""
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        pieces, self._pieces = self._pieces, []
+        return merge_outputs(pieces)
+
+    def _notify(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class AsyncEngine:
+    """Runs an EngineCore in a thread of its own. Its methods belong to the event loop that called ``start``."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        executor: Executor,
+        detokenizer: DetokenizerFactory,
+        log: EngineLog,
+        metrics: EngineMetrics,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.model_name = config.model_name
+        self.max_model_len = config.max_model_len
+        self._vocab_size = config.shape.vocab_size
+        self._end_token_ids = frozenset(config.end_token_ids)
+        self._clock = clock
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._streams: dict[str, _Stream] = {}
+        self._probes: list[asyncio.Future[bool]] = []
+        self._core = EngineCore(
+            Scheduler(SchedulerLimits.from_config(config)),
+            executor,
+            detokenizer,
+            log,
+            metrics,
+            self._deliver,
+            state_interval_s=config.log_config.state_interval_s,
+            clock=clock,
+        )
+        self._thread = threading.Thread(target=self._core.run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Start the engine thread; pieces are delivered on the running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self, timeout_s: float = 5.0) -> None:
+        """End every request with an error, then the thread. Agents and executor are the launcher's to end."""
+        if self._thread.is_alive():
+            self._core.submit(Stop())
+            await asyncio.to_thread(self._thread.join, timeout_s)
+        # What the thread has delivered last is still to be taken from the loop.
+        await asyncio.sleep(0)
+
+    @property
+    def stop_reason(self) -> str:
+        """Why nothing is served any more; empty before."""
+        return self._core.stop_reason
+
+    def status(self) -> EngineStatus:
+        """How the engine is doing; cheap. Any thread may call it."""
+        return self._core.status()
+
+    async def probe(self, timeout: float) -> bool:
+        """Whether every agent answers within ``timeout`` seconds."""
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._probes.append(answer)
+        self._core.submit(Probe())
+        try:
+            return await asyncio.wait_for(answer, timeout)
+        except asyncio.TimeoutError:
+            return False
+        finally:
+            if answer in self._probes:
+                self._probes.remove(answer)
+
+    def abort(self, request_id: str) -> None:
+        """End a request from outside its stream, which then gets a last piece with ``FinishReason.ABORT``."""
+        self._core.submit(Abort(request_id))
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        arrival_time: float | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The pieces of a request's answer, the last with ``finish_reason`` set.
+
+        Raises RequestError before the first piece when the request is refused, AgentLostError when nothing is served
+        any more. Pieces that a slow reader lets pile up are merged. Close the generator (``contextlib.aclosing``)
+        to abort: the request's blocks are free within a step. ``arrival_time``, on the engine's clock, is when the
+        client's request came, from which its times count; by default now.
+        """
+        self._check_tokens(prompt_token_ids)
+        stream = await self._open(request_id)
+        arrival = self._clock() if arrival_time is None else arrival_time
+        self._core.submit(Add(Request(request_id, prompt_token_ids, sampling, arrival, self._end_token_ids)))
+        try:
+            self._check_alive(stream)
+            while True:
+                piece = await stream.next()
+                yield piece
+                if piece.finished:
+                    return
+        finally:
+            self._leave(request_id, stream)
+
+    async def _open(self, request_id: str) -> _Stream:
+        """A new stream. Where one of that id has just been left, waits until the engine has ended it."""
+        while (old := self._streams.get(request_id)) is not None:
+            if old.gone is None:
+                raise RequestError(f"a request with the id {request_id!r} is being served", param="request_id")
+            await old.gone.wait()
+        stream = self._streams[request_id] = _Stream()
+        return stream
+
+    def _leave(self, request_id: str, stream: _Stream) -> None:
+        """The reader goes. If the engine has not ended the request, it is to do so, and the id is taken until then."""
+        if stream.ended:
+            del self._streams[request_id]
+        else:
+            stream.gone = asyncio.Event()
+            self._core.submit(Abort(request_id))
+
+    def _check_alive(self, stream: _Stream) -> None:
+        """An engine that has ended takes no commands any more, or may have missed the last one."""
+        if self._core.ended and not stream.ended:
+            stream.ended = True
+            raise AgentLostError(f"requests are not served any more: {self._core.stop_reason}")
+
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
+        if len(token_ids) and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            wrong = next(token for token in token_ids if not 0 <= token < self._vocab_size)
+            raise RequestError(
+                f"token id {wrong} in the prompt is not in the vocabulary (0 to {self._vocab_size - 1})",
+                param="prompt",
+            )
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        """Called by the engine thread, once a step."""
+        if self._loop is None:
+            raise AssertionError("the engine thread runs before start()")
+        self._loop.call_soon_threadsafe(self._take, outputs)
+
+    def _take(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            if isinstance(output, ProbeAnswer):
+                self._answer_probes()
+            elif (stream := self._streams.get(output.request_id)) is not None:
+                if isinstance(output, RequestRefused):
+                    stream.fail(output.error)
+                else:
+                    stream.push(output)
+                if stream.gone is not None and stream.ended:
+                    del self._streams[output.request_id]
+                    stream.gone.set()
+
+    def _answer_probes(self) -> None:
+        probes, self._probes = self._probes, []
+        for answer in probes:
+            if not answer.done():
+                answer.set_result(True)

@@ -1,0 +1,133 @@
+"""From tokens to the pieces of a request's stream: text, stop strings, log-probabilities, timings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from llm_serving.errors import LLMServingError
+from llm_serving.request import FinishReason, Request, RequestOutput, RequestTimings, TokenLogits
+from llm_serving.scheduler.output import RequestUpdate, StepResult
+
+__all__ = [
+    "Detokenizer",
+    "DetokenizerFactory",
+    "EngineOutput",
+    "ProbeAnswer",
+    "RequestRefused",
+    "RequestStream",
+    "merge_outputs",
+    "request_timings",
+]
+
+
+class Detokenizer(Protocol):
+    """Text of one growing sequence. See ``llm_serving.engine.detokenizer.IncrementalDetokenizer``."""
+
+    def append(self, token_ids: Sequence[int], /) -> tuple[str, str | None]:
+        """The text that these tokens make certain, and the stop string that ended it, if one did."""
+
+    def flush(self) -> str:
+        """The text held back, when no more tokens come."""
+
+
+DetokenizerFactory = Callable[[Request], Detokenizer]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRefused:
+    """A request that was not taken in; nothing else follows for it."""
+
+    request_id: str
+    error: LLMServingError
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeAnswer:
+    """Every agent answered."""
+
+
+EngineOutput = RequestOutput | RequestRefused | ProbeAnswer
+
+
+class RequestStream:
+    """What the engine thread keeps for a request beside the scheduler: the state of its text."""
+
+    __slots__ = ("_detokenizer", "request")
+
+    def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
+        self.request = request
+        self._detokenizer = detokenizer
+
+    def advance(self, update: RequestUpdate) -> tuple[str, str | None]:
+        """The text this update makes certain, and the stop string it completes.
+
+        The token that ends a sequence is no part of its text, unless ``include_stop_str_in_output`` says so.
+        """
+        request = self.request
+        text, stop = "", None
+        ends = request.is_finished and request.finish_reason is FinishReason.STOP
+        if update.token_id is not None and (not ends or request.sampling.include_stop_str_in_output):
+            text, stop = self._detokenizer.append((update.token_id,))
+        if request.is_finished and stop is None:
+            text += self._detokenizer.flush()
+        return text, stop
+
+    def output(
+        self, update: RequestUpdate, result: StepResult | None, text: str, stop_string: str | None
+    ) -> RequestOutput:
+        """The next piece of the stream; the last one if the request is finished by now."""
+        request = self.request
+        token_ids: tuple[int, ...] = ()
+        logits: tuple[TokenLogits, ...] = ()
+        if update.token_id is not None and result is not None:
+            token_ids, logits = (update.token_id,), (_token_logits(result, update.index),)
+        return RequestOutput(
+            request_id=request.request_id,
+            text=text,
+            token_ids=token_ids,
+            logits=logits,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_output_tokens=len(request.output_token_ids),
+            finish_reason=request.finish_reason,
+            stop_reason=update.stop_token_id if stop_string is None else stop_string,
+            error=update.error,
+            timings=request_timings(request) if request.is_finished else None,
+        )
+
+
+def _token_logits(result: StepResult, index: int) -> TokenLogits:
+    logit, logsumexp = result.logits[index], result.logsumexps[index]
+    top = result.tops[index] if result.tops is not None else ()
+    return TokenLogits(result.sampled_ids[index], logit - logsumexp, logsumexp, top)
+
+
+def request_timings(request: Request) -> RequestTimings:
+    """Where a finished request's time went: waiting to be scheduled, until its first token, until its end."""
+    start, end = request.arrival_time, request.finish_time
+    if end is None:
+        raise AssertionError(f"{request.request_id} has not ended")
+    scheduled = end if request.first_scheduled_time is None else request.first_scheduled_time
+    first_token = end if request.first_token_time is None else request.first_token_time
+    return RequestTimings(
+        queue=scheduled - start,
+        prefill=first_token - scheduled,
+        decode=end - first_token,
+        e2e=end - start,
+        ttft=first_token - start,
+        num_preemptions=request.num_preemptions,
+    )
+
+
+def merge_outputs(pieces: Sequence[RequestOutput]) -> RequestOutput:
+    """Pieces of one stream that piled up, in order, as one piece."""
+    last = pieces[-1]
+    if len(pieces) == 1:
+        return last
+    return replace(
+        last,
+        text="".join([piece.text for piece in pieces]),
+        token_ids=tuple(token for piece in pieces for token in piece.token_ids),
+        logits=tuple(logits for piece in pieces for logits in piece.logits),
+    )

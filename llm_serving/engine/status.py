@@ -1,0 +1,97 @@
+"""How the engine is doing: for the status pages, and as a periodic line of the log."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from llm_serving.scheduler.output import ScheduledStep, StepKind
+from llm_serving.scheduler.scheduler import Scheduler
+
+__all__ = ["EngineState", "EngineStatus", "StateLine"]
+
+
+class EngineState(enum.Enum):
+    """Whether requests are being served."""
+
+    STARTING = "starting"
+    """No agent has been ready yet; requests wait."""
+    READY = "ready"
+    RECOVERING = "recovering"
+    """An agent was lost and is being restarted; requests wait and will be recomputed."""
+    STOPPED = "stopped"
+    """For good; requests are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A picture of the engine at a moment. ``waiting`` counts preempted requests, too."""
+
+    state: str
+    running: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+    steps: int
+    """Steps answered since the start."""
+    last_step_age_s: float | None
+    """Seconds since a step was answered; None before the first."""
+    agents: list[dict[str, object]]
+    preemptions: int
+
+
+class StateLine:
+    """Counts since the last ``engine_state`` line, and when the next is due: only if something has changed."""
+
+    def __init__(self, scheduler: Scheduler, interval_s: float) -> None:
+        self._scheduler = scheduler
+        self._interval_s = interval_s
+        self._preemptions = 0
+        self._since: float | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._steps = {StepKind.PREFILL: 0, StepKind.DECODE: 0}
+        self._tokens = {StepKind.PREFILL: 0, StepKind.DECODE: 0}
+        self._output_tokens = 0
+
+    def changed(self, now: float) -> None:
+        """A request came or went, or a step was answered."""
+        if self._since is None:
+            self._since = now
+
+    def step(self, step: ScheduledStep, num_output_tokens: int, now: float) -> None:
+        """A step was answered."""
+        self.changed(now)
+        self._steps[step.kind] += 1
+        self._tokens[step.kind] += step.num_tokens
+        self._output_tokens += num_output_tokens
+
+    @property
+    def due(self) -> float | None:
+        """When the next line is to be written; None while nothing has changed."""
+        return None if self._since is None else self._since + self._interval_s
+
+    def take(self, now: float) -> dict[str, Any]:
+        """The line's fields; counting begins again."""
+        scheduler, steps, tokens = self._scheduler, self._steps, self._tokens
+        seconds = now - (self._since if self._since is not None else now)
+        fields: dict[str, Any] = {
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "blocks_used": scheduler.num_blocks - scheduler.num_free_blocks,
+            "blocks_total": scheduler.num_blocks,
+            "steps": sum(steps.values()),
+            "prefill_steps": steps[StepKind.PREFILL],
+            "decode_steps": steps[StepKind.DECODE],
+            "prefill_tokens": tokens[StepKind.PREFILL],
+            "decode_tokens": tokens[StepKind.DECODE],
+            "decode_batch_mean": round(tokens[StepKind.DECODE] / max(steps[StepKind.DECODE], 1), 3),
+            "output_tokens_per_s": round(self._output_tokens / seconds, 3) if seconds > 0 else 0.0,
+            "preemptions": scheduler.num_preemptions - self._preemptions,
+        }
+        self._preemptions = scheduler.num_preemptions
+        self._since = None if scheduler.is_idle else now
+        self._clear()
+        return fields

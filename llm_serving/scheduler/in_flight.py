@@ -1,0 +1,71 @@
+"""The steps that have been scheduled and not answered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from llm_serving.scheduler.output import ScheduledStep, StepKind
+from llm_serving.scheduler.sequence import Sequence
+
+__all__ = ["InFlightStep", "InFlightSteps"]
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A step and whose it is: ``sequences[i]`` is sequence ``i`` of the step."""
+
+    step: ScheduledStep
+    sequences: list[Sequence]
+
+
+class InFlightSteps:
+    """By sequence number. Keeps the sequences' counts of steps in flight, too."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, InFlightStep] = {}
+        self.num_prefill_steps = 0
+        self.num_decode_steps = 0
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[InFlightStep]:
+        return iter(self._steps.values())
+
+    def latest_first(self) -> Iterator[InFlightStep]:
+        return reversed(self._steps.values())
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._steps
+
+    def add(self, step: ScheduledStep, sequences: list[Sequence]) -> None:
+        self._steps[step.seq] = InFlightStep(step, sequences)
+        for sequence in sequences:
+            sequence.num_inflight_steps += 1
+        self._count(step, sequences, 1)
+
+    def pop(self, seq: int) -> InFlightStep:
+        flight = self._steps.pop(seq)
+        for sequence in flight.sequences:
+            sequence.num_inflight_steps -= 1
+        self._count(flight.step, flight.sequences, -1)
+        return flight
+
+    def _count(self, step: ScheduledStep, sequences: list[Sequence], change: int) -> None:
+        if step.kind is StepKind.DECODE:
+            self.num_decode_steps += change
+            for sequence in sequences:
+                sequence.num_inflight_decodes += change
+                sequence.request.num_inflight_tokens += change
+        else:
+            self.num_prefill_steps += change
+            for sequence, do_sample in zip(sequences, step.do_sample, strict=True):
+                sequence.request.num_inflight_tokens += change * do_sample
+
+    def clear(self) -> None:
+        """Every step is void. The sequences' counts are the caller's to reset."""
+        self._steps.clear()
+        self.num_prefill_steps = 0
+        self.num_decode_steps = 0

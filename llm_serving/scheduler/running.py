@@ -1,0 +1,121 @@
+"""The sequences that have a row and blocks: who runs, who is leaving, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llm_serving.kvcache.kv_cache_manager import KVCacheManager
+from llm_serving.scheduler.sequence import Sequence, SequenceState
+
+__all__ = ["RunningSet"]
+
+
+class RunningSet:
+    """Owns rows and blocks: gives them to a sequence in ``start`` and ``grow``, takes them back in ``release``."""
+
+    def __init__(self, kv_cache: KVCacheManager, max_num_seqs: int) -> None:
+        self._kv_cache = kv_cache
+        self._max_num_seqs = max_num_seqs
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._running: dict[int, Sequence] = {}
+        self._leaving: dict[int, Sequence] = {}
+        self._num_preempted = 0
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """The running ones, in order of arrival."""
+        return iter(self._running.values())
+
+    @property
+    def leaving(self) -> list[Sequence]:
+        return list(self._leaving.values())
+
+    @property
+    def num_free_rows(self) -> int:
+        return len(self._free_rows)
+
+    @property
+    def num_preempted_leaving(self) -> int:
+        """Sequences that will wait again once their steps in flight are answered."""
+        return self._num_preempted
+
+    @property
+    def num_leaving_blocks(self) -> int:
+        """Blocks that come back once the steps in flight are answered."""
+        return sum(len(sequence.block_table) for sequence in self._leaving.values())
+
+    @property
+    def latest(self) -> Sequence:
+        """The running sequence that arrived last."""
+        return self._running[next(reversed(self._running))]
+
+    def fits(self, num_tokens: int, watermark_blocks: int) -> bool:
+        """Whether a sequence of ``num_tokens`` tokens can start now.
+
+        While others run, a block for each of them stays free: the blocks a victim gave up for the oldest go to the
+        oldest, which is what guarantees progress. At least ``watermark_blocks`` stay free, so that the next few
+        tokens of the others do not preempt the newcomer again.
+        """
+        if not self._free_rows:
+            return False
+        reserve = max(len(self._running), watermark_blocks) if self._running else 0
+        return self._kv_cache.blocks_for(num_tokens) + reserve <= self._kv_cache.num_free_blocks
+
+    def start(self, sequence: Sequence) -> None:
+        """Give a waiting sequence that ``fits`` a row, and blocks for its known tokens."""
+        if not self._kv_cache.grow(sequence.block_table, sequence.request.num_tokens):
+            raise AssertionError(f"no blocks to start {sequence.request.request_id}")
+        sequence.request.row = self._free_rows.pop()
+        sequence.state = SequenceState.RUNNING
+        in_order = not self._running or self.latest.arrival_index < sequence.arrival_index
+        self._running[sequence.arrival_index] = sequence
+        if not in_order:
+            self._running = dict(sorted(self._running.items()))
+
+    def in_need_of_block(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those whose blocks are full: their next token needs one more."""
+        size = self._kv_cache.block_size
+        return [s for s in sequences if s.request.num_computed_tokens >= len(s.block_table) * size]
+
+    def grow(self, sequence: Sequence) -> bool:
+        """A block for the next token. False when none is free."""
+        return self._kv_cache.grow(sequence.block_table, sequence.request.num_computed_tokens + 1)
+
+    def stop(self, sequence: Sequence) -> None:
+        """Nothing more is scheduled for a running sequence; it keeps what it holds until ``release``."""
+        del self._running[sequence.arrival_index]
+        self._leaving[sequence.arrival_index] = sequence
+        sequence.state = SequenceState.LEAVING
+        self._num_preempted += not sequence.request.is_finished
+
+    def finish_leaving(self) -> None:
+        """A sequence that was leaving to wait again has finished instead."""
+        self._num_preempted -= 1
+
+    def release(self, sequence: Sequence) -> None:
+        """Take row and blocks of a leaving sequence back. No step in flight touches them any more."""
+        if sequence.num_inflight_steps:
+            raise AssertionError(f"{sequence.num_inflight_steps} steps in flight use the blocks to be freed")
+        del self._leaving[sequence.arrival_index]
+        self._num_preempted -= not sequence.request.is_finished
+        self._kv_cache.free(sequence.block_table)
+        self._free_rows.append(sequence.request.row)
+        sequence.forget_computed()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every row and block is held once or free, and every sequence is whole."""
+        holders = [*self._running.values(), *self._leaving.values()]
+        self._kv_cache.check_integrity([sequence.block_table for sequence in holders])
+        rows = sorted([*self._free_rows, *(sequence.request.row for sequence in holders)])
+        if rows != list(range(self._max_num_seqs)):
+            raise AssertionError(f"rows held and free are {rows}, not 0 to {self._max_num_seqs - 1} once each")
+        if list(self._running) != sorted(self._running):
+            raise AssertionError("running sequences are not in order of arrival")
+        if self._num_preempted != sum(not sequence.request.is_finished for sequence in self._leaving.values()):
+            raise AssertionError(f"{self._num_preempted} preempted sequences counted")
+        for sequence in holders:
+            held, cached = len(sequence.block_table), sequence.request.num_computed_tokens
+            if held < self._kv_cache.blocks_for(cached):
+                raise AssertionError(f"{sequence.request.request_id} holds {held} blocks for {cached} tokens")

@@ -1,0 +1,72 @@
+"""What the scheduler knows of a request beyond the request itself."""
+
+from __future__ import annotations
+
+import enum
+
+from llm_serving.request import Request
+
+__all__ = ["Sequence", "SequenceState"]
+
+
+class SequenceState(enum.Enum):
+    """Where the scheduler keeps a sequence. Only WAITING ones have no row and no blocks."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    LEAVING = enum.auto()
+    """Finished or preempted, but steps in flight still touch its row and blocks: nothing more is scheduled for it,
+    and when the last of them is answered it is gone, or waiting again."""
+    GONE = enum.auto()
+
+
+class Sequence:
+    """One request in the scheduler, with its blocks and its steps in flight."""
+
+    __slots__ = (
+        "arrival_index",
+        "block_table",
+        "drop_tokens",
+        "ending_token_ids",
+        "last_turn",
+        "max_output_tokens",
+        "num_inflight_decodes",
+        "num_inflight_steps",
+        "request",
+        "state",
+    )
+
+    def __init__(self, request: Request, arrival_index: int, max_output_tokens: int) -> None:
+        self.request = request
+        self.arrival_index = arrival_index
+        self.max_output_tokens = max_output_tokens
+        """Output tokens after which the sequence is over, whatever they are: max_tokens or the end of the context."""
+        stop_token_ids = request.sampling.stop_token_ids
+        self.ending_token_ids = (
+            stop_token_ids if request.sampling.ignore_eos else stop_token_ids | request.end_token_ids
+        )
+        self.state = SequenceState.WAITING
+        self.block_table: list[int] = []
+        self.num_inflight_steps = 0
+        self.num_inflight_decodes = 0
+        self.drop_tokens = False
+        """What the steps in flight will deliver is void: one before them never ran."""
+        self.last_turn = 0
+        """Goes up from turn to turn, where more rows want to decode than a step takes."""
+
+    @property
+    def wants_token(self) -> bool:
+        """Whether a further token, not yet on its way, is wanted. False for sure endings: max_tokens, context."""
+        request = self.request
+        return len(request.output_token_ids) + request.num_inflight_tokens < self.max_output_tokens
+
+    def forget_computed(self) -> None:
+        """Back to the known tokens: no row, no blocks, nothing computed, nothing in flight."""
+        request = self.request
+        request.num_computed_tokens = 0
+        request.num_inflight_tokens = 0
+        request.row = -1
+        self.block_table = []
+        self.num_inflight_steps = 0
+        self.num_inflight_decodes = 0
+        self.drop_tokens = False

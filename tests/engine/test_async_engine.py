@@ -1,0 +1,289 @@
+"""The engine in its thread, seen from asyncio, over the fake device."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes import (
+    END_TOKEN,
+    VOCABULARY,
+    FakeDetokenizer,
+    FakeExecutor,
+    RecordingLog,
+    RecordingMetrics,
+    expected_tokens,
+    make_limits,
+    make_request,
+)
+
+from llm_serving.engine import async_engine
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.outputs import merge_outputs
+from llm_serving.errors import AgentLostError, ContextLengthError, QueueFullError, RequestError
+from llm_serving.executor.base import AgentLost
+from llm_serving.request import FinishReason, Request, RequestOutput
+
+
+class Served:
+    def __init__(self, engine: AsyncEngine, executor: FakeExecutor, log: RecordingLog) -> None:
+        self.engine, self.executor, self.log = engine, executor, log
+
+    async def whole(self, request: Request) -> RequestOutput:
+        """The request's answer, all pieces as one."""
+        return merge_outputs([piece async for piece in self.pieces(request)])
+
+    def pieces(self, request: Request) -> Any:
+        return self.engine.generate(request.request_id, request.prompt_token_ids, request.sampling)
+
+    async def until(self, condition: Any) -> None:
+        for _ in range(2000):
+            if condition():
+                return
+            await asyncio.sleep(0.001)
+        raise AssertionError("it never came true")
+
+    def is_idle(self) -> bool:
+        return self.engine._core._scheduler.is_idle
+
+
+@asynccontextmanager
+async def served(**limits: object) -> AsyncIterator[Served]:
+    """A running engine; afterwards its thread is gone, and it was idle and whole."""
+    sizes = make_limits(**limits)
+    config: Any = SimpleNamespace(
+        model_name="fake",
+        max_model_len=sizes.max_model_len,
+        shape=SimpleNamespace(vocab_size=VOCABULARY),
+        end_token_ids=(END_TOKEN,),
+        log_config=SimpleNamespace(state_interval_s=60.0),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_engine.SchedulerLimits, "from_config", lambda config: sizes)
+        executor, log = FakeExecutor(sizes), RecordingLog()
+        tokenizer: Any = object()
+        engine = AsyncEngine(config, tokenizer, executor, FakeDetokenizer, log, RecordingMetrics())
+    engine.start()
+    running = Served(engine, executor, log)
+    try:
+        yield running
+        executor.hold(False)
+        if engine.status().state == "ready":
+            await running.until(running.is_idle)
+            assert engine.status().free_blocks == engine.status().total_blocks
+    finally:
+        await engine.stop()
+    assert not any(thread.name == "engine" for thread in threading.enumerate())
+    assert engine._streams == {}
+    engine._core._scheduler.check_integrity()
+
+
+def test_many_at_once_get_what_each_gets_alone() -> None:
+    async def run() -> None:
+        async with served(num_blocks=40, max_waiting_requests=1000) as serving:
+            requests = [make_request(f"r{index}", 1 + index % 30, 12, ignore_eos=False) for index in range(60)]
+            outputs = await asyncio.gather(*(serving.whole(request) for request in requests))
+            for request, output in zip(requests, outputs, strict=True):
+                request.end_token_ids = frozenset({END_TOKEN})
+                assert output.token_ids == tuple(expected_tokens(request, 64))
+                assert output.num_output_tokens == len(output.token_ids)
+            assert serving.log.named("error") == []
+
+    asyncio.run(run())
+
+
+def test_losses_and_departures_do_not_change_the_others() -> None:
+    async def run() -> None:
+        async with served(num_blocks=60, decode_steps_ahead=2) as serving:
+            requests = [make_request(f"r{index}", 1 + index % 20, 30) for index in range(12)]
+            tasks = [asyncio.create_task(serving.whole(request)) for request in requests]
+            for index, task in enumerate(tasks):
+                await asyncio.sleep(0.002)
+                if index % 4 == 0:
+                    serving.executor.lose_agent()
+                if index % 3 == 0:
+                    task.cancel()
+            outputs = await asyncio.gather(*tasks, return_exceptions=True)
+            for request, output in zip(requests, outputs, strict=True):
+                if isinstance(output, RequestOutput):
+                    assert (output.finish_reason, output.error) == (FinishReason.LENGTH, None)
+                    assert output.token_ids == tuple(expected_tokens(request, 64))
+            assert serving.log.named("error") == []
+            assert sum(isinstance(output, RequestOutput) for output in outputs) >= 8
+
+    asyncio.run(run())
+
+
+def test_leaving_the_stream_aborts_the_request() -> None:
+    async def run() -> None:
+        async with served(max_model_len=2000, num_blocks=600) as serving:
+            serving.executor.step_seconds = 0.001
+            async with aclosing(serving.pieces(make_request("a", 5, 1900))) as pieces:
+                async for _ in pieces:
+                    break
+            await serving.until(serving.is_idle)
+            (end,) = serving.log.named("request_end")
+            assert end["finish_reason"] == "abort"
+            assert end["output_tokens"] < 1000  # type: ignore[operator]
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_reader_aborts_its_request_while_it_waits() -> None:
+    async def run() -> None:
+        async with served() as serving:
+            serving.executor.hold(True)
+            task = asyncio.create_task(serving.whole(make_request("a", 5, 50)))
+            await serving.until(lambda: serving.engine.status().running == 1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await serving.until(lambda: serving.engine.status().free_blocks == serving.engine.status().total_blocks)
+
+    asyncio.run(run())
+
+
+def test_an_id_just_left_can_be_used_again_and_gets_its_own_pieces() -> None:
+    async def run() -> None:
+        async with served(max_model_len=2000, num_blocks=600) as serving:
+            for _ in range(20):
+                async with aclosing(serving.pieces(make_request("same", 5, 1000))) as pieces:
+                    async for _ in pieces:
+                        break
+            output = await serving.whole(make_request("same", 3, 4))
+            assert output.token_ids == tuple(expected_tokens(make_request("same", 3, 4), 64))
+
+    asyncio.run(run())
+
+
+def test_an_id_in_use_is_refused_and_its_owner_is_not_disturbed() -> None:
+    async def run() -> None:
+        async with served() as serving:
+            serving.executor.hold(True)
+            owner = asyncio.create_task(serving.whole(make_request("a", 5, 20)))
+            await serving.until(lambda: serving.engine.status().running == 1)
+            with pytest.raises(RequestError, match="'a' is being served"):
+                await serving.whole(make_request("a", 5, 20))
+            serving.executor.hold(False)
+            assert len((await owner).token_ids) == 20
+
+    asyncio.run(run())
+
+
+def test_refusals_are_raised_before_the_first_piece() -> None:
+    async def run() -> None:
+        async with served(max_num_seqs=1, max_waiting_requests=0) as serving:
+            with pytest.raises(ContextLengthError):
+                await serving.whole(make_request("long", 49, 5))
+            serving.executor.hold(True)
+            running = asyncio.create_task(serving.whole(make_request("a", 5, 5)))
+            await serving.until(lambda: serving.engine.status().running == 1)
+            with pytest.raises(QueueFullError):
+                await serving.whole(make_request("b", 5, 5))
+            serving.executor.hold(False)
+            await running
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCABULARY, 2**40])
+def test_token_ids_outside_the_vocabulary_are_refused(wrong: int) -> None:
+    async def run() -> None:
+        async with served() as serving:
+            with pytest.raises(RequestError, match=f"token id {wrong} in the prompt is not in the vocabulary"):
+                await serving.whole(make_request("a", [5, wrong, 6]))
+
+    asyncio.run(run())
+
+
+def test_abort_by_id_ends_the_stream() -> None:
+    async def run() -> None:
+        async with served(max_model_len=2000, num_blocks=600) as serving:
+            serving.executor.step_seconds = 0.001
+            pieces = []
+            async for piece in serving.pieces(make_request("a", 5, 1900)):
+                pieces.append(piece)
+                serving.engine.abort("a")
+            assert pieces[-1].finish_reason is FinishReason.ABORT
+
+    asyncio.run(run())
+
+
+def test_a_slow_reader_gets_few_large_pieces() -> None:
+    async def run() -> None:
+        async with served(max_model_len=500, num_blocks=200) as serving:
+            request = make_request("a", 5, 400)
+            pieces = []
+            async for piece in serving.pieces(request):
+                if not pieces:
+                    await serving.until(serving.is_idle)
+                    await asyncio.sleep(0.01)
+                    assert len(serving.engine._streams["a"]._pieces) < 32
+                pieces.append(piece)
+            assert len(pieces) == 2
+            assert merge_outputs(pieces).token_ids == tuple(expected_tokens(request, 500))
+            assert len(merge_outputs(pieces).logits) == 400
+
+    asyncio.run(run())
+
+
+def test_a_probe_is_true_only_when_the_agents_answer() -> None:
+    async def run() -> None:
+        async with served() as serving:
+            assert await serving.engine.probe(1.0) is True
+            serving.executor.request_status = lambda: None  # type: ignore[method-assign]
+            assert await serving.engine.probe(0.01) is False
+            assert serving.engine._probes == []
+
+    asyncio.run(run())
+
+
+def test_an_idle_engine_does_not_poll() -> None:
+    async def run() -> None:
+        async with served() as serving:
+            await serving.whole(make_request("a"))
+            await serving.until(serving.is_idle)
+            await asyncio.sleep(0.05)
+            polls = serving.executor.polls
+            await asyncio.sleep(0.2)
+            assert serving.executor.polls == polls
+
+    asyncio.run(run())
+
+
+def test_an_agent_given_up_ends_streams_with_an_error_and_refuses_new_ones() -> None:
+    async def run() -> None:
+        async with served() as serving:
+            serving.executor.hold(True)
+            task = asyncio.create_task(serving.whole(make_request("a", 5, 50)))
+            await serving.until(lambda: serving.engine.status().running == 1)
+            serving.executor.push(AgentLost("gone", final=True))
+            output = await task
+            assert output.finish_reason is FinishReason.ERROR
+            assert "gone" in str(output.error)
+            with pytest.raises(AgentLostError, match="gone"):
+                await serving.whole(make_request("b"))
+            assert serving.engine.status().state == "stopped"
+            assert "gone" in serving.engine.stop_reason
+
+    asyncio.run(run())
+
+
+def test_stopping_ends_every_stream() -> None:
+    async def run() -> None:
+        async with served() as serving:
+            serving.executor.hold(True)
+            tasks = [asyncio.create_task(serving.whole(make_request(name, 5, 50))) for name in "abc"]
+            await serving.until(lambda: serving.engine.status().running == 3)
+            await serving.engine.stop()
+            outputs = await asyncio.gather(*tasks)
+            assert {output.error for output in outputs} == {"the server is shutting down"}
+            with pytest.raises(AgentLostError, match="shutting down"):
+                await serving.whole(make_request("late"))
+
+    asyncio.run(run())

@@ -1,0 +1,74 @@
+"""An engine core driven by hand, everything around it fake."""
+
+from __future__ import annotations
+
+from fakes import (
+    FakeDetokenizer,
+    FakeExecutor,
+    RecordingLog,
+    RecordingMetrics,
+    make_limits,
+    make_request,
+)
+
+from llm_serving.engine.core import Add, EngineCore
+from llm_serving.engine.outputs import EngineOutput, merge_outputs
+from llm_serving.request import Request, RequestOutput
+from llm_serving.scheduler.scheduler import Scheduler
+
+
+class Engine:
+    """An EngineCore, everything around it fake, and a clock that goes by a millisecond a step."""
+
+    def __init__(self, *, ready: bool = True, state_interval_s: float = 1000.0, **limits: object) -> None:
+        self.limits = make_limits(**limits)
+        self.scheduler = Scheduler(self.limits)
+        self.executor = FakeExecutor(self.limits, ready=ready)
+        self.log = RecordingLog()
+        self.metrics = RecordingMetrics()
+        self.deliveries: list[list[EngineOutput]] = []
+        self.now = 100.0
+        self.core = EngineCore(
+            self.scheduler,
+            self.executor,
+            FakeDetokenizer,
+            self.log,
+            self.metrics,
+            self.deliveries.append,
+            state_interval_s=state_interval_s,
+            clock=lambda: self.now,
+        )
+
+    def request(self, name: str, *args: object, **sampling: object) -> Request:
+        request = make_request(name, *args, arrival=self.now, **sampling)
+        self.core.submit(Add(request))
+        return request
+
+    def step(self) -> None:
+        self.now += 0.001
+        self.core.step()
+
+    def finish(self) -> None:
+        """Until idle; nothing was logged as an error, nothing leaked."""
+        for _ in range(10_000):
+            self.step()
+            if self.scheduler.is_idle:
+                break
+        assert self.scheduler.is_idle
+        assert self.log.named("error") == []
+        assert self.scheduler.num_free_blocks == self.scheduler.num_blocks
+
+    def outputs(self, name: str) -> list[RequestOutput]:
+        return [
+            output
+            for delivery in self.deliveries
+            for output in delivery
+            if isinstance(output, RequestOutput) and output.request_id == name
+        ]
+
+    def whole(self, name: str) -> RequestOutput:
+        return merge_outputs(self.outputs(name))
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(FakeDetokenizer.letter(token) for token in tokens)

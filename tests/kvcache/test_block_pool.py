@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import pytest
+
+from llm_serving.kvcache.block_pool import NULL_BLOCK, BlockPool
+
+
+def test_the_null_block_is_never_given_out() -> None:
+    pool = BlockPool(4)
+    assert pool.num_usable_blocks == 3
+    assert pool.allocate(3) == [1, 2, 3]
+    assert NULL_BLOCK not in [1, 2, 3]
+    assert pool.num_free_blocks == 0
+
+
+def test_freed_blocks_are_given_out_again_last_in_first_out() -> None:
+    pool = BlockPool(6)
+    first, second = pool.allocate(2), pool.allocate(2)
+    pool.free(second)
+    pool.free(first)
+    assert pool.allocate(5) == [1, 2, 3, 4, 5]
+
+
+def test_no_more_blocks_than_there_are() -> None:
+    pool = BlockPool(3)
+    with pytest.raises(AssertionError, match="3 blocks asked for, 2 are free"):
+        pool.allocate(3)
+    assert pool.num_free_blocks == 2
+
+
+@pytest.mark.parametrize("wrong", [[1, 1], [2], [0]])
+def test_a_block_is_freed_once(wrong: list[int]) -> None:
+    pool = BlockPool(4)
+    pool.allocate(1)
+    with pytest.raises(AssertionError, match="is given back but was not taken"):
+        pool.free(wrong)
+
+
+def test_a_pool_has_a_block_to_give() -> None:
+    with pytest.raises(ValueError, match="a pool of 1 blocks has none to give"):
+        BlockPool(1)
+
+
+def test_integrity_notices_lost_doubled_and_stolen_blocks() -> None:
+    pool = BlockPool(5)
+    held = pool.allocate(2)
+    pool.check_integrity(held)
+    with pytest.raises(AssertionError, match="1 blocks held and 2 free do not make 4"):
+        pool.check_integrity(held[:1])
+    with pytest.raises(AssertionError, match="held twice, or held while free"):
+        pool.check_integrity([held[0], held[0]])
+    with pytest.raises(AssertionError, match="held twice, or held while free"):
+        pool.check_integrity([held[0], 4])

@@ -1,0 +1,253 @@
+"""Aborts, failed and dropped steps, lost agents, wrong answers."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import make_limits, make_request
+from simulation import Simulation
+
+from llm_serving.errors import ProtocolError
+from llm_serving.request import FinishReason, RequestStatus
+from llm_serving.scheduler.output import StepKind, StepResult
+
+
+def test_abort_while_waiting() -> None:
+    simulation = Simulation(make_limits(max_num_seqs=1))
+    simulation.add(make_request("a"), make_request("b"))
+    simulation.schedule()
+    simulation.end("b")
+    simulation.finish()
+    assert simulation.ended == {"a": FinishReason.LENGTH, "b": FinishReason.ABORT}
+    assert simulation.streams["b"] == []
+
+
+def test_abort_without_a_step_in_flight_frees_at_once() -> None:
+    simulation = Simulation(make_limits(decode_steps_ahead=0))
+    simulation.add(make_request("a"))
+    simulation.step()
+    assert simulation.scheduler.num_free_blocks == simulation.scheduler.num_blocks - 2
+    simulation.end("a")
+    assert simulation.scheduler.num_free_blocks == simulation.scheduler.num_blocks
+    simulation.check_quiet()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+def test_abort_frees_as_soon_as_the_steps_that_touch_the_blocks_are_answered(ahead: int) -> None:
+    simulation = Simulation(make_limits(decode_steps_ahead=ahead, num_blocks=100))
+    gone, stays = make_request("gone", 5, 50), make_request("stays", 5, 50)
+    simulation.add(gone, stays)
+    for _ in range(4):
+        simulation.step()
+    simulation.schedule()
+    row = gone.row
+    simulation.end("gone")
+    assert (simulation.scheduler.num_running, simulation.scheduler.num_waiting) == (1, 0)
+    for _ in range(ahead + 1):
+        assert gone.row == row
+        simulation.step()
+    assert gone.row == -1
+    assert all(gone not in step.requests for step in simulation.steps[5 + ahead :])
+    simulation.finish()
+
+
+def test_abort_during_the_only_prefill_makes_its_steps_void() -> None:
+    simulation = Simulation(make_limits(decode_steps_ahead=1))
+    simulation.add(make_request("a", 40, 8))
+    assert [step.kind for step in simulation.schedule()] == [StepKind.PREFILL, StepKind.DECODE]
+    assert simulation.scheduler.void_steps() == []
+    simulation.end("a")
+    assert simulation.scheduler.void_steps() == [1, 0]
+    simulation.drop_void_steps()
+    assert simulation.device.queue == []
+    assert simulation.answer() == []
+    assert simulation.answer() == []
+    simulation.check_quiet()
+
+
+def test_a_step_is_not_dropped_before_one_that_stays_and_goes_on_from_it() -> None:
+    """The decode holds another's row too; on the dead one's row it would find what the prefill never left there."""
+    simulation = Simulation(make_limits(decode_steps_ahead=1, prefill_batch_size=1))
+    simulation.add(make_request("a"), make_request("b"))
+    simulation.schedule()
+    simulation.answer()
+    (decode,) = simulation.schedule()
+    assert decode.num_seqs == 2
+    simulation.end("b")
+    assert simulation.scheduler.void_steps() == []
+    simulation.finish()
+
+
+def test_an_unknown_request_is_not_aborted() -> None:
+    assert Simulation(make_limits()).scheduler.abort_request("nobody", 0.0) is None
+
+
+def test_a_failed_step_ends_its_requests_and_no_others() -> None:
+    simulation = Simulation(make_limits(prefill_batch_size=2, num_blocks=60))
+    simulation.add(make_request("a"), make_request("b"))
+    simulation.step()
+    simulation.add(make_request("c"), make_request("d"))
+    simulation.schedule()
+    updates = simulation.fail_step("the kernel said no")
+    assert [(update.request.request_id, update.error) for update in updates] == [
+        ("c", "the kernel said no"),
+        ("d", "the kernel said no"),
+    ]
+    simulation.finish()
+    assert simulation.ended == {
+        "a": FinishReason.LENGTH,
+        "b": FinishReason.LENGTH,
+        "c": FinishReason.ERROR,
+        "d": FinishReason.ERROR,
+    }
+
+
+def test_tokens_of_steps_behind_a_failed_one_are_dropped() -> None:
+    simulation = Simulation(make_limits(decode_steps_ahead=3))
+    simulation.add(make_request("a", 5, 20))
+    simulation.schedule()
+    simulation.fail_step("no")
+    assert simulation.scheduler.num_steps_in_flight == 3
+    simulation.finish()
+    assert simulation.streams["a"] == []
+
+
+def test_a_dropped_step_of_a_living_request_is_made_up_for() -> None:
+    simulation = Simulation(make_limits(decode_steps_ahead=2))
+    simulation.add(make_request("a", 5, 20), make_request("b", 5, 20))
+    for _ in range(3):
+        simulation.step()
+    simulation.schedule()
+    dropped = simulation.device.queue[0].seq
+    result = simulation.device.abort(dropped)
+    assert result is not None
+    simulation.answers.append(result)
+    assert simulation.answer() == []
+    assert (simulation.scheduler.num_running, simulation.scheduler.num_waiting) == (0, 2)
+    simulation.finish()
+    assert set(simulation.ended.values()) == {FinishReason.LENGTH}
+
+
+def test_a_newcomer_does_not_overtake_who_starts_again() -> None:
+    simulation = Simulation(make_limits(decode_steps_ahead=2, num_blocks=100))
+    simulation.add(make_request("a", 5, 20), make_request("b", 5, 20))
+    simulation.step()
+    result = simulation.device.abort(simulation.device.queue[0].seq)
+    assert result is not None
+    simulation.answers.append(result)
+    simulation.answer()
+    simulation.add(make_request("c", 5, 20))
+    first = len(simulation.steps)
+    simulation.finish()
+    assert (
+        "".join(request.request_id for step in simulation.steps[first : first + 2] for request in step.requests)
+        == "abc"
+    )
+
+
+def test_who_starts_again_is_older_than_who_ran_on() -> None:
+    simulation = Simulation(make_limits(decode_steps_ahead=0, decode_batch_size=1, num_blocks=100))
+    simulation.add(make_request("a", 5, 20), make_request("b", 5, 20))
+    simulation.step()
+    (decode,) = simulation.schedule()
+    assert decode.rows == [0]
+    result = simulation.device.abort(decode.seq)
+    assert result is not None
+    simulation.answers.append(result)
+    simulation.answer()
+    simulation.step()
+    assert [sequence.request.request_id for sequence in simulation.scheduler._running] == ["a", "b"]
+    simulation.finish()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+def test_a_lost_agent_costs_time_but_no_token(ahead: int) -> None:
+    simulation = Simulation(make_limits(decode_steps_ahead=ahead, num_blocks=60))
+    requests = [make_request(name, 7, 12, ignore_eos=False) for name in "abcdef"]
+    simulation.add(*requests)
+    for _ in range(4):
+        for _ in range(3):
+            simulation.step()
+        simulation.schedule()
+        simulation.lose_agent()
+        assert simulation.scheduler.num_waiting == sum(not request.is_finished for request in requests)
+        assert {request.status for request in requests} <= {RequestStatus.WAITING, RequestStatus.FINISHED}
+    simulation.finish()
+    assert all(request.num_preemptions == 0 for request in requests)
+
+
+def test_a_lost_agent_frees_what_was_leaving() -> None:
+    simulation = Simulation(make_limits())
+    simulation.add(make_request("a"), make_request("b"))
+    simulation.schedule()
+    simulation.end("a")
+    assert simulation.scheduler.num_free_blocks < simulation.scheduler.num_blocks
+    simulation.lose_agent()
+    simulation.finish()
+    assert simulation.ended == {"a": FinishReason.ABORT, "b": FinishReason.LENGTH}
+
+
+def test_requests_start_again_in_order_of_arrival_after_a_loss() -> None:
+    simulation = Simulation(make_limits(prefill_batch_size=1, num_blocks=100))
+    simulation.add(*(make_request(name) for name in "abc"))
+    for _ in range(5):
+        simulation.step()
+    simulation.add(make_request("d"))
+    simulation.lose_agent()
+    first = len(simulation.steps)
+    simulation.finish()
+    prefills = [step for step in simulation.steps[first:] if step.kind is StepKind.PREFILL]
+    assert [step.requests[0].request_id for step in prefills] == ["a", "b", "c", "d"]
+
+
+def test_an_answer_after_the_loss_is_refused() -> None:
+    simulation = Simulation(make_limits())
+    simulation.add(make_request("a"))
+    simulation.schedule()
+    simulation.run()
+    late = simulation.answers[0]
+    simulation.lose_agent()
+    with pytest.raises(ProtocolError, match="step 0 was answered but is not in flight"):
+        simulation.scheduler.update(late, 0.0)
+    simulation.finish()
+
+
+def test_fail_all_ends_everything() -> None:
+    simulation = Simulation(make_limits(max_num_seqs=2))
+    simulation.add(*(make_request(name) for name in "abcd"))
+    simulation.step()
+    updates = simulation.scheduler.fail_all("the end", 1.0)
+    assert {update.error for update in updates} == {"the end"}
+    simulation.cut.update("abcd")
+    simulation.take(updates)
+    assert set(simulation.ended.values()) == {FinishReason.ERROR}
+    simulation.finish()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        StepResult(0),
+        StepResult(0, [3], [0.0], [0.0]),
+        StepResult(0, [3, 4], [0.0], [0.0, 0.0]),
+        StepResult(0, [3, -1], [0.0, 0.0], [0.0, 0.0]),
+    ],
+)
+def test_an_answer_of_the_wrong_shape_ends_the_requests_of_its_step(answer: StepResult) -> None:
+    simulation = Simulation(make_limits(decode_steps_ahead=0))
+    simulation.add(make_request("a"), make_request("b"))
+    simulation.schedule()
+    updates = simulation.scheduler.update(answer, 0.0)
+    assert [update.request.finish_reason for update in updates] == [FinishReason.ERROR] * 2
+    assert updates[0].error is not None
+    assert updates[0].error.startswith("step 0 ")
+    assert simulation.scheduler.is_idle
+    simulation.check()
+
+
+def test_integrity_notices_a_leak() -> None:
+    simulation = Simulation(make_limits())
+    simulation.add(make_request("a"))
+    simulation.schedule()
+    simulation.scheduler._kv_cache._pool.allocate(1)
+    with pytest.raises(AssertionError, match="do not make 32"):
+        simulation.scheduler.check_integrity()
