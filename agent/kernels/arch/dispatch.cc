@@ -1,0 +1,65 @@
+// Chooses the table once. setup.py defines LLMK_HAVE_<ISA> for the files the compiler could build.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "../common/kernel_table.h"
+
+namespace llmk {
+
+extern const KernelTable kPortableTable, kAvx2Table, kAvx512Table, kAvx512Bf16Table;
+
+namespace {
+
+// Best first.
+const KernelTable* const kCompiled[] = {
+#ifdef LLMK_HAVE_AVX512_BF16
+    &kAvx512Bf16Table,
+#endif
+#ifdef LLMK_HAVE_AVX512
+    &kAvx512Table,
+#endif
+#ifdef LLMK_HAVE_AVX2
+    &kAvx2Table,
+#endif
+    &kPortableTable,
+};
+
+bool processor_runs(const char* isa) {
+  if (std::strcmp(isa, "portable") == 0) return true;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (std::strcmp(isa, "avx2") == 0) return avx2;
+  if (std::strcmp(isa, "avx512") == 0) return avx512;
+#ifdef LLMK_HAVE_AVX512_BF16
+  if (std::strcmp(isa, "avx512_bf16") == 0) return avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+#endif
+  return false;
+}
+
+const KernelTable& choose() {
+  const char* wanted = std::getenv("LLM_KERNELS_ISA");
+  for (const KernelTable* table : kCompiled) {
+    if (wanted != nullptr && *wanted != '\0' && std::strcmp(wanted, table->isa) != 0) continue;
+    if (processor_runs(table->isa)) return *table;
+  }
+  std::fprintf(stderr, "llm_kernels: LLM_KERNELS_ISA is \"%s\"; this build on this processor offers:", wanted);
+  for (const KernelTable* table : kCompiled) {
+    if (processor_runs(table->isa)) std::fprintf(stderr, " %s", table->isa);
+  }
+  std::fprintf(stderr, "\n");
+  std::exit(2);
+}
+
+}  // namespace
+
+const KernelTable& kernels() {
+  static const KernelTable& table = choose();
+  return table;
+}
+
+}  // namespace llmk

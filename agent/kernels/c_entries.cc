@@ -1,0 +1,159 @@
+// Plain C entries for ctypes: the sampler, threads, the ceilings of the machine, and per kernel an entry for tests and
+// benchmarks. Those take the kernel's own argument struct and `use_reference`: 1 runs the scalar reference instead.
+#include <chrono>
+#include <vector>
+
+#include "common/check.h"
+#include "common/floating_point.h"
+#include "common/kernel_table.h"
+#include "common/thread_pool.h"
+#include "ops/checks.h"
+#include "ops/gather.h"
+#include "ops/reshape_and_cache.h"
+#include "ops/sampler.h"
+
+namespace llmk {
+namespace {
+
+double seconds_since(std::chrono::steady_clock::time_point start) {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// Operations per second of all threads together, in billions.
+double measure_loop(int64_t (*loop)(int64_t), double seconds) {
+  constexpr int64_t kSteps = 200000;
+  const int64_t tasks = num_threads();
+  int64_t done = 0;
+  const auto start = std::chrono::steady_clock::now();
+  do {
+    parallel_for(tasks, [&](int64_t) { loop(kSteps); });
+    done += tasks;
+  } while (seconds_since(start) < seconds);
+  return static_cast<double>(done * loop(1) * kSteps) / seconds_since(start) * 1e-9;
+}
+
+template <template <class> class Reference, class Args>
+void run_reference(const Args& args) {
+  if (args.dtype == DType::kFloat32) Reference<float>::run(args);
+  if (args.dtype == DType::kFloat16) Reference<half_t>::run(args);
+  if (args.dtype == DType::kBFloat16) Reference<bfloat_t>::run(args);
+}
+
+template <class T>
+struct RmsNormReference {
+  static void run(const RmsNormArgs& args) {
+    if (args.gamma_dtype == DType::kFloat32) reference::rms_norm<T, float>(args);
+    if (args.gamma_dtype == DType::kFloat16) reference::rms_norm<T, half_t>(args);
+    if (args.gamma_dtype == DType::kBFloat16) reference::rms_norm<T, bfloat_t>(args);
+  }
+};
+
+template <class T>
+struct RotaryReference {
+  static void run(const RotaryArgs& args) {
+    if (args.table_dtype == DType::kFloat32) reference::rotary<T, float>(args);
+    if (args.table_dtype == DType::kFloat16) reference::rotary<T, half_t>(args);
+    if (args.table_dtype == DType::kBFloat16) reference::rotary<T, bfloat_t>(args);
+  }
+};
+
+template <class T>
+struct SwigluReference {
+  static void run(const SwigluArgs& args) { reference::swiglu<T>(args); }
+};
+
+template <class T>
+struct MatMulReference {
+  static void run(const MatMulArgs& args) { reference::matmul<T>(args); }
+};
+
+}  // namespace
+}  // namespace llmk
+
+#define LLMK_ENTRY __attribute__((visibility("default")))
+
+extern "C" {
+
+LLMK_ENTRY void llmk_set_threads(int num_threads) { llmk::set_num_threads(num_threads); }
+
+LLMK_ENTRY int llmk_num_threads() { return llmk::num_threads(); }
+
+LLMK_ENTRY const char* llmk_isa() { return llmk::kernels().isa; }
+
+LLMK_ENTRY int llmk_sample(const llmk::SampleArgs* args) {
+  const llmk::StandardFloatingPoint scope;
+  return llmk::sample(*args);
+}
+
+LLMK_ENTRY void llmk_philox(const uint32_t* counter, const uint32_t* key, uint32_t* out) {
+  llmk::philox(counter, key, out);
+}
+
+LLMK_ENTRY double llmk_measure_fma(double seconds) { return llmk::measure_loop(llmk::kernels().ceilings.fma, seconds); }
+
+LLMK_ENTRY double llmk_measure_dot_bf16(double seconds) {
+  return llmk::measure_loop(llmk::kernels().ceilings.dot_bf16, seconds);
+}
+
+// Reads `bytes` once with all threads; returns the gigabytes per second.
+LLMK_ENTRY double llmk_measure_read(const float* data, int64_t bytes) {
+  constexpr int64_t kPiece = 1 << 18;
+  const int64_t size = bytes / 4;
+  std::vector<float> sums(static_cast<size_t>(llmk::ceil_div(size, kPiece)));
+  const auto start = std::chrono::steady_clock::now();
+  llmk::parallel_for(static_cast<int64_t>(sums.size()), [&](int64_t i) {
+    sums[static_cast<size_t>(i)] =
+        llmk::kernels().ceilings.read(data + i * kPiece, llmk::smaller(kPiece, size - i * kPiece));
+  });
+  return static_cast<double>(bytes) / llmk::seconds_since(start) * 1e-9;
+}
+
+LLMK_ENTRY int llmk_test_rms_norm(const llmk::RmsNormArgs* args, int use_reference) {
+  const llmk::StandardFloatingPoint scope;
+  use_reference != 0 ? llmk::run_reference<llmk::RmsNormReference>(*args) : llmk::kernels().rms_norm(*args);
+  return 0;
+}
+
+LLMK_ENTRY int llmk_test_swiglu(const llmk::SwigluArgs* args, int use_reference) {
+  const llmk::StandardFloatingPoint scope;
+  use_reference != 0 ? llmk::run_reference<llmk::SwigluReference>(*args) : llmk::kernels().swiglu(*args);
+  return 0;
+}
+
+LLMK_ENTRY int llmk_test_rotary(const llmk::RotaryArgs* args, int use_reference) {
+  const llmk::StandardFloatingPoint scope;
+  use_reference != 0 ? llmk::run_reference<llmk::RotaryReference>(*args) : llmk::kernels().rotary(*args);
+  return 0;
+}
+
+LLMK_ENTRY int llmk_test_rotary_cache(const llmk::RotaryCacheArgs* args) {
+  const llmk::StandardFloatingPoint scope;
+  llmk::kernels().rotary_cache(*args);
+  return 0;
+}
+
+LLMK_ENTRY int llmk_test_matmul(const llmk::MatMulArgs* args, int use_reference) {
+  const llmk::StandardFloatingPoint scope;
+  use_reference != 0 ? llmk::run_reference<llmk::MatMulReference>(*args) : llmk::kernels().matmul(*args);
+  return 0;
+}
+
+// `tokens` rows of query; `num_blocks` blocks of cache, or `plain_rows` rows of keys where block_tables is null.
+LLMK_ENTRY int llmk_test_attention(const llmk::AttentionArgs* given, int64_t tokens, int64_t num_blocks,
+                                   int64_t plain_rows, int use_reference) {
+  const llmk::StandardFloatingPoint scope;
+  llmk::AttentionArgs args = *given;
+  std::vector<int64_t> starts(static_cast<size_t>(2 * args.num_seqs) + 1);
+  const int error = llmk::check_attention("Attention", &args, tokens, num_blocks, plain_rows, starts.data());
+  if (error == 0) use_reference != 0 ? llmk::reference::attention(args) : llmk::kernels().attention(args);
+  return error;
+}
+
+LLMK_ENTRY int llmk_test_gather(const llmk::GatherArgs* args) { return llmk::gather_rows("Gather", *args); }
+
+LLMK_ENTRY void llmk_test_scatter_rows(const void* rows, void* cache, const int32_t* slots, int64_t tokens,
+                                       int64_t row_bytes) {
+  llmk::scatter_rows(rows, cache, slots, tokens, row_bytes);
+}
+
+}  // extern "C"

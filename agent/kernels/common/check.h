@@ -1,0 +1,15 @@
+// What an entry says when it refuses its arguments: one line on standard error naming op, argument, value and limit,
+// and the code it returns to the caller.
+#pragma once
+#include <cstdint>
+
+namespace llmk {
+
+constexpr int kBadArgument = 1;
+constexpr int kBadIndex = 2;
+
+int refuse(const char* op, const char* argument, int64_t index, double value, const char* allowed);
+int refuse_index(const char* op, const char* argument, int64_t index, int64_t value, int64_t limit);
+int refuse_text(const char* op, const char* format, ...) __attribute__((format(printf, 2, 3)));
+
+}  // namespace llmk

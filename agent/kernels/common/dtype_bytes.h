@@ -1,0 +1,23 @@
+// Element sizes of every MindSpore type name, for the kernels that only move bytes.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+namespace llmk {
+
+// 0 for a name that is not known.
+static inline int64_t dtype_bytes(const char* name) {
+  struct Size {
+    const char* name;
+    int64_t bytes;
+  };
+  static const Size kSizes[] = {{"bool", 1},    {"int8", 1},     {"uint8", 1},    {"float16", 2},   {"bfloat16", 2},
+                                {"int16", 2},   {"uint16", 2},   {"float32", 4},  {"int32", 4},     {"uint32", 4},
+                                {"float64", 8}, {"int64", 8},    {"uint64", 8},   {"complex64", 8}, {"complex128", 16}};
+  for (const Size& size : kSizes) {
+    if (name != nullptr && std::strcmp(size.name, name) == 0) return size.bytes;
+  }
+  return 0;
+}
+
+}  // namespace llmk

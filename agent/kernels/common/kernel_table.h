@@ -1,0 +1,29 @@
+// The kernels of one instruction set. arch/<isa>.cc fills one table each; kernels() is the one chosen at run time.
+#pragma once
+#include "../ops/attention.h"
+#include "../ops/ceilings.h"
+#include "../ops/logits.h"
+#include "../ops/matmul.h"
+#include "../ops/rms_norm.h"
+#include "../ops/rotary.h"
+#include "../ops/swiglu.h"
+
+namespace llmk {
+
+struct KernelTable {
+  const char* isa;
+  void (*rms_norm)(const RmsNormArgs&);
+  void (*swiglu)(const SwigluArgs&);
+  void (*rotary)(const RotaryArgs&);
+  void (*rotary_cache)(const RotaryCacheArgs&);
+  void (*matmul)(const MatMulArgs&);
+  void (*attention)(const AttentionArgs&);
+  LogitsPasses logits;
+  CeilingLoops ceilings;
+};
+
+// The best table this processor runs, or the one LLM_KERNELS_ISA names (portable, avx2, avx512, avx512_bf16). A name
+// that is unknown, not compiled in or beyond the processor ends the process: a silent fallback would hide it.
+const KernelTable& kernels();
+
+}  // namespace llmk

@@ -1,0 +1,220 @@
+#include "thread_pool.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "floating_point.h"
+
+namespace llmk {
+namespace {
+
+constexpr auto kSpinTime = std::chrono::microseconds(20);
+constexpr int kMaxThreads = 256;
+
+void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, expected, nullptr, nullptr, 0);
+}
+
+void futex_wake(std::atomic<uint32_t>* word, int count) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
+}
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Spins on `done` for at most kSpinTime. True when it became true.
+template <class Condition>
+bool spin_until(const Condition& done) {
+  const auto deadline = std::chrono::steady_clock::now() + kSpinTime;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (done()) return true;
+      pause_cpu();
+    }
+  } while (std::chrono::steady_clock::now() < deadline);
+  return false;
+}
+
+int available_processors() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof(set), &set) == 0) return CPU_COUNT(&set);
+  return static_cast<int>(std::thread::hardware_concurrency());
+}
+
+int clamp_threads(int wanted) {
+  if (wanted <= 0) wanted = available_processors();
+  return wanted < 1 ? 1 : wanted > kMaxThreads ? kMaxThreads : wanted;
+}
+
+// One job at a time. `state_` is epoch << 17 | open << 16 | number of workers inside the job: a worker enters only
+// while the job is open, so a worker that wakes late is neither waited for nor able to touch a finished job.
+class ThreadPool {
+ public:
+  ThreadPool() {
+    const char* text = std::getenv("LLM_KERNELS_THREADS");
+    num_threads_ = clamp_threads(text == nullptr ? 0 : std::atoi(text));
+  }
+
+  int num_threads() const { return num_threads_; }
+
+  void resize(int wanted) {
+    std::lock_guard<std::mutex> lock(caller_);
+    stop_workers();
+    num_threads_ = clamp_threads(wanted);
+  }
+
+  void run(int64_t count, TaskFunction function, void* context) {
+    const StandardFloatingPoint scope;
+    std::unique_lock<std::mutex> lock(caller_, std::try_to_lock);
+    if (!lock.owns_lock() || num_threads_ == 1 || count <= 1) {
+      for (int64_t i = 0; i < count; ++i) function(context, i);
+      return;
+    }
+    start_workers();
+    function_ = function;
+    context_ = context;
+    count_ = count;
+    next_.store(0, std::memory_order_relaxed);
+    state_.store((++epoch_ << 17) | kOpen, std::memory_order_seq_cst);
+    wake_.fetch_add(1, std::memory_order_seq_cst);
+    if (sleepers_.load(std::memory_order_seq_cst) > 0) futex_wake(&wake_, INT_MAX);
+    take_tasks();
+    wait_for_workers();
+  }
+
+ private:
+  static constexpr uint64_t kOpen = 1u << 16;
+  static constexpr uint64_t kInside = kOpen - 1;
+
+  void take_tasks() {
+    for (;;) {
+      const int64_t index = next_.fetch_add(1, std::memory_order_relaxed);
+      if (index >= count_) return;
+      function_(context_, index);
+    }
+  }
+
+  void wait_for_workers() {
+    const auto idle = [this] { return (state_.load(std::memory_order_acquire) & kInside) == 0; };
+    state_.fetch_and(~kOpen, std::memory_order_acq_rel);
+    while (!idle() && !spin_until(idle)) {
+      const uint32_t seen = finished_.load(std::memory_order_seq_cst);
+      waiting_.store(true, std::memory_order_seq_cst);
+      if (!idle()) futex_wait(&finished_, seen);
+      waiting_.store(false, std::memory_order_relaxed);
+    }
+  }
+
+  void worker_loop() {
+    const StandardFloatingPoint scope;
+    uint64_t last_epoch = 0;
+    for (;;) {
+      const uint32_t seen = wake_.load(std::memory_order_seq_cst);
+      uint64_t state = state_.load(std::memory_order_acquire);
+      if (stopping_.load(std::memory_order_acquire)) return;
+      if ((state & kOpen) != 0 && state >> 17 != last_epoch) {
+        if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
+        last_epoch = state >> 17;
+        take_tasks();
+        leave_job();
+        continue;
+      }
+      sleep_until_woken(seen);
+    }
+  }
+
+  void leave_job() {
+    const uint64_t before = state_.fetch_sub(1, std::memory_order_acq_rel);
+    if ((before & kInside) == 1 && (before & kOpen) == 0) {
+      finished_.fetch_add(1, std::memory_order_seq_cst);
+      if (waiting_.load(std::memory_order_seq_cst)) futex_wake(&finished_, 1);
+    }
+  }
+
+  void sleep_until_woken(uint32_t seen) {
+    const auto woken = [this, seen] { return wake_.load(std::memory_order_acquire) != seen; };
+    if (spin_until(woken)) return;
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    if (!woken()) futex_wait(&wake_, seen);
+    sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+  }
+
+  void start_workers() {
+    while (static_cast<int>(workers_.size()) < num_threads_ - 1) workers_.emplace_back([this] { worker_loop(); });
+  }
+
+  void stop_workers() {
+    stopping_.store(true, std::memory_order_release);
+    wake_.fetch_add(1, std::memory_order_seq_cst);
+    futex_wake(&wake_, INT_MAX);
+    for (std::thread& worker : workers_) worker.join();
+    workers_.clear();
+    stopping_.store(false, std::memory_order_release);
+  }
+
+  std::mutex caller_;
+  std::vector<std::thread> workers_;
+  int num_threads_ = 1;
+  uint64_t epoch_ = 0;
+  TaskFunction function_ = nullptr;
+  void* context_ = nullptr;
+  int64_t count_ = 0;
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<uint64_t> state_{0};
+  alignas(64) std::atomic<uint32_t> wake_{0};
+  std::atomic<int> sleepers_{0};
+  alignas(64) std::atomic<uint32_t> finished_{0};
+  std::atomic<bool> waiting_{false};
+  std::atomic<bool> stopping_{false};
+};
+
+// Never destroyed: at exit the sleeping workers end with the process.
+ThreadPool& pool() {
+  static ThreadPool* instance = new ThreadPool;
+  return *instance;
+}
+
+struct Scratch {
+  void* data[kScratchSlots] = {};
+  int64_t bytes[kScratchSlots] = {};
+  ~Scratch() {
+    for (void* pointer : data) std::free(pointer);
+  }
+};
+
+}  // namespace
+
+void run_parallel(int64_t count, TaskFunction function, void* context) { pool().run(count, function, context); }
+
+void set_num_threads(int num_threads) { pool().resize(num_threads); }
+
+int num_threads() { return pool().num_threads(); }
+
+void* thread_scratch(int slot, int64_t bytes) {
+  thread_local Scratch scratch;
+  if (bytes > scratch.bytes[slot]) {
+    std::free(scratch.data[slot]);
+    const int64_t rounded = (bytes + bytes / 4 + 4095) / 4096 * 4096;
+    scratch.data[slot] = std::aligned_alloc(4096, static_cast<size_t>(rounded));
+    scratch.bytes[slot] = scratch.data[slot] == nullptr ? 0 : rounded;
+    if (scratch.data[slot] == nullptr) std::abort();
+  }
+  return scratch.data[slot];
+}
+
+}  // namespace llmk

@@ -1,0 +1,36 @@
+// The library's own threads. MindSpore calls kernels from threads of its own choice, so the pool belongs to the
+// library and the calling thread takes part in the work.
+#pragma once
+#include <cstdint>
+
+namespace llmk {
+
+using TaskFunction = void (*)(void* context, int64_t index);
+
+// Calls function(context, i) once for each i in [0, count), spread over the pool's threads by a shared counter, and
+// returns when all calls have returned. Safe from any thread; a second caller at the same time works alone.
+void run_parallel(int64_t count, TaskFunction function, void* context);
+
+// Sets the number of threads (the caller counts as one); 0 means all processors the process may use.
+void set_num_threads(int num_threads);
+int num_threads();
+
+// A buffer of this thread, 64-byte aligned, contents undefined; valid until the same slot is asked for a larger one.
+void* thread_scratch(int slot, int64_t bytes);
+
+// `static`, so that each instruction set's object file keeps its own instance.
+template <class Function>
+static void parallel_for(int64_t count, const Function& function) {
+  if (count == 1) {
+    function(0);
+    return;
+  }
+  run_parallel(
+      count, [](void* context, int64_t index) { (*static_cast<const Function*>(context))(index); },
+      const_cast<Function*>(&function));
+}
+
+// Scratch slots: one per simultaneous use within one thread.
+enum ScratchSlot : int { kScratchDriver = 0, kScratchTile = 1, kScratchRows = 2, kScratchHistory = 3, kScratchSlots = 4 };
+
+}  // namespace llmk

@@ -1,0 +1,240 @@
+"""Access to libllm_kernels.so: its path for MindSpore, and the entries called through ctypes.
+
+As op plugin (the native primitives on the CPU), before MindSpore is imported::
+
+    os.environ["MS_OP_PLUGIN_PATH"] = str(library_path())
+
+As custom ops, dynamic in tokens, sequences and table width (`tests/kernels/test_custom_ops.py` runs this)::
+
+    def custom_op(name: str) -> ops.Custom:
+        op = ops.Custom(f"{library_path()}:{name}", out_shape=None, out_dtype=None, func_type="aot")
+        op.add_prim_attr("reg_op_name", name)
+        return op
+
+    class Attention(nn.Cell):
+        def __init__(self, key_cache, value_cache, cos, sin):     # Parameters [NB, BS, KV, D] and float32 [P, D]
+            super().__init__()
+            self.rotary_cache = custom_op("RotaryCache")
+            self.paged_attention = custom_op("PagedAttentionRagged")
+            ...
+
+        def construct(self, qkv, positions, slot_mapping, block_tables, context_lens, query_lens):
+            query = self.rotary_cache(
+                qkv, positions, self.cos, self.sin, self.key_cache, self.value_cache, slot_mapping
+            )
+            return self.paged_attention(
+                query, self.key_cache, self.value_cache, block_tables, context_lens, query_lens
+            )
+
+    net.set_inputs(Tensor(shape=[None, (H + 2 * KV) * D], dtype=dtype), Tensor(shape=[None], dtype=ms.int32), ...)
+
+The caches are written in place. The attention reads `query`, which orders it after the write.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.errors import AgentError
+from llm_serving.request import MAX_TOP_LOGITS
+
+Float32Array = npt.NDArray[np.float32]
+Int32Array = npt.NDArray[np.int32]
+UInt64Array = npt.NDArray[np.uint64]
+
+
+class KernelsNotBuiltError(AgentError):
+    """The shared library of the kernels is not there."""
+
+
+class KernelError(AgentError):
+    """A kernel refused its arguments; the reason is on standard error."""
+
+
+def library_path() -> Path:
+    """The built shared library. Raises KernelsNotBuiltError with the command that builds it."""
+    path = Path(__file__).resolve().parent / "libllm_kernels.so"
+    if not path.is_file():
+        raise KernelsNotBuiltError(f"{path} is not built; run `python setup.py build_ext --inplace` (or `make setup`)")
+    return path
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """The library, loaded once, with the types of its entries."""
+    library = ctypes.CDLL(str(library_path()))
+    library.llmk_set_threads.argtypes = [ctypes.c_int]
+    library.llmk_set_threads.restype = None
+    library.llmk_num_threads.restype = ctypes.c_int
+    library.llmk_isa.restype = ctypes.c_char_p
+    library.llmk_sample.argtypes = [ctypes.POINTER(_SampleArgs)]
+    library.llmk_sample.restype = ctypes.c_int
+    return library
+
+
+def set_threads(num_threads: int) -> None:
+    """Sets how many threads kernels use, the caller included; 0 means every processor this process may use."""
+    load_library().llmk_set_threads(num_threads)
+
+
+def num_threads() -> int:
+    """The threads kernels use: from ``LLM_KERNELS_THREADS``, else every processor, until ``set_threads``."""
+    return int(load_library().llmk_num_threads())
+
+
+def kernel_isa() -> str:
+    """The instruction set in use: portable, avx2, avx512 or avx512_bf16 (``LLM_KERNELS_ISA`` forces one)."""
+    name: bytes = load_library().llmk_isa()
+    return name.decode()
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInputs:
+    """What to draw with, one entry a row; the arrays may be longer. The fields of a step slot fit as they are."""
+
+    temperature: Float32Array
+    top_k: Int32Array
+    top_p: Float32Array
+    min_p: Float32Array
+    repetition_penalty: Float32Array
+    presence_penalty: Float32Array
+    frequency_penalty: Float32Array
+    seed: UInt64Array
+    sample_position: Int32Array
+    num_top_logits: Int32Array
+    do_sample: Int32Array | None = None
+    """0: skip the row (its token becomes -1). None samples every row."""
+    histories: Sequence[Int32Array | None] | None = None
+    """Token ids of each row, prompt first. Read only where a row has penalties."""
+    prompt_lens: Sequence[int] | Int32Array | None = None
+    """How many of each history are the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOutputs:
+    """Where the results go; the fields of a step slot fit as they are."""
+
+    sampled_ids: Int32Array
+    sampled_logit: Float32Array
+    logsumexp: Float32Array
+    top_ids: Int32Array
+    """[S, MAX_TOP_LOGITS], best first, -1 past what was asked for."""
+    top_logits: Float32Array
+
+    @classmethod
+    def allocate(cls, num_rows: int) -> SampleOutputs:
+        return cls(
+            np.empty(num_rows, np.int32),
+            np.empty(num_rows, np.float32),
+            np.empty(num_rows, np.float32),
+            np.empty((num_rows, MAX_TOP_LOGITS), np.int32),
+            np.empty((num_rows, MAX_TOP_LOGITS), np.float32),
+        )
+
+
+_ARRAYS: dict[str, Any] = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "repetition_penalty": np.float32,
+    "presence_penalty": np.float32,
+    "frequency_penalty": np.float32,
+    "seed": np.uint64,
+    "sample_position": np.int32,
+    "num_top_logits": np.int32,
+    "do_sample": np.int32,
+    "sampled_ids": np.int32,
+    "sampled_logit": np.float32,
+    "logsumexp": np.float32,
+    "top_ids": np.int32,
+    "top_logits": np.float32,
+}
+
+
+class _SampleArgs(ctypes.Structure):
+    """llmk::SampleArgs of ops/sampler.h, field for field."""
+
+    _fields_ = (
+        ("logits", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("vocab_size", ctypes.c_int64),
+        ("temperature", ctypes.c_void_p),
+        ("top_k", ctypes.c_void_p),
+        ("top_p", ctypes.c_void_p),
+        ("min_p", ctypes.c_void_p),
+        ("repetition_penalty", ctypes.c_void_p),
+        ("presence_penalty", ctypes.c_void_p),
+        ("frequency_penalty", ctypes.c_void_p),
+        ("seed", ctypes.c_void_p),
+        ("sample_position", ctypes.c_void_p),
+        ("num_top_logits", ctypes.c_void_p),
+        ("do_sample", ctypes.c_void_p),
+        ("history", ctypes.c_void_p),
+        ("history_lens", ctypes.c_void_p),
+        ("history_prompt_lens", ctypes.c_void_p),
+        ("sampled_ids", ctypes.c_void_p),
+        ("sampled_logit", ctypes.c_void_p),
+        ("logsumexp", ctypes.c_void_p),
+        ("top_ids", ctypes.c_void_p),
+        ("top_logits", ctypes.c_void_p),
+    )
+
+
+def _address(name: str, array: npt.NDArray[Any] | None, wanted: Any, length: int) -> int | None:
+    """The address of an array's data, after checking that a kernel may read or write ``length`` elements there."""
+    if array is None:
+        return None
+    if array.dtype != wanted or not array.flags.c_contiguous or array.size < length:
+        raise ValueError(
+            f"{name} is {array.dtype}, {array.size} elements, contiguous {array.flags.c_contiguous}; "
+            f"it must be contiguous {np.dtype(wanted)} with at least {length} elements"
+        )
+    return array.ctypes.data
+
+
+def sample(logits: Float32Array, inputs: SampleInputs, outputs: SampleOutputs) -> None:
+    """Chooses a token from each row of ``logits`` [S, V] float32; the order of the steps is in ops/sampler.cc.
+
+    A row's result depends on nothing but its own logits, parameters and history. Raises ValueError for an array of
+    the wrong type, size or layout and KernelError for values out of range (nothing is written then).
+    """
+    if logits.ndim != 2:
+        raise ValueError(f"logits has {logits.ndim} dimensions; it must be [rows, vocabulary]")
+    num_rows, vocab_size = logits.shape
+    args = _SampleArgs(rows=num_rows, vocab_size=vocab_size)
+    args.logits = _address("logits", logits, np.float32, num_rows * vocab_size)
+    for part in (inputs, outputs):
+        for field in fields(part):
+            if field.name in _ARRAYS:
+                length = num_rows * (MAX_TOP_LOGITS if field.name.startswith("top_") and part is outputs else 1)
+                address = _address(field.name, getattr(part, field.name), _ARRAYS[field.name], length)
+                setattr(args, field.name, address)
+    keep_alive = _set_histories(args, inputs, num_rows)
+    code = load_library().llmk_sample(ctypes.byref(args))
+    del keep_alive
+    if code != 0:
+        raise KernelError(f"the sampler refused its arguments (code {code}); the reason is on standard error")
+
+
+def _set_histories(args: _SampleArgs, inputs: SampleInputs, num_rows: int) -> list[Any]:
+    """Fills the history fields; returns what must stay alive during the call."""
+    if inputs.histories is None:
+        return []
+    if inputs.prompt_lens is None or len(inputs.histories) < num_rows or len(inputs.prompt_lens) < num_rows:
+        raise ValueError(f"histories and prompt_lens need an entry for each of {num_rows} rows")
+    rows = [np.empty(0, np.int32) if row is None else row for row in inputs.histories[:num_rows]]
+    addresses = (ctypes.c_void_p * num_rows)(*[_address("history", row, np.int32, 0) for row in rows])
+    lengths = np.array([row.size for row in rows], np.int32)
+    prompt_lens = np.array(inputs.prompt_lens[:num_rows], np.int32)
+    args.history = ctypes.addressof(addresses)
+    args.history_lens, args.history_prompt_lens = lengths.ctypes.data, prompt_lens.ctypes.data
+    return [rows, addresses, lengths, prompt_lens]

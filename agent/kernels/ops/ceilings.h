@@ -1,0 +1,54 @@
+// What this machine can do at most: loops that only multiply-add, or only read. bench_kernels.py divides by them.
+#pragma once
+#include "../common/types.h"
+#include "dot.h"
+
+namespace llmk {
+
+struct CeilingLoops {
+  int64_t (*fma)(int64_t steps);       // float32; returns the floating-point operations done
+  int64_t (*dot_bf16)(int64_t steps);  // products of bfloat16 pairs as ops/dot.h does them
+  float (*read)(const float* data, int64_t size);
+};
+
+#ifdef LLMK_ARCH
+namespace LLMK_ARCH {
+
+template <class T>
+static inline int64_t run_steps(int64_t steps) {
+  using D = Dot<T, T>;
+#ifdef LLMK_VEC_AVX512
+  constexpr int kChains = 12;
+#else
+  constexpr int kChains = 6;
+#endif
+  alignas(64) T ones[64];
+  for (T& one : ones) from_float(1.0f, &one);
+  typename D::Operand x = D::get(ones), w = D::get(ones + kLanes);
+  Vec total[kChains];
+  for (Vec& chain : total) chain = zero();
+  for (int64_t i = 0; i < steps; ++i) {
+    for (int c = 0; c < kChains; ++c) total[c] = D::step(x, w, total[c]);
+  }
+  float result = 0;
+  for (const Vec& chain : total) result += sum(chain);
+  volatile float sink = result;
+  static_cast<void>(sink);
+  return steps * kChains * D::kStep * 2;
+}
+
+static int64_t ceiling_fma(int64_t steps) { return run_steps<float>(steps); }
+static int64_t ceiling_dot_bf16(int64_t steps) { return run_steps<bfloat_t>(steps); }
+
+static float ceiling_read(const float* data, int64_t size) {
+  Vec total[4] = {zero(), zero(), zero(), zero()};
+  for (int64_t i = 0; i + 4 * kLanes <= size; i += 4 * kLanes) {
+    for (int j = 0; j < 4; ++j) total[j] = add(total[j], load(data + i + j * kLanes));
+  }
+  return sum(add(add(total[0], total[1]), add(total[2], total[3])));
+}
+
+}  // namespace LLMK_ARCH
+#endif
+
+}  // namespace llmk

@@ -1,0 +1,106 @@
+// RmsNorm and AddRmsNorm (Zhang and Sennrich 2019).
+//
+//   x, residual [rows, width]   gamma [width]   ->   y [rows, width], rstd [rows] float, and for AddRmsNorm the sum
+//   s = round(x + residual);  rstd = 1 / sqrt(mean(s^2) + epsilon);  y = round(s * rstd * gamma)
+//
+// The sum of squares runs in 16 lanes over the width, reduced by the tree of arch/vec.h.
+#pragma once
+#include <cmath>
+
+#include "../common/thread_pool.h"
+#include "../common/types.h"
+
+namespace llmk {
+
+struct RmsNormArgs {
+  const void* x;
+  const void* residual;  // null for RmsNorm
+  const void* gamma;
+  void* y;
+  float* rstd;  // may be null
+  void* sum;    // x + residual; null for RmsNorm
+  int64_t rows, width;
+  float epsilon;
+  DType dtype, gamma_dtype;
+};
+
+namespace reference {
+
+template <class T, class G>
+static inline void rms_norm(const RmsNormArgs& args) {
+  for (int64_t row = 0; row < args.rows; ++row) {
+    const T* x = static_cast<const T*>(args.x) + row * args.width;
+    const T* residual = static_cast<const T*>(args.residual) + row * args.width;
+    double squares = 0;
+    for (int64_t i = 0; i < args.width; ++i) {
+      T rounded = x[i];
+      if (args.residual != nullptr) from_float(to_float(x[i]) + to_float(residual[i]), &rounded);
+      if (args.sum != nullptr) static_cast<T*>(args.sum)[row * args.width + i] = rounded;
+      squares += static_cast<double>(to_float(rounded)) * to_float(rounded);
+    }
+    const double rstd = 1.0 / std::sqrt(squares / static_cast<double>(args.width) + args.epsilon);
+    if (args.rstd != nullptr) args.rstd[row] = static_cast<float>(rstd);
+    const T* source = args.sum != nullptr ? static_cast<const T*>(args.sum) + row * args.width : x;
+    for (int64_t i = 0; i < args.width; ++i) {
+      const double scaled = to_float(source[i]) * rstd * to_float(static_cast<const G*>(args.gamma)[i]);
+      from_float(static_cast<float>(scaled), static_cast<T*>(args.y) + row * args.width + i);
+    }
+  }
+}
+
+}  // namespace reference
+
+#ifdef LLMK_ARCH
+namespace LLMK_ARCH {
+
+template <class T, class G>
+static inline void rms_norm_row(const RmsNormArgs& args, int64_t row) {
+  const int64_t width = args.width, full = width / kLanes * kLanes, tail = width - full;
+  const T* source = static_cast<const T*>(args.x) + row * width;
+  const G* gamma = static_cast<const G*>(args.gamma);
+  Vec squares = zero();
+  if (args.residual != nullptr) {
+    const T* residual = static_cast<const T*>(args.residual) + row * width;
+    T* sums = static_cast<T*>(args.sum) + row * width;
+    for (int64_t i = 0; i < full; i += kLanes) store(sums + i, add(load(source + i), load(residual + i)));
+    if (tail != 0) store_n(sums + full, add(load_n(source + full, tail), load_n(residual + full, tail)), tail);
+    source = sums;
+  }
+  for (int64_t i = 0; i < full; i += kLanes) squares = fma(load(source + i), load(source + i), squares);
+  if (tail != 0) squares = fma(load_n(source + full, tail), load_n(source + full, tail), squares);
+  const float rstd = 1.0f / std::sqrt(sum(squares) / static_cast<float>(width) + args.epsilon);
+  if (args.rstd != nullptr) args.rstd[row] = rstd;
+  T* y = static_cast<T*>(args.y) + row * width;
+  const Vec scale = broadcast(rstd);
+  for (int64_t i = 0; i < full; i += kLanes) store(y + i, mul(mul(load(source + i), scale), load(gamma + i)));
+  if (tail != 0) {
+    store_n(y + full, mul(mul(load_n(source + full, tail), scale), load_n(gamma + full, tail)), tail);
+  }
+}
+
+template <class T, class G>
+static inline void rms_norm_rows(const RmsNormArgs& args) {
+  const int64_t per_task = larger(1, 32768 / args.width);
+  parallel_for(ceil_div(args.rows, per_task), [&](int64_t task) {
+    const int64_t end = smaller((task + 1) * per_task, args.rows);
+    for (int64_t row = task * per_task; row < end; ++row) rms_norm_row<T, G>(args, row);
+  });
+}
+
+template <class T>
+static inline void rms_norm_gamma(const RmsNormArgs& args) {
+  if (args.gamma_dtype == DType::kFloat32) rms_norm_rows<T, float>(args);
+  if (args.gamma_dtype == DType::kFloat16) rms_norm_rows<T, half_t>(args);
+  if (args.gamma_dtype == DType::kBFloat16) rms_norm_rows<T, bfloat_t>(args);
+}
+
+static void rms_norm(const RmsNormArgs& args) {
+  if (args.dtype == DType::kFloat32) rms_norm_gamma<float>(args);
+  if (args.dtype == DType::kFloat16) rms_norm_gamma<half_t>(args);
+  if (args.dtype == DType::kBFloat16) rms_norm_gamma<bfloat_t>(args);
+}
+
+}  // namespace LLMK_ARCH
+#endif
+
+}  // namespace llmk

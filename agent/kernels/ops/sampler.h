@@ -1,0 +1,40 @@
+// Choosing one token from each row of logits.
+#pragma once
+#include <cstdint>
+
+namespace llmk {
+
+constexpr int kMaxTopLogits = 32;
+
+// One entry per row unless said otherwise. The order of work and its meaning are in sampler.cc.
+struct SampleArgs {
+  const float* logits;  // [rows, vocab_size]
+  int64_t rows, vocab_size;
+  const float* temperature;  // 0: greedy
+  const int32_t* top_k;      // 0: off
+  const float* top_p;        // 1: off
+  const float* min_p;        // 0: off
+  const float* repetition_penalty;
+  const float* presence_penalty;
+  const float* frequency_penalty;
+  const uint64_t* seed;
+  const int32_t* sample_position;
+  const int32_t* num_top_logits;
+  const int32_t* do_sample;             // 0: the row is skipped, its token is -1; null: no row is
+  const int32_t* const* history;        // [rows] -> token ids, prompt first; null where no row has penalties
+  const int32_t* history_lens;          // prompt + output
+  const int32_t* history_prompt_lens;   // how many of them are the prompt
+  int32_t* sampled_ids;
+  float* sampled_logit;
+  float* logsumexp;
+  int32_t* top_ids;   // [rows, kMaxTopLogits]
+  float* top_logits;  // [rows, kMaxTopLogits]
+};
+
+// 0, or the number of the error in common/check.h after one line on standard error. Nothing is written on error.
+int sample(const SampleArgs& args);
+
+// Philox4x32-10 (Salmon et al., SC 2011).
+void philox(const uint32_t counter[4], const uint32_t key[2], uint32_t out[4]);
+
+}  // namespace llmk

@@ -1,0 +1,71 @@
+// Swiglu (Shazeer 2020): the input halves along one axis into a gate and a value.
+//
+//   input [outer, 2 * inner]  ->  out [outer, inner],  out = gate / (1 + exp(-gate)) * value, rounded once
+//
+// For an axis other than the last, `inner` is half the axis times all that follows it.
+#pragma once
+#include <cmath>
+
+#include "../common/thread_pool.h"
+#include "../common/types.h"
+
+namespace llmk {
+
+struct SwigluArgs {
+  const void* input;
+  void* out;
+  int64_t outer, inner;
+  DType dtype;
+};
+
+namespace reference {
+
+template <class T>
+static inline void swiglu(const SwigluArgs& args) {
+  for (int64_t row = 0; row < args.outer; ++row) {
+    const T* gate = static_cast<const T*>(args.input) + row * 2 * args.inner;
+    for (int64_t i = 0; i < args.inner; ++i) {
+      const double g = to_float(gate[i]), value = to_float(gate[args.inner + i]);
+      from_float(static_cast<float>(g / (1 + std::exp(-g)) * value), static_cast<T*>(args.out) + row * args.inner + i);
+    }
+  }
+}
+
+}  // namespace reference
+
+#ifdef LLMK_ARCH
+namespace LLMK_ARCH {
+
+static inline Vec swiglu_lanes(Vec gate, Vec value) {
+  const Vec one = broadcast(1.0f);
+  return mul(div(gate, add(one, exponential(sub(zero(), gate)))), value);
+}
+
+template <class T>
+static inline void swiglu_rows(const SwigluArgs& args) {
+  constexpr int64_t kSpan = 8192;  // elements of a task
+  const int64_t spans = ceil_div(args.inner, kSpan), rows_per_task = larger(1, kSpan / args.inner);
+  parallel_for(ceil_div(args.outer, rows_per_task) * spans, [&](int64_t task) {
+    const int64_t begin = task % spans * kSpan, end = smaller(begin + kSpan, args.inner);
+    const int64_t first = task / spans * rows_per_task, last = smaller(first + rows_per_task, args.outer);
+    for (int64_t row = first; row < last; ++row) {
+      const T* gate = static_cast<const T*>(args.input) + row * 2 * args.inner;
+      const T* value = gate + args.inner;
+      T* out = static_cast<T*>(args.out) + row * args.inner;
+      int64_t i = begin;
+      for (; i + kLanes <= end; i += kLanes) store(out + i, swiglu_lanes(load(gate + i), load(value + i)));
+      if (i < end) store_n(out + i, swiglu_lanes(load_n(gate + i, end - i), load_n(value + i, end - i)), end - i);
+    }
+  });
+}
+
+static void swiglu(const SwigluArgs& args) {
+  if (args.dtype == DType::kFloat32) swiglu_rows<float>(args);
+  if (args.dtype == DType::kFloat16) swiglu_rows<half_t>(args);
+  if (args.dtype == DType::kBFloat16) swiglu_rows<bfloat_t>(args);
+}
+
+}  // namespace LLMK_ARCH
+#endif
+
+}  // namespace llmk

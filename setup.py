@@ -1,0 +1,135 @@
+"""Builds agent/kernels/libllm_kernels.so and packs the data folders; everything else is in pyproject.toml.
+
+The kernels are compiled once per instruction set and chosen at run time, so the library runs on any machine of its
+architecture. An instruction set the compiler does not know is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.errors import CompileError
+
+ROOT = Path(__file__).resolve().parent
+SOURCES = Path("agent/kernels")
+LIBRARY = "libllm_kernels.so"
+DATA_FOLDERS = ("configs", "models")
+
+COMPILE_FLAGS = (
+    "-std=c++17 -O3 -g1 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fno-math-errno -ffp-contract=off "
+    "-D_GLIBCXX_USE_CXX11_ABI=0 -Wall -Wextra -Wno-psabi -Wno-unused-function "
+    "-Wno-uninitialized -Wno-maybe-uninitialized"  # GCC 12 warns of its own intrinsics (GCC bug 105593)
+).split()
+# nodelete: the threads of the library outlive a dlclose.
+LINK_FLAGS = ["-shared", "-pthread", "-Wl,-z,nodelete", "-Wl,--no-undefined"]
+
+_AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+_AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
+INSTRUCTION_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": [*_AVX512, "-mavx512bf16"]}
+"""File stem in arch/ -> flags it is compiled with. The portable file takes none."""
+
+
+def mindspore_include() -> Path:
+    """The include folder of the installed wheel, found without importing it."""
+    spec = importlib.util.find_spec("mindspore")
+    if spec is None or not spec.submodule_search_locations:
+        raise CompileError("building the kernels needs the headers of mindspore: pip install mindspore==2.9.0")
+    include = Path(next(iter(spec.submodule_search_locations))) / "include"
+    header = include / "mindspore/ops/kernel/cpu/op_plugin/custom_kernel_input_info.h"
+    if not header.is_file():
+        raise CompileError(f"this mindspore has no op-plugin headers: {header} is missing; install mindspore==2.9.0")
+    return include
+
+
+def compiler_knows(compiler: str, flags: list[str]) -> bool:
+    """True when the compiler takes the flags (and targets x86-64: elsewhere it refuses them)."""
+    with tempfile.TemporaryDirectory() as folder:
+        probe = Path(folder) / "probe.cc"
+        probe.write_text("#include <immintrin.h>\nint main() { return 0; }\n")
+        command = [compiler, *flags, "-c", str(probe), "-o", str(probe.with_suffix(".o"))]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+class BuildKernels(build_ext):
+    """Compiles and links the one library, in place for a development install, else into the build folder."""
+
+    def run(self) -> None:
+        target = self._target()
+        if not self.force and self._is_current(target):
+            return
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
+            raise CompileError(f"building the kernels needs a C++17 compiler; {compiler!r} is not on the PATH")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(lambda unit: self._compile(compiler, *unit), self._units(compiler)))
+        partial = target.with_suffix(".so.partial")
+        self._execute([compiler, *LINK_FLAGS, *map(str, objects), "-o", str(partial)])
+        os.replace(partial, target)
+
+    def get_outputs(self) -> list[str]:
+        return [str(self._target())]
+
+    def _target(self) -> Path:
+        return (ROOT if self.inplace else Path(self.build_lib).resolve()) / SOURCES / LIBRARY
+
+    @staticmethod
+    def _is_current(target: Path) -> bool:
+        inputs = [*(ROOT / SOURCES).rglob("*.cc"), *(ROOT / SOURCES).rglob("*.h"), *(ROOT / SOURCES).rglob("*.inc")]
+        newest = max(path.stat().st_mtime for path in [*inputs, Path(__file__)])
+        return target.is_file() and target.stat().st_mtime >= newest
+
+    def _units(self, compiler: str) -> list[tuple[Path, list[str]]]:
+        """Source file and extra flags of each object file."""
+        known = {name: flags for name, flags in INSTRUCTION_SETS.items() if compiler_knows(compiler, flags)}
+        have = [f"-DLLMK_HAVE_{name.upper()}" for name in known]
+        include = mindspore_include()
+        headers = [f"-I{include / 'mindspore/ops'}", f"-I{include}", f"-I{include / 'mindspore'}"]
+        units = []
+        for source in sorted((ROOT / SOURCES).rglob("*.cc")):
+            if source.stem in INSTRUCTION_SETS:
+                if source.stem in known:
+                    units.append((source, known[source.stem]))
+            else:
+                units.append((source, [*have, *headers]))
+        return units
+
+    def _compile(self, compiler: str, source: Path, flags: list[str]) -> Path:
+        relative = source.relative_to(ROOT)
+        output = Path(self.build_temp).resolve() / platform.machine() / relative.with_suffix(".o")
+        output.parent.mkdir(parents=True, exist_ok=True)
+        self._execute([compiler, *COMPILE_FLAGS, *flags, "-c", str(source), "-o", str(output)])
+        return output
+
+    @staticmethod
+    def _execute(command: list[str]) -> None:
+        print(" ".join(command), flush=True)
+        if subprocess.run(command, check=False).returncode != 0:
+            raise CompileError(f"command failed: {' '.join(command)}")
+
+
+class BuildPython(build_py):
+    """Puts the configs and the embedded model inside the installed package, where ``config/lookup.py`` finds them."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            for folder in DATA_FOLDERS:
+                target = Path(self.build_lib) / "llm_serving" / "_data" / folder
+                shutil.copytree(ROOT / folder, target, dirs_exist_ok=True)
+
+
+setup(
+    ext_modules=[Extension("agent.kernels.libllm_kernels", sources=[])],
+    cmdclass={"build_ext": BuildKernels, "build_py": BuildPython},
+)
