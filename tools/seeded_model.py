@@ -138,7 +138,7 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         tied_or_head = variant.config["tie_word_embeddings"] or name == "lm_head.weight"
         return float(variant.logit_scale * shape[1] ** -0.5) if tied_or_head else 0.3
-    gain = 2.0 if name.endswith(("q_proj.weight", "k_proj.weight")) else 1.5
+    gain = 2.0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.2
     return float(gain * shape[1] ** -0.5) if len(shape) == 2 else 1.0
 
 
@@ -170,17 +170,18 @@ def _write_shards(folder: Path, tensors: Mapping[str, Array], variant: Variant) 
 
 
 def _tokenizer(vocab_size: int) -> dict[str, Any]:
-    """A ``tokenizer.json``: token i is the word ``t<i>``."""
+    """A ``tokenizer.json``: token i is the word ``t<i>``, with the space before it."""
+    space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [],
         "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "pre_tokenizer": space,
         "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(vocab_size)}, "unk_token": "t0"},
+        "decoder": space,
+        "model": {"type": "WordLevel", "vocab": {f"▁t{i}": i for i in range(vocab_size)}, "unk_token": "▁t0"},
     }
 
 

@@ -107,7 +107,8 @@ def test_errors_are_the_clients_exceptions(client):
 
 
 def test_the_published_dialects(server):
-    reply = server.post("/models/llama_tiny/generate", {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 8}})
+    body = {"inputs": "Once upon a time", "parameters": {"max_new_tokens": 8}}
+    reply = server.post("/models/llama_tiny/generate", body)
     assert reply["generated_text"]
     chat = {
         "request_id": "r1",

@@ -1,0 +1,150 @@
+"""The native op table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops.auto_generate import (
+    AddRmsNorm,
+    ApplyRotaryPosEmb,
+    FlashAttentionScore,
+    PagedAttention,
+    ReshapeAndCache,
+    RmsNorm,
+    SplitWithSize,
+    Swiglu,
+)
+
+from agent.backends.base import Operator, OpTable
+from agent.layers.parameter import MINDSPORE_DTYPES, as_tensor
+from agent.weights.storage import Array, from_float32
+
+_ROTATE_HALVES = 2
+"""``cos_format``: an element is rotated with the one half a head away; cos and sin have a row a token."""
+_MASK_SIZE = 128
+
+
+class NativeOps(OpTable):
+    """The primitives, float16 and bfloat16 (their front end takes no float32)."""
+
+    name = "native"
+    has_whole_prompts = True
+
+    def gather_rows(self) -> Operator:
+        return _GatherRows()
+
+    def linear(self) -> Operator:
+        return ops.MatMul(transpose_b=True)
+
+    def logits(self) -> Operator:
+        return _Logits()
+
+    def rms_norm(self, epsilon: float) -> Operator:
+        return _RmsNorm(epsilon)
+
+    def add_rms_norm(self, epsilon: float) -> Operator:
+        return _AddRmsNorm(epsilon)
+
+    def swiglu(self) -> Operator:
+        return Swiglu()
+
+    def rotary(self, cos: Array, sin: Array) -> Operator:
+        return _Rotary(cos, sin, self.dtype)
+
+    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Operator:
+        return _Attention(num_heads, num_kv_heads, head_dim, self.dtype)
+
+
+class _GatherRows(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gather = ops.Gather()
+
+    def construct(self, table: Tensor, index: Tensor) -> Tensor:
+        return self.gather(table, index, 0)
+
+
+class _Logits(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matmul = ops.MatMul(transpose_b=True)
+        self.cast = ops.Cast()
+
+    def construct(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.cast(self.matmul(x, weight), ms.float32)
+
+
+class _RmsNorm(nn.Cell):
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.norm = RmsNorm(epsilon)
+
+    def construct(self, x: Tensor, gamma: Tensor) -> Tensor:
+        return self.norm(x, gamma)[0]
+
+
+class _AddRmsNorm(nn.Cell):
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.add_norm = AddRmsNorm()
+        self.epsilon = epsilon
+
+    def construct(self, x: Tensor, residual: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+        normed, _, total = self.add_norm(x, residual, gamma, self.epsilon)
+        return normed, total
+
+
+class _Rotary(nn.Cell):
+    """Rows of cos and sin for each token, in the model's type as the primitive wants them."""
+
+    def __init__(self, cos: Array, sin: Array, dtype: str) -> None:
+        super().__init__()
+        self.cos = _constant(from_float32(cos, dtype), "cos")
+        self.sin = _constant(from_float32(sin, dtype), "sin")
+        self.gather = ops.Gather()
+
+    def construct(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.gather(self.cos, positions, 0), self.gather(self.sin, positions, 0)
+
+
+class _Attention(nn.Cell):
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str) -> None:
+        super().__init__()
+        scale = head_dim**-0.5
+        self.widths = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
+        self.split = SplitWithSize()
+        self.rotate = ApplyRotaryPosEmb(_ROTATE_HALVES)
+        self.write_cache = ReshapeAndCache()
+        self.flash = FlashAttentionScore(head_num=num_heads, scale_value=scale, next_tokens=0, input_layout="TH")
+        self.paged = PagedAttention(num_heads, scale, num_kv_heads)
+        # Both primitives are causal by these masks on an Ascend. Ours are causal by position and do not read them.
+        mask_dtype = MINDSPORE_DTYPES[dtype]
+        self.causal_mask = Tensor(np.triu(np.ones((_MASK_SIZE, _MASK_SIZE)), 1), mask_dtype)
+        self.no_mask = Tensor(np.zeros((1, 1)), mask_dtype)
+
+    def construct(
+        self,
+        qkv: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        key_cache: Tensor,
+        value_cache: Tensor,
+        step: tuple[Tensor, ...],
+        whole_prompts: bool,
+    ) -> Any:
+        slot_mapping, block_tables, context_lens, query_lens = step
+        cos, sin = rotary
+        query, key, value = self.split(qkv, self.widths, -1)
+        query, key = self.rotate(query, key, cos, sin, context_lens)
+        query = ops.depend(query, self.write_cache(key, value, key_cache, value_cache, slot_mapping))
+        if whole_prompts:
+            return self.flash(query, key, value, None, None, None, self.causal_mask, None, query_lens, query_lens)[3]
+        return self.paged(
+            query, key_cache, value_cache, block_tables, context_lens, None, None, self.no_mask, query_lens
+        )
+
+
+def _constant(array: Array, name: str) -> Parameter:
+    return Parameter(as_tensor(array), name=name, requires_grad=False)

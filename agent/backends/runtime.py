@@ -1,0 +1,63 @@
+"""MindSpore's settings, in one place. Most must be made before the first import, so the agent calls this first."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from llm_serving.config import Config
+from llm_serving.errors import AgentStartError
+
+_PLUGIN_PATH = "MS_OP_PLUGIN_PATH"
+
+
+def start_runtime(config: Config) -> None:
+    """Import MindSpore, set up for the device of ``config``. May be called again, for another config of the device.
+
+    Raises AgentStartError when the device is not available, or MindSpore was imported before this was called.
+    """
+    if config.device != "CPU":
+        from agent.backends.ascend.ops import ascend_ops
+
+        ascend_ops(config.model_config.model_dtype)
+    _set_up_cpu(config.context.max_call_depth)
+    if config.model_config.cpu_threads:
+        from agent.kernels import set_threads
+
+        set_threads(config.model_config.cpu_threads)
+
+
+@cache
+def _set_up_cpu(max_call_depth: int) -> None:
+    """Once a process: MindSpore takes some settings one time only."""
+    _set_environment()
+    import mindspore as ms
+
+    ms.set_context(
+        mode=ms.GRAPH_MODE,
+        jit_config={"jit_level": "O0"},  # "kbk": kernel by kernel, what dynamic shapes and the op plugin need
+        max_call_depth=max_call_depth,
+    )
+    ms.set_device("CPU")
+    # Graph-kernel fusion (context.enable_graph_kernel) is for static shapes; this graph's are dynamic. More than one
+    # dispatching thread makes every operator an order of magnitude slower where there are few cores.
+    ms.runtime.dispatch_threads_num(1)
+
+
+def _set_environment() -> None:
+    from agent.kernels import library_path
+
+    library = str(library_path())
+    if "mindspore" in sys.modules and os.environ.get(_PLUGIN_PATH) != library:
+        raise AgentStartError(f"mindspore was imported before start_runtime could set {_PLUGIN_PATH}={library}")
+    os.environ[_PLUGIN_PATH] = library
+    os.environ.setdefault("GLOG_v", "3")  # errors only
+    os.environ.setdefault("MS_OM_PATH", str(_scratch_folder()))  # dumps of graphs that fail to compile
+
+
+def _scratch_folder() -> Path:
+    """Somewhere for MindSpore to write, so that it does not litter the working directory. Made when it is written."""
+    return Path(tempfile.gettempdir()) / f"llm-serving-mindspore-{os.getuid()}"

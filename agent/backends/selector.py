@@ -1,0 +1,25 @@
+"""Which op table a config means. A device's code is imported only when it is chosen."""
+
+from __future__ import annotations
+
+from agent.backends.base import OpTable
+from llm_serving.config import Config
+from llm_serving.errors import AgentStartError
+
+
+def select_op_table(config: Config) -> OpTable:
+    """The table of ``config.device`` and ``config.op_table``. Raises AgentStartError when there is none."""
+    dtype = config.model_config.model_dtype
+    if config.device == "Ascend":
+        from agent.backends.ascend.ops import ascend_ops
+
+        return ascend_ops(dtype)
+    if config.op_table == "native":
+        from agent.backends.native.ops import NativeOps
+
+        return NativeOps(dtype)
+    if config.op_table == "fused":
+        from agent.backends.cpu.ops import FusedCpuOps
+
+        return FusedCpuOps(dtype)
+    raise AgentStartError(f"op table {config.op_table!r} of device {config.device!r} is not known")

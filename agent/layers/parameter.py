@@ -1,0 +1,31 @@
+"""Parameters whose memory is an array of ours: nothing is copied, so a model takes its weights' memory once."""
+
+from __future__ import annotations
+
+import mindspore as ms
+from mindspore import Parameter, Tensor
+from mindspore.common.initializer import initializer
+from mindspore.common.np_dtype import bfloat16
+from mindspore.nn.utils import no_init_parameters
+
+from agent.weights.storage import Array
+
+MINDSPORE_DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32}
+
+
+def unbound_parameter(shape: tuple[int, ...], dtype: str) -> Parameter:
+    """A parameter without memory. Its name comes from its place in the model; ``bind`` gives it its values."""
+    with no_init_parameters():
+        return Parameter(initializer("zeros", shape, MINDSPORE_DTYPES[dtype]), requires_grad=False)
+
+
+def bind(parameter: Parameter, array: Array) -> None:
+    """Let ``parameter`` live in ``array`` (see ``agent.weights.storage``), which must stay alive."""
+    assert parameter.shape == array.shape, f"{parameter.name}: {parameter.shape} is bound to {array.shape}"
+    parameter.set_data(as_tensor(array))
+    parameter.init_mode = None
+
+
+def as_tensor(array: Array) -> Tensor:
+    """A tensor over the array's memory."""
+    return Tensor.from_numpy(array.view(bfloat16) if array.dtype == "uint16" else array)

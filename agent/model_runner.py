@@ -1,0 +1,160 @@
+"""Runs steps: loads the model, compiles its graphs, and for each slot runs graph and sampler. All in one thread."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agent.backends.runtime import start_runtime
+from agent.kv_cache import KVCache
+from agent.sampler import Sampler
+from agent.step_inputs import StepReader
+from agent.warm_up import largest_steps, make_step
+from agent.weights import load_weights, open_weights
+from agent.weights.storage import Array
+from llm_serving.config import Config
+from llm_serving.errors import CheckpointError
+from llm_serving.ipc.shm import StepSlot
+
+Report = Callable[[str, int, int], None]
+"""Takes a stage's name, and how many of how many of its units are done."""
+
+ROWS_PER_SEQUENCE = 2
+"""Rows of the table for each sequence that may run, so that a row need not be reused while a step with it is queued."""
+
+
+class ModelRunner:
+    """``load``, ``compile`` and ``warm_up`` once, in this order; then ``run_prefill`` and ``run_decode``.
+
+    Imports mindspore when constructed. Owns weights, KV cache and row table.
+    """
+
+    def __init__(self, config: Config, report: Report) -> None:
+        start_runtime(config)
+        self._config = config
+        self._report = report
+        num_rows = ROWS_PER_SEQUENCE * config.max_num_seqs
+        self._reader = StepReader(config, num_rows)
+        self._sampler = Sampler(num_rows, config.max_model_len, config.shape.vocab_size)
+        self._weights: dict[str, Array] = {}
+        self._kv_cache: KVCache | None = None
+        self._model: Any = None
+        self._graph: Any = None
+        self._seconds: dict[str, float] = {}
+
+    def load(self) -> None:
+        """Build the model and give its parameters their values. Raises CheckpointError or AgentStartError."""
+        from agent.backends.selector import select_op_table
+        from agent.models.registry import find_model
+
+        start = time.perf_counter()
+        config, shape = self._config, self._config.shape
+        definition = find_model(shape.architecture)
+        specs = definition.weight_specs(shape)
+        ignorable = definition.ignorable_suffixes(shape)
+        source = open_weights(_folder(config), specs, seed=_seed(config), ignorable=ignorable)
+        try:
+            self._weights = load_weights(
+                specs, source, config.model_config.model_dtype, lambda done, of: self._report("load", done, of)
+            )
+        finally:
+            source.close()
+        self._kv_cache = KVCache(config)
+        self._ops = select_op_table(config)
+        self._model = definition.build(config, self._ops)
+        self._bind_parameters()
+        self._seconds["load"] = time.perf_counter() - start
+
+    def compile(self) -> None:
+        """Compile the graphs."""
+        from agent.step_graph import StepGraph
+
+        start = time.perf_counter()
+        self._graph = StepGraph(self._model, self._ops, self._config.max_prefill_seqs)
+        self._report("compile", 0, self._graph.num_graphs)
+        self._graph.compile()
+        self._report("compile", self._graph.num_graphs, self._graph.num_graphs)
+        self._seconds["compile"] = time.perf_counter() - start
+
+    def warm_up(self) -> None:
+        """Run the largest steps of the config, which proves that they fit, and forget them."""
+        start = time.perf_counter()
+        steps = largest_steps(self._config)
+        for done, (kind, lens) in enumerate(steps.items()):
+            self._report("warm up", done, len(steps))
+            self._run(make_step(self._config, *lens), decode=kind == "decode")
+        self._report("warm up", len(steps), len(steps))
+        self.reset()
+        gc.collect()
+        gc.freeze()  # what the start made lives on: the collector need not walk it again
+        self._seconds["warm_up"] = time.perf_counter() - start
+
+    def summary(self) -> dict[str, str | int | float]:
+        """What was set up, for logs and people."""
+        from agent.kernels import kernel_isa, num_threads
+
+        assert self._kv_cache is not None, "load() comes before summary()"
+        summary: dict[str, str | int | float] = {
+            "device": self._config.device,
+            "op_table": self._ops.name,
+            "dtype": self._ops.dtype,
+            "kernel_isa": kernel_isa(),
+            "cpu_threads": num_threads(),
+            "weight_bytes": sum(array.nbytes for array in self._weights.values()),
+            "kv_cache_bytes": self._kv_cache.num_bytes,
+        }
+        summary.update({f"{stage}_seconds": round(seconds, 3) for stage, seconds in self._seconds.items()})
+        return summary
+
+    def run_prefill(self, slot: StepSlot) -> tuple[int, int]:
+        """Run a slot of prompts or parts of prompts; the microseconds of graph and sampler.
+
+        Raises ProtocolError, with nothing computed, when the slot is not such a step.
+        """
+        return self._run(slot, decode=False)
+
+    def run_decode(self, slot: StepSlot) -> tuple[int, int]:
+        """Run a slot of one token for each sequence. Otherwise as ``run_prefill``."""
+        return self._run(slot, decode=True)
+
+    def reset(self) -> None:
+        """Forget every row's tokens. What the KV cache holds is the server's business."""
+        self._sampler.rows.reset()
+
+    def _run(self, slot: StepSlot, *, decode: bool) -> tuple[int, int]:
+        start = time.perf_counter_ns()
+        inputs = self._reader.read(slot, decode=decode)
+        rows = self._sampler.rows
+        rows.start_rows(slot)
+        logits = self._graph.run(inputs, rows.resolve(inputs.token_ids, inputs.rows, inputs.query_lens))
+        computed = time.perf_counter_ns()
+        self._sampler.sample(logits, slot)
+        return (computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000
+
+    def _bind_parameters(self) -> None:
+        from agent.layers.parameter import bind
+
+        assert self._kv_cache is not None
+        parameters = self._model.parameters_dict()
+        for name, array in self._weights.items():
+            bind(parameters[name], array)
+        for layer, (keys, values) in enumerate(zip(self._kv_cache.keys, self._kv_cache.values, strict=True)):
+            bind(parameters[f"layers.{layer}.attention.key_cache"], keys)
+            bind(parameters[f"layers.{layer}.attention.value_cache"], values)
+
+
+def _folder(config: Config) -> Path | None:
+    path = config.model_config.model_path
+    return None if path is None else Path(path)
+
+
+def _seed(config: Config) -> int | None:
+    """The seed of random weights; None for weights from files."""
+    if config.model_config.load_format == "dummy":
+        return config.model_config.seed
+    if config.model_config.model_path is None:
+        raise CheckpointError("there is no model_config.model_path to load weights from; or set load_format: dummy")
+    return None

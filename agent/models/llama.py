@@ -1,0 +1,130 @@
+"""Llama (Touvron et al. 2023; Llama 3, Grattafiori et al. 2024): RMSNorm, rotary, grouped-query attention, SwiGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mindspore import Tensor, nn
+
+from agent.backends.base import OpTable
+from agent.layers.attention import Attention
+from agent.layers.embedding import Embedding, LMHead, TiedLMHead
+from agent.layers.mlp import GatedMLP
+from agent.layers.norm import AddRMSNorm, RMSNorm
+from agent.layers.rotary import rotary_tables
+from agent.weights import WeightPart, WeightSpec
+from llm_serving.config import Config
+from llm_serving.model_shape import ModelShape
+
+
+class Llama(nn.Cell):
+    """Token ids to logits of each sequence's last token."""
+
+    def __init__(self, config: Config, ops: OpTable) -> None:
+        super().__init__()
+        shape = config.shape
+        self.tied = shape.tie_word_embeddings
+        self.embedding = Embedding(ops, shape.vocab_size, shape.hidden_size)
+        self.rotary = ops.rotary(*rotary_tables(shape, config.max_model_len))
+        self.layers = nn.CellList([DecoderLayer(config, ops, first=index == 0) for index in range(shape.num_layers)])
+        self.norm = AddRMSNorm(ops, shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = TiedLMHead(ops) if self.tied else LMHead(ops, shape.vocab_size, shape.hidden_size)
+        self.gather = ops.gather_rows()
+
+    def construct(
+        self, token_ids: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
+    ) -> Tensor:
+        """token_ids, positions [T]; last_tokens [S], the index in T of each sequence's last token; ``step`` and
+        ``whole_prompts`` as in ``OpTable.attention`` -> logits, float32 [S, vocab_size]."""
+        rotary = self.rotary(positions)
+        hidden = self.embedding(token_ids)
+        residual = hidden
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, rotary, step, whole_prompts)
+        hidden, residual = self.gather(hidden, last_tokens), self.gather(residual, last_tokens)
+        hidden, _ = self.norm(hidden, residual)
+        if self.tied:
+            return self.lm_head(hidden, self.embedding.weight)
+        return self.lm_head(hidden)
+
+
+class DecoderLayer(nn.Cell):
+    """Attention and MLP, each on the normalised residual stream. The MLP's output is added by the next norm."""
+
+    def __init__(self, config: Config, ops: OpTable, *, first: bool) -> None:
+        super().__init__()
+        shape, cache = config.shape, config.pa_config
+        self.first = first
+        norm_class = RMSNorm if first else AddRMSNorm
+        self.input_norm = norm_class(ops, shape.hidden_size, shape.rms_norm_eps)
+        self.attention = Attention(ops, shape, cache.num_blocks, cache.block_size)
+        self.post_attention_norm = AddRMSNorm(ops, shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = GatedMLP(ops, shape.hidden_size, shape.intermediate_size)
+
+    def construct(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        rotary: tuple[Tensor, ...],
+        step: tuple[Tensor, ...],
+        whole_prompts: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden, the last block's output, and residual, the stream without it, [T, hidden_size] -> the same two."""
+        if self.first:
+            hidden = self.input_norm(hidden)
+        else:
+            hidden, residual = self.input_norm(hidden, residual)
+        hidden = self.attention(hidden, rotary, step, whole_prompts)
+        hidden, residual = self.post_attention_norm(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+def build(config: Config, ops: OpTable) -> Llama:
+    """The Cell, its parameters without memory yet."""
+    return Llama(config, ops)
+
+
+def weight_specs(shape: ModelShape) -> list[WeightSpec]:
+    """Every parameter to load, in the order of the layers; names as the parameters of ``Llama`` are called."""
+    hidden, vocab = shape.hidden_size, shape.vocab_size
+    specs = [_spec("embedding.weight", ("model.embed_tokens.weight", vocab, hidden))]
+    for index in range(shape.num_layers):
+        specs.extend(_layer_specs(shape, index))
+    specs.append(_spec("norm.weight", ("model.norm.weight", hidden)))
+    if not shape.tie_word_embeddings:
+        specs.append(_spec("lm_head.weight", ("lm_head.weight", vocab, hidden)))
+    return specs
+
+
+def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
+    """Ends of names that a checkpoint may hold and the model does not need: rotary frequencies, which follow from
+    config.json, and the output weight where it is the embedding."""
+    return ("rotary_emb.inv_freq", "lm_head.weight") if shape.tie_word_embeddings else ("rotary_emb.inv_freq",)
+
+
+def _layer_specs(shape: ModelShape, index: int) -> Iterator[WeightSpec]:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    ours, theirs = f"layers.{index}", f"model.layers.{index}"
+    yield _spec(f"{ours}.input_norm.weight", (f"{theirs}.input_layernorm.weight", hidden))
+    yield _spec(
+        f"{ours}.attention.qkv.weight",
+        (f"{theirs}.self_attn.q_proj.weight", query, hidden),
+        (f"{theirs}.self_attn.k_proj.weight", key, hidden),
+        (f"{theirs}.self_attn.v_proj.weight", key, hidden),
+    )
+    yield _spec(f"{ours}.attention.output.weight", (f"{theirs}.self_attn.o_proj.weight", hidden, query))
+    yield _spec(f"{ours}.post_attention_norm.weight", (f"{theirs}.post_attention_layernorm.weight", hidden))
+    yield _spec(
+        f"{ours}.mlp.gate_up.weight",
+        (f"{theirs}.mlp.gate_proj.weight", inner, hidden),
+        (f"{theirs}.mlp.up_proj.weight", inner, hidden),
+    )
+    yield _spec(f"{ours}.mlp.down.weight", (f"{theirs}.mlp.down_proj.weight", hidden, inner))
+
+
+def _spec(parameter: str, *parts: tuple[str | int, ...]) -> WeightSpec:
+    """Parts are (Hugging Face name, sizes ...)."""
+    return WeightSpec(
+        parameter, tuple(WeightPart(str(name), tuple(int(size) for size in sizes)) for name, *sizes in parts)
+    )

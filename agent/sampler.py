@@ -1,0 +1,126 @@
+"""Sampling on the device, and what the agent remembers of each row: its last token, and its tokens if penalised."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels import SampleInputs, SampleOutputs, sample
+from agent.step_inputs import check_range
+from llm_serving.errors import ProtocolError
+from llm_serving.ipc.shm import LAST_TOKEN, StepSlot
+
+Int32Array = npt.NDArray[np.int32]
+_NO_TOKEN = -1
+
+
+class RowTable:
+    """State by row. The server gives a row to one sequence at a time.
+
+    The last token is kept for every row. The history (prompt and output) is kept for rows with penalties: the step
+    that starts the row sends what is known, and every sampled token is added.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self.last_token = np.full(num_rows, _NO_TOKEN, np.int32)
+        self.history = np.zeros((num_rows, max_model_len + 1), np.int32)
+        self.history_len = np.zeros(num_rows, np.int32)
+        self.prompt_len = np.zeros(num_rows, np.int32)
+
+    def reset(self) -> None:
+        """Forget every row."""
+        self.last_token.fill(_NO_TOKEN)
+        self.history_len.fill(0)
+
+    def start_rows(self, slot: StepSlot) -> None:
+        """Take over the histories a step sends. Raises ProtocolError when they do not fit."""
+        if slot.history_len == 0:
+            return
+        seqs, tokens = slot.num_seqs, slot.history[: slot.history_len]
+        lens, prompt_lens = slot.history_lens[:seqs], slot.history_prompt_lens[:seqs]
+        check_range("history", tokens, 0, self._vocab_size)
+        check_range("history_lens", lens, 0, self.history.shape[1])
+        if int(lens.sum()) != tokens.size or (prompt_lens < 0).any() or (prompt_lens > lens).any():
+            raise ProtocolError("a step's history_lens and history_prompt_lens do not fit its history")
+        start = 0
+        for index in np.flatnonzero(lens):
+            row, length = slot.rows[index], int(lens[index])
+            self.history[row, :length] = tokens[start : start + length]
+            self.history_len[row], self.prompt_len[row] = length, prompt_lens[index]
+            start += length
+
+    def resolve(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> Int32Array:
+        """``token_ids`` [T] with each LAST_TOKEN replaced by its row's. Raises ProtocolError when a row has none."""
+        unknown = token_ids == LAST_TOKEN
+        if not unknown.any():
+            return token_ids
+        row_of_token = rows if rows.size == token_ids.size else np.repeat(rows, query_lens)
+        resolved: Int32Array = np.where(unknown, self.last_token[row_of_token], token_ids)
+        if (resolved < 0).any():
+            row = int(row_of_token[np.flatnonzero(resolved < 0)[0]])
+            raise ProtocolError(f"a step asks for the last token of row {row}, which has not sampled one")
+        return resolved
+
+    def append(self, rows: Int32Array, sampled_ids: Int32Array, penalised: npt.NDArray[np.bool_]) -> None:
+        """Remember the tokens just sampled for ``rows``."""
+        self.last_token[rows] = sampled_ids
+        if penalised.any():
+            rows, sampled_ids = rows[penalised], sampled_ids[penalised]
+            self.history[rows, self.history_len[rows]] = sampled_ids
+            self.history_len[rows] += 1
+
+
+class Sampler:
+    """Chooses tokens from logits as a slot asks, and writes them there."""
+
+    def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:
+        self.rows = RowTable(num_rows, max_model_len, vocab_size)
+
+    def sample(self, logits: npt.NDArray[np.float32], slot: StepSlot) -> None:
+        """logits [S, vocabulary] of each sequence's last token. Rows that do not sample get -1.
+
+        Raises ProtocolError when a row with penalties has no history, or not the one its position needs.
+        """
+        seqs = slot.num_seqs
+        rows, chosen = slot.rows[:seqs], slot.do_sample[:seqs] != 0
+        penalised = _has_penalties(slot, seqs) & chosen
+        inputs = SampleInputs(
+            temperature=slot.temperature,
+            top_k=slot.top_k,
+            top_p=slot.top_p,
+            min_p=slot.min_p,
+            repetition_penalty=slot.repetition_penalty,
+            presence_penalty=slot.presence_penalty,
+            frequency_penalty=slot.frequency_penalty,
+            seed=slot.seed,
+            sample_position=slot.sample_position,
+            num_top_logits=slot.num_top_logits,
+            do_sample=slot.do_sample,
+            histories=self._histories(slot, penalised) if penalised.any() else None,
+            prompt_lens=self.rows.prompt_len[rows],
+        )
+        outputs = SampleOutputs(slot.sampled_ids, slot.sampled_logit, slot.logsumexp, slot.top_ids, slot.top_logits)
+        sample(logits, inputs, outputs)
+        self.rows.append(rows[chosen], slot.sampled_ids[:seqs][chosen], penalised[chosen])
+
+    def _histories(self, slot: StepSlot, penalised: npt.NDArray[np.bool_]) -> list[Int32Array | None]:
+        table = self.rows
+        histories: list[Int32Array | None] = [None] * slot.num_seqs
+        for index in np.flatnonzero(penalised):
+            row, position = int(slot.rows[index]), int(slot.sample_position[index])
+            length, prompt = int(table.history_len[row]), int(table.prompt_len[row])
+            if length == 0 or length - prompt != position or length >= table.history.shape[1]:
+                raise ProtocolError(
+                    f"row {row} samples its output token {position} with penalties, and has a history of {prompt} "
+                    f"prompt and {length - prompt} output tokens"
+                )
+            histories[index] = table.history[row, :length]
+        return histories
+
+
+def _has_penalties(slot: StepSlot, seqs: int) -> npt.NDArray[np.bool_]:
+    penalised: npt.NDArray[np.bool_] = slot.repetition_penalty[:seqs] != 1.0
+    penalised |= slot.presence_penalty[:seqs] != 0.0
+    penalised |= slot.frequency_penalty[:seqs] != 0.0
+    return penalised

@@ -1,0 +1,49 @@
+"""The largest steps the config allows, to prove that they fit. They read the padding block and write nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from llm_serving.config import Config
+from llm_serving.ipc.shm import PADDING_SLOT, SlotLayout, StepSlot
+
+
+def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
+    """Query and context lengths of each: whole prompts, prompts with earlier context, and a decode at full context."""
+    longest = config.max_model_len
+    prompts = _prompt_lens(config.max_num_batched_tokens, config.max_prefill_seqs, longest)
+    seqs = config.max_decode_seqs
+    return {
+        "prefill": (prompts, prompts),
+        "chunked prefill": (prompts, [longest] * len(prompts)),
+        "decode": ([1] * seqs, [longest] * seqs),
+    }
+
+
+def _prompt_lens(tokens: int, max_seqs: int, longest: int) -> list[int]:
+    lens: list[int] = []
+    while tokens > 0 and len(lens) < max_seqs:
+        lens.append(min(tokens, longest))
+        tokens -= lens[-1]
+    return lens
+
+
+def make_step(config: Config, query_lens: Sequence[int], context_lens: Sequence[int]) -> StepSlot:
+    """A slot of its own memory with token id 0 everywhere, greedy sampling."""
+    layout = SlotLayout.of(config.slot_limits())
+    slot = StepSlot(layout, bytearray(layout.slot_bytes))
+    tokens, seqs, width = sum(query_lens), len(query_lens), config.max_blocks_per_seq
+    slot.positions[:tokens] = np.concatenate(
+        [np.arange(context - query, context) for query, context in zip(query_lens, context_lens, strict=True)]
+    )
+    slot.slot_mapping[:tokens] = PADDING_SLOT
+    slot.query_lens[:seqs] = query_lens
+    slot.context_lens[:seqs] = context_lens
+    slot.rows[:seqs] = np.arange(seqs)
+    slot.do_sample[:seqs] = 1
+    slot.repetition_penalty[:seqs] = 1.0
+    slot.top_p[:seqs] = 1.0
+    slot.write_header(0, num_tokens=tokens, num_seqs=seqs, table_width=width, history_len=0)
+    return slot

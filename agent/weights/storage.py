@@ -1,0 +1,77 @@
+"""Element types of weights in NumPy, which knows no bfloat16: its bits are kept as uint16.
+
+Conversions round to nearest, ties to even. A value that the wanted type cannot hold is an error, never infinity.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+STORAGE_DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
+"""NumPy type that holds elements of a ``model_dtype``."""
+
+_CHUNK_ELEMENTS = 1 << 15
+_ALIGNMENT = 64
+
+
+def allocate(shape: tuple[int, ...], dtype: str) -> Array:
+    """An uninitialised array of ``dtype`` on a cache line of its own. NumPy asks for huge pages where it is large."""
+    storage = np.dtype(STORAGE_DTYPES[dtype])
+    num_bytes = int(np.prod(shape)) * storage.itemsize
+    raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + num_bytes].view(storage).reshape(shape)
+
+
+def convert_into(source: Array, source_dtype: str, out: Array, out_dtype: str) -> None:
+    """Copy ``source`` into ``out`` (same number of elements, both contiguous), a cache-sized piece at a time.
+
+    Raises OverflowError when a finite value does not fit ``out_dtype``.
+    """
+    source, out = source.reshape(-1), out.reshape(-1)
+    for start in range(0, source.size, _CHUNK_ELEMENTS):
+        piece = slice(start, start + _CHUNK_ELEMENTS)
+        if source_dtype == out_dtype:
+            out[piece] = source[piece]
+        else:
+            out[piece] = from_float32(to_float32(source[piece], source_dtype), out_dtype)
+
+
+def to_float32(array: Array, dtype: str) -> npt.NDArray[np.float32]:
+    """Exact: every element of the three types is a float32."""
+    if dtype == "bfloat16":
+        bits = array.astype(np.uint32)
+        bits <<= np.uint32(16)
+        return bits.view(np.float32)
+    return array.astype(np.float32, copy=False)
+
+
+def from_float32(array: npt.NDArray[np.float32], dtype: str) -> Array:
+    """Raises OverflowError when a finite value does not fit ``dtype``."""
+    if dtype == "float32":
+        return array
+    with np.errstate(over="ignore"):
+        rounded = _round_to_bfloat16(array) if dtype == "bfloat16" else array.astype(np.float16)
+    largest = 0x7F80 if dtype == "bfloat16" else 0x7C00  # the bits of infinity: whatever is not finite is no less
+    if int((rounded.view(np.uint16) & np.uint16(0x7FFF)).max(initial=0)) >= largest:
+        overflow = np.isinf(to_float32(rounded, dtype)) & np.isfinite(array)
+        if overflow.any():
+            raise OverflowError(f"{float(array[overflow][0]):g} does not fit {dtype}")
+    return rounded
+
+
+def _round_to_bfloat16(array: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    bits = np.ascontiguousarray(array).view(np.uint32)
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    if np.isnan(array).any():
+        rounded[np.isnan(array)] = 0x7FC0
+    return rounded.astype(np.uint16)

@@ -1,0 +1,260 @@
+"""Runs one (dtype, op table) through ModelRunner in a process of its own and prints what came out, as JSON.
+
+python tests/agent/runner_worker.py DTYPE OP_TABLE SCRATCH_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from step_driver import BLOCK_SIZE, Part, StepDriver, blocks_for  # noqa: E402
+
+from llm_serving.errors import ProtocolError  # noqa: E402
+from llm_serving.ipc.shm import LAST_TOKEN  # noqa: E402
+from tools.make_golden import weights_digest  # noqa: E402
+from tools.seeded_model import VARIANTS, write_model  # noqa: E402
+
+GOLDEN = ROOT / "tests" / "golden"
+INVARIANCE_STEPS = 20
+
+
+def run_golden(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
+    """All prompts as one batch: once going on from our own tokens, once fed with the oracle's."""
+    cases = golden["cases"]
+    free = _generate(driver, cases, forced=False)
+    forced = _generate(driver, cases, forced=True)
+    whole = [[(step[i].top_ids, step[i].top_logits) for step in (forced[0], forced[-1])] for i in range(len(cases))]
+    return {
+        "free": [[step[i].token for step in free] for i in range(len(cases))],
+        "forced": [[step[i].token for step in forced] for i in range(len(cases))],
+        "whole": whole,
+    }
+
+
+def _generate(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> list[list[Any]]:
+    driver.runner.reset()
+    prompts = [case["prompt"] for case in cases]
+    blocks = [blocks_for(i, len(prompt) + len(cases[i]["tokens"])) for i, prompt in enumerate(prompts)]
+    starts = np.cumsum([0, *map(len, blocks)])
+    blocks = [list(range(1 + starts[i], 1 + starts[i + 1])) for i in range(len(prompts))]
+    steps = [driver.prefill(*[Part(prompt, 0, blocks[i], row=i) for i, prompt in enumerate(prompts)])]
+    for step in range(1, len(cases[0]["tokens"])):
+        fed = [[case["tokens"][step - 1]] if forced else [LAST_TOKEN] for case in cases]
+        parts = [
+            Part(fed[i], len(prompts[i]) + step - 1, blocks[i], row=i, sample_position=step) for i in range(len(cases))
+        ]
+        steps.append(driver.decode(*parts))
+    return steps
+
+
+def run_invariance(driver: StepDriver, golden: dict[str, Any]) -> dict[str, list[str]]:
+    """Digests of the same positions of one sequence, computed in different company and different pieces."""
+    case = golden["cases"][-1]
+    prompt, forced = case["prompt"], case["tokens"][:INVARIANCE_STEPS]
+    return {
+        "alone": _alone(driver, prompt, forced),
+        "batched": _batched(driver, prompt, forced, golden["cases"][0]["tokens"]),
+        "chunked": _chunked(driver, prompt, forced),
+        "prefilled": _prefilled(driver, prompt, forced),
+        "together": _together(driver, prompt, forced),
+    }
+
+
+def _alone(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[str]:
+    blocks = blocks_for(0)
+    outputs = driver.prefill(Part(prompt, 0, blocks, row=0))
+    for step, token in enumerate(forced):
+        outputs += driver.decode(Part([token], len(prompt) + step, blocks, row=0))
+    return [output.digest for output in outputs]
+
+
+def _batched(driver: StepDriver, prompt: list[int], forced: list[int], other: list[int]) -> list[str]:
+    """Beside other sequences, in other blocks (in falling order) and another row."""
+    blocks, count = blocks_for(3)[::-1], len(other)
+    neighbours = [Part(other[: 5 * i + 1], 0, blocks_for(i), row=i) for i in range(3)]
+    outputs = [driver.prefill(*neighbours[:2], Part(prompt, 0, blocks, row=7), neighbours[2])[2]]
+    for step, token in enumerate(forced):
+        near = [
+            Part([other[step]], len(part.tokens) + step, part.blocks, part.row, sampling={"temperature": 0.7})
+            for part in neighbours
+        ]
+        own = Part([token], len(prompt) + step, blocks, row=7)
+        outputs.append(driver.decode(near[0], own, near[1], near[2])[1])
+    assert count > len(forced)
+    return [output.digest for output in outputs]
+
+
+def _chunked(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[str]:
+    """The prompt in uneven pieces, then the rest two or three tokens a step; each piece's last position is compared."""
+    blocks, tokens = blocks_for(1), prompt + forced
+    edges = [1, 8, 41, BLOCK_SIZE * 3, len(prompt), *range(len(prompt) + 2, len(tokens) + 1, 3)]
+    start, digests = 0, []
+    for end in edges:
+        part = Part(tokens[start:end], start, blocks, row=1, sample=end >= len(prompt))
+        output = driver.prefill(part)[0]
+        if part.sample:
+            digests.append(f"{end - len(prompt)} {output.digest}")
+        elif output.token != -1:
+            digests.append("a chunk that does not sample gave a token")
+        start = end
+    return digests
+
+
+def _prefilled(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[str]:
+    """Prompt and output as one new prompt, as after a preemption."""
+    digests = []
+    for step in (0, 1, 7, len(forced)):
+        output = driver.prefill(Part(prompt + forced[:step], 0, blocks_for(2), row=2))[0]
+        digests.append(f"{step} {output.digest}")
+    return digests
+
+
+def _together(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[str]:
+    """The sequence's last token as a decode beside a whole prompt in one step."""
+    blocks = blocks_for(4)
+    driver.prefill(Part(prompt[:-1], 0, blocks, row=0, sample=False))
+    own = Part(prompt[-1:], len(prompt) - 1, blocks, row=0)
+    return [driver.prefill(Part(forced, 0, blocks_for(5), row=1), own)[1].digest]
+
+
+def run_rows(driver: StepDriver) -> dict[str, Any]:
+    """Penalties: what the runner chose, with the logits and history it should have chosen from."""
+    runner, captured = driver.runner, []
+    original = runner._sampler.sample
+
+    def capture(logits: Any, slot: Any) -> None:
+        captured.append(logits.copy())
+        original(logits, slot)
+
+    runner._sampler.sample = capture  # type: ignore[method-assign]
+    runner.reset()
+    prompt = [5, 6, 7, 5, 9, 11]
+    sampling = {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.9}
+    tokens = _penalised(driver, prompt, [], 12, sampling, row=3)
+    logits = [each[0] for each in captured[1:]]  # the first is of the chunk that does not sample
+    resumed = _penalised(driver, prompt, tokens[:5], 12, sampling, row=4)
+    plain = _penalised(driver, prompt, [], 12, {}, row=3)
+    runner._sampler.sample = original  # type: ignore[method-assign]
+    return {
+        "prompt": prompt,
+        "tokens": tokens,
+        "expected": expected_tokens(logits, prompt, sampling),
+        "resumed": tokens[:5] + resumed,
+        "plain": plain,
+        "plain_expected": expected_tokens([each[0] for each in captured[-12:]], prompt, {}),
+    }
+
+
+def _penalised(
+    driver: StepDriver, prompt: list[int], output: list[int], total: int, sampling: dict[str, float], row: int
+) -> list[int]:
+    """Sample up to ``total`` output tokens, ``output`` being known already; the history goes with the last chunk."""
+    blocks, known = blocks_for(row), prompt + output
+    driver.prefill(Part(known[:3], 0, blocks, row, sample=False))
+    history = known if sampling else []
+    last = Part(known[3:], 3, blocks, row, True, len(output), history, len(prompt) if sampling else 0, sampling)
+    tokens = [driver.prefill(last)[0].token]
+    while len(output) + len(tokens) < total:
+        position = len(output) + len(tokens)
+        part = Part([LAST_TOKEN], len(prompt) + position - 1, blocks, row, True, position, sampling=sampling)
+        tokens.append(driver.decode(part)[0].token)
+    return tokens
+
+
+def expected_tokens(logits: list[Any], prompt: list[int], sampling: dict[str, float]) -> list[int]:
+    """Greedy with penalties, in NumPy: repetition on prompt and output, the others on the output."""
+    output: list[int] = []
+    for row in logits:
+        row = row.astype(np.float32).copy()
+        seen = np.unique(prompt + output)
+        repetition = np.float32(sampling.get("repetition_penalty", 1.0))
+        row[seen] = np.where(row[seen] > 0, row[seen] / repetition, row[seen] * repetition)
+        for token in set(output):
+            row[token] -= np.float32(sampling.get("frequency_penalty", 0.0)) * np.float32(output.count(token))
+            row[token] -= np.float32(sampling.get("presence_penalty", 0.0))
+        output.append(int(row.argmax()))
+    return output
+
+
+def run_refusals(driver: StepDriver) -> dict[str, Any]:
+    """Slots that are wrong in one place: the error of each, and whether the next right step is unharmed."""
+    driver.runner.reset()
+    good = Part([5, 6, 7], 0, blocks_for(0), row=0)
+    before = driver.prefill(good)[0].digest
+    shape, limit = driver.config.shape, driver.config.max_model_len
+    wrong = {
+        "token_ids": lambda slot: slot.token_ids.__setitem__(1, shape.vocab_size),
+        "positions": lambda slot: slot.positions.__setitem__(0, limit),
+        "slot_mapping": lambda slot: slot.slot_mapping.__setitem__(2, 256 * BLOCK_SIZE),
+        "block_tables": lambda slot: slot.block_tables.__setitem__(3, -1),
+        "context_lens": lambda slot: slot.context_lens.__setitem__(0, limit + 1),
+        "shorter context": lambda slot: slot.context_lens.__setitem__(0, 2),
+        "query_lens": lambda slot: slot.query_lens.__setitem__(0, 2),
+        "last position": lambda slot: slot.positions.__setitem__(2, 9),
+        "rows": lambda slot: slot.rows.__setitem__(0, 2 * driver.config.max_num_seqs),
+        "num_top_logits": lambda slot: slot.num_top_logits.__setitem__(0, 33),
+        "penalty without history": lambda slot: slot.repetition_penalty.__setitem__(0, 1.5),
+        "history token": _set_history([5, shape.vocab_size], 2),
+        "history prompt": _set_history([5, 6], 3),
+        "last token of a row without one": _ask_last_token,
+    }
+    errors: dict[str, str] = {}
+    for name, break_it in wrong.items():
+        break_it(driver.fill([good]))
+        errors[name] = _error_of(driver.runner.run_prefill, driver.slot)
+    driver.fill([good])
+    errors["decode of three tokens"] = _error_of(driver.runner.run_decode, driver.slot)
+    return {"errors": errors, "unharmed": driver.prefill(good)[0].digest == before}
+
+
+def _set_history(tokens: list[int], prompt_len: int) -> Any:
+    def break_it(slot: Any) -> None:
+        slot.history[: len(tokens)] = tokens
+        slot.history_lens[0], slot.history_prompt_lens[0] = len(tokens), prompt_len
+        slot.write_header(1, num_tokens=3, num_seqs=1, table_width=slot.table_width, history_len=len(tokens))
+
+    return break_it
+
+
+def _ask_last_token(slot: Any) -> None:
+    slot.token_ids[2], slot.rows[0] = LAST_TOKEN, 5
+
+
+def _error_of(run: Any, slot: Any) -> str:
+    try:
+        run(slot)
+    except ProtocolError as error:
+        return str(error)
+    return "no error"
+
+
+def main() -> None:
+    dtype, op_table, scratch = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    results: dict[str, Any] = {"models": {}}
+    for golden_file in sorted(GOLDEN.glob("*.json")):
+        golden = json.loads(golden_file.read_text(encoding="utf-8"))
+        name = golden["model"]
+        folder = ROOT / "models" / name
+        if name in VARIANTS:
+            folder = scratch / name
+            write_model(VARIANTS[name], folder)
+        driver = StepDriver(folder, dtype, op_table)
+        result = {"golden": run_golden(driver, golden), "invariance": run_invariance(driver, golden)}
+        result["digest"] = weights_digest(folder)
+        results["models"][name] = result
+        if name == "gqa_tied":
+            results |= {"rows": run_rows(driver), "refusals": run_refusals(driver), "stages": driver.stages}
+            results["summary"] = driver.runner.summary()
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""Drives a ModelRunner as a server would: slots in, tokens out. Imported by ``runner_worker``, in its own process."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agent.model_runner import ModelRunner
+from llm_serving.config import Config, load_config
+from llm_serving.ipc.shm import SlotLayout, StepSlot
+from llm_serving.request import MAX_TOP_LOGITS
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 256
+MAX_MODEL_LEN = 256
+PREFILL_SEQS = 4
+DECODE_SEQS = 8
+
+GREEDY: dict[str, float] = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "seed": 0,
+    "num_top_logits": MAX_TOP_LOGITS,
+}
+
+
+def make_config(folder: Path, dtype: str, op_table: str) -> Config:
+    """Small limits, one thread's worth of model."""
+    overrides = {
+        "model_config.model_path": folder,
+        "model_config.model_dtype": dtype,
+        "model_config.op_table": op_table,
+        "model_config.device_target": "CPU",
+        "model_config.max_generate_length": MAX_MODEL_LEN,
+        "model_config.seq_length": [MAX_MODEL_LEN],
+        "model_config.prefill_batch_size": [PREFILL_SEQS],
+        "model_config.decode_batch_size": [DECODE_SEQS],
+        "pa_config.num_blocks": NUM_BLOCKS,
+        "pa_config.block_size": BLOCK_SIZE,
+        "scheduler_config.max_num_batched_tokens": MAX_MODEL_LEN,
+    }
+    return load_config("llama_tiny_cpu.yaml", [f"{key}={value}" for key, value in overrides.items()])
+
+
+@dataclass
+class Part:
+    """What a step computes of one sequence."""
+
+    tokens: Sequence[int]
+    start: int
+    blocks: Sequence[int]
+    row: int
+    sample: bool = True
+    sample_position: int = 0
+    history: Sequence[int] = ()
+    history_prompt_len: int = 0
+    sampling: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Sampled:
+    """A sequence's outputs. ``digest`` is of every bit of them."""
+
+    token: int
+    logit: float
+    logsumexp: float
+    top_ids: list[int]
+    top_logits: list[float]
+    digest: str
+
+
+class StepDriver:
+    """A ready runner and one slot."""
+
+    def __init__(self, folder: Path, dtype: str, op_table: str) -> None:
+        self.config = make_config(folder, dtype, op_table)
+        self.stages: list[tuple[str, int, int]] = []
+        self.runner = ModelRunner(self.config, lambda *stage: self.stages.append(stage))
+        self.runner.load()
+        self.runner.compile()
+        self.runner.warm_up()
+        layout = SlotLayout.of(self.config.slot_limits())
+        self.slot = StepSlot(layout, bytearray(layout.slot_bytes))
+
+    def prefill(self, *parts: Part) -> list[Sampled]:
+        self.fill(parts)
+        self.runner.run_prefill(self.slot)
+        return [self._output(index) for index in range(len(parts))]
+
+    def decode(self, *parts: Part) -> list[Sampled]:
+        self.fill(parts)
+        self.runner.run_decode(self.slot)
+        return [self._output(index) for index in range(len(parts))]
+
+    def fill(self, parts: Sequence[Part]) -> StepSlot:
+        """Write the parts into the slot."""
+        slot, width = self.slot, max(len(part.blocks) for part in parts)
+        token, history = 0, 0
+        for index, part in enumerate(parts):
+            count, positions = len(part.tokens), np.arange(part.start, part.start + len(part.tokens))
+            slot.token_ids[token : token + count] = part.tokens
+            slot.positions[token : token + count] = positions
+            blocks = np.array(part.blocks)[positions // BLOCK_SIZE]
+            slot.slot_mapping[token : token + count] = blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+            table = slot.block_tables[index * width : (index + 1) * width]
+            table[:] = [*part.blocks, *[0] * (width - len(part.blocks))]
+            slot.query_lens[index], slot.context_lens[index] = count, part.start + count
+            slot.rows[index], slot.do_sample[index] = part.row, part.sample
+            slot.sample_position[index] = part.sample_position
+            slot.history_lens[index], slot.history_prompt_lens[index] = len(part.history), part.history_prompt_len
+            slot.history[history : history + len(part.history)] = part.history
+            for name, value in {**GREEDY, **part.sampling}.items():
+                getattr(slot, name)[index] = value
+            token, history = token + count, history + len(part.history)
+        slot.write_header(1, num_tokens=token, num_seqs=len(parts), table_width=width, history_len=history)
+        return slot
+
+    def _output(self, index: int) -> Sampled:
+        slot, top = self.slot, slice(index * MAX_TOP_LOGITS, (index + 1) * MAX_TOP_LOGITS)
+        arrays: list[Any] = [
+            slot.sampled_ids[index : index + 1],
+            slot.sampled_logit[index : index + 1],
+            slot.logsumexp[index : index + 1],
+            slot.top_ids[top],
+            slot.top_logits[top],
+        ]
+        return Sampled(
+            token=int(arrays[0][0]),
+            logit=float(arrays[1][0]),
+            logsumexp=float(arrays[2][0]),
+            top_ids=arrays[3].tolist(),
+            top_logits=arrays[4].tolist(),
+            digest=hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest(),
+        )
+
+
+def blocks_for(index: int, length: int = MAX_MODEL_LEN) -> list[int]:
+    """Blocks of the ``index``-th sequence of ``length`` tokens; block 0 is for padding."""
+    count = -(-length // BLOCK_SIZE)
+    return list(range(1 + index * count, 1 + (index + 1) * count))

@@ -1,0 +1,193 @@
+"""ModelRunner as a whole, each (dtype, op table) once in a process of its own: golden tokens, invariance, row state."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_serving.request import MAX_TOP_LOGITS
+
+HERE = Path(__file__).resolve().parent
+GOLDEN = HERE.parent / "golden"
+MODELS = ("gqa_tied", "llama3_rope", "mha", "tiny_llama")
+SETUPS = (
+    ("float32", "fused"),
+    ("float16", "fused"),
+    ("bfloat16", "fused"),
+    ("float16", "native"),
+    ("bfloat16", "native"),
+)
+HALF_SETUPS = SETUPS[1:]
+TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
+"""Times the standard deviation of the oracle's logits: two logits closer than that count as a tie."""
+MOST_TIES = 0.06
+"""Of all tokens of a model: more would be an error, not ties."""
+LOGIT_TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.15}
+"""Times the standard deviation of the oracle's logits."""
+
+Results = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Results of a setup, computed when they are first asked for."""
+
+    @cache
+    def run(dtype: str, op_table: str) -> Results:
+        scratch = tmp_path_factory.mktemp(f"{dtype}-{op_table}")
+        done = subprocess.run(
+            [sys.executable, str(HERE / "runner_worker.py"), dtype, op_table, str(scratch / "models")],
+            cwd=scratch,
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        littered = sorted(path.name for path in scratch.iterdir() if path.name != "models")
+        assert littered == [], f"a run left {littered} in the working directory"
+        answer: Results = json.loads(done.stdout.splitlines()[-1])
+        return answer
+
+    return run
+
+
+@cache
+def golden_of(model: str) -> Results:
+    text = (GOLDEN / f"{model}.json").read_text(encoding="utf-8")
+    document: Results = json.loads(text)
+    return document
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_golden_files_are_of_these_weights(results: Any, model: str) -> None:
+    digest = results("float32", "fused")["models"][model]["digest"]
+    assert digest == golden_of(model)["weights_sha256"], f"run tools/make_golden.py {model} (see its text)"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_float32_gives_the_oracles_tokens_exactly(results: Any, model: str) -> None:
+    golden = results("float32", "fused")["models"][model]["golden"]
+    expected = [case["tokens"] for case in golden_of(model)["cases"]]
+    assert golden["free"] == expected
+    assert golden["forced"] == expected
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("dtype", "op_table"), HALF_SETUPS)
+def test_half_types_differ_from_the_oracle_only_at_ties(results: Any, dtype: str, op_table: str, model: str) -> None:
+    """Fed with the oracle's tokens, every arg-max is the oracle's, or one whose logit is as good but for the margin."""
+    forced = results(dtype, op_table)["models"][model]["golden"]["forced"]
+    cases, margins = golden_of(model)["cases"], []
+    for case, tokens in zip(cases, forced, strict=True):
+        limit = TIE_MARGIN[dtype] * case["logit_std"]
+        for step, token in enumerate(tokens):
+            if token != case["tokens"][step]:
+                top_ids, top_logits = case["top_ids"][step], case["top_logits"][step]
+                assert token in top_ids, f"prompt of {len(case['prompt'])}, token {step}: {token} is not near the best"
+                margins.append(top_logits[0] - top_logits[top_ids.index(token)])
+                assert margins[-1] < limit, f"prompt of {len(case['prompt'])}, token {step}: {margins[-1]} >= {limit}"
+    total = sum(len(tokens) for tokens in forced)
+    print(f"{model} {dtype} {op_table}: {len(margins)} ties in {total} tokens, widest {max(margins, default=0):.3f}")
+    assert len(margins) <= MOST_TIES * total
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("dtype", "op_table"), SETUPS)
+def test_logits_are_the_oracles(results: Any, dtype: str, op_table: str, model: str) -> None:
+    whole = results(dtype, op_table)["models"][model]["golden"]["whole"]
+    for case, steps in zip(golden_of(model)["cases"], whole, strict=True):
+        for text, (top_ids, top_logits) in zip(case["logits"].values(), steps, strict=True):
+            row = np.frombuffer(base64.b64decode(text), "<f4")
+            assert len(set(top_ids)) == MAX_TOP_LOGITS
+            error = np.abs(row[top_ids] - np.array(top_logits, np.float32)).max()
+            assert error < LOGIT_TOLERANCE[dtype] * case["logit_std"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("dtype", "op_table"), SETUPS)
+def test_a_position_gives_the_same_bits_however_it_is_computed(
+    results: Any, dtype: str, op_table: str, model: str
+) -> None:
+    """Alone, in a batch, in chunks, as prompt or as decode: token, logit, logsumexp and 32 best logits, bit for bit."""
+    digests = results(dtype, op_table)["models"][model]["invariance"]
+    alone = digests["alone"]
+    assert len(set(alone)) == len(alone) == 21
+    assert digests["batched"] == alone
+    assert digests["together"] == alone[:1]
+    for pieces in ("chunked", "prefilled"):
+        by_step = dict(text.split() for text in digests[pieces])
+        assert len(by_step) >= 4
+        assert by_step == {step: alone[int(step)] for step in by_step}
+
+
+@pytest.mark.parametrize(("dtype", "op_table"), SETUPS)
+def test_penalties_see_prompt_and_output(results: Any, dtype: str, op_table: str) -> None:
+    rows = results(dtype, op_table)["rows"]
+    assert rows["tokens"] == rows["expected"]
+    assert rows["plain"] == rows["plain_expected"]
+    assert rows["tokens"] != rows["plain"]
+
+
+@pytest.mark.parametrize(("dtype", "op_table"), SETUPS)
+def test_a_resumed_sequence_goes_on_as_before(results: Any, dtype: str, op_table: str) -> None:
+    """Recomputed in another row, with its output as part of the prompt and its history sent again."""
+    rows = results(dtype, op_table)["rows"]
+    assert rows["resumed"] == rows["tokens"]
+
+
+REFUSALS = {
+    "token_ids": "a step's token_ids holds 1536; it must be at least -1 and below 1536",
+    "positions": "a step's positions holds 256; it must be at least 0 and below 256",
+    "slot_mapping": "a step's slot_mapping holds 4096; it must be at least -1 and below 4096",
+    "block_tables": "a step's block_tables holds -1; it must be at least 0 and below 256",
+    "context_lens": "a step's context_lens holds 257; it must be at least 1 and below 257",
+    "shorter context": "a sequence's context is shorter than its tokens in this step",
+    "query_lens": "query_lens sum to 2, the step has 3 tokens",
+    "last position": "a sequence's last position is not the last of its context",
+    "rows": "a step's rows holds 16; it must be at least 0 and below 16",
+    "num_top_logits": "a step's num_top_logits holds 33; it must be at least 0 and below 33",
+    "penalty without history": "row 0 samples its output token 0 with penalties, and has a history of 0 prompt and 0 "
+    "output tokens",
+    "history token": "a step's history holds 1536; it must be at least 0 and below 1536",
+    "history prompt": "a step's history_lens and history_prompt_lens do not fit its history",
+    "last token of a row without one": "a step asks for the last token of row 5, which has not sampled one",
+    "decode of three tokens": "a decode step has 3 tokens for 1 sequences; it must have one each",
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSALS)
+def test_a_wrong_slot_is_refused(results: Any, wrong: str) -> None:
+    assert results("float32", "fused")["refusals"]["errors"][wrong] == REFUSALS[wrong]
+
+
+@pytest.mark.parametrize(("dtype", "op_table"), SETUPS)
+def test_a_refused_slot_leaves_the_runner_unharmed(results: Any, dtype: str, op_table: str) -> None:
+    refusals = results(dtype, op_table)["refusals"]
+    assert refusals["unharmed"]
+    assert refusals["errors"].keys() == REFUSALS.keys()
+    assert "no error" not in refusals["errors"].values()
+
+
+@pytest.mark.parametrize(("dtype", "op_table"), [("float32", "fused"), ("bfloat16", "native")])
+def test_progress_and_summary(results: Any, dtype: str, op_table: str) -> None:
+    run = results(dtype, op_table)
+    graphs = 2 if op_table == "native" else 1
+    load = [["load", done, 20] for done in range(21)]
+    rest = [["compile", 0, graphs], ["compile", graphs, graphs], *[["warm up", done, 3] for done in range(4)]]
+    assert run["stages"] == load + rest
+    summary, element = run["summary"], 4 if dtype == "float32" else 2
+    assert (summary["device"], summary["op_table"], summary["dtype"]) == ("CPU", op_table, dtype)
+    assert summary["weight_bytes"] == 1_475_904 * element
+    assert summary["kv_cache_bytes"] == 3 * 2 * 256 * 16 * 2 * 32 * element
+    assert summary.keys() >= {"kernel_isa", "cpu_threads", "load_seconds", "compile_seconds", "warm_up_seconds"}

@@ -1,0 +1,59 @@
+"""The largest steps, and the devices that are not there."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.backends.runtime import start_runtime
+from agent.warm_up import largest_steps, make_step
+from llm_serving.config import Config, load_config
+from llm_serving.errors import AgentStartError
+from tools.seeded_model import VARIANTS, write_model
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    write_model(VARIANTS["mha"], tmp_path)
+    overrides = {
+        "model_config.model_path": tmp_path,
+        "model_config.max_generate_length": 100,
+        "model_config.seq_length": [100],
+        "model_config.prefill_batch_size": [3],
+        "model_config.decode_batch_size": [8],
+        "model_config.device_target": "CPU",
+        "scheduler_config.max_num_batched_tokens": 250,
+    }
+    return load_config("llama_tiny_cpu.yaml", [f"{key}={value}" for key, value in overrides.items()])
+
+
+def test_largest_steps_reach_every_limit(config: Config) -> None:
+    assert largest_steps(config) == {
+        "prefill": ([100, 100, 50], [100, 100, 50]),
+        "chunked prefill": ([100, 100, 50], [100, 100, 100]),
+        "decode": ([1] * 8, [100] * 8),
+    }
+
+
+def test_a_warm_up_step_writes_nothing(config: Config) -> None:
+    slot = make_step(config, [2, 1], [100, 7])
+    slot.check_header(0)
+    assert slot.positions[:3].tolist() == [98, 99, 6]
+    assert set(slot.slot_mapping[:3].tolist()) == {-1}
+    assert (slot.num_tokens, slot.num_seqs, slot.table_width) == (3, 2, 7)
+
+
+def test_an_ascend_says_what_to_do(config: Config) -> None:
+    ascend = replace(config, model_config=replace(config.model_config, device_target="Ascend", op_table="native"))
+    with pytest.raises(AgentStartError, match=r"not available in this version; set model_config\.device_target: CPU"):
+        start_runtime(ascend)
+
+
+def test_mindspore_must_not_be_imported_before(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mindspore", object())
+    monkeypatch.delenv("MS_OP_PLUGIN_PATH", raising=False)
+    with pytest.raises(AgentStartError, match="mindspore was imported before"):
+        start_runtime(config)

@@ -1,0 +1,175 @@
+"""Write tests/golden/*.json: what Hugging Face transformers, in float32, generates greedily from our test models.
+
+Needs torch and transformers, which the project itself does not use; in an environment of their own:
+
+    python -m venv /tmp/oracle && /tmp/oracle/bin/pip install torch==2.13.0
+    /tmp/oracle/bin/pip install transformers "numpy<2"
+    /tmp/oracle/bin/python tools/make_golden.py                # all models
+    /tmp/oracle/bin/python tools/make_golden.py tiny_llama     # after it was trained anew
+
+A file holds, per prompt, 64 greedy tokens (end tokens do not end), the oracle's best ``TOP`` token ids and logits at
+each of them, and the whole logits of a few, so that tests can tell a tie from an error. Random prompts are drawn until
+the two best logits are at least ``MIN_MARGIN`` apart throughout: float32 sums in another order then give the same
+tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import hashlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tools.seeded_model import VARIANTS, write_model  # noqa: E402
+
+NUM_TOKENS = 64
+TOP = 4
+MIN_MARGIN = 0.02
+PROMPT_LENGTHS = (1, 17, 100)
+WHOLE_LOGITS_AT = (0, NUM_TOKENS - 1)
+FIRST_ORDINARY_TOKEN = 3
+TINY_LLAMA = ROOT / "models" / "tiny_llama"
+TINY_PROMPTS = (
+    "<s>",
+    "Once upon a time there was a little",
+    "What is the capital of France?",
+    "One day a fox and a bear went to the river. The fox was small and quick, and the bear was big and slow. They "
+    'wanted to cross the water, but the bridge was gone. "What shall we do?" said the bear. The fox looked around '
+    "and thought for a while. Then she had an idea.",
+)
+
+
+def weights_digest(folder: Path) -> str:
+    """Of config.json and every weight file: a golden file fits one model only."""
+    digest = hashlib.sha256()
+    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class Oracle:
+    """A model in transformers, float32, on the CPU."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import LlamaForCausalLM
+
+        torch.manual_seed(0)
+        self._torch = torch
+        self._model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        self._check_scaling(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+
+    def _check_scaling(self, config: dict[str, Any]) -> None:
+        wanted = (config.get("rope_scaling") or {}).get("rope_type", "default")
+        found = self._model.config.rope_parameters["rope_type"]
+        if wanted != found:
+            raise SystemExit(f"transformers uses rope type {found}, config.json says {wanted}")
+
+    def greedy(self, prompt: list[int]) -> tuple[list[int], np.ndarray]:
+        """Tokens, and the logits [NUM_TOKENS, vocabulary] each was the largest of."""
+        torch, tokens, rows = self._torch, [], []
+        inputs, past = torch.tensor([prompt]), None
+        with torch.no_grad():
+            for _ in range(NUM_TOKENS):
+                output = self._model(inputs, past_key_values=past, use_cache=True)
+                past = output.past_key_values
+                rows.append(output.logits[0, -1].numpy().astype(np.float32))
+                tokens.append(int(rows[-1].argmax()))
+                inputs = torch.tensor([[tokens[-1]]])
+        return tokens, np.stack(rows)
+
+
+def smallest_margin(logits: np.ndarray) -> float:
+    best = np.sort(logits, axis=1)[:, -2:]
+    return float((best[:, 1] - best[:, 0]).min())
+
+
+def random_case(oracle: Oracle, length: int, vocab_size: int) -> dict[str, Any]:
+    """The first seed's prompt whose margins are healthy."""
+    for seed in range(1000):
+        generator = np.random.Generator(np.random.PCG64(seed * 1000 + length))
+        prompt = [int(token) for token in generator.integers(FIRST_ORDINARY_TOKEN, vocab_size, length)]
+        tokens, logits = oracle.greedy(prompt)
+        if smallest_margin(logits) >= MIN_MARGIN:
+            return case_of(prompt, tokens, logits)
+    raise SystemExit(f"no prompt of {length} tokens has margins of {MIN_MARGIN}")
+
+
+def case_of(prompt: list[int], tokens: list[int], logits: np.ndarray) -> dict[str, Any]:
+    top_ids = np.argsort(-logits, axis=1, kind="stable")[:, :TOP]
+    top_logits = np.take_along_axis(logits, top_ids, axis=1)
+    return {
+        "prompt": prompt,
+        "tokens": tokens,
+        "smallest_margin": round(smallest_margin(logits), 6),
+        "logit_std": round(float(logits.std()), 4),
+        "top_ids": top_ids.tolist(),
+        "top_logits": [[round(float(value), 5) for value in row] for row in top_logits],
+        "logits": {
+            str(step): base64.b64encode(logits[step].astype("<f4").tobytes()).decode() for step in WHOLE_LOGITS_AT
+        },
+    }
+
+
+def golden_of_variant(name: str) -> dict[str, Any]:
+    variant = VARIANTS[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / name
+        write_model(variant, folder)
+        oracle = Oracle(folder)
+        cases = [random_case(oracle, length, variant.config["vocab_size"]) for length in PROMPT_LENGTHS]
+        return document(name, folder, cases)
+
+
+def golden_of_tiny_llama() -> dict[str, Any]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(TINY_LLAMA / "tokenizer.json"))
+    oracle = Oracle(TINY_LLAMA)
+    cases = []
+    for text in TINY_PROMPTS:
+        prompt = [1] if text == "<s>" else tokenizer.encode(text).ids
+        cases.append({"text": text, **case_of(prompt, *oracle.greedy(prompt))})
+    return document("tiny_llama", TINY_LLAMA, cases)
+
+
+def document(name: str, folder: Path, cases: list[dict[str, Any]]) -> dict[str, Any]:
+    import torch
+    import transformers
+
+    oracle = f"transformers {transformers.__version__}, torch {torch.__version__}, float32, eager attention"
+    return {"model": name, "oracle": oracle, "weights_sha256": weights_digest(folder), "cases": cases}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", default=[*VARIANTS, "tiny_llama"], help="default: all")
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "golden")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name in arguments.models:
+        golden = golden_of_tiny_llama() if name == "tiny_llama" else golden_of_variant(name)
+        path = arguments.out / f"{name}.json"
+        path.write_text(_one_line_per_row(golden), encoding="utf-8")
+        margins = [case["smallest_margin"] for case in golden["cases"]]
+        print(f"{path}: {len(golden['cases'])} prompts, smallest margins {margins}, {path.stat().st_size} bytes")
+
+
+def _one_line_per_row(golden: dict[str, Any]) -> str:
+    """JSON that diffs by case and stays small."""
+    cases = ",\n".join(json.dumps(case, separators=(",", ":")) for case in golden["cases"])
+    head = json.dumps({key: value for key, value in golden.items() if key != "cases"}, indent=1)
+    return f'{head[:-2]},\n "cases": [\n{cases}\n ]\n}}\n'
+
+
+if __name__ == "__main__":
+    main()
