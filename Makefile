@@ -48,7 +48,7 @@ $(STAMP): requirements.lock pyproject.toml
 	  { echo "llm-serving needs Python 3.10 or 3.11; $(PYTHON) is $$($(PYTHON) -V 2>&1). Give one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@command -v $${CXX:-g++} >/dev/null || { echo "llm-serving needs a C++17 compiler (g++)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing pinned packages into $(VENV) (once; about a minute)"
+	@echo "installing pinned packages into $(VENV) (once; a few minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@

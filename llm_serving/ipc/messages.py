@@ -198,12 +198,14 @@ def encode(message: Message) -> bytes:
 
 def decode_server_message(payload: bytes) -> ServerMessage:
     """What the server sent. Raises ProtocolError for anything not in the schema."""
-    return _decode(_SERVER_DECODER, payload)
+    message: ServerMessage = _decode(_SERVER_DECODER, payload)
+    return message
 
 
 def decode_agent_message(payload: bytes) -> AgentMessage:
     """What an agent sent. Raises ProtocolError for anything not in the schema."""
-    return _decode(_AGENT_DECODER, payload)
+    message: AgentMessage = _decode(_AGENT_DECODER, payload)
+    return message
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_M], payload: bytes) -> _M:
