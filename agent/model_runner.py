@@ -16,14 +16,11 @@ from agent.warm_up import largest_steps, make_step
 from agent.weights import load_weights, open_weights
 from agent.weights.storage import Array
 from llm_serving.config import Config
-from llm_serving.errors import CheckpointError
+from llm_serving.errors import AgentError, CheckpointError
 from llm_serving.ipc.shm import StepSlot
 
 Report = Callable[[str, int, int], None]
 """Takes a stage's name, and how many of how many of its units are done."""
-
-ROWS_PER_SEQUENCE = 2
-"""Rows of the table for each sequence that may run, so that a row need not be reused while a step with it is queued."""
 
 
 class ModelRunner:
@@ -36,7 +33,7 @@ class ModelRunner:
         start_runtime(config)
         self._config = config
         self._report = report
-        num_rows = ROWS_PER_SEQUENCE * config.max_num_seqs
+        num_rows = config.max_num_seqs
         self._reader = StepReader(config, num_rows)
         self._sampler = Sampler(num_rows, config.max_model_len, config.shape.vocab_size)
         self._weights: dict[str, Array] = {}
@@ -70,13 +67,10 @@ class ModelRunner:
 
     def compile(self) -> None:
         """Compile the graphs."""
-        from agent.step_graph import StepGraph
-
         start = time.perf_counter()
-        self._graph = StepGraph(self._model, self._ops, self._config.max_prefill_seqs)
-        self._report("compile", 0, self._graph.num_graphs)
-        self._graph.compile()
-        self._report("compile", self._graph.num_graphs, self._graph.num_graphs)
+        self._report("compile", 0, 1)
+        self._compile_graphs()
+        self._report("compile", 1, 1)
         self._seconds["compile"] = time.perf_counter() - start
 
     def warm_up(self) -> None:
@@ -112,7 +106,8 @@ class ModelRunner:
     def run_prefill(self, slot: StepSlot) -> tuple[int, int]:
         """Run a slot of prompts or parts of prompts; the microseconds of graph and sampler.
 
-        Raises ProtocolError, with nothing computed, when the slot is not such a step.
+        Raises ProtocolError, with nothing computed, when the slot is not such a step; AgentError when an operator
+        failed (the graphs are then compiled anew, and the next step may run).
         """
         return self._run(slot, decode=False)
 
@@ -129,10 +124,21 @@ class ModelRunner:
         inputs = self._reader.read(slot, decode=decode)
         rows = self._sampler.rows
         rows.start_rows(slot)
-        logits = self._graph.run(inputs, rows.resolve(inputs.token_ids, inputs.rows, inputs.query_lens))
+        token_ids = rows.resolve(inputs.token_ids, inputs.rows, inputs.query_lens)
+        try:
+            logits = self._graph.run(inputs, token_ids)
+        except RuntimeError as error:
+            self._compile_graphs()  # MindSpore does not run a graph again once an operator of it has failed
+            raise AgentError(f"the graph failed: {str(error).strip().splitlines()[0]}") from error
         computed = time.perf_counter_ns()
         self._sampler.sample(logits, slot)
         return (computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000
+
+    def _compile_graphs(self) -> None:
+        from agent.step_graph import StepGraph
+
+        self._graph = StepGraph(self._model, self._ops, self._config.max_prefill_seqs)
+        self._graph.compile()
 
     def _bind_parameters(self) -> None:
         from agent.layers.parameter import bind

@@ -12,7 +12,7 @@ from mindspore import Tensor, nn
 from mindspore.graph.api import _cell_graph_executor
 
 from agent.backends.base import OpTable
-from agent.layers.parameter import as_tensor
+from agent.layers.parameter import as_float32_array, as_tensor
 from agent.step_inputs import Int32Array, StepInputs
 
 _VECTOR = (None,)
@@ -32,10 +32,6 @@ class StepGraph:
         if ops.has_whole_prompts:
             query_lens = Tensor(shape=(max_whole_prompts,), dtype=ms.int64)
             self._whole_prompts = _CompiledGraph(model, whole_prompts=True, query_lens=query_lens)
-
-    @property
-    def num_graphs(self) -> int:
-        return 1 if self._whole_prompts is None else 2
 
     def compile(self) -> None:
         """Compile, and run one token that writes nothing to the cache. Further calls do nothing new."""
@@ -87,9 +83,7 @@ class _CompiledGraph:
     def run(self, arrays: Sequence[npt.NDArray[Any]]) -> npt.NDArray[np.float32]:
         """Straight to MindSpore's executor: ``Cell.__call__`` would check again, at two to three times the overhead,
         that it is compiled for these inputs, which ``set_inputs`` and ``StepReader`` have settled."""
-        logits = _cell_graph_executor._graph_executor(tuple(map(as_tensor, arrays)), self._phase)
-        result: npt.NDArray[np.float32] = logits.asnumpy()
-        return result
+        return as_float32_array(_cell_graph_executor._graph_executor(tuple(map(as_tensor, arrays)), self._phase))
 
 
 class _Step(nn.Cell):

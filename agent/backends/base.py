@@ -40,7 +40,7 @@ class OpTable(ABC):
 
     @abstractmethod
     def logits(self) -> Operator:
-        """(x [S, in], weight [vocabulary, in]) -> float32 [S, vocabulary]."""
+        """(x [S, in], weight [vocabulary, in]) -> [S, vocabulary], float32 or ``dtype``; the caller converts."""
 
     @abstractmethod
     def rms_norm(self, epsilon: float) -> Operator:

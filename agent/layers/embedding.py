@@ -22,7 +22,7 @@ class Embedding(nn.Cell):
 
 
 class LMHead(nn.Cell):
-    """Logits over the vocabulary, float32, by a weight of its own."""
+    """Logits over the vocabulary by a weight of its own."""
 
     def __init__(self, ops: OpTable, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class LMHead(nn.Cell):
         self.logits = ops.logits()
 
     def construct(self, x: Tensor) -> Tensor:
-        """x [S, hidden_size] -> float32 [S, vocab_size]."""
+        """x [S, hidden_size] -> [S, vocab_size]."""
         return self.logits(x, self.weight)
 
 
@@ -42,5 +42,5 @@ class TiedLMHead(nn.Cell):
         self.logits = ops.logits()
 
     def construct(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """x [S, hidden_size], embedding [vocab_size, hidden_size] -> float32 [S, vocab_size]."""
+        """x [S, hidden_size], embedding [vocab_size, hidden_size] -> [S, vocab_size]."""
         return self.logits(x, embedding)

@@ -35,7 +35,7 @@ class Llama(nn.Cell):
         self, token_ids: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
     ) -> Tensor:
         """token_ids, positions [T]; last_tokens [S], the index in T of each sequence's last token; ``step`` and
-        ``whole_prompts`` as in ``OpTable.attention`` -> logits, float32 [S, vocab_size]."""
+        ``whole_prompts`` as in ``OpTable.attention`` -> logits [S, vocab_size]."""
         rotary = self.rotary(positions)
         hidden = self.embedding(token_ids)
         residual = hidden

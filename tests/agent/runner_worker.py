@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from step_driver import BLOCK_SIZE, Part, StepDriver, blocks_for  # noqa: E402
 
-from llm_serving.errors import ProtocolError  # noqa: E402
+from llm_serving.errors import AgentError, ProtocolError  # noqa: E402
 from llm_serving.ipc.shm import LAST_TOKEN  # noqa: E402
 from tools.make_golden import weights_digest  # noqa: E402
 from tools.seeded_model import VARIANTS, write_model  # noqa: E402
@@ -199,7 +199,7 @@ def run_refusals(driver: StepDriver) -> dict[str, Any]:
         "shorter context": lambda slot: slot.context_lens.__setitem__(0, 2),
         "query_lens": lambda slot: slot.query_lens.__setitem__(0, 2),
         "last position": lambda slot: slot.positions.__setitem__(2, 9),
-        "rows": lambda slot: slot.rows.__setitem__(0, 2 * driver.config.max_num_seqs),
+        "rows": lambda slot: slot.rows.__setitem__(0, driver.config.max_num_seqs),
         "num_top_logits": lambda slot: slot.num_top_logits.__setitem__(0, 33),
         "penalty without history": lambda slot: slot.repetition_penalty.__setitem__(0, 1.5),
         "history token": _set_history([5, shape.vocab_size], 2),
@@ -212,7 +212,22 @@ def run_refusals(driver: StepDriver) -> dict[str, Any]:
         errors[name] = _error_of(driver.runner.run_prefill, driver.slot)
     driver.fill([good])
     errors["decode of three tokens"] = _error_of(driver.runner.run_decode, driver.slot)
+    errors["failing operator"] = _fail_in_graph(driver, good)
     return {"errors": errors, "unharmed": driver.prefill(good)[0].digest == before}
+
+
+def _fail_in_graph(driver: StepDriver, good: Part) -> str:
+    """A block that does not exist, let through by a reader that believes in more blocks."""
+    reader, slot = driver.runner._reader, driver.fill([good])
+    slot.block_tables[0] = slot.slot_mapping[1] = 2**27
+    reader._num_blocks *= 2**20
+    try:
+        driver.runner.run_prefill(slot)
+    except AgentError as error:
+        return str(error)
+    finally:
+        reader._num_blocks //= 2**20
+    return "no error"
 
 
 def _set_history(tokens: list[int], prompt_len: int) -> Any:

@@ -17,9 +17,6 @@ class FusedCpuOps(NativeOps):
     name = "fused"
     has_whole_prompts = False
 
-    def logits(self) -> Operator:
-        return ops.MatMul(transpose_b=True) if self.dtype == "float32" else super().logits()
-
     def rotary(self, cos: Array, sin: Array) -> Operator:
         return _RotaryTables(cos, sin)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops.auto_generate import (
@@ -40,7 +39,7 @@ class NativeOps(OpTable):
         return ops.MatMul(transpose_b=True)
 
     def logits(self) -> Operator:
-        return _Logits()
+        return ops.MatMul(transpose_b=True)
 
     def rms_norm(self, epsilon: float) -> Operator:
         return _RmsNorm(epsilon)
@@ -65,16 +64,6 @@ class _GatherRows(nn.Cell):
 
     def construct(self, table: Tensor, index: Tensor) -> Tensor:
         return self.gather(table, index, 0)
-
-
-class _Logits(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__()
-        self.matmul = ops.MatMul(transpose_b=True)
-        self.cast = ops.Cast()
-
-    def construct(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.cast(self.matmul(x, weight), ms.float32)
 
 
 class _RmsNorm(nn.Cell):
