@@ -1,0 +1,62 @@
+"""From documents to training rows: whole documents packed without padding, some held out."""
+
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+import sentencepiece as spm
+from numpy.typing import NDArray
+
+from .drills import training_documents
+from .tokenizer import BOS_ID, encode_document, render
+
+HELD_OUT_SHARE = 32
+PACKING_BUFFER = 200
+
+Batch = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
+"""Token ids, document numbers and labels, each int32 ``[batch, length]``."""
+
+
+def is_held_out(text: str) -> bool:
+    """Whether a document is kept from training: one in 32, by its text, so that a text is on one side only."""
+    return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
+
+
+def encoded_documents(tokenizer: spm.SentencePieceProcessor, seed: int, held_out: bool) -> Iterator[list[int]]:
+    """The ids of the documents of one side of the split, without end."""
+    for document in training_documents(seed):
+        if is_held_out(render(document)) == held_out:
+            yield encode_document(tokenizer, document)
+
+
+def take(buffer: list[list[int]], space: int) -> list[int]:
+    """Remove a document for the rest of a row: the oldest or the longest that fits, else a part of the shortest."""
+    if len(buffer[0]) <= space:
+        return buffer.pop(0)
+    fitting = [i for i, ids in enumerate(buffer) if len(ids) <= space]
+    if fitting:
+        return buffer.pop(max(fitting, key=lambda i: len(buffer[i])))
+    return buffer.pop(min(range(len(buffer)), key=lambda i: len(buffer[i])))[:space]
+
+
+def rows(source: Iterator[list[int]], length: int) -> Iterator[list[int]]:
+    """Rows of exactly ``length`` ids, each beginning with a document."""
+    buffer: list[list[int]] = []
+    while True:
+        row: list[int] = []
+        while len(row) < length:
+            while len(buffer) < PACKING_BUFFER:
+                buffer.append(next(source))
+            row += take(buffer, length - len(row))
+        yield row
+
+
+def batches(
+    tokenizer: spm.SentencePieceProcessor, seed: int, held_out: bool, batch: int, length: int
+) -> Iterator[Batch]:
+    """Batches of packed rows; the label of a token is the next one of its row (after EOS, the next document's BOS)."""
+    source = rows(encoded_documents(tokenizer, seed, held_out), length + 1)
+    while True:
+        ids = np.array([next(source) for _ in range(batch)], np.int32)
+        numbers = np.cumsum(ids == BOS_ID, axis=1, dtype=np.int32)
+        yield ids[:, :-1], numbers[:, :-1], ids[:, 1:]

@@ -1,0 +1,93 @@
+"""Short exercises in the training text: saying words again, remembering names, single facts and sums.
+
+A small model learns late to copy what stands earlier in the text (induction; Olsson et al., 2022), and answers here
+need that. Text in which half of the tokens are a copy teaches it sooner. The tokenizer does not see these.
+"""
+
+import random
+from collections.abc import Iterator
+
+from . import talk
+from .corpus import Document, documents, vary
+from .facts import CAPITALS, pick_kind
+from .stories import ANIMALS, BOYS, COLOURS, FOODS, GIRLS, PEOPLE, PLACES, THINGS, make_story
+from .sums import addition, multiplication, number_fact, subtraction
+
+DRILL_SHARE = 0.3
+WORDS = (*ANIMALS, *BOYS, *COLOURS, *FOODS, *GIRLS, *PEOPLE, *PLACES, *THINGS, *CAPITALS.values())
+STARTS = (
+    "One day {at} named {H}",
+    "One day, {at} called {H}",
+    "Once {at} named {H}",
+    "There was {at} named {H} who",
+    "{At} named {H}",
+)
+DEEDS = (
+    "went to the {p}.",
+    "walked to the {p}.",
+    "was sitting by the {p}.",
+    "came to the {p}.",
+    "went for a walk by the {p}.",
+)
+
+
+def some_words(rng: random.Random) -> str:
+    """A few words or numbers in a row."""
+    chosen = [str(rng.randint(0, 99)) if rng.random() < 0.2 else rng.choice(WORDS) for _ in range(rng.randint(2, 9))]
+    return rng.choice((" ", " ", ", ")).join(chosen)
+
+
+def say_again(rng: random.Random) -> Document:
+    """The user's words, said again by the assistant."""
+    phrase = some_words(rng)
+    request = rng.choice(("Repeat after me: {}", "Say this: {}", "Repeat: {}", "Please repeat: {}", "Say it again: {}"))
+    return [("user", request.format(phrase)), ("assistant", phrase)]
+
+
+def twice(rng: random.Random) -> Document:
+    """The same words two to four times, a line each."""
+    return [("text", "\n".join([some_words(rng)] * rng.randint(2, 4)))]
+
+
+def remember(rng: random.Random) -> Document:
+    """A name told and asked for."""
+    return [turn for said, answer in talk.memory(rng) for turn in (("user", said), ("assistant", answer))]
+
+
+def one_fact(rng: random.Random) -> Document:
+    """One question about a fact or a number."""
+    fact = number_fact(rng) if rng.random() < 0.5 else pick_kind(rng)(rng)
+    return [("user", vary(rng, fact.question)), ("assistant", fact.answer)]
+
+
+def sums(rng: random.Random) -> Document:
+    """Sums, one to a line."""
+    kinds = (addition, addition, subtraction, multiplication)
+    return [("text", "\n".join(rng.choice(kinds)(rng).answer for _ in range(rng.randint(1, 6))))]
+
+
+def other_start(rng: random.Random) -> Document:
+    """A story that begins in the middle of things."""
+    story = make_story(rng)
+    hero = story.hero
+    trait = f"{hero.trait} {hero.kind}"
+    article = "an" if trait[0] in "aeiou" else "a"
+    slots = {"at": f"{article} {trait}", "At": f"{article.capitalize()} {trait}", "H": hero.name, "p": story.place}
+    start = f"{rng.choice(STARTS)} {rng.choice(DEEDS)}".format(**slots)
+    end = story.text.index(". ") + 2
+    return [("text", f"{start} {story.text[end:]}")]
+
+
+def drill(rng: random.Random) -> Document:
+    """Any of the above."""
+    kinds = (say_again, twice, remember, one_fact, sums, other_start)
+    return rng.choices(kinds, (20, 10, 12, 36, 12, 10))[0](rng)
+
+
+def training_documents(seed: int) -> Iterator[Document]:
+    """The endless text of the training: the documents of ``seed``, with drills between them."""
+    rng = random.Random(seed + 1000)
+    for document in documents(seed):
+        while rng.random() < DRILL_SHARE:
+            yield drill(rng)
+        yield document

@@ -1,0 +1,85 @@
+"""Initial weights with an induction circuit built in.
+
+One head looks at the previous token; a layer later, others look for what followed the current token before. So a
+transformer copies from its context (Elhage et al., 2021; Olsson et al., 2022). Random weights need tens of millions of
+tokens to find it, more than two processor cores train in an hour. Here it is there from the first step, as plain values
+of the ordinary weight matrices, and the training keeps, bends or drops it like any other weight (the idea of mimetic
+initialization, Trockman and Kolter, 2023). All else is random and small.
+
+The numbers: an embedding is a random vector of norm 1 plus a common vector of norm ``COMMON``, which gives each layer a
+constant to work with; ``WRITTEN`` scales what a head of the circuit adds to the residual stream.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Matrix = NDArray[np.float32]
+HeadWeights = tuple[Matrix, Matrix]
+"""The weights of one head: (query, key) or (value, output)."""
+
+COMMON = 0.5
+WRITTEN = 0.14
+SHARPNESS = (10.0, 8.0, 6.0, 4.0, 2.0, 1.0)
+"""Attention logits of the previous-token head at its peak, by rotary frequency, the fastest first."""
+MATCH_GAIN = 2.0
+
+
+class Circuit:
+    """The vectors the parts agree on: the constant, the token codes, and where the codes are written."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, head_dim: int, rope_theta: float, rng: np.random.Generator
+    ) -> None:
+        self.vocab_size, self.hidden_size, self.head_dim = vocab_size, hidden_size, head_dim
+        self.rope_theta = rope_theta
+        self.constant = rng.standard_normal(hidden_size) / np.sqrt(hidden_size)
+        self.code = rng.standard_normal((head_dim, hidden_size)) / np.sqrt(hidden_size)
+        self.place = np.linalg.qr(rng.standard_normal((hidden_size, head_dim)))[0]
+
+    def embedding(self, rng: np.random.Generator) -> Matrix:
+        """Random vectors of norm 1 plus the constant, ``[vocab, hidden]``."""
+        vocab, hidden = self.vocab_size, self.hidden_size
+        return as_float32(rng.standard_normal((vocab, hidden)) / np.sqrt(hidden) + COMMON * self.constant)
+
+    def previous_token_query_key(self) -> HeadWeights:
+        """Query and key weights ``[head_dim, hidden]``: a constant key; the query is it, one position back."""
+        dim, half = self.head_dim, self.head_dim // 2
+        angles = self.rope_theta ** (-np.arange(half) / half)
+        energy = np.zeros(half)
+        energy[: len(SHARPNESS)] = SHARPNESS[:half]
+        length = np.sqrt(energy * np.sqrt(dim))
+        key = np.concatenate([length, np.zeros(half)])
+        query = np.concatenate([length * np.cos(angles), -length * np.sin(angles)])
+        constant_after_norm = np.sqrt(self.hidden_size) * COMMON / np.sqrt(1 + COMMON**2)
+        read = self.constant / constant_after_norm
+        return as_float32(np.outer(query, read)), as_float32(np.outer(key, read))
+
+    def previous_token_value_output(self) -> HeadWeights:
+        """Value ``[head_dim, hidden]`` and output ``[hidden, head_dim]`` weights: the token's code, to its place."""
+        return as_float32(self.code), as_float32(self.place * WRITTEN)
+
+    def induction_query_key(self, half: int) -> HeadWeights:
+        """Query and key weights: the code of this token against the code written by the previous-token head.
+
+        Only the slow half of the rotary frequencies is used, so that the match does not depend on the distance;
+        ``half`` (0 or 1) says which half of the code is compared.
+        """
+        dim = self.head_dim
+        quarter = dim // 4
+        slow = np.concatenate([np.arange(quarter, dim // 2), np.arange(dim // 2 + quarter, dim)])
+        part = slice(half * dim // 2, half * dim // 2 + len(slow))
+        query, key = np.zeros((dim, self.hidden_size)), np.zeros((dim, self.hidden_size))
+        query[slow] = MATCH_GAIN * self.code[part]
+        key[slow] = MATCH_GAIN * self.place.T[part]
+        return as_float32(query), as_float32(key)
+
+    def copy_value_output(self, rng: np.random.Generator) -> HeadWeights:
+        """Value and output weights that write a projection of the attended token itself."""
+        hidden, dim = self.hidden_size, self.head_dim
+        value = rng.standard_normal((dim, hidden)) / np.sqrt(hidden)
+        return as_float32(value), as_float32(value.T * WRITTEN)
+
+
+def as_float32(values: NDArray[np.float64]) -> Matrix:
+    """The values as float32."""
+    return values.astype(np.float32)

@@ -1,0 +1,138 @@
+"""Stories from templates: twelve plots in many wordings, with heroes, places and things drawn at random."""
+
+import random
+from dataclasses import dataclass
+
+from .tables import items, sections
+
+TEXT = sections("stories")
+GIRLS, BOYS, ANIMALS, PEOPLE, TRAITS, PLACES, THINGS, COLOURS, FOODS, SKILLS = (
+    items(TEXT[name])
+    for name in ("girls", "boys", "animals", "people", "traits", "places", "things", "colours", "foods", "skills")
+)
+OPENINGS, ENDINGS = TEXT["openings"], TEXT["endings"]
+PLOTS = tuple(
+    tuple(tuple(step.split(" | ")) for step in lines) for name, lines in TEXT.items() if name.startswith("plot: ")
+)
+IS_FEMALE = {"king": False, "prince": False, "queen": True, "princess": True, "fisherman": False}
+
+
+def a(noun: str) -> str:
+    """The noun phrase with its indefinite article."""
+    return ("an " if noun[0] in "aeiou" and not noun.startswith("uni") else "a ") + noun
+
+
+def place_name(place: str) -> str:
+    """The place with its article; there is only one sea."""
+    return "the sea" if place == "sea" else a(place)
+
+
+@dataclass(frozen=True)
+class Hero:
+    """Who a story is about; ``kind`` is an animal or a trade, or "girl" or "boy"."""
+
+    name: str
+    kind: str
+    trait: str
+    subject: str
+    object: str
+    possessive: str
+
+
+@dataclass(frozen=True)
+class Story:
+    """A finished story and the words one may ask for it by."""
+
+    text: str
+    hero: Hero
+    place: str
+    thing: str
+
+
+def make_hero(rng: random.Random, avoid: str = "") -> Hero:
+    """A hero whose kind is not ``avoid``."""
+    girl = rng.random() < 0.5
+    name = rng.choice(GIRLS if girl else BOYS)
+    group = rng.random()
+    kind = rng.choice(ANIMALS) if group < 0.65 else ("girl" if girl else "boy") if group < 0.85 else rng.choice(PEOPLE)
+    girl = IS_FEMALE.get(kind, girl)
+    if girl != (name in GIRLS):
+        name = rng.choice(GIRLS if girl else BOYS)
+    if kind == avoid:
+        return make_hero(rng, avoid)
+    words = ("she", "her", "her") if girl else ("he", "him", "his")
+    return Hero(name, kind, rng.choice(TRAITS), *words)
+
+
+def story_words(rng: random.Random, hero: Hero, friend: Hero, place: str, thing: str) -> dict[str, str]:
+    """The values of the slots of a plot."""
+    coloured = a(f"{rng.choice(COLOURS)} {thing}")
+    words = {
+        "H": hero.name,
+        "k": hero.kind,
+        "she": hero.subject,
+        "her": hero.object,
+        "hers": hero.possessive,
+        "F": friend.name,
+        "fk": friend.kind,
+        "fshe": friend.subject,
+        "fher": friend.object,
+        "fhers": friend.possessive,
+        "p": place,
+        "t": thing,
+        "ct": coloured,
+        "f": rng.choice(FOODS),
+        "s": rng.choice(SKILLS),
+        "at": a(f"{hero.trait} {hero.kind}"),
+        "fa": a(friend.kind),
+        "ap": place_name(place),
+        "A_f": a(friend.kind).capitalize(),
+    }
+    words["She"], words["Hers"] = hero.subject.capitalize(), hero.possessive.capitalize()
+    return words
+
+
+def make_story(rng: random.Random) -> Story:
+    """One story of about 60 to 150 words that names its hero's kind, the place and (nearly always) the thing."""
+    hero = make_hero(rng)
+    friend = make_hero(rng, avoid=hero.kind)
+    while friend.name == hero.name:
+        friend = make_hero(rng, avoid=hero.kind)
+    place, thing = rng.choice(PLACES), rng.choice(THINGS)
+    words = story_words(rng, hero, friend, place, thing)
+    steps = [rng.choice(OPENINGS), *(rng.choice(step) for step in rng.choice(PLOTS))]
+    if rng.random() < 0.6:
+        steps.append(rng.choice(ENDINGS))
+    sentences = " ".join(step.format(**words) for step in steps)
+    return Story(sentences, hero, place, thing)
+
+
+def story_request(rng: random.Random, story: Story) -> str:
+    """What a user may say to be told this story; asks only for what the story contains."""
+    kind = story.hero.kind
+    subjects = [a(kind), f"{a(story.hero.trait)} {kind}", f"{a(kind)} named {story.hero.name}"]
+    if story.place in story.text:
+        subjects += [f"{a(kind)} and {place_name(story.place)}"] * 3
+    if story.thing in story.text:
+        subjects += [f"{a(kind)} and {a(story.thing)}", f"{a(kind)} and {a(story.thing)}"]
+    subject = rng.choice(subjects)
+    forms = (
+        "Tell me a story about {}.",
+        "Please tell me a story about {}.",
+        "Can you tell me a story about {}?",
+        "Write a short story about {}.",
+        "Tell a story about {}.",
+        "I want to hear a story about {}.",
+        "Write a story about {}, please.",
+        "Could you write a story about {}?",
+        "Make up a story about {}.",
+    )
+    anything = (
+        "Tell me a story.",
+        "Please tell me a bedtime story.",
+        "Can you tell me a story?",
+        "I want to hear a story.",
+        "Write a short story.",
+        "Tell me a short story, please.",
+    )
+    return rng.choice(anything) if rng.random() < 0.12 else rng.choice(forms).format(subject)

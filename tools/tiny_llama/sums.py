@@ -1,0 +1,136 @@
+"""A little arithmetic, counting and comparing."""
+
+import random
+
+from .facts import Fact
+
+NUMBERS = (
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+    "twenty",
+)
+COUNTABLE = ("apples", "books", "eggs", "pens", "coins", "balls", "cookies", "stars")
+OWNERS = ("Anna", "Tom", "Lily", "Max", "Sara", "Ben", "Mia", "Leo")
+
+
+def ask_sum(rng: random.Random, expression: str, words: str, answer: int) -> Fact:
+    """A question about ``expression`` (``7 + 5``) or its ``words`` (``7 plus 5``)."""
+    forms = (
+        f"What is {expression}?",
+        f"What is {expression}?",
+        f"What is {words}?",
+        f"How much is {expression}?",
+        f"How much is {words}?",
+        f"{expression} = ?",
+        f"Calculate {expression}.",
+        f"Can you calculate {expression}?",
+        f"{expression}",
+    )
+    again = rng.choice((f"And {expression}?", f"And {words}?"))
+    return Fact(rng.choice(forms), f"{expression} = {answer}", str(answer), again)
+
+
+def addition(rng: random.Random) -> Fact:
+    """One-digit sums mostly, two-digit sums up to 99 at times."""
+    if rng.random() < 0.55:
+        x, y = rng.randint(0, 10), rng.randint(0, 10)
+    else:
+        x = rng.randint(1, 89)
+        y = rng.randint(1, 99 - x) if rng.random() < 0.7 else rng.randint(1, 10)
+    return ask_sum(rng, f"{x} + {y}", f"{x} plus {y}", x + y)
+
+
+def subtraction(rng: random.Random) -> Fact:
+    """Differences that are not negative."""
+    x = rng.randint(0, 20) if rng.random() < 0.6 else rng.randint(10, 99)
+    y = rng.randint(0, min(x, 10)) if rng.random() < 0.7 else rng.randint(0, x)
+    return ask_sum(rng, f"{x} - {y}", f"{x} minus {y}", x - y)
+
+
+def multiplication(rng: random.Random) -> Fact:
+    """The table up to 10 x 10."""
+    x, y = rng.randint(0, 10), rng.randint(0, 10)
+    sign = rng.choice("**x")
+    return ask_sum(rng, f"{x} {sign} {y}", f"{x} times {y}", x * y)
+
+
+def apples(rng: random.Random) -> Fact:
+    """A sum told in words."""
+    x, y = rng.randint(1, 10), rng.randint(1, 10)
+    thing = rng.choice(COUNTABLE)
+    name = rng.choice(OWNERS)
+    if rng.random() < 0.5:
+        return Fact(
+            f"{name} has {x} {thing} and gets {y} more. How many {thing} does {name} have?",
+            f"{x} + {y} = {x + y}, so {name} has {x + y} {thing}.",
+            str(x + y),
+        )
+    return Fact(
+        f"{name} has {x + y} {thing} and gives away {y}. How many {thing} are left?",
+        f"{x + y} - {y} = {x}, so {x} {thing} {'is' if x == 1 else 'are'} left.".replace(
+            f" 1 {thing}", f" 1 {thing[:-1]}"
+        ),
+        str(x),
+    )
+
+
+def neighbour(rng: random.Random) -> Fact:
+    """The number before or after another."""
+    x = rng.randint(1, 99)
+    if rng.random() < 0.5:
+        return Fact(f"Which number comes after {x}?", f"{x + 1} comes after {x}.", str(x + 1), f"And after {x}?")
+    return Fact(f"Which number comes before {x}?", f"{x - 1} comes before {x}.", str(x - 1), f"And before {x}?")
+
+
+def comparison(rng: random.Random) -> Fact:
+    """Which of two numbers is larger, or whether one is even."""
+    x, y = rng.sample(range(100), 2)
+    if rng.random() < 0.3:
+        kind = "odd" if x % 2 else "even"
+        return Fact(f"Is {x} even or odd?", f"{x} is {kind}.", kind.capitalize(), f"And {x}?")
+    if rng.random() < 0.5:
+        return Fact(f"Which number is larger, {x} or {y}?", f"{max(x, y)} is larger than {min(x, y)}.", str(max(x, y)))
+    word = "Yes" if x > y else "No"
+    return Fact(f"Is {x} larger than {y}?", f"{word}, {x} is {'larger' if x > y else 'smaller'} than {y}.", word)
+
+
+def counting(rng: random.Random) -> Fact:
+    """Counting up or down, in digits or in words."""
+    x = rng.randint(1, 15)
+    y = min(20, x + rng.randint(3, 9))
+    if rng.random() < 0.25:
+        line = ", ".join(str(n) for n in range(y - x if y - x > 2 else 5, 0, -1))
+        return Fact(f"Count down from {line.split(',')[0]}.", line, line)
+    if rng.random() < 0.4:
+        line = ", ".join(NUMBERS[x : y + 1])
+        return Fact(f"Count from {NUMBERS[x]} to {NUMBERS[y]}.", line, line)
+    line = ", ".join(str(n) for n in range(x, y + 1))
+    return Fact(
+        rng.choice((f"Count from {x} to {y}.", f"Please count from {x} to {y}.", f"Can you count from {x} to {y}?")),
+        line,
+        line,
+    )
+
+
+def number_fact(rng: random.Random) -> Fact:
+    """Any of the above."""
+    kinds = (addition, subtraction, multiplication, apples, neighbour, comparison, counting)
+    return rng.choices(kinds, (10, 5, 5, 3, 1, 2, 3))[0](rng)

@@ -1,0 +1,29 @@
+"""The hand-written texts under ``text/``: sections of lines, ``[name]`` before each, ``#`` before a comment."""
+
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "text"
+
+
+@cache
+def sections(name: str) -> dict[str, tuple[str, ...]]:
+    """The lines of each section of ``text/name.txt``."""
+    found: dict[str, list[str]] = {}
+    current: list[str] = []
+    for line in (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            current = found.setdefault(line.strip("[]"), [])
+        elif line and not line.startswith("#"):
+            current.append(line)
+    return {section: tuple(lines) for section, lines in found.items()}
+
+
+def items(lines: tuple[str, ...]) -> tuple[str, ...]:
+    """The items of a list that is separated by commas and line ends."""
+    return tuple(item for line in lines for item in line.split(", "))
+
+
+def pairs(lines: tuple[str, ...]) -> dict[str, str]:
+    """The lines ``key: value`` as a dictionary."""
+    return dict(line.split(": ", 1) for line in lines)

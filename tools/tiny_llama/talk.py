@@ -1,0 +1,123 @@
+"""Everyday conversation: greetings, who Tiny is, feelings, advice, jokes, and admitting what it does not know."""
+
+import random
+
+from .stories import BOYS, GIRLS, a
+from .tables import items, pairs, sections
+
+Pair = tuple[str, str]
+
+TEXT = sections("talk")
+SMALL_TALK = tuple(
+    (said.split(" | "), answers.removeprefix("> ").split(" | "))
+    for said, answers in zip(TEXT["small talk"][::2], TEXT["small talk"][1::2], strict=True)
+)
+JOKES = TEXT["jokes"]
+RIDDLES = tuple(tuple(line.split(" | ")) for line in TEXT["riddles"])
+LISTS = {kind: names.split(", ") for kind, names in pairs(TEXT["lists"]).items()}
+TRANSLATIONS = {language: words.split(", ") for language, words in pairs(TEXT["translations"]).items()}
+UNKNOWN_QUESTIONS, UNKNOWN_ANSWERS = TEXT["unknown questions"], TEXT["unknown answers"]
+UNKNOWN_TOPICS = items(TEXT["unknown topics"])
+REPEATABLE = ("moon", "stone", "cat", "river", "book", "star", "apple", "hat", "tree", "bird", "cake", "drum", "bell")
+PETS = ("cat", "dog", "rabbit", "pony", "mouse", "bird", "llama")
+PET_NAMES = ("Max", "Bella", "Coco", "Lucky", "Rocky", "Luna", "Milo", "Daisy")
+
+
+def small_talk(rng: random.Random) -> Pair:
+    """Something one says, and an answer."""
+    said, answers = rng.choice(SMALL_TALK)
+    return rng.choice(said), rng.choice(answers)
+
+
+def small_talk_about(rng: random.Random, start: str) -> Pair:
+    """Small talk of the group that begins with ``start``."""
+    said, answers = next(group for group in SMALL_TALK if group[0][0].startswith(start))
+    return rng.choice(said), rng.choice(answers)
+
+
+def joke(rng: random.Random) -> Pair:
+    """A request for a joke and a joke."""
+    asks = (
+        "Tell me a joke.",
+        "Do you know a joke?",
+        "Make me laugh.",
+        "Tell me something funny.",
+        "Can you tell me a joke?",
+        "A joke, please.",
+    )
+    return rng.choice(asks), rng.choice(JOKES)
+
+
+def riddle(rng: random.Random) -> list[Pair]:
+    """A riddle, and its answer in the next turn."""
+    question, answer = rng.choice(RIDDLES)
+    asks = ("Tell me a riddle.", "Give me a riddle.", "Do you know a riddle?", "Ask me a riddle.")
+    gives_up = ("I do not know.", "I give up.", "Tell me the answer.", "What is the answer?", "What is it?")
+    return [(rng.choice(asks), question), (rng.choice(gives_up), f"The answer is: {answer[0].lower()}{answer[1:]}")]
+
+
+def listing(rng: random.Random) -> Pair:
+    """Some things of a kind, in a sentence or as a numbered list."""
+    kind, names = rng.choice(sorted(LISTS.items()))
+    count = rng.randint(2, 4)
+    chosen = rng.sample(names, count)
+    number = ("two", "three", "four")[count - 2]
+    if rng.random() < 0.25:
+        ask = rng.choice(
+            (f"Make a list of {number} {kind}.", f"Write a list of {number} {kind}.", f"List {number} {kind}.")
+        )
+        return ask, "\n".join(f"{i}. {name[0].upper()}{name[1:]}" for i, name in enumerate(chosen, 1))
+    ask = rng.choice((f"Name {number} {kind}.", f"Tell me {number} {kind}.", f"Can you name {number} {kind}?"))
+    text = ", ".join(chosen[:-1]) + f" and {chosen[-1]}."
+    return ask, text[0].upper() + text[1:]
+
+
+def translation(rng: random.Random) -> Pair:
+    """A word in another language."""
+    language = rng.choice(sorted(TRANSLATIONS))
+    word, other = rng.choice(TRANSLATIONS[language]).split(" = ")
+    ask = rng.choice(
+        (f"How do you say {word} in {language}?", f"What is {word} in {language}?", f"Say {word} in {language}.")
+    )
+    return ask, f"In {language}, {word} is {other}."
+
+
+def unknown(rng: random.Random) -> Pair:
+    """A question out of reach, and an honest answer."""
+    topics = rng.sample(UNKNOWN_TOPICS, 2)
+    return rng.choice(UNKNOWN_QUESTIONS).format(*topics), rng.choice(UNKNOWN_ANSWERS)
+
+
+def repeat(rng: random.Random) -> Pair:
+    """Repeating a phrase word for word."""
+    words = ["the " + w if rng.random() < 0.5 else w for w in rng.sample(REPEATABLE, 3)]
+    phrase = rng.choice(
+        (" ".join(words), f"I like {words[0]} and {words[1]}.", rng.choice(JOKES).split("? ")[1], ", ".join(words))
+    )
+    return rng.choice(
+        (f"Repeat after me: {phrase}", f"Say this: {phrase}", f"Repeat: {phrase}", f"Please repeat: {phrase}")
+    ), phrase
+
+
+def memory(rng: random.Random) -> list[Pair]:
+    """The user tells something and asks for it later; the two pairs need not be neighbours."""
+    if rng.random() < 0.6:
+        name = rng.choice(GIRLS + BOYS)
+        said = rng.choice(
+            (
+                f"My name is {name}.",
+                f"I am {name}.",
+                f"Hello, I am {name}.",
+                f"Hi, my name is {name}.",
+                f"Call me {name}.",
+            )
+        )
+        answer = rng.choice(
+            (f"Nice to meet you, {name}!", f"Hello, {name}! I am Tiny.", f"Hi {name}! How can I help you?")
+        )
+        asked = rng.choice(("What is my name?", "Who am I?", "Do you remember my name?", "Do you know my name?"))
+        return [(said, answer), (asked, f"Your name is {name}.")]
+    animal, name = rng.choice(PETS), rng.choice(PET_NAMES)
+    said = rng.choice((f"I have {a(animal)} called {name}.", f"My {animal} is called {name}."))
+    answer = rng.choice((f"{name} is a nice name for {a(animal)}!", f"How nice! I would like to meet {name}."))
+    return [(said, answer), (f"What is my {animal} called?", f"Your {animal} is called {name}.")]

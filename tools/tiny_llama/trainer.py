@@ -1,0 +1,151 @@
+"""The training loop: AdamW with warm-up and cosine decay, gradient clipping, a progress bar, exports on the way."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn, ops
+from tqdm import tqdm
+
+from .data import Batch
+from .model import TinyLlama
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """How long and how fast to train. The schedule follows the steps, or the clock where ``minutes`` runs out sooner.
+
+    The last ``long_share`` of the training uses rows of ``long_length``, with as many tokens per step; short rows are
+    cheaper.
+    """
+
+    steps: int
+    minutes: float = math.inf
+    batch: int = 4
+    length: int = 256
+    long_length: int = 512
+    long_share: float = 0.15
+    learning_rate: float = 1e-3
+    warmup_steps: int = 150
+    weight_decay: float = 0.05
+    clip_norm: float = 1.0
+    eval_every: int = 200
+    eval_batches: int = 16
+    export_every_minutes: float = 4.0
+
+
+@dataclass
+class History:
+    """The measured losses in nats per token: (step, loss), the training ones averaged between two evaluations."""
+
+    train: list[tuple[int, float]] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
+
+
+class TrainStep(nn.Cell):
+    """Loss, gradients clipped by their global norm, and the update, as one graph."""
+
+    def __init__(self, network: TinyLlama, optimizer: nn.Optimizer, clip_norm: float) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.clip_norm = clip_norm
+        self.loss_and_gradients = ops.value_and_grad(network, None, optimizer.parameters)
+
+    def construct(self, tokens: Tensor, documents: Tensor, labels: Tensor) -> Tensor:
+        """The loss before the update."""
+        loss, gradients = self.loss_and_gradients(tokens, documents, labels)
+        gradients = ops.clip_by_global_norm(gradients, self.clip_norm)
+        return ops.depend(loss, self.optimizer(gradients))
+
+
+def make_optimizer(network: TinyLlama, plan: TrainingPlan) -> nn.AdamWeightDecay:
+    """AdamW (Loshchilov and Hutter, 2019); matrices decay, norms do not."""
+    matrices = [p for p in network.trainable_params() if p.ndim > 1]
+    vectors = [p for p in network.trainable_params() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return nn.AdamWeightDecay(groups, learning_rate=plan.learning_rate, beta1=0.9, beta2=0.98, eps=1e-8)
+
+
+def learning_rate(plan: TrainingPlan, step: int, progress: float) -> float:
+    """Linear warm-up, then a cosine from the peak to a hundredth of it."""
+    decay = 0.01 + 0.99 * 0.5 * (1.0 + math.cos(math.pi * progress))
+    return plan.learning_rate * decay * min(1.0, (step + 1) / plan.warmup_steps)
+
+
+def to_tensors(batch: Batch) -> tuple[Tensor, ...]:
+    """The arrays of a batch as tensors."""
+    return tuple(Tensor(np.ascontiguousarray(part)) for part in batch)
+
+
+def evaluate(network: TinyLlama, held_out: list[Batch]) -> float:
+    """The mean loss over batches, in nats per token."""
+    return float(np.mean([float(network(*to_tensors(batch)).asnumpy()) for batch in held_out]))
+
+
+class Trainer:
+    """Runs a plan over streams of short and of long rows; calls ``export`` at intervals and at the end."""
+
+    def __init__(
+        self,
+        network: TinyLlama,
+        plan: TrainingPlan,
+        train: tuple[Iterator[Batch], Iterator[Batch]],
+        held_out: list[Batch],
+        export: Callable[[], None],
+    ) -> None:
+        self.network = network
+        self.plan = plan
+        self.short_rows, self.long_rows = train
+        self.held_out = held_out
+        self.export = export
+        self.history = History()
+        self.optimizer = make_optimizer(network, plan)
+        self.train_step = TrainStep(network, self.optimizer, plan.clip_norm)
+        self.recent: list[float] = []
+
+    def run(self) -> History:
+        """Train to the end of the plan; an interrupt (Ctrl-C) ends it early, and what was learned is still exported."""
+        tokens_per_step = self.plan.batch * self.plan.length
+        start = exported = time.monotonic()
+        with tqdm(total=self.plan.steps * tokens_per_step, unit="tok", unit_scale=True, smoothing=0.05) as bar:
+            try:
+                for step in range(self.plan.steps):
+                    minutes = (time.monotonic() - start) / 60
+                    if minutes >= self.plan.minutes:
+                        break
+                    self.step(step, minutes, bar)
+                    bar.update(tokens_per_step)
+                    if (time.monotonic() - exported) / 60 >= self.plan.export_every_minutes:
+                        self.measure(step + 1, bar)
+                        self.export()
+                        exported = time.monotonic()
+            except KeyboardInterrupt:
+                bar.write("Interrupted: exporting what has been learned.")
+            self.measure(bar.n // tokens_per_step, bar)
+        self.export()
+        return self.history
+
+    def step(self, step: int, minutes: float, bar: "tqdm[None]") -> None:
+        """One update, and an evaluation when it is due."""
+        progress = max(step / self.plan.steps, minutes / self.plan.minutes)
+        rate = learning_rate(self.plan, step, progress)
+        batch = next(self.short_rows if progress < 1 - self.plan.long_share else self.long_rows)
+        self.optimizer.learning_rate.set_data(Tensor(rate, ms.float32))
+        self.recent.append(float(self.train_step(*to_tensors(batch)).asnumpy()))
+        bar.set_postfix(loss=f"{np.mean(self.recent[-20:]):.3f}", lr=f"{rate:.1e}", refresh=False)
+        if (step + 1) % self.plan.eval_every == 0:
+            self.measure(step + 1, bar)
+
+    def measure(self, step: int, bar: "tqdm[None]") -> None:
+        """Record the training loss since the last evaluation, and the held-out loss."""
+        if not self.recent:
+            return
+        self.history.train.append((step, float(np.mean(self.recent))))
+        self.history.held_out.append((step, evaluate(self.network, self.held_out)))
+        self.recent = []
+        bar.write(
+            f"step {step}: train loss {self.history.train[-1][1]:.4f}, held-out loss {self.history.held_out[-1][1]:.4f}"
+        )
