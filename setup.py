@@ -25,11 +25,13 @@ SOURCES = Path("agent/kernels")
 LIBRARY = "libllm_kernels.so"
 DATA_FOLDERS = ("configs", "models")
 
-COMPILE_FLAGS = (
-    "-std=c++17 -O3 -g1 -fPIC -fvisibility=hidden -fvisibility-inlines-hidden -fno-math-errno -ffp-contract=off "
-    "-D_GLIBCXX_USE_CXX11_ABI=0 -Wall -Wextra -Wno-psabi -Wno-unused-function "
-    "-Wno-uninitialized -Wno-maybe-uninitialized"  # GCC 12 warns of its own intrinsics (GCC bug 105593)
-).split()
+COMPILE_FLAGS = [
+    *("-std=c++17", "-O3", "-g1", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
+    *("-fno-math-errno", "-ffp-contract=off", "-D_GLIBCXX_USE_CXX11_ABI=0"),
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-unused-function"),
+    # GCC 12 warns of its own intrinsics (GCC bug 105593).
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+]
 # nodelete: the threads of the library outlive a dlclose.
 LINK_FLAGS = ["-shared", "-pthread", "-Wl,-z,nodelete", "-Wl,--no-undefined"]
 
@@ -85,7 +87,7 @@ class BuildKernels(build_ext):
 
     @staticmethod
     def _is_current(target: Path) -> bool:
-        inputs = [*(ROOT / SOURCES).rglob("*.cc"), *(ROOT / SOURCES).rglob("*.h"), *(ROOT / SOURCES).rglob("*.inc")]
+        inputs = [*(ROOT / SOURCES).rglob("*.cc"), *(ROOT / SOURCES).rglob("*.h")]
         newest = max(path.stat().st_mtime for path in [*inputs, Path(__file__)])
         return target.is_file() and target.stat().st_mtime >= newest
 

@@ -97,7 +97,7 @@ LLMK_ENTRY double llmk_measure_dot_bf16(double seconds) {
 
 // Reads `bytes` once with all threads; returns the gigabytes per second.
 LLMK_ENTRY double llmk_measure_read(const float* data, int64_t bytes) {
-  constexpr int64_t kPiece = 1 << 18;
+  constexpr int64_t kPiece = 6 << 14;  // floats
   const int64_t size = bytes / 4;
   std::vector<float> sums(static_cast<size_t>(llmk::ceil_div(size, kPiece)));
   const auto start = std::chrono::steady_clock::now();

@@ -3,51 +3,21 @@
 // MindSpore calls <Primitive>(nparam, params, ndims, shapes, dtypes, stream, extra): the inputs in the order of the
 // primitive, then the outputs; `extra` gives the inputs that are not tensors. A kernel given here takes precedence
 // over MindSpore's own of the same name, so MatMul and Gather take every dtype and shape the primitive allows.
-#include <cmath>
-#include <cstdio>
-#include <string>
-#include <vector>
-
 #include "common/check.h"
 #include "common/dtype_bytes.h"
 #include "common/floating_point.h"
 #include "common/kernel_table.h"
-#include "common/tensors.h"
-#include "kernel/cpu/op_plugin/custom_kernel_input_info.h"
 #include "ops/checks.h"
 #include "ops/gather.h"
 #include "ops/matmul_any.h"
 #include "ops/reshape_and_cache.h"
-
-using mindspore::kernel::op_plugin::KernelInputInfo;
+#include "plugin/call.h"
 
 namespace llmk {
 namespace {
 
 const char* kOps[] = {"RmsNorm", "AddRmsNorm", "Swiglu", "ApplyRotaryPosEmb", "ReshapeAndCache",
                       "FlashAttentionScore", "PagedAttention", "MatMul", "Gather"};
-
-// A call of the plugin: the tensors, and the inputs that are scalars or None.
-struct Call : Tensors {
-  KernelInputInfo* info;
-
-  bool is_tensor(int i) const { return !info->IsScalarInput(static_cast<size_t>(i)) && data[i] != nullptr; }
-  int64_t integer(int i) const { return info->GetIntInput(static_cast<size_t>(i)); }
-  double real(int i) const { return info->GetFloatInput(static_cast<size_t>(i)); }
-  bool boolean(int i) const { return info->GetBoolInput(static_cast<size_t>(i)); }
-};
-
-int check_float(const Call& call, int argument) {
-  if (call.dtype(argument) != DType::kUnsupported) return 0;
-  return refuse_text(call.op, "argument %d is %s; it must be float32, float16 or bfloat16", argument,
-                     call.dtypes[argument]);
-}
-
-int check_equal_dtype(const Call& call, int a, int b) {
-  if (std::strcmp(call.dtypes[a], call.dtypes[b]) == 0) return check_float(call, a);
-  return refuse_text(call.op, "argument %d is %s and argument %d is %s; they must be the same", a, call.dtypes[a], b,
-                     call.dtypes[b]);
-}
 
 int rms_norm(const Call& call, bool with_residual) {
   const int gamma = with_residual ? 2 : 1, y = call.count - (with_residual ? 3 : 2);
@@ -94,81 +64,6 @@ int swiglu(const Call& call) {
   return 0;
 }
 
-std::vector<int32_t> integers(const Call& call, int argument) {
-  if (call.is_tensor(argument)) {
-    const int64_t n = call.size(argument);
-    if (call.has_dtype(argument, "int64")) return {call.as<int64_t>(argument), call.as<int64_t>(argument) + n};
-    return {call.as<int32_t>(argument), call.as<int32_t>(argument) + n};
-  }
-  const std::vector<int64_t> values = call.info->GetIntVecInput(static_cast<size_t>(argument));
-  return {values.begin(), values.end()};
-}
-
-// Which row of cos and sin each token takes. `cos_format` 0 and 2 are halves, 1 and 3 interleaved pairs. A table with
-// one row per token is taken row by row, whatever the format. Otherwise formats 0 and 1 read position_ids as
-// positions, one per token or (query [batch, length, width]) one per place in the sequence; formats 2 and 3 read them
-// as the lengths of the sequences, each of which starts at position 0 (MindFormers' prefill).
-int rotary_positions(const Call& call, int64_t tokens, int64_t rows, int64_t format, std::vector<int32_t>* positions) {
-  if (rows == tokens) return 0;
-  const std::vector<int32_t> given = integers(call, 4);
-  const int64_t count = static_cast<int64_t>(given.size());
-  const int64_t length = call.ndims[0] >= 3 ? call.dim(0, 1) : tokens;
-  if (format < 2 && (count == tokens || (count > 0 && count == length))) {
-    for (int64_t t = 0; t < tokens; ++t) positions->push_back(given[static_cast<size_t>(t % count)]);
-  } else if (format >= 2 && call.ndims[0] >= 3 && length > 1) {
-    for (int64_t t = 0; t < tokens; ++t) positions->push_back(static_cast<int32_t>(t % length));
-  } else if (format >= 2) {
-    for (const int32_t len : given) {
-      for (int32_t i = 0; i < len && static_cast<int64_t>(positions->size()) <= tokens; ++i) positions->push_back(i);
-    }
-  }
-  if (static_cast<int64_t>(positions->size()) != tokens) {
-    return refuse_text(call.op, "%lld tokens, cos of %lld rows and %lld position_ids do not fit cos_format %lld",
-                       static_cast<long long>(tokens), static_cast<long long>(rows), static_cast<long long>(count),
-                       static_cast<long long>(format));
-  }
-  return check_positions(call.op, positions->data(), tokens, rows);
-}
-
-int apply_rotary(const Call& call) {
-  const int64_t dim = call.dim(2, -1), format = call.integer(5);
-  int error = check_equal_dtype(call, 0, 1);
-  if (error == 0) error = check_equal_dtype(call, 2, 3);
-  if (error != 0) return error;
-  // Heads may be an axis of their own: [tokens, width], [batch, length, width] or [batch, length, heads, dim].
-  const int token_axes = call.ndims[0] == 4 ? 2 : call.ndims[0] - 1;
-  const int64_t tokens = call.size(0, 0, token_axes);
-  const int64_t query_width = call.size(0, token_axes), key_width = call.size(1, token_axes);
-  if (dim < 2 || dim % 2 != 0 || query_width % dim != 0 || key_width % dim != 0 ||
-      call.size(1) != tokens * key_width || format < 0 || format > 3) {
-    return refuse_text(call.op, "query width %lld, key width %lld, cos width %lld, cos_format %lld do not fit",
-                       static_cast<long long>(query_width), static_cast<long long>(key_width),
-                       static_cast<long long>(dim), static_cast<long long>(format));
-  }
-  if (tokens == 0) return 0;
-  std::vector<int32_t> positions;
-  error = rotary_positions(call, tokens, call.size(2) / dim, format, &positions);
-  if (error != 0) return error;
-  for (int i = 0; i < 2; ++i) {
-    const int64_t width = i == 0 ? query_width : key_width;
-    RotaryArgs args{};
-    args.x = call.data[i];
-    args.out = call.data[call.count - 2 + i];
-    args.cos = call.data[2];
-    args.sin = call.data[3];
-    args.positions = positions.empty() ? nullptr : positions.data();
-    args.tokens = tokens;
-    args.heads = width / dim;
-    args.dim = dim;
-    args.x_stride = args.out_stride = width;
-    args.dtype = call.dtype(0);
-    args.table_dtype = call.dtype(2);
-    args.interleaved = format % 2 == 1;
-    kernels().rotary(args);
-  }
-  return 0;
-}
-
 int reshape_and_cache(const Call& call) {
   if (!call.is_tensor(2) || !call.is_tensor(4) || !call.has_dtype(4, "int32")) {
     return refuse_text(call.op, "key_cache and an int32 slot_mapping are needed");
@@ -191,111 +86,6 @@ int reshape_and_cache(const Call& call) {
     scatter_rows(call.data[1], call.data[3], call.as<int32_t>(4), tokens, row_bytes);
   }
   return 0;
-}
-
-int check_heads(const Call& call, const AttentionArgs& args, int64_t query_width, int64_t key_width) {
-  if (args.heads > 0 && args.kv_heads > 0 && args.heads % args.kv_heads == 0 && args.dim > 0 &&
-      args.dim * args.heads == query_width && args.dim * args.kv_heads == key_width) {
-    return 0;
-  }
-  return refuse_text(call.op, "query width %lld of %lld heads, key width %lld of %lld heads do not fit",
-                     static_cast<long long>(query_width), static_cast<long long>(args.heads),
-                     static_cast<long long>(key_width), static_cast<long long>(args.kv_heads));
-}
-
-// Layout TH: query [tokens, heads * dim], key and value [tokens, kv_heads * dim]; actual_seq_qlen and actual_seq_kvlen
-// are the lengths of the sequences (not running sums), zero allowed. Causal only.
-int flash_attention(const Call& call) {
-  enum { kAttnMask = 6, kQueryLens = 8, kKeyLens = 9, kHeadNum = 10, kKeepProb, kScale, kPreTokens, kNextTokens,
-         kInnerPrecise, kLayout, kSparseMode };
-  constexpr int64_t kLayoutTH = 5;  // MindSpore 2.9: FASInputLayoutMode
-  for (const int unsupported : {3, 4, 5, 7}) {
-    if (call.is_tensor(unsupported)) return refuse_text(call.op, "argument %d is not supported", unsupported);
-  }
-  const int64_t sparse = call.integer(kSparseMode), layout = call.integer(kLayout);
-  const bool causal = call.is_tensor(kAttnMask) || call.integer(kNextTokens) == 0 || sparse == 2 || sparse == 3;
-  if (!causal || layout != kLayoutTH || call.real(kKeepProb) != 1.0) {
-    return refuse_text(call.op, "only causal attention (a mask, next_tokens=0 or sparse_mode 2 or 3) in layout TH "
-                       "without dropout; layout is %lld", static_cast<long long>(layout));
-  }
-  int error = check_equal_dtype(call, 0, 1);
-  if (error == 0) error = check_equal_dtype(call, 0, 2);
-  if (error != 0) return error;
-  AttentionArgs args{};
-  const int64_t width = call.dim(0, -1), key_width = call.dim(1, -1), tokens = call.size(0) / width;
-  args.heads = call.integer(kHeadNum);
-  args.dim = args.heads > 0 ? width / args.heads : 0;
-  args.kv_heads = args.dim > 0 ? key_width / args.dim : 0;
-  error = check_heads(call, args, width, key_width);
-  if (error != 0) return error;
-  const std::vector<int32_t> query_lens = integers(call, kQueryLens), key_lens = integers(call, kKeyLens);
-  if (query_lens.size() != key_lens.size() || call.size(1) != call.size(2)) {
-    return refuse_text(call.op, "%zu query lengths and %zu key lengths, key and value of %lld and %lld elements",
-                       query_lens.size(), key_lens.size(), static_cast<long long>(call.size(1)),
-                       static_cast<long long>(call.size(2)));
-  }
-  args.query = call.data[0];
-  args.out = call.data[call.count - 1];
-  args.keys = call.data[1];
-  args.values = call.data[2];
-  args.query_lens = query_lens.data();
-  args.context_lens = key_lens.data();
-  args.num_seqs = static_cast<int64_t>(query_lens.size());
-  args.scale = static_cast<float>(call.real(kScale));
-  args.dtype = call.dtype(0);
-  std::vector<int64_t> starts(2 * query_lens.size() + 1);
-  error = check_attention(call.op, &args, tokens, 0, call.size(1) / key_width, starts.data());
-  if (error == 0) kernels().attention(args);
-  return error;
-}
-
-int paged_attention(const Call& call) {
-  enum { kQuery, kKeyCache, kValueCache, kBlockTables, kContextLens, kAntiquantScale, kAntiquantOffset, kAttnMask,
-         kQueryLens, kAlibi, kHeadNum, kScale, kKvHeadNum, kQuantMode, kMaskMode, kMlaDim };
-  for (const int unsupported : {kAntiquantScale, kAntiquantOffset, kAlibi}) {
-    if (call.is_tensor(unsupported)) return refuse_text(call.op, "argument %d is not supported", unsupported);
-  }
-  for (const int needed : {kKeyCache, kValueCache, kBlockTables, kContextLens}) {
-    if (!call.is_tensor(needed)) return refuse_text(call.op, "argument %d is missing", needed);
-  }
-  int error = check_equal_dtype(call, kQuery, kKeyCache);
-  if (error == 0) error = check_equal_dtype(call, kQuery, kValueCache);
-  if (error != 0) return error;
-  if (call.ndims[kKeyCache] != 4 || call.size(kKeyCache) != call.size(kValueCache) || call.ndims[kBlockTables] != 2 ||
-      !call.has_dtype(kBlockTables, "int32") || call.integer(kMlaDim) != 0) {
-    return refuse_text(call.op, "caches must be [blocks, block_size, kv_heads, head_dim], block_tables int32 [sequences, "
-                       "width], mla_v_dim 0");
-  }
-  AttentionArgs args{};
-  args.heads = call.integer(kHeadNum);
-  args.kv_heads = call.integer(kKvHeadNum);
-  args.dim = call.size(kKeyCache, 2) / larger(1, args.kv_heads);
-  args.block_size = call.dim(kKeyCache, 1);
-  const int64_t width = args.heads * args.dim, tokens = width > 0 ? call.size(kQuery) / width : 0;
-  error = check_heads(call, args, call.size(kQuery) == tokens * width ? width : -1, call.size(kKeyCache, 2));
-  if (error != 0) return error;
-  const std::vector<int32_t> context_lens = integers(call, kContextLens);
-  std::vector<int32_t> query_lens(context_lens.size(), 1);
-  if (call.is_tensor(kQueryLens)) query_lens = integers(call, kQueryLens);
-  args.num_seqs = static_cast<int64_t>(context_lens.size());
-  if (query_lens.size() != context_lens.size() || call.dim(kBlockTables, 0) != args.num_seqs) {
-    return refuse_text(call.op, "%zu q_seq_lens, %zu context_lens, %lld rows of block_tables; they must be equal",
-                       query_lens.size(), context_lens.size(), static_cast<long long>(call.dim(kBlockTables, 0)));
-  }
-  args.query = call.data[kQuery];
-  args.out = call.data[call.count - 1];
-  args.keys = call.data[kKeyCache];
-  args.values = call.data[kValueCache];
-  args.block_tables = call.as<int32_t>(kBlockTables);
-  args.table_width = call.dim(kBlockTables, 1);
-  args.query_lens = query_lens.data();
-  args.context_lens = context_lens.data();
-  args.scale = static_cast<float>(call.real(kScale));
-  args.dtype = call.dtype(kQuery);
-  std::vector<int64_t> starts(2 * context_lens.size() + 1);
-  error = check_attention(call.op, &args, tokens, call.dim(kKeyCache, 0), 0, starts.data());
-  if (error == 0) kernels().attention(args);
-  return error;
 }
 
 int gather(const Call& call) {
@@ -383,10 +173,10 @@ LLMK_ENTRY bool IsKernelRegistered(const char* name) {
 LLMK_PLUGIN(RmsNorm, rms_norm(arguments, false))
 LLMK_PLUGIN(AddRmsNorm, rms_norm(arguments, true))
 LLMK_PLUGIN(Swiglu, swiglu(arguments))
-LLMK_PLUGIN(ApplyRotaryPosEmb, apply_rotary(arguments))
+LLMK_PLUGIN(ApplyRotaryPosEmb, plugin_rotary(arguments))
 LLMK_PLUGIN(ReshapeAndCache, reshape_and_cache(arguments))
-LLMK_PLUGIN(FlashAttentionScore, flash_attention(arguments))
-LLMK_PLUGIN(PagedAttention, paged_attention(arguments))
+LLMK_PLUGIN(FlashAttentionScore, plugin_flash_attention(arguments))
+LLMK_PLUGIN(PagedAttention, plugin_paged_attention(arguments))
 LLMK_PLUGIN(MatMul, matmul(arguments))
 LLMK_PLUGIN(Gather, gather(arguments))
 

@@ -1,4 +1,4 @@
-"""Greedy tokens through the whole server against Hugging Face transformers in float32 (golden files: tools/make_golden.py).
+"""Greedy tokens through the whole server against Hugging Face transformers in float32 (files: tools/make_golden.py).
 
 float32 must give exactly the oracle's 64 tokens. In float16 and bfloat16 a token may differ only where it is a tie:
 one of the oracle's best four, its logit within a stated margin of the best. After a tie the sequence goes on from the

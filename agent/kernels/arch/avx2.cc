@@ -3,4 +3,4 @@
 #define LLMK_VEC_AVX2
 #define LLMK_TABLE kAvx2Table
 #define LLMK_ISA_NAME "avx2"
-#include "table.inc"
+#include "table.h"

@@ -3,4 +3,4 @@
 #define LLMK_VEC_AVX512
 #define LLMK_TABLE kAvx512Table
 #define LLMK_ISA_NAME "avx512"
-#include "table.inc"
+#include "table.h"

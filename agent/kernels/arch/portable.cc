@@ -2,4 +2,4 @@
 #define LLMK_ARCH portable
 #define LLMK_TABLE kPortableTable
 #define LLMK_ISA_NAME "portable"
-#include "table.inc"
+#include "table.h"

@@ -7,6 +7,7 @@
 //   keep_first(v, n, other)            lanes >= n replaced by `other`
 //   round_nearest(v)  scale_by_power(v, n) = v * 2^n   zero_below(v, x, limit): v where x >= limit, else 0
 //   sum(v)  largest(v)                 over the lanes, by the one tree below; sums(v[4 or 16], out): of each vector
+//   first_lane_equal(v, x)  find_between(v, low, high, indices): which lanes are x, or in (low, high]
 //
 // Loads of n < 16 elements never touch memory past them; missing lanes are 0. Stores round to nearest even.
 // The tree of sum(): lanes l and l + 8, then l + 4, l + 2, l + 1.
@@ -28,7 +29,7 @@ constexpr int kLanes = 16;
 
 // exp(x) to about 1 ulp for -87.3 <= x <= 88.3, 0 below, clamped above; NaN stays NaN. Range reduction to
 // |r| <= ln(2)/2 and the degree-6 polynomial of Cephes' expf (S. L. Moshier).
-static inline Vec exponential(Vec x) {
+LLMK_INLINE Vec exponential(Vec x) {
   constexpr float kLowest = -87.33654f, kHighest = 88.37626f;
   const Vec clamped = maximum(broadcast(kLowest), minimum(broadcast(kHighest), x));
   const Vec n = round_nearest(mul(clamped, broadcast(1.44269504088896341f)));
@@ -44,7 +45,7 @@ static inline Vec exponential(Vec x) {
   return zero_below(scale_by_power(p, n), x, kLowest);
 }
 
-static inline float exponential(float x) {
+LLMK_INLINE float exponential(float x) {
   float lanes[kLanes] = {x};
   store(lanes, exponential(load(lanes)));
   return lanes[0];

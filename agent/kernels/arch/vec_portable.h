@@ -7,75 +7,81 @@ namespace LLMK_ARCH {
 typedef float Vec __attribute__((vector_size(64), aligned(64)));
 typedef int32_t IntVec __attribute__((vector_size(64), aligned(64)));
 
-static inline Vec broadcast(float x) { return Vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-static inline Vec zero() { return broadcast(0.0f); }
+LLMK_INLINE Vec broadcast(float x) { return Vec{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+LLMK_INLINE Vec zero() { return broadcast(0.0f); }
 
-static inline Vec load(const float* p) {
+LLMK_INLINE Vec load(const float* p) {
   Vec v;
   std::memcpy(&v, p, sizeof(v));
   return v;
 }
 template <class T>
-static inline Vec load(const T* p) {
+LLMK_INLINE Vec load(const T* p) {
   Vec v;
   for (int i = 0; i < 16; ++i) v[i] = to_float(p[i]);
   return v;
 }
 template <class T>
-static inline Vec load_n(const T* p, int64_t n) {
+LLMK_INLINE Vec load_n(const T* p, int64_t n) {
   Vec v = zero();
   for (int64_t i = 0; i < n && i < 16; ++i) v[i] = to_float(p[i]);
   return v;
 }
-static inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
+LLMK_INLINE void store(float* p, Vec v) { std::memcpy(p, &v, sizeof(v)); }
 template <class T>
-static inline void store(T* p, Vec v) {
+LLMK_INLINE void store(T* p, Vec v) {
   for (int i = 0; i < 16; ++i) from_float(v[i], p + i);
 }
 template <class T>
-static inline void store_n(T* p, Vec v, int64_t n) {
+LLMK_INLINE void store_n(T* p, Vec v, int64_t n) {
   for (int64_t i = 0; i < n && i < 16; ++i) from_float(v[i], p + i);
 }
 
-static inline Vec add(Vec a, Vec b) { return a + b; }
-static inline Vec sub(Vec a, Vec b) { return a - b; }
-static inline Vec mul(Vec a, Vec b) { return a * b; }
-static inline Vec div(Vec a, Vec b) { return a / b; }
-static inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }  // two roundings: -ffp-contract=off
-static inline Vec select(IntVec mask, Vec a, Vec b) { return (Vec)(((IntVec)a & mask) | ((IntVec)b & ~mask)); }
-static inline Vec maximum(Vec a, Vec b) { return select(a > b, a, b); }
-static inline Vec minimum(Vec a, Vec b) { return select(a < b, a, b); }
+LLMK_INLINE Vec add(Vec a, Vec b) { return a + b; }
+LLMK_INLINE Vec sub(Vec a, Vec b) { return a - b; }
+LLMK_INLINE Vec mul(Vec a, Vec b) { return a * b; }
+LLMK_INLINE Vec div(Vec a, Vec b) { return a / b; }
+LLMK_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }  // two roundings: -ffp-contract=off
+LLMK_INLINE Vec select(IntVec mask, Vec a, Vec b) { return (Vec)(((IntVec)a & mask) | ((IntVec)b & ~mask)); }
+LLMK_INLINE Vec maximum(Vec a, Vec b) { return select(a > b, a, b); }
+LLMK_INLINE Vec minimum(Vec a, Vec b) { return select(a < b, a, b); }
 
-static inline Vec keep_first(Vec v, int64_t n, float other) {
+LLMK_INLINE Vec keep_first(Vec v, int64_t n, float other) {
   const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return select(lane < static_cast<int32_t>(n), v, broadcast(other));
 }
 // For |v| < 2^22: adding 1.5 * 2^23 leaves the integer in the low mantissa bits, rounded to nearest even.
-static inline Vec round_nearest(Vec v) { return (v + 12582912.0f) - 12582912.0f; }
-static inline Vec scale_by_power(Vec v, Vec n) {
+LLMK_INLINE Vec round_nearest(Vec v) { return (v + 12582912.0f) - 12582912.0f; }
+LLMK_INLINE Vec scale_by_power(Vec v, Vec n) {
   const IntVec shift = (IntVec)(n + 12582912.0f) << 23;
   return (Vec)((IntVec)v + shift);
 }
-static inline Vec zero_below(Vec v, Vec x, float limit) { return (Vec)((IntVec)v & ~(IntVec)(x < limit)); }
+LLMK_INLINE Vec zero_below(Vec v, Vec x, float limit) { return (Vec)((IntVec)v & ~(IntVec)(x < limit)); }
 
-static inline float sum(Vec v) {
+LLMK_INLINE float sum(Vec v) {
   float a[8], b[4];
   for (int i = 0; i < 8; ++i) a[i] = v[i] + v[i + 8];
   for (int i = 0; i < 4; ++i) b[i] = a[i] + a[i + 4];
   return (b[0] + b[2]) + (b[1] + b[3]);
 }
 template <int N>
-static inline void sums(const Vec (&v)[N], float* out) {
+LLMK_INLINE void sums(const Vec (&v)[N], float* out) {
   for (int i = 0; i < N; ++i) out[i] = sum(v[i]);
 }
-static inline float largest(Vec v) {
+LLMK_INLINE float largest(Vec v) {
   float best = v[0];
   for (int i = 1; i < 16; ++i) best = best > v[i] ? best : v[i];
   return best;
 }
 
+LLMK_INLINE int first_lane_equal(Vec v, float x) {
+  int lane = 0;
+  while (lane < 16 && v[lane] != x) ++lane;
+  return lane;
+}
+
 // Indices i < 16 of lanes with low < v <= high, written in order; returns how many.
-static inline int find_between(Vec v, float low, float high, int32_t* indices) {
+LLMK_INLINE int find_between(Vec v, float low, float high, int32_t* indices) {
   int found = 0;
   for (int i = 0; i < 16; ++i) {
     indices[found] = i;

@@ -1,8 +1,13 @@
-// Element types of tensors and their exact scalar conversions. Included by every other file; no std containers here,
-// because the files of arch/ are compiled for newer instruction sets than the rest (see arch/README.md).
+// Element types of tensors and their exact scalar conversions. Included by every other file.
+//
+// What the files of arch/ include must be `static` or in the namespace of the instruction set, and must not use std
+// containers: the linker keeps one instance of an inline function, and it could be the one that needs AVX-512.
 #pragma once
 #include <cstdint>
 #include <cstring>
+
+// For what must not become a call: a call would send vector registers through memory.
+#define LLMK_INLINE static inline __attribute__((always_inline))
 
 namespace llmk {
 

@@ -82,8 +82,9 @@ static inline void walk_keys(const AttentionArgs& args, const AttentionWork& wor
   locate_keys(args, work, 0, last, &tiles[0]);
   for (int64_t begin = 0, now = 0; begin < last; begin += kKeyTile, now ^= 1) {
     locate_keys(args, work, begin + kKeyTile, last, &tiles[now ^ 1]);
+    const int64_t fetched = tasks[0].rows <= kFetchRows ? tiles[now ^ 1].count : 0;
     for (int64_t head = 0; head < work.kv_heads; ++head) {
-      attend_tile(tasks[head], HeadTile<T>{&tiles[now], &tiles[now ^ 1], head, ceil_div(1 << 16, work.kv_heads),
+      attend_tile(tasks[head], HeadTile<T>{&tiles[now], &tiles[now ^ 1], fetched, head, ceil_div(1 << 16, work.kv_heads),
                                            head * args.dim, work.kv_heads * args.dim});
     }
   }
@@ -136,7 +137,8 @@ static inline void attend(const AttentionArgs& args, const AttentionWork& work) 
 // a tile and the next one in the second-level cache. Many rows take the heads one by one.
 static inline int64_t heads_per_task(const AttentionArgs& args, int64_t row_tasks) {
   constexpr int64_t kTileBytes = 256 << 10;
-  if (args.query_starts[args.num_seqs - 1] >= args.num_seqs * 4) return 1;
+  const int64_t tokens = args.query_starts[args.num_seqs - 1] + args.query_lens[args.num_seqs - 1];
+  if (tokens * args.heads > args.num_seqs * args.kv_heads * kFetchRows) return 1;
   const int64_t by_cache = kTileBytes / (2 * kKeyTile * args.dim * size_of(args.dtype));
   const int64_t by_threads = row_tasks * args.kv_heads / (4 * num_threads());
   return larger(1, smaller(smaller(kTaskHeads, args.kv_heads), smaller(by_cache, by_threads)));

@@ -14,9 +14,16 @@ namespace LLMK_ARCH {
 constexpr int kKeyTile = 64;
 constexpr int kTaskRows = 32;
 constexpr int kTaskHeads = 16;  // most kv heads of a task
-constexpr int kKeyGroup = 16;   // keys scored together: 16, 8 or 4 of them for 1, 2 or 4 rows
-constexpr int kFetchStep = kKeyGroup;
-constexpr int kValueLanes = 4;  // vectors of a value added up together, 4 or 8
+#ifdef LLMK_VEC_AVX512
+constexpr int kScoreRows = 4, kKeyGroup = 16;   // scores done together: R rows with kKeyGroup / R keys
+constexpr int kValueRows = 4, kValueLanes = 4;  // rows and vectors of a value added up together
+#else
+constexpr int kScoreRows = 2, kKeyGroup = 4;
+constexpr int kValueRows = 2, kValueLanes = 2;
+#endif
+constexpr int kFewRows = 4;     // up to here keys and values are used as they lie, above they are packed first
+constexpr int kFetchRows = 16;  // up to here the next tile is fetched; more rows have work enough to wait behind
+constexpr int kFetchStep = 16;  // keys
 
 // The rows that share a kv head.
 template <class T>
@@ -48,6 +55,7 @@ template <class T>
 struct HeadTile {
   const KeyTile<T>* now;
   const KeyTile<T>* next;
+  int64_t fetched;  // rows of the next tile to fetch
   int64_t index, share, offset, width;  // share: 65536 / heads, rounded up
 
   const T* key(int64_t j) const { return now->keys[j] + offset; }
@@ -56,9 +64,9 @@ struct HeadTile {
   // Call it for every key; it works once per kFetchStep of them.
   // Inlined by force: GCC takes a function that only prefetches for one without effect and drops the calls.
   __attribute__((always_inline)) void fetch(const T* const* rows, int64_t key) const {
-    if (key % kFetchStep != 0 || next->count == 0) return;
+    if (key % kFetchStep != 0 || fetched == 0) return;
     const int64_t from = ((index * kKeyTile + key) * share) >> 16;
-    const int64_t to = smaller(((index * kKeyTile + key + kFetchStep) * share) >> 16, next->count);
+    const int64_t to = smaller(((index * kKeyTile + key + kFetchStep) * share) >> 16, fetched);
     for (int64_t j = from; j < to; ++j) {
       for (int64_t i = 0; i < width; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(rows[j] + i, 0, 2);
     }
@@ -66,7 +74,7 @@ struct HeadTile {
 };
 
 template <int R, int C, class T, class W>
-static inline void score_tile(AttentionTask<T>& task, const W& w, int64_t row, int64_t key) {
+LLMK_INLINE void score_tile(AttentionTask<T>& task, const W& w, int64_t row, int64_t key) {
   const T* x[R];
   Vec total[R][C];
   float scores[R * C];
@@ -96,7 +104,7 @@ static inline void score_few_rows(AttentionTask<T>& task, const HeadTile<T>& til
 template <class T>
 static inline int64_t score_many_rows(AttentionTask<T>& task, const HeadTile<T>& tile) {
   using P = typename Packed<T>::Type;
-  constexpr int R = 4, C = 4, kStep = Dot<T, P>::kStep;
+  constexpr int R = kScoreRows, C = kKeyGroup / R, kStep = Dot<T, P>::kStep;
   const int64_t rows = task.rows / R * R;
   for (int64_t key = 0; key < tile.now->count; key += C) {
     P* out = task.key_group;
@@ -113,8 +121,8 @@ static inline int64_t score_many_rows(AttentionTask<T>& task, const HeadTile<T>&
 
 template <class T>
 static inline void score_rows(AttentionTask<T>& task, const HeadTile<T>& tile) {
-  int64_t row = task.rows > 4 ? score_many_rows(task, tile) : 0;
-  if (task.rows - row == 4) return score_few_rows<4>(task, tile, row);
+  int64_t row = task.rows > kFewRows ? score_many_rows(task, tile) : 0;
+  for (; row + kScoreRows <= task.rows; row += kScoreRows) score_few_rows<kScoreRows>(task, tile, row);
   for (; row + 2 <= task.rows; row += 2) score_few_rows<2>(task, tile, row);
   if (row < task.rows) score_few_rows<1>(task, tile, row);
 }
@@ -159,8 +167,8 @@ static inline void soften_row(AttentionTask<T>& task, int64_t row, int64_t keys,
 // sums[row .. row + R)[d .. d + V vectors) += weights * value(key) for keys [begin, end), one key after the other.
 // `value(key)` points at element d; only `n` of the last vector's lanes exist.
 template <int R, int V, class T, class Value>
-static inline void add_values(AttentionTask<T>& task, int64_t row, int64_t d, int64_t begin, int64_t end, int64_t n,
-                              const Value& value) {
+LLMK_INLINE void add_values(AttentionTask<T>& task, int64_t row, int64_t d, int64_t begin, int64_t end, int64_t n,
+                            const Value& value) {
   Vec total[R][V];
   float* sums = task.sums + row * task.padded_dim + d;
   LLMK_UNROLL
@@ -189,15 +197,16 @@ static inline int64_t visible_in_tile(const AttentionTask<T>& task, int64_t row,
   return larger(0, smaller(kKeyTile, task.visible[row] - tile));
 }
 
-// V vectors of the values from element d on, for all rows: four at a time as far as all four see, then each alone.
+// V vectors of the values from element d on, for all rows: some rows together as far as all see, then each alone.
 template <int V, class T, class Value>
 static inline void add_values_rows(AttentionTask<T>& task, int64_t d, int64_t tile, int64_t n, const Value& value) {
+  constexpr int R = kValueRows;
   int64_t row = 0;
-  for (; row + 4 <= task.rows; row += 4) {
+  for (; row + R <= task.rows; row += R) {
     int64_t common = kKeyTile;
-    for (int r = 0; r < 4; ++r) common = smaller(common, visible_in_tile(task, row + r, tile));
-    if (common > 0) add_values<4, V>(task, row, d, 0, common, n, value);
-    for (int r = 0; r < 4; ++r) {
+    for (int r = 0; r < R; ++r) common = smaller(common, visible_in_tile(task, row + r, tile));
+    if (common > 0) add_values<R, V>(task, row, d, 0, common, n, value);
+    for (int r = 0; r < R; ++r) {
       const int64_t visible = visible_in_tile(task, row + r, tile);
       if (visible > common) add_values<1, V>(task, row + r, d, common, visible, n, value);
     }
@@ -211,7 +220,7 @@ static inline void add_values_rows(AttentionTask<T>& task, int64_t d, int64_t ti
 template <int V, class T>
 static inline void add_chunk(AttentionTask<T>& task, const HeadTile<T>& tile, int64_t d) {
   const int64_t n = smaller(kLanes, task.dim - d - (V - 1) * kLanes), begin = tile.now->begin;
-  if (task.rows <= 4) {
+  if (task.rows <= kFewRows) {
     return add_values_rows<V>(task, d, begin, n, [&tile, d](int64_t key) {
       if (d == 0) tile.fetch(tile.next->values, key);
       return tile.value(key) + d;
@@ -233,9 +242,10 @@ static inline void attend_tile(AttentionTask<T>& task, const HeadTile<T>& tile) 
     const int64_t visible = visible_in_tile(task, row, begin);
     if (visible > 0) soften_row(task, row, visible, begin == 0);
   }
+  constexpr int V = kValueLanes;
   int64_t d = 0;
-  for (; d + 4 * kLanes <= task.padded_dim; d += 4 * kLanes) add_chunk<4>(task, tile, d);
-  for (; d + 2 * kLanes <= task.padded_dim; d += 2 * kLanes) add_chunk<2>(task, tile, d);
+  for (; d + V * kLanes <= task.padded_dim; d += V * kLanes) add_chunk<V>(task, tile, d);
+  for (; V > 2 && d + 2 * kLanes <= task.padded_dim; d += 2 * kLanes) add_chunk<2>(task, tile, d);
   if (d < task.padded_dim) add_chunk<1>(task, tile, d);
 }
 

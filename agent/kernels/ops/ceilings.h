@@ -40,12 +40,18 @@ static inline int64_t run_steps(int64_t steps) {
 static int64_t ceiling_fma(int64_t steps) { return run_steps<float>(steps); }
 static int64_t ceiling_dot_bf16(int64_t steps) { return run_steps<bfloat_t>(steps); }
 
+// Several places at once, as a weight matrix is read.
 static float ceiling_read(const float* data, int64_t size) {
-  Vec total[4] = {zero(), zero(), zero(), zero()};
-  for (int64_t i = 0; i + 4 * kLanes <= size; i += 4 * kLanes) {
-    for (int j = 0; j < 4; ++j) total[j] = add(total[j], load(data + i + j * kLanes));
+  constexpr int kStreams = 6;
+  const int64_t stream = size / kStreams / kLanes * kLanes;
+  Vec total[kStreams];
+  for (int j = 0; j < kStreams; ++j) total[j] = zero();
+  for (int64_t i = 0; i < stream; i += kLanes) {
+    for (int j = 0; j < kStreams; ++j) total[j] = add(total[j], load(data + j * stream + i));
   }
-  return sum(add(add(total[0], total[1]), add(total[2], total[3])));
+  float result = 0;
+  for (int j = 0; j < kStreams; ++j) result += sum(total[j]);
+  return result;
 }
 
 }  // namespace LLMK_ARCH

@@ -55,11 +55,11 @@ struct Packed<bfloat_t> {
 #endif
 
 // One step of packing: n elements, then zeros.
-static inline void copy_step(float* to, const float* from, int64_t n) { store(to, load_n(from, n)); }
-static inline void copy_step(float* to, const half_t* from, int64_t n) { store(to, load_n(from, n)); }
-static inline void copy_step(float* to, const bfloat_t* from, int64_t n) { store(to, load_n(from, n)); }
+LLMK_INLINE void copy_step(float* to, const float* from, int64_t n) { store(to, load_n(from, n)); }
+LLMK_INLINE void copy_step(float* to, const half_t* from, int64_t n) { store(to, load_n(from, n)); }
+LLMK_INLINE void copy_step(float* to, const bfloat_t* from, int64_t n) { store(to, load_n(from, n)); }
 #ifdef LLMK_BF16_DOT
-static inline void copy_step(bfloat_t* to, const bfloat_t* from, int64_t n) {
+LLMK_INLINE void copy_step(bfloat_t* to, const bfloat_t* from, int64_t n) {
   _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1, from));
 }
 #endif
@@ -85,8 +85,7 @@ struct PackedColumns {
 
 // total[r][c] += the products of row r and column c, k from 0 to depth.
 template <int R, int C, class X, class W, template <int, class> class Columns>
-static inline __attribute__((always_inline)) void dot_tile(const X* const (&x)[R], const Columns<C, W>& w,
-                                                           int64_t depth, Vec (&total)[R][C]) {
+LLMK_INLINE void dot_tile(const X* const (&x)[R], const Columns<C, W>& w, int64_t depth, Vec (&total)[R][C]) {
   using D = Dot<X, W>;
   constexpr int kStep = D::kStep;
   int64_t k = 0;
@@ -111,7 +110,7 @@ static inline __attribute__((always_inline)) void dot_tile(const X* const (&x)[R
 }
 
 template <int R, int C>
-static inline __attribute__((always_inline)) void clear(Vec (&total)[R][C]) {
+LLMK_INLINE void clear(Vec (&total)[R][C]) {
   LLMK_UNROLL
   for (int r = 0; r < R; ++r) {
     LLMK_UNROLL
@@ -121,7 +120,7 @@ static inline __attribute__((always_inline)) void clear(Vec (&total)[R][C]) {
 
 // out[r * C + c] = sum(total[r][c])
 template <int R, int C>
-static inline __attribute__((always_inline)) void sum_tile(const Vec (&total)[R][C], float* out) {
+LLMK_INLINE void sum_tile(const Vec (&total)[R][C], float* out) {
   constexpr int kCount = R * C;
   int i = 0;
   LLMK_UNROLL

@@ -11,6 +11,7 @@ struct LogitsPasses {
   float (*sum_exp)(const float* row, int64_t size, float top);                   // sum of e^(x - top)
   void (*divide)(const float* row, int64_t size, float divisor, float* out);
   int64_t (*collect)(const float* row, int64_t size, float low, float high, int32_t* ids);  // low < x <= high
+  int64_t (*first_equal)(const float* row, int64_t size, float value);                      // -1: none
   void (*weights)(const float* values, int64_t size, float top, float* out);     // e^(x - top)
 };
 
@@ -54,6 +55,18 @@ static int64_t logits_collect(const float* row, int64_t size, float low, float h
     for (int j = 0; j < count; ++j) ids[found++] = static_cast<int32_t>(i) + lanes[j];
   }
   return found;
+}
+
+static int64_t logits_first_equal(const float* row, int64_t size, float value) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) {
+    const int lane = first_lane_equal(load(row + i), value);
+    if (lane < kLanes) return i + lane;
+  }
+  for (; i < size; ++i) {
+    if (row[i] == value) return i;
+  }
+  return -1;
 }
 
 static void logits_weights(const float* values, int64_t size, float top, float* out) {

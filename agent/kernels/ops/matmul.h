@@ -70,8 +70,7 @@ static inline void pack_columns(const MatMulArgs& args, const DepthPiece& piece,
 }
 
 template <int R, int C, class T>
-static inline __attribute__((always_inline)) void finish_tile(const MatMulArgs& args, const Vec (&total)[R][C],
-                                                              int64_t row, int64_t column) {
+LLMK_INLINE void finish_tile(const MatMulArgs& args, const Vec (&total)[R][C], int64_t row, int64_t column) {
   constexpr int kCount = (R * C + kLanes - 1) / kLanes * kLanes;
   float values[kCount];
   T rounded[kCount];

@@ -9,8 +9,8 @@
 //   5. draw: the first token at which the running mass exceeds u * mass kept, u from Philox keyed by the seed with
 //      sample_position as counter
 //
-// The walk sorts only the bands of logits it reaches, so that a row costs a few passes over the vocabulary. Masses are
-// e^(x - max) in float, added up in double. A row's result depends on nothing but the row.
+// Masses are e^(x - max) in float, added up in double. Only what a filter or the draw looks at is sorted
+// (ranked_logits.h), so that a row costs a few passes over the vocabulary. It depends on nothing but the row.
 #include "sampler.h"
 
 #include <algorithm>
@@ -21,77 +21,19 @@
 #include "../common/check.h"
 #include "../common/kernel_table.h"
 #include "../common/thread_pool.h"
+#include "ranked_logits.h"
 
 namespace llmk {
 namespace {
 
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
-
-struct Candidate {
-  float logit;
-  int32_t id;
-};
-
-bool comes_first(const Candidate& a, const Candidate& b) {
-  return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
-}
+constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
+constexpr int64_t kFewTokens = 4096;  // up to here top-k sorts its tokens at once
 
 // Buffers of a thread, kept from row to row.
 struct Workspace {
   std::vector<float> penalized, scaled, weights;
-  std::vector<int32_t> ids, counts;
-  std::vector<Candidate> candidates;
-};
-
-// Delivers a row's tokens from the most probable down, band by band below the largest logit.
-class DescendingWalk {
- public:
-  DescendingWalk(const float* row, int64_t size, float top, Workspace* work)
-      : row_(row), size_(size), top_(top), high_(top), work_(work) {
-    work->candidates.clear();
-    work->weights.clear();
-  }
-
-  // Candidate number `index`, or null past the last. Weight e^(logit - top) through weight(index).
-  const Candidate* at(size_t index) {
-    while (index >= work_->candidates.size()) {
-      if (!add_band()) return nullptr;
-    }
-    return &work_->candidates[index];
-  }
-
-  float weight(size_t index) const { return work_->weights[index]; }
-
- private:
-  bool add_band() {
-    if (high_ == -kInfinity) return false;
-    depth_ *= 2;
-    const float low = depth_ > 64 ? -kInfinity : top_ - depth_;
-    work_->ids.resize(static_cast<size_t>(size_) + 16);
-    const int64_t found = kernels().logits.collect(row_, size_, low, high_, work_->ids.data());
-    const size_t begin = work_->candidates.size();
-    for (int64_t i = 0; i < found; ++i) {
-      const int32_t id = work_->ids[static_cast<size_t>(i)];
-      work_->candidates.push_back({row_[id], id});
-    }
-    std::sort(work_->candidates.begin() + static_cast<int64_t>(begin), work_->candidates.end(), comes_first);
-    weigh(begin);
-    high_ = low;
-    return true;
-  }
-
-  void weigh(size_t begin) {
-    const size_t end = work_->candidates.size();
-    work_->weights.resize(end);
-    for (size_t i = begin; i < end; ++i) work_->weights[i] = work_->candidates[i].logit;
-    float* weights = work_->weights.data() + begin;
-    kernels().logits.weights(weights, static_cast<int64_t>(end - begin), top_, weights);
-  }
-
-  const float* row_;
-  int64_t size_;
-  float top_, high_, depth_ = 1;
-  Workspace* work_;
+  std::vector<int32_t> counts;
+  std::vector<Candidate> best;
 };
 
 double uniform(uint64_t seed, int32_t position) {
@@ -102,11 +44,9 @@ double uniform(uint64_t seed, int32_t position) {
   return (static_cast<double>(bits[0] >> 5) * 67108864.0 + static_cast<double>(bits[1] >> 6)) / 9007199254740992.0;
 }
 
+// The first id of that logit; 0 when every logit is NaN or -infinity.
 int32_t first_equal(const float* row, int64_t size, float value) {
-  for (int64_t i = 0; i < size; ++i) {
-    if (row[i] == value) return static_cast<int32_t>(i);
-  }
-  return 0;  // every logit is NaN or -infinity
+  return static_cast<int32_t>(std::max<int64_t>(kernels().logits.first_equal(row, size, value), 0));
 }
 
 bool has_penalties(const SampleArgs& args, int64_t row) {
@@ -140,64 +80,63 @@ const float* apply_penalties(const SampleArgs& args, int64_t row, const float* l
   return work->penalized.data();
 }
 
-// Tokens kept by top-k, top-p and min-p, and their mass. Off filters cost nothing: the walk stops where the draw does.
-struct Kept {
-  size_t count;
-  double mass;
-};
+// The draw among few tokens: they are sorted, so each filter keeps a prefix.
+int32_t draw_of_few(const SampleArgs& args, int64_t row, const float* scaled, float top, double u, Workspace* work) {
+  best_tokens(scaled, args.vocab_size, top, args.top_k[row], &work->best);
+  const size_t count = work->best.size();
+  work->weights.resize(count);
+  for (size_t i = 0; i < count; ++i) work->weights[i] = work->best[i].logit;
+  kernels().logits.weights(work->weights.data(), static_cast<int64_t>(count), top, work->weights.data());
+  double total = 0, kept = 0, running = 0;
+  for (const float weight : work->weights) total += weight;
+  const double wanted = args.top_p[row] < 1.0f ? args.top_p[row] * total : kInfinity;
+  size_t end = 0;
+  while (end < count && (end == 0 || (kept < wanted && work->weights[end] >= args.min_p[row]))) {
+    kept += work->weights[end++];
+  }
+  for (size_t i = 0; i < end; ++i) {
+    running += work->weights[i];
+    if (running > u * kept) return work->best[i].id;
+  }
+  return work->best[end - 1].id;
+}
 
-Kept filter(const SampleArgs& args, int64_t row, double total, DescendingWalk* walk) {
-  const size_t vocab_size = static_cast<size_t>(args.vocab_size);
-  size_t limit = args.top_k[row] > 0 ? std::min(static_cast<size_t>(args.top_k[row]), vocab_size) : vocab_size;
-  if (limit < vocab_size) {
-    total = 0;
-    size_t i = 0;
-    for (; i < limit && walk->at(i) != nullptr; ++i) total += walk->weight(i);
-    limit = i;
+int32_t draw_of_many(const SampleArgs& args, int64_t row, const float* scaled, float top, double u) {
+  RankedRow ranked(scaled, args.vocab_size, top);
+  Prefix kept = ranked.all();
+  if (args.top_k[row] > 0 && args.top_k[row] < kept.count) kept = ranked.best(args.top_k[row]);
+  if (args.top_p[row] < 1.0f) {
+    const Prefix nucleus = ranked.reaching(args.top_p[row] * kept.mass);
+    if (nucleus.count < kept.count) kept = nucleus;
   }
-  const bool by_mass = args.top_p[row] < 1.0f;
-  const float floor = args.min_p[row];
-  if (!by_mass && floor <= 0.0f) return {limit, total};
-  const double wanted = by_mass ? static_cast<double>(args.top_p[row]) * total : total * 2;
-  Kept kept{0, 0};
-  while (kept.count < limit && walk->at(kept.count) != nullptr) {
-    if (kept.count > 0 && (kept.mass >= wanted || walk->weight(kept.count) < floor)) break;
-    kept.mass += walk->weight(kept.count++);
+  if (args.min_p[row] > 0.0f) {
+    const Prefix likely = ranked.at_least(args.min_p[row]);
+    if (likely.count < kept.count) kept = likely;
   }
-  return kept;
+  return ranked.token_at(u * kept.mass, kept);
 }
 
 int32_t draw(const SampleArgs& args, int64_t row, const float* logits, float top, Workspace* work) {
+  const float scaled_top = top / args.temperature[row];
+  const bool finite = std::fabs(scaled_top) < kInfinity && top > kLowest;
+  if (!finite) return first_equal(logits, args.vocab_size, top);
   work->scaled.resize(static_cast<size_t>(args.vocab_size));
   float* scaled = work->scaled.data();
   kernels().logits.divide(logits, args.vocab_size, args.temperature[row], scaled);
-  const float scaled_top = top / args.temperature[row];
-  if (!(std::fabs(scaled_top) < kInfinity)) return first_equal(logits, args.vocab_size, top);
-  DescendingWalk walk(scaled, args.vocab_size, scaled_top, work);
-  const double total = kernels().logits.sum_exp(scaled, args.vocab_size, scaled_top);
-  const Kept kept = filter(args, row, total, &walk);
-  const double target = uniform(args.seed[row], args.sample_position[row]) * kept.mass;
-  double mass = 0;
-  int32_t chosen = first_equal(logits, args.vocab_size, top);
-  for (size_t i = 0; i < kept.count; ++i) {
-    const Candidate* candidate = walk.at(i);
-    if (candidate == nullptr || walk.weight(i) == 0.0f) break;
-    chosen = candidate->id;
-    mass += walk.weight(i);
-    if (mass > target) break;
-  }
-  return chosen;
+  const double u = uniform(args.seed[row], args.sample_position[row]);
+  const bool few = args.top_k[row] > 0 && args.top_k[row] <= kFewTokens;
+  return few ? draw_of_few(args, row, scaled, scaled_top, u, work) : draw_of_many(args, row, scaled, scaled_top, u);
 }
 
 void report_top(const SampleArgs& args, int64_t row, const float* logits, float top, Workspace* work) {
-  const int32_t wanted = args.num_top_logits[row];
   int32_t* ids = args.top_ids + row * kMaxTopLogits;
   float* values = args.top_logits + row * kMaxTopLogits;
-  DescendingWalk walk(logits, args.vocab_size, top, work);
-  for (int32_t i = 0; i < kMaxTopLogits; ++i) {
-    const Candidate* candidate = i < wanted ? walk.at(static_cast<size_t>(i)) : nullptr;
-    ids[i] = candidate == nullptr ? -1 : candidate->id;
-    values[i] = candidate == nullptr ? 0.0f : candidate->logit;
+  work->best.clear();
+  if (args.num_top_logits[row] > 0) best_tokens(logits, args.vocab_size, top, args.num_top_logits[row], &work->best);
+  for (size_t i = 0; i < kMaxTopLogits; ++i) {
+    const bool known = i < work->best.size();
+    ids[i] = known ? work->best[i].id : -1;
+    values[i] = known ? work->best[i].logit : 0.0f;
   }
 }
 

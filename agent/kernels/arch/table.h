@@ -1,4 +1,5 @@
 // Included at the end of each arch/<isa>.cc: the table of this instruction set.
+#pragma once
 #include "vec.h"
 #include "../common/kernel_table.h"
 
@@ -14,7 +15,7 @@ const KernelTable LLMK_TABLE = {
     LLMK_ARCH::matmul,
     LLMK_ARCH::attention,
     {LLMK_ARCH::logits_largest, LLMK_ARCH::logits_sum_exp, LLMK_ARCH::logits_divide, LLMK_ARCH::logits_collect,
-     LLMK_ARCH::logits_weights},
+     LLMK_ARCH::logits_first_equal, LLMK_ARCH::logits_weights},
     {LLMK_ARCH::ceiling_fma, LLMK_ARCH::ceiling_dot_bf16, LLMK_ARCH::ceiling_read},
 };
 

@@ -1,0 +1,168 @@
+"""Calls of single kernels through ctypes, outside any graph: for tests and benchmarks.
+
+A tensor of a kernel is a NumPy array of its storage: float32, float16, or uint16 holding bfloat16. ``reference=True``
+runs the scalar reference instead of the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels.library import load_library
+
+Array = npt.NDArray[Any]
+DTYPES = ("float32", "float16", "bfloat16")
+
+_NUMBER = {name: number for number, name in enumerate(DTYPES)}
+_POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
+
+
+def store(values: Array, dtype: str) -> Array:
+    """Float values in a kernel's storage, rounded to nearest even."""
+    values = np.ascontiguousarray(values, np.float32)
+    if dtype == "float32":
+        return values
+    if dtype == "float16":
+        return values.astype(np.float16)
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def load(stored: Array, dtype: str) -> npt.NDArray[np.float64]:
+    """What a kernel's storage means, exactly."""
+    if dtype == "bfloat16":
+        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return stored.astype(np.float64)
+
+
+def _struct(name: str, layout: str) -> type[ctypes.Structure]:
+    """A ctypes structure from "kind: names" lines; kinds are p(ointer), i(nt64), f(loat), d(type), b(ool)."""
+    kinds = {"p": _POINTER, "i": _INT64, "f": ctypes.c_float, "d": ctypes.c_int, "b": ctypes.c_bool}
+    fields = []
+    for line in layout.split(";"):
+        kind, names = line.strip().split(":")
+        fields += [(field, kinds[kind]) for field in names.split()]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+RmsNormArgs = _struct("RmsNormArgs", "p: x residual gamma y rstd sum; i: rows width; f: epsilon; d: dtype gamma_dtype")
+SwigluArgs = _struct("SwigluArgs", "p: input out; i: outer inner; d: dtype")
+RotaryArgs = _struct(
+    "RotaryArgs",
+    "p: x out cos sin positions; i: tokens heads dim x_stride out_stride; d: dtype table_dtype; b: interleaved",
+)
+RotaryCacheArgs = _struct(
+    "RotaryCacheArgs",
+    "p: qkv query key_cache value_cache cos sin positions slots; i: tokens heads kv_heads dim; d: dtype",
+)
+MatMulArgs = _struct("MatMulArgs", "p: x w out; i: rows columns depth; d: dtype")
+AttentionArgs = _struct(
+    "AttentionArgs",
+    "p: query out keys values query_starts key_starts block_tables query_lens context_lens;"
+    "i: table_width block_size num_seqs heads kv_heads dim; f: scale; d: dtype",
+)
+GatherArgs = _struct("GatherArgs", "p: table indices out; i: batch outer limit count row_bytes; b: wide_indices")
+
+
+def _fill(struct: type[ctypes.Structure], **values: Any) -> ctypes.Structure:
+    """A struct of arrays (by address), numbers and dtype names."""
+    filled = {}
+    for name, value in values.items():
+        if isinstance(value, np.ndarray):
+            assert value.flags.c_contiguous
+            filled[name] = value.ctypes.data
+        else:
+            filled[name] = _NUMBER[value] if isinstance(value, str) else value
+    return struct(**filled)
+
+
+def matmul(x: Array, w: Array, dtype: str, *, reference: bool = False) -> Array:
+    out = np.full((x.shape[0], w.shape[0]), 77, x.dtype)
+    args = _fill(MatMulArgs, x=x, w=w, out=out, rows=x.shape[0], columns=w.shape[0], depth=x.shape[1], dtype=dtype)
+    load_library().llmk_test_matmul(ctypes.byref(args), int(reference))
+    return out
+
+
+@dataclass
+class Normed:
+    y: Array
+    rstd: npt.NDArray[np.float32]
+    sum: Array | None
+
+
+def rms_norm(
+    x: Array, gamma: Array, dtype: str, gamma_dtype: str, residual: Array | None = None, *, reference: bool = False
+) -> Normed:
+    rows, width = x.shape
+    result = Normed(np.empty_like(x), np.empty(rows, np.float32), None if residual is None else np.empty_like(x))
+    args = _fill(
+        RmsNormArgs, x=x, residual=residual, gamma=gamma, y=result.y, rstd=result.rstd, sum=result.sum,
+        rows=rows, width=width, epsilon=1e-5, dtype=dtype, gamma_dtype=gamma_dtype,
+    )  # fmt: skip
+    load_library().llmk_test_rms_norm(ctypes.byref(args), int(reference))
+    return result
+
+
+def swiglu(x: Array, dtype: str, *, reference: bool = False) -> Array:
+    rows, width = x.shape
+    out = np.empty((rows, width // 2), x.dtype)
+    args = _fill(SwigluArgs, input=x, out=out, outer=rows, inner=width // 2, dtype=dtype)
+    load_library().llmk_test_swiglu(ctypes.byref(args), int(reference))
+    return out
+
+
+def rotary(
+    x: Array, cos: Array, sin: Array, positions: Array | None, dtypes: tuple[str, str], *,
+    interleaved: bool = False, reference: bool = False,
+) -> Array:  # fmt: skip
+    """``x`` [tokens, heads, dim]; ``cos`` and ``sin`` [rows, dim]; ``dtypes`` of x and of the tables."""
+    tokens, heads, dim = x.shape
+    out = np.empty_like(x)
+    args = _fill(
+        RotaryArgs, x=x, out=out, cos=cos, sin=sin, positions=positions, tokens=tokens, heads=heads, dim=dim,
+        x_stride=heads * dim, out_stride=heads * dim, dtype=dtypes[0], table_dtype=dtypes[1], interleaved=interleaved,
+    )  # fmt: skip
+    load_library().llmk_test_rotary(ctypes.byref(args), int(reference))
+    return out
+
+
+def rotary_cache(
+    qkv: Array, caches: tuple[Array, Array], cos: Array, sin: Array, positions: Array, slots: Array, dtype: str
+) -> Array:
+    """Writes the caches [blocks, block_size, kv_heads, dim]; returns the rotated query [tokens, heads * dim]."""
+    _, _, kv_heads, dim = caches[0].shape
+    tokens, width = qkv.shape
+    heads = width // dim - 2 * kv_heads
+    query = np.empty((tokens, heads * dim), qkv.dtype)
+    args = _fill(
+        RotaryCacheArgs, qkv=qkv, query=query, key_cache=caches[0], value_cache=caches[1], cos=cos, sin=sin,
+        positions=positions, slots=slots, tokens=tokens, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype,
+    )  # fmt: skip
+    load_library().llmk_test_rotary_cache(ctypes.byref(args))
+    return query
+
+
+def attention(
+    query: Array, keys: Array, values: Array, query_lens: list[int], context_lens: list[int], dtype: str, *,
+    block_tables: Array | None = None, reference: bool = False,
+) -> tuple[int, Array]:  # fmt: skip
+    """``query`` [tokens, heads, dim]; ``keys`` and ``values`` [blocks, block_size, kv_heads, dim] with
+    ``block_tables`` [sequences, width], else [rows, kv_heads, dim]. Returns the entry's code and the output."""
+    load_library().llmk_test_attention.argtypes = [_POINTER, _INT64, _INT64, _INT64, ctypes.c_int]
+    tokens, heads, dim = query.shape
+    out = np.full_like(query, 77)
+    lens = np.array(query_lens, np.int32), np.array(context_lens, np.int32)
+    args = _fill(
+        AttentionArgs, query=query, out=out, keys=keys, values=values, block_tables=block_tables,
+        query_lens=lens[0], context_lens=lens[1], table_width=0 if block_tables is None else block_tables.shape[1],
+        block_size=0 if block_tables is None else keys.shape[1], num_seqs=len(query_lens), heads=heads,
+        kv_heads=keys.shape[-2], dim=dim, scale=dim**-0.5, dtype=dtype,
+    )  # fmt: skip
+    blocks, rows = (0, keys.shape[0]) if block_tables is None else (keys.shape[0], 0)
+    code = load_library().llmk_test_attention(ctypes.byref(args), tokens, blocks, rows, int(reference))
+    return int(code), out

@@ -1,0 +1,51 @@
+// A call of the op plugin: its tensors, and the inputs that are scalars or None.
+#pragma once
+#include <cstring>
+#include <vector>
+
+#include "../common/check.h"
+#include "../common/tensors.h"
+#include "kernel/cpu/op_plugin/custom_kernel_input_info.h"
+
+namespace llmk {
+
+using mindspore::kernel::op_plugin::KernelInputInfo;
+
+struct Call : Tensors {
+  KernelInputInfo* info;
+
+  bool is_tensor(int i) const { return !info->IsScalarInput(static_cast<size_t>(i)) && data[i] != nullptr; }
+  int64_t integer(int i) const { return info->GetIntInput(static_cast<size_t>(i)); }
+  double real(int i) const { return info->GetFloatInput(static_cast<size_t>(i)); }
+  bool boolean(int i) const { return info->GetBoolInput(static_cast<size_t>(i)); }
+};
+
+static inline int check_float(const Call& call, int argument) {
+  if (call.dtype(argument) != DType::kUnsupported) return 0;
+  return refuse_text(call.op, "argument %d is %s; it must be float32, float16 or bfloat16", argument,
+                     call.dtypes[argument]);
+}
+
+static inline int check_equal_dtype(const Call& call, int a, int b) {
+  if (std::strcmp(call.dtypes[a], call.dtypes[b]) == 0) return check_float(call, a);
+  return refuse_text(call.op, "argument %d is %s and argument %d is %s; they must be the same", a, call.dtypes[a], b,
+                     call.dtypes[b]);
+}
+
+// A list of integers, given as a tensor or as constants.
+static inline std::vector<int32_t> integers(const Call& call, int argument) {
+  if (call.is_tensor(argument)) {
+    const int64_t n = call.size(argument);
+    if (call.has_dtype(argument, "int64")) return {call.as<int64_t>(argument), call.as<int64_t>(argument) + n};
+    return {call.as<int32_t>(argument), call.as<int32_t>(argument) + n};
+  }
+  const std::vector<int64_t> values = call.info->GetIntVecInput(static_cast<size_t>(argument));
+  return {values.begin(), values.end()};
+}
+
+// The entries that are more than a few lines; 0 or an error code.
+int plugin_rotary(const Call& call);
+int plugin_flash_attention(const Call& call);
+int plugin_paged_attention(const Call& call);
+
+}  // namespace llmk

@@ -1,0 +1,65 @@
+"""What the kernels should give: plain NumPy (float64) renderings, and random tensors and caches to try them on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels.direct import Array, store
+
+EPSILON = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Largest relative error of rounding once."""
+
+
+def random_tensor(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> Array:
+    return store(rng.standard_normal(shape).astype(np.float32), dtype)
+
+
+def attention_rendering(
+    query: Array, keys: Array, values: Array, query_lens: list[int], context_lens: list[int]
+) -> npt.NDArray[np.float64]:
+    """The same in float64 for keys and values side by side, [sum of context_lens, kv_heads, dim]."""
+    out = np.zeros(query.shape)
+    group = query.shape[1] // keys.shape[1]
+    row = start = 0
+    for query_len, context_len in zip(query_lens, context_lens, strict=True):
+        k = np.repeat(keys[start : start + context_len], group, 1)
+        v = np.repeat(values[start : start + context_len], group, 1)
+        for i in range(query_len):
+            visible = context_len - query_len + i + 1
+            scores = np.einsum("hd,jhd->hj", query[row + i], k[:visible]) / np.sqrt(query.shape[2])
+            weights = np.exp(scores - scores.max(1, keepdims=True))
+            out[row + i] = np.einsum("hj,jhd->hd", weights / weights.sum(1, keepdims=True), v[:visible])
+        row, start = row + query_len, start + context_len
+    return out
+
+
+@dataclass
+class PagedKeys:
+    """Keys and values of some sequences laid out in a cache; unused slots hold NaN."""
+
+    keys: Array
+    values: Array
+    block_tables: npt.NDArray[np.int32]
+
+
+def page(
+    rng: np.random.Generator, keys: Array, values: Array, context_lens: list[int], block_size: int, dtype: str
+) -> PagedKeys:
+    """Scatters [sum of context_lens, kv_heads, dim] over blocks in random order."""
+    counts = [-(-n // block_size) for n in context_lens]
+    num_blocks = sum(counts) + 2
+    shape = (num_blocks, block_size, *keys.shape[1:])
+    caches = [store(np.full(shape, np.nan, np.float32), dtype) for _ in range(2)]
+    order = rng.permutation(num_blocks).astype(np.int32)
+    tables = np.zeros((len(context_lens), max([1, *counts])), np.int32)
+    used = start = 0
+    for seq, (length, count) in enumerate(zip(context_lens, counts, strict=True)):
+        tables[seq, :count] = order[used : used + count]
+        for j in range(length):
+            block, offset = tables[seq, j // block_size], j % block_size
+            caches[0][block, offset], caches[1][block, offset] = keys[start + j], values[start + j]
+        used, start = used + count, start + length
+    return PagedKeys(caches[0], caches[1], tables)

@@ -1,0 +1,148 @@
+"""RmsNorm, AddRmsNorm, Swiglu, rotary embedding and the fused rotary-and-cache against float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kernel_calls import EPSILON, random_tensor
+
+from agent.kernels.direct import DTYPES, Array, load, rms_norm, rotary, rotary_cache, store, swiglu
+from agent.kernels.library import num_threads, set_threads
+
+
+def assert_rounded(stored: Array, exact: Array, dtype: str, slack: float = 1e-6) -> None:
+    """``stored`` is ``exact`` rounded once, but for ``slack`` (relative to its magnitude) of float32 arithmetic."""
+    smallest = {"float32": 1e-38, "float16": 2.0**-25, "bfloat16": 1e-38}[dtype]
+    error = np.abs(load(stored, dtype) - exact)
+    assert (error <= (EPSILON[dtype] + slack) * np.abs(exact) * 1.001 + smallest).all(), error.max()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gamma_dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 15), (4, 64), (2, 1000), (70, 513)])
+def test_rms_norm(dtype: str, gamma_dtype: str, shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(1)
+    x, gamma = random_tensor(rng, shape, dtype), random_tensor(rng, shape[1:], gamma_dtype)
+    rstd = 1 / np.sqrt((load(x, dtype) ** 2).mean(1) + 1e-5)
+    exact = load(x, dtype) * rstd[:, None] * load(gamma, gamma_dtype)
+    for reference in (False, True):
+        result = rms_norm(x, gamma, dtype, gamma_dtype, reference=reference)
+        np.testing.assert_allclose(result.rstd, rstd, rtol=1e-6)
+        assert_rounded(result.y, exact, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 6), (5, 64), (3, 250)])
+def test_add_rms_norm_norms_the_sum_as_it_is_stored(dtype: str, shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(2)
+    x, residual = random_tensor(rng, shape, dtype), random_tensor(rng, shape, dtype)
+    gamma = random_tensor(rng, shape[1:], dtype)
+    total = store((load(x, dtype) + load(residual, dtype)).astype(np.float32), dtype)
+    rstd = 1 / np.sqrt((load(total, dtype) ** 2).mean(1, keepdims=True) + 1e-5)
+    for reference in (False, True):
+        result = rms_norm(x, gamma, dtype, dtype, residual, reference=reference)
+        np.testing.assert_array_equal(result.sum, total)
+        assert_rounded(result.y, load(total, dtype) * rstd * load(gamma, dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (3, 30), (5, 128), (2, 20002)])
+def test_swiglu(dtype: str, shape: tuple[int, int]) -> None:
+    rng = np.random.default_rng(3)
+    x = store(rng.standard_normal(shape).astype(np.float32) * 4, dtype)
+    gate, value = np.split(load(x, dtype), 2, 1)
+    for reference in (False, True):
+        assert_rounded(swiglu(x, dtype, reference=reference), gate / (1 + np.exp(-gate)) * value, dtype)
+
+
+def test_swiglu_of_extreme_gates() -> None:
+    gates = np.array([-1e30, -200, -88, 0, 88, 200, 1e30, np.nan], np.float32)
+    out = swiglu(np.concatenate([gates, np.ones(8, np.float32)])[None], "float32")[0]
+    np.testing.assert_allclose(out[3:7], gates[3:7], rtol=1e-6)
+    assert (np.abs(out[:3]) < 1e-6).all()
+    assert np.isnan(out[7])
+
+
+def tables(positions: int, dim: int, *, interleaved: bool = False) -> tuple[Array, Array]:
+    angles = np.arange(positions)[:, None] / 10000.0 ** (np.arange(0, dim, 2) / dim)
+    angles = np.repeat(angles, 2, 1) if interleaved else np.concatenate([angles, angles], 1)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def rotated(x: Array, cos: Array, sin: Array, *, interleaved: bool = False) -> Array:
+    """[tokens, heads, dim] in the precision of its arguments."""
+    other = np.empty_like(x)
+    if interleaved:
+        other[..., ::2], other[..., 1::2] = -x[..., 1::2], x[..., ::2]
+    else:
+        half = x.shape[-1] // 2
+        other[..., :half], other[..., half:] = -x[..., half:], x[..., :half]
+    return x * cos[:, None] + other * sin[:, None]
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dtype", "table_dtype"), [(d, t) for d in DTYPES for t in ("float32", d)])
+@pytest.mark.parametrize("shape", [(1, 1, 2), (5, 3, 16), (3, 2, 38), (9, 4, 128)])
+def test_rotary(dtype: str, table_dtype: str, shape: tuple[int, int, int], interleaved: bool) -> None:
+    rng = np.random.default_rng(4)
+    cos, sin = (store(table, table_dtype) for table in tables(50, shape[2], interleaved=interleaved))
+    positions = rng.integers(0, 50, shape[0]).astype(np.int32)
+    x = random_tensor(rng, shape, dtype)
+    picked = load(cos, table_dtype)[positions], load(sin, table_dtype)[positions]
+    exact = rotated(load(x, dtype), *picked, interleaved=interleaved)
+    for reference in (False, True):
+        out = rotary(x, cos, sin, positions, (dtype, table_dtype), interleaved=interleaved, reference=reference)
+        limit = EPSILON[dtype] * np.abs(exact) * 1.001 + 2e-6
+        assert (np.abs(load(out, dtype) - exact) <= limit).all()
+    gathered = rotary(x, cos[positions], sin[positions], None, (dtype, table_dtype), interleaved=interleaved)
+    straight = rotary(x, cos, sin, positions, (dtype, table_dtype), interleaved=interleaved)
+    np.testing.assert_array_equal(gathered, straight)
+
+
+def test_rotary_in_float32_is_the_plain_expression_bit_for_bit() -> None:
+    rng = np.random.default_rng(5)
+    cos, sin = tables(20, 64)
+    x, positions = random_tensor(rng, (7, 3, 64), "float32"), rng.integers(0, 20, 7).astype(np.int32)
+    out = rotary(x, cos, sin, positions, ("float32", "float32"))
+    np.testing.assert_array_equal(out, rotated(x, cos[positions], sin[positions]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(1, 1, 2, 1), (4, 2, 32, 4), (6, 3, 22, 128)])
+def test_rotary_cache_is_rotary_then_scatter(dtype: str, heads: int, kv_heads: int, dim: int, block_size: int) -> None:
+    rng = np.random.default_rng(6)
+    tokens, blocks = 11, -(-16 // block_size)
+    cos, sin = tables(30, dim)
+    qkv = random_tensor(rng, (tokens, (heads + 2 * kv_heads) * dim), dtype)
+    positions = rng.integers(0, 30, tokens).astype(np.int32)
+    slots = rng.permutation(blocks * block_size)[:tokens].astype(np.int32)
+    slots[[2, 5]] = -1
+    shape = (blocks, block_size, kv_heads, dim)
+    caches = random_tensor(rng, shape, dtype), random_tensor(rng, shape, dtype)
+    wanted = [cache.copy().reshape(-1, kv_heads, dim) for cache in caches]
+    split = qkv.reshape(tokens, heads + 2 * kv_heads, dim)
+    key = rotary(split[:, heads:-kv_heads].copy(), cos, sin, positions, (dtype, "float32"))
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            wanted[0][slot], wanted[1][slot] = key[token], split[token, -kv_heads:]
+    query = rotary_cache(qkv, caches, cos, sin, positions, slots, dtype)
+    expected = rotary(split[:, :heads].copy(), cos, sin, positions, (dtype, "float32"))
+    np.testing.assert_array_equal(query, expected.reshape(tokens, -1))
+    for cache, want in zip(caches, wanted, strict=True):
+        np.testing.assert_array_equal(cache.reshape(want.shape), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_and_threads_change_no_bit(dtype: str) -> None:
+    rng = np.random.default_rng(7)
+    x, gamma = random_tensor(rng, (300, 514), dtype), random_tensor(rng, (514,), dtype)
+    before = num_threads()
+    try:
+        set_threads(2)
+        normed, gated = rms_norm(x, gamma, dtype, dtype).y, swiglu(x, dtype)
+        set_threads(1)
+        for row in (0, 17, 299):
+            np.testing.assert_array_equal(rms_norm(x[row : row + 1].copy(), gamma, dtype, dtype).y[0], normed[row])
+            np.testing.assert_array_equal(swiglu(x[row : row + 1].copy(), dtype)[0], gated[row])
+    finally:
+        set_threads(before)

@@ -1,0 +1,133 @@
+"""The build: instruction sets, threads, what the shared library needs and exports."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kernel_calls import random_tensor
+
+from agent.kernels import library
+from agent.kernels.direct import matmul
+from agent.kernels.library import KernelsNotBuiltError, kernel_isa, library_path, num_threads, set_threads
+
+ROOT = Path(__file__).resolve().parents[2]
+NUMERIC_TESTS = ("test_matmul.py", "test_elementwise.py", "test_attention.py", "test_sampler.py")
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment},
+        timeout=60, check=False,
+    )  # fmt: skip
+
+
+def offered_instruction_sets() -> list[str]:
+    """What this build offers on this processor, best first: the library says so when asked for nonsense."""
+    process = run_python("from agent.kernels import kernel_isa; kernel_isa()", LLM_KERNELS_ISA="nonsense")
+    assert process.returncode == 2
+    match = re.search(r'LLM_KERNELS_ISA is "nonsense"; this build on this processor offers: (.*)', process.stderr)
+    assert match is not None, process.stderr
+    return match[1].split()
+
+
+OFFERED = offered_instruction_sets()
+
+
+def test_the_best_instruction_set_is_the_default() -> None:
+    code = "from agent.kernels import kernel_isa; print(kernel_isa())"
+    assert run_python(code, LLM_KERNELS_ISA="").stdout.strip() == OFFERED[0]
+    assert OFFERED[-1] == "portable"
+
+
+@pytest.mark.parametrize("isa", OFFERED[1:])
+def test_every_instruction_set_passes_the_numeric_tests(isa: str) -> None:
+    if "LLM_KERNELS_ISA" in os.environ:
+        pytest.skip("already inside such a run")
+    files = [str(Path(__file__).with_name(name)) for name in NUMERIC_TESTS]
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "LLM_KERNELS_ISA": isa}, timeout=120, check=False,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout[-3000:]
+
+
+@pytest.mark.parametrize("isa", OFFERED)
+def test_an_instruction_set_can_be_forced(isa: str) -> None:
+    code = "from agent.kernels import kernel_isa; print(kernel_isa())"
+    assert run_python(code, LLM_KERNELS_ISA=isa).stdout.strip() == isa
+
+
+def test_threads_from_the_environment() -> None:
+    code = "from agent.kernels import num_threads; print(num_threads())"
+    assert run_python(code, LLM_KERNELS_THREADS="3").stdout.strip() == "3"
+    assert run_python(code, LLM_KERNELS_THREADS="0").stdout.strip() == str(len(os.sched_getaffinity(0)))
+
+
+def test_threads_can_be_changed_between_calls() -> None:
+    rng = np.random.default_rng(0)
+    x, w = random_tensor(rng, (33, 256), "float32"), random_tensor(rng, (300, 256), "float32")
+    before = num_threads()
+    try:
+        results = []
+        for threads in (1, 4, 2, 1, 3):
+            set_threads(threads)
+            assert num_threads() == threads
+            results.append(matmul(x, w, "float32"))
+    finally:
+        set_threads(before)
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+def test_callers_from_several_threads_at_once() -> None:
+    rng = np.random.default_rng(0)
+    x, w = random_tensor(rng, (33, 256), "float32"), random_tensor(rng, (300, 256), "float32")
+    expected, wrong = matmul(x, w, "float32"), []
+
+    def call() -> None:
+        for _ in range(50):
+            if not np.array_equal(matmul(x, w, "float32"), expected):
+                wrong.append(threading.get_ident())
+
+    callers = [threading.Thread(target=call) for _ in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert wrong == []
+
+
+def test_idle_threads_sleep() -> None:
+    code = (
+        "import os, time, numpy as np; from agent.kernels.direct import matmul;"
+        "x = np.ones((64, 256), np.float32); w = np.ones((512, 256), np.float32); matmul(x, w, 'float32');"
+        "time.sleep(0.05); start = time.process_time(); time.sleep(0.5); print(time.process_time() - start)"
+    )
+    process = run_python(code, LLM_KERNELS_THREADS="4")
+    assert float(process.stdout) < 0.02, process.stderr
+
+
+def test_a_missing_library_says_how_to_build_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    with pytest.raises(KernelsNotBuiltError, match=r"libllm_kernels.so is not built; run `python setup.py build_ext"):
+        library_path()
+
+
+def test_kernel_isa_is_one_of_those_offered() -> None:
+    assert kernel_isa() in OFFERED
+
+
+def test_no_instance_is_shared_between_instruction_sets() -> None:
+    """A weak symbol of two object files is merged by the linker: it must carry its instruction set's namespace."""
+    process = subprocess.run(
+        ["nm", "-C", "--defined-only", str(library_path())], capture_output=True, text=True, check=True
+    )
+    vectorised = [line for line in process.stdout.splitlines() if re.search(r"__m(128|256|512)|__vector", line)]
+    assert all(re.search(r"llmk::(portable|avx2|avx512|avx512_bf16)::", line) for line in vectorised)

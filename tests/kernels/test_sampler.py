@@ -1,0 +1,279 @@
+"""The sampler against a NumPy rendering of its semantics; Philox against the vectors of its authors."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from agent.kernels.library import (
+    KernelError,
+    SampleInputs,
+    SampleOutputs,
+    load_library,
+    num_threads,
+    sample,
+    set_threads,
+)
+
+Array = npt.NDArray[Any]
+
+
+def inputs(rows: int, **changes: Any) -> SampleInputs:
+    """Plain sampling for every row, with some fields changed (a scalar is given to every row)."""
+    fields: dict[str, Any] = {
+        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+        "frequency_penalty": 0.0, "seed": 0, "sample_position": 0, "num_top_logits": 0,
+    }  # fmt: skip
+    types = {"seed": np.uint64, "top_k": np.int32, "sample_position": np.int32, "num_top_logits": np.int32}
+    arrays = {}
+    for name, default in fields.items():
+        value = np.asarray(changes.pop(name, default))
+        arrays[name] = np.ascontiguousarray(np.broadcast_to(value, rows).astype(types.get(name, np.float32)))
+    return SampleInputs(**arrays, **changes)
+
+
+def draw(logits: Array, given: SampleInputs) -> SampleOutputs:
+    outputs = SampleOutputs.allocate(len(logits))
+    sample(np.ascontiguousarray(logits, np.float32), given, outputs)
+    return outputs
+
+
+def philox(counter: list[int], key: list[int]) -> list[int]:
+    arrays = [(ctypes.c_uint32 * len(words))(*words) for words in (counter, key, [0] * 4)]
+    load_library().llmk_philox(*arrays)
+    return list(arrays[2])
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [  # kat_vectors of the authors' Random123, philox4x32 10
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            [0xA4093822, 0x299F31D0],
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox(counter: list[int], key: list[int], expected: list[int]) -> None:
+    assert philox(counter, key) == expected
+
+
+def uniform(seed: int, position: int) -> float:
+    words = philox([position, 0, 0, 0], [seed & 0xFFFFFFFF, seed >> 32])
+    return ((words[0] >> 5) * 2**26 + (words[1] >> 6)) / 2**53
+
+
+def rendering(logits: Array, row: dict[str, Any], history: list[int], prompt_len: int) -> tuple[int, float]:
+    """The token, and how far the draw is from a boundary between tokens (relative to the mass)."""
+    z = logits.astype(np.float64)
+    output = history[prompt_len:]
+    for token in set(history):
+        z[token] = z[token] / row["repetition_penalty"] if z[token] > 0 else z[token] * row["repetition_penalty"]
+        count = output.count(token)
+        z[token] -= row["frequency_penalty"] * count + row["presence_penalty"] * (count > 0)
+    if row["temperature"] == 0:
+        return int(np.argmax(z)), 1.0
+    order = np.lexsort((np.arange(len(z)), -z))
+    weights = np.exp((z[order] - z.max()) / row["temperature"])
+    if row["top_k"] > 0:
+        weights = weights[: row["top_k"]]
+    margin = 1.0
+    if row["top_p"] < 1:
+        mass = np.cumsum(weights) / weights.sum()
+        margin = np.abs(mass - row["top_p"]).min()
+        weights = weights[: int(np.searchsorted(mass, row["top_p"])) + 1]
+    weights = weights[weights >= row["min_p"]]
+    mass = np.cumsum(weights) / weights.sum()
+    u = uniform(row["seed"], row["sample_position"])
+    return int(order[np.searchsorted(mass, u, side="right")]), float(min(margin, np.abs(mass - u).min()))
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 4.0, 30.0])
+@pytest.mark.parametrize("vocab_size", [1, 2, 17, 1000, 32003])
+def test_equals_the_rendering(vocab_size: int, spread: float) -> None:
+    rng = np.random.default_rng([vocab_size, int(spread * 100)])
+    rows = 40
+    logits = (rng.standard_normal((rows, vocab_size)) * spread).astype(np.float32)
+    settings = {
+        "temperature": rng.choice(np.array([0, 0.3, 0.5, 1, 2], np.float32), rows),
+        "top_k": rng.choice([0, 0, 1, 2, 5, 50, 40000], rows),
+        "top_p": rng.choice(np.array([1, 1, 0.25, 0.5, 0.9], np.float32), rows),
+        "min_p": rng.choice(np.array([0, 0, 0.125, 0.5], np.float32), rows),
+        "repetition_penalty": rng.choice(np.array([1, 1, 1.5, 0.5], np.float32), rows),
+        "presence_penalty": rng.choice(np.array([0, 0, 0.5, -1], np.float32), rows),
+        "frequency_penalty": rng.choice(np.array([0, 0, 0.25], np.float32), rows),
+        "seed": rng.integers(0, 2**63, rows),
+        "sample_position": rng.integers(0, 1000, rows),
+    }
+    histories = [rng.integers(0, vocab_size, rng.integers(0, 30)).astype(np.int32) for _ in range(rows)]
+    prompt_lens = [int(rng.integers(0, len(history) + 1)) for history in histories]
+    got = draw(logits, inputs(rows, **settings, histories=histories, prompt_lens=prompt_lens))
+    compared = 0
+    for i in range(rows):
+        row = {name: values[i].item() for name, values in settings.items()}
+        token, margin = rendering(logits[i], row, histories[i].tolist(), prompt_lens[i])
+        if margin > 1e-4:
+            assert got.sampled_ids[i] == token, row
+            compared += 1
+        assert got.sampled_logit[i] == logits[i, got.sampled_ids[i]]
+    assert compared > rows / 2
+    exact = np.log(np.exp(logits.astype(np.float64) - logits.max(1, keepdims=True)).sum(1)) + logits.max(1)
+    np.testing.assert_allclose(got.logsumexp, exact, rtol=1e-6, atol=1e-5)
+
+
+def test_greedy_takes_the_smaller_id_on_a_tie() -> None:
+    logits = np.zeros((3, 100), np.float32)
+    logits[0, [90, 17, 40]] = 2
+    logits[1, [0, 99]] = 1
+    assert draw(logits, inputs(3, temperature=0)).sampled_ids.tolist() == [17, 0, 0]
+
+
+def test_top_k_takes_the_smaller_ids_on_a_tie() -> None:
+    logits = np.zeros((200, 50), np.float32)
+    got = draw(logits, inputs(200, top_k=3, seed=np.arange(200)))
+    assert set(got.sampled_ids.tolist()) == {0, 1, 2}
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
+    logits = np.log(np.array([[0.1, 0.4, 0.2, 0.3]], np.float32)).repeat(300, 0)
+    for top_p, kept in [
+        (0.01, {1}),
+        (0.39, {1}),
+        (0.41, {1, 3}),
+        (0.69, {1, 3}),
+        (0.71, {1, 3, 2}),
+        (0.95, {0, 1, 2, 3}),
+    ]:
+        assert set(draw(logits, inputs(300, top_p=top_p, seed=np.arange(300))).sampled_ids.tolist()) == kept
+
+
+def test_min_p_is_relative_to_the_most_probable() -> None:
+    logits = np.log(np.array([[0.1, 0.4, 0.2, 0.3]], np.float32)).repeat(300, 0)
+    for min_p, kept in [(0.8, {1}), (0.74, {1, 3}), (0.49, {1, 3, 2}), (0.24, {0, 1, 2, 3})]:
+        assert set(draw(logits, inputs(300, min_p=min_p, seed=np.arange(300))).sampled_ids.tolist()) == kept
+
+
+def test_masked_tokens_are_never_drawn() -> None:
+    logits = np.full((500, 64), -np.inf, np.float32)
+    logits[:, [3, 60]] = [1.0, 0.5]
+    got = draw(logits, inputs(500, temperature=5.0, seed=np.arange(500)))
+    assert set(got.sampled_ids.tolist()) == {3, 60}
+
+
+def test_nan_and_infinite_logits_give_a_token_of_the_vocabulary() -> None:
+    logits = np.zeros((4, 40), np.float32)
+    logits[0], logits[1], logits[2, 7], logits[3, 9] = np.nan, -np.inf, np.inf, np.nan
+    for temperature in (0, 1):
+        got = draw(logits, inputs(4, temperature=temperature, num_top_logits=3))
+        assert ((got.sampled_ids >= 0) & (got.sampled_ids < 40)).all()
+        assert got.sampled_ids[2] == 7
+        assert got.sampled_ids[3] != 9
+
+
+def test_the_draw_follows_the_distribution() -> None:
+    probabilities = np.array([0.35, 0.25, 0.2, 0.12, 0.05, 0.03])
+    count = 20000
+    logits = np.log(probabilities).astype(np.float32)[None].repeat(count, 0)
+    got = draw(logits, inputs(count, seed=1234, sample_position=np.arange(count)))
+    seen = np.bincount(got.sampled_ids, minlength=6)
+    chi_square = ((seen - count * probabilities) ** 2 / (count * probabilities)).sum()
+    assert chi_square < 20.5  # 0.1 % of five degrees of freedom
+
+
+def test_a_row_depends_on_nothing_but_itself() -> None:
+    rng = np.random.default_rng(8)
+    rows, vocab_size = 24, 5003
+    logits = (rng.standard_normal((rows, vocab_size)) * 3).astype(np.float32)
+    histories = [rng.integers(0, vocab_size, 20).astype(np.int32) for _ in range(rows)]
+    given = inputs(
+        rows, seed=np.arange(rows), top_p=rng.uniform(0.5, 1, rows), repetition_penalty=1.3, num_top_logits=8,
+        histories=histories, prompt_lens=[10] * rows,
+    )  # fmt: skip
+    before = num_threads()
+    try:
+        set_threads(2)
+        whole = draw(logits, given)
+        set_threads(1)
+        for i in range(rows):
+            one = {
+                name: getattr(given, name)[i : i + 1]
+                for name in ("seed", "top_p", "repetition_penalty", "num_top_logits")
+            }
+            alone = draw(logits[i : i + 1], inputs(1, **one, histories=histories[i : i + 1], prompt_lens=[10]))
+            for name in ("sampled_ids", "sampled_logit", "logsumexp", "top_ids", "top_logits"):
+                np.testing.assert_array_equal(getattr(alone, name)[0], getattr(whole, name)[i])
+    finally:
+        set_threads(before)
+
+
+def test_top_logits_are_the_raw_ones_best_first() -> None:
+    rng = np.random.default_rng(9)
+    logits = np.round(rng.standard_normal((6, 300)) * 4).astype(np.float32)  # many ties
+    wanted = np.array([0, 1, 5, 31, 32, 32])
+    histories = [np.arange(300, dtype=np.int32)] * 6
+    got = draw(
+        logits, inputs(6, num_top_logits=wanted, repetition_penalty=2.0, histories=histories, prompt_lens=[0] * 6)
+    )
+    for i, count in enumerate(wanted):
+        order = np.lexsort((np.arange(300), -logits[i]))[:count]
+        assert got.top_ids[i].tolist() == [*order.tolist(), *[-1] * (32 - count)]
+        np.testing.assert_array_equal(got.top_logits[i, :count], logits[i, order])
+
+
+def test_more_top_logits_than_tokens() -> None:
+    got = draw(np.array([[1, 3, 2]], np.float32), inputs(1, num_top_logits=32))
+    assert got.top_ids[0, :5].tolist() == [1, 2, 0, -1, -1]
+
+
+def test_rows_that_do_not_sample_are_skipped() -> None:
+    logits = np.arange(20, dtype=np.float32).reshape(2, 10)
+    skipped = draw(logits, inputs(2, temperature=0, num_top_logits=1, do_sample=np.array([0, 1], np.int32)))
+    assert skipped.sampled_ids.tolist() == [-1, 9]
+    assert skipped.top_ids[:, 0].tolist() == [-1, 9]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperature": -1.0}, "temperature[0] is -1; it must be at least 0"),
+        ({"temperature": np.nan}, "temperature[0] is nan; it must be at least 0"),
+        ({"num_top_logits": 33}, "num_top_logits[0] is 33; it must be 0 to 32"),
+        ({"presence_penalty": 1.0}, "row 0 has penalties, so it needs a history"),
+        (
+            {"repetition_penalty": 0.0, "histories": [None], "prompt_lens": [0]},
+            "repetition_penalty[0] is 0; it must be above 0",
+        ),
+        (
+            {"presence_penalty": 1.0, "histories": [np.array([10], np.int32)], "prompt_lens": [0]},
+            "history[0] is 10; it must be from 0 to 9",
+        ),
+        (
+            {"presence_penalty": 1.0, "histories": [np.array([1], np.int32)], "prompt_lens": [2]},
+            "history_prompt_lens[0] is 2",
+        ),
+    ],
+)
+def test_bad_parameters_are_refused(changes: dict[str, Any], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KernelError, match="the sampler refused its arguments"):
+        draw(np.zeros((1, 10), np.float32), inputs(1, **changes))
+    assert f"llm_kernels: Sample: {message}" in capfd.readouterr().err
+
+
+def test_bad_arrays_are_refused() -> None:
+    good = inputs(2)
+    outputs = SampleOutputs.allocate(2)
+    with pytest.raises(ValueError, match="top_k is int64, 2 elements"):
+        sample(np.zeros((2, 4), np.float32), replace(good, top_k=np.zeros(2, np.int64)), outputs)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="top_ids is int32, 64 elements"):
+        sample(np.zeros((3, 4), np.float32), inputs(3), replace(SampleOutputs.allocate(3), top_ids=outputs.top_ids))
+    with pytest.raises(ValueError, match="logits is float64"):
+        sample(np.zeros((2, 4)), good, outputs)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="contiguous False"):
+        sample(np.zeros((4, 4), np.float32)[::2], good, outputs)
