@@ -21,6 +21,8 @@ ProgressReport = Callable[[int, str, int, int], None]
 """Called with rank, stage, units done, units in all."""
 
 CONNECT_TIMEOUT_S = 5.0
+DYING_S = 0.25
+"""A process's sockets close a moment before its exit code is there to be told."""
 
 
 class AgentLink:
@@ -151,7 +153,7 @@ class AgentLink:
         return AgentLostError(self._epitaph(reason)) if self.ready else AgentStartError(self._epitaph(reason))
 
     def _epitaph(self, reason: str) -> str:
-        code = self.process.exit_code()
+        code = self.process.exit_code(wait_s=DYING_S)
         ended = "" if code is None else f" (signal {-code})" if code < 0 else f" (exit code {code})"
         text = f"agent {self.rank}, process {self.process.pid}: {reason}{ended}; its log is {self.process.log_path}"
         tail = self.process.log_tail() if not self.ready else ""

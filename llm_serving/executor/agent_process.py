@@ -81,9 +81,12 @@ class AgentProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def exit_code(self) -> int | None:
-        """None while it runs; negative: ended by that signal."""
-        return self._process.poll()
+    def exit_code(self, wait_s: float = 0.0) -> int | None:
+        """None while it runs; negative: ended by that signal. Waits so long for an end that is under way."""
+        try:
+            return self._process.wait(timeout=wait_s)
+        except subprocess.TimeoutExpired:
+            return None
 
     def log_tail(self) -> str:
         """The last lines this run wrote: its traceback, when it could not report one."""
