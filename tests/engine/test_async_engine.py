@@ -225,7 +225,7 @@ def test_a_slow_reader_gets_few_large_pieces() -> None:
                     await asyncio.sleep(0.01)
                     assert len(serving.engine._streams["a"]._pieces) < 32
                 pieces.append(piece)
-            assert len(pieces) == 2
+            assert len(pieces) <= 2, "one, if the engine was done before the reader looked"
             assert merge_outputs(pieces).token_ids == tuple(expected_tokens(request, 500))
             assert len(merge_outputs(pieces).logits) == 400
 
