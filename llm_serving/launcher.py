@@ -93,13 +93,7 @@ class _Launcher:
         metrics = Metrics()
 
         def new_detokenizer(request: Request) -> IncrementalDetokenizer:
-            return IncrementalDetokenizer(
-                tokenizer,
-                request.sampling.stop,
-                skip_special_tokens=request.sampling.skip_special_tokens,
-                include_stop_str_in_output=request.sampling.include_stop_str_in_output,
-                prompt_token_ids=request.prompt_token_ids,
-            )
+            return IncrementalDetokenizer.for_request(tokenizer, request.prompt_token_ids, request.sampling)
 
         engine = AsyncEngine(config, tokenizer, executor, new_detokenizer, log, metrics)
         executor.start()
