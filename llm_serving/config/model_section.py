@@ -151,6 +151,26 @@ class ModelConfig:
         "CPU operators; `auto`: fused on a CPU, native on an Ascend.",
         choices=("auto", "native", "fused"),
     )
+    weight_format: str = own(
+        "auto",
+        "How the weights of the linear layers are stored: `bf16` (with model_dtype bfloat16), `int8` (a scale for each "
+        "output channel, activations quantised for each token), `int8_weight_only`, `int4` (a scale for each group of "
+        "`weight_group`); `auto`: as the checkpoint has them, else in `model_dtype`. `fused` operators only.",
+        choices=("auto", "bf16", "int8", "int8_weight_only", "int4"),
+    )
+    weight_group: int = own(
+        64,
+        "Weights that share a scale in `int4`: 32, 64 or 128. It must divide the input size of every linear layer.",
+        unit="weights",
+        low=32,
+        high=128,
+    )
+    kv_format: str = own(
+        "auto",
+        "How the KV cache is stored: `bf16` (with model_dtype bfloat16), `int8` (a scale for each token and head), "
+        "`auto`: in `model_dtype`. `int8` with `fused` operators only.",
+        choices=("auto", "bf16", "int8"),
+    )
     device_target: str | None = own(
         None,
         "Device the model runs on; `auto` picks Ascend where there is one, else CPU.",
