@@ -56,6 +56,11 @@ CASES = [
         in_model("weight_format: int4, weight_group: 128"),
         f"{FILE}: model_config.weight_group = 128: must be 32, 64 or 128 and divide the model's hidden size of 64",
     ),
+    Case(
+        "a core that is not there",
+        in_model("cpu_cores: [0, 4095]"),
+        f"{FILE}: model_config.cpu_cores = [0, 4095]: there is no core 4095 for this process",
+    ),
     # Keys and sections that do not exist.
     Case(
         "unknown key",

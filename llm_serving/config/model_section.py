@@ -177,4 +177,11 @@ class ModelConfig:
         choices=("auto", "CPU", "Ascend"),
         null="`context.device_target` of `model_cfg_path`, else `auto`",
     )
+    cpu_cores: tuple[int, ...] | None = own(
+        None,
+        "Cores the agent of a CPU keeps to, by their numbers.",
+        low=0,
+        high=4095,
+        null="wherever the system puts it",
+    )
     cpu_threads: int = own(0, "Threads of the CPU operators; 0 uses every core.", unit="threads", low=0, high=1024)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 
 from llm_serving.config.config import Config
@@ -78,6 +79,15 @@ def check_formats(raw: RawConfig, model: ModelConfig) -> None:
         if value not in ("auto", "bf16") and model.op_table != "fused":
             problem = f"the op table {model.op_table} has no quantised operators; use op_table fused (CPU), or auto"
             raise raw.error(f"model_config.{key}", value, problem)
+
+
+def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
+    """Cores named must be there for this process."""
+    usable = os.sched_getaffinity(0)
+    missing = [core for core in cores or () if core not in usable]
+    if missing:
+        problem = f"there is no core {missing[0]} for this process; it may use {sorted(usable)}"
+        raise raw.error("model_config.cpu_cores", list(cores or ()), problem)
 
 
 def check_group(raw: RawConfig, config: Config) -> None:
