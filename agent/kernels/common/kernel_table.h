@@ -6,6 +6,7 @@
 #include "../ops/matmul.h"
 #include "../ops/rms_norm.h"
 #include "../ops/rotary.h"
+#include "../ops/rotary_attention.h"
 #include "../ops/swiglu.h"
 
 namespace llmk {
@@ -18,6 +19,7 @@ struct KernelTable {
   void (*rotary_cache)(const RotaryCacheArgs&);
   void (*matmul)(const MatMulArgs&);
   void (*attention)(const AttentionArgs&);
+  void (*rotary_attention)(const RotaryAttentionArgs&);
   LogitsPasses logits;
   CeilingLoops ceilings;
 };
