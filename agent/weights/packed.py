@@ -11,11 +11,13 @@ What becomes of a weight, by how it is stored and what ``weight_format`` asks fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from agent.kernels.packing import pack_weight, packed_weight_bytes, weight_blob
 from agent.weights.layout import WeightPart, WeightSpec
 from agent.weights.quantized import INT4_ZERO, QuantizedTensor, Scheme
 from agent.weights.source import WeightSource
@@ -23,10 +25,9 @@ from agent.weights.storage import STORAGE_DTYPES, Array, allocate
 from llm_serving.errors import CheckpointError, ConfigError
 
 AUTO = "auto"
-FLOAT_FORMATS = ("float32", "float16", "bfloat16")
+FLOAT_FORMATS = ("float32", "float16", "bfloat16", "bf16")
 INT8_FORMATS = ("int8", "int8_weight_only")
 INT4 = "int4"
-KERNEL_GROUPS = (128, 64, 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,10 @@ class Packing:
     """What ``model_config`` asks of the weights of linear layers."""
 
     weight_format: str
-    """``auto``, a float type (the ``model_dtype``), ``int8``, ``int8_weight_only`` or ``int4``."""
+    """``auto``, ``bf16`` or another name of the ``model_dtype``, ``int8``, ``int8_weight_only`` or ``int4``."""
     group: int = 64
-    """Inputs that share a scale where floats become int4; a layer whose inputs are not whole groups takes the next
-    smaller group. Stored integers keep theirs."""
+    """Inputs that share a scale where floats become int4; the last group of a layer may be shorter. Stored integers
+    keep theirs."""
     asymmetric: bool = False
     """Whether floats become int4 with zero points."""
 
@@ -68,8 +69,6 @@ class LinearPacker:
 
     def pack(self, spec: WeightSpec) -> Array:
         """uint8 [bytes]."""
-        from agent.kernels.packing import pack_weight, packed_weight_bytes, weight_blob
-
         plan, (columns, depth) = self._plan(spec), spec.shape
         blob = weight_blob(packed_weight_bytes(plan.format, columns, depth, plan.group))
         gated = spec.kind == "gated_linear"
@@ -100,29 +99,16 @@ class LinearPacker:
 
     def _plan(self, spec: WeightSpec) -> _Plan:
         stored, wanted = self._stored_scheme(spec), self._packing.weight_format
-        depth = spec.shape[1]
-        if wanted in FLOAT_FORMATS:
+        if wanted in FLOAT_FORMATS or (stored is None and wanted == AUTO):
             return _Plan(self._dtype, 0, None)
         if stored is None:
-            return _Plan(self._dtype if wanted == AUTO else wanted, self._group_at_load(spec, wanted, depth), None)
+            return _Plan(wanted, self._packing.group if wanted == INT4 else 0, None)
         if wanted not in (AUTO, stored.format) and not (wanted in INT8_FORMATS and stored.format == "int8"):
             raise ConfigError(
                 f"model_config.weight_format = {wanted}: tensor {spec.parts[0].name} is stored as {stored.format}; "
-                f"use auto, {stored.format} or a model of floats"
+                f"use auto, {stored.format} or bf16, or a model of floats"
             )
-        group = _kernel_group(spec, stored, depth)
-        return _Plan(stored.format if wanted == AUTO else wanted, group, stored)
-
-    def _group_at_load(self, spec: WeightSpec, wanted: str, depth: int) -> int:
-        if wanted != INT4:
-            return 0
-        for group in KERNEL_GROUPS:
-            if group <= self._packing.group and depth % group == 0:
-                return group
-        raise ConfigError(
-            f"model_config.weight_format = int4: {spec.parameter} has {depth} inputs, which are not whole groups of "
-            f"{KERNEL_GROUPS[-1]}"
-        )
+        return _Plan(stored.format if wanted == AUTO else wanted, stored.group, stored)
 
     def _stored_scheme(self, spec: WeightSpec) -> Scheme | None:
         """The one of all parts."""
@@ -147,11 +133,11 @@ class LinearPacker:
         return values, dtype
 
     def _join(self, spec: WeightSpec, plan: _Plan) -> QuantizedTensor:
-        """All rows, with the groups of the plan."""
+        """All rows as one tensor."""
         assert plan.stored is not None, "floats are not joined here"
         is_int4 = plan.stored.format == INT4
         values = self._memory(spec.shape, np.uint8 if is_int4 else np.int8)
-        scales, zeros = [], []
+        tensors = []
         for part, rows in _rows_of(spec.parts):
             tensor = self._source.read_quantised(part)
             if tensor.group_of_input is not None:
@@ -160,15 +146,9 @@ class LinearPacker:
                     f"cannot read; model_config.weight_format = bf16 multiplies it out"
                 )
             values[rows] = tensor.values
-            scales.append(tensor.scales)
-            zeros.append(tensor.zeros)
-        repeat = _groups(plan.group, spec.shape[1]) // scales[0].shape[1]
-        return QuantizedTensor(
-            Scheme(plan.stored.format, plan.group),
-            values,
-            np.repeat(np.concatenate(scales), repeat, axis=1),
-            _joined_zeros(zeros, [len(each) for each in scales], scales[0].shape[1], repeat),
-        )
+            tensors.append(replace(tensor, values=values[rows]))
+        scales = np.concatenate([each.scales for each in tensors])
+        return QuantizedTensor(plan.stored, values, scales, _joined_zeros(tensors))
 
     def _memory(self, shape: tuple[int, ...], storage: Any) -> Array:
         """Uninitialised, and used again for the next parameter: fresh pages for each would cost more than reading."""
@@ -188,26 +168,11 @@ def _rows_of(parts: Sequence[WeightPart]) -> list[tuple[WeightPart, slice]]:
     return rows
 
 
-def _groups(group: int, depth: int) -> int:
-    return depth // group if group else 1
-
-
-def _kernel_group(spec: WeightSpec, stored: Scheme, depth: int) -> int:
-    """The group to pack stored integers with: a larger one that the kernels lack is cut, each piece with its scale."""
-    if stored.group in KERNEL_GROUPS or (stored.group == 0 and stored.format == "int8"):
-        return stored.group
-    for group in KERNEL_GROUPS:
-        if (stored.group or depth) % group == 0:
-            return group
-    raise CheckpointError(
-        f"tensor {spec.parts[0].name} has {stored}; the kernels take multiples of {KERNEL_GROUPS[-1]}"
-    )
-
-
-def _joined_zeros(zeros: list[Any], rows: list[int], groups: int, repeat: int) -> Any:
+def _joined_zeros(tensors: Sequence[QuantizedTensor]) -> npt.NDArray[np.uint8] | None:
     """None where no part has zero points."""
-    if all(each is None for each in zeros):
+    if all(each.zeros is None for each in tensors):
         return None
-    usual = [np.full((count, groups), INT4_ZERO, np.uint8) for count in rows]
-    filled = [other if each is None else each for each, other in zip(zeros, usual, strict=True)]
-    return np.repeat(np.concatenate(filled), repeat, axis=1)
+    zeros: list[npt.NDArray[np.uint8]] = [
+        np.full(each.scales.shape, INT4_ZERO, np.uint8) if each.zeros is None else each.zeros for each in tensors
+    ]
+    return np.concatenate(zeros)
