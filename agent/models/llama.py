@@ -12,7 +12,7 @@ from agent.layers.embedding import Embedding, LMHead, TiedLMHead
 from agent.layers.mlp import GatedMLP
 from agent.layers.norm import AddRMSNorm, RMSNorm
 from agent.layers.rotary import rotary_tables
-from agent.weights import WeightPart, WeightSpec
+from agent.weights import WeightKind, WeightPart, WeightSpec
 from llm_serving.config import Config
 from llm_serving.model_shape import ModelShape
 
@@ -91,8 +91,9 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
     for index in range(shape.num_layers):
         specs.extend(_layer_specs(shape, index))
     specs.append(_spec("norm.weight", ("model.norm.weight", hidden)))
-    if not shape.tie_word_embeddings:
-        specs.append(_spec("lm_head.weight", ("lm_head.weight", vocab, hidden)))
+    tied = shape.tie_word_embeddings
+    output = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    specs.append(_spec("lm_head.weight", (output, vocab, hidden), kind="linear", packed_only=tied))
     return specs
 
 
@@ -112,19 +113,22 @@ def _layer_specs(shape: ModelShape, index: int) -> Iterator[WeightSpec]:
         (f"{theirs}.self_attn.q_proj.weight", query, hidden),
         (f"{theirs}.self_attn.k_proj.weight", key, hidden),
         (f"{theirs}.self_attn.v_proj.weight", key, hidden),
+        kind="linear",
     )
-    yield _spec(f"{ours}.attention.output.weight", (f"{theirs}.self_attn.o_proj.weight", hidden, query))
+    yield _spec(f"{ours}.attention.output.weight", (f"{theirs}.self_attn.o_proj.weight", hidden, query), kind="linear")
     yield _spec(f"{ours}.post_attention_norm.weight", (f"{theirs}.post_attention_layernorm.weight", hidden))
     yield _spec(
         f"{ours}.mlp.gate_up.weight",
         (f"{theirs}.mlp.gate_proj.weight", inner, hidden),
         (f"{theirs}.mlp.up_proj.weight", inner, hidden),
+        kind="gated_linear",
     )
-    yield _spec(f"{ours}.mlp.down.weight", (f"{theirs}.mlp.down_proj.weight", hidden, inner))
+    yield _spec(f"{ours}.mlp.down.weight", (f"{theirs}.mlp.down_proj.weight", hidden, inner), kind="linear")
 
 
-def _spec(parameter: str, *parts: tuple[str | int, ...]) -> WeightSpec:
+def _spec(
+    parameter: str, *parts: tuple[str | int, ...], kind: WeightKind = "plain", packed_only: bool = False
+) -> WeightSpec:
     """Parts are (Hugging Face name, sizes ...)."""
-    return WeightSpec(
-        parameter, tuple(WeightPart(str(name), tuple(int(size) for size in sizes)) for name, *sizes in parts)
-    )
+    tensors = tuple(WeightPart(str(name), tuple(int(size) for size in sizes)) for name, *sizes in parts)
+    return WeightSpec(parameter, tensors, kind, packed_only)

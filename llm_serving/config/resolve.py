@@ -187,7 +187,7 @@ class Resolver:
 
 
 def _check_weights_present(folder: Path) -> None:
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):
         return
     torch_files = sorted(file.name for pattern in _TORCH_PATTERNS for file in folder.glob(pattern))
     if torch_files:
