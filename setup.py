@@ -37,7 +37,8 @@ LINK_FLAGS = ["-shared", "-pthread", "-Wl,-z,nodelete", "-Wl,--no-undefined"]
 
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
-INSTRUCTION_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": [*_AVX512, "-mavx512bf16"]}
+_VNNI = [*_AVX512, "-mavx512vnni"]
+INSTRUCTION_SETS = {"avx2": _AVX2, "avx512": _AVX512, "avx512_vnni": _VNNI, "avx512_bf16": [*_VNNI, "-mavx512bf16"]}
 """File stem in arch/ -> flags it is compiled with. The portable file takes none."""
 
 

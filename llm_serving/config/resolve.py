@@ -12,7 +12,7 @@ from llm_serving.config.lookup import find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
 from llm_serving.config.sections import ModelConfig, TokenizerConfig
 from llm_serving.config.source import RawConfig
-from llm_serving.config.validation import check_device, check_lengths
+from llm_serving.config.validation import check_cores, check_device, check_formats, check_group, check_lengths
 from llm_serving.errors import CheckpointError
 from llm_serving.model_shape import ModelShape
 
@@ -60,8 +60,11 @@ class Resolver:
             end_token=self._end_token(self._model.end_token, shape),
             pad_token_id=self._pad_token(self._model.pad_token_id, shape),
         )
+        check_formats(self._raw, model)
+        check_cores(self._raw, model.cpu_cores)
         sections = self._sections | {"model_config": model, "tokenizer": self._find_tokenizer(folder)}
         config = Config(file=self._raw.file, **sections, shape=shape, context=context, notes=tuple(self._notes))
+        check_group(self._raw, config)
         check_lengths(self._raw, config)
         return config
 

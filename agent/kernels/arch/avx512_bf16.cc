@@ -1,6 +1,7 @@
-// As avx512.cc, with -mavx512bf16: dot products of bfloat16 by VDPBF16PS.
+// As avx512_vnni.cc, with -mavx512bf16: dot products of bfloat16 by VDPBF16PS.
 #define LLMK_ARCH avx512_bf16
 #define LLMK_VEC_AVX512
+#define LLMK_VNNI
 #define LLMK_BF16_DOT
 #define LLMK_TABLE kAvx512Bf16Table
 #define LLMK_ISA_NAME "avx512_bf16"

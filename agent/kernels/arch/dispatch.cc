@@ -7,7 +7,7 @@
 
 namespace llmk {
 
-extern const KernelTable kPortableTable, kAvx2Table, kAvx512Table, kAvx512Bf16Table;
+extern const KernelTable kPortableTable, kAvx2Table, kAvx512Table, kAvx512VnniTable, kAvx512Bf16Table;
 
 namespace {
 
@@ -15,6 +15,9 @@ namespace {
 const KernelTable* const kCompiled[] = {
 #ifdef LLMK_HAVE_AVX512_BF16
     &kAvx512Bf16Table,
+#endif
+#ifdef LLMK_HAVE_AVX512_VNNI
+    &kAvx512VnniTable,
 #endif
 #ifdef LLMK_HAVE_AVX512
     &kAvx512Table,
@@ -34,8 +37,10 @@ bool processor_runs(const char* isa) {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (std::strcmp(isa, "avx2") == 0) return avx2;
   if (std::strcmp(isa, "avx512") == 0) return avx512;
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  if (std::strcmp(isa, "avx512_vnni") == 0) return vnni;
 #ifdef LLMK_HAVE_AVX512_BF16
-  if (std::strcmp(isa, "avx512_bf16") == 0) return avx512 && __builtin_cpu_supports("avx512bf16");
+  if (std::strcmp(isa, "avx512_bf16") == 0) return vnni && __builtin_cpu_supports("avx512bf16");
 #endif
 #endif
   return false;

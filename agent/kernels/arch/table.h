@@ -13,6 +13,8 @@ const KernelTable LLMK_TABLE = {
     LLMK_ARCH::rotary,
     LLMK_ARCH::rotary_cache,
     LLMK_ARCH::matmul,
+    LLMK_ARCH::linear,
+    LLMK_ARCH::quantize_row,
     LLMK_ARCH::attention,
     {LLMK_ARCH::logits_largest, LLMK_ARCH::logits_sum_exp, LLMK_ARCH::logits_divide, LLMK_ARCH::logits_collect,
      LLMK_ARCH::logits_first_equal, LLMK_ARCH::logits_weights},

@@ -7,7 +7,11 @@
 //   keep_first(v, n, other)            lanes >= n replaced by `other`
 //   round_nearest(v)  scale_by_power(v, n) = v * 2^n   zero_below(v, x, limit): v where x >= limit, else 0
 //   sum(v)  largest(v)                 over the lanes, by the one tree below; sums(v[4 or 16], out): of each vector
+//   fused(a, b, c)                     as fma, but rounded once on every instruction set
 //   first_lane_equal(v, x)  find_between(v, low, high, indices): which lanes are x, or in (low, high]
+//
+//   Ints                               16 int32: broadcast_int load_ints store_ints add multiply shift_right to_floats ...
+//   Quads BroadcastQuad                4 uint8 weights a lane, 4 int8 activations: dot_quads(total, w, x) is exact
 //
 // Loads of n < 16 elements never touch memory past them; missing lanes are 0. Stores round to nearest even.
 // The tree of sum(): lanes l and l + 8, then l + 4, l + 2, l + 1.
@@ -16,10 +20,13 @@
 
 #if defined(LLMK_VEC_AVX512)
 #include "vec_avx512.h"
+#include "ints_avx512.h"
 #elif defined(LLMK_VEC_AVX2)
 #include "vec_avx2.h"
+#include "ints_avx2.h"
 #else
 #include "vec_portable.h"
+#include "ints_portable.h"
 #endif
 
 namespace llmk {
@@ -33,15 +40,15 @@ LLMK_INLINE Vec exponential(Vec x) {
   constexpr float kLowest = -87.33654f, kHighest = 88.37626f;
   const Vec clamped = maximum(broadcast(kLowest), minimum(broadcast(kHighest), x));
   const Vec n = round_nearest(mul(clamped, broadcast(1.44269504088896341f)));
-  Vec r = fma(n, broadcast(-0.693359375f), clamped);
-  r = fma(n, broadcast(2.12194440e-4f), r);
+  Vec r = fused(n, broadcast(-0.693359375f), clamped);
+  r = fused(n, broadcast(2.12194440e-4f), r);
   Vec p = broadcast(1.9875691500e-4f);
-  p = fma(p, r, broadcast(1.3981999507e-3f));
-  p = fma(p, r, broadcast(8.3334519073e-3f));
-  p = fma(p, r, broadcast(4.1665795894e-2f));
-  p = fma(p, r, broadcast(1.6666665459e-1f));
-  p = fma(p, r, broadcast(5.0000001201e-1f));
-  p = fma(p, mul(r, r), add(r, broadcast(1.0f)));
+  p = fused(p, r, broadcast(1.3981999507e-3f));
+  p = fused(p, r, broadcast(8.3334519073e-3f));
+  p = fused(p, r, broadcast(4.1665795894e-2f));
+  p = fused(p, r, broadcast(1.6666665459e-1f));
+  p = fused(p, r, broadcast(5.0000001201e-1f));
+  p = fused(p, mul(r, r), add(r, broadcast(1.0f)));
   return zero_below(scale_by_power(p, n), x, kLowest);
 }
 

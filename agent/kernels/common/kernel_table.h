@@ -2,6 +2,7 @@
 #pragma once
 #include "../ops/attention.h"
 #include "../ops/ceilings.h"
+#include "../ops/linear.h"
 #include "../ops/logits.h"
 #include "../ops/matmul.h"
 #include "../ops/rms_norm.h"
@@ -17,12 +18,16 @@ struct KernelTable {
   void (*rotary)(const RotaryArgs&);
   void (*rotary_cache)(const RotaryCacheArgs&);
   void (*matmul)(const MatMulArgs&);
+  void (*linear)(const LinearArgs&);
+  // Quantises row `row` of `rows` (x: its depth elements); any thread may do any row.
+  void (*quantize_row)(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob);
   void (*attention)(const AttentionArgs&);
   LogitsPasses logits;
   CeilingLoops ceilings;
 };
 
-// The best table this processor runs, or the one LLM_KERNELS_ISA names (portable, avx2, avx512, avx512_bf16). A name
+// The best table this processor runs, or the one LLM_KERNELS_ISA names (portable, avx2, avx512, avx512_vnni,
+// avx512_bf16). A name
 // that is unknown, not compiled in or beyond the processor ends the process: a silent fallback would hide it.
 const KernelTable& kernels();
 

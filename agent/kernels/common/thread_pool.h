@@ -31,6 +31,15 @@ static void parallel_for(int64_t count, const Function& function) {
 }
 
 // Scratch slots: one per simultaneous use within one thread.
-enum ScratchSlot : int { kScratchDriver = 0, kScratchTile = 1, kScratchRows = 2, kScratchHistory = 3, kScratchSlots = 4 };
+enum ScratchSlot : int {
+  kScratchDriver = 0,
+  kScratchTile = 1,
+  kScratchRows = 2,
+  kScratchHistory = 3,
+  kScratchLinearRows = 4,  // linear: rows converted or quantised, by the caller
+  kScratchLinearTile = 5,  // linear: sums of a panel, by each thread
+  kScratchLinearBest = 6,  // linear: best of each row, by the caller
+  kScratchSlots = 7
+};
 
 }  // namespace llmk

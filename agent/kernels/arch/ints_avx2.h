@@ -1,0 +1,90 @@
+// 16 int32 as two AVX registers and exact products of bytes.
+#pragma once
+
+namespace llmk {
+namespace LLMK_ARCH {
+
+struct Ints {
+  __m256i low, high;
+};
+
+LLMK_INLINE Ints broadcast_int(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+LLMK_INLINE Ints load_ints(const void* p) {
+  const __m256i* from = static_cast<const __m256i*>(p);
+  return {_mm256_loadu_si256(from), _mm256_loadu_si256(from + 1)};
+}
+LLMK_INLINE Ints load_unsigned_bytes(const uint8_t* p) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+}
+LLMK_INLINE void store_ints(void* p, Ints a) {
+  __m256i* to = static_cast<__m256i*>(p);
+  _mm256_storeu_si256(to, a.low);
+  _mm256_storeu_si256(to + 1, a.high);
+}
+LLMK_INLINE Ints multiply(Ints a, Ints b) {
+  return {_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)};
+}
+LLMK_INLINE Ints add(Ints a, Ints b) {
+  return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
+}
+template <int kBits>
+LLMK_INLINE Ints shift_right(Ints a) {
+  return {_mm256_srli_epi32(a.low, kBits), _mm256_srli_epi32(a.high, kBits)};
+}
+LLMK_INLINE Ints low_bytes(Ints a) {
+  const __m256i mask = _mm256_set1_epi32(255);
+  return {_mm256_and_si256(a.low, mask), _mm256_and_si256(a.high, mask)};
+}
+LLMK_INLINE Vec to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }
+LLMK_INLINE Ints to_ints(Vec a) { return {_mm256_cvtps_epi32(a.low), _mm256_cvtps_epi32(a.high)}; }
+LLMK_INLINE void store_signed_bytes(int8_t* p, Ints a) {
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(a.low, a.high), 0xD8);
+  const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+}
+LLMK_INLINE Vec low_bfloats(Ints a) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(a.low, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(a.high, 16))};
+}
+LLMK_INLINE Vec high_bfloats(Ints a) {
+  const __m256i mask = _mm256_set1_epi32(static_cast<int>(0xFFFF0000u));
+  return {_mm256_castsi256_ps(_mm256_and_si256(a.low, mask)), _mm256_castsi256_ps(_mm256_and_si256(a.high, mask))};
+}
+
+// Of weights: bytes 0 and 2, and 1 and 3, as 16-bit numbers: VPMADDUBSW would saturate, VPMADDWD is exact.
+struct Quads {
+  Ints even, odd;
+};
+// Of activations: the same 4 numbers in every lane.
+struct BroadcastQuad {
+  __m256i even, odd;
+};
+LLMK_INLINE Quads quads(Ints a) {
+  const __m256i mask = _mm256_set1_epi16(255);
+  return {{_mm256_and_si256(a.low, mask), _mm256_and_si256(a.high, mask)},
+          {_mm256_srli_epi16(a.low, 8), _mm256_srli_epi16(a.high, 8)}};
+}
+LLMK_INLINE BroadcastQuad broadcast_quad(const int8_t* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, sizeof(bits));
+  const __m256i x = _mm256_set1_epi32(bits);
+  return {_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), _mm256_srai_epi16(x, 8)};
+}
+LLMK_INLINE __m256i dot_quads8(__m256i total, __m256i even, __m256i odd, BroadcastQuad x) {
+  const __m256i sums = _mm256_add_epi32(_mm256_madd_epi16(even, x.even), _mm256_madd_epi16(odd, x.odd));
+  return _mm256_add_epi32(total, sums);
+}
+LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
+  return {dot_quads8(total.low, w.even.low, w.odd.low, x), dot_quads8(total.high, w.even.high, w.odd.high, x)};
+}
+LLMK_INLINE Quads low_nibbles(Ints a) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  return quads({_mm256_and_si256(a.low, mask), _mm256_and_si256(a.high, mask)});
+}
+LLMK_INLINE Quads high_nibbles(Ints a) { return low_nibbles(shift_right<4>(a)); }
+
+// a * b + c rounded once.
+LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
+
+}  // namespace LLMK_ARCH
+}  // namespace llmk

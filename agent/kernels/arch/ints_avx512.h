@@ -1,0 +1,81 @@
+// 16 int32 in one register and exact products of bytes; VPDPBUSD where the machine has it.
+#pragma once
+
+namespace llmk {
+namespace LLMK_ARCH {
+
+struct Ints {
+  __m512i v;
+};
+
+LLMK_INLINE Ints broadcast_int(int32_t x) { return {_mm512_set1_epi32(x)}; }
+LLMK_INLINE Ints load_ints(const void* p) { return {_mm512_loadu_si512(p)}; }
+LLMK_INLINE Ints load_unsigned_bytes(const uint8_t* p) {
+  return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+LLMK_INLINE void store_ints(void* p, Ints a) { _mm512_storeu_si512(p, a.v); }
+LLMK_INLINE Ints multiply(Ints a, Ints b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+LLMK_INLINE Ints add(Ints a, Ints b) { return {_mm512_add_epi32(a.v, b.v)}; }
+template <int kBits>
+LLMK_INLINE Ints shift_right(Ints a) {
+  return {_mm512_srli_epi32(a.v, kBits)};
+}
+LLMK_INLINE Ints low_bytes(Ints a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(255))}; }
+LLMK_INLINE Vec to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
+LLMK_INLINE Ints to_ints(Vec a) { return {_mm512_cvtps_epi32(a.v)}; }
+LLMK_INLINE void store_signed_bytes(int8_t* p, Ints a) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
+}
+LLMK_INLINE Vec low_bfloats(Ints a) { return {_mm512_castsi512_ps(_mm512_slli_epi32(a.v, 16))}; }
+LLMK_INLINE Vec high_bfloats(Ints a) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(a.v, _mm512_set1_epi32(static_cast<int>(0xFFFF0000u))))};
+}
+// The upper halves of a and b, side by side as pairs: exact for floats that are bfloat16 values.
+LLMK_INLINE Ints pair_bfloats(Vec a, Vec b) {
+  const __m512i high = _mm512_and_si512(_mm512_castps_si512(b.v), _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)));
+  return {_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(a.v), 16), high)};
+}
+
+#ifdef LLMK_VNNI
+using Quads = Ints;          // of weights: 4 uint8 a lane
+using BroadcastQuad = Ints;  // of activations: the same 4 int8 in every lane
+LLMK_INLINE Quads quads(Ints a) { return a; }
+LLMK_INLINE BroadcastQuad broadcast_quad(const int8_t* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, sizeof(bits));
+  return broadcast_int(bits);
+}
+LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
+  return {_mm512_dpbusd_epi32(total.v, w.v, x.v)};
+}
+#else
+// Bytes 0 and 2, and 1 and 3, as 16-bit numbers: VPMADDUBSW would saturate, VPMADDWD is exact.
+struct Quads {
+  __m512i even, odd;
+};
+using BroadcastQuad = Quads;
+LLMK_INLINE Quads quads(Ints a) {
+  return {_mm512_and_si512(a.v, _mm512_set1_epi16(255)), _mm512_srli_epi16(a.v, 8)};
+}
+LLMK_INLINE BroadcastQuad broadcast_quad(const int8_t* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, sizeof(bits));
+  const __m512i x = _mm512_set1_epi32(bits);
+  return {_mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8), _mm512_srai_epi16(x, 8)};
+}
+LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
+  const __m512i sums = _mm512_add_epi32(_mm512_madd_epi16(w.even, x.even), _mm512_madd_epi16(w.odd, x.odd));
+  return {_mm512_add_epi32(total.v, sums)};
+}
+#endif
+
+LLMK_INLINE Quads low_nibbles(Ints a) { return quads({_mm512_and_si512(a.v, _mm512_set1_epi8(15))}); }
+LLMK_INLINE Quads high_nibbles(Ints a) {
+  return quads({_mm512_and_si512(_mm512_srli_epi32(a.v, 4), _mm512_set1_epi8(15))});
+}
+
+// a * b + c rounded once.
+LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
+
+}  // namespace LLMK_ARCH
+}  // namespace llmk

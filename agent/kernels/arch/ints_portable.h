@@ -1,0 +1,67 @@
+// 16 int32 by GCC vector extensions and exact products of bytes.
+#pragma once
+
+namespace llmk {
+namespace LLMK_ARCH {
+
+// A struct of its own: IntVec itself is the type of comparisons.
+struct Ints {
+  IntVec v;
+};
+
+LLMK_INLINE Ints broadcast_int(int32_t x) { return {IntVec{} + x}; }
+LLMK_INLINE Ints load_ints(const void* p) {
+  Ints a;
+  std::memcpy(&a.v, p, sizeof(a.v));
+  return a;
+}
+LLMK_INLINE Ints load_unsigned_bytes(const uint8_t* p) {
+  Ints a;
+  for (int i = 0; i < 16; ++i) a.v[i] = p[i];
+  return a;
+}
+LLMK_INLINE void store_ints(void* p, Ints a) { std::memcpy(p, &a.v, sizeof(a.v)); }
+LLMK_INLINE Ints multiply(Ints a, Ints b) { return {a.v * b.v}; }
+LLMK_INLINE Ints add(Ints a, Ints b) { return {a.v + b.v}; }
+typedef uint32_t UnsignedVec __attribute__((vector_size(64), aligned(64)));
+template <int kBits>
+LLMK_INLINE Ints shift_right(Ints a) {
+  return {(IntVec)((UnsignedVec)a.v >> kBits)};
+}
+LLMK_INLINE Ints low_bytes(Ints a) { return {a.v & 255}; }
+LLMK_INLINE Vec to_floats(Ints a) { return __builtin_convertvector(a.v, Vec); }
+// For whole numbers only.
+LLMK_INLINE Ints to_ints(Vec a) { return {__builtin_convertvector(a, IntVec)}; }
+LLMK_INLINE void store_signed_bytes(int8_t* p, Ints a) {
+  for (int i = 0; i < 16; ++i) p[i] = static_cast<int8_t>(a.v[i]);
+}
+LLMK_INLINE Vec low_bfloats(Ints a) { return (Vec)(a.v << 16); }
+LLMK_INLINE Vec high_bfloats(Ints a) { return (Vec)(a.v & static_cast<int32_t>(0xFFFF0000u)); }
+
+// Of weights: byte i of every lane; of activations: one number each.
+struct Quads {
+  IntVec byte[4];
+};
+struct BroadcastQuad {
+  int32_t value[4];
+};
+LLMK_INLINE Quads quads(Ints a) {
+  return {{a.v & 255, (a.v >> 8) & 255, (a.v >> 16) & 255, (a.v >> 24) & 255}};
+}
+LLMK_INLINE BroadcastQuad broadcast_quad(const int8_t* p) { return {{p[0], p[1], p[2], p[3]}}; }
+LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
+  return {total.v + w.byte[0] * x.value[0] + w.byte[1] * x.value[1] + w.byte[2] * x.value[2] +
+          w.byte[3] * x.value[3]};
+}
+LLMK_INLINE Quads low_nibbles(Ints a) { return quads({a.v & 0x0F0F0F0F}); }
+LLMK_INLINE Quads high_nibbles(Ints a) { return quads({(a.v >> 4) & 0x0F0F0F0F}); }
+
+// a * b + c rounded once, where fma() rounds twice: by a function of the C library, so for rare use.
+LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) {
+  Vec result;
+  for (int i = 0; i < 16; ++i) result[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return result;
+}
+
+}  // namespace LLMK_ARCH
+}  // namespace llmk

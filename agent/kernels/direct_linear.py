@@ -1,0 +1,92 @@
+"""Calls of the linear kernel through ctypes, outside any graph: for tests and benchmarks."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels.direct import DTYPES, Array
+from agent.kernels.library import KernelError, load_library
+from agent.kernels.packing import WEIGHT_FORMATS, Blob, pack_weight, packed_weight_bytes, weight_blob
+
+EPILOGUES = ("store", "store_float", "swiglu")
+MODES = {"kernel": 0, "quantized": 1, "reference": 2}
+"""The kernel quantises the rows itself; they are quantised first, as fused operators do; the scalar reference."""
+
+
+class LinearArgs(ctypes.Structure):
+    """llmk::LinearArgs of ops/linear.h, field for field."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("quantized", ctypes.c_void_p),
+        ("dtype", ctypes.c_int),
+        ("rows", ctypes.c_int64),
+        ("x_stride", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+        ("out", ctypes.c_void_p),
+        ("epilogue", ctypes.c_int32),
+        ("best_ids", ctypes.c_void_p),
+        ("best_values", ctypes.c_void_p),
+    )
+
+
+def packed(fmt: str, values: Array, *, group: int = 0, gated: bool = False, **options: Any) -> Blob:
+    """``values`` [columns, depth] in a blob of their own; ``options`` as those of ``pack_weight``."""
+    blob = weight_blob(packed_weight_bytes(fmt, values.shape[0], values.shape[1], group))
+    pack_weight(fmt, values, blob, group=group, gated=gated, **options)
+    return blob
+
+
+def header(blob: Blob) -> dict[str, int]:
+    """Format number, gated, columns, depth and group of a blob."""
+    small, large = blob[:16].view(np.int32), blob[16:40].view(np.int64)
+    return {
+        "format": int(small[1]), "gated": int(small[3]), "columns": int(large[0]), "depth": int(large[1]),
+        "group": int(large[2]),
+    }  # fmt: skip
+
+
+def linear(
+    x: Array, blob: Blob, dtype: str, *, epilogue: str = "store", mode: str = "kernel", out: Array | None = None
+) -> Array:
+    """``x`` [rows, depth] by a packed weight, [rows, columns] or, with ``swiglu``, [rows, columns / 2].
+
+    ``x`` and ``out`` may be slices of wider arrays. Raises KernelError where the kernel refuses.
+    """
+    result, _, _ = _call(x, blob, dtype, epilogue, mode, out, best=False)
+    return result
+
+
+def linear_best(
+    x: Array, blob: Blob, dtype: str, *, mode: str = "kernel"
+) -> tuple[Array, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Float results [rows, columns], the index of each row's largest, and its value."""
+    return _call(x, blob, dtype, "store_float", mode, None, best=True)
+
+
+def _call(
+    x: Array, blob: Blob, dtype: str, epilogue: str, mode: str, out: Array | None, *, best: bool
+) -> tuple[Array, npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    rows, columns = x.shape[0], header(blob)["columns"]
+    width = columns // 2 if epilogue == "swiglu" else columns
+    if out is None:
+        out = np.full((rows, width), 77, np.float32 if epilogue == "store_float" else x.dtype)
+    assert x.strides[1] == x.itemsize
+    assert out.strides[1] == out.itemsize
+    ids, values = np.full(rows, -7, np.int32), np.full(rows, np.nan, np.float32)
+    args = LinearArgs(
+        weight=blob.ctypes.data, x=x.ctypes.data, dtype=DTYPES.index(dtype), rows=rows,
+        x_stride=x.strides[0] // x.itemsize, out_stride=out.strides[0] // out.itemsize, out=out.ctypes.data,
+        epilogue=EPILOGUES.index(epilogue), best_ids=ids.ctypes.data if best else None,
+        best_values=values.ctypes.data if best else None,
+    )  # fmt: skip
+    function = load_library().llmk_test_linear
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    if function(ctypes.byref(args), blob.size, MODES[mode]) != 0:
+        raise KernelError(f"the kernel refused a {WEIGHT_FORMATS[header(blob)['format']]} weight; see standard error")
+    return out, ids, values

@@ -1,0 +1,162 @@
+// Linear layers over weights packed once at load.
+//
+//   x [rows, depth]   weight blob (columns x depth)   ->   out[r][c] = sum over k of x[r][k] * w[c][k]
+//
+// The blob: a 64-byte header, then panels of 64 columns, each depth step by depth step, so that one 64-byte load gives
+// 16 columns as lanes and the activations are broadcast:
+//
+//   float32, float16       [panels][depth][64]
+//   bfloat16               [panels][depth / 2][64][2]
+//   int8, int8_weight_only [panels][groups]{[group / 4][64][4] uint8 = w + 128, [64] float scales}
+//   int4                   [panels][groups]{[group / 8][64][4] bytes, [64] float scales, [64] uint8 zeros if asymmetric}
+//                          low nibbles of the 4 bytes: depths 0 to 3 of the step, high nibbles: 4 to 7
+//
+// Without groups one group spans the depth. Missing columns and depths are filled up with zeros. Of a gated weight,
+// vector 0 and 2 of a panel hold gate columns 32p and 32p + 16, vector 1 and 3 the up columns of the same numbers.
+//
+// Arithmetic, the same for every tile, batch and thread count:
+//   float formats     one accumulator an element over k in order (pairs of k where the machine has VDPBF16PS)
+//   int8              exact integers, then float(sum) * x_scale * w_scale; by groups: as int4 with zero 128
+//   int4              total = fma(float(sum over the group of (w - zero) * x), group scale, total) in group order,
+//                     then total * x_scale
+//   int8_weight_only  as a float format with the integers as weights (a group at a time: total = fma(sum, scale,
+//                     total)); without groups sum * scale
+// int8 and int4 results are bit-identical over all instruction sets.
+#pragma once
+#include "../common/thread_pool.h"
+#include "../common/types.h"
+
+namespace llmk {
+
+enum class WeightFormat : int32_t {
+  kFloat32 = 0,
+  kFloat16 = 1,
+  kBFloat16 = 2,
+  kInt8 = 3,
+  kInt8WeightOnly = 4,
+  kInt4 = 5
+};
+
+constexpr uint32_t kPackedWeightMagic = 0x4B50574C;  // "LWPK"
+constexpr int32_t kPackedWeightLayout = 1;           // panels of 64 columns; one family for every instruction set so far
+
+struct PackedWeightHeader {
+  uint32_t magic;
+  WeightFormat format;
+  int32_t layout;
+  int32_t gated;
+  int64_t columns, depth, group;  // group 0: one scale a column
+  int32_t asymmetric;             // zero points stored
+  int32_t reserved[5];
+};
+static_assert(sizeof(PackedWeightHeader) == 64, "the header is one cache line");
+
+// Where weights come from. `values` [columns][depth]: of source_dtype for float formats; already quantised: int8
+// (kInt8*), or uint8 0..15 (kInt4, one a byte) with scales float [columns][groups] and zeros uint8 [columns][groups]
+// (null: 8). When `scales` is null and the format is an integer one, `values` are floats of source_dtype and are
+// quantised here, to nearest: kInt8* symmetric, scale = max|w| / 127; kInt4 scale = max|w| / 7 with zero 8 or, if
+// `asymmetric`, (max - min) / 15 over a range that holds 0, with zero points.
+// gated: rows are gate [0, columns / 2), then up [columns / 2, columns).
+struct PackSource {
+  WeightFormat format;
+  DType source_dtype;
+  int64_t columns, depth, group;
+  bool gated, asymmetric;
+  const void* values;
+  const float* scales;
+  const uint8_t* zeros;
+};
+
+// Size of a blob; 0 for sizes no blob can have (group not a multiple of 8, integer depth beyond 65536, ...).
+int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group);
+
+// Writes a blob (64-byte aligned) with all threads. 0, or an error code after one line on standard error.
+int pack_weight(const PackSource& source, void* blob);
+
+// What an entry asks before it trusts a blob of `bytes` bytes: 0, or an error code after one line on standard error.
+int check_packed_weight(const char* op, const void* blob, int64_t bytes);
+
+// Activations quantised a row at a time: value = scale * q, scale = max|x| / 127, q in [-127, 127].
+struct QuantizedRows {
+  int8_t* values;
+  float* scales;   // [rows]
+  int32_t* sums;   // [rows][groups]: sums of q over each group
+  int64_t stride;  // bytes a row, a multiple of 64, zeros past depth
+  int64_t groups;
+};
+
+bool wants_quantized_rows(const void* blob);                                  // formats kInt8 and kInt4
+int64_t quantized_rows_bytes(const void* blob, int64_t rows);                 // memory for the three, in one piece
+QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);  // lays them out in it (64-byte aligned)
+
+enum class Epilogue : int32_t {
+  kStore = 0,       // out of dtype
+  kStoreFloat = 1,  // out of float32
+  kSwiglu = 2       // out of dtype, columns / 2 wide: gate / (1 + exp(-gate)) * up; the blob must be gated
+};
+
+struct LinearArgs {
+  const void* weight;
+  const void* x;                   // [rows, depth] of dtype; unused when `quantized` is given
+  const QuantizedRows* quantized;  // null: an integer format quantises x itself first
+  DType dtype;                     // of x, and of out but for kStoreFloat; for float formats the weight's type
+  int64_t rows, x_stride, out_stride;  // strides in elements
+  void* out;                           // may be null where best_ids is given: only the arg-max is wanted
+  Epilogue epilogue;
+  int32_t* best_ids;   // kStoreFloat only, may be null: arg-max of each row; the lowest index wins, NaN never does
+  float* best_values;  // may be null
+};
+
+// What an entry asks before kernels().linear: 0, or an error code after one line on standard error.
+int check_linear(const char* op, const LinearArgs& args);
+
+// The parts of a blob.
+constexpr int64_t kPanelColumns = 64;
+
+struct WeightShape {
+  int64_t panels, step_depth, step_bytes;  // depths in one step of a panel, and its bytes
+  int64_t steps, group_steps, groups;      // steps of the whole depth and of a full group
+  int64_t scale_bytes;                     // of one group: scales and zeros
+  int64_t panel_bytes;
+};
+
+static inline bool is_integer(WeightFormat format) { return format >= WeightFormat::kInt8; }
+
+static inline WeightShape weight_shape(WeightFormat format, int64_t columns, int64_t depth, int64_t group,
+                                       bool gated, bool asymmetric) {
+  const bool nibbles = format == WeightFormat::kInt4;
+  WeightShape shape;
+  shape.panels = gated ? ceil_div(columns / 2, kPanelColumns / 2) : ceil_div(columns, kPanelColumns);
+  shape.step_depth = nibbles ? 8 : is_integer(format) ? 4 : format == WeightFormat::kBFloat16 ? 2 : 1;
+  shape.step_bytes = format == WeightFormat::kFloat16 ? 2 * kPanelColumns : 4 * kPanelColumns;
+  shape.steps = ceil_div(depth, shape.step_depth);
+  shape.group_steps = group == 0 ? shape.steps : group / shape.step_depth;
+  shape.groups = group == 0 ? 1 : ceil_div(depth, group);
+  shape.scale_bytes = is_integer(format) ? kPanelColumns * 4 + (nibbles && asymmetric ? kPanelColumns : 0) : 0;
+  shape.panel_bytes = shape.steps * shape.step_bytes + shape.groups * shape.scale_bytes;
+  return shape;
+}
+
+static inline WeightShape weight_shape(const PackedWeightHeader& header) {
+  return weight_shape(header.format, header.columns, header.depth, header.group, header.gated != 0,
+                      header.asymmetric != 0);
+}
+
+static inline const PackedWeightHeader& header_of(const void* blob) {
+  return *static_cast<const PackedWeightHeader*>(blob);
+}
+
+// The first column of vector v (16 lanes) of a panel, and the column it must stay below.
+static inline int64_t vector_column(const PackedWeightHeader& header, int64_t panel, int v) {
+  if (header.gated == 0) return panel * kPanelColumns + v * 16;
+  return panel * (kPanelColumns / 2) + v / 2 * 16 + (v % 2 == 0 ? 0 : header.columns / 2);
+}
+static inline int64_t vector_end(const PackedWeightHeader& header, int v) {
+  return header.gated != 0 && v % 2 == 0 ? header.columns / 2 : header.columns;
+}
+
+}  // namespace llmk
+
+#ifdef LLMK_ARCH
+#include "linear_driver.h"
+#endif

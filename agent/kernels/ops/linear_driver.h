@@ -1,0 +1,312 @@
+// How linear.h is spread over threads, panels, pieces of the depth and tiles of rows.
+//
+// A task is a panel and a block of rows. The weights of a piece stay in the second-level cache while the rows pass in
+// tiles; between pieces the sums wait in memory, which changes no bit. Meanwhile the next piece is fetched: it follows
+// in memory, be it of this panel or of the next.
+#pragma once
+#include <cmath>
+
+#include "../common/thread_pool.h"
+#include "linear.h"
+#include "linear_epilogue.h"
+#include "linear_tiles.h"
+#include "quantize_row.h"
+
+namespace llmk {
+namespace LLMK_ARCH {
+
+constexpr int64_t kPieceBytes = 384 << 10;
+constexpr int64_t kBlockRows = 256;
+
+// A piece of a panel in units: steps, or groups.
+struct Piece {
+  const uint8_t* weights;
+  int64_t begin, end, bytes;
+  bool first;
+};
+
+// Sums over steps alone: float formats, and int8 with one scale a column.
+template <class S>
+struct PlainForm {
+  using Step = S;
+  static int64_t units(const WeightShape& shape) { return shape.steps; }
+  static int64_t unit_bytes(const WeightShape& shape) { return shape.step_bytes; }
+
+  template <int R, bool kStreamed>
+  static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, Fetch fetch) {
+    constexpr int C = Step::columns(R);
+    const typename Step::X* x =
+        static_cast<const typename Step::X*>(job.x) + row * job.x_stride + piece.begin * Step::kDepth;
+    for (int v = 0; v < 4; v += C) {
+      typename Step::Sum total[R][C];
+      LLMK_UNROLL
+      for (int i = 0; i < R * C; ++i) {
+        float* sum = sums + i / C * kPanelColumns + (v + i % C) * kLanes;
+        if (!piece.first) {
+          load_sum(sum, &total[i / C][i % C]);
+        } else {
+          start(job, row + i / C, &total[i / C][i % C]);
+        }
+      }
+      sum_steps<Step, R, C, kStreamed>(piece.weights + v * Step::kVectorBytes, x, job.x_stride,
+                                       piece.end - piece.begin, fetch, total);
+      LLMK_UNROLL
+      for (int i = 0; i < R * C; ++i) {
+        store_sum(sums + i / C * kPanelColumns + (v + i % C) * kLanes, total[i / C][i % C]);
+      }
+      fetch.next += fetch.stride * (piece.end - piece.begin);
+    }
+  }
+
+  LLMK_INLINE void start(const LinearJob&, int64_t, Vec* total) { *total = zero(); }
+  LLMK_INLINE void start(const LinearJob& job, int64_t row, Ints* total) {
+    *total = broadcast_int(-128 * job.rows.sums[row]);
+  }
+};
+
+// Integer sums of a group at a time, then scaled and added up as floats.
+template <class S>
+struct GroupedForm {
+  using Step = S;
+  static int64_t units(const WeightShape& shape) { return shape.groups; }
+  static int64_t unit_bytes(const WeightShape& shape) {
+    return shape.group_steps * shape.step_bytes + shape.scale_bytes;
+  }
+
+  template <int R, bool kStreamed>
+  static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, Fetch fetch) {
+    constexpr int kFull = Step::columns(R), C = R * kFull > 12 && kFull > 2 ? 2 : kFull;
+    const WeightShape& shape = job.shape;
+    const bool asymmetric = job.header.asymmetric != 0;
+    for (int v = 0; v < 4; v += C) {
+      Vec total[R][C];
+      LLMK_UNROLL
+      for (int i = 0; i < R * C; ++i) {
+        float* sum = sums + i / C * kPanelColumns + (v + i % C) * kLanes;
+        total[i / C][i % C] = piece.first ? zero() : load(sum);
+      }
+      const uint8_t* w = piece.weights;
+      const int8_t* x = static_cast<const int8_t*>(job.x) + row * job.x_stride +
+                        piece.begin * shape.group_steps * Step::kDepth;
+      for (int64_t g = piece.begin; g < piece.end; ++g) {
+        const int64_t steps = smaller(shape.group_steps, shape.steps - g * shape.group_steps);
+        const float* scales = reinterpret_cast<const float*>(w + steps * shape.step_bytes);
+        const uint8_t* zeros = reinterpret_cast<const uint8_t*>(scales + kPanelColumns);
+        const int32_t* x_sums = job.rows.sums + row * shape.groups + g;
+        Ints part[R][C];
+        LLMK_UNROLL
+        for (int i = 0; i < R * C; ++i) {
+          const int32_t x_sum = x_sums[i / C * shape.groups];
+          part[i / C][i % C] =
+              asymmetric ? multiply(load_unsigned_bytes(zeros + (v + i % C) * kLanes), broadcast_int(-x_sum))
+                         : broadcast_int(-Step::kZero * x_sum);
+        }
+        sum_steps<Step, R, C, kStreamed>(w + v * Step::kVectorBytes, x, job.x_stride, steps, fetch, part);
+        LLMK_UNROLL
+        for (int i = 0; i < R * C; ++i) {
+          const Vec scale = load(scales + (v + i % C) * kLanes);
+          total[i / C][i % C] = fused(to_floats(part[i / C][i % C]), scale, total[i / C][i % C]);
+        }
+        fetch.next += fetch.stride * steps;
+        x += shape.group_steps * Step::kDepth;
+        w += steps * shape.step_bytes + shape.scale_bytes;
+      }
+      LLMK_UNROLL
+      for (int i = 0; i < R * C; ++i) store(sums + i / C * kPanelColumns + (v + i % C) * kLanes, total[i / C][i % C]);
+    }
+  }
+};
+
+template <class Form, int R, bool kStreamed>
+static inline void tile_of(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const Fetch& fetch) {
+  Form::template tile<R, kStreamed>(job, piece, row, sums, fetch);
+}
+
+// The rows of a task as tiles of nearly the same height.
+template <class Form, bool kStreamed>
+static inline void any_tile(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
+                            const Fetch& fetch) {
+  static_assert(Form::Step::kMostRows == 4 || Form::Step::kMostRows == 6, "the cases below");
+  if (rows == 1) return tile_of<Form, 1, kStreamed>(job, piece, row, sums, fetch);
+  if (rows == 2) return tile_of<Form, 2, kStreamed>(job, piece, row, sums, fetch);
+  if (rows == 3) return tile_of<Form, 3, kStreamed>(job, piece, row, sums, fetch);
+  if (rows == 4) return tile_of<Form, 4, kStreamed>(job, piece, row, sums, fetch);
+  if constexpr (Form::Step::kMostRows == 6) {
+    if (rows == 5) return tile_of<Form, 5, kStreamed>(job, piece, row, sums, fetch);
+    return tile_of<Form, 6, kStreamed>(job, piece, row, sums, fetch);
+  }
+}
+
+template <class Form, class Finish>
+static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
+                              const Finish& finish) {
+  const int64_t tiles = ceil_div(rows, Form::Step::kMostRows);
+  const uint8_t* next = piece.weights + piece.bytes;
+  for (int64_t t = 0; t < tiles; ++t) {
+    const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin;
+    float* tile_sums = sums + begin * kPanelColumns;
+    if (tiles < 4 && t == 0) {
+      any_tile<Form, true>(job, piece, row + begin, count, tile_sums, {true, nullptr, 0});
+    } else {
+      const int64_t offset = t * (piece.bytes / 4);
+      const bool fetching = tiles >= 4 && t < 4;
+      any_tile<Form, false>(job, piece, row + begin, count, tile_sums,
+                            {false, fetching ? next + offset : piece.weights, fetching ? 64 : 0});
+    }
+    finish(row + begin, count, tile_sums);
+  }
+}
+
+template <class Form>
+static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
+  const int64_t units = Form::units(job.shape), unit_bytes = Form::unit_bytes(job.shape);
+  const int64_t pieces = larger(1, smaller(units, ceil_div(job.shape.panel_bytes, kPieceBytes)));
+  const int64_t rows = row_end - row;
+  float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, rows * kPanelColumns * 4));
+  const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
+  for (int64_t p = 0; p < pieces; ++p) {
+    const int64_t begin = units * p / pieces, end = units * (p + 1) / pieces;
+    const Piece piece{weights + begin * unit_bytes, begin, end, (end - begin) * unit_bytes, p == 0};
+    piece_rows<Form>(job, piece, row, rows, sums, [&](int64_t first, int64_t count, const float* tile_sums) {
+      if (p == pieces - 1) finish_tile(job, panel, first, count, tile_sums);
+    });
+  }
+}
+
+template <class Task>
+static inline void for_panels(const LinearJob& job, const Task& task) {
+  const int64_t row_blocks = ceil_div(job.args.rows, kBlockRows);
+  const auto run = [&](int64_t i) {
+    const int64_t panel = i / row_blocks, block = i % row_blocks;
+    task(panel, job.args.rows * block / row_blocks, job.args.rows * (block + 1) / row_blocks);
+  };
+  const int64_t tasks = job.shape.panels * row_blocks;
+  const bool small = job.shape.panels * job.shape.panel_bytes < (96 << 10) &&
+                     job.args.rows * job.header.columns * job.header.depth < (1 << 20);
+  if (small) {  // not worth a second thread
+    for (int64_t i = 0; i < tasks; ++i) run(i);
+  } else {
+    parallel_for(tasks, run);
+  }
+}
+
+template <class Form>
+static void run_panels(const LinearJob& job) {
+  for_panels(job, [&](int64_t panel, int64_t row, int64_t row_end) { panel_task<Form>(job, panel, row, row_end); });
+}
+
+}  // namespace LLMK_ARCH
+}  // namespace llmk
+
+#include "linear_weight_only.h"
+
+namespace llmk {
+namespace LLMK_ARCH {
+
+// Calls function(row) for every row, over threads where that pays.
+template <class Function>
+static inline void for_rows(int64_t rows, int64_t depth, const Function& function) {
+  const int64_t rows_per_task = larger(1, (1 << 14) / depth);
+  parallel_for(ceil_div(rows, rows_per_task), [&](int64_t task) {
+    const int64_t end = smaller(rows, (task + 1) * rows_per_task);
+    for (int64_t row = task * rows_per_task; row < end; ++row) function(row);
+  });
+}
+
+// Rows as float32 or, where the type stays, with the depth filled up by zeros to `stride`.
+template <class To, class T>
+static inline void convert_rows(LinearJob* job, int64_t stride) {
+  const LinearArgs& args = job->args;
+  const int64_t depth = job->header.depth;
+  To* to = static_cast<To*>(thread_scratch(kScratchLinearRows, args.rows * stride * static_cast<int64_t>(sizeof(To))));
+  for_rows(args.rows, depth, [&](int64_t row) {
+    const T* x = static_cast<const T*>(args.x) + row * args.x_stride;
+    To* out = to + row * stride;
+    for (int64_t k = 0; k < stride; k += kLanes) {
+      store_part(out + k, k < depth ? load_n(x + k, depth - k) : zero(), stride - k);
+    }
+  });
+  job->x = to;
+  job->x_stride = stride;
+}
+
+static void rows_as_floats(LinearJob* job) {
+  const int64_t stride = ceil_div(job->header.depth, kLanes) * kLanes;
+  job->x = job->args.x;
+  job->x_stride = job->args.x_stride;
+  if (job->args.dtype == DType::kFloat16) convert_rows<float, half_t>(job, stride);
+  if (job->args.dtype == DType::kBFloat16) convert_rows<float, bfloat_t>(job, stride);
+  const bool uneven = job->header.format != WeightFormat::kFloat32 && job->header.depth % 4 != 0;
+  if (job->args.dtype == DType::kFloat32 && uneven) convert_rows<float, float>(job, stride);
+}
+
+#ifdef LLMK_BF16_DOT
+static void rows_as_bfloats(LinearJob* job) {
+  job->x = job->args.x;
+  job->x_stride = job->args.x_stride;
+  const bool whole_steps = job->header.depth % (job->header.format == WeightFormat::kBFloat16 ? 2 : 4) == 0;
+  if (!whole_steps) convert_rows<bfloat_t, bfloat_t>(job, ceil_div(job->header.depth, kLanes) * kLanes);
+}
+#endif
+
+static void rows_as_bytes(LinearJob* job) {
+  const LinearArgs& args = job->args;
+  if (args.quantized != nullptr) {
+    job->rows = *args.quantized;
+  } else {
+    void* memory = thread_scratch(kScratchLinearRows, quantized_rows_bytes(args.weight, args.rows));
+    job->rows = quantized_rows(args.weight, args.rows, memory);
+    for_rows(args.rows, job->header.depth, [&](int64_t row) {
+      const char* x = static_cast<const char*>(args.x) + row * args.x_stride * size_of(args.dtype);
+      quantize_row(args.dtype, x, job->rows, row, args.weight);
+    });
+  }
+  job->x = job->rows.values;
+  job->x_stride = job->rows.stride;
+}
+
+static void run_job(LinearJob* job) {
+  const WeightFormat format = job->header.format;
+  const bool grouped = job->header.group != 0 || format == WeightFormat::kInt4;
+  if (wants_quantized_rows(job->args.weight)) {
+    rows_as_bytes(job);
+    job->scaling = grouped ? Scaling::kRow : Scaling::kIntegerBoth;
+    if (format == WeightFormat::kInt4) return run_panels<GroupedForm<NibbleStep>>(*job);
+    return grouped ? run_panels<GroupedForm<ByteStep>>(*job) : run_panels<PlainForm<ByteStep>>(*job);
+  }
+  const bool weight_only = format == WeightFormat::kInt8WeightOnly;
+  job->scaling = weight_only && !grouped ? Scaling::kColumn : Scaling::kNone;
+#ifdef LLMK_BF16_DOT
+  if (job->args.dtype == DType::kBFloat16) {
+    rows_as_bfloats(job);
+    return weight_only ? run_weight_only<BFloatDotStep>(*job) : run_panels<PlainForm<BFloatDotStep>>(*job);
+  }
+#endif
+  rows_as_floats(job);
+  if (weight_only) return run_weight_only<FloatStep<float>>(*job);
+  if (format == WeightFormat::kFloat32) return run_panels<PlainForm<FloatStep<float>>>(*job);
+  if (format == WeightFormat::kFloat16) return run_panels<PlainForm<FloatStep<half_t>>>(*job);
+#ifndef LLMK_BF16_DOT
+  return run_panels<PlainForm<BFloatStep>>(*job);
+#endif
+}
+
+static void linear(const LinearArgs& args) {
+  if (args.rows <= 0) return;
+  const PackedWeightHeader& header = header_of(args.weight);
+  LinearJob job{args,    header, weight_shape(header), static_cast<const uint8_t*>(args.weight) + sizeof(header),
+                nullptr, 0,      QuantizedRows{},      nullptr,
+                Scaling::kNone};
+  if (args.best_ids != nullptr) {
+    job.best = static_cast<uint64_t*>(thread_scratch(kScratchLinearBest, args.rows * 8));
+    for (int64_t row = 0; row < args.rows; ++row) job.best[row] = best_key(-INFINITY, 0);
+  }
+  run_job(&job);
+  for (int64_t row = 0; args.best_ids != nullptr && row < args.rows; ++row) {
+    args.best_ids[row] = best_index(job.best[row]);
+    if (args.best_values != nullptr) args.best_values[row] = best_value(job.best[row]);
+  }
+}
+
+}  // namespace LLMK_ARCH
+}  // namespace llmk

@@ -1,0 +1,248 @@
+// Packing of weights and the checks of blobs; see linear.h for the layout.
+#include <cmath>
+
+#include "../common/check.h"
+#include "linear.h"
+
+namespace llmk {
+namespace {
+
+constexpr int64_t kLargestIntegerDepth = 65536;  // 255 * 127 * depth must fit an int32
+
+const char* problem_of_sizes(WeightFormat format, int64_t columns, int64_t depth, int64_t group) {
+  if (format < WeightFormat::kFloat32 || format > WeightFormat::kInt4) return "the format is not known";
+  if (columns <= 0 || depth <= 0) return "columns and depth must be positive";
+  if (columns >= int64_t{1} << 31 || depth >= int64_t{1} << 31) return "columns and depth must be below 2^31";
+  if (group < 0 || group % 8 != 0) return "the group must be 0 or a positive multiple of 8";
+  if (group != 0 && !is_integer(format)) return "only integer formats have groups";
+  if (is_integer(format) && depth > kLargestIntegerDepth) return "the depth of integer weights must not exceed 65536";
+  return nullptr;
+}
+
+float source_value(const PackSource& source, int64_t index) {
+  if (source.source_dtype == DType::kFloat32) return static_cast<const float*>(source.values)[index];
+  if (source.source_dtype == DType::kFloat16) return to_float(static_cast<const half_t*>(source.values)[index]);
+  return to_float(static_cast<const bfloat_t*>(source.values)[index]);
+}
+
+// One column of one group: the integers as stored (int8: w + 128), its scale and zero.
+struct GroupCodes {
+  uint8_t codes[kLargestIntegerDepth];
+  float scale;
+  uint8_t zero;
+};
+
+uint8_t code_of(float value, float inverse, int zero, int lowest, int highest) {
+  const float rounded = std::nearbyintf(value * inverse) + static_cast<float>(zero);
+  return static_cast<uint8_t>(std::fmin(std::fmax(rounded, static_cast<float>(lowest)), static_cast<float>(highest)));
+}
+
+float inverse_of(float scale) {
+  const float inverse = 1.0f / scale;
+  return std::isfinite(inverse) ? inverse : 0.0f;
+}
+
+// Floats to codes, round to nearest.
+void quantize_group(const PackSource& source, int64_t column, int64_t begin, int64_t end, GroupCodes* out) {
+  const int64_t base = column * source.depth;
+  float low = 0, high = 0;
+  for (int64_t k = begin; k < end; ++k) {
+    low = std::fmin(low, source_value(source, base + k));
+    high = std::fmax(high, source_value(source, base + k));
+  }
+  const bool nibbles = source.format == WeightFormat::kInt4;
+  const float magnitude = std::fmax(-low, high);
+  int zero = nibbles ? 8 : 128, lowest = nibbles ? 1 : 1, highest = nibbles ? 15 : 255;
+  out->scale = magnitude / (nibbles ? 7.0f : 127.0f);
+  if (nibbles && source.asymmetric) {
+    out->scale = (high - low) / 15.0f;
+    zero = static_cast<int>(std::nearbyintf(-low * inverse_of(out->scale)));
+    lowest = 0;
+  }
+  const float inverse = inverse_of(out->scale);
+  for (int64_t k = begin; k < end; ++k) {
+    out->codes[k - begin] = code_of(source_value(source, base + k), inverse, zero, lowest, highest);
+  }
+  out->zero = static_cast<uint8_t>(zero);
+}
+
+// Codes as given.
+void copy_group(const PackSource& source, int64_t column, int64_t group, int64_t groups, int64_t begin, int64_t end,
+                GroupCodes* out) {
+  const uint8_t* values = static_cast<const uint8_t*>(source.values) + column * source.depth;
+  const bool nibbles = source.format == WeightFormat::kInt4;
+  for (int64_t k = begin; k < end; ++k) {
+    out->codes[k - begin] = nibbles ? values[k] & 15 : static_cast<uint8_t>(values[k] ^ 0x80);
+  }
+  out->scale = source.scales[column * groups + group];
+  out->zero = nibbles && source.zeros != nullptr ? source.zeros[column * groups + group] : nibbles ? 8 : 128;
+}
+
+void place_codes(const GroupCodes& from, int64_t depth, bool nibbles, int lane, uint8_t* steps) {
+  uint8_t* column = steps + lane * 4;
+  for (int64_t k = 0; k < depth; ++k) {
+    if (nibbles) {
+      column[k / 8 * 256 + k % 4] |= static_cast<uint8_t>(from.codes[k] << (k % 8 < 4 ? 0 : 4));
+    } else {
+      column[k / 4 * 256 + k % 4] = from.codes[k];
+    }
+  }
+}
+
+void pack_integer_column(const PackSource& source, const WeightShape& shape, int64_t column, int lane, bool zeros,
+                         uint8_t* panel, GroupCodes* work) {
+  const int64_t group_depth = shape.group_steps * shape.step_depth;
+  for (int64_t g = 0; g < shape.groups; ++g) {
+    const int64_t begin = g * group_depth, end = smaller(begin + group_depth, source.depth);
+    if (source.scales == nullptr) {
+      quantize_group(source, column, begin, end, work);
+    } else {
+      copy_group(source, column, g, shape.groups, begin, end, work);
+    }
+    uint8_t* steps = panel + g * (shape.group_steps * shape.step_bytes + shape.scale_bytes);
+    place_codes(*work, end - begin, source.format == WeightFormat::kInt4, lane, steps);
+    uint8_t* scales = steps + ceil_div(end - begin, shape.step_depth) * shape.step_bytes;
+    std::memcpy(scales + lane * 4, &work->scale, 4);
+    if (zeros) scales[kPanelColumns * 4 + lane] = work->zero;
+  }
+}
+
+void pack_float_column(const PackSource& source, int64_t column, int lane, uint8_t* panel) {
+  for (int64_t k = 0; k < source.depth; ++k) {
+    const float value = source_value(source, column * source.depth + k);
+    if (source.format == WeightFormat::kFloat32) {
+      from_float(value, reinterpret_cast<float*>(panel) + k * kPanelColumns + lane);
+    } else if (source.format == WeightFormat::kFloat16) {
+      from_float(value, reinterpret_cast<half_t*>(panel) + k * kPanelColumns + lane);
+    } else {
+      from_float(value, reinterpret_cast<bfloat_t*>(panel) + (k / 2 * kPanelColumns + lane) * 2 + k % 2);
+    }
+  }
+}
+
+void pack_panel(const PackSource& source, const PackedWeightHeader& header, const WeightShape& shape, int64_t panel,
+                uint8_t* out) {
+  std::memset(out, 0, static_cast<size_t>(shape.panel_bytes));
+  GroupCodes* work = static_cast<GroupCodes*>(thread_scratch(kScratchLinearTile, sizeof(GroupCodes)));
+  for (int lane = 0; lane < kPanelColumns; ++lane) {
+    const int64_t column = vector_column(header, panel, lane / 16) + lane % 16;
+    if (column >= vector_end(header, lane / 16)) continue;
+    if (is_integer(source.format)) {
+      pack_integer_column(source, shape, column, lane, header.asymmetric != 0, out, work);
+    } else {
+      pack_float_column(source, column, lane, out);
+    }
+  }
+}
+
+}  // namespace
+
+int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group) {
+  if (problem_of_sizes(format, columns, depth, group) != nullptr) return 0;
+  // A gated weight may need a panel more, and zero points may be stored: room for both.
+  const WeightShape plain = weight_shape(format, columns, depth, group, false, true);
+  const WeightShape gated = weight_shape(format, columns, depth, group, true, true);
+  return static_cast<int64_t>(sizeof(PackedWeightHeader)) + larger(plain.panels, gated.panels) * plain.panel_bytes;
+}
+
+int pack_weight(const PackSource& source, void* blob) {
+  const char* problem = problem_of_sizes(source.format, source.columns, source.depth, source.group);
+  if (problem == nullptr && source.gated && source.columns % 2 != 0) problem = "a gated weight needs even columns";
+  if (problem == nullptr && source.source_dtype == DType::kUnsupported) problem = "the source type is not known";
+  if (problem == nullptr && reinterpret_cast<uintptr_t>(blob) % 64 != 0) problem = "the blob must be 64-byte aligned";
+  if (problem != nullptr) {
+    return refuse_text("pack_weight", "%s (format %d, %lld columns, depth %lld, group %lld)", problem,
+                       static_cast<int>(source.format), static_cast<long long>(source.columns),
+                       static_cast<long long>(source.depth), static_cast<long long>(source.group));
+  }
+  const bool zeros = source.format == WeightFormat::kInt4 &&
+                     (source.scales == nullptr ? source.asymmetric : source.zeros != nullptr);
+  PackedWeightHeader header{};
+  header.magic = kPackedWeightMagic;
+  header.format = source.format;
+  header.layout = kPackedWeightLayout;
+  header.gated = source.gated ? 1 : 0;
+  header.columns = source.columns;
+  header.depth = source.depth;
+  header.group = source.group;
+  header.asymmetric = zeros ? 1 : 0;
+  std::memcpy(blob, &header, sizeof(header));
+  const WeightShape shape = weight_shape(header);
+  uint8_t* panels = static_cast<uint8_t*>(blob) + sizeof(header);
+  parallel_for(shape.panels, [&](int64_t panel) {
+    pack_panel(source, header, shape, panel, panels + panel * shape.panel_bytes);
+  });
+  return 0;
+}
+
+int check_packed_weight(const char* op, const void* blob, int64_t bytes) {
+  if (blob == nullptr || reinterpret_cast<uintptr_t>(blob) % 64 != 0) {
+    return refuse_text(op, "the packed weight is at %p; it must be 64-byte aligned", blob);
+  }
+  if (bytes < static_cast<int64_t>(sizeof(PackedWeightHeader))) {
+    return refuse_text(op, "the packed weight has %lld bytes, less than its header", static_cast<long long>(bytes));
+  }
+  const PackedWeightHeader& header = header_of(blob);
+  if (header.magic != kPackedWeightMagic) {
+    return refuse_text(op, "the weight is not packed: it starts with %08x, not %08x", header.magic,
+                       kPackedWeightMagic);
+  }
+  if (header.layout != kPackedWeightLayout) {
+    return refuse_text(op, "the weight was packed in layout %d; this build reads layout %d: pack it again",
+                       header.layout, kPackedWeightLayout);
+  }
+  const char* problem = problem_of_sizes(header.format, header.columns, header.depth, header.group);
+  if (problem != nullptr) return refuse_text(op, "the header of the packed weight is damaged: %s", problem);
+  const WeightShape shape = weight_shape(header);
+  const int64_t needed = static_cast<int64_t>(sizeof(header)) + shape.panels * shape.panel_bytes;
+  if (bytes < needed) {
+    return refuse_text(op, "the packed weight has %lld bytes; its header asks for %lld", static_cast<long long>(bytes),
+                       static_cast<long long>(needed));
+  }
+  return 0;
+}
+
+int check_linear(const char* op, const LinearArgs& args) {
+  const PackedWeightHeader& header = header_of(args.weight);
+  if (args.dtype == DType::kUnsupported) return refuse_text(op, "the type of x is not supported");
+  if (!is_integer(header.format) && static_cast<int>(header.format) != static_cast<int>(args.dtype)) {
+    return refuse_text(op, "x has type %d, the float weight type %d; they must be the same",
+                       static_cast<int>(args.dtype), static_cast<int>(header.format));
+  }
+  if (args.epilogue == Epilogue::kSwiglu && header.gated == 0) {
+    return refuse_text(op, "the SwiGLU epilogue needs a weight packed as gated");
+  }
+  if (args.best_ids != nullptr && (args.epilogue != Epilogue::kStoreFloat || header.gated != 0)) {
+    return refuse_text(op, "the arg-max goes with the float store of an ungated weight only");
+  }
+  if (args.out == nullptr && args.best_ids == nullptr) return refuse_text(op, "there is nowhere to write to");
+  if (args.quantized != nullptr && !wants_quantized_rows(args.weight)) {
+    return refuse_text(op, "quantised rows do not go with weight format %d", static_cast<int>(header.format));
+  }
+  return 0;
+}
+
+bool wants_quantized_rows(const void* blob) {
+  const WeightFormat format = header_of(blob).format;
+  return format == WeightFormat::kInt8 || format == WeightFormat::kInt4;
+}
+
+static int64_t round_up(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
+
+int64_t quantized_rows_bytes(const void* blob, int64_t rows) {
+  const PackedWeightHeader& header = header_of(blob);
+  return rows * round_up(header.depth) + round_up(rows * 4) + round_up(rows * weight_shape(header).groups * 4);
+}
+
+QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory) {
+  const PackedWeightHeader& header = header_of(blob);
+  QuantizedRows result;
+  result.stride = round_up(header.depth);
+  result.groups = weight_shape(header).groups;
+  result.values = static_cast<int8_t*>(memory);
+  result.scales = reinterpret_cast<float*>(result.values + rows * result.stride);
+  result.sums = reinterpret_cast<int32_t*>(result.values + rows * result.stride + round_up(rows * 4));
+  return result;
+}
+
+}  // namespace llmk

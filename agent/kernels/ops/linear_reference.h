@@ -1,0 +1,123 @@
+// The scalar reference of linear.h, straight from a blob.
+#pragma once
+#include <cmath>
+
+#include "linear.h"
+#include "quantize_row.h"
+
+namespace llmk {
+namespace reference {
+
+struct LinearWeights {
+  explicit LinearWeights(const void* blob)
+      : header(header_of(blob)), shape(weight_shape(header)),
+        panels(static_cast<const uint8_t*>(blob) + sizeof(PackedWeightHeader)) {}
+
+  // Panel and lane of a column.
+  void locate(int64_t column, const uint8_t** panel, int* lane) const {
+    int64_t number = column / kPanelColumns;
+    *lane = static_cast<int>(column % kPanelColumns);
+    if (header.gated != 0) {
+      const bool up = column >= header.columns / 2;
+      const int64_t within = column - (up ? header.columns / 2 : 0);
+      number = within / 32;
+      *lane = static_cast<int>((within % 32 / 16 * 2 + (up ? 1 : 0)) * 16 + within % 16);
+    }
+    *panel = panels + number * shape.panel_bytes;
+  }
+  int64_t group_depth() const { return shape.group_steps * shape.step_depth; }
+  const uint8_t* group(const uint8_t* panel, int64_t g) const {
+    return panel + g * (shape.group_steps * shape.step_bytes + shape.scale_bytes);
+  }
+  const uint8_t* scales(const uint8_t* panel, int64_t g) const {
+    return group(panel, g) + smaller(shape.group_steps, shape.steps - g * shape.group_steps) * shape.step_bytes;
+  }
+  // The number a weight stands for, but for its scale.
+  double value(int64_t column, int64_t k) const {
+    const uint8_t* panel;
+    int lane;
+    locate(column, &panel, &lane);
+    if (header.format == WeightFormat::kFloat32) return reinterpret_cast<const float*>(panel)[k * 64 + lane];
+    if (header.format == WeightFormat::kFloat16) return to_float(reinterpret_cast<const half_t*>(panel)[k * 64 + lane]);
+    if (header.format == WeightFormat::kBFloat16) {
+      return to_float(reinterpret_cast<const bfloat_t*>(panel)[(k / 2 * 64 + lane) * 2 + k % 2]);
+    }
+    const int64_t g = k / group_depth(), within = k % group_depth();
+    const uint8_t* steps = group(panel, g);
+    if (header.format != WeightFormat::kInt4) return steps[(within / 4 * 64 + lane) * 4 + within % 4] - 128;
+    const int code = steps[(within / 8 * 64 + lane) * 4 + within % 4] >> (within % 8 < 4 ? 0 : 4) & 15;
+    return code - (header.asymmetric != 0 ? scales(panel, g)[kPanelColumns * 4 + lane] : 8);
+  }
+  float scale(int64_t column, int64_t g) const {
+    const uint8_t* panel;
+    int lane;
+    locate(column, &panel, &lane);
+    return reinterpret_cast<const float*>(scales(panel, g))[lane];
+  }
+
+  const PackedWeightHeader& header;
+  const WeightShape shape;
+  const uint8_t* panels;
+};
+
+static inline float load_any(DType dtype, const void* x, int64_t index) {
+  if (dtype == DType::kFloat32) return static_cast<const float*>(x)[index];
+  if (dtype == DType::kFloat16) return to_float(static_cast<const half_t*>(x)[index]);
+  return to_float(static_cast<const bfloat_t*>(x)[index]);
+}
+static inline void store_any(DType dtype, float value, void* out, int64_t index) {
+  if (dtype == DType::kFloat32) static_cast<float*>(out)[index] = value;
+  if (dtype == DType::kFloat16) from_float(value, static_cast<half_t*>(out) + index);
+  if (dtype == DType::kBFloat16) from_float(value, static_cast<bfloat_t*>(out) + index);
+}
+
+// Integer formats: the arithmetic of linear.h to the bit. Float formats: in double.
+static inline float linear_element(const LinearArgs& args, const LinearWeights& w, const QuantizedRows& rows,
+                                   int64_t row, int64_t column) {
+  const int64_t depth = w.header.depth, span = w.header.group == 0 ? depth : w.header.group;
+  const bool integers = wants_quantized_rows(args.weight);
+  float total = 0;
+  double exact = 0;
+  for (int64_t g = 0; g < w.shape.groups; ++g) {
+    double sum = 0;
+    for (int64_t k = g * span; k < smaller(depth, (g + 1) * span); ++k) {
+      const double x = integers ? rows.values[row * rows.stride + k] : load_any(args.dtype, args.x, row * args.x_stride + k);
+      sum += x * w.value(column, k);
+    }
+    if (!is_integer(w.header.format)) return static_cast<float>(sum);
+    const float scale = w.scale(column, g);
+    exact += sum * scale;
+    if (integers && w.header.format == WeightFormat::kInt8 && w.header.group == 0) {
+      return static_cast<float>(sum) * rows.scales[row] * scale;
+    }
+    total = std::fma(static_cast<float>(sum), scale, total);
+  }
+  return integers ? total * rows.scales[row] : static_cast<float>(exact);
+}
+
+static inline float swiglu_element(float gate, float up) {
+  return static_cast<float>(gate / (1 + std::exp(-static_cast<double>(gate))) * up);
+}
+
+// `rows`: quantised already where the format wants it.
+static inline void linear(const LinearArgs& args, const QuantizedRows& rows) {
+  const LinearWeights w(args.weight);
+  const bool swiglu = args.epilogue == Epilogue::kSwiglu;
+  const int64_t width = swiglu ? w.header.columns / 2 : w.header.columns;
+  const DType out_dtype = args.epilogue == Epilogue::kStoreFloat ? DType::kFloat32 : args.dtype;
+  for (int64_t row = 0; row < args.rows; ++row) {
+    float best = -INFINITY;
+    int32_t best_id = 0;
+    for (int64_t column = 0; column < width; ++column) {
+      float value = linear_element(args, w, rows, row, column);
+      if (swiglu) value = swiglu_element(value, linear_element(args, w, rows, row, width + column));
+      if (args.out != nullptr) store_any(out_dtype, value, args.out, row * args.out_stride + column);
+      if (value > best) best = value, best_id = static_cast<int32_t>(column);
+    }
+    if (args.best_ids != nullptr) args.best_ids[row] = best_id;
+    if (args.best_values != nullptr) args.best_values[row] = best;
+  }
+}
+
+}  // namespace reference
+}  // namespace llmk

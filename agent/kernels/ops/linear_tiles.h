@@ -1,0 +1,152 @@
+// The inner loops of linear.h: R rows of activations by C vectors (16 columns each) of a panel.
+#pragma once
+#include "../common/types.h"
+#include "dot.h"
+
+namespace llmk {
+namespace LLMK_ARCH {
+
+// How one step of a panel is multiplied. kDepth: depths of a step; kVectorBytes: weights of 16 columns; kMostRows: of
+// a tile whose sums stay in registers; columns(R): vectors of a tile of R rows.
+struct WideTiles {
+#ifdef LLMK_VEC_AVX512
+  static constexpr int kMostRows = 6;
+  static constexpr int columns(int) { return 4; }
+#else
+  static constexpr int kMostRows = 6;
+  static constexpr int columns(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+#endif
+};
+struct NarrowTiles {  // a step of the weights or the activations takes two registers
+  static constexpr int kMostRows = 4;
+#ifdef LLMK_VEC_AVX512
+  static constexpr int columns(int) { return 4; }
+#else
+  static constexpr int columns(int rows) { return rows == 1 ? 2 : 1; }
+#endif
+};
+
+template <class W>
+struct FloatStep : WideTiles {
+  using X = float;
+  using Sum = Vec;
+  using Weight = Vec;
+  static constexpr int kDepth = 1, kVectorBytes = 16 * sizeof(W);
+  LLMK_INLINE Weight weight(const uint8_t* p) { return load(reinterpret_cast<const W*>(p)); }
+  LLMK_INLINE Vec activation(const X* p) { return broadcast(*p); }
+  LLMK_INLINE Sum step(Sum total, Weight w, Vec x) { return fma(x, w, total); }
+};
+
+// Pairs of bfloat16 by multiply-adds of float32, the even k first.
+struct BFloatStep : NarrowTiles {
+  using X = float;
+  using Sum = Vec;
+  struct Weight {
+    Vec low, high;
+  };
+  static constexpr int kDepth = 2, kVectorBytes = 64;
+  LLMK_INLINE Weight weight(const uint8_t* p) {
+    const Ints pairs = load_ints(p);
+    return {low_bfloats(pairs), high_bfloats(pairs)};
+  }
+  LLMK_INLINE Weight activation(const X* p) { return {broadcast(p[0]), broadcast(p[1])}; }
+  LLMK_INLINE Sum step(Sum total, Weight w, Weight x) { return fma(x.high, w.high, fma(x.low, w.low, total)); }
+};
+
+#ifdef LLMK_BF16_DOT
+struct BFloatDotStep : WideTiles {
+  using X = bfloat_t;
+  using Sum = Vec;
+  using Weight = Ints;
+  static constexpr int kDepth = 2, kVectorBytes = 64;
+  LLMK_INLINE Weight weight(const uint8_t* p) { return load_ints(p); }
+  LLMK_INLINE Ints activation(const X* p) {
+    int32_t bits;
+    std::memcpy(&bits, p, sizeof(bits));
+    return broadcast_int(bits);
+  }
+  LLMK_INLINE Sum step(Sum total, Weight w, Ints x) {
+    return {_mm512_dpbf16_ps(total.v, reinterpret_cast<__m512bh>(x.v), reinterpret_cast<__m512bh>(w.v))};
+  }
+};
+#endif
+
+#ifdef LLMK_VNNI
+using ByteTiles = WideTiles;
+#else
+using ByteTiles = NarrowTiles;
+#endif
+
+struct ByteStep : ByteTiles {
+  using X = int8_t;
+  using Sum = Ints;
+  using Weight = Quads;
+  static constexpr int kDepth = 4, kVectorBytes = 64, kZero = 128;
+  LLMK_INLINE Weight weight(const uint8_t* p) { return quads(load_ints(p)); }
+  LLMK_INLINE BroadcastQuad activation(const X* p) { return broadcast_quad(p); }
+  LLMK_INLINE Sum step(Sum total, Weight w, BroadcastQuad x) { return dot_quads(total, w, x); }
+};
+
+struct NibbleStep : ByteTiles {
+  using X = int8_t;
+  using Sum = Ints;
+  struct Weight {
+    Quads low, high;
+  };
+  struct Activation {
+    BroadcastQuad low, high;
+  };
+  static constexpr int kDepth = 8, kVectorBytes = 64, kZero = 8;
+  LLMK_INLINE Weight weight(const uint8_t* p) {
+    const Ints bytes = load_ints(p);
+    return {low_nibbles(bytes), high_nibbles(bytes)};
+  }
+  LLMK_INLINE Activation activation(const X* p) { return {broadcast_quad(p), broadcast_quad(p + 4)}; }
+  LLMK_INLINE Sum step(Sum total, Weight w, Activation x) {
+    return dot_quads(dot_quads(total, w.low, x.low), w.high, x.high);
+  }
+};
+
+// What to fetch while a tile is worked on. Streamed weights: the tile's own, a fixed way ahead. Else a line a step from
+// `next`, `stride` 64, or 0 where there is nothing left to fetch.
+struct Fetch {
+  bool streamed;
+  const uint8_t* next;
+  int64_t stride;
+};
+constexpr int64_t kFetchAhead = 4096;
+
+LLMK_INLINE void clear_sum(Vec* total) { *total = zero(); }
+LLMK_INLINE void clear_sum(Ints* total) { *total = broadcast_int(0); }
+LLMK_INLINE void load_sum(const float* p, Vec* total) { *total = load(p); }
+LLMK_INLINE void load_sum(const float* p, Ints* total) { *total = load_ints(p); }
+LLMK_INLINE void store_sum(float* p, Vec total) { store(p, total); }
+LLMK_INLINE void store_sum(float* p, Ints total) { store_ints(p, total); }
+
+// total[r][c] += the products of `steps` steps. w: vector 0 of the tile in the first step.
+template <class Step, int R, int C, bool kStreamed>
+LLMK_INLINE void sum_steps(const uint8_t* w, const typename Step::X* x, int64_t x_stride, int64_t steps,
+                           const Fetch& fetch, typename Step::Sum (&total)[R][C]) {
+  const uint8_t* next = fetch.next;
+  for (int64_t s = 0; s < steps; ++s, w += 4 * Step::kVectorBytes, x += Step::kDepth) {
+    typename Step::Weight weight[C];
+    LLMK_UNROLL
+    for (int c = 0; c < C; ++c) {
+      weight[c] = Step::weight(w + c * Step::kVectorBytes);
+      if (kStreamed) __builtin_prefetch(w + c * Step::kVectorBytes + kFetchAhead, 0, 3);
+    }
+    if (!kStreamed) {
+      __builtin_prefetch(next, 0, 2);
+      next += fetch.stride;
+    }
+    LLMK_UNROLL
+    for (int r = 0; r < R; ++r) {
+      const auto activation = Step::activation(x + r * x_stride);
+      LLMK_UNROLL
+      for (int c = 0; c < C; ++c) total[r][c] = Step::step(total[r][c], weight[c], activation);
+    }
+  }
+}
+
+}  // namespace LLMK_ARCH
+}  // namespace llmk

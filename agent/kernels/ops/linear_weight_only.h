@@ -1,0 +1,87 @@
+// int8 weights against float activations: a block of the depth at a time is unpacked into the first-level cache as the
+// type the activations are multiplied in (every int8 is exact in bfloat16), then it is a float format.
+#pragma once
+#include "../common/types.h"
+#include "linear_epilogue.h"
+#include "linear_tiles.h"
+
+namespace llmk {
+namespace LLMK_ARCH {
+
+constexpr int64_t kUnpackSteps = 16;  // of 4 depths: 16 KB as float32, 8 KB as bfloat16
+
+// 4 depths of 16 columns as floats.
+LLMK_INLINE void unpack_four(const uint8_t* from, Vec (&out)[4]) {
+  const Ints bytes = load_ints(from), zero_point = broadcast_int(-128);
+  out[0] = to_floats(add(low_bytes(bytes), zero_point));
+  out[1] = to_floats(add(low_bytes(shift_right<8>(bytes)), zero_point));
+  out[2] = to_floats(add(low_bytes(shift_right<16>(bytes)), zero_point));
+  out[3] = to_floats(add(shift_right<24>(bytes), zero_point));
+}
+
+// [steps][64][4] uint8 to [4 * steps][64] float32 or [2 * steps][64][2] bfloat16.
+static inline void unpack_block(const uint8_t* from, int64_t steps, float* to) {
+  for (int64_t i = 0; i < steps * 4; ++i, from += 64) {
+    __builtin_prefetch(from + kFetchAhead, 0, 3);
+    Vec four[4];
+    unpack_four(from, four);
+    float* out = to + i / 4 * 4 * kPanelColumns + i % 4 * kLanes;
+    for (int k = 0; k < 4; ++k) store(out + k * kPanelColumns, four[k]);
+  }
+}
+#ifdef LLMK_BF16_DOT
+static inline void unpack_block(const uint8_t* from, int64_t steps, bfloat_t* to) {
+  for (int64_t i = 0; i < steps * 4; ++i, from += 64) {
+    __builtin_prefetch(from + kFetchAhead, 0, 3);
+    Vec four[4];
+    unpack_four(from, four);
+    bfloat_t* out = to + (i / 4 * 4 * kPanelColumns + i % 4 * 2 * kLanes);
+    store_ints(out, pair_bfloats(four[0], four[1]));
+    store_ints(out + 2 * kPanelColumns, pair_bfloats(four[2], four[3]));
+  }
+}
+#endif
+
+// total = fma(sum, scale, total) for the rows of a task.
+static inline void fold_group(const float* sums, const float* scales, int64_t rows, bool first, float* totals) {
+  for (int64_t i = 0; i < rows * kPanelColumns; i += kLanes) {
+    const Vec total = first ? zero() : load(totals + i);
+    store(totals + i, fused(load(sums + i), load(scales + i % kPanelColumns), total));
+  }
+}
+
+template <class Step>
+static void weight_only_task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
+  using X = typename Step::X;
+  const WeightShape& shape = job.shape;
+  const int64_t rows = row_end - row, size = rows * kPanelColumns;
+  alignas(64) X unpacked[kUnpackSteps * 4 * kPanelColumns];
+  float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, 2 * size * 4));
+  float* totals = sums + size;
+  const auto nothing = [](int64_t, int64_t, const float*) {};
+  const uint8_t* w = job.panels + panel * shape.panel_bytes;
+  for (int64_t g = 0; g < shape.groups; ++g) {
+    const int64_t first = g * shape.group_steps, end = smaller(first + shape.group_steps, shape.steps);
+    for (int64_t step = first; step < end; step += kUnpackSteps) {
+      const int64_t count = smaller(kUnpackSteps, end - step), ratio = 4 / Step::kDepth;
+      unpack_block(w, count, unpacked);
+      const Piece piece{reinterpret_cast<const uint8_t*>(unpacked), step * ratio, (step + count) * ratio, 0,
+                        step == first};
+      piece_rows<PlainForm<Step>>(job, piece, row, rows, sums, nothing);
+      w += count * shape.step_bytes;
+    }
+    if (job.scaling == Scaling::kNone) fold_group(sums, reinterpret_cast<const float*>(w), rows, g == 0, totals);
+    w += shape.scale_bytes;
+  }
+  finish_tile(job, panel, row, rows, job.scaling == Scaling::kNone ? totals : sums);
+}
+
+template <class Step>
+static void run_weight_only(const LinearJob& job) {
+  for_panels(job, [&](int64_t panel, int64_t row, int64_t row_end) {
+    weight_only_task<Step>(job, panel, row, row_end);
+  });
+}
+
+}  // namespace LLMK_ARCH
+}  // namespace llmk

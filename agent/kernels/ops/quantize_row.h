@@ -1,0 +1,100 @@
+// Activations to int8, a row at a time: scale = max|x| / 127, q = round(x * (127 / max|x|)).
+//
+// Sums of q are below 2^24 in magnitude, so float additions of them are exact in any order. A row with a NaN or an
+// infinity gets zeros and the scale NaN: all its results are NaN, and no other row's.
+#pragma once
+#include <cmath>
+
+#include "../common/types.h"
+#include "linear.h"
+
+namespace llmk {
+
+static inline float quantize_inverse(float largest) {
+  const float inverse = 127.0f / largest;
+  return inverse <= 3.4e38f ? inverse : 0.0f;  // 0 also for a row of zeros
+}
+
+namespace reference {
+
+template <class T>
+static inline void quantize_row(const T* x, const QuantizedRows& rows, int64_t row, const PackedWeightHeader& header) {
+  const int64_t depth = header.depth, group = header.group == 0 ? depth : header.group;
+  int8_t* values = rows.values + row * rows.stride;
+  float largest = 0, poison = 0;
+  for (int64_t k = 0; k < depth; ++k) {
+    largest = std::fmax(largest, std::fabs(to_float(x[k])));
+    poison += to_float(x[k]) * 0.0f;
+  }
+  const float inverse = std::isnan(poison) ? 0.0f : quantize_inverse(largest);
+  rows.scales[row] = std::isnan(poison) ? poison : largest / 127.0f;
+  for (int64_t g = 0; g < rows.groups; ++g) rows.sums[row * rows.groups + g] = 0;
+  for (int64_t k = 0; k < rows.stride; ++k) {
+    values[k] = k < depth && inverse != 0 ? static_cast<int8_t>(std::nearbyintf(to_float(x[k]) * inverse)) : 0;
+    if (k < depth) rows.sums[row * rows.groups + k / group] += values[k];
+  }
+}
+
+}  // namespace reference
+
+#ifdef LLMK_ARCH
+namespace LLMK_ARCH {
+
+// Sums of groups whose length is no multiple of the vector.
+static void sum_groups(const int8_t* values, int64_t depth, int64_t group, int32_t* sums) {
+  for (int64_t begin = 0; begin < depth; begin += group) {
+    int32_t total = 0;
+    for (int64_t k = begin; k < smaller(begin + group, depth); ++k) total += values[k];
+    *sums++ = total;
+  }
+}
+
+template <class T>
+static void quantize_row_typed(const T* x, const QuantizedRows& rows, int64_t row, const PackedWeightHeader& header) {
+  const int64_t depth = header.depth, whole = depth / kLanes * kLanes;
+  int8_t* values = rows.values + row * rows.stride;
+  int32_t* sums = rows.sums + row * rows.groups;
+  Vec largest_lanes[2] = {zero(), zero()}, poison_lanes = zero();
+  for (int64_t k = 0; k < depth; k += kLanes) {
+    const Vec v = k < whole ? load(x + k) : load_n(x + k, depth - k);
+    Vec& lanes = largest_lanes[k / kLanes % 2];
+    lanes = maximum(lanes, maximum(v, sub(zero(), v)));
+    poison_lanes = fma(v, zero(), poison_lanes);
+  }
+  const float poison = sum(poison_lanes);
+  const float most = largest(maximum(largest_lanes[0], largest_lanes[1]));
+  const float inverse = poison != poison ? 0.0f : quantize_inverse(most);
+  rows.scales[row] = poison != poison ? poison : most / 127.0f;
+  if (inverse == 0) {
+    std::memset(values, 0, static_cast<size_t>(rows.stride));
+    for (int64_t g = 0; g < rows.groups; ++g) sums[g] = 0;
+    return;
+  }
+  const bool by_vectors = header.group % kLanes == 0;
+  const int64_t group = header.group == 0 ? rows.stride : header.group;
+  const Vec factor = broadcast(inverse);
+  Vec total = zero();
+  for (int64_t k = 0; k < rows.stride; k += kLanes) {
+    const Vec v = k < whole ? load(x + k) : k < depth ? load_n(x + k, depth - k) : zero();
+    const Vec q = round_nearest(mul(v, factor));
+    store_signed_bytes(values + k, to_ints(q));
+    total = add(total, q);
+    if (by_vectors && k < depth && ((k + kLanes) % group == 0 || k + kLanes >= depth)) {
+      sums[k / group] = static_cast<int32_t>(sum(total));
+      total = zero();
+    }
+  }
+  if (!by_vectors) sum_groups(values, depth, header.group, sums);
+}
+
+static void quantize_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob) {
+  const PackedWeightHeader& header = header_of(blob);
+  if (dtype == DType::kFloat32) quantize_row_typed(static_cast<const float*>(x), rows, row, header);
+  if (dtype == DType::kFloat16) quantize_row_typed(static_cast<const half_t*>(x), rows, row, header);
+  if (dtype == DType::kBFloat16) quantize_row_typed(static_cast<const bfloat_t*>(x), rows, row, header);
+}
+
+}  // namespace LLMK_ARCH
+#endif
+
+}  // namespace llmk

@@ -1,0 +1,126 @@
+"""Packing of weights for the linear kernels, through ctypes; ops/linear.h has the layout and the arithmetic."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels.library import KernelError, load_library
+
+Array = npt.NDArray[Any]
+Blob = npt.NDArray[np.uint8]
+
+WEIGHT_FORMATS = ("float32", "float16", "bfloat16", "int8", "int8_weight_only", "int4")
+"""Names of llmk::WeightFormat, in its order."""
+_SOURCE_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+_HUGE_PAGE = 2 << 20
+
+
+class _PackSource(ctypes.Structure):
+    """llmk::PackSource of ops/linear.h, field for field."""
+
+    _fields_ = (
+        ("format", ctypes.c_int32),
+        ("source_dtype", ctypes.c_int),
+        ("columns", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+        ("gated", ctypes.c_bool),
+        ("asymmetric", ctypes.c_bool),
+        ("values", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("zeros", ctypes.c_void_p),
+    )
+
+
+def _format_number(fmt: str) -> int:
+    if fmt not in WEIGHT_FORMATS:
+        raise ValueError(f"weight format {fmt!r} is not known; there are {', '.join(WEIGHT_FORMATS)}")
+    return WEIGHT_FORMATS.index(fmt)
+
+
+def packed_weight_bytes(fmt: str, columns: int, depth: int, group: int = 0) -> int:
+    """Bytes of the blob of a weight of ``columns`` outputs by ``depth`` inputs, ``group`` inputs to a scale (0: all).
+
+    Raises ValueError for a format or size no blob can have: groups must be multiples of 8, and only integer formats
+    have them; integer depths go up to 65536.
+    """
+    function = load_library().llmk_packed_weight_bytes
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+    function.restype = ctypes.c_int64
+    num_bytes = int(function(_format_number(fmt), columns, depth, group))
+    if num_bytes == 0:
+        raise ValueError(f"no packed {fmt} weight can have {columns} columns, depth {depth} and group {group}")
+    return num_bytes
+
+
+def weight_blob(num_bytes: int) -> Blob:
+    """Zeroed memory for a blob, 64-byte aligned; from half a megabyte on in huge pages, where the system has them."""
+    if num_bytes < _HUGE_PAGE // 4:
+        raw = np.zeros(num_bytes + 64, np.uint8)
+        start = -raw.ctypes.data % 64
+        return raw[start : start + num_bytes]
+    memory = mmap.mmap(-1, (-(-num_bytes // _HUGE_PAGE) + 1) * _HUGE_PAGE)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    raw = np.frombuffer(memory, np.uint8)
+    start = -raw.ctypes.data % _HUGE_PAGE
+    return raw[start : start + num_bytes]
+
+
+def _check(name: str, array: Array | None, shape: tuple[int, int], dtype: Any) -> int | None:
+    """The array's address, if a kernel may read ``shape`` of ``dtype`` there."""
+    if array is None:
+        return None
+    if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{name} is {array.dtype} {array.shape}, contiguous {array.flags.c_contiguous}; "
+            f"it must be contiguous {np.dtype(dtype)} {shape}"
+        )
+    return int(array.ctypes.data)
+
+
+def pack_weight(
+    fmt: str, values: Array, out_blob: Blob, *, group: int = 0, gated: bool = False, asymmetric: bool = False,
+    source_dtype: str = "float32", scales: Array | None = None, zeros: Array | None = None,
+) -> None:  # fmt: skip
+    """Packs ``values`` [columns, depth] into ``out_blob`` of at least ``packed_weight_bytes``.
+
+    Floats of ``source_dtype`` (bfloat16 as uint16 bits), for integer formats quantised here; or, with ``scales``
+    float32 [columns, groups], integers as they are: int8, or uint8 0..15 for int4 with ``zeros`` uint8
+    [columns, groups] (None: 8). ``gated``: the first half of the columns are the gate of a SwiGLU, the second the
+    value. Raises ValueError for arrays that do not fit and KernelError for what the kernel refuses.
+    """
+    if values.ndim != 2:
+        raise ValueError(f"a weight has 2 dimensions, [columns, depth]; this one has shape {values.shape}")
+    if source_dtype not in _SOURCE_DTYPES:
+        raise ValueError(f"source_dtype {source_dtype!r} is not known; there are {', '.join(_SOURCE_DTYPES)}")
+    number, (columns, depth) = _format_number(fmt), values.shape
+    if scales is not None and not fmt.startswith("int"):
+        raise ValueError(f"a {fmt} weight has no scales")
+    packed_weight_bytes(fmt, columns, depth, group)
+    groups = (columns, -(-depth // group) if group else 1)
+    given = _SOURCE_DTYPES[source_dtype] if scales is None else np.uint8 if fmt == "int4" else np.int8
+    source = _PackSource(
+        format=number, source_dtype=list(_SOURCE_DTYPES).index(source_dtype), columns=columns, depth=depth,
+        group=group, gated=gated, asymmetric=asymmetric,
+        values=_check("values", values, (columns, depth), given),
+        scales=_check("scales", scales, groups, np.float32),
+        zeros=_check("zeros", zeros, groups, np.uint8),
+    )  # fmt: skip
+    if out_blob.dtype != np.uint8 or not out_blob.flags.c_contiguous or not out_blob.flags.writeable:
+        raise ValueError("the blob must be contiguous, writeable uint8; weight_blob() makes one")
+    function = load_library().llmk_pack_weight
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    if function(ctypes.byref(source), out_blob.ctypes.data, out_blob.size) != 0:
+        raise KernelError(f"packing a {fmt} weight of {columns} x {depth} failed; the reason is on standard error")
+
+
+def is_packed_weight(blob: Blob) -> bool:
+    """Whether the library takes ``blob``; if not, the reason is on standard error."""
+    function = load_library().llmk_check_packed_weight
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    return bool(function(blob.ctypes.data, blob.size) == 0)
