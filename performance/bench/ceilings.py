@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 RATES = {
     "fp32_gflops": "llmk_measure_fma",
     "bf16_gflops": "llmk_measure_dot_bf16",
-    "int8_gops": "llmk_measure_dot_bf16",
+    "int8_gops": "llmk_measure_dot_int8",
 }
 """Field -> entry of the library: billions of operations a second, a multiply-add counting as two."""
 
