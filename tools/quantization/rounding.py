@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from agent.weights.storage import from_float32, to_float32
 
 Float32Array = NDArray[np.float32]
-_SMALLEST_SCALE = np.float32(1e-10)
-"""Of a group that is all zeros: any scale would do."""
+_SMALLEST_SCALE = np.float32(2.0**-24)
+"""Of a group that is all zeros, where any scale would do; the smallest float16."""
 
 
 @dataclass(frozen=True)
