@@ -3,8 +3,10 @@
 With T tokens and S sequences in the largest step, V tokens of vocabulary, L layers, hidden size h, intermediate size
 I, H query and K key-value heads of size D, b bytes per element of ``model_dtype``, and P the longest sequence:
 
-    weights          parameters x b, a tied embedding counted once
-    KV cache         2 x L x K x D x b x block_size x num_blocks
+    weights          parameters x b, a tied embedding counted once (twice with the fused operators, which pack the
+                     output weight apart); in a quantised format the linear layers take 8 bits a parameter, or 4 and
+                     their group's share of 40 for scale and zero point
+    KV cache         2 x L x K x D x b x block_size x num_blocks; (D + 4) in place of D x b in int8
     activations      T x (2h + (H + 2K)D + 2HD + 3I) x b: residual and its norm; q, k, v; rotated q and the attention's
                      output; gate, up and their product. One layer's worth: layers follow each other
     logits           S x V x 4 (float32), and S x V x b more where ``model_dtype`` is another type
@@ -112,23 +114,24 @@ def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
         available_from=source,
         num_blocks=config.pa_config.num_blocks,
         block_size=config.pa_config.block_size,
-        kv_bytes_per_token=config.shape.kv_bytes_per_token(config.dtype_bytes),
+        kv_bytes_per_token=config.kv_bytes_per_token,
         max_model_len=config.max_model_len,
     )
 
 
 def _device_items(config: Config) -> tuple[MemoryItem, ...]:
-    shape, cache, dtype = config.shape, config.pa_config, config.model_config.model_dtype
+    shape, cache = config.shape, config.pa_config
     tokens, seqs, longest = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
-    per_token = shape.kv_bytes_per_token(config.dtype_bytes)
+    per_token = config.kv_bytes_per_token
     return (
         MemoryItem(
-            WEIGHTS, shape.num_parameters * config.dtype_bytes, f"{format_count(shape.num_parameters)} in {dtype}"
+            WEIGHTS, _weight_bytes(config), f"{format_count(shape.num_parameters)} in {_weight_formats(config)}"
         ),
         MemoryItem(
             KV_CACHE,
             per_token * cache.block_size * cache.num_blocks,
-            f"{cache.num_blocks} blocks of {cache.block_size} tokens, {format_bytes(per_token)} a token",
+            f"{cache.num_blocks} blocks of {cache.block_size} tokens, {format_bytes(per_token)} a token "
+            f"in {config.kv_format}",
         ),
         MemoryItem("activations", _activation_bytes(config), f"a step of {tokens} tokens"),
         MemoryItem("logits", _logit_bytes(config), f"{seqs} sequences, vocabulary of {shape.vocab_size}"),
@@ -142,6 +145,25 @@ def _process_items() -> tuple[MemoryItem, ...]:
         MemoryItem("agent process", AGENT_PROCESS_BYTES, "Python, MindSpore, graphs"),
         MemoryItem("server process", SERVER_PROCESS_BYTES, "HTTP, scheduler, tokenizer"),
     )
+
+
+def _weight_bytes(config: Config) -> int:
+    shape, group = config.shape, config.model_config.weight_group
+    bits = {"int8": 8.0, "int8_weight_only": 8.0, "int4": 4.0 + (32 + 8) / group}.get(config.weight_format)
+    plain = shape.num_parameters * config.dtype_bytes
+    if config.op_table != "fused":
+        return plain
+    # The fused operators keep the output weight apart from the embedding: packed as the other linear layers.
+    untied = shape.vocab_size * shape.hidden_size if shape.tie_word_embeddings else 0
+    if bits is None:
+        return plain + untied * config.dtype_bytes
+    others = shape.num_parameters + untied - shape.num_linear_parameters
+    return others * config.dtype_bytes + int(shape.num_linear_parameters * bits / 8)
+
+
+def _weight_formats(config: Config) -> str:
+    weights, dtype = config.weight_format, config.model_config.model_dtype
+    return dtype if weights == dtype else f"{weights}, embedding and norms in {dtype}"
 
 
 def _activation_bytes(config: Config) -> int:

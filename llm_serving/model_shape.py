@@ -62,16 +62,17 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Weights to load. A tied embedding counts once."""
+        norms = (2 * self.num_layers + 1) * self.hidden_size
+        embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        return self.num_linear_parameters + norms + embedding
+
+    @property
+    def num_linear_parameters(self) -> int:
+        """Those of the layers' linear layers and of the output to the vocabulary: what a weight format applies to."""
         query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         attention = self.hidden_size * (query + 2 * key_value) + query * self.hidden_size
         mlp = 3 * self.hidden_size * self.intermediate_size
-        layer = attention + mlp + 2 * self.hidden_size
-        embedding = self.vocab_size * self.hidden_size
-        return self.num_layers * layer + self.hidden_size + embedding * (1 if self.tie_word_embeddings else 2)
-
-    def kv_bytes_per_token(self, bytes_per_element: int) -> int:
-        """Cache bytes a token takes over all layers, keys and values."""
-        return 2 * self.num_layers * self.num_key_value_heads * self.head_dim * bytes_per_element
+        return self.num_layers * (attention + mlp) + self.vocab_size * self.hidden_size
 
     @classmethod
     def from_hf_folder(cls, path: str | Path) -> ModelShape:

@@ -35,6 +35,32 @@ def with_section(section: str) -> str:
 SERVING = "serving_config: "
 
 CASES = [
+    # Formats of weights and KV cache.
+    Case(
+        "bf16 weights in another type",
+        in_model("model_dtype: float16, weight_format: bf16"),
+        f"{FILE}: model_config.weight_format = 'bf16': needs model_dtype bfloat16, which is float16",
+    ),
+    Case(
+        "int8 weights with the native operators",
+        in_model("model_dtype: float16, op_table: native, weight_format: int8"),
+        f"{FILE}: model_config.weight_format = 'int8': the op table native has no quantised operators",
+    ),
+    Case(
+        "int8 KV cache with the native operators",
+        in_model("model_dtype: float16, op_table: native, kv_format: int8"),
+        f"{FILE}: model_config.kv_format = 'int8': the op table native has no quantised operators",
+    ),
+    Case(
+        "groups that do not fill a row",
+        in_model("weight_format: int4, weight_group: 128"),
+        f"{FILE}: model_config.weight_group = 128: must be 32, 64 or 128 and divide the model's hidden size of 64",
+    ),
+    Case(
+        "a core that is not there",
+        in_model("cpu_cores: [0, 4095]"),
+        f"{FILE}: model_config.cpu_cores = [0, 4095]: there is no core 4095 for this process",
+    ),
     # Keys and sections that do not exist.
     Case(
         "unknown key",

@@ -23,6 +23,8 @@ def start_runtime(config: Config) -> None:
         from agent.backends.ascend.ops import ascend_ops
 
         ascend_ops(config.model_config.model_dtype)
+    if config.model_config.cpu_cores:
+        os.sched_setaffinity(0, config.model_config.cpu_cores)  # before any thread of MindSpore or the kernels starts
     _set_up_cpu(config.context.max_call_depth)
     if config.model_config.cpu_threads:
         from agent.kernels import set_threads

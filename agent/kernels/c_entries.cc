@@ -95,6 +95,10 @@ LLMK_ENTRY double llmk_measure_dot_bf16(double seconds) {
   return llmk::measure_loop(llmk::kernels().ceilings.dot_bf16, seconds);
 }
 
+LLMK_ENTRY double llmk_measure_dot_int8(double seconds) {
+  return llmk::measure_loop(llmk::kernels().ceilings.dot_int8, seconds);
+}
+
 // Reads `bytes` once with all threads; returns the gigabytes per second.
 LLMK_ENTRY double llmk_measure_read(const float* data, int64_t bytes) {
   constexpr int64_t kPiece = 6 << 14;  // floats

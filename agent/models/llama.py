@@ -8,9 +8,10 @@ from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
 from agent.layers.attention import Attention
-from agent.layers.embedding import Embedding, LMHead, TiedLMHead
+from agent.layers.embedding import Embedding
+from agent.layers.linear import Weight
 from agent.layers.mlp import GatedMLP
-from agent.layers.norm import AddRMSNorm, RMSNorm
+from agent.layers.norm import NormWeight
 from agent.layers.rotary import rotary_tables
 from agent.weights import WeightKind, WeightPart, WeightSpec
 from llm_serving.config import Config
@@ -22,44 +23,40 @@ class Llama(nn.Cell):
 
     def __init__(self, config: Config, ops: OpTable) -> None:
         super().__init__()
-        shape = config.shape
-        self.tied = shape.tie_word_embeddings
+        shape, epsilon = config.shape, config.shape.rms_norm_eps
         self.embedding = Embedding(ops, shape.vocab_size, shape.hidden_size)
         self.rotary = ops.rotary(*rotary_tables(shape, config.max_model_len))
         self.layers = nn.CellList([DecoderLayer(config, ops, first=index == 0) for index in range(shape.num_layers)])
-        self.norm = AddRMSNorm(ops, shape.hidden_size, shape.rms_norm_eps)
-        self.lm_head = TiedLMHead(ops) if self.tied else LMHead(ops, shape.vocab_size, shape.hidden_size)
-        self.gather = ops.gather_rows()
+        self.norm = NormWeight(ops, shape.hidden_size)
+        self.shares_embedding = shape.tie_word_embeddings and not ops.packs_weights
+        if not self.shares_embedding:
+            self.lm_head = Weight(ops, shape.hidden_size, shape.vocab_size)
+        self.logits = ops.lm_head(shape.vocab_size, epsilon)
 
     def construct(
         self, token_ids: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
     ) -> Tensor:
         """token_ids, positions [T]; last_tokens [S], the index in T of each sequence's last token; ``step`` and
-        ``whole_prompts`` as in ``OpTable.attention`` -> logits [S, vocab_size]."""
+        ``whole_prompts`` as in ``OpTable`` -> what ``OpTable.lm_head`` gives for logits [S, vocab_size]."""
         rotary = self.rotary(positions)
-        hidden = self.embedding(token_ids)
+        hidden = self.embedding(token_ids, step)
         residual = hidden
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, rotary, step, whole_prompts)
-        hidden, residual = self.gather(hidden, last_tokens), self.gather(residual, last_tokens)
-        hidden, _ = self.norm(hidden, residual)
-        if self.tied:
-            return self.lm_head(hidden, self.embedding.weight)
-        return self.lm_head(hidden)
+        weight = self.embedding.weight if self.shares_embedding else self.lm_head.weight
+        return self.logits(hidden, residual, self.norm.weight, weight, last_tokens, step)
 
 
 class DecoderLayer(nn.Cell):
-    """Attention and MLP, each on the normalised residual stream. The MLP's output is added by the next norm."""
+    """Attention and MLP, each on the normalised residual stream. A block's output is added by the norm that follows."""
 
     def __init__(self, config: Config, ops: OpTable, *, first: bool) -> None:
         super().__init__()
         shape, cache = config.shape, config.pa_config
-        self.first = first
-        norm_class = RMSNorm if first else AddRMSNorm
-        self.input_norm = norm_class(ops, shape.hidden_size, shape.rms_norm_eps)
-        self.attention = Attention(ops, shape, cache.num_blocks, cache.block_size)
-        self.post_attention_norm = AddRMSNorm(ops, shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = GatedMLP(ops, shape.hidden_size, shape.intermediate_size)
+        self.input_norm = NormWeight(ops, shape.hidden_size)
+        self.attention = Attention(ops, shape, cache.num_blocks, cache.block_size, first=first)
+        self.post_attention_norm = NormWeight(ops, shape.hidden_size)
+        self.mlp = GatedMLP(ops, shape.hidden_size, shape.intermediate_size, shape.rms_norm_eps)
 
     def construct(
         self,
@@ -70,13 +67,9 @@ class DecoderLayer(nn.Cell):
         whole_prompts: bool,
     ) -> tuple[Tensor, Tensor]:
         """hidden, the last block's output, and residual, the stream without it, [T, hidden_size] -> the same two."""
-        if self.first:
-            hidden = self.input_norm(hidden)
-        else:
-            hidden, residual = self.input_norm(hidden, residual)
-        hidden = self.attention(hidden, rotary, step, whole_prompts)
-        hidden, residual = self.post_attention_norm(hidden, residual)
-        return self.mlp(hidden), residual
+        hidden, residual = self.attention(hidden, residual, self.input_norm.weight, rotary, step, whole_prompts)
+        hidden, residual = self.mlp(hidden, residual, self.post_attention_norm.weight, step)
+        return hidden, residual
 
 
 def build(config: Config, ops: OpTable) -> Llama:

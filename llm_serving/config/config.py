@@ -49,6 +49,8 @@ class Config:
     shape: ModelShape
     context: MindSporeContext
     """From the MindFormers YAML; defaults without one."""
+    stored_weight_format: str | None = None
+    """``int8`` or ``int4`` where the checkpoint's linear weights are quantised."""
     notes: tuple[str, ...] = ()
     """What was decided between contradicting values, for the log."""
 
@@ -68,8 +70,32 @@ class Config:
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of a weight, an activation and a cache element."""
+        """Bytes of an activation, and of a weight and a cache element that are not quantised."""
         return DTYPE_BYTES[self.model_config.model_dtype]
+
+    @property
+    def weight_format(self) -> str:
+        """Of the linear layers' weights: ``model_dtype``, ``int8``, ``int8_weight_only`` or ``int4``.
+
+        A checkpoint may leave single layers, often the output to the vocabulary, in a float type.
+        """
+        wanted = self.model_config.weight_format
+        if wanted == "auto" and self.op_table == "fused" and self.stored_weight_format is not None:
+            return self.stored_weight_format
+        return self.model_config.model_dtype if wanted in ("auto", "bf16") else wanted
+
+    @property
+    def kv_format(self) -> str:
+        """Of the KV cache: ``model_dtype`` or ``int8``."""
+        wanted = self.model_config.kv_format
+        return self.model_config.model_dtype if wanted in ("auto", "bf16") else wanted
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Cache bytes a token takes over all layers, keys and values; ``int8`` has a float32 scale for each head."""
+        shape = self.shape
+        per_head = shape.head_dim + 4 if self.kv_format == "int8" else shape.head_dim * self.dtype_bytes
+        return 2 * shape.num_layers * shape.num_key_value_heads * per_head
 
     @property
     def tokenizer_file(self) -> str:

@@ -151,10 +151,37 @@ class ModelConfig:
         "CPU operators; `auto`: fused on a CPU, native on an Ascend.",
         choices=("auto", "native", "fused"),
     )
+    weight_format: str = own(
+        "auto",
+        "How the weights of the linear layers are stored: `bf16` (with model_dtype bfloat16), `int8` (a scale for each "
+        "output channel, activations quantised for each token), `int8_weight_only`, `int4` (a scale for each group of "
+        "`weight_group`); `auto`: as the checkpoint has them, else in `model_dtype`. `fused` operators only.",
+        choices=("auto", "bf16", "int8", "int8_weight_only", "int4"),
+    )
+    weight_group: int = own(
+        64,
+        "Weights that share a scale in `int4`: 32, 64 or 128. It must divide the input size of every linear layer.",
+        unit="weights",
+        low=32,
+        high=128,
+    )
+    kv_format: str = own(
+        "auto",
+        "How the KV cache is stored: `bf16` (with model_dtype bfloat16), `int8` (a scale for each token and head), "
+        "`auto`: in `model_dtype`. `int8` with `fused` operators only.",
+        choices=("auto", "bf16", "int8"),
+    )
     device_target: str | None = own(
         None,
         "Device the model runs on; `auto` picks Ascend where there is one, else CPU.",
         choices=("auto", "CPU", "Ascend"),
         null="`context.device_target` of `model_cfg_path`, else `auto`",
+    )
+    cpu_cores: tuple[int, ...] | None = own(
+        None,
+        "Cores the agent of a CPU keeps to, by their numbers.",
+        low=0,
+        high=4095,
+        null="wherever the system puts it",
     )
     cpu_threads: int = own(0, "Threads of the CPU operators; 0 uses every core.", unit="threads", low=0, high=1024)

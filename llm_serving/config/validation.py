@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 
 from llm_serving.config.config import Config
-from llm_serving.config.sections import PagedAttentionConfig, ServingConfig
+from llm_serving.config.sections import ModelConfig, PagedAttentionConfig, ServingConfig
 from llm_serving.config.source import RawConfig
 
 MAX_CACHE_SLOTS = 2**31 - 1
@@ -67,6 +68,42 @@ def check_device(raw: RawConfig, device: str, op_table: str, dtype: str, backend
             "use op_table fused (CPU), or model_dtype float16 or bfloat16"
         )
         raise raw.error("model_config.op_table", op_table, f"not with model_dtype float32: {problem}")
+
+
+def check_formats(raw: RawConfig, model: ModelConfig) -> None:
+    """Formats of weights and KV cache against type and operators, both resolved."""
+    for key, value in (("weight_format", model.weight_format), ("kv_format", model.kv_format)):
+        if value == "bf16" and model.model_dtype != "bfloat16":
+            problem = f"needs model_dtype bfloat16, which is {model.model_dtype}; set it, or use auto"
+            raise raw.error(f"model_config.{key}", value, problem)
+        if value not in ("auto", "bf16") and model.op_table != "fused":
+            problem = f"the op table {model.op_table} has no quantised operators; use op_table fused (CPU), or auto"
+            raise raw.error(f"model_config.{key}", value, problem)
+
+
+def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
+    """Cores named must be there for this process."""
+    usable = os.sched_getaffinity(0)
+    missing = [core for core in cores or () if core not in usable]
+    if missing:
+        problem = f"there is no core {missing[0]} for this process; it may use {sorted(usable)}"
+        raise raw.error("model_config.cpu_cores", list(cores or ()), problem)
+
+
+def check_group(raw: RawConfig, config: Config) -> None:
+    """Groups of int4 weights must fill the rows of every linear layer."""
+    if config.model_config.weight_format != "int4" or config.stored_weight_format is not None:
+        return
+    shape, group = config.shape, config.model_config.weight_group
+    sizes = {
+        "hidden size": shape.hidden_size,
+        "intermediate size": shape.intermediate_size,
+        "size of all heads": shape.num_attention_heads * shape.head_dim,
+    }
+    for name, size in sizes.items():
+        if group not in (32, 64, 128) or size % group:
+            problem = f"must be 32, 64 or 128 and divide the model's {name} of {size}; or use int8"
+            raise raw.error("model_config.weight_group", group, problem)
 
 
 def check_lengths(raw: RawConfig, config: Config) -> None:

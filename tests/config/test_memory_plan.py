@@ -10,7 +10,7 @@ from model_folders import write_model_folder
 from llm_serving.config import Config, load_config
 from llm_serving.errors import MemoryPlanError
 from llm_serving.machine import Machine
-from llm_serving.memory_plan import GIB, MIB, estimate_memory, format_bytes, format_count, plan_memory
+from llm_serving.memory_plan import GIB, MIB, MemoryPlan, estimate_memory, format_bytes, format_count, plan_memory
 
 PLENTY = Machine(1000 * GIB, "test machine")
 
@@ -53,6 +53,21 @@ def test_half_precision(tmp_path: Path) -> None:
     assert half.bytes_of("logits") == 64 * 300 * (4 + 2), "the projection, and its copy in float32"
 
 
+def test_quantised_formats(tmp_path: Path) -> None:
+    linear = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160) + 300 * 64
+    others = 2 * 2 * 64 + 64 + 300 * 64
+
+    def plan(*overrides: str) -> MemoryPlan:
+        return estimate_memory(small(tmp_path, "model_config.model_dtype=bfloat16", *overrides), PLENTY)
+
+    assert plan("model_config.weight_format=int8").bytes_of("weights") == linear + 2 * others
+    int4 = plan("model_config.weight_format=int4", "model_config.weight_group=32")
+    assert int4.bytes_of("weights") == linear // 2 + linear // 32 * 5 + 2 * others, "scale and zero point of a group"
+    int8_cache = plan("model_config.kv_format=int8")
+    assert int8_cache.bytes_of("KV cache") == 2 * 2 * 2 * (16 + 4) * 16 * 2048, "a float32 scale for each head"
+    assert "in int8" in int8_cache.table()
+
+
 def test_llama2_7b(tmp_path: Path) -> None:
     plan = plan_memory(llama2_7b(tmp_path), PLENTY)
     assert plan.bytes_of("weights") == 2 * 6_738_415_616
@@ -65,7 +80,7 @@ def test_table(tmp_path: Path) -> None:
     plan = plan_memory(llama2_7b(tmp_path), Machine(24 * GIB, "free memory of the machine"))
     assert plan.table().splitlines() == [
         "  weights          12.6 GiB  6.74 B parameters in float16",
-        "  KV cache          8.0 GiB  1024 blocks of 16 tokens, 512.0 KiB a token",
+        "  KV cache          8.0 GiB  1024 blocks of 16 tokens, 512.0 KiB a token in float16",
         "  activations     482.0 MiB  a step of 4096 tokens",
         "  logits           23.4 MiB  128 sequences, vocabulary of 32000",
         "  rotary tables     4.0 MiB  4096 positions",

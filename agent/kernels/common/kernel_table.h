@@ -7,6 +7,7 @@
 #include "../ops/matmul.h"
 #include "../ops/rms_norm.h"
 #include "../ops/rotary.h"
+#include "../ops/rotary_attention.h"
 #include "../ops/swiglu.h"
 
 namespace llmk {
@@ -22,6 +23,7 @@ struct KernelTable {
   // Quantises row `row` of `rows` (x: its depth elements); any thread may do any row.
   void (*quantize_row)(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob);
   void (*attention)(const AttentionArgs&);
+  void (*rotary_attention)(const RotaryAttentionArgs&);
   LogitsPasses logits;
   CeilingLoops ceilings;
 };

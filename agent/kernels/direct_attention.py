@@ -1,0 +1,100 @@
+"""RotaryAttention through ctypes, outside any graph: for tests and benchmarks."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels.direct import Array, load
+from agent.kernels.library import load_library
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def cache_array(num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: str) -> Array:
+    """A zeroed key or value cache; ``dtype`` "int8" or a float type. A block of a head of an int8 one holds its values
+    first and then its scales (see agent/kernels/ops/rotary_attention.h)."""
+    storage = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}[dtype]
+    return np.zeros((num_blocks, kv_heads, block_size, head_dim + (4 if dtype == "int8" else 0)), storage)
+
+
+def read_cache(cache: Array, dtype: str) -> npt.NDArray[np.float64]:
+    """What a cache holds: [num_blocks, kv_heads, block_size, head_dim]."""
+    if dtype != "int8":
+        return load(cache, dtype)
+    blocks, heads, block_size, width = cache.shape
+    chunks = cache.reshape(blocks, heads, block_size * width)
+    values = chunks[..., : block_size * (width - 4)].reshape(blocks, heads, block_size, width - 4)
+    scales = chunks[..., block_size * (width - 4) :].copy().view(np.float32)
+    return values.astype(np.float64) * scales[..., None].astype(np.float64)
+
+
+@dataclass
+class AttentionStep:
+    """The arguments of one call but for the caches and the counts; arrays may be longer than the step."""
+
+    qkv: Array
+    """[Tm, (heads + 2 * kv_heads) * head_dim]"""
+    positions: Int32Array
+    cos: Float32Array
+    """[P, head_dim], as ``sin``."""
+    sin: Float32Array
+    slot_mapping: Int32Array
+    block_tables: Int32Array
+    """Flat, or [S, W]."""
+    context_lens: Int32Array
+    query_lens: Int32Array
+    dtype: str
+
+
+def rotary_attention(
+    step: AttentionStep, key_cache: Array, value_cache: Array, cache_dtype: str, *, counts: Sequence[int] | None = None,
+    reference: bool = False, out: Array | None = None,
+) -> tuple[int, Array]:  # fmt: skip
+    """Calls the entry of the custom op, which writes the caches in place; returns its code and the output [Tm, heads *
+    head_dim]. ``counts``: tokens, sequences, table width; by default all of the arrays."""
+    heads_width = step.qkv.shape[1] - 2 * key_cache.shape[1] * step.cos.shape[1]
+    if out is None:
+        out = np.full((step.qkv.shape[0], max(heads_width, 0)), 77, step.qkv.dtype)
+    if counts is None:
+        counts = (step.qkv.shape[0], len(step.query_lens), step.block_tables.shape[-1])
+    counts_array = np.array([*counts, 0], np.int32)
+    tensors = [
+        (step.qkv, step.dtype), (step.positions, None), (step.cos, None), (step.sin, None),
+        (key_cache, cache_dtype), (value_cache, cache_dtype), (step.slot_mapping, None), (step.block_tables, None),
+        (step.context_lens, None), (step.query_lens, None), (counts_array, None), (out, step.dtype),
+    ]  # fmt: skip
+    call = EntryCall(tensors)
+    library = load_library()
+    return call.run(library.llmk_reference_rotary_attention if reference else library.RotaryAttention), out
+
+
+class EntryCall:
+    """Arrays as MindSpore passes tensors to an AOT custom op; can be run again and again (benchmarks do)."""
+
+    def __init__(self, tensors: Sequence[tuple[Array, str | None]]) -> None:
+        count = len(tensors)
+        self._arrays = [array for array, _ in tensors]
+        for array in self._arrays:
+            assert array.flags.c_contiguous
+        self._count = count
+        self._params = (ctypes.c_void_p * count)(*[array.ctypes.data for array in self._arrays])
+        self._ndims = (ctypes.c_int * count)(*[array.ndim for array in self._arrays])
+        shapes = [(ctypes.c_int64 * max(array.ndim, 1))(*array.shape) for array in self._arrays]
+        self._shapes = (ctypes.POINTER(ctypes.c_int64) * count)(
+            *[ctypes.cast(shape, ctypes.POINTER(ctypes.c_int64)) for shape in shapes]
+        )
+        self._dtypes = (ctypes.c_char_p * count)(*[(name or array.dtype.name).encode() for array, name in tensors])
+        self._keep_alive = shapes
+
+    def run(self, entry: Any) -> int:
+        """The entry's code: 0, or its error."""
+        return int(entry(self._count, self._params, self._ndims, self._shapes, self._dtypes, None, None))

@@ -1,0 +1,307 @@
+// The split of RotaryAttention into tasks. A task is some rows of one sequence (tokens x the query heads of a kv head)
+// for one or a few kv heads over a range of partitions of the context, and walks the tiles of it; the heads of a block
+// lie side by side, so decode tasks take several of them tile by tile. Where the context is split, the task that ends
+// last folds the partitions of all, in order.
+//
+// A task rotates its queries itself. It also writes its tokens' keys and values, so that a decode step is one parallel
+// loop, unless a sequence has more rows than one task or reads what another one writes: then all are written before.
+#pragma once
+#include "paged_rows.h"
+#include "paged_write.h"
+
+namespace llmk {
+namespace LLMK_ARCH {
+namespace paged {
+
+constexpr int64_t kTaskRows = 96;
+constexpr int64_t kTaskHeads = 16;
+
+struct PagedTask {
+  int64_t seq, first_row, rows;
+  int64_t head, heads;               // kv heads
+  int64_t first_part, end_part, parts;  // partitions; parts: all that the rows see
+  int64_t join;                      // -1: the task covers all partitions
+};
+
+// Tasks of the same rows: who finishes last folds.
+struct PagedJoin {
+  int64_t waiting;
+  float* parts;  // [rows][parts][part_floats]: best, mass, ..., sums
+};
+
+struct PagedPlan {
+  PagedTask* tasks;
+  PagedJoin* joins;
+  float* parts;
+  int64_t num_tasks, num_joins, num_part_floats;
+  bool writes;  // tasks write the cache
+};
+
+static inline int64_t part_floats(int64_t padded_dim) { return padded_dim + kLanes; }
+
+// Keys seen by row `row` (token * group + head) of a sequence.
+static inline int64_t visible_keys(const RotaryAttentionArgs& args, int64_t seq, int64_t row) {
+  return args.context_lens[seq] - args.query_lens[seq] + row / (args.heads / args.kv_heads) + 1;
+}
+
+// Work of one kv head, in about equal units.
+static inline int64_t task_cost(int64_t rows, int64_t parts) { return parts * (8 + rows); }
+
+template <class Function>
+static inline void for_row_tiles(const RotaryAttentionArgs& args, const Function& function) {
+  const int64_t group = args.heads / args.kv_heads;
+  for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
+    const int64_t rows = args.query_lens[seq] * group;
+    for (int64_t tile = ceil_div(rows, kTaskRows) - 1; tile >= 0; --tile) {  // those that see the most go first
+      const int64_t count = smaller(kTaskRows, rows - tile * kTaskRows);
+      const int64_t visible = visible_keys(args, seq, tile * kTaskRows + count - 1);
+      function(PagedTask{seq, tile * kTaskRows, count, 0, 0, 0, 0, ceil_div(visible, kPartition), -1});
+    }
+  }
+}
+
+// Splits heads and context of one row tile; `add(task)` takes each.
+template <class Function>
+static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask task, int64_t total_cost, bool writes,
+                                  const Function& add) {
+  const int64_t threads = num_threads(), cost = task_cost(task.rows, task.parts);
+  const int64_t ranges = smaller(task.parts, ceil_div(cost * 4 * threads, larger(1, total_cost)));
+  const int64_t by_cost = total_cost / (16 * threads) / cost;
+  const int64_t by_rows = smaller(kTaskHeads, 2 * kTaskRows / task.rows);
+  const int64_t heads = ranges > 1 ? 1 : larger(1, smaller(by_cost, by_rows));
+  int64_t written_part = task.parts;
+  if (writes) written_part = (args.context_lens[task.seq] - args.query_lens[task.seq]) / kPartition;
+  for (task.head = 0; task.head < args.kv_heads; task.head += heads) {
+    task.heads = smaller(heads, args.kv_heads - task.head);
+    const int64_t per_range = ceil_div(task.parts, larger(1, ranges));
+    task.join = ranges > 1 ? 0 : -1;
+    for (task.first_part = 0; task.first_part < task.parts; task.first_part = task.end_part) {
+      task.end_part = smaller(task.parts, task.first_part + per_range);
+      if (task.end_part > written_part) task.end_part = task.parts;  // what is written is read by the same task
+      add(task);
+    }
+  }
+}
+
+struct PagedScratch {
+  char* memory;
+  int64_t used = 0;
+
+  template <class T>
+  T* take(int64_t count) {
+    T* start = reinterpret_cast<T*>(memory + used);
+    used += ceil_div(count * static_cast<int64_t>(sizeof(T)), 64) * 64;
+    return start;
+  }
+};
+
+static inline SoftmaxState place_state(PagedScratch* scratch, int64_t rows, int64_t masses, int64_t padded_dim) {
+  return {scratch->take<float>(rows), scratch->take<float>(rows * masses), scratch->take<float>(rows * padded_dim)};
+}
+
+template <class F>
+static inline int64_t task_scratch_bytes(int64_t all_rows, int64_t padded_dim, int64_t query_units) {
+  const int64_t per_row = F::kPasses * query_units + 2 * padded_dim + kLanes + 8;
+  return 4 * (all_rows * per_row + kKeyTile * (query_units + 2) * F::kPerUnit + kKeyTile * (padded_dim + 2)) + 8192;
+}
+
+// Rotates and packs the queries of one kv head's rows.
+template <class F>
+static inline void place_queries(const RotaryAttentionArgs& args, const PagedTask& task, int64_t kv_head,
+                                 float* buffer, HeadRows* head) {
+  const int64_t group = args.heads / args.kv_heads;
+  for (int64_t row = 0; row < task.rows; ++row) {
+    const int64_t token = args.query_starts[task.seq] + (task.first_row + row) / group;
+    load_rotated(args, token, kv_head * group + (task.first_row + row) % group, buffer);
+    head->factors[row] = args.scale * kLog2E;
+    F::pack_query(buffer, args.dim, head->queries + row * F::kPasses * head->query_units, head->query_units,
+                  head->factors + row, head->offsets + row);
+  }
+}
+
+template <class F>
+static inline void finish_row(const RotaryAttentionArgs& args, const PagedTask& task, int64_t kv_head, int64_t row,
+                              int64_t padded_dim, float mass, float* sums) {
+  const int64_t group = args.heads / args.kv_heads, position = task.first_row + row;
+  const int64_t token = args.query_starts[task.seq] + position / group;
+  // + 0: a sum of nothing but zeros may have either sign
+  for (int64_t d = 0; d < padded_dim; d += kLanes) {
+    store(sums + d, add(div(load(sums + d), broadcast(mass)), zero()));
+  }
+  for (int64_t d = 0; d < padded_dim; d += F::kDimStep) F::restore_order(sums + d);
+  const int64_t place = (token * args.heads + kv_head * group + position % group) * args.dim;
+  store_floats(args.dtype, sums, args.dim, static_cast<char*>(args.out) + place * size_of(args.dtype));
+}
+
+// Ends a partition: the rows that saw it fold it into their total, or leave it for the join.
+static inline void close_partition(const PagedTask& task, int64_t part, const HeadRows& head, const PagedJoin* join) {
+  for (int64_t row = 0; row < head.rows; ++row) {
+    if (head.visible[row] <= part * kPartition) continue;
+    const float mass = sum(load(head.partition.mass + row * kLanes));
+    const float* sums = head.partition.sums + row * head.padded_dim;
+    if (join == nullptr) {
+      fold_partition(head.partition.best[row], mass, sums, head.padded_dim, part == 0, head.total.best + row,
+                     head.total.mass + row, head.total.sums + row * head.padded_dim);
+    } else {
+      float* out = join->parts + (row * task.parts + part) * part_floats(head.padded_dim);
+      out[0] = head.partition.best[row];
+      out[1] = mass;
+      std::memcpy(out + kLanes, sums, static_cast<size_t>(head.padded_dim) * sizeof(float));
+    }
+  }
+}
+
+template <class F>
+static inline void fold_joined(const RotaryAttentionArgs& args, const PagedTask& task, const PagedJoin& join,
+                               HeadRows& head) {
+  for (int64_t row = 0; row < task.rows; ++row) {
+    float best = 0, mass = 0;
+    const int64_t parts = ceil_div(head.visible[row], kPartition);
+    for (int64_t part = 0; part < parts; ++part) {
+      const float* from = join.parts + (row * task.parts + part) * part_floats(head.padded_dim);
+      fold_partition(from[0], from[1], from + kLanes, head.padded_dim, part == 0, &best, &mass, head.total.sums);
+    }
+    finish_row<F>(args, task, task.head, row, head.padded_dim, mass, head.total.sums);
+  }
+}
+
+template <class F, class C>
+static inline void walk_tiles(const RotaryAttentionArgs& args, const PagedTask& task, const HeadRows* heads,
+                              const PagedJoin* join, Unit* key_panel, Unit* value_panel, float* scales) {
+  const int64_t chunk = chunk_bytes(args), last = heads[0].visible[task.rows - 1];
+  const int64_t end = smaller(task.end_part * kPartition, last);
+  const auto head_tile = [&](const PagedTile& tile, int64_t head) {
+    const int64_t offset = (task.head + head) * chunk;
+    return HeadTile{&tile, static_cast<const char*>(args.key_cache) + offset,
+                    static_cast<const char*>(args.value_cache) + offset};
+  };
+  PagedTile tiles[2];
+  int64_t begin = task.first_part * kPartition;
+  locate_tile(args, task.seq, begin, end, &tiles[0]);
+  for (int now = 0; begin < end; begin += kKeyTile, now ^= 1) {
+    locate_tile(args, task.seq, begin + kKeyTile, end, &tiles[now ^ 1]);
+    for (int64_t h = 0; h < task.heads; ++h) {
+      const HeadTile tile = head_tile(tiles[now], h);
+      const HeadTile next = h + 1 < task.heads ? head_tile(tiles[now], h + 1) : head_tile(tiles[now ^ 1], 0);
+      TilePanels panels{begin, 0, key_panel, value_panel, nullptr, nullptr};
+      if (sizeof(C) == 1) {
+        gather_scales(*tile.tile, tile.keys, scales);
+        gather_scales(*tile.tile, tile.values, scales + kKeyTile);
+        panels.key_scales = scales;
+        panels.value_scales = scales + kKeyTile;
+      }
+      pack_keys<F, C>(tile, next, args.dim, key_panel);
+      panels.value_units = pack_values<F, C>(tile, next, args.dim, heads[0].padded_dim, value_panel);
+      attend_tile<F>(heads[h], panels);
+    }
+    if ((begin + kKeyTile) % kPartition == 0 || begin + kKeyTile >= end) {
+      for (int64_t h = 0; h < task.heads; ++h) close_partition(task, begin / kPartition, heads[h], join);
+    }
+  }
+}
+
+template <class F, class C>
+static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& plan, const PagedTask& task) {
+  const int64_t padded_dim = ceil_div(args.dim, F::kDimStep) * F::kDimStep;
+  const int64_t query_units = ceil_div(ceil_div(args.dim, F::kPerUnit), kLanes) * kLanes, rows = task.rows;
+  const int64_t bytes = task_scratch_bytes<F>(task.heads * (rows + 32), padded_dim, query_units);
+  PagedScratch scratch{static_cast<char*>(thread_scratch(kScratchTile, bytes))};
+  Unit* key_panel = scratch.take<Unit>(query_units * kKeyTile);
+  Unit* value_panel = scratch.take<Unit>(kKeyTile * padded_dim);
+  float* scales = scratch.take<float>(2 * kKeyTile);
+  float* buffer = scratch.take<float>(args.dim + kLanes);
+  int64_t* visible = scratch.take<int64_t>(rows);
+  for (int64_t row = 0; row < rows; ++row) visible[row] = visible_keys(args, task.seq, task.first_row + row);
+  if (plan.writes && task.end_part == task.parts) {
+    for (int64_t i = 0; i < args.query_lens[task.seq]; ++i) {
+      write_token(args, args.query_starts[task.seq] + i, task.head, task.heads, buffer);
+    }
+  }
+  HeadRows heads[kTaskHeads];
+  for (int64_t h = 0; h < task.heads; ++h) {
+    HeadRows& head = heads[h];
+    head = HeadRows{rows, args.dim, padded_dim, query_units, visible, nullptr, nullptr, nullptr, {}, {}};
+    head.queries = scratch.take<Unit>(rows * F::kPasses * query_units);
+    head.factors = scratch.take<float>(rows);
+    head.offsets = scratch.take<int32_t>(rows);
+    head.partition = place_state(&scratch, rows, kLanes, padded_dim);
+    head.total = place_state(&scratch, rows, 1, padded_dim);
+    place_queries<F>(args, task, task.head + h, buffer, &head);
+  }
+  PagedJoin* join = task.join < 0 ? nullptr : plan.joins + task.join;
+  walk_tiles<F, C>(args, task, heads, join, key_panel, value_panel, scales);
+  if (join == nullptr) {
+    for (int64_t h = 0; h < task.heads; ++h) {
+      for (int64_t row = 0; row < rows; ++row) {
+        finish_row<F>(args, task, task.head + h, row, padded_dim, heads[h].total.mass[row],
+                      heads[h].total.sums + row * padded_dim);
+      }
+    }
+  } else if (__atomic_sub_fetch(&join->waiting, 1, __ATOMIC_ACQ_REL) == 0) {
+    fold_joined<F>(args, task, *join, heads[0]);
+  }
+}
+
+// Counts (with tasks null) or fills the plan.
+static inline void plan_tasks(const RotaryAttentionArgs& args, int64_t padded_dim, PagedPlan* plan) {
+  int64_t total = 0;
+  for_row_tiles(args, [&](const PagedTask& tile) { total += task_cost(tile.rows, tile.parts) * args.kv_heads; });
+  const bool filling = plan->tasks != nullptr;
+  plan->num_tasks = plan->num_joins = plan->num_part_floats = 0;
+  for_row_tiles(args, [&](const PagedTask& tile) {
+    split_row_tile(args, tile, total, plan->writes, [&](PagedTask task) {
+      if (task.join >= 0) {
+        if (task.first_part == 0) {
+          if (filling) plan->joins[plan->num_joins] = PagedJoin{0, plan->parts + plan->num_part_floats};
+          ++plan->num_joins;
+          plan->num_part_floats += task.rows * task.parts * part_floats(padded_dim);
+        }
+        task.join = plan->num_joins - 1;
+        if (filling) ++plan->joins[task.join].waiting;
+      }
+      if (filling) plan->tasks[plan->num_tasks] = task;
+      ++plan->num_tasks;
+    });
+  });
+}
+
+template <class F, class C>
+static inline void attend_paged(const RotaryAttentionArgs& args) {
+  const int64_t padded_dim = ceil_div(args.dim, F::kDimStep) * F::kDimStep, group = args.heads / args.kv_heads;
+  PagedPlan plan{};
+  plan.writes = !args.write_first;
+  for (int64_t seq = 0; seq < args.num_seqs; ++seq) plan.writes = plan.writes && args.query_lens[seq] * group <= kTaskRows;
+  if (!plan.writes) write_all_tokens(args);
+  plan_tasks(args, padded_dim, &plan);
+  if (plan.num_tasks == 0) return;
+  const int64_t part_bytes = ceil_div(plan.num_part_floats * 4, 64) * 64;
+  const int64_t task_bytes = ceil_div(plan.num_tasks * static_cast<int64_t>(sizeof(PagedTask)), 64) * 64;
+  const int64_t bytes = part_bytes + task_bytes + plan.num_joins * static_cast<int64_t>(sizeof(PagedJoin));
+  char* memory = static_cast<char*>(thread_scratch(kScratchDriver, bytes));
+  plan.parts = reinterpret_cast<float*>(memory);
+  plan.tasks = reinterpret_cast<PagedTask*>(memory + part_bytes);
+  plan.joins = reinterpret_cast<PagedJoin*>(memory + part_bytes + task_bytes);
+  plan_tasks(args, padded_dim, &plan);
+  parallel_for(plan.num_tasks, [&](int64_t i) { run_task<F, C>(args, plan, plan.tasks[i]); });
+}
+
+static void rotary_attention(const RotaryAttentionArgs& args) {
+  if (args.int8_cache) {
+#ifdef LLMK_VNNI
+    return attend_paged<Int8Form, int8_t>(args);
+#else
+    return attend_paged<FloatForm, int8_t>(args);
+#endif
+  }
+  if (args.dtype == DType::kFloat32) attend_paged<FloatForm, float>(args);
+  if (args.dtype == DType::kFloat16) attend_paged<FloatForm, half_t>(args);
+#ifdef LLMK_BF16_DOT
+  if (args.dtype == DType::kBFloat16) attend_paged<BFloat16Form, bfloat_t>(args);
+#else
+  if (args.dtype == DType::kBFloat16) attend_paged<FloatForm, bfloat_t>(args);
+#endif
+}
+
+}  // namespace paged
+}  // namespace LLMK_ARCH
+}  // namespace llmk

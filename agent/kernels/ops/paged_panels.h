@@ -1,0 +1,124 @@
+// A tile of kKeyTile keys of one sequence: where they lie, how they are packed into the panels of paged_units.h, and how
+// the next tile is fetched meanwhile (block tables are beyond the hardware's prefetchers).
+#pragma once
+#include "rotary_attention.h"
+
+#include "paged_units.h"
+
+namespace llmk {
+namespace LLMK_ARCH {
+namespace paged {
+
+// Keys [begin, begin + count) of a sequence: offsets from the start of a cache, for kv head 0.
+struct PagedTile {
+  int64_t begin, count;
+  int64_t values[kKeyTile];
+  int64_t scales[kKeyTile];  // int8 caches only
+};
+
+static inline void locate_tile(const RotaryAttentionArgs& args, int64_t seq, int64_t begin, int64_t end,
+                               PagedTile* tile) {
+  tile->begin = begin;
+  tile->count = larger(0, smaller(kKeyTile, end - begin));
+  const int32_t* table = args.block_tables + seq * args.table_width;
+  const int64_t row_bytes = args.int8_cache ? args.dim : args.dim * size_of(args.dtype);
+  int64_t index = begin / args.block_size, row = begin % args.block_size;
+  for (int64_t i = 0; i < tile->count; row = 0, ++index) {
+    CachePlace place = cache_place(args, table[index], row);
+    for (const int64_t last = smaller(tile->count, i + args.block_size - row); i < last; ++i) {
+      tile->values[i] = place.values;
+      tile->scales[i] = place.scale;
+      place.values += row_bytes;
+      place.scale += 4;
+    }
+  }
+}
+
+// One head's keys and values of a tile.
+struct HeadTile {
+  const PagedTile* tile;
+  const char* keys;  // start of the caches, for this head
+  const char* values;
+};
+
+// Inlined by force: GCC takes a function that only prefetches for one without effect and drops the calls.
+template <bool kScaled>
+LLMK_INLINE void fetch_rows(const PagedTile& tile, const char* base, int64_t first, int64_t row_bytes) {
+  const int64_t last = smaller(first + kLanes, tile.count);
+  for (int64_t j = first; j < last; ++j) {
+    for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(base + tile.values[j] + i, 0, 2);
+  }
+  if (kScaled && first < last) __builtin_prefetch(base + tile.scales[first], 0, 2);
+}
+
+template <class F, class C>
+static inline void pack_keys(const HeadTile& now, const HeadTile& next, int64_t dim, Unit* panel) {
+  constexpr bool kScaled = sizeof(C) == 1;
+  const PagedTile& tile = *now.tile;
+  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(C));
+  for (int64_t first = 0; first < kKeyTile; first += kLanes) {
+    fetch_rows<kScaled>(*next.tile, next.keys, first, row_bytes);
+    if (first >= tile.count) continue;
+    const int64_t count = tile.count - first;
+    for (int64_t d = 0; d < dim; d += kLanes * F::kPerUnit) {
+      Vec rows[kLanes];
+      if (count >= kLanes) {
+        LLMK_UNROLL
+        for (int j = 0; j < kLanes; ++j) {
+          rows[j] = F::load_key(reinterpret_cast<const C*>(now.keys + tile.values[first + j]) + d, dim - d);
+        }
+      } else {
+        for (int j = 0; j < kLanes; ++j) {
+          rows[j] = j < count ? F::load_key(reinterpret_cast<const C*>(now.keys + tile.values[first + j]) + d, dim - d)
+                              : zero();
+        }
+      }
+      store_transposed(rows, panel + d / F::kPerUnit * kKeyTile + first, kKeyTile);
+    }
+  }
+}
+
+// Rows of units of keys; the last unit is filled up with zeros. Returns how many.
+template <class F, class C>
+static inline int64_t pack_values(const HeadTile& now, const HeadTile& next, int64_t dim, int64_t padded_dim,
+                                  Unit* panel) {
+  constexpr bool kScaled = sizeof(C) == 1;
+  constexpr int kPer = F::kPerUnit;
+  const PagedTile& tile = *now.tile;
+  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(C));
+  int64_t units = 0;
+  for (int64_t first = 0; first < kKeyTile; first += kLanes) {
+    fetch_rows<kScaled>(*next.tile, next.values, first, row_bytes);
+    const int64_t last = smaller(first + kLanes, tile.count);
+    for (int64_t j = first; j < last; j += kPer, ++units) {
+      const C* rows[kPer];
+      for (int64_t d = 0; d < dim; d += F::kDimStep) {
+        LLMK_UNROLL
+        for (int i = 0; i < kPer; ++i) {
+          rows[i] = j + i < last ? reinterpret_cast<const C*>(now.values + tile.values[j + i]) + d : nullptr;
+        }
+        F::pack_values(rows, dim - d, panel + units * padded_dim + d, padded_dim);
+      }
+    }
+  }
+  return units;
+}
+
+// out[kKeyTile]; zeros past the tile's keys.
+static inline void gather_scales(const PagedTile& tile, const char* base, float* out) {
+  for (int64_t first = 0; first < kKeyTile; first += kLanes) {
+    const int64_t count = larger(0, smaller(kLanes, tile.count - first));
+    if (count == kLanes && tile.scales[first + kLanes - 1] == tile.scales[first] + 4 * (kLanes - 1)) {
+      std::memcpy(out + first, base + tile.scales[first], kLanes * sizeof(float));
+      continue;
+    }
+    for (int64_t j = 0; j < kLanes; ++j) {
+      out[first + j] = 0;
+      if (j < count) std::memcpy(out + first + j, base + tile.scales[first + j], sizeof(float));
+    }
+  }
+}
+
+}  // namespace paged
+}  // namespace LLMK_ARCH
+}  // namespace llmk

@@ -1,0 +1,147 @@
+// The three arithmetics of paged attention. All operands of a product are 32-bit units: one float, two bfloat16 or four
+// int8; a product adds spread(a unit of a row) * lanes(16 units of a panel) to an accumulator, unit after unit.
+//
+//   FloatForm     float32 FMA; bfloat16, float16 and int8 caches are widened when a tile is packed
+//   BFloat16Form  VDPBF16PS for both products; queries and weights rounded to bfloat16
+//   Int8Form      VPDPBUSD for both: exact integers, so any order gives the same. Queries have 15 bits (scale per row),
+//                 weights 16 (scale per row and tile), each as two bytes: products of the high bytes, a shift, then of
+//                 the low bytes
+//
+// Panels: keys [unit][kKeyTile] (lanes over keys), values [unit of keys][padded dim] (lanes over dim).
+#pragma once
+#include "../common/types.h"
+#include "dot.h"
+
+namespace llmk {
+namespace LLMK_ARCH {
+namespace paged {
+
+using Unit = uint32_t;
+
+constexpr int kKeyTile = 64;
+constexpr int kTileVectors = kKeyTile / kLanes;
+constexpr float kLog2E = 1.44269504088896341f;
+
+// 2^x for x <= 0 (and slightly above), 2^-126 below that. Minimax polynomials: relative error 7.5e-8, coarse 7.5e-5,
+// which is far below the rounding of a weight to bfloat16.
+template <bool kCoarse>
+LLMK_INLINE Vec power_of_two(Vec x) {
+  const Vec clamped = maximum(broadcast(-126.0f), x);
+  const Vec n = round_nearest(clamped);
+  const Vec r = sub(clamped, n);
+  if (kCoarse) {
+    Vec p = fma(broadcast(0.05517167f), r, broadcast(0.24261112f));
+    p = fma(p, r, broadcast(0.69326099f));
+    return scale_by_power(fma(p, r, broadcast(0.99992807f)), n);
+  }
+  Vec p = fma(broadcast(1.53458120e-4f), r, broadcast(1.33999312e-3f));
+  p = fma(p, r, broadcast(9.61848896e-3f));
+  p = fma(p, r, broadcast(5.55032878e-2f));
+  p = fma(p, r, broadcast(2.40226469e-1f));
+  p = fma(p, r, broadcast(6.93147206e-1f));
+  return scale_by_power(fma(p, r, broadcast(1.0f)), n);
+}
+
+LLMK_INLINE Vec load_int8(const int8_t* p, int64_t n) {
+#ifdef LLMK_VEC_AVX512
+  const __m128i bytes = _mm_maskz_loadu_epi8(first_lanes(n), p);
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes))};
+#else
+  float lanes[kLanes] = {};
+  for (int64_t i = 0; i < n && i < kLanes; ++i) lanes[i] = p[i];
+  return load(lanes);
+#endif
+}
+
+// panel[i * stride + j] = lane i of rows[j], as bits.
+LLMK_INLINE void store_transposed(const Vec (&rows)[16], Unit* panel, int64_t stride) {
+#if defined(LLMK_VEC_AVX512)
+  __m512 quads[4][4];  // [rows 4q ..][lane % 4]
+  LLMK_UNROLL
+  for (int q = 0; q < 4; ++q) {
+    const __m512 a = rows[4 * q].v, b = rows[4 * q + 1].v, c = rows[4 * q + 2].v, d = rows[4 * q + 3].v;
+    const __m512d ab = _mm512_castps_pd(_mm512_unpacklo_ps(a, b)), ab_high = _mm512_castps_pd(_mm512_unpackhi_ps(a, b));
+    const __m512d cd = _mm512_castps_pd(_mm512_unpacklo_ps(c, d)), cd_high = _mm512_castps_pd(_mm512_unpackhi_ps(c, d));
+    quads[q][0] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd));
+    quads[q][1] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd));
+    quads[q][2] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab_high, cd_high));
+    quads[q][3] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab_high, cd_high));
+  }
+  LLMK_UNROLL
+  for (int c = 0; c < 4; ++c) {
+    const __m512 even = _mm512_shuffle_f32x4(quads[0][c], quads[1][c], 0x88);
+    const __m512 odd = _mm512_shuffle_f32x4(quads[0][c], quads[1][c], 0xDD);
+    const __m512 even_high = _mm512_shuffle_f32x4(quads[2][c], quads[3][c], 0x88);
+    const __m512 odd_high = _mm512_shuffle_f32x4(quads[2][c], quads[3][c], 0xDD);
+    _mm512_storeu_ps(panel + c * stride, _mm512_shuffle_f32x4(even, even_high, 0x88));
+    _mm512_storeu_ps(panel + (c + 4) * stride, _mm512_shuffle_f32x4(odd, odd_high, 0x88));
+    _mm512_storeu_ps(panel + (c + 8) * stride, _mm512_shuffle_f32x4(even, even_high, 0xDD));
+    _mm512_storeu_ps(panel + (c + 12) * stride, _mm512_shuffle_f32x4(odd, odd_high, 0xDD));
+  }
+#else
+  alignas(64) Unit all[16][kLanes];
+  for (int j = 0; j < 16; ++j) std::memcpy(all[j], &rows[j], sizeof(all[j]));
+  for (int i = 0; i < kLanes; ++i) {
+    for (int j = 0; j < 16; ++j) panel[i * stride + j] = all[j][i];
+  }
+#endif
+}
+
+struct FloatProduct {
+  using Acc = Vec;
+  using Operand = Vec;
+  static constexpr int kShift = 0;
+  static inline Acc clear() { return zero(); }
+  static inline Operand lanes(const Unit* p) { return load(reinterpret_cast<const float*>(p)); }
+  static inline Operand spread(const Unit* p) { return broadcast(bits_to_float(*p)); }
+  static inline Acc step(Operand a, Operand b, Acc total) { return fma(a, b, total); }
+  static inline Acc shift(Acc total, int32_t) { return total; }
+  static inline Vec result(Acc total) { return total; }
+};
+
+struct FloatForm {
+  using ScoreProduct = FloatProduct;
+  using ValueProduct = FloatProduct;
+  static constexpr int kPerUnit = 1, kPasses = 1;
+  static constexpr int64_t kDimStep = kLanes;  // dim is padded to whole multiples
+  static constexpr bool kCoarse = false;
+
+  template <class C>
+  static inline Vec load_key(const C* p, int64_t n) {
+    return load_n(p, n);
+  }
+  static inline Vec load_key(const int8_t* p, int64_t n) { return load_int8(p, n); }
+
+  // out[unit of keys = 1][dim] of one value.
+  template <class C>
+  static inline void pack_values(const C* const (&rows)[1], int64_t n, Unit* out, int64_t) {
+    store(reinterpret_cast<float*>(out), load_key(rows[0], n));
+  }
+
+  static inline void pack_query(const float* x, int64_t dim, Unit* out, int64_t, float* factor, int32_t* offset) {
+    std::memcpy(static_cast<void*>(out), x, static_cast<size_t>(dim) * sizeof(float));
+    *factor *= 1.0f;
+    *offset = 0;
+  }
+
+  // Writes the weights of a tile, scaled by the values' scales where there are any; returns the sums of `p` by lane.
+  static inline Vec pack_weights(Vec (&p)[kTileVectors], const float* value_scales, Unit* out, float* step) {
+    Vec mass = p[0];
+    for (int i = 1; i < kTileVectors; ++i) mass = add(mass, p[i]);
+    for (int i = 0; i < kTileVectors; ++i) {
+      const Vec weight = value_scales == nullptr ? p[i] : mul(p[i], load(value_scales + i * kLanes));
+      store(reinterpret_cast<float*>(out) + i * kLanes, weight);
+    }
+    *step = 1.0f;
+    return mass;
+  }
+
+  static inline void restore_order(float*) {}
+};
+
+}  // namespace paged
+}  // namespace LLMK_ARCH
+}  // namespace llmk
+
+#include "paged_units_bf16.h"
+#include "paged_units_int8.h"

@@ -1,0 +1,72 @@
+// BFloat16Form of paged_units.h.
+#pragma once
+
+#ifdef LLMK_BF16_DOT
+namespace llmk {
+namespace LLMK_ARCH {
+namespace paged {
+
+struct BFloat16Product {
+  using Acc = Vec;
+  using Operand = __m512bh;
+  static constexpr int kShift = 0;
+  static inline Acc clear() { return zero(); }
+  static inline Operand lanes(const Unit* p) { return reinterpret_cast<__m512bh>(_mm512_loadu_si512(p)); }
+  static inline Operand spread(const Unit* p) {
+    return reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(*p)));
+  }
+  static inline Acc step(Operand a, Operand b, Acc total) { return {_mm512_dpbf16_ps(total.v, b, a)}; }
+  static inline Acc shift(Acc total, int32_t) { return total; }
+  static inline Vec result(Acc total) { return total; }
+};
+
+struct BFloat16Form {
+  using ScoreProduct = BFloat16Product;
+  using ValueProduct = BFloat16Product;
+  static constexpr int kPerUnit = 2, kPasses = 1;
+  static constexpr int64_t kDimStep = 2 * kLanes;
+  static constexpr bool kCoarse = true;
+
+  static inline Vec load_key(const bfloat_t* p, int64_t n) {
+    const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
+    return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, p))};
+  }
+
+  // Two values (the second may be null: zero) interleaved: out[32 dims] of pairs.
+  static inline void pack_values(const bfloat_t* const (&rows)[2], int64_t n, Unit* out, int64_t) {
+    const __m512i first = _mm512_castps_si512(load_key(rows[0], n).v);
+    const __m512i second = rows[1] == nullptr ? _mm512_setzero_si512() : _mm512_castps_si512(load_key(rows[1], n).v);
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    _mm512_storeu_si512(out, _mm512_permutex2var_epi16(first, low, second));
+    _mm512_storeu_si512(out + kLanes, _mm512_permutex2var_epi16(first, high, second));
+  }
+
+  static inline void pack_query(const float* x, int64_t dim, Unit* out, int64_t, float*, int32_t* offset) {
+    bfloat_t* rounded = reinterpret_cast<bfloat_t*>(out);
+    for (int64_t d = 0; d < dim; d += kLanes) store_n(rounded + d, load_n(x + d, dim - d), dim - d);
+    *offset = 0;
+  }
+
+  // The mass adds up the rounded weights, so that rounding does not move the mean.
+  static inline Vec pack_weights(Vec (&p)[kTileVectors], const float*, Unit* out, float* step) {
+    const __m512bh ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3F80));
+    Vec mass = zero();
+    LLMK_UNROLL
+    for (int i = 0; i < kTileVectors; i += 2) {
+      const __m512bh pairs = _mm512_cvtne2ps_pbh(p[i + 1].v, p[i].v);
+      _mm512_storeu_si512(out + i / 2 * kLanes, reinterpret_cast<__m512i>(pairs));
+      mass = {_mm512_dpbf16_ps(mass.v, pairs, ones)};
+    }
+    *step = 1.0f;
+    return mass;
+  }
+
+  static inline void restore_order(float*) {}
+};
+
+}  // namespace paged
+}  // namespace LLMK_ARCH
+}  // namespace llmk
+#endif

@@ -1,0 +1,125 @@
+// Int8Form of paged_units.h.
+#pragma once
+
+#ifdef LLMK_VNNI
+namespace llmk {
+namespace LLMK_ARCH {
+namespace paged {
+
+// Keys as bytes + 128 (unsigned) times signed queries; 128 * sum(query) is taken off by the row's offset.
+struct Int8ScoreProduct {
+  using Acc = __m512i;
+  using Operand = __m512i;
+  static constexpr int kShift = 7;
+  static inline Acc clear() { return _mm512_setzero_si512(); }
+  static inline Operand lanes(const Unit* p) { return _mm512_loadu_si512(p); }
+  static inline Operand spread(const Unit* p) { return _mm512_set1_epi32(static_cast<int>(*p)); }
+  static inline Acc step(Operand a, Operand b, Acc total) { return _mm512_dpbusd_epi32(total, b, a); }
+  static inline Acc shift(Acc total, int32_t offset) {
+    return _mm512_add_epi32(_mm512_slli_epi32(total, kShift), _mm512_set1_epi32(offset));
+  }
+  static inline Vec result(Acc total) { return {_mm512_cvtepi32_ps(total)}; }
+};
+
+// Unsigned weights times signed values.
+struct Int8ValueProduct : Int8ScoreProduct {
+  static constexpr int kShift = 8;
+  static inline Acc step(Operand a, Operand b, Acc total) { return _mm512_dpbusd_epi32(total, a, b); }
+  static inline Acc shift(Acc total, int32_t) { return _mm512_slli_epi32(total, kShift); }
+};
+
+struct Int8Form {
+  using ScoreProduct = Int8ScoreProduct;
+  using ValueProduct = Int8ValueProduct;
+  static constexpr int kPerUnit = 4, kPasses = 2;
+  static constexpr int64_t kDimStep = 4 * kLanes;
+  static constexpr bool kCoarse = false;
+  static constexpr float kLargestQuery = 16319.0f;  // 127 * 2^7 + 63
+  static constexpr float kLargestWeight = 65535.0f;
+
+  static inline __m512i load_bytes(const int8_t* p, int64_t n) {
+    if (n >= 64) return _mm512_loadu_si512(p);
+    return _mm512_maskz_loadu_epi8((__mmask64{1} << n) - 1, p);
+  }
+  static inline Vec load_key(const int8_t* p, int64_t n) {
+    return {_mm512_castsi512_ps(_mm512_xor_si512(load_bytes(p, n), _mm512_set1_epi8(-128)))};
+  }
+
+  // Four values (null: zero) interleaved. Vector i, lane 4 * l + c holds dim 16 * l + 4 * i + c: see restore_order.
+  static inline void pack_values(const int8_t* const (&rows)[4], int64_t n, Unit* out, int64_t) {
+    __m512i row[4];
+    LLMK_UNROLL
+    for (int i = 0; i < 4; ++i) row[i] = rows[i] == nullptr ? _mm512_setzero_si512() : load_bytes(rows[i], n);
+    const __m512i low = _mm512_unpacklo_epi8(row[0], row[1]), high = _mm512_unpackhi_epi8(row[0], row[1]);
+    const __m512i low2 = _mm512_unpacklo_epi8(row[2], row[3]), high2 = _mm512_unpackhi_epi8(row[2], row[3]);
+    _mm512_storeu_si512(out, _mm512_unpacklo_epi16(low, low2));
+    _mm512_storeu_si512(out + kLanes, _mm512_unpackhi_epi16(low, low2));
+    _mm512_storeu_si512(out + 2 * kLanes, _mm512_unpacklo_epi16(high, high2));
+    _mm512_storeu_si512(out + 3 * kLanes, _mm512_unpackhi_epi16(high, high2));
+  }
+
+  static inline void pack_query(const float* x, int64_t dim, Unit* out, int64_t units, float* factor, int32_t* offset) {
+    Vec top = zero();
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      const Vec v = load_n(x + d, dim - d);
+      top = maximum(top, maximum(v, sub(zero(), v)));
+    }
+    const float most = largest(top);
+    const Vec inverse = broadcast(most > 0 ? kLargestQuery / most : 0.0f);
+    int8_t* high = reinterpret_cast<int8_t*>(out);
+    int8_t* low = reinterpret_cast<int8_t*>(out + units);
+    std::memset(static_cast<void*>(out), 0, static_cast<size_t>(units) * 2 * sizeof(Unit));
+    __m512i total = _mm512_setzero_si512();
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      const __m512i q = _mm512_cvtps_epi32(mul(load_n(x + d, dim - d), inverse).v);
+      const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(64)), 7);
+      const __m512i lower = _mm512_sub_epi32(q, _mm512_slli_epi32(upper, 7));
+      total = _mm512_add_epi32(total, q);
+      _mm_mask_storeu_epi8(high + d, first_lanes(dim - d), _mm512_cvtepi32_epi8(upper));
+      _mm_mask_storeu_epi8(low + d, first_lanes(dim - d), _mm512_cvtepi32_epi8(lower));
+    }
+    *offset = -128 * _mm512_reduce_add_epi32(total);
+    *factor *= most / kLargestQuery;
+  }
+
+  // The scale of a tile's weights is that of the largest one, so each is right to 2^-17 of it.
+  static inline Vec pack_weights(Vec (&p)[kTileVectors], const float* value_scales, Unit* out, float* step) {
+    const Vec mass = add(add(p[0], p[1]), add(p[2], p[3]));
+    Vec top = zero();
+    LLMK_UNROLL
+    for (int i = 0; i < kTileVectors; ++i) {
+      p[i] = mul(p[i], load(value_scales + i * kLanes));
+      top = maximum(top, p[i]);
+    }
+    const float most = largest(top);
+    const Vec inverse = broadcast(most > 0 ? kLargestWeight / most : 0.0f);
+    uint8_t* high = reinterpret_cast<uint8_t*>(out);
+    uint8_t* low = high + kKeyTile;
+    LLMK_UNROLL
+    for (int i = 0; i < kTileVectors; ++i) {
+      const __m512i weight = _mm512_cvtps_epi32(mul(p[i], inverse).v);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i * kLanes), _mm512_cvtepi32_epi8(weight));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i * kLanes),
+                       _mm512_cvtepi32_epi8(_mm512_srli_epi32(weight, 8)));
+    }
+    *step = most / kLargestWeight;
+    return mass;
+  }
+
+  // Turns the 64 sums of pack_values' order back.
+  static inline void restore_order(float* sums) {
+    const __m512 a = _mm512_loadu_ps(sums), b = _mm512_loadu_ps(sums + 16), c = _mm512_loadu_ps(sums + 32),
+                 d = _mm512_loadu_ps(sums + 48);
+    const __m512 ab_even = _mm512_shuffle_f32x4(a, b, 0x88), ab_odd = _mm512_shuffle_f32x4(a, b, 0xDD);
+    const __m512 cd_even = _mm512_shuffle_f32x4(c, d, 0x88), cd_odd = _mm512_shuffle_f32x4(c, d, 0xDD);
+    _mm512_storeu_ps(sums, _mm512_shuffle_f32x4(ab_even, cd_even, 0x88));
+    _mm512_storeu_ps(sums + 16, _mm512_shuffle_f32x4(ab_odd, cd_odd, 0x88));
+    _mm512_storeu_ps(sums + 32, _mm512_shuffle_f32x4(ab_even, cd_even, 0xDD));
+    _mm512_storeu_ps(sums + 48, _mm512_shuffle_f32x4(ab_odd, cd_odd, 0xDD));
+  }
+};
+
+}  // namespace paged
+}  // namespace LLMK_ARCH
+}  // namespace llmk
+#endif

@@ -1,0 +1,97 @@
+// What comes before the attention of a token: its rotated query heads, and its key and value into the cache.
+#pragma once
+#include "paged_panels.h"
+
+namespace llmk {
+namespace LLMK_ARCH {
+namespace paged {
+
+LLMK_INLINE void load_floats(DType dtype, const void* data, int64_t first, int64_t n, float* out) {
+  for (int64_t d = 0; d < n; d += kLanes) {
+    if (dtype == DType::kFloat32) store_n(out + d, load_n(static_cast<const float*>(data) + first + d, n - d), n - d);
+    if (dtype == DType::kFloat16) store_n(out + d, load_n(static_cast<const half_t*>(data) + first + d, n - d), n - d);
+    if (dtype == DType::kBFloat16) {
+      store_n(out + d, load_n(static_cast<const bfloat_t*>(data) + first + d, n - d), n - d);
+    }
+  }
+}
+
+LLMK_INLINE void store_floats(DType dtype, const float* x, int64_t n, void* data) {
+  for (int64_t d = 0; d < n; d += kLanes) {
+    const Vec v = load_n(x + d, n - d);
+    if (dtype == DType::kFloat32) store_n(static_cast<float*>(data) + d, v, n - d);
+    if (dtype == DType::kFloat16) store_n(static_cast<half_t*>(data) + d, v, n - d);
+    if (dtype == DType::kBFloat16) store_n(static_cast<bfloat_t*>(data) + d, v, n - d);
+  }
+}
+
+// Head `head` of the token's row of qkv as floats, rotated; each product and sum rounds on its own (see rotary.h).
+static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, int64_t head, float* out) {
+  const int64_t half = args.dim / 2, first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
+  const float* cos = args.cos + args.positions[token] * args.dim;
+  const float* sin = args.sin + args.positions[token] * args.dim;
+  load_floats(args.dtype, args.qkv, first, args.dim, out);
+  for (int64_t d = 0; d < half; d += kLanes) {
+    const int64_t n = half - d;
+    const Vec low = load_n(out + d, n), high = load_n(out + half + d, n);
+    store_n(out + d, sub(mul(low, load_n(cos + d, n)), mul(high, load_n(sin + d, n))), n);
+    store_n(out + half + d, add(mul(high, load_n(cos + half + d, n)), mul(low, load_n(sin + half + d, n))), n);
+  }
+}
+
+// Symmetric int8: scale = max|x| / 127, values rounded to nearest even.
+static inline void quantize_head(const float* x, int64_t dim, char* values, char* scale) {
+  Vec top = zero();
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    const Vec v = load_n(x + d, dim - d);
+    top = maximum(top, maximum(v, sub(zero(), v)));
+  }
+  const float most = largest(top), unit = most / 127.0f;
+  const Vec inverse = broadcast(most > 0 ? 127.0f / most : 0.0f);
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    float rounded[kLanes];
+    store(rounded, round_nearest(maximum(broadcast(-127.0f), minimum(broadcast(127.0f), mul(load_n(x + d, dim - d), inverse)))));
+    int8_t bytes[kLanes];
+    for (int i = 0; i < kLanes; ++i) bytes[i] = static_cast<int8_t>(rounded[i]);
+    std::memcpy(values + d, bytes, static_cast<size_t>(smaller(kLanes, dim - d)));
+  }
+  std::memcpy(scale, &unit, sizeof(unit));
+}
+
+static inline void write_head(const RotaryAttentionArgs& args, const float* x, void* cache, const CachePlace& place,
+                              int64_t head) {
+  char* base = static_cast<char*>(cache) + head * chunk_bytes(args);
+  if (args.int8_cache) {
+    quantize_head(x, args.dim, base + place.values, base + place.scale);
+  } else {
+    store_floats(args.dtype, x, args.dim, base + place.values);
+  }
+}
+
+// Keys and values of kv heads [head, head + heads) of a token. `buffer`: dim floats.
+static inline void write_token(const RotaryAttentionArgs& args, int64_t token, int64_t head, int64_t heads,
+                               float* buffer) {
+  const int64_t slot = args.slots[token];
+  if (slot < 0) return;
+  const CachePlace place = cache_place(args, slot / args.block_size, slot % args.block_size);
+  const int64_t row = token * (args.heads + 2 * args.kv_heads) + args.heads + args.kv_heads;
+  for (int64_t h = head; h < head + heads; ++h) {
+    load_rotated(args, token, args.heads + h, buffer);
+    write_head(args, buffer, args.key_cache, place, h);
+    load_floats(args.dtype, args.qkv, (row + h) * args.dim, args.dim, buffer);
+    write_head(args, buffer, args.value_cache, place, h);
+  }
+}
+
+static inline void write_all_tokens(const RotaryAttentionArgs& args) {
+  const int64_t per_task = larger(1, 8192 / (2 * args.kv_heads * args.dim));
+  parallel_for(ceil_div(args.tokens, per_task), [&](int64_t task) {
+    float* buffer = static_cast<float*>(thread_scratch(kScratchTile, (args.dim + kLanes) * 4));
+    const int64_t end = smaller((task + 1) * per_task, args.tokens);
+    for (int64_t token = task * per_task; token < end; ++token) write_token(args, token, 0, args.kv_heads, buffer);
+  });
+}
+
+}  // namespace paged
+}  // namespace LLMK_ARCH
+}  // namespace llmk

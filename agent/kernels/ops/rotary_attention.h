@@ -1,0 +1,69 @@
+// RotaryAttention: rotary embedding, the write into the paged cache and causal attention over it, one call for all
+// layers' needs of a step: prefill, chunk, decode and verify rows together.
+//
+//   qkv [tokens, (heads + 2 * kv_heads) * dim], out [tokens, heads * dim]; sequence s owns query_lens[s] rows from
+//   query_starts[s], the last ones of its context_lens[s] positions, and sees the keys of positions 0 .. its own
+//   cache  [num_blocks][kv_heads] chunks; float: [block_size][dim] of the type of qkv; int8: [block_size][dim] int8,
+//          then [block_size] float32 scales, value = scale * int8, scale = max|x| / 127 of that token and head
+//   position j of sequence s lies in block block_tables[s * table_width + j / block_size], row j % block_size; the
+//   step's own keys and values are written to `slots` first and then read as the cache holds them
+//   query head h uses kv head h / (heads / kv_heads)
+//
+// Checks are in rotary_attention_checks.cc, the split into tasks in paged_attention.h, the arithmetic and its order
+// in paged_rows.h.
+#pragma once
+#include "../common/thread_pool.h"
+#include "../common/types.h"
+
+namespace llmk {
+
+struct RotaryAttentionArgs {
+  const void* qkv;
+  void* out;
+  void* key_cache;
+  void* value_cache;
+  const float* cos;  // [table_rows, dim]
+  const float* sin;
+  const int32_t* positions;     // [tokens], rows of cos and sin
+  const int32_t* slots;         // [tokens]; negative: the token's key and value are not written
+  const int32_t* block_tables;  // rows `table_width` apart
+  const int32_t* context_lens;  // [num_seqs]
+  const int32_t* query_lens;    // [num_seqs]
+  const int64_t* query_starts;  // [num_seqs], from the checks
+  int64_t tokens, num_seqs, table_width, table_rows;
+  int64_t num_blocks, block_size, heads, kv_heads, dim;
+  float scale;        // of the scores
+  DType dtype;        // of qkv and out
+  bool int8_cache;    // else the cache holds dtype
+  bool write_first;   // from the checks: some sequence may read what another one writes in this step
+};
+
+// Bytes of one block of one head.
+static inline int64_t chunk_bytes(const RotaryAttentionArgs& args) {
+  return args.block_size * (args.int8_cache ? args.dim + 4 : args.dim * size_of(args.dtype));
+}
+
+// Where a token (or a key) lies from the start of the cache, for kv head 0; head h is h * chunk_bytes further.
+struct CachePlace {
+  int64_t values, scale;  // scale: int8 caches only
+};
+static inline CachePlace cache_place(const RotaryAttentionArgs& args, int64_t block, int64_t row) {
+  const int64_t chunk = block * args.kv_heads * chunk_bytes(args);
+  const int64_t row_bytes = args.dim * (args.int8_cache ? 1 : size_of(args.dtype));
+  return {chunk + row * row_bytes, chunk + args.block_size * row_bytes + row * 4};
+}
+
+// 0, or an error code after one line on standard error; nothing is written then. Fills query_starts (num_seqs long) and
+// write_first, and sets rows of `out` past the last sequence to zero.
+int check_rotary_attention(const char* op, RotaryAttentionArgs* args, int64_t* query_starts);
+
+namespace reference {
+
+void rotary_attention(const RotaryAttentionArgs& args);
+
+}  // namespace reference
+}  // namespace llmk
+
+#ifdef LLMK_ARCH
+#include "paged_attention.h"
+#endif

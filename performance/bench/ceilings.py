@@ -1,0 +1,100 @@
+"""What this machine can do at most: read bandwidth and the peak rate of each kind of multiply-add.
+
+    python -m performance.bench.ceilings [--threads N]        prints the ceilings as JSON
+
+Measured by loops of the kernels' library (``agent/kernels/ops/ceilings.h``) in a process of its own, so that no
+thread pool of the benchmark takes part or is left behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+READ_BYTES = 256 << 20
+"""Eight times the largest last-level cache met so far."""
+LOOP_SECONDS = 0.1
+ATTEMPTS = 5
+TIMEOUT_S = 60.0
+RATES = {
+    "fp32_gflops": "llmk_measure_fma",
+    "bf16_gflops": "llmk_measure_dot_bf16",
+    "int8_gops": "llmk_measure_dot_int8",
+}
+"""Field -> entry of the library: billions of operations a second, a multiply-add counting as two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Of all ``threads`` together. A machine without a unit for a format has the rate of what it uses instead."""
+
+    read_gb_s: float
+    bf16_gflops: float
+    int8_gops: float
+    fp32_gflops: float
+    threads: int
+    isa: str
+
+    def text(self) -> str:
+        return (
+            f"ceilings ({self.isa}, {self.threads} threads): {self.read_gb_s:.1f} GB/s read, "
+            f"{self.bf16_gflops:.0f} GFLOP/s bfloat16, {self.int8_gops:.0f} GOP/s int8, "
+            f"{self.fp32_gflops:.0f} GFLOP/s float32"
+        )
+
+
+def measure_ceilings(threads: int = 0) -> Ceilings:
+    """The ceilings now; 0 threads: one for each processor. Raises RuntimeError when the process fails."""
+    command = [sys.executable, "-m", "performance.bench.ceilings", "--threads", str(threads)]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"measuring the ceilings failed with {result.returncode}:\n{result.stderr.strip()}")
+    return Ceilings(**json.loads(result.stdout))
+
+
+def _measure_here(threads: int) -> Ceilings:
+    import numpy as np
+
+    from agent.kernels import kernel_isa, num_threads, set_threads
+    from agent.kernels.library import load_library
+
+    set_threads(threads)
+    library = load_library()
+    rates = {field: _best_rate(library, name) for field, name in RATES.items()}
+    read = library.llmk_measure_read
+    read.argtypes, read.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_double
+    data = np.ones(READ_BYTES // 4, np.float32)
+    return Ceilings(
+        read_gb_s=_best(lambda: float(read(data.ctypes.data, data.nbytes))),
+        **rates,
+        threads=num_threads(),
+        isa=kernel_isa(),
+    )
+
+
+def _best_rate(library: ctypes.CDLL, name: str) -> float:
+    entry = getattr(library, name)
+    entry.argtypes, entry.restype = [ctypes.c_double], ctypes.c_double
+    return _best(lambda: float(entry(LOOP_SECONDS)))
+
+
+def _best(call: Callable[[], float]) -> float:
+    """A ceiling is what was reached once: whatever else ran can only have lowered it."""
+    return max(call() for _ in range(ATTEMPTS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=0, help="0 (default): one for each processor")
+    print(json.dumps(asdict(_measure_here(parser.parse_args().threads))))
+
+
+if __name__ == "__main__":
+    main()

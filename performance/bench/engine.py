@@ -1,0 +1,171 @@
+"""The engine without HTTP: scheduler, executor and a real agent process, stepped by the caller's thread.
+
+What a server adds is left out: sockets, JSON, text. What remains is what serves every request.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from llm_serving.config import Config
+from llm_serving.engine.core import Add, EngineCore
+from llm_serving.engine.outputs import EngineOutput
+from llm_serving.engine.status import EngineState
+from llm_serving.errors import AgentStartError, LLMServingError
+from llm_serving.executor.agent_executor import AgentExecutor
+from llm_serving.executor.agent_process import bind_agent_port
+from llm_serving.log import EventLog
+from llm_serving.metrics import Metrics
+from llm_serving.request import Request, RequestOutput, SamplingParams
+from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.output import ScheduledStep, StepResult
+from llm_serving.scheduler.scheduler import Scheduler
+
+
+class BenchmarkError(LLMServingError):
+    """The engine ended a request that it should have served."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """One step as the agent reports it."""
+
+    kind: str
+    num_seqs: int
+    num_tokens: int
+    graph_s: float
+    sample_s: float
+
+
+@dataclass(slots=True)
+class Times:
+    """One batch of requests that were submitted together, in seconds from then."""
+
+    first_tokens: list[float] = field(default_factory=list)
+    """Of each request, in the order in which they came."""
+    tokens: list[tuple[float, int]] = field(default_factory=list)
+    """When tokens came, and how many at that time."""
+    steps: list[StepTime] = field(default_factory=list)
+
+    @property
+    def end(self) -> float:
+        return self.tokens[-1][0]
+
+    @property
+    def prefilled(self) -> float:
+        """When the last request got its first token."""
+        return max(self.first_tokens)
+
+    @property
+    def decoded_tokens(self) -> int:
+        """Tokens that came after the last first one."""
+        return sum(count for when, count in self.tokens if when > self.prefilled)
+
+
+class OfflineEngine:
+    """``generate`` runs one batch of requests to their end. One thread uses it, and is the engine's thread."""
+
+    def __init__(self, config: Config, executor: AgentExecutor, log: EventLog) -> None:
+        self._recorder = _Recorder()
+        self._outputs: list[EngineOutput] = []
+        self._number = 0
+        self._core = EngineCore(
+            Scheduler(SchedulerLimits.from_config(config)),
+            executor,
+            lambda request: _NoText(),
+            log,
+            self._recorder,
+            self._outputs.extend,
+        )
+
+    def wait_ready(self) -> None:
+        """Raises AgentStartError when the agent cannot start."""
+        while self._core.state is not EngineState.READY:
+            if self._core.state is EngineState.STOPPED:
+                raise AgentStartError(self._core.stop_reason)
+            self._core.step()
+
+    def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Times:
+        """Greedy, ``new_tokens`` for each prompt whatever they are. Raises BenchmarkError when one ends otherwise."""
+        sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        self._recorder.steps = []
+        self._outputs.clear()
+        start = time.monotonic()
+        for prompt in prompts:
+            self._number += 1
+            self._core.submit(Add(Request(f"bench-{self._number}", prompt, sampling, start)))
+        times, running = Times(), len(prompts)
+        while running:
+            self._core.step()
+            if self._outputs:
+                now = time.monotonic() - start
+                running -= _record(self._outputs, now, times, new_tokens)
+                self._outputs.clear()
+        times.steps = self._recorder.steps
+        return times
+
+
+def _record(outputs: Sequence[EngineOutput], now: float, times: Times, new_tokens: int) -> int:
+    """Note what came at ``now``; how many requests ended with it."""
+    ended = count = 0
+    for output in outputs:
+        if not isinstance(output, RequestOutput):
+            raise BenchmarkError(f"the engine did not take a request: {output}")
+        count += len(output.token_ids)
+        if output.token_ids and output.num_output_tokens == len(output.token_ids):
+            times.first_tokens.append(now)
+        if output.finished:
+            ended += 1
+            if output.num_output_tokens != new_tokens:
+                raise BenchmarkError(
+                    f"{output.request_id} ended with {output.num_output_tokens} of {new_tokens} tokens "
+                    f"({output.finish_reason}): {output.error}"
+                )
+    times.tokens.append((now, count))
+    return ended
+
+
+@contextmanager
+def offline_engine(config: Config) -> Iterator[OfflineEngine]:
+    """An engine with its agent ready; both end with the context. Raises AgentStartError."""
+    with ExitStack() as owned:
+        folder = Path(owned.enter_context(tempfile.TemporaryDirectory(prefix="bench_engine_")))
+        settings = config.serving_config
+        listener = owned.enter_context(bind_agent_port(settings.agent_ip, settings.agent_ports[0]))
+        log = owned.enter_context(EventLog(str(folder / "engine.log"), "error"))
+        # An agent that dies must end the benchmark instead of being started again under it.
+        once = replace(config, serving_config=replace(settings, agent_restart_limit=0))
+        executor = AgentExecutor(once, listener, folder / "agent_0.log")
+        owned.callback(executor.close)
+        engine = OfflineEngine(once, executor, log)
+        executor.start()
+        engine.wait_ready()
+        yield engine
+
+
+class _Recorder(Metrics):
+    """The server's metrics, which cost what they cost there, and every step's times besides."""
+
+    def __init__(self) -> None:
+        super().__init__(process=False)
+        self.steps: list[StepTime] = []
+
+    def step(self, step: ScheduledStep, result: StepResult, seconds: float) -> None:
+        super().step(step, result, seconds)
+        graph_s, sample_s = result.graph_us * 1e-6, result.sample_us * 1e-6
+        self.steps.append(StepTime(step.kind.value, step.num_seqs, step.num_tokens, graph_s, sample_s))
+
+
+class _NoText:
+    """Peers are measured on token ids too."""
+
+    def append(self, token_ids: Sequence[int], /) -> tuple[str, str | None]:
+        return "", None
+
+    def flush(self) -> str:
+        return ""

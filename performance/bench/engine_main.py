@@ -1,0 +1,134 @@
+"""Decode and prefill speed of the engine, without HTTP, against the ceilings of the machine in the same run.
+
+Starts a real agent and drives scheduler and executor in this process: greedy, end tokens ignored, prompts of seeded
+random token ids. Every figure is the median of --repeats runs after one that is not counted.
+
+A decode row: --batch prompts of --prompt tokens at once, --new tokens each. Its rate counts the tokens that come
+after the last prompt's first one, over the time since then; prefill rate and time to first token are those of the
+same run. A prefill row: one prompt (or several equal ones where the model takes none so long), one new token.
+
+share is least time / measured time, the least time being the sum over the step's operators of the longer of reading
+and computing (performance/bench/roofline.py). agent is the share of the time the agent spent in graphs and sampler;
+the rest lies between the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from llm_serving.cli import config_as_yaml
+from llm_serving.config import Config, load_config
+from llm_serving.errors import LLMServingError
+from llm_serving.text_table import format_number, format_table
+from performance.bench.ceilings import measure_ceilings
+from performance.bench.engine import offline_engine
+from performance.bench.engine_rows import Case, decode_case, measure_case, numbers_of, prefill_case
+from performance.bench.numbers import parse_count, parse_counts, write_json
+
+COLUMNS = (
+    ("decode tok/s", "decode_tokens_per_s"),
+    ("end to end tok/s", "end_to_end_tokens_per_s"),
+    ("prefill tok/s", "prefill_tokens_per_s"),
+    ("TTFT ms", "ttft_ms"),
+    ("graph ms", "graph_ms"),
+    ("sample ms", "sample_ms"),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, or 2 when the config is wrong or the engine does not start."""
+    parsed = build_parser().parse_args(arguments)
+    try:
+        config = load_config(parsed.config, overrides(parsed))
+        result = run(config, cases_of(parsed, config), parsed)
+    except LLMServingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if parsed.json is not None:
+        write_json(parsed.json, result)
+    if parsed.png is not None:
+        from performance.bench.plots import plot_engine
+
+        plot_engine(parsed.png, result)
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override")
+    parser.add_argument("--weights", help="model_config.weight_format")
+    parser.add_argument("--kv", help="model_config.kv_format")
+    parser.add_argument("--op-table", help="model_config.op_table")
+    parser.add_argument("--batch", type=parse_counts, default=(1, 8, 32, 64, 128), help="default 1,8,32,64,128")
+    parser.add_argument("--prompt", type=parse_count, default=64, help="tokens of a prompt (default %(default)s)")
+    parser.add_argument("--new", type=parse_count, default=128, help="tokens to generate (default %(default)s)")
+    parser.add_argument("--prefill", type=parse_counts, default=(1024,), help="tokens of prefill rows (default 1024)")
+    parser.add_argument("--repeats", type=parse_count, default=5, help="default %(default)s")
+    parser.add_argument("--threads", type=int, default=0, help="of the agent; 0 (default): one for each processor")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write ceilings and rows here")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture here")
+    return parser
+
+
+def overrides(parsed: argparse.Namespace) -> list[str]:
+    """The options that are keys of the config, as such, and any free port for the agent."""
+    named = {"weight_format": parsed.weights, "kv_format": parsed.kv, "op_table": parsed.op_table}
+    named["cpu_threads"] = parsed.threads or None
+    settings = [f"model_config.{key}={value}" for key, value in named.items() if value is not None]
+    return ["serving_config.agent_ports=[0]", *settings, *parsed.settings]
+
+
+def cases_of(parsed: argparse.Namespace, config: Config) -> list[Case]:
+    longest = min(config.max_prompt_len, config.max_model_len - 1)
+    return [
+        *(decode_case(batch, parsed.prompt, parsed.new) for batch in parsed.batch),
+        *(prefill_case(tokens, longest) for tokens in parsed.prefill),
+    ]
+
+
+def run(config: Config, cases: Sequence[Case], parsed: argparse.Namespace) -> dict[str, Any]:
+    """Measure all cases, printing each row as it comes."""
+    ceilings = measure_ceilings(parsed.threads)
+    numbers = numbers_of(config)
+    print(f"{config.model_name}: weights {numbers.weight_format}, KV {numbers.kv_format}, {config.op_table} operators")
+    print(ceilings.text(), flush=True)
+    rows = []
+    with offline_engine(config) as engine:
+        for case in cases:
+            rows.append({"name": case.name, **measure_case(engine, case, config, ceilings, parsed.repeats)})
+            print(f"  {case.name}: {_rate(rows[-1]):.0f} tok/s", file=sys.stderr, flush=True)
+    print(table(rows))
+    return {
+        "model": config.model_name,
+        "numbers": asdict(numbers),
+        "op_table": config.op_table,
+        "repeats": parsed.repeats,
+        "ceilings": asdict(ceilings),
+        "rows": rows,
+        "config": config_as_yaml(config),
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    header = ["", *(title for title, _ in COLUMNS), "share", "agent"]
+    return format_table(header, [_line(row) for row in rows])
+
+
+def _line(row: Mapping[str, Any]) -> list[str]:
+    shares = (row["share_of_ceiling"], row["agent_share"])
+    return [
+        row["name"],
+        *(format_number(row[key]) for _, key in COLUMNS),
+        *(f"{100 * share:.0f} %" for share in shares),
+    ]
+
+
+def _rate(row: Mapping[str, Any]) -> float:
+    rate: float = row["decode_tokens_per_s"] or row["prefill_tokens_per_s"]
+    return rate

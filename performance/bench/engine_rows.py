@@ -1,0 +1,116 @@
+"""What is measured of an engine, and its figures: one row for each batch size and each prefill length."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llm_serving.config import Config
+from llm_serving.model_shape import ModelShape
+from performance.bench.ceilings import Ceilings
+from performance.bench.engine import OfflineEngine, Times
+from performance.bench.numbers import median_row
+from performance.bench.roofline import Numbers, decode_seconds, prefill_seconds
+
+FIRST_PLAIN_TOKEN = 10
+_PLAIN_NAMES = {"bf16": "bfloat16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """``batch`` prompts of ``prompt`` tokens, ``new`` tokens for each."""
+
+    kind: str
+    """``decode`` or ``prefill``."""
+    batch: int
+    prompt: int
+    new: int
+
+    @property
+    def name(self) -> str:
+        return f"batch {self.batch}" if self.kind == "decode" else f"prefill {self.batch * self.prompt}"
+
+
+def decode_case(batch: int, prompt: int, new: int) -> Case:
+    return Case("decode", batch, prompt, new)
+
+
+def prefill_case(tokens: int, longest: int) -> Case:
+    """One prompt, or where it would be longer than the model takes, as few equal ones as do."""
+    count = -(-tokens // longest)
+    while tokens % count:
+        count += 1
+    return Case("prefill", count, tokens // count, 1)
+
+
+def random_prompts(case: Case, vocab_size: int, seed: int) -> list[list[int]]:
+    """The same for the same seed; no two alike, so that a cache of prefixes helps nobody."""
+    generator = random.Random(f"bench/{case}/{seed}")
+    return [[generator.randrange(FIRST_PLAIN_TOKEN, vocab_size) for _ in range(case.prompt)] for _ in range(case.batch)]
+
+
+def numbers_of(config: Config) -> Numbers:
+    """The formats a config runs in; ``auto`` of random weights is the model's type."""
+    model = config.model_config
+    dtype = model.model_dtype
+
+    def resolved(name: str) -> str:
+        value: str = getattr(model, name, "auto")
+        return dtype if value == "auto" else _PLAIN_NAMES.get(value, value)
+
+    return Numbers(dtype, resolved("weight_format"), resolved("kv_format"), getattr(model, "weight_group", 64))
+
+
+def measure_case(engine: OfflineEngine, case: Case, config: Config, ceilings: Ceilings, repeats: int) -> dict[str, Any]:
+    """Medians over ``repeats`` runs, after one that is not counted."""
+    shape, numbers = config.shape, numbers_of(config)
+    engine.generate(random_prompts(case, shape.vocab_size, seed=-1), min(case.new, 8))
+    rows = []
+    for seed in range(repeats):
+        times = engine.generate(random_prompts(case, shape.vocab_size, seed), case.new)
+        rows.append(figures(case, times, shape, numbers, ceilings))
+    shown = ("decode_tokens_per_s", "prefill_tokens_per_s", "end_to_end_tokens_per_s", "ttft_ms")
+    return median_row(rows) | {"repeats": [{key: row[key] for key in shown} for row in rows]}
+
+
+def figures(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceilings: Ceilings) -> dict[str, Any]:
+    """One run's row. ``decode_tokens_per_s`` counts the tokens after the last prompt's first, over the time since.
+
+    ``share_of_ceiling``: least time (``roofline``) over measured time, of the decode or, in a prefill row, of the
+    prefill. ``agent_share``: time the agent spent in graphs and sampler over measured time, the rest being between
+    the steps. ``graph_ms`` and ``sample_ms`` are of the median step.
+    """
+    prefill_least = prefill_seconds(shape, [case.prompt] * case.batch, numbers, ceilings)
+    is_decode = case.kind == "decode"
+    start = times.prefilled if is_decode else 0.0
+    seconds = times.end - start
+    least = _decode_least(case, times, shape, numbers, ceilings) if is_decode else prefill_least
+    steps = [step for step in times.steps if step.kind == case.kind]
+    return {
+        "kind": case.kind,
+        "batch": case.batch,
+        "prompt": case.prompt,
+        "new": case.new,
+        "decode_tokens_per_s": times.decoded_tokens / seconds if is_decode else None,
+        "prefill_tokens_per_s": case.batch * case.prompt / times.prefilled,
+        "end_to_end_tokens_per_s": case.batch * case.new / times.end,
+        "ttft_ms": 1000.0 * statistics.median(times.first_tokens),
+        "share_of_ceiling": least / seconds,
+        "prefill_share_of_ceiling": prefill_least / times.prefilled,
+        "agent_share": sum(step.graph_s + step.sample_s for step in steps) / (seconds or 1.0),
+        "graph_ms": 1000.0 * _median([step.graph_s for step in steps]),
+        "sample_ms": 1000.0 * _median([step.sample_s for step in steps]),
+    }
+
+
+def _decode_least(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceilings: Ceilings) -> float:
+    """Of full batches, as many as the counted tokens fill: the last ones, with the longest contexts."""
+    steps = max(1, round(times.decoded_tokens / case.batch))
+    return decode_seconds(shape, case.batch, case.prompt + case.new - steps, steps, numbers, ceilings)
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0

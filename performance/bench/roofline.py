@@ -1,0 +1,153 @@
+"""The least time a step of a Llama can take on a machine with given ceilings (roofline: Williams et al. 2009).
+
+A step is its linear layers and its attention, one after the other. Each takes at least the time to read what it must
+read and at least the time to compute what it must compute, so a step takes no less than the sum over its operators of
+the larger of the two:
+
+    linear      reads its weights once (values and scales); 2 x rows x columns x depth operations at the peak of the
+                format's unit: int8 dot products for int8 and int4, bfloat16 pairs for bfloat16 (and for int8 weights
+                with bfloat16 activations), float32 otherwise
+    attention   reads the keys and values of each sequence's context once; 4 x pairs x heads x head size operations at
+                the activations' rate, a pair being a query and a position it sees
+
+The lm_head computes only the rows that sample. Left out, as they stay in the caches or are small beside the rest:
+activations, norms, rotary embedding, the write of new keys and values, sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llm_serving.model_shape import ModelShape
+from performance.bench.ceilings import Ceilings
+
+FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+WEIGHT_FORMATS = (*FLOAT_BYTES, "int8", "int8_weight_only", "int4")
+KV_FORMATS = (*FLOAT_BYTES, "int8")
+SCALE_BYTES = 4
+
+Sequences = Sequence[tuple[int, int]]
+"""Of each sequence of a step: its queries, and its context with them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator of a step: the bytes and operations it cannot do without, and the rate of its unit."""
+
+    name: str
+    num_bytes: float
+    operations: float
+    unit: str
+    """Field of ``Ceilings``: bf16_gflops, int8_gops or fp32_gflops."""
+
+    def seconds(self, ceilings: Ceilings) -> float:
+        return max(self.read_seconds(ceilings), self.compute_seconds(ceilings))
+
+    def read_seconds(self, ceilings: Ceilings) -> float:
+        return self.num_bytes / ceilings.read_gb_s * 1e-9
+
+    def compute_seconds(self, ceilings: Ceilings) -> float:
+        rate: float = getattr(ceilings, self.unit)
+        return self.operations / rate * 1e-9
+
+    def bound(self, ceilings: Ceilings) -> str:
+        """``read`` or ``compute``: what takes longer at least."""
+        return "read" if self.read_seconds(ceilings) >= self.compute_seconds(ceilings) else "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The formats a model runs in. ``group``: weights of int4 that share a scale."""
+
+    dtype: str = "bfloat16"
+    weight_format: str = "bfloat16"
+    kv_format: str = "bfloat16"
+    group: int = 64
+
+
+def float_unit(dtype: str) -> str:
+    """Float16 is computed in float32."""
+    return "bf16_gflops" if dtype == "bfloat16" else "fp32_gflops"
+
+
+def weight_unit(weight_format: str, dtype: str) -> str:
+    """What multiplies weights of a format with activations of ``dtype``."""
+    return "int8_gops" if weight_format in ("int8", "int4") else float_unit(dtype)
+
+
+def weight_bytes(weight_format: str, columns: int, depth: int, group: int) -> float:
+    """Values and scales; one scale a column for int8, one a group for int4."""
+    if weight_format == "int4":
+        return columns * (depth / 2 + SCALE_BYTES * (depth / group))
+    if weight_format in ("int8", "int8_weight_only"):
+        return columns * (depth + SCALE_BYTES)
+    return float(columns * depth * FLOAT_BYTES[weight_format])
+
+
+def linear(name: str, rows: int, columns: int, depth: int, numbers: Numbers) -> Operator:
+    return Operator(
+        name,
+        weight_bytes(numbers.weight_format, columns, depth, numbers.group),
+        2.0 * rows * columns * depth,
+        weight_unit(numbers.weight_format, numbers.dtype),
+    )
+
+
+def kv_token_bytes(kv_format: str, kv_heads: int, head_dim: int) -> int:
+    """Keys and values of a token in one layer; int8 has a scale for each token and head."""
+    per_head = head_dim + SCALE_BYTES if kv_format == "int8" else head_dim * FLOAT_BYTES[kv_format]
+    return 2 * kv_heads * per_head
+
+
+def attention(name: str, sequences: Sequences, heads: int, kv_heads: int, head_dim: int,
+              numbers: Numbers) -> Operator:  # fmt: skip
+    """A query sees itself and what is before it."""
+    context = sum(length for _, length in sequences)
+    pairs = sum(queries * length - queries * (queries - 1) / 2 for queries, length in sequences)
+    num_bytes = context * kv_token_bytes(numbers.kv_format, kv_heads, head_dim)
+    return Operator(name, float(num_bytes), 4.0 * pairs * heads * head_dim, float_unit(numbers.dtype))
+
+
+def layer_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """Columns and depth of the linear layers of one decoder layer, as they are fused."""
+    query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    return {
+        "qkv": (query + 2 * key, shape.hidden_size),
+        "o": (shape.hidden_size, query),
+        "gate_up": (2 * shape.intermediate_size, shape.hidden_size),
+        "down": (shape.hidden_size, shape.intermediate_size),
+    }
+
+
+def step_operators(shape: ModelShape, sequences: Sequences, numbers: Numbers) -> list[Operator]:
+    """The operators of one layer, and the lm_head; ``step_seconds`` counts the former once a layer."""
+    rows = sum(queries for queries, _ in sequences)
+    heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+    return [
+        *(linear(name, rows, *size, numbers) for name, size in layer_linears(shape).items()),
+        attention("attention", sequences, *heads, numbers),
+        linear("lm_head", len(sequences), shape.vocab_size, shape.hidden_size, numbers),
+    ]
+
+
+def step_seconds(shape: ModelShape, sequences: Sequences, numbers: Numbers, ceilings: Ceilings) -> float:
+    """The least time of a step in which every sequence samples one token."""
+    *layer, lm_head = step_operators(shape, sequences, numbers)
+    return shape.num_layers * sum(each.seconds(ceilings) for each in layer) + lm_head.seconds(ceilings)
+
+
+def decode_seconds(
+    shape: ModelShape, batch: int, first: int, steps: int, numbers: Numbers, ceilings: Ceilings
+) -> float:
+    """``steps`` decode steps of ``batch`` sequences, the first with a context of ``first`` tokens.
+
+    Time is linear in the context between the steps where the bound changes; the mean context stands for all.
+    """
+    middle = first + (steps - 1) // 2
+    return steps * step_seconds(shape, [(1, middle)] * batch, numbers, ceilings)
+
+
+def prefill_seconds(shape: ModelShape, prompts: Sequence[int], numbers: Numbers, ceilings: Ceilings) -> float:
+    """The prompts in one step. More steps would read the weights again: that is not what is unavoidable."""
+    return step_seconds(shape, [(length, length) for length in prompts], numbers, ceilings)

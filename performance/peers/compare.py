@@ -1,0 +1,208 @@
+"""Peers measured as bench_engine.py measures this engine, and the table of both with ratios.
+
+A peer is NAME=KIND:PYTHON:MODEL, for example
+
+    --peer "vLLM bf16=vllm:/tmp/peers/vllm/bin/python:/tmp/peers/llama-160m"
+    --peer "OpenVINO int8=openvino:/tmp/peers/openvino/bin/python:/tmp/peers/ov-int8"
+    --peer "llama.cpp Q4_0=llama_cpp:/tmp/peers/llamacpp/bin/python:/tmp/peers/gguf/Q4_0.gguf"
+
+and our own figures are JSON files of bench_engine.py: --ours int8=int8.json. Rows are kept in the file of --json and
+measured rows replace those of the same name there, so that a comparison can be made in pieces; without --peer it
+prints what the file holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from llm_serving.text_table import format_number, format_table
+from performance.bench.numbers import parse_count, parse_counts, write_json
+from performance.peers.driver import MARK
+
+FOLDER = Path(__file__).resolve().parent
+KINDS = ("openvino", "vllm", "llama_cpp")
+MAX_STEP_TOKENS = 4096
+OUTPUT_TAIL = 3000
+
+Rows = dict[str, dict[str, Any]]
+"""By name: ``batch 8``, ``prefill 1024``."""
+
+
+class PeerError(Exception):
+    """A peer did not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    name: str
+    kind: str
+    python: str
+    model: str
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, or 1 when a peer did not run (the others are still measured)."""
+    parsed = build_parser().parse_args(arguments)
+    peers: dict[str, Rows] = json.loads(parsed.json.read_text()) if parsed.json and parsed.json.exists() else {}
+    failures = 0
+    for peer in parsed.peer:
+        print(f"measuring {peer.name}", file=sys.stderr)
+        try:
+            rows = measure_peer(peer, parsed)
+        except PeerError as error:
+            print(f"error: {peer.name}: {error}", file=sys.stderr)
+            failures += 1
+            continue
+        peers[peer.name] = peers.get(peer.name, {}) | rows
+        if parsed.json:
+            write_json(parsed.json, peers)
+    ours = {name: engine_rows(json.loads(path.read_text())) for name, path in parsed.ours}
+    print(comparison(ours, peers))
+    return 1 if failures else 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", action="append", default=[], type=parse_peer, metavar="NAME=KIND:PYTHON:MODEL")
+    parser.add_argument("--ours", action="append", default=[], type=parse_named_file, metavar="NAME=FILE")
+    parser.add_argument("--batch", type=parse_counts, default=(1, 8, 32, 64, 128), help="default 1,8,32,64,128")
+    parser.add_argument("--prompt", type=parse_count, default=64, help="default %(default)s")
+    parser.add_argument("--new", type=parse_count, default=128, help="default %(default)s")
+    parser.add_argument("--prefill", type=parse_counts, default=(1024,), help="default 1024")
+    parser.add_argument("--no-prefill", action="store_true", help="decode rows only")
+    parser.add_argument("--repeats", type=parse_count, default=3, help="default %(default)s")
+    parser.add_argument("--threads", type=parse_count, default=2, help="default %(default)s")
+    parser.add_argument("--vocab-size", type=parse_count, default=32000, help="default %(default)s")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one peer (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="rows of all peers, kept and added to")
+    return parser
+
+
+def parse_peer(text: str) -> Peer:
+    name, _, rest = text.partition("=")
+    parts = rest.split(":", 2)
+    if len(parts) != 3 or parts[0] not in KINDS:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=KIND:PYTHON:MODEL, KIND one of {', '.join(KINDS)}")
+    return Peer(name, *parts)
+
+
+def parse_named_file(text: str) -> tuple[str, Path]:
+    name, _, path = text.partition("=")
+    if not path:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=FILE")
+    return name, Path(path)
+
+
+def measure_peer(peer: Peer, parsed: argparse.Namespace) -> Rows:
+    """Run the peer's driver to its end. Raises PeerError with the last of what it printed."""
+    request = {
+        "model": peer.model,
+        "batch": parsed.batch,
+        "prompt": parsed.prompt,
+        "new": parsed.new,
+        "prefill": () if parsed.no_prefill else parsed.prefill,
+        "repeats": parsed.repeats,
+        "threads": parsed.threads,
+        "vocab_size": parsed.vocab_size,
+        "max_step_tokens": MAX_STEP_TOKENS,
+    }
+    command = [peer.python, str(FOLDER / f"{peer.kind}_driver.py"), json.dumps(request)]
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        code = run_group(command, peer_environment(peer, parsed.threads), output, parsed.timeout)
+        output.seek(0)
+        text = output.read()
+    rows = peer_rows(text)
+    if code != 0 or not rows:
+        raise PeerError(f"ended with {code}:\n{text[-OUTPUT_TAIL:]}")
+    return rows
+
+
+def run_group(command: Sequence[str], environment: dict[str, str], output: IO[str], timeout_s: float) -> int | None:
+    """The exit code of a program, None when it took too long. What it started ends with it: some peers leave
+    processes behind, which would take processor time from the next. Raises PeerError when it cannot be started."""
+    try:
+        process = subprocess.Popen(
+            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    except OSError as error:
+        raise PeerError(str(error)) from error
+    try:
+        return process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def peer_environment(peer: Peer, threads: int) -> dict[str, str]:
+    """Every thread pool of a peer has ``threads`` threads; no network, no telemetry.
+
+    vLLM advises to preload Intel's OpenMP, which its package brings along.
+    """
+    openmp = Path(peer.python).parents[1] / "lib" / "libiomp5.so"
+    preload = {"LD_PRELOAD": str(openmp)} if peer.kind == "vllm" and openmp.exists() else {}
+    return {
+        **os.environ,
+        **preload,
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+def peer_rows(output: str) -> Rows:
+    """The rows among whatever else a peer printed."""
+    lines = (line for line in output.splitlines() if line.startswith(MARK))
+    return {row_name(row): row for row in map(json.loads, (line.removeprefix(MARK) for line in lines))}
+
+
+def engine_rows(result: Mapping[str, Any]) -> Rows:
+    return {row_name(row): row for row in result["rows"]}
+
+
+def row_name(row: Mapping[str, Any]) -> str:
+    return f"batch {row['batch']}" if row["kind"] == "decode" else f"prefill {row['batch'] * row['prompt']}"
+
+
+def rate(row: Mapping[str, Any] | None) -> float | None:
+    """What a row is compared by: decode or prefill tokens a second."""
+    if row is None:
+        return None
+    value: float | None = row["decode_tokens_per_s" if row["kind"] == "decode" else "prefill_tokens_per_s"]
+    return value
+
+
+def comparison(ours: Mapping[str, Rows], peers: Mapping[str, Rows]) -> str:
+    """Tokens a second of all, then ours over each peer's."""
+    names = list(dict.fromkeys(name for rows in (*ours.values(), *peers.values()) for name in rows))
+    names.sort(key=lambda name: (name.split()[0], int(name.split()[1])))
+    header = ["tokens/s", *names]
+    everyone = [*((f"ours {name}", rows) for name, rows in ours.items()), *peers.items()]
+    parts = [format_table(header, [[who, *(format_number(rate(rows.get(name))) for name in names)]
+                                   for who, rows in everyone])]  # fmt: skip
+    for our_name, our_rows in ours.items():
+        lines = [[who, *(ratio(our_rows.get(name), rows.get(name)) for name in names)] for who, rows in peers.items()]
+        if lines:
+            parts.append(format_table([f"ours {our_name} /", *names], lines))
+    return "\n\n".join(parts)
+
+
+def ratio(ours: Mapping[str, Any] | None, theirs: Mapping[str, Any] | None) -> str:
+    mine, other = rate(ours), rate(theirs)
+    return "-" if mine is None or not other else f"{mine / other:.2f}"

@@ -1,0 +1,84 @@
+"""The measurement of a peer: the same prompts and definitions for all, as ``bench_engine.py`` has them.
+
+Standard library only, as it runs in the peer's own Python. A driver gives ``main`` a function that makes its
+``generate``; ``main`` reads the request, one JSON object, from the command line and prints a JSON object a row.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Generate = Callable[[list[list[int]], int], None]
+"""Takes prompts (token ids) and how many tokens to generate for each, greedily, whatever they are."""
+
+MakeGenerate = Callable[[dict[str, Any]], Generate]
+"""Takes the request; loads the model. ``max_batch`` and ``max_tokens`` (of one sequence) are the largest needed."""
+
+FIRST_PLAIN_TOKEN = 10
+WARM_UP_TOKENS = 4
+MARK = "peer-result "
+"""Begins each line for ``compare``; peers print much else."""
+
+
+def main(make_generate: MakeGenerate) -> None:
+    """The whole driver. Threads are limited by the environment, which the parent has set before this started."""
+    request = json.loads(sys.argv[1])
+    cases = list(_cases(request))
+    request["max_batch"] = max(batch for _, batch, _, _ in cases)
+    request["max_tokens"] = max(prompt + new for _, _, prompt, new in cases)
+    request["max_batch_tokens"] = max(batch * (prompt + new) for _, batch, prompt, new in cases)
+    generate = make_generate(request)
+    for case in cases:
+        print(MARK + json.dumps(_measure(generate, case, request)), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # peers' threads need not be waited for
+
+
+def _cases(request: dict[str, Any]) -> Iterator[tuple[str, int, int, int]]:
+    for batch in request["batch"]:
+        yield "decode", batch, request["prompt"], request["new"]
+    for tokens in request["prefill"]:
+        yield "prefill", 1, tokens, 1
+
+
+def _measure(generate: Generate, case: tuple[str, int, int, int], request: dict[str, Any]) -> dict[str, Any]:
+    """Medians. The decode rate is that of the tokens after the first, over the time beyond a run of one token."""
+    kind, batch, prompt, new = case
+    generate(_prompts(case, request, -1), min(new, WARM_UP_TOKENS))
+    runs = []
+    for repeat in range(request["repeats"]):
+        first = _seconds(generate, _prompts(case, request, 2 * repeat), 1)
+        whole = _seconds(generate, _prompts(case, request, 2 * repeat + 1), new) if new > 1 else first
+        runs.append(
+            {
+                "decode_tokens_per_s": batch * (new - 1) / (whole - first) if new > 1 else None,
+                "prefill_tokens_per_s": batch * prompt / first,
+                "end_to_end_tokens_per_s": batch * new / whole,
+                "ttft_ms": 1000.0 * first,
+            }
+        )
+    middle = {
+        key: None if value is None else statistics.median(run[key] for run in runs) for key, value in runs[0].items()
+    }
+    return {"kind": kind, "batch": batch, "prompt": prompt, "new": new, **middle, "repeats": runs}
+
+
+def _prompts(case: tuple[str, int, int, int], request: dict[str, Any], seed: int) -> list[list[int]]:
+    """No two alike, so that no cache of prefixes helps."""
+    kind, batch, prompt, _ = case
+    generator = random.Random(f"peer/{kind}/{batch}/{prompt}/{seed}")
+    vocab_size = request["vocab_size"]
+    return [[generator.randrange(FIRST_PLAIN_TOKEN, vocab_size) for _ in range(prompt)] for _ in range(batch)]
+
+
+def _seconds(generate: Generate, prompts: list[list[int]], new: int) -> float:
+    start = time.perf_counter()
+    generate(prompts, new)
+    return time.perf_counter() - start

@@ -1,0 +1,108 @@
+#!/usr/bin/env python3
+"""Writes a shape of ``models/shapes`` as a Hugging Face folder with random weights, for peers that load such folders.
+
+python performance/peers/model_folder.py models/shapes/llama_160m /tmp/peers/llama-160m [--w8a8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from agent.weights.seeded import fill_seeded
+from agent.weights.storage import Array, allocate
+from tools.seeded_model import tensor_shapes
+
+TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "shapes" / "tokenizer"
+BFLOAT16_ONE = 0x3F80
+INT8_LIMIT = 127
+SAFETENSORS_DTYPES = {"uint16": "BF16", "int8": "I8", "float32": "F32"}
+"""By the type of the array; bfloat16 is kept as its bits."""
+
+
+def write_model_folder(shape: Path, folder: Path, *, w8a8: bool = False, seed: int = 0) -> None:
+    """``config.json`` of ``shape``, one safetensors file, the tokenizer of the shapes.
+
+    Matrices are normal with a deviation of depth ** -0.5, which keeps activations of ordinary size; norms are 1.
+    ``w8a8``: the layers' matrices as compressed-tensors has them for int8 weights and dynamic int8 activations.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = json.loads((shape / "config.json").read_text(encoding="utf-8"))
+    tensors: dict[str, Array] = {}
+    for name, dimensions in tensor_shapes(config).items():
+        values = allocate(dimensions, "bfloat16")
+        if len(dimensions) == 1:
+            values.fill(BFLOAT16_ONE)
+        else:
+            fill_seeded(name, values, "bfloat16", seed=seed, std=dimensions[1] ** -0.5)
+        if w8a8 and name.endswith("_proj.weight"):
+            tensors[name], tensors[f"{name}_scale"] = _quantize(values)
+        else:
+            tensors[name] = values
+    if w8a8:
+        config["quantization_config"] = _w8a8_config()
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    for file in TOKENIZER.iterdir():
+        shutil.copyfile(file, folder / file.name)
+    _write_safetensors(folder / "model.safetensors", tensors)
+
+
+def _quantize(bits: Array) -> tuple[Array, Array]:
+    """Symmetric, one scale a row."""
+    values = (bits.astype(np.uint32) << 16).view(np.float32)
+    scale = np.abs(values).max(axis=1, keepdims=True) / INT8_LIMIT
+    return np.rint(values / scale).astype(np.int8), scale.astype(np.float32)
+
+
+def _w8a8_config() -> dict[str, Any]:
+    common = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**common, "strategy": "channel", "dynamic": False},
+        "input_activations": {**common, "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, array in tensors.items():
+        begin, end = end, end + array.nbytes
+        dtype = SAFETENSORS_DTYPES[array.dtype.name]
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in tensors.values():
+            file.write(np.ascontiguousarray(array).data)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", type=Path, help="folder with a config.json")
+    parser.add_argument("folder", type=Path, help="folder to write")
+    parser.add_argument("--w8a8", action="store_true", help="int8 weights and activations, compressed-tensors")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    write_model_folder(arguments.shape, arguments.folder, w8a8=arguments.w8a8, seed=arguments.seed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""vLLM for the CPU: its offline entry over a Hugging Face folder, bfloat16 or compressed-tensors W8A8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import driver
+
+
+def make_generate(request: dict[str, Any]) -> driver.Generate:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=request["model"],
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_model_len=request["max_tokens"] + 1,
+        max_num_seqs=request["max_batch"],
+        max_num_batched_tokens=request["max_step_tokens"],
+        disable_log_stats=True,
+    )
+
+    def generate(prompts: list[list[int]], new: int) -> None:
+        sampling = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False)
+        results = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+        for result in results:
+            if len(result.outputs[0].token_ids) != new:
+                raise RuntimeError(f"{len(result.outputs[0].token_ids)} of {new} tokens were generated")
+
+    return generate
+
+
+if __name__ == "__main__":  # vLLM starts processes that import this file again
+    driver.main(make_generate)

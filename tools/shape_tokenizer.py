@@ -1,0 +1,51 @@
+#!/usr/bin/env python3
+"""Writes ``models/shapes/tokenizer``: the tiny model's tokenizer with made-up words up to 32000 entries.
+
+The benchmark shapes have random weights and the vocabulary of Llama 2. Their text means nothing, but making it has to
+cost what text costs: every token has a piece of four to eight letters. Text is cut by the tiny model's merges; the
+made-up words have none, so they come out of the model only.
+
+    python tools/shape_tokenizer.py
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+MODELS = Path(__file__).resolve().parent.parent / "models"
+TINY, SHAPES = MODELS / "tiny_llama", MODELS / "shapes" / "tokenizer"
+VOCAB_SIZE = 32_000
+SYLLABLES = [consonant + vowel for vowel in "aeiou" for consonant in "bdfghjklmnprstvz"]
+WORD_MARK = "\u2581"
+
+
+def made_up_words() -> Iterator[str]:
+    """Words of two syllables, then of three and four, with the mark of a word's beginning."""
+    for length in count(2):
+        for index in range(len(SYLLABLES) ** length):
+            syllables = []
+            for _ in range(length):
+                index, syllable = divmod(index, len(SYLLABLES))
+                syllables.append(SYLLABLES[syllable])
+            yield WORD_MARK + "".join(syllables)
+
+
+def main() -> None:
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text(encoding="utf-8"))
+    vocab: dict[str, int] = tokenizer["model"]["vocab"]
+    words = made_up_words()
+    while len(vocab) < VOCAB_SIZE:
+        vocab.setdefault(next(words), len(vocab))
+    SHAPES.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(tokenizer, ensure_ascii=False, separators=(",", ":"))
+    (SHAPES / "tokenizer.json").write_text(text + "\n", encoding="utf-8")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copyfile(TINY / name, SHAPES / name)
+
+
+if __name__ == "__main__":
+    main()
