@@ -85,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=parse_count, default=2, help="default %(default)s")
     parser.add_argument("--vocab-size", type=parse_count, default=32000, help="default %(default)s")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one peer (default %(default)s)")
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="flock: shared while a peer loads, else exclusive")
     parser.add_argument("--json", type=Path, metavar="FILE", help="rows of all peers, kept and added to")
     return parser
 
@@ -116,6 +117,7 @@ def measure_peer(peer: Peer, parsed: argparse.Namespace) -> Rows:
         "threads": parsed.threads,
         "vocab_size": parsed.vocab_size,
         "max_step_tokens": MAX_STEP_TOKENS,
+        "lock": None if parsed.lock is None else str(parsed.lock),
     }
     command = [peer.python, str(FOLDER / f"{peer.kind}_driver.py"), json.dumps(request)]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
