@@ -74,8 +74,9 @@ def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path) -> None:
         time.sleep(60)
         """)
     )
-    with pytest.raises(ServerStartError, match=r"not ready within 1\.5 s"), running_server(
-        "slow", [], tmp_path / "err", 1.5, program
+    with (
+        pytest.raises(ServerStartError, match=r"not ready within 1\.5 s"),
+        running_server("slow", [], tmp_path / "err", 1.5, program),
     ):
         pass
     assert (tmp_path / "err").read_text() == "stopped\n"
