@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from agent.backends.base import OpTable
 from agent.weights.storage import Array, allocate
 from llm_serving.config import Config
 
@@ -9,15 +10,14 @@ from llm_serving.config import Config
 class KVCache:
     """Owns the arrays the attention layers write to in place. Which block belongs to whom is the server's business.
 
-    ``keys[layer]`` and ``values[layer]`` are [num_blocks, block_size, key-value heads, head_dim].
+    ``keys[layer]`` and ``values[layer]`` have the layout of ``OpTable.cache_layout``, the block first.
     """
 
-    def __init__(self, config: Config) -> None:
-        shape, cache, dtype = config.shape, config.pa_config, config.model_config.model_dtype
-        block_shape = (cache.block_size, shape.num_key_value_heads, shape.head_dim)
-        layer_shape = (cache.num_blocks, *block_shape)
-        self.keys = [_zeros(layer_shape, dtype) for _ in range(shape.num_layers)]
-        self.values = [_zeros(layer_shape, dtype) for _ in range(shape.num_layers)]
+    def __init__(self, config: Config, ops: OpTable) -> None:
+        shape, cache = config.shape, config.pa_config
+        layout = ops.cache_layout(cache.num_blocks, cache.block_size, shape.num_key_value_heads, shape.head_dim)
+        self.keys = [_zeros(*layout) for _ in range(shape.num_layers)]
+        self.values = [_zeros(*layout) for _ in range(shape.num_layers)]
 
     @property
     def num_bytes(self) -> int:

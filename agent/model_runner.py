@@ -13,7 +13,7 @@ from agent.kv_cache import KVCache
 from agent.sampler import Sampler
 from agent.step_inputs import StepReader
 from agent.warm_up import largest_steps, make_step
-from agent.weights import load_weights, open_weights
+from agent.weights import Packing, load_weights, open_weights
 from agent.weights.storage import Array
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, CheckpointError
@@ -52,15 +52,19 @@ class ModelRunner:
         definition = find_model(shape.architecture)
         specs = definition.weight_specs(shape)
         ignorable = definition.ignorable_suffixes(shape)
+        self._ops = select_op_table(config)
         source = open_weights(_folder(config), specs, seed=_seed(config), ignorable=ignorable)
         try:
             self._weights = load_weights(
-                specs, source, config.model_config.model_dtype, lambda done, of: self._report("load", done, of)
+                specs,
+                source,
+                config.model_config.model_dtype,
+                lambda done, of: self._report("load", done, of),
+                _packing(config) if self._ops.packs_weights else None,
             )
         finally:
             source.close()
-        self._kv_cache = KVCache(config)
-        self._ops = select_op_table(config)
+        self._kv_cache = KVCache(config, self._ops)
         self._model = definition.build(config, self._ops)
         self._bind_parameters()
         self._seconds["load"] = time.perf_counter() - start
@@ -95,6 +99,8 @@ class ModelRunner:
             "device": self._config.device,
             "op_table": self._ops.name,
             "dtype": self._ops.dtype,
+            "weight_format": self._config.weight_format,
+            "kv_format": self._config.kv_format,
             "kernel_isa": kernel_isa(),
             "cpu_threads": num_threads(),
             "weight_bytes": sum(array.nbytes for array in self._weights.values()),
@@ -131,13 +137,14 @@ class ModelRunner:
             self._compile_graphs()  # MindSpore does not run a graph again once an operator of it has failed
             raise AgentError(f"the graph failed: {str(error).strip().splitlines()[0]}") from error
         computed = time.perf_counter_ns()
-        self._sampler.sample(logits, slot)
+        self._sampler.sample(logits.values, slot, logits.best_ids)
         return (computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000
 
     def _compile_graphs(self) -> None:
-        from agent.step_graph import StepGraph
+        from agent.step_graph import make_step_graph
 
-        self._graph = StepGraph(self._model, self._ops, self._config.max_prefill_seqs)
+        config = self._config
+        self._graph = make_step_graph(self._model, self._ops, config.slot_limits(), config.max_prefill_seqs)
         self._graph.compile()
 
     def _bind_parameters(self) -> None:
@@ -150,6 +157,10 @@ class ModelRunner:
         for layer, (keys, values) in enumerate(zip(self._kv_cache.keys, self._kv_cache.values, strict=True)):
             bind(parameters[f"layers.{layer}.attention.key_cache"], keys)
             bind(parameters[f"layers.{layer}.attention.value_cache"], values)
+
+
+def _packing(config: Config) -> Packing:
+    return Packing(config.model_config.weight_format, config.model_config.weight_group)
 
 
 def _folder(config: Config) -> Path | None:

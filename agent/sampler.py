@@ -77,8 +77,11 @@ class Sampler:
     def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:
         self.rows = RowTable(num_rows, max_model_len, vocab_size)
 
-    def sample(self, logits: npt.NDArray[np.float32], slot: StepSlot) -> None:
-        """logits [S, vocabulary] of each sequence's last token. Rows that do not sample get -1.
+    def sample(
+        self, logits: npt.NDArray[np.float32], slot: StepSlot, best_ids: Int32Array | None = None
+    ) -> None:
+        """logits [S, vocabulary] of each sequence's last token, best_ids [S] the largest's where that is known already.
+        Rows that do not sample get -1.
 
         Raises ProtocolError when a row with penalties has no history, or not the one its position needs.
         """
@@ -97,6 +100,7 @@ class Sampler:
             sample_position=slot.sample_position,
             num_top_logits=slot.num_top_logits,
             do_sample=slot.do_sample,
+            best_ids=best_ids,
             histories=self._histories(slot, penalised) if penalised.any() else None,
             prompt_lens=self.rows.prompt_len[rows],
         )

@@ -38,6 +38,8 @@ class StepInputs:
     """[S]"""
     last_tokens: Int32Array
     """[S] index in T of each sequence's last token."""
+    sampled_tokens: Int32Array
+    """[S] the same where the sequence samples, else -1."""
     whole_prompts: bool
     """Every sequence starts at position 0."""
 
@@ -69,6 +71,7 @@ class StepReader:
             query_lens=query_lens,
             rows=slot.rows[:seqs],
             last_tokens=last_tokens,
+            sampled_tokens=np.where(slot.do_sample[:seqs] != 0, last_tokens, np.int32(-1)),
             whole_prompts=not decode and bool((query_lens == context_lens).all()),
         )
         self._check_tokens(inputs)

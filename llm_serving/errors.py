@@ -1,17 +1,17 @@
 """Every error the project raises on purpose, in one tree.
 
-    LLMServingError
-    ├── ConfigError               a config file or override is wrong (exit code 2)
-    ├── CheckpointError           a model folder or one of its tensors is wrong
-    ├── MemoryPlanError           weights, KV cache and activations do not fit the machine
-    ├── RequestError              a request is wrong or cannot be taken (an HTTP 4xx)
-    │   ├── ModelNotFoundError    no model of that name is served (404)
-    │   ├── ContextLengthError    prompt and output do not fit the model's context (400)
-    │   └── QueueFullError        the bounded queue is full, come back later (429)
-    ├── ProtocolError             a peer broke the framing, the schema or the handshake
-    └── AgentError                an agent could not do its work (an HTTP 5xx)
-        ├── AgentStartError       it did not become ready; carries its traceback
-        └── AgentLostError        it died or stopped answering
+LLMServingError
+├── ConfigError               a config file or override is wrong (exit code 2)
+├── CheckpointError           a model folder or one of its tensors is wrong
+├── MemoryPlanError           weights, KV cache and activations do not fit the machine
+├── RequestError              a request is wrong or cannot be taken (an HTTP 4xx)
+│   ├── ModelNotFoundError    no model of that name is served (404)
+│   ├── ContextLengthError    prompt and output do not fit the model's context (400)
+│   └── QueueFullError        the bounded queue is full, come back later (429)
+├── ProtocolError             a peer broke the framing, the schema or the handshake
+└── AgentError                an agent could not do its work (an HTTP 5xx)
+    ├── AgentStartError       it did not become ready; carries its traceback
+    └── AgentLostError        it died or stopped answering
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from llm_serving.request import FinishReason, RequestOutput
+from llm_serving.request import FinishReason, RequestOutput, RequestTimings
 
 if TYPE_CHECKING:
     from llm_serving.scheduler.output import ScheduledStep, StepResult
@@ -28,6 +28,8 @@ _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.
 _STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+_HOST = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 
 _STATES = ("starting", "ready", "recovering", "stopped")
 
@@ -76,7 +78,7 @@ class Metrics:
         registry = self.registry
         self._ttft = Histogram(
             "llm_serving_time_to_first_token_seconds",
-            "From arrival to the first token.",
+            "From a streamed request's first byte to its first output's being written to the socket.",
             buckets=_LATENCY,
             registry=registry,
         )
@@ -85,8 +87,9 @@ class Metrics:
             buckets=_PER_TOKEN, registry=registry,
         )  # fmt: skip
         self._e2e = Histogram(
-            "llm_serving_request_seconds", "From arrival to the end.", buckets=_LATENCY, registry=registry
-        )
+            "llm_serving_request_seconds", "From a request's first byte to the last of its answer.",
+            buckets=_LATENCY, registry=registry,
+        )  # fmt: skip
         self._queue = Histogram(
             "llm_serving_queue_seconds", "From arrival to the first step.", buckets=_LATENCY, registry=registry
         )
@@ -95,6 +98,14 @@ class Metrics:
         )
         self._output_length = Histogram(
             "llm_serving_request_output_tokens", "Generated tokens of a request.", buckets=_TOKENS, registry=registry
+        )
+        self._host_overhead = Histogram(
+            "llm_serving_engine_host_overhead_seconds",
+            "Host time of a step that the device did not overlap: after a step's answer with no other step in flight, "
+            "the time from the answer's arrival until the next step was handed to the agent; 0 when another step was "
+            "in flight. Not observed when there was no next step to hand over.",
+            buckets=_HOST,
+            registry=registry,
         )
         step = Histogram(
             "llm_serving_step_seconds", "From sending a step to its answer.", ["kind"], buckets=_STEP, registry=registry
@@ -127,16 +138,18 @@ class Metrics:
     def first_token(self, seconds: float) -> None:
         self._ttft.observe(seconds)
 
-    def request_end(self, output: RequestOutput, reason: FinishReason) -> None:
+    def request_end(self, output: RequestOutput, reason: FinishReason, timings: RequestTimings) -> None:
         self._finished.labels(reason.value).inc()
         self._prompt_tokens.inc(output.num_prompt_tokens)
         self._prompt_length.observe(output.num_prompt_tokens)
         self._output_length.observe(output.num_output_tokens)
-        if output.timings is not None:
-            self._queue.observe(output.timings.queue)
-            self._e2e.observe(output.timings.e2e)
-            if output.num_output_tokens > 1:
-                self._tpot.observe(output.timings.decode / (output.num_output_tokens - 1))
+        self._queue.observe(timings.queue)
+        self._e2e.observe(timings.e2e)
+        if timings.tpot is not None:
+            self._tpot.observe(timings.tpot)
+
+    def host_overhead(self, seconds: float) -> None:
+        self._host_overhead.observe(seconds)
 
     def request_refused(self, code: str) -> None:
         self._refused.labels(code).inc()

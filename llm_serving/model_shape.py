@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from llm_serving.errors import CheckpointError, ConfigError
-from llm_serving.formats.bounded_file import read_small_text
+from llm_serving.formats.json_object import read_json_object
 from llm_serving.formats.typed_fields import TypedFields
+from llm_serving.quantization import read_quantization
 
 MAX_CONFIG_JSON_BYTES = 1024 * 1024
 MAX_HIDDEN_SIZE = 65_536
@@ -83,9 +83,11 @@ class ModelShape:
         folder = Path(path)
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such model folder")
-        values = _read_json_object(folder / "config.json")
+        values = read_json_object(folder / "config.json", MAX_CONFIG_JSON_BYTES, CheckpointError)
         generation_file = folder / "generation_config.json"
-        generation = _read_json_object(generation_file) if generation_file.exists() else {}
+        generation: dict[str, object] = {}
+        if generation_file.exists():
+            generation = read_json_object(generation_file, MAX_CONFIG_JSON_BYTES, CheckpointError)
         return _shape_of(
             TypedFields(str(folder / "config.json"), values, CheckpointError),
             TypedFields(str(generation_file), generation, CheckpointError),
@@ -115,25 +117,6 @@ def head_dim_of(fields: TypedFields, hidden_size: int, num_heads: int, heads: st
     if "head_dim" not in fields and hidden_size % num_heads:
         raise fields.fail(heads, f"does not divide hidden_size = {hidden_size}, and there is no head_dim")
     return fields.integer("head_dim", hidden_size // num_heads, 1, MAX_HEAD_DIM)
-
-
-def _read_json_object(file: Path) -> dict[str, object]:
-    text = read_small_text(file, MAX_CONFIG_JSON_BYTES, CheckpointError)
-    try:
-        values = json.loads(text, object_pairs_hook=_no_duplicates)
-    except (ValueError, RecursionError) as reason:
-        raise CheckpointError(f"{file}: not valid JSON: {reason}") from reason
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object, not {type(values).__name__}")
-    return values
-
-
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)!r}")
-    return values
 
 
 def _shape_of(fields: TypedFields, generation: TypedFields) -> ModelShape:
@@ -189,8 +172,7 @@ def _refuse_unsupported(fields: TypedFields) -> None:
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         if fields.integer(key, 0, 0, 1 << 20) > 1:
             raise fields.fail(key, "mixture-of-experts models are not supported")
-    if "quantization_config" in fields:
-        raise fields.fail("quantization_config", "quantized checkpoints are not supported")
+    read_quantization(fields)
     if fields.number("partial_rotary_factor", 1.0, 0.0, 1.0) != 1.0:
         raise fields.fail("partial_rotary_factor", "is not supported; every head dimension is rotated")
 

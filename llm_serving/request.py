@@ -38,7 +38,8 @@ class SamplingParams:
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 switch the filter off.
     ``repetition_penalty`` acts on prompt and output (CTRL, Keskar et al. 2019), ``presence_penalty`` and
     ``frequency_penalty`` on the output (OpenAI). ``seed`` is an unsigned 64-bit number; the text depends on it,
-    the prompt and these parameters alone. ``top_logits`` asks for that many best (id, logit) pairs a token.
+    the prompt and these parameters alone. ``logprobs`` asks for a ``TokenLogits`` with every token; ``top_logits``
+    for that many best (id, logit) pairs in it, and so for ``logprobs``, too.
     """
 
     max_tokens: int = 16
@@ -55,7 +56,13 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    logprobs: bool = False
     top_logits: int = 0
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether pieces are to carry ``logits``."""
+        return self.logprobs or self.top_logits > 0
 
     @property
     def has_penalties(self) -> bool:
@@ -112,28 +119,37 @@ class TokenLogits:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Where a finished request spent its time, in seconds; the parts sum to ``e2e``."""
+    """Where a finished request spent its time, in seconds; ``queue + prefill + decode + delivery == e2e``.
+
+    As the engine makes it, the request ends with its last step and ``delivery`` is 0. What is logged counts to the
+    moment the last byte was written to the client's socket, see ``llm_serving.engine.open_request``.
+    """
 
     queue: float
     prefill: float
     decode: float
     e2e: float
-    ttft: float
+    ttft: float | None
     num_preemptions: int = 0
+    delivery: float = 0.0
+    tpot: float | None = None
+    """Mean time between tokens; None for fewer than two."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestOutput:
     """A piece of a request's stream: what became known since the last piece.
 
     ``text`` never ends inside a character and never holds part of a stop string. The last piece has
     ``finish_reason`` set, and ``stop_reason`` names the stop string or token id that ended it, if one did.
+    Not to be changed once made; not frozen, because one is made for every token and that triples its cost.
     """
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
     logits: tuple[TokenLogits, ...]
+    """One a token, where ``SamplingParams.wants_logits``; else empty."""
     num_prompt_tokens: int
     num_output_tokens: int
     finish_reason: FinishReason | None = None

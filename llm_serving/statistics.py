@@ -1,12 +1,14 @@
 """What the figures mean: defined once, for the load test (client side) and the log analysis (server side).
 
-    ttft               time to first token: first token's time - time the request was due (client) or arrived (server)
-    tpot               time per output token: (last token - first token) / (output tokens - 1); none for fewer than 2
-    tbt                time between tokens: one value for every two pieces of an answer that follow each other
-    e2e                end of the answer - time the request was due (client) or arrived (server)
-    normalized latency e2e / output tokens (Orca, OSDI 2022; vLLM, SOSP 2023)
-    percentile         linear interpolation between the two nearest ranks, NumPy's default
-                       (type 7 of Hyndman and Fan, "Sample quantiles in statistical packages", 1996)
+start              the request's first byte was written (client) or read (server): the way between the two, and how
+                   late the client sent, are in no latency; the load test tells the lateness beside them
+ttft               time to first token: start to the first output, read (client) or written to the socket (server)
+tpot               time per output token: (last output - first output) / (output tokens - 1); none for fewer than 2
+tbt                time between tokens: one value for every two pieces of an answer that follow each other
+e2e                start to the end of the answer, read (client) or written (server)
+normalized latency e2e / output tokens (Orca, OSDI 2022; vLLM, SOSP 2023)
+percentile         linear interpolation between the two nearest ranks, NumPy's default
+                   (type 7 of Hyndman and Fan, "Sample quantiles in statistical packages", 1996)
 """
 
 from __future__ import annotations

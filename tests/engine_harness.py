@@ -12,6 +12,7 @@ from fakes import (
 )
 
 from llm_serving.engine.core import Add, EngineCore
+from llm_serving.engine.open_request import RequestLog
 from llm_serving.engine.outputs import EngineOutput, merge_outputs
 from llm_serving.request import Request, RequestOutput
 from llm_serving.scheduler.scheduler import Scheduler
@@ -26,6 +27,7 @@ class Engine:
         self.executor = FakeExecutor(self.limits, ready=ready)
         self.log = RecordingLog()
         self.metrics = RecordingMetrics()
+        self.requests = RequestLog(self.log, self.metrics)
         self.deliveries: list[list[EngineOutput]] = []
         self.now = 100.0
         self.core = EngineCore(
@@ -34,10 +36,17 @@ class Engine:
             FakeDetokenizer,
             self.log,
             self.metrics,
-            self.deliveries.append,
+            self._deliver,
             state_interval_s=state_interval_s,
             clock=lambda: self.now,
         )
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        """As the event loop does, with a client that gets everything at once and in one piece."""
+        self.deliveries.append(outputs)
+        for output in outputs:
+            if isinstance(output, RequestOutput) and output.timings is not None:
+                self.requests.request_end(output, output.timings)
 
     def request(self, name: str, *args: object, **sampling: object) -> Request:
         request = make_request(name, *args, arrival=self.now, **sampling)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
+from llm_serving.engine.open_request import PieceSink
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.request import FinishReason, RequestOutput, SamplingParams, TokenLogits
 
@@ -40,8 +41,31 @@ class Submitted:
     prompt_token_ids: list[int]
     sampling: SamplingParams
     num_pieces: int = 0
+    streamed: bool = True
     finished: bool = False
     aborted: bool = False
+    delivered: list[float] = field(default_factory=list)
+    closed_at: float | None = None
+
+
+class FakeOpenRequest:
+    """What ``FakeEngine.open`` gives: remembers in its ``Submitted`` what it is told."""
+
+    def __init__(self, record: Submitted, task: asyncio.Task[None]) -> None:
+        self._record = record
+        self._task = task
+        self._is_closed = False
+
+    def delivered(self, now: float, /) -> None:
+        self._record.delivered.append(now)
+
+    def close(self, now: float | None = None, /) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._record.closed_at = now
+        self._record.aborted = not self._record.finished
+        self._task.cancel()
 
 
 class FakeEngine:
@@ -83,26 +107,34 @@ class FakeEngine:
         self.num_probes += 1
         return self.probe_answer
 
-    async def generate(
+    def open(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
+        sink: PieceSink,
         arrival_time: float | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        if self.refuse is not None and len(self.submitted) >= (self.refuse_after or 0):
-            raise self.refuse
-        record = Submitted(request_id, list(prompt_token_ids), sampling)
-        self.submitted.append(record)
-        try:
-            async for piece in self._pieces(record):
-                record.num_pieces += 1
-                yield piece
-                if self.crash is not None:
-                    raise self.crash
-            record.finished = True
-        finally:
-            record.aborted = not record.finished
+        *,
+        streamed: bool = True,
+    ) -> FakeOpenRequest:
+        record = Submitted(request_id, list(prompt_token_ids), sampling, streamed=streamed)
+        refuse = self.refuse if len(self.submitted) >= (self.refuse_after or 0) else None
+        if refuse is None:
+            self.submitted.append(record)
+        return FakeOpenRequest(record, asyncio.ensure_future(self._serve(record, sink, refuse)))
+
+    async def _serve(self, record: Submitted, sink: PieceSink, refuse: Exception | None) -> None:
+        if refuse is not None:
+            sink.fail(refuse)  # type: ignore[arg-type]
+            return
+        async for piece in self._pieces(record):
+            record.num_pieces += 1
+            if piece.finished:
+                record.finished = True
+            sink.push(piece)
+            if self.crash is not None:
+                sink.fail(self.crash)  # type: ignore[arg-type]
+                return
 
     async def _pieces(self, record: Submitted) -> AsyncGenerator[RequestOutput, None]:
         sampling = record.sampling
@@ -151,7 +183,8 @@ class FakeEngine:
         reason: FinishReason | None,
         **more: Any,
     ) -> RequestOutput:
-        logits = tuple(fake_logits(token, record.sampling.top_logits) for token in tokens)
+        wanted = tokens if record.sampling.wants_logits else ()
+        logits = tuple(fake_logits(token, record.sampling.top_logits) for token in wanted)
         return RequestOutput(
             record.request_id, text, tokens, logits, len(record.prompt_token_ids), len(said), reason, **more
         )

@@ -11,7 +11,7 @@ from typing import Any
 from fake_device import END_TOKEN, VOCABULARY, FakeDevice, expected_tokens, next_token
 
 from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus, ExecutorEvent
-from llm_serving.request import FinishReason, Request, RequestOutput, SamplingParams
+from llm_serving.request import FinishReason, Request, RequestOutput, RequestTimings, SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 
@@ -211,6 +211,7 @@ class RecordingMetrics:
     ends: list[tuple[str, FinishReason]] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     num_preemptions: int = 0
+    overheads: list[float] = field(default_factory=list)
 
     def step(self, step: ScheduledStep, result: StepResult, seconds: float) -> None:
         assert seconds >= 0
@@ -220,8 +221,12 @@ class RecordingMetrics:
     def first_token(self, seconds: float) -> None:
         self.first_tokens.append(seconds)
 
-    def request_end(self, output: RequestOutput, reason: FinishReason) -> None:
+    def request_end(self, output: RequestOutput, reason: FinishReason, timings: RequestTimings) -> None:
         self.ends.append((output.request_id, reason))
+
+    def host_overhead(self, seconds: float) -> None:
+        assert seconds >= 0
+        self.overheads.append(seconds)
 
     def request_refused(self, code: str) -> None:
         self.refusals.append(code)

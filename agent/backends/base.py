@@ -1,7 +1,12 @@
 """The seam between models and devices: a table of operators. A model calls these and nothing else of a device.
 
 Shapes: T tokens of the step over all its sequences, S sequences, H and K query and key-value heads of size D, W the
-width of the block table. Activations and weights are of the table's ``dtype``; indices are int32.
+width of the block table. Activations are of the table's ``dtype``; indices are int32. Where ``static_shapes`` is set,
+every tensor has the size of the largest step, and only its first T or S rows mean anything.
+
+``step`` is what all operators may read of the step at hand: (slot_mapping [T], block_tables, context_lens [S],
+query_lens [S]), and with static shapes counts [4] = (T, S, W, 0) besides. ``block_tables`` is [S, W], with static
+shapes flat. Query i of a sequence with q queries and context c is at position c - q + i.
 
 Every operator adds up in an order that depends on the row alone (its depth, its context), so a token's result does not
 depend on what else is in the step, nor on whether it came in a prompt, a chunk or a decode step.
@@ -14,6 +19,9 @@ from typing import Any
 
 from agent.weights.storage import Array
 
+CacheLayout = tuple[tuple[int, ...], str]
+"""Shape, and type as ``agent.weights.storage`` names it."""
+
 Operator = Any
 """A primitive or Cell of MindSpore, to be an attribute of a Cell and called in its ``construct``."""
 
@@ -23,36 +31,48 @@ class OpTable(ABC):
 
     name: str
     """As in ``model_config.op_table``."""
+    static_shapes: bool
+    """Whether the graph is compiled for the largest step, or for shapes that change from step to step."""
     has_whole_prompts: bool
     """Whether there is a second graph for steps whose sequences all start at position 0 (see ``attention``)."""
+    packs_weights: bool
+    """Whether linear weights are packed blobs (``agent.kernels.packing``), the output weight apart from the embedding,
+    or [out, in] as checkpoints have them."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
         """``float16``, ``bfloat16`` or ``float32``."""
 
     @abstractmethod
-    def gather_rows(self) -> Operator:
-        """(table [N, width], index [M]) -> [M, width]."""
+    def linear_weight(self, in_features: int, out_features: int) -> Any:
+        """The Parameter of a linear layer, without memory yet."""
 
     @abstractmethod
-    def linear(self) -> Operator:
-        """(x [T, in], weight [out, in]) -> [T, out]."""
+    def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
+        """Shape and type of a layer's key cache, and of its value cache. The first axis is the block."""
 
     @abstractmethod
-    def logits(self) -> Operator:
-        """(x [S, in], weight [vocabulary, in]) -> [S, vocabulary], float32 or ``dtype``; the caller converts."""
+    def embedding(self, width: int) -> Operator:
+        """(table [vocabulary, width], token_ids [T], step) -> [T, width]."""
 
     @abstractmethod
-    def rms_norm(self, epsilon: float) -> Operator:
-        """(x [T, size], gamma [size]) -> [T, size]."""
+    def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
+        """(hidden [T, in], residual [T, in], gamma [in], weight, step) -> RMSNorm(sum) @ weight.T [T, out_features],
+        and the sum of hidden and residual. The ``first`` of a model has no residual yet: the sum is hidden."""
 
     @abstractmethod
-    def add_rms_norm(self, epsilon: float) -> Operator:
-        """(x [T, size], residual [T, size], gamma [size]) -> norm of the sum, the sum."""
+    def linear(self, out_features: int) -> Operator:
+        """(x [T, in], weight, step) -> x @ weight.T [T, out_features]."""
 
     @abstractmethod
-    def swiglu(self) -> Operator:
-        """(gate and up side by side [T, 2 x size]) -> silu(gate) * up [T, size]."""
+    def gated_mlp(self, width: int, epsilon: float) -> Operator:
+        """(hidden [T, width], residual [T, width], gamma [width], gate_up weight, down weight, step) ->
+        down(silu(gate(x)) * up(x)) of x = RMSNorm(sum), and the sum of hidden and residual."""
+
+    @abstractmethod
+    def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
+        """(hidden [T, in], residual [T, in], gamma [in], weight, last_tokens [S], step) -> what ``StepGraph`` makes
+        the logits [S, vocab_size] of RMSNorm(sum) at ``last_tokens`` from."""
 
     @abstractmethod
     def rotary(self, cos: Array, sin: Array) -> Operator:
@@ -66,8 +86,7 @@ class OpTable(ABC):
         """(qkv [T, (H + 2K) D], rotary, key_cache, value_cache, step, whole_prompts) -> [T, H x D].
 
         Rotates queries and keys, writes keys and values to the cache (in place, where ``slot_mapping`` is not -1) and
-        attends causally, scaled by 1 / sqrt(D). ``step`` is (slot_mapping [T], block_tables [S, W], context_lens [S],
-        query_lens [S]); query i of a sequence with q queries and context c is at position c - q + i. ``whole_prompts``
-        is a constant of the graph: True promises that every context is its queries, so that the cache need not be
-        read; ``query_lens`` is then int64 and has a fixed length, past S zero.
+        attends causally, scaled by 1 / sqrt(D). ``whole_prompts`` is a constant of the graph: True promises that every
+        context is its queries, so that the cache need not be read; ``query_lens`` is then int64 and has a fixed
+        length, past S zero.
         """

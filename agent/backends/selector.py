@@ -21,5 +21,5 @@ def select_op_table(config: Config) -> OpTable:
     if config.op_table == "fused":
         from agent.backends.cpu.ops import FusedCpuOps
 
-        return FusedCpuOps(dtype)
+        return FusedCpuOps(config)
     raise AgentStartError(f"op table {config.op_table!r} of device {config.device!r} is not known")

@@ -4,31 +4,7 @@ As op plugin (the native primitives on the CPU), before MindSpore is imported::
 
     os.environ["MS_OP_PLUGIN_PATH"] = str(library_path())
 
-As custom ops, dynamic in tokens, sequences and table width (`tests/kernels/test_custom_ops.py` runs this)::
-
-    def custom_op(name: str) -> ops.Custom:
-        op = ops.Custom(f"{library_path()}:{name}", out_shape=None, out_dtype=None, func_type="aot")
-        op.add_prim_attr("reg_op_name", name)
-        return op
-
-    class Attention(nn.Cell):
-        def __init__(self, key_cache, value_cache, cos, sin):     # Parameters [NB, BS, KV, D] and float32 [P, D]
-            super().__init__()
-            self.rotary_cache = custom_op("RotaryCache")
-            self.paged_attention = custom_op("PagedAttentionRagged")
-            ...
-
-        def construct(self, qkv, positions, slot_mapping, block_tables, context_lens, query_lens):
-            query = self.rotary_cache(
-                qkv, positions, self.cos, self.sin, self.key_cache, self.value_cache, slot_mapping
-            )
-            return self.paged_attention(
-                query, self.key_cache, self.value_cache, block_tables, context_lens, query_lens
-            )
-
-    net.set_inputs(Tensor(shape=[None, (H + 2 * KV) * D], dtype=dtype), Tensor(shape=[None], dtype=ms.int32), ...)
-
-The caches are written in place. The attention reads `query`, which orders it after the write.
+As custom ops of a static graph: `agent.backends.cpu.ops.custom_operator`. Caches and logits are written in place.
 """
 
 from __future__ import annotations
@@ -112,6 +88,8 @@ class SampleInputs:
     num_top_logits: Int32Array
     do_sample: Int32Array | None = None
     """0: skip the row (its token becomes -1). None samples every row."""
+    best_ids: Int32Array | None = None
+    """The largest logit of each row, the smaller id on a tie, where that is known. None looks for it."""
     histories: Sequence[Int32Array | None] | None = None
     """Token ids of each row, prompt first. Read only where a row has penalties."""
     prompt_lens: Sequence[int] | Int32Array | None = None
@@ -152,6 +130,7 @@ _ARRAYS: dict[str, Any] = {
     "sample_position": np.int32,
     "num_top_logits": np.int32,
     "do_sample": np.int32,
+    "best_ids": np.int32,
     "sampled_ids": np.int32,
     "sampled_logit": np.float32,
     "logsumexp": np.float32,
@@ -178,6 +157,7 @@ class _SampleArgs(ctypes.Structure):
         ("sample_position", ctypes.c_void_p),
         ("num_top_logits", ctypes.c_void_p),
         ("do_sample", ctypes.c_void_p),
+        ("best_ids", ctypes.c_void_p),
         ("history", ctypes.c_void_p),
         ("history_lens", ctypes.c_void_p),
         ("history_prompt_lens", ctypes.c_void_p),

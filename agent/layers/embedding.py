@@ -1,4 +1,4 @@
-"""Token ids to hidden states, and hidden states to logits."""
+"""Token ids to hidden states."""
 
 from __future__ import annotations
 
@@ -14,33 +14,8 @@ class Embedding(nn.Cell):
     def __init__(self, ops: OpTable, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
         self.weight = unbound_parameter((vocab_size, hidden_size), ops.dtype)
-        self.gather = ops.gather_rows()
+        self.embed = ops.embedding(hidden_size)
 
-    def construct(self, token_ids: Tensor) -> Tensor:
+    def construct(self, token_ids: Tensor, step: tuple[Tensor, ...]) -> Tensor:
         """token_ids int32 [T] -> [T, hidden_size]."""
-        return self.gather(self.weight, token_ids)
-
-
-class LMHead(nn.Cell):
-    """Logits over the vocabulary by a weight of its own."""
-
-    def __init__(self, ops: OpTable, vocab_size: int, hidden_size: int) -> None:
-        super().__init__()
-        self.weight = unbound_parameter((vocab_size, hidden_size), ops.dtype)
-        self.logits = ops.logits()
-
-    def construct(self, x: Tensor) -> Tensor:
-        """x [S, hidden_size] -> [S, vocab_size]."""
-        return self.logits(x, self.weight)
-
-
-class TiedLMHead(nn.Cell):
-    """The same by the embedding's weight, which the model passes in."""
-
-    def __init__(self, ops: OpTable) -> None:
-        super().__init__()
-        self.logits = ops.logits()
-
-    def construct(self, x: Tensor, embedding: Tensor) -> Tensor:
-        """x [S, hidden_size], embedding [vocab_size, hidden_size] -> [S, vocab_size]."""
-        return self.logits(x, embedding)
+        return self.embed(self.weight, token_ids, step)

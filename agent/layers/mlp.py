@@ -5,18 +5,21 @@ from __future__ import annotations
 from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
-from agent.layers.linear import Linear
+from agent.layers.linear import Weight
 
 
 class GatedMLP(nn.Cell):
-    """``down(silu(gate(x)) * up(x))``, gate and up being one matrix product."""
+    """``down(silu(gate(x)) * up(x))`` of the normalised residual stream, gate and up being one matrix product."""
 
-    def __init__(self, ops: OpTable, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, ops: OpTable, hidden_size: int, intermediate_size: int, epsilon: float) -> None:
         super().__init__()
-        self.gate_up = Linear(ops, hidden_size, 2 * intermediate_size)
-        self.activation = ops.swiglu()
-        self.down = Linear(ops, intermediate_size, hidden_size)
+        self.gate_up = Weight(ops, hidden_size, 2 * intermediate_size)
+        self.down = Weight(ops, intermediate_size, hidden_size)
+        self.mlp = ops.gated_mlp(hidden_size, epsilon)
 
-    def construct(self, x: Tensor) -> Tensor:
-        """x [T, hidden_size] -> the same shape."""
-        return self.down(self.activation(self.gate_up(x)))
+    def construct(
+        self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """hidden, residual [T, hidden_size], gamma [hidden_size] -> the MLP of the normalised sum, the sum."""
+        out, total = self.mlp(hidden, residual, gamma, self.gate_up.weight, self.down.weight, step)
+        return out, total

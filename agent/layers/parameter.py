@@ -12,7 +12,14 @@ from mindspore.nn.utils import no_init_parameters
 
 from agent.weights.storage import Array, to_float32
 
-MINDSPORE_DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16, "float32": ms.float32}
+MINDSPORE_DTYPES = {
+    "float16": ms.float16,
+    "bfloat16": ms.bfloat16,
+    "float32": ms.float32,
+    "int8": ms.int8,
+    "uint8": ms.uint8,
+    "int32": ms.int32,
+}
 
 
 def unbound_parameter(shape: tuple[int, ...], dtype: str) -> Parameter:
@@ -22,9 +29,13 @@ def unbound_parameter(shape: tuple[int, ...], dtype: str) -> Parameter:
 
 
 def bind(parameter: Parameter, array: Array) -> None:
-    """Let ``parameter`` live in ``array`` (see ``agent.weights.storage``), which must stay alive."""
-    assert parameter.shape == array.shape, f"{parameter.name}: {parameter.shape} is bound to {array.shape}"
-    parameter.set_data(as_tensor(array))
+    """Let ``parameter`` live in ``array`` (see ``agent.weights.storage``), which must stay alive.
+
+    Packed weights, uint8, decide their size themselves; before the graph is compiled the parameter takes it over.
+    """
+    packed = array.dtype == np.uint8
+    assert packed or parameter.shape == array.shape, f"{parameter.name}: {parameter.shape} is bound to {array.shape}"
+    parameter.set_data(as_tensor(array), slice_shape=packed)
     parameter.init_mode = None
 
 

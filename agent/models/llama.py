@@ -8,11 +8,12 @@ from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
 from agent.layers.attention import Attention
-from agent.layers.embedding import Embedding, LMHead, TiedLMHead
+from agent.layers.embedding import Embedding
+from agent.layers.linear import Weight
 from agent.layers.mlp import GatedMLP
-from agent.layers.norm import AddRMSNorm, RMSNorm
+from agent.layers.norm import NormWeight
 from agent.layers.rotary import rotary_tables
-from agent.weights import WeightPart, WeightSpec
+from agent.weights import WeightKind, WeightPart, WeightSpec
 from llm_serving.config import Config
 from llm_serving.model_shape import ModelShape
 
@@ -22,44 +23,40 @@ class Llama(nn.Cell):
 
     def __init__(self, config: Config, ops: OpTable) -> None:
         super().__init__()
-        shape = config.shape
-        self.tied = shape.tie_word_embeddings
+        shape, epsilon = config.shape, config.shape.rms_norm_eps
         self.embedding = Embedding(ops, shape.vocab_size, shape.hidden_size)
         self.rotary = ops.rotary(*rotary_tables(shape, config.max_model_len))
         self.layers = nn.CellList([DecoderLayer(config, ops, first=index == 0) for index in range(shape.num_layers)])
-        self.norm = AddRMSNorm(ops, shape.hidden_size, shape.rms_norm_eps)
-        self.lm_head = TiedLMHead(ops) if self.tied else LMHead(ops, shape.vocab_size, shape.hidden_size)
-        self.gather = ops.gather_rows()
+        self.norm = NormWeight(ops, shape.hidden_size)
+        self.shares_embedding = shape.tie_word_embeddings and not ops.packs_weights
+        if not self.shares_embedding:
+            self.lm_head = Weight(ops, shape.hidden_size, shape.vocab_size)
+        self.logits = ops.lm_head(shape.vocab_size, epsilon)
 
     def construct(
         self, token_ids: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
     ) -> Tensor:
         """token_ids, positions [T]; last_tokens [S], the index in T of each sequence's last token; ``step`` and
-        ``whole_prompts`` as in ``OpTable.attention`` -> logits [S, vocab_size]."""
+        ``whole_prompts`` as in ``OpTable`` -> what ``OpTable.lm_head`` gives for logits [S, vocab_size]."""
         rotary = self.rotary(positions)
-        hidden = self.embedding(token_ids)
+        hidden = self.embedding(token_ids, step)
         residual = hidden
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, rotary, step, whole_prompts)
-        hidden, residual = self.gather(hidden, last_tokens), self.gather(residual, last_tokens)
-        hidden, _ = self.norm(hidden, residual)
-        if self.tied:
-            return self.lm_head(hidden, self.embedding.weight)
-        return self.lm_head(hidden)
+        weight = self.embedding.weight if self.shares_embedding else self.lm_head.weight
+        return self.logits(hidden, residual, self.norm.weight, weight, last_tokens, step)
 
 
 class DecoderLayer(nn.Cell):
-    """Attention and MLP, each on the normalised residual stream. The MLP's output is added by the next norm."""
+    """Attention and MLP, each on the normalised residual stream. A block's output is added by the norm that follows."""
 
     def __init__(self, config: Config, ops: OpTable, *, first: bool) -> None:
         super().__init__()
         shape, cache = config.shape, config.pa_config
-        self.first = first
-        norm_class = RMSNorm if first else AddRMSNorm
-        self.input_norm = norm_class(ops, shape.hidden_size, shape.rms_norm_eps)
-        self.attention = Attention(ops, shape, cache.num_blocks, cache.block_size)
-        self.post_attention_norm = AddRMSNorm(ops, shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = GatedMLP(ops, shape.hidden_size, shape.intermediate_size)
+        self.input_norm = NormWeight(ops, shape.hidden_size)
+        self.attention = Attention(ops, shape, cache.num_blocks, cache.block_size, first=first)
+        self.post_attention_norm = NormWeight(ops, shape.hidden_size)
+        self.mlp = GatedMLP(ops, shape.hidden_size, shape.intermediate_size, shape.rms_norm_eps)
 
     def construct(
         self,
@@ -70,13 +67,9 @@ class DecoderLayer(nn.Cell):
         whole_prompts: bool,
     ) -> tuple[Tensor, Tensor]:
         """hidden, the last block's output, and residual, the stream without it, [T, hidden_size] -> the same two."""
-        if self.first:
-            hidden = self.input_norm(hidden)
-        else:
-            hidden, residual = self.input_norm(hidden, residual)
-        hidden = self.attention(hidden, rotary, step, whole_prompts)
-        hidden, residual = self.post_attention_norm(hidden, residual)
-        return self.mlp(hidden), residual
+        hidden, residual = self.attention(hidden, residual, self.input_norm.weight, rotary, step, whole_prompts)
+        hidden, residual = self.mlp(hidden, residual, self.post_attention_norm.weight, step)
+        return hidden, residual
 
 
 def build(config: Config, ops: OpTable) -> Llama:
@@ -91,8 +84,9 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
     for index in range(shape.num_layers):
         specs.extend(_layer_specs(shape, index))
     specs.append(_spec("norm.weight", ("model.norm.weight", hidden)))
-    if not shape.tie_word_embeddings:
-        specs.append(_spec("lm_head.weight", ("lm_head.weight", vocab, hidden)))
+    tied = shape.tie_word_embeddings
+    output = "model.embed_tokens.weight" if tied else "lm_head.weight"
+    specs.append(_spec("lm_head.weight", (output, vocab, hidden), kind="linear", packed_only=tied))
     return specs
 
 
@@ -112,19 +106,22 @@ def _layer_specs(shape: ModelShape, index: int) -> Iterator[WeightSpec]:
         (f"{theirs}.self_attn.q_proj.weight", query, hidden),
         (f"{theirs}.self_attn.k_proj.weight", key, hidden),
         (f"{theirs}.self_attn.v_proj.weight", key, hidden),
+        kind="linear",
     )
-    yield _spec(f"{ours}.attention.output.weight", (f"{theirs}.self_attn.o_proj.weight", hidden, query))
+    yield _spec(f"{ours}.attention.output.weight", (f"{theirs}.self_attn.o_proj.weight", hidden, query), kind="linear")
     yield _spec(f"{ours}.post_attention_norm.weight", (f"{theirs}.post_attention_layernorm.weight", hidden))
     yield _spec(
         f"{ours}.mlp.gate_up.weight",
         (f"{theirs}.mlp.gate_proj.weight", inner, hidden),
         (f"{theirs}.mlp.up_proj.weight", inner, hidden),
+        kind="gated_linear",
     )
-    yield _spec(f"{ours}.mlp.down.weight", (f"{theirs}.mlp.down_proj.weight", hidden, inner))
+    yield _spec(f"{ours}.mlp.down.weight", (f"{theirs}.mlp.down_proj.weight", hidden, inner), kind="linear")
 
 
-def _spec(parameter: str, *parts: tuple[str | int, ...]) -> WeightSpec:
+def _spec(
+    parameter: str, *parts: tuple[str | int, ...], kind: WeightKind = "plain", packed_only: bool = False
+) -> WeightSpec:
     """Parts are (Hugging Face name, sizes ...)."""
-    return WeightSpec(
-        parameter, tuple(WeightPart(str(name), tuple(int(size) for size in sizes)) for name, *sizes in parts)
-    )
+    tensors = tuple(WeightPart(str(name), tuple(int(size) for size in sizes)) for name, *sizes in parts)
+    return WeightSpec(parameter, tensors, kind, packed_only)

@@ -1,6 +1,8 @@
 """Weights of a model: where they come from, how they are checked and converted. Imports no mindspore."""
 
-from agent.weights.layout import WeightPart, WeightSpec
-from agent.weights.loader import WeightSource, load_weights, open_weights
+from agent.weights.layout import WeightKind, WeightPart, WeightSpec
+from agent.weights.loader import load_weights, open_weights
+from agent.weights.packed import Packing
+from agent.weights.source import WeightSource
 
-__all__ = ["WeightPart", "WeightSource", "WeightSpec", "load_weights", "open_weights"]
+__all__ = ["Packing", "WeightKind", "WeightPart", "WeightSource", "WeightSpec", "load_weights", "open_weights"]

@@ -1,129 +1,145 @@
-"""A Hugging Face folder's weights: ``model.safetensors``, or shards named by ``model.safetensors.index.json``."""
+"""A Hugging Face folder's weights in safetensors files: floats, or quantised in a format that ``config.json`` names."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from agent.weights.awq import AWQDecoder
+from agent.weights.compressed_tensors import IntQuantizedDecoder, PackQuantizedDecoder
+from agent.weights.decoder import Decoder, StoredTensor, StoredTensors, check_stored, stem_of
+from agent.weights.gptq import GPTQDecoder
 from agent.weights.layout import WeightPart
-from agent.weights.safetensors_file import SafetensorsFile
-from agent.weights.storage import Array, convert_into
+from agent.weights.quantized import QuantizedTensor, Scheme
+from agent.weights.storage import Array, convert_into, from_float32
+from agent.weights.tensor_files import TensorFiles, listed
 from llm_serving.errors import CheckpointError
-from llm_serving.formats.bounded_file import read_small_text
+from llm_serving.quantization import Quantization
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 64 * 1024 * 1024
-_LISTED = 8
+_DECODERS: dict[str, type[Decoder]] = {
+    "gptq": GPTQDecoder,
+    "awq": AWQDecoder,
+    "int-quantized": IntQuantizedDecoder,
+    "pack-quantized": PackQuantizedDecoder,
+}
 
 
 class Checkpoint:
-    """Owns the mapped files of a folder. A source of weights (see ``agent.weights.loader.WeightSource``)."""
+    """Owns the mapped files of a folder. A source of weights (see ``agent.weights.source``)."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, quantization: Quantization | None = None) -> None:
         self.folder = folder
-        self._files: list[SafetensorsFile] = []
-        self._file_of: dict[str, SafetensorsFile] = {}
-        try:
-            self._open()
-        except BaseException:
-            self.close()
-            raise
+        self._decoder = None if quantization is None else _DECODERS[quantization.layout](quantization)
+        self._files = TensorFiles(folder)
+        self._parts: dict[str, WeightPart] = {}
 
     def check(self, expected: Sequence[WeightPart], ignorable: Iterable[str] = ()) -> None:
         """Raise unless the folder holds exactly the tensors ``expected``, each of its shape.
 
         Names that end in one of ``ignorable`` may be there too, and are not read.
         """
-        known, suffixes = {part.name for part in expected}, tuple(ignorable)
-        missing = [part.name for part in expected if part.name not in self._file_of]
+        self._parts = {part.name: part for part in expected}
+        with self._naming_folder():
+            stored = {each.name: each for part in expected for each in self._stored(part)}
+        missing = [name for name, each in stored.items() if name not in self._files and not each.optional]
         if missing:
-            raise CheckpointError(f"{self.folder}: {_listed(missing)} missing from the weights")
-        unexpected = [name for name in self._file_of if name not in known and not name.endswith(suffixes)]
+            raise CheckpointError(f"{self.folder}: {listed(missing)} missing from the weights{self._hint()}")
+        suffixes = tuple(ignorable)
+        unexpected = [name for name in self._files.names() if name not in stored and not name.endswith(suffixes)]
         if unexpected:
             raise CheckpointError(
-                f"{self.folder}: {_listed(unexpected)} in the weights but not in a model of this config.json: "
+                f"{self.folder}: {listed(unexpected)} in the weights but not in a model of this config.json: "
                 "the two do not belong together"
             )
-        for part in expected:
-            file = self._file_of[part.name]
-            found = file.tensors[part.name].shape
-            if found != part.shape:
-                raise CheckpointError(
-                    f"{file.path}: tensor {part.name} has shape {list(found)}; config.json makes it {list(part.shape)}"
-                )
-            file.read(part.name)
+        for name, each in stored.items():
+            if name in self._files:
+                self._check_stored(each)
+
+    def names(self) -> tuple[str, ...]:
+        """Every tensor of the folder."""
+        return self._files.names()
+
+    def scheme(self, part: WeightPart) -> Scheme | None:
+        """How a tensor is quantised; None: it is stored as floats."""
+        return self._decoder.scheme() if self._decoder is not None and self._is_quantised(part.name) else None
+
+    def float_dtype(self, name: str) -> str | None:
+        """The type of a tensor stored as floats; None for a quantised one."""
+        return None if self._is_quantised(name) else self._files.float_dtype(name)
+
+    def read_quantised(self, part: WeightPart) -> QuantizedTensor:
+        """A tensor that has a ``scheme``, in memory of its own. Raises CheckpointError when a value cannot be."""
+        assert self._decoder is not None, "only a quantised tensor is read as one"
+        stem = stem_of(part.name)
+        with self._naming_folder():
+            tensor = self._decoder.decode(part, StoredTensors(stem, self._files.read_optional))
+        for stored in self._decoder.stored(part):
+            if stored.name in self._files:
+                self._files.release(stored.name)
+        return tensor
 
     def read_into(self, name: str, out: Array, dtype: str) -> None:
         """Copy a tensor, as elements of ``dtype``, into ``out``. Raises CheckpointError when a value does not fit."""
-        file = self._file_of[name]
-        source, source_dtype = file.read(name)
         try:
-            convert_into(source, source_dtype, out, dtype)
+            if self._is_quantised(name):
+                self._dequantise_into(WeightPart(name, out.shape), out, dtype)
+            else:
+                source, source_dtype = self._files.read(name)
+                convert_into(source, source_dtype, out, dtype)
+                del source
+                self._files.release(name)
         except OverflowError as reason:
             raise CheckpointError(
-                f"{file.path}: tensor {name}: {reason}; use model_config.model_dtype bfloat16 or float32"
+                f"{self._files.where(name)}: tensor {name}: {reason}; use model_config.model_dtype bfloat16 or float32"
             ) from reason
-        del source
-        file.release(name)
 
     def close(self) -> None:
         """Unmap the files."""
-        for file in self._files:
-            file.close()
+        self._files.close()
 
-    def _open(self) -> None:
-        if (self.folder / SINGLE_FILE).exists():
-            file = self._open_file(SINGLE_FILE)
-            self._file_of = dict.fromkeys(file.tensors, file)
-        elif (self.folder / INDEX_FILE).exists():
-            self._open_shards(_read_index(self.folder / INDEX_FILE))
-        else:
-            others = sorted(path.name for path in self.folder.glob("*.safetensors"))
-            found = f"only {_listed(others)}" if others else "no *.safetensors at all"
+    def _dequantise_into(self, part: WeightPart, out: Array, dtype: str) -> None:
+        tensor = self.read_quantised(part)
+        step = tensor.rows_at_once()
+        for row in range(0, len(out), step):
+            out[row : row + step] = from_float32(tensor.dequantise_rows(row, row + step), dtype)
+
+    def _is_quantised(self, name: str) -> bool:
+        return self._decoder is not None and f"{stem_of(name)}.{self._decoder.marker}" in self._files
+
+    def _stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:
+        if self._decoder is not None and self._is_quantised(part.name) and len(part.shape) == 2:
+            return self._decoder.stored(part)
+        return (StoredTensor(part.name, (), (part.shape,)),)
+
+    def _hint(self) -> str:
+        """What to say to someone whose folder has lost its ``quantization_config``."""
+        quantised = any(name.endswith((".qweight", ".weight_packed")) for name in self._files.names())
+        return (
+            "; they are quantised, and config.json has no quantization_config"
+            if (quantised and self._decoder is None)
+            else ""
+        )
+
+    def _check_stored(self, stored: StoredTensor) -> None:
+        info = self._files.info(stored.name)
+        if stored.types:
+            try:
+                check_stored(stored, info.dtype, info.shape)
+            except CheckpointError as reason:
+                raise CheckpointError(f"{self._files.where(stored.name)}: {reason}") from reason
+            return
+        if info.shape != stored.shapes[0]:
             raise CheckpointError(
-                f"{self.folder}: there is neither {SINGLE_FILE} nor {INDEX_FILE} ({found}); "
-                "model_config.load_format: dummy serves random weights"
+                f"{self._files.where(stored.name)}: tensor {stored.name} has shape {list(info.shape)}; "
+                f"config.json makes it {list(stored.shapes[0])}"
             )
+        self._files.read(stored.name)
 
-    def _open_file(self, name: str) -> SafetensorsFile:
-        file = SafetensorsFile(self.folder / name)
-        self._files.append(file)
-        return file
-
-    def _open_shards(self, weight_map: dict[str, str]) -> None:
-        shards = {name: self._open_file(name) for name in sorted(set(weight_map.values()))}
-        for tensor, name in weight_map.items():
-            if tensor not in shards[name].tensors:
-                raise CheckpointError(f"{self.folder / INDEX_FILE}: tensor {tensor} should be in {name}, and is not")
-            self._file_of[tensor] = shards[name]
-        for name, shard in shards.items():
-            for tensor in shard.tensors:
-                owner = self._file_of.setdefault(tensor, shard)
-                if owner is not shard:
-                    raise CheckpointError(f"{self.folder}: tensor {tensor} is in {owner.path.name} and again in {name}")
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    text = read_small_text(path, MAX_INDEX_BYTES, CheckpointError)
-    try:
-        index = json.loads(text)
-    except (ValueError, RecursionError) as reason:
-        raise CheckpointError(f"{path}: not valid JSON: {reason}") from reason
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path}: there is no weight_map that maps tensor names to files")
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(
-                f"{path}: tensor {tensor} is in {name!r}; a shard must be a *.safetensors file of this folder"
-            )
-    return weight_map
-
-
-def _listed(names: Sequence[str]) -> str:
-    """``tensor a``, ``tensors a, b and 3 more``: never a screenful."""
-    shown = ", ".join(names[:_LISTED])
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"{'tensor is' if len(names) == 1 else 'tensors are'}: {shown}{more}"
+    @contextmanager
+    def _naming_folder(self) -> Iterator[None]:
+        """Errors about a tensor also name the folder."""
+        try:
+            yield
+        except CheckpointError as reason:
+            raise CheckpointError(f"{self.folder}: {reason}") from reason

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+WeightKind = Literal["plain", "linear", "gated_linear"]
+"""``plain`` parameters stay arrays of ``model_dtype`` (norms, embeddings). The weight of a linear layer may be packed,
+also that of a gated one, whose first half of rows is the gate and whose second half goes through it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +24,9 @@ class WeightSpec:
 
     parameter: str
     parts: tuple[WeightPart, ...]
+    kind: WeightKind = "plain"
+    packed_only: bool = False
+    """There is such a parameter only where weights are packed: a tied output layer, which is else the embedding."""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from agent.weights.checkpoint import Checkpoint
+from agent.weights.gguf_file import GGUFFile, find_gguf
 from agent.weights.layout import WeightSpec
+from agent.weights.packed import LinearPacker, Packing
 from agent.weights.seeded import SeededWeights
+from agent.weights.source import WeightSource
 from agent.weights.storage import Array, allocate
-
-
-class WeightSource(Protocol):
-    """Gives tensors by their Hugging Face name."""
-
-    def read_into(self, name: str, out: Array, dtype: str) -> None:
-        """Fill ``out``, a contiguous array that stores ``dtype``, with the tensor. Raises CheckpointError."""
-
-    def close(self) -> None:
-        """Give back what reading needed."""
+from llm_serving.quantization import checkpoint_quantization
 
 
 def open_weights(
@@ -32,7 +25,7 @@ def open_weights(
     if seed is not None:
         return SeededWeights(seed)
     assert folder is not None, "a config without a seed has a model folder"
-    checkpoint = Checkpoint(folder)
+    checkpoint = _open_folder(folder)
     try:
         checkpoint.check([part for spec in specs for part in spec.parts], ignorable)
     except BaseException:
@@ -42,21 +35,43 @@ def open_weights(
 
 
 def load_weights(
-    specs: Sequence[WeightSpec], source: WeightSource, dtype: str, report: Callable[[int, int], None]
+    specs: Sequence[WeightSpec],
+    source: WeightSource,
+    dtype: str,
+    report: Callable[[int, int], None],
+    packing: Packing | None = None,
 ) -> dict[str, Array]:
-    """Every parameter by its name, in ``dtype``. ``report`` gets (parameters done, of how many)."""
+    """Every parameter by its name. ``report`` gets (parameters done, of how many).
+
+    Without ``packing`` all are arrays of ``dtype``, quantised ones multiplied out. With one, the weights of linear
+    layers are blobs of bytes for the kernels. Raises CheckpointError, or ConfigError for a format that the stored
+    weights cannot be brought to.
+    """
+    specs = [spec for spec in specs if packing is not None or not spec.packed_only]
+    packer = None if packing is None else LinearPacker(packing, source, dtype)
+    if packer is not None:
+        for spec in specs:
+            packer.check(spec)
     weights: dict[str, Array] = {}
     for done, spec in enumerate(specs):
         report(done, len(specs))
-        weights[spec.parameter] = _load_one(spec, source, dtype)
+        if packer is None or spec.kind == "plain":
+            weights[spec.parameter] = _load_plain(spec, source, dtype)
+        else:
+            weights[spec.parameter] = packer.pack(spec)
     report(len(specs), len(specs))
     return weights
 
 
-def _load_one(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:
+def _load_plain(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:
     array = allocate(spec.shape, dtype)
     row = 0
     for part in spec.parts:
         source.read_into(part.name, array[row : row + part.shape[0]], dtype)
         row += part.shape[0]
     return array
+
+
+def _open_folder(folder: Path) -> Checkpoint | GGUFFile:
+    gguf = find_gguf(folder)
+    return Checkpoint(folder, checkpoint_quantization(folder)) if gguf is None else GGUFFile(gguf)

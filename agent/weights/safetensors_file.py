@@ -24,6 +24,7 @@ MAX_HEADER_BYTES = 100 * 1024 * 1024
 _LENGTH_BYTES = 8
 _DTYPE_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _DTYPE_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+_INTEGERS: dict[str, Any] = {"I64": np.int64, "I32": np.int32, "I8": np.int8, "U8": np.uint8}
 _DTYPE_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 
 
@@ -56,11 +57,19 @@ class SafetensorsFile:
         if info.dtype not in _DTYPE_NAMES:
             known = ", ".join(_DTYPE_NAMES)
             raise CheckpointError(f"{self.path}: tensor {name} has type {info.dtype}; weights must be one of {known}")
-        dtype = _DTYPE_NAMES[info.dtype]
-        array = np.frombuffer(
-            self._mapping, STORAGE_DTYPES[dtype], count=math.prod(info.shape), offset=self._data_start + info.begin
-        )
-        return array.reshape(info.shape), dtype
+        return self._view(info, STORAGE_DTYPES[_DTYPE_NAMES[info.dtype]]), _DTYPE_NAMES[info.dtype]
+
+    def read_stored(self, name: str) -> tuple[Array, str]:
+        """As ``read``, integers too (of 8, 32 or 64 bits); the type is spelled as in the file."""
+        info = self.tensors[name]
+        storage = STORAGE_DTYPES[_DTYPE_NAMES[info.dtype]] if info.dtype in _DTYPE_NAMES else _INTEGERS.get(info.dtype)
+        if storage is None:
+            raise CheckpointError(f"{self.path}: tensor {name} has type {info.dtype}, which is not read")
+        return self._view(info, storage), info.dtype
+
+    def _view(self, info: TensorInfo, storage: Any) -> Array:
+        offset = self._data_start + info.begin
+        return np.frombuffer(self._mapping, storage, count=math.prod(info.shape), offset=offset).reshape(info.shape)
 
     def release(self, name: str) -> None:
         """Give back the pages that reading the tensor brought in, so that loading needs the weights' memory once."""

@@ -23,6 +23,8 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
+from agent.weights.layout import WeightPart
+from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, from_float32
 
 TABLE_SIZE = 1 << 16
@@ -64,11 +66,23 @@ def _fill_chunk(table: Array, out: Array, key: str) -> None:
 
 
 class SeededWeights:
-    """A source of such weights for any shape (see ``agent.weights.loader.WeightSource``)."""
+    """A source of such weights for any shape (see ``agent.weights.source.WeightSource``)."""
 
     def __init__(self, seed: int, std: float = DUMMY_STD) -> None:
         self._seed = seed
         self._std = std
+
+    def scheme(self, part: WeightPart) -> Scheme | None:
+        """Random weights are floats."""
+        return None
+
+    def float_dtype(self, name: str) -> str | None:
+        """They are made in any type."""
+        return None
+
+    def read_quantised(self, part: WeightPart) -> QuantizedTensor:
+        """There are none."""
+        raise AssertionError(f"{part.name} is not quantised")
 
     def read_into(self, name: str, out: Array, dtype: str) -> None:
         """Fill ``out`` with the tensor ``name``."""

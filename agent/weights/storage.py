@@ -12,8 +12,14 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-STORAGE_DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32}
-"""NumPy type that holds elements of a ``model_dtype``."""
+STORAGE_DTYPES: dict[str, Any] = {
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "float32": np.float32,
+    "int8": np.int8,
+    "uint8": np.uint8,
+}
+"""NumPy type that holds elements of a ``model_dtype``, of an int8 cache or of packed weights."""
 
 _CHUNK_ELEMENTS = 1 << 15
 _ALIGNMENT = 64

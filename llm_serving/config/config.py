@@ -49,6 +49,8 @@ class Config:
     shape: ModelShape
     context: MindSporeContext
     """From the MindFormers YAML; defaults without one."""
+    stored_weight_format: str | None = None
+    """``int8`` or ``int4`` where the checkpoint's linear weights are quantised."""
     notes: tuple[str, ...] = ()
     """What was decided between contradicting values, for the log."""
 
@@ -73,8 +75,13 @@ class Config:
 
     @property
     def weight_format(self) -> str:
-        """Of the linear layers' weights: ``model_dtype``, ``int8``, ``int8_weight_only`` or ``int4``."""
+        """Of the linear layers' weights: ``model_dtype``, ``int8``, ``int8_weight_only`` or ``int4``.
+
+        A checkpoint may leave single layers, often the output to the vocabulary, in a float type.
+        """
         wanted = self.model_config.weight_format
+        if wanted == "auto" and self.op_table == "fused" and self.stored_weight_format is not None:
+            return self.stored_weight_format
         return self.model_config.model_dtype if wanted in ("auto", "bf16") else wanted
 
     @property

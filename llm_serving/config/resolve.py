@@ -15,6 +15,7 @@ from llm_serving.config.source import RawConfig
 from llm_serving.config.validation import check_cores, check_device, check_formats, check_group, check_lengths
 from llm_serving.errors import CheckpointError
 from llm_serving.model_shape import ModelShape
+from llm_serving.quantization import checkpoint_quantization
 
 _TOKENIZER_FILES = {"LlamaTokenizerFast": "tokenizer.json", "LlamaTokenizer": "tokenizer.model"}
 _TORCH_PATTERNS = ("*.bin", "*.pt", "*.pth")
@@ -63,7 +64,14 @@ class Resolver:
         check_formats(self._raw, model)
         check_cores(self._raw, model.cpu_cores)
         sections = self._sections | {"model_config": model, "tokenizer": self._find_tokenizer(folder)}
-        config = Config(file=self._raw.file, **sections, shape=shape, context=context, notes=tuple(self._notes))
+        config = Config(
+            file=self._raw.file,
+            **sections,
+            shape=shape,
+            context=context,
+            stored_weight_format=_stored_format(folder) if model.load_format != "dummy" else None,
+            notes=tuple(self._notes),
+        )
         check_group(self._raw, config)
         check_lengths(self._raw, config)
         return config
@@ -186,8 +194,13 @@ class Resolver:
         raise self._raw.error("tokenizer.type", kind, f"{path} {'has' if path.is_dir() else 'is'} no {wanted}")
 
 
+def _stored_format(folder: Path | None) -> str | None:
+    quantization = checkpoint_quantization(folder) if folder else None
+    return quantization.weight_format if quantization else None
+
+
 def _check_weights_present(folder: Path) -> None:
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.gguf")):
         return
     torch_files = sorted(file.name for pattern in _TORCH_PATTERNS for file in folder.glob(pattern))
     if torch_files:

@@ -92,7 +92,7 @@ def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
 
 def check_group(raw: RawConfig, config: Config) -> None:
     """Groups of int4 weights must fill the rows of every linear layer."""
-    if config.weight_format != "int4":
+    if config.model_config.weight_format != "int4" or config.stored_weight_format is not None:
         return
     shape, group = config.shape, config.model_config.weight_group
     sizes = {

@@ -1,4 +1,4 @@
-"""The engine for asyncio: a request in, a stream of pieces out; leaving the stream aborts the request."""
+"""The engine for asyncio: a request in, its pieces out as they come; closing it aborts the request."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from llm_serving.engine.core import Abort, Add, EngineCore, Probe, Stop
 from llm_serving.engine.observer import EngineLog, EngineMetrics
-from llm_serving.engine.outputs import DetokenizerFactory, EngineOutput, ProbeAnswer, RequestRefused, merge_outputs
+from llm_serving.engine.open_request import OpenRequest, PieceSink, RequestLog
+from llm_serving.engine.outputs import MERGE_AT, DetokenizerFactory, EngineOutput, ProbeAnswer, merge_outputs
 from llm_serving.engine.status import EngineStatus
 from llm_serving.errors import AgentLostError, LLMServingError, RequestError
 from llm_serving.executor.base import Executor
@@ -24,34 +25,25 @@ if TYPE_CHECKING:
 
 __all__ = ["AsyncEngine"]
 
-_MERGE_AT = 32
-"""Pieces a slow reader may pile up before they are merged into one, so that a stream's backlog stays small."""
-
 
 class _Stream:
-    """One request's pieces between the engine thread's deliveries and its reader. Lives on the event loop."""
+    """One request's pieces between the engine thread's deliveries and the reader of ``generate``."""
 
-    __slots__ = ("_error", "_pieces", "_waiter", "ended", "gone")
+    __slots__ = ("_error", "_pieces", "_waiter")
 
     def __init__(self) -> None:
-        self.ended = False
-        """The last piece has come."""
-        self.gone: asyncio.Event | None = None
-        """Set when the last piece has come, for a stream whose reader left before."""
         self._pieces: list[RequestOutput] = []
         self._error: LLMServingError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, piece: RequestOutput) -> None:
         self._pieces.append(piece)
-        if len(self._pieces) >= _MERGE_AT:
+        if len(self._pieces) >= MERGE_AT:
             self._pieces = [merge_outputs(self._pieces)]
-        self.ended = piece.finished
         self._notify()
 
     def fail(self, error: LLMServingError) -> None:
         self._error = error
-        self.ended = True
         self._notify()
 
     async def next(self) -> RequestOutput:
@@ -94,7 +86,8 @@ class AsyncEngine:
         self._end_token_ids = frozenset(config.end_token_ids)
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._streams: dict[str, _Stream] = {}
+        self._open: dict[str, OpenRequest] = {}
+        self._requests = RequestLog(log, metrics)
         self._probes: list[asyncio.Future[bool]] = []
         self._core = EngineCore(
             Scheduler(SchedulerLimits.from_config(config)),
@@ -147,6 +140,36 @@ class AsyncEngine:
         """End a request from outside its stream, which then gets a last piece with ``FinishReason.ABORT``."""
         self._core.submit(Abort(request_id))
 
+    def open(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        sink: PieceSink,
+        arrival_time: float | None = None,
+        *,
+        streamed: bool = True,
+    ) -> OpenRequest:
+        """Serve a request; its pieces go to ``sink``. The caller must ``close`` what is returned.
+
+        ``arrival_time``, on the engine's clock, is when the client's request came, from which its times count; by
+        default now. ``streamed``: the caller will say when output was ``delivered``.
+        Raises RequestError for token ids outside the vocabulary or an id in use, AgentLostError when nothing is served
+        any more; other refusals come through ``sink.fail``.
+        """
+        self._check_tokens(prompt_token_ids)
+        if request_id in self._open:
+            raise RequestError(f"a request with the id {request_id!r} is being served", param="request_id")
+        arrival = self._clock() if arrival_time is None else arrival_time
+        opened = OpenRequest(request_id, arrival, sink, self._closed, self._requests, streamed=streamed)
+        self._open[request_id] = opened
+        self._core.submit(Add(Request(request_id, prompt_token_ids, sampling, arrival, self._end_token_ids)))
+        if self._core.ended and not opened.is_ended:  # it may have missed the command
+            opened.is_ended = True
+            opened.close()
+            raise AgentLostError(f"requests are not served any more: {self._core.stop_reason}")
+        return opened
+
     async def generate(
         self,
         request_id: str,
@@ -154,49 +177,41 @@ class AsyncEngine:
         sampling: SamplingParams,
         arrival_time: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The pieces of a request's answer, the last with ``finish_reason`` set.
+        """``open`` for a reader that pulls: the pieces of a request's answer, the last with ``finish_reason`` set.
 
-        Raises RequestError before the first piece when the request is refused, AgentLostError when nothing is served
-        any more. Pieces that a slow reader lets pile up are merged. Close the generator (``contextlib.aclosing``)
-        to abort: the request's blocks are free within a step. ``arrival_time``, on the engine's clock, is when the
-        client's request came, from which its times count; by default now.
+        Raises LLMServingError before the first piece when the request is refused. Pieces that a slow reader lets pile
+        up are merged. Close the generator (``contextlib.aclosing``) to abort: the request's blocks are free within a
+        step. Where a request of that id has just been left, waits until the engine has ended it.
         """
-        self._check_tokens(prompt_token_ids)
-        stream = await self._open(request_id)
-        arrival = self._clock() if arrival_time is None else arrival_time
-        self._core.submit(Add(Request(request_id, prompt_token_ids, sampling, arrival, self._end_token_ids)))
+        while (old := self._open.get(request_id)) is not None and old.gone is not None:
+            await old.gone.wait()
+        stream = _Stream()
+        opened = self.open(request_id, prompt_token_ids, sampling, stream, arrival_time, streamed=False)
         try:
-            self._check_alive(stream)
             while True:
                 piece = await stream.next()
                 yield piece
                 if piece.finished:
                     return
         finally:
-            self._leave(request_id, stream)
+            opened.close()
 
-    async def _open(self, request_id: str) -> _Stream:
-        """A new stream. Where one of that id has just been left, waits until the engine has ended it."""
-        while (old := self._streams.get(request_id)) is not None:
-            if old.gone is None:
-                raise RequestError(f"a request with the id {request_id!r} is being served", param="request_id")
-            await old.gone.wait()
-        stream = self._streams[request_id] = _Stream()
-        return stream
-
-    def _leave(self, request_id: str, stream: _Stream) -> None:
+    def _closed(self, opened: OpenRequest) -> None:
         """The reader goes. If the engine has not ended the request, it is to do so, and the id is taken until then."""
-        if stream.ended:
-            del self._streams[request_id]
+        if opened.is_ended:
+            self._settle(opened)
         else:
-            stream.gone = asyncio.Event()
-            self._core.submit(Abort(request_id))
+            opened.gone = asyncio.Event()
+            self._core.submit(Abort(opened.request_id))
 
-    def _check_alive(self, stream: _Stream) -> None:
-        """An engine that has ended takes no commands any more, or may have missed the last one."""
-        if self._core.ended and not stream.ended:
-            stream.ended = True
-            raise AgentLostError(f"requests are not served any more: {self._core.stop_reason}")
+    def _settle(self, opened: OpenRequest) -> None:
+        """A request has ended and its reader is gone."""
+        del self._open[opened.request_id]
+        if opened.gone is not None:
+            opened.gone.set()
+        piece = opened.last_piece
+        if piece is not None:
+            self._requests.request_end(piece, opened.timings(piece))
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
@@ -213,17 +228,17 @@ class AsyncEngine:
         self._loop.call_soon_threadsafe(self._take, outputs)
 
     def _take(self, outputs: list[EngineOutput]) -> None:
+        requests = self._open
         for output in outputs:
             if isinstance(output, ProbeAnswer):
                 self._answer_probes()
-            elif (stream := self._streams.get(output.request_id)) is not None:
-                if isinstance(output, RequestRefused):
-                    stream.fail(output.error)
+            elif (opened := requests.get(output.request_id)) is not None:
+                if isinstance(output, RequestOutput):
+                    opened.take(output)
                 else:
-                    stream.push(output)
-                if stream.gone is not None and stream.ended:
-                    del self._streams[output.request_id]
-                    stream.gone.set()
+                    opened.refuse(output.error)
+                if opened.is_ended and opened.gone is not None:
+                    self._settle(opened)
 
     def _answer_probes(self) -> None:
         probes, self._probes = self._probes, []

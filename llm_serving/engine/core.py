@@ -79,7 +79,7 @@ class EngineCore:
         self._metrics = metrics
         self._deliver = deliver
         self._clock = clock
-        self._tracker = RequestTracker(scheduler, detokenizer, log, metrics)
+        self._tracker = RequestTracker(scheduler, detokenizer, log)
         self._state_line = StateLine(scheduler, state_interval_s)
         self._commands: deque[Command] = deque()
         self._outputs: list[EngineOutput] = []
@@ -89,6 +89,8 @@ class EngineCore:
         self._running = True
         self._was_idle = True
         self._num_steps = 0
+        self._num_answered = 0
+        self._num_just_sent = 0
         self._preemptions_reported = 0
         self._last_answer: float | None = None
 
@@ -140,6 +142,7 @@ class EngineCore:
         for event in events:
             self._take_event(event, now)
         self._send_steps(now)
+        self._note_host_overhead(now)
         self._hand_over()
         self._look_after(now)
 
@@ -192,6 +195,7 @@ class EngineCore:
         if result.aborted:
             return
         self._metrics.step(step, result, now - sent)
+        self._num_answered += 1
         if result.error is None:
             self._num_steps += 1
             self._last_answer = now
@@ -200,6 +204,7 @@ class EngineCore:
     def _send_steps(self, now: float) -> None:
         """Hand over every step that can be scheduled. Without a free slot the next answer brings us back here."""
         self._wakeup = None
+        self._num_just_sent = 0
         if self.state is not EngineState.READY:
             return
         while self._executor.num_free_slots > 0:
@@ -208,12 +213,22 @@ class EngineCore:
                 self._wakeup = self._scheduler.next_wakeup(now)
                 return
             self._sent[step.seq] = (step, now)
+            self._num_just_sent += 1
             try:
                 self._executor.submit(step)
             except Exception as error:
                 # The step's requests end, the others go on; not an error of the engine.
                 self._log.error("a step could not be sent", step=step.seq, traceback=traceback.format_exc())
                 self._take_result(StepResult(step.seq, error=f"the step could not be sent: {error}"), now)
+
+    def _note_host_overhead(self, now: float) -> None:
+        """One value for each step answered since ``now``, when ``poll`` returned."""
+        answered, self._num_answered = self._num_answered, 0
+        if not answered or not self._sent:
+            return
+        self._metrics.host_overhead(self._clock() - now if len(self._sent) == self._num_just_sent else 0.0)
+        for _ in range(answered - 1):
+            self._metrics.host_overhead(0.0)  # the device went on with the other
 
     def _hand_over(self) -> None:
         if self._outputs:

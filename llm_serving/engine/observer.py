@@ -1,13 +1,14 @@
 """Who watches the engine: the event log and the metrics, as the engine sees them.
 
-Everything here is called by the engine thread, at most once a step or once a request, and must not block.
+Everything here is called at most once a step (by the engine thread) or once a request (by the event loop), and must
+not block.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from llm_serving.request import FinishReason, RequestOutput
+from llm_serving.request import FinishReason, RequestOutput, RequestTimings
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 
 __all__ = ["EngineLog", "EngineMetrics"]
@@ -33,10 +34,13 @@ class EngineMetrics(Protocol):
         """A step was answered ``seconds`` after it was submitted."""
 
     def first_token(self, seconds: float) -> None:
-        """A request got its first token ``seconds`` after it arrived."""
+        """A streamed request's first output was written to its socket ``seconds`` after it arrived."""
 
-    def request_end(self, output: RequestOutput, reason: FinishReason) -> None:
-        """A request ended; ``output`` is its last piece, with the timings and the token counts."""
+    def request_end(self, output: RequestOutput, reason: FinishReason, timings: RequestTimings) -> None:
+        """A request ended and its answer was delivered; ``output`` is its last piece, with the token counts."""
+
+    def host_overhead(self, seconds: float) -> None:
+        """So long the device had nothing to do after a step because the host was not ready; 0 for most steps."""
 
     def request_refused(self, code: str) -> None:
         """A request was refused at the door; ``code`` is the ``RequestError``'s."""

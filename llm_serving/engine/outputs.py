@@ -9,8 +9,10 @@ from typing import Protocol
 from llm_serving.errors import LLMServingError
 from llm_serving.request import FinishReason, Request, RequestOutput, RequestTimings, TokenLogits
 from llm_serving.scheduler.output import RequestUpdate, StepResult
+from llm_serving.statistics import time_per_output_token
 
 __all__ = [
+    "MERGE_AT",
     "Detokenizer",
     "DetokenizerFactory",
     "EngineOutput",
@@ -20,6 +22,10 @@ __all__ = [
     "merge_outputs",
     "request_timings",
 ]
+
+
+MERGE_AT = 32
+"""Pieces a slow reader may pile up before they are merged into one, so that a stream's backlog stays small."""
 
 
 class Detokenizer(Protocol):
@@ -54,11 +60,12 @@ EngineOutput = RequestOutput | RequestRefused | ProbeAnswer
 class RequestStream:
     """What the engine thread keeps for a request beside the scheduler: the state of its text."""
 
-    __slots__ = ("_detokenizer", "request")
+    __slots__ = ("_detokenizer", "_wants_logits", "request")
 
     def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
         self.request = request
         self._detokenizer = detokenizer
+        self._wants_logits = request.sampling.wants_logits
 
     def advance(self, update: RequestUpdate) -> tuple[str, str | None]:
         """The text this update makes certain, and the stop string it completes.
@@ -81,19 +88,25 @@ class RequestStream:
         request = self.request
         token_ids: tuple[int, ...] = ()
         logits: tuple[TokenLogits, ...] = ()
-        if update.token_id is not None and result is not None:
-            token_ids, logits = (update.token_id,), (_token_logits(result, update.index),)
+        if update.token_id is not None:
+            token_ids = (update.token_id,)
+            if self._wants_logits and result is not None:
+                logits = (_token_logits(result, update.index),)
+        reason = request.finish_reason
+        num_tokens = len(request.output_token_ids)
+        if reason is None:  # every token but the last comes this way
+            return RequestOutput(request.request_id, text, token_ids, logits, len(request.prompt_token_ids), num_tokens)
         return RequestOutput(
             request_id=request.request_id,
             text=text,
             token_ids=token_ids,
             logits=logits,
             num_prompt_tokens=len(request.prompt_token_ids),
-            num_output_tokens=len(request.output_token_ids),
-            finish_reason=request.finish_reason,
+            num_output_tokens=num_tokens,
+            finish_reason=reason,
             stop_reason=update.stop_token_id if stop_string is None else stop_string,
             error=update.error,
-            timings=request_timings(request) if request.is_finished else None,
+            timings=request_timings(request),
         )
 
 
@@ -110,13 +123,15 @@ def request_timings(request: Request) -> RequestTimings:
         raise AssertionError(f"{request.request_id} has not ended")
     scheduled = end if request.first_scheduled_time is None else request.first_scheduled_time
     first_token = end if request.first_token_time is None else request.first_token_time
+    num_tokens = len(request.output_token_ids)
     return RequestTimings(
         queue=scheduled - start,
         prefill=first_token - scheduled,
         decode=end - first_token,
         e2e=end - start,
-        ttft=first_token - start,
+        ttft=None if request.first_token_time is None else first_token - start,
         num_preemptions=request.num_preemptions,
+        tpot=time_per_output_token(first_token, end, num_tokens),
     )
 
 

@@ -1,11 +1,11 @@
-"""The requests in the engine thread: taken in, turned into pieces of text, logged when they begin and end."""
+"""The requests in the engine thread: taken in, and turned into pieces of text."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Iterable
 
-from llm_serving.engine.observer import EngineLog, EngineMetrics
+from llm_serving.engine.observer import EngineLog
 from llm_serving.engine.outputs import DetokenizerFactory, RequestStream
 from llm_serving.request import FinishReason, Request, RequestOutput, RequestStatus
 from llm_serving.scheduler.output import RequestUpdate, StepResult
@@ -17,13 +17,10 @@ __all__ = ["RequestTracker"]
 class RequestTracker:
     """Stands between the scheduler, which knows tokens, and the streams, which are text."""
 
-    def __init__(
-        self, scheduler: Scheduler, detokenizer: DetokenizerFactory, log: EngineLog, metrics: EngineMetrics
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, detokenizer: DetokenizerFactory, log: EngineLog) -> None:
         self._scheduler = scheduler
         self._detokenizer = detokenizer
         self._log = log
-        self._metrics = metrics
         self._streams: dict[str, RequestStream] = {}
 
     def add(self, request: Request) -> None:
@@ -60,11 +57,8 @@ class RequestTracker:
         stream = self._streams[request.request_id]
         text, stop_string = self._advance(stream, update, now)
         output = stream.output(update, result, text, stop_string)
-        if update.token_id is not None and output.num_output_tokens == 1:
-            self._first_token(request)
-        if output.finished:
+        if output.finish_reason is not None:
             del self._streams[request.request_id]
-            self._request_end(output)
         return output
 
     def _advance(self, stream: RequestStream, update: RequestUpdate, now: float) -> tuple[str, str | None]:
@@ -84,35 +78,3 @@ class RequestTracker:
     def _end(self, request: Request, reason: FinishReason, now: float) -> None:
         if self._scheduler.finish_request(request.request_id, reason, now) is None:
             request.finish_reason = reason
-
-    def _first_token(self, request: Request) -> None:
-        if request.first_token_time is not None:
-            seconds = request.first_token_time - request.arrival_time
-            self._log.event("first_token", request_id=request.request_id, ttft_ms=_ms(seconds))
-            self._metrics.first_token(seconds)
-
-    def _request_end(self, output: RequestOutput) -> None:
-        timings, reason, tokens = output.timings, output.finish_reason, output.num_output_tokens
-        if timings is None or reason is None:
-            raise AssertionError(f"the last piece of {output.request_id} has no timings")
-        self._log.event(
-            "request_end",
-            request_id=output.request_id,
-            prompt_tokens=output.num_prompt_tokens,
-            output_tokens=tokens,
-            total_tokens=output.num_prompt_tokens + tokens,
-            finish_reason=reason.value,
-            queue_ms=_ms(timings.queue),
-            prefill_ms=_ms(timings.prefill),
-            decode_ms=_ms(timings.decode),
-            ttft_ms=_ms(timings.ttft) if tokens else None,
-            tpot_ms=_ms(timings.decode / (tokens - 1)) if tokens > 1 else None,
-            e2e_ms=_ms(timings.e2e),
-            preemptions=timings.num_preemptions,
-            **({"error": output.error} if output.error is not None else {}),
-        )
-        self._metrics.request_end(output, reason)
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1000.0, 3)

@@ -30,6 +30,17 @@ class TypedFields:
     def __contains__(self, key: str) -> bool:
         return self._values.get(key) is not None
 
+    def __bool__(self) -> bool:
+        return bool(self._values)
+
+    def keys(self) -> tuple[str, ...]:
+        """The keys, in the file's order."""
+        return tuple(self._values)
+
+    def value(self, key: str) -> object:
+        """Whatever is there; None when absent."""
+        return self._values.get(key)
+
     def fail(self, key: str, problem: str) -> LLMServingError:
         """The error to raise about ``key``."""
         value = short_repr(self._values[key]) if key in self._values else "(absent)"

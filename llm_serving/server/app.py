@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from llm_serving.metrics import Metrics
 from llm_serving.server.engine_api import Engine, EventLogger
 from llm_serving.server.errors import ClientGoneError, error_reply, note_error
+from llm_serving.server.generation import GENERATION, Generation
 from llm_serving.server.guard import check_origin
 from llm_serving.server.http_protocol import RECEIVED_AT
 from llm_serving.server.routes import ENDPOINTS, AnyResponse, Endpoint
@@ -70,6 +71,14 @@ class _Route:
         self._name = endpoint.path.replace(":path", "")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._respond(scope, receive, send)
+        finally:
+            generation: Generation | None = scope.get(GENERATION)
+            if generation is not None:
+                generation.close(time.monotonic())
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
         response: AnyResponse
         try:
             response = await self._handler(self._state, Request(scope, receive, send))

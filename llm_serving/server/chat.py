@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llm_serving.request import RequestOutput
 from llm_serving.server.body import read_json_object
+from llm_serving.server.errors import ErrorReply
 from llm_serving.server.generate import dialect_error
-from llm_serving.server.generation import Generation, make_choices
+from llm_serving.server.generation import Choice, Generation, make_choices
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.logits import step_logits
 from llm_serving.server.openai_stream import usage
@@ -53,8 +53,7 @@ async def _chat(state: ServerState, request: Request, *, stream: bool) -> Respon
     state.require_ready()
     request_id = generation.request_id if body.request_id is None else body.request_id
     if stream:
-        events = _events(generation, settings, request_id)
-        return EventStream(state, events, dialect_error, generation.request_id)
+        return EventStream(generation, ChatEvents(generation, settings, request_id))
     return await _answer(state, request, generation, settings, request_id)
 
 
@@ -87,21 +86,35 @@ def _smaller_limit(settings: GenerationSettings) -> tuple[int | None, str]:
     return min(limits) if limits else (None, "gen_kwargs.max_new_tokens")
 
 
-async def _events(generation: Generation, settings: GenerationSettings, request_id: str) -> AsyncGenerator[bytes, None]:
+class ChatEvents:
     """``delta`` is the new text; the last event has the whole ``response``, the reason and the counts."""
-    texts = []
-    num_tokens = 0
-    async with aclosing(generation.pieces()) as pieces:
-        async for _, piece in pieces:
-            texts.append(piece.text)
-            num_tokens += len(piece.token_ids)
-            event: dict[str, Any] = {"request_id": request_id, "delta": piece.text, "finish_reason": None}
-            if settings.return_logits:
-                event["logits"] = step_logits(piece.logits)
-            if piece.finish_reason is not None:
-                event["finish_reason"] = piece.finish_reason.value
-                event["response"] = "".join(texts)
-                event["usage"] = usage(generation.num_prompt_tokens, num_tokens)
-            elif not piece.text and not settings.return_logits:
-                continue
-            yield b"data: " + orjson.dumps(event) + b"\n\n"
+
+    def __init__(self, generation: Generation, settings: GenerationSettings, request_id: str) -> None:
+        self._generation = generation
+        self._return_logits = bool(settings.return_logits)
+        self._request_id = request_id
+        self._texts: list[str] = []
+        self._num_tokens = 0
+
+    def events(self, choice: Choice, piece: RequestOutput) -> bytes:
+        """One event."""
+        self._texts.append(piece.text)
+        self._num_tokens += len(piece.token_ids)
+        event: dict[str, Any] = {"request_id": self._request_id, "delta": piece.text, "finish_reason": None}
+        if self._return_logits:
+            event["logits"] = step_logits(piece.logits)
+        if piece.finish_reason is not None:
+            event["finish_reason"] = piece.finish_reason.value
+            event["response"] = "".join(self._texts)
+            event["usage"] = usage(self._generation.num_prompt_tokens, self._num_tokens)
+        elif not piece.text and not self._return_logits:
+            return b""
+        return b"data: " + orjson.dumps(event) + b"\n\n"
+
+    def last(self) -> bytes:
+        """The last event has said it all."""
+        return b""
+
+    def error(self, reply: ErrorReply) -> bytes:
+        """After the stream has begun."""
+        return dialect_error(reply)

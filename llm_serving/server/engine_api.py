@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
+from llm_serving.engine.open_request import PieceSink
 from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.request import RequestOutput, SamplingParams
+from llm_serving.request import SamplingParams
 
-__all__ = ["Engine", "EngineStatus", "EventLogger"]
+__all__ = ["Engine", "EngineStatus", "EventLogger", "OpenRequest"]
 
 
 class EngineStatus(Protocol):
@@ -54,19 +55,35 @@ class Engine(Protocol):
     @property
     def max_model_len(self) -> int: ...
 
-    def generate(
+    def open(
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
+        sink: PieceSink,
         arrival_time: float | None = None,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """The pieces of a request's stream. Raises LLMServingError before the first; closing it aborts the request."""
+        *,
+        streamed: bool = True,
+    ) -> OpenRequest:
+        """Serve a request: its pieces go to ``sink`` as they come. Raises LLMServingError when it is refused at once.
+
+        Close what is returned; that aborts a request that has not ended.
+        """
 
     def status(self) -> EngineStatus: ...
 
     async def probe(self, timeout_s: float, /) -> bool:
         """Whether every agent answers within ``timeout_s``."""
+
+
+class OpenRequest(Protocol):
+    """A request being served; see ``llm_serving.engine.open_request.OpenRequest``."""
+
+    def delivered(self, now: float, /) -> None:
+        """Output had been written to the client's socket by ``now``, on the monotonic clock."""
+
+    def close(self, now: float | None = None, /) -> None:
+        """The reader is done: the answer was written by ``now``, by default with the last ``delivered``."""
 
 
 class EventLogger(Protocol):

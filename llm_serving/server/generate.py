@@ -6,8 +6,7 @@ A stream is one event a token, ``data:{"token": {...}, "generated_text": null, .
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
@@ -17,7 +16,7 @@ from starlette.responses import Response
 from llm_serving.request import RequestOutput, TokenLogits
 from llm_serving.server.body import read_json_object
 from llm_serving.server.errors import ErrorReply
-from llm_serving.server.generation import Answer, Generation, make_choices
+from llm_serving.server.generation import Answer, Choice, Generation, make_choices
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.logits import step_logits
 from llm_serving.server.models import check_model
@@ -56,13 +55,12 @@ async def _generate(state: ServerState, request: Request, *, stream: bool) -> Re
     if parameters.max_new_tokens is None:
         room = min(room, DEFAULT_MAX_NEW_TOKENS)
     generation = Generation(state, request, "generate", "gen", stream=stream)
-    sampling = dialect_sampling(parameters, parameters.top_n_tokens or 0)
+    keep = bool(parameters.details or parameters.return_logits)
+    sampling = dialect_sampling(parameters, parameters.top_n_tokens or 0, logprobs=stream or keep)
     generation.choices = make_choices(generation.request_id, [prompt], [(sampling, room)], 1, parameters.seed)
     state.require_ready()
     if stream:
-        events = _events(generation, parameters, body.inputs)
-        return EventStream(state, events, dialect_error, generation.request_id)
-    keep = bool(parameters.details or parameters.return_logits)
+        return EventStream(generation, GenerateEvents(generation, parameters, body.inputs))
     [answer] = await run_while_connected(state.active, request.receive, generation.answers(keep_logits=keep))
     text = body.inputs + answer.text if parameters.return_full_text else answer.text
     result = {"generated_text": text, **_summary(generation, parameters, answer)}
@@ -114,22 +112,39 @@ def _top_tokens(generation: Generation, parameters: GenerateParameters, entry: T
     ]
 
 
-async def _events(generation: Generation, parameters: GenerateParameters, inputs: str) -> AsyncGenerator[bytes, None]:
-    answer = Answer(generation.choices[0])
-    texts = []
-    async with aclosing(generation.pieces()) as pieces:
-        async for _, piece in pieces:
-            texts.append(piece.text)
-            answer.token_ids.extend(piece.token_ids)
-            if parameters.details:
-                answer.logits.extend(piece.logits)
-            last: dict[str, Any] = {}
-            if piece.finish_reason is not None:
-                answer.finish_reason = piece.finish_reason.value
-                text = "".join([inputs, *texts] if parameters.return_full_text else texts)
-                last = {"generated_text": text, **_summary(generation, parameters, answer)}
-            first_index = len(answer.token_ids) - len(piece.token_ids) + 1
-            yield _token_events(generation, parameters, piece, first_index, last)
+class GenerateEvents:
+    """An event a token; the last one has the whole text."""
+
+    def __init__(self, generation: Generation, parameters: GenerateParameters, inputs: str) -> None:
+        self._generation = generation
+        self._parameters = parameters
+        self._inputs = inputs
+        self._answer = Answer(generation.choices[0])
+        self._texts: list[str] = []
+
+    def events(self, choice: Choice, piece: RequestOutput) -> bytes:
+        """The events of the piece's tokens."""
+        answer, parameters = self._answer, self._parameters
+        self._texts.append(piece.text)
+        answer.token_ids.extend(piece.token_ids)
+        if parameters.details:
+            answer.logits.extend(piece.logits)
+        last: dict[str, Any] = {}
+        if piece.finish_reason is not None:
+            answer.finish_reason = piece.finish_reason.value
+            texts = self._texts
+            text = "".join([self._inputs, *texts] if parameters.return_full_text else texts)
+            last = {"generated_text": text, **_summary(self._generation, parameters, answer)}
+        first_index = len(answer.token_ids) - len(piece.token_ids) + 1
+        return _token_events(self._generation, parameters, piece, first_index, last)
+
+    def last(self) -> bytes:
+        """The last event has said it all."""
+        return b""
+
+    def error(self, reply: ErrorReply) -> bytes:
+        """After the stream has begun."""
+        return dialect_error(reply)
 
 
 def _token_events(

@@ -1,18 +1,17 @@
-"""Answers to prompts: one engine request for each, merged into one stream or collected."""
+"""Answers to prompts: one engine request for each, handed on piece by piece or collected."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
-from llm_serving.errors import RequestError
+from llm_serving.errors import LLMServingError, RequestError
 from llm_serving.request import FinishReason, RequestOutput, SamplingParams, TokenLogits
 from llm_serving.server.errors import EngineFailedError, UnavailableError
 from llm_serving.server.http_protocol import RECEIVED_AT
@@ -21,7 +20,13 @@ from llm_serving.server.prompts import Prompt
 from llm_serving.server.sampling import request_seed, with_choice
 from llm_serving.server.state import ServerState
 
-__all__ = ["Answer", "Choice", "Generation", "check_choices", "make_choices"]
+if TYPE_CHECKING:
+    from llm_serving.server.engine_api import OpenRequest
+
+__all__ = ["GENERATION", "Answer", "Choice", "Generation", "PieceTaker", "check_choices", "make_choices"]
+
+GENERATION = "llm_serving.generation"
+"""Key of the ASGI scope: the ``Generation`` that answers the request, to be closed when the response has been sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,74 @@ def make_choices(
     return choices
 
 
+class PieceTaker(Protocol):
+    """Takes the pieces of all choices of a generation, on the event loop."""
+
+    def take(self, choice: Choice, piece: RequestOutput, /) -> None:
+        """The next piece of a choice; the last one is ``finished``, by ``STOP`` or ``LENGTH``."""
+
+    def fail(self, error: Exception, /) -> None:
+        """The generation cannot go on; nothing more comes."""
+
+
+class _ChoiceSink:
+    """Where the engine puts one choice's pieces. What a taker raises ends its generation, and no other."""
+
+    __slots__ = ("_choice", "_generation", "_taker")
+
+    def __init__(self, generation: Generation, choice: Choice, taker: PieceTaker) -> None:
+        self._generation = generation
+        self._choice = choice
+        self._taker = taker
+
+    def push(self, piece: RequestOutput) -> None:
+        try:
+            if piece.finish_reason is FinishReason.ERROR:
+                raise EngineFailedError(piece.error or "The engine could not finish the request.")
+            if piece.finish_reason is FinishReason.ABORT:
+                raise UnavailableError(piece.error or "The request was aborted by the server.", "aborted")
+            self._taker.take(self._choice, piece)
+        except Exception as error:
+            self._taker.fail(error)
+
+    def fail(self, error: LLMServingError) -> None:
+        if isinstance(error, RequestError):
+            self._generation.note_refusal(error)
+        self._taker.fail(error)
+
+
+class _Collector:
+    """Takes whole answers."""
+
+    def __init__(self, choices: Sequence[Choice], *, keep_logits: bool) -> None:
+        self.answers = [Answer(choice) for choice in choices]
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._keep_logits = keep_logits
+        self._texts: list[list[str]] = [[] for _ in choices]
+        self._num_open = len(self.answers)
+
+    def take(self, choice: Choice, piece: RequestOutput) -> None:
+        answer = self.answers[choice.index]
+        self._texts[choice.index].append(piece.text)
+        answer.token_ids.extend(piece.token_ids)
+        if self._keep_logits:
+            answer.logits.extend(piece.logits)
+        if piece.finish_reason is None:
+            return
+        answer.text = "".join(self._texts[choice.index])
+        answer.finish_reason = piece.finish_reason.value
+        answer.stop_reason = piece.stop_reason
+        self._num_open -= 1
+        if self._num_open == 0 and not self.done.done():
+            self.done.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
 class Generation:
-    """The sequences of one HTTP request."""
+    """The sequences of one HTTP request, from ``open`` to ``close``: whoever sends the response calls both."""
 
     def __init__(self, state: ServerState, request: Request, api: str, id_prefix: str, *, stream: bool) -> None:
         self.state = state
@@ -85,6 +156,9 @@ class Generation:
         self.created = int(time.time())
         self.stream = stream
         self.choices: list[Choice] = []
+        self._open: list[OpenRequest] = []
+        self._is_refused = False
+        request.scope[GENERATION] = self
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -92,83 +166,48 @@ class Generation:
         prompts = {id(choice.prompt): len(choice.prompt.token_ids) for choice in self.choices}
         return sum(prompts.values())
 
-    async def pieces(self) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
-        """The pieces of all sequences as they come. Closing it aborts what has not ended.
+    def open(self, taker: PieceTaker, *, streamed: bool) -> None:
+        """Hand all choices to the engine. Raises LLMServingError, as ``taker.fail`` may be told later.
 
-        Raises LLMServingError, before the first piece if the engine refuses a choice.
+        ``streamed``: the caller will say when output was ``delivered``.
         """
         for choice in self.choices:
             self._log_arrival(choice)
-        try:
-            async with aclosing(self._single() if len(self.choices) == 1 else self._merged()) as pieces:
-                async for choice, piece in pieces:
-                    if piece.finish_reason is FinishReason.ERROR:
-                        raise EngineFailedError(piece.error or "The engine could not finish the request.")
-                    if piece.finish_reason is FinishReason.ABORT:
-                        raise UnavailableError(piece.error or "The request was aborted by the server.", "aborted")
-                    yield choice, piece
-        except RequestError as error:
-            self.state.log.event("request_refused", request_id=self.request_id, code=error.code, message=str(error))
-            raise
+        for choice in self.choices:
+            sink = _ChoiceSink(self, choice, taker)
+            try:
+                opened = self.state.engine.open(
+                    choice.request_id, choice.prompt.token_ids, choice.sampling, sink, self._received_at,
+                    streamed=streamed,
+                )  # fmt: skip
+            except RequestError as error:
+                self.note_refusal(error)
+                raise
+            self._open.append(opened)
+
+    def delivered(self, index: int, now: float) -> None:
+        """Output of choice ``index`` had been written to the client's socket by ``now``."""
+        self._open[index].delivered(now)
+
+    def close(self, now: float | None = None) -> None:
+        """The response is over, written by ``now`` (by default with the last ``delivered``); what has not ended is
+        aborted. May be called twice."""
+        for opened in self._open:
+            opened.close(now)
 
     async def answers(self, *, keep_logits: bool = False) -> list[Answer]:
-        """All answers, complete."""
-        answers = [Answer(choice) for choice in self.choices]
-        texts: list[list[str]] = [[] for _ in answers]
-        async with aclosing(self.pieces()) as pieces:
-            async for choice, piece in pieces:
-                answer = answers[choice.index]
-                texts[choice.index].append(piece.text)
-                answer.token_ids.extend(piece.token_ids)
-                if keep_logits:
-                    answer.logits.extend(piece.logits)
-                if piece.finish_reason is not None:
-                    answer.finish_reason = piece.finish_reason.value
-                    answer.stop_reason = piece.stop_reason
-        for answer, parts in zip(answers, texts, strict=True):
-            answer.text = "".join(parts)
-        return answers
+        """All answers, complete. Raises LLMServingError when there is one that cannot be completed."""
+        collector = _Collector(self.choices, keep_logits=keep_logits)
+        self.open(collector, streamed=False)
+        await collector.done
+        return collector.answers
 
-    def _generate(self, choice: Choice) -> AsyncGenerator[RequestOutput, None]:
-        return self.state.engine.generate(
-            choice.request_id, choice.prompt.token_ids, choice.sampling, self._received_at
-        )
-
-    async def _single(self) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
-        choice = self.choices[0]
-        async with aclosing(self._generate(choice)) as pieces:
-            async for piece in pieces:
-                yield choice, piece
-
-    async def _merged(self) -> AsyncGenerator[tuple[Choice, RequestOutput], None]:
-        """All streams in one. The queue is short: when the client is slow, the engine merges pieces."""
-        queue: asyncio.Queue[tuple[Choice, RequestOutput | Exception | None]] = asyncio.Queue(len(self.choices))
-
-        async def pump(choice: Choice) -> None:
-            try:
-                async with aclosing(self._generate(choice)) as pieces:
-                    async for piece in pieces:
-                        await queue.put((choice, piece))
-            except Exception as error:  # handed to the reader, who raises it
-                await queue.put((choice, error))
-            else:
-                await queue.put((choice, None))
-
-        tasks = [asyncio.ensure_future(pump(choice)) for choice in self.choices]
-        try:
-            running = len(tasks)
-            while running:
-                choice, item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    running -= 1
-                else:
-                    yield choice, item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def note_refusal(self, error: RequestError) -> None:
+        """Into the log, once: all choices are refused alike."""
+        if self._is_refused:
+            return
+        self._is_refused = True
+        self.state.log.event("request_refused", request_id=self.request_id, code=error.code, message=str(error))
 
     def _log_arrival(self, choice: Choice) -> None:
         fields: dict[str, Any] = {

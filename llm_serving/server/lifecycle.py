@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import contextlib
+from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
 from starlette.types import Receive
@@ -35,6 +36,22 @@ class ActiveRequests:
         self._tasks.discard(task)
         if not self._tasks:
             self._idle.set()
+
+    @contextlib.contextmanager
+    def this_task(self) -> Iterator[None]:
+        """Within it, the running task is a request under way. Raises UnavailableError when a stop ends it."""
+        task = asyncio.current_task()
+        if task is None:
+            raise AssertionError("only a task can be a request under way")
+        self.add(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self.stopping:
+                raise
+            raise UnavailableError("The server is stopping.", "stopping") from None
+        finally:
+            self.discard(task)
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests, waits ``grace_s`` for those under way, then ends them with an error."""

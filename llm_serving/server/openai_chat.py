@@ -20,7 +20,6 @@ from llm_serving.server.openai_stream import (
     OpenAIStream,
     check_stream_options,
     finish_json,
-    format_error,
     stop_reason_json,
     usage,
 )
@@ -44,7 +43,7 @@ async def create_chat_completion(state: ServerState, request: Request) -> Respon
     generation.choices = await _choices(state, body, generation.request_id)
     state.require_ready()
     if body.stream:
-        return EventStream(state, ChatStream(generation, body).events(), format_error, generation.request_id)
+        return EventStream(generation, ChatStream(generation, body))
     work = generation.answers(keep_logits=bool(body.logprobs))
     answers = await run_while_connected(state.active, request.receive, work)
     return json_response(_response(generation, body, answers), generation.request_id)
@@ -72,7 +71,7 @@ async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> li
     max_tokens = body.max_completion_tokens if newer else body.max_tokens
     name = "max_completion_tokens" if newer else "max_tokens"
     room = output_room(len(prompt.token_ids), max_tokens, state.settings, name)
-    params = replace(base_sampling(body), top_logits=body.top_logprobs or 0)
+    params = replace(base_sampling(body), logprobs=bool(body.logprobs), top_logits=body.top_logprobs or 0)
     return make_choices(request_id, [prompt], [(params, room)], n, body.seed)
 
 

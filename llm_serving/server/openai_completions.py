@@ -20,7 +20,6 @@ from llm_serving.server.openai_stream import (
     OpenAIStream,
     check_stream_options,
     finish_json,
-    format_error,
     stop_reason_json,
     usage,
 )
@@ -46,7 +45,7 @@ async def create_completion(state: ServerState, request: Request) -> Response | 
     generation.choices = await _choices(state, body, generation.request_id)
     state.require_ready()
     if body.stream:
-        return EventStream(state, CompletionStream(generation, body).events(), format_error, generation.request_id)
+        return EventStream(generation, CompletionStream(generation, body))
     work = generation.answers(keep_logits=body.logprobs is not None)
     answers = await run_while_connected(state.active, request.receive, work)
     return json_response(_response(generation, body, answers), generation.request_id)
@@ -74,7 +73,7 @@ async def _choices(state: ServerState, body: CompletionRequest, request_id: str)
     n = body.n or 1
     check_choices(len(raw), n)
     prompts = await resolve_prompts(state, raw, "prompt")
-    params = replace(base_sampling(body), top_logits=body.logprobs or 0)
+    params = replace(base_sampling(body), logprobs=body.logprobs is not None, top_logits=body.logprobs or 0)
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = []
     for prompt in prompts:

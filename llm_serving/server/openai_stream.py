@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import orjson
@@ -20,7 +19,6 @@ __all__ = [
     "OpenAIStream",
     "check_stream_options",
     "finish_json",
-    "format_error",
     "stop_reason_json",
     "usage",
 ]
@@ -57,11 +55,6 @@ def check_stream_options(request: SamplingFields) -> None:
         )
 
 
-def format_error(reply: ErrorReply) -> bytes:
-    """An error after the stream has begun: clients raise on the ``error`` key, and stop at ``[DONE]``."""
-    return b"data: " + reply.body() + b"\n\n" + DONE
-
-
 class OpenAIStream(ABC):
     """Turns the pieces of a generation into chunks."""
 
@@ -84,17 +77,21 @@ class OpenAIStream(ABC):
         self._started: set[int] = set()
         self._num_output_tokens = 0
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Chunks as bytes, ending with ``[DONE]``."""
-        async with aclosing(self.generation.pieces()) as pieces:
-            async for choice, piece in pieces:
-                self._num_output_tokens += len(piece.token_ids)
-                first = choice.index not in self._started
-                self._started.add(choice.index)
-                chunk = self.chunk(choice, piece, first)
-                if chunk:
-                    yield chunk
-        yield self._usage_chunk() + DONE if self._include_usage else DONE
+    def events(self, choice: Choice, piece: RequestOutput) -> bytes:
+        """The chunks of a piece."""
+        self._num_output_tokens += len(piece.token_ids)
+        if choice.index in self._started:
+            return self.chunk(choice, piece, False)
+        self._started.add(choice.index)
+        return self.chunk(choice, piece, True)
+
+    def last(self) -> bytes:
+        """The usage, if asked for, and ``[DONE]``."""
+        return self._usage_chunk() + DONE if self._include_usage else DONE
+
+    def error(self, reply: ErrorReply) -> bytes:
+        """Clients raise on the ``error`` key, and stop at ``[DONE]``."""
+        return b"data: " + reply.body() + b"\n\n" + DONE
 
     @abstractmethod
     def chunk(self, choice: Choice, piece: RequestOutput, first: bool) -> bytes:

@@ -47,7 +47,7 @@ def base_sampling(fields: SamplingFields) -> SamplingParams:
     )
 
 
-def dialect_sampling(fields: DialectSampling, top_logits: int = 0) -> SamplingParams:
+def dialect_sampling(fields: DialectSampling, top_logits: int = 0, *, logprobs: bool = False) -> SamplingParams:
     """As ``base_sampling``, for the published dialects: greedy unless asked to sample, or given something to sample by.
 
     ``top_logits`` is raised to the most there are where ``return_logits`` asks for them.
@@ -61,6 +61,7 @@ def dialect_sampling(fields: DialectSampling, top_logits: int = 0) -> SamplingPa
         repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
         frequency_penalty=fields.frequency_penalty or 0.0,
         stop=fields.stop,
+        logprobs=logprobs,
         top_logits=MAX_TOP_LOGITS if fields.return_logits else top_logits,
     )
 

@@ -30,7 +30,7 @@ class Fetch:
         self._status = 0
         self._body = b""
 
-    def attached(self, connection: Connection) -> None:
+    def attached(self, connection: Connection, now: float) -> None:
         """Nothing to do: a fetch is never given up before its connection is."""
 
     def status(self, code: int, request_id: str | None) -> None:

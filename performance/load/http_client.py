@@ -27,7 +27,9 @@ class Exchange(Protocol):
     is_over: bool
     """True once nobody waits for the answer any more, for example after a timeout."""
 
-    def attached(self, connection: Connection) -> None: ...
+    def attached(self, connection: Connection, now: float) -> None:
+        """It is about to be written to ``connection``."""
+
     def status(self, code: int, request_id: str | None) -> None: ...
     def body(self, data: bytes, now: float) -> None: ...
     def end(self, now: float) -> None: ...
@@ -61,8 +63,8 @@ class Connection(asyncio.Protocol):
         self._exchange = exchange
         self._has_length = self._headers_done = self._message_done = False
         self._request_id = None
+        exchange.attached(self, perf_counter())
         self._transport.write(data)
-        exchange.attached(self)
 
     def abandon(self) -> None:
         """Close at once; the exchange hears no more."""

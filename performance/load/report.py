@@ -69,6 +69,11 @@ def _last_lines(run: LoadRun, figures: LoadFigures) -> str:
     ]
     if figures.client_was_bottleneck:
         lines.append("  WARNING: the client was short of time; the latencies are partly its own")
+    if figures.sends_were_late:
+        lines.append(
+            f"  WARNING: sends were late by {format_number(figures.lateness_ms.mean)} ms on average; time to first "
+            f"token counted from the due time is {format_number(figures.ttft_from_due_ms.mean)} ms"
+        )
     if figures.tokens_are_counted_pieces:
         lines.append("  note: the server does not report token counts; streamed pieces were counted instead")
     if run.interrupted:
@@ -101,9 +106,11 @@ def report_json(run: LoadRun, figures: LoadFigures) -> dict[str, Any]:
         "output_tokens": figures.output_tokens,
         "output_tokens_per_s": figures.output_tokens_per_s,
         "ttft_ms": figures.ttft_ms.as_dict(),
+        "ttft_from_due_ms": figures.ttft_from_due_ms.as_dict(),
         "tbt_ms": figures.tbt_ms.as_dict(),
         "tpot_ms": figures.tpot_ms.as_dict(),
         "e2e_s": figures.e2e_s.as_dict(),
+        "e2e_from_due_s": figures.e2e_from_due_s.as_dict(),
         "normalized_latency_ms": figures.normalized_latency_ms.as_dict(),
         "goodput": {
             "slo_ttft_ms": options.slo_ttft_ms,
@@ -117,6 +124,7 @@ def report_json(run: LoadRun, figures: LoadFigures) -> dict[str, Any]:
             "cpu_percent": figures.client_cpu_percent,
             "lateness_ms": figures.lateness_ms.as_dict(),
             "was_bottleneck": figures.client_was_bottleneck,
+            "sends_were_late": figures.sends_were_late,
         },
         "started_at": run.started_at,
         "interrupted": run.interrupted,

@@ -1,8 +1,9 @@
 """The figures of a run. What they mean is defined in ``llm_serving.statistics``; here is where they come from.
 
 - A piece is a streamed event that brought output. The first piece stands for the first token, the last for the last.
-- Every latency is counted from the moment the request was due, not from when it was sent: if the client is held up, the
-  delay shows instead of hiding ("coordinated omission").
+- Every latency is counted from the moment the request's first byte was written, as the server's log counts from its
+  first byte. How late that was is a figure of its own, ``lateness_ms``: if the client is held up, its delay must not
+  hide ("coordinated omission"). ``ttft_from_due_ms`` and ``e2e_from_due_s`` count from the due time, with that delay.
 - Latencies are those of requests that succeeded; throughput counts all tokens that arrived.
 """
 
@@ -21,6 +22,8 @@ from performance.load.stream import RequestRecord
 BUSY_CPU_PERCENT = 70.0
 LATE_MS = 50.0
 """Beyond these the client, not the server, may have set the figures."""
+LATE_SHARE = 0.1
+"""Mean lateness beyond this share of the mean time to first token is worth a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +33,11 @@ class RequestFigures:
     record: RequestRecord
     lateness_ms: float
     ttft_ms: float | None = None
+    ttft_from_due_ms: float | None = None
     tpot_ms: float | None = None
     max_tbt_ms: float | None = None
     e2e_s: float | None = None
+    e2e_from_due_s: float | None = None
     normalized_ms: float | None = None
     is_good: bool = False
     """Succeeded, and within the objectives."""
@@ -54,9 +59,11 @@ class LoadFigures:
     tokens_are_counted_pieces: bool
     """True when the server did not say how many tokens it sent."""
     ttft_ms: Summary
+    ttft_from_due_ms: Summary
     tbt_ms: Summary
     tpot_ms: Summary
     e2e_s: Summary
+    e2e_from_due_s: Summary
     normalized_latency_ms: Summary
     good_requests: int
     client_cpu_percent: float
@@ -83,6 +90,11 @@ class LoadFigures:
     def client_was_bottleneck(self) -> bool:
         return self.client_cpu_percent > BUSY_CPU_PERCENT or (self.lateness_ms.p99 or 0.0) > LATE_MS
 
+    @property
+    def sends_were_late(self) -> bool:
+        """The latencies, which count from the send, leave out a delay that is not small beside them."""
+        return (self.lateness_ms.mean or 0.0) > LATE_SHARE * (self.ttft_ms.mean or float("inf"))
+
 
 def measure(run: LoadRun) -> LoadFigures:
     """All figures of ``run``."""
@@ -104,9 +116,11 @@ def measure(run: LoadRun) -> LoadFigures:
         output_tokens_per_s=_ratio(output_tokens, run.total_time_s),
         tokens_are_counted_pieces=any(record.ok and not record.tokens_known for record in run.records),
         ttft_ms=_summary(per_request, "ttft_ms"),
+        ttft_from_due_ms=_summary(per_request, "ttft_from_due_ms"),
         tbt_ms=gaps.summary(),
         tpot_ms=_summary(per_request, "tpot_ms"),
         e2e_s=_summary(per_request, "e2e_s"),
+        e2e_from_due_s=_summary(per_request, "e2e_from_due_s"),
         normalized_latency_ms=_summary(per_request, "normalized_ms"),
         good_requests=sum(figures.is_good for figures in per_request),
         client_cpu_percent=100.0 * _ratio(run.client_cpu_s, run.total_time_s),
@@ -120,11 +134,11 @@ def _request_figures(record: RequestRecord, options: LoadOptions) -> RequestFigu
     if not record.ok or record.end is None:
         return RequestFigures(record, lateness_ms)
     times = record.piece_times
-    ttft_ms = (times[0] - record.due) * 1000.0
+    ttft_ms = (times[0] - record.sent) * 1000.0
     tpot_s = time_per_output_token(times[0], times[-1], record.output_tokens)
     tpot_ms = None if tpot_s is None else tpot_s * 1000.0
     max_tbt_ms = max((later - earlier for earlier, later in pairwise(times)), default=0.0) * 1000.0
-    e2e_s = record.end - record.due
+    e2e_s = record.end - record.sent
     normalized_s = normalized_latency(e2e_s, record.output_tokens)
     is_good = (
         ttft_ms <= options.slo_ttft_ms
@@ -135,9 +149,11 @@ def _request_figures(record: RequestRecord, options: LoadOptions) -> RequestFigu
         record,
         lateness_ms,
         ttft_ms=ttft_ms,
+        ttft_from_due_ms=ttft_ms + lateness_ms,
         tpot_ms=tpot_ms,
         max_tbt_ms=max_tbt_ms,
         e2e_s=e2e_s,
+        e2e_from_due_s=record.end - record.due,
         normalized_ms=None if normalized_s is None else normalized_s * 1000.0,
         is_good=is_good,
     )

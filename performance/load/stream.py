@@ -23,7 +23,7 @@ class RequestRecord:
     index: int
     due: float
     sent: float
-    """When the client turned to it: later than ``due`` by the client's own delay alone."""
+    """When its first byte was written: later than ``due`` by the client's own delay, and by connecting."""
     piece_times: array[float] = field(default_factory=lambda: array("d"))
     """When each piece of the answer arrived that brought output."""
     end: float | None = None
@@ -59,8 +59,9 @@ class StreamExchange:
         self._done_at: float | None = None
         self._error: str | None = None
 
-    def attached(self, connection: Connection) -> None:
+    def attached(self, connection: Connection, now: float) -> None:
         self._connection = connection
+        self.record.sent = now
 
     def status(self, code: int, request_id: str | None) -> None:
         self.record.http_status = code

@@ -1,6 +1,6 @@
-"""Runs one (dtype, op table) through ModelRunner in a process of its own and prints what came out, as JSON.
+"""Runs one setup (types and formats) through ModelRunner in a process of its own and prints what came out, as JSON.
 
-python tests/agent/runner_worker.py DTYPE OP_TABLE SCRATCH_FOLDER
+python tests/agent/runner_worker.py DTYPE OP_TABLE WEIGHT_FORMAT KV_FORMAT SCRATCH_FOLDER
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def run_rows(driver: StepDriver) -> dict[str, Any]:
     runner, captured = driver.runner, []
     original = runner._sampler.sample
 
-    def capture(logits: Any, slot: Any) -> None:
+    def capture(logits: Any, slot: Any, best_ids: Any) -> None:
         captured.append(logits.copy())
-        original(logits, slot)
+        original(logits, slot, best_ids)
 
     runner._sampler.sample = capture  # type: ignore[method-assign]
     runner.reset()
@@ -252,7 +252,8 @@ def _error_of(run: Any, slot: Any) -> str:
 
 
 def main() -> None:
-    dtype, op_table, scratch = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    dtype, op_table, weights, kv, folders = sys.argv[1:]
+    scratch = Path(folders)
     results: dict[str, Any] = {"models": {}}
     for golden_file in sorted(GOLDEN.glob("*.json")):
         golden = json.loads(golden_file.read_text(encoding="utf-8"))
@@ -261,7 +262,7 @@ def main() -> None:
         if name in VARIANTS:
             folder = scratch / name
             write_model(VARIANTS[name], folder)
-        driver = StepDriver(folder, dtype, op_table)
+        driver = StepDriver(folder, dtype, op_table, weights, kv)
         result = {"golden": run_golden(driver, golden), "invariance": run_invariance(driver, golden)}
         result["digest"] = weights_digest(folder)
         results["models"][name] = result

@@ -34,12 +34,15 @@ GREEDY: dict[str, float] = {
 }
 
 
-def make_config(folder: Path, dtype: str, op_table: str) -> Config:
+def make_config(folder: Path, dtype: str, op_table: str, weights: str = "auto", kv: str = "auto") -> Config:
     """Small limits, one thread's worth of model."""
     overrides = {
         "model_config.model_path": folder,
         "model_config.model_dtype": dtype,
         "model_config.op_table": op_table,
+        "model_config.weight_format": weights,
+        "model_config.weight_group": 32,
+        "model_config.kv_format": kv,
         "model_config.device_target": "CPU",
         "model_config.max_generate_length": MAX_MODEL_LEN,
         "model_config.seq_length": [MAX_MODEL_LEN],
@@ -82,8 +85,8 @@ class Sampled:
 class StepDriver:
     """A ready runner and one slot."""
 
-    def __init__(self, folder: Path, dtype: str, op_table: str) -> None:
-        self.config = make_config(folder, dtype, op_table)
+    def __init__(self, folder: Path, dtype: str, op_table: str, weights: str = "auto", kv: str = "auto") -> None:
+        self.config = make_config(folder, dtype, op_table, weights, kv)
         self.stages: list[tuple[str, int, int]] = []
         self.runner = ModelRunner(self.config, lambda *stage: self.stages.append(stage))
         self.runner.load()

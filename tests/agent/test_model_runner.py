@@ -27,6 +27,14 @@ SETUPS = (
     ("bfloat16", "native"),
 )
 HALF_SETUPS = SETUPS[1:]
+QUANTISED_SETUPS = (
+    ("bfloat16", "fused", "int8", "auto"),
+    ("bfloat16", "fused", "int4", "int8"),
+    ("float16", "fused", "int8_weight_only", "int8"),
+    ("float32", "fused", "int8", "int8"),
+)
+"""With formats of weights and KV cache."""
+ALL_SETUPS = (*((*setup, "auto", "auto") for setup in SETUPS), *QUANTISED_SETUPS)
 TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
 """Times the standard deviation of the oracle's logits: two logits closer than that count as a tie."""
 MOST_TIES = 0.06
@@ -42,10 +50,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Results of a setup, computed when they are first asked for."""
 
     @cache
-    def run(dtype: str, op_table: str) -> Results:
-        scratch = tmp_path_factory.mktemp(f"{dtype}-{op_table}")
+    def run(dtype: str, op_table: str, weights: str = "auto", kv: str = "auto") -> Results:
+        scratch = tmp_path_factory.mktemp(f"{dtype}-{op_table}-{weights}-{kv}")
         done = subprocess.run(
-            [sys.executable, str(HERE / "runner_worker.py"), dtype, op_table, str(scratch / "models")],
+            [sys.executable, str(HERE / "runner_worker.py"), dtype, op_table, weights, kv, str(scratch / "models")],
             cwd=scratch,
             env={**os.environ, "PYTHONWARNINGS": "ignore"},
             capture_output=True,
@@ -115,12 +123,12 @@ def test_logits_are_the_oracles(results: Any, dtype: str, op_table: str, model: 
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("dtype", "op_table"), SETUPS)
+@pytest.mark.parametrize("setup", ALL_SETUPS, ids="-".join)
 def test_a_position_gives_the_same_bits_however_it_is_computed(
-    results: Any, dtype: str, op_table: str, model: str
+    results: Any, setup: tuple[str, ...], model: str
 ) -> None:
     """Alone, in a batch, in chunks, as prompt or as decode: token, logit, logsumexp and 32 best logits, bit for bit."""
-    digests = results(dtype, op_table)["models"][model]["invariance"]
+    digests = results(*setup)["models"][model]["invariance"]
     alone = digests["alone"]
     assert len(set(alone)) == len(alone) == 21
     assert digests["batched"] == alone
@@ -131,18 +139,18 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(
         assert by_step == {step: alone[int(step)] for step in by_step}
 
 
-@pytest.mark.parametrize(("dtype", "op_table"), SETUPS)
-def test_penalties_see_prompt_and_output(results: Any, dtype: str, op_table: str) -> None:
-    rows = results(dtype, op_table)["rows"]
+@pytest.mark.parametrize("setup", ALL_SETUPS, ids="-".join)
+def test_penalties_see_prompt_and_output(results: Any, setup: tuple[str, ...]) -> None:
+    rows = results(*setup)["rows"]
     assert rows["tokens"] == rows["expected"]
     assert rows["plain"] == rows["plain_expected"]
     assert rows["tokens"] != rows["plain"]
 
 
-@pytest.mark.parametrize(("dtype", "op_table"), SETUPS)
-def test_a_resumed_sequence_goes_on_as_before(results: Any, dtype: str, op_table: str) -> None:
+@pytest.mark.parametrize("setup", ALL_SETUPS, ids="-".join)
+def test_a_resumed_sequence_goes_on_as_before(results: Any, setup: tuple[str, ...]) -> None:
     """Recomputed in another row, with its output as part of the prompt and its history sent again."""
-    rows = results(dtype, op_table)["rows"]
+    rows = results(*setup)["rows"]
     assert rows["resumed"] == rows["tokens"]
 
 
@@ -183,11 +191,13 @@ def test_a_refused_slot_leaves_the_runner_unharmed(results: Any, dtype: str, op_
 @pytest.mark.parametrize(("dtype", "op_table"), [("float32", "fused"), ("bfloat16", "native")])
 def test_progress_and_summary(results: Any, dtype: str, op_table: str) -> None:
     run = results(dtype, op_table)
-    load = [["load", done, 20] for done in range(21)]
+    parameters = 21 if op_table == "fused" else 20  # the fused operators keep a tied output weight of their own
+    load = [["load", done, parameters] for done in range(parameters + 1)]
     rest = [["compile", 0, 1], ["compile", 1, 1], *[["warm up", done, 3] for done in range(4)]]
     assert run["stages"] == load + rest
     summary, element = run["summary"], 4 if dtype == "float32" else 2
     assert (summary["device"], summary["op_table"], summary["dtype"]) == ("CPU", op_table, dtype)
-    assert summary["weight_bytes"] == 1_475_904 * element
+    packed = 1536 * 192 * element + 13 * 64 if op_table == "fused" else 0  # and a header of 64 bytes each
+    assert summary["weight_bytes"] == 1_475_904 * element + packed
     assert summary["kv_cache_bytes"] == 3 * 2 * 256 * 16 * 2 * 32 * element
     assert summary.keys() >= {"kernel_isa", "cpu_threads", "load_seconds", "compile_seconds", "warm_up_seconds"}

@@ -118,7 +118,11 @@ BAD_VALUES = [
     ("attention_bias", True, "attention_bias = True: is not supported"),
     ("mlp_bias", True, "mlp_bias = True: is not supported"),
     ("num_local_experts", 8, "num_local_experts = 8: mixture-of-experts models are not supported"),
-    ("quantization_config", {"bits": 4}, "quantization_config = {'bits': 4}: quantized checkpoints are not supported"),
+    (
+        "quantization_config",
+        {"bits": 4},
+        "quantization_config.quant_method = (absent): is not supported; only gptq or awq or",
+    ),
     ("partial_rotary_factor", 0.5, "partial_rotary_factor = 0.5: is not supported"),
     ("architectures", ["GPT2LMHeadModel"], "architectures = ['GPT2LMHeadModel']: is not supported; only LlamaFor"),
     ("architectures", "LlamaForCausalLM", "architectures = 'LlamaForCausalLM': must be a list of text"),

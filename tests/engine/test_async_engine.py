@@ -79,7 +79,7 @@ async def served(**limits: object) -> AsyncIterator[Served]:
     finally:
         await engine.stop()
     assert not any(thread.name == "engine" for thread in threading.enumerate())
-    assert engine._streams == {}
+    assert engine._open == {}
     engine._core._scheduler.check_integrity()
 
 
@@ -217,13 +217,13 @@ def test_abort_by_id_ends_the_stream() -> None:
 def test_a_slow_reader_gets_few_large_pieces() -> None:
     async def run() -> None:
         async with served(max_model_len=500, num_blocks=200) as serving:
-            request = make_request("a", 5, 400)
+            request = make_request("a", 5, 400, logprobs=True)
             pieces = []
             async for piece in serving.pieces(request):
                 if not pieces:
                     await serving.until(serving.is_idle)
                     await asyncio.sleep(0.01)
-                    assert len(serving.engine._streams["a"]._pieces) < 32
+                    assert len(serving.engine._open["a"].sink._pieces) < 32
                 pieces.append(piece)
             assert len(pieces) <= 2, "one, if the engine was done before the reader looked"
             assert merge_outputs(pieces).token_ids == tuple(expected_tokens(request, 500))

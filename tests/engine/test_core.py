@@ -17,7 +17,7 @@ from llm_serving.request import FinishReason
 
 def test_a_request_from_its_arrival_to_its_end() -> None:
     engine = Engine()
-    request = engine.request("a", 5, 4)
+    request = engine.request("a", 5, 4, logprobs=True)
     engine.finish()
     output = engine.whole("a")
     tokens = expected_tokens(request, 64)
@@ -39,7 +39,7 @@ def test_top_logits_come_with_the_tokens_that_asked() -> None:
     engine.finish()
     first = engine.whole("a").logits[0]
     assert first.top == ((first.token_id, 0.0), (first.token_id + 1, -1.0), (first.token_id + 2, -2.0))
-    assert engine.whole("b").logits[0].top == ()
+    assert engine.whole("b").logits == ()
 
 
 def test_timings_add_up() -> None:

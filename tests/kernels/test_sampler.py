@@ -244,7 +244,7 @@ def test_rows_that_do_not_sample_are_skipped() -> None:
     [
         ({"temperature": -1.0}, "temperature[0] is -1; it must be at least 0"),
         ({"temperature": np.nan}, "temperature[0] is nan; it must be at least 0"),
-        ({"num_top_logits": 33}, "num_top_logits[0] is 33; it must be 0 to 32"),
+        ({"num_top_logits": 33}, "num_top_logits[0] is 33; it must be -1 to 32"),
         ({"presence_penalty": 1.0}, "row 0 has penalties, so it needs a history"),
         (
             {"repetition_penalty": 0.0, "histories": [None], "prompt_lens": [0]},

@@ -54,11 +54,12 @@ RECORDS = (
 )
 
 
-def test_latencies_count_from_the_due_time() -> None:
+def test_latencies_count_from_the_send_and_lateness_is_a_figure_of_its_own() -> None:
     first, second, third, fourth = measure(run_of(*RECORDS)).per_request
     assert (first.ttft_ms, first.tpot_ms, first.e2e_s, first.normalized_ms) == (125.0, 125.0, 0.75, 150.0)
     assert (second.ttft_ms, second.tpot_ms, second.e2e_s, second.normalized_ms) == (500.0, None, 0.5, 500.0)
-    assert (third.ttft_ms, third.tpot_ms, third.e2e_s, third.lateness_ms) == (250.0, 1000.0, 2.0, 125.0)
+    assert (third.ttft_ms, third.tpot_ms, third.e2e_s, third.lateness_ms) == (125.0, 1000.0, 1.875, 125.0)
+    assert (third.ttft_from_due_ms, third.e2e_from_due_s) == (250.0, 2.0)
     assert (fourth.ttft_ms, fourth.tpot_ms, fourth.e2e_s, fourth.is_good) == (None, None, None, False)
     assert (first.max_tbt_ms, second.max_tbt_ms, third.max_tbt_ms) == (250.0, 0.0, 1000.0)
 
@@ -102,13 +103,17 @@ def test_the_json_has_the_keys_others_read() -> None:
     assert content["output_tokens_per_s"] == 2.0
     assert content["ttft_ms"] == {
         "count": 3,
-        "mean": pytest.approx(875 / 3),
-        "p50": 250.0,
-        "p90": 450.0,
-        "p99": 495.0,
+        "mean": 250.0,
+        "p50": 125.0,
+        "p90": 425.0,
+        "p99": 492.5,
         "min": 125.0,
         "max": 500.0,
     }
+    assert content["ttft_from_due_ms"]["mean"] == pytest.approx(875 / 3)
+    assert content["e2e_from_due_s"]["max"] == 2.0
+    assert content["client"]["lateness_ms"]["max"] == 125.0
+    assert content["client"]["sends_were_late"]
     assert content["tpot_ms"]["mean"] == 562.5
     assert content["e2e_s"]["p50"] == 0.75
     assert [one["index"] for one in content["per_request"]] == [0, 1, 2, 3]
@@ -117,10 +122,10 @@ def test_the_json_has_the_keys_others_read() -> None:
         "request_id": "cmpl-2",
         "due_s": 2.0,
         "lateness_ms": 125.0,
-        "ttft_ms": 250.0,
+        "ttft_ms": 125.0,
         "tpot_ms": 1000.0,
         "max_tbt_ms": 1000.0,
-        "e2e_s": 2.0,
+        "e2e_s": 1.875,
         "prompt_tokens": 10,
         "output_tokens": 2,
         "pieces": 2,
@@ -137,10 +142,13 @@ def test_the_report() -> None:
     assert "http://127.0.0.1:8835 openai model tiny: 1 requests/s (poisson) for 4 s, seed 0" in report
     assert "All Tasks Done; Exec Time is 4.00 s" in report
     assert "  failed: http 429: 1\n    why" in report
-    assert line_of(report, "time to first token (ms)") == ["292", "250", "450", "495", "500"]
+    assert line_of(report, "time to first token (ms)") == ["250", "125", "425", "492", "500"]
     assert line_of(report, "requests") == ["4"]
     assert "  goodput  25.0 % of requests, 0.250 per second (TTFT <= 1000 ms, TPOT <= 100 ms)" in report
     assert "WARNING: the client was short of time" in report
+    assert (
+        "WARNING: sends were late by 31.2 ms on average; time to first token counted from the due time is 292" in report
+    )
 
 
 def test_the_picture_of_a_run_without_success(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import re
 
 import pytest
-from fake_engine import MODEL_NAME, FakeEngine
+from fake_engine import MODEL_NAME, FakeEngine, Submitted
 from http_server import running
 from prometheus_client.parser import text_string_to_metric_families
 from small_configs import small_config
@@ -186,9 +186,11 @@ def test_the_engines_metrics():
     step = ScheduledStep(seq=1, kind=StepKind.PREFILL, rows=[0, 1], token_ids=[5, 6, 7])
     metrics.step(step, StepResult(seq=1, sampled_ids=[9, -1]), 0.25)
     metrics.first_token(0.1)
-    timings = RequestTimings(queue=0.1, prefill=0.2, decode=0.6, e2e=0.9, ttft=0.3)
-    output = RequestOutput("r", "", (), (), 10, 4, FinishReason.STOP, timings=timings)
-    metrics.request_end(output, FinishReason.STOP)
+    timings = RequestTimings(queue=0.1, prefill=0.2, decode=0.5, e2e=0.9, ttft=0.3, delivery=0.1, tpot=0.2)
+    output = RequestOutput("r", "", (), (), 10, 4, FinishReason.STOP)
+    metrics.request_end(output, FinishReason.STOP, timings)
+    metrics.host_overhead(0.0)
+    metrics.host_overhead(0.003)
     metrics.request_refused("queue_full")
     metrics.preemptions(2)
     value = metrics.registry.get_sample_value
@@ -203,6 +205,9 @@ def test_the_engines_metrics():
     assert value("llm_serving_time_per_output_token_seconds_sum") == pytest.approx(0.2)
     assert value("llm_serving_request_seconds_sum") == 0.9
     assert value("llm_serving_queue_seconds_sum") == 0.1
+    assert value("llm_serving_engine_host_overhead_seconds_sum") == 0.003
+    assert value("llm_serving_engine_host_overhead_seconds_bucket", {"le": "0.0"}) == 1
+    assert value("llm_serving_engine_host_overhead_seconds_count") == 2
     assert value("llm_serving_preemptions_total") == 2
 
 
@@ -257,7 +262,7 @@ def test_the_fake_engine_and_the_contract_agree(tokenizer):
     async def run():
         from llm_serving.request import SamplingParams
 
-        return [piece async for piece in engine.generate("r", [1], SamplingParams())]
+        return [piece async for piece in engine._pieces(Submitted("r", [1], SamplingParams()))]
 
     pieces = asyncio.run(run())
     ids = tokenizer.encode("hello to the bird", add_special_tokens=False)

@@ -51,6 +51,7 @@ class LogMaker:
             "queue_ms": queue * 1000,
             "prefill_ms": prefill * 1000,
             "decode_ms": decode * 1000,
+            "delivery_ms": 0.0,
             "ttft_ms": (queue + prefill) * 1000,
             "tpot_ms": decode * 1000 / (tokens - 1) if tokens > 1 else None,
             "e2e_ms": e2e * 1000,
@@ -140,6 +141,7 @@ def test_the_json_of_a_small_log_is_exact(maker: LogMaker) -> None:
         "queue_ms": figures(250, 500, 1000, p50=500, p90=900, p99=990),
         "prefill_ms": figures(250, 500, 500, p50=500, p90=500, p99=500),
         "decode_ms": figures(1500, 2000, 0, p50=1500, p90=1900, p99=1990),
+        "delivery_ms": figures(0, 0, 0, p50=0, p90=0, p99=0),
         "ttft_ms": figures(500, 1000, 1500, p50=1000, p90=1400, p99=1490),
         "tpot_ms": figures(500, 500, p50=500, p90=500, p99=500),
         "e2e_s": figures(2.0, 3.0, 1.5, p50=2.0, p90=2.8, p99=2.98),
@@ -177,7 +179,7 @@ def test_the_json_of_a_small_log_is_exact(maker: LogMaker) -> None:
     assert [one["request_id"] for one in slowest] == ["r1", "r0", "r2", "r5"]
     assert slowest[0] == {
         "request_id": "r1", "e2e_s": 3.0, "queue_ms": 500.0, "prefill_ms": 500.0, "decode_ms": 2000.0,
-        "ttft_ms": 1000.0, "tpot_ms": 500.0, "prompt_tokens": 10, "output_tokens": 5, "finish_reason": "length",
+        "delivery_ms": 0.0, "ttft_ms": 1000.0, "tpot_ms": 500.0, "prompt_tokens": 10, "output_tokens": 5, "finish_reason": "length",
         "preemptions": 0,
     }  # fmt: skip
 
@@ -357,15 +359,13 @@ def test_the_html_is_well_formed_self_contained_and_escaped(maker: LogMaker, tmp
     assert "max_token_len" in page
 
 
-def test_the_comparison_with_the_load_test(
-    maker: LogMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_comparison_with_the_load_test(maker: LogMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Only the two requests of the load test count, and the time each was on its way."""
     write_small_log(maker)
     client = tmp_path / "load.json"
     per_request = [
-        {"index": 0, "request_id": "r0", "lateness_ms": 1.0, "ttft_ms": 511.0, "e2e_s": 2.021},
-        {"index": 1, "request_id": "r1", "lateness_ms": 3.0, "ttft_ms": 1013.0, "e2e_s": 3.043},
+        {"index": 0, "request_id": "r0", "lateness_ms": 1.0, "ttft_ms": 510.0, "e2e_s": 2.020},
+        {"index": 1, "request_id": "r1", "lateness_ms": 3.0, "ttft_ms": 1010.0, "e2e_s": 3.040},
         {"index": 2, "request_id": None, "lateness_ms": 9.0, "ttft_ms": None, "e2e_s": None},
     ]
     summary = {"ttft_ms": {"mean": 762.0, "p50": None}, "e2e_s": 5, "requests": 3}

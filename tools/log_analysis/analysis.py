@@ -29,6 +29,7 @@ class Phases:
     queue: Distribution = field(default_factory=Distribution)
     prefill: Distribution = field(default_factory=Distribution)
     decode: Distribution = field(default_factory=Distribution)
+    delivery: Distribution = field(default_factory=Distribution)
     ttft: Distribution = field(default_factory=Distribution)
     tpot: Distribution = field(default_factory=Distribution)
     e2e: Distribution = field(default_factory=Distribution)
@@ -39,6 +40,7 @@ class Phases:
             (self.queue, end.queue_ms),
             (self.prefill, end.prefill_ms),
             (self.decode, end.decode_ms),
+            (self.delivery, end.delivery_ms),
             (self.ttft, end.ttft_ms),
             (self.tpot, end.tpot_ms),
             (self.e2e, end.e2e_ms),

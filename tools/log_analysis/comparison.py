@@ -45,7 +45,7 @@ class ClientResults(msgspec.Struct):
 
 @dataclass(slots=True)
 class Way:
-    """What the client measured more than the engine, in milliseconds, from the moment it sent."""
+    """What the client, counting from its send, measured more than the server, in milliseconds."""
 
     ttft: Distribution = field(default_factory=Distribution)
     e2e: Distribution = field(default_factory=Distribution)
@@ -55,9 +55,9 @@ class Way:
         self.lateness.add(client.lateness_ms)
         ttft_ms, e2e_ms = end.get("ttft_ms"), end.get("e2e_ms")
         if client.ttft_ms is not None and isinstance(ttft_ms, int | float):
-            self.ttft.add(client.ttft_ms - client.lateness_ms - ttft_ms)
+            self.ttft.add(client.ttft_ms - ttft_ms)
         if client.e2e_s is not None and isinstance(e2e_ms, int | float):
-            self.e2e.add(client.e2e_s * 1000.0 - client.lateness_ms - e2e_ms)
+            self.e2e.add(client.e2e_s * 1000.0 - e2e_ms)
 
 
 def comparison(log: BinaryIO, client_json: Path) -> str:

@@ -16,7 +16,7 @@ from tools.log_analysis.text import REQUEST_COLUMNS, clock, slowest_row
 from tools.log_analysis.timeline import Timeline
 
 BLUE, ORANGE, GREEN, RED = "#2b6cb0", "#dd6b20", "#2f855a", "#c53030"
-PHASE_COLOURS = {"queue": ORANGE, "prefill": BLUE, "decode": GREEN}
+PHASE_COLOURS = {"queue": ORANGE, "prefill": BLUE, "decode": GREEN, "delivery": RED}
 STATE_GAP_S = 30.0
 """State lines further apart belong to different spells of work."""
 
@@ -91,6 +91,7 @@ def _latencies(analysis: LogAnalysis) -> str:
         ("queue", phases.queue),
         ("prefill", phases.prefill),
         ("decode", phases.decode),
+        ("delivery", phases.delivery),
         ("time to first token", phases.ttft),
         ("time per output token", phases.tpot),
         ("end to end", phases.e2e),
@@ -105,7 +106,7 @@ def _latencies(analysis: LogAnalysis) -> str:
 
 def _phases(analysis: LogAnalysis) -> str:
     phases = analysis.phases
-    means = [one.summary().mean or 0.0 for one in (phases.queue, phases.prefill, phases.decode)]
+    means = [one.summary().mean or 0.0 for one in (phases.queue, phases.prefill, phases.decode, phases.delivery)]
     legend = " ".join(
         f'<span style="color:{colour}">&#9632;</span> {name} {format_number(mean)} ms'
         for (name, colour), mean in zip(PHASE_COLOURS.items(), means, strict=True)
@@ -163,13 +164,13 @@ def _slowest(slowest: Sequence[RequestEnd]) -> str:
     rows = []
     for end in slowest:
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in slowest_row(end))
-        bar = _bar([end.queue_ms or 0.0, end.prefill_ms or 0.0, end.decode_ms or 0.0])
+        bar = _bar([end.queue_ms or 0.0, end.prefill_ms or 0.0, end.decode_ms or 0.0, end.delivery_ms or 0.0])
         rows.append(f"<tr>{cells}<td>{bar}</td></tr>")
     return f"<h2>Slowest requests (phases in ms)</h2>\n<table><tr>{header}</tr>\n" + "\n".join(rows) + "\n</table>"
 
 
 def _bar(parts: Sequence[float]) -> str:
-    """Queue, prefill and decode side by side."""
+    """Queue, prefill, decode and delivery side by side."""
     total = sum(parts) or 1.0
     pieces = "".join(
         f'<i style="width:{100 * part / total:.1f}%;background:{colour}" title="{name}"></i>'

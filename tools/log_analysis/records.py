@@ -14,7 +14,7 @@ COMPLETED = ("stop", "length")
 
 
 class RequestEnd(msgspec.Struct):
-    """A request has ended. The phases queue, prefill and decode sum to ``e2e_ms``."""
+    """A request has ended. The phases queue, prefill, decode and delivery sum to ``e2e_ms``."""
 
     finish_reason: str
     request_id: str = "?"
@@ -24,6 +24,7 @@ class RequestEnd(msgspec.Struct):
     queue_ms: Milliseconds | None = None
     prefill_ms: Milliseconds | None = None
     decode_ms: Milliseconds | None = None
+    delivery_ms: Milliseconds | None = None
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
     e2e_ms: Milliseconds | None = None

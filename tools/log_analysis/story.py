@@ -7,6 +7,8 @@ from llm_serving.text_table import format_number
 from tools.log_analysis.analysis import LogAnalysis
 
 QUEUE_IS_LIMIT = 0.20
+DELIVERY_IS_SLOW = 2.0
+"""Percent of the time from which on delivery is worth telling: it is next to nothing unless clients do not read."""
 QUEUE_IS_NOTHING = 0.05
 """Share of the end-to-end time that requests waited."""
 KV_IS_FULL = 0.90
@@ -42,10 +44,12 @@ def _where_the_time_went(analysis: LogAnalysis) -> str:
     total = _sum(phases.e2e)
     if not total:
         return ""
-    queue, prefill, decode = (100 * _sum(phase) / total for phase in (phases.queue, phases.prefill, phases.decode))
+    parts = (phases.queue, phases.prefill, phases.decode, phases.delivery)
+    queue, prefill, decode, delivery = (100 * _sum(phase) / total for phase in parts)
+    delivered = f", {delivery:.0f} % waiting for the client to read" if delivery >= DELIVERY_IS_SLOW else ""
     return (
         f"A request took {format_number(total / phases.e2e.count / 1000)} s on average: {queue:.0f} % waiting in the "
-        f"queue, {prefill:.0f} % prefill, {decode:.0f} % decode."
+        f"queue, {prefill:.0f} % prefill, {decode:.0f} % decode{delivered}."
     )
 
 
@@ -89,7 +93,12 @@ def _slowest(analysis: LogAnalysis) -> str:
     if not end.e2e_ms:
         return ""
     phase, milliseconds = max(
-        (("the queue", end.queue_ms or 0.0), ("prefill", end.prefill_ms or 0.0), ("decode", end.decode_ms or 0.0)),
+        (
+            ("the queue", end.queue_ms or 0.0),
+            ("prefill", end.prefill_ms or 0.0),
+            ("decode", end.decode_ms or 0.0),
+            ("delivery", end.delivery_ms or 0.0),
+        ),
         key=lambda pair: pair[1],
     )
     return (

@@ -51,6 +51,7 @@ def _latencies(analysis: LogAnalysis) -> str:
             ("queue", phases.queue.summary()),
             ("prefill", phases.prefill.summary()),
             ("decode", phases.decode.summary()),
+            ("delivery", phases.delivery.summary()),
             ("time to first token", phases.ttft.summary()),
             ("time per output token", phases.tpot.summary()),
             ("end to end", phases.e2e.summary()),

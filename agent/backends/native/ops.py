@@ -17,8 +17,8 @@ from mindspore.ops.auto_generate import (
     Swiglu,
 )
 
-from agent.backends.base import Operator, OpTable
-from agent.layers.parameter import MINDSPORE_DTYPES, as_tensor
+from agent.backends.base import CacheLayout, Operator, OpTable
+from agent.layers.parameter import MINDSPORE_DTYPES, as_tensor, unbound_parameter
 from agent.weights.storage import Array, from_float32
 
 _ROTATE_HALVES = 2
@@ -30,25 +30,30 @@ class NativeOps(OpTable):
     """The primitives, float16 and bfloat16 (their front end takes no float32)."""
 
     name = "native"
+    static_shapes = False
     has_whole_prompts = True
+    packs_weights = False
 
-    def gather_rows(self) -> Operator:
-        return _GatherRows()
+    def linear_weight(self, in_features: int, out_features: int) -> Any:
+        return unbound_parameter((out_features, in_features), self.dtype)
 
-    def linear(self) -> Operator:
-        return ops.MatMul(transpose_b=True)
+    def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
+        return (num_blocks, block_size, num_kv_heads, head_dim), self.dtype
 
-    def logits(self) -> Operator:
-        return ops.MatMul(transpose_b=True)
+    def embedding(self, width: int) -> Operator:
+        return _Embedding()
 
-    def rms_norm(self, epsilon: float) -> Operator:
-        return _RmsNorm(epsilon)
+    def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
+        return _NormLinear(epsilon) if first else _AddNormLinear(epsilon)
 
-    def add_rms_norm(self, epsilon: float) -> Operator:
-        return _AddRmsNorm(epsilon)
+    def linear(self, out_features: int) -> Operator:
+        return _Linear()
 
-    def swiglu(self) -> Operator:
-        return Swiglu()
+    def gated_mlp(self, width: int, epsilon: float) -> Operator:
+        return _GatedMLP(epsilon)
+
+    def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
+        return _LMHead(epsilon)
 
     def rotary(self, cos: Array, sin: Array) -> Operator:
         return _Rotary(cos, sin, self.dtype)
@@ -57,33 +62,89 @@ class NativeOps(OpTable):
         return _Attention(num_heads, num_kv_heads, head_dim, self.dtype)
 
 
-class _GatherRows(nn.Cell):
+class _Embedding(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.gather = ops.Gather()
 
-    def construct(self, table: Tensor, index: Tensor) -> Tensor:
-        return self.gather(table, index, 0)
+    def construct(self, table: Tensor, token_ids: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        return self.gather(table, token_ids, 0)
 
 
-class _RmsNorm(nn.Cell):
+class _Linear(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.matmul = ops.MatMul(transpose_b=True)
+
+    def construct(self, x: Tensor, weight: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        return self.matmul(x, weight)
+
+
+class _NormLinear(nn.Cell):
+    """The first of a model: ``residual`` is ``hidden``."""
+
     def __init__(self, epsilon: float) -> None:
         super().__init__()
         self.norm = RmsNorm(epsilon)
+        self.matmul = ops.MatMul(transpose_b=True)
 
-    def construct(self, x: Tensor, gamma: Tensor) -> Tensor:
-        return self.norm(x, gamma)[0]
+    def construct(
+        self, hidden: Tensor, residual: Tensor, gamma: Tensor, weight: Tensor, step: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        return self.matmul(self.norm(hidden, gamma)[0], weight), residual
 
 
-class _AddRmsNorm(nn.Cell):
+class _AddNormLinear(nn.Cell):
     def __init__(self, epsilon: float) -> None:
         super().__init__()
         self.add_norm = AddRmsNorm()
         self.epsilon = epsilon
+        self.matmul = ops.MatMul(transpose_b=True)
 
-    def construct(self, x: Tensor, residual: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
-        normed, _, total = self.add_norm(x, residual, gamma, self.epsilon)
-        return normed, total
+    def construct(
+        self, hidden: Tensor, residual: Tensor, gamma: Tensor, weight: Tensor, step: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        normed, _, total = self.add_norm(hidden, residual, gamma, self.epsilon)
+        return self.matmul(normed, weight), total
+
+
+class _GatedMLP(nn.Cell):
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.gate_up = _AddNormLinear(epsilon)
+        self.activation = Swiglu()
+        self.matmul = ops.MatMul(transpose_b=True)
+
+    def construct(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        step: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor]:
+        both, total = self.gate_up(hidden, residual, gamma, gate_up, step)
+        return self.matmul(self.activation(both), down), total
+
+
+class _LMHead(nn.Cell):
+    def __init__(self, epsilon: float) -> None:
+        super().__init__()
+        self.gather = ops.Gather()
+        self.norm_linear = _AddNormLinear(epsilon)
+
+    def construct(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        weight: Tensor,
+        last_tokens: Tensor,
+        step: tuple[Tensor, ...],
+    ) -> Tensor:
+        hidden, residual = self.gather(hidden, last_tokens, 0), self.gather(residual, last_tokens, 0)
+        return self.norm_linear(hidden, residual, gamma, weight, step)[0]
 
 
 class _Rotary(nn.Cell):

@@ -39,7 +39,11 @@ enum ScratchSlot : int {
   kScratchLinearRows = 4,  // linear: rows converted or quantised, by the caller
   kScratchLinearTile = 5,  // linear: sums of a panel, by each thread
   kScratchLinearBest = 6,  // linear: best of each row, by the caller
-  kScratchSlots = 7
+  kScratchNormed = 7,      // rows after the norm, by the caller or each thread
+  kScratchQuantized = 8,   // the same quantised, by the caller
+  kScratchInner = 9,       // between the layers of an operator, by the caller
+  kScratchBest = 10,       // largest logit of each row, by the caller
+  kScratchSlots = 11
 };
 
 }  // namespace llmk

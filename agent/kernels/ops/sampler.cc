@@ -1,6 +1,6 @@
 // The sampler. Per row, in this order:
 //
-//   1. from the raw logits: logsumexp, the best `num_top_logits` pairs, later the sampled token's logit
+//   1. from the raw logits: logsumexp (if wanted), the best `num_top_logits` pairs, later the sampled token's logit
 //   2. repetition penalty (Keskar et al. 2019) on the distinct tokens of prompt and output: a positive logit is
 //      divided, another multiplied; then frequency * count and presence are taken off the tokens of the output
 //   3. temperature 0: the largest logit, the smaller id on a tie. Otherwise divide by the temperature
@@ -153,8 +153,12 @@ void sample_row(const SampleArgs& args, int64_t row) {
   thread_local Workspace work;
   if (is_skipped(args, row)) return skip_row(args, row);
   const float* raw = args.logits + row * args.vocab_size;
-  const float raw_top = kernels().logits.largest(raw, args.vocab_size);
-  args.logsumexp[row] = raw_top + std::log(kernels().logits.sum_exp(raw, args.vocab_size, raw_top));
+  const int32_t best = args.best_ids == nullptr ? -1 : args.best_ids[row];
+  const float raw_top = best < 0 ? kernels().logits.largest(raw, args.vocab_size) : raw[best];
+  args.logsumexp[row] = 0.0f;
+  if (args.num_top_logits[row] >= 0) {
+    args.logsumexp[row] = raw_top + std::log(kernels().logits.sum_exp(raw, args.vocab_size, raw_top));
+  }
   report_top(args, row, raw, raw_top, &work);
   const float* logits = raw;
   float top = raw_top;
@@ -163,7 +167,12 @@ void sample_row(const SampleArgs& args, int64_t row) {
     top = kernels().logits.largest(logits, args.vocab_size);
   }
   const bool greedy = args.temperature[row] == 0.0f;
-  const int32_t id = greedy ? first_equal(logits, args.vocab_size, top) : draw(args, row, logits, top, &work);
+  int32_t id = best;
+  if (!greedy) {
+    id = draw(args, row, logits, top, &work);
+  } else if (best < 0 || logits != raw) {
+    id = first_equal(logits, args.vocab_size, top);
+  }
   args.sampled_ids[row] = id;
   args.sampled_logit[row] = raw[id];
 }
@@ -171,8 +180,11 @@ void sample_row(const SampleArgs& args, int64_t row) {
 int check_row(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return 0;
   if (!(args.temperature[row] >= 0)) return refuse("Sample", "temperature", row, args.temperature[row], "at least 0");
-  if (args.num_top_logits[row] < 0 || args.num_top_logits[row] > kMaxTopLogits) {
-    return refuse("Sample", "num_top_logits", row, args.num_top_logits[row], "0 to 32");
+  if (args.best_ids != nullptr && args.best_ids[row] >= args.vocab_size) {
+    return refuse_index("Sample", "best_ids", row, args.best_ids[row], args.vocab_size);
+  }
+  if (args.num_top_logits[row] < -1 || args.num_top_logits[row] > kMaxTopLogits) {
+    return refuse("Sample", "num_top_logits", row, args.num_top_logits[row], "-1 to 32");
   }
   if (!has_penalties(args, row)) return 0;
   if (args.history_lens == nullptr || args.history == nullptr) {

@@ -19,8 +19,9 @@ struct SampleArgs {
   const float* frequency_penalty;
   const uint64_t* seed;
   const int32_t* sample_position;
-  const int32_t* num_top_logits;
+  const int32_t* num_top_logits;        // -1: not even the logsumexp, which becomes 0
   const int32_t* do_sample;             // 0: the row is skipped, its token is -1; null: no row is
+  const int32_t* best_ids;              // the largest logit, the smaller id on a tie; null: to be looked for
   const int32_t* const* history;        // [rows] -> token ids, prompt first; null where no row has penalties
   const int32_t* history_lens;          // prompt + output
   const int32_t* history_prompt_lens;   // how many of them are the prompt

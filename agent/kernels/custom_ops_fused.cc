@@ -1,0 +1,314 @@
+// Entries of the fused graph's custom ops but for attention: EmbedTokens, NormLinear, AddNormLinear, PackedLinear,
+// GatedMlp, LmHead.
+//
+// The graph is static: every tensor has the size of the largest step, and `counts` [4] says how much of it this step
+// uses: {tokens, sequences, width of the block table, 0}. Rows past that are neither read nor written. Weights are
+// packed (ops/linear.h). An add and norm run with the linear layer that follows, row by row, so that a row is
+// quantised, where the weight's format wants that, while it is in cache.
+//
+// NormLinear's norm, AddNormLinear's sum and the SwiGLU product are rounded to the activations' type, as the native
+// primitives round them.
+#include <cstdint>
+#include <initializer_list>
+
+#include "common/check.h"
+#include "common/floating_point.h"
+#include "common/kernel_table.h"
+#include "common/tensors.h"
+#include "common/thread_pool.h"
+#include "ops/gather.h"
+#include "ops/linear.h"
+
+namespace llmk {
+namespace {
+
+constexpr int64_t kMlpRows = 512;  // gate, up and down take the rows in pieces, whose activations stay in cache
+
+int64_t row_bytes(DType dtype, int64_t width) { return size_of(dtype) * width; }
+
+int check_float_type(const Tensors& t, int i) {
+  if (t.dtype(i) != DType::kUnsupported) return 0;
+  return refuse_text(t.op, "argument %d is %s; it must be float32, float16 or bfloat16", i, t.dtypes[i]);
+}
+
+int check_matrix(const Tensors& t, int i, int64_t rows, int64_t width, DType dtype) {
+  if (t.ndims[i] == 2 && t.dim(i, 0) >= rows && t.dim(i, 1) == width && t.dtype(i) == dtype) return 0;
+  return refuse_text(t.op, "argument %d is %s with %d dimensions, the last of %lld; it must be a matrix of at least "
+                     "%lld rows of %lld, of the type of argument 0", i, t.dtypes[i], t.ndims[i],
+                     static_cast<long long>(t.ndims[i] > 0 ? t.dim(i, -1) : 0), static_cast<long long>(rows),
+                     static_cast<long long>(width));
+}
+
+int check_gamma(const Tensors& t, int gamma, int epsilon, int64_t width, DType dtype) {
+  if (t.dtype(gamma) != dtype || t.size(gamma) != width) {
+    return refuse_text(t.op, "gamma has %lld elements of %s; it must have %lld of the activations' type",
+                       static_cast<long long>(t.size(gamma)), t.dtypes[gamma], static_cast<long long>(width));
+  }
+  if (!t.has_dtype(epsilon, "float32") || t.size(epsilon) != 1) return refuse_text(t.op, "epsilon must be one float32");
+  return 0;
+}
+
+// How many rows the step has: counts[which], at most `limit`; an error is told and gives -1.
+int64_t rows_of(const Tensors& t, int counts, int which, int64_t limit) {
+  if (!t.has_dtype(counts, "int32") || t.size(counts) < 4) {
+    refuse_text(t.op, "counts must be int32 [4]");
+    return -1;
+  }
+  const int64_t rows = t.as<int32_t>(counts)[which];
+  if (rows >= 0 && rows <= limit) return rows;
+  refuse_index(t.op, "counts", which, rows, limit + 1);
+  return -1;
+}
+
+// The blob's header, or null after a refusal.
+const PackedWeightHeader* packed_weight(const Tensors& t, int i) {
+  const int64_t bytes = t.has_dtype(i, "uint8") ? t.size(i) : 0;
+  return check_packed_weight(t.op, t.data[i], bytes) == 0 ? &header_of(t.data[i]) : nullptr;
+}
+
+int check_weight(const Tensors& t, int i, int64_t columns, int64_t depth, bool gated) {
+  const PackedWeightHeader* header = packed_weight(t, i);
+  if (header == nullptr) return kBadArgument;
+  if (header->columns == columns && header->depth == depth && (header->gated != 0) == gated) return 0;
+  return refuse_text(t.op, "argument %d is a%s weight of %lld columns and depth %lld; it must be%s of %lld and %lld",
+                     i, header->gated != 0 ? " gated" : "", static_cast<long long>(header->columns),
+                     static_cast<long long>(header->depth), gated ? " gated," : "", static_cast<long long>(columns),
+                     static_cast<long long>(depth));
+}
+
+// The rows norm(x + residual), as the weight wants them.
+struct NormedRows {
+  const void* values = nullptr;
+  QuantizedRows quantized{};
+  bool is_quantized = false;
+};
+
+struct NormInput {
+  const char* x;
+  const char* residual;  // null: no sum
+  char* sum;
+  const void* gamma;
+  float epsilon;
+  int64_t width;
+  DType dtype;
+};
+
+// Row `from` of the input, normed to `out`.
+void norm_row(const NormInput& in, int64_t from, void* out) {
+  const int64_t offset = from * row_bytes(in.dtype, in.width);
+  RmsNormArgs args{};
+  args.x = in.x + offset;
+  args.residual = in.residual == nullptr ? nullptr : in.residual + offset;
+  args.sum = in.sum == nullptr ? nullptr : in.sum + offset;
+  args.gamma = in.gamma;
+  args.y = out;
+  args.rows = 1;
+  args.width = in.width;
+  args.epsilon = in.epsilon;
+  args.dtype = args.gamma_dtype = in.dtype;
+  kernels().rms_norm(args);
+}
+
+// Row i of the result is row source(i) of the input.
+template <class Source>
+NormedRows norm_rows(const NormInput& in, const void* weight, int64_t rows, const Source& source) {
+  NormedRows out;
+  const int64_t bytes = row_bytes(in.dtype, in.width), per_task = larger(1, 16384 / in.width);
+  out.is_quantized = wants_quantized_rows(weight);
+  char* values = nullptr;
+  if (out.is_quantized) {
+    out.quantized =
+        quantized_rows(weight, rows, thread_scratch(kScratchQuantized, quantized_rows_bytes(weight, rows)));
+  } else {
+    values = static_cast<char*>(thread_scratch(kScratchNormed, rows * bytes));
+    out.values = values;
+  }
+  parallel_for(ceil_div(rows, per_task), [&](int64_t task) {
+    const int64_t end = smaller((task + 1) * per_task, rows);
+    void* row = out.is_quantized ? thread_scratch(kScratchNormed, bytes) : nullptr;
+    for (int64_t i = task * per_task; i < end; ++i) {
+      if (!out.is_quantized) row = values + i * bytes;
+      norm_row(in, source(i), row);
+      if (out.is_quantized) kernels().quantize_row(in.dtype, row, out.quantized, i, weight);
+    }
+  });
+  return out;
+}
+
+int run_linear(const Tensors& t, LinearArgs args, const NormedRows& in, int weight, int64_t rows) {
+  args.weight = t.data[weight];
+  args.x = in.values;
+  args.quantized = in.is_quantized ? &in.quantized : nullptr;
+  args.dtype = t.dtype(0);
+  args.rows = rows;
+  args.x_stride = header_of(args.weight).depth;
+  const int error = check_linear(t.op, args);
+  if (error == 0) kernels().linear(args);
+  return error;
+}
+
+LinearArgs output(void* out, int64_t stride, Epilogue epilogue) {
+  LinearArgs args{};
+  args.out = out;
+  args.out_stride = stride;
+  args.epilogue = epilogue;
+  return args;
+}
+
+int embed_tokens(const Tensors& t) {
+  enum { kIds, kTable, kCounts, kOut };
+  if (t.count != 4) return refuse_text(t.op, "got %d arguments; it takes 3 and gives 1", t.count);
+  const int64_t rows = rows_of(t, kCounts, 0, t.dim(kOut, 0));
+  if (rows < 0) return kBadArgument;
+  if (!t.has_dtype(kIds, "int32") || t.size(kIds) < rows || t.ndims[kTable] != 2 || t.ndims[kOut] != 2 ||
+      t.dim(kTable, 1) != t.dim(kOut, 1) || t.dtype(kTable) != t.dtype(kOut) || check_float_type(t, kTable) != 0) {
+    return refuse_text(t.op, "takes int32 ids, a table [vocabulary, width] and counts");
+  }
+  GatherArgs args{};
+  args.table = t.data[kTable];
+  args.indices = t.data[kIds];
+  args.out = t.data[kOut];
+  args.wide_indices = false;
+  args.batch = args.outer = 1;
+  args.count = rows;
+  args.limit = t.dim(kTable, 0);
+  args.row_bytes = row_bytes(t.dtype(kTable), t.dim(kTable, 1));
+  return gather_rows(t.op, args);
+}
+
+int norm_linear(const Tensors& t, bool has_residual) {
+  // hidden, (residual,) gamma, epsilon, weight, counts -> out (, sum)
+  const int hidden = 0, residual = 1, gamma = has_residual ? 2 : 1;
+  const int epsilon = gamma + 1, weight = gamma + 2, counts = gamma + 3, out = gamma + 4, sum = gamma + 5;
+  if (t.count != (has_residual ? sum : out) + 1) return refuse_text(t.op, "got %d arguments", t.count);
+  int error = check_float_type(t, hidden);
+  if (error != 0) return error;
+  const DType dtype = t.dtype(hidden);
+  const int64_t width = t.dim(hidden, -1), columns = t.dim(out, -1);
+  const int64_t rows = rows_of(t, counts, 0, t.dim(hidden, 0));
+  if (rows < 0) return kBadArgument;
+  error = check_gamma(t, gamma, epsilon, width, dtype);
+  if (error == 0 && has_residual) error = check_matrix(t, residual, rows, width, dtype);
+  if (error == 0 && has_residual) error = check_matrix(t, sum, rows, width, dtype);
+  if (error == 0) error = check_matrix(t, out, rows, columns, dtype);
+  if (error == 0) error = check_weight(t, weight, columns, width, false);
+  if (error != 0 || rows == 0) return error;
+  NormInput in{t.as<char>(hidden), has_residual ? t.as<char>(residual) : nullptr, has_residual ? t.as<char>(sum) : nullptr,
+               t.data[gamma], *t.as<float>(epsilon), width, dtype};
+  const NormedRows normed = norm_rows(in, t.data[weight], rows, [](int64_t i) { return i; });
+  return run_linear(t, output(t.data[out], columns, Epilogue::kStore), normed, weight, rows);
+}
+
+int packed_linear(const Tensors& t) {
+  enum { kX, kWeight, kCounts, kOut };
+  if (t.count != 4) return refuse_text(t.op, "got %d arguments; it takes 3 and gives 1", t.count);
+  int error = check_float_type(t, kX);
+  if (error != 0) return error;
+  const DType dtype = t.dtype(kX);
+  const int64_t width = t.dim(kX, -1), columns = t.dim(kOut, -1), rows = rows_of(t, kCounts, 0, t.dim(kX, 0));
+  if (rows < 0) return kBadArgument;
+  error = check_matrix(t, kOut, rows, columns, dtype);
+  if (error == 0) error = check_weight(t, kWeight, columns, width, false);
+  if (error != 0 || rows == 0) return error;
+  NormedRows x;
+  x.values = t.data[kX];
+  return run_linear(t, output(t.data[kOut], columns, Epilogue::kStore), x, kWeight, rows);
+}
+
+int gated_mlp(const Tensors& t) {
+  enum { kHidden, kResidual, kGamma, kEpsilon, kGateUp, kDown, kCounts, kOut, kSum };
+  if (t.count != 9) return refuse_text(t.op, "got %d arguments; it takes 7 and gives 2", t.count);
+  int error = check_float_type(t, kHidden);
+  if (error != 0) return error;
+  const DType dtype = t.dtype(kHidden);
+  const int64_t width = t.dim(kHidden, -1), rows = rows_of(t, kCounts, 0, t.dim(kHidden, 0));
+  if (rows < 0) return kBadArgument;
+  error = check_gamma(t, kGamma, kEpsilon, width, dtype);
+  for (const int i : {kResidual, kOut, kSum}) {
+    if (error == 0) error = check_matrix(t, i, rows, width, dtype);
+  }
+  if (error != 0) return error;
+  const PackedWeightHeader* down = packed_weight(t, kDown);
+  if (down == nullptr) return kBadArgument;
+  const int64_t inner = down->depth;
+  error = check_weight(t, kDown, width, inner, false);
+  if (error == 0) error = check_weight(t, kGateUp, 2 * inner, width, true);
+  if (error != 0) return error;
+  const int64_t bytes = row_bytes(dtype, width);
+  void* activated = thread_scratch(kScratchInner, smaller(rows, kMlpRows) * row_bytes(dtype, inner));
+  for (int64_t first = 0; first < rows; first += kMlpRows) {
+    const int64_t count = smaller(kMlpRows, rows - first);
+    NormInput in{t.as<char>(kHidden), t.as<char>(kResidual), t.as<char>(kSum), t.data[kGamma],
+                 *t.as<float>(kEpsilon), width, dtype};
+    const NormedRows normed = norm_rows(in, t.data[kGateUp], count, [first](int64_t i) { return first + i; });
+    error = run_linear(t, output(activated, inner, Epilogue::kSwiglu), normed, kGateUp, count);
+    if (error != 0) return error;
+    NormedRows product;
+    product.values = activated;
+    error = run_linear(t, output(t.as<char>(kOut) + first * bytes, width, Epilogue::kStore), product, kDown, count);
+    if (error != 0) return error;
+  }
+  return 0;
+}
+
+// Logits of the rows with last_tokens >= 0; the others' are left as they are, and their best id is -1.
+int lm_head(const Tensors& t) {
+  enum { kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kCounts, kBest };
+  if (t.count != 9) return refuse_text(t.op, "got %d arguments; it takes 8 and gives 1", t.count);
+  int error = check_float_type(t, kHidden);
+  if (error != 0) return error;
+  const DType dtype = t.dtype(kHidden);
+  const int64_t width = t.dim(kHidden, -1), vocab = t.dim(kLogits, -1);
+  const int64_t tokens = rows_of(t, kCounts, 0, t.dim(kHidden, 0)), seqs = rows_of(t, kCounts, 1, t.dim(kLogits, 0));
+  if (tokens < 0 || seqs < 0) return kBadArgument;
+  error = check_gamma(t, kGamma, kEpsilon, width, dtype);
+  if (error == 0) error = check_matrix(t, kResidual, tokens, width, dtype);
+  if (error == 0) error = check_weight(t, kWeight, vocab, width, false);
+  if (error != 0) return error;
+  if (!t.has_dtype(kLogits, "float32") || !t.has_dtype(kLastTokens, "int32") || !t.has_dtype(kBest, "int32") ||
+      t.size(kLastTokens) < seqs || t.size(kBest) < seqs) {
+    return refuse_text(t.op, "takes int32 last_tokens and float32 logits, and gives int32 ids, for %lld sequences",
+                       static_cast<long long>(seqs));
+  }
+  const int32_t* last = t.as<int32_t>(kLastTokens);
+  int32_t* best = t.as<int32_t>(kBest);
+  for (int64_t i = 0; i < seqs; ++i) {
+    if (last[i] >= tokens) return refuse_index(t.op, "last_tokens", i, last[i], tokens);
+    best[i] = -1;
+  }
+  NormInput in{t.as<char>(kHidden), t.as<char>(kResidual), nullptr, t.data[kGamma], *t.as<float>(kEpsilon), width,
+               dtype};
+  in.sum = static_cast<char*>(thread_scratch(kScratchInner, tokens * row_bytes(dtype, width)));
+  float* values = static_cast<float*>(thread_scratch(kScratchBest, larger(1, seqs) * 4));
+  for (int64_t begin = 0, end; begin < seqs; begin = end) {  // each run of sequences that sample
+    end = begin + 1;
+    if (last[begin] < 0) continue;
+    while (end < seqs && last[end] >= 0) ++end;
+    const NormedRows normed =
+        norm_rows(in, t.data[kWeight], end - begin, [last, begin](int64_t i) { return int64_t{last[begin + i]}; });
+    LinearArgs args = output(t.as<float>(kLogits) + begin * vocab, vocab, Epilogue::kStoreFloat);
+    args.best_ids = best + begin;
+    args.best_values = values;
+    error = run_linear(t, args, normed, kWeight, end - begin);
+    if (error != 0) return error;
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace llmk
+
+#define LLMK_CUSTOM_OP(name, ...)                                                                                   \
+  extern "C" __attribute__((visibility("default"))) int name(int nparam, void** params, int* ndims,                 \
+                                                             int64_t** shapes, const char** dtypes, void*, void*) { \
+    const llmk::StandardFloatingPoint scope;                                                                        \
+    const llmk::Tensors t{#name, nparam, params, ndims, shapes, dtypes};                                            \
+    return llmk::__VA_ARGS__;                                                                                       \
+  }
+
+LLMK_CUSTOM_OP(EmbedTokens, embed_tokens(t))
+LLMK_CUSTOM_OP(NormLinear, norm_linear(t, false))
+LLMK_CUSTOM_OP(AddNormLinear, norm_linear(t, true))
+LLMK_CUSTOM_OP(PackedLinear, packed_linear(t))
+LLMK_CUSTOM_OP(GatedMlp, gated_mlp(t))
+LLMK_CUSTOM_OP(LmHead, lm_head(t))

@@ -1,0 +1,48 @@
+"""AWQ folders in the gemm layout (Lin et al. 2024; AutoAWQ writes them).
+
+qweight  int32 [in, out / 8]      a word holds the outputs 8j + 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first
+qzeros   int32 [groups, out / 8]  in the same order
+scales   float [groups, out]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.weights.decoder import FLOAT_TYPES, Decoder, StoredTensor, StoredTensors, check_zero, stem_of
+from agent.weights.layout import WeightPart
+from agent.weights.quantized import QuantizedTensor, nibbles, without_usual_zeros
+from agent.weights.storage import Array
+
+_NIBBLE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where each of a word's eight outputs is: the inverse of 0, 2, 4, 6, 1, 3, 5, 7."""
+
+
+class AWQDecoder(Decoder):
+    """4 bits."""
+
+    marker = "qweight"
+
+    def stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:
+        (rows, depth), stem, groups = part.shape, stem_of(part.name), self.groups(part)
+        words = self.words(part, rows)
+        return (
+            StoredTensor(f"{stem}.qweight", ("I32",), ((depth, words),)),
+            StoredTensor(f"{stem}.qzeros", ("I32",), ((groups, words),)),
+            StoredTensor(f"{stem}.scales", FLOAT_TYPES, ((groups, rows),)),
+            StoredTensor(f"{stem}.bias", FLOAT_TYPES, ((rows,),), optional=True),
+        )
+
+    def decode(self, part: WeightPart, tensors: StoredTensors) -> QuantizedTensor:
+        check_zero(tensors, "bias")
+        values, zeros = _outputs_first(tensors.array("qweight")), _outputs_first(tensors.array("qzeros"))
+        scales = np.ascontiguousarray(tensors.floats("scales").T)
+        return QuantizedTensor(self.scheme(), values, scales, without_usual_zeros(zeros))
+
+
+def _outputs_first(words: Array) -> npt.NDArray[np.uint8]:
+    """int32 [n, out / 8] -> uint8 [out, n]."""
+    outputs = words.shape[1] * 8
+    in_order = nibbles(words).reshape(len(words), -1, 8)[:, :, _NIBBLE_OF_OUTPUT]
+    return np.ascontiguousarray(in_order.reshape(len(words), outputs).T)

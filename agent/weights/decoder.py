@@ -1,0 +1,132 @@
+"""What the readers of quantised checkpoint formats have in common: which tensors stand for a weight, and their sum."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.weights.layout import WeightPart
+from agent.weights.quantized import QuantizedTensor, Scheme
+from agent.weights.storage import Array, to_float32
+from llm_serving.errors import CheckpointError
+from llm_serving.quantization import Quantization
+
+FLOAT_TYPES = ("F16", "BF16", "F32")
+_FLOAT_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor that a checkpoint must hold, or may."""
+
+    name: str
+    types: tuple[str, ...]
+    """As in a safetensors file."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Any of them."""
+    optional: bool = False
+
+
+class StoredTensors:
+    """The tensors that stand for one weight, by the end of their name. What is optional may be absent."""
+
+    def __init__(self, stem: str, read: Callable[[str], tuple[Array, str] | None]) -> None:
+        self.stem = stem
+        self._read = read
+
+    def array(self, end: str) -> Array:
+        """As it is stored; valid as long as the checkpoint is open."""
+        found = self._read(f"{self.stem}.{end}")
+        assert found is not None, "a compulsory tensor has been checked to be there"
+        return found[0]
+
+    def optional(self, end: str) -> Array | None:
+        found = self._read(f"{self.stem}.{end}")
+        return None if found is None else found[0]
+
+    def floats(self, end: str) -> npt.NDArray[np.float32]:
+        """As float32, exactly. Raises CheckpointError when a value is not finite."""
+        found = self._read(f"{self.stem}.{end}")
+        assert found is not None, "a compulsory tensor has been checked to be there"
+        values = np.array(to_float32(found[0], _FLOAT_NAMES[found[1]]))
+        if not np.isfinite(values).all():
+            raise self.fail(end, "holds a value that is not finite")
+        return values
+
+    def fail(self, end: str, problem: str) -> CheckpointError:
+        """The error to raise about one of the tensors."""
+        return CheckpointError(f"tensor {self.stem}.{end} {problem}")
+
+
+class Decoder(ABC):
+    """Reads the tensors of one format. ``stem`` is a weight's name without ``.weight``."""
+
+    marker: str
+    """End of the name of a tensor that only a quantised weight has."""
+
+    def __init__(self, quantization: Quantization) -> None:
+        self.quantization = quantization
+
+    def scheme(self) -> Scheme:
+        """Of every quantised tensor of the checkpoint."""
+        return Scheme("int4" if self.quantization.bits == 4 else "int8", self.quantization.group)
+
+    def groups(self, part: WeightPart) -> int:
+        """Scales of a row. Raises CheckpointError when groups do not divide the row."""
+        depth, group = part.shape[1], self.quantization.group or part.shape[1]
+        if depth % group:
+            raise CheckpointError(f"tensor {part.name}: its {depth} inputs are not whole groups of {group}")
+        return depth // group
+
+    def words(self, part: WeightPart, count: int) -> int:
+        """int32 words that hold ``count`` integers. Raises CheckpointError when they do not fill them."""
+        per_word = 32 // self.quantization.bits
+        if count % per_word:
+            raise CheckpointError(f"tensor {part.name}: {count} values do not fill words of {per_word}")
+        return count // per_word
+
+    @abstractmethod
+    def stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:
+        """What stands for the weight."""
+
+    @abstractmethod
+    def decode(self, part: WeightPart, tensors: StoredTensors) -> QuantizedTensor:
+        """Raises CheckpointError, naming the tensor, when its values cannot be."""
+
+
+def stem_of(name: str) -> str:
+    """``model.layers.0.mlp.up_proj`` of ``model.layers.0.mlp.up_proj.weight``."""
+    return name.removesuffix(_WEIGHT)
+
+
+def check_stored(stored: StoredTensor, found_type: str, found_shape: tuple[int, ...]) -> None:
+    """Raises CheckpointError naming the tensor unless type and shape are as the format says."""
+    if found_type not in stored.types:
+        raise CheckpointError(
+            f"tensor {stored.name} has type {found_type}; in this format it must be one of {', '.join(stored.types)}"
+        )
+    if found_shape not in stored.shapes:
+        wanted = " or ".join(str(list(shape)) for shape in stored.shapes)
+        raise CheckpointError(f"tensor {stored.name} has shape {list(found_shape)}; config.json makes it {wanted}")
+
+
+def check_zero(tensors: StoredTensors, end: str) -> None:
+    """Raises CheckpointError when an optional tensor (a bias, say) is there and does anything."""
+    array = tensors.optional(end)
+    if array is not None and bool((array != 0).any()):
+        raise tensors.fail(end, "is not zero, and the linear layers have no such thing")
+
+
+def uneven_groups(part: WeightPart, groups: int, tensors: StoredTensors, end: str) -> npt.NDArray[np.int32] | None:
+    """The group of each input, where that is more than consecutive inputs; some writers say -1 for nothing."""
+    stored, depth = tensors.optional(end), part.shape[1]
+    if stored is None or bool((stored == -1).all()) or np.array_equal(stored, np.arange(depth) // (depth // groups)):
+        return None
+    if int(stored.min()) < 0 or int(stored.max()) >= groups:
+        raise tensors.fail(end, f"names a group that is not there; there are {groups}")
+    return np.array(stored, np.int32)

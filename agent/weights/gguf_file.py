@@ -1,0 +1,210 @@
+"""A Llama in one GGUF file (llama.cpp's format) beside ``config.json`` and the tokenizer's files.
+
+F32, F16 and BF16 tensors are floats. Q8_0 is int8 and Q4_0 int4, both with groups of 32: a block is a float16 scale d
+and the integers of 32 consecutive inputs of one output, value = d * q (Q8_0, int8) or d * (q - 8) (Q4_0: byte i has
+input i in its low four bits and input i + 16 in its high ones). The embedding and the output layer may also be Q6_K,
+which llama.cpp picks for them in a Q4_0 file; they are multiplied out to floats.
+
+llama.cpp turns pairs of neighbouring elements of queries and keys, Hugging Face elements half a head apart, so its
+converter permutes the rows of both weights within each head. That is undone here, rows being whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.weights.layout import WeightPart
+from agent.weights.quantized import QuantizedTensor, Scheme
+from agent.weights.storage import Array, convert_into, from_float32
+from agent.weights.tensor_files import listed
+from llm_serving.errors import CheckpointError
+
+_BLOCK = 32
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_SCHEMES = {"Q8_0": Scheme("int8", _BLOCK), "Q4_0": Scheme("int4", _BLOCK)}
+_MULTIPLIED_OUT = ("Q6_K",)
+_Q8_0_BYTES, _Q4_0_BYTES, _SCALE_BYTES = 34, 18, 2
+_OUTSIDE_LAYERS = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_IN_LAYERS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_IGNORED = ("rope_freqs.weight",)
+"""Frequencies of llama3 scaling, which follow from ``config.json``."""
+
+
+def find_gguf(folder: Path) -> Path | None:
+    """The GGUF file of a folder without safetensors. Raises CheckpointError when there are several."""
+    files = sorted(folder.glob("*.gguf"))
+    if not files or any(folder.glob("*.safetensors")):
+        return None
+    if len(files) > 1:
+        raise CheckpointError(f"{folder}: {listed([file.name for file in files])}; there must be exactly one GGUF file")
+    return files[0]
+
+
+class GGUFFile:
+    """Maps the file. A source of weights (see ``agent.weights.source``); names are Hugging Face's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._tensors, self._fields = _open(path)
+        self._check_architecture()
+
+    def check(self, expected: Sequence[WeightPart], ignorable: Iterable[str] = ()) -> None:
+        """Raise unless the file holds exactly the tensors ``expected``, each of its shape and of a known type."""
+        names = {gguf_name(part.name): part for part in expected}
+        missing = [f"{name} ({part.name})" for name, part in names.items() if name not in self._tensors]
+        if missing:
+            raise CheckpointError(f"{self.path}: {listed(missing)} missing from the weights")
+        ignored = {*_IGNORED, *(gguf_name(suffix) for suffix in ignorable if suffix in _OUTSIDE_LAYERS)}
+        unexpected = [name for name in self._tensors if name not in names and name not in ignored]
+        if unexpected:
+            raise CheckpointError(f"{self.path}: {listed(unexpected)} in the weights but not in a model of config.json")
+        for name, part in names.items():
+            self._check_tensor(name, part)
+
+    def scheme(self, part: WeightPart) -> Scheme | None:
+        """How a tensor is quantised; None: it is read as floats."""
+        return _SCHEMES.get(self._type_of(part.name))
+
+    def float_dtype(self, name: str) -> str | None:
+        """The type of a tensor stored as floats."""
+        return _FLOATS.get(self._type_of(name), "float32")
+
+    def read_quantised(self, part: WeightPart) -> QuantizedTensor:
+        """A Q8_0 or Q4_0 tensor. Raises CheckpointError when a scale is not finite."""
+        rows, type_name = part.shape[0], self._type_of(part.name)
+        size = _Q8_0_BYTES if type_name == "Q8_0" else _Q4_0_BYTES
+        blocks = self._data(part.name).reshape(rows, -1, size)[self._row_order(part)]
+        scales = np.ascontiguousarray(blocks[:, :, :_SCALE_BYTES]).view("<f2")[:, :, 0].astype(np.float32)
+        if not np.isfinite(scales).all():
+            raise CheckpointError(f"{self.path}: tensor {gguf_name(part.name)} holds a scale that is not finite")
+        packed, values = blocks[:, :, _SCALE_BYTES:], np.empty((rows, blocks.shape[1], _BLOCK), np.uint8)
+        if type_name == "Q8_0":
+            values[:] = packed
+        else:
+            np.bitwise_and(packed, 15, out=values[:, :, : _BLOCK // 2])
+            np.right_shift(packed, 4, out=values[:, :, _BLOCK // 2 :])
+        flat = values.reshape(rows, -1)
+        return QuantizedTensor(_SCHEMES[type_name], flat.view(np.int8) if type_name == "Q8_0" else flat, scales)
+
+    def read_into(self, name: str, out: Array, dtype: str) -> None:
+        """Copy a tensor, as elements of ``dtype``, into ``out``. Raises CheckpointError when a value does not fit."""
+        part, type_name = WeightPart(name, out.shape), self._type_of(name)
+        try:
+            if type_name in _SCHEMES:
+                tensor = self.read_quantised(part)
+                step = tensor.rows_at_once()
+                for row in range(0, len(out), step):
+                    out[row : row + step] = from_float32(tensor.dequantise_rows(row, row + step), dtype)
+            else:
+                floats, stored = self._floats(name)
+                if len(part.shape) == 2:
+                    floats = floats.reshape(part.shape)[self._row_order(part)]
+                convert_into(floats, stored, out, dtype)
+        except OverflowError as reason:
+            raise CheckpointError(
+                f"{self.path}: tensor {gguf_name(name)}: {reason}; use model_config.model_dtype bfloat16 or float32"
+            ) from reason
+
+    def close(self) -> None:
+        """Leave the mapping to the last view of it."""
+        self._tensors = {}
+
+    def _type_of(self, name: str) -> str:
+        type_name: str = self._tensors[gguf_name(name)].tensor_type.name
+        return type_name
+
+    def _data(self, name: str) -> npt.NDArray[np.uint8]:
+        """The bytes of a tensor that is not F32 or F16."""
+        return np.asarray(self._tensors[gguf_name(name)].data).reshape(-1).view(np.uint8)
+
+    def _floats(self, name: str) -> tuple[Array, str]:
+        from gguf import dequantize
+
+        tensor, type_name = self._tensors[gguf_name(name)], self._type_of(name)
+        if type_name in _MULTIPLIED_OUT:
+            return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32), "float32"
+        data = np.asarray(tensor.data)
+        return (data.reshape(-1).view("<u2") if type_name == "BF16" else data), _FLOATS[type_name]
+
+    def _row_order(self, part: WeightPart) -> Any:
+        """Which of the file's rows each row is."""
+        for kind, key in (("q_proj", "llama.attention.head_count"), ("k_proj", "llama.attention.head_count_kv")):
+            if part.name.endswith(f"{kind}.weight"):
+                heads = self._fields.get(key, self._fields.get("llama.attention.head_count"))
+                if not isinstance(heads, int) or heads < 1 or part.shape[0] % (2 * heads):
+                    raise CheckpointError(f"{self.path}: {key} = {heads} does not fit {part.shape[0]} rows")
+                order = np.arange(part.shape[0]).reshape(heads, -1, 2).swapaxes(1, 2)
+                return order.reshape(-1)
+        return slice(None)
+
+    def _check_architecture(self) -> None:
+        found = self._fields.get("general.architecture")
+        if found != "llama":
+            raise CheckpointError(f"{self.path}: general.architecture is {found!r}; only llama is supported")
+
+    def _check_tensor(self, name: str, part: WeightPart) -> None:
+        tensor, type_name = self._tensors[name], self._tensors[name].tensor_type.name
+        may_be_large = part.name in _OUTSIDE_LAYERS
+        if (
+            type_name not in _FLOATS
+            and type_name not in _SCHEMES
+            and not (may_be_large and type_name in _MULTIPLIED_OUT)
+        ):
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has type {type_name}; only {', '.join((*_FLOATS, *_SCHEMES))} are read "
+                f"({' and '.join(_MULTIPLIED_OUT)} for the embedding and the output layer)"
+            )
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        if shape != part.shape:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} has shape {list(shape)}; config.json makes it {list(part.shape)}"
+            )
+
+
+def gguf_name(name: str) -> str:
+    """llama.cpp's name of a Hugging Face tensor: ``blk.0.attn_q.weight`` of ``model.layers.0.self_attn.q_proj.weight``.
+
+    A name it has none for is given back.
+    """
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+    if match and match[2] in _IN_LAYERS:
+        return f"blk.{match[1]}.{_IN_LAYERS[match[2]]}.weight"
+    return _OUTSIDE_LAYERS.get(name, name)
+
+
+def _open(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors by name, and the plain metadata of a Llama."""
+    try:
+        from gguf import GGUFReader
+    except ImportError as reason:
+        raise CheckpointError(f"{path}: GGUF files are read by a package: pip install gguf==0.19.0") from reason
+    if not path.is_file():
+        raise CheckpointError(f"{path}: not a regular file")
+    try:
+        with np.errstate(over="ignore"):
+            reader = GGUFReader(path)
+        keys = ("general.architecture", "llama.attention.head_count", "llama.attention.head_count_kv")
+        fields = {key: field.contents() for key in keys if (field := reader.get_field(key)) is not None}
+    except (ValueError, KeyError, IndexError, OverflowError, TypeError, OSError, MemoryError) as reason:
+        raise CheckpointError(f"{path}: not a GGUF file that can be read, or truncated: {reason}") from reason
+    return {tensor.name: tensor for tensor in reader.tensors}, fields

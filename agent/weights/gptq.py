@@ -1,0 +1,50 @@
+"""GPTQ folders (Frantar et al. 2023; AutoGPTQ and GPTQModel write them).
+
+qweight  int32 [in * bits / 32, out]      a word holds consecutive inputs of one output, the lowest bits first
+qzeros   int32 [groups, out * bits / 32]  a word holds consecutive outputs; format "gptq" stores zero - 1
+scales   float [groups, out]
+g_idx    int32 [in]                       the group of each input; i // group_size without ``desc_act``
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from agent.weights.decoder import FLOAT_TYPES, Decoder, StoredTensor, StoredTensors, check_zero, stem_of, uneven_groups
+from agent.weights.layout import WeightPart
+from agent.weights.quantized import QuantizedTensor, signed, unpacked, without_usual_zeros
+
+_INT8_ZERO = 128
+
+
+class GPTQDecoder(Decoder):
+    """4 or 8 bits, with or without zero points (8 bits: without)."""
+
+    marker = "qweight"
+
+    def stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:
+        (rows, depth), stem, groups = part.shape, stem_of(part.name), self.groups(part)
+        return (
+            StoredTensor(f"{stem}.qweight", ("I32",), ((self.words(part, depth), rows),)),
+            StoredTensor(f"{stem}.qzeros", ("I32",), ((groups, self.words(part, rows)),)),
+            StoredTensor(f"{stem}.scales", FLOAT_TYPES, ((groups, rows),)),
+            StoredTensor(f"{stem}.g_idx", ("I32",), ((depth,),), optional=True),
+            StoredTensor(f"{stem}.bias", FLOAT_TYPES, ((rows,),), optional=True),  # AutoGPTQ writes zeros
+        )
+
+    def decode(self, part: WeightPart, tensors: StoredTensors) -> QuantizedTensor:
+        check_zero(tensors, "bias")
+        bits = self.quantization.bits
+        values = unpacked(tensors.array("qweight").T, bits)
+        zeros = unpacked(tensors.array("qzeros"), bits)
+        if self.quantization.zeros_minus_one:
+            zeros += np.uint8(1)
+            zeros &= np.uint8(2**bits - 1)  # a stored 15 is a zero point of 0
+        scales = np.ascontiguousarray(tensors.floats("scales").T)
+        group_of_input = uneven_groups(part, self.groups(part), tensors, "g_idx")
+        if bits == 4:
+            usual = without_usual_zeros(np.ascontiguousarray(zeros.T))
+            return QuantizedTensor(self.scheme(), values, scales, usual, group_of_input)
+        if (zeros != _INT8_ZERO).any():
+            raise tensors.fail("qzeros", "holds zero points; 8-bit weights must be symmetric (sym: true)")
+        return QuantizedTensor(self.scheme(), signed(values), scales, None, group_of_input)

@@ -1,0 +1,178 @@
+"""Weights of linear layers as the kernels read them: one blob of bytes a parameter (``agent.kernels.packing``).
+
+What becomes of a weight, by how it is stored and what ``weight_format`` asks for:
+
+    stored as    auto         a float type                        int8, int8_weight_only           int4
+    floats       model_dtype  model_dtype                         quantised here                   quantised here
+    int8         int8         multiplied out, rounded to nearest  the same integers                refused
+    int4         int4         multiplied out, rounded to nearest  refused                          the same integers
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels.packing import pack_weight, packed_weight_bytes, weight_blob
+from agent.weights.layout import WeightPart, WeightSpec
+from agent.weights.quantized import INT4_ZERO, QuantizedTensor, Scheme
+from agent.weights.source import WeightSource
+from agent.weights.storage import STORAGE_DTYPES, Array, allocate
+from llm_serving.errors import CheckpointError, ConfigError
+
+AUTO = "auto"
+FLOAT_FORMATS = ("float32", "float16", "bfloat16", "bf16")
+INT8_FORMATS = ("int8", "int8_weight_only")
+INT4 = "int4"
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """What ``model_config`` asks of the weights of linear layers."""
+
+    weight_format: str
+    """``auto``, ``bf16`` or another name of the ``model_dtype``, ``int8``, ``int8_weight_only`` or ``int4``."""
+    group: int = 64
+    """Inputs that share a scale where floats become int4; the last group of a layer may be shorter. Stored integers
+    keep theirs."""
+    asymmetric: bool = False
+    """Whether floats become int4 with zero points."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What a parameter is packed from."""
+
+    format: str
+    group: int
+    stored: Scheme | None
+    """None: from floats, though they may be stored as integers."""
+
+
+class LinearPacker:
+    """Packs one parameter after another; its scratch memory is that of the largest."""
+
+    def __init__(self, packing: Packing, source: WeightSource, dtype: str) -> None:
+        self._packing = packing
+        self._source = source
+        self._dtype = dtype
+        self._scratch = np.empty(0, np.uint8)
+
+    def check(self, spec: WeightSpec) -> None:
+        """Raise ConfigError or CheckpointError unless ``spec`` can be packed. Reads no values."""
+        if spec.kind != "plain":
+            self._plan(spec)
+
+    def pack(self, spec: WeightSpec) -> Array:
+        """uint8 [bytes]."""
+        plan, (columns, depth) = self._plan(spec), spec.shape
+        blob = weight_blob(packed_weight_bytes(plan.format, columns, depth, plan.group))
+        gated = spec.kind == "gated_linear"
+        if plan.stored is None:
+            values, dtype = self._floats(spec, plan)
+            pack_weight(
+                plan.format,
+                values,
+                blob,
+                group=plan.group,
+                gated=gated,
+                asymmetric=self._packing.asymmetric and plan.format == INT4,
+                source_dtype=dtype,
+            )
+        else:
+            joined = self._join(spec, plan)
+            pack_weight(
+                plan.format,
+                joined.values,
+                blob,
+                group=plan.group,
+                gated=gated,
+                source_dtype=self._dtype,
+                scales=joined.scales,
+                zeros=joined.zeros,
+            )
+        return blob
+
+    def _plan(self, spec: WeightSpec) -> _Plan:
+        stored, wanted = self._stored_scheme(spec), self._packing.weight_format
+        if wanted in FLOAT_FORMATS or (stored is None and wanted == AUTO):
+            return _Plan(self._dtype, 0, None)
+        if stored is None:
+            return _Plan(wanted, self._packing.group if wanted == INT4 else 0, None)
+        if wanted not in (AUTO, stored.format) and not (wanted in INT8_FORMATS and stored.format == "int8"):
+            raise ConfigError(
+                f"model_config.weight_format = {wanted}: tensor {spec.parts[0].name} is stored as {stored.format}; "
+                f"use auto, {stored.format} or bf16, or a model of floats"
+            )
+        return _Plan(stored.format if wanted == AUTO else wanted, stored.group, stored)
+
+    def _stored_scheme(self, spec: WeightSpec) -> Scheme | None:
+        """The one of all parts."""
+        schemes = [self._source.scheme(part) for part in spec.parts]
+        for part, scheme in zip(spec.parts, schemes, strict=True):
+            if scheme != schemes[0]:
+                raise CheckpointError(
+                    f"tensor {part.name} is stored as {scheme or 'floats'}, {spec.parts[0].name} as "
+                    f"{schemes[0] or 'floats'}; the two are one parameter ({spec.parameter}) and must agree"
+                )
+        return schemes[0]
+
+    def _floats(self, spec: WeightSpec, plan: _Plan) -> tuple[Array, str]:
+        """All rows, and their type: as they are stored where they are quantised here, so that they are rounded once."""
+        kept = {self._source.float_dtype(part.name) for part in spec.parts}
+        quantised_here = plan.format not in FLOAT_FORMATS
+        dtype = (kept.pop() if len(kept) == 1 else "float32") if quantised_here else self._dtype
+        dtype = dtype or self._dtype
+        values = self._memory(spec.shape, STORAGE_DTYPES[dtype])
+        for part, rows in _rows_of(spec.parts):
+            self._source.read_into(part.name, values[rows], dtype)
+        return values, dtype
+
+    def _join(self, spec: WeightSpec, plan: _Plan) -> QuantizedTensor:
+        """All rows as one tensor."""
+        assert plan.stored is not None, "floats are not joined here"
+        is_int4 = plan.stored.format == INT4
+        values = self._memory(spec.shape, np.uint8 if is_int4 else np.int8)
+        tensors = []
+        for part, rows in _rows_of(spec.parts):
+            tensor = self._source.read_quantised(part)
+            if tensor.group_of_input is not None:
+                raise CheckpointError(
+                    f"tensor {part.name}: its groups are not consecutive inputs (GPTQ's desc_act), which the kernels "
+                    f"cannot read; model_config.weight_format = bf16 multiplies it out"
+                )
+            values[rows] = tensor.values
+            tensors.append(replace(tensor, values=values[rows]))
+        scales = np.concatenate([each.scales for each in tensors])
+        return QuantizedTensor(plan.stored, values, scales, _joined_zeros(tensors))
+
+    def _memory(self, shape: tuple[int, ...], storage: Any) -> Array:
+        """Uninitialised, and used again for the next parameter: fresh pages for each would cost more than reading."""
+        num_bytes = int(np.prod(shape)) * np.dtype(storage).itemsize
+        if self._scratch.size < num_bytes:
+            self._scratch = np.empty(0, np.uint8)
+            self._scratch = allocate((num_bytes // 4 + 1,), "float32").view(np.uint8)
+        memory: Array = self._scratch[:num_bytes].view(storage).reshape(shape)
+        return memory
+
+
+def _rows_of(parts: Sequence[WeightPart]) -> list[tuple[WeightPart, slice]]:
+    rows, row = [], 0
+    for part in parts:
+        rows.append((part, slice(row, row + part.shape[0])))
+        row += part.shape[0]
+    return rows
+
+
+def _joined_zeros(tensors: Sequence[QuantizedTensor]) -> npt.NDArray[np.uint8] | None:
+    """None where no part has zero points."""
+    if all(each.zeros is None for each in tensors):
+        return None
+    zeros: list[npt.NDArray[np.uint8]] = [
+        np.full(each.scales.shape, INT4_ZERO, np.uint8) if each.zeros is None else each.zeros for each in tensors
+    ]
+    return np.concatenate(zeros)

@@ -1,0 +1,120 @@
+"""The safetensors files of a folder as one: ``model.safetensors``, or shards named by an index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from agent.weights.safetensors_file import SafetensorsFile, TensorInfo
+from agent.weights.storage import Array
+from llm_serving.errors import CheckpointError
+from llm_serving.formats.bounded_file import read_small_text
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 * 1024 * 1024
+_LISTED = 8
+
+
+class TensorFiles:
+    """Owns the mapped files. Tensors are views of them, valid until ``close``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: list[SafetensorsFile] = []
+        self._file_of: dict[str, SafetensorsFile] = {}
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._file_of)
+
+    def info(self, name: str) -> TensorInfo:
+        return self._file_of[name].tensors[name]
+
+    def where(self, name: str) -> Path:
+        """The file of a tensor; the folder where there is no such tensor."""
+        return self._file_of[name].path if name in self._file_of else self.folder
+
+    def read(self, name: str) -> tuple[Array, str]:
+        """Elements and type of a tensor of floats. Raises CheckpointError for any other."""
+        return self._file_of[name].read(name)
+
+    def float_dtype(self, name: str) -> str:
+        """The type of a tensor of floats."""
+        return self._file_of[name].read(name)[1]
+
+    def read_optional(self, name: str) -> tuple[Array, str] | None:
+        """Elements and type, as the file spells it, of a tensor of floats or integers; None without such a tensor."""
+        return self._file_of[name].read_stored(name) if name in self._file_of else None
+
+    def release(self, name: str) -> None:
+        """Give back the pages that reading a tensor brought in."""
+        self._file_of[name].release(name)
+
+    def close(self) -> None:
+        """Unmap the files."""
+        for file in self._files:
+            file.close()
+
+    def _open(self) -> None:
+        if (self.folder / SINGLE_FILE).exists():
+            file = self._open_file(SINGLE_FILE)
+            self._file_of = dict.fromkeys(file.tensors, file)
+        elif (self.folder / INDEX_FILE).exists():
+            self._open_shards(_read_index(self.folder / INDEX_FILE))
+        else:
+            others = sorted(path.name for path in self.folder.glob("*.safetensors"))
+            found = f"only {listed(others)}" if others else "no *.safetensors at all"
+            raise CheckpointError(
+                f"{self.folder}: there is neither {SINGLE_FILE} nor {INDEX_FILE} ({found}); "
+                "model_config.load_format: dummy serves random weights"
+            )
+
+    def _open_file(self, name: str) -> SafetensorsFile:
+        file = SafetensorsFile(self.folder / name)
+        self._files.append(file)
+        return file
+
+    def _open_shards(self, weight_map: dict[str, str]) -> None:
+        shards = {name: self._open_file(name) for name in sorted(set(weight_map.values()))}
+        for tensor, name in weight_map.items():
+            if tensor not in shards[name].tensors:
+                raise CheckpointError(f"{self.folder / INDEX_FILE}: tensor {tensor} should be in {name}, and is not")
+            self._file_of[tensor] = shards[name]
+        for name, shard in shards.items():
+            for tensor in shard.tensors:
+                owner = self._file_of.setdefault(tensor, shard)
+                if owner is not shard:
+                    raise CheckpointError(f"{self.folder}: tensor {tensor} is in {owner.path.name} and again in {name}")
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    text = read_small_text(path, MAX_INDEX_BYTES, CheckpointError)
+    try:
+        index = json.loads(text)
+    except (ValueError, RecursionError) as reason:
+        raise CheckpointError(f"{path}: not valid JSON: {reason}") from reason
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: there is no weight_map that maps tensor names to files")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path}: tensor {tensor} is in {name!r}; a shard must be a *.safetensors file of this folder"
+            )
+    return weight_map
+
+
+def listed(names: Sequence[str]) -> str:
+    """``tensor a``, ``tensors a, b and 3 more``: never a screenful."""
+    shown = ", ".join(names[:_LISTED])
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"{'tensor is' if len(names) == 1 else 'tensors are'}: {shown}{more}"

@@ -1,0 +1,219 @@
+"""Folders of GPTQ, AWQ and compressed-tensors: what they hold, to the bit, and what is refused, naming the tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from quantised_folders import CASES, LINEARS, SPECS, Case, Tensors, float_tensors, write_case
+
+from agent.weights import load_weights, open_weights
+from agent.weights.storage import Array, from_float32
+from llm_serving.errors import CheckpointError, LLMServingError
+
+
+def load(folder: Path, dtype: str = "float32") -> dict[str, Array]:
+    source = open_weights(folder, SPECS, seed=None)
+    try:
+        return load_weights(SPECS, source, dtype, lambda done, of: None)
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_those_of_the_plain_formula(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    weights = load(write_case(tmp_path, case))
+    for parameter, names in (("qkv", list(LINEARS)[:3]), ("gate_up", list(LINEARS)[3:])):
+        np.testing.assert_array_equal(weights[parameter], np.concatenate([case.plain(each).value() for each in names]))
+    np.testing.assert_array_equal(weights["norm"], float_tensors()["norm.weight"].astype(np.float32))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_integers_are_the_files(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    source = open_weights(write_case(tmp_path, case), SPECS, seed=None)
+    for spec in SPECS[1:3]:
+        for part in spec.parts:
+            plain, tensor, scheme = case.plain(part.name), source.read_quantised(part), source.scheme(part)
+            assert scheme is not None
+            assert (scheme.format, scheme.group) == ("int4" if case.bits == 4 else "int8", case.group)
+            assert tensor.scheme == scheme
+            np.testing.assert_array_equal(tensor.scales, plain.scales)
+            if case.bits == 8:
+                assert tensor.values.dtype == np.int8
+                np.testing.assert_array_equal(tensor.values, plain.q - 128)
+            else:
+                assert tensor.values.dtype == np.uint8
+                np.testing.assert_array_equal(tensor.values, plain.q)
+            if case.asymmetric:
+                np.testing.assert_array_equal(tensor.zeros, plain.zeros)
+            else:
+                assert tensor.zeros is None
+    assert source.scheme(SPECS[0].parts[0]) is None
+    source.close()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_types_are_the_float32_values_rounded_once(tmp_path: Path, dtype: str) -> None:
+    folder = write_case(tmp_path, CASES["gptq4 asymmetric"])
+    exact, rounded = load(folder), load(folder, dtype)
+    for name in exact:
+        np.testing.assert_array_equal(rounded[name], from_float32(exact[name], dtype))
+
+
+def test_older_folders_keep_the_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
+    expected = load(write_case(tmp_path / "new", CASES["gptq4"]))
+    old = write_case(tmp_path / "old", CASES["gptq4"], lambda t, c: c.clear())
+    (old / "quantize_config.json").write_text('{"bits": 4, "group_size": 32, "desc_act": false, "sym": true}')
+    np.testing.assert_array_equal(load(old)["qkv"], expected["qkv"])
+    awq = write_case(tmp_path / "awq", CASES["awq"], lambda t, c: c.clear())
+    (awq / "quant_config.json").write_text('{"zero_point": true, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}')
+    assert load(awq)["qkv"].shape == (32, 128)
+
+
+def test_desc_act_is_multiplied_out(tmp_path: Path) -> None:
+    case = CASES["gptq4"]
+    groups = np.random.default_rng(1).permutation(np.arange(128) // 32).astype(np.int32)
+    plain = case.plain("q_proj.weight")
+    expected = (plain.q - plain.zeros[:, groups]).astype(np.float32) * plain.scales[:, groups]
+    folder = write_case(tmp_path, case, lambda t, c: t.update({"q_proj.g_idx": groups}))
+    np.testing.assert_array_equal(load(folder)["qkv"][:16], expected)
+
+
+def test_a_checkpoint_may_leave_weights_as_floats(tmp_path: Path) -> None:
+    floats = np.random.default_rng(0).standard_normal((24, 128)).astype(np.float16)
+
+    def unquantise(tensors: Tensors, config: dict[str, Any]) -> None:
+        for name in [each for each in tensors if each.startswith("up_proj")]:
+            del tensors[name]
+        tensors["up_proj.weight"] = floats
+
+    weights = load(write_case(tmp_path, CASES["awq"], unquantise))
+    np.testing.assert_array_equal(weights["gate_up"][24:], floats.astype(np.float32))
+
+
+def test_optional_tensors_may_be_absent(tmp_path: Path) -> None:
+    def strip(tensors: Tensors, config: dict[str, Any]) -> None:
+        for name in [each for each in tensors if each.endswith((".bias", ".g_idx"))]:
+            del tensors[name]
+
+    one, two = load(write_case(tmp_path / "1", CASES["gptq4"])), load(write_case(tmp_path / "2", CASES["gptq4"], strip))
+    np.testing.assert_array_equal(one["qkv"], two["qkv"])
+
+
+def tensor(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensors, dict[str, Any]], object]:
+    return lambda tensors, config: tensors.update({name: change(tensors[name])})
+
+
+def setting(key: str, value: object) -> Callable[[Tensors, dict[str, Any]], object]:
+    """A changed value of ``quantization_config``; the key may be a path."""
+
+    def change(tensors: Tensors, config: dict[str, Any]) -> None:
+        *path, last = key.split(".")
+        for step in path:
+            config = config[step]
+        config[last] = value
+
+    return change
+
+
+def set_value(index: int, value: object) -> Callable[[np.ndarray], np.ndarray]:
+    def change(array: np.ndarray) -> np.ndarray:
+        copy = array.copy()
+        copy.reshape(-1)[index] = value
+        return copy
+
+    return change
+
+
+BROKEN: dict[str, tuple[str, Callable[[Tensors, dict[str, Any]], object], str]] = {
+    "missing scales": ("gptq4", lambda t, c: t.pop("q_proj.scales"), "tensor is: q_proj.scales missing"),
+    "missing zeros": ("awq", lambda t, c: t.pop("k_proj.qzeros"), "tensor is: k_proj.qzeros missing"),
+    "missing scale": ("w4a16", lambda t, c: t.pop("v_proj.weight_scale"), "v_proj.weight_scale missing"),
+    "wrong group": (
+        "gptq4",
+        setting("group_size", 64),
+        "tensor q_proj.qzeros has shape [4, 2]; config.json makes it [2, 2]",
+    ),
+    "group not a divisor": ("gptq4", setting("group_size", 48), "q_proj.weight: its 128 inputs are not whole groups"),
+    "wrong bits": ("gptq4", setting("bits", 8), "tensor q_proj.qweight has shape [16, 16]; config.json makes it [32"),
+    "wrong type": (
+        "gptq4",
+        tensor("q_proj.qweight", lambda a: a.astype(np.int64)),
+        "tensor q_proj.qweight has type I64; in this format it must be one of I32",
+    ),
+    "integer scales": ("awq", tensor("q_proj.scales", lambda a: a.astype(np.int32)), "q_proj.scales has type I32"),
+    "float weight": ("w8a8", tensor("q_proj.weight", lambda a: a.astype(np.float32)), "q_proj.weight has type F32"),
+    "scale not finite": (
+        "w8a8",
+        tensor("v_proj.weight_scale", set_value(3, np.inf)),
+        "tensor v_proj.weight_scale holds a value that is not finite",
+    ),
+    "a bias": ("gptq4", tensor("k_proj.bias", set_value(3, 0.5)), "tensor k_proj.bias is not zero"),
+    "g_idx out of range": ("gptq4", tensor("up_proj.g_idx", set_value(3, 4)), "up_proj.g_idx names a group that is"),
+    "zero points of 8 bits": ("gptq8", tensor("q_proj.qzeros", set_value(0, 5)), "q_proj.qzeros holds zero points"),
+    "other shape": (
+        "w4a16",
+        tensor("q_proj.weight_shape", set_value(0, 17)),
+        "tensor q_proj.weight_shape is [17, 128], not [16, 128]",
+    ),
+    "zero point of int8": (
+        "w8a8",
+        lambda t, c: t.update({"q_proj.weight_zero_point": np.ones((16, 1), np.int8)}),
+        "q_proj.weight_zero_point is not zero",
+    ),
+    "unexpected": ("awq", lambda t, c: t.update({"q_proj.g_idx": np.zeros(128, np.int32)}), "q_proj.g_idx in the"),
+    "no quantization_config": ("awq", lambda t, c: c.clear(), "config.json has no quantization_config"),
+    "unknown method": ("awq", setting("quant_method", "bitsandbytes"), "quant_method = 'bitsandbytes': is not supp"),
+    "three bits": ("gptq4", setting("bits", 3), "quantization_config.bits = 3: is not supported; only 4 or 8"),
+    "marlin": ("gptq4", setting("checkpoint_format", "marlin"), "checkpoint_format = 'marlin': is not supported"),
+    "module settings": ("gptq4", setting("dynamic", {"+:q": {"bits": 8}}), "settings of single modules"),
+    "gemv": ("awq", setting("version", "gemv"), "version = 'gemv': is not supported; only gemm"),
+    "static activations": (
+        "w8a8",
+        setting("config_groups.group_0.input_activations.dynamic", False),
+        "config_groups.group_0.input_activations.dynamic = False: static scales of activations are not supported",
+    ),
+    "float weights": (
+        "w8a8",
+        setting("config_groups.group_0.weights.type", "float"),
+        "config_groups.group_0.weights.type = 'float': is not supported; only int",
+    ),
+    "block scales": (
+        "w8a8",
+        setting("config_groups.group_0.weights.strategy", "block"),
+        "weights.strategy = 'block': is not supported; only channel or group or tensor",
+    ),
+    "float8": ("w8a8", setting("format", "float-quantized"), "format = 'float-quantized': is not supported; only int-"),
+    "two schemes": ("w8a8", setting("config_groups.group_1", {}), "must be exactly one group"),
+    "some layers": (
+        "w8a8",
+        setting("config_groups.group_0.targets", ["re:.*q_proj"]),
+        "config_groups.group_0.targets = ['re:.*q_proj']: is not supported",
+    ),
+    "quantised cache": ("w8a8", setting("kv_cache_scheme", {"num_bits": 8}), "kv_cache_scheme = {'num_bits': 8}: is"),
+    "not compressed": ("w8a8", setting("quantization_status", "frozen"), "quantization_status = 'frozen'"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_folder_is_refused(tmp_path: Path, case: str) -> None:
+    name, change, expected = BROKEN[case]
+    folder = write_case(tmp_path, CASES[name], change)
+    with pytest.raises(LLMServingError) as caught:
+        load(folder)
+    assert expected in str(caught.value)
+    assert str(tmp_path) in str(caught.value)
+    assert isinstance(caught.value, CheckpointError)
+
+
+def test_a_broken_json_is_named(tmp_path: Path) -> None:
+    folder = write_case(tmp_path, Case("awq", 4, 64))
+    (folder / "config.json").write_text(json.dumps({"quantization_config": "awq"}))
+    with pytest.raises(CheckpointError, match=r"quantization_config = 'awq': must be a mapping"):
+        load(folder)

@@ -1,0 +1,161 @@
+"""Run by test_fused_ops.py in a process of its own: prints JSON. The fused custom ops in a static graph."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, nn
+
+from agent.backends.cpu.ops import custom_operator
+from agent.kernels.packing import pack_weight, packed_weight_bytes, weight_blob
+from agent.layers.parameter import bind, unbound_parameter
+
+ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
+ms.set_device("CPU")
+
+TOKENS, SEQS, WIDTH, INNER, VOCAB, EPSILON = 12, 5, 64, 96, 130, 1e-5
+NAMES = {ms.float32: "float32", ms.float16: "float16", ms.bfloat16: "bfloat16"}
+RANDOM = np.random.default_rng(0)
+TABLE, GATE_UP, DOWN, FIRST, SECOND, HEAD = (
+    RANDOM.standard_normal(shape).astype(np.float32) / 8
+    for shape in ((VOCAB, WIDTH), (2 * INNER, WIDTH), (WIDTH, INNER), (WIDTH, WIDTH), (WIDTH, WIDTH), (VOCAB, WIDTH))
+)
+GAMMA = 1 + RANDOM.standard_normal(WIDTH).astype(np.float32) / 8
+
+
+def packed(weight: np.ndarray, weight_format: str, *, gated: bool = False) -> np.ndarray:
+    group = 32 if weight_format == "int4" else 0
+    blob = weight_blob(packed_weight_bytes(weight_format, *weight.shape, group))
+    source = weight
+    if weight_format in ("float16", "bfloat16"):
+        source = Tensor(weight).astype(getattr(ms, weight_format)).view(ms.int16).asnumpy().view(np.uint16)
+        source = source.view(np.float16) if weight_format == "float16" else source
+    source_dtype = weight_format if weight_format in ("float16", "bfloat16") else "float32"
+    pack_weight(weight_format, source, blob, group=group, gated=gated, source_dtype=source_dtype)
+    return blob
+
+
+def parameter(blob: np.ndarray) -> ms.Parameter:
+    """Over the blob's own memory, which is aligned as the operators want it."""
+    result = unbound_parameter(blob.shape, "uint8")
+    bind(result, blob)
+    return result
+
+
+class Layers(nn.Cell):
+    """Embedding, two linear layers with norm, MLP and output, all but attention of a model of one layer."""
+
+    def __init__(self, dtype: Any, weight_format: str, head: np.ndarray | None = None) -> None:
+        super().__init__()
+        name = NAMES[dtype]
+        rows = [TOKENS, WIDTH]
+        self.embed = custom_operator("EmbedTokens", [rows], [name])
+        self.norm_linear = custom_operator("NormLinear", [rows], [name])
+        self.add_norm_linear = custom_operator("AddNormLinear", [rows, rows], [name, name])
+        self.linear = custom_operator("PackedLinear", [rows], [name])
+        self.mlp = custom_operator("GatedMlp", [rows, rows], [name, name])
+        self.head = custom_operator("LmHead", [[SEQS]], ["int32"])
+        self.table = ms.Parameter(Tensor(TABLE).astype(dtype), name="table")
+        self.gamma = ms.Parameter(Tensor(GAMMA).astype(dtype), name="gamma")
+        self.epsilon = ms.Parameter(Tensor(np.full(1, EPSILON, np.float32)), name="epsilon")
+        self.logits = ms.Parameter(Tensor(np.zeros((SEQS, VOCAB), np.float32)), name="logits")
+        weights = {"first": FIRST, "second": SECOND, "down": DOWN}
+        for key, weight in weights.items():
+            setattr(self, f"{key}_weight", parameter(packed(weight, weight_format)))
+        self.gate_up_weight = parameter(packed(GATE_UP, weight_format, gated=True))
+        self.head_weight = parameter(packed(HEAD, weight_format) if head is None else head)
+
+    def construct(self, ids: Tensor, last: Tensor, counts: Tensor) -> Tensor:
+        residual = self.embed(ids, self.table, counts)
+        hidden = self.norm_linear(residual, self.gamma, self.epsilon, self.first_weight, counts)
+        hidden, residual = self.add_norm_linear(
+            hidden, residual, self.gamma, self.epsilon, self.second_weight, counts
+        )
+        hidden = self.linear(hidden, self.first_weight, counts)
+        hidden, residual = self.mlp(
+            hidden, residual, self.gamma, self.epsilon, self.gate_up_weight, self.down_weight, counts
+        )
+        return self.head(hidden, residual, self.gamma, self.epsilon, self.head_weight, last, self.logits, counts)
+
+
+def rendering(ids: np.ndarray) -> np.ndarray:
+    """Logits of every token in float64."""
+
+    def norm(x: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPSILON) * GAMMA
+
+    residual = TABLE[ids].astype(np.float64)
+    hidden = norm(residual) @ FIRST.T
+    residual = residual + hidden
+    hidden = norm(residual) @ SECOND.T @ FIRST.T
+    residual = residual + hidden
+    gate, up = np.split(norm(residual) @ GATE_UP.T, 2, -1)
+    residual = residual + (gate / (1 + np.exp(-gate)) * up) @ DOWN.T
+    return norm(residual) @ HEAD.T
+
+
+def run(net: Layers, ids: list[int], last: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Logits and best ids of the sequences; what is past the step's tokens is rubbish that must not be touched."""
+    all_ids, all_last = np.full(TOKENS, VOCAB + 7, np.int32), np.full(SEQS, TOKENS + 7, np.int32)
+    all_ids[: len(ids)], all_last[: len(last)] = ids, last
+    counts = np.array([len(ids), len(last), 1, 0], np.int32)
+    best = net(Tensor(all_ids), Tensor(all_last), Tensor(counts)).asnumpy()
+    return net.logits.asnumpy()[: len(last)].copy(), best[: len(last)]
+
+
+def check(dtype: Any, weight_format: str, limit: float) -> dict[str, bool]:
+    net = Layers(dtype, weight_format)
+    ids = [int(i) for i in RANDOM.integers(0, VOCAB, TOKENS)]
+    net.logits.set_data(Tensor(np.full((SEQS, VOCAB), 5, np.float32)))
+    logits, best = run(net, ids, [2, -1, TOKENS - 1])
+    exact = rendering(np.array(ids))
+    alone = [run(net, [ids[i]], [0])[0][0] for i in (2, TOKENS - 1)]
+    tops = [logits[i].argmax() for i in (0, 2)]
+    results = {
+        "equals float64": bool((logits[[0, 2]] - exact[[2, TOKENS - 1]]).std() < limit * exact.std()),
+        "alone as in the batch": np.array_equal(alone[0], logits[0]) and np.array_equal(alone[1], logits[2]),
+        "best ids": best.tolist() == [tops[0], -1, tops[1]],
+        "a sequence that does not sample": bool((logits[1] == 5).all()),
+        "no tokens at all": run(net, [], [])[1].size == 0,
+    }
+    return {f"{NAMES[dtype]} {weight_format}: {label}": passed for label, passed in results.items()}
+
+
+def refuses(build: Any, *arguments: Any) -> bool:
+    """In a graph of its own: one that failed once reports that failure for ever."""
+    try:
+        run(build(), *arguments)
+    except RuntimeError:
+        return True
+    return False
+
+
+def check_refusals() -> dict[str, bool]:
+    def net() -> Layers:
+        return Layers(ms.float32, "float32")
+
+    torn = packed(HEAD, "float32")
+    torn[:4] = 0
+    small = packed(FIRST, "float32")
+    return {
+        "refuses a token id": refuses(net, [VOCAB], [0]),
+        "refuses a last token": refuses(net, [1], [1]),
+        "refuses a weight of another shape": refuses(lambda: Layers(ms.float32, "float32", small), [1], [0]),
+        "refuses a blob without header": refuses(lambda: Layers(ms.float32, "float32", torn), [1], [0]),
+        "refuses a weight of another type": refuses(lambda: Layers(ms.float16, "float32"), [1], [0]),
+    }  # fmt: skip
+
+
+def main() -> None:
+    results = check(ms.float32, "float32", 1e-6) | check(ms.float16, "float16", 0.003)
+    results |= check(ms.bfloat16, "bfloat16", 0.03) | check(ms.bfloat16, "int8", 0.05) | check(ms.float32, "int4", 0.4)
+    results |= check_refusals()
+    sys.stdout.write("\n" + json.dumps({name: bool(passed) for name, passed in results.items()}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
