@@ -1,4 +1,5 @@
-"""Builds agent/kernels/libllm_kernels.so, in place also performance/ceilings, and packs the data folders; everything else is in pyproject.toml.
+"""Builds agent/kernels/libllm_kernels.so, in place also performance/ceilings,
+and packs the data folders; everything else is in pyproject.toml.
 
 The kernels are compiled once per instruction set and chosen at run time, so the library runs on any machine of its
 architecture. An instruction set the compiler does not know is left out.
