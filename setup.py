@@ -1,4 +1,6 @@
-"""Builds agent/kernels/libllm_kernels.so, in place also performance/ceilings, and packs the data folders; everything else is in pyproject.toml.
+"""Builds the kernels (agent/kernels/libllm_kernels.so; in place also performance/ceilings) and packs the data folders.
+
+Everything else is in pyproject.toml.
 
 The kernels are compiled once per instruction set and chosen at run time, so the library runs on any machine of its
 architecture. An instruction set the compiler does not know is left out.
