@@ -37,19 +37,24 @@ struct Int8Form {
   static constexpr float kLargestQuery = 16319.0f;  // 127 * 2^7 + 63
   static constexpr float kLargestWeight = 65535.0f;
 
-  static inline __m512i load_bytes(const int8_t* p, int64_t n) {
-    if (n >= 64) return _mm512_loadu_si512(p);
+  template <bool kWhole>
+  static inline __attribute__((always_inline)) __m512i load_bytes(const int8_t* p, int64_t n) {
+    if (kWhole || n >= 64) return _mm512_loadu_si512(p);
     return _mm512_maskz_loadu_epi8((__mmask64{1} << n) - 1, p);
   }
-  static inline Vec load_key(const int8_t* p, int64_t n) {
-    return {_mm512_castsi512_ps(_mm512_xor_si512(load_bytes(p, n), _mm512_set1_epi8(-128)))};
+  template <bool kWhole>
+  static inline __attribute__((always_inline)) Vec load_key(const int8_t* p, int64_t n) {
+    return {_mm512_castsi512_ps(_mm512_xor_si512(load_bytes<kWhole>(p, n), _mm512_set1_epi8(-128)))};
   }
 
-  // Four values (null: zero) interleaved. Vector i, lane 4 * l + c holds dim 16 * l + 4 * i + c: see restore_order.
-  static inline void pack_values(const int8_t* const (&rows)[4], int64_t n, Unit* out, int64_t) {
+  // Four values interleaved; where not whole, null is zero. Vector i, lane 4 * l + c holds dim 16 * l + 4 * i + c: see restore_order.
+  template <bool kWhole>
+  static inline __attribute__((always_inline)) void pack_values(const int8_t* const (&rows)[4], int64_t n, Unit* out) {
     __m512i row[4];
     LLMK_UNROLL
-    for (int i = 0; i < 4; ++i) row[i] = rows[i] == nullptr ? _mm512_setzero_si512() : load_bytes(rows[i], n);
+    for (int i = 0; i < 4; ++i) {
+      row[i] = !kWhole && rows[i] == nullptr ? _mm512_setzero_si512() : load_bytes<kWhole>(rows[i], n);
+    }
     const __m512i low = _mm512_unpacklo_epi8(row[0], row[1]), high = _mm512_unpackhi_epi8(row[0], row[1]);
     const __m512i low2 = _mm512_unpacklo_epi8(row[2], row[3]), high2 = _mm512_unpackhi_epi8(row[2], row[3]);
     _mm512_storeu_si512(out, _mm512_unpacklo_epi16(low, low2));
