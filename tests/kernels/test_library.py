@@ -18,7 +18,9 @@ from agent.kernels.direct import matmul
 from agent.kernels.library import KernelsNotBuiltError, kernel_isa, library_path, num_threads, set_threads
 
 ROOT = Path(__file__).resolve().parents[2]
-NUMERIC_TESTS = ("test_matmul.py", "test_elementwise.py", "test_attention.py", "test_sampler.py")
+NUMERIC_TESTS = (
+    "test_matmul.py", "test_elementwise.py", "test_attention.py", "test_rotary_attention.py", "test_sampler.py",
+)  # fmt: skip
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -128,4 +130,4 @@ def test_no_instance_is_shared_between_instruction_sets() -> None:
         ["nm", "-C", "--defined-only", str(library_path())], capture_output=True, text=True, check=True
     )
     vectorised = [line for line in process.stdout.splitlines() if re.search(r"__m(128|256|512)|__vector", line)]
-    assert all(re.search(r"llmk::(portable|avx2|avx512|avx512_bf16)::", line) for line in vectorised)
+    assert all(re.search(r"llmk::(portable|avx2|avx512|avx512_vnni|avx512_bf16)::", line) for line in vectorised)
