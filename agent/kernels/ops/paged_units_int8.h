@@ -6,6 +6,12 @@ namespace llmk {
 namespace LLMK_ARCH {
 namespace paged {
 
+// VPDPBUSD as assembly: GCC 12 copies the accumulators of its intrinsic around in every step of a loop.
+LLMK_INLINE __m512i dot_quads(__m512i total, __m512i unsigned_bytes, __m512i signed_bytes) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(unsigned_bytes), "v"(signed_bytes));
+  return total;
+}
+
 // Keys as bytes + 128 (unsigned) times signed queries; 128 * sum(query) is taken off by the row's offset.
 struct Int8ScoreProduct {
   using Acc = __m512i;
@@ -14,7 +20,7 @@ struct Int8ScoreProduct {
   static inline Acc clear() { return _mm512_setzero_si512(); }
   static inline Operand lanes(const Unit* p) { return _mm512_loadu_si512(p); }
   static inline Operand spread(const Unit* p) { return _mm512_set1_epi32(static_cast<int>(*p)); }
-  static inline Acc step(Operand a, Operand b, Acc total) { return _mm512_dpbusd_epi32(total, b, a); }
+  static inline Acc step(Operand a, Operand b, Acc total) { return dot_quads(total, b, a); }
   static inline Acc shift(Acc total, int32_t offset) {
     return _mm512_add_epi32(_mm512_slli_epi32(total, kShift), _mm512_set1_epi32(offset));
   }
@@ -24,7 +30,7 @@ struct Int8ScoreProduct {
 // Unsigned weights times signed values.
 struct Int8ValueProduct : Int8ScoreProduct {
   static constexpr int kShift = 8;
-  static inline Acc step(Operand a, Operand b, Acc total) { return _mm512_dpbusd_epi32(total, a, b); }
+  static inline Acc step(Operand a, Operand b, Acc total) { return dot_quads(total, a, b); }
   static inline Acc shift(Acc total, int32_t) { return _mm512_slli_epi32(total, kShift); }
 };
 
