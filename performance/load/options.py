@@ -159,7 +159,11 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
 
 def parse_options(arguments: Sequence[str] | None = None) -> LoadOptions:
     """Exits with 2 on a wrong option; raises ``UsageError`` on a wrong combination."""
-    parsed = build_parser().parse_args(arguments)
+    return options_of(build_parser().parse_args(arguments))
+
+
+def options_of(parsed: argparse.Namespace) -> LoadOptions:
+    """What ``build_parser`` parsed. Raises ``UsageError`` on a wrong combination."""
     if request_count(parsed.rate, parsed.duration) < 1:
         raise UsageError(f"-X {parsed.rate:g} for -T {parsed.duration:g} seconds makes no request: raise one of them")
     if parsed.token_ids and parsed.vocab_size <= FIRST_PLAIN_TOKEN:

@@ -39,10 +39,6 @@ Rows = dict[str, dict[str, Any]]
 """By name: ``batch 8``, ``prefill 1024``."""
 
 
-class PeerError(Exception):
-    """A peer did not run."""
-
-
 @dataclass(frozen=True, slots=True)
 class Peer:
     name: str
@@ -58,12 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failures = 0
     for peer in parsed.peer:
         print(f"measuring {peer.name}", file=sys.stderr)
-        try:
-            rows = measure_peer(peer, parsed)
-        except PeerError as error:
+        rows, error = measure_peer(peer, parsed)
+        if error is not None:
             print(f"error: {peer.name}: {error}", file=sys.stderr)
             failures += 1
-            continue
         peers[peer.name] = peers.get(peer.name, {}) | rows
         if parsed.json:
             write_json(parsed.json, peers)
@@ -85,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=parse_count, default=2, help="default %(default)s")
     parser.add_argument("--vocab-size", type=parse_count, default=32000, help="default %(default)s")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one peer (default %(default)s)")
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="flock: shared while a peer loads, else exclusive")
     parser.add_argument("--json", type=Path, metavar="FILE", help="rows of all peers, kept and added to")
     return parser
 
@@ -104,8 +99,8 @@ def parse_named_file(text: str) -> tuple[str, Path]:
     return name, Path(path)
 
 
-def measure_peer(peer: Peer, parsed: argparse.Namespace) -> Rows:
-    """Run the peer's driver to its end. Raises PeerError with the last of what it printed."""
+def measure_peer(peer: Peer, parsed: argparse.Namespace) -> tuple[Rows, str | None]:
+    """The rows that a peer's driver printed, and why it did not come to its end, if it did not."""
     request = {
         "model": peer.model,
         "batch": parsed.batch,
@@ -116,27 +111,27 @@ def measure_peer(peer: Peer, parsed: argparse.Namespace) -> Rows:
         "threads": parsed.threads,
         "vocab_size": parsed.vocab_size,
         "max_step_tokens": MAX_STEP_TOKENS,
+        "lock": None if parsed.lock is None else str(parsed.lock),
     }
     command = [peer.python, str(FOLDER / f"{peer.kind}_driver.py"), json.dumps(request)]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
-        code = run_group(command, peer_environment(peer, parsed.threads), output, parsed.timeout)
+        try:
+            code = run_group(command, peer_environment(peer, parsed.threads), output, parsed.timeout)
+        except OSError as error:
+            return {}, str(error)
         output.seek(0)
         text = output.read()
-    rows = peer_rows(text)
-    if code != 0 or not rows:
-        raise PeerError(f"ended with {code}:\n{text[-OUTPUT_TAIL:]}")
-    return rows
+    if code is None:
+        return peer_rows(text), f"it took more than {parsed.timeout:g} s"
+    return peer_rows(text), f"it ended with {code}:\n{text[-OUTPUT_TAIL:]}" if code else None
 
 
 def run_group(command: Sequence[str], environment: dict[str, str], output: IO[str], timeout_s: float) -> int | None:
     """The exit code of a program, None when it took too long. What it started ends with it: some peers leave
-    processes behind, which would take processor time from the next. Raises PeerError when it cannot be started."""
-    try:
-        process = subprocess.Popen(
-            command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    except OSError as error:
-        raise PeerError(str(error)) from error
+    processes behind, which would take processor time from the next. Raises OSError when it cannot be started."""
+    process = subprocess.Popen(
+        command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+    )
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:

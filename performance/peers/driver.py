@@ -6,6 +6,8 @@ Standard library only, as it runs in the peer's own Python. A driver gives ``mai
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 import random
@@ -34,11 +36,23 @@ def main(make_generate: MakeGenerate) -> None:
     request["max_batch"] = max(batch for _, batch, _, _ in cases)
     request["max_tokens"] = max(prompt + new for _, _, prompt, new in cases)
     request["max_batch_tokens"] = max(batch * (prompt + new) for _, batch, prompt, new in cases)
-    generate = make_generate(request)
+    with _locked(request["lock"], fcntl.LOCK_SH):
+        generate = make_generate(request)
     for case in cases:
-        print(MARK + json.dumps(_measure(generate, case, request)), flush=True)
+        with _locked(request["lock"], fcntl.LOCK_EX):
+            row = _measure(generate, case, request)
+        print(MARK + json.dumps(row), flush=True)
     sys.stdout.flush()
     os._exit(0)  # peers' threads need not be waited for
+
+
+@contextlib.contextmanager
+def _locked(path: str | None, kind: int) -> Iterator[None]:
+    """On a shared machine: measuring excludes whoever holds the lock of the same file, loading shares it."""
+    with contextlib.ExitStack() as owned:
+        if path is not None:
+            fcntl.flock(owned.enter_context(open(path, "a")), kind)
+        yield
 
 
 def _cases(request: dict[str, Any]) -> Iterator[tuple[str, int, int, int]]:

@@ -6,6 +6,9 @@ from typing import Any
 
 import driver
 
+MAX_SEQUENCES, MAX_TOKENS = 128, 2048
+"""Always the same, so that what vLLM compiles at its start is found in its cache the next time."""
+
 
 def make_generate(request: dict[str, Any]) -> driver.Generate:
     from vllm import LLM, SamplingParams
@@ -15,8 +18,8 @@ def make_generate(request: dict[str, Any]) -> driver.Generate:
         dtype="bfloat16",
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
-        max_model_len=request["max_tokens"] + 1,
-        max_num_seqs=request["max_batch"],
+        max_model_len=MAX_TOKENS,
+        max_num_seqs=MAX_SEQUENCES,
         max_num_batched_tokens=request["max_step_tokens"],
         disable_log_stats=True,
     )

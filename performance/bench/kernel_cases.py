@@ -1,0 +1,202 @@
+"""Which kernels are measured at which shapes. A case owns its arrays, so cases are made one at a time.
+
+What a case must read is kept in several copies that take turns, together at least ``ROTATION_BYTES``: otherwise weights
+would sit in the last-level cache, where no model finds them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from agent.kernels import SampleInputs, SampleOutputs, sample
+from agent.kernels.direct import DTYPES, Array, rms_norm, store, swiglu
+from agent.kernels.direct_attention import EntryCall, cache_array
+from agent.kernels.direct_linear import LinearArgs, packed
+from agent.kernels.library import load_library
+from agent.kernels.packing import Blob, weight_blob
+from llm_serving.model_shape import ModelShape
+from performance.bench.roofline import Numbers, Operator, attention, layer_linears, linear
+
+SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes"
+SHAPE_NAMES = ("llama_160m", "llama_1b", "llama_7b")
+LINEAR_FORMATS = ("bfloat16", "int8", "int4", "int8_weight_only")
+LINEAR_ROWS = (1, 8, 64, 512)
+ROTATION_BYTES = 160 << 20
+"""Five times the largest last-level cache met so far."""
+GROUP = 64
+BLOCK_SIZE = 16
+DECODE_SEQS, DECODE_CONTEXT = 64, 512
+PREFILL_TOKENS = 2048
+DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel at one shape: the calls, which differ in what they read only, and what each cannot do without."""
+
+    kernel: str
+    shape: str
+    format: str
+    calls: Sequence[Callable[[], object]]
+    operator: Operator
+
+
+def load_shape(name: str) -> ModelShape:
+    return ModelShape.from_hf_folder(SHAPES / name)
+
+
+def ordinary(*shape: int, dtype: str) -> Array:
+    """Numbers of ordinary size: what they are does not matter for speed."""
+    return store(np.resize(np.linspace(-1, 1, 4099, dtype=np.float32), shape), dtype)
+
+
+def copies_of(num_bytes: int) -> int:
+    return max(2, -(-ROTATION_BYTES // num_bytes))
+
+
+def linear_shapes(names: Sequence[str]) -> dict[tuple[int, int], list[str]]:
+    """Columns and depth of every linear layer of the models; a size that occurs twice is measured once."""
+    sizes: dict[tuple[int, int], list[str]] = {}
+    for name in names:
+        shape = load_shape(name)
+        for layer, size in (layer_linears(shape) | {"lm_head": (shape.vocab_size, shape.hidden_size)}).items():
+            sizes.setdefault(size, []).append(f"{name.removeprefix('llama_')}.{layer}")
+    return sizes
+
+
+def linear_cases(names: Sequence[str], rows: Sequence[int], formats: Sequence[str]) -> Iterator[Case]:
+    for (columns, depth), layers in linear_shapes(names).items():
+        values = ordinary(columns, depth, dtype="float32")
+        for weight_format in formats:
+            group = GROUP if weight_format == "int4" else 0
+            blob = packed(weight_format, values, group=group)
+            blobs = [blob, *(_copy(blob) for _ in range(copies_of(blob.size) - 1))]
+            numbers = Numbers(DTYPE, weight_format, group=GROUP)
+            for count in rows:
+                name = f"{count}x{columns}x{depth} {'/'.join(layers)}"
+                operator = linear("linear", count, columns, depth, numbers)
+                yield Case("linear", name, weight_format, _linear_calls(blobs, count, columns, depth), operator)
+
+
+def _copy(blob: Blob) -> Blob:
+    copy = weight_blob(blob.size)
+    copy[:] = blob
+    return copy
+
+
+def _linear_calls(blobs: Sequence[Blob], rows: int, columns: int, depth: int) -> list[Callable[[], object]]:
+    """Arguments made once: at one row a call takes as long as making them."""
+    entry = load_library().llmk_test_linear
+    entry.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    x, out = ordinary(rows, depth, dtype=DTYPE), np.empty((rows, columns), np.uint16)
+
+    def prepared(blob: Blob) -> Callable[[], object]:
+        args = LinearArgs(
+            weight=blob.ctypes.data, x=x.ctypes.data, dtype=DTYPES.index(DTYPE), rows=rows, x_stride=depth,
+            out_stride=columns, out=out.ctypes.data,
+        )  # fmt: skip
+        arrays = (blob, x, out)  # kept alive with the call
+        return lambda: _checked(entry(ctypes.byref(args), arrays[0].size, 0))
+
+    return [prepared(blob) for blob in blobs]
+
+
+def _checked(code: int) -> None:
+    if code != 0:
+        raise RuntimeError(f"a kernel refused its arguments with {code}; the reason is on standard error")
+
+
+def attention_cases(names: Sequence[str]) -> Iterator[Case]:
+    """Decode of many sequences, prefill of one prompt, and a chunk of a prompt after a long context."""
+    for name in names:
+        shape = load_shape(name)
+        decode_seqs = DECODE_SEQS if shape.num_key_value_heads * shape.head_dim < 2048 else DECODE_SEQS // 4
+        for kv_format in (DTYPE, "int8"):
+            for kind, seqs, queries, context in (
+                ("decode", decode_seqs, 1, DECODE_CONTEXT),
+                ("decode", 1, 1, 2 * PREFILL_TOKENS),
+                ("prefill", 1, PREFILL_TOKENS, PREFILL_TOKENS),
+                ("chunk", 1, 256, PREFILL_TOKENS),
+            ):
+                yield _attention_case(shape, f"attention {kind}", seqs, queries, context, kv_format)
+
+
+def _attention_case(shape: ModelShape, kernel: str, seqs: int, queries: int, context: int, kv_format: str) -> Case:
+    heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
+    operator = attention(
+        "attention", [(queries, context)] * seqs, heads, kv_heads, dim, Numbers(DTYPE, kv_format=kv_format)
+    )
+    calls = [
+        _attention_call((heads, kv_heads, dim), seqs, queries, context, kv_format)
+        for _ in range(copies_of(int(operator.num_bytes)) if queries == 1 else 1)
+    ]
+    return Case(kernel, f"{seqs}x{queries}@{context} {heads}/{kv_heads}x{dim}", kv_format, calls, operator)
+
+
+def _attention_call(
+    sizes: tuple[int, int, int], seqs: int, queries: int, context: int, kv_format: str
+) -> Callable[[], object]:
+    """A call of RotaryAttention on caches of its own; the blocks of a sequence lie anywhere, as in a server."""
+    heads, kv_heads, dim = sizes
+    width = -(-context // BLOCK_SIZE)
+    tables = np.random.default_rng(0).permutation(seqs * width).astype(np.int32).reshape(seqs, width)
+    caches = [cache_array(seqs * width, kv_heads, BLOCK_SIZE, dim, kv_format) for _ in range(2)]
+    for cache in caches:
+        cache.fill(0)  # pages that were never written would all be the same one
+    qkv = ordinary(seqs * queries, (heads + 2 * kv_heads) * dim, dtype=DTYPE)
+    positions = np.tile(np.arange(context - queries, context, dtype=np.int32), seqs)
+    slots = (tables[:, positions[:queries] // BLOCK_SIZE] * BLOCK_SIZE + positions[:queries] % BLOCK_SIZE).ravel()
+    angles = np.arange(context)[:, None] * np.linspace(0, 1, dim)
+    lens = [np.full(seqs, length, np.int32) for length in (context, queries)]
+    counts = np.array([seqs * queries, seqs, width, 0], np.int32)
+    out = np.empty((seqs * queries, heads * dim), np.uint16)
+    call = EntryCall(
+        [
+            (qkv, DTYPE), (positions, None), (np.cos(angles).astype(np.float32), None),
+            (np.sin(angles).astype(np.float32), None), (caches[0], kv_format), (caches[1], kv_format),
+            (slots.astype(np.int32), None), (tables, None), (lens[0], None), (lens[1], None), (counts, None),
+            (out, DTYPE),
+        ]
+    )  # fmt: skip
+    entry = load_library().RotaryAttention
+    return lambda: _checked(call.run(entry))
+
+
+def row_cases() -> Iterator[Case]:
+    """Kernels that only read and write rows; at these sizes the rows come from the caches."""
+    for rows, width in ((1, 4096), (512, 4096)):
+        x, gamma = ordinary(rows, width, dtype=DTYPE), ordinary(width, dtype=DTYPE)
+        shape = f"{rows}x{width}"
+        norm = Operator("rms_norm", 2.0 * x.nbytes, 4.0 * x.size, "fp32_gflops")
+        gate = Operator("swiglu", 1.5 * x.nbytes, 15.0 * x.size, "fp32_gflops")
+        yield Case("rms_norm", shape, DTYPE, [lambda x=x, gamma=gamma: rms_norm(x, gamma, DTYPE, DTYPE)], norm)
+        yield Case("swiglu", shape, DTYPE, [lambda x=x: swiglu(x, DTYPE)], gate)
+
+
+def sampler_cases() -> Iterator[Case]:
+    for rows, vocab_size in ((1, 32000), (64, 32000)):
+        logits = np.random.default_rng(0).standard_normal((rows, vocab_size)).astype(np.float32) * 3
+        outputs = SampleOutputs.allocate(rows)
+        operator = Operator("sample", float(logits.nbytes), 20.0 * logits.size, "fp32_gflops")
+        for label, temperature, top_k, top_p in (("greedy", 0, 0, 1), ("top_k 50", 1, 50, 1), ("top_p 0.9", 1, 0, 0.9)):
+            inputs = _sample_inputs(rows, temperature, top_k, top_p)
+
+            def call(logits: Array = logits, inputs: SampleInputs = inputs, outputs: SampleOutputs = outputs) -> None:
+                sample(logits, inputs, outputs)
+
+            yield Case(f"sample {label}", f"{rows}x{vocab_size}", "float32", [call], operator)
+
+
+def _sample_inputs(rows: int, temperature: float, top_k: int, top_p: float) -> SampleInputs:
+    off, on, none = np.zeros(rows, np.float32), np.ones(rows, np.float32), np.zeros(rows, np.int32)
+    seeds = np.arange(rows, dtype=np.uint64)
+    top_ps = on * np.float32(top_p)
+    return SampleInputs(
+        temperature=on * np.float32(temperature), top_k=none + top_k, top_p=top_ps, min_p=off, repetition_penalty=on,
+        presence_penalty=off, frequency_penalty=off, seed=seeds, sample_position=none, num_top_logits=none,
+    )  # fmt: skip

@@ -1,0 +1,156 @@
+"""Speed of each kernel against what this machine can do: the ceilings are measured in the same run.
+
+A line is the median of the passes that fit into --seconds, at least five. A pass runs a kernel over all copies of its
+weights or caches, which are together larger than the last-level cache. share is least time / measured time: the
+longer of reading once what must be read at full bandwidth, and computing at the peak of the format's unit
+(performance/bench/roofline.py); bound says which of the two. Norms, SwiGLU and sampling work on what the last
+operator left in the caches and can pass 100 % of the bandwidth of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from agent.kernels import kernel_isa, set_threads
+from performance.bench.ceilings import Ceilings, measure_ceilings
+from performance.bench.kernel_cases import (
+    LINEAR_FORMATS,
+    LINEAR_ROWS,
+    SHAPE_NAMES,
+    Case,
+    attention_cases,
+    linear_cases,
+    row_cases,
+    sampler_cases,
+)
+from performance.bench.numbers import parse_counts, write_json
+
+LEAST_PASSES = 5
+ATTENTION_KERNELS = ("attention decode", "attention prefill", "attention chunk")
+HEADER = (
+    f"{'kernel':<18} {'shape':<40} {'format':<16} {'thr':>3} {'us':>10} {'GB/s':>7} {'GOP/s':>7} {'share':>6} bound"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    kernel: str
+    shape: str
+    format: str
+    threads: int
+    seconds: float
+    gb_s: float
+    gop_s: float
+    share_of_ceiling: float
+    bound: str
+
+    def text(self) -> str:
+        return (
+            f"{self.kernel:<18} {self.shape:<40} {self.format:<16} {self.threads:>3} {self.seconds * 1e6:>10.1f} "
+            f"{self.gb_s:>7.2f} {self.gop_s:>7.1f} {self.share_of_ceiling:>6.0%} {self.bound}"
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parsed = build_parser().parse_args(arguments)
+    ceilings, rows = {}, []
+    for threads in parsed.threads:
+        ceilings[threads] = measure_ceilings(threads)
+        print(f"{ceilings[threads].text()}\n{HEADER}", flush=True)
+        set_threads(threads)
+        for case in cases_of(parsed):
+            if parsed.only in case.kernel:
+                rows.append(row_of(case, measure(case, parsed.seconds), ceilings[threads]))
+                print(rows[-1].text(), flush=True)
+    result = {
+        "isa": kernel_isa(),
+        "ceilings": asdict(ceilings[parsed.threads[-1]]),
+        "ceilings_by_threads": {str(each.threads): asdict(each) for each in ceilings.values()},
+        "rows": [asdict(row) for row in rows],
+    }
+    if parsed.json is not None:
+        write_json(parsed.json, result)
+    if parsed.png is not None:
+        from performance.bench.plots import plot_kernels
+
+        plot_kernels(parsed.png, result)
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write ceilings and rows here")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a roofline plot here")
+    parser.add_argument("--threads", type=parse_threads, default=(0,), help="1,2: each in turn; 0 (default): all")
+    parser.add_argument("--seconds", type=float, default=0.1, help="time spent on each line (default %(default)s)")
+    parser.add_argument("--only", default="", help="only kernels whose name contains this: linear, attention ...")
+    parser.add_argument("--models", type=names_out_of(SHAPE_NAMES), default=SHAPE_NAMES, help=",".join(SHAPE_NAMES))
+    parser.add_argument("--rows", type=parse_counts, default=LINEAR_ROWS, help="of linear (default 1,8,64,512)")
+    parser.add_argument(
+        "--formats", type=names_out_of(LINEAR_FORMATS), default=LINEAR_FORMATS, help=",".join(LINEAR_FORMATS)
+    )
+    return parser
+
+
+def parse_threads(text: str) -> tuple[int, ...]:
+    return (0,) if text == "0" else parse_counts(text)
+
+
+def names_out_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """A parser of names out of ``known``, separated by commas."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(text.split(","))
+        if unknown := sorted(set(names) - set(known)):
+            raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: expected some of {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def cases_of(parsed: argparse.Namespace) -> Iterator[Case]:
+    """Made only where --only may want them: weights are large."""
+
+    def wanted(*kernels: str) -> bool:
+        return any(parsed.only in kernel for kernel in kernels)
+
+    if wanted("linear"):
+        yield from linear_cases(parsed.models, parsed.rows, parsed.formats)
+    if wanted(*ATTENTION_KERNELS):
+        yield from attention_cases(parsed.models)
+    yield from row_cases()
+    yield from sampler_cases()
+
+
+def measure(case: Case, seconds: float) -> float:
+    """Median seconds of a call."""
+    for call in case.calls:
+        call()
+    passes: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(passes) < LEAST_PASSES or time.perf_counter() < end:
+        start = time.perf_counter()
+        for call in case.calls:
+            call()
+        passes.append((time.perf_counter() - start) / len(case.calls))
+    return statistics.median(passes)
+
+
+def row_of(case: Case, seconds: float, ceilings: Ceilings) -> Row:
+    operator = case.operator
+    return Row(
+        kernel=case.kernel,
+        shape=case.shape,
+        format=case.format,
+        threads=ceilings.threads,
+        seconds=seconds,
+        gb_s=operator.num_bytes / seconds * 1e-9,
+        gop_s=operator.operations / seconds * 1e-9,
+        share_of_ceiling=operator.seconds(ceilings) / seconds,
+        bound=operator.bound(ceilings),
+    )

@@ -1,0 +1,118 @@
+"""Open-loop load against any OpenAI-compatible server: 10 requests/s, prompts of 32 to 64 token ids, 64 to 504 tokens
+of output (end tokens ignored), streamed. The load test (performance/load) with this workload by default; all its
+options are there. Beyond its report: how much CPU time server, agents and client took.
+
+    python performance/bench_serving.py -T 30 --json FILE                                   this project's server
+    python performance/bench_serving.py -T 30 --base-url http://127.0.0.1:8000 --server-pid PID     any other
+
+The server's processes are found by its port when it runs here, else not measured. Words can be asked for instead of
+token ids, for servers that take text only: --text-prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llm_serving.statistics import Summary
+from performance.bench.cpu_share import CpuMeter, CpuShare, NoServerProcessError, find_server_pid
+from performance.load.client import LoadRun, run_load
+from performance.load.errors import LoadTestError, UsageError
+from performance.load.main import EXIT_FAILURES, EXIT_INTERRUPTED, EXIT_NOT_STARTED
+from performance.load.options import LoadOptions, build_parser, options_of
+from performance.load.progress import progress_display
+from performance.load.report import format_report, report_json, write_json
+from performance.load.statistics import LoadFigures, measure
+
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+VOCAB_SIZE = 32_000
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0; 1 when requests failed, 2 when there is no server, 130 when interrupted."""
+    parsed = serving_parser().parse_args(arguments)
+    try:
+        options = options_of(parsed)
+        meter = _meter(options, parsed.server_pid)
+        with progress_display() as display:
+            if meter is not None:
+                meter.start()
+            run = run_load(options, display)
+            share = None if meter is None else meter.stop()
+    except LoadTestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_NOT_STARTED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    figures = measure(run)
+    print(format_report(run, figures))
+    print(f"\n{summary(figures, share)}")
+    write_results(run, figures, share, parsed.png)
+    if run.interrupted:
+        return EXIT_INTERRUPTED
+    return EXIT_FAILURES if figures.failed else 0
+
+
+def serving_parser() -> argparse.ArgumentParser:
+    parser = build_parser()
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(
+        rate=10.0,
+        duration=30.0,
+        token_ids=True,
+        vocab_size=VOCAB_SIZE,
+        prompt_len=(32, 64),
+        output_len=(64, 504),
+        ignore_eos=True,
+        warmup=2,
+    )
+    own = parser.add_argument_group("this benchmark")
+    own.add_argument("--server-pid", type=int, help="the server's process (default: who listens on the port, if here)")
+    own.add_argument("--text-prompts", dest="token_ids", action="store_false", help="words instead of token ids")
+    own.add_argument("--png", type=Path, metavar="FILE", help="write the picture here")
+    return parser
+
+
+def _meter(options: LoadOptions, server_pid: int | None) -> CpuMeter | None:
+    """None when the server runs elsewhere. Raises UsageError when the named process is not there."""
+    try:
+        if server_pid is not None:
+            return CpuMeter(server_pid)
+        if options.endpoint.host in LOCAL_HOSTS:
+            return CpuMeter(find_server_pid(options.endpoint.port))
+    except NoServerProcessError as error:
+        if server_pid is not None:
+            raise UsageError(f"--server-pid: {error}") from error
+        print(f"note: CPU time is not measured: {error}", file=sys.stderr)
+    return None
+
+
+def summary(figures: LoadFigures, share: CpuShare | None) -> str:
+    """The lines the goals are stated in."""
+    ttft = figures.ttft_ms
+    lines = [
+        f"  {figures.completed} of {figures.requests} requests done in {figures.total_time_s:.1f} s, "
+        f"{figures.output_tokens_per_s:.0f} tokens/s, TTFT p50 {_ms(ttft, 'p50')}, p99 {_ms(ttft, 'p99')}"
+    ]
+    if share is not None:
+        lines.append(f"  {share.text()}")
+    return "\n".join(lines)
+
+
+def _ms(summary_: Summary, name: str) -> str:
+    value = getattr(summary_, name)
+    return "-" if value is None else f"{value:.0f} ms"
+
+
+def write_results(run: LoadRun, figures: LoadFigures, share: CpuShare | None, png: Path | None) -> None:
+    """The load test's JSON with ``cpu`` added; only the files that were asked for."""
+    content: dict[str, Any] = report_json(run, figures) | {"cpu": None if share is None else share.as_dict()}
+    if run.options.json_path is not None:
+        write_json(run.options.json_path, content)
+    if png is not None and figures.requests:
+        from performance.load.plot import write_plot
+
+        write_plot(png, run, figures)

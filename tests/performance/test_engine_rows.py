@@ -1,0 +1,121 @@
+"""The figures of a measurement of the engine, from times that are given."""
+
+import argparse
+import json
+
+import pytest
+from some_machine import CEILINGS, SHAPE
+
+from llm_serving.config import load_config
+from performance.bench.engine import StepTime, Times
+from performance.bench.engine_main import build_parser, cases_of, overrides, table
+from performance.bench.engine_rows import decode_case, figures, numbers_of, prefill_case, random_prompts
+from performance.bench.numbers import median_row, parse_count, parse_counts
+from performance.bench.roofline import Numbers, decode_seconds, prefill_seconds
+
+CONFIG = load_config("llama_160m_cpu.yaml", ["serving_config.agent_ports=[0]"])
+
+
+def two_requests() -> Times:
+    """First tokens at 0.5 and 1 s, then both get one every half second; four tokens each."""
+    return Times(
+        first_tokens=[0.5, 1.0],
+        tokens=[(0.5, 1), (1.0, 2), (1.5, 2), (2.0, 2), (2.5, 1)],
+        steps=[
+            StepTime("prefill", 1, 64, 0.4, 0.05),
+            StepTime("decode", 2, 2, 0.3, 0.1),
+            StepTime("decode", 2, 2, 0.5, 0.1),
+        ],
+    )
+
+
+def test_the_decode_rate_is_of_the_tokens_after_the_last_first_one() -> None:
+    row = figures(decode_case(2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)
+    assert row["decode_tokens_per_s"] == pytest.approx(5 / 1.5)
+    assert row["prefill_tokens_per_s"] == pytest.approx(128 / 1.0)
+    assert row["end_to_end_tokens_per_s"] == pytest.approx(8 / 2.5)
+    assert row["ttft_ms"] == pytest.approx(750.0)
+    assert row["agent_share"] == pytest.approx(1.0 / 1.5)
+    assert (row["graph_ms"], row["sample_ms"]) == (pytest.approx(400.0), pytest.approx(100.0))
+
+
+def test_the_share_is_least_time_over_the_time_of_the_same_steps() -> None:
+    row = figures(decode_case(2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)
+    least = decode_seconds(SHAPE, 2, 66, 2, Numbers(), CEILINGS)
+    assert row["share_of_ceiling"] == pytest.approx(least / 1.5)
+
+
+def test_a_prefill_row_has_no_decode_rate() -> None:
+    times = Times(first_tokens=[0.25], tokens=[(0.25, 1)], steps=[StepTime("prefill", 1, 1024, 0.2, 0.01)])
+    row = figures(prefill_case(1024, 2047), times, SHAPE, Numbers(), CEILINGS)
+    assert row["decode_tokens_per_s"] is None
+    assert row["prefill_tokens_per_s"] == pytest.approx(4096.0)
+    assert row["share_of_ceiling"] == pytest.approx(prefill_seconds(SHAPE, [1024], Numbers(), CEILINGS) / 0.25)
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1024, (1, 1024)), (4096, (4, 1024)), (2048, (2, 1024))])
+def test_a_prefill_longer_than_the_model_takes_is_cut_into_equal_prompts(
+    tokens: int, expected: tuple[int, int]
+) -> None:
+    case = prefill_case(tokens, 2047)
+    assert (case.batch, case.prompt) == expected
+    assert case.name == f"prefill {tokens}"
+
+
+def test_prompts_are_seeded_and_all_different() -> None:
+    case = decode_case(8, 16, 4)
+    prompts = random_prompts(case, 32000, 1)
+    assert prompts == random_prompts(case, 32000, 1)
+    assert prompts != random_prompts(case, 32000, 2)
+    assert len({tuple(prompt) for prompt in prompts}) == 8
+    assert all(10 <= token < 32000 for prompt in prompts for token in prompt)
+
+
+def test_options_become_keys_of_the_config() -> None:
+    parsed = build_parser().parse_args(["--weights", "int8", "--kv", "int8", "--op-table", "fused", "--threads", "2"])
+    assert overrides(parsed) == [
+        "serving_config.agent_ports=[0]",
+        "model_config.weight_format=int8",
+        "model_config.kv_format=int8",
+        "model_config.op_table=fused",
+        "model_config.cpu_threads=2",
+    ]
+    config = load_config("llama_160m_cpu.yaml", overrides(parsed))
+    assert numbers_of(config) == Numbers("bfloat16", "int8", "int8", 64)
+
+
+def test_formats_left_to_the_model_are_its_type() -> None:
+    assert numbers_of(CONFIG) == Numbers("bfloat16", "bfloat16", "bfloat16", 64)
+
+
+def test_the_promised_rows_are_measured_by_default() -> None:
+    cases = cases_of(build_parser().parse_args([]), CONFIG)
+    assert [case.name for case in cases] == [
+        "batch 1", "batch 8", "batch 32", "batch 64", "batch 128", "prefill 1024",
+    ]  # fmt: skip
+    assert {(case.prompt, case.new) for case in cases if case.kind == "decode"} == {(64, 128)}
+
+
+def test_the_table_has_a_line_a_row() -> None:
+    row = {"name": "batch 2", **figures(decode_case(2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)}
+    assert table([row]).splitlines()[1].split()[:4] == ["batch", "2", "3.33", "3.20"]
+
+
+def test_medians_are_taken_figure_by_figure() -> None:
+    rows = [{"batch": 2, "rate": 1.0, "none": None}, {"batch": 2, "rate": 5.0, "none": None}]
+    assert median_row(rows) == {"batch": 2, "rate": 3.0, "none": None}
+
+
+def test_counts_on_the_command_line() -> None:
+    assert parse_counts("1,8,32") == (1, 8, 32)
+    assert parse_count("64") == 64
+    for text in ("", "0", "1,x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="above 0"):
+            parse_counts(text)
+    with pytest.raises(argparse.ArgumentTypeError, match="one number"):
+        parse_count("1,2")
+
+
+def test_rows_can_be_written_as_json() -> None:
+    row = figures(decode_case(2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)
+    assert json.loads(json.dumps(row)) == row
