@@ -63,6 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_json(parsed.json, peers)
     ours = {name: engine_rows(json.loads(path.read_text())) for name, path in parsed.ours}
     print(comparison(ours, peers))
+    if parsed.png is not None:
+        from performance.bench.plots import plot_comparison
+
+        plot_comparison(parsed.png, rates_of(ours, peers))
     return 1 if failures else 0
 
 
@@ -81,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one peer (default %(default)s)")
     parser.add_argument("--lock", type=Path, metavar="FILE", help="flock: shared while a peer loads, else exclusive")
     parser.add_argument("--json", type=Path, metavar="FILE", help="rows of all peers, kept and added to")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture here")
     return parser
 
 
@@ -183,14 +188,19 @@ def rate(row: Mapping[str, Any] | None) -> float | None:
     return value
 
 
+def rates_of(ours: Mapping[str, Rows], peers: Mapping[str, Rows]) -> dict[str, dict[str, float | None]]:
+    """Of everyone, ours first, the rate in every row; decode rows by their batch, then prefill rows."""
+    names = {name for rows in (*ours.values(), *peers.values()) for name in rows}
+    ordered = sorted(names, key=lambda name: (name.split()[0], int(name.split()[1])))
+    everyone = {**{f"ours {name}": rows for name, rows in ours.items()}, **peers}
+    return {who: {name: rate(rows.get(name)) for name in ordered} for who, rows in everyone.items()}
+
+
 def comparison(ours: Mapping[str, Rows], peers: Mapping[str, Rows]) -> str:
     """Tokens a second of all, then ours over each peer's."""
-    names = list(dict.fromkeys(name for rows in (*ours.values(), *peers.values()) for name in rows))
-    names.sort(key=lambda name: (name.split()[0], int(name.split()[1])))
-    header = ["tokens/s", *names]
-    everyone = [*((f"ours {name}", rows) for name, rows in ours.items()), *peers.items()]
-    parts = [format_table(header, [[who, *(format_number(rate(rows.get(name))) for name in names)]
-                                   for who, rows in everyone])]  # fmt: skip
+    rates = rates_of(ours, peers)
+    names = list(next(iter(rates.values()), {}))
+    parts = [format_table(["tokens/s", *names], [[who, *map(format_number, of.values())] for who, of in rates.items()])]
     for our_name, our_rows in ours.items():
         lines = [[who, *(ratio(our_rows.get(name), rows.get(name)) for name in names)] for who, rows in peers.items()]
         if lines:
