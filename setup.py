@@ -1,4 +1,5 @@
-"""Builds agent/kernels/libllm_kernels.so and packs the data folders; everything else is in pyproject.toml.
+"""Builds agent/kernels/libllm_kernels.so, in place also performance/ceilings,
+and packs the data folders; everything else is in pyproject.toml.
 
 The kernels are compiled once per instruction set and chosen at run time, so the library runs on any machine of its
 architecture. An instruction set the compiler does not know is left out.
@@ -23,6 +24,8 @@ from setuptools.errors import CompileError
 ROOT = Path(__file__).resolve().parent
 SOURCES = Path("agent/kernels")
 LIBRARY = "libllm_kernels.so"
+PROGRAM = Path("performance/ceilings")
+PROGRAM_MAIN = "ceilings_main.cc"
 DATA_FOLDERS = ("configs", "models")
 
 COMPILE_FLAGS = [
@@ -68,7 +71,8 @@ class BuildKernels(build_ext):
 
     def run(self) -> None:
         target = self._target()
-        if not self.force and self._is_current(target):
+        targets = [target, ROOT / PROGRAM] if self.inplace else [target]
+        if not self.force and all(self._is_current(path) for path in targets):
             return
         compiler = os.environ.get("CXX", "g++")
         if shutil.which(compiler) is None:
@@ -76,8 +80,14 @@ class BuildKernels(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(lambda unit: self._compile(compiler, *unit), self._units(compiler)))
-        partial = target.with_suffix(".so.partial")
-        self._execute([compiler, *LINK_FLAGS, *map(str, objects), "-o", str(partial)])
+        library = [str(path) for path in objects if path.stem != Path(PROGRAM_MAIN).stem]
+        self._link([compiler, *LINK_FLAGS, *library], target)
+        if self.inplace:
+            self._link([compiler, "-pthread", *map(str, objects)], ROOT / PROGRAM)
+
+    def _link(self, command: list[str], target: Path) -> None:
+        partial = target.with_name(target.name + ".partial")
+        self._execute([*command, "-o", str(partial)])
         os.replace(partial, target)
 
     def get_outputs(self) -> list[str]:

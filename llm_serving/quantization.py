@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm_serving.errors import CheckpointError
+from llm_serving.formats.gguf_header import read_gguf_uint32
 from llm_serving.formats.json_object import read_json_object
 from llm_serving.formats.typed_fields import TypedFields
 
@@ -17,6 +18,9 @@ MAX_CONFIG_BYTES = 1024 * 1024
 MAX_GROUP = 65_536
 _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where AutoGPTQ and AutoAWQ wrote the same values before ``config.json`` had a place for them."""
+
+_GGUF_FILE_TYPES = {2: "int4", 7: "int8"}
+"""llama.cpp's numbers for files that are mostly Q4_0 and mostly Q8_0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,19 @@ def checkpoint_quantization(folder: Path) -> Quantization | None:
         if found is None and (folder / name).exists():
             found = _of_method(_fields(folder / name), method)
     return found
+
+
+def stored_weight_format(folder: Path) -> str | None:
+    """``int8`` or ``int4`` where most weights of a folder are such integers, a GGUF file's by what it says of itself;
+    None for floats. Raises CheckpointError."""
+    found = checkpoint_quantization(folder)
+    if found is not None:
+        return found.weight_format
+    files = sorted(folder.glob("*.gguf"))
+    if not files or any(folder.glob("*.safetensors")):
+        return None
+    file_type = read_gguf_uint32(files[0], "general.file_type")
+    return None if file_type is None else _GGUF_FILE_TYPES.get(file_type)
 
 
 def read_quantization(fields: TypedFields) -> Quantization | None:

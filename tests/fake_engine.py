@@ -54,15 +54,15 @@ class FakeOpenRequest:
     def __init__(self, record: Submitted, task: asyncio.Task[None]) -> None:
         self._record = record
         self._task = task
-        self._is_closed = False
+        self.is_closed = False
 
     def delivered(self, now: float, /) -> None:
         self._record.delivered.append(now)
 
     def close(self, now: float | None = None, /) -> None:
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         self._record.closed_at = now
         self._record.aborted = not self._record.finished
         self._task.cancel()
@@ -94,6 +94,12 @@ class FakeEngine:
         self.probe_answer = True
         self.num_probes = 0
         self.submitted: list[Submitted] = []
+        self.opened: list[FakeOpenRequest] = []
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose reader is not done with them."""
+        return sum(not opened.is_closed for opened in self.opened)
 
     def say(self, text: str) -> None:
         """Every answer is ``text``, ended by the model."""
@@ -121,7 +127,9 @@ class FakeEngine:
         refuse = self.refuse if len(self.submitted) >= (self.refuse_after or 0) else None
         if refuse is None:
             self.submitted.append(record)
-        return FakeOpenRequest(record, asyncio.ensure_future(self._serve(record, sink, refuse)))
+        opened = FakeOpenRequest(record, asyncio.ensure_future(self._serve(record, sink, refuse)))
+        self.opened.append(opened)
+        return opened
 
     async def _serve(self, record: Submitted, sink: PieceSink, refuse: Exception | None) -> None:
         if refuse is not None:

@@ -1,6 +1,5 @@
 // Plain C entries for ctypes: the sampler, threads, the ceilings of the machine, and per kernel an entry for tests and
 // benchmarks. Those take the kernel's own argument struct and `use_reference`: 1 runs the scalar reference instead.
-#include <chrono>
 #include <vector>
 
 #include "common/check.h"
@@ -14,23 +13,6 @@
 
 namespace llmk {
 namespace {
-
-double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-// Operations per second of all threads together, in billions.
-double measure_loop(int64_t (*loop)(int64_t), double seconds) {
-  constexpr int64_t kSteps = 200000;
-  const int64_t tasks = num_threads();
-  int64_t done = 0;
-  const auto start = std::chrono::steady_clock::now();
-  do {
-    parallel_for(tasks, [&](int64_t) { loop(kSteps); });
-    done += tasks;
-  } while (seconds_since(start) < seconds);
-  return static_cast<double>(done * loop(1) * kSteps) / seconds_since(start) * 1e-9;
-}
 
 template <template <class> class Reference, class Args>
 void run_reference(const Args& args) {
@@ -89,28 +71,12 @@ LLMK_ENTRY void llmk_philox(const uint32_t* counter, const uint32_t* key, uint32
   llmk::philox(counter, key, out);
 }
 
-LLMK_ENTRY double llmk_measure_fma(double seconds) { return llmk::measure_loop(llmk::kernels().ceilings.fma, seconds); }
-
-LLMK_ENTRY double llmk_measure_dot_bf16(double seconds) {
-  return llmk::measure_loop(llmk::kernels().ceilings.dot_bf16, seconds);
-}
-
-LLMK_ENTRY double llmk_measure_dot_int8(double seconds) {
-  return llmk::measure_loop(llmk::kernels().ceilings.dot_int8, seconds);
-}
-
-// Reads `bytes` once with all threads; returns the gigabytes per second.
-LLMK_ENTRY double llmk_measure_read(const float* data, int64_t bytes) {
-  constexpr int64_t kPiece = 6 << 14;  // floats
-  const int64_t size = bytes / 4;
-  std::vector<float> sums(static_cast<size_t>(llmk::ceil_div(size, kPiece)));
-  const auto start = std::chrono::steady_clock::now();
-  llmk::parallel_for(static_cast<int64_t>(sums.size()), [&](int64_t i) {
-    sums[static_cast<size_t>(i)] =
-        llmk::kernels().ceilings.read(data + i * kPiece, llmk::smaller(kPiece, size - i * kPiece));
-  });
-  return static_cast<double>(bytes) / llmk::seconds_since(start) * 1e-9;
-}
+// Ceilings of the machine with the threads of llmk_set_threads, in 10^9 a second; see ops/ceilings.h.
+LLMK_ENTRY double llmk_measure_fma(double seconds) { return llmk::measure_fma(seconds); }
+LLMK_ENTRY double llmk_measure_dot_bf16(double seconds) { return llmk::measure_dot_bf16(seconds); }
+LLMK_ENTRY double llmk_measure_dot_int8(double seconds) { return llmk::measure_dot_int8(seconds); }
+LLMK_ENTRY double llmk_measure_read_bandwidth(double seconds) { return llmk::measure_read_bandwidth(seconds); }
+LLMK_ENTRY double llmk_measure_read(const void* data, int64_t bytes) { return llmk::measure_read(data, bytes); }
 
 LLMK_ENTRY int llmk_test_rms_norm(const llmk::RmsNormArgs* args, int use_reference) {
   const llmk::StandardFloatingPoint scope;

@@ -28,6 +28,8 @@ AUTO = "auto"
 FLOAT_FORMATS = ("float32", "float16", "bfloat16", "bf16")
 INT8_FORMATS = ("int8", "int8_weight_only")
 INT4 = "int4"
+OUTPUT_LAYER = "lm_head.weight"
+"""The parameter that gives the logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,9 @@ class Packing:
     keep theirs."""
     asymmetric: bool = False
     """Whether floats become int4 with zero points."""
+    output_format: str | None = None
+    """That of an output layer of floats where ``weight_format`` is an integer one; None: the same. Rounding hurts
+    most there (``docs/quantization.md`` has figures)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,8 @@ class LinearPacker:
         if wanted in FLOAT_FORMATS or (stored is None and wanted == AUTO):
             return _Plan(self._dtype, 0, None)
         if stored is None:
-            return _Plan(wanted, self._packing.group if wanted == INT4 else 0, None)
+            fmt = (spec.parameter == OUTPUT_LAYER and self._packing.output_format) or wanted
+            return _Plan(fmt, self._packing.group if fmt == INT4 else 0, None)
         if wanted not in (AUTO, stored.format) and not (wanted in INT8_FORMATS and stored.format == "int8"):
             raise ConfigError(
                 f"model_config.weight_format = {wanted}: tensor {spec.parts[0].name} is stored as {stored.format}; "

@@ -12,10 +12,17 @@ from llm_serving.config.lookup import find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
 from llm_serving.config.sections import ModelConfig, TokenizerConfig
 from llm_serving.config.source import RawConfig
-from llm_serving.config.validation import check_cores, check_device, check_formats, check_group, check_lengths
+from llm_serving.config.validation import (
+    check_cores,
+    check_device,
+    check_formats,
+    check_group,
+    check_lengths,
+    check_stored_format,
+)
 from llm_serving.errors import CheckpointError
 from llm_serving.model_shape import ModelShape
-from llm_serving.quantization import checkpoint_quantization
+from llm_serving.quantization import stored_weight_format
 
 _TOKENIZER_FILES = {"LlamaTokenizerFast": "tokenizer.json", "LlamaTokenizer": "tokenizer.model"}
 _TORCH_PATTERNS = ("*.bin", "*.pt", "*.pth")
@@ -69,9 +76,10 @@ class Resolver:
             **sections,
             shape=shape,
             context=context,
-            stored_weight_format=_stored_format(folder) if model.load_format != "dummy" else None,
+            stored_weight_format=stored_weight_format(folder) if folder and model.load_format != "dummy" else None,
             notes=tuple(self._notes),
         )
+        check_stored_format(self._raw, config)
         check_group(self._raw, config)
         check_lengths(self._raw, config)
         return config
@@ -192,11 +200,6 @@ class Resolver:
                 return TokenizerConfig(candidate, str(file))
         wanted = _TOKENIZER_FILES.get(kind, " or ".join(_TOKENIZER_FILES.values()))
         raise self._raw.error("tokenizer.type", kind, f"{path} {'has' if path.is_dir() else 'is'} no {wanted}")
-
-
-def _stored_format(folder: Path | None) -> str | None:
-    quantization = checkpoint_quantization(folder) if folder else None
-    return quantization.weight_format if quantization else None
 
 
 def _check_weights_present(folder: Path) -> None:

@@ -81,6 +81,15 @@ def check_formats(raw: RawConfig, model: ModelConfig) -> None:
             raise raw.error(f"model_config.{key}", value, problem)
 
 
+def check_stored_format(raw: RawConfig, config: Config) -> None:
+    """Stored integers stay what they are, or are multiplied out to floats; they are not rounded a second time."""
+    wanted, stored = config.model_config.weight_format, config.stored_weight_format
+    kept = {"int8": ("int8", "int8_weight_only"), "int4": ("int4",)}
+    if stored is not None and wanted not in ("auto", "bf16", *kept[stored]):
+        problem = f"the model folder holds {stored} weights; use auto, {' or '.join(kept[stored])}, or bf16"
+        raise raw.error("model_config.weight_format", wanted, problem)
+
+
 def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
     """Cores named must be there for this process."""
     usable = os.sched_getaffinity(0)

@@ -141,6 +141,8 @@ class EngineCore:
         self._take_commands(now)
         for event in events:
             self._take_event(event, now)
+        if self._sent:
+            self._hand_over()  # the device is at work on another step: clients first
         self._send_steps(now)
         self._note_host_overhead(now)
         self._hand_over()

@@ -13,7 +13,15 @@ if TYPE_CHECKING:
 
 __all__ = ["IncrementalDetokenizer", "StopMatcher"]
 
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+class _Utf8Decoder(codecs.BufferedIncrementalDecoder):
+    """As the standard library's; ``buffer`` holds the bytes of an unfinished character."""
+
+    buffer: bytes
+
+    @staticmethod
+    def _buffer_decode(data: bytes, errors: str, final: bool) -> tuple[str, int]:  # type: ignore[override]
+        return codecs.utf_8_decode(data, errors, final)
 
 
 class StopMatcher:
@@ -107,6 +115,8 @@ class IncrementalDetokenizer:
         at_start = not len(prompt_token_ids) or prompt_token_ids[-1] in tokenizer.table.special
         self._strip_spaces = tokenizer.table.rule.strip_spaces if at_start else 0
         self._strip_first_token = at_start and tokenizer.table.rule.strip_first_token
+        self._is_plain = not self._strip_spaces and not self._strip_first_token
+        """Nothing is to be stripped any more: a token of whole characters is its own text."""
         self.num_tokens = 0
         """Tokens taken in; fewer than were given once a stop string was found."""
 
@@ -123,11 +133,14 @@ class IncrementalDetokenizer:
             prompt_token_ids=prompt_token_ids,
         )
 
-    def append(self, token_ids: Iterable[int]) -> tuple[str, str | None]:
+    def append(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
         """Takes the next tokens; returns the text that is now certain, and the stop string that ended it, if any.
 
         Tokens after the one that completes a stop string are not looked at.
         """
+        if self._matcher is None and len(token_ids) == 1:  # every step of most requests
+            self.num_tokens += 1
+            return self._text_of(token_ids[0]), None
         pieces = []
         for token_id in token_ids:
             self.num_tokens += 1
@@ -152,8 +165,18 @@ class IncrementalDetokenizer:
         """The characters that this token completes."""
         if token_id in self._skip:
             return ""
+        if self._is_plain and not self._decoder.buffer:
+            text = self._table.texts.get(token_id)
+            if text is not None:
+                return text
+            self._table.remember_text(token_id)
+        return self._decode(token_id)
+
+    def _decode(self, token_id: int) -> str:
+        """The characters that this token completes, by way of its bytes."""
         if self._strip_first_token:
             self._strip_first_token = False
+            self._is_plain = self._strip_spaces == 0
             return self._decoder.decode(self._table.bytes_at_start(token_id))
         text = self._decoder.decode(self._table.bytes_of(token_id))
         if self._strip_spaces and text:
@@ -163,5 +186,6 @@ class IncrementalDetokenizer:
                 self._strip_spaces -= 1
             if stripped:
                 self._strip_spaces = 0
+                self._is_plain = True
             return stripped
         return text

@@ -73,8 +73,10 @@ class RequestStream:
         The token that ends a sequence is no part of its text, unless ``include_stop_str_in_output`` says so.
         """
         request = self.request
+        if request.finish_reason is None and update.token_id is not None:
+            return self._detokenizer.append((update.token_id,))
         text, stop = "", None
-        ends = request.is_finished and request.finish_reason is FinishReason.STOP
+        ends = request.finish_reason is FinishReason.STOP
         if update.token_id is not None and (not ends or request.sampling.include_stop_str_in_output):
             text, stop = self._detokenizer.append((update.token_id,))
         if request.is_finished and stop is None:

@@ -55,25 +55,20 @@ class RequestTracker:
     def _output(self, update: RequestUpdate, result: StepResult | None, now: float) -> RequestOutput:
         request = update.request
         stream = self._streams[request.request_id]
-        text, stop_string = self._advance(stream, update, now)
+        try:
+            text, stop_string = stream.advance(update)
+        except Exception as error:  # a detokenizer that fails ends its request, and no other
+            self._log.error("a detokenizer failed", request_id=request.request_id, traceback=traceback.format_exc())
+            update.error = f"the text could not be decoded: {error}"
+            self._end(request, FinishReason.ERROR, now)
+            text, stop_string = "", None
+        else:
+            if stop_string is not None:
+                self._end(request, FinishReason.STOP, now)
         output = stream.output(update, result, text, stop_string)
         if output.finish_reason is not None:
             del self._streams[request.request_id]
         return output
-
-    def _advance(self, stream: RequestStream, update: RequestUpdate, now: float) -> tuple[str, str | None]:
-        """Text and stop string; a stop string ends the request, and so does a detokenizer that fails."""
-        request = stream.request
-        try:
-            text, stop_string = stream.advance(update)
-        except Exception as error:
-            self._log.error("a detokenizer failed", request_id=request.request_id, traceback=traceback.format_exc())
-            update.error = f"the text could not be decoded: {error}"
-            self._end(request, FinishReason.ERROR, now)
-            return "", None
-        if stop_string is not None:
-            self._end(request, FinishReason.STOP, now)
-        return text, stop_string
 
     def _end(self, request: Request, reason: FinishReason, now: float) -> None:
         if self._scheduler.finish_request(request.request_id, reason, now) is None:

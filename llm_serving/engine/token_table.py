@@ -9,6 +9,7 @@ needs no window over earlier tokens, costs the same for each token, and is exact
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -117,6 +118,8 @@ class TokenTable:
         self._piece = piece
         self._added = dict(added)
         self._bytes: dict[int, bytes] = {}
+        self.texts: dict[int, str] = {}
+        """The text of tokens seen before whose bytes are whole characters; see ``remember_text``."""
 
     def bytes_of(self, token_id: int) -> bytes:
         """The token's bytes; empty for an id without a piece (a padding row of the model's vocabulary)."""
@@ -124,6 +127,11 @@ class TokenTable:
         if data is None:
             data = self._bytes[token_id] = self._encode(token_id)
         return data
+
+    def remember_text(self, token_id: int) -> None:
+        """Put the token into ``texts``, unless its bytes are part of a character or not UTF-8."""
+        with contextlib.suppress(UnicodeDecodeError):
+            self.texts[token_id] = self.bytes_of(token_id).decode()
 
     def bytes_at_start(self, token_id: int) -> bytes:
         """The token's bytes as the first of a text, under a rule with ``strip_first_token``."""

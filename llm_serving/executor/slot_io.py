@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,25 @@ _SAMPLING_COLUMNS = {
 }
 
 
+@dataclass(slots=True)
+class _Batch:
+    """The sequences of the last decode step: while they stay the same, most of a slot does, too."""
+
+    requests: list[Request]
+    rows: list[int]
+    row_array: npt.NDArray[np.int32]
+    table_lens: list[int]
+    """Blocks of each sequence's table that ``SlotWriter`` has taken over."""
+    slots: dict[StepSlot, int]
+    """Slots that hold this batch's constant columns, and for which width its block tables (0: not these tables)."""
+
+
 class SlotWriter:
     """Keeps what does not change from step to step, one table row an agent row, and gathers a step's rows from it.
 
     A row's block table and sampling parameters are written when a request (re)starts the row; after that only the
-    table's new blocks are.
+    table's new blocks are. A decode step of the same sequences as the last one only writes what moved on: tokens,
+    positions, lengths and grown tables. It relies on slots that nobody else writes inputs to.
     """
 
     def __init__(self, limits: SlotLimits, block_size: int, num_rows: int) -> None:
@@ -41,6 +56,7 @@ class SlotWriter:
         self._sampling: dict[str, npt.NDArray[Any]] = {
             name: np.zeros(num_rows, dtype) for name, dtype in _SAMPLING_COLUMNS.items()
         }
+        self._batch: _Batch | None = None
 
     def write(self, step: ScheduledStep, slot: StepSlot) -> None:
         """Fill the slot's inputs. Raises ProtocolError when the step is larger than a slot."""
@@ -50,6 +66,15 @@ class SlotWriter:
                 f"step {step.seq} has {num_seqs} sequences and {num_tokens} tokens; a slot holds "
                 f"{self._limits.max_seqs} and {self._limits.max_tokens}"
             )
+        if step.kind is StepKind.DECODE and num_tokens == num_seqs:
+            self._write_decode(step, slot)
+        else:
+            self._write_any(step, slot)
+
+    def _write_any(self, step: ScheduledStep, slot: StepSlot) -> None:
+        """A step of any shape; what was known of the batch and of the slot is void."""
+        self._batch = None
+        num_seqs, num_tokens = step.num_seqs, step.num_tokens
         self._follow_rows(step)
         rows = np.array(step.rows, np.int32)
         starts = np.array(step.starts, np.int32)
@@ -57,20 +82,58 @@ class SlotWriter:
         context_lens = starts + query_lens
         width = -(-int(context_lens.max()) // self._block_size)
         slot.token_ids[:num_tokens] = step.token_ids
-        slot.query_lens[:num_seqs] = query_lens
         slot.context_lens[:num_seqs] = context_lens
-        slot.rows[:num_seqs] = rows
-        slot.do_sample[:num_seqs] = step.do_sample
         slot.sample_position[:num_seqs] = step.sample_positions
         tables = self._block_tables[rows, :width]
         slot.block_tables[: num_seqs * width] = tables.ravel()
         self._write_positions(step, slot, tables, starts, query_lens)
-        for name, column in self._sampling.items():
-            getattr(slot, name)[:num_seqs] = column[rows]
-        history_len = _write_histories(step, slot)
+        history_len = self._write_columns(step, slot, rows)
         slot.write_header(
             step.seq, num_tokens=num_tokens, num_seqs=num_seqs, table_width=width, history_len=history_len
         )
+
+    def _write_columns(self, step: ScheduledStep, slot: StepSlot, rows: npt.NDArray[np.int32]) -> int:
+        """What a decode step has in common with the next of the same sequences. The length of the histories."""
+        num_seqs = step.num_seqs
+        slot.query_lens[:num_seqs] = step.query_lens
+        slot.rows[:num_seqs] = rows
+        slot.do_sample[:num_seqs] = step.do_sample
+        for name, column in self._sampling.items():
+            getattr(slot, name)[:num_seqs] = column[rows]
+        return _write_histories(step, slot)
+
+    def _write_decode(self, step: ScheduledStep, slot: StepSlot) -> None:
+        """One token a sequence."""
+        batch, num_seqs = self._same_batch(step), step.num_seqs
+        if slot not in batch.slots:
+            self._write_columns(step, slot, batch.row_array)
+            batch.slots[slot] = 0
+        positions = np.array(step.starts, np.int32)
+        width = max(step.starts) // self._block_size + 1
+        slot.token_ids[:num_seqs] = step.token_ids
+        slot.positions[:num_seqs] = positions
+        np.add(positions, 1, out=slot.context_lens[:num_seqs])
+        slot.sample_position[:num_seqs] = step.sample_positions
+        blocks, offsets = np.divmod(positions, self._block_size)
+        slot.slot_mapping[:num_seqs] = self._block_tables[batch.row_array, blocks] * self._block_size + offsets
+        if batch.slots[slot] != width:
+            slot.block_tables[: num_seqs * width] = self._block_tables[batch.row_array, :width].ravel()
+            batch.slots[slot] = width
+        slot.write_header(step.seq, num_tokens=num_seqs, num_seqs=num_seqs, table_width=width, history_len=0)
+
+    def _same_batch(self, step: ScheduledStep) -> _Batch:
+        """The batch of the last decode step if it is this step's, with its tables followed; else a new one."""
+        batch = self._batch
+        table_lens = list(map(len, step.block_tables))
+        if batch is None or batch.requests != step.requests or batch.rows != step.rows:
+            self._follow_rows(step)
+            batch = _Batch(step.requests, step.rows, np.array(step.rows, np.int32), table_lens, {})
+            self._batch = batch
+        elif batch.table_lens != table_lens:
+            self._follow_rows(step)
+            batch.table_lens = table_lens
+            batch.slots = dict.fromkeys(batch.slots, 0)
+        return batch
 
     def _write_positions(
         self,

@@ -42,14 +42,10 @@ class InFlightSteps:
 
     def add(self, step: ScheduledStep, sequences: list[Sequence]) -> None:
         self._steps[step.seq] = InFlightStep(step, sequences)
-        for sequence in sequences:
-            sequence.num_inflight_steps += 1
         self._count(step, sequences, 1)
 
     def pop(self, seq: int) -> InFlightStep:
         flight = self._steps.pop(seq)
-        for sequence in flight.sequences:
-            sequence.num_inflight_steps -= 1
         self._count(flight.step, flight.sequences, -1)
         return flight
 
@@ -57,11 +53,13 @@ class InFlightSteps:
         if step.kind is StepKind.DECODE:
             self.num_decode_steps += change
             for sequence in sequences:
+                sequence.num_inflight_steps += change
                 sequence.num_inflight_decodes += change
                 sequence.request.num_inflight_tokens += change
         else:
             self.num_prefill_steps += change
             for sequence, do_sample in zip(sequences, step.do_sample, strict=True):
+                sequence.num_inflight_steps += change
                 sequence.request.num_inflight_tokens += change * do_sample
 
     def clear(self) -> None:

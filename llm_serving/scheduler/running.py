@@ -20,6 +20,8 @@ class RunningSet:
         self._running: dict[int, Sequence] = {}
         self._leaving: dict[int, Sequence] = {}
         self._num_preempted = 0
+        self.num_changes = 0
+        """Goes up whenever a sequence starts or stops, and so whenever a row or a block table is another one."""
 
     def __len__(self) -> int:
         return len(self._running)
@@ -65,6 +67,7 @@ class RunningSet:
 
     def start(self, sequence: Sequence) -> None:
         """Give a waiting sequence that ``fits`` a row, and blocks for its known tokens."""
+        self.num_changes += 1
         if not self._kv_cache.grow(sequence.block_table, sequence.request.num_tokens):
             raise AssertionError(f"no blocks to start {sequence.request.request_id}")
         sequence.request.row = self._free_rows.pop()
@@ -85,6 +88,7 @@ class RunningSet:
 
     def stop(self, sequence: Sequence) -> None:
         """Nothing more is scheduled for a running sequence; it keeps what it holds until ``release``."""
+        self.num_changes += 1
         del self._running[sequence.arrival_index]
         self._leaving[sequence.arrival_index] = sequence
         sequence.state = SequenceState.LEAVING

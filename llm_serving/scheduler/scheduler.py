@@ -109,7 +109,8 @@ class Scheduler:
         else:
             updates = self._take_tokens(flight, result, now)
         for sequence in flight.sequences:
-            self._settle(sequence)
+            if sequence.state is SequenceState.LEAVING:
+                self._settle(sequence)
         return updates
 
     def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:
@@ -175,9 +176,10 @@ class Scheduler:
 
     def _take_tokens(self, flight: InFlightStep, result: StepResult, now: float) -> list[RequestUpdate]:
         updates = []
+        finished = RequestStatus.FINISHED
         for index, (sequence, token_id) in enumerate(zip(flight.sequences, result.sampled_ids, strict=True)):
             request = sequence.request
-            if token_id < 0 or request.is_finished or sequence.drop_tokens:
+            if token_id < 0 or request.status is finished or sequence.drop_tokens:
                 continue
             if request.first_token_time is None:
                 request.first_token_time = now

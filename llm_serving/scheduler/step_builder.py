@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from llm_serving.ipc.shm import LAST_TOKEN
 from llm_serving.request import Request
 from llm_serving.scheduler.output import History, ScheduledStep, StepKind
 from llm_serving.scheduler.sequence import Sequence
 
-__all__ = ["build_decode", "build_prefill"]
+__all__ = ["DecodeBatch", "build_decode", "build_prefill"]
 
 
 def build_prefill(seq: int, sequences: list[Sequence], query_lens: list[int]) -> ScheduledStep:
@@ -36,24 +38,54 @@ def build_prefill(seq: int, sequences: list[Sequence], query_lens: list[int]) ->
     return step
 
 
-def build_decode(seq: int, sequences: list[Sequence]) -> ScheduledStep:
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """The columns that decode steps of the same sequences share, from one change of the batch to the next.
+
+    ``block_tables`` are the sequences' own lists, which grow.
+    """
+
+    sequences: list[Sequence]
+    requests: list[Request]
+    rows: list[int]
+    query_lens: list[int]
+    block_tables: list[list[int]]
+    do_sample: list[bool]
+
+    @classmethod
+    def of(cls, sequences: list[Sequence]) -> DecodeBatch:
+        requests = [sequence.request for sequence in sequences]
+        return cls(
+            sequences,
+            requests,
+            rows=[request.row for request in requests],
+            query_lens=[1] * len(requests),
+            block_tables=[sequence.block_table for sequence in sequences],
+            do_sample=[True] * len(requests),
+        )
+
+
+def build_decode(seq: int, batch: DecodeBatch) -> ScheduledStep:
     """One token of each sequence: the last one sampled, known here or not. Counts it as computed."""
-    requests = [sequence.request for sequence in sequences]
-    step = ScheduledStep(
+    token_ids, starts, sample_positions = [], [], []
+    for request in batch.requests:
+        output_token_ids, num_inflight_tokens = request.output_token_ids, request.num_inflight_tokens
+        token_ids.append(LAST_TOKEN if num_inflight_tokens else output_token_ids[-1])
+        starts.append(request.num_computed_tokens)
+        sample_positions.append(len(output_token_ids) + num_inflight_tokens)
+        request.num_computed_tokens += 1
+    return ScheduledStep(
         seq,
         StepKind.DECODE,
-        requests=requests,
-        rows=[request.row for request in requests],
-        token_ids=[LAST_TOKEN if r.num_inflight_tokens else r.output_token_ids[-1] for r in requests],
-        query_lens=[1] * len(requests),
-        starts=[request.num_computed_tokens for request in requests],
-        block_tables=[sequence.block_table for sequence in sequences],
-        do_sample=[True] * len(requests),
-        sample_positions=[len(r.output_token_ids) + r.num_inflight_tokens for r in requests],
+        requests=batch.requests,
+        rows=batch.rows,
+        token_ids=token_ids,
+        query_lens=batch.query_lens,
+        starts=starts,
+        block_tables=batch.block_tables,
+        do_sample=batch.do_sample,
+        sample_positions=sample_positions,
     )
-    for request in requests:
-        request.num_computed_tokens += 1
-    return step
 
 
 def _known_tokens(request: Request, start: int, end: int) -> list[int]:

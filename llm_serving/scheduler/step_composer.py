@@ -13,7 +13,7 @@ from llm_serving.scheduler.policy import MAX_PREFILL_STEPS_IN_FLIGHT, blocks_gro
 from llm_serving.scheduler.request_queue import RequestQueue
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import Sequence, SequenceState
-from llm_serving.scheduler.step_builder import build_decode, build_prefill
+from llm_serving.scheduler.step_builder import DecodeBatch, build_decode, build_prefill
 
 __all__ = ["StepComposer"]
 
@@ -42,6 +42,8 @@ class StepComposer:
         self._partial: Sequence | None = None
         self._decode_held_since: float | None = None
         self._turns = count(1)
+        self._batch: DecodeBatch | None = None
+        self._batch_changes = 0
 
     def compose(self, now: float) -> ScheduledStep | None:
         """The next step, a prefill if there can be one; a decode goes first when prefills have had their turn."""
@@ -148,11 +150,19 @@ class StepComposer:
             ready = self._take_turns(ready)
         sequences = self._grow(ready)
         if sequences:
-            return self._send(build_decode(self._next_seq, sequences), sequences)
+            return self._send(build_decode(self._next_seq, self._decode_batch(sequences)), sequences)
         if self._in_flight.num_steps:
             return None
         # The rows whose turn it was were preempted themselves; nothing is in flight that would bring us back here.
         return self._compose_decode(now)
+
+    def _decode_batch(self, sequences: list[Sequence]) -> DecodeBatch:
+        """The shared columns of ``sequences``: those of the last decode step, if no row has changed hands since."""
+        batch, changes = self._batch, self._running.num_changes
+        if batch is None or changes != self._batch_changes or batch.sequences != sequences:
+            batch = self._batch = DecodeBatch.of(sequences)
+            self._batch_changes = changes
+        return batch
 
     def _ready_to_decode(self) -> tuple[list[Sequence], int]:
         """The rows that can advance, in order of arrival, and how many more will join when their prefill is
@@ -161,13 +171,17 @@ class StepComposer:
         for sequence in self._running:
             if sequence is self._partial:
                 num_joining += 1
-            elif sequence.wants_token:
-                if sequence.request.num_inflight_tokens <= ahead:
-                    ready.append(sequence)
-                elif blocks_group(sequence):
-                    return [], 0
-                else:
-                    num_joining += 1
+                continue
+            request = sequence.request
+            num_inflight_tokens = request.num_inflight_tokens
+            if len(request.output_token_ids) + num_inflight_tokens >= sequence.max_output_tokens:
+                continue  # a sure ending: no further token is wanted
+            if num_inflight_tokens <= ahead:
+                ready.append(sequence)
+            elif blocks_group(sequence):
+                return [], 0
+            else:
+                num_joining += 1
         return ready, num_joining
 
     def _held_for_rows(self, num_ready: int, num_joining: int, now: float) -> bool:

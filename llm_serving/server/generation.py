@@ -172,8 +172,6 @@ class Generation:
         ``streamed``: the caller will say when output was ``delivered``.
         """
         for choice in self.choices:
-            self._log_arrival(choice)
-        for choice in self.choices:
             sink = _ChoiceSink(self, choice, taker)
             try:
                 opened = self.state.engine.open(
@@ -181,8 +179,10 @@ class Generation:
                     streamed=streamed,
                 )  # fmt: skip
             except RequestError as error:
+                self._log_arrival(choice)
                 self.note_refusal(error)
                 raise
+            self._log_arrival(choice)  # while the engine is at work
             self._open.append(opened)
 
     def delivered(self, index: int, now: float) -> None:

@@ -18,17 +18,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-READ_BYTES = 256 << 20
-"""Eight times the largest last-level cache met so far."""
 LOOP_SECONDS = 0.1
 ATTEMPTS = 5
 TIMEOUT_S = 60.0
 RATES = {
+    "read_gb_s": "llmk_measure_read_bandwidth",
     "fp32_gflops": "llmk_measure_fma",
     "bf16_gflops": "llmk_measure_dot_bf16",
     "int8_gops": "llmk_measure_dot_int8",
 }
-"""Field -> entry of the library: billions of operations a second, a multiply-add counting as two."""
+"""Field -> entry of the library: billions of bytes read, or of operations, a second; a multiply-add is two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +59,13 @@ def measure_ceilings(threads: int = 0) -> Ceilings:
 
 
 def _measure_here(threads: int) -> Ceilings:
-    import numpy as np
-
     from agent.kernels import kernel_isa, num_threads, set_threads
     from agent.kernels.library import load_library
 
     set_threads(threads)
     library = load_library()
     rates = {field: _best_rate(library, name) for field, name in RATES.items()}
-    read = library.llmk_measure_read
-    read.argtypes, read.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_double
-    data = np.ones(READ_BYTES // 4, np.float32)
-    return Ceilings(
-        read_gb_s=_best(lambda: float(read(data.ctypes.data, data.nbytes))),
-        **rates,
-        threads=num_threads(),
-        isa=kernel_isa(),
-    )
+    return Ceilings(**rates, threads=num_threads(), isa=kernel_isa())
 
 
 def _best_rate(library: ctypes.CDLL, name: str) -> float:

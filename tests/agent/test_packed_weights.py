@@ -93,6 +93,15 @@ def test_floats_are_packed_from_the_very_values_other_tables_get(packing: Packin
         assert packed[parameter].ctypes.data % 64 == 0
 
 
+def test_the_output_layer_may_have_a_format_of_its_own() -> None:
+    plain = load(None, None, "bfloat16", DUMMY_SPECS)
+    packed = load(None, Packing("int4", output_format="int8"), "bfloat16", DUMMY_SPECS)
+    expected = {"qkv": blob_of("int4", plain["qkv"], group=64, source_dtype="bfloat16")}
+    expected["lm_head.weight"] = blob_of("int8", plain["embedding.weight"], source_dtype="bfloat16")
+    for name, blob in expected.items():
+        np.testing.assert_array_equal(packed[name], blob)
+
+
 def test_zero_points_on_request() -> None:
     plain = load(None, None, "float32", DUMMY_SPECS)["qkv"]
     packed = load(None, Packing("int4", 32, asymmetric=True), "float32", DUMMY_SPECS)["qkv"]

@@ -114,3 +114,27 @@ def test_status() -> None:
     assert (status.free_blocks, status.total_blocks, status.preemptions) == (30, 32, 0)
     assert status.agents == [{"rank": 0, "state": "ready"}]
     assert status.last_step_age_s == pytest.approx(0.0)
+
+
+def test_host_time_counts_only_while_the_device_waits() -> None:
+    """A millisecond goes by with every look at the clock, of which there is one before and one after a step is sent."""
+    engine = Engine(decode_steps_ahead=0)
+    engine.request("a", 5, 4)
+    ticking(engine)
+    engine.finish()
+    assert len(engine.metrics.overheads) == 3, "one for each step that another followed"
+    assert min(engine.metrics.overheads) > 0
+    ahead = Engine(decode_steps_ahead=1)
+    ahead.request("a", 5, 6)
+    ticking(ahead)
+    ahead.finish()
+    assert 0.0 in ahead.metrics.overheads
+    assert ahead.metrics.overheads.count(0.0) >= 3, "with a step ahead the device goes on"
+
+
+def ticking(engine: Engine) -> None:
+    def clock() -> float:
+        engine.now += 0.001
+        return engine.now
+
+    engine.core._clock = clock

@@ -133,3 +133,58 @@ def test_a_result_is_copied_out():
     assert result.tops == [(), ((8, 0.5), (9, 0.25))]
     assert (result.queue_us, result.graph_us, result.sample_us) == (1, 2, 3)
     assert np.all(slot.sampled_ids == 0)
+
+
+def decode_of(first, seq, starts, tables, rows=(2, 0)):
+    requests = first.requests[: len(rows)]
+    return ScheduledStep(
+        seq,
+        StepKind.DECODE,
+        requests=list(requests),
+        rows=list(rows),
+        token_ids=[LAST_TOKEN] * len(rows),
+        query_lens=[1] * len(rows),
+        starts=list(starts),
+        block_tables=tables,
+        do_sample=[True] * len(rows),
+        sample_positions=[5] * len(rows),
+    )
+
+
+def columns(slot):
+    """All inputs of a slot's step."""
+    seqs, width = slot.num_seqs, slot.table_width
+    names = ("query_lens", "context_lens", "rows", "do_sample", "temperature", "top_k", "seed", "num_top_logits")
+    inputs = {name: getattr(slot, name)[:seqs].tolist() for name in names}
+    inputs["history_lens"] = slot.history_lens[:seqs].tolist()
+    inputs["sample_position"] = slot.sample_position[:seqs].tolist()
+    inputs["tokens"] = slot.token_ids[: slot.num_tokens].tolist()
+    inputs["positions"] = slot.positions[: slot.num_tokens].tolist()
+    inputs["slot_mapping"] = slot.slot_mapping[: slot.num_tokens].tolist()
+    inputs["tables"] = slot.block_tables[: seqs * width].tolist()
+    return inputs
+
+
+def test_a_writer_that_knows_the_batch_writes_what_a_new_one_would():
+    """Slots taken in turn, tables that grow, a batch that changes and comes back, a prefill in between."""
+    first = prefill(table=(3, 5), extra=[History(0, [1, 2, 3], 3)])
+    tables = [[3, 5], [7]]
+    writer, slots = SlotWriter(LIMITS, 4, 4), [new_slot() for _ in range(3)]
+    writer.write(first, slots[0])
+    steps = []
+    for number in range(1, 12):
+        position = number + 4
+        if position // 4 + 1 > len(tables[0]):
+            tables[0].append(10 + number)
+        if (number + 1) // 4 + 1 > len(tables[1]):
+            tables[1].append(30 + number)
+        starts = (position, number + 1)
+        rows = (2,) if number == 6 else (2, 0)
+        steps.append((decode_of(first, number, starts[: len(rows)], tables[: len(rows)], rows), number % 3))
+        step, index = steps[-1]
+        if number == 8:
+            writer.write(prefill(100, table=(3, 5)), slots[2])
+        writer.write(step, slots[index])
+        fresh, expected = SlotWriter(LIMITS, 4, 4), new_slot()
+        fresh.write(step, expected)
+        assert columns(slots[index]) == columns(expected), number

@@ -179,8 +179,8 @@ def test_the_json_of_a_small_log_is_exact(maker: LogMaker) -> None:
     assert [one["request_id"] for one in slowest] == ["r1", "r0", "r2", "r5"]
     assert slowest[0] == {
         "request_id": "r1", "e2e_s": 3.0, "queue_ms": 500.0, "prefill_ms": 500.0, "decode_ms": 2000.0,
-        "delivery_ms": 0.0, "ttft_ms": 1000.0, "tpot_ms": 500.0, "prompt_tokens": 10, "output_tokens": 5, "finish_reason": "length",
-        "preemptions": 0,
+        "delivery_ms": 0.0, "ttft_ms": 1000.0, "tpot_ms": 500.0, "prompt_tokens": 10, "output_tokens": 5,
+        "finish_reason": "length", "preemptions": 0,
     }  # fmt: skip
 
 

@@ -189,6 +189,29 @@ ThreadPool& pool() {
   return *instance;
 }
 
+// What is left of a stretch of tasks, begin << 32 | end. The owner takes from the front, others from the back.
+class alignas(64) Stretch {
+ public:
+  void set(int64_t begin, int64_t end) {
+    left_.store(static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end), std::memory_order_relaxed);
+  }
+  // A task, or -1.
+  int64_t take(bool front) {
+    uint64_t left = left_.load(std::memory_order_relaxed);
+    for (;;) {
+      const uint64_t begin = left >> 32, end = left & 0xFFFFFFFFu;
+      if (begin >= end) return -1;
+      const uint64_t rest = front ? left + (uint64_t{1} << 32) : left - 1;
+      if (left_.compare_exchange_weak(left, rest, std::memory_order_relaxed)) {
+        return static_cast<int64_t>(front ? begin : end - 1);
+      }
+    }
+  }
+
+ private:
+  std::atomic<uint64_t> left_;  // set() before use
+};
+
 struct Scratch {
   void* data[kScratchSlots] = {};
   int64_t bytes[kScratchSlots] = {};
@@ -200,6 +223,18 @@ struct Scratch {
 }  // namespace
 
 void run_parallel(int64_t count, TaskFunction function, void* context) { pool().run(count, function, context); }
+
+void run_stretches(int64_t count, TaskFunction function, void* context) {
+  const int64_t threads = count < num_threads() ? count : num_threads();
+  Stretch stretches[kMaxThreads];
+  for (int64_t i = 0; i < threads; ++i) stretches[i].set(count * i / threads, count * (i + 1) / threads);
+  parallel_for(threads, [&](int64_t own) {
+    for (int64_t i = 0; i < threads; ++i) {
+      Stretch& stretch = stretches[(own + i) % threads];
+      for (int64_t task; (task = stretch.take(i == 0)) >= 0;) function(context, task);
+    }
+  });
+}
 
 void set_num_threads(int num_threads) { pool().resize(num_threads); }
 

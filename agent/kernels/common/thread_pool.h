@@ -11,6 +11,10 @@ using TaskFunction = void (*)(void* context, int64_t index);
 // returns when all calls have returned. Safe from any thread; a second caller at the same time works alone.
 void run_parallel(int64_t count, TaskFunction function, void* context);
 
+// The same with each thread walking a stretch of its own in order, so that what follows in memory is worth fetching; a
+// thread that is done takes from the ends of the others' stretches.
+void run_stretches(int64_t count, TaskFunction function, void* context);
+
 // Sets the number of threads (the caller counts as one); 0 means all processors the process may use.
 void set_num_threads(int num_threads);
 int num_threads();
@@ -26,6 +30,13 @@ static void parallel_for(int64_t count, const Function& function) {
     return;
   }
   run_parallel(
+      count, [](void* context, int64_t index) { (*static_cast<const Function*>(context))(index); },
+      const_cast<Function*>(&function));
+}
+
+template <class Function>
+static void parallel_stretches(int64_t count, const Function& function) {
+  run_stretches(
       count, [](void* context, int64_t index) { (*static_cast<const Function*>(context))(index); },
       const_cast<Function*>(&function));
 }

@@ -1,15 +1,22 @@
-// What this machine can do at most: loops that only multiply-add, or only read. bench_kernels.py divides by them.
+// What this machine can do at most: loops that only multiply-add, or only read. Benchmarks divide by them.
 #pragma once
 #include "../common/types.h"
 #include "dot.h"
 
 namespace llmk {
 
+// Best of short rounds within about `seconds` seconds, all threads of the pool together.
+double measure_fma(double seconds);             // float32 multiply-adds, 10^9 operations/s (two a multiply-add)
+double measure_dot_bf16(double seconds);        // products of bfloat16 pairs as ops/dot.h does them
+double measure_dot_int8(double seconds);        // products of four bytes as ops/linear.h does them
+double measure_read(const void* data, int64_t bytes);  // once over `bytes`, 10^9 bytes/s
+double measure_read_bandwidth(double seconds);  // over 256 MB of its own, in huge pages where the system has them
+
 struct CeilingLoops {
-  int64_t (*fma)(int64_t steps);       // float32; returns the floating-point operations done
-  int64_t (*dot_bf16)(int64_t steps);  // products of bfloat16 pairs as ops/dot.h does them
-  int64_t (*dot_int8)(int64_t steps);  // products of four bytes as the int8 and int4 linear layers do them
-  float (*read)(const float* data, int64_t size);
+  int64_t (*fma)(int64_t steps);  // returns the operations done
+  int64_t (*dot_bf16)(int64_t steps);
+  int64_t (*dot_int8)(int64_t steps);
+  int32_t (*read)(const void* data, int64_t bytes);  // a multiple of 1024
 };
 
 #ifdef LLMK_ARCH
@@ -24,54 +31,58 @@ constexpr int kCeilingChains = 6;
 template <class T>
 static inline int64_t run_steps(int64_t steps) {
   using D = Dot<T, T>;
-  constexpr int kChains = kCeilingChains;
   alignas(64) T ones[64];
   for (T& one : ones) from_float(1.0f, &one);
   typename D::Operand x = D::get(ones), w = D::get(ones + kLanes);
-  Vec total[kChains];
+  Vec total[kCeilingChains];
   for (Vec& chain : total) chain = zero();
   for (int64_t i = 0; i < steps; ++i) {
-    for (int c = 0; c < kChains; ++c) total[c] = D::step(x, w, total[c]);
+    for (int c = 0; c < kCeilingChains; ++c) total[c] = D::step(x, w, total[c]);
   }
   float result = 0;
   for (const Vec& chain : total) result += sum(chain);
   volatile float sink = result;
   static_cast<void>(sink);
-  return steps * kChains * D::kStep * 2;
+  return steps * kCeilingChains * D::kStep * 2;
 }
 
 static int64_t ceiling_fma(int64_t steps) { return run_steps<float>(steps); }
 static int64_t ceiling_dot_bf16(int64_t steps) { return run_steps<bfloat_t>(steps); }
 
 static int64_t ceiling_dot_int8(int64_t steps) {
-  constexpr int kIntLanes = 16;
-  alignas(64) int32_t numbers[kIntLanes] = {};
-  const Quads weights = quads(load_ints(numbers));
-  const BroadcastQuad x = broadcast_quad(reinterpret_cast<const int8_t*>(numbers));
+  alignas(64) int8_t ones[64];
+  std::memset(ones, 1, sizeof(ones));
+  const Quads w = quads(load_ints(ones));
+  const BroadcastQuad x = broadcast_quad(ones);
   Ints total[kCeilingChains];
-  for (int c = 0; c < kCeilingChains; ++c) total[c] = broadcast_int(c);
+  for (Ints& chain : total) chain = broadcast_int(0);
   for (int64_t i = 0; i < steps; ++i) {
-    for (int c = 0; c < kCeilingChains; ++c) total[c] = dot_quads(total[c], weights, x);
+    for (int c = 0; c < kCeilingChains; ++c) total[c] = dot_quads(total[c], w, x);
   }
+  int32_t result[kLanes];
   for (int c = 1; c < kCeilingChains; ++c) total[0] = add(total[0], total[c]);
-  store_ints(numbers, total[0]);
-  volatile int32_t sink = numbers[0];
+  store_ints(result, total[0]);
+  volatile int32_t sink = result[0];
   static_cast<void>(sink);
-  return steps * kCeilingChains * kIntLanes * 4 * 2;
+  return steps * kCeilingChains * 64 * 2;
 }
 
-// Several places at once, as a weight matrix is read.
-static float ceiling_read(const float* data, int64_t size) {
-  constexpr int kStreams = 6;
-  const int64_t stream = size / kStreams / kLanes * kLanes;
-  Vec total[kStreams];
-  for (int j = 0; j < kStreams; ++j) total[j] = zero();
-  for (int64_t i = 0; i < stream; i += kLanes) {
-    for (int j = 0; j < kStreams; ++j) total[j] = add(total[j], load(data + j * stream + i));
+// Four places at once, each a cache line at a time.
+static int32_t ceiling_read(const void* data, int64_t bytes) {
+  constexpr int kStreams = 4;
+  const int64_t stream = bytes / kStreams / 128 * 128;
+  const char* from = static_cast<const char*>(data);
+  Ints total[kStreams];
+  for (int j = 0; j < kStreams; ++j) total[j] = broadcast_int(0);
+  for (int64_t i = 0; i < stream; i += 128) {
+    for (int j = 0; j < kStreams; ++j) {
+      total[j] = add(total[j], load_ints(from + j * stream + i));
+      total[j] = add(total[j], load_ints(from + j * stream + i + 64));
+    }
   }
-  float result = 0;
-  for (int j = 0; j < kStreams; ++j) result += sum(total[j]);
-  return result;
+  int32_t result[kLanes];
+  store_ints(result, add(add(total[0], total[1]), add(total[2], total[3])));
+  return result[0];
 }
 
 }  // namespace LLMK_ARCH

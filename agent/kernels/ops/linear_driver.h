@@ -32,8 +32,8 @@ struct PlainForm {
   static int64_t units(const WeightShape& shape) { return shape.steps; }
   static int64_t unit_bytes(const WeightShape& shape) { return shape.step_bytes; }
 
-  template <int R, bool kStreamed>
-  static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, Fetch fetch) {
+  template <int R, int kLines>
+  static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const uint8_t* next) {
     constexpr int C = Step::columns(R);
     const typename Step::X* x =
         static_cast<const typename Step::X*>(job.x) + row * job.x_stride + piece.begin * Step::kDepth;
@@ -48,13 +48,13 @@ struct PlainForm {
           start(job, row + i / C, &total[i / C][i % C]);
         }
       }
-      sum_steps<Step, R, C, kStreamed>(piece.weights + v * Step::kVectorBytes, x, job.x_stride,
-                                       piece.end - piece.begin, fetch, total);
+      sum_steps<Step, R, C, kLines>(piece.weights + v * Step::kVectorBytes, x, job.x_stride,
+                                       piece.end - piece.begin, next, total);
       LLMK_UNROLL
       for (int i = 0; i < R * C; ++i) {
         store_sum(sums + i / C * kPanelColumns + (v + i % C) * kLanes, total[i / C][i % C]);
       }
-      fetch.next += fetch.stride * (piece.end - piece.begin);
+      next += (piece.end - piece.begin) * kLines * 64;
     }
   }
 
@@ -73,8 +73,8 @@ struct GroupedForm {
     return shape.group_steps * shape.step_bytes + shape.scale_bytes;
   }
 
-  template <int R, bool kStreamed>
-  static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, Fetch fetch) {
+  template <int R, int kLines>
+  static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const uint8_t* next) {
     constexpr int kFull = Step::columns(R), C = R * kFull > 12 && kFull > 2 ? 2 : kFull;
     const WeightShape& shape = job.shape;
     const bool asymmetric = job.header.asymmetric != 0;
@@ -101,13 +101,13 @@ struct GroupedForm {
               asymmetric ? multiply(load_unsigned_bytes(zeros + (v + i % C) * kLanes), broadcast_int(-x_sum))
                          : broadcast_int(-Step::kZero * x_sum);
         }
-        sum_steps<Step, R, C, kStreamed>(w + v * Step::kVectorBytes, x, job.x_stride, steps, fetch, part);
+        sum_steps<Step, R, C, kLines>(w + v * Step::kVectorBytes, x, job.x_stride, steps, next, part);
         LLMK_UNROLL
         for (int i = 0; i < R * C; ++i) {
           const Vec scale = load(scales + (v + i % C) * kLanes);
           total[i / C][i % C] = fused(to_floats(part[i / C][i % C]), scale, total[i / C][i % C]);
         }
-        fetch.next += fetch.stride * steps;
+        next += steps * kLines * 64;
         x += shape.group_steps * Step::kDepth;
         w += steps * shape.step_bytes + shape.scale_bytes;
       }
@@ -117,43 +117,41 @@ struct GroupedForm {
   }
 };
 
-template <class Form, int R, bool kStreamed>
-static inline void tile_of(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const Fetch& fetch) {
-  Form::template tile<R, kStreamed>(job, piece, row, sums, fetch);
-}
-
-// The rows of a task as tiles of nearly the same height.
-template <class Form, bool kStreamed>
+template <class Form, int kLines>
 static inline void any_tile(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
-                            const Fetch& fetch) {
+                            const uint8_t* next) {
   static_assert(Form::Step::kMostRows == 4 || Form::Step::kMostRows == 6, "the cases below");
-  if (rows == 1) return tile_of<Form, 1, kStreamed>(job, piece, row, sums, fetch);
-  if (rows == 2) return tile_of<Form, 2, kStreamed>(job, piece, row, sums, fetch);
-  if (rows == 3) return tile_of<Form, 3, kStreamed>(job, piece, row, sums, fetch);
-  if (rows == 4) return tile_of<Form, 4, kStreamed>(job, piece, row, sums, fetch);
+  if (rows == 1) return Form::template tile<1, kLines>(job, piece, row, sums, next);
+  if (rows == 2) return Form::template tile<2, kLines>(job, piece, row, sums, next);
+  if (rows == 3) return Form::template tile<3, kLines>(job, piece, row, sums, next);
+  if (rows == 4) return Form::template tile<4, kLines>(job, piece, row, sums, next);
   if constexpr (Form::Step::kMostRows == 6) {
-    if (rows == 5) return tile_of<Form, 5, kStreamed>(job, piece, row, sums, fetch);
-    return tile_of<Form, 6, kStreamed>(job, piece, row, sums, fetch);
+    if (rows == 5) return Form::template tile<5, kLines>(job, piece, row, sums, next);
+    return Form::template tile<6, kLines>(job, piece, row, sums, next);
   }
 }
 
+// The rows of a task as tiles of nearly the same height.
 template <class Form, class Finish>
 static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
                               const Finish& finish) {
   const int64_t tiles = ceil_div(rows, Form::Step::kMostRows);
-  const uint8_t* next = piece.weights + piece.bytes;
+  // Tiles that fetch, each its share of the next piece.
+  const int64_t fetching = piece.bytes == 0 ? 0 : tiles >= 4 ? 4 : tiles >= 2 ? 2 : 1;
   for (int64_t t = 0; t < tiles; ++t) {
-    const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin;
+    const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin, first = row + begin;
+    const uint8_t* next = piece.weights + piece.bytes + t * (piece.bytes / 4) * (4 / larger(fetching, 1));
     float* tile_sums = sums + begin * kPanelColumns;
-    if (tiles < 4 && t == 0) {
-      any_tile<Form, true>(job, piece, row + begin, count, tile_sums, {true, nullptr, 0});
+    if (t >= fetching) {
+      any_tile<Form, 0>(job, piece, first, count, tile_sums, nullptr);
+    } else if (fetching == 1) {
+      any_tile<Form, 4>(job, piece, first, count, tile_sums, nullptr);
+    } else if (fetching == 2) {
+      any_tile<Form, 2>(job, piece, first, count, tile_sums, next);
     } else {
-      const int64_t offset = t * (piece.bytes / 4);
-      const bool fetching = tiles >= 4 && t < 4;
-      any_tile<Form, false>(job, piece, row + begin, count, tile_sums,
-                            {false, fetching ? next + offset : piece.weights, fetching ? 64 : 0});
+      any_tile<Form, 1>(job, piece, first, count, tile_sums, next);
     }
-    finish(row + begin, count, tile_sums);
+    finish(first, count, tile_sums);
   }
 }
 
@@ -186,7 +184,7 @@ static inline void for_panels(const LinearJob& job, const Task& task) {
   if (small) {  // not worth a second thread
     for (int64_t i = 0; i < tasks; ++i) run(i);
   } else {
-    parallel_for(tasks, run);
+    parallel_stretches(tasks, run);
   }
 }
 

@@ -107,37 +107,32 @@ struct NibbleStep : ByteTiles {
   }
 };
 
-// What to fetch while a tile is worked on. Streamed weights: the tile's own, a fixed way ahead. Else a line a step from
-// `next`, `stride` 64, or 0 where there is nothing left to fetch.
-struct Fetch {
-  bool streamed;
-  const uint8_t* next;
-  int64_t stride;
-};
+// What to fetch while a tile is worked on, kLines cache lines a step (a template argument):
+//   4  one tile of rows: the tile's own weights, a fixed way ahead
+//   2  a few tiles: half of the next piece each, from `next`; 1: many tiles, a quarter each
+//   0  nothing
 constexpr int64_t kFetchAhead = 4096;
 
-LLMK_INLINE void clear_sum(Vec* total) { *total = zero(); }
-LLMK_INLINE void clear_sum(Ints* total) { *total = broadcast_int(0); }
 LLMK_INLINE void load_sum(const float* p, Vec* total) { *total = load(p); }
 LLMK_INLINE void load_sum(const float* p, Ints* total) { *total = load_ints(p); }
 LLMK_INLINE void store_sum(float* p, Vec total) { store(p, total); }
 LLMK_INLINE void store_sum(float* p, Ints total) { store_ints(p, total); }
 
 // total[r][c] += the products of `steps` steps. w: vector 0 of the tile in the first step.
-template <class Step, int R, int C, bool kStreamed>
+template <class Step, int R, int C, int kLines>
 LLMK_INLINE void sum_steps(const uint8_t* w, const typename Step::X* x, int64_t x_stride, int64_t steps,
-                           const Fetch& fetch, typename Step::Sum (&total)[R][C]) {
-  const uint8_t* next = fetch.next;
+                           const uint8_t* next, typename Step::Sum (&total)[R][C]) {
   for (int64_t s = 0; s < steps; ++s, w += 4 * Step::kVectorBytes, x += Step::kDepth) {
     typename Step::Weight weight[C];
     LLMK_UNROLL
     for (int c = 0; c < C; ++c) {
       weight[c] = Step::weight(w + c * Step::kVectorBytes);
-      if (kStreamed) __builtin_prefetch(w + c * Step::kVectorBytes + kFetchAhead, 0, 3);
+      if (kLines == 4) __builtin_prefetch(w + c * Step::kVectorBytes + kFetchAhead, 0, 3);
     }
-    if (!kStreamed) {
+    if (kLines == 1 || kLines == 2) {
       __builtin_prefetch(next, 0, 2);
-      next += fetch.stride;
+      if (kLines == 2) __builtin_prefetch(next + 64, 0, 2);
+      next += kLines * 64;
     }
     LLMK_UNROLL
     for (int r = 0; r < R; ++r) {

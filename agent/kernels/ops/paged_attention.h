@@ -26,7 +26,7 @@ struct PagedTask {
 // Tasks of the same rows: who finishes last folds.
 struct PagedJoin {
   int64_t waiting;
-  float* parts;  // [rows][parts][part_floats]: best, mass, ..., sums
+  float* parts;  // [heads][rows][parts][part_floats]: best, mass, ..., sums
 };
 
 struct PagedPlan {
@@ -64,11 +64,14 @@ static inline void for_row_tiles(const RotaryAttentionArgs& args, const Function
 template <class Function>
 static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask task, int64_t total_cost, bool writes,
                                   const Function& add) {
-  const int64_t threads = num_threads(), cost = task_cost(task.rows, task.parts);
-  const int64_t ranges = smaller(task.parts, ceil_div(cost * 4 * threads, larger(1, total_cost)));
-  const int64_t by_cost = total_cost / (16 * threads) / cost;
+  constexpr int64_t kTileBytes = 256 << 10;  // this tile and the next one in the second-level cache
+  const int64_t cost = task_cost(task.rows, task.parts) * args.kv_heads;
+  const int64_t pieces = ceil_div(cost * 8 * num_threads(), larger(1, total_cost));
   const int64_t by_rows = smaller(kTaskHeads, 2 * kTaskRows / task.rows);
-  const int64_t heads = ranges > 1 ? 1 : larger(1, smaller(by_cost, by_rows));
+  const int64_t by_cache = kTileBytes * args.block_size / (2 * chunk_bytes(args) * kKeyTile);
+  int64_t heads = larger(1, smaller(smaller(by_rows, by_cache), args.kv_heads));
+  const int64_t ranges = smaller(task.parts, ceil_div(pieces, ceil_div(args.kv_heads, heads)));
+  heads = larger(1, smaller(heads, args.kv_heads * ranges / pieces));
   int64_t written_part = task.parts;
   if (writes) written_part = (args.context_lens[task.seq] - args.query_lens[task.seq]) / kPartition;
   for (task.head = 0; task.head < args.kv_heads; task.head += heads) {
@@ -82,6 +85,13 @@ static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask tas
     }
   }
 }
+
+// Panels of the tile in work.
+struct TileMemory {
+  Unit* keys;
+  Unit* values;
+  float* scales;  // of keys, then of values
+};
 
 struct PagedScratch {
   char* memory;
@@ -134,7 +144,8 @@ static inline void finish_row(const RotaryAttentionArgs& args, const PagedTask& 
 }
 
 // Ends a partition: the rows that saw it fold it into their total, or leave it for the join.
-static inline void close_partition(const PagedTask& task, int64_t part, const HeadRows& head, const PagedJoin* join) {
+static inline void close_partition(const PagedTask& task, int64_t part, int64_t h, const HeadRows& head,
+                                   const PagedJoin* join) {
   for (int64_t row = 0; row < head.rows; ++row) {
     if (head.visible[row] <= part * kPartition) continue;
     const float mass = sum(load(head.partition.mass + row * kLanes));
@@ -143,7 +154,7 @@ static inline void close_partition(const PagedTask& task, int64_t part, const He
       fold_partition(head.partition.best[row], mass, sums, head.padded_dim, part == 0, head.total.best + row,
                      head.total.mass + row, head.total.sums + row * head.padded_dim);
     } else {
-      float* out = join->parts + (row * task.parts + part) * part_floats(head.padded_dim);
+      float* out = join->parts + ((h * head.rows + row) * task.parts + part) * part_floats(head.padded_dim);
       out[0] = head.partition.best[row];
       out[1] = mass;
       std::memcpy(out + kLanes, sums, static_cast<size_t>(head.padded_dim) * sizeof(float));
@@ -153,62 +164,78 @@ static inline void close_partition(const PagedTask& task, int64_t part, const He
 
 template <class F>
 static inline void fold_joined(const RotaryAttentionArgs& args, const PagedTask& task, const PagedJoin& join,
-                               HeadRows& head) {
+                               int64_t h, const HeadRows& head) {
   for (int64_t row = 0; row < task.rows; ++row) {
     float best = 0, mass = 0;
     const int64_t parts = ceil_div(head.visible[row], kPartition);
     for (int64_t part = 0; part < parts; ++part) {
-      const float* from = join.parts + (row * task.parts + part) * part_floats(head.padded_dim);
+      const float* from = join.parts + ((h * task.rows + row) * task.parts + part) * part_floats(head.padded_dim);
       fold_partition(from[0], from[1], from + kLanes, head.padded_dim, part == 0, &best, &mass, head.total.sums);
     }
-    finish_row<F>(args, task, task.head, row, head.padded_dim, mass, head.total.sums);
+    finish_row<F>(args, task, task.head + h, row, head.padded_dim, mass, head.total.sums);
+  }
+}
+
+static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask& task) {
+  return smaller(task.end_part * kPartition, visible_keys(args, task.seq, task.first_row + task.rows - 1));
+}
+
+// Fetches the tile after `begin`: of this task or, at its end, the first of the thread's next task (null: none).
+static inline void fetch_next(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin,
+                              const PagedTask* next, TileFetch* fetch) {
+  const int64_t end = task_end(args, task);
+  fetch->rest();
+  fetch->stop();
+  if (begin + kKeyTile < end) {
+    fetch->start(args, task.seq, begin + kKeyTile, smaller(end, begin + 2 * kKeyTile), task.head, task.heads, task.heads);
+  } else if (next != nullptr) {
+    const int64_t first = next->first_part * kPartition;
+    fetch->start(args, next->seq, first, smaller(first + kKeyTile, task_end(args, *next)), next->head, next->heads,
+                 task.heads);
   }
 }
 
 template <class F, class C>
-static inline void walk_tiles(const RotaryAttentionArgs& args, const PagedTask& task, const HeadRows* heads,
-                              const PagedJoin* join, Unit* key_panel, Unit* value_panel, float* scales) {
-  const int64_t chunk = chunk_bytes(args), last = heads[0].visible[task.rows - 1];
-  const int64_t end = smaller(task.end_part * kPartition, last);
-  const auto head_tile = [&](const PagedTile& tile, int64_t head) {
-    const int64_t offset = (task.head + head) * chunk;
-    return HeadTile{&tile, static_cast<const char*>(args.key_cache) + offset,
-                    static_cast<const char*>(args.value_cache) + offset};
-  };
-  PagedTile tiles[2];
-  int64_t begin = task.first_part * kPartition;
-  locate_tile(args, task.seq, begin, end, &tiles[0]);
-  for (int now = 0; begin < end; begin += kKeyTile, now ^= 1) {
-    locate_tile(args, task.seq, begin + kKeyTile, end, &tiles[now ^ 1]);
+static inline void walk_tiles(const RotaryAttentionArgs& args, const PagedTask& task, const PagedTask* next,
+                              const HeadRows* heads, const PagedJoin* join, const TileMemory& memory,
+                              TileFetch* fetch) {
+  const int64_t chunk = chunk_bytes(args), end = task_end(args, task);
+  for (int64_t begin = task.first_part * kPartition; begin < end; begin += kKeyTile) {
+    PagedTile tile;
+    locate_tile(args, task.seq, begin, end, &tile);
+    fetch_next(args, task, begin, next, fetch);
     for (int64_t h = 0; h < task.heads; ++h) {
-      const HeadTile tile = head_tile(tiles[now], h);
-      const HeadTile next = h + 1 < task.heads ? head_tile(tiles[now], h + 1) : head_tile(tiles[now ^ 1], 0);
-      TilePanels panels{begin, 0, key_panel, value_panel, nullptr, nullptr};
+      const int64_t offset = (task.head + h) * chunk;
+      const HeadTile now{&tile, static_cast<const char*>(args.key_cache) + offset,
+                         static_cast<const char*>(args.value_cache) + offset};
+      TilePanels panels{begin, 0, memory.keys, memory.values, nullptr, nullptr};
       if (sizeof(C) == 1) {
-        gather_scales(*tile.tile, tile.keys, scales);
-        gather_scales(*tile.tile, tile.values, scales + kKeyTile);
-        panels.key_scales = scales;
-        panels.value_scales = scales + kKeyTile;
+        gather_scales(tile, now.keys, memory.scales);
+        gather_scales(tile, now.values, memory.scales + kKeyTile);
+        panels.key_scales = memory.scales;
+        panels.value_scales = memory.scales + kKeyTile;
       }
-      pack_keys<F, C>(tile, next, args.dim, key_panel);
-      panels.value_units = pack_values<F, C>(tile, next, args.dim, heads[0].padded_dim, value_panel);
-      attend_tile<F>(heads[h], panels);
+      pack_keys<F, C>(now, fetch, args.dim, memory.keys);
+      panels.value_units = pack_values<F, C>(now, fetch, args.dim, heads[0].padded_dim, memory.values);
+      attend_tile<F>(heads[h], panels, fetch);
     }
     if ((begin + kKeyTile) % kPartition == 0 || begin + kKeyTile >= end) {
-      for (int64_t h = 0; h < task.heads; ++h) close_partition(task, begin / kPartition, heads[h], join);
+      for (int64_t h = 0; h < task.heads; ++h) close_partition(task, begin / kPartition, h, heads[h], join);
     }
   }
 }
 
 template <class F, class C>
-static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& plan, const PagedTask& task) {
+static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& plan, const PagedTask& task,
+                            const PagedTask* next, TileFetch* fetch) {
   const int64_t padded_dim = ceil_div(args.dim, F::kDimStep) * F::kDimStep;
   const int64_t query_units = ceil_div(ceil_div(args.dim, F::kPerUnit), kLanes) * kLanes, rows = task.rows;
   const int64_t bytes = task_scratch_bytes<F>(task.heads * (rows + 32), padded_dim, query_units);
   PagedScratch scratch{static_cast<char*>(thread_scratch(kScratchTile, bytes))};
-  Unit* key_panel = scratch.take<Unit>(query_units * kKeyTile);
-  Unit* value_panel = scratch.take<Unit>(kKeyTile * padded_dim);
-  float* scales = scratch.take<float>(2 * kKeyTile);
+  TileMemory memory{};
+  memory.keys = scratch.take<Unit>(query_units * kKeyTile);
+  memory.values = scratch.take<Unit>(kKeyTile * padded_dim);
+  memory.scales = scratch.take<float>(2 * kKeyTile);
   float* buffer = scratch.take<float>(args.dim + kLanes);
   int64_t* visible = scratch.take<int64_t>(rows);
   for (int64_t row = 0; row < rows; ++row) visible[row] = visible_keys(args, task.seq, task.first_row + row);
@@ -229,7 +256,7 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
     place_queries<F>(args, task, task.head + h, buffer, &head);
   }
   PagedJoin* join = task.join < 0 ? nullptr : plan.joins + task.join;
-  walk_tiles<F, C>(args, task, heads, join, key_panel, value_panel, scales);
+  walk_tiles<F, C>(args, task, next, heads, join, memory, fetch);
   if (join == nullptr) {
     for (int64_t h = 0; h < task.heads; ++h) {
       for (int64_t row = 0; row < rows; ++row) {
@@ -238,7 +265,7 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
       }
     }
   } else if (__atomic_sub_fetch(&join->waiting, 1, __ATOMIC_ACQ_REL) == 0) {
-    fold_joined<F>(args, task, *join, heads[0]);
+    for (int64_t h = 0; h < task.heads; ++h) fold_joined<F>(args, task, *join, h, heads[h]);
   }
 }
 
@@ -254,7 +281,7 @@ static inline void plan_tasks(const RotaryAttentionArgs& args, int64_t padded_di
         if (task.first_part == 0) {
           if (filling) plan->joins[plan->num_joins] = PagedJoin{0, plan->parts + plan->num_part_floats};
           ++plan->num_joins;
-          plan->num_part_floats += task.rows * task.parts * part_floats(padded_dim);
+          plan->num_part_floats += task.heads * task.rows * task.parts * part_floats(padded_dim);
         }
         task.join = plan->num_joins - 1;
         if (filling) ++plan->joins[task.join].waiting;
@@ -282,7 +309,19 @@ static inline void attend_paged(const RotaryAttentionArgs& args) {
   plan.tasks = reinterpret_cast<PagedTask*>(memory + part_bytes);
   plan.joins = reinterpret_cast<PagedJoin*>(memory + part_bytes + task_bytes);
   plan_tasks(args, padded_dim, &plan);
-  parallel_for(plan.num_tasks, [&](int64_t i) { run_task<F, C>(args, plan, plan.tasks[i]); });
+  // A thread claims its next task early, to fetch the first tile of it.
+  int64_t claimed = 0;
+  const auto claim = [&] {
+    const int64_t i = __atomic_fetch_add(&claimed, 1, __ATOMIC_RELAXED);
+    return i < plan.num_tasks ? plan.tasks + i : nullptr;
+  };
+  parallel_for(smaller(plan.num_tasks, num_threads()), [&](int64_t) {
+    TileFetch fetch;
+    for (const PagedTask *task = claim(), *next = nullptr; task != nullptr; task = next) {
+      next = claim();
+      run_task<F, C>(args, plan, *task, next, &fetch);
+    }
+  });
 }
 
 static void rotary_attention(const RotaryAttentionArgs& args) {

@@ -1,8 +1,8 @@
-// A tile of kKeyTile keys of one sequence: where they lie, how they are packed into the panels of paged_units.h, and how
-// the next tile is fetched meanwhile (block tables are beyond the hardware's prefetchers).
+// A tile of kKeyTile keys of one sequence: where they lie, and how they are packed into the panels of paged_units.h.
 #pragma once
 #include "rotary_attention.h"
 
+#include "paged_fetch.h"
 #include "paged_units.h"
 
 namespace llmk {
@@ -41,23 +41,11 @@ struct HeadTile {
   const char* values;
 };
 
-// Inlined by force: GCC takes a function that only prefetches for one without effect and drops the calls.
-template <bool kScaled>
-LLMK_INLINE void fetch_rows(const PagedTile& tile, const char* base, int64_t first, int64_t row_bytes) {
-  const int64_t last = smaller(first + kLanes, tile.count);
-  for (int64_t j = first; j < last; ++j) {
-    for (int64_t i = 0; i < row_bytes; i += 64) __builtin_prefetch(base + tile.values[j] + i, 0, 2);
-  }
-  if (kScaled && first < last) __builtin_prefetch(base + tile.scales[first], 0, 2);
-}
-
 template <class F, class C>
-static inline void pack_keys(const HeadTile& now, const HeadTile& next, int64_t dim, Unit* panel) {
-  constexpr bool kScaled = sizeof(C) == 1;
+static inline void pack_keys(const HeadTile& now, TileFetch* fetch, int64_t dim, Unit* panel) {
   const PagedTile& tile = *now.tile;
-  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(C));
   for (int64_t first = 0; first < kKeyTile; first += kLanes) {
-    fetch_rows<kScaled>(*next.tile, next.keys, first, row_bytes);
+    fetch->some();
     if (first >= tile.count) continue;
     const int64_t count = tile.count - first;
     for (int64_t d = 0; d < dim; d += kLanes * F::kPerUnit) {
@@ -80,15 +68,13 @@ static inline void pack_keys(const HeadTile& now, const HeadTile& next, int64_t 
 
 // Rows of units of keys; the last unit is filled up with zeros. Returns how many.
 template <class F, class C>
-static inline int64_t pack_values(const HeadTile& now, const HeadTile& next, int64_t dim, int64_t padded_dim,
+static inline int64_t pack_values(const HeadTile& now, TileFetch* fetch, int64_t dim, int64_t padded_dim,
                                   Unit* panel) {
-  constexpr bool kScaled = sizeof(C) == 1;
   constexpr int kPer = F::kPerUnit;
   const PagedTile& tile = *now.tile;
-  const int64_t row_bytes = dim * static_cast<int64_t>(sizeof(C));
   int64_t units = 0;
   for (int64_t first = 0; first < kKeyTile; first += kLanes) {
-    fetch_rows<kScaled>(*next.tile, next.values, first, row_bytes);
+    fetch->some();
     const int64_t last = smaller(first + kLanes, tile.count);
     for (int64_t j = first; j < last; j += kPer, ++units) {
       const C* rows[kPer];

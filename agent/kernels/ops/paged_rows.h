@@ -153,14 +153,16 @@ LLMK_INLINE void add_values(const HeadRows& head, const TilePanels& panels, int6
 }
 
 template <class F, int R>
-static inline void attend_block(const HeadRows& head, const TilePanels& panels, int64_t row) {
+static inline void attend_block(const HeadRows& head, const TilePanels& panels, int64_t row, TileFetch* fetch) {
   alignas(64) float scores[R][kKeyTile];
   alignas(64) Unit weights[R][F::kPasses * kKeyTile / F::kPerUnit];
   alignas(64) float decays[kLanes];
   float steps[R];
   const bool fresh = panels.begin % kPartition == 0;
   score_block<F, R>(head, panels, row, scores);
+  if (row == 0) fetch->some();
   soften_block<F, R>(head, panels, row, fresh, scores, weights, decays, steps);
+  if (row == 0) fetch->some();
   constexpr int V = kBlockVectors;
   int64_t d = 0;
   for (; d + V * kLanes <= head.padded_dim; d += V * kLanes) {
@@ -174,19 +176,19 @@ static inline void attend_block(const HeadRows& head, const TilePanels& panels, 
 
 // One tile for all rows that see any of it, in blocks of about equal size.
 template <class F>
-static inline void attend_tile(const HeadRows& head, const TilePanels& panels) {
+static inline void attend_tile(const HeadRows& head, const TilePanels& panels, TileFetch* fetch) {
   int64_t row = 0;
   while (row < head.rows && head.visible[row] <= panels.begin) ++row;
   while (row < head.rows) {
     const int64_t left = head.rows - row, size = ceil_div(left, ceil_div(left, kRowBlock));
 #ifdef LLMK_VEC_AVX512
-    if (size == 6) attend_block<F, 6>(head, panels, row);
-    if (size == 5) attend_block<F, 5>(head, panels, row);
-    if (size == 4) attend_block<F, 4>(head, panels, row);
-    if (size == 3) attend_block<F, 3>(head, panels, row);
+    if (size == 6) attend_block<F, 6>(head, panels, row, fetch);
+    if (size == 5) attend_block<F, 5>(head, panels, row, fetch);
+    if (size == 4) attend_block<F, 4>(head, panels, row, fetch);
+    if (size == 3) attend_block<F, 3>(head, panels, row, fetch);
 #endif
-    if (size == 2) attend_block<F, 2>(head, panels, row);
-    if (size == 1) attend_block<F, 1>(head, panels, row);
+    if (size == 2) attend_block<F, 2>(head, panels, row, fetch);
+    if (size == 1) attend_block<F, 1>(head, panels, row, fetch);
     row += size;
   }
 }

@@ -1,0 +1,78 @@
+"""A number from the metadata at the start of a GGUF file, without the packages that read its tensors.
+
+The format (version 2 or 3, little-endian): "GGUF", version u32, tensors u64, entries u64, then the entries: key, type
+u32, value. Text is a length u64 and its bytes; an array is its elements' type u32, their number u64, the elements.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import BinaryIO
+
+from llm_serving.errors import CheckpointError
+
+_UINT32, _STRING, _ARRAY = 4, 8, 9
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_MAX_KEY_BYTES = 65_535
+_MAX_ELEMENTS = 16 * 1024 * 1024
+_MAX_ENTRIES = 65_536
+
+
+def read_gguf_uint32(path: Path, wanted: str) -> int | None:
+    """The entry ``wanted``; None where there is none of that name and type. Raises CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            return _find(file, wanted.encode())
+    except (OSError, ValueError, OverflowError) as reason:
+        raise CheckpointError(f"{path}: not a GGUF file that can be read, or truncated: {reason}") from reason
+
+
+def _find(file: BinaryIO, wanted: bytes) -> int | None:
+    if _take(file, 4) != b"GGUF" or _number(file, "<I") not in (2, 3):
+        raise ValueError("it does not begin as one")
+    _number(file, "<Q")
+    entries = _number(file, "<Q")
+    if entries > _MAX_ENTRIES:
+        raise ValueError(f"it claims {entries} entries")
+    for _ in range(entries):
+        key, kind = _take(file, min(_number(file, "<Q"), _MAX_KEY_BYTES)), _number(file, "<I")
+        if key == wanted and kind == _UINT32:
+            return _number(file, "<I")
+        _skip(file, kind)
+    return None
+
+
+def _skip(file: BinaryIO, kind: int) -> None:
+    if kind == _STRING:
+        file.seek(_number(file, "<Q"), os.SEEK_CUR)
+    elif kind == _ARRAY:
+        elements, count = _number(file, "<I"), _number(file, "<Q")
+        if count > _MAX_ELEMENTS or elements == _ARRAY:
+            raise ValueError("it has an array that is too large or nested")
+        if elements == _STRING:
+            for _ in range(count):
+                _skip(file, _STRING)
+        else:
+            file.seek(_size(elements) * count, os.SEEK_CUR)
+    else:
+        file.seek(_size(kind), os.SEEK_CUR)
+
+
+def _size(kind: int) -> int:
+    if kind not in _SIZES:
+        raise ValueError(f"it has a value of type {kind}")
+    return _SIZES[kind]
+
+
+def _number(file: BinaryIO, form: str) -> int:
+    value: int = struct.unpack(form, _take(file, struct.calcsize(form)))[0]
+    return value
+
+
+def _take(file: BinaryIO, count: int) -> bytes:
+    data = file.read(count)
+    if len(data) < count:
+        raise ValueError("it ends early")
+    return data

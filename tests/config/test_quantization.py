@@ -1,0 +1,117 @@
+"""Quantised model folders as the config sees them: what they hold, what may be asked of them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from model_folders import write_model_folder
+
+from llm_serving.config import Config, load_config
+from llm_serving.errors import CheckpointError, ConfigError
+from llm_serving.quantization import stored_weight_format
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
+W8A8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}},
+}
+
+
+def config_of(folder: Path, *overrides: str) -> Config:
+    place = f"model_config.model_path={folder}"
+    return load_config("llama_tiny_cpu.yaml", [place, *(f"model_config.{each}" for each in overrides)], ascend=False)
+
+
+def gguf_header(file_type: int | None, *, before: int = 3) -> bytes:
+    """Entries of every shape, then the type of the file."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    entries = [
+        text("general.architecture") + struct.pack("<I", 8) + text("llama"),
+        text("tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("bc"),
+        text("scores") + struct.pack("<IIQ2f", 9, 6, 2, 0.5, 1.0),
+    ][:before]
+    if file_type is not None:
+        entries.append(text("general.file_type") + struct.pack("<II", 4, file_type))
+    return b"GGUF" + struct.pack("<IQQ", 3, 0, len(entries)) + b"".join(entries)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "wanted", "weight_format"),
+    [
+        (GPTQ, "auto", "int4"),
+        (GPTQ, "int4", "int4"),
+        (W8A8, "auto", "int8"),
+        (W8A8, "int8_weight_only", "int8_weight_only"),
+        (GPTQ, "bf16", "bfloat16"),
+    ],
+)
+def test_the_folder_decides_unless_the_config_does(
+    tmp_path: Path, quantization: object, wanted: str, weight_format: str
+) -> None:
+    folder = write_model_folder(tmp_path / "model", quantization_config=quantization)
+    config = config_of(folder, f"weight_format={wanted}", "model_dtype=bfloat16")
+    assert config.weight_format == weight_format
+    assert Config.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("quantization", "wanted", "message"),
+    [
+        (GPTQ, "int8", "weight_format = 'int8': the model folder holds int4 weights; use auto, int4, or bf16"),
+        (W8A8, "int4", "weight_format = 'int4': the model folder holds int8 weights; use auto, int8 or"),
+    ],
+)
+def test_integers_are_not_rounded_twice(tmp_path: Path, quantization: object, wanted: str, message: str) -> None:
+    folder = write_model_folder(tmp_path / "model", quantization_config=quantization)
+    with pytest.raises(ConfigError) as caught:
+        config_of(folder, f"weight_format={wanted}")
+    assert message in str(caught.value)
+
+
+def test_a_scheme_that_is_not_read_is_refused_at_once(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method = 'fp8': is not supported"):
+        config_of(folder)
+
+
+@pytest.mark.parametrize(("file_type", "expected"), [(2, "int4"), (7, "int8"), (1, None), (None, None)])
+def test_a_gguf_file_says_what_it_holds(tmp_path: Path, file_type: int | None, expected: str | None) -> None:
+    folder = write_model_folder(tmp_path / "model", files=("tokenizer.json",))
+    (folder / "model.gguf").write_bytes(gguf_header(file_type))
+    assert stored_weight_format(folder) == expected
+    assert config_of(folder).stored_weight_format == expected
+
+
+def test_a_gguf_header_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    whole = gguf_header(2)
+    for length in range(len(whole)):
+        (tmp_path / "model.gguf").write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"model\.gguf: not a GGUF file that can be read, or truncated"):
+            stored_weight_format(tmp_path)
+
+
+def test_hostile_numbers_in_a_gguf_header_are_refused(tmp_path: Path) -> None:
+    huge = 2**63
+    for content in (
+        b"GGUF" + struct.pack("<IQQ", 3, 0, huge),
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, huge) + b"x" * 70_000,
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 2, 1) + b"k" + struct.pack("<IIQ", 9, 8, huge),
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 2, 1) + b"k" + struct.pack("<IQ", 8, huge),
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 2, 1) + b"k" + struct.pack("<I", 77),
+    ):
+        (tmp_path / "model.gguf").write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"model\.gguf: not a GGUF file"):
+            stored_weight_format(tmp_path)
+
+
+def test_older_folders_keep_the_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    (folder / "quantize_config.json").write_text(json.dumps({"bits": 8, "group_size": 128}))
+    assert stored_weight_format(folder) == "int8"

@@ -1,0 +1,184 @@
+"""Linear layers over packed weights: against the scalar reference and NumPy, and against themselves in other batches.
+
+Run again under every instruction set by test_library.py; test_linear_formats.py compares those to the bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from kernel_calls import EPSILON, random_tensor
+
+from agent.kernels.direct import DTYPES, Array, load
+from agent.kernels.direct_linear import linear, linear_best, packed
+from agent.kernels.library import num_threads, set_threads
+
+INTEGERS = ("int8", "int8_weight_only", "int4")
+FORMATS = [*((dtype, dtype) for dtype in DTYPES), *((fmt, dtype) for fmt in INTEGERS for dtype in DTYPES)]
+"""Weight format and type of the activations."""
+
+# rows, columns, depth, group (of integer formats), gated, asymmetric
+SHAPES = [
+    (1, 1, 1, 0, False, False),
+    (1, 64, 64, 64, False, False),
+    (2, 1, 9, 8, False, True),
+    (3, 65, 77, 0, False, False),
+    (4, 30, 31, 0, True, False),
+    (7, 130, 200, 32, False, False),
+    (13, 62, 100, 32, True, True),
+    (33, 100, 136, 64, True, False),
+    (70, 66, 51, 24, False, True),
+]
+
+
+def operands(fmt: str, dtype: str, shape: tuple[int, int, int, int, bool, bool]) -> tuple[Array, Array, Array]:
+    """Activations, weights, and the weights packed."""
+    rows, columns, depth, group, gated, asymmetric = shape
+    rng = np.random.default_rng(depth)
+    x, w = random_tensor(rng, (rows, depth), dtype), random_tensor(rng, (columns, depth), dtype)
+    group = group if fmt in INTEGERS else 0
+    return x, w, packed(fmt, w, group=group, gated=gated, asymmetric=asymmetric, source_dtype=dtype)
+
+
+def swiglu(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    gate, up = np.split(values, 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_reference(fmt: str, dtype: str, shape: tuple[int, int, int, int, bool, bool]) -> None:
+    x, w, blob = operands(fmt, dtype, shape)
+    for epilogue in ("store", "store_float", *(["swiglu"] if shape[4] else [])):
+        out_dtype = "float32" if epilogue == "store_float" else dtype
+        result = linear(x, blob, dtype, epilogue=epilogue)
+        reference = linear(x, blob, dtype, epilogue=epilogue, mode="reference")
+        np.testing.assert_array_equal(linear(x, blob, dtype, epilogue=epilogue, mode="quantized"), result)
+        if fmt in ("int8", "int4") and epilogue != "swiglu":
+            np.testing.assert_array_equal(result, reference)
+            continue
+        scale = np.abs(load(x, dtype)) @ np.abs(load(w, dtype)).T
+        scale = scale.max() * (np.abs(load(reference, out_dtype)).max() + 1 if epilogue == "swiglu" else 1)
+        limit = 2 * EPSILON[out_dtype] * np.abs(load(reference, out_dtype)) + 4e-6 * scale
+        assert (np.abs(load(result, out_dtype) - load(reference, out_dtype)) <= limit).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_float_formats_equal_float64(dtype: str, shape: tuple[int, int, int, int, bool, bool]) -> None:
+    x, w, blob = operands(dtype, dtype, shape)
+    exact = load(x, dtype) @ load(w, dtype).T
+    magnitude = np.abs(load(x, dtype)) @ np.abs(load(w, dtype)).T
+    result = load(linear(x, blob, dtype), dtype)
+    assert (np.abs(result - exact) <= EPSILON[dtype] * np.abs(exact) * 1.001 + 2e-6 * magnitude).all()
+    if shape[4]:
+        gated = load(linear(x, blob, dtype, epilogue="swiglu"), dtype)
+        assert (np.abs(gated - swiglu(exact)) <= 2 * EPSILON[dtype] * np.abs(gated) + 1e-4 * magnitude.max()).all()
+
+
+@pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize(("fmt", "relative"), [("int8", 0.02), ("int8_weight_only", 0.015), ("int4", 0.2)])
+def test_quantised_formats_are_near_float64(fmt: str, relative: float, group: int) -> None:
+    x, w, blob = operands(fmt, "float32", (9, 70, 512, group, False, False))
+    exact = load(x, "float32") @ load(w, "float32").T
+    error = linear(x, blob, "float32") - exact
+    assert np.sqrt((error**2).mean()) <= relative * np.sqrt((exact**2).mean())
+
+
+def test_integers_and_zero_points_are_taken_as_they_are() -> None:
+    rng = np.random.default_rng(6)
+    x = np.float32(rng.integers(-127, 128, (5, 96)))
+    x[:, 0] = 127  # the scale of every row is 1
+    scales = np.float32(2.0 ** rng.integers(-3, 3, (40, 3)))
+    for fmt, low, high in (("int8", -128, 128), ("int4", 0, 16)):
+        codes = rng.integers(low, high, (40, 96)).astype(np.int8 if fmt == "int8" else np.uint8)
+        zeros = rng.integers(0, 16, (40, 3)).astype(np.uint8) if fmt == "int4" else None
+        offset = 0 if zeros is None else np.repeat(zeros.astype(np.int64), 32, axis=1)
+        values = (codes.astype(np.int64) - offset) * np.repeat(scales, 32, axis=1)
+        blob = packed(fmt, codes, group=32, scales=scales, zeros=zeros)
+        np.testing.assert_array_equal(linear(x, blob, "float32"), x.astype(np.float64) @ values.T)
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), FORMATS)
+@pytest.mark.parametrize("depth", [48, 1061])
+def test_a_row_does_not_depend_on_the_batch(fmt: str, dtype: str, depth: int) -> None:
+    x, _, blob = operands(fmt, dtype, (71, 70, depth, 32 if depth == 48 else 0, False, False))
+    whole = linear(x, blob, dtype)
+    for begin, end in [(0, 1), (70, 71), (3, 5), (3, 6), (0, 4), (10, 15), (0, 6), (7, 14), (7, 24), (1, 66)]:
+        np.testing.assert_array_equal(linear(x[begin:end].copy(), blob, dtype), whole[begin:end])
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), [("bfloat16", "bfloat16"), ("int8", "float32"), ("int4", "bfloat16")])
+def test_pieces_of_the_depth_change_no_bit(fmt: str, dtype: str) -> None:
+    """So deep that the sums wait in memory between pieces."""
+    x, _, blob = operands(fmt, dtype, (27, 64, 13000, 64 if fmt == "int4" else 0, False, False))
+    whole = linear(x, blob, dtype)
+    reference = load(linear(x[:2], blob, dtype, mode="reference"), dtype)
+    np.testing.assert_allclose(load(whole[:2], dtype), reference, rtol=1e-2, atol=0.1)
+    for begin, end in [(0, 1), (5, 13), (20, 27)]:
+        np.testing.assert_array_equal(linear(x[begin:end].copy(), blob, dtype), whole[begin:end])
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), FORMATS)
+def test_threads_change_no_bit(fmt: str, dtype: str) -> None:
+    x, _, blob = operands(fmt, dtype, (300, 200, 256, 64, False, False))
+    before = num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            set_threads(threads)
+            results += [linear(x, blob, dtype), linear(x, blob, dtype)]
+    finally:
+        set_threads(before)
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), FORMATS)
+@pytest.mark.parametrize("depth", [40, 37])
+def test_strided_rows_in_and_out(fmt: str, dtype: str, depth: int) -> None:
+    x, _, blob = operands(fmt, dtype, (6, 70, depth, 0, False, False))
+    wide_x, wide_out = np.full((6, depth + 11), 7, x.dtype), np.full((6, 83), 5, x.dtype)
+    wide_x[:, 3 : 3 + depth] = x
+    linear(wide_x[:, 3 : 3 + depth], blob, dtype, out=wide_out[:, 2:72])
+    np.testing.assert_array_equal(wide_out[:, 2:72], linear(x, blob, dtype))
+    assert (wide_out[:, :2] == 5).all()
+    assert (wide_out[:, 72:] == 5).all()
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), FORMATS)
+def test_the_largest_of_each_row(fmt: str, dtype: str) -> None:
+    x, w, _ = operands(fmt, dtype, (37, 200, 48, 0, False, False))
+    w[150:180] = w[20:50]  # ties: the lowest index wins
+    blob = packed(fmt, w, source_dtype=dtype)
+    for mode in ("kernel", "reference"):
+        out, ids, values = linear_best(x, blob, dtype, mode=mode)
+        np.testing.assert_array_equal(ids, out.argmax(1))
+        np.testing.assert_array_equal(values, out.max(1))
+
+
+def test_the_largest_ignores_nan_and_takes_zeros_as_equal() -> None:
+    w = np.float32([[0], [np.nan], [-1], [2], [np.nan], [2]])
+    _, ids, values = linear_best(np.float32([[1], [-1], [0], [np.nan]]), packed("float32", w), "float32")
+    np.testing.assert_array_equal(ids, [3, 2, 0, 0])
+    np.testing.assert_array_equal(values, np.float32([2, 1, 0, -np.inf]))
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), FORMATS)
+def test_infinity_and_nan_stay_in_their_row(fmt: str, dtype: str) -> None:
+    x, _, blob = operands(fmt, dtype, (6, 70, 40, 8, False, False))
+    clean = linear(x, blob, dtype)
+    nan, inf = {"float32": (np.nan, np.inf), "float16": (np.nan, np.inf), "bfloat16": (0x7FC0, 0x7F80)}[dtype]
+    x[2, 3], x[4, 39] = nan, inf
+    dirty = linear(x, blob, dtype)
+    assert np.isnan(load(dirty[2], dtype)).all()
+    assert not np.isfinite(load(dirty[4], dtype)).any()
+    np.testing.assert_array_equal(dirty[[0, 1, 3, 5]], clean[[0, 1, 3, 5]])
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int4"])
+def test_a_row_of_zeros_gives_zeros(fmt: str) -> None:
+    x, _, blob = operands(fmt, "float32", (3, 70, 40, 8, False, True))
+    x[1] = 0
+    assert (linear(x, blob, "float32")[1] == 0).all()

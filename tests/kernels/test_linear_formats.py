@@ -1,0 +1,119 @@
+"""Packed weights as blobs: the same bits on every instruction set, sizes, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agent.kernels.direct_linear import linear, packed
+from agent.kernels.library import KernelError
+from agent.kernels.packing import is_packed_weight, pack_weight, packed_weight_bytes, weight_blob
+
+ROOT = Path(__file__).resolve().parents[2]
+DIGEST = """
+import hashlib, numpy as np
+from agent.kernels.direct import DTYPES, store
+from agent.kernels.direct_linear import linear, packed
+rng = np.random.default_rng(0)
+w = rng.standard_normal((150, 208)).astype(np.float32)
+for dtype in DTYPES:
+    x = store(rng.standard_normal((23, 208)).astype(np.float32) * 3, dtype)
+    for fmt in ("int8", "int4"):
+        for group, asymmetric in ((0, False), (32, False), (32, True), (40, True)):
+            blob = packed(fmt, w, group=group, gated=True, asymmetric=asymmetric)
+            results = [linear(x, blob, dtype, epilogue=epilogue) for epilogue in ("store", "store_float", "swiglu")]
+            digest = hashlib.sha256(b"".join(result.tobytes() for result in [blob, *results]))
+            print(dtype, fmt, group, asymmetric, digest.hexdigest())
+"""
+
+
+def offered(isa: str) -> bool:
+    process = run_under(isa, "from agent.kernels import kernel_isa; kernel_isa()")
+    return process.returncode == 0
+
+
+def run_under(isa: str, code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60, check=False,
+        env={**os.environ, "LLM_KERNELS_ISA": isa},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512", "avx512_vnni", "avx512_bf16"])
+def test_integer_formats_give_the_same_bits_on_every_instruction_set(isa: str) -> None:
+    if not offered(isa):
+        pytest.skip(f"this processor or compiler has no {isa}")
+    process, portable = run_under(isa, DIGEST), run_under("portable", DIGEST)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.splitlines() == portable.stdout.splitlines()
+    assert len(process.stdout.splitlines()) == 24
+
+
+def test_sizes_of_blobs() -> None:
+    assert packed_weight_bytes("bfloat16", 64, 10, 0) == 64 + 64 * 10 * 2
+    assert packed_weight_bytes("int8", 128, 64, 0) == 64 + 2 * (64 * 64 + 64 * 4)
+    assert packed_weight_bytes("int4", 64, 128, 64) == 64 + 64 * 64 + 2 * (64 * 4 + 64)
+    for fmt, columns, depth, group in (
+        *(("int4", 64, 64, 12), ("bfloat16", 64, 64, 32), ("int8", 0, 64, 0), ("int8", 64, 0, 0)),
+        *(("int8", 64, 70000, 0), ("int8", 64, 64, -8)),
+    ):
+        with pytest.raises(ValueError, match=rf"no packed {fmt} weight can have {columns} columns"):
+            packed_weight_bytes(fmt, columns, depth, group)
+    with pytest.raises(ValueError, match=r"weight format 'int3' is not known; there are float32, .*int4"):
+        packed_weight_bytes("int3", 64, 64)
+
+
+def test_blobs_are_aligned() -> None:
+    for num_bytes in (64, 1000, 3 << 20):
+        blob = weight_blob(num_bytes)
+        assert (blob.size, blob.ctypes.data % 64, blob.any()) == (num_bytes, 0, False)
+
+
+def test_packing_refuses_what_does_not_fit() -> None:
+    values = np.ones((64, 64), np.float32)
+    with pytest.raises(KernelError, match=r"packing a int8 weight of 64 x 64 failed"):
+        pack_weight("int8", values, weight_blob(100))
+    with pytest.raises(KernelError):
+        pack_weight("int8", values[:63], weight_blob(1 << 20), gated=True)
+    with pytest.raises(KernelError):
+        pack_weight("int8", values, weight_blob(1 << 20)[1:])
+    with pytest.raises(ValueError, match=r"values is float32 .* must be contiguous int8 \(64, 64\)"):
+        pack_weight("int8", values, weight_blob(1 << 20), scales=np.ones((64, 1), np.float32))
+    with pytest.raises(ValueError, match=r"scales is float32 \(64, 1\).* float32 \(64, 2\)"):
+        pack_weight("int8", values.astype(np.int8), weight_blob(1 << 20), group=32, scales=np.ones((64, 1), np.float32))
+    with pytest.raises(ValueError, match=r"a bfloat16 weight has no scales"):
+        pack_weight("bfloat16", values, weight_blob(1 << 20), scales=np.ones((64, 1), np.float32))
+    with pytest.raises(ValueError, match=r"\[columns, depth\]; this one has shape \(64,\)"):
+        pack_weight("int8", values[0], weight_blob(1 << 20))
+    with pytest.raises(ValueError, match=r"source_dtype 'int3' is not known"):
+        pack_weight("int8", values, weight_blob(1 << 20), source_dtype="int3")
+
+
+def test_damaged_blobs_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    blob = packed("int8", np.ones((64, 64), np.float32))
+    assert is_packed_weight(blob)
+    for word, value, reason in (
+        (0, 1, "the weight is not packed: it starts with 00000001"),
+        (2, 9, "packed in layout 9; this build reads layout 1: pack it again"),
+        (1, 6, "the header of the packed weight is damaged: the format is not known"),
+        (4, 300, "the packed weight has 4416 bytes; its header asks for"),
+    ):
+        damaged = weight_blob(blob.size)
+        damaged[:] = blob
+        damaged.view(np.int32)[word] = value
+        assert not is_packed_weight(damaged)
+        assert reason in capfd.readouterr().err
+    assert not is_packed_weight(blob[:32])
+
+
+def test_the_kernel_refuses_what_does_not_go_together() -> None:
+    x = np.ones((2, 64), np.float32)
+    with pytest.raises(KernelError):
+        linear(x, packed("float16", x.astype(np.float16), source_dtype="float16"), "float32")
+    with pytest.raises(KernelError):
+        linear(x, packed("int8", x), "float32", epilogue="swiglu")

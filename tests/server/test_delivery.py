@@ -1,0 +1,130 @@
+"""When the HTTP edge says that output was delivered: at the write, or when a slow client has made room."""
+
+import json
+import socket
+import time
+
+from http_server import http_request, read_response, wait_until
+
+STREAM = {"prompt": "a", "max_tokens": 100, "stream": True}
+
+
+def request_bytes(body) -> bytes:
+    return http_request("/v1/completions", json.dumps(body).encode())
+
+
+def test_every_piece_of_a_stream_is_delivered_when_it_comes(server, engine):
+    engine.say("hello to the bird")
+    engine.delay_s = 0.02
+    start = time.monotonic()
+    server.events("/v1/completions", STREAM)
+    [request] = engine.submitted
+    wait_until(lambda: engine.num_open == 0)
+    assert request.streamed
+    assert len(request.delivered) >= 4
+    assert request.delivered == sorted(request.delivered)
+    assert request.delivered[0] - start < 0.1 < 0.08 + request.delivered[-1] - start
+    assert not request.aborted
+
+
+def test_head_and_first_event_are_one_write_and_so_are_last_event_and_end(server, engine):
+    engine.say("hello")
+    engine.delay_s = 0.05
+    with server.raw(request_bytes(STREAM)) as connection:
+        reads = []
+        while not reads or not reads[-1].endswith(b"\r\n0\r\n\r\n"):
+            reads.append(connection.recv(65536))
+    assert reads[0].startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"\r\n\r\n" in reads[0]
+    assert b'"text":" hello"' in reads[0]
+    assert b"data: [DONE]" in reads[-1]
+    assert len(reads) == 2
+
+
+def test_a_slow_client_is_delivered_to_when_it_reads(server, engine, monkeypatch):
+    """Its pieces wait, merged, and their time is when the last byte went into the socket."""
+    engine.script = lambda prompt, sampling: [300] * 100
+    step = engine._step
+    monkeypatch.setattr(engine, "_step", lambda *args: _longer(step(*args)))
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    connection.sendall(request_bytes(STREAM))
+    wait_until(lambda: bool(engine.submitted) and engine.submitted[0].finished, timeout_s=10)
+    [request] = engine.submitted
+    early = list(request.delivered)
+    time.sleep(0.3)
+    assert request.delivered == early
+    assert engine.num_open == 1
+    reading_from = time.monotonic()
+    _, _, body = read_all(connection)
+    wait_until(lambda: engine.num_open == 0)
+    assert request.delivered[-1] >= reading_from
+    assert body.count(b"Q") == 100 * LONG
+    assert body.count(b"data: {") < 80, "pieces that waited were merged"
+    assert not request.aborted
+
+
+LONG = 100_000
+
+
+def _longer(piece):
+    piece.text = "Q" * LONG
+    return piece
+
+
+def read_all(connection):
+    """The response up to its last chunk, with the frames of the chunks in it."""
+    data = b""
+    while not data.endswith(b"\r\n0\r\n\r\n"):
+        chunk = connection.recv(1 << 20)
+        assert chunk
+        data += chunk
+    connection.close()
+    head, _, body = data.partition(b"\r\n\r\n")
+    return head, None, body
+
+
+def test_a_client_gone_before_the_first_token_was_delivered_nothing(server, engine):
+    engine.delay_s = 5
+    server.raw(request_bytes(STREAM)).close()
+    wait_until(lambda: bool(engine.submitted) and engine.submitted[0].aborted)
+    [request] = engine.submitted
+    assert request.delivered == []
+    assert request.closed_at is not None
+
+
+def test_an_answer_that_is_not_streamed_is_closed_when_it_was_sent(server, engine):
+    engine.delay_s = 0.01
+    start = time.monotonic()
+    with server.raw(request_bytes({"prompt": "a"})) as connection:
+        assert read_response(connection)[0] == 200
+    wait_until(lambda: engine.num_open == 0)
+    [request] = engine.submitted
+    assert (request.streamed, request.delivered, request.aborted) == (False, [], False)
+    assert start + 0.01 < request.closed_at < time.monotonic()
+
+
+def test_a_stream_that_fails_is_closed_when_the_error_was_sent(server, engine):
+    engine.fail_after = 2
+    events = server.events("/v1/completions", STREAM)
+    wait_until(lambda: engine.num_open == 0)
+    [request] = engine.submitted
+    assert "error" in events[-2]
+    assert len(request.delivered) == 2
+    assert request.closed_at >= request.delivered[-1]
+
+
+def test_log_probabilities_are_asked_for_only_by_those_who_want_them(server, engine):
+    for body, wanted in (({}, False), ({"logprobs": 0}, True), ({"logprobs": 2}, True)):
+        server.post("/v1/completions", {"prompt": "a", **body})
+        assert engine.submitted[-1].sampling.wants_logits is wanted
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for body, wanted in (({}, False), ({"logprobs": True}, True)):
+        server.post("/v1/chat/completions", {**chat, **body})
+        assert engine.submitted[-1].sampling.wants_logits is wanted
+    for body, wanted in (({}, False), ({"parameters": {"details": True}}, True)):
+        server.post("/generate", {"inputs": "a", **body})
+        assert engine.submitted[-1].sampling.wants_logits is wanted
+    server.events("/generate_stream", {"inputs": "a"})
+    assert engine.submitted[-1].sampling.wants_logits

@@ -1,0 +1,1 @@
+"""What tools/quality_gate.py is made of."""

@@ -1,0 +1,217 @@
+#!/usr/bin/env python3
+"""How much each number format costs in quality, measured through the served graph and its kernels.
+
+Texts that the tiny Llama was not trained on are fed token by token; printed are the perplexity, its change against bf16
+and the share of positions where the best token is the same. Fails (exit code 1) when int8 is more than 1 % worse than
+bf16 in perplexity, or int4 more than 5 %.
+
+    python tools/quality_gate.py [--config llama_tiny_cpu.yaml] [--formats bf16,int8] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llm_serving.config import Config, ModelConfig, load_config
+from llm_serving.engine.tokenizer import Tokenizer, load_tokenizer
+from llm_serving.errors import ConfigError, LLMServingError
+from tools.quality.forced_decoding import ForcedDecoder, forced_config
+from tools.quantization.calibration import builtin_documents, calibration_tokens
+from tools.quantization.convert import quantise_folder
+from tools.quantization.rounding import Settings
+
+HELD_OUT_SEED = 4242
+SHORTEST_DOCUMENT = 24
+BASELINE = "bf16"
+
+
+@dataclass(frozen=True)
+class Format:
+    """One line of the table."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    limit: float | None = None
+    """Largest share by which perplexity may exceed the baseline's; None: not judged."""
+    calibrated: Settings | None = None
+    """Made beforehand by GPTQ with these settings."""
+
+
+FORMATS = (
+    Format(BASELINE, ("weight_format=bf16", "kv_format=bf16")),
+    Format("float32", ("model_dtype=float32",)),
+    Format("int8", ("weight_format=int8",), 0.01),
+    Format("int8_weight_only", ("weight_format=int8_weight_only",), 0.01),
+    Format("int4", ("weight_format=int4",), 0.05),
+    Format("int4 gptq", ("weight_format=auto",), 0.05, Settings(4, 64, False, "bfloat16")),
+    Format("kv int8", ("weight_format=bf16", "kv_format=int8"), 0.01),
+    Format("int8 + kv int8", ("weight_format=int8", "kv_format=int8"), 0.01),
+    Format("int4 + kv int8", ("weight_format=int4", "kv_format=int8"), 0.05),
+)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What was measured of a format."""
+
+    name: str
+    perplexity: float
+    change: float
+    """Against the baseline's perplexity, as a share of it."""
+    agreement: float
+    """Share of positions with the baseline's best token."""
+    limit: float | None
+    seconds: float
+
+    @property
+    def passes(self) -> bool:
+        return self.limit is None or self.change <= self.limit
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Token ids [texts, length], and which positions have a next token to foretell."""
+
+    tokens: NDArray[np.int32]
+    counted: NDArray[np.bool_]
+
+
+def held_out_texts(tokenizer: Tokenizer, count: int, length: int) -> Texts:
+    """Documents of one generator's seed that training kept out, cut at ``length``, the ends of short ones filled up."""
+    documents = (each for each in builtin_documents(tokenizer, HELD_OUT_SEED, held_out=True))
+    chosen = itertools.islice((each for each in documents if len(each) >= SHORTEST_DOCUMENT), count)
+    tokens, counted = np.zeros((count, length), np.int32), np.zeros((count, length), np.bool_)
+    for row, ids in enumerate(chosen):
+        size = min(len(ids), length)
+        tokens[row, :size] = ids[:size]
+        counted[row, : size - 1] = True
+    return Texts(tokens, counted)
+
+
+def measure(config: Config, texts: Texts) -> tuple[float, NDArray[np.int32]]:
+    """Mean loss in nats over the counted positions, and the best token of each position."""
+    best = np.zeros(texts.tokens.shape, np.int32)
+    losses = np.zeros(texts.tokens.shape)
+
+    def visit(position: int, logits: NDArray[np.float32]) -> None:
+        best[:, position] = logits.argmax(axis=1)
+        if position + 1 < texts.tokens.shape[1]:
+            wide = logits.astype(np.float64)
+            largest = wide.max(axis=1)
+            total = largest + np.log(np.exp(wide - largest[:, None]).sum(axis=1))
+            losses[:, position] = total - wide[np.arange(len(wide)), texts.tokens[:, position + 1]]
+
+    ForcedDecoder(config).run(texts.tokens, visit)
+    return float(losses[texts.counted].mean()), best
+
+
+def known_keys() -> set[str]:
+    """Keys of ``model_config``."""
+    return {field.name for field in fields(ModelConfig)}
+
+
+def overrides_of(each: Format, scratch: Path, folder: Path) -> list[str]:
+    """For the command line of a config, the calibrated folder being made where it is needed."""
+    dtype = [] if any(item.startswith("model_dtype=") for item in each.overrides) else ["model_dtype=bfloat16"]
+    items = [*dtype, *(item for item in each.overrides if item.split("=")[0] in known_keys())]
+    if each.calibrated is not None:
+        out = scratch / each.name.replace(" ", "_")
+        tokens = calibration_tokens(folder, "builtin", 128, 256)
+        quantise_folder(folder, out, each.calibrated, lambda stage, done, of: None, calibration=tokens)
+        items.append(f"model_path={out}")
+    return [f"model_config.{item}" for item in items]
+
+
+def is_available(each: Format) -> bool:
+    """Whether the config has the keys of a format; the float formats and folders need none."""
+    wanted = {item for item in each.overrides if not item.endswith(("=bf16", "=auto"))}
+    return all(item.split("=")[0] in known_keys() for item in wanted)
+
+
+def run(config_name: str, formats: Sequence[Format], count: int, length: int) -> list[Quality]:
+    """A line of the table for each format, the baseline first."""
+    plain = load_config(config_name)
+    assert plain.model_config.model_path is not None, "main() has refused a config without a model"
+    folder, texts = Path(plain.model_config.model_path), held_out_texts(load_tokenizer(plain), count, length)
+    print(f"{config_name}: {int(texts.counted.sum())} tokens of {count} held-out texts\n\n{TABLE_HEAD}")
+    results: list[Quality] = []
+    reference: tuple[float, NDArray[np.int32]] | None = None
+    with tempfile.TemporaryDirectory() as scratch:
+        for each in formats:
+            if not is_available(each):
+                print(f"{each.name:<18} not available: the config lacks its keys")
+                continue
+            start = time.monotonic()
+            config = forced_config(config_name, count, length, overrides_of(each, Path(scratch), folder))
+            loss, best = measure(config, texts)
+            reference = reference or (loss, best)
+            agreement = float((best == reference[1])[texts.counted].mean())
+            change, seconds = math.exp(loss - reference[0]) - 1, time.monotonic() - start
+            results.append(Quality(each.name, math.exp(loss), change, agreement, each.limit, seconds))
+            print(table_line(results[-1]), flush=True)
+    return results
+
+
+TABLE_HEAD = f"{'format':<18} {'perplexity':>10} {'change':>9} {'top-1 agreement':>16} {'limit':>7}   verdict"
+
+
+def table_line(quality: Quality) -> str:
+    limit = "" if quality.limit is None else f"{quality.limit:.0%}"
+    verdict = "" if quality.limit is None else "ok" if quality.passes else "TOO FAR"
+    return (
+        f"{quality.name:<18} {quality.perplexity:>10.4f} {quality.change:>+9.3%} {quality.agreement:>16.2%} "
+        f"{limit:>7}   {verdict}"
+    ).rstrip()
+
+
+def chosen_formats(names: str) -> list[Format]:
+    """The named ones, the baseline first whether it is named or not. Raises ConfigError for an unknown name."""
+    wanted = {name.strip() for name in names.split(",")} if names else {each.name for each in FORMATS}
+    unknown = wanted - {each.name for each in FORMATS}
+    if unknown:
+        raise ConfigError(f"--formats {sorted(unknown)[0]}: there are {', '.join(each.name for each in FORMATS)}")
+    return [each for each in FORMATS if each.name in wanted or each.name == BASELINE]
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="llama_tiny_cpu.yaml", help="config whose model is measured")
+    parser.add_argument("--formats", default="", help="comma-separated lines of the table (default: all)")
+    parser.add_argument("--texts", type=int, default=64, help="held-out texts (default 64)")
+    parser.add_argument("--length", type=int, default=192, help="tokens at which a text is cut (default 192)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON too")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0; 1 when a format is too far from bf16; 2 when nothing could be measured."""
+    options = parse_arguments(arguments)
+    try:
+        if load_config(options.config).model_config.load_format == "dummy":
+            raise ConfigError(f"{options.config}: random weights have no quality to measure")
+        results = run(options.config, chosen_formats(options.formats), options.texts, options.length)
+    except LLMServingError as error:
+        print(f"quality_gate: {error}", file=sys.stderr)
+        return 2
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(each) for each in results], indent=2) + "\n", encoding="utf-8")
+    return 0 if all(each.passes for each in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""A folder of float weights to one of integers, a layer at a time, in the layouts of compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.weights.storage import to_float32
+from agent.weights.tensor_files import TensorFiles
+from llm_serving.errors import CheckpointError
+from llm_serving.model_shape import ModelShape
+from llm_serving.quantization import checkpoint_quantization
+from tools.quantization.folder_writer import FolderWriter, Stored
+from tools.quantization.gptq import Hessian, gptq
+from tools.quantization.numpy_llama import NumpyLlama
+from tools.quantization.rounding import (
+    Float32Array,
+    Quantised,
+    Settings,
+    round_to_nearest,
+    stored_arrays,
+    stored_shapes,
+)
+
+Report = Callable[[str, int, int], None]
+"""What is done now, how much of it is done, of how much."""
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
+_LINEAR = re.compile(r"(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj")
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
+_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def quantise_folder(
+    folder: Path, out: Path, settings: Settings, report: Report, *, calibration: NDArray[np.int32] | None = None
+) -> None:
+    """Write ``out``, which must not exist: it appears whole or not at all.
+
+    The linear layers become integers, by GPTQ where there are ``calibration`` tokens [sequences, length], else each
+    weight by itself; embedding, norms and output layer stay as they are. Raises CheckpointError.
+    """
+    shape = ModelShape.from_hf_folder(folder)
+    if checkpoint_quantization(folder) is not None:
+        raise CheckpointError(f"{folder}: is quantised already; start from the model's floats")
+    if out.exists():
+        raise CheckpointError(f"{out}: is there already; remove it or name another folder")
+    partial = out.with_name(f"{out.name}.partial")
+    files = TensorFiles(folder)
+    try:
+        partial.mkdir(parents=True)
+        _Conversion(files, shape, partial, settings, report).run(calibration)
+        _copy_other_files(folder, partial, settings)
+        partial.rename(out)
+    except FileExistsError as reason:
+        raise CheckpointError(f"{partial}: is left of a conversion that did not end; remove it") from reason
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        files.close()
+
+
+class _Conversion:
+    """The weights of one folder, in the order of the layers."""
+
+    def __init__(self, files: TensorFiles, shape: ModelShape, out: Path, settings: Settings, report: Report) -> None:
+        self._files = files
+        self._shape = shape
+        self._report = report
+        self._names = sorted(files.names(), key=_place)
+        linears = [name for name in self._names if _is_linear(name)]
+        if not linears:
+            raise CheckpointError(f"{files.folder}: there are no linear layers of a Llama in its weights")
+        self._settings = replace(settings, scale_dtype=files.float_dtype(linears[0]))
+        self._check(linears)
+        stored: dict[str, Stored] = {}
+        for name in self._names:
+            stored |= self._stored(name)
+        self._writer = FolderWriter(out, stored)
+
+    def run(self, calibration: NDArray[np.int32] | None) -> None:
+        """Write every tensor."""
+        forward = None if calibration is None else _Forward(self, self._shape, calibration)
+        layer, quantised = -1, dict[str, Quantised]()
+        for done, name in enumerate(self._names):
+            self._report("tensors", done, len(self._names))
+            match = _LAYER.fullmatch(name)
+            if forward is not None and match and int(match[1]) != layer:
+                layer = int(match[1])
+                quantised = forward.next_layer(layer, self._settings)
+            if not _is_linear(name):
+                self._writer.write(name, self._files.read(name)[0])
+            else:
+                weight = quantised.get(name) or round_to_nearest(self.floats(name), self._settings)
+                for each, array in stored_arrays(name.removesuffix(".weight"), weight, self._settings).items():
+                    self._writer.write(each, array)
+            self._files.release(name)
+        self._writer.close()
+        self._report("tensors", len(self._names), len(self._names))
+
+    def floats(self, name: str) -> Float32Array:
+        """A tensor as float32."""
+        array, dtype = self._files.read(name)
+        return np.array(to_float32(array, dtype))
+
+    def _stored(self, name: str) -> dict[str, Stored]:
+        shape = self._files.info(name).shape
+        if _is_linear(name):
+            return stored_shapes(name.removesuffix(".weight"), (shape[0], shape[1]), self._settings)
+        return {name: (_TYPES[self._files.float_dtype(name)], shape)}
+
+    def _check(self, linears: list[str]) -> None:
+        for name in linears:
+            shape = self._files.info(name).shape
+            if len(shape) != 2 or shape[1] % self._settings.group_of(shape[1]):
+                raise CheckpointError(
+                    f"{self._files.where(name)}: tensor {name} has shape {list(shape)}, whose inputs are not whole "
+                    f"groups of {self._settings.group}; choose another --group"
+                )
+
+
+class _Forward:
+    """The activations of the calibration text, taken from layer to layer; the layers before are quantised already."""
+
+    def __init__(self, weights: _Conversion, shape: ModelShape, tokens: NDArray[np.int32]) -> None:
+        if int(tokens.max()) >= shape.vocab_size:
+            raise CheckpointError(f"the tokenizer gives the id {tokens.max()}; the vocabulary has {shape.vocab_size}")
+        self._weights = weights
+        self._model = NumpyLlama(shape, tokens.shape[1])
+        self._hidden = weights.floats("model.embed_tokens.weight")[tokens]
+
+    def next_layer(self, index: int, settings: Settings) -> dict[str, Quantised]:
+        """The linears of the layer by name. Each sees the inputs that the ones before it, quantised, give."""
+        prefix, quantised = f"model.layers.{index}.", dict[str, Quantised]()
+        norms = {
+            name: self._weights.floats(f"{prefix}{name}.weight")
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
+
+        def observe(names: tuple[str, ...], inputs: Float32Array) -> None:
+            hessian = Hessian(inputs.shape[1])
+            hessian.add(inputs)
+            for name in names:
+                full = f"{prefix}{name}.weight"
+                quantised[full] = gptq(self._weights.floats(full), hessian.matrix, settings)
+
+        def apply(name: str, x: Float32Array) -> Float32Array:
+            return x @ quantised[f"{prefix}{name}.weight"].values().T
+
+        self._hidden = self._model.layer(self._hidden, norms, apply, observe)
+        return quantised
+
+
+def _place(name: str) -> tuple[int, str]:
+    """Sorts by layer; what is outside comes first or last."""
+    match = _LAYER.fullmatch(name)
+    return (int(match[1]), name) if match else (-1 if "embed" in name else 1 << 30, name)
+
+
+def _is_linear(name: str) -> bool:
+    match = _LAYER.fullmatch(name)
+    return match is not None and _LINEAR.fullmatch(match[2]) is not None
+
+
+def _copy_other_files(folder: Path, out: Path, settings: Settings) -> None:
+    """Everything that is not a weight, and ``config.json`` with what was done."""
+    weights = {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path not in weights:
+            shutil.copyfile(path, out / path.name)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = quantization_config(settings)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def quantization_config(settings: Settings) -> Mapping[str, Any]:
+    """As compressed-tensors writes it."""
+    token = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    weights = {
+        "num_bits": settings.bits,
+        "type": "int",
+        "symmetric": not settings.asymmetric,
+        "strategy": "group" if settings.group else "channel",
+        "group_size": settings.group or None,
+        "dynamic": False,
+    }
+    activations = token if settings.bits == 8 else None
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized" if settings.bits == 8 else "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
+        "ignore": ["lm_head"],
+    }

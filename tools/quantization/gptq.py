@@ -1,0 +1,78 @@
+"""GPTQ (Frantar et al. 2023): round a weight column by column, each error made good by the columns still to come.
+
+With inputs X [samples, in] of a layer, the output error of a changed row is (w - q) H (w - q)^T, H = X^T X. Columns are
+taken in the order of their weight in H, the heaviest first, while the groups stay those of consecutive inputs with
+scales found beforehand; so the result needs no permutation at run time (GPTQ's ``static_groups``).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tools.quantization.rounding import Float32Array, Quantised, Settings, fit, round_to
+
+Float64Array = NDArray[np.float64]
+DAMPING = 0.01
+"""Of the mean diagonal of H, added to each diagonal element."""
+_BLOCK = 128
+"""Columns whose errors are gathered before the columns past them are changed."""
+_SHRINKS = tuple(np.float32(1.0 - step / 40) for step in range(17))
+"""Ranges tried for a group, as shares of its full one."""
+
+
+class Hessian:
+    """Sums X^T X over the inputs of a layer, a batch at a time."""
+
+    def __init__(self, depth: int) -> None:
+        self.matrix: Float64Array = np.zeros((depth, depth))
+
+    def add(self, inputs: Float32Array) -> None:
+        """inputs [samples, in]."""
+        self.matrix += inputs.T @ inputs
+
+
+def gptq(weight: Float32Array, hessian: Float64Array, settings: Settings) -> Quantised:
+    """Integers for ``weight`` [out, in] that keep its outputs on the inputs behind ``hessian`` [in, in]."""
+    rows, depth = weight.shape
+    group = settings.group_of(depth)
+    diagonal = hessian.diagonal()
+    scales, zeros = _search(weight.reshape(rows, -1, group), diagonal.reshape(-1, group), settings)
+    order = np.argsort(-diagonal, kind="stable")
+    factor = _inverse_factor(hessian[np.ix_(order, order)])
+    work = np.where(diagonal == 0, np.float32(0), weight)[:, order]  # an input that is always 0 needs no weight
+    q = np.empty((rows, depth), np.uint8)
+    for begin in range(0, depth, _BLOCK):
+        end = min(begin + _BLOCK, depth)
+        block, errors = work[:, begin:end], np.empty((rows, end - begin), np.float32)
+        for i in range(end - begin):
+            column, g = order[begin + i], order[begin + i] // group
+            rounded = round_to(block[:, i], scales[:, g], zeros[:, g], settings)
+            q[:, column] = rounded
+            errors[:, i] = (block[:, i] - (rounded - zeros[:, g]) * scales[:, g]) / factor[begin + i, begin + i]
+            block[:, i + 1 :] -= np.outer(errors[:, i], factor[begin + i, begin + i + 1 : end])
+        work[:, end:] -= errors @ factor[begin:end, end:]
+    return Quantised(q, scales, zeros.astype(np.uint8))
+
+
+def _inverse_factor(hessian: Float64Array) -> Float32Array:
+    """U, upper triangular, with U^T U = (H + damping)^-1: row i of it is what column i's error does to later ones."""
+    damped = hessian + np.eye(len(hessian)) * (DAMPING * max(float(hessian.diagonal().mean()), 1e-12))
+    inverse = np.linalg.inv(damped)
+    return np.linalg.cholesky((inverse + inverse.T) / 2).T.astype(np.float32)
+
+
+def _search(groups: Float32Array, diagonal: Float64Array, settings: Settings) -> tuple[Float32Array, Float32Array]:
+    """Scales and zero points of ``groups`` [out, groups, g]: of the ranges tried, that with the least error weighted
+    by ``diagonal`` [groups, g]. Cutting off the largest weights can serve all others."""
+    weights = diagonal.astype(np.float32)[None]
+    best = np.full(groups.shape[:2], np.inf, np.float32)
+    scales, zeros = np.empty_like(best), np.empty_like(best)
+    for shrink in _SHRINKS:
+        trial, zero = fit(groups * shrink, settings)
+        rounded = round_to(groups, trial[:, :, None], zero[:, :, None], settings)
+        difference = (rounded - zero[:, :, None]) * trial[:, :, None] - groups
+        error = (difference * difference * weights).sum(axis=2)
+        better = error < best
+        best[better], scales[better], zeros[better] = error[better], trial[better], zero[better]
+    return scales, zeros

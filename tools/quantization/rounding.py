@@ -1,0 +1,130 @@
+"""Integers for weights: scales and zero points of groups, rounding to them, and the two layouts of compressed-tensors.
+
+A weight is [out, in] float32. With a group of g inputs there are in / g scales a row; g = in gives one scale a row.
+Integers are kept unsigned, 0 to 2^bits - 1, beside a zero point; without zero points that is 2^(bits - 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from agent.weights.storage import from_float32, to_float32
+
+Float32Array = NDArray[np.float32]
+_SMALLEST_SCALE = np.float32(2.0**-24)
+"""Of a group that is all zeros, where any scale would do; the smallest float16."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to quantise to."""
+
+    bits: int
+    """8 or 4."""
+    group: int
+    """Inputs that share a scale; 0: a whole row."""
+    asymmetric: bool
+    scale_dtype: str
+    """float32, float16 or bfloat16: that of the model's own weights. Integers are found for the rounded scales."""
+
+    def group_of(self, depth: int) -> int:
+        return self.group or depth
+
+    @property
+    def middle(self) -> int:
+        return 1 << (self.bits - 1)
+
+    @property
+    def largest(self) -> int:
+        return (1 << self.bits) - 1
+
+    def round_scales(self, scales: Float32Array) -> Float32Array:
+        """Scales as the file will hold them."""
+        return to_float32(from_float32(np.maximum(scales, _SMALLEST_SCALE), self.scale_dtype), self.scale_dtype)
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A weight's integers."""
+
+    q: NDArray[np.uint8]
+    """[out, in]"""
+    scales: Float32Array
+    """[out, groups]"""
+    zeros: NDArray[np.uint8]
+    """[out, groups]"""
+
+    def values(self) -> Float32Array:
+        """[out, in]: what the integers stand for."""
+        rows, depth = self.q.shape
+        q = self.q.reshape(rows, self.scales.shape[1], -1).astype(np.float32)
+        return ((q - self.zeros[:, :, None]) * self.scales[:, :, None]).reshape(rows, depth)
+
+
+def fit(groups: Float32Array, settings: Settings) -> tuple[Float32Array, Float32Array]:
+    """Scales and zero points of ``groups`` [..., g]: the range of the largest magnitude, or from minimum to maximum."""
+    if not settings.asymmetric:
+        scales = np.abs(groups).max(axis=-1) / np.float32(settings.middle - 1)
+        return settings.round_scales(scales), np.full(scales.shape, settings.middle, np.float32)
+    low, high = np.minimum(groups.min(axis=-1), 0), np.maximum(groups.max(axis=-1), 0)
+    scales = settings.round_scales((high - low) / np.float32(settings.largest))
+    return scales, np.clip(np.rint(-low / scales), 0, settings.largest).astype(np.float32)
+
+
+def round_to(values: Float32Array, scales: Float32Array, zeros: Float32Array, settings: Settings) -> Float32Array:
+    """The nearest integers, as float32; the arrays broadcast. Without zero points the lowest integer is not used."""
+    lowest = 0 if settings.asymmetric else 1
+    return np.clip(np.rint(values / scales) + zeros, lowest, settings.largest).astype(np.float32)
+
+
+def round_to_nearest(weight: Float32Array, settings: Settings) -> Quantised:
+    """Every weight to the integer nearest to it."""
+    rows, depth = weight.shape
+    groups = weight.reshape(rows, -1, settings.group_of(depth))
+    scales, zeros = fit(groups, settings)
+    q = round_to(groups, scales[:, :, None], zeros[:, :, None], settings)
+    return Quantised(q.reshape(rows, depth).astype(np.uint8), scales, zeros.astype(np.uint8))
+
+
+def stored_shapes(stem: str, shape: tuple[int, int], settings: Settings) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type (as in a safetensors file) and shape of each tensor that stands for a weight."""
+    (rows, depth), groups = shape, shape[1] // settings.group_of(shape[1])
+    scale = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[settings.scale_dtype]
+    if settings.bits == 8:
+        return {f"{stem}.weight": ("I8", (rows, depth)), f"{stem}.weight_scale": (scale, (rows, groups))}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
+        f"{stem}.weight_packed": ("I32", (rows, -(-depth // 8))),
+        f"{stem}.weight_scale": (scale, (rows, groups)),
+        f"{stem}.weight_shape": ("I64", (2,)),
+    }
+    if settings.asymmetric:
+        tensors[f"{stem}.weight_zero_point"] = ("I32", (-(-rows // 8), groups))
+    return tensors
+
+
+def stored_arrays(stem: str, weight: Quantised, settings: Settings) -> Mapping[str, NDArray[Any]]:
+    """The arrays of ``stored_shapes``."""
+    scales = from_float32(weight.scales, settings.scale_dtype)
+    if settings.bits == 8:
+        signed = (weight.q.astype(np.int16) - settings.middle).astype(np.int8)
+        return {f"{stem}.weight": signed, f"{stem}.weight_scale": scales}
+    arrays: dict[str, NDArray[Any]] = {
+        f"{stem}.weight_packed": pack_words(weight.q),
+        f"{stem}.weight_scale": scales,
+        f"{stem}.weight_shape": np.array(weight.q.shape, np.int64),
+    }
+    if settings.asymmetric:
+        arrays[f"{stem}.weight_zero_point"] = np.ascontiguousarray(pack_words(weight.zeros.T).T)
+    return arrays
+
+
+def pack_words(values: NDArray[np.uint8]) -> NDArray[np.int32]:
+    """[n, m] from 0 to 15 -> [n, ceil(m / 8)]: eight to a word, the first in the lowest bits, zeros at the end."""
+    padded = np.pad(values, ((0, 0), (0, -values.shape[1] % 8)))
+    pairs = padded[:, 0::2] | (padded[:, 1::2] << np.uint8(4))
+    return np.ascontiguousarray(pairs).view("<i4").astype(np.int32)

@@ -1,0 +1,83 @@
+#!/usr/bin/env python3
+"""Turn a Hugging Face Llama folder of floats into one of int8 or int4 weights, which any program that reads
+compressed-tensors takes.
+
+int8 has a scale per output (for W8A8: activations become int8 as they come); int4 has one per group of inputs. The
+embedding, the norms and the output layer stay as they are. Tensors are read, converted and written one at a time.
+
+The method gptq keeps the outputs of each layer on a calibration text, rather than its weights. It runs the text through
+the model in NumPy, layer by layer: seconds for a model of millions of parameters, hours for one of billions.
+
+    python tools/quantize.py models/tiny_llama /tmp/tiny_int4 --format int4 --method gptq
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_serving.errors import LLMServingError
+from tools.quantization.calibration import BUILTIN, calibration_tokens
+from tools.quantization.convert import quantise_folder
+from tools.quantization.rounding import Settings
+
+_BAR_CHARS = 28
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the model: config.json, safetensors, tokenizer")
+    parser.add_argument("out", type=Path, help="folder to write; must not be there")
+    parser.add_argument("--format", choices=("int8", "int4"), required=True)
+    parser.add_argument("--group", type=int, choices=(32, 64, 128), help="inputs to a scale of int4 (default 64)")
+    parser.add_argument("--asymmetric", action="store_true", help="int4 with zero points")
+    parser.add_argument("--method", choices=("rtn", "gptq"), default="rtn", help="round to nearest (default), or GPTQ")
+    parser.add_argument(
+        "--calibration",
+        default=BUILTIN,
+        metavar="FILE.jsonl",
+        help='text for gptq, a JSON object with "text" a line; default: builtin, the text of the tiny Llama',
+    )
+    parser.add_argument("--sequences", type=int, default=128, help="calibration sequences (default 128)")
+    parser.add_argument("--length", type=int, default=256, help="tokens in each (default 256)")
+    options = parser.parse_args(arguments)
+    if options.format == "int8" and (options.group or options.asymmetric):
+        parser.error("--group and --asymmetric are for int4; int8 has a scale per output")
+    if options.sequences < 1 or options.length < 2:
+        parser.error("--sequences must be at least 1, --length at least 2")
+    return options
+
+
+def show_progress(stage: str, done: int, total: int) -> None:
+    """A bar on a terminal, nothing elsewhere."""
+    if sys.stderr.isatty():
+        filled = _BAR_CHARS * done // max(total, 1)
+        end = "\n" if done == total else ""
+        print(f"\r\x1b[K{stage} {'█' * filled}{'░' * (_BAR_CHARS - filled)} {done}/{total}", end=end, file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0, or 1 after one line that says what is wrong."""
+    options, start = parse_arguments(arguments), time.monotonic()
+    bits, group = (8, 0) if options.format == "int8" else (4, options.group or 64)
+    settings = Settings(bits, group, options.asymmetric, "float32")
+    try:
+        tokens = None
+        if options.method == "gptq":
+            tokens = calibration_tokens(options.folder, options.calibration, options.sequences, options.length)
+        quantise_folder(options.folder, options.out, settings, show_progress, calibration=tokens)
+    except LLMServingError as error:
+        print(f"quantize: {error}", file=sys.stderr)
+        return 1
+    size = sum(path.stat().st_size for path in options.out.glob("*.safetensors"))
+    print(f"{options.out}: {size / 1024**2:.1f} MiB of weights, {time.monotonic() - start:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
