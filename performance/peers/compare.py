@@ -121,7 +121,7 @@ def measure_peer(peer: Peer, parsed: argparse.Namespace) -> tuple[Rows, str | No
     command = [peer.python, str(FOLDER / f"{peer.kind}_driver.py"), json.dumps(request)]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
-            code = run_group(command, peer_environment(peer, parsed.threads), output, parsed.timeout)
+            code = run_group(command, peer_environment(parsed.threads), output, parsed.timeout)
         except OSError as error:
             return {}, str(error)
         output.seek(0)
@@ -147,19 +147,18 @@ def run_group(command: Sequence[str], environment: dict[str, str], output: IO[st
         process.wait()
 
 
-def peer_environment(peer: Peer, threads: int) -> dict[str, str]:
+def peer_environment(threads: int) -> dict[str, str]:
     """Every thread pool of a peer has ``threads`` threads; no network, no telemetry.
 
-    vLLM advises to preload Intel's OpenMP, which its package brings along.
+    vLLM runs in one process: with its engine and its worker apart, which spin while they wait for one another, it was
+    several times slower on two cores.
     """
-    openmp = Path(peer.python).parents[1] / "lib" / "libiomp5.so"
-    preload = {"LD_PRELOAD": str(openmp)} if peer.kind == "vllm" and openmp.exists() else {}
     return {
         **os.environ,
-        **preload,
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
