@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import LAST_TOKEN, PADDING_SLOT, StepSlot
+from llm_serving.ipc.shm import LAST_TOKEN, NO_LOGSUMEXP, PADDING_SLOT, StepSlot
 from llm_serving.request import MAX_TOP_LOGITS
 
 Int32Array = npt.NDArray[np.int32]
@@ -75,7 +75,7 @@ class StepReader:
             whole_prompts=not decode and bool((query_lens == context_lens).all()),
         )
         self._check_tokens(inputs)
-        check_range("num_top_logits", slot.num_top_logits[:seqs], 0, MAX_TOP_LOGITS + 1)
+        check_range("num_top_logits", slot.num_top_logits[:seqs], NO_LOGSUMEXP, MAX_TOP_LOGITS + 1)
         return inputs
 
     def _check_lengths(self, query_lens: Int32Array, context_lens: Int32Array, tokens: int, width: int) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import SlotLimits, StepSlot
+from llm_serving.ipc.shm import NO_LOGSUMEXP, SlotLimits, StepSlot
 from llm_serving.request import MAX_TOP_LOGITS, Request, SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 
@@ -167,8 +167,12 @@ class SlotWriter:
 
     def _write_sampling(self, row: int, sampling: SamplingParams) -> None:
         for name in _SAMPLING_COLUMNS:
-            value = sampling.top_logits if name == "num_top_logits" else getattr(sampling, name)
-            self._sampling[name][row] = value
+            wanted = _num_top_logits(sampling) if name == "num_top_logits" else getattr(sampling, name)
+            self._sampling[name][row] = wanted
+
+
+def _num_top_logits(sampling: SamplingParams) -> int:
+    return sampling.top_logits if sampling.wants_logits else NO_LOGSUMEXP
 
 
 def _write_histories(step: ScheduledStep, slot: StepSlot) -> int:
@@ -189,7 +193,7 @@ def read_result(slot: StepSlot, seq: int, times_us: tuple[int, int, int]) -> Ste
     num_seqs = slot.num_seqs
     tops = None
     wanted = slot.num_top_logits[:num_seqs]
-    if wanted.any():
+    if (wanted > 0).any():
         tops = _read_tops(slot, wanted.tolist())
     return StepResult(
         seq,
@@ -208,6 +212,6 @@ def _read_tops(slot: StepSlot, wanted: list[int]) -> list[tuple[tuple[int, float
     ids = slot.top_ids[: shape[0] * shape[1]].reshape(shape)
     logits = slot.top_logits[: shape[0] * shape[1]].reshape(shape)
     return [
-        tuple(zip(ids[index, :count].tolist(), logits[index, :count].tolist(), strict=True)) if count else ()
+        tuple(zip(ids[index, :count].tolist(), logits[index, :count].tolist(), strict=True)) if count > 0 else ()
         for index, count in enumerate(wanted)
     ]

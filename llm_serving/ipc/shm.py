@@ -30,6 +30,9 @@ NUM_SLOTS = 8
 LAST_TOKEN = -1
 """In ``token_ids``: the token this sequence's previous step sampled, which only the agent knows yet."""
 
+NO_LOGSUMEXP = -1
+"""In ``num_top_logits``: nobody asked for log-probabilities either, so that ``logsumexp`` may stay 0."""
+
 PADDING_SLOT = -1
 """In ``slot_mapping``: do not write this token's keys and values."""
 
@@ -87,7 +90,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         Field("frequency_penalty", "float32", seqs, "[S] 0 is off"),
         Field("seed", "uint64", seqs, "[S] seed of the request"),
         Field("sample_position", "int32", seqs, "[S] index of the token to sample in the output, from 0"),
-        Field("num_top_logits", "int32", seqs, "[S] best (id, logit) pairs wanted, 0 to MAX_TOP_LOGITS"),
+        Field("num_top_logits", "int32", seqs, "[S] best pairs wanted, 0 to MAX_TOP_LOGITS, or NO_LOGSUMEXP"),
         # A sequence's known tokens, sent by the step that (re)starts its row and only if it has penalties.
         Field("history_lens", "int32", seqs, "[S] known tokens in `history`; 0 keeps what the row has"),
         Field("history_prompt_lens", "int32", seqs, "[S] how many of them are the prompt"),

@@ -164,7 +164,7 @@ REFUSALS = {
     "query_lens": "query_lens sum to 2, the step has 3 tokens",
     "last position": "a sequence's last position is not the last of its context",
     "rows": "a step's rows holds 8; it must be at least 0 and below 8",
-    "num_top_logits": "a step's num_top_logits holds 33; it must be at least 0 and below 33",
+    "num_top_logits": "a step's num_top_logits holds 33; it must be at least -1 and below 33",
     "penalty without history": "row 0 samples its output token 0 with penalties, and has a history of 0 prompt and 0 "
     "output tokens",
     "history token": "a step's history holds 1536; it must be at least 0 and below 1536",

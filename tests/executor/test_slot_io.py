@@ -54,7 +54,7 @@ def test_a_ragged_prefill_entry_by_entry():
     assert slot.temperature[:2].tolist() == [0.5, 1.0]
     assert slot.top_k[:2].tolist() == [3, 0]
     assert slot.seed[:2].tolist() == [2**63 + 1, 0]
-    assert slot.num_top_logits[:2].tolist() == [0, 2]
+    assert slot.num_top_logits[:2].tolist() == [-1, 2]
 
 
 def test_decode_follows_a_growing_table_and_a_row_taken_over_starts_anew():

@@ -239,11 +239,31 @@ def test_rows_that_do_not_sample_are_skipped() -> None:
     assert skipped.top_ids[:, 0].tolist() == [-1, 9]
 
 
+def test_known_best_ids_and_unwanted_logsumexp_change_no_token() -> None:
+    rng = np.random.default_rng(5)
+    logits = rng.standard_normal((6, 300)).astype(np.float32)
+    logits[2, [7, 9]] = 11.0
+    history = np.arange(40, dtype=np.int32)
+    mixed = {
+        "temperature": [0, 0, 0, 1, 0, 0.5], "seed": np.arange(6), "repetition_penalty": [1, 1, 1, 1, 2.5, 1],
+        "histories": [history] * 6, "prompt_lens": [4] * 6,
+    }  # fmt: skip
+    plain = draw(logits, inputs(6, **mixed))
+    best_ids = logits.argmax(1).astype(np.int32)
+    known = draw(logits, inputs(6, **mixed, num_top_logits=-1, best_ids=best_ids))
+    assert known.sampled_ids.tolist() == plain.sampled_ids.tolist()
+    assert known.sampled_logit.tolist() == plain.sampled_logit.tolist()
+    assert plain.sampled_ids[2] == 7, "the smaller id on a tie"
+    assert (known.logsumexp == 0).all()
+    assert (plain.logsumexp != 0).all()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"temperature": -1.0}, "temperature[0] is -1; it must be at least 0"),
         ({"temperature": np.nan}, "temperature[0] is nan; it must be at least 0"),
+        ({"best_ids": np.array([10], np.int32)}, "best_ids[0] is 10; it must be from 0 to 9"),
         ({"num_top_logits": 33}, "num_top_logits[0] is 33; it must be -1 to 32"),
         ({"presence_penalty": 1.0}, "row 0 has penalties, so it needs a history"),
         (
