@@ -9,7 +9,8 @@ same run. A prefill row: one prompt (or several equal ones where the model takes
 
 share is least time / measured time, the least time being the sum over the step's operators of the longer of reading
 and computing (performance/bench/roofline.py). agent is the share of the time the agent spent in graphs and sampler;
-the rest lies between the steps.
+the rest lies between the steps. kernels is the time of the step's kernels, called one by one after the engine
+has ended, over the time of the step: the rest is graph, Python, messages and sampling (--no-kernels leaves it out).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from agent.kernels import set_threads
 from llm_serving.cli import config_as_yaml
 from llm_serving.config import Config, load_config
 from llm_serving.errors import LLMServingError
@@ -29,12 +31,14 @@ from performance.bench.ceilings import measure_ceilings
 from performance.bench.engine import offline_engine
 from performance.bench.engine_rows import Case, decode_case, measure_case, numbers_of, prefill_case
 from performance.bench.numbers import parse_count, parse_counts, write_json
+from performance.bench.step_kernels import add_kernel_shares
 
 COLUMNS = (
     ("decode tok/s", "decode_tokens_per_s"),
     ("end to end tok/s", "end_to_end_tokens_per_s"),
     ("prefill tok/s", "prefill_tokens_per_s"),
     ("TTFT ms", "ttft_ms"),
+    ("step ms", "step_ms"),
     ("graph ms", "graph_ms"),
     ("sample ms", "sample_ms"),
 )
@@ -71,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prefill", type=parse_counts, default=(1024,), help="tokens of prefill rows (default 1024)")
     parser.add_argument("--repeats", type=parse_count, default=5, help="default %(default)s")
     parser.add_argument("--threads", type=int, default=0, help="of the agent; 0 (default): one for each processor")
+    parser.add_argument("--no-kernels", action="store_true", help="do not measure the step's kernels alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write ceilings and rows here")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture here")
     return parser
@@ -103,6 +108,9 @@ def run(config: Config, cases: Sequence[Case], parsed: argparse.Namespace) -> di
         for case in cases:
             rows.append({"name": case.name, **measure_case(engine, case, config, ceilings, parsed.repeats)})
             print(f"  {case.name}: {_rate(rows[-1]):.0f} tok/s", file=sys.stderr, flush=True)
+    if not parsed.no_kernels:
+        set_threads(parsed.threads)
+        add_kernel_shares(rows, config.shape, numbers)
     print(table(rows))
     return {
         "model": config.model_name,
@@ -116,16 +124,16 @@ def run(config: Config, cases: Sequence[Case], parsed: argparse.Namespace) -> di
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    header = ["", *(title for title, _ in COLUMNS), "share", "agent"]
+    header = ["", *(title for title, _ in COLUMNS), "share", "agent", "kernels"]
     return format_table(header, [_line(row) for row in rows])
 
 
 def _line(row: Mapping[str, Any]) -> list[str]:
-    shares = (row["share_of_ceiling"], row["agent_share"])
+    shares = (row["share_of_ceiling"], row["agent_share"], row.get("kernel_share"))
     return [
         row["name"],
         *(format_number(row[key]) for _, key in COLUMNS),
-        *(f"{100 * share:.0f} %" for share in shares),
+        *("-" if share is None else f"{100 * share:.0f} %" for share in shares),
     ]
 
 

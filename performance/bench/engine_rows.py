@@ -81,13 +81,15 @@ def figures(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceili
 
     ``share_of_ceiling``: least time (``roofline``) over measured time, of the decode or, in a prefill row, of the
     prefill. ``agent_share``: time the agent spent in graphs and sampler over measured time, the rest being between
-    the steps. ``graph_ms`` and ``sample_ms`` are of the median step.
+    the steps. ``step_ms`` is the mean time of a decode step, or of the whole prefill; ``graph_ms`` and ``sample_ms``
+    are of the median step.
     """
     prefill_least = prefill_seconds(shape, [case.prompt] * case.batch, numbers, ceilings)
     is_decode = case.kind == "decode"
     start = times.prefilled if is_decode else 0.0
     seconds = times.end - start
-    least = _decode_least(case, times, shape, numbers, ceilings) if is_decode else prefill_least
+    num_steps = max(1, round(times.decoded_tokens / case.batch)) if is_decode else 1
+    least = _decode_least(case, num_steps, shape, numbers, ceilings) if is_decode else prefill_least
     steps = [step for step in times.steps if step.kind == case.kind]
     return {
         "kind": case.kind,
@@ -101,14 +103,14 @@ def figures(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceili
         "share_of_ceiling": least / seconds,
         "prefill_share_of_ceiling": prefill_least / times.prefilled,
         "agent_share": sum(step.graph_s + step.sample_s for step in steps) / (seconds or 1.0),
+        "step_ms": 1000.0 * seconds / num_steps,
         "graph_ms": 1000.0 * _median([step.graph_s for step in steps]),
         "sample_ms": 1000.0 * _median([step.sample_s for step in steps]),
     }
 
 
-def _decode_least(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceilings: Ceilings) -> float:
+def _decode_least(case: Case, steps: int, shape: ModelShape, numbers: Numbers, ceilings: Ceilings) -> float:
     """Of full batches, as many as the counted tokens fill: the last ones, with the longest contexts."""
-    steps = max(1, round(times.decoded_tokens / case.batch))
     return decode_seconds(shape, case.batch, case.prompt + case.new - steps, steps, numbers, ceilings)
 
 

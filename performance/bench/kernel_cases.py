@@ -75,29 +75,31 @@ def linear_cases(names: Sequence[str], rows: Sequence[int], formats: Sequence[st
         for weight_format in formats:
             group = GROUP if weight_format == "int4" else 0
             blob = packed(weight_format, values, group=group)
-            blobs = [blob, *(_copy(blob) for _ in range(copies_of(blob.size) - 1))]
+            blobs = [blob, *(copy_of(blob) for _ in range(copies_of(blob.size) - 1))]
             numbers = Numbers(DTYPE, weight_format, group=GROUP)
             for count in rows:
                 name = f"{count}x{columns}x{depth} {'/'.join(layers)}"
                 operator = linear("linear", count, columns, depth, numbers)
-                yield Case("linear", name, weight_format, _linear_calls(blobs, count, columns, depth), operator)
+                yield Case("linear", name, weight_format, linear_calls(blobs, count, columns, depth), operator)
 
 
-def _copy(blob: Blob) -> Blob:
+def copy_of(blob: Blob) -> Blob:
     copy = weight_blob(blob.size)
     copy[:] = blob
     return copy
 
 
-def _linear_calls(blobs: Sequence[Blob], rows: int, columns: int, depth: int) -> list[Callable[[], object]]:
+def linear_calls(
+    blobs: Sequence[Blob], rows: int, columns: int, depth: int, dtype: str = DTYPE
+) -> list[Callable[[], object]]:
     """Arguments made once: at one row a call takes as long as making them."""
     entry = load_library().llmk_test_linear
     entry.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    x, out = ordinary(rows, depth, dtype=DTYPE), np.empty((rows, columns), np.uint16)
+    x, out = ordinary(rows, depth, dtype=dtype), ordinary(rows, columns, dtype=dtype)
 
     def prepared(blob: Blob) -> Callable[[], object]:
         args = LinearArgs(
-            weight=blob.ctypes.data, x=x.ctypes.data, dtype=DTYPES.index(DTYPE), rows=rows, x_stride=depth,
+            weight=blob.ctypes.data, x=x.ctypes.data, dtype=DTYPES.index(dtype), rows=rows, x_stride=depth,
             out_stride=columns, out=out.ctypes.data,
         )  # fmt: skip
         arrays = (blob, x, out)  # kept alive with the call
@@ -132,14 +134,14 @@ def _attention_case(shape: ModelShape, kernel: str, seqs: int, queries: int, con
         "attention", [(queries, context)] * seqs, heads, kv_heads, dim, Numbers(DTYPE, kv_format=kv_format)
     )
     calls = [
-        _attention_call((heads, kv_heads, dim), seqs, queries, context, kv_format)
+        attention_call((heads, kv_heads, dim), seqs, queries, context, kv_format)
         for _ in range(copies_of(int(operator.num_bytes)) if queries == 1 else 1)
     ]
     return Case(kernel, f"{seqs}x{queries}@{context} {heads}/{kv_heads}x{dim}", kv_format, calls, operator)
 
 
-def _attention_call(
-    sizes: tuple[int, int, int], seqs: int, queries: int, context: int, kv_format: str
+def attention_call(
+    sizes: tuple[int, int, int], seqs: int, queries: int, context: int, kv_format: str, dtype: str = DTYPE
 ) -> Callable[[], object]:
     """A call of RotaryAttention on caches of its own; the blocks of a sequence lie anywhere, as in a server."""
     heads, kv_heads, dim = sizes
@@ -148,19 +150,19 @@ def _attention_call(
     caches = [cache_array(seqs * width, kv_heads, BLOCK_SIZE, dim, kv_format) for _ in range(2)]
     for cache in caches:
         cache.fill(0)  # pages that were never written would all be the same one
-    qkv = ordinary(seqs * queries, (heads + 2 * kv_heads) * dim, dtype=DTYPE)
+    qkv = ordinary(seqs * queries, (heads + 2 * kv_heads) * dim, dtype=dtype)
     positions = np.tile(np.arange(context - queries, context, dtype=np.int32), seqs)
     slots = (tables[:, positions[:queries] // BLOCK_SIZE] * BLOCK_SIZE + positions[:queries] % BLOCK_SIZE).ravel()
     angles = np.arange(context)[:, None] * np.linspace(0, 1, dim)
     lens = [np.full(seqs, length, np.int32) for length in (context, queries)]
     counts = np.array([seqs * queries, seqs, width, 0], np.int32)
-    out = np.empty((seqs * queries, heads * dim), np.uint16)
+    out = ordinary(seqs * queries, heads * dim, dtype=dtype)
     call = EntryCall(
         [
-            (qkv, DTYPE), (positions, None), (np.cos(angles).astype(np.float32), None),
+            (qkv, dtype), (positions, None), (np.cos(angles).astype(np.float32), None),
             (np.sin(angles).astype(np.float32), None), (caches[0], kv_format), (caches[1], kv_format),
             (slots.astype(np.int32), None), (tables, None), (lens[0], None), (lens[1], None), (counts, None),
-            (out, DTYPE),
+            (out, dtype),
         ]
     )  # fmt: skip
     entry = load_library().RotaryAttention

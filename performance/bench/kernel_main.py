@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         set_threads(threads)
         for case in cases_of(parsed):
             if parsed.only in case.kernel:
-                rows.append(row_of(case, measure(case, parsed.seconds), ceilings[threads]))
+                rows.append(row_of(case, median_call_seconds(case.calls, parsed.seconds), ceilings[threads]))
                 print(rows[-1].text(), flush=True)
     result = {
         "isa": kernel_isa(),
@@ -127,17 +127,17 @@ def cases_of(parsed: argparse.Namespace) -> Iterator[Case]:
     yield from sampler_cases()
 
 
-def measure(case: Case, seconds: float) -> float:
-    """Median seconds of a call."""
-    for call in case.calls:
+def median_call_seconds(calls: Sequence[Callable[[], object]], seconds: float) -> float:
+    """Median seconds of a call, over passes through all of them for ``seconds``, after one that is not counted."""
+    for call in calls:
         call()
     passes: list[float] = []
     end = time.perf_counter() + seconds
     while len(passes) < LEAST_PASSES or time.perf_counter() < end:
         start = time.perf_counter()
-        for call in case.calls:
+        for call in calls:
             call()
-        passes.append((time.perf_counter() - start) / len(case.calls))
+        passes.append((time.perf_counter() - start) / len(calls))
     return statistics.median(passes)
 
 

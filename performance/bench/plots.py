@@ -74,6 +74,22 @@ def plot_engine(path: Path, result: Mapping[str, Any]) -> None:
     _save(figure, path)
 
 
+def plot_comparison(path: Path, rates: Mapping[str, Mapping[str, float | None]]) -> None:
+    """Tokens a second of everyone (outer key) in every row (inner key), a panel a row; ours begin with "ours"."""
+    names = list(dict.fromkeys(name for each in rates.values() for name in each))
+    figure, panels = _figure(len(names), (2.6 * len(names), 0.5 + 0.32 * len(rates) + 1.2))
+    for panel, name in zip(panels, names, strict=True):
+        values = [each.get(name) or 0.0 for each in rates.values()]
+        colours = ["#c53030" if who.startswith("ours") else "#718096" for who in rates]
+        bars = panel.barh(list(rates), values, color=colours, alpha=0.8)
+        panel.bar_label(bars, fmt="%.0f", fontsize=8, padding=2)
+        panel.set_xlim(0, 1.25 * max(values, default=1.0) or 1.0)
+        panel.invert_yaxis()
+        panel.set_title(f"{name}, tokens/s", fontsize=9)
+        panel.tick_params(labelsize=8, labelleft=panel is panels[0])
+    _save(figure, path)
+
+
 def _bars(axes: Axes, rows: Sequence[Mapping[str, Any]], key: str, label: str) -> None:
     bars = axes.bar([row["name"] for row in rows], [row[key] for row in rows], color="#2b6cb0", alpha=0.7)
     axes.bar_label(bars, fmt="%.2f" if key.startswith("share") else "%.0f", fontsize=8)

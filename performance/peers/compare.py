@@ -63,6 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_json(parsed.json, peers)
     ours = {name: engine_rows(json.loads(path.read_text())) for name, path in parsed.ours}
     print(comparison(ours, peers))
+    if parsed.png is not None:
+        from performance.bench.plots import plot_comparison
+
+        plot_comparison(parsed.png, rates_of(ours, peers))
     return 1 if failures else 0
 
 
@@ -81,6 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one peer (default %(default)s)")
     parser.add_argument("--lock", type=Path, metavar="FILE", help="flock: shared while a peer loads, else exclusive")
     parser.add_argument("--json", type=Path, metavar="FILE", help="rows of all peers, kept and added to")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture here")
     return parser
 
 
@@ -116,7 +121,7 @@ def measure_peer(peer: Peer, parsed: argparse.Namespace) -> tuple[Rows, str | No
     command = [peer.python, str(FOLDER / f"{peer.kind}_driver.py"), json.dumps(request)]
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
-            code = run_group(command, peer_environment(peer, parsed.threads), output, parsed.timeout)
+            code = run_group(command, peer_environment(parsed.threads), output, parsed.timeout)
         except OSError as error:
             return {}, str(error)
         output.seek(0)
@@ -142,19 +147,18 @@ def run_group(command: Sequence[str], environment: dict[str, str], output: IO[st
         process.wait()
 
 
-def peer_environment(peer: Peer, threads: int) -> dict[str, str]:
+def peer_environment(threads: int) -> dict[str, str]:
     """Every thread pool of a peer has ``threads`` threads; no network, no telemetry.
 
-    vLLM advises to preload Intel's OpenMP, which its package brings along.
+    vLLM runs in one process: with its engine and its worker apart, which spin while they wait for one another, it was
+    several times slower on two cores.
     """
-    openmp = Path(peer.python).parents[1] / "lib" / "libiomp5.so"
-    preload = {"LD_PRELOAD": str(openmp)} if peer.kind == "vllm" and openmp.exists() else {}
     return {
         **os.environ,
-        **preload,
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
         "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -183,14 +187,19 @@ def rate(row: Mapping[str, Any] | None) -> float | None:
     return value
 
 
+def rates_of(ours: Mapping[str, Rows], peers: Mapping[str, Rows]) -> dict[str, dict[str, float | None]]:
+    """Of everyone, ours first, the rate in every row; decode rows by their batch, then prefill rows."""
+    names = {name for rows in (*ours.values(), *peers.values()) for name in rows}
+    ordered = sorted(names, key=lambda name: (name.split()[0], int(name.split()[1])))
+    everyone = {**{f"ours {name}": rows for name, rows in ours.items()}, **peers}
+    return {who: {name: rate(rows.get(name)) for name in ordered} for who, rows in everyone.items()}
+
+
 def comparison(ours: Mapping[str, Rows], peers: Mapping[str, Rows]) -> str:
     """Tokens a second of all, then ours over each peer's."""
-    names = list(dict.fromkeys(name for rows in (*ours.values(), *peers.values()) for name in rows))
-    names.sort(key=lambda name: (name.split()[0], int(name.split()[1])))
-    header = ["tokens/s", *names]
-    everyone = [*((f"ours {name}", rows) for name, rows in ours.items()), *peers.items()]
-    parts = [format_table(header, [[who, *(format_number(rate(rows.get(name))) for name in names)]
-                                   for who, rows in everyone])]  # fmt: skip
+    rates = rates_of(ours, peers)
+    names = list(next(iter(rates.values()), {}))
+    parts = [format_table(["tokens/s", *names], [[who, *map(format_number, of.values())] for who, of in rates.items()])]
     for our_name, our_rows in ours.items():
         lines = [[who, *(ratio(our_rows.get(name), rows.get(name)) for name in names)] for who, rows in peers.items()]
         if lines:

@@ -62,6 +62,14 @@ def test_the_table_has_everyone_and_ours_over_theirs() -> None:
     assert lines[-1].split() == ["other", "2.00", "-"]
 
 
+def test_a_comparison_can_be_drawn_from_what_is_kept(tmp_path: Path) -> None:
+    kept, ours, picture = tmp_path / "peers.json", tmp_path / "ours.json", tmp_path / "compare.png"
+    kept.write_text(json.dumps({"other": engine_rows({"rows": [row("decode", 8, 64, 100.0)]})}))
+    ours.write_text(json.dumps({"rows": [row("decode", 8, 64, 200.0), row("prefill", 1, 1024, 50.0)]}))
+    assert main(["--json", str(kept), "--ours", f"int8={ours}", "--png", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_a_peer_is_run_with_its_python_and_its_rows_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
