@@ -179,7 +179,7 @@ static inline void for_panels(const LinearJob& job, const Task& task) {
     task(panel, job.args.rows * block / row_blocks, job.args.rows * (block + 1) / row_blocks);
   };
   const int64_t tasks = job.shape.panels * row_blocks;
-  const bool small = job.shape.panels * job.shape.panel_bytes < (96 << 10) &&
+  const bool small = job.shape.panels * job.shape.panel_bytes < (256 << 10) &&
                      job.args.rows * job.header.columns * job.header.depth < (1 << 20);
   if (small) {  // not worth a second thread
     for (int64_t i = 0; i < tasks; ++i) run(i);
