@@ -32,7 +32,7 @@ docs: setup
 	@$(BIN)/python tools/write_configuration_docs.py
 
 clean:
-	rm -rf build *.egg-info $(KERNELS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build *.egg-info $(KERNELS) performance/ceilings .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:
 	@printf '%s\n' \

@@ -64,7 +64,9 @@ def weight_blob(num_bytes: int) -> Blob:
         raw = np.zeros(num_bytes + 64, np.uint8)
         start = -raw.ctypes.data % 64
         return raw[start : start + num_bytes]
-    memory = mmap.mmap(-1, (-(-num_bytes // _HUGE_PAGE) + 1) * _HUGE_PAGE)
+    # Private: the shared memory that mmap makes by default gets no huge pages.
+    size = (-(-num_bytes // _HUGE_PAGE) + 1) * _HUGE_PAGE
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     raw = np.frombuffer(memory, np.uint8)
     start = -raw.ctypes.data % _HUGE_PAGE

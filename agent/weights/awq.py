@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from agent.weights.decoder import FLOAT_TYPES, Decoder, StoredTensor, StoredTensors, check_zero, stem_of
 from agent.weights.layout import WeightPart
-from agent.weights.quantized import QuantizedTensor, nibbles, without_usual_zeros
+from agent.weights.quantized import QuantizedTensor, bytes_of, without_usual_zeros
 from agent.weights.storage import Array
 
-_NIBBLE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where each of a word's eight outputs is: the inverse of 0, 2, 4, 6, 1, 3, 5, 7."""
+_OUTPUT_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class AWQDecoder(Decoder):
@@ -42,7 +41,10 @@ class AWQDecoder(Decoder):
 
 
 def _outputs_first(words: Array) -> npt.NDArray[np.uint8]:
-    """int32 [n, out / 8] -> uint8 [out, n]."""
-    outputs = words.shape[1] * 8
-    in_order = nibbles(words).reshape(len(words), -1, 8)[:, :, _NIBBLE_OF_OUTPUT]
-    return np.ascontiguousarray(in_order.reshape(len(words), outputs).T)
+    """int32 [n, out / 8] -> uint8 [out, n]. Words are transposed rather than their eight values."""
+    four = bytes_of(words.T).reshape(words.shape[1], len(words), 4)
+    values = np.empty((words.shape[1], 8, len(words)), np.uint8)
+    for byte in range(4):
+        np.bitwise_and(four[:, :, byte], 15, out=values[:, _OUTPUT_OF_NIBBLE[2 * byte]])
+        np.right_shift(four[:, :, byte], 4, out=values[:, _OUTPUT_OF_NIBBLE[2 * byte + 1]])
+    return values.reshape(-1, len(words))

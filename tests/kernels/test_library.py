@@ -18,7 +18,14 @@ from agent.kernels.direct import matmul
 from agent.kernels.library import KernelsNotBuiltError, kernel_isa, library_path, num_threads, set_threads
 
 ROOT = Path(__file__).resolve().parents[2]
-NUMERIC_TESTS = ("test_matmul.py", "test_linear.py", "test_elementwise.py", "test_attention.py", "test_sampler.py")
+NUMERIC_TESTS = (
+    "test_matmul.py",
+    "test_linear.py",
+    "test_elementwise.py",
+    "test_attention.py",
+    "test_rotary_attention.py",
+    "test_sampler.py",
+)
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -5,8 +5,13 @@
 
 #include "../common/kernel_table.h"
 
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 namespace llmk {
 
+extern const KernelTable kNeonDotTable, kNeonI8mmTable;
 extern const KernelTable kPortableTable, kAvx2Table, kAvx512Table, kAvx512VnniTable, kAvx512Bf16Table;
 
 namespace {
@@ -25,6 +30,12 @@ const KernelTable* const kCompiled[] = {
 #ifdef LLMK_HAVE_AVX2
     &kAvx2Table,
 #endif
+#ifdef LLMK_HAVE_NEON_I8MM
+    &kNeonI8mmTable,
+#endif
+#ifdef LLMK_HAVE_NEON_DOT
+    &kNeonDotTable,
+#endif
     &kPortableTable,
 };
 
@@ -42,6 +53,11 @@ bool processor_runs(const char* isa) {
 #ifdef LLMK_HAVE_AVX512_BF16
   if (std::strcmp(isa, "avx512_bf16") == 0) return vnni && __builtin_cpu_supports("avx512bf16");
 #endif
+#elif defined(__aarch64__)
+  constexpr unsigned long kDotProducts = 1ul << 20, kMatrixInt8 = 1ul << 13;  // HWCAP_ASIMDDP, HWCAP2_I8MM
+  const bool dot = (getauxval(AT_HWCAP) & kDotProducts) != 0;
+  if (std::strcmp(isa, "neon_dot") == 0) return dot;
+  if (std::strcmp(isa, "neon_i8mm") == 0) return dot && (getauxval(AT_HWCAP2) & kMatrixInt8) != 0;
 #endif
   return false;
 }

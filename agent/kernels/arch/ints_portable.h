@@ -38,6 +38,13 @@ LLMK_INLINE void store_signed_bytes(int8_t* p, Ints a) {
 LLMK_INLINE Vec low_bfloats(Ints a) { return (Vec)(a.v << 16); }
 LLMK_INLINE Vec high_bfloats(Ints a) { return (Vec)(a.v & static_cast<int32_t>(0xFFFF0000u)); }
 
+#ifdef LLMK_NEON_DOT
+}  // namespace LLMK_ARCH
+}  // namespace llmk
+#include "quads_neon.h"
+namespace llmk {
+namespace LLMK_ARCH {
+#else
 // Of weights: byte i of every lane; of activations: one number each.
 struct Quads {
   IntVec byte[4];
@@ -53,6 +60,8 @@ LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
   return {total.v + w.byte[0] * x.value[0] + w.byte[1] * x.value[1] + w.byte[2] * x.value[2] +
           w.byte[3] * x.value[3]};
 }
+#endif
+
 LLMK_INLINE Quads low_nibbles(Ints a) { return quads({a.v & 0x0F0F0F0F}); }
 LLMK_INLINE Quads high_nibbles(Ints a) { return quads({(a.v >> 4) & 0x0F0F0F0F}); }
 

@@ -2,8 +2,10 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <vector>
 
 #include "../common/floating_point.h"
 #include "../common/kernel_table.h"
@@ -60,14 +62,15 @@ double measure_read_bandwidth(double seconds) {
   if (posix_memalign(&memory, kHugePage, kBytes) != 0) std::abort();
   madvise(memory, kBytes, MADV_HUGEPAGE);
   std::memset(memory, 1, kBytes);
-  double best = 0;
+  std::vector<double> rates;
   const auto start = std::chrono::steady_clock::now();
   do {
-    const double rate = measure_read(memory, kBytes);
-    best = rate > best ? rate : best;
+    rates.push_back(measure_read(memory, kBytes));
   } while (seconds_since(start) < seconds);
   std::free(memory);
-  return best;
+  // Not the best: a virtual machine may be let through at twice its rate for a moment.
+  std::sort(rates.begin(), rates.end());
+  return rates[rates.size() * 3 / 4];
 }
 
 }  // namespace llmk

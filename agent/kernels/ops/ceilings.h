@@ -10,7 +10,8 @@ double measure_fma(double seconds);             // float32 multiply-adds, 10^9 o
 double measure_dot_bf16(double seconds);        // products of bfloat16 pairs as ops/dot.h does them
 double measure_dot_int8(double seconds);        // products of four bytes as ops/linear.h does them
 double measure_read(const void* data, int64_t bytes);  // once over `bytes`, 10^9 bytes/s
-double measure_read_bandwidth(double seconds);  // over 256 MB of its own, in huge pages where the system has them
+// The upper quartile of rounds over 256 MB of its own, in huge pages where the system has them.
+double measure_read_bandwidth(double seconds);
 
 struct CeilingLoops {
   int64_t (*fma)(int64_t steps);  // returns the operations done

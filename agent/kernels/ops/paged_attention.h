@@ -180,18 +180,28 @@ static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask&
   return smaller(task.end_part * kPartition, visible_keys(args, task.seq, task.first_row + task.rows - 1));
 }
 
+// How often TileFetch::some is called while a tile is worked on.
+template <class F>
+static inline int64_t fetch_calls(const RotaryAttentionArgs& args, const PagedTask& task) {
+  const int64_t blocks = smaller(kFetchBlocks, ceil_div(task.rows, kRowBlock));
+  const int64_t scores = ceil_div(ceil_div(args.dim, F::kPerUnit), kFetchUnits) * (kTileVectors / kBlockVectors);
+  const int64_t values = kKeyTile / F::kPerUnit / kFetchUnits * ceil_div(args.dim, kBlockVectors * kLanes);
+  return task.heads * (2 * kTileVectors + blocks * F::kPasses * (scores + values));
+}
+
 // Fetches the tile after `begin`: of this task or, at its end, the first of the thread's next task (null: none).
+template <class F>
 static inline void fetch_next(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin,
                               const PagedTask* next, TileFetch* fetch) {
-  const int64_t end = task_end(args, task);
+  const int64_t end = task_end(args, task), calls = fetch_calls<F>(args, task);
   fetch->rest();
   fetch->stop();
   if (begin + kKeyTile < end) {
-    fetch->start(args, task.seq, begin + kKeyTile, smaller(end, begin + 2 * kKeyTile), task.head, task.heads, task.heads);
+    fetch->start(args, task.seq, begin + kKeyTile, smaller(end, begin + 2 * kKeyTile), task.head, task.heads, calls);
   } else if (next != nullptr) {
     const int64_t first = next->first_part * kPartition;
     fetch->start(args, next->seq, first, smaller(first + kKeyTile, task_end(args, *next)), next->head, next->heads,
-                 task.heads);
+                 calls);
   }
 }
 
@@ -203,7 +213,7 @@ static inline void walk_tiles(const RotaryAttentionArgs& args, const PagedTask& 
   for (int64_t begin = task.first_part * kPartition; begin < end; begin += kKeyTile) {
     PagedTile tile;
     locate_tile(args, task.seq, begin, end, &tile);
-    fetch_next(args, task, begin, next, fetch);
+    fetch_next<F>(args, task, begin, next, fetch);
     for (int64_t h = 0; h < task.heads; ++h) {
       const int64_t offset = (task.head + h) * chunk;
       const HeadTile now{&tile, static_cast<const char*>(args.key_cache) + offset,

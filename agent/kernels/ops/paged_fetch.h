@@ -8,13 +8,14 @@ namespace llmk {
 namespace LLMK_ARCH {
 namespace paged {
 
-constexpr int kFetchCalls = 10;  // of some(), for each head of a tile
+constexpr int kFetchUnits = 8;   // units multiplied between two calls of some()
+constexpr int kFetchBlocks = 4;  // blocks of rows of a tile that call it
 
 class TileFetch {
  public:
-  // Keys [begin, end) of a sequence for kv heads [head, head + heads), while `now_heads` heads are worked on.
+  // Keys [begin, end) of a sequence for kv heads [head, head + heads), over about `calls` calls of some().
   void start(const RotaryAttentionArgs& args, int64_t seq, int64_t begin, int64_t end, int64_t head, int64_t heads,
-             int64_t now_heads) {
+             int64_t calls) {
     const int64_t chunk = chunk_bytes(args), row_bytes = args.dim * (args.int8_cache ? 1 : size_of(args.dtype));
     const int32_t* table = args.block_tables + seq * args.table_width;
     count_ = piece_ = 0;
@@ -35,7 +36,7 @@ class TileFetch {
       }
       j += rows;
     }
-    quota_ = ceil_div(lines, kFetchCalls * now_heads);
+    quota_ = ceil_div(lines, calls);
   }
 
   void stop() { count_ = piece_ = 0; }

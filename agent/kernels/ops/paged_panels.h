@@ -41,29 +41,44 @@ struct HeadTile {
   const char* values;
 };
 
+// kLanes keys from `first` on, 16 units of dim from `d` on.
+template <bool kWhole, class F, class C>
+LLMK_INLINE void pack_key_square(const HeadTile& now, int64_t first, int64_t d, int64_t dim, Unit* panel) {
+  const PagedTile& tile = *now.tile;
+  Vec rows[kLanes];
+  LLMK_UNROLL
+  for (int j = 0; j < kLanes; ++j) {
+    const C* key = reinterpret_cast<const C*>(now.keys + tile.values[first + j]) + d;
+    rows[j] = kWhole || first + j < tile.count ? F::template load_key<kWhole>(key, dim - d) : zero();
+  }
+  store_transposed(rows, panel + d / F::kPerUnit * kKeyTile + first, kKeyTile);
+}
+
 template <class F, class C>
 static inline void pack_keys(const HeadTile& now, TileFetch* fetch, int64_t dim, Unit* panel) {
-  const PagedTile& tile = *now.tile;
+  constexpr int64_t kStep = kLanes * F::kPerUnit;
   for (int64_t first = 0; first < kKeyTile; first += kLanes) {
     fetch->some();
-    if (first >= tile.count) continue;
-    const int64_t count = tile.count - first;
-    for (int64_t d = 0; d < dim; d += kLanes * F::kPerUnit) {
-      Vec rows[kLanes];
-      if (count >= kLanes) {
-        LLMK_UNROLL
-        for (int j = 0; j < kLanes; ++j) {
-          rows[j] = F::load_key(reinterpret_cast<const C*>(now.keys + tile.values[first + j]) + d, dim - d);
-        }
+    if (first >= now.tile->count) continue;
+    for (int64_t d = 0; d < dim; d += kStep) {
+      if (first + kLanes <= now.tile->count && d + kStep <= dim) {
+        pack_key_square<true, F, C>(now, first, d, dim, panel);
       } else {
-        for (int j = 0; j < kLanes; ++j) {
-          rows[j] = j < count ? F::load_key(reinterpret_cast<const C*>(now.keys + tile.values[first + j]) + d, dim - d)
-                              : zero();
-        }
+        pack_key_square<false, F, C>(now, first, d, dim, panel);
       }
-      store_transposed(rows, panel + d / F::kPerUnit * kKeyTile + first, kKeyTile);
     }
   }
+}
+
+template <bool kWhole, class F, class C>
+LLMK_INLINE void pack_value_unit(const HeadTile& now, int64_t key, int64_t d, int64_t n, Unit* out) {
+  const C* rows[F::kPerUnit];
+  LLMK_UNROLL
+  for (int i = 0; i < F::kPerUnit; ++i) {
+    const bool there = kWhole || key + i < now.tile->count;
+    rows[i] = there ? reinterpret_cast<const C*>(now.values + now.tile->values[key + i]) + d : nullptr;
+  }
+  F::template pack_values<kWhole>(rows, n, out);
 }
 
 // Rows of units of keys; the last unit is filled up with zeros. Returns how many.
@@ -71,23 +86,18 @@ template <class F, class C>
 static inline int64_t pack_values(const HeadTile& now, TileFetch* fetch, int64_t dim, int64_t padded_dim,
                                   Unit* panel) {
   constexpr int kPer = F::kPerUnit;
-  const PagedTile& tile = *now.tile;
-  int64_t units = 0;
   for (int64_t first = 0; first < kKeyTile; first += kLanes) {
     fetch->some();
-    const int64_t last = smaller(first + kLanes, tile.count);
-    for (int64_t j = first; j < last; j += kPer, ++units) {
-      const C* rows[kPer];
-      for (int64_t d = 0; d < dim; d += F::kDimStep) {
-        LLMK_UNROLL
-        for (int i = 0; i < kPer; ++i) {
-          rows[i] = j + i < last ? reinterpret_cast<const C*>(now.values + tile.values[j + i]) + d : nullptr;
-        }
-        F::pack_values(rows, dim - d, panel + units * padded_dim + d, padded_dim);
-      }
+    const int64_t last = smaller(first + kLanes, now.tile->count);
+    for (int64_t key = first; key < last; key += kPer) {
+      Unit* out = panel + key / kPer * padded_dim;
+      const int64_t whole = key + kPer <= last ? dim : 0;
+      int64_t d = 0;
+      for (; d + F::kDimStep <= whole; d += F::kDimStep) pack_value_unit<true, F, C>(now, key, d, dim - d, out + d);
+      for (; d < dim; d += F::kDimStep) pack_value_unit<false, F, C>(now, key, d, dim - d, out + d);
     }
   }
-  return units;
+  return ceil_div(now.tile->count, kPer);
 }
 
 // out[kKeyTile]; zeros past the tile's keys.

@@ -51,7 +51,8 @@ struct TilePanels {
 // total[r][v] += sum over units of row r and panel vectors v; kPasses products with a shift between.
 template <class P, int kPasses, int R, int V>
 LLMK_INLINE void multiply(const Unit* rows, int64_t row_stride, int64_t pass_stride, const Unit* panel,
-                          int64_t panel_stride, int64_t units, const int32_t* offsets, typename P::Acc (&total)[R][V]) {
+                          int64_t panel_stride, int64_t units, const int32_t* offsets, TileFetch* fetch,
+                          typename P::Acc (&total)[R][V]) {
   LLMK_UNROLL
   for (int i = 0; i < R * V; ++i) total[i / V][i % V] = P::clear();
   for (int pass = 0; pass < kPasses; ++pass, rows += pass_stride) {
@@ -61,28 +62,32 @@ LLMK_INLINE void multiply(const Unit* rows, int64_t row_stride, int64_t pass_str
         total[i / V][i % V] = P::shift(total[i / V][i % V], offsets == nullptr ? 0 : offsets[i / V]);
       }
     }
-    for (int64_t k = 0; k < units; ++k) {
-      typename P::Operand lanes[V];
-      LLMK_UNROLL
-      for (int v = 0; v < V; ++v) lanes[v] = P::lanes(panel + k * panel_stride + v * kLanes);
-      LLMK_UNROLL
-      for (int r = 0; r < R; ++r) {
-        const typename P::Operand row = P::spread(rows + r * row_stride + k);
+    for (int64_t k = 0; k < units;) {
+      if (fetch != nullptr) fetch->some();
+      for (const int64_t end = smaller(units, k + kFetchUnits); k < end; ++k) {
+        typename P::Operand lanes[V];
         LLMK_UNROLL
-        for (int v = 0; v < V; ++v) total[r][v] = P::step(row, lanes[v], total[r][v]);
+        for (int v = 0; v < V; ++v) lanes[v] = P::lanes(panel + k * panel_stride + v * kLanes);
+        LLMK_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const typename P::Operand row = P::spread(rows + r * row_stride + k);
+          LLMK_UNROLL
+          for (int v = 0; v < V; ++v) total[r][v] = P::step(row, lanes[v], total[r][v]);
+        }
       }
     }
   }
 }
 
 template <class F, int R>
-LLMK_INLINE void score_block(const HeadRows& head, const TilePanels& panels, int64_t row, float (&scores)[R][kKeyTile]) {
+LLMK_INLINE void score_block(const HeadRows& head, const TilePanels& panels, int64_t row, TileFetch* fetch,
+                             float (&scores)[R][kKeyTile]) {
   using P = typename F::ScoreProduct;
   const int64_t units = ceil_div(head.dim, F::kPerUnit), stride = F::kPasses * head.query_units;
   for (int key = 0; key < kKeyTile; key += kBlockVectors * kLanes) {
     typename P::Acc total[R][kBlockVectors];
     multiply<P, F::kPasses, R, kBlockVectors>(head.queries + row * stride, stride, head.query_units, panels.keys + key,
-                                              kKeyTile, units, head.offsets + row, total);
+                                              kKeyTile, units, head.offsets + row, fetch, total);
     LLMK_UNROLL
     for (int i = 0; i < R * kBlockVectors; ++i) {
       store(scores[i / kBlockVectors] + key + i % kBlockVectors * kLanes,
@@ -134,12 +139,13 @@ LLMK_INLINE void soften_block(const HeadRows& head, const TilePanels& panels, in
 
 template <class F, int R, int V>
 LLMK_INLINE void add_values(const HeadRows& head, const TilePanels& panels, int64_t row, int64_t d, bool fresh,
-                            const Unit* weights, const float (&decays)[kLanes], const float (&steps)[R]) {
+                            const Unit* weights, const float (&decays)[kLanes], const float (&steps)[R],
+                            TileFetch* fetch) {
   using P = typename F::ValueProduct;
   constexpr int64_t kPass = kKeyTile / F::kPerUnit;
   typename P::Acc total[R][V];
   multiply<P, F::kPasses, R, V>(weights, F::kPasses * kPass, kPass, panels.values + d, head.padded_dim,
-                                panels.value_units, nullptr, total);
+                                panels.value_units, nullptr, fetch, total);
   LLMK_UNROLL
   for (int r = 0; r < R; ++r) {
     float* sums = head.partition.sums + (row + r) * head.padded_dim + d;
@@ -159,19 +165,17 @@ static inline void attend_block(const HeadRows& head, const TilePanels& panels, 
   alignas(64) float decays[kLanes];
   float steps[R];
   const bool fresh = panels.begin % kPartition == 0;
-  score_block<F, R>(head, panels, row, scores);
-  if (row == 0) fetch->some();
+  score_block<F, R>(head, panels, row, fetch, scores);
   soften_block<F, R>(head, panels, row, fresh, scores, weights, decays, steps);
-  if (row == 0) fetch->some();
   constexpr int V = kBlockVectors;
   int64_t d = 0;
   for (; d + V * kLanes <= head.padded_dim; d += V * kLanes) {
-    add_values<F, R, V>(head, panels, row, d, fresh, weights[0], decays, steps);
+    add_values<F, R, V>(head, panels, row, d, fresh, weights[0], decays, steps, fetch);
   }
   for (; V > 2 && d + 2 * kLanes <= head.padded_dim; d += 2 * kLanes) {
-    add_values<F, R, 2>(head, panels, row, d, fresh, weights[0], decays, steps);
+    add_values<F, R, 2>(head, panels, row, d, fresh, weights[0], decays, steps, fetch);
   }
-  if (d < head.padded_dim) add_values<F, R, 1>(head, panels, row, d, fresh, weights[0], decays, steps);
+  if (d < head.padded_dim) add_values<F, R, 1>(head, panels, row, d, fresh, weights[0], decays, steps, fetch);
 }
 
 // One tile for all rows that see any of it, in blocks of about equal size.
@@ -179,7 +183,8 @@ template <class F>
 static inline void attend_tile(const HeadRows& head, const TilePanels& panels, TileFetch* fetch) {
   int64_t row = 0;
   while (row < head.rows && head.visible[row] <= panels.begin) ++row;
-  while (row < head.rows) {
+  for (int block = 0; row < head.rows; ++block) {
+    if (block == kFetchBlocks) fetch = nullptr;
     const int64_t left = head.rows - row, size = ceil_div(left, ceil_div(left, kRowBlock));
 #ifdef LLMK_VEC_AVX512
     if (size == 6) attend_block<F, 6>(head, panels, row, fetch);

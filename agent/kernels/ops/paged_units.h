@@ -106,21 +106,24 @@ struct FloatForm {
   static constexpr int64_t kDimStep = kLanes;  // dim is padded to whole multiples
   static constexpr bool kCoarse = false;
 
-  template <class C>
-  static inline Vec load_key(const C* p, int64_t n) {
-    return load_n(p, n);
+  // 16 units of a row of the cache, of which `n` elements exist; kWhole: all of them.
+  template <bool kWhole, class C>
+  static inline __attribute__((always_inline)) Vec load_key(const C* p, int64_t n) {
+    return kWhole ? load(p) : load_n(p, n);
   }
-  static inline Vec load_key(const int8_t* p, int64_t n) { return load_int8(p, n); }
-
-  // out[unit of keys = 1][dim] of one value.
-  template <class C>
-  static inline void pack_values(const C* const (&rows)[1], int64_t n, Unit* out, int64_t) {
-    store(reinterpret_cast<float*>(out), load_key(rows[0], n));
+  template <bool kWhole>
+  static inline __attribute__((always_inline)) Vec load_key(const int8_t* p, int64_t n) {
+    return load_int8(p, n);
   }
 
-  static inline void pack_query(const float* x, int64_t dim, Unit* out, int64_t, float* factor, int32_t* offset) {
+  // kDimStep dims of the values of one unit of keys.
+  template <bool kWhole, class C>
+  static inline __attribute__((always_inline)) void pack_values(const C* const (&rows)[1], int64_t n, Unit* out) {
+    store(reinterpret_cast<float*>(out), load_key<kWhole>(rows[0], n));
+  }
+
+  static inline void pack_query(const float* x, int64_t dim, Unit* out, int64_t, float*, int32_t* offset) {
     std::memcpy(static_cast<void*>(out), x, static_cast<size_t>(dim) * sizeof(float));
-    *factor *= 1.0f;
     *offset = 0;
   }
 

@@ -27,15 +27,19 @@ struct BFloat16Form {
   static constexpr int64_t kDimStep = 2 * kLanes;
   static constexpr bool kCoarse = true;
 
-  static inline Vec load_key(const bfloat_t* p, int64_t n) {
+  template <bool kWhole>
+  static inline __attribute__((always_inline)) Vec load_key(const bfloat_t* p, int64_t n) {
+    if (kWhole) return {_mm512_loadu_ps(p)};
     const __mmask32 mask = n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
     return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, p))};
   }
 
-  // Two values (the second may be null: zero) interleaved: out[32 dims] of pairs.
-  static inline void pack_values(const bfloat_t* const (&rows)[2], int64_t n, Unit* out, int64_t) {
-    const __m512i first = _mm512_castps_si512(load_key(rows[0], n).v);
-    const __m512i second = rows[1] == nullptr ? _mm512_setzero_si512() : _mm512_castps_si512(load_key(rows[1], n).v);
+  // Two values interleaved: out[32 dims] of pairs. Where not whole, the second may be null: zero.
+  template <bool kWhole>
+  static inline __attribute__((always_inline)) void pack_values(const bfloat_t* const (&rows)[2], int64_t n, Unit* out) {
+    const __m512i first = _mm512_castps_si512(load_key<kWhole>(rows[0], n).v);
+    const __m512i second = !kWhole && rows[1] == nullptr ? _mm512_setzero_si512()
+                                                         : _mm512_castps_si512(load_key<kWhole>(rows[1], n).v);
     const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                          5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));

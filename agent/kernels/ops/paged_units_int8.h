@@ -6,6 +6,12 @@ namespace llmk {
 namespace LLMK_ARCH {
 namespace paged {
 
+// VPDPBUSD as assembly: GCC 12 copies the accumulators of its intrinsic around in every step of a loop.
+LLMK_INLINE __m512i dot_quads(__m512i total, __m512i unsigned_bytes, __m512i signed_bytes) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(unsigned_bytes), "v"(signed_bytes));
+  return total;
+}
+
 // Keys as bytes + 128 (unsigned) times signed queries; 128 * sum(query) is taken off by the row's offset.
 struct Int8ScoreProduct {
   using Acc = __m512i;
@@ -14,7 +20,7 @@ struct Int8ScoreProduct {
   static inline Acc clear() { return _mm512_setzero_si512(); }
   static inline Operand lanes(const Unit* p) { return _mm512_loadu_si512(p); }
   static inline Operand spread(const Unit* p) { return _mm512_set1_epi32(static_cast<int>(*p)); }
-  static inline Acc step(Operand a, Operand b, Acc total) { return _mm512_dpbusd_epi32(total, b, a); }
+  static inline Acc step(Operand a, Operand b, Acc total) { return dot_quads(total, b, a); }
   static inline Acc shift(Acc total, int32_t offset) {
     return _mm512_add_epi32(_mm512_slli_epi32(total, kShift), _mm512_set1_epi32(offset));
   }
@@ -24,7 +30,7 @@ struct Int8ScoreProduct {
 // Unsigned weights times signed values.
 struct Int8ValueProduct : Int8ScoreProduct {
   static constexpr int kShift = 8;
-  static inline Acc step(Operand a, Operand b, Acc total) { return _mm512_dpbusd_epi32(total, a, b); }
+  static inline Acc step(Operand a, Operand b, Acc total) { return dot_quads(total, a, b); }
   static inline Acc shift(Acc total, int32_t) { return _mm512_slli_epi32(total, kShift); }
 };
 
@@ -37,19 +43,24 @@ struct Int8Form {
   static constexpr float kLargestQuery = 16319.0f;  // 127 * 2^7 + 63
   static constexpr float kLargestWeight = 65535.0f;
 
-  static inline __m512i load_bytes(const int8_t* p, int64_t n) {
-    if (n >= 64) return _mm512_loadu_si512(p);
+  template <bool kWhole>
+  static inline __attribute__((always_inline)) __m512i load_bytes(const int8_t* p, int64_t n) {
+    if (kWhole || n >= 64) return _mm512_loadu_si512(p);
     return _mm512_maskz_loadu_epi8((__mmask64{1} << n) - 1, p);
   }
-  static inline Vec load_key(const int8_t* p, int64_t n) {
-    return {_mm512_castsi512_ps(_mm512_xor_si512(load_bytes(p, n), _mm512_set1_epi8(-128)))};
+  template <bool kWhole>
+  static inline __attribute__((always_inline)) Vec load_key(const int8_t* p, int64_t n) {
+    return {_mm512_castsi512_ps(_mm512_xor_si512(load_bytes<kWhole>(p, n), _mm512_set1_epi8(-128)))};
   }
 
-  // Four values (null: zero) interleaved. Vector i, lane 4 * l + c holds dim 16 * l + 4 * i + c: see restore_order.
-  static inline void pack_values(const int8_t* const (&rows)[4], int64_t n, Unit* out, int64_t) {
+  // Four values interleaved; where not whole, null is zero. Vector i, lane 4 * l + c holds dim 16 * l + 4 * i + c: see restore_order.
+  template <bool kWhole>
+  static inline __attribute__((always_inline)) void pack_values(const int8_t* const (&rows)[4], int64_t n, Unit* out) {
     __m512i row[4];
     LLMK_UNROLL
-    for (int i = 0; i < 4; ++i) row[i] = rows[i] == nullptr ? _mm512_setzero_si512() : load_bytes(rows[i], n);
+    for (int i = 0; i < 4; ++i) {
+      row[i] = !kWhole && rows[i] == nullptr ? _mm512_setzero_si512() : load_bytes<kWhole>(rows[i], n);
+    }
     const __m512i low = _mm512_unpacklo_epi8(row[0], row[1]), high = _mm512_unpackhi_epi8(row[0], row[1]);
     const __m512i low2 = _mm512_unpacklo_epi8(row[2], row[3]), high2 = _mm512_unpackhi_epi8(row[2], row[3]);
     _mm512_storeu_si512(out, _mm512_unpacklo_epi16(low, low2));

@@ -39,6 +39,19 @@ static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, 
   }
 }
 
+// Whole numbers to bytes.
+LLMK_INLINE void store_int8(char* p, Vec v, int64_t n) {
+#ifdef LLMK_VEC_AVX512
+  _mm_mask_storeu_epi8(p, first_lanes(n), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v.v)));
+#else
+  float lanes[kLanes];
+  int8_t bytes[kLanes];
+  store(lanes, v);
+  for (int i = 0; i < kLanes; ++i) bytes[i] = static_cast<int8_t>(lanes[i]);
+  std::memcpy(p, bytes, static_cast<size_t>(smaller(kLanes, n)));
+#endif
+}
+
 // Symmetric int8: scale = max|x| / 127, values rounded to nearest even.
 static inline void quantize_head(const float* x, int64_t dim, char* values, char* scale) {
   Vec top = zero();
@@ -49,11 +62,8 @@ static inline void quantize_head(const float* x, int64_t dim, char* values, char
   const float most = largest(top), unit = most / 127.0f;
   const Vec inverse = broadcast(most > 0 ? 127.0f / most : 0.0f);
   for (int64_t d = 0; d < dim; d += kLanes) {
-    float rounded[kLanes];
-    store(rounded, round_nearest(maximum(broadcast(-127.0f), minimum(broadcast(127.0f), mul(load_n(x + d, dim - d), inverse)))));
-    int8_t bytes[kLanes];
-    for (int i = 0; i < kLanes; ++i) bytes[i] = static_cast<int8_t>(rounded[i]);
-    std::memcpy(values + d, bytes, static_cast<size_t>(smaller(kLanes, dim - d)));
+    const Vec scaled = mul(load_n(x + d, dim - d), inverse);
+    store_int8(values + d, round_nearest(maximum(broadcast(-127.0f), minimum(broadcast(127.0f), scaled))), dim - d);
   }
   std::memcpy(scale, &unit, sizeof(unit));
 }

@@ -1,0 +1,6 @@
+// Arm with the dot products of ARMv8.2 (-march=armv8.2-a+dotprod): SDOT.
+#define LLMK_ARCH neon_dot
+#define LLMK_NEON_DOT
+#define LLMK_TABLE kNeonDotTable
+#define LLMK_ISA_NAME "neon_dot"
+#include "table.h"

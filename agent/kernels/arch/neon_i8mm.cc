@@ -1,0 +1,7 @@
+// Arm with the mixed dot products of ARMv8.6 (-march=armv8.2-a+dotprod+i8mm): USDOT.
+#define LLMK_ARCH neon_i8mm
+#define LLMK_NEON_DOT
+#define LLMK_NEON_I8MM
+#define LLMK_TABLE kNeonI8mmTable
+#define LLMK_ISA_NAME "neon_i8mm"
+#include "table.h"

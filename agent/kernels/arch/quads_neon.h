@@ -1,0 +1,52 @@
+// Exact products of bytes by the dot products of Arm; the rest of Ints is that of ints_portable.h.
+#pragma once
+#include <arm_neon.h>
+
+namespace llmk {
+namespace LLMK_ARCH {
+
+// Of weights: 4 uint8 a lane; for SDOT as w - 128, which is a signed byte.
+struct Quads {
+  int32x4_t part[4];
+};
+// Of activations: the same 4 int8 in every lane, and for SDOT 128 times their sum.
+struct BroadcastQuad {
+  int8x16_t x;
+  int32x4_t offset;
+};
+
+LLMK_INLINE Quads quads(Ints a) {
+  Quads result;
+  std::memcpy(&result, &a.v, sizeof(result));
+#ifndef LLMK_NEON_I8MM
+  for (int i = 0; i < 4; ++i) result.part[i] = veorq_s32(result.part[i], vdupq_n_s32(static_cast<int>(0x80808080u)));
+#endif
+  return result;
+}
+LLMK_INLINE BroadcastQuad broadcast_quad(const int8_t* p) {
+  int32_t bits;
+  std::memcpy(&bits, p, sizeof(bits));
+  const int8x16_t x = vreinterpretq_s8_s32(vdupq_n_s32(bits));
+#ifdef LLMK_NEON_I8MM
+  return {x, vdupq_n_s32(0)};
+#else
+  return {x, vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), x, vdupq_n_s8(1)), 7)};
+#endif
+}
+LLMK_INLINE Ints dot_quads(Ints total, Quads w, BroadcastQuad x) {
+  int32x4_t sums[4];
+  std::memcpy(sums, &total.v, sizeof(sums));
+  for (int i = 0; i < 4; ++i) {
+#ifdef LLMK_NEON_I8MM
+    sums[i] = vusdotq_s32(sums[i], vreinterpretq_u8_s32(w.part[i]), x.x);
+#else
+    sums[i] = vdotq_s32(vaddq_s32(sums[i], x.offset), vreinterpretq_s8_s32(w.part[i]), x.x);
+#endif
+  }
+  Ints result;
+  std::memcpy(&result.v, sums, sizeof(sums));
+  return result;
+}
+
+}  // namespace LLMK_ARCH
+}  // namespace llmk

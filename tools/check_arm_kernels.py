@@ -1,0 +1,68 @@
+"""Cross-compiles the kernels for 64-bit Arm and runs their self-test under qemu-user, every instruction set in turn.
+
+    python tools/check_arm_kernels.py
+
+Needs Debian's g++-aarch64-linux-gnu and qemu-user-static. Exits with 1 when a comparison is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+KERNELS = ROOT / "agent/kernels"
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
+FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-Wall", "-Wextra", "-Wno-psabi")
+INSTRUCTION_SETS = {"neon_dot": "-march=armv8.2-a+dotprod", "neon_i8mm": "-march=armv8.2-a+dotprod+i8mm"}
+"""As in setup.py."""
+
+
+def units() -> list[tuple[Path, list[str]]]:
+    """What the kernels need without MindSpore, and the flags of each."""
+    sources = [KERNELS / "arch/portable.cc", *sorted((KERNELS / "common").glob("*.cc"))]
+    sources += [*sorted((KERNELS / "ops").glob("*.cc")), ROOT / "tests/kernels/linear_selftest.cc"]
+    plain = [(source, ["-Wno-unused-function"]) for source in sources]
+    have = [f"-DLLMK_HAVE_{name.upper()}" for name in INSTRUCTION_SETS]
+    special = [(KERNELS / f"arch/{name}.cc", [flag, "-Wno-unused-function"]) for name, flag in INSTRUCTION_SETS.items()]
+    return [*plain, *special, (KERNELS / "arch/dispatch.cc", have)]
+
+
+def build(folder: Path) -> Path:
+    """The self-test as a static program."""
+
+    def compile_unit(unit: tuple[Path, list[str]]) -> Path:
+        source, flags = unit
+        output = folder / f"{source.parent.name}_{source.stem}.o"
+        subprocess.run([COMPILER, *FLAGS, *flags, "-c", str(source), "-o", str(output)], check=True)
+        return output
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(compile_unit, units()))
+    program = folder / "selftest"
+    subprocess.run([COMPILER, "-static", "-pthread", *map(str, objects), "-o", str(program)], check=True)
+    return program
+
+
+def main() -> int:
+    missing = [name for name in (COMPILER, EMULATOR) if shutil.which(name) is None]
+    if missing:
+        print(f"not found: {', '.join(missing)}; install g++-aarch64-linux-gnu and qemu-user-static")
+        return 2
+    failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        program = build(Path(folder))
+        for isa in (*INSTRUCTION_SETS, "portable"):
+            environment = {**os.environ, "LLM_KERNELS_ISA": isa}
+            command = [EMULATOR, "-cpu", "max", str(program)]
+            failed += subprocess.run(command, env=environment, check=False).returncode != 0
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
