@@ -21,6 +21,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LOOP_SECONDS = 0.1
 ATTEMPTS = 5
 TIMEOUT_S = 60.0
+DRIFT = 1.15
+"""Bandwidths further apart than this are told."""
 RATES = {
     "read_gb_s": "llmk_measure_read_bandwidth",
     "fp32_gflops": "llmk_measure_fma",
@@ -56,6 +58,16 @@ def measure_ceilings(threads: int = 0) -> Ceilings:
     if result.returncode != 0:
         raise RuntimeError(f"measuring the ceilings failed with {result.returncode}:\n{result.stderr.strip()}")
     return Ceilings(**json.loads(result.stdout))
+
+
+def drift_text(before: Ceilings, after: Ceilings) -> str | None:
+    """A warning when the bandwidth changed during a run: on a shared machine it does, and shares then mean little."""
+    low, high = sorted((before.read_gb_s, after.read_gb_s))
+    if high < DRIFT * low:
+        return None
+    return (
+        f"WARNING: read bandwidth was {before.read_gb_s:.1f} GB/s before and {after.read_gb_s:.1f} GB/s after the run"
+    )
 
 
 def _measure_here(threads: int) -> Ceilings:

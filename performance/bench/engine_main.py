@@ -27,7 +27,7 @@ from llm_serving.cli import config_as_yaml
 from llm_serving.config import Config, load_config
 from llm_serving.errors import LLMServingError
 from llm_serving.text_table import format_number, format_table
-from performance.bench.ceilings import measure_ceilings
+from performance.bench.ceilings import drift_text, measure_ceilings
 from performance.bench.engine import offline_engine
 from performance.bench.engine_rows import Case, decode_case, measure_case, numbers_of, prefill_case
 from performance.bench.numbers import parse_count, parse_counts, write_json
@@ -108,16 +108,20 @@ def run(config: Config, cases: Sequence[Case], parsed: argparse.Namespace) -> di
         for case in cases:
             rows.append({"name": case.name, **measure_case(engine, case, config, ceilings, parsed.repeats)})
             print(f"  {case.name}: {_rate(rows[-1]):.0f} tok/s", file=sys.stderr, flush=True)
+    after = measure_ceilings(parsed.threads)
     if not parsed.no_kernels:
         set_threads(parsed.threads)
         add_kernel_shares(rows, config.shape, numbers)
     print(table(rows))
+    if (warning := drift_text(ceilings, after)) is not None:
+        print(warning)
     return {
         "model": config.model_name,
         "numbers": asdict(numbers),
         "op_table": config.op_table,
         "repeats": parsed.repeats,
         "ceilings": asdict(ceilings),
+        "ceilings_after": asdict(after),
         "rows": rows,
         "config": config_as_yaml(config),
     }

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from agent.kernels import kernel_isa, set_threads
-from performance.bench.ceilings import Ceilings, measure_ceilings
+from performance.bench.ceilings import Ceilings, drift_text, measure_ceilings
 from performance.bench.kernel_cases import (
     LINEAR_FORMATS,
     LINEAR_ROWS,
@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if parsed.only in case.kernel:
                 rows.append(row_of(case, median_call_seconds(case.calls, parsed.seconds), ceilings[threads]))
                 print(rows[-1].text(), flush=True)
+        if (warning := drift_text(ceilings[threads], measure_ceilings(threads))) is not None:
+            print(warning)
     result = {
         "isa": kernel_isa(),
         "ceilings": asdict(ceilings[parsed.threads[-1]]),

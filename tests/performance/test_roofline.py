@@ -1,8 +1,11 @@
 """The least time of a step, against arithmetic by hand."""
 
+from dataclasses import replace
+
 import pytest
 from some_machine import CEILINGS, SHAPE
 
+from performance.bench.ceilings import drift_text
 from performance.bench.roofline import (
     Numbers,
     attention,
@@ -92,3 +95,10 @@ def test_a_decode_is_the_sum_over_its_contexts() -> None:
 def test_prompts_prefill_together() -> None:
     together = prefill_seconds(SHAPE, [64, 64], INT8, CEILINGS)
     assert together < 2 * prefill_seconds(SHAPE, [64], INT8, CEILINGS)
+
+
+def test_a_bandwidth_that_changed_is_told() -> None:
+    assert drift_text(CEILINGS, replace(CEILINGS, read_gb_s=42.0)) is None
+    assert drift_text(CEILINGS, replace(CEILINGS, read_gb_s=65.0)) == (
+        "WARNING: read bandwidth was 40.0 GB/s before and 65.0 GB/s after the run"
+    )
