@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from weakref import WeakKeyDictionary
+
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels import SampleInputs, SampleOutputs, sample
+from agent.kernels import SampleCall, SampleInputs, SampleOutputs
 from agent.step_inputs import check_range
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import LAST_TOKEN, StepSlot
@@ -76,10 +79,9 @@ class Sampler:
 
     def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:
         self.rows = RowTable(num_rows, max_model_len, vocab_size)
+        self._calls: WeakKeyDictionary[StepSlot, SampleCall] = WeakKeyDictionary()
 
-    def sample(
-        self, logits: npt.NDArray[np.float32], slot: StepSlot, best_ids: Int32Array | None = None
-    ) -> None:
+    def sample(self, logits: npt.NDArray[np.float32], slot: StepSlot, best_ids: Int32Array | None = None) -> None:
         """logits [S, vocabulary] of each sequence's last token, best_ids [S] the largest's where that is known already.
         Rows that do not sample get -1.
 
@@ -88,25 +90,18 @@ class Sampler:
         seqs = slot.num_seqs
         rows, chosen = slot.rows[:seqs], slot.do_sample[:seqs] != 0
         penalised = _has_penalties(slot, seqs) & chosen
-        inputs = SampleInputs(
-            temperature=slot.temperature,
-            top_k=slot.top_k,
-            top_p=slot.top_p,
-            min_p=slot.min_p,
-            repetition_penalty=slot.repetition_penalty,
-            presence_penalty=slot.presence_penalty,
-            frequency_penalty=slot.frequency_penalty,
-            seed=slot.seed,
-            sample_position=slot.sample_position,
-            num_top_logits=slot.num_top_logits,
-            do_sample=slot.do_sample,
-            best_ids=best_ids,
-            histories=self._histories(slot, penalised) if penalised.any() else None,
-            prompt_lens=self.rows.prompt_len[rows],
-        )
-        outputs = SampleOutputs(slot.sampled_ids, slot.sampled_logit, slot.logsumexp, slot.top_ids, slot.top_logits)
-        sample(logits, inputs, outputs)
+        histories = self._histories(slot, penalised) if penalised.any() else None
+        prompt_lens = None if histories is None else self.rows.prompt_len[rows]
+        self._call_of(slot).run(logits, best_ids, histories, prompt_lens)
         self.rows.append(rows[chosen], slot.sampled_ids[:seqs][chosen], penalised[chosen])
+
+    def _call_of(self, slot: StepSlot) -> SampleCall:
+        call = self._calls.get(slot)
+        if call is None:
+            inputs = SampleInputs(**{field.name: getattr(slot, field.name) for field in fields(SampleInputs)})
+            outputs = SampleOutputs(**{field.name: getattr(slot, field.name) for field in fields(SampleOutputs)})
+            call = self._calls[slot] = SampleCall(inputs, outputs, slot.layout.limits.max_seqs)
+        return call
 
     def _histories(self, slot: StepSlot, penalised: npt.NDArray[np.bool_]) -> list[Int32Array | None]:
         table = self.rows

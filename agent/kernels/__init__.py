@@ -2,22 +2,22 @@
 
 from agent.kernels.library import (
     KernelsNotBuiltError,
+    SampleCall,
     SampleInputs,
     SampleOutputs,
     kernel_isa,
     library_path,
     num_threads,
-    sample,
     set_threads,
 )
 
 __all__ = [
     "KernelsNotBuiltError",
+    "SampleCall",
     "SampleInputs",
     "SampleOutputs",
     "kernel_isa",
     "library_path",
     "num_threads",
-    "sample",
     "set_threads",
 ]

@@ -88,12 +88,6 @@ class SampleInputs:
     num_top_logits: Int32Array
     do_sample: Int32Array | None = None
     """0: skip the row (its token becomes -1). None samples every row."""
-    best_ids: Int32Array | None = None
-    """The largest logit of each row, the smaller id on a tie, where that is known. None looks for it."""
-    histories: Sequence[Int32Array | None] | None = None
-    """Token ids of each row, prompt first. Read only where a row has penalties."""
-    prompt_lens: Sequence[int] | Int32Array | None = None
-    """How many of each history are the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +124,6 @@ _ARRAYS: dict[str, Any] = {
     "sample_position": np.int32,
     "num_top_logits": np.int32,
     "do_sample": np.int32,
-    "best_ids": np.int32,
     "sampled_ids": np.int32,
     "sampled_logit": np.float32,
     "logsumexp": np.float32,
@@ -181,40 +174,70 @@ def _address(name: str, array: npt.NDArray[Any] | None, wanted: Any, length: int
     return array.ctypes.data
 
 
-def sample(logits: Float32Array, inputs: SampleInputs, outputs: SampleOutputs) -> None:
-    """Chooses a token from each row of ``logits`` [S, V] float32; the order of the steps is in ops/sampler.cc.
+class SampleCall:
+    """A call of the sampler prepared for arrays that stay where they are, such as a step slot's: they are checked and
+    their addresses taken once."""
 
-    A row's result depends on nothing but its own logits, parameters and history. Raises ValueError for an array of
-    the wrong type, size or layout and KernelError for values out of range (nothing is written then).
-    """
-    if logits.ndim != 2:
-        raise ValueError(f"logits has {logits.ndim} dimensions; it must be [rows, vocabulary]")
-    num_rows, vocab_size = logits.shape
-    args = _SampleArgs(rows=num_rows, vocab_size=vocab_size)
-    args.logits = _address("logits", logits, np.float32, num_rows * vocab_size)
-    for part in (inputs, outputs):
-        for field in fields(part):
-            if field.name in _ARRAYS:
-                length = num_rows * (MAX_TOP_LOGITS if field.name.startswith("top_") and part is outputs else 1)
-                address = _address(field.name, getattr(part, field.name), _ARRAYS[field.name], length)
-                setattr(args, field.name, address)
-    keep_alive = _set_histories(args, inputs, num_rows)
-    code = load_library().llmk_sample(ctypes.byref(args))
-    del keep_alive
-    if code != 0:
-        raise KernelError(f"the sampler refused its arguments (code {code}); the reason is on standard error")
+    def __init__(self, inputs: SampleInputs, outputs: SampleOutputs, max_rows: int) -> None:
+        """Raises ValueError for an array of the wrong type, size or layout."""
+        self._args = _SampleArgs()
+        self._max_rows = max_rows
+        self._keep_alive = (inputs, outputs)
+        self._function = load_library().llmk_sample
+        for part in (inputs, outputs):
+            for field in fields(part):
+                if field.name in _ARRAYS:
+                    length = max_rows * (MAX_TOP_LOGITS if field.name.startswith("top_") and part is outputs else 1)
+                    address = _address(field.name, getattr(part, field.name), _ARRAYS[field.name], length)
+                    setattr(self._args, field.name, address)
+
+    def run(
+        self,
+        logits: Float32Array,
+        best_ids: Int32Array | None = None,
+        histories: Sequence[Int32Array | None] | None = None,
+        prompt_lens: Sequence[int] | Int32Array | None = None,
+    ) -> None:
+        """Choose a token from each row of ``logits`` [S, V] float32; the order of the steps is in ops/sampler.cc.
+
+        A row's result depends on nothing but its own logits, parameters and history. ``best_ids`` [S] are the largest
+        logits where they are known, the smaller id on a tie. ``histories`` are the token ids of each row, prompt
+        first, read only where a row has penalties; ``prompt_lens`` says how many of each are the prompt.
+
+        Raises ValueError for an array of the wrong type, size or layout and KernelError for values out of range
+        (nothing is written then).
+        """
+        if logits.ndim != 2:
+            raise ValueError(f"logits has {logits.ndim} dimensions; it must be [rows, vocabulary]")
+        args, (num_rows, vocab_size) = self._args, logits.shape
+        if num_rows > self._max_rows:
+            raise ValueError(f"logits has {num_rows} rows; the other arrays have {self._max_rows}")
+        args.rows, args.vocab_size = num_rows, vocab_size
+        args.logits = _address("logits", logits, np.float32, num_rows * vocab_size)
+        args.best_ids = _address("best_ids", best_ids, np.int32, num_rows)
+        args.history = args.history_lens = args.history_prompt_lens = None
+        keep_alive = _set_histories(args, histories, prompt_lens, num_rows)
+        code = self._function(ctypes.byref(args))
+        del keep_alive
+        if code != 0:
+            raise KernelError(f"the sampler refused its arguments (code {code}); the reason is on standard error")
 
 
-def _set_histories(args: _SampleArgs, inputs: SampleInputs, num_rows: int) -> list[Any]:
+def _set_histories(
+    args: _SampleArgs,
+    histories: Sequence[Int32Array | None] | None,
+    prompt_lens: Sequence[int] | Int32Array | None,
+    num_rows: int,
+) -> list[Any]:
     """Fills the history fields; returns what must stay alive during the call."""
-    if inputs.histories is None:
+    if histories is None:
         return []
-    if inputs.prompt_lens is None or len(inputs.histories) < num_rows or len(inputs.prompt_lens) < num_rows:
+    if prompt_lens is None or len(histories) < num_rows or len(prompt_lens) < num_rows:
         raise ValueError(f"histories and prompt_lens need an entry for each of {num_rows} rows")
-    rows = [np.empty(0, np.int32) if row is None else row for row in inputs.histories[:num_rows]]
+    rows = [np.empty(0, np.int32) if row is None else row for row in histories[:num_rows]]
     addresses = (ctypes.c_void_p * num_rows)(*[_address("history", row, np.int32, 0) for row in rows])
     lengths = np.array([row.size for row in rows], np.int32)
-    prompt_lens = np.array(inputs.prompt_lens[:num_rows], np.int32)
+    known_prompt_lens = np.array(prompt_lens[:num_rows], np.int32)
     args.history = ctypes.addressof(addresses)
-    args.history_lens, args.history_prompt_lens = lengths.ctypes.data, prompt_lens.ctypes.data
-    return [rows, addresses, lengths, prompt_lens]
+    args.history_lens, args.history_prompt_lens = lengths.ctypes.data, known_prompt_lens.ctypes.data
+    return [rows, addresses, lengths, known_prompt_lens]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agent.kernels import SampleInputs, SampleOutputs, sample
+from agent.kernels import SampleCall, SampleInputs, SampleOutputs
 from agent.kernels.direct import DTYPES, Array, rms_norm, store, swiglu
 from agent.kernels.direct_attention import EntryCall, cache_array
 from agent.kernels.direct_linear import LinearArgs, packed
@@ -186,10 +186,10 @@ def sampler_cases() -> Iterator[Case]:
         outputs = SampleOutputs.allocate(rows)
         operator = Operator("sample", float(logits.nbytes), 20.0 * logits.size, "fp32_gflops")
         for label, temperature, top_k, top_p in (("greedy", 0, 0, 1), ("top_k 50", 1, 50, 1), ("top_p 0.9", 1, 0, 0.9)):
-            inputs = _sample_inputs(rows, temperature, top_k, top_p)
+            prepared = SampleCall(_sample_inputs(rows, temperature, top_k, top_p), outputs, rows)
 
-            def call(logits: Array = logits, inputs: SampleInputs = inputs, outputs: SampleOutputs = outputs) -> None:
-                sample(logits, inputs, outputs)
+            def call(logits: Array = logits, prepared: SampleCall = prepared) -> None:
+                prepared.run(logits)
 
             yield Case(f"sample {label}", f"{rows}x{vocab_size}", "float32", [call], operator)
 

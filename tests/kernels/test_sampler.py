@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,19 +12,28 @@ import pytest
 
 from agent.kernels.library import (
     KernelError,
+    SampleCall,
     SampleInputs,
     SampleOutputs,
     load_library,
     num_threads,
-    sample,
     set_threads,
 )
 
 Array = npt.NDArray[Any]
 
 
-def inputs(rows: int, **changes: Any) -> SampleInputs:
+@dataclass(frozen=True)
+class Given:
+    """What a draw is made with: arrays that a call is prepared for, and what comes with each run."""
+
+    inputs: SampleInputs
+    run: dict[str, Any]
+
+
+def inputs(rows: int, **changes: Any) -> Given:
     """Plain sampling for every row, with some fields changed (a scalar is given to every row)."""
+    run = {name: changes.pop(name) for name in ("best_ids", "histories", "prompt_lens") if name in changes}
     fields: dict[str, Any] = {
         "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
         "frequency_penalty": 0.0, "seed": 0, "sample_position": 0, "num_top_logits": 0,
@@ -34,12 +43,12 @@ def inputs(rows: int, **changes: Any) -> SampleInputs:
     for name, default in fields.items():
         value = np.asarray(changes.pop(name, default))
         arrays[name] = np.ascontiguousarray(np.broadcast_to(value, rows).astype(types.get(name, np.float32)))
-    return SampleInputs(**arrays, **changes)
+    return Given(SampleInputs(**arrays, **changes), run)
 
 
-def draw(logits: Array, given: SampleInputs) -> SampleOutputs:
+def draw(logits: Array, given: Given) -> SampleOutputs:
     outputs = SampleOutputs.allocate(len(logits))
-    sample(np.ascontiguousarray(logits, np.float32), given, outputs)
+    SampleCall(given.inputs, outputs, len(logits)).run(np.ascontiguousarray(logits, np.float32), **given.run)
     return outputs
 
 
@@ -203,7 +212,7 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
         set_threads(1)
         for i in range(rows):
             one = {
-                name: getattr(given, name)[i : i + 1]
+                name: getattr(given.inputs, name)[i : i + 1]
                 for name in ("seed", "top_p", "repetition_penalty", "num_top_logits")
             }
             alone = draw(logits[i : i + 1], inputs(1, **one, histories=histories[i : i + 1], prompt_lens=[10]))
@@ -287,13 +296,29 @@ def test_bad_parameters_are_refused(changes: dict[str, Any], message: str, capfd
 
 
 def test_bad_arrays_are_refused() -> None:
-    good = inputs(2)
-    outputs = SampleOutputs.allocate(2)
+    good, outputs = inputs(2).inputs, SampleOutputs.allocate(2)
     with pytest.raises(ValueError, match="top_k is int64, 2 elements"):
-        sample(np.zeros((2, 4), np.float32), replace(good, top_k=np.zeros(2, np.int64)), outputs)  # type: ignore[arg-type]
+        SampleCall(replace(good, top_k=np.zeros(2, np.int64)), outputs, 2)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="top_ids is int32, 64 elements"):
-        sample(np.zeros((3, 4), np.float32), inputs(3), replace(SampleOutputs.allocate(3), top_ids=outputs.top_ids))
+        SampleCall(inputs(3).inputs, replace(SampleOutputs.allocate(3), top_ids=outputs.top_ids), 3)
+    call = SampleCall(good, outputs, 2)
     with pytest.raises(ValueError, match="logits is float64"):
-        sample(np.zeros((2, 4)), good, outputs)  # type: ignore[arg-type]
+        call.run(np.zeros((2, 4)))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="contiguous False"):
-        sample(np.zeros((4, 4), np.float32)[::2], good, outputs)
+        call.run(np.zeros((4, 4), np.float32)[::2])
+    with pytest.raises(ValueError, match="logits has 3 rows; the other arrays have 2"):
+        call.run(np.zeros((3, 4), np.float32))
+    with pytest.raises(ValueError, match="best_ids is int64"):
+        call.run(np.zeros((2, 4), np.float32), np.zeros(2, np.int64))  # type: ignore[arg-type]
+
+
+def test_a_prepared_call_forgets_the_run_before() -> None:
+    logits = np.array([[1, 3, 2], [5, 4, 6]], np.float32)
+    given, outputs = inputs(2, temperature=0), SampleOutputs.allocate(2)
+    call = SampleCall(given.inputs, outputs, 2)
+    call.run(logits, best_ids=np.array([1, 2], np.int32))
+    assert outputs.sampled_ids.tolist() == [1, 2]
+    call.run(logits[::-1].copy())
+    assert outputs.sampled_ids.tolist() == [2, 1], "no best_ids: looked for"
+    call.run(logits[:1])
+    assert outputs.sampled_ids.tolist() == [1, 1], "one row: the other is left alone"
