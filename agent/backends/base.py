@@ -69,6 +69,16 @@ class OpTable(ABC):
         """(hidden [T, width], residual [T, width], gamma [width], gate_up weight, down weight, step) ->
         down(silu(gate(x)) * up(x)) of x = RMSNorm(sum), and the sum of hidden and residual."""
 
+    def decoder_layer(self, width: int, epsilon: float, *, first: bool) -> Operator | None:
+        """A whole layer of norm, attention, norm and gated MLP as one operator, where the device has one; None: the
+        layer is made of the operators above.
+
+        (hidden [T, width], residual [T, width], norms, weights, rotary, caches, step) -> hidden, residual. ``norms``
+        are the gammas before attention and MLP, ``weights`` those of qkv, output, gate_up and down, ``caches`` of
+        keys and values.
+        """
+        return None
+
     @abstractmethod
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
         """(hidden [T, in], residual [T, in], gamma [in], weight, last_tokens [S], step) -> what ``StepGraph`` makes

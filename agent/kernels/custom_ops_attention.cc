@@ -14,7 +14,7 @@
 #include "common/check.h"
 #include "common/floating_point.h"
 #include "common/kernel_table.h"
-#include "common/tensors.h"
+#include "custom_ops.h"
 
 class AotExtra;
 enum TypeId : int {};
@@ -102,6 +102,8 @@ int read_counts(const Tensors& t, RotaryAttentionArgs* args) {
   return 0;
 }
 
+}  // namespace
+
 int rotary_attention(const Tensors& t, bool use_reference) {
   if (t.count != kArguments) return refuse_text(t.op, "got %d arguments; it takes 11 and gives 1", t.count);
   RotaryAttentionArgs args{};
@@ -127,7 +129,6 @@ int rotary_attention(const Tensors& t, bool use_reference) {
   return error;
 }
 
-}  // namespace
 }  // namespace llmk
 
 #define LLMK_ENTRY __attribute__((visibility("default")))

@@ -16,10 +16,27 @@
 #include "common/kernel_table.h"
 #include "common/tensors.h"
 #include "common/thread_pool.h"
+#include "custom_ops.h"
 #include "ops/gather.h"
-#include "ops/linear.h"
 
 namespace llmk {
+
+int64_t rows_of(const Tensors& t, int counts, int which, int64_t limit) {
+  if (!t.has_dtype(counts, "int32") || t.size(counts) < 4) {
+    refuse_text(t.op, "counts must be int32 [4]");
+    return -1;
+  }
+  const int64_t rows = t.as<int32_t>(counts)[which];
+  if (rows >= 0 && rows <= limit) return rows;
+  refuse_index(t.op, "counts", which, rows, limit + 1);
+  return -1;
+}
+
+const PackedWeightHeader* packed_weight(const Tensors& t, int i) {
+  const int64_t bytes = t.has_dtype(i, "uint8") ? t.size(i) : 0;
+  return check_packed_weight(t.op, t.data[i], bytes) == 0 ? &header_of(t.data[i]) : nullptr;
+}
+
 namespace {
 
 constexpr int64_t kMlpRows = 512;  // gate, up and down take the rows in pieces, whose activations stay in cache
@@ -46,24 +63,6 @@ int check_gamma(const Tensors& t, int gamma, int epsilon, int64_t width, DType d
   }
   if (!t.has_dtype(epsilon, "float32") || t.size(epsilon) != 1) return refuse_text(t.op, "epsilon must be one float32");
   return 0;
-}
-
-// How many rows the step has: counts[which], at most `limit`; an error is told and gives -1.
-int64_t rows_of(const Tensors& t, int counts, int which, int64_t limit) {
-  if (!t.has_dtype(counts, "int32") || t.size(counts) < 4) {
-    refuse_text(t.op, "counts must be int32 [4]");
-    return -1;
-  }
-  const int64_t rows = t.as<int32_t>(counts)[which];
-  if (rows >= 0 && rows <= limit) return rows;
-  refuse_index(t.op, "counts", which, rows, limit + 1);
-  return -1;
-}
-
-// The blob's header, or null after a refusal.
-const PackedWeightHeader* packed_weight(const Tensors& t, int i) {
-  const int64_t bytes = t.has_dtype(i, "uint8") ? t.size(i) : 0;
-  return check_packed_weight(t.op, t.data[i], bytes) == 0 ? &header_of(t.data[i]) : nullptr;
 }
 
 int check_weight(const Tensors& t, int i, int64_t columns, int64_t depth, bool gated) {
@@ -176,6 +175,8 @@ int embed_tokens(const Tensors& t) {
   return gather_rows(t.op, args);
 }
 
+}  // namespace
+
 int norm_linear(const Tensors& t, bool has_residual) {
   // hidden, (residual,) gamma, epsilon, weight, counts -> out (, sum)
   const int hidden = 0, residual = 1, gamma = has_residual ? 2 : 1;
@@ -251,6 +252,8 @@ int gated_mlp(const Tensors& t) {
   return 0;
 }
 
+namespace {
+
 // Logits of the rows with last_tokens >= 0; the others' are left as they are, and their best id is -1.
 int lm_head(const Tensors& t) {
   enum { kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kCounts, kBest };
@@ -297,14 +300,6 @@ int lm_head(const Tensors& t) {
 
 }  // namespace
 }  // namespace llmk
-
-#define LLMK_CUSTOM_OP(name, ...)                                                                                   \
-  extern "C" __attribute__((visibility("default"))) int name(int nparam, void** params, int* ndims,                 \
-                                                             int64_t** shapes, const char** dtypes, void*, void*) { \
-    const llmk::StandardFloatingPoint scope;                                                                        \
-    const llmk::Tensors t{#name, nparam, params, ndims, shapes, dtypes};                                            \
-    return llmk::__VA_ARGS__;                                                                                       \
-  }
 
 LLMK_CUSTOM_OP(EmbedTokens, embed_tokens(t))
 LLMK_CUSTOM_OP(NormLinear, norm_linear(t, false))

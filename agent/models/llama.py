@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mindspore import Tensor, nn
 
-from agent.backends.base import OpTable
+from agent.backends.base import Operator, OpTable
 from agent.layers.attention import Attention
 from agent.layers.embedding import Embedding
 from agent.layers.linear import Weight
@@ -57,6 +57,8 @@ class DecoderLayer(nn.Cell):
         self.attention = Attention(ops, shape, cache.num_blocks, cache.block_size, first=first)
         self.post_attention_norm = NormWeight(ops, shape.hidden_size)
         self.mlp = GatedMLP(ops, shape.hidden_size, shape.intermediate_size, shape.rms_norm_eps)
+        self.whole: Operator = ops.decoder_layer(shape.hidden_size, shape.rms_norm_eps, first=first)
+        self.is_whole = self.whole is not None
 
     def construct(
         self,
@@ -67,8 +69,15 @@ class DecoderLayer(nn.Cell):
         whole_prompts: bool,
     ) -> tuple[Tensor, Tensor]:
         """hidden, the last block's output, and residual, the stream without it, [T, hidden_size] -> the same two."""
-        hidden, residual = self.attention(hidden, residual, self.input_norm.weight, rotary, step, whole_prompts)
-        hidden, residual = self.mlp(hidden, residual, self.post_attention_norm.weight, step)
+        attention, mlp = self.attention, self.mlp
+        if self.is_whole:
+            norms = (self.input_norm.weight, self.post_attention_norm.weight)
+            weights = (attention.qkv.weight, attention.output.weight, mlp.gate_up.weight, mlp.down.weight)
+            caches = (attention.key_cache, attention.value_cache)
+            hidden, residual = self.whole(hidden, residual, norms, weights, rotary, caches, step)
+            return hidden, residual
+        hidden, residual = attention(hidden, residual, self.input_norm.weight, rotary, step, whole_prompts)
+        hidden, residual = mlp(hidden, residual, self.post_attention_norm.weight, step)
         return hidden, residual
 
 

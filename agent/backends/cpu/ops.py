@@ -62,6 +62,9 @@ class FusedCpuOps(OpTable):
     def gated_mlp(self, width: int, epsilon: float) -> Operator:
         return _GatedMLP(self._rows("GatedMlp", width, width), epsilon)
 
+    def decoder_layer(self, width: int, epsilon: float, *, first: bool) -> Operator | None:
+        return _DecoderLayer(self._rows("FirstDecoderLayer" if first else "DecoderLayer", width, width), epsilon)
+
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
         best_ids = custom_operator("LmHead", [[self._max_seqs]], ["int32"])
         return _LMHead(best_ids, epsilon, self.logits)
@@ -149,6 +152,51 @@ class _GatedMLP(nn.Cell):
     ) -> tuple[Tensor, Tensor]:
         out, total = self.mlp(hidden, residual, gamma, self.epsilon, gate_up, down, step[4])
         return out, total
+
+
+class _DecoderLayer(nn.Cell):
+    def __init__(self, layer: Operator, epsilon: float) -> None:
+        super().__init__()
+        self.layer = layer
+        self.epsilon = _epsilon(epsilon)
+
+    def construct(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        norms: tuple[Tensor, Tensor],
+        weights: tuple[Tensor, Tensor, Tensor, Tensor],
+        rotary: tuple[Tensor, Tensor, Tensor],
+        caches: tuple[Tensor, Tensor],
+        step: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor]:
+        input_norm, post_norm = norms
+        qkv, output, gate_up, down = weights
+        positions, cos, sin = rotary
+        keys, values = caches
+        slots, tables, context_lens, query_lens, counts = step
+        hidden, residual = self.layer(
+            hidden,
+            residual,
+            input_norm,
+            post_norm,
+            self.epsilon,
+            qkv,
+            output,
+            gate_up,
+            down,
+            positions,
+            cos,
+            sin,
+            keys,
+            values,
+            slots,
+            tables,
+            context_lens,
+            query_lens,
+            counts,
+        )
+        return hidden, residual
 
 
 class _LMHead(nn.Cell):

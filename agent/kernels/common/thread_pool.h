@@ -54,7 +54,8 @@ enum ScratchSlot : int {
   kScratchQuantized = 8,   // the same quantised, by the caller
   kScratchInner = 9,       // between the layers of an operator, by the caller
   kScratchBest = 10,       // largest logit of each row, by the caller
-  kScratchSlots = 11
+  kScratchLayer = 11,      // between the operators of a layer, by the caller
+  kScratchSlots = 12
 };
 
 }  // namespace llmk

@@ -1,0 +1,28 @@
+// The custom ops as functions, for the op that runs several of them (custom_ops_layer.cc). Arguments as in the graph,
+// inputs first; 0, or an error code after one line on standard error.
+#pragma once
+#include "common/tensors.h"
+#include "ops/linear.h"
+
+namespace llmk {
+
+int norm_linear(const Tensors& t, bool has_residual);
+int packed_linear(const Tensors& t);
+int gated_mlp(const Tensors& t);
+int rotary_attention(const Tensors& t, bool use_reference);
+
+// How many rows the step has: counts[which], at most `limit`; an error is told and gives -1.
+int64_t rows_of(const Tensors& t, int counts, int which, int64_t limit);
+
+// The header of argument i, a packed weight; null after a refusal.
+const PackedWeightHeader* packed_weight(const Tensors& t, int i);
+
+}  // namespace llmk
+
+#define LLMK_CUSTOM_OP(name, ...)                                                                                   \
+  extern "C" __attribute__((visibility("default"))) int name(int nparam, void** params, int* ndims,                 \
+                                                             int64_t** shapes, const char** dtypes, void*, void*) { \
+    const llmk::StandardFloatingPoint scope;                                                                        \
+    const llmk::Tensors t{#name, nparam, params, ndims, shapes, dtypes};                                            \
+    return llmk::__VA_ARGS__;                                                                                       \
+  }

@@ -1,0 +1,110 @@
+// Entries of a whole decoder layer as one custom op: (Add)NormLinear, RotaryAttention, PackedLinear and GatedMlp one
+// after the other, what goes between them in scratch memory of the step's size.
+//
+// MindSpore's work for an operator, some microseconds that grow with its arguments, finds cold caches in every step, as
+// the weights have passed through them; so a layer pays it once.
+#include <initializer_list>
+
+#include "common/check.h"
+#include "common/floating_point.h"
+#include "common/thread_pool.h"
+#include "custom_ops.h"
+
+namespace llmk {
+namespace {
+
+enum Argument {
+  kHidden, kResidual, kInputGamma, kPostGamma, kEpsilon, kQkv, kOutput, kGateUp, kDown, kPositions, kCos, kSin,
+  kKeyCache, kValueCache, kSlots, kBlockTables, kContextLens, kQueryLens, kCounts, kOut, kSum, kArguments
+};
+
+// A matrix between two operators.
+struct Between {
+  void* data;
+  int64_t shape[2];
+};
+
+// The arguments of an inner operator: some of the layer's, some between.
+class Call {
+ public:
+  Call(const char* op, const Tensors& layer) : op_(op), layer_(layer) {}
+
+  Call& give(int argument) {
+    return add(layer_.data[argument], layer_.ndims[argument], layer_.shapes[argument], layer_.dtypes[argument]);
+  }
+  Call& give(Between* matrix) { return add(matrix->data, 2, matrix->shape, layer_.dtypes[kHidden]); }
+
+  Tensors tensors() { return {op_, count_, data_, ndims_, shapes_, dtypes_}; }
+
+ private:
+  static constexpr int kMost = 12;
+
+  Call& add(void* data, int ndims, int64_t* shape, const char* dtype) {
+    data_[count_] = data;
+    ndims_[count_] = ndims;
+    shapes_[count_] = shape;
+    dtypes_[count_++] = dtype;
+    return *this;
+  }
+
+  const char* op_;
+  const Tensors& layer_;
+  int count_ = 0;
+  void* data_[kMost];
+  int ndims_[kMost];
+  int64_t* shapes_[kMost];
+  const char* dtypes_[kMost];
+};
+
+// `first`: the layer's input is the residual stream itself, and the argument residual is not read.
+int decoder_layer(const Tensors& t, bool first) {
+  if (t.count != kArguments) return refuse_text(t.op, "got %d arguments; it takes 19 and gives 2", t.count);
+  if (t.dtype(kHidden) == DType::kUnsupported || t.ndims[kHidden] != 2) {
+    return refuse_text(t.op, "hidden is %s with %d dimensions; it must be a matrix of float32, float16 or bfloat16",
+                       t.dtypes[kHidden], t.ndims[kHidden]);
+  }
+  const int64_t rows = rows_of(t, kCounts, 0, t.dim(kHidden, 0)), width = t.dim(kHidden, 1);
+  if (rows < 0) return kBadArgument;
+  if (rows == 0) return 0;
+  const PackedWeightHeader* qkv_weight = packed_weight(t, kQkv);
+  const PackedWeightHeader* output_weight = packed_weight(t, kOutput);
+  if (qkv_weight == nullptr || output_weight == nullptr) return kBadArgument;
+  Between qkv{nullptr, {rows, qkv_weight->columns}}, attended{nullptr, {rows, output_weight->depth}};
+  Between hidden{nullptr, {rows, width}}, residual{nullptr, {rows, width}};
+  int64_t bytes = 0;
+  for (const Between* matrix : {&qkv, &attended, &hidden, &residual}) bytes += matrix->shape[1];
+  bytes *= rows * size_of(t.dtype(kHidden));
+  char* memory = static_cast<char*>(thread_scratch(kScratchLayer, bytes));
+  for (Between* matrix : {&qkv, &attended, &hidden, &residual}) {
+    matrix->data = memory;
+    memory += rows * matrix->shape[1] * size_of(t.dtype(kHidden));
+  }
+  Call norm(first ? "NormLinear" : "AddNormLinear", t);
+  norm.give(kHidden);
+  if (!first) norm.give(kResidual);
+  norm.give(kInputGamma).give(kEpsilon).give(kQkv).give(kCounts).give(&qkv);
+  if (first) {
+    residual.data = t.data[kHidden];
+  } else {
+    norm.give(&residual);
+  }
+  int error = norm_linear(norm.tensors(), !first);
+  if (error != 0) return error;
+  Call attention("RotaryAttention", t);
+  attention.give(&qkv);
+  for (int i = kPositions; i <= kCounts; ++i) attention.give(i);
+  error = rotary_attention(attention.give(&attended).tensors(), false);
+  if (error != 0) return error;
+  Call output("PackedLinear", t);
+  error = packed_linear(output.give(&attended).give(kOutput).give(kCounts).give(&hidden).tensors());
+  if (error != 0) return error;
+  Call mlp("GatedMlp", t);
+  mlp.give(&hidden).give(&residual).give(kPostGamma).give(kEpsilon).give(kGateUp).give(kDown).give(kCounts);
+  return gated_mlp(mlp.give(kOut).give(kSum).tensors());
+}
+
+}  // namespace
+}  // namespace llmk
+
+LLMK_CUSTOM_OP(FirstDecoderLayer, decoder_layer(t, true))
+LLMK_CUSTOM_OP(DecoderLayer, decoder_layer(t, false))
