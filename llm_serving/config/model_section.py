@@ -177,6 +177,13 @@ class ModelConfig:
         choices=("auto", "CPU", "Ascend"),
         null="`context.device_target` of `model_cfg_path`, else `auto`",
     )
+    cpu_nice: int = own(
+        5,
+        "How far the agent of a CPU gives way to server and clients that run on the same cores (added to its `nice` "
+        "value): tokens are then sent on at once, and the model computes in between.",
+        low=0,
+        high=19,
+    )
     cpu_cores: tuple[int, ...] | None = own(
         None,
         "Cores the agent of a CPU keeps to, by their numbers.",
