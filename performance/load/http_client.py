@@ -15,6 +15,7 @@ from typing import Protocol, cast
 import httptools
 
 from performance.load.endpoint import Endpoint
+from performance.load.timed_socket import TimedSocket
 
 MAX_IDLE_S = 2.0
 """An idle connection older than this is not used again: the server may be about to close it."""
@@ -37,12 +38,12 @@ class Exchange(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One connection: at most one exchange at a time."""
+    """One connection: at most one exchange at a time. Over TLS it is a transport of the event loop, else a socket."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._exchange: Exchange | None = None
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.Transport | TimedSocket | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._now = 0.0
         self._has_length = False
@@ -55,6 +56,8 @@ class Connection(asyncio.Protocol):
     @property
     def is_open(self) -> bool:
         """The server may close a connection at any moment, even before it is used."""
+        if isinstance(self._transport, TimedSocket):
+            return self._transport.is_open
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, exchange: Exchange, data: bytes) -> None:
@@ -69,16 +72,38 @@ class Connection(asyncio.Protocol):
     def abandon(self) -> None:
         """Close at once; the exchange hears no more."""
         self._exchange = None
-        if self._transport is not None:
-            self._transport.abort()
+        self._pool.forget(self)
+        transport, self._transport = self._transport, None
+        if isinstance(transport, TimedSocket):
+            transport.close()
+        elif transport is not None:
+            transport.abort()
 
-    # asyncio.Protocol
+    # A plain connection
+
+    def opened(self, transport: TimedSocket) -> None:
+        self._transport = transport
+
+    def received(self, data: bytes, now: float) -> None:
+        self._now = now
+        self._feed(data)
+
+    def lost(self, error: Exception | None, now: float) -> None:
+        self._now = now
+        self._closed(error)
+
+    # asyncio.Protocol, over TLS
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own class is none by inheritance
 
     def data_received(self, data: bytes) -> None:
-        self._now = perf_counter()
+        self.received(data, perf_counter())
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.lost(error, perf_counter())
+
+    def _feed(self, data: bytes) -> None:
         if self._exchange is None:  # nothing was asked: the server says goodbye
             self.abandon()
             return
@@ -92,10 +117,9 @@ class Connection(asyncio.Protocol):
         if self._message_done:
             self._finish()
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def _closed(self, error: Exception | None) -> None:
         self._pool.forget(self)
         self._transport = None
-        self._now = perf_counter()
         if self._exchange is None:
             return
         if self._headers_done and not self._has_length and error is None:
@@ -181,11 +205,14 @@ class ConnectionPool:
         """A new connection. Raises ``OSError`` (``TimeoutError`` included)."""
         loop = asyncio.get_running_loop()
         endpoint = self._endpoint
+        connection = Connection(self)
         try:
-            _, connection = await asyncio.wait_for(
-                loop.create_connection(lambda: Connection(self), endpoint.host, endpoint.port, ssl=self._tls),
-                CONNECT_TIMEOUT_S,
-            )
+            if self._tls is None:
+                plain = TimedSocket.connect(endpoint.host, endpoint.port, connection)
+                connection.opened(await asyncio.wait_for(plain, CONNECT_TIMEOUT_S))
+            else:
+                secure = loop.create_connection(lambda: connection, endpoint.host, endpoint.port, ssl=self._tls)
+                await asyncio.wait_for(secure, CONNECT_TIMEOUT_S)
         except asyncio.TimeoutError as error:  # not an OSError before Python 3.11
             raise OSError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from error
         self.opened += 1

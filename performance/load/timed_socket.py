@@ -1,0 +1,122 @@
+"""A TCP socket whose bytes carry the time at which they reached this machine.
+
+The load generator shares its cores with the server. Bytes that have arrived lie in the socket until the event loop is
+woken and gets to them, a delay that no user of the server has. So arrival is when the kernel took the bytes in
+(``SO_TIMESTAMPNS``, socket(7)), and what is written goes to the kernel at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import sys
+import time
+from time import perf_counter
+from typing import Protocol
+
+_SO_TIMESTAMPNS = 35  # of Linux on 64 bits; Python's socket module has no name for it
+_TIMESPEC = struct.Struct("@qq")
+_READ_BYTES = 256 * 1024
+_HAS_TIMESTAMPS = sys.platform == "linux"
+
+
+class SocketUser(Protocol):
+    """Who reads a ``TimedSocket``."""
+
+    def received(self, data: bytes, now: float) -> None:
+        """``data`` arrived at ``now``, on the clock of ``perf_counter``."""
+
+    def lost(self, error: OSError | None, now: float) -> None:
+        """The peer has closed the connection, or it broke."""
+
+
+class TimedSocket:
+    """A connected socket in the running event loop. Nothing is heard of it after ``close``."""
+
+    def __init__(self, sock: socket.socket, user: SocketUser) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._socket = sock
+        self._user = user
+        self._unsent = b""
+        self.is_open = True
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if _HAS_TIMESTAMPS:
+            sock.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        self._loop.add_reader(sock, self._read)
+
+    @classmethod
+    async def connect(cls, host: str, port: int, user: SocketUser) -> TimedSocket:
+        """Raises ``OSError`` when none of the host's addresses answers."""
+        loop = asyncio.get_running_loop()
+        failure: OSError | None = None
+        for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, protocol)
+            sock.setblocking(False)
+            try:
+                await loop.sock_connect(sock, address)
+            except OSError as error:
+                failure = error
+                sock.close()
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return cls(sock, user)
+        raise failure or OSError(f"{host} has no address")
+
+    def write(self, data: bytes) -> None:
+        """As much as the socket takes now, the rest when it can; a broken connection is told by ``lost``."""
+        if self._unsent:
+            self._unsent += data
+            return
+        try:
+            sent = self._socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            return  # reading finds it, too
+        if sent < len(data):
+            self._unsent = data[sent:]
+            self._loop.add_writer(self._socket, self._write_rest)
+
+    def close(self) -> None:
+        """Now; what is unsent is dropped."""
+        if self.is_open:
+            self.is_open = False
+            self._loop.remove_reader(self._socket)
+            self._loop.remove_writer(self._socket)
+            self._socket.close()
+
+    def _write_rest(self) -> None:
+        data, self._unsent = self._unsent, b""
+        self._loop.remove_writer(self._socket)
+        self.write(data)
+
+    def _read(self) -> None:
+        try:
+            data, ancillary, _, _ = self._socket.recvmsg(_READ_BYTES, 64)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._end(error)
+            return
+        if data:
+            self._user.received(data, _arrival(ancillary))
+        else:
+            self._end(None)
+
+    def _end(self, error: OSError | None) -> None:
+        self.close()
+        self._user.lost(error, perf_counter())
+
+
+def _arrival(ancillary: list[tuple[int, int, bytes]]) -> float:
+    """The kernel's time of the last bytes read, or now without one."""
+    now = perf_counter()
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS:
+            seconds, nanoseconds = _TIMESPEC.unpack(content)
+            age = time.time_ns() - (seconds * 1_000_000_000 + nanoseconds)
+            return now - max(age, 0) * 1e-9
+    return now

@@ -1,0 +1,107 @@
+"""The load client's socket: arrival is when the kernel has the bytes, not when the event loop gets to them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from time import perf_counter
+
+import pytest
+
+from performance.load.timed_socket import TimedSocket
+
+
+class Recorder:
+    """Keeps what a TimedSocket says."""
+
+    def __init__(self) -> None:
+        self.data: list[tuple[bytes, float]] = []
+        self.error: OSError | None = None
+        self.is_lost = asyncio.Event()
+        self.has_data = asyncio.Event()
+
+    def received(self, data: bytes, now: float) -> None:
+        self.data.append((data, now))
+        self.has_data.set()
+
+    def lost(self, error: OSError | None, now: float) -> None:
+        self.error = error
+        self.is_lost.set()
+
+
+async def _connected() -> tuple[TimedSocket, Recorder, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        user = Recorder()
+        timed = await TimedSocket.connect("127.0.0.1", listener.getsockname()[1], user)
+        peer, _ = listener.accept()
+    return timed, user, peer
+
+
+def test_a_busy_event_loop_does_not_delay_arrival() -> None:
+    async def run() -> None:
+        timed, user, peer = await _connected()
+        await asyncio.sleep(0.1)  # the kernel begins to stamp shortly after the first socket asks for it
+        with peer:
+            before = perf_counter()
+            peer.sendall(b"a token")
+            sent = perf_counter()
+            time.sleep(0.2)  # the loop is busy elsewhere
+            await user.has_data.wait()
+        timed.close()
+        [(data, arrival)] = user.data
+        assert data == b"a token"
+        assert before - 0.01 <= arrival <= sent + 0.05
+
+    asyncio.run(run())
+
+
+def test_what_the_socket_does_not_take_at_once_is_written_later() -> None:
+    async def run() -> None:
+        timed, user, peer = await _connected()
+        message = bytes(range(256)) * 40_000
+        read: list[bytes] = []
+
+        def read_all() -> None:
+            while sum(map(len, read)) < len(message) + 3:
+                read.append(peer.recv(1 << 16))
+            peer.close()
+
+        timed.write(message)
+        timed.write(b"end")
+        thread = threading.Thread(target=read_all)
+        thread.start()
+        await user.is_lost.wait()
+        thread.join()
+        assert b"".join(read) == message + b"end"
+        assert not timed.is_open
+
+    asyncio.run(run())
+
+
+def test_a_closed_peer_is_told_once_and_a_closed_socket_hears_nothing() -> None:
+    async def run() -> None:
+        timed, user, peer = await _connected()
+        peer.close()
+        await user.is_lost.wait()
+        assert user.error is None
+        timed.close()
+        other, silent, peer = await _connected()
+        other.close()
+        peer.close()
+        await asyncio.sleep(0.01)
+        assert not silent.is_lost.is_set()
+
+    asyncio.run(run())
+
+
+def test_nobody_listening_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+    async def run() -> None:
+        with pytest.raises(ConnectionRefusedError):
+            await TimedSocket.connect("127.0.0.1", port, Recorder())
+
+    asyncio.run(run())
