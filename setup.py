@@ -47,6 +47,7 @@ INSTRUCTION_SETS = {
     "avx512": _AVX512,
     "avx512_vnni": _VNNI,
     "avx512_bf16": [*_VNNI, "-mavx512bf16"],
+    "avx512_amx": [*_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
     "neon_dot": ["-march=armv8.2-a+dotprod"],
     "neon_i8mm": ["-march=armv8.2-a+dotprod+i8mm"],
 }

@@ -67,7 +67,7 @@ def num_threads() -> int:
 
 
 def kernel_isa() -> str:
-    """The instruction set in use, from portable to avx512_bf16 (the environment's ``LLM_KERNELS_ISA`` forces one)."""
+    """The instruction set in use, from portable to avx512_amx (the environment's ``LLM_KERNELS_ISA`` forces one)."""
     name: bytes = load_library().llmk_isa()
     return name.decode()
 

@@ -29,6 +29,9 @@ SHAPES = [
     (13, 62, 100, 32, True, True),
     (33, 100, 136, 64, True, False),
     (70, 66, 51, 24, False, True),
+    (1, 130, 192, 0, False, False),
+    (21, 66, 128, 0, True, False),
+    (70, 200, 1088, 0, False, False),
 ]
 
 
@@ -101,7 +104,7 @@ def test_integers_and_zero_points_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), FORMATS)
-@pytest.mark.parametrize("depth", [48, 1061])
+@pytest.mark.parametrize("depth", [48, 1061, 1088])
 def test_a_row_does_not_depend_on_the_batch(fmt: str, dtype: str, depth: int) -> None:
     x, _, blob = operands(fmt, dtype, (71, 70, depth, 32 if depth == 48 else 0, False, False))
     whole = linear(x, blob, dtype)
@@ -110,9 +113,10 @@ def test_a_row_does_not_depend_on_the_batch(fmt: str, dtype: str, depth: int) ->
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), [("bfloat16", "bfloat16"), ("int8", "float32"), ("int4", "bfloat16")])
-def test_pieces_of_the_depth_change_no_bit(fmt: str, dtype: str) -> None:
+@pytest.mark.parametrize("depth", [12800, 13000])
+def test_pieces_of_the_depth_change_no_bit(fmt: str, dtype: str, depth: int) -> None:
     """So deep that the sums wait in memory between pieces."""
-    x, _, blob = operands(fmt, dtype, (27, 64, 13000, 64 if fmt == "int4" else 0, False, False))
+    x, _, blob = operands(fmt, dtype, (27, 64, depth, 64 if fmt == "int4" else 0, False, False))
     whole = linear(x, blob, dtype)
     reference = load(linear(x[:2], blob, dtype, mode="reference"), dtype)
     np.testing.assert_allclose(load(whole[:2], dtype), reference, rtol=1e-2, atol=0.1)

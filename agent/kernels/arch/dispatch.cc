@@ -7,17 +7,24 @@
 
 #if defined(__aarch64__)
 #include <sys/auxv.h>
+#elif defined(LLMK_HAVE_AVX512_AMX)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace llmk {
 
 extern const KernelTable kNeonDotTable, kNeonI8mmTable;
-extern const KernelTable kPortableTable, kAvx2Table, kAvx512Table, kAvx512VnniTable, kAvx512Bf16Table;
+extern const KernelTable kPortableTable, kAvx2Table, kAvx512Table, kAvx512VnniTable, kAvx512Bf16Table, kAvx512AmxTable;
 
 namespace {
 
 // Best first.
 const KernelTable* const kCompiled[] = {
+#ifdef LLMK_HAVE_AVX512_AMX
+    &kAvx512AmxTable,
+#endif
 #ifdef LLMK_HAVE_AVX512_BF16
     &kAvx512Bf16Table,
 #endif
@@ -39,6 +46,17 @@ const KernelTable* const kCompiled[] = {
     &kPortableTable,
 };
 
+#ifdef LLMK_HAVE_AVX512_AMX
+// Linux hands out the tile registers on request, to a whole process and for good (arch_prctl(2)).
+bool may_use_tiles() {
+  constexpr unsigned kBFloat16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kWanted = kBFloat16 | kTile | kInt8;
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (d & kWanted) != kWanted) return false;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 bool processor_runs(const char* isa) {
   if (std::strcmp(isa, "portable") == 0) return true;
 #if defined(__x86_64__)
@@ -52,6 +70,9 @@ bool processor_runs(const char* isa) {
   if (std::strcmp(isa, "avx512_vnni") == 0) return vnni;
 #ifdef LLMK_HAVE_AVX512_BF16
   if (std::strcmp(isa, "avx512_bf16") == 0) return vnni && __builtin_cpu_supports("avx512bf16");
+#endif
+#ifdef LLMK_HAVE_AVX512_AMX
+  if (std::strcmp(isa, "avx512_amx") == 0) return vnni && __builtin_cpu_supports("avx512bf16") && may_use_tiles();
 #endif
 #elif defined(__aarch64__)
   constexpr unsigned long kDotProducts = 1ul << 20, kMatrixInt8 = 1ul << 13;  // HWCAP_ASIMDDP, HWCAP2_I8MM

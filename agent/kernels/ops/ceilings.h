@@ -2,6 +2,9 @@
 #pragma once
 #include "../common/types.h"
 #include "dot.h"
+#if defined(LLMK_ARCH) && defined(LLMK_AMX)
+#include "amx_tiles.h"
+#endif
 
 namespace llmk {
 
@@ -48,6 +51,39 @@ static inline int64_t run_steps(int64_t steps) {
 }
 
 static int64_t ceiling_fma(int64_t steps) { return run_steps<float>(steps); }
+
+#ifdef LLMK_AMX
+// Four products of tiles a step, which do not wait for each other.
+template <class Multiply>
+static inline int64_t run_tiles(int64_t steps, const Multiply& multiply) {
+  alignas(64) uint8_t ones[kAmxRows * 64];
+  std::memset(ones, 1, sizeof(ones));
+  configure_tiles(kAmxRows, kAmxRows);
+  load_tile<4>(ones, 64);
+  load_tile<5>(ones, 64);
+  load_tile<6>(ones, 64);
+  load_tile<7>(ones, 64);
+  for (int64_t i = 0; i < steps; ++i) multiply();
+  release_tiles();
+  return steps * 4 * kAmxRows * 64 * kLanes * 2;
+}
+static int64_t ceiling_dot_bf16(int64_t steps) {
+  return run_tiles(steps, [] {
+    multiply_bfloats<0, 4, 6>();
+    multiply_bfloats<1, 4, 7>();
+    multiply_bfloats<2, 5, 6>();
+    multiply_bfloats<3, 5, 7>();
+  }) / 2;
+}
+static int64_t ceiling_dot_int8(int64_t steps) {
+  return run_tiles(steps, [] {
+    multiply_bytes<0, 4, 6>();
+    multiply_bytes<1, 4, 7>();
+    multiply_bytes<2, 5, 6>();
+    multiply_bytes<3, 5, 7>();
+  });
+}
+#else
 static int64_t ceiling_dot_bf16(int64_t steps) { return run_steps<bfloat_t>(steps); }
 
 static int64_t ceiling_dot_int8(int64_t steps) {
@@ -67,6 +103,8 @@ static int64_t ceiling_dot_int8(int64_t steps) {
   static_cast<void>(sink);
   return steps * kCeilingChains * 64 * 2;
 }
+
+#endif
 
 // Four places at once, each a cache line at a time.
 static int32_t ceiling_read(const void* data, int64_t bytes) {

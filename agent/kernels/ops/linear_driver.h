@@ -15,7 +15,6 @@
 namespace llmk {
 namespace LLMK_ARCH {
 
-constexpr int64_t kPieceBytes = 384 << 10;
 constexpr int64_t kBlockRows = 256;
 
 // A piece of a panel in units: steps, or groups.
@@ -155,17 +154,30 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
   }
 }
 
+// What goes over the rows of a task: tiles of registers (piece_rows), or what the form brings itself.
+template <class Form>
+struct RegisterRows {
+  static int64_t piece_bytes(int64_t) { return 384 << 10; }
+  template <class Finish>
+  static void pass(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
+                   const Finish& finish) {
+    piece_rows<Form>(job, piece, row, rows, sums, finish);
+  }
+  static int64_t units(const WeightShape& shape) { return Form::units(shape); }
+  static int64_t unit_bytes(const WeightShape& shape) { return Form::unit_bytes(shape); }
+};
+
 template <class Form>
 static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
   const int64_t units = Form::units(job.shape), unit_bytes = Form::unit_bytes(job.shape);
-  const int64_t pieces = larger(1, smaller(units, ceil_div(job.shape.panel_bytes, kPieceBytes)));
+  const int64_t pieces = larger(1, smaller(units, ceil_div(job.shape.panel_bytes, Form::piece_bytes(row_end - row))));
   const int64_t rows = row_end - row;
   float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, rows * kPanelColumns * 4));
   const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
   for (int64_t p = 0; p < pieces; ++p) {
     const int64_t begin = units * p / pieces, end = units * (p + 1) / pieces;
     const Piece piece{weights + begin * unit_bytes, begin, end, (end - begin) * unit_bytes, p == 0};
-    piece_rows<Form>(job, piece, row, rows, sums, [&](int64_t first, int64_t count, const float* tile_sums) {
+    Form::pass(job, piece, row, rows, sums, [&](int64_t first, int64_t count, const float* tile_sums) {
       if (p == pieces - 1) finish_tile(job, panel, first, count, tile_sums);
     });
   }
@@ -197,6 +209,9 @@ static void run_panels(const LinearJob& job) {
 }  // namespace llmk
 
 #include "linear_weight_only.h"
+#ifdef LLMK_AMX
+#include "linear_amx.h"
+#endif
 
 namespace llmk {
 namespace LLMK_ARCH {
@@ -269,23 +284,37 @@ static void run_job(LinearJob* job) {
   if (wants_quantized_rows(job->args.weight)) {
     rows_as_bytes(job);
     job->scaling = grouped ? Scaling::kRow : Scaling::kIntegerBoth;
-    if (format == WeightFormat::kInt4) return run_panels<GroupedForm<NibbleStep>>(*job);
-    return grouped ? run_panels<GroupedForm<ByteStep>>(*job) : run_panels<PlainForm<ByteStep>>(*job);
+    job->finish = choose_finish(*job);
+    if (format == WeightFormat::kInt4) return run_panels<RegisterRows<GroupedForm<NibbleStep>>>(*job);
+    if (grouped) return run_panels<RegisterRows<GroupedForm<ByteStep>>>(*job);
+#ifdef LLMK_AMX
+    if (job->args.rows >= kLeastTiledRows && fits_tiles(*job)) {
+      job->scaling = Scaling::kUnsignedBoth;
+      job->finish = choose_finish(*job);
+      return run_panels<TiledForm<ByteTiles16>>(*job);
+    }
+#endif
+    return run_panels<RegisterRows<PlainForm<ByteStep>>>(*job);
   }
   const bool weight_only = format == WeightFormat::kInt8WeightOnly;
   job->scaling = weight_only && !grouped ? Scaling::kColumn : Scaling::kNone;
+  job->finish = choose_finish(*job);
 #ifdef LLMK_BF16_DOT
   if (job->args.dtype == DType::kBFloat16) {
     rows_as_bfloats(job);
-    return weight_only ? run_weight_only<BFloatDotStep>(*job) : run_panels<PlainForm<BFloatDotStep>>(*job);
+#ifdef LLMK_AMX
+    if (!weight_only && fits_tiles(*job)) return run_panels<TiledForm<BFloatTiles16>>(*job);
+#endif
+    if (weight_only) return run_weight_only<BFloatDotStep>(*job);
+    return run_panels<RegisterRows<PlainForm<BFloatDotStep>>>(*job);
   }
 #endif
   rows_as_floats(job);
   if (weight_only) return run_weight_only<FloatStep<float>>(*job);
-  if (format == WeightFormat::kFloat32) return run_panels<PlainForm<FloatStep<float>>>(*job);
-  if (format == WeightFormat::kFloat16) return run_panels<PlainForm<FloatStep<half_t>>>(*job);
+  if (format == WeightFormat::kFloat32) return run_panels<RegisterRows<PlainForm<FloatStep<float>>>>(*job);
+  if (format == WeightFormat::kFloat16) return run_panels<RegisterRows<PlainForm<FloatStep<half_t>>>>(*job);
 #ifndef LLMK_BF16_DOT
-  return run_panels<PlainForm<BFloatStep>>(*job);
+  return run_panels<RegisterRows<PlainForm<BFloatStep>>>(*job);
 #endif
 }
 
@@ -294,7 +323,7 @@ static void linear(const LinearArgs& args) {
   const PackedWeightHeader& header = header_of(args.weight);
   LinearJob job{args,    header, weight_shape(header), static_cast<const uint8_t*>(args.weight) + sizeof(header),
                 nullptr, 0,      QuantizedRows{},      nullptr,
-                Scaling::kNone};
+                Scaling::kNone, nullptr};
   if (args.best_ids != nullptr) {
     job.best = static_cast<uint64_t*>(thread_scratch(kScratchLinearBest, args.rows * 8));
     for (int64_t row = 0; row < args.rows; ++row) job.best[row] = best_key(-INFINITY, 0);

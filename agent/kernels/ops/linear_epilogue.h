@@ -7,7 +7,8 @@
 namespace llmk {
 namespace LLMK_ARCH {
 
-enum class Scaling : int { kNone, kRow, kColumn, kIntegerBoth };
+// kIntegerBoth: integers by the scales of row and column. kUnsignedBoth: the same, of weights that are still 128 too large.
+enum class Scaling : int { kNone, kRow, kColumn, kIntegerBoth, kUnsignedBoth };
 
 struct LinearJob {
   const LinearArgs& args;
@@ -19,6 +20,7 @@ struct LinearJob {
   QuantizedRows rows;
   uint64_t* best;  // [rows], see best_key()
   Scaling scaling;
+  void (*finish)(const LinearJob&, int64_t panel, int64_t row, int64_t count, const float* sums);
 };
 
 // Orders by value, then by lowest index: a float's bits made to count upwards, and the index counting down.
@@ -63,53 +65,89 @@ static inline void store_part(T* out, Vec value, int64_t count) {
   }
 }
 
-template <class T>
-static inline void finish_row(const LinearJob& job, int64_t row, int64_t panel, const Vec (&values)[4]) {
+template <Scaling kScaling>
+LLMK_INLINE Vec scaled(const float* sum, Vec row_scale, Ints excess, const float* column_scales) {
+  if constexpr (kScaling == Scaling::kRow) return mul(load(sum), row_scale);
+  if constexpr (kScaling == Scaling::kColumn) return mul(load(sum), load(column_scales));
+  if constexpr (kScaling == Scaling::kIntegerBoth) {
+    return mul(mul(to_floats(load_ints(sum)), row_scale), load(column_scales));
+  }
+  if constexpr (kScaling == Scaling::kUnsignedBoth) {
+    return mul(mul(to_floats(add(load_ints(sum), excess)), row_scale), load(column_scales));
+  }
+  return load(sum);
+}
+
+// One way to finish the rows of a tile: all that is the same for a whole product is a template argument.
+template <Scaling kScaling, bool kSwiglu, bool kBest, class T>
+static void finish_rows(const LinearJob& job, int64_t panel, int64_t row, int64_t count, const float* sums) {
   const LinearArgs& args = job.args;
-  if (args.out == nullptr) return;
-  T* out = static_cast<T*>(args.out) + row * args.out_stride;
-  const bool swiglu = args.epilogue == Epilogue::kSwiglu;
-  for (int v = 0; v < 4; v += swiglu ? 2 : 1) {
-    const int64_t column = vector_column(job.header, panel, v);
-    const Vec value = swiglu ? swiglu_lanes(values[v], values[v + 1]) : values[v];
-    store_part(out + column, value, vector_end(job.header, v) - column);
+  const uint8_t* end = job.panels + panel * job.shape.panel_bytes + job.shape.steps * job.shape.step_bytes;
+  const float* scales = reinterpret_cast<const float*>(end);  // read only without groups
+  constexpr int kStep = kSwiglu ? 2 : 1;
+  int64_t column[4], width[4];
+  bool whole = true;
+  for (int v = 0; v < 4; v += kStep) {
+    column[v] = vector_column(job.header, panel, v);
+    width[v] = vector_end(job.header, v) - column[v];
+    whole = whole && width[v] >= kLanes;
+  }
+  for (int64_t r = 0; r < count; ++r, ++row, sums += kPanelColumns) {
+    constexpr bool kByRow = kScaling != Scaling::kNone && kScaling != Scaling::kColumn;
+    const Vec row_scale = broadcast(kByRow ? job.rows.scales[row] : 1.0f);
+    const Ints excess = broadcast_int(kScaling == Scaling::kUnsignedBoth ? -128 * job.rows.sums[row] : 0);
+    Vec values[4];
+    LLMK_UNROLL
+    for (int v = 0; v < 4; ++v) values[v] = scaled<kScaling>(sums + v * kLanes, row_scale, excess, scales + v * kLanes);
+    if constexpr (kBest) {
+      find_best(values, panel * kPanelColumns, job.header.columns - panel * kPanelColumns, job.best + row);
+      if (args.out == nullptr) continue;
+    }
+    T* out = static_cast<T*>(args.out) + row * args.out_stride;
+    LLMK_UNROLL
+    for (int v = 0; v < 4; v += kStep) {
+      const Vec value = kSwiglu ? swiglu_lanes(values[v], values[v + 1]) : values[v];
+      if (whole) {
+        store(out + column[v], value);
+      } else {
+        store_part(out + column[v], value, width[v]);
+      }
+    }
   }
 }
 
-static inline void scale_row(const LinearJob& job, int64_t row, const float* scales, const float* sums,
-                             Vec (&values)[4]) {
-  LLMK_UNROLL
-  for (int v = 0; v < 4; ++v) {
-    const float* at = sums + v * kLanes;
-    if (job.scaling == Scaling::kNone) values[v] = load(at);
-    if (job.scaling == Scaling::kRow) values[v] = mul(load(at), broadcast(job.rows.scales[row]));
-    if (job.scaling == Scaling::kColumn) values[v] = mul(load(at), load(scales + v * kLanes));
-    if (job.scaling == Scaling::kIntegerBoth) {
-      const Vec scaled = mul(to_floats(load_ints(at)), broadcast(job.rows.scales[row]));
-      values[v] = mul(scaled, load(scales + v * kLanes));
-    }
+using FinishRows = void (*)(const LinearJob&, int64_t panel, int64_t row, int64_t count, const float* sums);
+
+template <Scaling kScaling, class T>
+static inline FinishRows choose_epilogue(const LinearJob& job) {
+  return job.args.epilogue == Epilogue::kSwiglu ? finish_rows<kScaling, true, false, T>
+                                                : finish_rows<kScaling, false, false, T>;
+}
+
+template <Scaling kScaling>
+static inline FinishRows choose_type(const LinearJob& job) {
+  if (job.best != nullptr) return finish_rows<kScaling, false, true, float>;
+  if (job.args.epilogue == Epilogue::kStoreFloat || job.args.dtype == DType::kFloat32) {
+    return choose_epilogue<kScaling, float>(job);
   }
+  return job.args.dtype == DType::kFloat16 ? choose_epilogue<kScaling, half_t>(job)
+                                           : choose_epilogue<kScaling, bfloat_t>(job);
+}
+
+// Once a product.
+static inline FinishRows choose_finish(const LinearJob& job) {
+  if (job.scaling == Scaling::kRow) return choose_type<Scaling::kRow>(job);
+  if (job.scaling == Scaling::kColumn) return choose_type<Scaling::kColumn>(job);
+  if (job.scaling == Scaling::kIntegerBoth) return choose_type<Scaling::kIntegerBoth>(job);
+#ifdef LLMK_AMX
+  if (job.scaling == Scaling::kUnsignedBoth) return choose_type<Scaling::kUnsignedBoth>(job);
+#endif
+  return choose_type<Scaling::kNone>(job);
 }
 
 // sums: [count][64], of rows from `row`.
-static void finish_tile(const LinearJob& job, int64_t panel, int64_t row, int64_t count, const float* sums) {
-  const uint8_t* end = job.panels + panel * job.shape.panel_bytes + job.shape.steps * job.shape.step_bytes;
-  const float* scales = reinterpret_cast<const float*>(end);  // read only without groups
-  for (int64_t r = 0; r < count; ++r, ++row, sums += kPanelColumns) {
-    Vec values[4];
-    scale_row(job, row, scales, sums, values);
-    if (job.best != nullptr) {
-      find_best(values, panel * kPanelColumns, job.header.columns - panel * kPanelColumns, job.best + row);
-    }
-    const bool wide = job.args.epilogue == Epilogue::kStoreFloat || job.args.dtype == DType::kFloat32;
-    if (wide) {
-      finish_row<float>(job, row, panel, values);
-    } else if (job.args.dtype == DType::kFloat16) {
-      finish_row<half_t>(job, row, panel, values);
-    } else {
-      finish_row<bfloat_t>(job, row, panel, values);
-    }
-  }
+static inline void finish_tile(const LinearJob& job, int64_t panel, int64_t row, int64_t count, const float* sums) {
+  job.finish(job, panel, row, count, sums);
 }
 
 }  // namespace LLMK_ARCH

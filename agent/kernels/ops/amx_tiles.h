@@ -1,0 +1,61 @@
+// The tile registers of Intel AMX: a matrix of up to 16 rows of 64 bytes each.
+//
+//   TDPBSUD, TDPBF16PS   sums [m][16] += x [m][64 bytes] * w [16][16 columns][4 bytes]
+//
+// which is a block of rows by 16 steps (linear.h) of 16 columns of a panel, as it lies in memory. bfloat16: the pairs of
+// the 16 steps are added up in order in float32 from zero, then to the sum; one row or 16, the bits are the same.
+#pragma once
+#include "../common/types.h"
+
+namespace llmk {
+namespace LLMK_ARCH {
+
+constexpr int64_t kAmxRows = 16;
+constexpr int64_t kAmxSteps = 16;
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+// Tiles 0 and 1: sums of `upper` rows, 2 and 3: of `lower` rows; 4 and 5: their activations; 6 and 7: weights. Without
+// lower rows tiles 0 to 3 are sums of the upper. Costs tens of cycles and clears all tiles.
+static inline void configure_tiles(int64_t upper, int64_t lower) {
+  TileConfig config;
+  const int64_t rows[8] = {upper, upper, lower > 0 ? lower : upper, lower > 0 ? lower : upper,
+                           upper, lower > 0 ? lower : upper, kAmxSteps, kAmxSteps};
+  for (int tile = 0; tile < 8; ++tile) {
+    config.row_bytes[tile] = 64;
+    config.rows[tile] = static_cast<uint8_t>(rows[tile]);
+  }
+  __asm__ volatile("ldtilecfg %0" ::"m"(config));
+}
+
+// The processor stops saving the tiles of this thread, and may sleep deeply again.
+static inline void release_tiles() { __asm__ volatile("tilerelease"); }
+
+// GCC 12 has these as macros that take digits only, and does not know that they touch memory.
+template <int T>
+LLMK_INLINE void load_tile(const void* from, int64_t row_stride) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_stride), "i"(T) : "memory");
+}
+template <int T>
+LLMK_INLINE void store_tile(void* to, int64_t row_stride) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(row_stride), "i"(T) : "memory");
+}
+template <int T>
+LLMK_INLINE void clear_tile() {
+  __asm__ volatile("tilezero %%tmm%c0" ::"i"(T));
+}
+template <int S, int X, int W>  // signed by unsigned bytes
+LLMK_INLINE void multiply_bytes() {
+  __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
+}
+template <int S, int X, int W>
+LLMK_INLINE void multiply_bfloats() {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
+}
+
+}  // namespace LLMK_ARCH
+}  // namespace llmk
