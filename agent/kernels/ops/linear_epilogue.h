@@ -1,4 +1,4 @@
-// What happens to the sums of a tile: scales, then store, SwiGLU or arg-max.
+// What happens to the sums of a tile: scales, bias, then store, SwiGLU or arg-max.
 #pragma once
 #include "../common/types.h"
 #include "linear.h"
@@ -15,6 +15,7 @@ struct LinearJob {
   PackedWeightHeader header;
   WeightShape shape;
   const uint8_t* panels;
+  const float* bias;  // null: none
   const void* x;     // as the step takes it
   int64_t x_stride;  // in its elements
   QuantizedRows rows;
@@ -85,6 +86,7 @@ static void finish_rows(const LinearJob& job, int64_t panel, int64_t row, int64_
   const uint8_t* end = job.panels + panel * job.shape.panel_bytes + job.shape.steps * job.shape.step_bytes;
   const float* scales = reinterpret_cast<const float*>(end);  // read only without groups
   constexpr int kStep = kSwiglu ? 2 : 1;
+  const float* bias = job.bias == nullptr ? nullptr : job.bias + panel * kPanelColumns;
   int64_t column[4], width[4];
   bool whole = true;
   for (int v = 0; v < 4; v += kStep) {
@@ -99,6 +101,10 @@ static void finish_rows(const LinearJob& job, int64_t panel, int64_t row, int64_
     Vec values[4];
     LLMK_UNROLL
     for (int v = 0; v < 4; ++v) values[v] = scaled<kScaling>(sums + v * kLanes, row_scale, excess, scales + v * kLanes);
+    if (bias != nullptr) {
+      LLMK_UNROLL
+      for (int v = 0; v < 4; ++v) values[v] = add(values[v], load(bias + v * kLanes));
+    }
     if constexpr (kBest) {
       find_best(values, panel * kPanelColumns, job.header.columns - panel * kPanelColumns, job.best + row);
       if (args.out == nullptr) continue;
