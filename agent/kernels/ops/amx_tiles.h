@@ -52,6 +52,10 @@ template <int S, int X, int W>  // signed by unsigned bytes
 LLMK_INLINE void multiply_bytes() {
   __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
 }
+template <int S, int X, int W>  // unsigned by signed bytes
+LLMK_INLINE void multiply_unsigned_bytes() {
+  __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
+}
 template <int S, int X, int W>
 LLMK_INLINE void multiply_bfloats() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));

@@ -13,7 +13,6 @@ namespace llmk {
 namespace LLMK_ARCH {
 namespace paged {
 
-constexpr int64_t kTaskRows = 96;
 constexpr int64_t kTaskHeads = 16;
 
 struct PagedTask {

@@ -97,7 +97,13 @@ static inline int64_t pack_values(const HeadTile& now, TileFetch* fetch, int64_t
       for (; d < dim; d += F::kDimStep) pack_value_unit<false, F, C>(now, key, d, dim - d, out + d);
     }
   }
-  return ceil_div(now.tile->count, kPer);
+  const int64_t units = ceil_div(now.tile->count, kPer);
+#ifdef LLMK_AMX
+  // Tiles take 16 units at a time; a weight of zero times what lay there may be NaN.
+  const int64_t filled = ceil_div(units, kLanes) * kLanes;
+  std::memset(panel + units * padded_dim, 0, static_cast<size_t>((filled - units) * padded_dim) * sizeof(Unit));
+#endif
+  return units;
 }
 
 // out[kKeyTile]; zeros past the tile's keys.

@@ -11,6 +11,8 @@
 // A window's first key only masks more: a tile of which a row sees nothing leaves its sums as they are, and a partition
 // of which it sees nothing is not folded.
 //
+// (On AMX the products of bfloat16 have the order of paged_amx.h.)
+//
 // All of that depends on the row's own position: prefill, chunk and decode form give the same bits. Keys past the
 // sequence's context are never weighed, so what lies there (even NaN) cannot matter.
 #pragma once
@@ -21,6 +23,7 @@ namespace LLMK_ARCH {
 namespace paged {
 
 constexpr int kPartition = 256;
+constexpr int64_t kTaskRows = 96;
 #ifdef LLMK_VEC_AVX512
 constexpr int kRowBlock = 6, kBlockVectors = 4;  // rows and vectors of a panel multiplied together
 #else
@@ -194,11 +197,26 @@ static inline void attend_block(const HeadRows& head, const TilePanels& panels, 
   if (d < head.padded_dim) add_values<F, R, 1>(head, panels, row, d, fresh, weights[0], decays, steps, fetch);
 }
 
+}  // namespace paged
+}  // namespace LLMK_ARCH
+}  // namespace llmk
+
+#include "paged_amx.h"
+
+namespace llmk {
+namespace LLMK_ARCH {
+namespace paged {
+
 // One tile for all rows that see any of it, in blocks of about equal size.
 template <class F>
 static inline void attend_tile(const HeadRows& head, const TilePanels& panels, TileFetch* fetch) {
   int64_t row = 0;
   while (row < head.rows && head.visible[row] <= panels.begin) ++row;
+#ifdef LLMK_AMX
+  if (fits_tiles<F>(head)) {
+    if constexpr (TileProducts<F>::kLeastRows < kTaskRows) return attend_tiles<F>(head, panels, row, fetch);
+  }
+#endif
   for (int block = 0; row < head.rows; ++block) {
     if (block == kFetchBlocks) fetch = nullptr;
     const int64_t left = head.rows - row, size = ceil_div(left, ceil_div(left, kRowBlock));
