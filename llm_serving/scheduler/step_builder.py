@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llm_serving.ipc.shm import LAST_TOKEN
 from llm_serving.request import Request
-from llm_serving.scheduler.output import History, ScheduledStep, StepKind
+from llm_serving.scheduler.output import History, ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.sequence import Sequence
 
 __all__ = ["DecodeBatch", "build_decode", "build_prefill"]
@@ -28,6 +28,7 @@ def build_prefill(seq: int, sequences: list[Sequence], query_lens: list[int]) ->
         step.token_ids += _known_tokens(request, start, end)
         step.query_lens.append(query_len)
         step.starts.append(start)
+        step.restarts.append(start == 0)
         step.block_tables.append(sequence.block_table)
         step.do_sample.append(samples)
         step.sample_positions.append(len(request.output_token_ids))
@@ -51,6 +52,7 @@ class DecodeBatch:
     query_lens: list[int]
     block_tables: list[list[int]]
     do_sample: list[bool]
+    restarts: list[bool]
 
     @classmethod
     def of(cls, sequences: list[Sequence]) -> DecodeBatch:
@@ -62,6 +64,7 @@ class DecodeBatch:
             query_lens=[1] * len(requests),
             block_tables=[sequence.block_table for sequence in sequences],
             do_sample=[True] * len(requests),
+            restarts=[False] * len(requests),
         )
 
 
@@ -85,6 +88,8 @@ def build_decode(seq: int, batch: DecodeBatch) -> ScheduledStep:
         block_tables=batch.block_tables,
         do_sample=batch.do_sample,
         sample_positions=sample_positions,
+        restarts=batch.restarts,
+        reason=StepReason.ROWS_READY,
     )
 
 
