@@ -6,6 +6,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from llm_serving.receipt import Receipt
+
 MAX_TOP_LOGITS = 32
 """Most (token id, logit) pairs a step returns per sampled token."""
 
@@ -15,6 +17,8 @@ class RequestStatus(enum.Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
+    """Its keys and values are in host memory; it waits to come back."""
     FINISHED = "finished"
 
 
@@ -74,7 +78,8 @@ class SamplingParams:
 class Request:
     """One sequence in the scheduler. Owned by it from ``add_request`` until it is finished.
 
-    ``arrival_time`` and the other times are seconds on the engine's monotonic clock.
+    ``arrival_time`` and the other times are seconds on the engine's monotonic clock. Its ``receipt`` counts from
+    ``arrival_time`` unless it is given one.
     """
 
     request_id: str
@@ -95,6 +100,25 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
+    priority: int = 0
+    """Smaller is served earlier, inside the policy's order."""
+    tenant: str = ""
+    """Whose it is, for fairness: a short hash of the API key; empty without one."""
+    cache_salt: bytes = b""
+    """Goes into the hashes of the prefix cache: requests with other salts share nothing with it."""
+    ttft_objective: float | None = None
+    """Seconds from its arrival to its first token that would be good enough; None for the config's."""
+    tbt_objective: float | None = None
+    """Seconds between two of its tokens that would be good enough; None for the config's."""
+    deadline: float | None = None
+    """When it is of no use any more: not prefilled by then, it is dropped (``FinishReason.ABORT``)."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache at its first start."""
+    receipt: Receipt = field(default_factory=Receipt)
+
+    def __post_init__(self) -> None:
+        if not self.receipt.start_us:
+            self.receipt = Receipt(self.arrival_time)
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,150 @@
+"""Where a request's time went: one receipt a request, kept by the scheduler, read by whoever asks why it was slow.
+
+A request is in one phase at a time. Instants are whole microseconds and a phase's time is the difference of two of
+them, so the phases of a receipt add up to its whole time exactly, whatever the order they are added in.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+__all__ = ["MAX_BLOCKERS", "BlockReason", "Phase", "Receipt"]
+
+MAX_BLOCKERS = 8
+"""Requests a receipt names as those it waited for."""
+_TRACKED_BLOCKERS = 4 * MAX_BLOCKERS
+
+
+class Phase(enum.IntEnum):
+    """What a request is doing."""
+
+    QUEUED = 0
+    """From its arrival in the queue to the first step it is scheduled in."""
+    PREFILL = 1
+    """Until the step that samples its first token is answered."""
+    DECODE = 2
+    """Until its last token."""
+    PREEMPTED = 3
+    """From losing its blocks to its next token: waiting again, and computing again what was lost."""
+    SWAPPED = 4
+    """From leaving for host memory to its next token."""
+    DONE = 5
+
+
+class BlockReason(enum.Enum):
+    """Why the request at the head of the queue could not start."""
+
+    ROWS = "rows"
+    """Every row of the agent's state table is taken."""
+    BLOCKS = "blocks"
+    """Too few free blocks of the KV cache."""
+    ADMISSION = "admission"
+    """The running requests are expected to grow into the space."""
+    BATCH = "batch"
+    """The step has no room left, or the batch waits for more requests."""
+    POLICY = "policy"
+    """It is the turn of another kind of step."""
+    PREFIX = "prefix"
+    """Its prefix is being computed for another request, and will be shared."""
+    PREEMPTED_FIRST = "preempted_first"
+    """A request that was preempted goes first."""
+
+
+class Receipt:
+    """Time in each phase, and what held the request up. ``start`` and ``now`` are seconds on one clock that never goes
+    back; written by one thread, while others may read."""
+
+    __slots__ = ("_blocked_since", "_blockers", "_reason", "_since", "blocked_us", "cached_tokens", "chunks",
+                 "num_blocked", "phase", "phase_us", "preemptions", "start_us", "swaps")  # fmt: skip
+
+    def __init__(self, start: float = 0.0) -> None:
+        self.phase = Phase.QUEUED
+        self.start_us = _microseconds(start)
+        self.phase_us = [0] * len(Phase)
+        """Microseconds in each phase, but for the present one's since it was entered; index: ``Phase``."""
+        self.preemptions = 0
+        """Times it lost its blocks and had to be computed again."""
+        self.swaps = 0
+        """Times it left for host memory."""
+        self.chunks = 0
+        """Prefill steps it was in."""
+        self.cached_tokens = 0
+        """Prompt tokens found in the prefix cache at its first start."""
+        self.num_blocked: dict[BlockReason, int] = {}
+        """Times the scheduler passed over it at the head of the queue, by reason."""
+        self.blocked_us: dict[BlockReason, int] = {}
+        """Microseconds at the head of the queue, by reason: from one look of the scheduler to the next."""
+        self._since = self.start_us
+        self._blockers: dict[str, int] = {}
+        self._reason: BlockReason | None = None
+        self._blocked_since = 0
+
+    def enter(self, phase: Phase, now: float) -> None:
+        """The phase before ends. Entering PREEMPTED or SWAPPED counts a preemption or a swap."""
+        if self.phase is Phase.DONE:
+            raise AssertionError(f"a request that has ended enters {phase.name}")
+        now_us = max(_microseconds(now), self._since)
+        self.phase_us[self.phase] += now_us - self._since
+        self._since = now_us
+        self.phase = phase
+        self._close_block(now_us)
+        if phase is Phase.PREEMPTED:
+            self.preemptions += 1
+        elif phase is Phase.SWAPPED:
+            self.swaps += 1
+
+    def blocked(self, reason: BlockReason, by: Sequence[str], now: float | None = None) -> None:
+        """The request at the head of the queue was passed over, on account of the requests ``by``, the most important
+        first: the first 8 are taken down. With ``now`` the time until the next look counts for ``reason``, too."""
+        self.num_blocked[reason] = self.num_blocked.get(reason, 0) + 1
+        if now is not None:
+            now_us = max(_microseconds(now), self._since)
+            self._close_block(now_us)
+            self._reason, self._blocked_since = reason, now_us
+        for request_id in by[:MAX_BLOCKERS]:
+            self._note_blocker(request_id)
+
+    @property
+    def blockers(self) -> list[str]:
+        """Ids of the requests it waited for, at most 8, those seen most often first."""
+        seen = sorted(self._blockers.items(), key=lambda entry: -entry[1])
+        return [request_id for request_id, _ in seen[:MAX_BLOCKERS]]
+
+    def seconds(self, phase: Phase) -> float:
+        """Time in a phase that is over."""
+        return self.phase_us[phase] / 1e6
+
+    @property
+    def end_us(self) -> int:
+        """When the present phase was entered; of a request that has ended, its end."""
+        return self._since
+
+    def phases_until(self, now: float) -> list[int]:
+        """``phase_us`` with the present phase counted up to ``now``."""
+        phase_us, phase, since = list(self.phase_us), self.phase, self._since
+        if phase is not Phase.DONE:
+            phase_us[phase] += max(0, _microseconds(now) - since)
+        return phase_us
+
+    def _close_block(self, now_us: int) -> None:
+        if self._reason is not None:
+            spent = now_us - self._blocked_since
+            self.blocked_us[self._reason] = self.blocked_us.get(self._reason, 0) + spent
+            self._reason = None
+
+    def _note_blocker(self, request_id: str) -> None:
+        """Counts in bounded memory: a newcomer takes the place of the one seen least, and its count (Space-Saving,
+        Metwally et al. 2005), so one that is there most of the time stays."""
+        blockers = self._blockers
+        if request_id in blockers:
+            blockers[request_id] += 1
+        elif len(blockers) < _TRACKED_BLOCKERS:
+            blockers[request_id] = 1
+        else:
+            least = min(blockers, key=blockers.__getitem__)
+            blockers[request_id] = blockers.pop(least) + 1
+
+
+def _microseconds(seconds: float) -> int:
+    return round(seconds * 1e6)
