@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
+from llm_serving.receipt import Phase
 from llm_serving.request import RequestStatus
 from llm_serving.scheduler.in_flight import InFlightSteps
 from llm_serving.scheduler.limits import SchedulerLimits
@@ -27,7 +28,7 @@ class StepComposer:
         waiting: RequestQueue,
         running: RunningSet,
         in_flight: InFlightSteps,
-        preempt: Callable[[Sequence], None],
+        preempt: Callable[[Sequence, float], None],
     ) -> None:
         self.wakeup: float | None = None
         """When a batch held back by the last ``compose`` has waited long enough."""
@@ -131,6 +132,7 @@ class StepComposer:
             request.status = RequestStatus.RUNNING
             if request.first_scheduled_time is None:
                 request.first_scheduled_time = now
+                request.receipt.enter(Phase.PREFILL, now)
             sequences.append(sequence)
             query_lens.append(min(num_tokens, budget))
             budget -= query_lens[-1]
@@ -148,7 +150,7 @@ class StepComposer:
             return None
         if len(ready) > limits.decode_batch_size:
             ready = self._take_turns(ready)
-        sequences = self._grow(ready)
+        sequences = self._grow(ready, now)
         if sequences:
             return self._send(build_decode(self._next_seq, self._decode_batch(sequences)), sequences)
         if self._in_flight.num_steps:
@@ -205,7 +207,7 @@ class StepComposer:
             sequence.last_turn = next(self._turns)
         return sorted(chosen, key=lambda sequence: sequence.arrival_index)
 
-    def _grow(self, ready: list[Sequence]) -> list[Sequence]:
+    def _grow(self, ready: list[Sequence], now: float) -> list[Sequence]:
         """Give each row the block its next token needs, oldest first, preempting from the latest when none is left.
 
         A row for which blocks will come back with the steps in flight is left out of this step.
@@ -220,7 +222,7 @@ class StepComposer:
                 if running.num_leaving_blocks > len(short):
                     short.append(sequence)
                     break
-                self._preempt(running.latest)
+                self._preempt(running.latest, now)
         return [s for s in ready if s.state is SequenceState.RUNNING and s not in short]
 
     def _wake_at(self, deadline: float) -> None:
