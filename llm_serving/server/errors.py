@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -131,7 +132,9 @@ def note_error(log: EventLogger, error: Exception, reply: ErrorReply, where: str
 def _request_error(error: RequestError) -> ErrorReply:
     headers: dict[str, str] = {}
     if error.status == 429:
-        headers = _retry_after()
+        headers = _retry_after(getattr(error, "retry_after_s", RETRY_AFTER_S))
+    elif error.status == 504:
+        headers = {"X-Should-Retry": "false"}  # OpenAI's clients would send it again at once: it is late already
     elif error.status in (408, 413):
         headers = {"Connection": "close"}
     return ErrorReply(error.status, str(error), _type_of(error.status), error.param, error.code, headers)
@@ -143,5 +146,5 @@ def _type_of(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-def _retry_after() -> dict[str, str]:
-    return {"Retry-After": str(RETRY_AFTER_S)}
+def _retry_after(seconds: float = RETRY_AFTER_S) -> dict[str, str]:
+    return {"Retry-After": str(max(RETRY_AFTER_S, math.ceil(seconds)))}

@@ -21,7 +21,7 @@ from llm_serving.server.openai_stream import (
     check_stream_options,
     finish_json,
     stop_reason_json,
-    usage,
+    usage_of,
 )
 from llm_serving.server.prompts import chat_prompt
 from llm_serving.server.protocol_openai import ChatRequest
@@ -36,10 +36,11 @@ __all__ = ["create_chat_completion"]
 
 async def create_chat_completion(state: ServerState, request: Request) -> Response | EventStream:
     """Answers a conversation, ``n`` times."""
+    state.require_room()
     body = parse(ChatRequest, await read_json_object(request, state.settings.max_body_bytes))
     check_model(state, body.model)
     _check(body)
-    generation = Generation(state, request, "chat.completions", "chatcmpl", stream=bool(body.stream))
+    generation = Generation(state, request, "chat.completions", "chatcmpl", body, stream=bool(body.stream))
     generation.choices = await _choices(state, body, generation.request_id)
     state.require_ready()
     if body.stream:
@@ -82,7 +83,7 @@ def _response(generation: Generation, body: ChatRequest, answers: list[Answer]) 
         "created": generation.created,
         "model": generation.state.engine.model_name,
         "choices": [_choice(generation, body, answer) for answer in answers],
-        "usage": usage(generation.num_prompt_tokens, sum(len(answer.token_ids) for answer in answers)),
+        **usage_of(generation, answers),
     }
 
 

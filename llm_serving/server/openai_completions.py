@@ -21,7 +21,7 @@ from llm_serving.server.openai_stream import (
     check_stream_options,
     finish_json,
     stop_reason_json,
-    usage,
+    usage_of,
 )
 from llm_serving.server.prompts import parse_prompts, resolve_prompts
 from llm_serving.server.protocol_openai import CompletionRequest
@@ -38,10 +38,11 @@ DEFAULT_MAX_TOKENS = 16
 
 async def create_completion(state: ServerState, request: Request) -> Response | EventStream:
     """Continues each prompt ``n`` times."""
+    state.require_room()
     body = parse(CompletionRequest, await read_json_object(request, state.settings.max_body_bytes))
     check_model(state, body.model)
     _check(body)
-    generation = Generation(state, request, "completions", "cmpl", stream=bool(body.stream))
+    generation = Generation(state, request, "completions", "cmpl", body, stream=bool(body.stream))
     generation.choices = await _choices(state, body, generation.request_id)
     state.require_ready()
     if body.stream:
@@ -89,7 +90,7 @@ def _response(generation: Generation, body: CompletionRequest, answers: list[Ans
         "created": generation.created,
         "model": generation.state.engine.model_name,
         "choices": [_choice(generation, body, answer) for answer in answers],
-        "usage": usage(generation.num_prompt_tokens, sum(len(answer.token_ids) for answer in answers)),
+        **usage_of(generation, answers),
     }
 
 

@@ -8,20 +8,25 @@ from pydantic import Field
 
 from llm_serving.server.limits import (
     MAX_CHOICES,
+    MAX_MILLISECONDS,
     MAX_NAME_CHARS,
+    MAX_PRIORITY,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_K,
 )
-from llm_serving.server.validation import StopStrings, StrictModel
+from llm_serving.server.validation import RequestModel, StopStrings, StrictModel
 
 __all__ = [
     "FrequencyPenalty",
     "MaxTokens",
+    "Milliseconds",
     "MinP",
     "Name",
     "PresencePenalty",
+    "Priority",
     "RepetitionPenalty",
     "SamplingFields",
+    "SchedulingFields",
     "Seed",
     "StreamOptions",
     "Temperature",
@@ -42,8 +47,35 @@ Seed = Annotated[
     Field(ge=-(2**63), le=2**64 - 1, description="Same seed, same text; random if left out."),
 ]
 MaxTokens = Annotated[int | None, Field(ge=1, description="Most tokens to generate.")]
+Priority = Annotated[
+    int | None,
+    Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Smaller is served earlier among equally urgent ones."),
+]
+Milliseconds = Annotated[float | None, Field(gt=0, le=MAX_MILLISECONDS)]
 Name = Annotated[str | None, Field(max_length=MAX_NAME_CHARS)]
 TokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
+
+
+class SchedulingFields(RequestModel):
+    """How urgent a request is, and what it wants to know of how it was served. Nothing here changes its text."""
+
+    priority: Priority = None
+    ttft_objective_ms: Milliseconds = Field(
+        default=None, description="Time to the first token that is good enough (default: the server's)."
+    )
+    tbt_objective_ms: Milliseconds = Field(
+        default=None, description="Time between tokens that is good enough (default: the server's)."
+    )
+    deadline_ms: Milliseconds = Field(
+        default=None, description="Drop the request (504) if it has not begun so long after it came."
+    )
+    cache_salt: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_NAME_CHARS,
+        description="Share the prefix cache only with requests that have the same.",
+    )
+    return_receipt: bool | None = Field(default=None, description="Add `receipt`: where the time went.")
 
 
 class StreamOptions(StrictModel):
@@ -54,7 +86,7 @@ class StreamOptions(StrictModel):
     include_usage: bool | None = Field(default=None, description="Send a last chunk with the token counts.")
 
 
-class SamplingFields(StrictModel):
+class SamplingFields(SchedulingFields, StrictModel):
     """OpenAI's sampling parameters, and this server's additions in the names vLLM uses."""
 
     model: Name = Field(default=None, description="Name of the served model; may be left out.")
