@@ -7,10 +7,14 @@ step. Nothing here is copied: ``block_tables[i]`` is the sequence's own list, so
 What an executor may rely on, to do work per change instead of per step:
 
 * A sequence holds its row until no step in flight can touch it, and a row's sampling parameters never change.
-* A row is (re)started by a prefill step whose ``starts[i]`` is 0. From then on its block table only grows at the
-  end, until the next step with ``starts[i] == 0`` for that row, which comes with a table of its own.
-* Steps are handed over in the order of ``seq``, which goes up by one. Run in that order, or with every prefill
-  before every decode and each kind in its order, they give the same tokens.
+* A row is (re)started by a step whose ``restarts[i]`` is True, at whatever position: blocks may have been found in
+  the prefix cache or swapped in. Its tokens are all known. From then on its block table only grows at the end, until
+  the next restart of that row, which comes with a table of its own.
+* Several sequences may read a block; a block that a step writes, by its tokens or by a move, is one sequence's alone.
+* Steps are handed over in the order of ``seq``, which goes up by one. Run in that order, with every prefill before
+  every decode or the other way round, each of the two in its order, they give the same tokens. A step of moves
+  alone may overtake any step but one of its kind: what it reads was written by steps that are answered, what it
+  writes no unanswered step touches.
 """
 
 from __future__ import annotations
@@ -20,14 +24,68 @@ from dataclasses import dataclass, field
 
 from llm_serving.request import Request
 
-__all__ = ["History", "RequestUpdate", "ScheduledStep", "StepKind", "StepResult"]
+__all__ = [
+    "BlockMove",
+    "History",
+    "MoveKind",
+    "RequestUpdate",
+    "ScheduledStep",
+    "StepKind",
+    "StepReason",
+    "StepResult",
+]
 
 
 class StepKind(enum.Enum):
-    """Which message announces the step."""
+    """What a step consists of, and so which message announces it."""
 
     PREFILL = "prefill"
     DECODE = "decode"
+    MIXED = "mixed"
+    """Prompts or parts of prompts together with decoding rows; announced as a prefill."""
+    MOVE = "move"
+    """Block moves alone: no sequences, no tokens."""
+
+
+class StepReason(enum.Enum):
+    """Why the scheduler chose this step and not another."""
+
+    ONLY_CHOICE = "only_choice"
+    """Nothing else could run."""
+    POLICY = "policy"
+    """The policy puts its kind first."""
+    TURN = "turn"
+    """The other kind has had its turn, or as many in a row as it may."""
+    BATCH_FULL = "batch_full"
+    """No more sequences, tokens or rows fit it."""
+    WAITED = "waited"
+    """Its waiting time was over."""
+    OBJECTIVE = "objective"
+    """A latency objective was closest to being missed."""
+    MAKE_ROOM = "make_room"
+    """Blocks go out to the host for others."""
+    BRING_BACK = "bring_back"
+    """Blocks come back from the host, there being room again."""
+
+
+class MoveKind(enum.IntEnum):
+    """From where to where a block is copied; the number is the slot's."""
+
+    COPY = 0
+    """Device to device: copy-on-write, or the partial block that ends a prefix hit."""
+    SWAP_OUT = 1
+    """Device to host."""
+    SWAP_IN = 2
+    """Host to device."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """Keys and values of one block, over all layers, copied. Block numbers are of the pools that ``kind`` names."""
+
+    kind: MoveKind
+    source: int
+    destination: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +102,8 @@ class History:
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """One step: S sequences, T tokens. A decode step has one token a sequence (T == S) and samples for each."""
+    """One step: S sequences, T tokens. A decode step has one token a sequence (T == S) and samples for each; a step of
+    moves has S == T == 0."""
 
     seq: int
     """Number of the step; the first is 0, the next one more."""
@@ -69,6 +128,12 @@ class ScheduledStep:
     """[S] index in the output of the token to sample: the key of its random number."""
     histories: list[History] = field(default_factory=list)
     """For sequences with penalties that (re)start their row; in order of ``index``, mostly empty."""
+    restarts: list[bool] = field(default_factory=list)
+    """[S] whether this is a sequence's first step on its row; empty says of none."""
+    moves: list[BlockMove] = field(default_factory=list)
+    """Run in this order before the step's tokens are computed."""
+    reason: StepReason = StepReason.ONLY_CHOICE
+    """For logs and recordings; an executor does not care."""
 
     @property
     def num_seqs(self) -> int:

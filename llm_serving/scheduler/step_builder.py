@@ -28,6 +28,7 @@ def build_prefill(seq: int, sequences: list[Sequence], query_lens: list[int]) ->
         step.token_ids += _known_tokens(request, start, end)
         step.query_lens.append(query_len)
         step.starts.append(start)
+        step.restarts.append(start == 0)
         step.block_tables.append(sequence.block_table)
         step.do_sample.append(samples)
         step.sample_positions.append(len(request.output_token_ids))
