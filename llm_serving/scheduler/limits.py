@@ -52,6 +52,8 @@ class SchedulerLimits:
     """How long a decode step that is not full may wait for rows still being prefilled."""
     max_waiting_requests: int = 1024
     max_waiting_tokens: int | None = None
+    num_host_blocks: int = 0
+    """Blocks of host memory that sequences can be swapped out to."""
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
