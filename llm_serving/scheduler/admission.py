@@ -47,10 +47,9 @@ class Admission(Protocol):
 
 def peak_tokens(entries: Iterable[tuple[int, int]]) -> int:
     """The most tokens that sequences of (current, remaining) tokens hold at a time; 0 for none. O(n log n)."""
-    peak = total = count = 0
-    for current, remaining in sorted(entries, key=_remaining, reverse=True):
+    peak = total = 0
+    for count, (current, remaining) in enumerate(sorted(entries, key=_remaining, reverse=True), 1):
         total += current
-        count += 1
         peak = max(peak, total + count * remaining)
     return peak
 

@@ -22,6 +22,7 @@ that waits.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Protocol
 
 from llm_serving.scheduler.fairness import FairQueue
@@ -44,7 +45,7 @@ class QueueOrder(Protocol):
     def __len__(self) -> int: ...
 
     def add(self, sequence: Sequence) -> None:
-        """Put a sequence in; its ``arrival_index`` is larger than that of all that were put in before it."""
+        """Put a sequence in."""
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out that will not run. Raises KeyError when it is not in."""
@@ -72,6 +73,11 @@ class PriorityOrder:
 
     def __len__(self) -> int:
         return self._num_sequences
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """The waiting ones, in no order that matters."""
+        for its_class in self._classes.values():
+            yield from its_class.by_arrival
 
     def add(self, sequence: Sequence) -> None:
         priority = sequence.request.priority
@@ -130,16 +136,16 @@ class _PriorityClass:
         self.queue = FairQueue(fairness)
         self.known_oldest: Sequence | None = None
         """The one whose age the order of classes goes by."""
-        self._by_arrival: OrderedDict[int, Sequence] = OrderedDict()
+        self.by_arrival: KeyedHeap[Sequence] = KeyedHeap()
 
     @property
     def oldest(self) -> Sequence | None:
-        return next(iter(self._by_arrival.values()), None)
+        return self.by_arrival.first() if self.by_arrival else None
 
     def add(self, sequence: Sequence) -> None:
-        self._by_arrival[sequence.arrival_index] = sequence
+        self.by_arrival.set(sequence, sequence.arrival_index)
         self.queue.add(sequence, sequence.arrival_index)
 
     def remove(self, sequence: Sequence) -> None:
-        del self._by_arrival[sequence.arrival_index]
+        self.by_arrival.remove(sequence)
         self.queue.remove(sequence)

@@ -69,7 +69,7 @@ class RequestQueue:
             )
 
     def append(self, sequence: Sequence) -> None:
-        """Put a new request in. Arrival indexes go up from one to the next."""
+        """Put a new request in."""
         if not self:
             self._drain_rate.filled(sequence.request.arrival_time)
         self._new.add(sequence)
