@@ -32,8 +32,12 @@ __all__ = ["Admission", "AimdAdmission", "NoAdmission", "RouterAdmission", "peak
 class Admission(Protocol):
     """Asked for a candidate that has rows and blocks to start; told what became of the others."""
 
-    def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float) -> bool:
-        """Whether ``candidate`` may join ``running``. ``page_use`` is the share of blocks in use, 0 to 1."""
+    def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
+        """Whether ``candidate`` may join ``running``. ``page_use`` is the share of blocks in use, 0 to 1.
+
+        ``version`` is a number that is another one whenever a sequence has started or stopped running. A refusal
+        may hold until then, which costs nothing to tell; -1 asks for a decision anew.
+        """
 
     def step_answered(self) -> None:
         """A step has run."""
@@ -61,7 +65,7 @@ def _remaining(entry: tuple[int, int]) -> int:
 class NoAdmission:
     """Whatever fits may start."""
 
-    def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float) -> bool:
+    def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
         return True
 
     def step_answered(self) -> None:
@@ -80,13 +84,22 @@ class RouterAdmission:
     def __init__(self, max_total_tokens: int, predictor: OutputLengthPredictor | None = None) -> None:
         self.max_total_tokens = max_total_tokens
         self._predictor = predictor
+        self._refused: tuple[Sequence, int, int] | None = None
+        """The last one refused, under which version and limit."""
 
-    def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float) -> bool:
-        entries = [self._entry(sequence) for sequence in running]
+    def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
+        """O(n log n) in the running ones. The peak does not change while all of them get a token a step, so a
+        refusal holds until one starts or stops."""
+        asked = (candidate, version, self.max_total_tokens)
+        if version >= 0 and asked == self._refused:
+            return False
+        entries = self._entries(running)
         if not entries:
             return True
-        entries.append(self._entry(candidate))
-        return self._within_limit(entries)
+        entries += self._entries([candidate])
+        may = self._within_limit(entries)
+        self._refused = None if may else asked
+        return may
 
     def step_answered(self) -> None:
         """The limit does not change."""
@@ -98,13 +111,16 @@ class RouterAdmission:
         if self._predictor is not None:
             self._predictor.observe(len(sequence.request.output_token_ids), sequence.max_output_tokens)
 
-    def _entry(self, sequence: Sequence) -> tuple[int, int]:
-        """Tokens a sequence has, those on their way among them, and how many more it is expected to get."""
-        request = sequence.request
-        inflight, cap = request.num_inflight_tokens, sequence.max_output_tokens
-        generated = len(request.output_token_ids) + inflight
-        total = cap if self._predictor is None else self._predictor.predict(generated, cap)
-        return len(request.prompt_token_ids) + generated, max(total - generated, 0)
+    def _entries(self, sequences: Iterable[Sequence]) -> list[tuple[int, int]]:
+        """Tokens each sequence has, those on their way among them, and how many more it is expected to get."""
+        predictor, entries = self._predictor, []
+        for sequence in sequences:
+            request, total = sequence.request, sequence.max_output_tokens
+            generated = len(request.output_token_ids) + request.num_inflight_tokens
+            if predictor is not None:
+                total = predictor.predict(generated, total)
+            entries.append((len(request.prompt_token_ids) + generated, max(total - generated, 0)))
+        return entries
 
     def _within_limit(self, entries: list[tuple[int, int]]) -> bool:
         limit = self.max_total_tokens
@@ -130,9 +146,9 @@ class AimdAdmission(RouterAdmission):
         self._ceiling = ceiling
         self._may_increase = True
 
-    def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float) -> bool:
+    def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
         """Also raises the limit when it is the limit that says no, once a step: asking more often changes nothing."""
-        if super().may_start(candidate, running, page_use):
+        if super().may_start(candidate, running, page_use, version):
             return True
         if self._may_increase and page_use < self.MAX_PAGE_USE:
             self._may_increase = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
+from math import ceil
 
 __all__ = ["MIN_SAMPLES", "WINDOW", "OutputLengthPredictor"]
 
@@ -67,5 +68,4 @@ class _Lengths:
 
     def quantile_of_longest(self, count: int, quantile: float) -> int:
         """The least of the ``count`` longest that a share of ``quantile`` of them does not exceed."""
-        rank = -(-count * quantile // 1)
-        return self._sorted[len(self._sorted) - count + int(rank) - 1]
+        return self._sorted[len(self._sorted) - count + ceil(count * quantile) - 1]
