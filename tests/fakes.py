@@ -115,6 +115,9 @@ class FakeExecutor:
                 self._events.append(result)
             events = list(self._events)
             self._events.clear()
+            for event in events:
+                if isinstance(event, StepResult):
+                    self.device.answered(event.seq)
             return events
 
     def wake(self) -> None:

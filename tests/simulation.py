@@ -64,7 +64,9 @@ class Simulation:
         """The oldest answer reaches the scheduler."""
         if not self.answers:
             self.run()
-        updates = self.scheduler.update(self.answers.popleft(), self.now)
+        result = self.answers.popleft()
+        updates = self.scheduler.update(result, self.now)
+        self.device.answered(result.seq)
         self.take(updates)
         self.check()
         return updates
@@ -101,6 +103,7 @@ class Simulation:
         """The step that would run next fails."""
         result = self.device.run_next()
         updates = self.scheduler.update(StepResult(result.seq, error=error), self.now)
+        self.device.answered(result.seq)
         self.cut.update(update.request.request_id for update in updates)
         self.take(updates)
         self.check()

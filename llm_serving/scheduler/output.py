@@ -11,6 +11,7 @@ What an executor may rely on, to do work per change instead of per step:
   prefix may be cached, or the sequence may come back from the host. Its last token is then never ``LAST_TOKEN``.
   From then on its block table only grows at the end, until the next restart of that row, which comes with a table
   of its own.
+* Several sequences may read a block; a block that a step writes, by its tokens or by a move, is one sequence's alone.
 * Steps are handed over in the order of ``seq``, which goes up by one. Steps of one kind run in that order, PREFILL
   and MIXED being one kind here. Run in the order of ``seq``, or with one kind before the other, they give the same
   tokens. A MOVE step may overtake any other: no step in flight touches the blocks it writes, and what it reads has
@@ -126,7 +127,7 @@ class ScheduledStep:
     histories: list[History] = field(default_factory=list)
     """For sequences with penalties that (re)start their row; in order of ``index``, mostly empty."""
     restarts: list[bool] = field(default_factory=list)
-    """[S] True in a sequence's first step on its row."""
+    """[S] True in a sequence's first step on its row; empty says False of all."""
     moves: list[BlockMove] = field(default_factory=list)
     """Copies to run before anything else, in this order; mostly empty."""
     reason: StepReason = StepReason.PROMPT_READY

@@ -12,7 +12,7 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from llm_serving.errors import AgentError, LLMServingError, RequestError
+from llm_serving.errors import AgentError, LLMServingError, QueueFullError, RequestError
 
 if TYPE_CHECKING:
     from llm_serving.server.engine_api import EventLogger
@@ -131,8 +131,8 @@ def note_error(log: EventLogger, error: Exception, reply: ErrorReply, where: str
 
 def _request_error(error: RequestError) -> ErrorReply:
     headers: dict[str, str] = {}
-    if error.status == 429:
-        headers = _retry_after(getattr(error, "retry_after_s", RETRY_AFTER_S))
+    if isinstance(error, QueueFullError):
+        headers = _retry_after(error.retry_after_s)
     elif error.status == 504:
         headers = {"X-Should-Retry": "false"}  # OpenAI's clients would send it again at once: it is late already
     elif error.status in (408, 413):

@@ -111,7 +111,7 @@ BOTH = {"ttft_objective": 0.5, "tbt_objective": 0.1}
         ({"ttft": False, "tbt": True, "both": False}, FinishReason.STOP, None, None, BOTH),
         ({"ttft": False, "tbt": False, "both": False}, FinishReason.ERROR, 0.1, 0.1, BOTH),
         ({}, FinishReason.ABORT, 0.1, 0.1, BOTH),
-        ({}, FinishReason.ABORT, 0.1, 0.1, BOTH | {"deadline": 100.5, "first_scheduled_time": 100.2}),
+        ({}, FinishReason.ABORT, 0.1, 0.1, BOTH | {"deadline": 100.5, "first_token_time": 100.2}),
         ({}, FinishReason.ABORT, None, None, BOTH | {"deadline": 101.5}),
         ({"ttft": False, "tbt": False, "both": False}, FinishReason.ABORT, None, None, BOTH | {"deadline": 100.5}),
     ],

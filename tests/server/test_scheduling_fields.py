@@ -147,8 +147,7 @@ def test_a_large_body_of_a_refused_request_does_not_disturb_the_next(server, eng
 
 @pytest.mark.parametrize(("seconds", "header"), [(0.2, "1"), (1.0, "1"), (12.1, "13")])
 def test_retry_after_is_what_the_queue_expects(server, engine, seconds, header):
-    engine.refuse = QueueFullError("full")
-    engine.refuse.retry_after_s = seconds
+    engine.refuse = QueueFullError("full", retry_after_s=seconds)
     assert server.post("/v1/completions", {"prompt": "a"}).headers["retry-after"] == header
 
 
