@@ -8,9 +8,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llm_serving.engine.beam_search import Beam, BeamSearchParams
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.engine.open_request import PieceSink
 from llm_serving.engine.receipts import RequestReceipt
+from llm_serving.engine.search import SearchResult
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import QueueFullError
 from llm_serving.receipt import BlockReason
@@ -139,6 +141,9 @@ class FakeEngine:
         self.full: QueueFullError | None = None
         """What ``queue_full`` says."""
         self.num_cached_tokens = 0
+        self.beams = [Beam(tuple(reply), tuple(fake_logits(token, 2) for token in reply), -2.0, FinishReason.STOP)]
+        """What every search finds."""
+        self.searches: list[BeamSearchParams] = []
         self.drop: str | None = None
         """Every request is ended with this text before its first token, as one whose deadline passes is."""
         self.submitted: list[Submitted] = []
@@ -162,6 +167,33 @@ class FakeEngine:
 
     def status(self) -> FakeStatus:
         return self.current
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.eos_token_ids)
+
+    async def search(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: BeamSearchParams,
+        arrival_time: float | None = None,
+        *,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
+    ) -> SearchResult:
+        """Finds ``beams``, after ``delay_s``."""
+        record = Submitted(request_id, list(prompt_token_ids), SamplingParams(), scheduling)
+        self.submitted.append(record)
+        self.searches.append(params)
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            record.aborted = True
+            raise
+        if self.refuse is not None:
+            raise self.refuse
+        record.finished = True
+        return SearchResult(self.beams[: params.width], self.num_cached_tokens)
 
     async def probe(self, timeout_s: float, /) -> bool:
         self.num_probes += 1

@@ -12,7 +12,7 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from llm_serving.errors import AgentError, LLMServingError, QueueFullError, RequestError
+from llm_serving.errors import AgentError, EngineFailedError, LLMServingError, QueueFullError, RequestError
 
 if TYPE_CHECKING:
     from llm_serving.server.engine_api import EventLogger
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BodyTimeoutError",
     "ClientGoneError",
-    "EngineFailedError",
     "ErrorReply",
     "ForbiddenError",
     "InvalidJSONError",
@@ -75,10 +74,6 @@ class UnavailableError(LLMServingError):
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
         self.code = code
-
-
-class EngineFailedError(LLMServingError):
-    """The engine ended a request that it had taken."""
 
 
 class ClientGoneError(Exception):

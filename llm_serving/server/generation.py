@@ -6,14 +6,15 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
-from llm_serving.errors import DeadlineExceededError, LLMServingError, RequestError
+from llm_serving.engine.beam_search import Beam, BeamSearchParams
+from llm_serving.errors import DeadlineExceededError, EngineFailedError, LLMServingError, RequestError
 from llm_serving.request import FinishReason, RequestOutput, SamplingParams, SchedulingParams, TokenLogits
-from llm_serving.server.errors import EngineFailedError, UnavailableError
+from llm_serving.server.errors import UnavailableError
 from llm_serving.server.http_protocol import RECEIVED_AT
 from llm_serving.server.limits import MAX_SEQUENCES
 from llm_serving.server.prompts import Prompt
@@ -170,6 +171,7 @@ class Generation:
         self._open: list[OpenRequest] = []
         self._is_refused = False
         self._cached_tokens: dict[int, int] = {}
+        self._searches: list[str] = []
         request.scope[GENERATION] = self
 
     @property
@@ -190,7 +192,9 @@ class Generation:
     def receipt(self) -> dict[str, Any]:
         """Where the time went until now."""
         now = time.monotonic()
-        return receipt_json(self.request_id, [opened.receipt(now) for opened in self._open])
+        receipts = [opened.receipt(now) for opened in self._open]
+        receipts += filter(None, map(self.state.engine.receipt, self._searches))
+        return receipt_json(self.request_id, receipts)
 
     def open(self, taker: PieceTaker, *, streamed: bool) -> None:
         """Hand all choices to the engine. Raises LLMServingError, as ``taker.fail`` may be told later.
@@ -231,6 +235,19 @@ class Generation:
     def note_end(self, choice: Choice, piece: RequestOutput) -> None:
         """The last piece of a choice has come."""
         self._cached_tokens[choice.index] = piece.num_cached_tokens
+
+    async def search(self, name: str, choice: Choice, params: BeamSearchParams) -> list[Beam]:
+        """The likeliest answers to the prompt of ``choice``. Raises LLMServingError."""
+        self._log_arrival(replace(choice, request_id=name))
+        self._searches.append(name)
+        prompt = choice.prompt.token_ids
+        try:
+            result = await self.state.engine.search(name, prompt, params, self._received_at, scheduling=self.scheduling)
+        except RequestError as error:
+            self.note_refusal(error)
+            raise
+        self._cached_tokens[choice.index] = result.num_cached_tokens
+        return result.beams
 
     def note_refusal(self, error: RequestError) -> None:
         """Into the log, once: all choices are refused alike."""

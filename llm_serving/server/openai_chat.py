@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from llm_serving.errors import RequestError
 from llm_serving.request import RequestOutput
+from llm_serving.server.beams import check_beam_fields, search_answers
 from llm_serving.server.body import read_json_object
 from llm_serving.server.generation import Answer, Choice, Generation, check_choices, make_choices
 from llm_serving.server.lifecycle import run_while_connected
@@ -45,7 +46,11 @@ async def create_chat_completion(state: ServerState, request: Request) -> Respon
     state.require_ready()
     if body.stream:
         return EventStream(generation, ChatStream(generation, body))
-    work = generation.answers(keep_logits=bool(body.logprobs))
+    if body.use_beam_search:
+        has_limit = body.max_tokens is not None or body.max_completion_tokens is not None
+        work = search_answers(generation, body, None, has_limit=has_limit)
+    else:
+        work = generation.answers(keep_logits=bool(body.logprobs))
     answers = await run_while_connected(state.active, request.receive, work)
     return json_response(_response(generation, body, answers), generation.request_id)
 
@@ -62,6 +67,7 @@ def _check(body: ChatRequest) -> None:
             code="invalid_value",
         )
     check_stream_options(body)
+    check_beam_fields(body)
 
 
 async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> list[Choice]:

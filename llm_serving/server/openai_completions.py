@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from llm_serving.errors import RequestError
 from llm_serving.request import RequestOutput
+from llm_serving.server.beams import check_beam_fields, search_answers
 from llm_serving.server.body import read_json_object
 from llm_serving.server.generation import Answer, Choice, Generation, check_choices, make_choices
 from llm_serving.server.lifecycle import run_while_connected
@@ -47,14 +48,17 @@ async def create_completion(state: ServerState, request: Request) -> Response | 
     state.require_ready()
     if body.stream:
         return EventStream(generation, CompletionStream(generation, body))
-    work = generation.answers(keep_logits=body.logprobs is not None)
+    if body.use_beam_search:
+        work = search_answers(generation, body, body.best_of, has_limit=body.max_tokens is not None)
+    else:
+        work = generation.answers(keep_logits=body.logprobs is not None)
     answers = await run_while_connected(state.active, request.receive, work)
     return json_response(_response(generation, body, answers), generation.request_id)
 
 
 def _check(body: CompletionRequest) -> None:
     n = body.n or 1
-    if body.best_of is not None and body.best_of != n:
+    if body.best_of is not None and body.best_of != n and not body.use_beam_search:
         raise RequestError(
             f"'best_of' is {body.best_of} and n is {n}; only equal values are supported.",
             param="best_of",
@@ -67,6 +71,7 @@ def _check(body: CompletionRequest) -> None:
             code="unsupported_parameter",
         )
     check_stream_options(body)
+    check_beam_fields(body)
 
 
 async def _choices(state: ServerState, body: CompletionRequest, request_id: str) -> list[Choice]:

@@ -6,8 +6,10 @@ from typing import Annotated
 
 from pydantic import Field
 
+from llm_serving.engine.beam_search import MAX_BEAM_WIDTH
 from llm_serving.server.limits import (
     MAX_CHOICES,
+    MAX_LENGTH_PENALTY,
     MAX_MILLISECONDS,
     MAX_NAME_CHARS,
     MAX_PRIORITY,
@@ -108,6 +110,18 @@ class SamplingFields(SchedulingFields, StrictModel):
         default=None, description="Leave special tokens out of the text (default true)."
     )
     include_stop_str_in_output: bool | None = Field(default=None, description="Keep the stop string in the text.")
+    use_beam_search: bool | None = Field(
+        default=None, description="Return the likeliest answers, as beam search finds them; not streamed."
+    )
+    beam_width: int | None = Field(
+        default=None, ge=1, le=MAX_BEAM_WIDTH, description="Beams of a beam search (default: the value of `n`)."
+    )
+    length_penalty: float | None = Field(
+        default=None,
+        ge=-MAX_LENGTH_PENALTY,
+        le=MAX_LENGTH_PENALTY,
+        description="Of a beam search: beams compare by their log-probability / length ** this (default 1).",
+    )
     return_token_ids: bool | None = Field(
         default=None, description="Add `token_ids` and `prompt_token_ids` to each choice."
     )
