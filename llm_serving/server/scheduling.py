@@ -12,7 +12,7 @@ from llm_serving.server.protocol import Milliseconds, Priority, SchedulingFields
 from llm_serving.server.state import ServerSettings
 from llm_serving.server.validation import LaxModel, parse
 
-__all__ = ["scheduling_of", "tenant_of"]
+__all__ = ["SCHEDULING_HEADERS", "scheduling_of", "tenant_of"]
 
 
 class SchedulingHeaders(LaxModel):
@@ -24,14 +24,15 @@ class SchedulingHeaders(LaxModel):
     deadline_ms: Milliseconds = Field(default=None, alias="X-Deadline-Ms")
 
 
-_NAMES = {name: str(field.alias) for name, field in SchedulingHeaders.model_fields.items()}
+SCHEDULING_HEADERS = {name: str(field.alias) for name, field in SchedulingHeaders.model_fields.items()}
+"""Field of the body -> the header that says the same."""
 
 
 def scheduling_of(fields: SchedulingFields, headers: Headers, settings: ServerSettings) -> SchedulingParams:
     """What the request says; a field of its body goes before the header. Raises RequestError naming a wrong header."""
-    given = {alias: headers[alias] for alias in _NAMES.values() if alias in headers}
+    given = {alias: headers[alias] for alias in SCHEDULING_HEADERS.values() if alias in headers}
     from_headers = parse(SchedulingHeaders, given)
-    values = {name: getattr(fields, name) for name in _NAMES}
+    values = {name: getattr(fields, name) for name in SCHEDULING_HEADERS}
     values = {name: getattr(from_headers, name) if value is None else value for name, value in values.items()}
     key = _api_key(headers)
     return SchedulingParams(

@@ -175,3 +175,15 @@ def test_the_terms_are_in_the_log(server):
     server.post("/generate", {"inputs": "a", **TERMS})
     [arrival] = server.log.named("request_arrival")
     assert {key: arrival[key] for key in TERMS} == TERMS
+
+
+def test_the_headers_are_in_the_openapi_document(server):
+    paths = server.http.get("/openapi.json").json()["paths"]
+
+    def headers(path: str) -> list[str]:
+        parameters = paths[path]["post"].get("parameters", [])
+        return [parameter["name"] for parameter in parameters if parameter["in"] == "header"]
+
+    for path in (*(path for path, _ in (*DIALECTS, *STREAMS)),):
+        assert headers(path.replace(MODEL_NAME, "{name}")) == list(HEADERS)
+    assert headers("/tokenize") == []
