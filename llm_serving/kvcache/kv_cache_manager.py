@@ -153,6 +153,13 @@ class KVCacheManager:
         """What is cached of the chain's tokens, but for the last one. Nothing changes, nothing is held."""
         return self._prefixes.match(chain)
 
+    def spare_blocks(self, match: PrefixMatch, num_tokens: int) -> int:
+        """Free blocks that are left when a sequence of ``num_tokens`` tokens adopts a match; negative: too few."""
+        blocks, _ = self._prefixes.current_part(match)
+        missing = max(self.blocks_for(num_tokens) - len(blocks), 0)
+        pool = self._pool
+        return pool.num_free_blocks - sum(not pool.ref_count(block) for block in blocks) - missing
+
     def adopt(self, block_table: list[int], chain: PrefixChain, match: PrefixMatch, num_tokens: int) -> Adoption | None:
         """Start a sequence: its empty table gets the blocks of the match and new ones, to hold ``num_tokens`` tokens.
 

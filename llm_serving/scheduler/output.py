@@ -179,4 +179,4 @@ class RequestUpdate:
     stop_token_id: int | None = None
     """The one of ``sampling.stop_token_ids`` that ended the request."""
     error: str | None = None
-    """Why it ended with ``FinishReason.ERROR``."""
+    """Why it ended with ``FinishReason.ERROR``, or of itself with ``ABORT``: its deadline passed."""
