@@ -72,9 +72,7 @@ class Layers(nn.Cell):
     def construct(self, ids: Tensor, last: Tensor, counts: Tensor) -> Tensor:
         residual = self.embed(ids, self.table, counts)
         hidden = self.norm_linear(residual, self.gamma, self.epsilon, self.first_weight, counts)
-        hidden, residual = self.add_norm_linear(
-            hidden, residual, self.gamma, self.epsilon, self.second_weight, counts
-        )
+        hidden, residual = self.add_norm_linear(hidden, residual, self.gamma, self.epsilon, self.second_weight, counts)
         hidden = self.linear(hidden, self.first_weight, counts)
         hidden, residual = self.mlp(
             hidden, residual, self.gamma, self.epsilon, self.gate_up_weight, self.down_weight, counts

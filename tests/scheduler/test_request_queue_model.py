@@ -148,7 +148,9 @@ class QueueMachine(RuleBasedStateMachine):
         queue, waiting = self.queue, self.model.waiting
         assert (len(queue), bool(queue)) == (len(waiting), bool(waiting))
         assert queue.num_tokens == sum(sequence.request.num_tokens for sequence in waiting)
-        assert set(queue.preempted()) == set(self.model.returned)
+        returned = sorted(self.model.returned, key=lambda sequence: sequence.arrival_index)
+        assert list(queue.preempted()) == returned
+        assert queue.first_preempted is (returned[0] if returned else None)
         assert queue.num_returned == len(self.model.returned)
         deadlines = [sequence.request.deadline for sequence in self.model.expired(float("inf"))]
         assert queue.next_deadline == min(deadlines, default=None)
