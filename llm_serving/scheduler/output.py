@@ -22,6 +22,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from llm_serving.ipc.shm import MoveKind
 from llm_serving.request import Request
 
 __all__ = [
@@ -66,17 +67,6 @@ class StepReason(enum.Enum):
     """Blocks go out to the host for others."""
     BRING_BACK = "bring_back"
     """Blocks come back from the host, there being room again."""
-
-
-class MoveKind(enum.IntEnum):
-    """From where to where a block is copied; the number is the slot's."""
-
-    COPY = 0
-    """Device to device: copy-on-write, or the partial block that ends a prefix hit."""
-    SWAP_OUT = 1
-    """Device to host."""
-    SWAP_IN = 2
-    """Host to device."""
 
 
 @dataclass(frozen=True, slots=True)
