@@ -10,6 +10,7 @@ from agent.kernels import BlockCopies
 from agent.step_inputs import Int32Array
 from agent.weights.storage import Array, allocate
 from llm_serving.config import Config
+from llm_serving.errors import AgentError, AgentStartError
 
 
 class KVCache:
@@ -28,6 +29,9 @@ class KVCache:
         self.keys = [_zeros(*layout(cache.num_blocks)) for _ in range(shape.num_layers)]
         self.values = [_zeros(*layout(cache.num_blocks)) for _ in range(shape.num_layers)]
         self._host = [_zeros(*layout(cache.num_host_blocks)) for _ in range(2 * shape.num_layers)]
+        if config.device != "CPU" and cache.num_host_blocks:
+            raise AgentStartError(f"{_cannot_move(config.device)}; set pa_config.num_host_blocks: 0")
+        self._device = config.device
         self._copies = BlockCopies(self.keys + self.values, self._host)
 
     @property
@@ -45,7 +49,13 @@ class KVCache:
 
         Raises AgentError when one does not exist; nothing is copied then.
         """
+        if self._device != "CPU":
+            raise AgentError(f"{_cannot_move(self._device)}; set scheduler_config.prefix_cache: false")
         self._copies.run(moves)
+
+
+def _cannot_move(device: str) -> str:
+    return f"the cache of device {device} is not in the host's memory, and this version cannot copy its blocks"
 
 
 def _zeros(shape: tuple[int, ...], dtype: str) -> Array:

@@ -238,10 +238,8 @@ def _advice_on_host_blocks(plan: MemoryPlan) -> str:
         return f"without pa_config.num_host_blocks, too, {_advice(rest)}"
     assert rest.available_bytes is not None
     block_bytes = plan.kv_bytes_per_token * plan.block_size
-    wanted, largest = (
-        plan.bytes_of(HOST_BLOCKS) // block_bytes,
-        (rest.available_bytes - rest.total_bytes) // block_bytes,
-    )
+    wanted = plan.bytes_of(HOST_BLOCKS) // block_bytes
+    largest = (rest.available_bytes - rest.total_bytes) // block_bytes
     return f"pa_config.num_host_blocks = {wanted} does not fit; the largest that does is {largest}"
 
 

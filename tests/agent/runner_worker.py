@@ -15,6 +15,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
+from block_sharing import run_block_sharing, run_move_refusals  # noqa: E402
 from step_driver import BLOCK_SIZE, Part, StepDriver, blocks_for  # noqa: E402
 
 from llm_serving.errors import AgentError, ProtocolError  # noqa: E402
@@ -264,10 +265,12 @@ def main() -> None:
             write_model(VARIANTS[name], folder)
         driver = StepDriver(folder, dtype, op_table, weights, kv)
         result = {"golden": run_golden(driver, golden), "invariance": run_invariance(driver, golden)}
+        result["sharing"] = run_block_sharing(driver, golden)
         result["digest"] = weights_digest(folder)
         results["models"][name] = result
         if name == "gqa_tied":
             results |= {"rows": run_rows(driver), "refusals": run_refusals(driver), "stages": driver.stages}
+            results["moves"] = run_move_refusals(driver)
             results["summary"] = driver.runner.summary()
     print(json.dumps(results))
 
