@@ -168,6 +168,13 @@ def test_a_resumed_sequence_goes_on_as_before(results: Any, setup: tuple[str, ..
     assert rows["resumed"] == rows["tokens"]
 
 
+@pytest.mark.parametrize("setup", ALL_SETUPS, ids="-".join)
+def test_a_row_may_start_with_a_decode_that_brings_its_history(results: Any, setup: tuple[str, ...]) -> None:
+    """As after a swap: the cache is there, the row is new."""
+    rows = results(*setup)["rows"]
+    assert rows["swapped"] == rows["tokens"]
+
+
 REFUSALS = {
     "token_ids": "a step's token_ids holds 1536; it must be at least -1 and below 1536",
     "positions": "a step's positions holds 256; it must be at least 0 and below 256",
