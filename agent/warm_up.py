@@ -12,7 +12,10 @@ from llm_serving.ipc.shm import MOVE_WIDTH, PADDING_SLOT, MoveKind, SlotLayout, 
 
 
 def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
-    """Query and context lengths of each: whole prompts, prompts with earlier context, and a decode at full context."""
+    """Query and context lengths of each: whole prompts, prompts with earlier context, and a decode at full context.
+
+    A mixed step is no larger: it has no more tokens than the prompts and no more sequences than the decode.
+    """
     longest = config.max_model_len
     prompts = _prompt_lens(config.max_num_batched_tokens, config.max_prefill_seqs, longest)
     seqs = config.max_decode_seqs
