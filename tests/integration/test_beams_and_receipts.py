@@ -12,6 +12,7 @@ PROMPT = {"prompt": "The capital of France is", "max_tokens": 8}
 TERMS = {"return_receipt": True, "priority": -1, "ttft_objective_ms": 9e6, "tbt_objective_ms": 9e6}
 
 
+TERMS = {"return_receipt": True, "priority": -1, "ttft_objective_ms": 9e6, "tbt_objective_ms": 9e6}
 CACHE = ["pa_config.num_blocks=1024", "scheduler_config.prefix_cache=true"]
 
 
@@ -63,7 +64,7 @@ def test_cached_tokens_are_told_everywhere(server):
 def test_a_receipt_adds_up_to_what_the_log_says(server):
     answer = server.post(
         "/v1/completions",
-        {**PROMPT, "return_receipt": True, "priority": -1, "ttft_objective_ms": 9e6, "tbt_objective_ms": 9e6},
+        {**PROMPT, **TERMS},
     )
     [given] = answer["receipt"]["sequences"]
     [kept] = server.get(f"/requests/{answer['id']}")["sequences"]
