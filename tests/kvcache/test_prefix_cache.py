@@ -304,3 +304,22 @@ def test_without_a_prefix_cache_there_are_no_chains() -> None:
     assert KVCacheManager(4, 4).prefix_hit_tokens == 0
     with pytest.raises(ValueError, match="contiguous tables cannot share"):
         KVCacheManager(4, 4, prefix_cache=True, contiguous=True)
+
+
+def test_a_table_of_full_blocks_only_takes_no_tail() -> None:
+    manager = cached_manager()
+    serve(manager, PROMPT)
+    table: list[int] = []
+    chain = manager.new_chain(PROMPT)
+    assert manager.adopt(table, chain, manager.match_prefix(chain), 8) == Adoption(8, [])
+    assert table == [1, 2]
+    manager.check_integrity([table])
+
+
+def test_of_equal_tails_the_latest_is_copied() -> None:
+    manager = cached_manager()
+    serve(manager, [1, 2, 3, 4])
+    serve(manager, [1, 2, 5, 6])
+    tail = manager.match_prefix(manager.new_chain([1, 2, 7, 8, 9])).tail
+    assert tail is not None
+    assert (tail.block, tail.num_tokens) == (2, 2)
