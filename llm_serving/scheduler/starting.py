@@ -82,6 +82,7 @@ class Starter:
     def _start(self, sequence: Sequence, now: float) -> None:
         request = sequence.request
         self._state.running.start(sequence)
+        request.receipt.unblocked(now)
         sequence.notes_tokens = True
         request.status = RequestStatus.RUNNING
         if request.first_scheduled_time is None:
