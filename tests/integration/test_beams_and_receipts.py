@@ -11,7 +11,6 @@ from server_process import running_server
 PROMPT = {"prompt": "The capital of France is", "max_tokens": 8}
 TERMS = {"return_receipt": True, "priority": -1, "ttft_objective_ms": 9e6, "tbt_objective_ms": 9e6}
 
-
 CACHE = ["pa_config.num_blocks=1024", "scheduler_config.prefix_cache=true"]
 
 

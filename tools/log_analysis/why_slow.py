@@ -61,7 +61,7 @@ class SlowRequests:
     """Mean time at the head of the queue by reason, longest first."""
     blockers: list[Blocker]
     preemptions: float
-    """Mean of a slow request; so is ``swaps``."""
+    """Times a slow request lost its blocks, on average; ``swaps``: those to host memory."""
     swaps: float
 
     @property

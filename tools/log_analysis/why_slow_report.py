@@ -155,12 +155,10 @@ def _blockers(result: SlowRequests) -> str:
 
 
 def _preemptions(result: SlowRequests) -> str:
-    parts = []
-    if result.preemptions:
-        parts.append(f"preempted {result.preemptions:.1f} times")
-    if result.swaps:
-        parts.append(f"swapped {result.swaps:.1f} times")
-    return f"A slow request was {' and '.join(parts)} on average." if parts else ""
+    if not result.preemptions:
+        return ""
+    swapped = f", {result.swaps:.1f} of them to host memory" if result.swaps else ""
+    return f"A slow request lost its blocks {result.preemptions:.1f} times on average{swapped}."
 
 
 def _percent(part: float, whole: float) -> str:
