@@ -142,9 +142,7 @@ def _queue(result: SlowRequests) -> str:
         f"{_seconds(milliseconds)} because {_REASONS.get(reason, reason)}"
         for reason, milliseconds in list(result.blocked_ms.items())[:3]
     ]
-    behind = result.slow.parts["queue"] - sum(result.blocked_ms.values())
-    line = f", after {_seconds(behind)} behind others" if behind >= TOLD * result.slow.parts["queue"] else ""
-    return f"First in line{line}, a slow request waited {'; '.join(reasons)}."
+    return f"A slow request waited {'; '.join(reasons)}."
 
 
 def _blockers(result: SlowRequests) -> str:
