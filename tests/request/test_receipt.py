@@ -111,10 +111,11 @@ def test_everybody_in_line_waits_for_what_the_first_waits_for() -> None:
     line = WaitingLine()
     first, second, third = Receipt(0.0), Receipt(2.0), Receipt(7.0)
     first.join(line)
-    for reason, by, now in ((BlockReason.ROWS, ["a"], 1.0), (BlockReason.BLOCKS, ["b", "c"], 4.0)):
-        first.blocked(reason, by, now)
-        line.blocked(reason, by, now)
-        second.join(line) if now == 1.0 else None
+    first.blocked(BlockReason.ROWS, ["a"], 1.0)
+    line.blocked(BlockReason.ROWS, ["a"], 1.0)
+    second.join(line)
+    first.blocked(BlockReason.BLOCKS, ["b", "c"], 4.0)
+    line.blocked(BlockReason.BLOCKS, ["b", "c"], 4.0)
     assert second.blocked_until(5.0) == {BlockReason.ROWS: 2_000_000, BlockReason.BLOCKS: 1_000_000}
     first.unblocked(6.0)
     line.moved(6.0)
