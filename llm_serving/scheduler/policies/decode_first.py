@@ -13,12 +13,14 @@ from llm_serving.scheduler.state import SchedulerState
 __all__ = ["DECODE_STREAK_LIMIT", "DecodeFirst"]
 
 DECODE_STREAK_LIMIT = 32
-"""Decode steps that prompts wait for at most; then comes one prefill step. At 32 a row is slowed down by a prefill
-once in 32 tokens, and a queue moves on even if the running requests never end."""
+"""Decode steps that a prompt waits for at most when it could start. The more such prompts wait, the sooner comes a
+prefill step: with one waiting after 32 decode steps, with four after 8, with 32 after every one; n of them start within
+32 * (1 + 1/2 + ... + 1/n) decode steps, whether the running requests ever end or not. (A fixed 32 between two prefill
+steps let 1500 requests at 10 a second take four times the time of any other policy, in a simulation.)"""
 
 
 class DecodeFirst:
-    """Prefill steps only when no running row wants a token, or after ``DECODE_STREAK_LIMIT`` decode steps.
+    """Prefill steps only when no running row wants a token, or after so many decode steps in a row.
 
     A decode that is queued while a prefill is would run before it. So that the limit holds, none is queued beside a
     prefill that was due.
@@ -29,14 +31,16 @@ class DecodeFirst:
         self._prefills = composers.prefills
         self._decodes = composers.decodes
         self._streak = 0
+        self._overdue_in_flight = False
 
     def next_step(self, now: float) -> ScheduledStep | None:
         in_flight = self._state.in_flight
-        if self._streak >= DECODE_STREAK_LIMIT:
-            if in_flight.num_prefill_steps:
-                return None
+        if self._overdue_in_flight:
+            return None
+        if self._streak >= self._streak_limit():
             step = self._prefills.compose(now, StepReason.PROMPT_OVERDUE)
             if step is not None:
+                self._overdue_in_flight = True
                 return step
             self._streak = 0  # nobody waits who could start
         if self._rows_want_tokens():
@@ -49,11 +53,18 @@ class DecodeFirst:
 
     def step_answered(self, step: ScheduledStep, result: StepResult) -> None:
         """A prefill that has run begins the count of decodes again."""
-        if step.kind is not StepKind.MOVE and step.kind is not StepKind.DECODE:
+        if step.kind is StepKind.PREFILL:
             self._streak = 0
+            if not self._state.in_flight.num_prefill_steps:
+                self._overdue_in_flight = False
 
     def reset(self) -> None:
         self._streak = 0
+        self._overdue_in_flight = False
+
+    def _streak_limit(self) -> int:
+        num_startable = min(len(self._state.waiting), self._state.running.num_free_rows)
+        return max(1, DECODE_STREAK_LIMIT // max(1, num_startable))
 
     def _rows_want_tokens(self) -> bool:
         return any(sequence.is_decoding and sequence.wants_token for sequence in self._state.running)
