@@ -68,6 +68,11 @@ class EngineTotals:
     decode_steps: int = 0
     prefill_tokens: int = 0
     decode_tokens: int = 0
+    mixed_steps: int = 0
+    mixed_tokens: int = 0
+    move_steps: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
     decode_rows: float = 0.0
     """Rows of all decode steps: divided by their number it is the mean batch."""
 
@@ -244,11 +249,18 @@ class LogAnalysis:
         engine.decode_steps += state.decode_steps
         engine.prefill_tokens += state.prefill_tokens
         engine.decode_tokens += state.decode_tokens
+        engine.mixed_steps += state.mixed_steps
+        engine.mixed_tokens += state.mixed_tokens
+        engine.move_steps += state.move_steps
+        engine.prefix_hit_tokens += state.prefix_hit_tokens
+        engine.prefix_query_tokens += state.prefix_query_tokens
         engine.decode_rows += (state.decode_batch_mean or 0.0) * state.decode_steps
         for name, value in (
             ("running", state.running),
             ("waiting", state.waiting),
+            ("swapped", state.swapped),
             ("kv_use", state.kv_use),
+            ("kv_waste", state.kv_waste if state.running else None),
             ("kv_use_while_waiting", state.kv_use if state.waiting else None),
             ("decode_batch", state.decode_batch_mean if state.decode_steps else None),
             ("output_tokens_per_s", state.output_tokens_per_s),
