@@ -361,8 +361,8 @@ def test_the_report_as_text(maker: LogMaker, capsys: pytest.CaptureFixture[str])
     assert ["queue", "583", "500", "900", "990", "1000"] in lines
     assert ["r1", "3.00", "500", "500", "2000", "10", "5", "0", "length"] in lines
     assert ["running", "requests", "3.00", "4.00", "▅█"] in lines
-    assert "mixed (60 tokens), 2 of block moves" in " ".join(" ".join(line) for line in lines)
-    assert "32 prompt tokens found in the prefix cache, 25 % of those looked up".split() in lines
+    text = " ".join(" ".join(line) for line in lines)
+    assert "6 mixed (60 tokens), 2 of block moves 32 prompt tokens found in the prefix cache, 25 % of 128" in text
 
 
 def test_the_html_is_well_formed_self_contained_and_escaped(maker: LogMaker, tmp_path: Path) -> None:

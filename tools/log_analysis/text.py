@@ -103,10 +103,8 @@ def _engine(analysis: LogAnalysis) -> str:
     if engine.move_steps:
         steps += f", {engine.move_steps} of block moves"
     if engine.prefix_query_tokens:
-        share = 100 * engine.prefix_hit_tokens / engine.prefix_query_tokens
-        steps += (
-            f"\n  {engine.prefix_hit_tokens} prompt tokens found in the prefix cache, {share:.0f} % of those looked up"
-        )
+        found, looked_up = engine.prefix_hit_tokens, engine.prefix_query_tokens
+        steps += f"\n  {found} prompt tokens found in the prefix cache, {100 * found / looked_up:.0f} % of {looked_up}"
     width = max(len("over time"), *(len(row[3]) for row in rows))
     rows = [[*row[:3], row[3].ljust(width)] for row in rows]
     return format_table(["engine", "mean", "max", "over time".ljust(width)], rows) + "\n" + steps
