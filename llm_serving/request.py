@@ -6,6 +6,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from llm_serving.receipt import BlockReason, Receipt
+
 MAX_TOP_LOGITS = 32
 """Most (token id, logit) pairs a step returns per sampled token."""
 
@@ -15,6 +17,8 @@ class RequestStatus(enum.Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
+    """Its keys and values are in host memory; it waits to come back."""
     FINISHED = "finished"
 
 
@@ -26,7 +30,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     """``max_tokens`` or the model's context was reached."""
     ABORT = "abort"
-    """The client went away or asked to stop."""
+    """The client went away or asked to stop; or, with ``RequestOutput.error``, its deadline passed before it began."""
     ERROR = "error"
     """The server could not go on; ``RequestOutput.error`` says why."""
 
@@ -70,11 +74,31 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulingParams:
+    """What a request asks of the order of work, and whose it is. Nothing here changes a token of its answer.
+
+    Times are seconds; those of ``Request`` that have the same names say what they mean. ``deadline`` counts from the
+    request's arrival.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: bytes = b""
+    ttft_objective: float | None = None
+    tbt_objective: float | None = None
+    deadline: float | None = None
+
+
+DEFAULT_SCHEDULING = SchedulingParams()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence in the scheduler. Owned by it from ``add_request`` until it is finished.
 
-    ``arrival_time`` and the other times are seconds on the engine's monotonic clock.
+    ``arrival_time`` and the other times are seconds on the engine's monotonic clock. Its ``receipt`` counts from
+    ``arrival_time`` unless it is given one.
     """
 
     request_id: str
@@ -95,6 +119,25 @@ class Request:
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
+    priority: int = 0
+    """Smaller is served earlier, inside the policy's order."""
+    tenant: str = ""
+    """Whose it is, for fairness: a short hash of the API key; empty without one."""
+    cache_salt: bytes = b""
+    """Goes into the hashes of the prefix cache: requests with other salts share nothing with it."""
+    ttft_objective: float | None = None
+    """Seconds from its arrival to its first token that would be good enough; None for the config's."""
+    tbt_objective: float | None = None
+    """Seconds between two of its tokens that would be good enough; None for the config's."""
+    deadline: float | None = None
+    """When it is of no use any more: not prefilled by then, it is dropped (``FinishReason.ABORT``)."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache at its first start."""
+    receipt: Receipt = field(default_factory=Receipt)
+
+    def __post_init__(self) -> None:
+        if not self.receipt.start_us:
+            self.receipt = Receipt(self.arrival_time)
 
     @property
     def num_tokens(self) -> int:
@@ -118,8 +161,20 @@ class TokenLogits:
 
 
 @dataclass(frozen=True, slots=True)
+class Blocked:
+    """A reason that kept a request from starting, or while it was not the first in line the one that was."""
+
+    reason: BlockReason
+    times: int
+    """So often the scheduler passed it over for this reason while it was the first; 0 if it never was."""
+    seconds: float
+    """Time from those looks to the next ones; in ``RequestTimings.queue``, or ``preempted`` for one that was."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Where a finished request spent its time, in seconds; ``queue + prefill + decode + delivery == e2e``.
+    """Where a request spent its time, in seconds: ``tokenise + queue + prefill + decode + preempted + swapped +
+    delivery == e2e``, to the microsecond, of which all are whole numbers.
 
     As the engine makes it, the request ends with its last step and ``delivery`` is 0. What is logged counts to the
     moment the last byte was written to the client's socket, see ``llm_serving.engine.open_request``.
@@ -134,6 +189,28 @@ class RequestTimings:
     delivery: float = 0.0
     tpot: float | None = None
     """Mean time between tokens; None for fewer than two."""
+    tokenise: float = 0.0
+    """From the first byte to the queue: reading and checking the body, and its text's tokens."""
+    preempted: float = 0.0
+    swapped: float = 0.0
+    num_swaps: int = 0
+    num_chunks: int = 0
+    """Prefill steps it was in."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    blocked: tuple[Blocked, ...] = ()
+    """Longest first."""
+    blocked_by: tuple[str, ...] = ()
+    """Ids of requests that stood in its way, those seen most often first."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What ``e2e`` is made of, in the order in which a request meets it."""
+        return {name: getattr(self, name) for name in PARTS}
+
+
+PARTS = ("tokenise", "queue", "prefill", "decode", "preempted", "swapped", "delivery")
+"""Names of the parts of a request's time, in ``RequestTimings``, the log, the metrics and receipts."""
 
 
 @dataclass(slots=True)
@@ -156,6 +233,8 @@ class RequestOutput:
     stop_reason: str | int | None = None
     error: str | None = None
     timings: RequestTimings | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache; told with the last piece."""
 
     @property
     def finished(self) -> bool:

@@ -187,7 +187,8 @@ CASES = [
     Case(
         "unknown policy",
         with_section("scheduler_config: {policy: fifo}"),
-        f"{FILE}: scheduler_config.policy = 'fifo': unknown value; the nearest is 'fcfs', of fcfs, prefill_first",
+        f"{FILE}: scheduler_config.policy = 'fifo': unknown value; the nearest is 'fcfs', of chunked, "
+        "decode_first, fcfs, prefill_first, slo",
     ),
     Case(
         "unknown inputs",
@@ -201,14 +202,15 @@ CASES = [
     ),
     # Understood, but not available.
     Case(
-        "static batching",
-        in_model("batching_strategy: static"),
-        f"{FILE}: model_config.batching_strategy = 'static': static batching is not available yet; use continuous",
+        "unknown batching",
+        in_model("batching_strategy: statik"),
+        f"{FILE}: model_config.batching_strategy = 'statik': unknown value; did you mean 'static'?",
     ),
     Case(
-        "no paged attention",
-        in_model("page_attention: False"),
-        f"{FILE}: model_config.page_attention = False: serving without paged attention is not available yet; use True",
+        "shared blocks in one piece",
+        in_model("page_attention: False") + "\nscheduler_config: {prefix_cache: true}",
+        f"{FILE}: scheduler_config.prefix_cache = True: shares blocks between requests, which needs "
+        "model_config.page_attention: True",
     ),
     Case(
         "cursor input",

@@ -11,11 +11,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from block_watch import BlockWatch
+
 from llm_serving.ipc.shm import LAST_TOKEN
 from llm_serving.request import Request, SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.output import History, ScheduledStep, StepKind, StepResult
-from llm_serving.scheduler.policy import Policy
+from llm_serving.scheduler.output import BlockMove, History, MoveKind, ScheduledStep, StepKind, StepResult
 
 VOCABULARY = 53
 END_TOKEN = 1
@@ -65,6 +66,8 @@ class _Slot:
     do_sample: list[bool]
     sample_positions: list[int]
     histories: list[History]
+    restarts: list[bool]
+    moves: list[BlockMove]
 
     @classmethod
     def of(cls, step: ScheduledStep) -> _Slot:
@@ -81,12 +84,17 @@ class _Slot:
             list(step.do_sample),
             list(step.sample_positions),
             list(step.histories),
+            list(step.restarts) or [False] * step.num_seqs,
+            list(step.moves),
         )
 
 
 @dataclass
 class FakeDevice:
-    """Runs steps one at a time over a KV cache of one token a slot, in the order of the policy."""
+    """Runs steps one at a time over a KV cache of one token a slot, in the order of the policy.
+
+    Whoever drives it tells ``answered`` when the scheduler has taken a step's result.
+    """
 
     limits: SchedulerLimits
     queue: list[_Slot] = field(default_factory=list)
@@ -94,19 +102,30 @@ class FakeDevice:
     """Numbers of the steps run, in that order."""
 
     def __post_init__(self) -> None:
+        limits = self.limits
         self._garbage = random.Random(0)
+        self._watch = BlockWatch(limits.block_size, limits.num_blocks, limits.num_host_blocks)
         self.reset()
 
     def reset(self) -> None:
-        """A new agent: nothing queued, no rows, a cache full of garbage."""
-        size = self.limits.num_blocks * self.limits.block_size
-        self.cache = [self._garbage.randrange(1 << 30) for _ in range(size)]
+        """A new agent: nothing queued, no rows, cache and host memory full of garbage."""
+        self.cache = self._memory(self.limits.num_blocks)
+        self.host = self._memory(self.limits.num_host_blocks)
         self.rows: dict[int, _Row] = {}
         self.queue.clear()
+        self._watch.clear()
+
+    def _memory(self, num_blocks: int) -> list[int]:
+        return [self._garbage.randrange(1 << 30) for _ in range(num_blocks * self.limits.block_size)]
 
     def submit(self, step: ScheduledStep) -> None:
         self._check(step)
+        self._watch.submit(step)
         self.queue.append(_Slot.of(step))
+
+    def answered(self, seq: int) -> None:
+        """The scheduler has taken the result of step ``seq``."""
+        self._watch.answered(seq)
 
     def abort(self, seq: int) -> StepResult | None:
         """Drop a queued step; its answer, or None when it is not queued any more."""
@@ -117,9 +136,10 @@ class FakeDevice:
         return None
 
     def run_next(self) -> StepResult:
-        """Run the first step in the order of the policy."""
-        prefill_first = self.limits.policy is Policy.PREFILL_FIRST
-        slot = min(self.queue, key=lambda s: (prefill_first and s.kind is StepKind.DECODE, s.seq))
+        """Run the first step in the order of the policy: moves alone before all others."""
+        last = {"prefill_first": {StepKind.DECODE}, "decode_first": {StepKind.PREFILL, StepKind.MIXED}}
+        run_last = last.get(self.limits.policy.value, set())
+        slot = min(self.queue, key=lambda s: (s.kind is not StepKind.MOVE, s.kind in run_last, s.seq))
         self.queue.remove(slot)
         self.ran.append(slot.seq)
         return self._run(slot)
@@ -127,6 +147,8 @@ class FakeDevice:
     def _run(self, slot: _Slot) -> StepResult:
         result, offset = StepResult(slot.seq), 0
         histories = {history.index: history for history in slot.histories}
+        for move in slot.moves:
+            self._move(move)
         for index, query_len in enumerate(slot.query_lens):
             tokens = slot.token_ids[offset : offset + query_len]
             offset += query_len
@@ -141,9 +163,16 @@ class FakeDevice:
             ]
         return result
 
+    def _move(self, move: BlockMove) -> None:
+        size = self.limits.block_size
+        source = self.host if move.kind is MoveKind.SWAP_IN else self.cache
+        destination = self.host if move.kind is MoveKind.SWAP_OUT else self.cache
+        tokens = source[move.source * size : (move.source + 1) * size]
+        destination[move.destination * size : (move.destination + 1) * size] = tokens
+
     def _run_sequence(self, slot: _Slot, index: int, tokens: list[int], history: History | None) -> int:
         start, table, size = slot.starts[index], slot.block_tables[index], self.limits.block_size
-        if start == 0:
+        if slot.restarts[index]:
             self.rows[slot.rows[index]] = _Row()
         row = self.rows[slot.rows[index]]
         tokens = [row.last_token if token == LAST_TOKEN else token for token in tokens]
@@ -174,16 +203,34 @@ class FakeDevice:
         assert all(0 <= row < limits.max_num_seqs for row in step.rows)
         assert sum(step.query_lens) == step.num_tokens
         assert sum(len(history.token_ids) for history in step.histories) <= limits.max_step_history
-        if step.kind is StepKind.PREFILL:
-            assert 1 <= seqs <= limits.prefill_batch_size
-            assert step.num_tokens <= limits.max_num_batched_tokens
-        else:
-            assert 1 <= seqs <= limits.decode_batch_size
-            assert step.query_lens == [1] * seqs
-            assert step.do_sample == [True] * seqs
-        blocks = [block for table in step.block_tables for block in table]
-        assert len(set(blocks)) == len(blocks)
-        assert all(0 < block < limits.num_blocks for block in blocks)
+        assert step.restarts == [] or len(step.restarts) == seqs
+        self._check_kind(step)
+        self._check_restarts(step)
+        assert all(len(set(table)) == len(table) for table in step.block_tables)
+        assert all(0 < block < limits.num_blocks for table in step.block_tables for block in table)
         for start, query_len, table in zip(step.starts, step.query_lens, step.block_tables, strict=True):
             assert len(table) * limits.block_size >= start + query_len
             assert start + query_len < limits.max_model_len
+
+    def _check_kind(self, step: ScheduledStep) -> None:
+        limits, seqs = self.limits, step.num_seqs
+        if step.kind is StepKind.MOVE:
+            assert step.moves
+            assert (seqs, step.num_tokens) == (0, 0)
+        elif step.kind is StepKind.DECODE:
+            assert 1 <= seqs <= limits.decode_batch_size
+            assert step.query_lens == [1] * seqs
+            assert step.do_sample == [True] * seqs
+        else:
+            most = limits.prefill_batch_size if step.kind is StepKind.PREFILL else limits.max_num_seqs
+            assert 1 <= seqs <= most
+            assert step.num_tokens <= limits.max_num_batched_tokens
+
+    def _check_restarts(self, step: ScheduledStep) -> None:
+        """A position 0 is always a restart, and the agent knows no last token of a row that restarts."""
+        restarts, offset = step.restarts or [False] * step.num_seqs, 0
+        for start, query_len, restart in zip(step.starts, step.query_lens, restarts, strict=True):
+            assert restart or start > 0, f"step {step.seq} starts at position 0 without a restart"
+            tokens = step.token_ids[offset : offset + query_len]
+            assert not (restart and LAST_TOKEN in tokens), f"step {step.seq} restarts with a token nobody knows"
+            offset += query_len

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,13 @@ def make_limits(**changes: Any) -> SchedulerLimits:
 
 
 def make_request(
-    name: str, prompt: int | Sequence[int] = 5, max_tokens: int = 8, *, arrival: float = 0.0, **sampling: Any
+    name: str,
+    prompt: int | Sequence[int] = 5,
+    max_tokens: int = 8,
+    *,
+    arrival: float = 0.0,
+    deadline: float | None = None,
+    **sampling: Any,
 ) -> Request:
     """A request with a prompt of its own: ``prompt`` tokens derived from its name, or these."""
     if isinstance(prompt, int):
@@ -54,7 +60,7 @@ def make_request(
         prompt = [2 + (seed + 7 * place) % (VOCABULARY - 2) for place in range(prompt)]
     sampling.setdefault("ignore_eos", True)
     params = SamplingParams(max_tokens=max_tokens, **sampling)
-    return Request(name, prompt, params, arrival, frozenset({END_TOKEN}))
+    return Request(name, prompt, params, arrival, frozenset({END_TOKEN}), deadline=deadline)
 
 
 class FakeExecutor:
@@ -115,6 +121,9 @@ class FakeExecutor:
                 self._events.append(result)
             events = list(self._events)
             self._events.clear()
+            for event in events:
+                if isinstance(event, StepResult):
+                    self.device.answered(event.seq)
             return events
 
     def wake(self) -> None:
@@ -211,6 +220,8 @@ class RecordingMetrics:
     ends: list[tuple[str, FinishReason]] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     num_preemptions: int = 0
+    num_swaps: int = 0
+    met: list[dict[str, bool]] = field(default_factory=list)
     overheads: list[float] = field(default_factory=list)
 
     def step(self, step: ScheduledStep, result: StepResult, seconds: float) -> None:
@@ -231,5 +242,9 @@ class RecordingMetrics:
     def request_refused(self, code: str) -> None:
         self.refusals.append(code)
 
-    def preemptions(self, count: int) -> None:
+    def preemptions(self, count: int, swaps: int) -> None:
         self.num_preemptions += count
+        self.num_swaps += swaps
+
+    def objectives(self, met: Mapping[str, bool]) -> None:
+        self.met.append(dict(met))

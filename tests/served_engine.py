@@ -15,7 +15,22 @@ from fakes import END_TOKEN, VOCABULARY, FakeDetokenizer, FakeExecutor, Recordin
 from llm_serving.engine import async_engine
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.outputs import merge_outputs
+from llm_serving.errors import LLMServingError
 from llm_serving.request import Request, RequestOutput
+
+
+class Sink:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.pieces: list[RequestOutput] = []
+        self.errors: list[LLMServingError] = []
+
+    def push(self, piece: RequestOutput) -> None:
+        self.pieces.append(piece)
+
+    def fail(self, error: LLMServingError) -> None:
+        self.errors.append(error)
 
 
 class Served:
@@ -50,6 +65,7 @@ async def served(**limits: object) -> AsyncIterator[Served]:
         shape=SimpleNamespace(vocab_size=VOCABULARY),
         end_token_ids=(END_TOKEN,),
         log_config=SimpleNamespace(state_interval_s=60.0),
+        scheduler_config=SimpleNamespace(ttft_objective_ms=500.0, tbt_objective_ms=50.0),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_engine.SchedulerLimits, "from_config", lambda config: sizes)

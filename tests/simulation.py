@@ -47,16 +47,28 @@ class Simulation:
             self.device.submit(step)
             self.steps.append(step)
             steps.append(step)
+        self._take_ended()
         assert oldest is None or oldest.num_preemptions == before
         if self.scheduler.num_steps_in_flight == 0:
             assert self.scheduler.is_idle or self.scheduler.next_wakeup(self.now) is not None
         self.check()
         return steps
 
+    def _take_ended(self) -> None:
+        updates = self.scheduler.take_ended()
+        for update in updates:
+            assert update.error is not None
+            assert update.request.deadline is not None
+            assert update.request.deadline <= self.now
+            self.cut.add(update.request.request_id)
+        self.take(updates)
+
     def run(self) -> bool:
         """The device runs one step; its answer waits for ``answer``."""
         if self.device.queue:
-            self.answers.append(self.device.run_next())
+            result = self.device.run_next()
+            result.graph_us = 500 + 20 * len(result.sampled_ids) + 37 * result.seq % 300
+            self.answers.append(result)
             return True
         return False
 
@@ -64,7 +76,9 @@ class Simulation:
         """The oldest answer reaches the scheduler."""
         if not self.answers:
             self.run()
-        updates = self.scheduler.update(self.answers.popleft(), self.now)
+        result = self.answers.popleft()
+        updates = self.scheduler.update(result, self.now)
+        self.device.answered(result.seq)
         self.take(updates)
         self.check()
         return updates
@@ -101,6 +115,7 @@ class Simulation:
         """The step that would run next fails."""
         result = self.device.run_next()
         updates = self.scheduler.update(StepResult(result.seq, error=error), self.now)
+        self.device.answered(result.seq)
         self.cut.update(update.request.request_id for update in updates)
         self.take(updates)
         self.check()

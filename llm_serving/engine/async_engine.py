@@ -8,14 +8,20 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from llm_serving.engine.beam_search import BeamSearchParams
 from llm_serving.engine.core import Abort, Add, EngineCore, Probe, Stop
 from llm_serving.engine.observer import EngineLog, EngineMetrics
-from llm_serving.engine.open_request import OpenRequest, PieceSink, RequestLog
-from llm_serving.engine.outputs import MERGE_AT, DetokenizerFactory, EngineOutput, ProbeAnswer, merge_outputs
+from llm_serving.engine.open_request import OpenRequest, PieceSink
+from llm_serving.engine.outputs import DetokenizerFactory, EngineOutput, ProbeAnswer
+from llm_serving.engine.piece_stream import PieceStream
+from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, receipt_of
+from llm_serving.engine.request_factory import RequestFactory
+from llm_serving.engine.request_log import RequestLog
+from llm_serving.engine.search import Search, SearchResult
 from llm_serving.engine.status import EngineStatus
-from llm_serving.errors import AgentLostError, LLMServingError, RequestError
+from llm_serving.errors import AgentLostError, QueueFullError, RequestError
 from llm_serving.executor.base import Executor
-from llm_serving.request import Request, RequestOutput, SamplingParams
+from llm_serving.request import DEFAULT_SCHEDULING, Request, RequestOutput, SamplingParams, SchedulingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.scheduler import Scheduler
 
@@ -24,44 +30,6 @@ if TYPE_CHECKING:
     from llm_serving.engine.tokenizer import Tokenizer
 
 __all__ = ["AsyncEngine"]
-
-
-class _Stream:
-    """One request's pieces between the engine thread's deliveries and the reader of ``generate``."""
-
-    __slots__ = ("_error", "_pieces", "_waiter")
-
-    def __init__(self) -> None:
-        self._pieces: list[RequestOutput] = []
-        self._error: LLMServingError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def push(self, piece: RequestOutput) -> None:
-        self._pieces.append(piece)
-        if len(self._pieces) >= MERGE_AT:
-            self._pieces = [merge_outputs(self._pieces)]
-        self._notify()
-
-    def fail(self, error: LLMServingError) -> None:
-        self._error = error
-        self._notify()
-
-    async def next(self) -> RequestOutput:
-        """Everything that has come since the last call, as one piece; waits for one."""
-        while not self._pieces:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        pieces, self._pieces = self._pieces, []
-        return merge_outputs(pieces)
-
-    def _notify(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class AsyncEngine:
@@ -82,12 +50,15 @@ class AsyncEngine:
         self.tokenizer = tokenizer
         self.model_name = config.model_name
         self.max_model_len = config.max_model_len
-        self._vocab_size = config.shape.vocab_size
-        self._end_token_ids = frozenset(config.end_token_ids)
         self._clock = clock
+        self._factory = RequestFactory(config, clock)
+        self.end_token_ids = self._factory.end_token_ids
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[str, OpenRequest] = {}
+        self._metrics = metrics
         self._requests = RequestLog(log, metrics)
+        self._receipts = ReceiptBook()
+        self._searches: dict[str, Request] = {}
         self._probes: list[asyncio.Future[bool]] = []
         self._core = EngineCore(
             Scheduler(SchedulerLimits.from_config(config)),
@@ -148,27 +119,67 @@ class AsyncEngine:
         sink: PieceSink,
         arrival_time: float | None = None,
         *,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         streamed: bool = True,
+        quiet: bool = False,
     ) -> OpenRequest:
         """Serve a request; its pieces go to ``sink``. The caller must ``close`` what is returned.
 
         ``arrival_time``, on the engine's clock, is when the client's request came, from which its times count; by
-        default now. ``streamed``: the caller will say when output was ``delivered``.
-        Raises RequestError for token ids outside the vocabulary or an id in use, AgentLostError when nothing is served
-        any more; other refusals come through ``sink.fail``.
+        default now. ``streamed``: the caller will say when output was ``delivered``. ``quiet``: log, metrics and
+        receipts hear nothing of it.
+        Raises RequestError for token ids outside the vocabulary or an id in use, DeadlineExceededError when its
+        deadline has passed, AgentLostError when nothing is served any more; other refusals come by ``sink.fail``.
         """
-        self._check_tokens(prompt_token_ids)
         if request_id in self._open:
             raise RequestError(f"a request with the id {request_id!r} is being served", param="request_id")
-        arrival = self._clock() if arrival_time is None else arrival_time
-        opened = OpenRequest(request_id, arrival, sink, self._closed, self._requests, streamed=streamed)
+        request = self._factory.make(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
+        opened = OpenRequest(request, sink, self._closed, self._requests, streamed=streamed, quiet=quiet)
         self._open[request_id] = opened
-        self._core.submit(Add(Request(request_id, prompt_token_ids, sampling, arrival, self._end_token_ids)))
+        self._core.submit(Add(request))
         if self._core.ended and not opened.is_ended:  # it may have missed the command
             opened.is_ended = True
             opened.close()
             raise AgentLostError(f"requests are not served any more: {self._core.stop_reason}")
         return opened
+
+    def queue_full(self) -> QueueFullError | None:
+        """Why a request that comes now would be refused; None when it may be taken. Cheap: ask before reading one."""
+        full = self._core.queue_full()
+        if full is not None:
+            self._metrics.request_refused(full.code)
+        return full
+
+    def receipt(self, request_id: str) -> RequestReceipt | None:
+        """Where the time of a request went that is being served, or ended not long ago; else None."""
+        opened, search = self._open.get(request_id), self._searches.get(request_id)
+        if opened is not None:
+            return opened.receipt(self._clock())
+        return self._receipts.get(request_id) if search is None else receipt_of(search, self._clock())
+
+    async def search(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: BeamSearchParams,
+        arrival_time: float | None = None,
+        *,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
+    ) -> SearchResult:
+        """The likeliest answers to a prompt. Prompt and ``max_tokens`` must fit the longest prompt together, since a
+        beam's steps send it as one. Raises as ``open`` does, and EngineFailedError; cancel it to abort."""
+        sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0.0)
+        whole = self._factory.make(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
+        search = Search(self, whole, params, scheduling, self._clock)
+        self._searches[request_id] = whole
+        try:
+            return await search.run()
+        finally:
+            del self._searches[request_id]
+            output = search.output()
+            if output.timings is not None:
+                self._requests.request_end(output, output.timings, whole)
+                self._receipts.add(receipt_of(whole, self._clock(), output.timings))
 
     async def generate(
         self,
@@ -176,6 +187,8 @@ class AsyncEngine:
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         arrival_time: float | None = None,
+        *,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
     ) -> AsyncGenerator[RequestOutput, None]:
         """``open`` for a reader that pulls: the pieces of a request's answer, the last with ``finish_reason`` set.
 
@@ -185,8 +198,10 @@ class AsyncEngine:
         """
         while (old := self._open.get(request_id)) is not None and old.gone is not None:
             await old.gone.wait()
-        stream = _Stream()
-        opened = self.open(request_id, prompt_token_ids, sampling, stream, arrival_time, streamed=False)
+        stream = PieceStream()
+        opened = self.open(
+            request_id, prompt_token_ids, sampling, stream, arrival_time, scheduling=scheduling, streamed=False
+        )
         try:
             while True:
                 piece = await stream.next()
@@ -210,16 +225,10 @@ class AsyncEngine:
         if opened.gone is not None:
             opened.gone.set()
         piece = opened.last_piece
-        if piece is not None:
-            self._requests.request_end(piece, opened.timings(piece))
-
-    def _check_tokens(self, token_ids: Sequence[int]) -> None:
-        if len(token_ids) and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
-            wrong = next(token for token in token_ids if not 0 <= token < self._vocab_size)
-            raise RequestError(
-                f"token id {wrong} in the prompt is not in the vocabulary (0 to {self._vocab_size - 1})",
-                param="prompt",
-            )
+        if piece is not None and not opened.quiet:
+            timings = opened.timings(piece)
+            self._requests.request_end(piece, timings, opened.request)
+            self._receipts.add(receipt_of(opened.request, self._clock(), timings))
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Called by the engine thread, once a step."""

@@ -16,7 +16,7 @@ from llm_serving.engine.observer import EngineLog, EngineMetrics
 from llm_serving.engine.outputs import DetokenizerFactory, EngineOutput, ProbeAnswer, RequestRefused
 from llm_serving.engine.request_tracker import RequestTracker
 from llm_serving.engine.status import EngineState, EngineStatus, StateLine
-from llm_serving.errors import AgentLostError, LLMServingError, ProtocolError, RequestError
+from llm_serving.errors import AgentLostError, LLMServingError, ProtocolError, QueueFullError, RequestError
 from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus, Executor, ExecutorEvent
 from llm_serving.request import Request
 from llm_serving.scheduler.output import ScheduledStep, StepResult
@@ -92,6 +92,7 @@ class EngineCore:
         self._num_answered = 0
         self._num_just_sent = 0
         self._preemptions_reported = 0
+        self._swaps_reported = 0
         self._last_answer: float | None = None
 
     # Any thread
@@ -103,18 +104,14 @@ class EngineCore:
 
     def status(self) -> EngineStatus:
         """A picture of the moment; its numbers may be a step apart from one another."""
-        scheduler, last = self._scheduler, self._last_answer
-        return EngineStatus(
-            state=self.state.value,
-            running=scheduler.num_running,
-            waiting=max(0, scheduler.num_waiting),
-            free_blocks=scheduler.num_free_blocks,
-            total_blocks=scheduler.num_blocks,
-            steps=self._num_steps,
-            last_step_age_s=None if last is None else max(0.0, self._clock() - last),
-            agents=self._executor.agents(),
-            preemptions=scheduler.num_preemptions,
-        )
+        last = self._last_answer
+        age = None if last is None else max(0.0, self._clock() - last)
+        return EngineStatus.of(self.state, self._scheduler, self._executor.agents(), self._num_steps, age)
+
+    def queue_full(self) -> QueueFullError | None:
+        """Why one more request would be refused, as far as can be told without asking the scheduler's thread; None
+        when it may be taken. Cheap, so that under overload a request need not be read to be refused."""
+        return self._scheduler.queue_full()
 
     # The engine thread
 
@@ -144,6 +141,7 @@ class EngineCore:
         if self._sent:
             self._hand_over()  # the device is at work on another step: clients first
         self._send_steps(now)
+        self._outputs += self._tracker.take_ended(now)
         self._note_host_overhead(now)
         self._hand_over()
         self._look_after(now)
@@ -241,9 +239,11 @@ class EngineCore:
         """Integrity on going idle, and the periodic line."""
         scheduler = self._scheduler
         preemptions = scheduler.num_preemptions - self._preemptions_reported
-        if preemptions:
+        swaps = scheduler.num_swaps - self._swaps_reported
+        if preemptions or swaps:
             self._preemptions_reported += preemptions
-            self._metrics.preemptions(preemptions)
+            self._swaps_reported += swaps
+            self._metrics.preemptions(preemptions, swaps)
         idle = scheduler.is_idle
         if idle and not self._was_idle:
             self._check_integrity()

@@ -7,10 +7,16 @@ step. Nothing here is copied: ``block_tables[i]`` is the sequence's own list, so
 What an executor may rely on, to do work per change instead of per step:
 
 * A sequence holds its row until no step in flight can touch it, and a row's sampling parameters never change.
-* A row is (re)started by a prefill step whose ``starts[i]`` is 0. From then on its block table only grows at the
-  end, until the next step with ``starts[i] == 0`` for that row, which comes with a table of its own.
-* Steps are handed over in the order of ``seq``, which goes up by one. Run in that order, or with every prefill
-  before every decode and each kind in its order, they give the same tokens.
+* A row is (re)started by a step whose ``restarts[i]`` is True, a prefill step mostly, not always at position 0: a
+  prefix may be cached, or the sequence may come back from the host. Its last token is then never ``LAST_TOKEN``.
+  From then on its block table only grows at the end, until the next restart of that row, which comes with a table
+  of its own.
+* Several sequences may read a block; a block that a step writes, by its tokens or by a move, is one sequence's alone.
+* Steps are handed over in the order of ``seq``, which goes up by one. Steps of one kind run in that order, PREFILL
+  and MIXED being one kind here. Run in the order of ``seq``, or with one kind before the other, they give the same
+  tokens. A MOVE step may overtake any other: no step in flight touches the blocks it writes, and what it reads has
+  been written by steps that were answered.
+* Blocks named in ``moves`` stay with their owners until the step is answered.
 """
 
 from __future__ import annotations
@@ -18,16 +24,54 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from llm_serving.ipc.shm import MoveKind
 from llm_serving.request import Request
 
-__all__ = ["History", "RequestUpdate", "ScheduledStep", "StepKind", "StepResult"]
+__all__ = [
+    "BlockMove",
+    "History",
+    "MoveKind",
+    "RequestUpdate",
+    "ScheduledStep",
+    "StepKind",
+    "StepReason",
+    "StepResult",
+]
 
 
 class StepKind(enum.Enum):
-    """Which message announces the step."""
+    """What a step does, and which message announces it."""
 
     PREFILL = "prefill"
+    """Prompts, or chunks of them."""
     DECODE = "decode"
+    """One token of each sequence."""
+    MIXED = "mixed"
+    """Chunks of prompts together with rows that decode; announced like a prefill."""
+    MOVE = "move"
+    """No tokens: blocks go to the host's memory, or come back."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMove:
+    """One block is copied, keys and values of all layers. Ids are of the device's cache or of the host's pool."""
+
+    kind: MoveKind
+    source: int
+    destination: int
+
+
+class StepReason(enum.Enum):
+    """Why this step and not another; for people, and for the flight recorder."""
+
+    PROMPT_READY = "a prompt could start or go on"
+    PROMPT_OVERDUE = "prompts had waited for as many decode steps as they may"
+    ROWS_READY = "rows could decode, and no prompt goes before them"
+    ROWS_OVERDUE = "rows had waited for as many prefill steps as they may"
+    BUDGET_SHARED = "rows decode, and prompts fill the rest of the token budget"
+    BUDGET_CUT = "rows decode, and prompts get as many tokens as leave the rows their time between tokens"
+    SWAP_OUT = "blocks were needed: a sequence leaves for the host"
+    SWAP_IN = "blocks are free again: a sequence comes back from the host"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +88,10 @@ class History:
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """One step: S sequences, T tokens. A decode step has one token a sequence (T == S) and samples for each."""
+    """One step: S sequences, T tokens.
+
+    A DECODE step has one token a sequence (T == S) and samples for each; a MOVE step has neither (S == T == 0).
+    """
 
     seq: int
     """Number of the step; the first is 0, the next one more."""
@@ -69,6 +116,11 @@ class ScheduledStep:
     """[S] index in the output of the token to sample: the key of its random number."""
     histories: list[History] = field(default_factory=list)
     """For sequences with penalties that (re)start their row; in order of ``index``, mostly empty."""
+    restarts: list[bool] = field(default_factory=list)
+    """[S] True in a sequence's first step on its row; empty says False of all."""
+    moves: list[BlockMove] = field(default_factory=list)
+    """Copies to run before anything else, in this order; mostly empty."""
+    reason: StepReason = StepReason.PROMPT_READY
 
     @property
     def num_seqs(self) -> int:
@@ -117,4 +169,4 @@ class RequestUpdate:
     stop_token_id: int | None = None
     """The one of ``sampling.stop_token_ids`` that ended the request."""
     error: str | None = None
-    """Why it ended with ``FinishReason.ERROR``."""
+    """Why it ended with ``FinishReason.ERROR``, or of itself with ``ABORT``: its deadline passed."""

@@ -10,63 +10,17 @@ from typing import Any
 
 import msgspec
 
-from llm_serving.statistics import Distribution, normalized_latency
 from tools.log_analysis.reader import LogEvent, LogReader
 from tools.log_analysis.records import EngineState, RequestEnd
 from tools.log_analysis.timeline import Timeline
+from tools.log_analysis.totals import EngineTotals, Phases
+from tools.log_analysis.why_slow import WhySlow
 
 SLOWEST = 10
 KEPT_MESSAGES = 20
 MAX_NAMES = 200
 """Different event names, APIs and finish reasons counted apart; more share one line."""
 MAX_OPEN_REQUESTS = 200_000
-
-
-@dataclass(slots=True)
-class Phases:
-    """Latencies of requests that got their whole answer, in milliseconds."""
-
-    queue: Distribution = field(default_factory=Distribution)
-    prefill: Distribution = field(default_factory=Distribution)
-    decode: Distribution = field(default_factory=Distribution)
-    delivery: Distribution = field(default_factory=Distribution)
-    ttft: Distribution = field(default_factory=Distribution)
-    tpot: Distribution = field(default_factory=Distribution)
-    e2e: Distribution = field(default_factory=Distribution)
-    normalized: Distribution = field(default_factory=Distribution)
-
-    def add(self, end: RequestEnd) -> None:
-        for distribution, value in (
-            (self.queue, end.queue_ms),
-            (self.prefill, end.prefill_ms),
-            (self.decode, end.decode_ms),
-            (self.delivery, end.delivery_ms),
-            (self.ttft, end.ttft_ms),
-            (self.tpot, end.tpot_ms),
-            (self.e2e, end.e2e_ms),
-            (self.normalized, None if end.e2e_ms is None else normalized_latency(end.e2e_ms, end.output_tokens)),
-        ):
-            if value is not None:
-                distribution.add(value)
-
-
-@dataclass(slots=True)
-class EngineTotals:
-    """Sums over the periodic state lines."""
-
-    lines: int = 0
-    lines_with_queue: int = 0
-    steps: int = 0
-    prefill_steps: int = 0
-    decode_steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    decode_rows: float = 0.0
-    """Rows of all decode steps: divided by their number it is the mean batch."""
-
-    @property
-    def decode_batch_mean(self) -> float | None:
-        return self.decode_rows / self.decode_steps if self.decode_steps else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +52,16 @@ class LogAnalysis:
     requests: int = 0
     completed: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt tokens, those found in the prefix cache."""
     output_tokens: int = 0
+    objectives: Counter[str] = field(default_factory=Counter)
+    """Requests that had objectives: ``met`` all of them (goodput), or ``missed`` one."""
     max_token_len: int = 0
     max_token_request: str | None = None
     preemptions: int = 0
     preempted_requests: int = 0
+    swaps: int = 0
     active_seconds: float = 0.0
     unfinished: int = 0
     refused: int = 0
@@ -110,6 +69,7 @@ class LogAnalysis:
     agents_back: int = 0
     """Agents that became ready after one was lost."""
     phases: Phases = field(default_factory=Phases)
+    why_slow: WhySlow = field(default_factory=WhySlow)
     engine: EngineTotals = field(default_factory=EngineTotals)
     timeline: Timeline = field(default_factory=Timeline)
     messages: deque[Message] = field(default_factory=lambda: deque(maxlen=KEPT_MESSAGES))
@@ -183,6 +143,10 @@ class LogAnalysis:
         self.output_tokens += end.output_tokens
         self.preemptions += end.preemptions
         self.preempted_requests += end.preemptions > 0
+        self.swaps += end.swaps
+        self.cached_tokens += end.cached_tokens
+        if end.objectives_met:
+            _count(self.objectives, "met" if end.objectives_met.get("both") else "missed")
         if end.total_tokens > self.max_token_len:
             self.max_token_len, self.max_token_request = end.total_tokens, end.request_id
         self.timeline.add(event.time, "ends", 1.0)
@@ -190,6 +154,7 @@ class LogAnalysis:
             return
         self.completed += 1
         self.phases.add(end)
+        self.why_slow.add(end)
         if end.ttft_ms is not None:
             self.timeline.add(started, "ttft_ms", end.ttft_ms)
         entry = (end.e2e_ms or 0.0, -self.requests, end)
@@ -218,19 +183,13 @@ class LogAnalysis:
 
     def _engine_state(self, event: LogEvent) -> None:
         state = msgspec.convert(event.fields, EngineState)
-        engine = self.engine
-        engine.lines += 1
-        engine.lines_with_queue += state.waiting > 0
-        engine.steps += state.steps
-        engine.prefill_steps += state.prefill_steps
-        engine.decode_steps += state.decode_steps
-        engine.prefill_tokens += state.prefill_tokens
-        engine.decode_tokens += state.decode_tokens
-        engine.decode_rows += (state.decode_batch_mean or 0.0) * state.decode_steps
+        self.engine.add(state)
         for name, value in (
             ("running", state.running),
             ("waiting", state.waiting),
+            ("swapped", state.swapped),
             ("kv_use", state.kv_use),
+            ("kv_waste", state.kv_waste if state.running else None),
             ("kv_use_while_waiting", state.kv_use if state.waiting else None),
             ("decode_batch", state.decode_batch_mean if state.decode_steps else None),
             ("output_tokens_per_s", state.output_tokens_per_s),

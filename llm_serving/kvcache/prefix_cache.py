@@ -1,0 +1,180 @@
+"""The prefix cache: which blocks hold the beginning of a sequence already, and which will soon.
+
+A block is *announced* while a step in flight computes it, and *committed* when that step was answered: then it is
+cached, whoever holds it. It stays so while it is free, until it is given out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llm_serving.kvcache.block_hash import BlockHash, root_hash
+from llm_serving.kvcache.block_pool import BlockPool
+from llm_serving.kvcache.prefix_chain import PrefixChain
+from llm_serving.kvcache.prefix_index import Parent
+
+__all__ = ["PrefixCache", "PrefixMatch", "TailMatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class TailMatch:
+    """A cached block of which the first ``num_tokens`` tokens continue the prefix. To be copied, not shared."""
+
+    block: int
+    entry: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What was cached of a sequence when it was asked. It holds nothing: ``adopt`` sees what is left of it."""
+
+    blocks: list[int]
+    """Full blocks, from the first."""
+    entries: list[int]
+    num_tokens: int
+    """Tokens in ``blocks`` and ``tail``; less than the sequence has, so that one is left to be computed."""
+    tail: TailMatch | None
+    num_pending_tokens: int
+    """Tokens in the full blocks after ``blocks`` that steps in flight compute: who waits finds so many more."""
+
+    @property
+    def pending(self) -> bool:
+        return self.num_pending_tokens > 0
+
+
+class PrefixCache:
+    """Matches sequences with the blocks of ``pool``."""
+
+    def __init__(self, pool: BlockPool, block_size: int, namespace: bytes, block_hash: BlockHash) -> None:
+        self.epoch = 0
+        self.num_query_tokens = 0
+        self.num_hit_tokens = 0
+        self._pool = pool
+        self._index = pool.index
+        self._block_size = block_size
+        self._namespace = namespace
+        self._block_hash = block_hash
+        self._announced: dict[bytes, int] = {}
+
+    def new_chain(self, token_ids: Sequence[int], salt: bytes) -> PrefixChain:
+        root = root_hash(self._namespace, salt, self._block_hash)
+        chain = PrefixChain(token_ids, self._block_size, salt=salt, root=root, block_hash=self._block_hash)
+        chain.epoch = self.epoch
+        return chain
+
+    def match(self, chain: PrefixChain) -> PrefixMatch:
+        size, usable = self._block_size, chain.num_tokens - 1
+        self._refresh(chain)
+        self._find_further(chain, usable // size)
+        num_full = min(len(chain.blocks), usable // size)
+        blocks, entries = chain.blocks[:num_full], chain.entries[:num_full]
+        start = num_full * size
+        tail = self._match_tail(entries[-1] if entries else chain.salt, chain.tokens(start, min(start + size, usable)))
+        num_tokens = start + (tail.num_tokens if tail is not None else 0)
+        return PrefixMatch(blocks, entries, num_tokens, tail, self._num_pending_tokens(chain, len(chain.blocks)))
+
+    def announce(self, chain: PrefixChain, end: int) -> None:
+        """A step that computes the tokens before ``end`` is about to run."""
+        if chain.announce_begin == chain.announce_end:
+            chain.announce_begin = chain.announce_end = len(chain.blocks)
+        for index in range(chain.announce_end, end // self._block_size):
+            block_hash = chain.hash_at(index)
+            self._announced[block_hash] = self._announced.get(block_hash, 0) + 1
+            chain.announce_end = index + 1
+
+    def withdraw(self, chain: PrefixChain) -> None:
+        """What is announced and not committed will not be."""
+        self._take_announcements_back(chain, chain.announce_end)
+
+    def commit(self, block_table: list[int], chain: PrefixChain, num_computed: int) -> None:
+        """The first ``num_computed`` tokens of the chain are in the blocks of the table."""
+        num_full = num_computed // self._block_size
+        self._take_announcements_back(chain, num_full)
+        if chain.epoch != self.epoch:
+            return
+        self._refresh(chain)
+        pool, blocks, entries = self._pool, chain.blocks, chain.entries
+        parent: Parent = entries[-1] if entries else chain.salt
+        for index in range(len(blocks), num_full):
+            block = pool.register(block_table[index], chain.hash_at(index), chain.content(index), parent)
+            parent = self._index.entries[block]
+            blocks.append(block)
+            entries.append(parent)
+        rest = chain.tokens(num_full * self._block_size, num_computed)
+        if rest and len(blocks) == num_full:
+            pool.register_tail(block_table[num_full], rest, parent)
+
+    def current_part(self, match: PrefixMatch) -> tuple[list[int], TailMatch | None]:
+        """What of a match still holds what it held: its first blocks, and the tail if all of them do."""
+        num_current, tail = self._num_current(match.blocks, match.entries), match.tail
+        if num_current < len(match.blocks) or (tail and self._index.entries[tail.block] != tail.entry):
+            tail = None
+        return match.blocks[:num_current], tail
+
+    def begin(self, chain: PrefixChain, num_tokens: int) -> None:
+        """The sequence starts, with ``num_tokens`` tokens found: its table is of this epoch."""
+        chain.epoch = self.epoch
+        self.num_query_tokens += chain.num_tokens
+        self.num_hit_tokens += num_tokens
+
+    def end(self, chain: PrefixChain) -> None:
+        """The sequence has no blocks any more. It may start again."""
+        self.withdraw(chain)
+
+    def drop_all(self) -> None:
+        """Nothing is cached any more; nor will what tables hold now ever be."""
+        self._pool.drop_cached()
+        self.epoch += 1
+
+    def check_idle(self) -> None:
+        """Raises AssertionError when blocks are announced: for when no sequence has blocks."""
+        if self._announced:
+            raise AssertionError(f"{len(self._announced)} blocks are announced and nobody computes them")
+
+    def _match_tail(self, parent: Parent, wanted: bytes) -> TailMatch | None:
+        found = self._index.find_tail(parent, wanted) if wanted else None
+        if found is None:
+            return None
+        block, num_tokens = found
+        return TailMatch(block, self._index.entries[block], num_tokens)
+
+    def _num_pending_tokens(self, chain: PrefixChain, first: int) -> int:
+        end = chain.num_tokens // self._block_size if self._announced else first
+        index = first
+        while index < end and chain.hash_at(index) in self._announced:
+            index += 1
+        return (index - first) * self._block_size
+
+    def _refresh(self, chain: PrefixChain) -> None:
+        """Let the chain forget blocks that hold something else by now, and all after them."""
+        num_current = self._num_current(chain.blocks, chain.entries)
+        del chain.blocks[num_current:], chain.entries[num_current:]
+
+    def _num_current(self, blocks: list[int], entries: list[int]) -> int:
+        """How many blocks, from the first, still hold what they held."""
+        entries_now = self._index.entries
+        if [entries_now[block] for block in blocks] == entries:
+            return len(blocks)
+        pairs = enumerate(zip(blocks, entries, strict=True))
+        return next(index for index, (block, entry) in pairs if entries_now[block] != entry)
+
+    def _find_further(self, chain: PrefixChain, end: int) -> None:
+        """Look for the chain's blocks before ``end`` that it does not know of."""
+        parent: Parent = chain.entries[-1] if chain.entries else chain.salt
+        for index in range(len(chain.blocks), end):
+            block = self._index.find(chain.hash_at(index), chain.content(index), parent)
+            if block is None:
+                return
+            parent = self._index.entries[block]
+            chain.blocks.append(block)
+            chain.entries.append(parent)
+
+    def _take_announcements_back(self, chain: PrefixChain, end: int) -> None:
+        for index in range(chain.announce_begin, min(end, chain.announce_end)):
+            block_hash = chain.hash_at(index)
+            count = self._announced.pop(block_hash)
+            if count > 1:
+                self._announced[block_hash] = count - 1
+            chain.announce_begin = index + 1

@@ -1,0 +1,145 @@
+"""Who touches which block of the cache while steps are unanswered: notices a step that could go wrong in any order.
+
+A device that is fast or slow, and runs prefills or decodes first, would hide most such mistakes most of the time.
+Here every step is held against all that are unanswered when it is handed over, whatever has run by then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind
+
+
+@dataclass
+class _Touches:
+    """What a step reads and writes. Rows are named so that a sequence may build on its own earlier steps."""
+
+    kind: StepKind
+    writes: dict[tuple[int, int], int] = field(default_factory=dict)
+    """(block, offset) of every token, and its row."""
+    reads: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    """Block, and each (row, tokens of the block) that is context from before the step."""
+    copied: dict[int, int] = field(default_factory=dict)
+    """Block that a move reads, and how many of its tokens matter to whom it is copied for."""
+    moved_to: dict[int, int | None] = field(default_factory=dict)
+    """Block that a move writes, and the row of the step that it is written for."""
+    host_reads: set[int] = field(default_factory=set)
+    host_writes: set[int] = field(default_factory=set)
+
+    @property
+    def written_blocks(self) -> dict[int, int]:
+        return {block: row for (block, _), row in self.writes.items()}
+
+    @property
+    def touched_blocks(self) -> set[int]:
+        return {*self.written_blocks, *self.reads, *self.copied, *self.moved_to}
+
+
+class BlockWatch:
+    """Holds each step against those that are unanswered. Everything wrong is an AssertionError."""
+
+    def __init__(self, block_size: int, num_blocks: int, num_host_blocks: int) -> None:
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._num_host_blocks = num_host_blocks
+        self._unanswered: dict[int, _Touches] = {}
+
+    def clear(self) -> None:
+        self._unanswered.clear()
+
+    def answered(self, seq: int) -> None:
+        """The scheduler has taken the answer to step ``seq``."""
+        self._unanswered.pop(seq, None)
+
+    def submit(self, step: ScheduledStep) -> None:
+        """Look at a step that is handed over now."""
+        touches = self._touches(step)
+        _check_alone(touches)
+        for seq, earlier in self._unanswered.items():
+            _check_tokens(touches, earlier, f"step {step.seq}, step {seq} being unanswered:")
+            _check_moves(touches, earlier, f"step {step.seq}, step {seq} being unanswered:")
+        self._unanswered[step.seq] = touches
+
+    def _touches(self, step: ScheduledStep) -> _Touches:
+        size, touches = self._block_size, _Touches(step.kind)
+        for row, start, query_len, table in zip(
+            step.rows, step.starts, step.query_lens, step.block_tables, strict=True
+        ):
+            for position in range(start, start + query_len):
+                where = (table[position // size], position % size)
+                assert where not in touches.writes, f"two tokens of step {step.seq} are written to {where}"
+                touches.writes[where] = row
+            for place in range(-(-start // size)):
+                touches.reads.setdefault(table[place], []).append((row, min(start - place * size, size)))
+        for move in step.moves:
+            self._add_move(touches, move)
+        return touches
+
+    def _add_move(self, touches: _Touches, move: BlockMove) -> None:
+        self._check_block(move, move.source, on_host=move.kind is MoveKind.SWAP_IN)
+        self._check_block(move, move.destination, on_host=move.kind is MoveKind.SWAP_OUT)
+        readers = touches.reads.get(move.destination, [])
+        if move.kind is MoveKind.SWAP_IN:
+            touches.host_reads.add(move.source)
+        elif move.source not in touches.moved_to:
+            used = readers[0][1] if move.kind is MoveKind.COPY and readers else self._block_size
+            touches.copied[move.source] = max(used, touches.copied.get(move.source, 0))
+        if move.kind is MoveKind.SWAP_OUT:
+            assert move.destination not in touches.host_writes, f"{move} writes a host block for the second time"
+            touches.host_writes.add(move.destination)
+        else:
+            assert move.destination not in touches.moved_to, f"{move} writes a block for the second time"
+            touches.moved_to[move.destination] = readers[0][0] if readers else None
+
+    def _check_block(self, move: BlockMove, block: int, *, on_host: bool) -> None:
+        """A host block, or a block of the cache that is not the null block."""
+        first, limit = (0, self._num_host_blocks) if on_host else (1, self._num_blocks)
+        assert first <= block < limit, f"{move}: block {block} is not in {first} .. {limit - 1}"
+
+
+def _check_alone(touches: _Touches) -> None:
+    """The step by itself: what is written belongs to one sequence, what is copied is not written by its tokens."""
+    for block, row in touches.written_blocks.items():
+        rows = {reader for reader, _ in touches.reads.get(block, [])} - {row}
+        assert not rows, f"row {row} writes block {block}, which rows {rows} read in the same step"
+    for block in touches.moved_to:
+        assert len(touches.reads.get(block, [])) <= 1, f"a move writes block {block}, which several rows have"
+    for block, used in touches.copied.items():
+        assert not any((block, offset) in touches.writes for offset in range(used)), (
+            f"a move reads tokens of block {block} that its own step computes afterwards"
+        )
+
+
+def _check_tokens(new: _Touches, earlier: _Touches, when: str) -> None:
+    """What the new step computes: a row may only build on its own unanswered steps, and on moves of blocks alone,
+    which run first."""
+    written, read_by = earlier.written_blocks, earlier.reads
+    for block, row in new.written_blocks.items():
+        assert written.get(block, row) == row, f"{when} row {row} writes block {block} of row {written[block]}"
+        assert all(reader == row for reader, _ in read_by.get(block, [])), (
+            f"{when} row {row} writes block {block}, which another row reads"
+        )
+    for (block, offset), row in new.writes.items():
+        assert offset >= earlier.copied.get(block, 0), f"{when} row {row} writes to block {block}, which a move reads"
+    for (block, offset), row in earlier.writes.items():
+        for reader, used in new.reads.get(block, []):
+            assert reader == row or offset >= used, f"{when} row {reader} reads block {block}, not written yet"
+    if earlier.kind is not StepKind.MOVE:
+        for block, owner in earlier.moved_to.items():
+            rows = {row for row, _ in new.reads.get(block, [])}
+            rows |= {new.written_blocks[block]} if block in new.written_blocks else set()
+            assert rows <= {owner}, f"{when} rows {rows} have block {block}, which a move for row {owner} writes"
+
+
+def _check_moves(new: _Touches, earlier: _Touches, when: str) -> None:
+    """What the new step moves: it runs before or after the earlier step, nobody knows."""
+    for block, used in new.copied.items():
+        assert block not in earlier.moved_to, f"{when} a move reads block {block}, which a move writes"
+        assert not any((block, offset) in earlier.writes for offset in range(used)), (
+            f"{when} a move reads block {block}, which has tokens that are not written yet"
+        )
+    for block in new.moved_to:
+        assert block not in earlier.touched_blocks, f"{when} a move writes block {block}, which it touches"
+    assert not new.host_reads & earlier.host_writes, f"{when} host blocks are read that it writes"
+    assert not new.host_writes & (earlier.host_writes | earlier.host_reads), f"{when} host blocks are written it uses"

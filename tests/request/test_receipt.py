@@ -1,0 +1,155 @@
+"""A receipt's parts add up to the whole time, exactly, and it names what held the request up in bounded memory."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from llm_serving.receipt import MAX_BLOCKERS, BlockReason, Phase, Receipt, WaitingLine
+from llm_serving.request import Request, RequestStatus, SamplingParams
+
+
+def test_each_phase_has_the_time_between_its_instants() -> None:
+    receipt = Receipt(100.0)
+    receipt.enter(Phase.PREFILL, 100.25)
+    receipt.enter(Phase.DECODE, 100.5)
+    receipt.enter(Phase.PREEMPTED, 101.0)
+    receipt.enter(Phase.DECODE, 103.0)
+    receipt.enter(Phase.SWAPPED, 103.125)
+    receipt.enter(Phase.DECODE, 103.25)
+    receipt.enter(Phase.DONE, 104.0)
+    assert receipt.phase_us == (250_000, 250_000, 1_375_000, 2_000_000, 125_000, 0)
+    assert receipt.seconds(Phase.DECODE) == 1.375
+    assert (receipt.preemptions, receipt.swaps) == (1, 1)
+    assert receipt.end_us - receipt.start_us == sum(receipt.phase_us)
+
+
+def test_the_sum_is_exact_on_a_clock_of_any_digits() -> None:
+    generator = random.Random(4)
+    for _ in range(200):
+        now = start = generator.uniform(0.0, 1e6)
+        receipt = Receipt(start)
+        for _ in range(generator.randrange(40)):
+            now += generator.expovariate(100.0)
+            receipt.enter(Phase(generator.randrange(5)), now)
+        receipt.enter(Phase.DONE, now)
+        assert sum(receipt.phase_us) == round(now * 1e6) - round(start * 1e6)
+
+
+def test_an_instant_before_the_last_counts_as_the_last() -> None:
+    receipt = Receipt(5.0)
+    receipt.enter(Phase.PREFILL, 4.999)
+    receipt.enter(Phase.DONE, 6.0)
+    assert receipt.phase_us == (0, 1_000_000, 0, 0, 0, 0)
+
+
+def test_the_present_phase_counts_up_to_now() -> None:
+    receipt = Receipt(1.0)
+    receipt.enter(Phase.PREFILL, 2.0)
+    assert receipt.phases_until(2.5) == (1_000_000, 500_000, 0, 0, 0, 0)
+    assert receipt.phase_us == (1_000_000, 0, 0, 0, 0, 0)
+    receipt.enter(Phase.DONE, 3.0)
+    assert receipt.phases_until(9.0) == (1_000_000, 1_000_000, 0, 0, 0, 0)
+
+
+def test_nothing_comes_after_the_end() -> None:
+    receipt = Receipt(0.0)
+    receipt.enter(Phase.DONE, 1.0)
+    with pytest.raises(AssertionError, match="has ended enters DECODE"):
+        receipt.enter(Phase.DECODE, 2.0)
+
+
+def test_blocked_time_goes_to_the_reason_seen_last() -> None:
+    receipt = Receipt(0.0)
+    receipt.blocked(BlockReason.ROWS, ["a"], 1.0)
+    receipt.blocked(BlockReason.ROWS, ["a"], 1.5)
+    receipt.blocked(BlockReason.BLOCKS, ["b", "a"], 2.0)
+    receipt.enter(Phase.PREFILL, 2.25)
+    receipt.enter(Phase.DONE, 9.0)
+    assert receipt.num_blocked == {BlockReason.ROWS: 2, BlockReason.BLOCKS: 1}
+    assert receipt.blocked_us == {BlockReason.ROWS: 1_000_000, BlockReason.BLOCKS: 250_000}
+    assert receipt.blockers == ["a", "b"]
+
+
+def test_a_preempted_request_is_blocked_until_it_starts_and_not_until_its_token() -> None:
+    receipt = Receipt(0.0)
+    receipt.enter(Phase.PREFILL, 1.0)
+    receipt.enter(Phase.PREEMPTED, 2.0)
+    receipt.blocked(BlockReason.BLOCKS, ["a"], 2.5)
+    receipt.unblocked(3.0)
+    receipt.enter(Phase.DECODE, 5.0)
+    assert receipt.blocked_us == {BlockReason.BLOCKS: 500_000}
+    assert receipt.seconds(Phase.PREEMPTED) == 3.0
+
+
+def test_a_clock_that_went_back_takes_nothing_off() -> None:
+    receipt = Receipt(0.0)
+    receipt.blocked(BlockReason.ROWS, [], 2.0)
+    receipt.enter(Phase.PREFILL, 1.0)
+    assert receipt.blocked_us == {BlockReason.ROWS: 0}
+
+
+def test_without_a_clock_blocks_are_counted_only() -> None:
+    receipt = Receipt(0.0)
+    receipt.blocked(BlockReason.PREFIX, [])
+    receipt.enter(Phase.PREFILL, 1.0)
+    assert (receipt.num_blocked, receipt.blocked_us, receipt.blockers) == ({BlockReason.PREFIX: 1}, {}, [])
+
+
+def test_the_blockers_seen_most_are_kept_among_a_crowd() -> None:
+    receipt = Receipt(0.0)
+    for i in range(1000):
+        receipt.blocked(BlockReason.BLOCKS, ["stays", f"passes-{i}"])
+    assert receipt.blockers[0] == "stays"
+    assert len(receipt.blockers) == MAX_BLOCKERS
+    assert len(receipt._blockers) == 4 * MAX_BLOCKERS
+
+
+def test_everybody_in_line_waits_for_what_the_first_waits_for() -> None:
+    """Times are seconds; the second joins while the first is blocked, and both start at 6."""
+    line = WaitingLine()
+    first, second, third = Receipt(0.0), Receipt(2.0), Receipt(7.0)
+    first.join(line)
+    first.blocked(BlockReason.ROWS, ["a"], 1.0)
+    line.blocked(BlockReason.ROWS, ["a"], 1.0)
+    second.join(line)
+    first.blocked(BlockReason.BLOCKS, ["b", "c"], 4.0)
+    line.blocked(BlockReason.BLOCKS, ["b", "c"], 4.0)
+    assert second.blocked_until(5.0) == {BlockReason.ROWS: 2_000_000, BlockReason.BLOCKS: 1_000_000}
+    first.unblocked(6.0)
+    line.moved(6.0)
+    third.join(line)
+    for receipt, start in ((first, 6.0), (second, 6.0), (third, 8.0)):
+        receipt.enter(Phase.PREFILL, start)
+    assert first.blocked_us == {BlockReason.ROWS: 3_000_000, BlockReason.BLOCKS: 2_000_000}
+    assert second.blocked_us == {BlockReason.ROWS: 2_000_000, BlockReason.BLOCKS: 2_000_000}
+    assert (first.blockers, second.blockers) == (["a", "b", "c"], ["b", "c"])
+    assert (second.num_blocked, third.blocked_us, third.blockers) == ({}, {}, [])
+
+
+def test_out_of_the_line_a_request_is_held_up_by_what_stands_before_itself() -> None:
+    line = WaitingLine()
+    receipt = Receipt(0.0)
+    receipt.join(line)
+    line.blocked(BlockReason.ROWS, ["a"], 0.0)
+    receipt.enter(Phase.PREFILL, 1.0)
+    receipt.enter(Phase.PREEMPTED, 2.0)
+    receipt.blocked(BlockReason.BLOCKS, ["b"], 2.0)
+    receipt.unblocked(2.5)
+    line.blocked(BlockReason.POLICY, [], 5.0)
+    receipt.enter(Phase.DONE, 9.0)
+    assert (
+        receipt.blocked_us == receipt.blocked_until(9.0) == {BlockReason.ROWS: 1_000_000, BlockReason.BLOCKS: 500_000}
+    )
+
+
+def test_a_request_begins_its_receipt_with_its_arrival() -> None:
+    request = Request("a", [1], SamplingParams(), 12.5)
+    assert request.receipt.start_us == 12_500_000
+    assert request.receipt.phase is Phase.QUEUED
+    assert (request.priority, request.tenant, request.cache_salt, request.deadline) == (0, "", b"", None)
+    assert (request.ttft_objective, request.tbt_objective, request.num_cached_tokens) == (None, None, 0)
+    queued_later = Request("b", [1], SamplingParams(), 12.5, receipt=Receipt(12.75))
+    assert queued_later.receipt.start_us == 12_750_000
+    assert RequestStatus("swapped") is RequestStatus.SWAPPED
