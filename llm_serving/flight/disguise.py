@@ -7,6 +7,7 @@ from typing import Any
 
 from llm_serving.flight.facts import without_texts
 from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN
+from llm_serving.receipt import Receipt
 from llm_serving.request import Request
 
 __all__ = ["StateDisguise"]
@@ -32,13 +33,22 @@ class StateDisguise:
             return _ENDING
         if name == "sampling" and value is not None:
             return without_texts(value)
+        if name == "receipt":  # tells people where time went; nothing is decided by it
+            return Receipt()
+        if name == "finish_reason":  # the engine may have set another one since
+            return None
         if name == "error" and isinstance(value, str):
             return ""
         return value
 
     def _known_tokens(self, owner: object, name: str, value: Sequence[int]) -> list[int]:
         names = self._names_of(owner) if isinstance(owner, Request) else None
-        if names is None:
+        if names is None or not isinstance(owner, Request):
             return [PLAIN_TOKEN] * len(value)
-        num_prompt_tokens = len(owner.prompt_token_ids) if isinstance(owner, Request) else 0
-        return list(names[:num_prompt_tokens] if name == "prompt_token_ids" else names[num_prompt_tokens:])
+        num_prompt_tokens = len(owner.prompt_token_ids)
+        if name == "prompt_token_ids":
+            return list(names[:num_prompt_tokens])
+        output = list(names[num_prompt_tokens:])
+        if owner.is_finished and output:
+            output[-1] = PLAIN_TOKEN  # it is not computed, and may be an ending one
+        return output

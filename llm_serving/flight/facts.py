@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN
+from llm_serving.receipt import Receipt, microseconds
 from llm_serving.request import Request, RequestStatus, SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 
@@ -56,6 +57,8 @@ def request_facts(request: Request) -> dict[str, Any]:
     others = {name: value for name, default in _SAMPLING_DEFAULTS if (value := getattr(sampling, name)) != default}
     if others:
         facts["sampling"] = others
+    if request.receipt.start_us != microseconds(request.arrival_time):
+        facts["receipt_start"] = request.receipt.start_us / 1e6
     return facts
 
 
@@ -67,6 +70,7 @@ def make_request(facts: dict[str, Any], prompt: list[int] | None) -> Request:
     tokens = [PLAIN_TOKEN] * num_prompt_tokens if prompt is None else prompt
     request_id, arrival = values.pop("request_id"), values.pop("arrival_time")
     request = Request(request_id, tokens, sampling, arrival, frozenset({ENDING_TOKEN}))
+    request.receipt = Receipt(values.pop("receipt_start", arrival))
     for name, value in values.items():
         setattr(request, name, value)
     assert request.status is RequestStatus.WAITING

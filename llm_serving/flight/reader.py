@@ -273,6 +273,8 @@ class Arrival:
     end_time: float | None = None
     first_token_time: float | None = None
     token_times: list[float] = field(default_factory=list)
+    names: list[int] = field(default_factory=list)
+    """Pseudonyms of its output tokens, where they were recorded."""
 
 
 def step_timings(stretch: Stretch) -> list[StepTiming]:
@@ -351,13 +353,16 @@ class _Arrivals:
             if failed:
                 self._end(arrival, "error", answer.now)
             elif answer.fault is None and step.do_sample[index]:
-                self._token(arrival, step.sample_positions[index], index in answer.ends, answer.now)
+                name = None if answer.names is None else answer.names[index]
+                self._token(arrival, step.sample_positions[index], index in answer.ends, answer.now, name)
 
-    def _token(self, arrival: Arrival, position: int, is_ending: bool, now: float) -> None:
+    def _token(self, arrival: Arrival, position: int, is_ending: bool, now: float, name: int | None) -> None:
         if position != arrival.num_output_tokens:  # of a step that was void: it is computed again
             return
         arrival.num_output_tokens += 1
         arrival.token_times.append(now)
+        if name is not None:
+            arrival.names.append(name)
         if arrival.first_token_time is None:
             arrival.first_token_time = now
         if is_ending:

@@ -125,6 +125,12 @@ class FlightRecorder:
         self._record(self._note, [Tag.VOID_STEPS, void])
         return void
 
+    def take_ended(self) -> list[RequestUpdate]:
+        updates = self._scheduler.take_ended()
+        if updates:
+            self._record(self._note_ended, updates)
+        return updates
+
     def agent_lost(self, now: float) -> None:
         self._scheduler.agent_lost(now)
         self._sent.clear()
@@ -199,6 +205,9 @@ class FlightRecorder:
             names = self._identities.take(updates, len(result.sampled_ids), self._number_of)
         times = (result.queue_us, result.graph_us, result.sample_us)
         self._note([Tag.UPDATE, result.seq, fault, ends, names, *times, outcome, state_of(self._scheduler)], now)
+
+    def _note_ended(self, updates: list[RequestUpdate]) -> None:
+        self._note([Tag.TAKE_ENDED, [self._number_of(update.request) for update in updates]])
 
     def _note_raised(self, tag: Tag, error: Exception, now: float | None = None) -> None:
         self._note([Tag.RAISED, tag, type(error).__name__], now)
@@ -290,10 +299,12 @@ def state_of(scheduler: Scheduler) -> list[int]:
         scheduler.num_free_blocks,
         scheduler.num_preemptions,
         scheduler.num_steps_in_flight,
+        scheduler.num_swapped,
+        scheduler.num_swaps,
     ]
 
 
-STATE_NAMES = ("running", "waiting", "free blocks", "preemptions", "steps in flight")
+STATE_NAMES = ("running", "waiting", "free blocks", "preemptions", "steps in flight", "swapped", "swaps")
 
 
 def as_scheduler(recorder: FlightRecorder) -> Scheduler:
