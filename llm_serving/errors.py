@@ -63,10 +63,14 @@ class ContextLengthError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """The bounded waiting queue is full."""
+    """The bounded waiting queue is full. ``retry_after_s`` estimates when there may be room: seconds, at least 1."""
 
     status = 429
     code = "queue_full"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ProtocolError(LLMServingError):

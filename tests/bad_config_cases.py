@@ -187,7 +187,8 @@ CASES = [
     Case(
         "unknown policy",
         with_section("scheduler_config: {policy: fifo}"),
-        f"{FILE}: scheduler_config.policy = 'fifo': unknown value; the nearest is 'fcfs', of fcfs, prefill_first",
+        f"{FILE}: scheduler_config.policy = 'fifo': unknown value; the nearest is 'fcfs', of chunked, "
+        "decode_first, fcfs, prefill_first",
     ),
     Case(
         "unknown inputs",
@@ -201,9 +202,9 @@ CASES = [
     ),
     # Understood, but not available.
     Case(
-        "static batching",
-        in_model("batching_strategy: static"),
-        f"{FILE}: model_config.batching_strategy = 'static': static batching is not available yet; use continuous",
+        "unknown batching",
+        in_model("batching_strategy: statik"),
+        f"{FILE}: model_config.batching_strategy = 'statik': unknown value; did you mean 'static'?",
     ),
     Case(
         "no paged attention",

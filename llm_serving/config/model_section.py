@@ -81,7 +81,8 @@ class ModelConfig:
     )
     batch_waiting_time: float = published(
         0.0,
-        "Longest time a prefill step that is not full waits for more prompts.",
+        "Longest time a prefill step that is not full waits for more prompts; of `dynamic` batching, how long a batch "
+        "that is not full waits.",
         unit="seconds",
         low=0.0,
         high=60.0,
@@ -95,9 +96,18 @@ class ModelConfig:
     )
     batching_strategy: str = published(
         "continuous",
-        "How requests share steps: they join and leave at any step.",
-        choices=("continuous", "static"),
-        unavailable=(("static", "static batching is not available yet; use continuous"),),
+        "How requests share steps: `continuous` they join and leave at any step; `dynamic` a batch leaves when it is "
+        "full (`batch_size`) or late (`batch_waiting_time`), and the next waits until it has ended; `static` what "
+        "waits when the device becomes free runs as one batch; `none` one request at a time.",
+        choices=("none", "static", "dynamic", "continuous"),
+    )
+    batch_size: int | None = own(
+        None,
+        "Requests of a batch of `static` or `dynamic` batching.",
+        unit="sequences",
+        low=1,
+        high=MAX_SEQS,
+        null="the largest of `decode_batch_size`",
     )
     current_index: bool = published(
         False,

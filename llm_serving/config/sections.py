@@ -132,9 +132,10 @@ class SchedulerConfig:
 
     policy: str = own(
         "prefill_first",
-        "Order in which an agent takes queued steps: `prefill_first` runs prompts before decodes, `fcfs` runs them in "
-        "the order they were sent.",
-        choices=("prefill_first", "fcfs"),
+        "What runs next: `prefill_first` new prompts before running requests, `fcfs` both in turn, `decode_first` "
+        "running requests before new prompts, `chunked` both in one step (parts of prompts beside the rows that "
+        "decode, up to `chunk_tokens`).",
+        choices=("prefill_first", "fcfs", "decode_first", "chunked"),
     )
     max_num_seqs: int | None = own(
         None,
@@ -165,6 +166,15 @@ class SchedulerConfig:
         low=1,
         high=2**40,
         null="no limit",
+    )
+    chunk_tokens: int | None = own(
+        None,
+        "Tokens of a step of policy `chunked`: a token for each row that decodes, the rest for prompts (16 at least).",
+        unit="tokens",
+        low=1,
+        high=MAX_TOKENS,
+        null="256 or twice the largest of `model_config.decode_batch_size`, the larger; no more than "
+        "`max_num_batched_tokens`",
     )
 
 

@@ -13,23 +13,30 @@ __all__ = ["InFlightStep", "InFlightSteps"]
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step and whose it is: ``sequences[i]`` is sequence ``i`` of the step."""
+    """A step and whose it is: ``sequences[i]`` is sequence ``i`` of the step; of a MOVE step, whose blocks move."""
 
     step: ScheduledStep
     sequences: list[Sequence]
 
 
 class InFlightSteps:
-    """By sequence number. Keeps the sequences' counts of steps in flight, too."""
+    """By sequence number, which it gives out. Keeps the sequences' counts of steps in flight, too."""
 
     def __init__(self) -> None:
         self._steps: dict[int, InFlightStep] = {}
+        self.next_seq = 0
         self.num_prefill_steps = 0
+        """Mixed ones among them."""
         self.num_decode_steps = 0
 
     @property
     def num_steps(self) -> int:
         return len(self._steps)
+
+    @property
+    def num_compute_steps(self) -> int:
+        """All but those that only move blocks."""
+        return self.num_prefill_steps + self.num_decode_steps
 
     def __iter__(self) -> Iterator[InFlightStep]:
         return iter(self._steps.values())
@@ -40,9 +47,12 @@ class InFlightSteps:
     def __contains__(self, seq: int) -> bool:
         return seq in self._steps
 
-    def add(self, step: ScheduledStep, sequences: list[Sequence]) -> None:
+    def add(self, step: ScheduledStep, sequences: list[Sequence]) -> ScheduledStep:
+        """Take a step up, whose number is ``next_seq``."""
         self._steps[step.seq] = InFlightStep(step, sequences)
+        self.next_seq += 1
         self._count(step, sequences, 1)
+        return step
 
     def pop(self, seq: int) -> InFlightStep:
         flight = self._steps.pop(seq)
@@ -56,6 +66,9 @@ class InFlightSteps:
                 sequence.num_inflight_steps += change
                 sequence.num_inflight_decodes += change
                 sequence.request.num_inflight_tokens += change
+        elif step.kind is StepKind.MOVE:
+            for sequence in sequences:
+                sequence.num_inflight_steps += change
         else:
             self.num_prefill_steps += change
             for sequence, do_sample in zip(sequences, step.do_sample, strict=True):

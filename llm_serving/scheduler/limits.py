@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from llm_serving.errors import ContextLengthError
 from llm_serving.request import Request
+from llm_serving.scheduler.batching.base import BatchingStrategy
 from llm_serving.scheduler.policy import Policy
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ _AT_LEAST_ONE = (
     "prefill_batch_size",
     "decode_batch_size",
 )
+_AT_LEAST_ONE_IF_SET = ("chunk_tokens", "batch_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +42,19 @@ class SchedulerLimits:
     max_num_seqs: int
     """Rows of the agent's state table: sequences that have blocks at a time."""
     max_num_batched_tokens: int
-    """Tokens of a prefill step."""
+    """Tokens of a step."""
     prefill_batch_size: int
     decode_batch_size: int
     policy: Policy = Policy.PREFILL_FIRST
     decode_steps_ahead: int = 1
     """Unanswered decode steps a row may have behind the one that is running."""
+    chunk_tokens: int | None = None
+    """Tokens of a mixed step, rows that decode included; None for ``mixed_step_tokens``' own choice."""
+    batching: BatchingStrategy = BatchingStrategy.CONTINUOUS
+    batch_size: int | None = None
+    """Requests of a static or dynamic batch; None for as many as a decode step takes."""
     batch_waiting_time: float = 0.0
-    """How long a prefill step that could take more requests may wait for them."""
+    """How long a prefill step that could take more requests may wait for them, or a dynamic batch that is not full."""
     decode_batch_waiting_time: float = 0.0
     """How long a decode step that is not full may wait for rows still being prefilled."""
     max_waiting_requests: int = 1024
@@ -59,6 +66,10 @@ class SchedulerLimits:
         for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in _AT_LEAST_ONE_IF_SET:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
         if not 0 <= self.decode_steps_ahead <= MAX_DECODE_STEPS_AHEAD:
             raise ValueError(
                 f"decode_steps_ahead is {self.decode_steps_ahead}; it must be 0 to {MAX_DECODE_STEPS_AHEAD}"
@@ -79,11 +90,27 @@ class SchedulerLimits:
             decode_batch_size=config.max_decode_seqs,
             policy=Policy(scheduler.policy),
             decode_steps_ahead=scheduler.decode_steps_ahead,
+            chunk_tokens=scheduler.chunk_tokens,
+            batching=BatchingStrategy(model.batching_strategy),
+            batch_size=model.batch_size,
             batch_waiting_time=model.batch_waiting_time,
             decode_batch_waiting_time=model.decode_batch_waiting_time,
             max_waiting_requests=scheduler.max_waiting_requests,
             max_waiting_tokens=scheduler.max_waiting_tokens,
         )
+
+    @property
+    def mixed_step_tokens(self) -> int:
+        """The token budget of a mixed step. Twice the rows of a decode step, and 256 at least, unless configured:
+        prompts then get no less of a step than the rows do."""
+        wanted = max(256, 2 * self.decode_batch_size) if self.chunk_tokens is None else self.chunk_tokens
+        return min(wanted, self.max_num_batched_tokens)
+
+    @property
+    def max_batch_size(self) -> int:
+        """Requests of a static or dynamic batch."""
+        wanted = self.decode_batch_size if self.batch_size is None else self.batch_size
+        return min(wanted, self.max_num_seqs)
 
     @property
     def max_step_history(self) -> int:

@@ -1,28 +1,34 @@
-"""The waiting queue: bounded at its end, ordered by arrival."""
+"""The waiting queue: bounded at its end, preempted requests in front, the others in the order of a strategy.
+
+The rule of order is in ``queue_order``.
+"""
 
 from __future__ import annotations
 
-from bisect import insort
-from collections import OrderedDict
+from collections.abc import Iterator
 
 from llm_serving.errors import QueueFullError
+from llm_serving.scheduler.drain_rate import DrainRate
+from llm_serving.scheduler.keyed_heap import KeyedHeap
+from llm_serving.scheduler.queue_order import PriorityOrder, QueueOrder
 from llm_serving.scheduler.sequence import Sequence
 
 __all__ = ["RequestQueue"]
 
 
 class RequestQueue:
-    """Sequences waiting for their first or, after a preemption, their next prefill, in order of arrival.
+    """Sequences waiting for their first or, after a preemption, their next prefill.
 
-    Preempted ones arrived before everything that was never scheduled, so they are kept apart, at the front;
-    every operation but their return is O(1), and so is removing a request from the middle.
+    Every operation is O(log n), and so is removing a request from the middle.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int | None) -> None:
+    def __init__(self, max_requests: int, max_tokens: int | None, order: QueueOrder | None = None) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
-        self._returned: list[Sequence] = []
-        self._new: OrderedDict[int, Sequence] = OrderedDict()
+        self._returned: KeyedHeap[Sequence] = KeyedHeap()
+        self._new: QueueOrder = PriorityOrder() if order is None else order
+        self._deadlines: KeyedHeap[Sequence] = KeyedHeap()
+        self._drain_rate = DrainRate()
         self.num_tokens = 0
         """Known tokens of the waiting sequences."""
 
@@ -30,7 +36,17 @@ class RequestQueue:
         return len(self._returned) + len(self._new)
 
     def __bool__(self) -> bool:
-        return bool(self._returned or self._new)
+        return bool(self._returned) or len(self._new) > 0
+
+    @property
+    def num_returned(self) -> int:
+        """Preempted sequences that wait here."""
+        return len(self._returned)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When ``pop_expired`` will next have something to give."""
+        return self._deadlines.key(self._deadlines.first())[0] if self._deadlines else None
 
     def check_room(self, num_tokens: int, num_free_rows: int) -> None:
         """Raises QueueFullError when one more request of ``num_tokens`` tokens is too much.
@@ -41,40 +57,81 @@ class RequestQueue:
         if waiting >= self._max_requests:
             raise QueueFullError(
                 f"{len(self)} requests are waiting and {num_free_rows} can start; the queue takes"
-                f" {self._max_requests} (scheduler_config.max_waiting_requests). Try again later."
+                f" {self._max_requests} (scheduler_config.max_waiting_requests). Try again later.",
+                retry_after_s=self._drain_rate.retry_after_s(waiting - self._max_requests + 1, 0),
             )
         if self._max_tokens is not None and waiting >= 0 and self.num_tokens + num_tokens > self._max_tokens:
+            excess = self.num_tokens + num_tokens - self._max_tokens
             raise QueueFullError(
                 f"requests with {self.num_tokens} tokens are waiting, this one has {num_tokens}; the queue takes"
-                f" {self._max_tokens} tokens (scheduler_config.max_waiting_tokens). Try again later."
+                f" {self._max_tokens} tokens (scheduler_config.max_waiting_tokens). Try again later.",
+                retry_after_s=self._drain_rate.retry_after_s(1, excess),
             )
 
     def append(self, sequence: Sequence) -> None:
-        """Put a new request at the end."""
-        self._new[sequence.arrival_index] = sequence
-        self.num_tokens += sequence.request.num_tokens
+        """Put a new request in."""
+        if not self:
+            self._drain_rate.filled(sequence.request.arrival_time)
+        self._new.add(sequence)
+        self._enter(sequence)
 
     def put_back(self, sequence: Sequence) -> None:
         """Put a preempted request back where its arrival puts it: before all that never ran."""
-        insort(self._returned, sequence, key=_arrival_index)
-        self.num_tokens += sequence.request.num_tokens
+        self._returned.set(sequence, sequence.arrival_index)
+        self._enter(sequence)
 
-    def peek(self) -> Sequence:
-        """The first in line."""
-        return self._returned[0] if self._returned else next(iter(self._new.values()))
+    def peek(self, now: float = 0.0) -> Sequence:
+        """The first in line. Raises IndexError when nobody waits."""
+        return self._returned.first() if self._returned else self._new.first(now)
 
-    def pop(self) -> Sequence:
-        """Take the first in line."""
-        sequence = self._returned.pop(0) if self._returned else self._new.popitem(last=False)[1]
-        self.num_tokens -= sequence.request.num_tokens
+    def pop(self, now: float = 0.0) -> Sequence:
+        """Take the first in line, which starts."""
+        sequence = self.peek(now)
+        self.start(sequence, now)
         return sequence
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a request out, wherever it is."""
-        if self._new.pop(sequence.arrival_index, None) is None:
+    def start(self, sequence: Sequence, now: float) -> None:
+        """Take a sequence that starts, the first in line or another; its tenant pays for its prompt, once."""
+        if sequence in self._returned:
             self._returned.remove(sequence)
+        else:
+            self._new.start(sequence)
+        self._drain_rate.drained(sequence.request.num_tokens, now)
+        self._leave(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a request out that has ended, wherever it is."""
+        if sequence in self._returned:
+            self._returned.remove(sequence)
+        else:
+            self._new.remove(sequence)
+        self._leave(sequence)
+
+    def charge_output(self, sequence: Sequence, num_tokens: int = 1) -> None:
+        """A running sequence got output tokens: its tenant pays for them. O(1)."""
+        self._new.charge_output(sequence, num_tokens)
+
+    def pop_expired(self, now: float) -> list[Sequence]:
+        """Take out the requests whose deadline has come before their first token, the earliest deadline first."""
+        expired = []
+        while self._deadlines and self._deadlines.key(self._deadlines.first())[0] <= now:
+            expired.append(self._deadlines.first())
+            self.remove(expired[-1])
+        return expired
+
+    def preempted(self) -> Iterator[Sequence]:
+        """The preempted ones that wait here, in the order they came back."""
+        return iter(self._returned)
+
+    def _enter(self, sequence: Sequence) -> None:
+        request = sequence.request
+        self.num_tokens += request.num_tokens
+        if request.deadline is not None and request.first_token_time is None:
+            self._deadlines.set(sequence, (request.deadline, sequence.arrival_index))
+
+    def _leave(self, sequence: Sequence) -> None:
         self.num_tokens -= sequence.request.num_tokens
-
-
-def _arrival_index(sequence: Sequence) -> int:
-    return sequence.arrival_index
+        if sequence in self._deadlines:
+            self._deadlines.remove(sequence)
+        if not self:
+            self._drain_rate.emptied()

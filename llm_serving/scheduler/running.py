@@ -19,6 +19,7 @@ class RunningSet:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._running: dict[int, Sequence] = {}
         self._leaving: dict[int, Sequence] = {}
+        self._prefilling: dict[int, Sequence] = {}
         self._num_preempted = 0
         self.num_changes = 0
         """Goes up whenever a sequence starts or stops, and so whenever a row or a block table is another one."""
@@ -29,6 +30,12 @@ class RunningSet:
     def __iter__(self) -> Iterator[Sequence]:
         """The running ones, in order of arrival."""
         return iter(self._running.values())
+
+    @property
+    def prefilling(self) -> list[Sequence]:
+        """Running sequences with known tokens that no step has computed yet, in order of arrival."""
+        prefilling = self._prefilling
+        return [prefilling[index] for index in sorted(prefilling)] if len(prefilling) > 1 else [*prefilling.values()]
 
     @property
     def leaving(self) -> list[Sequence]:
@@ -74,8 +81,15 @@ class RunningSet:
         sequence.state = SequenceState.RUNNING
         in_order = not self._running or self.latest.arrival_index < sequence.arrival_index
         self._running[sequence.arrival_index] = sequence
+        self._prefilling[sequence.arrival_index] = sequence
+        sequence.restarts = True
         if not in_order:
             self._running = dict(sorted(self._running.items()))
+
+    def end_prefill(self, sequence: Sequence) -> None:
+        """All known tokens are computed, or will be by steps in flight: the sequence decodes from here on."""
+        del self._prefilling[sequence.arrival_index]
+        sequence.is_decoding = True
 
     def in_need_of_block(self, sequences: list[Sequence]) -> list[Sequence]:
         """Those whose blocks are full: their next token needs one more."""
@@ -90,6 +104,7 @@ class RunningSet:
         """Nothing more is scheduled for a running sequence; it keeps what it holds until ``release``."""
         self.num_changes += 1
         del self._running[sequence.arrival_index]
+        self._prefilling.pop(sequence.arrival_index, None)
         self._leaving[sequence.arrival_index] = sequence
         sequence.state = SequenceState.LEAVING
         self._num_preempted += not sequence.request.is_finished

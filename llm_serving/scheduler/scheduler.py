@@ -16,13 +16,16 @@ from __future__ import annotations
 from llm_serving.errors import ProtocolError, RequestError
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.request import FinishReason, Request, RequestStatus
+from llm_serving.scheduler.batching.select import select_batching
 from llm_serving.scheduler.in_flight import InFlightStep, InFlightSteps
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
+from llm_serving.scheduler.policies.select import make_policy
 from llm_serving.scheduler.request_queue import RequestQueue
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import Sequence, SequenceState
-from llm_serving.scheduler.step_composer import StepComposer
+from llm_serving.scheduler.starting import Starter
+from llm_serving.scheduler.state import SchedulerState
 
 __all__ = ["Scheduler"]
 
@@ -37,9 +40,9 @@ class Scheduler:
         self._waiting = RequestQueue(limits.max_waiting_requests, limits.max_waiting_tokens)
         self._running = RunningSet(self._kv_cache, limits.max_num_seqs)
         self._in_flight = InFlightSteps()
-        self._composer = StepComposer(limits, self._waiting, self._running, self._in_flight, self._preempt)
+        self._state = SchedulerState(limits, self._waiting, self._running, self._in_flight)
+        self._policy = make_policy(self._state, Starter(self._state, select_batching(self._state)), self._preempt)
         self._sequences: dict[str, Sequence] = {}
-        self._num_arrivals = 0
 
     @property
     def num_running(self) -> int:
@@ -76,19 +79,20 @@ class Scheduler:
             raise RequestError(f"a request with the id {request.request_id!r} is being served", param="request_id")
         max_output_tokens = self.limits.max_output_tokens(request)
         self._waiting.check_room(request.num_tokens, self._running.num_free_rows)
-        sequence = Sequence(request, self._num_arrivals, max_output_tokens)
-        self._num_arrivals += 1
+        sequence = Sequence(request, self._state.num_arrivals, max_output_tokens)
+        self._state.num_arrivals += 1
         self._sequences[request.request_id] = sequence
         self._waiting.append(sequence)
 
     def schedule(self, now: float) -> ScheduledStep | None:
         """The next step, or None when there is nothing to do until ``update``, a new request or ``next_wakeup``."""
-        return self._composer.compose(now)
+        self._state.wakeup = None
+        return self._policy.next_step(now)
 
     def next_wakeup(self, now: float) -> float | None:
         """When to call ``schedule`` again though nothing has happened: the end of a batch's waiting time, if the
         last ``schedule`` held a batch back."""
-        wakeup = self._composer.wakeup
+        wakeup = self._state.wakeup
         return None if wakeup is None else max(wakeup, now)
 
     def update(self, result: StepResult, now: float) -> list[RequestUpdate]:
@@ -99,7 +103,7 @@ class Scheduler:
         if result.seq not in self._in_flight:
             raise ProtocolError(f"step {result.seq} was answered but is not in flight")
         flight = self._in_flight.pop(result.seq)
-        self._composer.step_answered(flight.step)
+        self._policy.step_answered(flight.step, result)
         error = result.error or _shape_error(flight.step, result)
         if error is not None:
             updates = self._end_all(flight.sequences, FinishReason.ERROR, error, now)
@@ -151,7 +155,7 @@ class Scheduler:
         for sequence in self._running.leaving:
             sequence.num_inflight_steps = 0
             self._settle(sequence)
-        self._composer.reset()
+        self._policy.reset()
 
     def fail_all(self, error: str, now: float) -> list[RequestUpdate]:
         """End every request with ``FinishReason.ERROR``."""
@@ -217,6 +221,7 @@ class Scheduler:
         request.finish_reason = reason
         request.finish_time = now
         del self._sequences[request.request_id]
+        self._state.num_started -= request.first_scheduled_time is not None
         if sequence.state is SequenceState.WAITING:
             self._waiting.remove(sequence)
             sequence.state = SequenceState.GONE

@@ -10,7 +10,7 @@ __all__ = ["Sequence", "SequenceState"]
 
 
 class SequenceState(enum.Enum):
-    """Where the scheduler keeps a sequence. Only WAITING ones have no row and no blocks."""
+    """Where the scheduler keeps a sequence. Only RUNNING and LEAVING ones have a row and blocks."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -28,11 +28,13 @@ class Sequence:
         "block_table",
         "drop_tokens",
         "ending_token_ids",
+        "is_decoding",
         "last_turn",
         "max_output_tokens",
         "num_inflight_decodes",
         "num_inflight_steps",
         "request",
+        "restarts",
         "state",
     )
 
@@ -47,6 +49,10 @@ class Sequence:
         )
         self.state = SequenceState.WAITING
         self.block_table: list[int] = []
+        self.is_decoding = False
+        """All its known tokens are computed, or will be by steps in flight: a decode step comes next."""
+        self.restarts = False
+        """Its next step is the first on its row."""
         self.num_inflight_steps = 0
         self.num_inflight_decodes = 0
         self.drop_tokens = False
@@ -60,6 +66,20 @@ class Sequence:
         request = self.request
         return len(request.output_token_ids) + request.num_inflight_tokens < self.max_output_tokens
 
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens that no step has computed, nor one in flight will."""
+        return self.request.num_tokens - self.request.num_computed_tokens
+
+    def known_tokens(self, start: int, end: int) -> list[int]:
+        """Tokens ``start .. end - 1`` of prompt and output."""
+        request = self.request
+        num_prompt_tokens = len(request.prompt_token_ids)
+        tokens = list(request.prompt_token_ids[start:end])
+        if end > num_prompt_tokens:
+            tokens += request.output_token_ids[max(start - num_prompt_tokens, 0) : end - num_prompt_tokens]
+        return tokens
+
     def forget_computed(self) -> None:
         """Back to the known tokens: no row, no blocks, nothing computed, nothing in flight."""
         request = self.request
@@ -67,6 +87,8 @@ class Sequence:
         request.num_inflight_tokens = 0
         request.row = -1
         self.block_table = []
+        self.is_decoding = False
+        self.restarts = False
         self.num_inflight_steps = 0
         self.num_inflight_decodes = 0
         self.drop_tokens = False

@@ -9,34 +9,55 @@ from llm_serving.request import Request
 from llm_serving.scheduler.output import History, ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.sequence import Sequence
 
-__all__ = ["DecodeBatch", "build_decode", "build_prefill"]
+__all__ = ["DecodeBatch", "build_decode", "build_mixed", "build_prefill"]
 
 
-def build_prefill(seq: int, sequences: list[Sequence], query_lens: list[int]) -> ScheduledStep:
+def build_prefill(seq: int, reason: StepReason, sequences: list[Sequence], query_lens: list[int]) -> ScheduledStep:
     """The next ``query_lens[i]`` known tokens of each sequence, from its first that is not computed.
 
     Where they reach the last known token, the step samples the next one. Blocks and rows are there already.
     Counts the tokens as computed.
     """
-    step = ScheduledStep(seq, StepKind.PREFILL)
-    for index, (sequence, query_len) in enumerate(zip(sequences, query_lens, strict=True)):
+    step = ScheduledStep(seq, StepKind.PREFILL, reason=reason)
+    _append_chunks(step, sequences, query_lens)
+    return step
+
+
+def build_mixed(
+    seq: int, reason: StepReason, batch: DecodeBatch, sequences: list[Sequence], query_lens: list[int]
+) -> ScheduledStep:
+    """A row for each sequence that decodes, then chunks as in ``build_prefill``."""
+    step = build_decode(seq, reason, batch)
+    step.kind = StepKind.MIXED
+    # The columns of a batch are shared by its steps; this step's go on.
+    step.requests = list(step.requests)
+    step.rows = list(step.rows)
+    step.query_lens = list(step.query_lens)
+    step.block_tables = list(step.block_tables)
+    step.do_sample = list(step.do_sample)
+    step.restarts = list(step.restarts)
+    _append_chunks(step, sequences, query_lens)
+    return step
+
+
+def _append_chunks(step: ScheduledStep, sequences: list[Sequence], query_lens: list[int]) -> None:
+    for sequence, query_len in zip(sequences, query_lens, strict=True):
         request, start = sequence.request, sequence.request.num_computed_tokens
         end = start + query_len
         samples = end == request.num_tokens
+        if samples and request.sampling.has_penalties:
+            step.histories.append(_history(step.num_seqs, request))
         step.requests.append(request)
         step.rows.append(request.row)
-        step.token_ids += _known_tokens(request, start, end)
+        step.token_ids += sequence.known_tokens(start, end)
         step.query_lens.append(query_len)
         step.starts.append(start)
-        step.restarts.append(start == 0)
+        step.restarts.append(sequence.restarts)
         step.block_tables.append(sequence.block_table)
         step.do_sample.append(samples)
         step.sample_positions.append(len(request.output_token_ids))
-        if samples and request.sampling.has_penalties:
-            tokens = _known_tokens(request, 0, end)
-            step.histories.append(History(index, tokens, len(request.prompt_token_ids)))
+        sequence.restarts = False
         request.num_computed_tokens = end
-    return step
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +74,7 @@ class DecodeBatch:
     block_tables: list[list[int]]
     do_sample: list[bool]
     restarts: list[bool]
+    """For the first step of the batch alone, which sets them back."""
 
     @classmethod
     def of(cls, sequences: list[Sequence]) -> DecodeBatch:
@@ -64,11 +86,11 @@ class DecodeBatch:
             query_lens=[1] * len(requests),
             block_tables=[sequence.block_table for sequence in sequences],
             do_sample=[True] * len(requests),
-            restarts=[False] * len(requests),
+            restarts=[sequence.restarts for sequence in sequences],
         )
 
 
-def build_decode(seq: int, batch: DecodeBatch) -> ScheduledStep:
+def build_decode(seq: int, reason: StepReason, batch: DecodeBatch) -> ScheduledStep:
     """One token of each sequence: the last one sampled, known here or not. Counts it as computed."""
     token_ids, starts, sample_positions = [], [], []
     for request in batch.requests:
@@ -77,7 +99,7 @@ def build_decode(seq: int, batch: DecodeBatch) -> ScheduledStep:
         starts.append(request.num_computed_tokens)
         sample_positions.append(len(output_token_ids) + num_inflight_tokens)
         request.num_computed_tokens += 1
-    return ScheduledStep(
+    step = ScheduledStep(
         seq,
         StepKind.DECODE,
         requests=batch.requests,
@@ -89,14 +111,23 @@ def build_decode(seq: int, batch: DecodeBatch) -> ScheduledStep:
         do_sample=batch.do_sample,
         sample_positions=sample_positions,
         restarts=batch.restarts,
-        reason=StepReason.ROWS_READY,
+        reason=reason,
     )
+    if True in batch.restarts:
+        _restart_rows(step, batch)
+    return step
 
 
-def _known_tokens(request: Request, start: int, end: int) -> list[int]:
-    """Tokens ``start .. end - 1`` of prompt and output."""
-    num_prompt_tokens = len(request.prompt_token_ids)
-    tokens = list(request.prompt_token_ids[start:end])
-    if end > num_prompt_tokens:
-        tokens += request.output_token_ids[max(start - num_prompt_tokens, 0) : end - num_prompt_tokens]
-    return tokens
+def _restart_rows(step: ScheduledStep, batch: DecodeBatch) -> None:
+    """Rows that come back from the host: the agent knows nothing of them."""
+    step.restarts = list(batch.restarts)
+    batch.restarts[:] = [False] * len(batch.restarts)
+    for index, (sequence, restarts) in enumerate(zip(batch.sequences, step.restarts, strict=True)):
+        if restarts:
+            sequence.restarts = False
+            if sequence.request.sampling.has_penalties:
+                step.histories.append(_history(index, sequence.request))
+
+
+def _history(index: int, request: Request) -> History:
+    return History(index, [*request.prompt_token_ids, *request.output_token_ids], len(request.prompt_token_ids))

@@ -47,7 +47,9 @@ def test_integrity_notices_lost_doubled_and_stolen_blocks() -> None:
     pool.check_integrity(held)
     with pytest.raises(AssertionError, match="1 blocks held and 2 free do not make 4"):
         pool.check_integrity(held[:1])
-    with pytest.raises(AssertionError, match="held twice, or held while free"):
+    with pytest.raises(AssertionError, match="1 blocks held and 2 free do not make 4"):
         pool.check_integrity([held[0], held[0]])
-    with pytest.raises(AssertionError, match="held twice, or held while free"):
+    with pytest.raises(AssertionError, match=r"2 holds are counted, there are 2; counts differ for \[4\]"):
         pool.check_integrity([held[0], 4])
+    with pytest.raises(AssertionError, match=r"2 holds are counted, there are 3; counts differ for \[1\]"):
+        pool.check_integrity([held[0], held[0], held[1]])

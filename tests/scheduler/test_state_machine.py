@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from simulation import Simulation, random_run
 
 from llm_serving.request import FinishReason, Request
+from llm_serving.scheduler.batching.base import BatchingStrategy
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.policy import Policy
 
@@ -37,6 +38,9 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
         prefill_batch_size=draw(st.integers(1, 4)),
         decode_batch_size=draw(st.sampled_from([1, 2, 6])),
         policy=draw(st.sampled_from(list(Policy))),
+        chunk_tokens=draw(st.sampled_from([None, 1, 5, 20])),
+        batching=draw(st.sampled_from(list(BatchingStrategy))),
+        batch_size=draw(st.sampled_from([None, 1, 3])),
         decode_steps_ahead=draw(st.integers(0, 3)),
         batch_waiting_time=draw(st.sampled_from([0.0, 0.01])),
         decode_batch_waiting_time=draw(st.sampled_from([0.0, 0.01])),
@@ -145,6 +149,7 @@ def random_limits(rng: random.Random, **changes: object) -> SchedulerLimits:
         max_num_batched_tokens=rng.choice([4, 16, max_model_len, 200]),
         prefill_batch_size=rng.choice([1, 2, 4]),
         decode_batch_size=rng.choice([1, 2, 8]),
+        chunk_tokens=rng.choice([None, 1, 7, 32]),
         batch_waiting_time=rng.choice([0.0, 0.01]),
         decode_batch_waiting_time=rng.choice([0.0, 0.01]),
         **changes,
@@ -174,3 +179,15 @@ def test_random_arrivals_give_the_tokens_of_each_request_alone(policy: Policy, a
         limits = random_limits(rng, policy=policy, decode_steps_ahead=ahead)
         simulation = Simulation(limits)
         random_run(simulation, random_requests(rng, limits.max_model_len), rng, aborts=aborts)
+
+
+@pytest.mark.parametrize("batching", BatchingStrategy)
+@pytest.mark.parametrize("policy", Policy)
+def test_every_batching_mode_goes_with_every_policy(policy: Policy, batching: BatchingStrategy) -> None:
+    for seed in range(25):
+        rng = random.Random(seed)
+        limits = random_limits(
+            rng, policy=policy, batching=batching, batch_size=rng.choice([None, 1, 4]), decode_steps_ahead=seed % 4
+        )
+        simulation = Simulation(limits)
+        random_run(simulation, random_requests(rng, limits.max_model_len), rng, aborts=0.02)

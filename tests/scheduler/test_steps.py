@@ -230,8 +230,8 @@ def test_a_history_longer_than_a_step_comes_with_the_last_chunk_alone() -> None:
     simulation.add(request, make_request("other", 3, 2))
     simulation.finish()
     prefills = [step for step in simulation.steps if step.kind is StepKind.PREFILL]
-    assert [step.query_lens for step in prefills] == [[10], [10], [5], [3]]
-    assert [len(step.histories) for step in prefills] == [0, 0, 1, 0]
+    assert [step.query_lens for step in prefills] == [[10], [10], [5, 3]]
+    assert [len(step.histories) for step in prefills] == [0, 0, 1]
     assert prefills[2].histories[0].token_ids == list(request.prompt_token_ids)
 
 

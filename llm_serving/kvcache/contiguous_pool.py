@@ -1,0 +1,50 @@
+"""Blocks in one piece: what serving without paged attention has to reserve."""
+
+from __future__ import annotations
+
+from llm_serving.kvcache.block_pool import NULL_BLOCK
+
+__all__ = ["ContiguousPool"]
+
+
+class ContiguousPool:
+    """Blocks ``1 .. num_blocks - 1``, given out in ranges of consecutive ids by first fit (Knuth 1968, 2.5)."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool of {num_blocks} blocks has none to give: block {NULL_BLOCK} is the null block")
+        self.num_blocks = num_blocks
+        self.num_free_blocks = num_blocks - 1
+        self._taken = bytearray(num_blocks)
+        self._taken[NULL_BLOCK] = 1
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self.num_blocks - 1
+
+    def allocate(self, count: int) -> list[int] | None:
+        """The lowest ``count`` consecutive free blocks. None when no free range is so long, however many are free."""
+        start = self._taken.find(bytes(count))
+        if start < 0:
+            return None
+        self._taken[start : start + count] = b"\1" * count
+        self.num_free_blocks -= count
+        return list(range(start, start + count))
+
+    def free(self, blocks: list[int]) -> None:
+        """Give blocks back. A block that is not taken (freed twice, never given out, null) is a bug."""
+        for block in blocks:
+            if not self._taken[block] or block == NULL_BLOCK:
+                raise AssertionError(f"block {block} is given back but was not taken")
+            self._taken[block] = 0
+        self.num_free_blocks += len(blocks)
+
+    def check_integrity(self, held: list[int]) -> None:
+        """Raises AssertionError unless ``held`` and the free blocks are every usable block, each once."""
+        num_taken = self._taken.count(1) - 1
+        if len(held) + self.num_free_blocks != self.num_usable_blocks or num_taken != len(held):
+            raise AssertionError(
+                f"{len(held)} blocks held and {self.num_free_blocks} free do not make {self.num_usable_blocks}"
+            )
+        if len(set(held)) != len(held) or any(not self._taken[block] for block in held):
+            raise AssertionError(f"blocks are held twice, or held while free: {sorted(held)}")

@@ -1,0 +1,48 @@
+"""Blocks in the host's memory, for the keys and values of swapped sequences."""
+
+from __future__ import annotations
+
+__all__ = ["HostBlockPool"]
+
+
+class HostBlockPool:
+    """Blocks ``0 .. num_blocks - 1``; there may be none. Last in, first out. Nothing pads tables of host blocks, so
+    there is no null block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 0:
+            raise ValueError(f"num_host_blocks is {num_blocks}; it must be at least 0")
+        self.num_blocks = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._taken = bytearray(num_blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int] | None:
+        """Take ``count`` blocks. None when so many are not free, and nothing has changed."""
+        if count > len(self._free):
+            return None
+        start = len(self._free) - count
+        blocks = self._free[start:]
+        del self._free[start:]
+        blocks.reverse()
+        for block in blocks:
+            self._taken[block] = 1
+        return blocks
+
+    def free(self, blocks: list[int]) -> None:
+        """Give blocks back. A block that is not taken is a bug."""
+        for block in blocks:
+            if not self._taken[block]:
+                raise AssertionError(f"host block {block} is given back but was not taken")
+            self._taken[block] = 0
+        self._free.extend(reversed(blocks))
+
+    def check_integrity(self, held: list[int]) -> None:
+        """Raises AssertionError unless ``held`` and the free blocks are every block, each once."""
+        if sorted([*held, *self._free]) != list(range(self.num_blocks)):
+            raise AssertionError(
+                f"host blocks {sorted(held)} held and {sorted(self._free)} free are not {self.num_blocks}, each once"
+            )

@@ -1,0 +1,162 @@
+"""Whether a waiting request may join those that run: it should fit not only now but until they all have ended.
+
+``none``
+    Whatever fits now starts; who is admitted too many is preempted later.
+
+``router``
+    The most tokens that running and candidate will hold at a time, if each goes on to its expected end, must not
+    exceed ``max_schedule_total_token_num`` (LightLLM's Efficient Router, ModelTC 2023). All grow by a token a step,
+    so the peak comes right before one of them ends. Sorted by remaining tokens, the most first, there are when
+    sequence i ends just the first i left, each ``remaining_i`` tokens longer than now:
+    ``peak = max over i of (current_1 + ... + current_i + i * remaining_i)``.
+
+``aimd``
+    The same against a limit that is learnt: it creeps up and jumps down. It starts at
+    the allocation, goes up by 100 tokens when it alone kept a request from starting while less than 90 % of the
+    blocks were in use, and down by 1000 when something was preempted, within a floor and a ceiling.
+
+A request is always let in when nothing runs, so every request that can be served is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from llm_serving.scheduler.output_length import OutputLengthPredictor
+from llm_serving.scheduler.sequence import Sequence
+
+__all__ = ["Admission", "AimdAdmission", "NoAdmission", "RouterAdmission", "peak_tokens"]
+
+
+class Admission(Protocol):
+    """Asked for a candidate that has rows and blocks to start; told what became of the others."""
+
+    def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
+        """Whether ``candidate`` may join ``running``. ``page_use`` is the share of blocks in use, 0 to 1.
+
+        ``version`` is a number that is another one whenever a sequence has started or stopped running. A refusal
+        may hold until then, which costs nothing to tell; -1 asks for a decision anew.
+        """
+
+    def step_answered(self) -> None:
+        """A step has run."""
+
+    def preempted(self) -> None:
+        """A running sequence lost its blocks, by swap or for recomputation."""
+
+    def finished(self, sequence: Sequence) -> None:
+        """A sequence ended by itself: an end token, a stop string or its length."""
+
+
+def peak_tokens(entries: Iterable[tuple[int, int]]) -> int:
+    """The most tokens that sequences of (current, remaining) tokens hold at a time; 0 for none. O(n log n)."""
+    peak = total = 0
+    for count, (current, remaining) in enumerate(sorted(entries, key=_remaining, reverse=True), 1):
+        total += current
+        peak = max(peak, total + count * remaining)
+    return peak
+
+
+def _remaining(entry: tuple[int, int]) -> int:
+    return entry[1]
+
+
+class NoAdmission:
+    """Whatever fits may start."""
+
+    def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
+        return True
+
+    def step_answered(self) -> None:
+        """Learns nothing."""
+
+    def preempted(self) -> None:
+        """Learns nothing."""
+
+    def finished(self, sequence: Sequence) -> None:
+        """Learns nothing."""
+
+
+class RouterAdmission:
+    """A fixed limit to the peak. ``predictor``: expect answers of the lengths seen, not of the lengths asked for."""
+
+    def __init__(self, max_total_tokens: int, predictor: OutputLengthPredictor | None = None) -> None:
+        self.max_total_tokens = max_total_tokens
+        self._predictor = predictor
+        self._refused: tuple[Sequence, int, int] | None = None
+        """The last one refused, under which version and limit."""
+
+    def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
+        """O(n log n) in the running ones. The peak does not change while all of them get a token a step, so a
+        refusal holds until one starts or stops."""
+        asked = (candidate, version, self.max_total_tokens)
+        if version >= 0 and asked == self._refused:
+            return False
+        entries = self._entries(running)
+        if not entries:
+            return True
+        entries += self._entries([candidate])
+        may = self._within_limit(entries)
+        self._refused = None if may else asked
+        return may
+
+    def step_answered(self) -> None:
+        """The limit does not change."""
+
+    def preempted(self) -> None:
+        """The limit does not change."""
+
+    def finished(self, sequence: Sequence) -> None:
+        if self._predictor is not None:
+            self._predictor.observe(len(sequence.request.output_token_ids), sequence.max_output_tokens)
+
+    def _entries(self, sequences: Iterable[Sequence]) -> list[tuple[int, int]]:
+        """Tokens each sequence has, those on their way among them, and how many more it is expected to get."""
+        predictor, entries = self._predictor, []
+        for sequence in sequences:
+            request, total = sequence.request, sequence.max_output_tokens
+            generated = len(request.output_token_ids) + request.num_inflight_tokens
+            if predictor is not None:
+                total = predictor.predict(generated, total)
+            entries.append((len(request.prompt_token_ids) + generated, max(total - generated, 0)))
+        return entries
+
+    def _within_limit(self, entries: list[tuple[int, int]]) -> bool:
+        limit = self.max_total_tokens
+        if sum(map(sum, entries)) <= limit:  # all at their ends at once: no need to sort
+            return True
+        return peak_tokens(entries) <= limit
+
+
+class AimdAdmission(RouterAdmission):
+    """A limit that goes up while it holds requests back for nothing, and down when it let in too many."""
+
+    INCREASE = 100
+    DECREASE = 1000
+    MAX_PAGE_USE = 0.9
+
+    def __init__(
+        self, allocation: int, floor: int, ceiling: int, predictor: OutputLengthPredictor | None = None
+    ) -> None:
+        if not floor <= allocation <= ceiling:
+            raise ValueError(f"the limit starts at {allocation}; it must be within {floor} and {ceiling}")
+        super().__init__(allocation, predictor)
+        self._floor = floor
+        self._ceiling = ceiling
+        self._may_increase = True
+
+    def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
+        """Also raises the limit when it is the limit that says no, once a step: asking more often changes nothing."""
+        if super().may_start(candidate, running, page_use, version):
+            return True
+        if self._may_increase and page_use < self.MAX_PAGE_USE:
+            self._may_increase = False
+            self.max_total_tokens = min(self.max_total_tokens + self.INCREASE, self._ceiling)
+        return False
+
+    def step_answered(self) -> None:
+        self._may_increase = True
+
+    def preempted(self) -> None:
+        self.max_total_tokens = max(self.max_total_tokens - self.DECREASE, self._floor)

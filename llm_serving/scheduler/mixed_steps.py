@@ -1,0 +1,69 @@
+"""Steps of rows that decode together with chunks of prompts (Sarathi-Serve, Agrawal et al. 2024)."""
+
+from __future__ import annotations
+
+from llm_serving.scheduler.chunk_plan import ChunkPlan
+from llm_serving.scheduler.decode_steps import DecodeComposer
+from llm_serving.scheduler.output import ScheduledStep, StepReason
+from llm_serving.scheduler.prefill_steps import PrefillComposer, continue_prompts, note_chunks
+from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.starting import Starter
+from llm_serving.scheduler.state import SchedulerState
+from llm_serving.scheduler.step_builder import build_mixed
+
+__all__ = ["MixedComposer"]
+
+_LEAST_CHUNK = 16
+"""Tokens of a step that prompts get whatever the rows leave of the budget: many rows may slow prompts down, not stop
+them."""
+
+_MOST_STEPS_WITHOUT_PROMPTS = 8
+"""Steps that rows may fill to the last token while prompts wait; then comes one of prompts alone."""
+
+
+class MixedComposer:
+    """Puts steps together of every row that can advance, and of prompts in what room is left."""
+
+    def __init__(
+        self, state: SchedulerState, decodes: DecodeComposer, prefills: PrefillComposer, starter: Starter
+    ) -> None:
+        self._state = state
+        self._decodes = decodes
+        self._prefills = prefills
+        self._starter = starter
+        self._num_without_prompts = 0
+
+    def compose(self, budget: int, now: float, reason: StepReason) -> ScheduledStep | None:
+        """The next step of about ``budget`` tokens, rows first; None when there is nothing to run."""
+        rows = self._rows(now)
+        plan = self._prompts(budget, rows, now)
+        if not plan:
+            return self._decodes.send(rows, StepReason.ROWS_READY) if rows else None
+        if not rows:
+            return self._prefills.send(plan, StepReason.PROMPT_READY)
+        in_flight = self._state.in_flight
+        step = build_mixed(in_flight.next_seq, reason, self._decodes.batch(rows), plan.sequences, plan.query_lens)
+        return note_chunks(in_flight.add(step, [*rows, *plan.sequences]), plan, self._state)
+
+    def _rows(self, now: float) -> list[Sequence]:
+        """The rows of the step; none when prompts alone are due."""
+        if self._num_without_prompts < _MOST_STEPS_WITHOUT_PROMPTS:
+            return self._decodes.rows(now)
+        self._num_without_prompts = 0
+        return []
+
+    def _prompts(self, budget: int, rows: list[Sequence], now: float) -> ChunkPlan:
+        state, limits = self._state, self._state.limits
+        room = limits.max_num_batched_tokens - len(rows)
+        if rows:
+            room = min(room, max(budget - len(rows), _LEAST_CHUNK))
+        plan = ChunkPlan(limits, room, _num_history_tokens(rows))
+        continue_prompts(plan, state)
+        self._starter.fill(plan, now, whole=False)
+        if room <= 0 and (state.running.prefilling or state.waiting):
+            self._num_without_prompts += 1
+        return plan
+
+
+def _num_history_tokens(rows: list[Sequence]) -> int:
+    return sum(s.request.num_tokens for s in rows if s.restarts and s.request.sampling.has_penalties)

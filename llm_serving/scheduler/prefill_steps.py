@@ -1,0 +1,55 @@
+"""Steps of prompts alone."""
+
+from __future__ import annotations
+
+from llm_serving.scheduler.chunk_plan import ChunkPlan
+from llm_serving.scheduler.output import ScheduledStep, StepReason
+from llm_serving.scheduler.starting import Starter
+from llm_serving.scheduler.state import SchedulerState
+from llm_serving.scheduler.step_builder import build_prefill
+
+__all__ = ["MAX_PREFILL_STEPS_IN_FLIGHT", "PrefillComposer"]
+
+MAX_PREFILL_STEPS_IN_FLIGHT = 2
+"""One runs, one is queued: the agent never idles and a decode never waits behind a long queue of prefills."""
+
+
+class PrefillComposer:
+    """Puts prefill steps together: first what did not fit the steps before, then whole prompts."""
+
+    def __init__(self, state: SchedulerState, starter: Starter) -> None:
+        self._state = state
+        self._starter = starter
+
+    def compose(self, now: float, reason: StepReason) -> ScheduledStep | None:
+        """The next prefill step; None when no prompt can start or go on, or enough of these steps are in flight."""
+        in_flight = self._state.in_flight
+        if in_flight.num_prefill_steps >= MAX_PREFILL_STEPS_IN_FLIGHT:
+            return None
+        plan = ChunkPlan(self._state.limits, self._state.limits.max_num_batched_tokens)
+        continue_prompts(plan, self._state)
+        self._starter.fill(plan, now, whole=True)
+        return self.send(plan, reason) if plan else None
+
+    def send(self, plan: ChunkPlan, reason: StepReason) -> ScheduledStep:
+        """The step of a plan."""
+        in_flight = self._state.in_flight
+        step = build_prefill(in_flight.next_seq, reason, plan.sequences, plan.query_lens)
+        return note_chunks(in_flight.add(step, plan.sequences), plan, self._state)
+
+
+def continue_prompts(plan: ChunkPlan, state: SchedulerState) -> None:
+    """Add the next chunks of prompts that have begun, in order of arrival."""
+    for sequence in state.running.prefilling:
+        if not plan.takes(sequence, sequence.num_uncomputed_tokens):
+            return
+        plan.add(sequence)
+
+
+def note_chunks(step: ScheduledStep, plan: ChunkPlan, state: SchedulerState) -> ScheduledStep:
+    """The chunks are on their way: those whose prompt they end decode from now on."""
+    for sequence in plan.sequences:
+        sequence.request.receipt.chunks += 1
+        if not sequence.num_uncomputed_tokens:
+            state.running.end_prefill(sequence)
+    return step

@@ -1,0 +1,151 @@
+"""In which order waiting requests start: the rule, and its strategies.
+
+The rule of order, whatever the strategy:
+
+1. Preempted requests, by arrival: each arrived before all that never ran, and others' progress was paid with theirs.
+2. The strategy's order. ``PriorityOrder`` (every policy but ``slo``; ``SloOrder`` is in ``slo_order``):
+
+   a. The class (requests of equal ``priority``, smaller first) with the least ``oldest arrival + ageing * priority``:
+      a level of priority is worth ``ageing`` seconds of waiting, and a class is as old as its longest waiting request.
+   b. In the class, the tenant with the least virtual token counter (``fairness``).
+   c. Of the tenant's requests, and between tenants of equal counters, the earliest arrival.
+
+With one tenant and equal priorities that is first come, first served.
+
+No starvation, by 2a: a request of priority p that arrived at time t is never overtaken by one of priority q that
+arrives after ``t + ageing * (p - q)``; all that can go first are there by then. In its own class the counters bound
+what other tenants get before it: at most what is started for its tenant ahead of it plus the bound in ``fairness``,
+for each of them. Between classes a class may be served on behalf of its longest waiting request, never longer than
+that waits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Protocol
+
+from llm_serving.scheduler.fairness import FairQueue
+from llm_serving.scheduler.keyed_heap import KeyedHeap
+from llm_serving.scheduler.sequence import Sequence
+
+__all__ = ["DEFAULT_AGEING_S", "MAX_IDLE_CLASSES", "PriorityOrder", "QueueOrder"]
+
+DEFAULT_AGEING_S = 30.0
+"""Seconds of waiting that outweigh one level of priority."""
+
+MAX_IDLE_CLASSES = 64
+"""Classes without waiting requests whose counters are kept; those empty the longest are forgotten first."""
+
+
+class QueueOrder(Protocol):
+    """Requests that have not run yet, in order. O(log n) an operation; ``now`` is the scheduler's and never goes
+    back."""
+
+    def __len__(self) -> int: ...
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a sequence in."""
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out that will not run. Raises KeyError when it is not in."""
+
+    def first(self, now: float) -> Sequence:
+        """The next to start. Raises IndexError when there is none."""
+
+    def start(self, sequence: Sequence) -> None:
+        """Take a sequence out that starts, whether it was the first or not; its tenant pays for its prompt."""
+
+    def charge_output(self, sequence: Sequence, num_tokens: int) -> None:
+        """A started sequence got output tokens: its tenant pays for them."""
+
+
+class PriorityOrder:
+    """Priority with ageing, then the tenants' counters, then arrival; see the module's text."""
+
+    def __init__(self, ageing_s: float = DEFAULT_AGEING_S, *, fairness: bool = True) -> None:
+        self._ageing_s = ageing_s
+        self._fairness = fairness
+        self._classes: dict[int, _PriorityClass] = {}
+        self._idle: OrderedDict[int, _PriorityClass] = OrderedDict()
+        self._oldest: KeyedHeap[int] = KeyedHeap()
+        self._num_sequences = 0
+
+    def __len__(self) -> int:
+        return self._num_sequences
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """The waiting ones, in no order that matters."""
+        for its_class in self._classes.values():
+            yield from its_class.by_arrival
+
+    def add(self, sequence: Sequence) -> None:
+        priority = sequence.request.priority
+        if priority not in self._classes:
+            idle = priority in self._idle
+            self._classes[priority] = self._idle.pop(priority) if idle else _PriorityClass(self._fairness)
+        self._classes[priority].add(sequence)
+        self._num_sequences += 1
+        self._renew(priority)
+
+    def remove(self, sequence: Sequence) -> None:
+        priority = sequence.request.priority
+        self._classes[priority].remove(sequence)
+        self._num_sequences -= 1
+        self._renew(priority)
+
+    def first(self, now: float) -> Sequence:
+        return self._classes[self._oldest.first()].queue.first()
+
+    def start(self, sequence: Sequence) -> None:
+        self.remove(sequence)
+        self.charge_input(sequence)
+
+    def charge_input(self, sequence: Sequence) -> None:
+        """A tenant pays for a prompt that was started elsewhere."""
+        if (its_class := self._find(sequence)) is not None:
+            its_class.queue.charge_input(sequence)
+
+    def charge_output(self, sequence: Sequence, num_tokens: int) -> None:
+        if (its_class := self._find(sequence)) is not None:
+            its_class.queue.charge_output(sequence, num_tokens)
+
+    def _find(self, sequence: Sequence) -> _PriorityClass | None:
+        priority = sequence.request.priority
+        return self._classes.get(priority) or self._idle.get(priority)
+
+    def _renew(self, priority: int) -> None:
+        """The class's oldest may be another one now, or none."""
+        its_class = self._classes[priority]
+        oldest = its_class.oldest
+        if oldest is None:
+            its_class.known_oldest = None
+            self._oldest.remove(priority)
+            self._idle[priority] = self._classes.pop(priority)
+            if len(self._idle) > MAX_IDLE_CLASSES:
+                self._idle.popitem(last=False)
+        elif oldest is not its_class.known_oldest:
+            its_class.known_oldest = oldest
+            self._oldest.set(priority, (oldest.request.arrival_time + self._ageing_s * priority, priority))
+
+
+class _PriorityClass:
+    """The waiting requests of one priority."""
+
+    def __init__(self, fairness: bool) -> None:
+        self.queue = FairQueue(fairness)
+        self.known_oldest: Sequence | None = None
+        """The one whose age the order of classes goes by."""
+        self.by_arrival: KeyedHeap[Sequence] = KeyedHeap()
+
+    @property
+    def oldest(self) -> Sequence | None:
+        return self.by_arrival.first() if self.by_arrival else None
+
+    def add(self, sequence: Sequence) -> None:
+        self.by_arrival.set(sequence, sequence.arrival_index)
+        self.queue.add(sequence, sequence.arrival_index)
+
+    def remove(self, sequence: Sequence) -> None:
+        self.by_arrival.remove(sequence)
+        self.queue.remove(sequence)

@@ -1,0 +1,137 @@
+"""The order of policy ``slo``: what is due first, so that the most requests meet their objective for the first token.
+
+A request is due ``ttft_objective`` after its arrival. Its latest start lies before that by its prefill time,
+``overhead + seconds per token * tokens`` as the scheduler learnt it from its steps, and by ``margin``, a share of the
+objective for what the estimate does not know; its slack is the time until then.
+
+On time
+    Requests with slack, the earliest due first; a level of priority is worth ``ageing`` seconds. With fairness the
+    tenant with the least virtual token counter goes first, and this orders its requests. (Jackson 1955: one after
+    the other and not interrupted, waiting jobs all meet their due times in this order if they do in any. Least slack
+    first would start the longest prompts first, and the short ones behind them would miss.)
+
+Late
+    Requests without slack, in the order of ``PriorityOrder``. They go behind those on time, because under overload
+    every start would otherwise go to one that is about to be late, and come too late. But after ``LATE_SHARE - 1``
+    starts of others in a row while they wait, the next start is theirs: the first of them waits for no more than
+    that, and those on time lose no more than one start in ``LATE_SHARE`` to them.
+"""
+
+from __future__ import annotations
+
+from llm_serving.request import Request
+from llm_serving.scheduler.fairness import FairQueue
+from llm_serving.scheduler.keyed_heap import KeyedHeap
+from llm_serving.scheduler.queue_order import DEFAULT_AGEING_S, PriorityOrder
+from llm_serving.scheduler.sequence import Sequence
+
+__all__ = ["DEFAULT_MARGIN", "LATE_SHARE", "SloOrder"]
+
+LATE_SHARE = 16
+"""While there are late requests, at least one start of so many is theirs."""
+
+DEFAULT_MARGIN = 0.1
+"""Share of the objective that a start leaves for what the estimate does not know."""
+
+_RELEARN = 0.125
+"""Change of an estimate, as a share of it, from which on it is worth looking at the waiting requests again."""
+
+
+class SloOrder:
+    """A ``QueueOrder``. Once late is late, unless the estimate of the prefill time changes.
+
+    ``ttft_objective_s`` is for requests without one of their own.
+    """
+
+    def __init__(
+        self,
+        ttft_objective_s: float,
+        ageing_s: float = DEFAULT_AGEING_S,
+        *,
+        fairness: bool = True,
+        margin: float = DEFAULT_MARGIN,
+    ) -> None:
+        self._ttft_objective_s = ttft_objective_s
+        self._ageing_s = ageing_s
+        self._margin = margin
+        self._overhead_s = 0.0
+        self._seconds_per_token = 0.0
+        self._on_time = FairQueue(fairness)
+        self._latest_starts: KeyedHeap[Sequence] = KeyedHeap()
+        self._late = PriorityOrder(ageing_s, fairness=fairness)
+        self._starts_before_late = 0
+
+    def __len__(self) -> int:
+        return len(self._on_time) + len(self._late)
+
+    @property
+    def num_late(self) -> int:
+        """Those known to miss their objective; ``first`` finds out."""
+        return len(self._late)
+
+    def learn(self, overhead_s: float, seconds_per_token: float) -> None:
+        """What a prefill takes: a step with next to no tokens, and each token more. O(1) while it hardly changes."""
+        if _is_news(self._overhead_s, overhead_s) or _is_news(self._seconds_per_token, seconds_per_token):
+            self._overhead_s = overhead_s
+            self._seconds_per_token = seconds_per_token
+            self._look_again()
+
+    def latest_start(self, sequence: Sequence) -> float:
+        """When its prefill must start for its first token to be on time."""
+        request = sequence.request
+        prefill_s = self._overhead_s + self._seconds_per_token * request.num_tokens
+        return request.arrival_time + self._objective_s(request) * (1.0 - self._margin) - prefill_s
+
+    def add(self, sequence: Sequence) -> None:
+        request = sequence.request
+        self._latest_starts.set(sequence, self.latest_start(sequence))
+        due = request.arrival_time + self._objective_s(request) + self._ageing_s * request.priority
+        self._on_time.add(sequence, (due, sequence.arrival_index))
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence in self._latest_starts:
+            self._latest_starts.remove(sequence)
+            self._on_time.remove(sequence)
+        else:
+            self._late.remove(sequence)
+
+    def first(self, now: float) -> Sequence:
+        self._set_late_apart(now)
+        if not self._on_time or (self._late and self._starts_before_late >= LATE_SHARE - 1):
+            return self._late.first(now)
+        return self._on_time.first()
+
+    def start(self, sequence: Sequence) -> None:
+        if sequence not in self._latest_starts or not self._late:
+            self._starts_before_late = 0
+        else:
+            self._starts_before_late += 1
+        self.remove(sequence)
+        self._on_time.charge_input(sequence)
+        self._late.charge_input(sequence)
+
+    def charge_output(self, sequence: Sequence, num_tokens: int) -> None:
+        self._on_time.charge_output(sequence, num_tokens)
+        self._late.charge_output(sequence, num_tokens)
+
+    def _objective_s(self, request: Request) -> float:
+        return self._ttft_objective_s if request.ttft_objective is None else request.ttft_objective
+
+    def _set_late_apart(self, now: float) -> None:
+        latest_starts = self._latest_starts
+        while latest_starts and latest_starts.key(latest_starts.first()) < now:
+            sequence = latest_starts.first()
+            self.remove(sequence)
+            self._late.add(sequence)
+
+    def _look_again(self) -> None:
+        """Other requests may be late now: all are on time until ``first`` sets those that are not apart."""
+        for sequence in self._latest_starts:
+            self._latest_starts.set(sequence, self.latest_start(sequence))
+        for sequence in list(self._late):
+            self._late.remove(sequence)
+            self.add(sequence)
+
+
+def _is_news(known: float, learnt: float) -> bool:
+    return abs(learnt - known) > _RELEARN * known

@@ -1,0 +1,137 @@
+"""The peak-token estimate, the limit it is held to, and how that limit is learnt."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import make_request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_serving.scheduler.admission import AimdAdmission, NoAdmission, RouterAdmission, peak_tokens
+from llm_serving.scheduler.output_length import OutputLengthPredictor
+from llm_serving.scheduler.sequence import Sequence
+
+
+def make_sequence(prompt: int, generated: int, max_tokens: int, *, inflight: int = 0) -> Sequence:
+    request = make_request(f"{prompt}-{generated}-{max_tokens}", prompt, max_tokens)
+    request.output_token_ids = [1] * generated
+    request.num_inflight_tokens = inflight
+    return Sequence(request, 0, max_tokens)
+
+
+def simulated_peak(entries: list[tuple[int, int]]) -> int:
+    """A token for everybody, step after step; who has got the last one leaves."""
+    peak, alive = 0, entries
+    while alive:
+        peak = max(peak, sum(current for current, _ in alive))
+        alive = [(current + 1, remaining - 1) for current, remaining in alive if remaining > 0]
+    return peak
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12))
+def test_the_peak_is_that_of_a_simulation(entries: list[tuple[int, int]]) -> None:
+    assert peak_tokens(entries) == simulated_peak(entries)
+
+
+def test_the_peak_by_hand() -> None:
+    # When the second ends, at 4 steps, there are 10 + 4 and 20 + 4 tokens; alone the first comes to 30.
+    assert peak_tokens([(10, 20), (20, 4)]) == 38
+    assert peak_tokens([(10, 40), (20, 4)]) == 50
+
+
+def test_none_lets_everything_in() -> None:
+    admission = NoAdmission()
+    assert admission.may_start(make_sequence(10**6, 0, 10**6), [make_sequence(10, 0, 10)], 1.0)
+
+
+def test_the_router_counts_what_is_on_its_way() -> None:
+    running = [make_sequence(10, 3, 20, inflight=2)]
+    # 15 tokens now and 15 to come; 5 now and 10 to come: 30 at the end of the first, 15 + 10 + 5 + 10 before.
+    assert RouterAdmission(40).may_start(make_sequence(5, 0, 10), running, 0.5)
+    assert not RouterAdmission(39).may_start(make_sequence(5, 0, 10), running, 0.5)
+
+
+def test_alone_everything_may_start() -> None:
+    assert RouterAdmission(1).may_start(make_sequence(50, 0, 50), [], 0.0)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9), st.integers(10, 30)), min_size=2, max_size=8),
+    st.integers(1, 300),
+)
+def test_the_router_says_yes_exactly_when_the_simulation_stays_within_the_limit(
+    sizes: list[tuple[int, int, int]], limit: int
+) -> None:
+    candidate, *running = [make_sequence(*size) for size in sizes]
+    peak = simulated_peak([(prompt + generated, most - generated) for prompt, generated, most in sizes])
+    assert RouterAdmission(limit).may_start(candidate, running, 0.5) == (peak <= limit)
+
+
+def test_a_refusal_holds_until_somebody_starts_or_stops() -> None:
+    admission, candidate = RouterAdmission(30), make_sequence(10, 0, 10)
+    assert not admission.may_start(candidate, [make_sequence(10, 0, 20)], 0.5, version=7)
+    assert not admission.may_start(candidate, [], 0.5, version=7)
+    assert admission.may_start(candidate, [], 0.5, version=8)
+    assert not admission.may_start(candidate, [make_sequence(10, 0, 20)], 0.5, version=9)
+    assert admission.may_start(candidate, [], 0.5)
+
+
+def test_the_router_expects_the_lengths_seen() -> None:
+    admission = RouterAdmission(60, OutputLengthPredictor(quantile=1.0, min_samples=2))
+    running, candidate = [make_sequence(10, 0, 30)], make_sequence(10, 0, 30)
+    assert not admission.may_start(candidate, running, 0.5)
+    for length in (15, 20):
+        admission.finished(make_sequence(5, length, 30))
+    assert admission.may_start(candidate, running, 0.5)  # 2 * (10 + 20)
+    assert not admission.may_start(make_sequence(11, 0, 30), running, 0.5)
+    # One that is longer than all seen is expected to use up what it asked for: 31 + 9, and 10 + 9 beside it.
+    assert admission.may_start(candidate, [make_sequence(10, 21, 30)], 0.5)
+    assert not admission.may_start(make_sequence(12, 0, 30), [make_sequence(10, 21, 30)], 0.5)
+
+
+def crowded(admission: AimdAdmission, page_use: float) -> bool:
+    """Ask for one that needs far more than any limit here."""
+    return admission.may_start(make_sequence(10**6, 0, 10), [make_sequence(10, 0, 10)], page_use)
+
+
+def test_aimd_goes_up_by_100_a_step_that_the_limit_held_back() -> None:
+    admission = AimdAdmission(5000, 1000, 5250)
+    limits = []
+    for _ in range(4):
+        assert not crowded(admission, 0.5)
+        assert not crowded(admission, 0.5), "asked twice in a step"
+        limits.append(admission.max_total_tokens)
+        admission.step_answered()
+    assert limits == [5100, 5200, 5250, 5250]
+
+
+def test_aimd_stays_where_nine_tenths_of_the_blocks_are_used_or_the_need_fits() -> None:
+    admission = AimdAdmission(5000, 1000, 9000)
+    assert not crowded(admission, 0.9)
+    assert admission.may_start(make_sequence(10, 0, 10), [make_sequence(10, 0, 10)], 0.0)
+    assert admission.max_total_tokens == 5000
+    assert not crowded(admission, 0.89)
+    assert admission.max_total_tokens == 5100
+
+
+def test_aimd_goes_down_by_1000_with_each_preemption() -> None:
+    admission = AimdAdmission(5000, 2500, 9000)
+    limits = []
+    for _ in range(4):
+        admission.preempted()
+        limits.append(admission.max_total_tokens)
+    assert limits == [4000, 3000, 2500, 2500]
+
+
+def test_aimd_admits_at_the_raised_limit() -> None:
+    admission = AimdAdmission(50, 10, 400)
+    running, candidate = [make_sequence(50, 0, 30)], make_sequence(20, 0, 30)
+    assert not admission.may_start(candidate, running, 0.5, version=1)  # the need is 130
+    assert admission.max_total_tokens == 150
+    assert admission.may_start(candidate, running, 0.5, version=1)
+
+
+@pytest.mark.parametrize(("floor", "ceiling"), [(101, 200), (10, 99)])
+def test_aimd_starts_within_its_bounds(floor: int, ceiling: int) -> None:
+    with pytest.raises(ValueError, match=f"the limit starts at 100; it must be within {floor} and {ceiling}"):
+        AimdAdmission(100, floor, ceiling)
