@@ -7,7 +7,8 @@ LLMServingError
 ├── RequestError              a request is wrong or cannot be taken (an HTTP 4xx)
 │   ├── ModelNotFoundError    no model of that name is served (404)
 │   ├── ContextLengthError    prompt and output do not fit the model's context (400)
-│   └── QueueFullError        the bounded queue is full, come back later (429)
+│   ├── QueueFullError        the bounded queue is full, come back later (429)
+│   └── DeadlineExceededError its deadline passed before it could begin (504)
 ├── ProtocolError             a peer broke the framing, the schema or the handshake
 └── AgentError                an agent could not do its work (an HTTP 5xx)
     ├── AgentStartError       it did not become ready; carries its traceback
@@ -71,6 +72,16 @@ class QueueFullError(RequestError):
     def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class DeadlineExceededError(RequestError):
+    """The request's own deadline passed while it waited; no work was spent on it.
+
+    504 and not 503: the server is well, and would take another request; nor 408, which says that the client was slow.
+    """
+
+    status = 504
+    code = "deadline_exceeded"
 
 
 class ProtocolError(LLMServingError):

@@ -6,14 +6,15 @@ one process and nothing global is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from llm_serving.request import FinishReason, RequestOutput, RequestTimings
+from llm_serving.receipt import BlockReason
+from llm_serving.request import PARTS, FinishReason, RequestOutput, RequestTimings
 
 if TYPE_CHECKING:
     from llm_serving.scheduler.output import ScheduledStep, StepResult
@@ -68,9 +69,38 @@ class Metrics:
             "llm_serving_prompt_tokens", "Prompt tokens of requests that ended.", registry=registry
         )
         self._generated_tokens = Counter("llm_serving_generated_tokens", "Tokens generated.", registry=registry)
-        self._preemptions = Counter(
-            "llm_serving_preemptions", "Requests put back for want of cache blocks.", registry=registry
+        preemptions = Counter(
+            "llm_serving_preemptions",
+            "Requests that lost their cache blocks, by what became of them: computed again, or moved to host memory.",
+            ["kind"],
+            registry=registry,
         )
+        self._preemptions = {kind: preemptions.labels(kind) for kind in ("recompute", "swap")}
+        parts = Counter(
+            "llm_serving_request_part_seconds",
+            "What requests spent their time on: the parts of their receipts.",
+            ["part"],
+            registry=registry,
+        )
+        self._parts = {part: parts.labels(part) for part in PARTS}
+        blocked = Counter(
+            "llm_serving_queue_blocked_seconds",
+            "Time requests stood at the head of the queue and could not start, by reason.",
+            ["reason"],
+            registry=registry,
+        )
+        self._blocked = {reason: blocked.labels(reason.value) for reason in BlockReason}
+        objectives = Counter(
+            "llm_serving_request_objectives",
+            "Requests with objectives that ended, by objective and whether it was met; 'both' and 'true' is goodput.",
+            ["objective", "met"],
+            registry=registry,
+        )
+        self._objectives = {
+            (objective, met): objectives.labels(objective, str(met).lower())
+            for objective in ("ttft", "tbt", "both")
+            for met in (True, False)
+        }
         for reason in FinishReason:
             self._finished.labels(reason.value)
 
@@ -91,7 +121,10 @@ class Metrics:
             buckets=_LATENCY, registry=registry,
         )  # fmt: skip
         self._queue = Histogram(
-            "llm_serving_queue_seconds", "From arrival to the first step.", buckets=_LATENCY, registry=registry
+            "llm_serving_queue_seconds",
+            "From a request's arrival in the queue to its first step.",
+            buckets=_LATENCY,
+            registry=registry,
         )
         self._prompt_length = Histogram(
             "llm_serving_request_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS, registry=registry
@@ -114,7 +147,7 @@ class Metrics:
             "llm_serving_step_sequences", "Sequences in a step.", ["kind"], buckets=_BATCH, registry=registry
         )
         tokens = Counter("llm_serving_step_tokens", "Tokens computed, by kind of step.", ["kind"], registry=registry)
-        kinds = ("prefill", "decode")
+        kinds = ("prefill", "decode", "mixed", "move")
         self._step = {kind: (step.labels(kind), size.labels(kind), tokens.labels(kind)) for kind in kinds}
 
     def bind(self, status: Callable[[], EngineStatus]) -> None:
@@ -147,6 +180,14 @@ class Metrics:
         self._e2e.observe(timings.e2e)
         if timings.tpot is not None:
             self._tpot.observe(timings.tpot)
+        for part, seconds in timings.parts.items():
+            self._parts[part].inc(seconds)
+        for one in timings.blocked:
+            self._blocked[one.reason].inc(one.seconds)
+
+    def objectives(self, met: Mapping[str, bool]) -> None:
+        for objective, is_met in met.items():
+            self._objectives[objective, is_met].inc()
 
     def host_overhead(self, seconds: float) -> None:
         self._host_overhead.observe(seconds)
@@ -154,8 +195,9 @@ class Metrics:
     def request_refused(self, code: str) -> None:
         self._refused.labels(code).inc()
 
-    def preemptions(self, count: int) -> None:
-        self._preemptions.inc(count)
+    def preemptions(self, count: int, swaps: int) -> None:
+        self._preemptions["recompute"].inc(count - swaps)
+        self._preemptions["swap"].inc(swaps)
 
     # What the HTTP edge tells.
 
@@ -188,6 +230,24 @@ class _EngineCollector(Collector):
         yield GaugeMetricFamily("llm_serving_kv_blocks_total", "Cache blocks there are.", value=status.total_blocks)
         usage = used / status.total_blocks if status.total_blocks else 0.0
         yield GaugeMetricFamily("llm_serving_kv_usage_ratio", "Share of cache blocks in use.", value=usage)
+        yield GaugeMetricFamily(
+            "llm_serving_requests_swapped", "Requests whose keys and values are in host memory.", value=status.swapped
+        )
+        yield GaugeMetricFamily(
+            "llm_serving_kv_waste_ratio",
+            "Share of the running requests' token slots in the cache that hold nothing.",
+            value=status.kv_waste,
+        )
+        yield CounterMetricFamily(
+            "llm_serving_prefix_cache_query_tokens",
+            "Prompt tokens looked up in the prefix cache.",
+            value=status.prefix_query_tokens,
+        )
+        yield CounterMetricFamily(
+            "llm_serving_prefix_cache_hit_tokens",
+            "Prompt tokens found in the prefix cache.",
+            value=status.prefix_hit_tokens,
+        )
         yield CounterMetricFamily("llm_serving_steps", "Steps answered.", value=status.steps)
         state = GaugeMetricFamily("llm_serving_engine_state", "1 for the state the engine is in.", labels=["state"])
         for name in _STATES:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-__all__ = ["MAX_BLOCKERS", "BlockReason", "Phase", "Receipt"]
+__all__ = ["MAX_BLOCKERS", "BlockReason", "Phase", "Receipt", "microseconds"]
 
 MAX_BLOCKERS = 8
 """Requests a receipt names as those it waited for."""
@@ -55,14 +55,12 @@ class Receipt:
     """Time in each phase, and what held the request up. ``start`` and ``now`` are seconds on one clock that never goes
     back; written by one thread, while others may read."""
 
-    __slots__ = ("_blocked_since", "_blockers", "_reason", "_since", "blocked_us", "cached_tokens", "chunks",
-                 "num_blocked", "phase", "phase_us", "preemptions", "start_us", "swaps")  # fmt: skip
+    __slots__ = ("_blocked_since", "_blockers", "_reason", "_state", "blocked_us", "cached_tokens", "chunks",
+                 "num_blocked", "preemptions", "start_us", "swaps")  # fmt: skip
 
     def __init__(self, start: float = 0.0) -> None:
-        self.phase = Phase.QUEUED
-        self.start_us = _microseconds(start)
-        self.phase_us = [0] * len(Phase)
-        """Microseconds in each phase, but for the present one's since it was entered; index: ``Phase``."""
+        self.start_us = microseconds(start)
+        self._state = (Phase.QUEUED, self.start_us, (0,) * len(Phase))  # replaced as one, so readers see no half of it
         self.preemptions = 0
         """Times it lost its blocks and had to be computed again."""
         self.swaps = 0
@@ -75,19 +73,17 @@ class Receipt:
         """Times the scheduler passed over it at the head of the queue, by reason."""
         self.blocked_us: dict[BlockReason, int] = {}
         """Microseconds at the head of the queue, by reason: from one look of the scheduler to the next."""
-        self._since = self.start_us
         self._blockers: dict[str, int] = {}
         self._reason: BlockReason | None = None
         self._blocked_since = 0
 
     def enter(self, phase: Phase, now: float) -> None:
         """The phase before ends. Entering PREEMPTED or SWAPPED counts a preemption or a swap."""
-        if self.phase is Phase.DONE:
+        before, since, _ = self._state
+        if before is Phase.DONE:
             raise AssertionError(f"a request that has ended enters {phase.name}")
-        now_us = max(_microseconds(now), self._since)
-        self.phase_us[self.phase] += now_us - self._since
-        self._since = now_us
-        self.phase = phase
+        now_us = max(microseconds(now), since)
+        self._state = (phase, now_us, self._phases_until(now_us))
         self._close_block(now_us)
         if phase is Phase.PREEMPTED:
             self.preemptions += 1
@@ -99,33 +95,46 @@ class Receipt:
         first: the first 8 are taken down. With ``now`` the time until the next look counts for ``reason``, too."""
         self.num_blocked[reason] = self.num_blocked.get(reason, 0) + 1
         if now is not None:
-            now_us = max(_microseconds(now), self._since)
+            now_us = max(microseconds(now), self.end_us)
             self._close_block(now_us)
             self._reason, self._blocked_since = reason, now_us
         for request_id in by[:MAX_BLOCKERS]:
             self._note_blocker(request_id)
 
     @property
+    def phase(self) -> Phase:
+        """What the request is doing."""
+        return self._state[0]
+
+    @property
+    def phase_us(self) -> tuple[int, ...]:
+        """Microseconds in each phase, but for the present one's since it was entered; index: ``Phase``."""
+        return self._state[2]
+
+    @property
+    def end_us(self) -> int:
+        """When the present phase was entered; of a request that has ended, its end."""
+        return self._state[1]
+
+    @property
     def blockers(self) -> list[str]:
         """Ids of the requests it waited for, at most 8, those seen most often first."""
-        seen = sorted(self._blockers.items(), key=lambda entry: -entry[1])
+        seen = sorted(self._blockers.copy().items(), key=lambda entry: -entry[1])
         return [request_id for request_id, _ in seen[:MAX_BLOCKERS]]
 
     def seconds(self, phase: Phase) -> float:
         """Time in a phase that is over."""
         return self.phase_us[phase] / 1e6
 
-    @property
-    def end_us(self) -> int:
-        """When the present phase was entered; of a request that has ended, its end."""
-        return self._since
-
-    def phases_until(self, now: float) -> list[int]:
+    def phases_until(self, now: float) -> tuple[int, ...]:
         """``phase_us`` with the present phase counted up to ``now``."""
-        phase_us, phase, since = list(self.phase_us), self.phase, self._since
-        if phase is not Phase.DONE:
-            phase_us[phase] += max(0, _microseconds(now) - since)
-        return phase_us
+        return self._phases_until(microseconds(now))
+
+    def _phases_until(self, now_us: int) -> tuple[int, ...]:
+        phase, since, phase_us = self._state
+        if phase is Phase.DONE or now_us <= since:
+            return phase_us
+        return (*phase_us[:phase], phase_us[phase] + now_us - since, *phase_us[phase + 1 :])
 
     def _close_block(self, now_us: int) -> None:
         if self._reason is not None:
@@ -146,5 +155,6 @@ class Receipt:
             blockers[request_id] = blockers.pop(least) + 1
 
 
-def _microseconds(seconds: float) -> int:
+def microseconds(seconds: float) -> int:
+    """Whole microseconds, in which receipts count."""
     return round(seconds * 1e6)

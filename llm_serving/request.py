@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llm_serving.receipt import Receipt
+from llm_serving.receipt import BlockReason, Receipt
 
 MAX_TOP_LOGITS = 32
 """Most (token id, logit) pairs a step returns per sampled token."""
@@ -30,7 +30,7 @@ class FinishReason(enum.Enum):
     LENGTH = "length"
     """``max_tokens`` or the model's context was reached."""
     ABORT = "abort"
-    """The client went away or asked to stop."""
+    """The client went away or asked to stop; or, with ``RequestOutput.error``, its deadline passed before it began."""
     ERROR = "error"
     """The server could not go on; ``RequestOutput.error`` says why."""
 
@@ -72,6 +72,25 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """True when the choice of a token depends on the tokens before it by more than the model."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingParams:
+    """What a request asks of the order of work, and whose it is. Nothing here changes a token of its answer.
+
+    Times are seconds; those of ``Request`` that have the same names say what they mean. ``deadline`` counts from the
+    request's arrival.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: bytes = b""
+    ttft_objective: float | None = None
+    tbt_objective: float | None = None
+    deadline: float | None = None
+
+
+DEFAULT_SCHEDULING = SchedulingParams()
 
 
 @dataclass(slots=True, eq=False)
@@ -142,8 +161,20 @@ class TokenLogits:
 
 
 @dataclass(frozen=True, slots=True)
+class Blocked:
+    """A reason that kept a request at the head of the queue from starting."""
+
+    reason: BlockReason
+    times: int
+    """So often the scheduler passed it over for this reason."""
+    seconds: float
+    """Time from those looks to the next ones; part of ``RequestTimings.queue``."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Where a finished request spent its time, in seconds; ``queue + prefill + decode + delivery == e2e``.
+    """Where a request spent its time, in seconds: ``tokenise + queue + prefill + decode + preempted + swapped +
+    delivery == e2e``, to the microsecond, of which all are whole numbers.
 
     As the engine makes it, the request ends with its last step and ``delivery`` is 0. What is logged counts to the
     moment the last byte was written to the client's socket, see ``llm_serving.engine.open_request``.
@@ -158,6 +189,28 @@ class RequestTimings:
     delivery: float = 0.0
     tpot: float | None = None
     """Mean time between tokens; None for fewer than two."""
+    tokenise: float = 0.0
+    """From the first byte to the queue: reading and checking the body, and its text's tokens."""
+    preempted: float = 0.0
+    swapped: float = 0.0
+    num_swaps: int = 0
+    num_chunks: int = 0
+    """Prefill steps it was in."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    blocked: tuple[Blocked, ...] = ()
+    """Longest first."""
+    blocked_by: tuple[str, ...] = ()
+    """Ids of requests that stood in its way, those seen most often first."""
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """What ``e2e`` is made of, in the order in which a request meets it."""
+        return {name: getattr(self, name) for name in PARTS}
+
+
+PARTS = ("tokenise", "queue", "prefill", "decode", "preempted", "swapped", "delivery")
+"""Names of the parts of a request's time, in ``RequestTimings``, the log, the metrics and receipts."""
 
 
 @dataclass(slots=True)
@@ -180,6 +233,8 @@ class RequestOutput:
     stop_reason: str | int | None = None
     error: str | None = None
     timings: RequestTimings | None = None
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache; told with the last piece."""
 
     @property
     def finished(self) -> bool:

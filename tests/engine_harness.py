@@ -12,8 +12,8 @@ from fakes import (
 )
 
 from llm_serving.engine.core import Add, EngineCore
-from llm_serving.engine.open_request import RequestLog
 from llm_serving.engine.outputs import EngineOutput, merge_outputs
+from llm_serving.engine.request_log import RequestLog
 from llm_serving.request import Request, RequestOutput
 from llm_serving.scheduler.scheduler import Scheduler
 
@@ -29,6 +29,7 @@ class Engine:
         self.metrics = RecordingMetrics()
         self.requests = RequestLog(self.log, self.metrics)
         self.deliveries: list[list[EngineOutput]] = []
+        self.asked: dict[str, Request] = {}
         self.now = 100.0
         self.core = EngineCore(
             self.scheduler,
@@ -46,10 +47,11 @@ class Engine:
         self.deliveries.append(outputs)
         for output in outputs:
             if isinstance(output, RequestOutput) and output.timings is not None:
-                self.requests.request_end(output, output.timings)
+                self.requests.request_end(output, output.timings, self.asked[output.request_id])
 
     def request(self, name: str, *args: object, **sampling: object) -> Request:
         request = make_request(name, *args, arrival=self.now, **sampling)
+        self.asked[name] = request
         self.core.submit(Add(request))
         return request
 

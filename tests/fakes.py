@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,6 +214,8 @@ class RecordingMetrics:
     ends: list[tuple[str, FinishReason]] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     num_preemptions: int = 0
+    num_swaps: int = 0
+    met: list[dict[str, bool]] = field(default_factory=list)
     overheads: list[float] = field(default_factory=list)
 
     def step(self, step: ScheduledStep, result: StepResult, seconds: float) -> None:
@@ -234,5 +236,9 @@ class RecordingMetrics:
     def request_refused(self, code: str) -> None:
         self.refusals.append(code)
 
-    def preemptions(self, count: int) -> None:
+    def preemptions(self, count: int, swaps: int) -> None:
         self.num_preemptions += count
+        self.num_swaps += swaps
+
+    def objectives(self, met: Mapping[str, bool]) -> None:
+        self.met.append(dict(met))

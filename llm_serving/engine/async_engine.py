@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING
 
 from llm_serving.engine.core import Abort, Add, EngineCore, Probe, Stop
 from llm_serving.engine.observer import EngineLog, EngineMetrics
-from llm_serving.engine.open_request import OpenRequest, PieceSink, RequestLog
-from llm_serving.engine.outputs import MERGE_AT, DetokenizerFactory, EngineOutput, ProbeAnswer, merge_outputs
+from llm_serving.engine.open_request import OpenRequest, PieceSink
+from llm_serving.engine.outputs import DetokenizerFactory, EngineOutput, ProbeAnswer
+from llm_serving.engine.piece_stream import PieceStream
+from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, receipt_of
+from llm_serving.engine.request_log import RequestLog
 from llm_serving.engine.status import EngineStatus
-from llm_serving.errors import AgentLostError, LLMServingError, RequestError
+from llm_serving.errors import AgentLostError, DeadlineExceededError, QueueFullError, RequestError
 from llm_serving.executor.base import Executor
-from llm_serving.request import Request, RequestOutput, SamplingParams
+from llm_serving.receipt import Receipt
+from llm_serving.request import DEFAULT_SCHEDULING, Request, RequestOutput, SamplingParams, SchedulingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.scheduler import Scheduler
 
@@ -24,44 +28,6 @@ if TYPE_CHECKING:
     from llm_serving.engine.tokenizer import Tokenizer
 
 __all__ = ["AsyncEngine"]
-
-
-class _Stream:
-    """One request's pieces between the engine thread's deliveries and the reader of ``generate``."""
-
-    __slots__ = ("_error", "_pieces", "_waiter")
-
-    def __init__(self) -> None:
-        self._pieces: list[RequestOutput] = []
-        self._error: LLMServingError | None = None
-        self._waiter: asyncio.Future[None] | None = None
-
-    def push(self, piece: RequestOutput) -> None:
-        self._pieces.append(piece)
-        if len(self._pieces) >= MERGE_AT:
-            self._pieces = [merge_outputs(self._pieces)]
-        self._notify()
-
-    def fail(self, error: LLMServingError) -> None:
-        self._error = error
-        self._notify()
-
-    async def next(self) -> RequestOutput:
-        """Everything that has come since the last call, as one piece; waits for one."""
-        while not self._pieces:
-            if self._error is not None:
-                raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        pieces, self._pieces = self._pieces, []
-        return merge_outputs(pieces)
-
-    def _notify(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class AsyncEngine:
@@ -87,7 +53,11 @@ class AsyncEngine:
         self._clock = clock
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[str, OpenRequest] = {}
+        self._metrics = metrics
         self._requests = RequestLog(log, metrics)
+        self._receipts = ReceiptBook()
+        self._ttft_objective = _objective(config, "ttft_objective_ms")
+        self._tbt_objective = _objective(config, "tbt_objective_ms")
         self._probes: list[asyncio.Future[bool]] = []
         self._core = EngineCore(
             Scheduler(SchedulerLimits.from_config(config)),
@@ -148,27 +118,73 @@ class AsyncEngine:
         sink: PieceSink,
         arrival_time: float | None = None,
         *,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         streamed: bool = True,
     ) -> OpenRequest:
         """Serve a request; its pieces go to ``sink``. The caller must ``close`` what is returned.
 
         ``arrival_time``, on the engine's clock, is when the client's request came, from which its times count; by
         default now. ``streamed``: the caller will say when output was ``delivered``.
-        Raises RequestError for token ids outside the vocabulary or an id in use, AgentLostError when nothing is served
-        any more; other refusals come through ``sink.fail``.
+        Raises RequestError for token ids outside the vocabulary or an id in use, DeadlineExceededError when its
+        deadline has passed, AgentLostError when nothing is served any more; other refusals come by ``sink.fail``.
         """
         self._check_tokens(prompt_token_ids)
         if request_id in self._open:
             raise RequestError(f"a request with the id {request_id!r} is being served", param="request_id")
-        arrival = self._clock() if arrival_time is None else arrival_time
-        opened = OpenRequest(request_id, arrival, sink, self._closed, self._requests, streamed=streamed)
+        request = self._request(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
+        opened = OpenRequest(request, sink, self._closed, self._requests, streamed=streamed)
         self._open[request_id] = opened
-        self._core.submit(Add(Request(request_id, prompt_token_ids, sampling, arrival, self._end_token_ids)))
+        self._core.submit(Add(request))
         if self._core.ended and not opened.is_ended:  # it may have missed the command
             opened.is_ended = True
             opened.close()
             raise AgentLostError(f"requests are not served any more: {self._core.stop_reason}")
         return opened
+
+    def _request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        arrival_time: float | None,
+        scheduling: SchedulingParams,
+    ) -> Request:
+        now = self._clock()
+        arrival = now if arrival_time is None else arrival_time
+        deadline = None if scheduling.deadline is None else arrival + scheduling.deadline
+        if scheduling.deadline is not None and now >= arrival + scheduling.deadline:
+            raise DeadlineExceededError(
+                f"the deadline was {_ms(scheduling.deadline)} ms after the request's arrival; reading it took"
+                f" {_ms(now - arrival)} ms. Allow more time.",
+                param="deadline_ms",
+            )
+        ttft, tbt = scheduling.ttft_objective, scheduling.tbt_objective
+        return Request(
+            request_id,
+            prompt_token_ids,
+            sampling,
+            arrival,
+            self._end_token_ids,
+            priority=scheduling.priority,
+            tenant=scheduling.tenant,
+            cache_salt=scheduling.cache_salt,
+            ttft_objective=self._ttft_objective if ttft is None else ttft,
+            tbt_objective=self._tbt_objective if tbt is None else tbt,
+            deadline=deadline,
+            receipt=Receipt(now),
+        )
+
+    def queue_full(self) -> QueueFullError | None:
+        """Why a request that comes now would be refused; None when it may be taken. Cheap: ask before reading one."""
+        full = self._core.queue_full()
+        if full is not None:
+            self._metrics.request_refused(full.code)
+        return full
+
+    def receipt(self, request_id: str) -> RequestReceipt | None:
+        """Where the time of a request went that is being served, or ended not long ago; else None."""
+        opened = self._open.get(request_id)
+        return self._receipts.get(request_id) if opened is None else opened.receipt(self._clock())
 
     async def generate(
         self,
@@ -176,6 +192,8 @@ class AsyncEngine:
         prompt_token_ids: Sequence[int],
         sampling: SamplingParams,
         arrival_time: float | None = None,
+        *,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
     ) -> AsyncGenerator[RequestOutput, None]:
         """``open`` for a reader that pulls: the pieces of a request's answer, the last with ``finish_reason`` set.
 
@@ -185,8 +203,10 @@ class AsyncEngine:
         """
         while (old := self._open.get(request_id)) is not None and old.gone is not None:
             await old.gone.wait()
-        stream = _Stream()
-        opened = self.open(request_id, prompt_token_ids, sampling, stream, arrival_time, streamed=False)
+        stream = PieceStream()
+        opened = self.open(
+            request_id, prompt_token_ids, sampling, stream, arrival_time, scheduling=scheduling, streamed=False
+        )
         try:
             while True:
                 piece = await stream.next()
@@ -211,7 +231,9 @@ class AsyncEngine:
             opened.gone.set()
         piece = opened.last_piece
         if piece is not None:
-            self._requests.request_end(piece, opened.timings(piece))
+            timings = opened.timings(piece)
+            self._requests.request_end(piece, timings, opened.request)
+            self._receipts.add(receipt_of(opened.request, self._clock(), timings))
 
     def _check_tokens(self, token_ids: Sequence[int]) -> None:
         if len(token_ids) and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
@@ -245,3 +267,13 @@ class AsyncEngine:
         for answer in probes:
             if not answer.done():
                 answer.set_result(True)
+
+
+def _objective(config: Config, key: str) -> float | None:
+    """The config's objective for requests that have none of their own, in seconds."""
+    milliseconds: float | None = getattr(getattr(config, "scheduler_config", None), key, None)
+    return None if milliseconds is None else milliseconds / 1000.0
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000.0, 3)

@@ -16,7 +16,7 @@ from llm_serving.engine.observer import EngineLog, EngineMetrics
 from llm_serving.engine.outputs import DetokenizerFactory, EngineOutput, ProbeAnswer, RequestRefused
 from llm_serving.engine.request_tracker import RequestTracker
 from llm_serving.engine.status import EngineState, EngineStatus, StateLine
-from llm_serving.errors import AgentLostError, LLMServingError, ProtocolError, RequestError
+from llm_serving.errors import AgentLostError, LLMServingError, ProtocolError, QueueFullError, RequestError
 from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus, Executor, ExecutorEvent
 from llm_serving.request import Request
 from llm_serving.scheduler.output import ScheduledStep, StepResult
@@ -92,6 +92,7 @@ class EngineCore:
         self._num_answered = 0
         self._num_just_sent = 0
         self._preemptions_reported = 0
+        self._swaps_reported = 0
         self._last_answer: float | None = None
 
     # Any thread
@@ -114,6 +115,24 @@ class EngineCore:
             last_step_age_s=None if last is None else max(0.0, self._clock() - last),
             agents=self._executor.agents(),
             preemptions=scheduler.num_preemptions,
+            swapped=scheduler.num_swapped,
+            swaps=scheduler.num_swaps,
+            kv_waste=scheduler.kv_waste,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+        )
+
+    def queue_full(self) -> QueueFullError | None:
+        """Why one more request would be refused, as far as can be told without asking the scheduler's thread; None
+        when it may be taken. Cheap, so that under overload a request need not be read to be refused."""
+        scheduler, limits = self._scheduler, self._scheduler.limits
+        waiting = scheduler.num_waiting + len(self._commands)
+        free_rows = max(0, limits.max_num_seqs - scheduler.num_running)
+        if waiting - free_rows < limits.max_waiting_requests:
+            return None
+        return QueueFullError(
+            f"{waiting} requests are waiting and {free_rows} can start; the queue takes {limits.max_waiting_requests}"
+            " (scheduler_config.max_waiting_requests). Try again later."
         )
 
     # The engine thread
@@ -144,6 +163,7 @@ class EngineCore:
         if self._sent:
             self._hand_over()  # the device is at work on another step: clients first
         self._send_steps(now)
+        self._outputs += self._tracker.take_ended(now)
         self._note_host_overhead(now)
         self._hand_over()
         self._look_after(now)
@@ -241,9 +261,11 @@ class EngineCore:
         """Integrity on going idle, and the periodic line."""
         scheduler = self._scheduler
         preemptions = scheduler.num_preemptions - self._preemptions_reported
-        if preemptions:
+        swaps = scheduler.num_swaps - self._swaps_reported
+        if preemptions or swaps:
             self._preemptions_reported += preemptions
-            self._metrics.preemptions(preemptions)
+            self._swaps_reported += swaps
+            self._metrics.preemptions(preemptions, swaps)
         idle = scheduler.is_idle
         if idle and not self._was_idle:
             self._check_integrity()

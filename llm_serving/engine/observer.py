@@ -6,6 +6,7 @@ not block.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from llm_serving.request import FinishReason, RequestOutput, RequestTimings
@@ -45,5 +46,8 @@ class EngineMetrics(Protocol):
     def request_refused(self, code: str) -> None:
         """A request was refused at the door; ``code`` is the ``RequestError``'s."""
 
-    def preemptions(self, count: int) -> None:
-        """So many requests were preempted since the last call."""
+    def preemptions(self, count: int, swaps: int) -> None:
+        """So many requests lost their blocks since the last call, ``swaps`` of them to host memory."""
+
+    def objectives(self, met: Mapping[str, bool]) -> None:
+        """A request ended that had objectives: for each, and for all of them together, whether it was met."""

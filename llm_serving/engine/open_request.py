@@ -3,7 +3,8 @@
 The engine thread knows when a token was sampled, the HTTP edge when its bytes were written to the socket. A client sees
 the second, so that is what ``ttft_ms``, ``tpot_ms`` and ``e2e_ms`` of the log count to, from the request's first byte:
 
-    arrival -queue-> first step -prefill-> first token -decode-> last step's answer -delivery-> last byte written
+    arrival -tokenise-> queue -queue-> first step -prefill-> first token -decode-> last step's answer -delivery-> last
+    byte written; between first token and last step's answer a request may also be preempted or swapped
 
 An answer that is not streamed has no first token on the wire; its ``ttft_ms`` and ``tpot_ms`` are the engine's.
 """
@@ -15,12 +16,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
-from llm_serving.engine.observer import EngineLog, EngineMetrics
+from llm_serving.engine.receipts import RequestReceipt, receipt_of
+from llm_serving.engine.request_log import RequestLog
 from llm_serving.errors import LLMServingError
-from llm_serving.request import RequestOutput, RequestTimings
+from llm_serving.receipt import microseconds
+from llm_serving.request import Request, RequestOutput, RequestTimings
 from llm_serving.statistics import time_per_output_token
 
-__all__ = ["OpenRequest", "PieceSink", "RequestLog"]
+__all__ = ["OpenRequest", "PieceSink"]
 
 
 class PieceSink(Protocol):
@@ -39,21 +42,19 @@ class OpenRequest:
     The reader says when output was ``delivered`` to the client (times on the engine's clock), and must ``close``.
     """
 
-    __slots__ = ("_closed_at", "_first", "_last", "_on_close", "_requests", "arrival", "gone", "is_closed", "is_ended",
-                 "last_piece", "request_id", "sink", "streamed")  # fmt: skip
+    __slots__ = ("_closed_at", "_first", "_last", "_on_close", "_requests", "gone", "is_closed", "is_ended",
+                 "last_piece", "request", "sink", "streamed")  # fmt: skip
 
     def __init__(
         self,
-        request_id: str,
-        arrival: float,
+        request: Request,
         sink: PieceSink,
         on_close: Callable[[OpenRequest], None],
         requests: RequestLog,
         *,
         streamed: bool,
     ) -> None:
-        self.request_id = request_id
-        self.arrival = arrival
+        self.request = request
         self.sink = sink
         self.streamed = streamed
         self.gone: asyncio.Event | None = None
@@ -67,6 +68,18 @@ class OpenRequest:
         self._first: float | None = None
         self._last: float | None = None
         self._closed_at: float | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def arrival(self) -> float:
+        return self.request.arrival_time
+
+    def receipt(self, now: float) -> RequestReceipt:
+        """Where the time went until ``now``."""
+        return receipt_of(self.request, now)
 
     def take(self, piece: RequestOutput) -> None:
         """A piece from the engine."""
@@ -104,53 +117,14 @@ class OpenRequest:
         engine = piece.timings
         if engine is None:
             raise AssertionError(f"the last piece of {self.request_id} has no timings")
-        finished = self.arrival + engine.e2e
-        end = finished if self._closed_at is None else max(finished, self._closed_at)
-        timings = replace(engine, delivery=end - finished, e2e=end - self.arrival)
+        delivery = 0.0
+        if self._closed_at is not None:
+            arrival_us, ended_us = microseconds(self.arrival), microseconds(engine.e2e)
+            delivery = max(0, microseconds(self._closed_at) - arrival_us - ended_us) / 1e6
+        timings = replace(engine, delivery=delivery, e2e=round(engine.e2e + delivery, 6))
         if not self.streamed:
             return timings
         if self._first is None or self._last is None:
             return replace(timings, ttft=None, tpot=None)
         tpot = time_per_output_token(self._first, self._last, piece.num_output_tokens)
         return replace(timings, ttft=self._first - self.arrival, tpot=tpot)
-
-
-class RequestLog:
-    """Writes a request's lines into the event log, and tells the metrics."""
-
-    def __init__(self, log: EngineLog, metrics: EngineMetrics) -> None:
-        self._log = log
-        self._metrics = metrics
-
-    def first_token(self, request_id: str, seconds: float) -> None:
-        """A streamed request's first output left ``seconds`` after the request arrived."""
-        self._log.event("first_token", request_id=request_id, ttft_ms=_ms(seconds))
-        self._metrics.first_token(seconds)
-
-    def request_end(self, output: RequestOutput, timings: RequestTimings) -> None:
-        """A request ended with ``output``."""
-        reason, tokens = output.finish_reason, output.num_output_tokens
-        if reason is None:
-            raise AssertionError(f"{output.request_id} has not ended")
-        self._log.event(
-            "request_end",
-            request_id=output.request_id,
-            prompt_tokens=output.num_prompt_tokens,
-            output_tokens=tokens,
-            total_tokens=output.num_prompt_tokens + tokens,
-            finish_reason=reason.value,
-            queue_ms=_ms(timings.queue),
-            prefill_ms=_ms(timings.prefill),
-            decode_ms=_ms(timings.decode),
-            delivery_ms=_ms(timings.delivery),
-            ttft_ms=None if timings.ttft is None else _ms(timings.ttft),
-            tpot_ms=None if timings.tpot is None else _ms(timings.tpot),
-            e2e_ms=_ms(timings.e2e),
-            preemptions=timings.num_preemptions,
-            **({"error": output.error} if output.error is not None else {}),
-        )
-        self._metrics.request_end(output, reason, timings)
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1000.0, 3)

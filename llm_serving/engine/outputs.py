@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from llm_serving.errors import LLMServingError
-from llm_serving.request import FinishReason, Request, RequestOutput, RequestTimings, TokenLogits
+from llm_serving.receipt import Phase, Receipt, microseconds
+from llm_serving.request import Blocked, FinishReason, Request, RequestOutput, RequestTimings, TokenLogits
 from llm_serving.scheduler.output import RequestUpdate, StepResult
 from llm_serving.statistics import time_per_output_token
 
@@ -109,6 +110,7 @@ class RequestStream:
             stop_reason=update.stop_token_id if stop_string is None else stop_string,
             error=update.error,
             timings=request_timings(request),
+            num_cached_tokens=request.num_cached_tokens,
         )
 
 
@@ -118,23 +120,52 @@ def _token_logits(result: StepResult, index: int) -> TokenLogits:
     return TokenLogits(result.sampled_ids[index], logit - logsumexp, logsumexp, top)
 
 
-def request_timings(request: Request) -> RequestTimings:
-    """Where a finished request's time went: waiting to be scheduled, until its first token, until its end."""
-    start, end = request.arrival_time, request.finish_time
-    if end is None:
+def request_timings(request: Request, now: float | None = None) -> RequestTimings:
+    """Where a request's time went until ``now``, or for one that has ended, by default, until its last step.
+
+    What is after the last step counts as ``delivery``.
+    """
+    receipt = request.receipt
+    has_ended = receipt.phase is Phase.DONE
+    if now is None and not has_ended:
         raise AssertionError(f"{request.request_id} has not ended")
-    scheduled = end if request.first_scheduled_time is None else request.first_scheduled_time
-    first_token = end if request.first_token_time is None else request.first_token_time
-    num_tokens = len(request.output_token_ids)
+    phase_us = receipt.phase_us if now is None else receipt.phases_until(now)
+    delivery_us = max(0, microseconds(now) - receipt.end_us) if has_ended and now is not None else 0
+    tokenise_us = max(0, receipt.start_us - microseconds(request.arrival_time))
+    first_token = request.first_token_time
     return RequestTimings(
-        queue=scheduled - start,
-        prefill=first_token - scheduled,
-        decode=end - first_token,
-        e2e=end - start,
-        ttft=None if request.first_token_time is None else first_token - start,
+        tokenise=tokenise_us / 1e6,
+        queue=phase_us[Phase.QUEUED] / 1e6,
+        prefill=phase_us[Phase.PREFILL] / 1e6,
+        decode=phase_us[Phase.DECODE] / 1e6,
+        preempted=phase_us[Phase.PREEMPTED] / 1e6,
+        swapped=phase_us[Phase.SWAPPED] / 1e6,
+        delivery=delivery_us / 1e6,
+        e2e=(tokenise_us + sum(phase_us) + delivery_us) / 1e6,
+        ttft=None if first_token is None else first_token - request.arrival_time,
+        tpot=_time_per_output_token(request),
         num_preemptions=request.num_preemptions,
-        tpot=time_per_output_token(first_token, end, num_tokens),
+        num_swaps=receipt.swaps,
+        num_chunks=receipt.chunks,
+        num_cached_tokens=request.num_cached_tokens,
+        blocked=_blocked(receipt),
+        blocked_by=tuple(receipt.blockers),
     )
+
+
+def _time_per_output_token(request: Request) -> float | None:
+    """None before the end."""
+    if request.first_token_time is None or request.finish_time is None:
+        return None
+    return time_per_output_token(request.first_token_time, request.finish_time, len(request.output_token_ids))
+
+
+def _blocked(receipt: Receipt) -> tuple[Blocked, ...]:
+    seconds = receipt.blocked_us.copy()
+    blocked = [
+        Blocked(reason, times, seconds.get(reason, 0) / 1e6) for reason, times in receipt.num_blocked.copy().items()
+    ]
+    return tuple(sorted(blocked, key=lambda one: (-one.seconds, -one.times, one.reason.value)))
 
 
 def merge_outputs(pieces: Sequence[RequestOutput]) -> RequestOutput:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from llm_serving.engine.observer import EngineLog
 from llm_serving.engine.outputs import DetokenizerFactory, RequestStream
+from llm_serving.receipt import Phase
 from llm_serving.request import FinishReason, Request, RequestOutput, RequestStatus
 from llm_serving.scheduler.output import RequestUpdate, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
@@ -34,6 +35,10 @@ class RequestTracker:
         update = self._scheduler.abort_request(request_id, now)
         return [] if update is None else self.outputs([update], None, now)
 
+    def take_ended(self, now: float) -> list[RequestOutput]:
+        """The last pieces of requests that the scheduler ended by itself: their deadline has passed."""
+        return self.outputs(self._scheduler.take_ended(), None, now)
+
     def fail_all(self, error: str, now: float) -> list[RequestOutput]:
         """End every request with an error; their last pieces."""
         return self.outputs(self._scheduler.fail_all(error, now), None, now)
@@ -44,6 +49,8 @@ class RequestTracker:
         for request_id, stream in list(self._streams.items()):
             request = stream.request
             request.status, request.finish_reason, request.finish_time = RequestStatus.FINISHED, FinishReason.ERROR, now
+            if request.receipt.phase is not Phase.DONE:
+                request.receipt.enter(Phase.DONE, now)
             outputs.append(stream.output(RequestUpdate(request, error=error), None, "", None))
             del self._streams[request_id]
         return outputs

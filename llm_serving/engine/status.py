@@ -39,6 +39,15 @@ class EngineStatus:
     """Seconds since a step was answered; None before the first."""
     agents: list[dict[str, object]]
     preemptions: int
+    swapped: int = 0
+    """Requests whose keys and values are in host memory now."""
+    swaps: int = 0
+    """Times a request left for host memory."""
+    kv_waste: float = 0.0
+    """Share of the running requests' token slots that hold nothing, 0 to 1."""
+    prefix_hit_tokens: int = 0
+    """Prompt tokens found in the prefix cache, of those looked up."""
+    prefix_query_tokens: int = 0
 
 
 class StateLine:
@@ -48,12 +57,15 @@ class StateLine:
         self._scheduler = scheduler
         self._interval_s = interval_s
         self._preemptions = 0
+        self._swaps = 0
+        self._hits = 0
+        self._queries = 0
         self._since: float | None = None
         self._clear()
 
     def _clear(self) -> None:
-        self._steps = {StepKind.PREFILL: 0, StepKind.DECODE: 0}
-        self._tokens = {StepKind.PREFILL: 0, StepKind.DECODE: 0}
+        self._steps = dict.fromkeys(StepKind, 0)
+        self._tokens = dict.fromkeys(StepKind, 0)
         self._output_tokens = 0
 
     def changed(self, now: float) -> None:
@@ -85,13 +97,22 @@ class StateLine:
             "steps": sum(steps.values()),
             "prefill_steps": steps[StepKind.PREFILL],
             "decode_steps": steps[StepKind.DECODE],
+            "mixed_steps": steps[StepKind.MIXED],
+            "move_steps": steps[StepKind.MOVE],
             "prefill_tokens": tokens[StepKind.PREFILL],
             "decode_tokens": tokens[StepKind.DECODE],
+            "mixed_tokens": tokens[StepKind.MIXED],
             "decode_batch_mean": round(tokens[StepKind.DECODE] / max(steps[StepKind.DECODE], 1), 3),
             "output_tokens_per_s": round(self._output_tokens / seconds, 3) if seconds > 0 else 0.0,
             "preemptions": scheduler.num_preemptions - self._preemptions,
+            "swaps": scheduler.num_swaps - self._swaps,
+            "swapped": scheduler.num_swapped,
+            "kv_waste": round(scheduler.kv_waste, 4),
+            "prefix_hit_tokens": scheduler.prefix_hit_tokens - self._hits,
+            "prefix_query_tokens": scheduler.prefix_query_tokens - self._queries,
         }
-        self._preemptions = scheduler.num_preemptions
+        self._preemptions, self._swaps = scheduler.num_preemptions, scheduler.num_swaps
+        self._hits, self._queries = scheduler.prefix_hit_tokens, scheduler.prefix_query_tokens
         self._since = None if scheduler.is_idle else now
         self._clear()
         return fields

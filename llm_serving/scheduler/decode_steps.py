@@ -21,7 +21,7 @@ class DecodeComposer:
     """
 
     def __init__(
-        self, state: SchedulerState, preempt: Callable[[Sequence], None], *, prefill_answered: bool = False
+        self, state: SchedulerState, preempt: Callable[[Sequence, float], None], *, prefill_answered: bool = False
     ) -> None:
         """``prefill_answered``: a row joins when its prefill is answered, the agent running decodes before it."""
         self._state = state
@@ -64,7 +64,7 @@ class DecodeComposer:
                 return []
             if len(ready) > state.limits.decode_batch_size:
                 ready = self._take_turns(ready)
-            sequences = self._grow(ready)
+            sequences = self._grow(ready, now)
             if sequences or state.in_flight.num_steps or state.running.leaving:
                 return sequences
             # The rows whose turn it was were preempted themselves; nothing is in flight that would bring us back.
@@ -111,7 +111,7 @@ class DecodeComposer:
             sequence.last_turn = next(self._turns)
         return sorted(chosen, key=lambda sequence: sequence.arrival_index)
 
-    def _grow(self, ready: list[Sequence]) -> list[Sequence]:
+    def _grow(self, ready: list[Sequence], now: float) -> list[Sequence]:
         """Give each row the block its next token needs, oldest first, preempting from the latest when none is left.
 
         A row for which blocks will come back with the steps in flight is left out of this step.
@@ -126,7 +126,7 @@ class DecodeComposer:
                 if running.num_leaving_blocks > len(short):
                     short.append(sequence)
                     break
-                self._preempt(running.latest)
+                self._preempt(running.latest, now)
         return [s for s in ready if s.state is SequenceState.RUNNING and s not in short]
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from llm_serving.errors import ProtocolError, RequestError
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
+from llm_serving.receipt import Phase
 from llm_serving.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler.batching.select import select_batching
 from llm_serving.scheduler.in_flight import InFlightStep, InFlightSteps
@@ -36,6 +37,11 @@ class Scheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.num_preemptions = 0
+        self.num_swaps = 0
+        self.num_swapped = 0
+        self.kv_waste = 0.0
+        self.prefix_hit_tokens = 0
+        self.prefix_query_tokens = 0
         self._kv_cache = KVCacheManager(limits.num_blocks, limits.block_size)
         self._waiting = RequestQueue(limits.max_waiting_requests, limits.max_waiting_tokens)
         self._running = RunningSet(self._kv_cache, limits.max_num_seqs)
@@ -88,6 +94,10 @@ class Scheduler:
         """The next step, or None when there is nothing to do until ``update``, a new request or ``next_wakeup``."""
         self._state.wakeup = None
         return self._policy.next_step(now)
+
+    def take_ended(self) -> list[RequestUpdate]:
+        """The last updates of requests that ``schedule`` itself ended, since the last call."""
+        return []
 
     def next_wakeup(self, now: float) -> float | None:
         """When to call ``schedule`` again though nothing has happened: the end of a batch's waiting time, if the
@@ -151,6 +161,7 @@ class Scheduler:
         """Every step in flight is void and the cache is lost. All requests wait again, with their known tokens."""
         self._in_flight.clear()
         for sequence in list(self._running):
+            sequence.request.receipt.enter(Phase.PREEMPTED, now)
             self._running.stop(sequence)
         for sequence in self._running.leaving:
             sequence.num_inflight_steps = 0
@@ -187,6 +198,8 @@ class Scheduler:
                 continue
             if request.first_token_time is None:
                 request.first_token_time = now
+            if request.receipt.phase is not Phase.DECODE:
+                request.receipt.enter(Phase.DECODE, now)
             output_token_ids = request.output_token_ids
             output_token_ids.append(token_id)
             update = RequestUpdate(request, token_id, index)
@@ -220,6 +233,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.finish_time = now
+        request.receipt.enter(Phase.DONE, now)
         del self._sequences[request.request_id]
         self._state.num_started -= request.first_scheduled_time is not None
         if sequence.state is SequenceState.WAITING:
@@ -231,10 +245,11 @@ class Scheduler:
             self._running.finish_leaving()
         self._settle(sequence)
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def _preempt(self, sequence: Sequence, now: float) -> None:
         """Take the blocks of a running sequence away: now, or when its steps in flight are answered."""
         self.num_preemptions += 1
         sequence.request.num_preemptions += 1
+        sequence.request.receipt.enter(Phase.PREEMPTED, now)
         self._running.stop(sequence)
         self._settle(sequence)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from llm_serving.receipt import MAX_BLOCKERS, BlockReason
+from llm_serving.receipt import MAX_BLOCKERS, BlockReason, Phase
 from llm_serving.request import RequestStatus
 from llm_serving.scheduler.batching.base import BatchingMode
 from llm_serving.scheduler.chunk_plan import ChunkPlan
@@ -62,6 +62,7 @@ class Starter:
         request.status = RequestStatus.RUNNING
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
+            request.receipt.enter(Phase.PREFILL, now)
             self._state.num_started += 1
             self._batching.started(sequence)
 

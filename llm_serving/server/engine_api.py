@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from llm_serving.engine.open_request import PieceSink
+from llm_serving.engine.receipts import RequestReceipt
 from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.request import SamplingParams
+from llm_serving.errors import QueueFullError
+from llm_serving.request import DEFAULT_SCHEDULING, SamplingParams, SchedulingParams
 
 __all__ = ["Engine", "EngineStatus", "EventLogger", "OpenRequest"]
 
@@ -42,6 +44,21 @@ class EngineStatus(Protocol):
     @property
     def preemptions(self) -> int: ...
 
+    @property
+    def swapped(self) -> int: ...
+
+    @property
+    def swaps(self) -> int: ...
+
+    @property
+    def kv_waste(self) -> float: ...
+
+    @property
+    def prefix_hit_tokens(self) -> int: ...
+
+    @property
+    def prefix_query_tokens(self) -> int: ...
+
 
 class Engine(Protocol):
     """Requests in, streams of pieces out. Used from the event loop's thread only."""
@@ -63,12 +80,19 @@ class Engine(Protocol):
         sink: PieceSink,
         arrival_time: float | None = None,
         *,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         streamed: bool = True,
     ) -> OpenRequest:
         """Serve a request: its pieces go to ``sink`` as they come. Raises LLMServingError when it is refused at once.
 
         Close what is returned; that aborts a request that has not ended.
         """
+
+    def queue_full(self) -> QueueFullError | None:
+        """Why a request that comes now would be refused; None when it may be taken. Cheap."""
+
+    def receipt(self, request_id: str, /) -> RequestReceipt | None:
+        """Where the time of a request went that is being served, or ended not long ago; else None."""
 
     def status(self) -> EngineStatus: ...
 
@@ -78,6 +102,9 @@ class Engine(Protocol):
 
 class OpenRequest(Protocol):
     """A request being served; see ``llm_serving.engine.open_request.OpenRequest``."""
+
+    def receipt(self, now: float, /) -> RequestReceipt:
+        """Where the request's time went until ``now``, on the monotonic clock."""
 
     def delivered(self, now: float, /) -> None:
         """Output had been written to the client's socket by ``now``, on the monotonic clock."""

@@ -9,9 +9,10 @@ import pytest
 from fakes import RecordingLog, RecordingMetrics, make_request
 from served_engine import Served, served
 
-from llm_serving.engine.open_request import OpenRequest, RequestLog
+from llm_serving.engine.open_request import OpenRequest
+from llm_serving.engine.request_log import RequestLog
 from llm_serving.errors import LLMServingError
-from llm_serving.request import FinishReason, RequestOutput, RequestTimings
+from llm_serving.request import PARTS, FinishReason, RequestOutput, RequestTimings
 
 ARRIVAL = 100.0
 
@@ -41,7 +42,8 @@ class Told:
     def __init__(self, *, streamed: bool = True) -> None:
         self.log, self.metrics, self.closed = RecordingLog(), RecordingMetrics(), 0
         self.requests = RequestLog(self.log, self.metrics)
-        self.opened = OpenRequest("r", ARRIVAL, Sink(), self._on_close, self.requests, streamed=streamed)
+        self.request = make_request("r", 10, arrival=ARRIVAL)
+        self.opened = OpenRequest(self.request, Sink(), self._on_close, self.requests, streamed=streamed)
 
     def _on_close(self, opened: OpenRequest) -> None:
         self.closed += 1
@@ -50,10 +52,10 @@ class Told:
         """The line of its end, which must add up."""
         piece = self.opened.last_piece
         assert piece is not None
-        self.requests.request_end(piece, self.opened.timings(piece))
+        self.requests.request_end(piece, self.opened.timings(piece), self.request)
         (line,) = self.log.named("request_end")
-        phases = [line[name] for name in ("queue_ms", "prefill_ms", "decode_ms", "delivery_ms")]
-        assert sum(phases) == pytest.approx(line["e2e_ms"])  # type: ignore[arg-type]
+        phases = [line[f"{part}_ms"] for part in PARTS]
+        assert round(sum(phases), 3) == line["e2e_ms"]  # type: ignore[arg-type]
         assert min(phases) >= 0  # type: ignore[type-var]
         return line
 

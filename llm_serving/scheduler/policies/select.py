@@ -27,7 +27,9 @@ _POLICIES: dict[Policy, type[SchedulingPolicy]] = {
 }
 
 
-def make_policy(state: SchedulerState, starter: Starter, preempt: Callable[[Sequence], None]) -> SchedulingPolicy:
+def make_policy(
+    state: SchedulerState, starter: Starter, preempt: Callable[[Sequence, float], None]
+) -> SchedulingPolicy:
     """The policy that ``state.limits.policy`` names."""
     policy = state.limits.policy
     prefills = PrefillComposer(state, starter)
