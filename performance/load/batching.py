@@ -208,7 +208,9 @@ def _modes(text: str) -> tuple[str, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="for all modes")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="for all modes"
+    )
     parser.add_argument("--clients", type=int, default=50, help="in a closed loop (default %(default)s)")
     parser.add_argument("--requests", type=int, default=1000, help="in all (default %(default)s)")
     parser.add_argument(

@@ -107,7 +107,7 @@ class VirtualAgent:
                 self._running, self._free_at = chosen, start + chosen.seconds
             if self._free_at > now:
                 break
-            answers.append((self._free_at, self._answer(self._running.step)))
+            answers.append((self._free_at, self._answer(self._running)))
             self._running = None
         return answers
 
@@ -119,9 +119,11 @@ class VirtualAgent:
         start = max(self._free_at, min(each.ready for each in queue))
         return start, min((each for each in queue if each.ready <= start), key=_rank)
 
-    def _answer(self, step: ScheduledStep) -> StepResult:
-        zeros = [0.0] * len(step.rows)
-        return StepResult(step.seq, self._sample(step), zeros, zeros)
+    def _answer(self, ran: _Queued) -> StepResult:
+        step, zeros = ran.step, [0.0] * len(ran.step.rows)
+        queued_s = self._free_at - ran.seconds - ran.ready
+        queue_us, graph_us = round(queued_s * 1e6), round(ran.seconds * 1e6)
+        return StepResult(step.seq, self._sample(step), zeros, zeros, queue_us=queue_us, graph_us=graph_us)
 
 
 def _rank(queued: _Queued) -> tuple[int, int]:

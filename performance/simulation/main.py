@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from llm_serving.errors import LLMServingError
+from llm_serving.flight.format import SUFFIX
 from performance.load.errors import LoadTestError, UsageError
 from performance.load.options import LoadOptions
 from performance.load.report import write_json
@@ -80,6 +81,10 @@ def _run(variant: Variant, setup: Setup, options: SimulationOptions, load: LoadO
 
 
 def _arrivals(options: SimulationOptions, load: LoadOptions, setup: Setup) -> Arrivals:
+    if options.trace is not None and (options.trace.is_dir() or options.trace.suffix == SUFFIX):
+        from performance.simulation.recording import of_recording
+
+        return of_recording(options.trace, load)
     if options.trace is not None:
         return of_trace(options.trace, load)
     return generated(load, setup.config)

@@ -37,7 +37,7 @@ examples
 
 settings are those of the server, beside device.RATE and host.TIME (fields of DeviceRates and HostModel); a sweep takes
 rate, too. A trace has one JSON object a line: arrival_s, prompt_tokens (or prompt: token ids), output_tokens, and may
-have max_tokens, priority, tenant, ttft_objective_ms, tbt_objective_ms."""
+have max_tokens, priority, tenant, ttft_objective_ms, tbt_objective_ms. A flight recording is a trace, too."""
 
 RATE = "rate"
 

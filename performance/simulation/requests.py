@@ -16,7 +16,7 @@ from performance.load.options import LoadOptions
 from performance.load.workload import FIRST_PLAIN_TOKEN, LoadRequest
 from performance.simulation.workload import SimulatedRequest
 
-__all__ = ["Arrivals", "generated", "of_load_test", "of_trace"]
+__all__ = ["Arrivals", "generated", "of_load_test", "of_trace", "some_tokens"]
 
 Encode = Callable[[LoadRequest], Sequence[int]]
 
@@ -119,7 +119,7 @@ def _traced(line: TraceLine, generator: random.Random, options: LoadOptions) -> 
     default_ttft, default_tbt = _objectives(options)
     ttft, tbt = line.ttft_objective_ms, line.tbt_objective_ms
     return SimulatedRequest(
-        line.prompt if line.prompt is not None else _some_tokens(line.prompt_tokens or 1, generator),
+        line.prompt if line.prompt is not None else some_tokens(line.prompt_tokens or 1, generator),
         line.max_tokens or line.output_tokens,
         line.output_tokens,
         line.priority,
@@ -140,7 +140,7 @@ def of_load_test(content: dict[str, Any], options: LoadOptions) -> Arrivals:
             length = one["prompt_tokens"]
             if length is None:
                 raise UsageError("the load test's server did not say how many tokens the prompts have")
-            tokens = _some_tokens(length, generator)
+            tokens = some_tokens(length, generator)
             request = SimulatedRequest(tokens, one["output_tokens"], ttft_objective=ttft, tbt_objective=tbt)
             sent.append((one["due_s"] + one["lateness_ms"] / 1000.0, request))
     if not sent:
@@ -149,7 +149,8 @@ def of_load_test(content: dict[str, Any], options: LoadOptions) -> Arrivals:
     return Arrivals([request for _, request in sent], [time for time, _ in sent])
 
 
-def _some_tokens(count: int, generator: random.Random) -> tuple[int, ...]:
+def some_tokens(count: int, generator: random.Random) -> tuple[int, ...]:
+    """A prompt that shares nothing with any other."""
     return tuple(generator.choices(range(FIRST_PLAIN_TOKEN, 30_000), k=count))
 
 

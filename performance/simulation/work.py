@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llm_serving.config import Config
 from llm_serving.scheduler.output import ScheduledStep, StepKind
 from performance.bench.roofline import layer_linears, weight_bytes
 
-__all__ = ["ModelWork", "StepWork", "work_of"]
+__all__ = ["ModelWork", "StepWork", "count_work", "work_of"]
 
 FLOAT32_BYTES = 4
 
@@ -31,14 +32,19 @@ class StepWork:
 
 def work_of(step: ScheduledStep) -> StepWork:
     """The counts of ``step``."""
-    sequences, tokens = len(step.rows), len(step.token_ids)
-    context = sum(step.starts) + tokens
+    return count_work(step.kind, step.starts, step.query_lens, step.do_sample)
+
+
+def count_work(kind: StepKind, starts: Sequence[int], query_lens: Sequence[int], do_sample: Sequence[bool]) -> StepWork:
+    """The counts of a step with these columns."""
+    sequences, tokens = len(starts), sum(query_lens)
+    context = sum(starts) + tokens
     if tokens == sequences:
-        return StepWork(step.kind, tokens, sequences, sum(step.do_sample), context, context)
+        return StepWork(kind, tokens, sequences, sum(do_sample), context, context)
     pairs = 0
-    for start, length in zip(step.starts, step.query_lens, strict=True):
+    for start, length in zip(starts, query_lens, strict=True):
         pairs += length * start + length * (length + 1) // 2
-    return StepWork(step.kind, tokens, sequences, sum(step.do_sample), context, pairs)
+    return StepWork(kind, tokens, sequences, sum(do_sample), context, pairs)
 
 
 @dataclass(frozen=True, slots=True)
