@@ -154,15 +154,20 @@ class FlightRecorder:
         if self._ended:
             return
         begin = time.perf_counter()
+        if self._is_new:
+            self._guarded(self._begin_segment)
+        self._guarded(note, *details)
+        self.seconds += time.perf_counter() - begin
+
+    def _guarded(self, action: Callable[..., None], *details: Any) -> None:
         try:
-            note(*details)
+            action(*details)
         except OSError as error:
             self._pause(error)
         except Exception as error:
             self._ended = True
             self._ring.close()
             self._on_error(f"the flight recorder has stopped on an internal error: {error!r}")
-        self.seconds += time.perf_counter() - begin
 
     def _note(self, record: list[object], now: float | None = None) -> None:
         if now is not None and now != self._now:
@@ -232,11 +237,9 @@ class FlightRecorder:
         if self._paused_until is not None and self._now < self._paused_until:
             return
         ring = self._ring
-        if not ring.is_open:
-            if not self._is_new:  # after a pause: the state is that after these records
-                self._begin_segment()
-                return
+        if not ring.is_open:  # after a pause: the state is that after these records
             self._begin_segment()
+            return
         if records:
             ring.append(records)
         room = self._segment_bytes - ring.num_bytes
