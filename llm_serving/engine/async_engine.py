@@ -18,6 +18,7 @@ from llm_serving.engine.request_log import RequestLog
 from llm_serving.engine.status import EngineStatus
 from llm_serving.errors import AgentLostError, DeadlineExceededError, QueueFullError, RequestError
 from llm_serving.executor.base import Executor
+from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.receipt import Receipt
 from llm_serving.request import DEFAULT_SCHEDULING, Request, RequestOutput, SamplingParams, SchedulingParams
 from llm_serving.scheduler.limits import SchedulerLimits
@@ -31,7 +32,10 @@ __all__ = ["AsyncEngine"]
 
 
 class AsyncEngine:
-    """Runs an EngineCore in a thread of its own. Its methods belong to the event loop that called ``start``."""
+    """Runs an EngineCore in a thread of its own. Its methods belong to the event loop that called ``start``.
+
+    ``record`` may put a flight recorder before the scheduler; it is closed with the engine.
+    """
 
     def __init__(
         self,
@@ -43,6 +47,7 @@ class AsyncEngine:
         metrics: EngineMetrics,
         *,
         clock: Callable[[], float] = time.monotonic,
+        record: Callable[[Scheduler], FlightRecorder | None] | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -59,8 +64,10 @@ class AsyncEngine:
         self._ttft_objective = _objective(config, "ttft_objective_ms")
         self._tbt_objective = _objective(config, "tbt_objective_ms")
         self._probes: list[asyncio.Future[bool]] = []
+        scheduler = Scheduler(SchedulerLimits.from_config(config))
+        self._recorder = None if record is None else record(scheduler)
         self._core = EngineCore(
-            Scheduler(SchedulerLimits.from_config(config)),
+            scheduler if self._recorder is None else as_scheduler(self._recorder),
             executor,
             detokenizer,
             log,
@@ -81,6 +88,8 @@ class AsyncEngine:
         if self._thread.is_alive():
             self._core.submit(Stop())
             await asyncio.to_thread(self._thread.join, timeout_s)
+        if self._recorder is not None and not self._thread.is_alive():
+            self._recorder.close()
         # What the thread has delivered last is still to be taken from the loop.
         await asyncio.sleep(0)
 
