@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llm_serving.flight.facts import without_texts
-from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN
+from llm_serving.flight.prefix_state import HASHED, block_contents, chain_tokens
+from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN, Pseudonyms
+from llm_serving.kvcache.prefix_chain import PrefixChain
+from llm_serving.kvcache.prefix_index import PrefixIndex
 from llm_serving.receipt import Receipt
 from llm_serving.request import Request
 
@@ -18,11 +21,14 @@ _ENDING = frozenset({ENDING_TOKEN})
 class StateDisguise:
     """Replaces token ids by pseudonyms, or by zeros where nobody compares tokens.
 
-    ``names_of`` gives the pseudonyms of a request's known tokens, prompt and output, or None.
+    ``names_of`` gives the pseudonyms of a request's known tokens, prompt and output, or None. ``pseudonyms`` is what
+    they are made with; None where the tokens are pseudonyms themselves, as in a replay.
     """
 
-    def __init__(self, names_of: Callable[[Request], Sequence[int] | None]) -> None:
+    def __init__(self, names_of: Callable[[Request], Sequence[int] | None], pseudonyms: Pseudonyms | None) -> None:
         self._names_of = names_of
+        self._pseudonyms = pseudonyms
+        self._chain_owners: dict[int, Request] = {}
 
     def __call__(self, owner: object, name: str, value: Any) -> Any:
         if name in ("prompt_token_ids", "output_token_ids"):
@@ -39,16 +45,28 @@ class StateDisguise:
             return None
         if name == "error" and isinstance(value, str):
             return ""
-        return value
+        return self._prefix(owner, name, value)
 
     def _known_tokens(self, owner: object, name: str, value: Sequence[int]) -> list[int]:
         names = self._names_of(owner) if isinstance(owner, Request) else None
         if names is None or not isinstance(owner, Request):
             return [PLAIN_TOKEN] * len(value)
         num_prompt_tokens = len(owner.prompt_token_ids)
-        if name == "prompt_token_ids":
-            return list(names[:num_prompt_tokens])
-        output = list(names[num_prompt_tokens:])
-        if owner.is_finished and output:
-            output[-1] = PLAIN_TOKEN  # it is not computed, and may be an ending one
-        return output
+        return list(names[:num_prompt_tokens] if name == "prompt_token_ids" else names[num_prompt_tokens:])
+
+    def _prefix(self, owner: object, name: str, value: Any) -> Any:
+        """Attributes of the prefix cache."""
+        if name == "prefix_chain" and value is not None:
+            self._chain_owners[id(value)] = owner.request  # type: ignore[attr-defined]
+        if name == "_hashes":
+            return [] if isinstance(owner, PrefixChain) else [HASHED if block_hash else b"" for block_hash in value]
+        if name == "_blocks" and isinstance(owner, PrefixIndex):
+            return {}
+        if name == "_announced":
+            return {}
+        if self._pseudonyms is not None and isinstance(owner, PrefixChain) and name == "_packed":
+            request = self._chain_owners.get(id(owner))
+            return chain_tokens(owner, None if request is None else self._names_of(request), self._pseudonyms)
+        if self._pseudonyms is not None and isinstance(owner, PrefixIndex) and name == "_contents":
+            return block_contents(owner, self._pseudonyms)
+        return value

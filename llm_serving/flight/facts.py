@@ -122,17 +122,21 @@ def make_result(
     names: list[int] | None,
     times: tuple[int, int, int],
 ) -> StepResult:
-    """An answer that means to the scheduler what the recorded one meant. ``do_sample`` is that of the step."""
+    """An answer that means to the scheduler what the recorded one meant. ``do_sample`` is that of the step.
+
+    Without ``names`` its tokens are ``PLAIN_TOKEN`` and ``ENDING_TOKEN``.
+    """
     result = StepResult(seq, queue_us=times[0], graph_us=times[1], sample_us=times[2])
     signs, num_logits, num_sums = do_sample, len(do_sample), len(do_sample)
     if fault is not None:
         result.aborted = fault[0]
         result.error = "the step failed" if fault[1] else None
         signs, num_logits, num_sums = fault[2]
-    tokens = iter(names or ())
-    result.sampled_ids = [next(tokens, PLAIN_TOKEN) if samples else -1 for samples in signs]
-    for index in ends:
-        result.sampled_ids[index] = ENDING_TOKEN
+    if names is None:
+        names = [PLAIN_TOKEN] * len(signs)
+        for index in ends:
+            names[index] = ENDING_TOKEN
+    result.sampled_ids = [names[index] if samples else -1 for index, samples in enumerate(signs)]
     result.logits = [0.0] * num_logits
     result.logsumexps = [0.0] * num_sums
     return result

@@ -274,8 +274,9 @@ class FlightRecorder:
         """What the state frame holds: nothing for a new scheduler."""
         if self._is_new:
             return {"new": True}
+        pseudonyms = None if self._identities is None else self._identities.pseudonyms
         try:
-            return write_state(self._scheduler, StateDisguise(self._names_of))
+            return write_state(self._scheduler, StateDisguise(self._names_of, pseudonyms))
         except FlightRecordingError as error:
             self._on_error(f"a segment of the flight recording cannot be replayed on its own: {error}")
             return {"missing": str(error)}

@@ -10,6 +10,8 @@ from llm_serving.errors import LLMServingError
 from llm_serving.flight.disguise import StateDisguise
 from llm_serving.flight.facts import make_request, make_result
 from llm_serving.flight.format import FlightRecordingError, Tag
+from llm_serving.flight.prefix_state import restore_prefixes
+from llm_serving.flight.pseudonyms import PLAIN_TOKEN
 from llm_serving.flight.reader import (
     Added,
     AgentLost,
@@ -29,10 +31,12 @@ from llm_serving.flight.setup import code_digest, compares_tokens, limits_from_m
 from llm_serving.flight.state import first_difference, read_state, write_state
 from llm_serving.flight.steps import RecordedStep, StepReader, StepWriter
 from llm_serving.request import FinishReason, Request
-from llm_serving.scheduler.output import ScheduledStep, StepKind
+from llm_serving.scheduler.output import ScheduledStep
 from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.scheduler.sequence import Sequence
 from tools.replaying.answer_order import AnswerOrder
 from tools.replaying.describe import describe_event
+from tools.replaying.ending_names import EndingNames
 
 __all__ = ["Difference", "Replay", "replay"]
 
@@ -89,6 +93,7 @@ class _Replayer:
         self._requests: dict[int, Request] = {}
         self._numbers: dict[str, int] = {}
         self._sampling: dict[int, list[bool]] = {}
+        self._step_requests: dict[int, list[Request]] = {}
         self._writer, self._reader = StepWriter(), StepReader()
         self._before: deque[str] = deque(maxlen=HISTORY)
         self._num_steps = 0
@@ -127,7 +132,7 @@ class _Replayer:
         if first and "nodes" in segment.state:
             self._restore(segment)
         elif not first and "nodes" in segment.state:
-            replayed = write_state(self._scheduler, StateDisguise(self._own_tokens))
+            replayed = write_state(self._scheduler, StateDisguise(self._own_tokens, None))
             found = first_difference(segment.state, replayed)
             if found is not None:
                 raise _DiffersError("state", *found)
@@ -136,20 +141,26 @@ class _Replayer:
         objects = read_state(segment.state)
         self._scheduler = objects[0]
         numbers = segment.header.numbers
+        lost = restore_prefixes(objects)
+        if lost:
+            self._notes.append(f"{lost} cached blocks cannot be found any more: where one is replaced, it may differ")
         for thing in objects:
+            if isinstance(thing, Sequence):
+                thing.ending_token_ids = thing.request.end_token_ids = EndingNames()
             if isinstance(thing, Request) and thing.request_id in numbers:
                 self._know(numbers[thing.request_id], thing)
             elif isinstance(thing, ScheduledStep):
-                self._sent(thing.seq, thing.kind, thing.do_sample)
+                self._sent(thing)
         self._notes.append(f"it begins with segment {segment.header.index}, {len(numbers)} requests under way")
 
     def _know(self, number: int, request: Request) -> None:
         self._requests[number] = request
         self._numbers[request.request_id] = number
 
-    def _sent(self, seq: int, kind: StepKind, do_sample: list[bool]) -> None:
-        self._sampling[seq] = do_sample
-        self._order.sent(seq, kind)
+    def _sent(self, step: ScheduledStep) -> None:
+        self._sampling[step.seq] = list(step.do_sample)
+        self._step_requests[step.seq] = list(step.requests)
+        self._order.sent(step.seq, step.kind)
 
     # Calls
 
@@ -181,6 +192,7 @@ class _Replayer:
 
     def _add(self, event: Added) -> None:
         request, refusal = make_request(event.facts, event.prompt), None
+        request.end_token_ids = EndingNames()
         try:
             self._scheduler.add_request(request)
         except LLMServingError as error:
@@ -202,7 +214,8 @@ class _Replayer:
             for declared in fields(RecordedStep):
                 name = declared.name
                 self._compare("schedule", name, getattr(event.step, name), getattr(replayed, name))
-            self._sent(replayed.seq, replayed.kind, replayed.do_sample)
+            assert step is not None
+            self._sent(step)
         self._compare_state("schedule", event.state)
         self._num_steps += step is not None
 
@@ -213,6 +226,7 @@ class _Replayer:
             raise _DiffersError("update", "order of answers", f"step {event.seq} answered before {overtaken}", rule)
         times = (event.queue_us, event.graph_us, event.sample_us)
         do_sample = self._sampling.pop(event.seq, [])
+        self._let_end(event)
         result = make_result(event.seq, do_sample, event.fault, event.ends, event.names, times)
         outcome: int | str
         try:
@@ -221,6 +235,16 @@ class _Replayer:
             outcome = type(error).__name__
         self._compare("update", "updates", event.outcome, outcome)
         self._compare_state("update", event.state)
+
+    def _let_end(self, event: Answered) -> None:
+        """The tokens that ended their requests are what ends them here."""
+        requests = self._step_requests.pop(event.seq, [])
+        if event.names is None:
+            return
+        for index in event.ends:
+            endings = requests[index].end_token_ids
+            if event.names[index] != PLAIN_TOKEN and isinstance(endings, EndingNames):
+                endings.names.add(event.names[index])
 
     def _finish(self, event: Finished) -> None:
         request = self._requests.get(-1 if event.number is None else event.number)
