@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llm_serving.flight.facts import without_texts
+from llm_serving.flight.facts import is_gone, without_texts
 from llm_serving.flight.prefix_state import HASHED, block_contents, chain_tokens
 from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN, Pseudonyms
 from llm_serving.kvcache.prefix_chain import PrefixChain
@@ -48,8 +48,7 @@ class StateDisguise:
         return self._prefix(owner, name, value)
 
     def _known_tokens(self, owner: object, name: str, value: Sequence[int]) -> list[int]:
-        names = self._names_of(owner) if isinstance(owner, Request) else None
-        if names is None or not isinstance(owner, Request):
+        if not isinstance(owner, Request) or is_gone(owner) or (names := self._names_of(owner)) is None:
             return [PLAIN_TOKEN] * len(value)
         num_prompt_tokens = len(owner.prompt_token_ids)
         return list(names[:num_prompt_tokens] if name == "prompt_token_ids" else names[num_prompt_tokens:])
@@ -67,6 +66,6 @@ class StateDisguise:
         if self._pseudonyms is not None and isinstance(owner, PrefixChain) and name == "_packed":
             request = self._chain_owners.get(id(owner))
             return chain_tokens(owner, None if request is None else self._names_of(request), self._pseudonyms)
-        if self._pseudonyms is not None and isinstance(owner, PrefixIndex) and name == "_contents":
+        if name == "_contents" and isinstance(owner, PrefixIndex):
             return block_contents(owner, self._pseudonyms)
         return value

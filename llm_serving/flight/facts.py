@@ -19,6 +19,7 @@ __all__ = [
     "ending_indices",
     "ending_tokens",
     "fault_of",
+    "is_gone",
     "make_request",
     "make_result",
     "request_facts",
@@ -75,6 +76,11 @@ def make_request(facts: dict[str, Any], prompt: list[int] | None) -> Request:
         setattr(request, name, value)
     assert request.status is RequestStatus.WAITING
     return request
+
+
+def is_gone(request: Request) -> bool:
+    """It has ended, and no step in flight touches what it had."""
+    return request.is_finished and request.row < 0
 
 
 def without_texts(sampling: SamplingParams) -> SamplingParams:

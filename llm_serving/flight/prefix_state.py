@@ -2,7 +2,7 @@
 
 Contents of cached blocks are written as the pseudonyms of their tokens, which need the tokens before them: those are in
 the block's parents, which have smaller entry numbers. A block whose parent is no longer cached cannot be found any
-more, so it gets names of its own. Hashes are not written: a replay has those of the pseudonyms.
+more, and its content is left out. Hashes are not written: a replay has those of the pseudonyms.
 """
 
 from __future__ import annotations
@@ -24,16 +24,22 @@ HASHED = b"#"
 """Stands for a block's hash."""
 
 
-def block_contents(index: PrefixIndex, pseudonyms: Pseudonyms) -> list[bytes]:
-    """The contents of all blocks, packed as ``PrefixIndex`` has them, in pseudonyms."""
+def block_contents(index: PrefixIndex, pseudonyms: Pseudonyms | None) -> list[bytes]:
+    """The contents of all blocks, packed as ``PrefixIndex`` has them, in pseudonyms (without ``pseudonyms`` they are
+    that already)."""
     contents = [b""] * len(index.entries)
-    chains: dict[int, TokenChain] = {}
+    chains: dict[int, TokenChain | None] = {}
     for entry, block in sorted((entry, block) for block, entry in enumerate(index.entries) if entry):
-        parent = index._parents[block]
-        before = pseudonyms.chain(parent) if isinstance(parent, bytes) else chains.get(parent)
-        chain = pseudonyms.chain(b"lost %d" % entry) if before is None else before.copy()
-        contents[block] = pack_tokens(chain.extend(_unpack(index._contents[block])))
-        chains[entry] = chain
+        parent, content = index._parents[block], index._contents[block]
+        if not isinstance(parent, bytes) and parent not in chains:
+            contents[block] = bytes(len(content))
+        elif pseudonyms is None:
+            chains[entry], contents[block] = None, content
+        else:
+            before = pseudonyms.chain(parent) if isinstance(parent, bytes) else chains[parent]
+            assert before is not None
+            chain = chains[entry] = before.copy()
+            contents[block] = pack_tokens(chain.extend(_unpack(content)))
     return contents
 
 
@@ -51,7 +57,7 @@ def restore_prefixes(objects: Sequence[Any]) -> int:
     for thing in objects:
         if isinstance(thing, PrefixCache):
             lost += _restore_index(thing)
-            chains = [other for other in objects if isinstance(other, PrefixChain) and other.epoch == thing.epoch]
+            chains = [other for other in objects if isinstance(other, PrefixChain)]
             thing._announced = dict(Counter(block_hash for chain in chains for block_hash in _announced(chain)))
     return lost
 
@@ -77,7 +83,7 @@ def _restore_index(cache: PrefixCache) -> int:
 
 
 def _announced(chain: PrefixChain) -> list[bytes]:
-    return [chain.hash_at(place) for place in range(len(chain.entries), chain.num_announced)]
+    return [chain.hash_at(place) for place in range(chain.announce_begin, chain.announce_end)]
 
 
 def _unpack(packed: bytes) -> tuple[int, ...]:

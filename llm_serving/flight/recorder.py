@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from llm_serving.flight.disguise import StateDisguise
-from llm_serving.flight.facts import ending_indices, ending_tokens, fault_of, request_facts
+from llm_serving.flight.facts import ending_indices, ending_tokens, fault_of, is_gone, request_facts
 from llm_serving.flight.format import FlightRecordingError, SegmentHeader, Tag, encode_frame
 from llm_serving.flight.identities import Identities
 from llm_serving.flight.ring import SegmentRing
@@ -223,7 +223,7 @@ class FlightRecorder:
 
     def _forget_ended(self) -> None:
         for request_id, (number, request) in list(self._requests.items()):
-            if request.is_finished:
+            if is_gone(request):
                 del self._requests[request_id]
                 self._steps.forget(number)
                 if self._identities is not None:

@@ -22,7 +22,13 @@ from llm_serving.flight.format import FlightRecordingError
 
 __all__ = ["PACKAGES", "Disguise", "first_difference", "read_state", "write_state"]
 
-PACKAGES = ("llm_serving.scheduler", "llm_serving.kvcache", "llm_serving.request", "llm_serving.receipt")
+PACKAGES = (
+    "llm_serving.scheduler",
+    "llm_serving.kvcache",
+    "llm_serving.request",
+    "llm_serving.receipt",
+    "llm_serving.ipc.shm",
+)
 """Modules whose objects make up the state."""
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
