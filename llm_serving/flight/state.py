@@ -231,7 +231,7 @@ def _attributes(kind: type, value: object) -> tuple[str, ...]:
 
 def _check_class(kind: type, names: list[str]) -> None:
     slots = set(_slots(kind))
-    if not isinstance(kind, type) or (slots and not hasattr(kind, "__dict__") and not set(names) <= slots):
+    if not isinstance(kind, type) or (not kind.__dictoffset__ and not set(names) <= slots):
         raise ValueError(f"{kind!r} has not the attributes {', '.join(names)}")
     missing = slots.difference(names)
     if missing:
