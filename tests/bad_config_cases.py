@@ -208,7 +208,7 @@ CASES = [
     ),
     Case(
         "shared blocks in one piece",
-        in_model("page_attention: False") + "scheduler_config: {prefix_cache: true}\n",
+        in_model("page_attention: False") + "\nscheduler_config: {prefix_cache: true}",
         f"{FILE}: scheduler_config.prefix_cache = True: shares blocks between requests, which needs "
         "model_config.page_attention: True",
     ),

@@ -174,6 +174,12 @@ class SchedulerConfig:
         high=2**40,
         null="no limit",
     )
+    cache_salt: str = own(
+        "none",
+        "Who shares the prefix cache: `none` lets all requests share it, `tenant` only those with the same API key, so "
+        "that nobody can tell from an answer's speed what others have asked.",
+        choices=("none", "tenant"),
+    )
     chunk_tokens: int | None = own(
         None,
         "Tokens of a step of policy `chunked`: a token for each row that decodes, the rest for prompts (16 at least).",

@@ -24,7 +24,7 @@ from llm_serving.scheduler.scheduler import Scheduler
 
 __all__ = ["READ_ONLY_METHODS", "STATE_NAMES", "FlightRecorder", "as_scheduler", "state_of"]
 
-READ_ONLY_METHODS = frozenset({"check_integrity", "next_wakeup"})
+READ_ONLY_METHODS = frozenset({"check_integrity", "next_wakeup", "queue_full"})
 """Methods of the scheduler that change nothing and are not recorded."""
 
 PAUSE_S = 60.0

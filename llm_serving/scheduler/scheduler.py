@@ -17,7 +17,7 @@ step comes next, the composers what is in it, ``Lifecycle`` what becomes of a se
 
 from __future__ import annotations
 
-from llm_serving.errors import ProtocolError
+from llm_serving.errors import ProtocolError, QueueFullError
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.answers import AnswerReader, shape_error
@@ -133,6 +133,15 @@ class Scheduler:
         """Take a request in. Raises ContextLengthError when it can never be served, QueueFullError when the queue
         is full, RequestError when its id is taken; then nothing has changed."""
         self._lifecycle.add(request)
+
+    def queue_full(self) -> QueueFullError | None:
+        """Why a request would be refused now, however short; None when it may be taken in. Any thread may ask: it is
+        for refusing before a request is even read, and ``add_request`` has the last word."""
+        try:
+            self._waiting.check_room(1, self._running.num_free_rows)
+        except QueueFullError as error:
+            return error
+        return None
 
     def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:
         """End a request from outside: aborted, or a stop string was found. None when it is not (any longer) here.
