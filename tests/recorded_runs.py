@@ -14,6 +14,8 @@ from llm_serving.flight.setup import record
 from llm_serving.request import Request
 
 RING_BYTES = 1 << 22
+SMALL_RING_BYTES = 1 << 18
+"""Eight segments of some hundred steps, each with room for the state of 30 requests."""
 
 
 def recorded_simulation(folder: Path, ring_bytes: int = RING_BYTES, **limits: Any) -> tuple[Simulation, FlightRecorder]:
@@ -46,6 +48,19 @@ def record_random_run(
     rng = random.Random(seed)
     simulation, recorder = recorded_simulation(folder, ring_bytes, **limits)
     random_run(simulation, some_requests(rng, count), rng, aborts=0.02)
+    recorder.close()
+    return recorder
+
+
+def record_waves(folder: Path, seed: int, *, waves: int = 6, **limits: Any) -> FlightRecorder:
+    """Random runs one after the other, into a ring of small segments."""
+    rng = random.Random(seed)
+    simulation, recorder = recorded_simulation(folder, SMALL_RING_BYTES, **limits)
+    for wave in range(waves):
+        requests = some_requests(rng, 30)
+        for request in requests:
+            request.request_id = f"{wave}.{request.request_id}"
+        random_run(simulation, requests, rng, aborts=0.02)
     recorder.close()
     return recorder
 

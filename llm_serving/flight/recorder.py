@@ -171,8 +171,7 @@ class FlightRecorder:
 
     def _note(self, record: list[object], now: float | None = None) -> None:
         if now is not None and now != self._now:
-            if self._pending:
-                self._flush()
+            self._write()
             self._now = now
             self._pending.append((Tag.TIME, now))
         self._pending.append(record)
@@ -231,19 +230,22 @@ class FlightRecorder:
 
     # Files
 
+    def _write(self) -> None:
+        """Write what is pending; it is lost while the recording pauses."""
+        if self._pending:
+            records, self._pending = self._pending, []
+            if self._ring.is_open:
+                self._ring.append(records)
+
     def _flush(self) -> None:
-        """Write the records of a turn; then the next segment begins if it is time."""
-        records, self._pending = self._pending, []
-        if self._paused_until is not None and self._now < self._paused_until:
-            return
-        ring = self._ring
-        if not ring.is_open:  # after a pause: the state is that after these records
-            self._begin_segment()
-            return
-        if records:
-            ring.append(records)
-        room = self._segment_bytes - ring.num_bytes
-        if room < self._segment_bytes // 4 and (room < _TURN_BYTES or self._scheduler.is_idle):
+        """Write what is pending; then the next segment begins if it is time. The scheduler's state is that after the
+        last record."""
+        self._write()
+        room = self._segment_bytes - self._ring.num_bytes
+        if not self._ring.is_open:
+            if self._paused_until is not None and self._now >= self._paused_until:
+                self._begin_segment()
+        elif room < self._segment_bytes // 4 and (room < _TURN_BYTES or self._scheduler.is_idle):
             self._begin_segment()
 
     def _begin_segment(self) -> None:
