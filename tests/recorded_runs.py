@@ -35,7 +35,7 @@ def some_requests(rng: random.Random, count: int) -> list[Request]:
         if rng.random() < 0.5:
             prompt = [*prompt[:-1], rng.randrange(2, 50)]
         request = make_request(f"r{number}", prompt, rng.randint(1, 20), ignore_eos=rng.random() < 0.5)
-        request.priority, request.tenant = rng.choice((0, 0, 1)), rng.choice("ab")
+        request.tenant = rng.choice("ab")
         request.cache_salt = rng.choice((b"", b"", b"another"))
         requests.append(request)
     return requests
@@ -52,7 +52,7 @@ def record_random_run(
     return recorder
 
 
-def record_waves(folder: Path, seed: int, *, waves: int = 6, **limits: Any) -> FlightRecorder:
+def record_waves(folder: Path, seed: int, *, waves: int = 4, **limits: Any) -> FlightRecorder:
     """Random runs one after the other, into a ring of small segments."""
     rng = random.Random(seed)
     simulation, recorder = recorded_simulation(folder, SMALL_RING_BYTES, **limits)
