@@ -187,7 +187,7 @@ class FlightRecorder:
                 self._forget_ended()
             self._requests[request.request_id] = (number, request)
             self._endings |= ending_tokens(request)
-            names = None if self._identities is None else self._identities.add(number, request)
+            names = None if self._identities is None else self._identities.add(request)
         self._note([Tag.ADD, number, request_facts(request), names, refusal])
 
     def _note_schedule(self, step: ScheduledStep | None, now: float) -> None:
@@ -206,7 +206,7 @@ class FlightRecorder:
         ends = [] if step is None or self._endings.isdisjoint(result.sampled_ids) else ending_indices(step, result)
         names = None
         if self._identities is not None and updates:
-            names = self._identities.take(updates, len(result.sampled_ids), self._number_of)
+            names = self._identities.take(updates, len(result.sampled_ids))
         times = (result.queue_us, result.graph_us, result.sample_us)
         self._note([Tag.UPDATE, result.seq, fault, ends, names, *times, outcome, state_of(self._scheduler)], now)
 
@@ -226,7 +226,7 @@ class FlightRecorder:
                 del self._requests[request_id]
                 self._steps.forget(number)
                 if self._identities is not None:
-                    self._identities.forget(number)
+                    self._identities.forget(request)
 
     # Files
 
@@ -284,10 +284,7 @@ class FlightRecorder:
             return {"missing": str(error)}
 
     def _names_of(self, request: Request) -> list[int] | None:
-        if self._identities is None:
-            return None
-        number, _ = self._requests.get(request.request_id, (-1, None))
-        return self._identities.names_of(number)
+        return None if self._identities is None else self._identities.names_of(request)
 
     def _pause(self, error: OSError) -> None:
         self._ring.close()

@@ -116,7 +116,7 @@ def test_the_program_says_identical_and_how_many_steps(tmp_path, capsys):
 
 def test_the_program_shows_the_first_difference(tmp_path, capsys, monkeypatch):
     recorder = record_random_run(tmp_path, 1, num_blocks=18)
-    monkeypatch.setattr("llm_serving.scheduler.limits.SchedulerLimits.watermark_blocks", 9)
+    monkeypatch.setattr("llm_serving.scheduler.limits.SchedulerLimits.watermark_blocks", 3)
     assert main([str(tmp_path)]) == 1
     told = capsys.readouterr().out
     found = re.match(r"different after (\d+) equal steps \(run .*\), in \w+:\n  .*\n    recorded  ", told)
