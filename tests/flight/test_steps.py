@@ -6,8 +6,8 @@ import random
 
 import pytest
 from fakes import make_limits
-from recorded_runs import some_requests
-from simulation import Simulation, random_run
+from recorded_runs import PlainSimulation, some_requests
+from simulation import random_run
 
 from llm_serving.flight.format import MAGIC, FrameReader, encode_frame
 from llm_serving.flight.steps import StepReader, StepWriter
@@ -15,7 +15,7 @@ from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.policy import Policy, PreemptionKind
 
 
-class Watched(Simulation):
+class Watched(PlainSimulation):
     """Writes and reads each step when it is scheduled, and follows the block tables that the records tell of."""
 
     def __init__(self, limits):
