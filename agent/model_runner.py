@@ -11,12 +11,12 @@ from typing import Any
 from agent.backends.runtime import start_runtime
 from agent.kv_cache import KVCache
 from agent.sampler import Sampler
-from agent.step_inputs import StepReader
-from agent.warm_up import largest_steps, make_step
+from agent.step_inputs import Int32Array, StepReader
+from agent.warm_up import largest_steps, make_moves, make_step
 from agent.weights import Packing, load_weights, open_weights
 from agent.weights.storage import Array
 from llm_serving.config import Config
-from llm_serving.errors import AgentError, CheckpointError
+from llm_serving.errors import AgentError, CheckpointError, ProtocolError
 from llm_serving.ipc.shm import StepSlot
 
 Report = Callable[[str, int, int], None]
@@ -24,7 +24,7 @@ Report = Callable[[str, int, int], None]
 
 
 class ModelRunner:
-    """``load``, ``compile`` and ``warm_up`` once, in this order; then ``run_prefill`` and ``run_decode``.
+    """``load``, ``compile`` and ``warm_up`` once, in this order; then ``run_prefill``, ``run_decode``, ``run_moves``.
 
     Imports mindspore when constructed. Owns weights, KV cache and row table.
     """
@@ -84,6 +84,9 @@ class ModelRunner:
         for done, (kind, lens) in enumerate(steps.items()):
             self._report("warm up", done, len(steps))
             self._run(make_step(self._config, *lens), decode=kind == "decode")
+        moves = make_moves(self._config)
+        if moves is not None:
+            self.run_moves(moves)
         self._report("warm up", len(steps), len(steps))
         self.reset()
         gc.collect()
@@ -105,15 +108,17 @@ class ModelRunner:
             "cpu_threads": num_threads(),
             "weight_bytes": sum(array.nbytes for array in self._weights.values()),
             "kv_cache_bytes": self._kv_cache.num_bytes,
+            "host_kv_cache_bytes": self._kv_cache.num_host_bytes,
         }
         summary.update({f"{stage}_seconds": round(seconds, 3) for stage, seconds in self._seconds.items()})
         return summary
 
     def run_prefill(self, slot: StepSlot) -> tuple[int, int]:
-        """Run a slot of prompts or parts of prompts; the microseconds of graph and sampler.
+        """Run a slot of prompts or parts of prompts, decoding rows perhaps among them; the microseconds of graph (and
+        the moves before it) and sampler.
 
-        Raises ProtocolError, with nothing computed, when the slot is not such a step; AgentError when an operator
-        failed (the graphs are then compiled anew, and the next step may run).
+        Raises ProtocolError, with nothing moved or computed, when the slot is not such a step; AgentError when an
+        operator failed (the graphs are then compiled anew, and the next step may run).
         """
         return self._run(slot, decode=False)
 
@@ -121,16 +126,26 @@ class ModelRunner:
         """Run a slot of one token for each sequence. Otherwise as ``run_prefill``."""
         return self._run(slot, decode=True)
 
+    def run_moves(self, slot: StepSlot) -> tuple[int, int]:
+        """Run a slot of block moves alone; their microseconds, and 0. Raises as ``run_prefill``."""
+        start = time.perf_counter_ns()
+        if slot.num_tokens:
+            raise ProtocolError(f"a step of moves has {slot.num_tokens} tokens; it must have none")
+        self._move(self._reader.read_moves(slot))
+        return (time.perf_counter_ns() - start) // 1000, 0
+
     def reset(self) -> None:
         """Forget every row's tokens. What the KV cache holds is the server's business."""
         self._sampler.rows.reset()
 
     def _run(self, slot: StepSlot, *, decode: bool) -> tuple[int, int]:
         start = time.perf_counter_ns()
-        inputs = self._reader.read(slot, decode=decode)
+        inputs, moves = self._reader.read(slot, decode=decode), self._reader.read_moves(slot)
         rows = self._sampler.rows
         rows.start_rows(slot)
         token_ids = rows.resolve(inputs.token_ids, inputs.rows, inputs.query_lens)
+        if moves.size:
+            self._move(moves)
         try:
             logits = self._graph.run(inputs, token_ids)
         except RuntimeError as error:
@@ -139,6 +154,10 @@ class ModelRunner:
         computed = time.perf_counter_ns()
         self._sampler.sample(logits.values, slot, logits.best_ids)
         return (computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000
+
+    def _move(self, moves: Int32Array) -> None:
+        assert self._kv_cache is not None, "load() comes before any step"
+        self._kv_cache.move(moves)
 
     def _compile_graphs(self) -> None:
         from agent.step_graph import make_step_graph

@@ -185,7 +185,7 @@ class AgentServer:
 
     def _check_slot(self, message: ServerMessage) -> None:
         assert self.memory is not None
-        if isinstance(message, messages.Prefill | messages.Decode) and message.slot >= self.memory.num_slots:
+        if isinstance(message, messages.Step) and message.slot >= self.memory.num_slots:
             raise ProtocolError(f"step {message.seq} names slot {message.slot}; there are {self.memory.num_slots}")
 
     def _status(self, seq: int) -> messages.StatusReply:

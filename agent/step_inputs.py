@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import LAST_TOKEN, NO_LOGSUMEXP, PADDING_SLOT, StepSlot
+from llm_serving.ipc.shm import LAST_TOKEN, MOVE_WIDTH, NO_LOGSUMEXP, PADDING_SLOT, MoveKind, StepSlot
 from llm_serving.request import MAX_TOP_LOGITS
 
 Int32Array = npt.NDArray[np.int32]
@@ -52,11 +52,14 @@ class StepReader:
         self._max_model_len = config.max_model_len
         self._block_size = config.pa_config.block_size
         self._num_blocks = config.pa_config.num_blocks
+        self._num_host_blocks = config.pa_config.num_host_blocks
         self._num_rows = num_rows
 
     def read(self, slot: StepSlot, *, decode: bool) -> StepInputs:
         """Raises ProtocolError, naming field, value and limit, when the slot is not a step this agent can run."""
         tokens, seqs, width = slot.num_tokens, slot.num_seqs, slot.table_width
+        if tokens == 0:
+            raise ProtocolError("a prefill or decode step has no tokens; only a step of moves has none")
         query_lens, context_lens = slot.query_lens[:seqs], slot.context_lens[:seqs]
         self._check_lengths(query_lens, context_lens, tokens, width)
         if decode and tokens != seqs:
@@ -78,6 +81,21 @@ class StepReader:
         check_range("num_top_logits", slot.num_top_logits[:seqs], NO_LOGSUMEXP, MAX_TOP_LOGITS + 1)
         return inputs
 
+    def read_moves(self, slot: StepSlot) -> Int32Array:
+        """The block moves [M, 3] of any step: ``MoveKind``, source, destination. Raises ProtocolError as ``read``."""
+        moves = slot.moves[: slot.num_moves * MOVE_WIDTH].reshape(-1, MOVE_WIDTH)
+        if moves.size:
+            kinds = moves[:, 0]
+            check_range("move kinds", kinds, 0, len(MoveKind))
+            self._check_blocks("move sources", moves[:, 1], kinds == MoveKind.SWAP_IN)
+            self._check_blocks("move destinations", moves[:, 2], kinds == MoveKind.SWAP_OUT)
+        return moves
+
+    def _check_blocks(self, name: str, blocks: Int32Array, on_host: npt.NDArray[np.bool_]) -> None:
+        """Of the cache any block but the one that pads, of the host's pool any."""
+        check_range(f"{name} in the cache", blocks[~on_host], 1, self._num_blocks)
+        check_range(f"{name} on the host", blocks[on_host], 0, self._num_host_blocks)
+
     def _check_lengths(self, query_lens: Int32Array, context_lens: Int32Array, tokens: int, width: int) -> None:
         check_range("query_lens", query_lens, 1, tokens + 1)
         check_range("context_lens", context_lens, 1, min(self._max_model_len, width * self._block_size) + 1)
@@ -98,6 +116,8 @@ class StepReader:
 
 def check_range(name: str, values: npt.NDArray[np.int32], low: int, high: int) -> None:
     """Raise ProtocolError unless low <= values < high."""
+    if values.size == 0:
+        return
     if values.size <= _FEW:
         numbers = values.reshape(-1).tolist()
         least, most = min(numbers), max(numbers)

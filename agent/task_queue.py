@@ -1,8 +1,9 @@
 """The priority task queue: what the agent runs next.
 
-Control runs before prefill, prefill before decode, and within a class the smaller sequence number first
-(policy ``prefill_first``). Under ``fcfs`` prefill and decode are one class. Since every step has a slot of its
-own, the order changes who waits, never what is computed.
+Control runs before block moves, moves before prefill and decode, and within a class the smaller sequence number
+first. Of prefill and decode the policy says which comes first: ``prefill_first``, ``decode_first``, or neither, in
+every other policy; they are then one class. Since every step has a slot of its own, the order changes who waits,
+never what is computed.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ import threading
 import time
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.messages import Decode, MessageClass, Prefill, Reset, ServerMessage, Shutdown, message_class
+from llm_serving.ipc.messages import MessageClass, Reset, Shutdown, Step, message_class
 
-QueuedMessage = Prefill | Decode | Reset | Shutdown
+QueuedMessage = Step | Reset | Shutdown
 """What waits in the queue. ``Abort`` and ``Status`` are about the queue itself and never wait in it."""
 
-Step = Prefill | Decode
+_POSTPONED = {"prefill_first": MessageClass.DECODE, "decode_first": MessageClass.PREFILL}
+"""The class that runs last, by policy."""
 
 
 class TaskQueue:
     """A bounded, thread-safe priority queue of messages. One thread puts, one takes."""
 
     def __init__(self, policy: str, max_steps: int) -> None:
-        self._prefill_first = policy == "prefill_first"
+        self._postponed = _POSTPONED.get(policy)
         self._max_steps = max_steps
-        self._heap: list[tuple[int, int, QueuedMessage, int]] = []
+        self._heap: list[tuple[tuple[int, bool], int, QueuedMessage, int]] = []
         self._num_steps = 0
         self._last_step = -1
         self._changed = threading.Condition()
@@ -85,8 +87,7 @@ class TaskQueue:
         if self._num_steps >= self._max_steps:
             raise ProtocolError(f"{self._num_steps} steps are queued already; there are {self._max_steps} slots")
 
-    def _priority(self, message: ServerMessage) -> int:
+    def _priority(self, message: QueuedMessage) -> tuple[int, bool]:
+        """Smaller is earlier: control, moves, the steps that compute, among those the postponed ones last."""
         kind = message_class(message)
-        if kind is MessageClass.PREFILL and not self._prefill_first:
-            return MessageClass.DECODE
-        return kind
+        return min(kind, MessageClass.PREFILL), kind is self._postponed

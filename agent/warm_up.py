@@ -1,4 +1,5 @@
-"""The largest steps the config allows, to prove that they fit. They read the padding block and write nothing."""
+"""The largest steps the config allows, to prove that they fit. They read the padding block and write nothing but
+blocks of zeros."""
 
 from __future__ import annotations
 
@@ -7,11 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from llm_serving.config import Config
-from llm_serving.ipc.shm import PADDING_SLOT, SlotLayout, StepSlot
+from llm_serving.ipc.shm import MOVE_WIDTH, PADDING_SLOT, MoveKind, SlotLayout, StepSlot
 
 
 def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
-    """Query and context lengths of each: whole prompts, prompts with earlier context, and a decode at full context."""
+    """Query and context lengths of each: whole prompts, prompts with earlier context, and a decode at full context.
+
+    A mixed step is no larger: it has no more tokens than the prompts and no more sequences than the decode.
+    """
     longest = config.max_model_len
     prompts = _prompt_lens(config.max_num_batched_tokens, config.max_prefill_seqs, longest)
     seqs = config.max_decode_seqs
@@ -46,4 +50,18 @@ def make_step(config: Config, query_lens: Sequence[int], context_lens: Sequence[
     slot.repetition_penalty[:seqs] = 1.0
     slot.top_p[:seqs] = 1.0
     slot.write_header(0, num_tokens=tokens, num_seqs=seqs, table_width=width, history_len=0)
+    return slot
+
+
+def make_moves(config: Config) -> StepSlot | None:
+    """A slot of as many moves as one holds, out and in again in turn; None where nothing is swapped."""
+    limits, cache = config.slot_limits(), config.pa_config
+    if cache.num_host_blocks == 0:
+        return None
+    layout = SlotLayout.of(limits)
+    slot = StepSlot(layout, bytearray(layout.slot_bytes))
+    for index, move in enumerate(slot.moves.reshape(-1, MOVE_WIDTH)):
+        block, host_block = 1 + index // 2 % (cache.num_blocks - 1), index // 2 % cache.num_host_blocks
+        move[:] = (MoveKind.SWAP_IN, host_block, block) if index % 2 else (MoveKind.SWAP_OUT, block, host_block)
+    slot.write_header(0, num_tokens=0, num_seqs=0, table_width=0, history_len=0, num_moves=limits.max_moves)
     return slot

@@ -8,9 +8,22 @@ from collections.abc import Callable
 from typing import Protocol
 
 from agent.server import AgentServer
-from agent.task_queue import Step, TaskQueue
+from agent.task_queue import TaskQueue
 from llm_serving.errors import LLMServingError
-from llm_serving.ipc.messages import Failed, Prefill, Progress, Ready, Reset, ResetDone, Shutdown, StepDone, StepFailed
+from llm_serving.ipc.messages import (
+    Decode,
+    Failed,
+    Move,
+    Prefill,
+    Progress,
+    Ready,
+    Reset,
+    ResetDone,
+    Shutdown,
+    Step,
+    StepDone,
+    StepFailed,
+)
 from llm_serving.ipc.shm import SlotMemory, StepSlot
 
 logger = logging.getLogger("agent.worker")
@@ -24,8 +37,9 @@ StartReport = Callable[[str, int, int], None]
 class Runner(Protocol):
     """What the worker drives; ``ModelRunner`` is the one with a model. Used by one thread only.
 
-    ``run_prefill`` and ``run_decode`` read a slot's inputs, write its outputs and return the microseconds spent in
-    the graph and in the sampler. An exception is the failure of that step alone.
+    ``run_prefill``, ``run_decode`` and ``run_moves`` read a slot's inputs, write its outputs and return the
+    microseconds spent in the graph (or moving blocks) and in the sampler. An exception is the failure of that step
+    alone.
     """
 
     def load(self) -> None: ...
@@ -39,6 +53,8 @@ class Runner(Protocol):
     def run_prefill(self, slot: StepSlot) -> tuple[int, int]: ...
 
     def run_decode(self, slot: StepSlot) -> tuple[int, int]: ...
+
+    def run_moves(self, slot: StepSlot) -> tuple[int, int]: ...
 
     def reset(self) -> None: ...
 
@@ -91,7 +107,7 @@ def _run_step(step: Step, queue_us: int, memory: SlotMemory, runner: Runner) -> 
     try:
         slot = memory.slots[step.slot]
         slot.check_header(step.seq)
-        run = runner.run_prefill if isinstance(step, Prefill) else runner.run_decode
+        run = {Prefill: runner.run_prefill, Decode: runner.run_decode, Move: runner.run_moves}[type(step)]
         graph_us, sample_us = run(slot)
     except Exception as error:
         expected = isinstance(error, LLMServingError)

@@ -9,6 +9,7 @@ LLMServingError
 │   ├── ContextLengthError    prompt and output do not fit the model's context (400)
 │   ├── QueueFullError        the bounded queue is full, come back later (429)
 │   └── DeadlineExceededError its deadline passed before it could begin (504)
+├── EngineFailedError         the engine ended a request that it had taken (an HTTP 500)
 ├── ProtocolError             a peer broke the framing, the schema or the handshake
 └── AgentError                an agent could not do its work (an HTTP 5xx)
     ├── AgentStartError       it did not become ready; carries its traceback
@@ -82,6 +83,10 @@ class DeadlineExceededError(RequestError):
 
     status = 504
     code = "deadline_exceeded"
+
+
+class EngineFailedError(LLMServingError):
+    """The engine ended a request that it had taken."""
 
 
 class ProtocolError(LLMServingError):

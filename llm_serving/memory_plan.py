@@ -7,6 +7,7 @@ I, H query and K key-value heads of size D, b bytes per element of ``model_dtype
                      output weight apart); in a quantised format the linear layers take 8 bits a parameter, or 4 and
                      their group's share of 40 for scale and zero point
     KV cache         2 x L x K x D x b x block_size x num_blocks; (D + 4) in place of D x b in int8
+    host blocks      the same with num_host_blocks, for sequences that are swapped out
     activations      T x (2h + (H + 2K)D + 2HD + 3I) x b: residual and its norm; q, k, v; rotated q and the attention's
                      output; gate, up and their product. One layer's worth: layers follow each other
     logits           S x V x 4 (float32), and S x V x b more where ``model_dtype`` is another type
@@ -15,13 +16,14 @@ I, H query and K key-value heads of size D, b bytes per element of ``model_dtype
     agent process    Python, MindSpore, compiled graphs
     server process   HTTP, scheduler, tokenizer
 
-On a CPU all of it is taken from what the machine has free. On an Ascend the two processes live in the host's memory,
-and the rest must fit ``context.max_device_memory`` of the MindFormers YAML, where that is stated.
+On a CPU all of it is taken from what the machine has free. On an Ascend the two processes and the host blocks live in
+the host's memory, where the blocks must fit, and the rest must fit ``context.max_device_memory`` of the MindFormers
+YAML, where that is stated.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llm_serving.config import Config
 from llm_serving.errors import MemoryPlanError
@@ -34,6 +36,7 @@ SERVER_PROCESS_BYTES = 200 * MIB
 FLOAT32_BYTES = 4
 INT32_BYTES = 4
 KV_CACHE = "KV cache"
+HOST_BLOCKS = "host blocks"
 WEIGHTS = "weights"
 
 
@@ -61,8 +64,8 @@ class MemoryPlan:
     max_model_len: int
 
     def bytes_of(self, name: str) -> int:
-        """Bytes of one line."""
-        return next(each.num_bytes for each in self.items if each.name == name)
+        """Bytes of one line, 0 without it."""
+        return sum(each.num_bytes for each in self.items if each.name == name)
 
     @property
     def total_bytes(self) -> int:
@@ -71,6 +74,11 @@ class MemoryPlan:
     @property
     def fits(self) -> bool:
         return self.available_bytes is None or self.total_bytes <= self.available_bytes
+
+    @property
+    def without_host_blocks(self) -> MemoryPlan:
+        """The same without swapping."""
+        return replace(self, items=tuple(each for each in self.items if each.name != HOST_BLOCKS))
 
     @property
     def largest_num_blocks(self) -> int | None:
@@ -93,6 +101,8 @@ class MemoryPlan:
 def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
     """The plan. Raises MemoryPlanError, with the table and the largest setting that fits, when there is too little."""
     plan = estimate_memory(config, machine)
+    if config.device != "CPU":
+        _check_host_memory(config, machine)
     if not plan.fits:
         assert plan.available_bytes is not None
         raise MemoryPlanError(
@@ -106,7 +116,7 @@ def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
     """The plan, whether it fits or not."""
     items, available, source = _device_items(config), config.context.max_device_memory_bytes, "max_device_memory"
     if config.device == "CPU":
-        items += _process_items()
+        items += _host_items(config) + _process_items()
         available, source = machine.available_bytes, machine.available_from
     return MemoryPlan(
         items=items,
@@ -138,6 +148,26 @@ def _device_items(config: Config) -> tuple[MemoryItem, ...]:
         MemoryItem("rotary tables", 2 * longest * shape.head_dim * FLOAT32_BYTES, f"{longest} positions"),
         MemoryItem("token history", seqs * longest * INT32_BYTES, f"{seqs} sequences of {longest} tokens"),
     )
+
+
+def _host_items(config: Config) -> tuple[MemoryItem, ...]:
+    cache = config.pa_config
+    if cache.num_host_blocks == 0:
+        return ()
+    num_bytes = config.kv_bytes_per_token * cache.block_size * cache.num_host_blocks
+    return (MemoryItem(HOST_BLOCKS, num_bytes, f"{cache.num_host_blocks} blocks for sequences that are swapped out"),)
+
+
+def _check_host_memory(config: Config, machine: Machine) -> None:
+    """Where the device has a memory of its own, the blocks of the host are all there is to fit the host's."""
+    needed = sum(each.num_bytes for each in _host_items(config))
+    if needed > machine.available_bytes:
+        block_bytes = config.kv_bytes_per_token * config.pa_config.block_size
+        raise MemoryPlanError(
+            f"the host blocks need {format_bytes(needed)}, of {format_bytes(machine.available_bytes)} "
+            f"({machine.available_from}): pa_config.num_host_blocks = {config.pa_config.num_host_blocks} does not fit; "
+            f"the largest that does is {machine.available_bytes // block_bytes}"
+        )
 
 
 def _process_items() -> tuple[MemoryItem, ...]:
@@ -179,7 +209,9 @@ def _logit_bytes(config: Config) -> int:
 
 
 def _advice(plan: MemoryPlan) -> str:
-    """What would fit."""
+    """What would fit. Host blocks are the first to go: a server runs without them."""
+    if plan.bytes_of(HOST_BLOCKS):
+        return _advice_on_host_blocks(plan)
     largest = plan.largest_num_blocks
     assert largest is not None
     assert plan.available_bytes is not None
@@ -198,6 +230,17 @@ def _advice(plan: MemoryPlan) -> str:
             f"to {longest} or less too"
         )
     return advice
+
+
+def _advice_on_host_blocks(plan: MemoryPlan) -> str:
+    rest = plan.without_host_blocks
+    if not rest.fits:
+        return f"without pa_config.num_host_blocks, too, {_advice(rest)}"
+    assert rest.available_bytes is not None
+    block_bytes = plan.kv_bytes_per_token * plan.block_size
+    wanted = plan.bytes_of(HOST_BLOCKS) // block_bytes
+    largest = (rest.available_bytes - rest.total_bytes) // block_bytes
+    return f"pa_config.num_host_blocks = {wanted} does not fit; the largest that does is {largest}"
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -30,7 +30,7 @@ from llm_serving.engine.core import Add, EngineCore
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.engine.tokenizer import load_tokenizer
 from llm_serving.executor.base import AgentReady, ExecutorEvent
-from llm_serving.executor.slot_io import SlotWriter, read_result
+from llm_serving.executor.slot_io import SlotWriter, announcement, read_result
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import FrameBuffer, frame
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, SlotLimits, StepSlot
@@ -121,8 +121,7 @@ class InstantExecutor:
 
     def _write_step(self, step: ScheduledStep, index: int) -> None:
         self._writer.write(step, self._slots[index])
-        message = messages.Prefill if step.kind is StepKind.PREFILL else messages.Decode
-        frame(messages.encode(message(seq=step.seq, slot=index)))
+        frame(messages.encode(announcement(step, index)))
 
     def _read_answer(self, data: bytes) -> ExecutorEvent:
         [payload] = self._frames.feed(data)

@@ -207,9 +207,10 @@ CASES = [
         f"{FILE}: model_config.batching_strategy = 'statik': unknown value; did you mean 'static'?",
     ),
     Case(
-        "no paged attention",
-        in_model("page_attention: False"),
-        f"{FILE}: model_config.page_attention = False: serving without paged attention is not available yet; use True",
+        "shared blocks in one piece",
+        in_model("page_attention: False") + "\nscheduler_config: {prefix_cache: true}",
+        f"{FILE}: scheduler_config.prefix_cache = True: shares blocks between requests, which needs "
+        "model_config.page_attention: True",
     ),
     Case(
         "cursor input",

@@ -8,10 +8,24 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from llm_serving.engine.beam_search import Beam, BeamSearchParams
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.engine.open_request import PieceSink
+from llm_serving.engine.receipts import RequestReceipt
+from llm_serving.engine.search import SearchResult
 from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.request import FinishReason, RequestOutput, SamplingParams, TokenLogits
+from llm_serving.errors import QueueFullError
+from llm_serving.receipt import BlockReason
+from llm_serving.request import (
+    DEFAULT_SCHEDULING,
+    Blocked,
+    FinishReason,
+    RequestOutput,
+    RequestTimings,
+    SamplingParams,
+    SchedulingParams,
+    TokenLogits,
+)
 
 MODEL_NAME = "fake-llama"
 LOGSUMEXP = 2.5
@@ -31,6 +45,11 @@ class FakeStatus:
     last_step_age_s: float | None = 0.1
     agents: list[dict[str, object]] = field(default_factory=lambda: [{"rank": 0, "state": "ready"}])
     preemptions: int = 0
+    swapped: int = 0
+    swaps: int = 0
+    kv_waste: float = 0.0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
 
 
 @dataclass
@@ -40,12 +59,35 @@ class Submitted:
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    scheduling: SchedulingParams = DEFAULT_SCHEDULING
     num_pieces: int = 0
     streamed: bool = True
     finished: bool = False
     aborted: bool = False
     delivered: list[float] = field(default_factory=list)
     closed_at: float | None = None
+    num_tokens: int = 0
+    finish_reason: str | None = None
+
+    def receipt(self) -> RequestReceipt:
+        """Always the same times, in a row of binary digits."""
+        return RequestReceipt(
+            request_id=self.request_id,
+            tenant=self.scheduling.tenant,
+            priority=self.scheduling.priority,
+            state="done" if self.closed_at is not None else "delivery" if self.finished else "decode",
+            finish_reason=self.finish_reason,
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_output_tokens=self.num_tokens,
+            timings=FAKE_TIMINGS,
+        )
+
+
+FAKE_TIMINGS = RequestTimings(
+    tokenise=0.001, queue=0.002, prefill=0.004, decode=0.008, preempted=0.016, swapped=0.032, delivery=0.064,
+    e2e=0.127, ttft=0.007, tpot=0.002, num_preemptions=1, num_swaps=2, num_chunks=3, num_cached_tokens=2,
+    blocked=(Blocked(BlockReason.BLOCKS, 5, 0.0015),), blocked_by=("cmpl-other",),
+)  # fmt: skip
 
 
 class FakeOpenRequest:
@@ -55,6 +97,9 @@ class FakeOpenRequest:
         self._record = record
         self._task = task
         self.is_closed = False
+
+    def receipt(self, now: float, /) -> RequestReceipt:
+        return self._record.receipt()
 
     def delivered(self, now: float, /) -> None:
         self._record.delivered.append(now)
@@ -93,6 +138,14 @@ class FakeEngine:
         self.current = FakeStatus()
         self.probe_answer = True
         self.num_probes = 0
+        self.full: QueueFullError | None = None
+        """What ``queue_full`` says."""
+        self.num_cached_tokens = 0
+        self.beams = [Beam(tuple(reply), tuple(fake_logits(token, 2) for token in reply), -2.0, FinishReason.STOP)]
+        """What every search finds."""
+        self.searches: list[BeamSearchParams] = []
+        self.drop: str | None = None
+        """Every request is ended with this text before its first token, as one whose deadline passes is."""
         self.submitted: list[Submitted] = []
         self.opened: list[FakeOpenRequest] = []
 
@@ -106,8 +159,41 @@ class FakeEngine:
         tokens = [*self.tokenizer.encode(text, add_special_tokens=False), *self.tokenizer.eos_token_ids]
         self.script = lambda prompt, sampling: tokens
 
+    def queue_full(self) -> QueueFullError | None:
+        return self.full
+
+    def receipt(self, request_id: str, /) -> RequestReceipt | None:
+        return next((record.receipt() for record in self.submitted if record.request_id == request_id), None)
+
     def status(self) -> FakeStatus:
         return self.current
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.eos_token_ids)
+
+    async def search(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: BeamSearchParams,
+        arrival_time: float | None = None,
+        *,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
+    ) -> SearchResult:
+        """Finds ``beams``, after ``delay_s``."""
+        record = Submitted(request_id, list(prompt_token_ids), SamplingParams(), scheduling)
+        self.submitted.append(record)
+        self.searches.append(params)
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            record.aborted = True
+            raise
+        if self.refuse is not None:
+            raise self.refuse
+        record.finished = True
+        return SearchResult(self.beams[: params.width], self.num_cached_tokens)
 
     async def probe(self, timeout_s: float, /) -> bool:
         self.num_probes += 1
@@ -121,9 +207,10 @@ class FakeEngine:
         sink: PieceSink,
         arrival_time: float | None = None,
         *,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         streamed: bool = True,
     ) -> FakeOpenRequest:
-        record = Submitted(request_id, list(prompt_token_ids), sampling, streamed=streamed)
+        record = Submitted(request_id, list(prompt_token_ids), sampling, scheduling, streamed=streamed)
         refuse = self.refuse if len(self.submitted) >= (self.refuse_after or 0) else None
         if refuse is None:
             self.submitted.append(record)
@@ -137,8 +224,11 @@ class FakeEngine:
             return
         async for piece in self._pieces(record):
             record.num_pieces += 1
+            record.num_tokens += len(piece.token_ids)
             if piece.finished:
                 record.finished = True
+                record.finish_reason = piece.finish_reason and piece.finish_reason.value
+                piece.num_cached_tokens = self.num_cached_tokens
             sink.push(piece)
             if self.crash is not None:
                 sink.fail(self.crash)  # type: ignore[arg-type]
@@ -149,6 +239,9 @@ class FakeEngine:
         detokenizer = IncrementalDetokenizer.for_request(self.tokenizer, record.prompt_token_ids, sampling)
         tokens = list(self.script(record.prompt_token_ids, sampling))
         said: list[int] = []
+        if self.drop is not None:
+            yield self._piece(record, "", (), said, FinishReason.ABORT, error=self.drop)
+            return
         pending: list[RequestOutput] = []
         for position, token in enumerate(tokens):
             if position % self.tokens_per_piece == 0:

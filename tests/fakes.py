@@ -46,7 +46,13 @@ def make_limits(**changes: Any) -> SchedulerLimits:
 
 
 def make_request(
-    name: str, prompt: int | Sequence[int] = 5, max_tokens: int = 8, *, arrival: float = 0.0, **sampling: Any
+    name: str,
+    prompt: int | Sequence[int] = 5,
+    max_tokens: int = 8,
+    *,
+    arrival: float = 0.0,
+    deadline: float | None = None,
+    **sampling: Any,
 ) -> Request:
     """A request with a prompt of its own: ``prompt`` tokens derived from its name, or these."""
     if isinstance(prompt, int):
@@ -54,7 +60,7 @@ def make_request(
         prompt = [2 + (seed + 7 * place) % (VOCABULARY - 2) for place in range(prompt)]
     sampling.setdefault("ignore_eos", True)
     params = SamplingParams(max_tokens=max_tokens, **sampling)
-    return Request(name, prompt, params, arrival, frozenset({END_TOKEN}))
+    return Request(name, prompt, params, arrival, frozenset({END_TOKEN}), deadline=deadline)
 
 
 class FakeExecutor:

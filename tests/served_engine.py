@@ -15,7 +15,22 @@ from fakes import END_TOKEN, VOCABULARY, FakeDetokenizer, FakeExecutor, Recordin
 from llm_serving.engine import async_engine
 from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.engine.outputs import merge_outputs
+from llm_serving.errors import LLMServingError
 from llm_serving.request import Request, RequestOutput
+
+
+class Sink:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.pieces: list[RequestOutput] = []
+        self.errors: list[LLMServingError] = []
+
+    def push(self, piece: RequestOutput) -> None:
+        self.pieces.append(piece)
+
+    def fail(self, error: LLMServingError) -> None:
+        self.errors.append(error)
 
 
 class Served:

@@ -47,11 +47,21 @@ class Simulation:
             self.device.submit(step)
             self.steps.append(step)
             steps.append(step)
+        self._take_ended()
         assert oldest is None or oldest.num_preemptions == before
         if self.scheduler.num_steps_in_flight == 0:
             assert self.scheduler.is_idle or self.scheduler.next_wakeup(self.now) is not None
         self.check()
         return steps
+
+    def _take_ended(self) -> None:
+        updates = self.scheduler.take_ended()
+        for update in updates:
+            assert update.error is not None
+            assert update.request.deadline is not None
+            assert update.request.deadline <= self.now
+            self.cut.add(update.request.request_id)
+        self.take(updates)
 
     def run(self) -> bool:
         """The device runs one step; its answer waits for ``answer``."""

@@ -75,6 +75,9 @@ class StubRunner:
                 slot.top_logits[index * 32 + place] = -place
         return 11, 22
 
+    def run_moves(self, slot: StepSlot) -> tuple[int, int]:
+        return 33 * slot.num_moves, 0
+
     def reset(self) -> None:
         pass
 

@@ -1,5 +1,6 @@
 """The CPU kernels: one shared library, used as MindSpore op plugin, as AOT custom ops and through ctypes."""
 
+from agent.kernels.block_copies import BlockCopies
 from agent.kernels.library import (
     KernelsNotBuiltError,
     SampleCall,
@@ -12,6 +13,7 @@ from agent.kernels.library import (
 )
 
 __all__ = [
+    "BlockCopies",
     "KernelsNotBuiltError",
     "SampleCall",
     "SampleInputs",

@@ -1,5 +1,6 @@
-// Plain C entries for ctypes: the sampler, threads, the ceilings of the machine, and per kernel an entry for tests and
-// benchmarks. Those take the kernel's own argument struct and `use_reference`: 1 runs the scalar reference instead.
+// Plain C entries for ctypes: the sampler, block copies, threads, the ceilings of the machine, and per kernel an entry
+// for tests and benchmarks. Those take the kernel's own argument struct and `use_reference`: 1 runs the scalar
+// reference instead.
 #include <vector>
 
 #include "common/check.h"
@@ -7,6 +8,7 @@
 #include "common/kernel_table.h"
 #include "common/thread_pool.h"
 #include "ops/checks.h"
+#include "ops/copy_blocks.h"
 #include "ops/gather.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/sampler.h"
@@ -66,6 +68,8 @@ LLMK_ENTRY int llmk_sample(const llmk::SampleArgs* args) {
   const llmk::StandardFloatingPoint scope;
   return llmk::sample(*args);
 }
+
+LLMK_ENTRY int llmk_copy_blocks(const llmk::CopyBlocksArgs* args) { return llmk::copy_blocks("CopyBlocks", *args); }
 
 LLMK_ENTRY void llmk_philox(const uint32_t* counter, const uint32_t* key, uint32_t* out) {
   llmk::philox(counter, key, out);

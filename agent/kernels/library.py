@@ -53,6 +53,8 @@ def load_library() -> ctypes.CDLL:
     library.llmk_isa.restype = ctypes.c_char_p
     library.llmk_sample.argtypes = [ctypes.POINTER(_SampleArgs)]
     library.llmk_sample.restype = ctypes.c_int
+    library.llmk_copy_blocks.argtypes = [ctypes.c_void_p]
+    library.llmk_copy_blocks.restype = ctypes.c_int
     return library
 
 

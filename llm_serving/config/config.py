@@ -145,6 +145,13 @@ class Config:
         return max(min(limit, self.max_prefill_seqs * self.max_model_len), self.max_decode_seqs)
 
     @property
+    def cache_namespace(self) -> bytes:
+        """What keys and values depend on besides tokens: the model, how it is computed, how they are stored."""
+        model = self.model_config
+        parts = (self.model_name, model.model_path, model.load_format, model.seed, model.model_dtype, self.op_table)
+        return json.dumps([*parts, self.weight_format, self.kv_format]).encode()
+
+    @property
     def max_blocks_per_seq(self) -> int:
         """Blocks of the longest sequence."""
         return -(-self.max_model_len // self.pa_config.block_size)

@@ -116,8 +116,8 @@ class ModelConfig:
     )
     page_attention: bool = published(
         True,
-        "Keep keys and values in blocks (paged attention).",
-        unavailable=((False, "serving without paged attention is not available yet; use True"),),
+        "Give a request blocks of the KV cache as it needs them (paged attention); False reserves a range of blocks "
+        "for the longest answer it may get, when it starts.",
     )
     model_dtype: str = published(
         "float16",

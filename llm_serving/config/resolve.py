@@ -18,6 +18,7 @@ from llm_serving.config.validation import (
     check_formats,
     check_group,
     check_lengths,
+    check_sharing,
     check_stored_format,
 )
 from llm_serving.errors import CheckpointError
@@ -82,6 +83,7 @@ class Resolver:
         check_stored_format(self._raw, config)
         check_group(self._raw, config)
         check_lengths(self._raw, config)
+        check_sharing(self._raw, config)
         return config
 
     @property

@@ -78,6 +78,13 @@ class PagedAttentionConfig:
     decode_seq_length: int = published(
         4096, "Longest sequence the cache serves, prompt and output together.", unit="tokens", low=1, high=MAX_TOKENS
     )
+    num_host_blocks: int = own(
+        0,
+        "Blocks of host memory that sequences are swapped out to when the cache is full; 0 swaps nothing.",
+        unit="blocks",
+        low=0,
+        high=MAX_BLOCKS,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +174,12 @@ class SchedulerConfig:
         high=2**40,
         null="no limit",
     )
+    cache_salt: str = own(
+        "none",
+        "Who shares the prefix cache: `none` lets all requests share it, `tenant` only those with the same API key, so "
+        "that nobody can tell from an answer's speed what others have asked.",
+        choices=("none", "tenant"),
+    )
     chunk_tokens: int | None = own(
         None,
         "Tokens of a step of policy `chunked`: a token for each row that decodes, the rest for prompts (16 at least).",
@@ -175,6 +188,51 @@ class SchedulerConfig:
         high=MAX_TOKENS,
         null="256 or twice the largest of `model_config.decode_batch_size`, the larger; no more than "
         "`max_num_batched_tokens`",
+    )
+    preemption: str = own(
+        "recompute",
+        "What becomes of a running request whose blocks an older one needs: `recompute` computes its tokens again "
+        "later, `swap` moves its blocks to the host (`pa_config.num_host_blocks`; without room there it is "
+        "recomputed), `auto` what takes less time by the rates measured.",
+        choices=("recompute", "swap", "auto"),
+    )
+    prefix_cache: bool = own(
+        False, "Find what was computed for the beginning of a prompt before, and share it. With paged attention only."
+    )
+    admission: str = own(
+        "none",
+        "Whether a request that fits now may start: `none` at once, `router` if all running requests will fit until "
+        "they have ended, by `max_schedule_total_token_num`; `aimd` the same with a limit that is learnt.",
+        choices=("none", "router", "aimd"),
+    )
+    max_schedule_total_token_num: int | None = own(
+        None,
+        "Most tokens that running requests may grow to together, of `router`; where `aimd` starts.",
+        unit="tokens",
+        low=1,
+        high=2**40,
+        null="the tokens of the KV cache",
+    )
+    predict_output_length: bool = own(
+        False,
+        "Let `admission` expect answers as long as those seen lately; else as long as `max_tokens` lets them be.",
+    )
+    fairness: bool = own(
+        True, "Let the API keys with waiting requests take turns by the tokens they got (virtual token counters)."
+    )
+    ttft_objective_ms: float = own(
+        2000.0,
+        "Time to the first token that policy `slo` aims at, for requests without an objective of their own.",
+        unit="milliseconds",
+        low=1.0,
+        high=MAX_SECONDS * 1000,
+    )
+    tbt_objective_ms: float = own(
+        200.0,
+        "Time between tokens that policy `slo` aims at, for requests without an objective of their own.",
+        unit="milliseconds",
+        low=1.0,
+        high=MAX_SECONDS * 1000,
     )
 
 

@@ -115,6 +115,13 @@ def check_group(raw: RawConfig, config: Config) -> None:
             raise raw.error("model_config.weight_group", group, problem)
 
 
+def check_sharing(raw: RawConfig, config: Config) -> None:
+    """What goes with keys and values in one piece."""
+    if config.scheduler_config.prefix_cache and not config.model_config.page_attention:
+        problem = "shares blocks between requests, which needs model_config.page_attention: True"
+        raise raw.error("scheduler_config.prefix_cache", True, problem)
+
+
 def check_lengths(raw: RawConfig, config: Config) -> None:
     """Sequence lengths against the cache and the step size. The last token of a sequence is never cached."""
     cache, longest = config.pa_config, config.max_model_len

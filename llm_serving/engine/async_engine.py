@@ -8,17 +8,19 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING
 
+from llm_serving.engine.beam_search import BeamSearchParams
 from llm_serving.engine.core import Abort, Add, EngineCore, Probe, Stop
 from llm_serving.engine.observer import EngineLog, EngineMetrics
 from llm_serving.engine.open_request import OpenRequest, PieceSink
 from llm_serving.engine.outputs import DetokenizerFactory, EngineOutput, ProbeAnswer
 from llm_serving.engine.piece_stream import PieceStream
 from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, receipt_of
+from llm_serving.engine.request_factory import RequestFactory
 from llm_serving.engine.request_log import RequestLog
+from llm_serving.engine.search import Search, SearchResult
 from llm_serving.engine.status import EngineStatus
-from llm_serving.errors import AgentLostError, DeadlineExceededError, QueueFullError, RequestError
+from llm_serving.errors import AgentLostError, QueueFullError, RequestError
 from llm_serving.executor.base import Executor
-from llm_serving.receipt import Receipt
 from llm_serving.request import DEFAULT_SCHEDULING, Request, RequestOutput, SamplingParams, SchedulingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.scheduler import Scheduler
@@ -48,16 +50,15 @@ class AsyncEngine:
         self.tokenizer = tokenizer
         self.model_name = config.model_name
         self.max_model_len = config.max_model_len
-        self._vocab_size = config.shape.vocab_size
-        self._end_token_ids = frozenset(config.end_token_ids)
         self._clock = clock
+        self._factory = RequestFactory(config, clock)
+        self.end_token_ids = self._factory.end_token_ids
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[str, OpenRequest] = {}
         self._metrics = metrics
         self._requests = RequestLog(log, metrics)
         self._receipts = ReceiptBook()
-        self._ttft_objective = _objective(config, "ttft_objective_ms")
-        self._tbt_objective = _objective(config, "tbt_objective_ms")
+        self._searches: dict[str, Request] = {}
         self._probes: list[asyncio.Future[bool]] = []
         self._core = EngineCore(
             Scheduler(SchedulerLimits.from_config(config)),
@@ -120,19 +121,20 @@ class AsyncEngine:
         *,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         streamed: bool = True,
+        quiet: bool = False,
     ) -> OpenRequest:
         """Serve a request; its pieces go to ``sink``. The caller must ``close`` what is returned.
 
         ``arrival_time``, on the engine's clock, is when the client's request came, from which its times count; by
-        default now. ``streamed``: the caller will say when output was ``delivered``.
+        default now. ``streamed``: the caller will say when output was ``delivered``. ``quiet``: log, metrics and
+        receipts hear nothing of it.
         Raises RequestError for token ids outside the vocabulary or an id in use, DeadlineExceededError when its
         deadline has passed, AgentLostError when nothing is served any more; other refusals come by ``sink.fail``.
         """
-        self._check_tokens(prompt_token_ids)
         if request_id in self._open:
             raise RequestError(f"a request with the id {request_id!r} is being served", param="request_id")
-        request = self._request(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
-        opened = OpenRequest(request, sink, self._closed, self._requests, streamed=streamed)
+        request = self._factory.make(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
+        opened = OpenRequest(request, sink, self._closed, self._requests, streamed=streamed, quiet=quiet)
         self._open[request_id] = opened
         self._core.submit(Add(request))
         if self._core.ended and not opened.is_ended:  # it may have missed the command
@@ -140,39 +142,6 @@ class AsyncEngine:
             opened.close()
             raise AgentLostError(f"requests are not served any more: {self._core.stop_reason}")
         return opened
-
-    def _request(
-        self,
-        request_id: str,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        arrival_time: float | None,
-        scheduling: SchedulingParams,
-    ) -> Request:
-        now = self._clock()
-        arrival = now if arrival_time is None else arrival_time
-        deadline = None if scheduling.deadline is None else arrival + scheduling.deadline
-        if scheduling.deadline is not None and now >= arrival + scheduling.deadline:
-            raise DeadlineExceededError(
-                f"the deadline was {_ms(scheduling.deadline)} ms after the request's arrival; reading it took"
-                f" {_ms(now - arrival)} ms. Allow more time.",
-                param="deadline_ms",
-            )
-        ttft, tbt = scheduling.ttft_objective, scheduling.tbt_objective
-        return Request(
-            request_id,
-            prompt_token_ids,
-            sampling,
-            arrival,
-            self._end_token_ids,
-            priority=scheduling.priority,
-            tenant=scheduling.tenant,
-            cache_salt=scheduling.cache_salt,
-            ttft_objective=self._ttft_objective if ttft is None else ttft,
-            tbt_objective=self._tbt_objective if tbt is None else tbt,
-            deadline=deadline,
-            receipt=Receipt(now),
-        )
 
     def queue_full(self) -> QueueFullError | None:
         """Why a request that comes now would be refused; None when it may be taken. Cheap: ask before reading one."""
@@ -183,8 +152,34 @@ class AsyncEngine:
 
     def receipt(self, request_id: str) -> RequestReceipt | None:
         """Where the time of a request went that is being served, or ended not long ago; else None."""
-        opened = self._open.get(request_id)
-        return self._receipts.get(request_id) if opened is None else opened.receipt(self._clock())
+        opened, search = self._open.get(request_id), self._searches.get(request_id)
+        if opened is not None:
+            return opened.receipt(self._clock())
+        return self._receipts.get(request_id) if search is None else receipt_of(search, self._clock())
+
+    async def search(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: BeamSearchParams,
+        arrival_time: float | None = None,
+        *,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
+    ) -> SearchResult:
+        """The likeliest answers to a prompt. Prompt and ``max_tokens`` must fit the longest prompt together, since a
+        beam's steps send it as one. Raises as ``open`` does, and EngineFailedError; cancel it to abort."""
+        sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0.0)
+        whole = self._factory.make(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
+        search = Search(self, whole, params, scheduling, self._clock)
+        self._searches[request_id] = whole
+        try:
+            return await search.run()
+        finally:
+            del self._searches[request_id]
+            output = search.output()
+            if output.timings is not None:
+                self._requests.request_end(output, output.timings, whole)
+                self._receipts.add(receipt_of(whole, self._clock(), output.timings))
 
     async def generate(
         self,
@@ -230,18 +225,10 @@ class AsyncEngine:
         if opened.gone is not None:
             opened.gone.set()
         piece = opened.last_piece
-        if piece is not None:
+        if piece is not None and not opened.quiet:
             timings = opened.timings(piece)
             self._requests.request_end(piece, timings, opened.request)
             self._receipts.add(receipt_of(opened.request, self._clock(), timings))
-
-    def _check_tokens(self, token_ids: Sequence[int]) -> None:
-        if len(token_ids) and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
-            wrong = next(token for token in token_ids if not 0 <= token < self._vocab_size)
-            raise RequestError(
-                f"token id {wrong} in the prompt is not in the vocabulary (0 to {self._vocab_size - 1})",
-                param="prompt",
-            )
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """Called by the engine thread, once a step."""
@@ -267,13 +254,3 @@ class AsyncEngine:
         for answer in probes:
             if not answer.done():
                 answer.set_result(True)
-
-
-def _objective(config: Config, key: str) -> float | None:
-    """The config's objective for requests that have none of their own, in seconds."""
-    milliseconds: float | None = getattr(getattr(config, "scheduler_config", None), key, None)
-    return None if milliseconds is None else milliseconds / 1000.0
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1000.0, 3)

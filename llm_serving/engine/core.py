@@ -125,15 +125,7 @@ class EngineCore:
     def queue_full(self) -> QueueFullError | None:
         """Why one more request would be refused, as far as can be told without asking the scheduler's thread; None
         when it may be taken. Cheap, so that under overload a request need not be read to be refused."""
-        scheduler, limits = self._scheduler, self._scheduler.limits
-        waiting = scheduler.num_waiting + len(self._commands)
-        free_rows = max(0, limits.max_num_seqs - scheduler.num_running)
-        if waiting - free_rows < limits.max_waiting_requests:
-            return None
-        return QueueFullError(
-            f"{waiting} requests are waiting and {free_rows} can start; the queue takes {limits.max_waiting_requests}"
-            " (scheduler_config.max_waiting_requests). Try again later."
-        )
+        return self._scheduler.queue_full()
 
     # The engine thread
 

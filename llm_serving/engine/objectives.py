@@ -29,8 +29,8 @@ def met_objectives(request: Request, timings: RequestTimings) -> Mapping[str, bo
 
 
 def missed_deadline(request: Request) -> bool:
-    """Whether it was dropped because its deadline passed before it began."""
+    """Whether it was dropped because its deadline passed before its first token."""
     deadline, end = request.deadline, request.finish_time
-    if request.first_scheduled_time is not None or deadline is None or end is None:
+    if request.first_token_time is not None or deadline is None or end is None:
         return False
     return request.finish_reason is FinishReason.ABORT and end >= deadline

@@ -43,7 +43,7 @@ class OpenRequest:
     """
 
     __slots__ = ("_closed_at", "_first", "_last", "_on_close", "_requests", "gone", "is_closed", "is_ended",
-                 "last_piece", "request", "sink", "streamed")  # fmt: skip
+                 "last_piece", "quiet", "request", "sink", "streamed")  # fmt: skip
 
     def __init__(
         self,
@@ -53,10 +53,13 @@ class OpenRequest:
         requests: RequestLog,
         *,
         streamed: bool,
+        quiet: bool = False,
     ) -> None:
         self.request = request
         self.sink = sink
         self.streamed = streamed
+        self.quiet = quiet
+        """A step of something larger, of whose end nothing is told."""
         self.gone: asyncio.Event | None = None
         """Set when the request has ended, for one whose reader left before."""
         self.is_closed = False

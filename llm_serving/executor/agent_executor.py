@@ -19,11 +19,11 @@ from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentLostError, AgentStartError
 from llm_serving.executor.agent_link import AgentLink, ProgressReport
 from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus, ExecutorEvent
-from llm_serving.executor.slot_io import SlotWriter, read_result
+from llm_serving.executor.slot_io import SlotWriter, announcement, read_result
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import AgentMessage
 from llm_serving.ipc.shm import NUM_SLOTS
-from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
+from llm_serving.scheduler.output import ScheduledStep, StepResult
 
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 10.0
@@ -90,8 +90,7 @@ class AgentExecutor:
         if not self._in_flight:
             self._last_answer = time.monotonic()
         self._in_flight[step.seq] = _InFlight(slot_index, time.monotonic())
-        message = messages.Prefill if step.kind is StepKind.PREFILL else messages.Decode
-        self._send(message(seq=step.seq, slot=slot_index))
+        self._send(announcement(step, slot_index))
 
     def abort(self, seq: int) -> None:
         if self._link is not None and seq in self._in_flight:

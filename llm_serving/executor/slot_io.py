@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import NO_LOGSUMEXP, SlotLimits, StepSlot
+from llm_serving.ipc import messages
+from llm_serving.ipc.shm import MOVE_WIDTH, NO_LOGSUMEXP, SlotLimits, StepSlot
 from llm_serving.request import MAX_TOP_LOGITS, Request, SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 
@@ -24,6 +25,19 @@ _SAMPLING_COLUMNS = {
     "seed": "uint64",
     "num_top_logits": "int32",
 }
+
+
+_MESSAGES: dict[StepKind, type[messages.Prefill | messages.Decode | messages.Move]] = {
+    StepKind.PREFILL: messages.Prefill,
+    StepKind.MIXED: messages.Prefill,
+    StepKind.DECODE: messages.Decode,
+    StepKind.MOVE: messages.Move,
+}
+
+
+def announcement(step: ScheduledStep, slot: int) -> messages.Step:
+    """The message that tells the agent of a step written into slot number ``slot``."""
+    return _MESSAGES[step.kind](seq=step.seq, slot=slot)
 
 
 @dataclass(slots=True)
@@ -61,12 +75,18 @@ class SlotWriter:
     def write(self, step: ScheduledStep, slot: StepSlot) -> None:
         """Fill the slot's inputs. Raises ProtocolError when the step is larger than a slot."""
         num_seqs, num_tokens = step.num_seqs, step.num_tokens
-        if num_seqs > self._limits.max_seqs or num_tokens > self._limits.max_tokens:
+        limits = self._limits
+        if num_seqs > limits.max_seqs or num_tokens > limits.max_tokens or len(step.moves) > limits.max_moves:
             raise ProtocolError(
-                f"step {step.seq} has {num_seqs} sequences and {num_tokens} tokens; a slot holds "
-                f"{self._limits.max_seqs} and {self._limits.max_tokens}"
+                f"step {step.seq} has {num_seqs} sequences, {num_tokens} tokens and {len(step.moves)} moves; a slot "
+                f"holds {limits.max_seqs}, {limits.max_tokens} and {limits.max_moves}"
             )
-        if step.kind is StepKind.DECODE and num_tokens == num_seqs:
+        if step.moves:
+            moves = [(move.kind, move.source, move.destination) for move in step.moves]
+            slot.moves[: len(moves) * MOVE_WIDTH].reshape(-1, MOVE_WIDTH)[:] = moves
+        if step.kind is StepKind.MOVE:
+            _write_sizes(step, slot, table_width=0)
+        elif step.kind is StepKind.DECODE and not (step.histories or True in step.restarts):
             self._write_decode(step, slot)
         else:
             self._write_any(step, slot)
@@ -88,9 +108,7 @@ class SlotWriter:
         slot.block_tables[: num_seqs * width] = tables.ravel()
         self._write_positions(step, slot, tables, starts, query_lens)
         history_len = self._write_columns(step, slot, rows)
-        slot.write_header(
-            step.seq, num_tokens=num_tokens, num_seqs=num_seqs, table_width=width, history_len=history_len
-        )
+        _write_sizes(step, slot, table_width=width, history_len=history_len)
 
     def _write_columns(self, step: ScheduledStep, slot: StepSlot, rows: npt.NDArray[np.int32]) -> int:
         """What a decode step has in common with the next of the same sequences. The length of the histories."""
@@ -103,7 +121,7 @@ class SlotWriter:
         return _write_histories(step, slot)
 
     def _write_decode(self, step: ScheduledStep, slot: StepSlot) -> None:
-        """One token a sequence."""
+        """One token a sequence, of rows that go on."""
         batch, num_seqs = self._same_batch(step), step.num_seqs
         if slot not in batch.slots:
             self._write_columns(step, slot, batch.row_array)
@@ -119,7 +137,7 @@ class SlotWriter:
         if batch.slots[slot] != width:
             slot.block_tables[: num_seqs * width] = self._block_tables[batch.row_array, :width].ravel()
             batch.slots[slot] = width
-        slot.write_header(step.seq, num_tokens=num_seqs, num_seqs=num_seqs, table_width=width, history_len=0)
+        _write_sizes(step, slot, table_width=width)
 
     def _same_batch(self, step: ScheduledStep) -> _Batch:
         """The batch of the last decode step if it is this step's, with its tables followed; else a new one."""
@@ -146,7 +164,7 @@ class SlotWriter:
         num_tokens = step.num_tokens
         seqs = np.arange(step.num_seqs, dtype=np.int32)
         positions = starts
-        if step.kind is StepKind.PREFILL or num_tokens != step.num_seqs:
+        if num_tokens != step.num_seqs:
             seqs = np.repeat(seqs, query_lens)
             first_token = np.cumsum(query_lens, dtype=np.int32) - query_lens
             positions = np.arange(num_tokens, dtype=np.int32) + np.repeat(starts - first_token, query_lens)
@@ -155,8 +173,9 @@ class SlotWriter:
         slot.slot_mapping[:num_tokens] = blocks * self._block_size + positions % self._block_size
 
     def _follow_rows(self, step: ScheduledStep) -> None:
-        for request, row, start, table in zip(step.requests, step.rows, step.starts, step.block_tables, strict=True):
-            if start == 0 or self._owners[row] is not request:
+        restarts = step.restarts or [False] * step.num_seqs
+        for request, row, restart, table in zip(step.requests, step.rows, restarts, step.block_tables, strict=True):
+            if restart or self._owners[row] is not request:
                 self._owners[row] = request
                 self._num_blocks[row] = 0
                 self._write_sampling(row, request.sampling)
@@ -169,6 +188,17 @@ class SlotWriter:
         for name in _SAMPLING_COLUMNS:
             wanted = _num_top_logits(sampling) if name == "num_top_logits" else getattr(sampling, name)
             self._sampling[name][row] = wanted
+
+
+def _write_sizes(step: ScheduledStep, slot: StepSlot, *, table_width: int, history_len: int = 0) -> None:
+    slot.write_header(
+        step.seq,
+        num_tokens=step.num_tokens,
+        num_seqs=step.num_seqs,
+        table_width=table_width,
+        history_len=history_len,
+        num_moves=len(step.moves),
+    )
 
 
 def _num_top_logits(sampling: SamplingParams) -> int:

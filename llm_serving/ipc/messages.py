@@ -10,7 +10,7 @@ is a ``ProtocolError``. There is no pickle anywhere.
       | <------------------- Connected -----|   proof back; shared memory is mapped (the server unlinks it)
       | <------------------- Progress ... --|   loading, compiling, warming up
       | <------------------- Ready | Failed-|
-      |--- Prefill | Decode --------------->|   "run slot s as step n"
+      |--- Prefill | Decode | Move -------->|   "run slot s as step n"
       | <------------------- StepDone ------|
       |--- Abort | Reset | Status | Shutdown|
 """
@@ -26,7 +26,7 @@ import msgspec
 
 from llm_serving.errors import ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NONCE_BYTES = 16
 
 UInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -37,11 +37,12 @@ LongText = Annotated[str, msgspec.Meta(max_length=64 * 1024)]
 
 
 class MessageClass(enum.IntEnum):
-    """Priority of a message in the agent's task queue: the smaller runs first."""
+    """Priority of a message in the agent's task queue: the smaller runs first, unless the policy says otherwise."""
 
     CONTROL = 0
-    PREFILL = 1
-    DECODE = 2
+    MOVE = 1
+    PREFILL = 2
+    DECODE = 3
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
@@ -98,7 +99,7 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 class Prefill(Message, frozen=True, tag="prefill"):
-    """Server to agent: run slot ``slot``, which holds prompt tokens, as step ``seq``."""
+    """Server to agent: run slot ``slot``, which holds prompt tokens, perhaps decoding rows too, as step ``seq``."""
 
     seq: UInt
     slot: UInt
@@ -106,6 +107,13 @@ class Prefill(Message, frozen=True, tag="prefill"):
 
 class Decode(Message, frozen=True, tag="decode"):
     """Server to agent: run slot ``slot``, one token for each row, as step ``seq``."""
+
+    seq: UInt
+    slot: UInt
+
+
+class Move(Message, frozen=True, tag="move"):
+    """Server to agent: copy the blocks that slot ``slot`` names, as step ``seq``. It has no tokens."""
 
     seq: UInt
     slot: UInt
@@ -139,7 +147,7 @@ class Shutdown(Message, frozen=True, tag="shutdown"):
 class StepDone(Message, frozen=True, tag="step_done"):
     """Agent to server: step ``seq`` has run and its outputs are in its slot (or it was aborted before it began).
 
-    Times are microseconds: waiting in the task queue, the graph, the sampler.
+    Times are microseconds: waiting in the task queue, the graph (with the moves before it), the sampler.
     """
 
     seq: UInt
@@ -173,7 +181,10 @@ class StatusReply(Message, frozen=True, tag="status_reply"):
     rss_bytes: UInt
 
 
-ServerMessage = Connect | Prefill | Decode | Abort | Reset | Status | Shutdown
+Step = Prefill | Decode | Move
+"""What has a slot and is answered by ``StepDone`` or ``StepFailed``."""
+
+ServerMessage = Connect | Prefill | Decode | Move | Abort | Reset | Status | Shutdown
 AgentMessage = Challenge | Connected | Progress | Ready | Failed | StepDone | StepFailed | ResetDone | StatusReply
 
 _M = TypeVar("_M")
@@ -184,6 +195,8 @@ _AGENT_DECODER = msgspec.msgpack.Decoder(AgentMessage)
 
 def message_class(message: ServerMessage) -> MessageClass:
     """The priority class of a message to the agent."""
+    if isinstance(message, Move):
+        return MessageClass.MOVE
     if isinstance(message, Prefill):
         return MessageClass.PREFILL
     if isinstance(message, Decode):

@@ -1,12 +1,13 @@
 """Step slots: THE layout of what a step reads and writes, and the shared memory that holds the slots.
 
-A slot belongs to one step at a time: the server fills the inputs, sends ``Prefill`` or ``Decode``, and may not
-touch the slot until ``StepDone``; the agent reads inputs and writes outputs only between the two. Two steps in
+A slot belongs to one step at a time: the server fills the inputs, sends ``Prefill``, ``Decode`` or ``Move``, and may
+not touch the slot until ``StepDone``; the agent reads inputs and writes outputs only between the two. Two steps in
 flight therefore never share memory, and the agent may run them in any order.
 """
 
 from __future__ import annotations
 
+import enum
 import mmap
 import os
 import secrets
@@ -33,8 +34,22 @@ LAST_TOKEN = -1
 NO_LOGSUMEXP = -1
 """In ``num_top_logits``: nobody asked for log-probabilities either, so that ``logsumexp`` may stay 0."""
 
+MOVE_WIDTH = 3
+"""Numbers of a move: kind, source, destination."""
+
 PADDING_SLOT = -1
 """In ``slot_mapping``: do not write this token's keys and values."""
+
+
+class MoveKind(enum.IntEnum):
+    """From where to where a block is copied; the first number of a move."""
+
+    COPY = 0
+    """Device to device: copy-on-write, or the partial block that ends a prefix hit."""
+    SWAP_OUT = 1
+    """Device to host."""
+    SWAP_IN = 2
+    """Host to device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +69,11 @@ class SlotLimits:
     def max_history(self) -> int:
         """Known tokens a step can carry for penalties."""
         return max(self.max_tokens, self.max_context)
+
+    @property
+    def max_moves(self) -> int:
+        """Block moves of a step: a whole sequence's, or one for each sequence."""
+        return self.max_blocks_per_seq + self.max_seqs
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +115,8 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         Field("history_lens", "int32", seqs, "[S] known tokens in `history`; 0 keeps what the row has"),
         Field("history_prompt_lens", "int32", seqs, "[S] how many of them are the prompt"),
         Field("history", "int32", limits.max_history, "[sum of history_lens] token ids"),
+        # Blocks to copy before anything is computed, in this order.
+        Field("moves", "int32", limits.max_moves * MOVE_WIDTH, "[num_moves, 3] MoveKind, source and destination block"),
         # What the step writes.
         Field("sampled_ids", "int32", seqs, "[S] the token, or -1 where do_sample is 0"),
         Field("sampled_logit", "float32", seqs, "[S] its raw logit, before penalties and temperature"),
@@ -104,7 +126,16 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
     )
 
 
-HEADER = {"magic": 0, "seq_low": 1, "seq_high": 2, "num_tokens": 3, "num_seqs": 4, "table_width": 5, "history_len": 6}
+HEADER = {
+    "magic": 0,
+    "seq_low": 1,
+    "seq_high": 2,
+    "num_tokens": 3,
+    "num_seqs": 4,
+    "table_width": 5,
+    "history_len": 6,
+    "num_moves": 7,
+}
 """Index of each header entry. ``seq`` is the step's sequence number: a torn or reused slot is noticed."""
 
 
@@ -152,6 +183,7 @@ class StepSlot:
     history_lens: npt.NDArray[np.int32]
     history_prompt_lens: npt.NDArray[np.int32]
     history: npt.NDArray[np.int32]
+    moves: npt.NDArray[np.int32]
     sampled_ids: npt.NDArray[np.int32]
     sampled_logit: npt.NDArray[np.float32]
     logsumexp: npt.NDArray[np.float32]
@@ -183,27 +215,41 @@ class StepSlot:
         return int(self.header[HEADER["history_len"]])
 
     @property
+    def num_moves(self) -> int:
+        return int(self.header[HEADER["num_moves"]])
+
+    @property
     def seq(self) -> int:
         return int(self.header[HEADER["seq_low"]]) | int(self.header[HEADER["seq_high"]]) << 31
 
-    def write_header(self, seq: int, *, num_tokens: int, num_seqs: int, table_width: int, history_len: int) -> None:
-        """Server side, last of all. Raises ProtocolError when a size exceeds the slot's limits."""
-        limits = self.layout.limits
-        _check_size("num_tokens", num_tokens, 1, limits.max_tokens)
-        _check_size("num_seqs", num_seqs, 1, limits.max_seqs)
-        _check_size("table_width", table_width, 1, limits.max_blocks_per_seq)
-        _check_size("history_len", history_len, 0, limits.max_history)
-        self.header[:7] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, num_tokens, num_seqs, table_width, history_len)
+    def write_header(
+        self, seq: int, *, num_tokens: int, num_seqs: int, table_width: int, history_len: int, num_moves: int = 0
+    ) -> None:
+        """Server side, last of all. Raises ProtocolError when a size exceeds the slot's limits.
+
+        A step of moves alone has no tokens, sequences, table or history.
+        """
+        sizes = (num_tokens, num_seqs, table_width, history_len, num_moves)
+        _check_sizes(self.layout.limits, *sizes)
+        self.header[:8] = (SLOT_MAGIC, seq & 0x7FFFFFFF, seq >> 31, *sizes)
 
     def check_header(self, seq: int) -> None:
         """Agent side, first of all. Raises ProtocolError when the slot is not step ``seq`` or a size is off."""
-        limits = self.layout.limits
         if int(self.header[HEADER["magic"]]) != SLOT_MAGIC or self.seq != seq:
             raise ProtocolError(f"a slot announced as step {seq} holds step {self.seq}: it was torn or reused")
-        _check_size("num_tokens", self.num_tokens, 1, limits.max_tokens)
-        _check_size("num_seqs", self.num_seqs, 1, limits.max_seqs)
-        _check_size("table_width", self.table_width, 1, limits.max_blocks_per_seq)
-        _check_size("history_len", self.history_len, 0, limits.max_history)
+        _check_sizes(self.layout.limits, *self.header[HEADER["num_tokens"] : HEADER["num_moves"] + 1].tolist())
+
+
+def _check_sizes(
+    limits: SlotLimits, num_tokens: int, num_seqs: int, table_width: int, history_len: int, num_moves: int
+) -> None:
+    _check_size("num_moves", num_moves, 0, limits.max_moves)
+    computes = num_moves == 0 or num_tokens != 0 or num_seqs != 0
+    least = 1 if computes else 0
+    _check_size("num_tokens", num_tokens, least, limits.max_tokens)
+    _check_size("num_seqs", num_seqs, least, limits.max_seqs)
+    _check_size("table_width", table_width, least, limits.max_blocks_per_seq if computes else 0)
+    _check_size("history_len", history_len, 0, limits.max_history if computes else 0)
 
 
 def _check_size(name: str, value: int, low: int, high: int) -> None:

@@ -92,20 +92,21 @@ class BlockPool:
         self.num_holds -= len(blocks)
 
     def register(self, block: int, block_hash: bytes, content: bytes, parent: Parent) -> int:
-        """A held block is full and holds ``content`` after ``parent``. Gives the entry that stands for it.
+        """A held block is full and holds ``content`` after ``parent``. Gives the block that is found from now on.
 
-        Where an equal block is cached already, that one stays and its entry is given: the other stays private to
-        its holder. Another block under the same hash (a collision, or one whose prefix is no longer cached) goes.
+        Where an equal block is cached already, it is that one: the second stays private to its holder. Another
+        block under the same hash (a collision, or one whose prefix is no longer cached) is forgotten.
         """
         index = self.index
         other = index.block_of(block_hash)
         if other is not None:
             if index.holds(other, content, parent):
-                return index.entries[other]
+                return other
             self._forget(other)
         if index.entries[block]:
             index.forget(block)
-        return index.add(block, content, parent, block_hash)
+        index.add(block, content, parent, block_hash)
+        return block
 
     def register_tail(self, block: int, content: bytes, parent: Parent) -> None:
         """A held block begins with ``content`` after ``parent`` and is not full: only ``find_tail`` finds it.

@@ -42,7 +42,9 @@ class HostBlockPool:
 
     def check_integrity(self, held: list[int]) -> None:
         """Raises AssertionError unless ``held`` and the free blocks are every block, each once."""
-        if sorted([*held, *self._free]) != list(range(self.num_blocks)):
+        if len(held) + len(self._free) != self.num_blocks or sum(self._taken) != len(held):
             raise AssertionError(
-                f"host blocks {sorted(held)} held and {sorted(self._free)} free are not {self.num_blocks}, each once"
+                f"{len(held)} host blocks held and {len(self._free)} free do not make {self.num_blocks}"
             )
+        if len(set(held)) != len(held) or any(not self._taken[block] for block in held):
+            raise AssertionError(f"host blocks are held twice, or held while free: {sorted(held)}")

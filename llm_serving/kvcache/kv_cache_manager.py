@@ -10,10 +10,10 @@ caller gives it back to ``end_copies`` when the step that copied was answered.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from llm_serving.kvcache.block_copy import BlockCopies, BlockCopy
 from llm_serving.kvcache.block_hash import BlockHash, blake2b_128
 from llm_serving.kvcache.block_pool import BlockPool
 from llm_serving.kvcache.contiguous_pool import ContiguousPool
@@ -22,14 +22,6 @@ from llm_serving.kvcache.prefix_cache import PrefixCache, PrefixMatch, TailMatch
 from llm_serving.kvcache.prefix_chain import PrefixChain
 
 __all__ = ["Adoption", "BlockCopy", "KVCacheManager"]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
-    """Copy block ``source`` to block ``destination``, which a table holds. Holds the source until ``end_copies``."""
-
-    source: int
-    destination: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +61,7 @@ class KVCacheManager:
         self._contiguous = ContiguousPool(num_blocks) if contiguous else None
         self._host_pool = HostBlockPool(num_host_blocks)
         self._prefix_cache = PrefixCache(self._pool, block_size, namespace, block_hash) if prefix_cache else None
-        self._copy_sources: Counter[int] = Counter()
+        self._copies = BlockCopies(self._pool)
 
     @property
     def num_usable_blocks(self) -> int:
@@ -107,7 +99,7 @@ class KVCacheManager:
         """Slots for tokens in all block tables; a block in two tables counts twice, as its tokens do."""
         if self._contiguous is not None:
             return (self._contiguous.num_usable_blocks - self._contiguous.num_free_blocks) * self.block_size
-        return (self._pool.num_holds - self._copy_sources.total()) * self.block_size
+        return (self._pool.num_holds - self._copies.num_under_way) * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold ``num_tokens`` tokens of one sequence."""
@@ -153,6 +145,13 @@ class KVCacheManager:
         """What is cached of the chain's tokens, but for the last one. Nothing changes, nothing is held."""
         return self._prefixes.match(chain)
 
+    def spare_blocks(self, match: PrefixMatch, num_tokens: int) -> int:
+        """Free blocks that are left when a sequence of ``num_tokens`` tokens adopts a match; negative: too few."""
+        blocks, _ = self._prefixes.current_part(match)
+        missing = max(self.blocks_for(num_tokens) - len(blocks), 0)
+        pool = self._pool
+        return pool.num_free_blocks - sum(not pool.ref_count(block) for block in blocks) - missing
+
     def adopt(self, block_table: list[int], chain: PrefixChain, match: PrefixMatch, num_tokens: int) -> Adoption | None:
         """Start a sequence: its empty table gets the blocks of the match and new ones, to hold ``num_tokens`` tokens.
 
@@ -174,12 +173,10 @@ class KVCacheManager:
             return None
         pool.share(blocks)
         block_table += blocks
-        copies = self._adopt_tail(block_table, tail, missing, spare)
-        num_found = len(blocks) * self.block_size
-        if tail is not None and copies is not None:
-            num_found += tail.num_tokens
-        prefixes.begin(chain, match.entries[: len(blocks)], num_found)
-        return Adoption(num_found, copies or [])
+        adoption = self._adopt_tail(block_table, tail if missing else None, spare)
+        block_table += pool.allocate(len(blocks) + missing - len(block_table))
+        prefixes.begin(chain, adoption.num_tokens)
+        return adoption
 
     def announce(self, chain: PrefixChain, end: int) -> None:
         """A step in flight computes the chain's tokens up to ``end``: whoever needs them better waits."""
@@ -212,16 +209,13 @@ class KVCacheManager:
         self._pool.share(table)
         if not rest:
             return table, []
-        table += self._pool.allocate(1)
-        return table, [self._copy(block_table[num_full], table[num_full])]
+        copy = self._copies.begin(block_table[num_full])
+        table.append(copy.destination)
+        return table, [copy]
 
     def end_copies(self, copies: Iterable[BlockCopy]) -> None:
         """The step with these copies was answered, or will never run: their sources are no longer held."""
-        for copy in copies:
-            if not self._copy_sources[copy.source]:
-                raise AssertionError(f"the copy of block {copy.source} has ended already")
-            self._copy_sources[copy.source] -= 1
-            self._pool.free([copy.source])
+        self._copies.end(copies)
 
     def host_allocate(self, count: int) -> list[int] | None:
         """Blocks of the host pool. None when so many are not free, and nothing has changed."""
@@ -238,10 +232,10 @@ class KVCacheManager:
     def check_integrity(self, block_tables: list[list[int]], host_tables: Sequence[list[int]] = ()) -> None:
         """Raises AssertionError unless tables, copies under way and free blocks are every usable block.
 
-        Costs in proportion to what is held (and to the host pool's size).
+        Costs in proportion to what is held.
         """
         held = [block for table in block_tables for block in table]
-        held += self._copy_sources.elements()
+        held += self._copies.sources()
         (self._contiguous or self._pool).check_integrity(held)
         self._host_pool.check_integrity([block for table in host_tables for block in table])
         if self._prefix_cache is not None and not held:
@@ -257,33 +251,21 @@ class KVCacheManager:
             raise AssertionError("there is no prefix cache")
         return self._prefix_cache
 
-    def _adopt_tail(
-        self, block_table: list[int], tail: TailMatch | None, missing: int, spare: int
-    ) -> list[BlockCopy] | None:
-        """Append the ``missing`` blocks, the first with the tail in it. None when it is without.
+    def _adopt_tail(self, block_table: list[int], tail: TailMatch | None, spare: int) -> Adoption:
+        """The table gets the tail's block, or a copy of it, if ``spare`` blocks allow that its source is held.
 
         A block that nobody holds and that holds nothing but the tail needs no copy: it goes on in its new table.
         """
-        pool, first = self._pool, len(block_table)
-        if tail is None or not missing:
-            block_table += pool.allocate(missing)
-            return None
-        is_free = not pool.ref_count(tail.block)
+        num_tokens = len(block_table) * self.block_size
+        if tail is None:
+            return Adoption(num_tokens, [])
+        pool, is_free = self._pool, not self._pool.ref_count(tail.block)
         if is_free and pool.index.num_tokens(tail.block) == tail.num_tokens:
             pool.share([tail.block])
             block_table.append(tail.block)
-            block_table += pool.allocate(missing - 1)
-            return []
+            return Adoption(num_tokens + tail.num_tokens, [])
         if is_free and not spare:
-            block_table += pool.allocate(missing)
-            return None
-        copy_source = tail.block
-        pool.share([copy_source])
-        self._copy_sources[copy_source] += 1
-        block_table += pool.allocate(missing)
-        return [BlockCopy(copy_source, block_table[first])]
-
-    def _copy(self, source: int, destination: int) -> BlockCopy:
-        self._pool.share([source])
-        self._copy_sources[source] += 1
-        return BlockCopy(source, destination)
+            return Adoption(num_tokens, [])
+        copy = self._copies.begin(tail.block)
+        block_table.append(copy.destination)
+        return Adoption(num_tokens + tail.num_tokens, [copy])

@@ -66,65 +66,55 @@ class PrefixCache:
 
     def match(self, chain: PrefixChain) -> PrefixMatch:
         size, usable = self._block_size, chain.num_tokens - 1
-        blocks: list[int] = []
-        entries: list[int] = []
-        parent: Parent = chain.salt
-        for index in range(usable // size):
-            block = self._index.find(chain.hash_at(index), chain.content(index), parent)
-            if block is None:
-                break
-            parent = self._index.entries[block]
-            blocks.append(block)
-            entries.append(parent)
-        start = len(blocks) * size
-        tail = self._match_tail(parent, chain.tokens(start, min(start + size, usable)))
+        self._refresh(chain)
+        self._find_further(chain, usable // size)
+        num_full = min(len(chain.blocks), usable // size)
+        blocks, entries = chain.blocks[:num_full], chain.entries[:num_full]
+        start = num_full * size
+        tail = self._match_tail(entries[-1] if entries else chain.salt, chain.tokens(start, min(start + size, usable)))
         num_tokens = start + (tail.num_tokens if tail is not None else 0)
-        return PrefixMatch(blocks, entries, num_tokens, tail, self._num_pending_tokens(chain, len(blocks)))
+        return PrefixMatch(blocks, entries, num_tokens, tail, self._num_pending_tokens(chain, len(chain.blocks)))
 
     def announce(self, chain: PrefixChain, end: int) -> None:
         """A step that computes the tokens before ``end`` is about to run."""
-        for index in range(chain.num_announced, end // self._block_size):
+        if chain.announce_begin == chain.announce_end:
+            chain.announce_begin = chain.announce_end = len(chain.blocks)
+        for index in range(chain.announce_end, end // self._block_size):
             block_hash = chain.hash_at(index)
             self._announced[block_hash] = self._announced.get(block_hash, 0) + 1
-            chain.num_announced = index + 1
+            chain.announce_end = index + 1
 
     def withdraw(self, chain: PrefixChain) -> None:
         """What is announced and not committed will not be."""
-        num_committed = len(chain.entries)
-        for index in range(num_committed, chain.num_announced):
-            self._take_announcement_back(chain.hash_at(index))
-        chain.num_announced = num_committed
+        self._take_announcements_back(chain, chain.announce_end)
 
     def commit(self, block_table: list[int], chain: PrefixChain, num_computed: int) -> None:
         """The first ``num_computed`` tokens of the chain are in the blocks of the table."""
+        num_full = num_computed // self._block_size
+        self._take_announcements_back(chain, num_full)
         if chain.epoch != self.epoch:
             return
-        pool, entries, size = self._pool, chain.entries, self._block_size
+        self._refresh(chain)
+        pool, blocks, entries = self._pool, chain.blocks, chain.entries
         parent: Parent = entries[-1] if entries else chain.salt
-        for index in range(len(entries), num_computed // size):
-            block_hash = chain.hash_at(index)
-            if index < chain.num_announced:
-                self._take_announcement_back(block_hash)
-            parent = pool.register(block_table[index], block_hash, chain.content(index), parent)
+        for index in range(len(blocks), num_full):
+            block = pool.register(block_table[index], chain.hash_at(index), chain.content(index), parent)
+            parent = self._index.entries[block]
+            blocks.append(block)
             entries.append(parent)
-        chain.num_announced = max(chain.num_announced, len(entries))
-        start = len(entries) * size
-        if start < num_computed:
-            pool.register_tail(block_table[len(entries)], chain.tokens(start, num_computed), parent)
+        rest = chain.tokens(num_full * self._block_size, num_computed)
+        if rest and len(blocks) == num_full:
+            pool.register_tail(block_table[num_full], rest, parent)
 
     def current_part(self, match: PrefixMatch) -> tuple[list[int], TailMatch | None]:
         """What of a match still holds what it held: its first blocks, and the tail if all of them do."""
-        entries_now = self._index.entries
-        for index, (block, entry) in enumerate(zip(match.blocks, match.entries, strict=True)):
-            if entries_now[block] != entry:
-                return match.blocks[:index], None
-        tail = match.tail
-        return match.blocks, tail if tail is not None and entries_now[tail.block] == tail.entry else None
+        num_current, tail = self._num_current(match.blocks, match.entries), match.tail
+        if num_current < len(match.blocks) or (tail and self._index.entries[tail.block] != tail.entry):
+            tail = None
+        return match.blocks[:num_current], tail
 
-    def begin(self, chain: PrefixChain, entries: list[int], num_tokens: int) -> None:
-        """The sequence starts with ``num_tokens`` tokens found, its first blocks being those of ``entries``."""
-        chain.entries = entries
-        chain.num_announced = len(entries)
+    def begin(self, chain: PrefixChain, num_tokens: int) -> None:
+        """The sequence starts with ``num_tokens`` tokens found."""
         chain.epoch = self.epoch
         self.num_query_tokens += chain.num_tokens
         self.num_hit_tokens += num_tokens
@@ -132,8 +122,6 @@ class PrefixCache:
     def end(self, chain: PrefixChain) -> None:
         """The sequence has no blocks any more. It may start again."""
         self.withdraw(chain)
-        chain.entries = []
-        chain.num_announced = 0
         chain.epoch = self.epoch
 
     def drop_all(self) -> None:
@@ -160,7 +148,34 @@ class PrefixCache:
             index += 1
         return (index - first) * self._block_size
 
-    def _take_announcement_back(self, block_hash: bytes) -> None:
-        count = self._announced.pop(block_hash)
-        if count > 1:
-            self._announced[block_hash] = count - 1
+    def _refresh(self, chain: PrefixChain) -> None:
+        """Let the chain forget blocks that hold something else by now, and all after them."""
+        num_current = self._num_current(chain.blocks, chain.entries)
+        del chain.blocks[num_current:], chain.entries[num_current:]
+
+    def _num_current(self, blocks: list[int], entries: list[int]) -> int:
+        """How many blocks, from the first, still hold what they held."""
+        entries_now = self._index.entries
+        if [entries_now[block] for block in blocks] == entries:
+            return len(blocks)
+        pairs = enumerate(zip(blocks, entries, strict=True))
+        return next(index for index, (block, entry) in pairs if entries_now[block] != entry)
+
+    def _find_further(self, chain: PrefixChain, end: int) -> None:
+        """Look for the chain's blocks before ``end`` that it does not know of."""
+        parent: Parent = chain.entries[-1] if chain.entries else chain.salt
+        for index in range(len(chain.blocks), end):
+            block = self._index.find(chain.hash_at(index), chain.content(index), parent)
+            if block is None:
+                return
+            parent = self._index.entries[block]
+            chain.blocks.append(block)
+            chain.entries.append(parent)
+
+    def _take_announcements_back(self, chain: PrefixChain, end: int) -> None:
+        for index in range(chain.announce_begin, min(end, chain.announce_end)):
+            block_hash = chain.hash_at(index)
+            count = self._announced.pop(block_hash)
+            if count > 1:
+                self._announced[block_hash] = count - 1
+            chain.announce_begin = index + 1

@@ -12,8 +12,8 @@ __all__ = ["PrefixChain"]
 class PrefixChain:
     """One for each sequence, made by ``KVCacheManager.new_chain`` and kept through preemptions.
 
-    Hashes are computed when asked for: a prompt whose first block is not cached costs one. The fields that are not
-    methods belong to the prefix cache.
+    Hashes are computed when asked for: a prompt whose first block is not cached costs one. The public fields are
+    the prefix cache's notes.
     """
 
     __slots__ = (
@@ -22,9 +22,11 @@ class PrefixChain:
         "_hashes",
         "_packed",
         "_root",
+        "announce_begin",
+        "announce_end",
+        "blocks",
         "entries",
         "epoch",
-        "num_announced",
         "salt",
     )
 
@@ -32,10 +34,13 @@ class PrefixChain:
         self, token_ids: Sequence[int], block_size: int, *, salt: bytes, root: bytes, block_hash: BlockHash
     ) -> None:
         self.salt = salt
+        self.blocks: list[int] = []
+        """Cached blocks that held the chain's first blocks when last looked at: the sequence's own, or equal ones."""
         self.entries: list[int] = []
-        """Entry of each block of the sequence's table that is committed: its own, or that of an equal block."""
-        self.num_announced = 0
-        """Blocks that are committed or announced."""
+        """Their entries then."""
+        self.announce_begin = 0
+        self.announce_end = 0
+        """The blocks ``announce_begin .. announce_end - 1`` are announced."""
         self.epoch = 0
         self._packed = pack_tokens(token_ids)
         self._block_bytes = block_size * TOKEN_BYTES
@@ -76,6 +81,6 @@ class PrefixChain:
         other._block_bytes, other._root, other._block_hash = self._block_bytes, self._root, self._block_hash
         num_blocks = len(other._packed) // self._block_bytes
         other._hashes = self._hashes[:num_blocks]
-        other.entries = self.entries[:num_blocks]
-        other.num_announced = len(other.entries)
+        other.blocks, other.entries = self.blocks[:num_blocks], self.entries[:num_blocks]
+        other.announce_begin = other.announce_end = 0
         return other

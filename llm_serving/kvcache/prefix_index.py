@@ -62,8 +62,8 @@ class PrefixIndex:
         """Tokens of a block that its entry tells."""
         return len(self._contents[block]) // TOKEN_BYTES
 
-    def add(self, block: int, content: bytes, parent: Parent, block_hash: bytes = b"") -> int:
-        """A new entry for a block that has none. A block that is not full has no hash. Gives the entry's number."""
+    def add(self, block: int, content: bytes, parent: Parent, block_hash: bytes = b"") -> None:
+        """A new entry for a block that has none. A block that is not full has no hash."""
         if self.entries[block]:
             raise AssertionError(f"block {block} has the entry {self.entries[block]} already")
         self._num_entries += 1
@@ -77,7 +77,6 @@ class PrefixIndex:
         siblings.append(block)
         if len(siblings) > MAX_TAIL_CANDIDATES:
             del siblings[0]
-        return self._num_entries
 
     def forget(self, block: int) -> None:
         """The block holds nothing any more. What follows it cannot be reached from now on."""

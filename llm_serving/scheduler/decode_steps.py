@@ -45,7 +45,8 @@ class DecodeComposer:
         """The decode step of these rows."""
         in_flight = self._state.in_flight
         self._held_since = None
-        return in_flight.add(build_decode(in_flight.next_seq, reason, self.batch(sequences)), sequences)
+        step = build_decode(in_flight.next_seq, reason, self.batch(sequences))
+        return in_flight.add(step, sequences, first_chunk=len(sequences))
 
     def batch(self, sequences: list[Sequence]) -> DecodeBatch:
         """The shared columns of ``sequences``: those of the last step, if no row has changed hands since."""
@@ -126,7 +127,7 @@ class DecodeComposer:
                 if running.num_leaving_blocks > len(short):
                     short.append(sequence)
                     break
-                self._preempt(running.latest, now)
+                self._preempt(running.victim, now)
         return [s for s in ready if s.state is SequenceState.RUNNING and s not in short]
 
 

@@ -6,10 +6,9 @@ Every tenant has a counter of the service it got: ``INPUT_WEIGHT`` a prompt toke
 counter is next. A tenant that comes back with nothing waiting is lifted to the least counter of those that wait (to
 that of the last one that waited when none does), so that idling saves up no credit.
 
-What holds (theorem 4.4 there): between two tenants that both have requests waiting all the time, the service in
+What holds, as proven there: between two tenants that both have requests waiting all the time, the service in
 any interval differs by at most ``2 * max(INPUT_WEIGHT * L, OUTPUT_WEIGHT * M)``, L being the longest prompt and M
-the most output tokens that running requests can hold together, however many other tenants there are and whatever
-they send.
+the most tokens that running requests can hold together, however many other tenants there are and whatever they send.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from llm_serving.kvcache.kv_cache_manager import BlockCopy
 from llm_serving.scheduler.output import ScheduledStep, StepKind
 from llm_serving.scheduler.sequence import Sequence
 
@@ -17,6 +18,10 @@ class InFlightStep:
 
     step: ScheduledStep
     sequences: list[Sequence]
+    first_chunk: int
+    """Index of the first sequence that computes part of its prompt; those before it decode."""
+    copies: list[BlockCopy]
+    """Copies the step makes, whose sources it holds."""
 
 
 class InFlightSteps:
@@ -47,9 +52,16 @@ class InFlightSteps:
     def __contains__(self, seq: int) -> bool:
         return seq in self._steps
 
-    def add(self, step: ScheduledStep, sequences: list[Sequence]) -> ScheduledStep:
+    def add(
+        self,
+        step: ScheduledStep,
+        sequences: list[Sequence],
+        *,
+        first_chunk: int = 0,
+        copies: list[BlockCopy] | None = None,
+    ) -> ScheduledStep:
         """Take a step up, whose number is ``next_seq``."""
-        self._steps[step.seq] = InFlightStep(step, sequences)
+        self._steps[step.seq] = InFlightStep(step, sequences, first_chunk, copies or [])
         self.next_seq += 1
         self._count(step, sequences, 1)
         return step

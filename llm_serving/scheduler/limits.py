@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from llm_serving.errors import ContextLengthError
 from llm_serving.request import Request
 from llm_serving.scheduler.batching.base import BatchingStrategy
-from llm_serving.scheduler.policy import Policy
+from llm_serving.scheduler.policy import AdmissionKind, Policy, PreemptionKind
 
 if TYPE_CHECKING:
     from llm_serving.config import Config
@@ -61,6 +61,23 @@ class SchedulerLimits:
     max_waiting_tokens: int | None = None
     num_host_blocks: int = 0
     """Blocks of host memory that sequences can be swapped out to."""
+    page_attention: bool = True
+    """Blocks on demand; else a sequence reserves a range of blocks for its longest answer."""
+    prefix_cache: bool = False
+    cache_namespace: bytes = b""
+    """All that keys and values depend on besides tokens: model, weights, format of the cache."""
+    preemption: PreemptionKind = PreemptionKind.RECOMPUTE
+    admission: AdmissionKind = AdmissionKind.NONE
+    max_total_tokens: int | None = None
+    """What ``admission`` lets running requests grow to together; None for the tokens of the cache."""
+    predict_output_length: bool = False
+    """Whether ``admission`` expects answers as long as those seen, and not as long as they may be."""
+    fairness: bool = True
+    """Whether tenants take turns in the queue by the service they got."""
+    ttft_objective: float = 2.0
+    """Seconds from arrival to first token that a request without an objective of its own is to have."""
+    tbt_objective: float = 0.2
+    """Seconds between two tokens of a request without an objective of its own."""
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
@@ -70,6 +87,8 @@ class SchedulerLimits:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if self.prefix_cache and not self.page_attention:
+            raise ValueError("prefix_cache shares blocks, which sequences in one piece (page_attention False) cannot")
         if not 0 <= self.decode_steps_ahead <= MAX_DECODE_STEPS_AHEAD:
             raise ValueError(
                 f"decode_steps_ahead is {self.decode_steps_ahead}; it must be 0 to {MAX_DECODE_STEPS_AHEAD}"
@@ -91,12 +110,23 @@ class SchedulerLimits:
             policy=Policy(scheduler.policy),
             decode_steps_ahead=scheduler.decode_steps_ahead,
             chunk_tokens=scheduler.chunk_tokens,
+            page_attention=model.page_attention,
+            prefix_cache=scheduler.prefix_cache,
+            cache_namespace=config.cache_namespace,
+            preemption=PreemptionKind(scheduler.preemption),
+            admission=AdmissionKind(scheduler.admission),
+            max_total_tokens=scheduler.max_schedule_total_token_num,
+            predict_output_length=scheduler.predict_output_length,
+            fairness=scheduler.fairness,
+            ttft_objective=scheduler.ttft_objective_ms / 1000,
+            tbt_objective=scheduler.tbt_objective_ms / 1000,
             batching=BatchingStrategy(model.batching_strategy),
             batch_size=model.batch_size,
             batch_waiting_time=model.batch_waiting_time,
             decode_batch_waiting_time=model.decode_batch_waiting_time,
             max_waiting_requests=scheduler.max_waiting_requests,
             max_waiting_tokens=scheduler.max_waiting_tokens,
+            num_host_blocks=config.pa_config.num_host_blocks,
         )
 
     @property
@@ -111,6 +141,11 @@ class SchedulerLimits:
         """Requests of a static or dynamic batch."""
         wanted = self.decode_batch_size if self.batch_size is None else self.batch_size
         return min(wanted, self.max_num_seqs)
+
+    @property
+    def max_moves(self) -> int:
+        """Most blocks that one step moves."""
+        return -(-self.max_model_len // self.block_size) + self.max_num_seqs
 
     @property
     def max_step_history(self) -> int:

@@ -35,7 +35,12 @@ class MixedComposer:
 
     def compose(self, budget: int, now: float, reason: StepReason) -> ScheduledStep | None:
         """The next step of about ``budget`` tokens, rows first; None when there is nothing to run."""
-        rows = self._rows(now)
+        if self._num_without_prompts >= _MOST_STEPS_WITHOUT_PROMPTS:
+            self._num_without_prompts = 0
+            plan = self._prompts(budget, [], now)
+            if plan:
+                return self._prefills.send(plan, StepReason.PROMPT_OVERDUE)
+        rows = self._decodes.rows(now)
         plan = self._prompts(budget, rows, now)
         if not plan:
             return self._decodes.send(rows, StepReason.ROWS_READY) if rows else None
@@ -43,14 +48,8 @@ class MixedComposer:
             return self._prefills.send(plan, StepReason.PROMPT_READY)
         in_flight = self._state.in_flight
         step = build_mixed(in_flight.next_seq, reason, self._decodes.batch(rows), plan.sequences, plan.query_lens)
-        return note_chunks(in_flight.add(step, [*rows, *plan.sequences]), plan, self._state)
-
-    def _rows(self, now: float) -> list[Sequence]:
-        """The rows of the step; none when prompts alone are due."""
-        if self._num_without_prompts < _MOST_STEPS_WITHOUT_PROMPTS:
-            return self._decodes.rows(now)
-        self._num_without_prompts = 0
-        return []
+        copies = note_chunks(plan, self._state)
+        return in_flight.add(step, [*rows, *plan.sequences], first_chunk=len(rows), copies=copies)
 
     def _prompts(self, budget: int, rows: list[Sequence], now: float) -> ChunkPlan:
         state, limits = self._state, self._state.limits

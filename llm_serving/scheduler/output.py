@@ -24,6 +24,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from llm_serving.ipc.shm import MoveKind
 from llm_serving.request import Request
 
 __all__ = [
@@ -49,17 +50,6 @@ class StepKind(enum.Enum):
     """Chunks of prompts together with rows that decode; announced like a prefill."""
     MOVE = "move"
     """No tokens: blocks go to the host's memory, or come back."""
-
-
-class MoveKind(enum.IntEnum):
-    """From where to where a block is copied. The numbers are those of the wire."""
-
-    COPY = 0
-    """Within the device's cache."""
-    SWAP_OUT = 1
-    """From the device's cache to the host's pool."""
-    SWAP_IN = 2
-    """From the host's pool to the device's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,4 +169,4 @@ class RequestUpdate:
     stop_token_id: int | None = None
     """The one of ``sampling.stop_token_ids`` that ended the request."""
     error: str | None = None
-    """Why it ended with ``FinishReason.ERROR``."""
+    """Why it ended with ``FinishReason.ERROR``, or of itself with ``ABORT``: its deadline passed."""

@@ -1,10 +1,10 @@
-"""The scheduling policies by name; ``policies/`` has a file for each."""
+"""Policies, kinds of preemption and of admission control by name; ``policies/`` has a file for each policy."""
 
 from __future__ import annotations
 
 import enum
 
-__all__ = ["Policy"]
+__all__ = ["AdmissionKind", "Policy", "PreemptionKind"]
 
 
 class Policy(enum.Enum):
@@ -14,3 +14,22 @@ class Policy(enum.Enum):
     FCFS = "fcfs"
     DECODE_FIRST = "decode_first"
     CHUNKED = "chunked"
+
+
+class PreemptionKind(enum.Enum):
+    """``scheduler_config.preemption``: what becomes of a sequence whose blocks are needed by an older one."""
+
+    RECOMPUTE = "recompute"
+    """It waits, and all its known tokens are computed again."""
+    SWAP = "swap"
+    """Its blocks go to host memory, and come back; where the host has no room it is recomputed."""
+    AUTO = "auto"
+    """Whatever takes less time, by the rates measured so far."""
+
+
+class AdmissionKind(enum.Enum):
+    """``scheduler_config.admission``; see ``admission``."""
+
+    NONE = "none"
+    ROUTER = "router"
+    AIMD = "aimd"

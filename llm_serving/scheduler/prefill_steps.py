@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from llm_serving.kvcache.kv_cache_manager import BlockCopy
 from llm_serving.scheduler.chunk_plan import ChunkPlan
 from llm_serving.scheduler.output import ScheduledStep, StepReason
 from llm_serving.scheduler.starting import Starter
@@ -35,7 +36,7 @@ class PrefillComposer:
         """The step of a plan."""
         in_flight = self._state.in_flight
         step = build_prefill(in_flight.next_seq, reason, plan.sequences, plan.query_lens)
-        return note_chunks(in_flight.add(step, plan.sequences), plan, self._state)
+        return in_flight.add(step, plan.sequences, copies=note_chunks(plan, self._state))
 
 
 def continue_prompts(plan: ChunkPlan, state: SchedulerState) -> None:
@@ -46,10 +47,13 @@ def continue_prompts(plan: ChunkPlan, state: SchedulerState) -> None:
         plan.add(sequence)
 
 
-def note_chunks(step: ScheduledStep, plan: ChunkPlan, state: SchedulerState) -> ScheduledStep:
-    """The chunks are on their way: those whose prompt they end decode from now on."""
+def note_chunks(plan: ChunkPlan, state: SchedulerState) -> list[BlockCopy]:
+    """The chunks are on their way: those whose prompt they end decode from now on. The copies they begin with."""
+    copies: list[BlockCopy] = []
     for sequence in plan.sequences:
         sequence.request.receipt.chunks += 1
+        copies += sequence.copies
+        sequence.copies = []
         if not sequence.num_uncomputed_tokens:
             state.running.end_prefill(sequence)
-    return step
+    return copies

@@ -12,11 +12,11 @@ The rule of order, whatever the strategy:
 
 With one tenant and equal priorities that is first come, first served.
 
-No starvation, by 2a: a request of priority p that arrived at time t is never overtaken by one of priority q that
-arrives after ``t + ageing * (p - q)``; all that can go first are there by then. In its own class the counters bound
-what other tenants get before it: at most what is started for its tenant ahead of it plus the bound in ``fairness``,
-for each of them. Between classes a class may be served on behalf of its longest waiting request, never longer than
-that waits.
+No starvation. A request of priority p that arrived at time t waits for a class of priority q only while that has
+requests that arrived by ``t + ageing * (p - q)``: with one tenant none that comes later overtakes it, with several one
+may, in the turn of its tenant, on behalf of those. In its own class, and so for those, no other tenant gets more
+service while a request waits than that request's tenant plus ``4 * max(INPUT_WEIGHT * L, OUTPUT_WEIGHT * M)``
+(the paper's bound for one that waits against any other; L and M as in ``fairness``).
 """
 
 from __future__ import annotations

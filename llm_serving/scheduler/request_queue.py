@@ -119,9 +119,14 @@ class RequestQueue:
             self.remove(expired[-1])
         return expired
 
+    @property
+    def first_preempted(self) -> Sequence | None:
+        """The preempted one that arrived first, which is the first in line; O(1)."""
+        return self._returned.first() if self._returned else None
+
     def preempted(self) -> Iterator[Sequence]:
-        """The preempted ones that wait here, in the order they came back."""
-        return iter(self._returned)
+        """The preempted ones that wait here, by arrival. O(n log n) in them; the first is ``first_preempted``."""
+        return iter(sorted(self._returned, key=lambda sequence: sequence.arrival_index))
 
     def _enter(self, sequence: Sequence) -> None:
         request = sequence.request

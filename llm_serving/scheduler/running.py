@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
+from llm_serving.scheduler.block_supply import BlockSupply
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 
 __all__ = ["RunningSet"]
@@ -13,8 +15,9 @@ __all__ = ["RunningSet"]
 class RunningSet:
     """Owns rows and blocks: gives them to a sequence in ``start`` and ``grow``, takes them back in ``release``."""
 
-    def __init__(self, kv_cache: KVCacheManager, max_num_seqs: int) -> None:
+    def __init__(self, kv_cache: KVCacheManager, supply: BlockSupply, max_num_seqs: int) -> None:
         self._kv_cache = kv_cache
+        self._supply = supply
         self._max_num_seqs = max_num_seqs
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._running: dict[int, Sequence] = {}
@@ -47,48 +50,74 @@ class RunningSet:
 
     @property
     def num_preempted_leaving(self) -> int:
-        """Sequences that will wait again once their steps in flight are answered."""
+        """Sequences that will wait again, or be swapped, once their steps in flight are answered."""
         return self._num_preempted
 
     @property
     def num_leaving_blocks(self) -> int:
-        """Blocks that come back once the steps in flight are answered."""
+        """Blocks that come back once the steps in flight are answered. (Shared ones may stay with others.)"""
         return sum(len(sequence.block_table) for sequence in self._leaving.values())
 
     @property
-    def latest(self) -> Sequence:
-        """The running sequence that arrived last."""
-        return self._running[next(reversed(self._running))]
+    def victim(self) -> Sequence:
+        """Whom to preempt: of those of the least important priority the one that arrived last, but never the oldest
+        of all, unless it is alone."""
+        others = islice(self._running.values(), 1, None)
+        latest = self._running[next(reversed(self._running))]
+        return max(others, key=lambda sequence: (sequence.request.priority, sequence.arrival_index), default=latest)
 
-    def fits(self, num_tokens: int, watermark_blocks: int) -> bool:
-        """Whether a sequence of ``num_tokens`` tokens can start now.
+    @property
+    def num_held_tokens(self) -> int:
+        """Slots of the cache that hold a token, or will when the prompts that run are computed."""
+        size, held = self._kv_cache.block_size, 0
+        for sequence in [*self._running.values(), *self._leaving.values()]:
+            request = sequence.request
+            held += min(max(request.num_tokens, request.num_computed_tokens), len(sequence.block_table) * size)
+        return held
 
-        While others run, a block for each of them stays free: the blocks a victim gave up for the oldest go to the
-        oldest, which is what guarantees progress. At least ``watermark_blocks`` stay free, so that the next few
-        tokens of the others do not preempt the newcomer again.
+    def reserve(self, watermark_blocks: int) -> int:
+        """Blocks to stay free when a sequence starts.
+
+        While others run, a block for each of them: the blocks a victim gave up for the oldest go to the oldest,
+        which is what guarantees progress. At least ``watermark_blocks``, so that the next few tokens of the others
+        do not preempt the newcomer again.
         """
-        if not self._free_rows:
-            return False
-        reserve = max(len(self._running), watermark_blocks) if self._running else 0
-        return self._kv_cache.blocks_for(num_tokens) + reserve <= self._kv_cache.num_free_blocks
+        return max(len(self._running), watermark_blocks) if self._running else 0
 
     def start(self, sequence: Sequence) -> None:
-        """Give a waiting sequence that ``fits`` a row, and blocks for its known tokens."""
-        self.num_changes += 1
+        """Give a waiting sequence that fits a row, and blocks for its known tokens."""
+        self._supply.start(sequence)
+        self._enter(sequence)
+        self.start_prefill(sequence)
+
+    def return_from_host(self, sequence: Sequence, watermark_blocks: int) -> bool:
+        """Give a swapped sequence a row, and blocks for its known tokens. It is neither prefilled nor decoding before
+        its blocks are back. False when there is no room."""
+        needed = self._kv_cache.blocks_for(sequence.request.num_tokens)
+        if not self._free_rows or needed + self.reserve(watermark_blocks) > self._kv_cache.num_free_blocks:
+            return False
         if not self._kv_cache.grow(sequence.block_table, sequence.request.num_tokens):
-            raise AssertionError(f"no blocks to start {sequence.request.request_id}")
+            raise AssertionError(f"no blocks for {sequence.request.request_id} to come back")
+        self._enter(sequence)
+        return True
+
+    def _enter(self, sequence: Sequence) -> None:
+        self.num_changes += 1
         sequence.request.row = self._free_rows.pop()
         sequence.state = SequenceState.RUNNING
-        in_order = not self._running or self.latest.arrival_index < sequence.arrival_index
-        self._running[sequence.arrival_index] = sequence
-        self._prefilling[sequence.arrival_index] = sequence
         sequence.restarts = True
+        in_order = not self._running or next(reversed(self._running)) < sequence.arrival_index
+        self._running[sequence.arrival_index] = sequence
         if not in_order:
             self._running = dict(sorted(self._running.items()))
 
+    def start_prefill(self, sequence: Sequence) -> None:
+        """Known tokens of a running sequence are to be computed."""
+        self._prefilling[sequence.arrival_index] = sequence
+
     def end_prefill(self, sequence: Sequence) -> None:
         """All known tokens are computed, or will be by steps in flight: the sequence decodes from here on."""
-        del self._prefilling[sequence.arrival_index]
+        self._prefilling.pop(sequence.arrival_index, None)
         sequence.is_decoding = True
 
     def in_need_of_block(self, sequences: list[Sequence]) -> list[Sequence]:
@@ -119,14 +148,15 @@ class RunningSet:
             raise AssertionError(f"{sequence.num_inflight_steps} steps in flight use the blocks to be freed")
         del self._leaving[sequence.arrival_index]
         self._num_preempted -= not sequence.request.is_finished
-        self._kv_cache.free(sequence.block_table)
+        self._supply.release(sequence, computed=not sequence.drop_tokens)
         self._free_rows.append(sequence.request.row)
-        sequence.forget_computed()
+        sequence.leave_device()
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, swapped: list[Sequence]) -> None:
         """Raises AssertionError unless every row and block is held once or free, and every sequence is whole."""
         holders = [*self._running.values(), *self._leaving.values()]
-        self._kv_cache.check_integrity([sequence.block_table for sequence in holders])
+        host_tables = [sequence.host_table for sequence in [*holders, *swapped]]
+        self._kv_cache.check_integrity([sequence.block_table for sequence in holders], host_tables)
         rows = sorted([*self._free_rows, *(sequence.request.row for sequence in holders)])
         if rows != list(range(self._max_num_seqs)):
             raise AssertionError(f"rows held and free are {rows}, not 0 to {self._max_num_seqs - 1} once each")

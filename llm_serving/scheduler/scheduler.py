@@ -4,51 +4,69 @@ The engine calls ``schedule`` until it gives None, hands every step to the execu
 answer. What holds at all times:
 
 * A sequence gets steps while it runs; it keeps its row and its blocks until no step in flight touches them.
-* Running sequences are in order of arrival. The latest is preempted first, the oldest never.
+* Running sequences are in order of arrival. The oldest is never preempted, so somebody always gets on.
 * ``num_computed_tokens == num_tokens + num_inflight_tokens - 1`` for a running sequence past its prefill: the next
   decode writes the keys and values of the last sampled token, which sits at that position.
 * A step's tokens depend on its sequences' own tokens alone, so it does not matter when and how often one is
-  preempted: recomputing prompt and output gives the same bits and the same next token.
+  preempted, what of it was found in the cache, or in which chunks it was computed: the keys and values are the same
+  bits, and so is the next token.
+
+Which part decides what: ``batching/`` who may start, ``Starter`` whether there is room, ``policies/`` which kind of
+step comes next, the composers what is in it, ``Lifecycle`` what becomes of a sequence, ``Swapper`` what moves.
 """
 
 from __future__ import annotations
 
-from llm_serving.errors import ProtocolError, RequestError
+from llm_serving.errors import ProtocolError, QueueFullError
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
-from llm_serving.receipt import Phase
-from llm_serving.request import FinishReason, Request, RequestStatus
+from llm_serving.request import FinishReason, Request
+from llm_serving.scheduler.answers import AnswerReader, shape_error
 from llm_serving.scheduler.batching.select import select_batching
+from llm_serving.scheduler.block_supply import make_block_supply
 from llm_serving.scheduler.in_flight import InFlightStep, InFlightSteps
+from llm_serving.scheduler.lifecycle import Lifecycle
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.policies.select import make_policy
-from llm_serving.scheduler.request_queue import RequestQueue
+from llm_serving.scheduler.preemption import PreemptionChoice
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
+from llm_serving.scheduler.swapping import Swapper
+from llm_serving.scheduler.wiring import make_admission, make_queue
 
 __all__ = ["Scheduler"]
 
 
 class Scheduler:
-    """Continuous batching over paged blocks. Times (``now``) are seconds on any clock that never goes back."""
+    """Batches sequences over blocks of a KV cache. Times (``now``) are seconds on any clock that never goes back."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
-        self.num_preemptions = 0
-        self.num_swaps = 0
-        self.num_swapped = 0
-        self.kv_waste = 0.0
-        self.prefix_hit_tokens = 0
-        self.prefix_query_tokens = 0
-        self._kv_cache = KVCacheManager(limits.num_blocks, limits.block_size)
-        self._waiting = RequestQueue(limits.max_waiting_requests, limits.max_waiting_tokens)
-        self._running = RunningSet(self._kv_cache, limits.max_num_seqs)
+        self._kv_cache = KVCacheManager(
+            limits.num_blocks,
+            limits.block_size,
+            prefix_cache=limits.prefix_cache,
+            contiguous=not limits.page_attention,
+            namespace=limits.cache_namespace,
+            num_host_blocks=limits.num_host_blocks,
+        )
+        self._supply = make_block_supply(limits, self._kv_cache)
+        self._waiting = make_queue(limits)
+        self._running = RunningSet(self._kv_cache, self._supply, limits.max_num_seqs)
         self._in_flight = InFlightSteps()
-        self._state = SchedulerState(limits, self._waiting, self._running, self._in_flight)
-        self._policy = make_policy(self._state, Starter(self._state, select_batching(self._state)), self._preempt)
-        self._sequences: dict[str, Sequence] = {}
+        self._state = SchedulerState(limits, self._kv_cache, self._waiting, self._running, self._in_flight)
+        self._swapper = Swapper(self._state)
+        self._preemption = PreemptionChoice(limits.preemption, limits.block_size)
+        self._admission = make_admission(limits)
+        self._lifecycle = Lifecycle(self._state, self._swapper, self._preemption, self._admission)
+        self._answers = AnswerReader(self._lifecycle, self._waiting, self._supply, fairness=limits.fairness)
+        starter = Starter(self._state, select_batching(self._state), self._supply, self._admission)
+        self._policy = make_policy(self._state, starter, self._lifecycle.preempt)
+        self._ended: list[RequestUpdate] = []
+
+    # What others look at; any thread may, at numbers a step apart from one another.
 
     @property
     def num_running(self) -> int:
@@ -57,8 +75,23 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without blocks, those preempted among them."""
-        return len(self._sequences) - len(self._running)
+        """Requests without blocks, those preempted among them, but for those swapped."""
+        return len(self._lifecycle.sequences) - len(self._running) - len(self._state.swapped)
+
+    @property
+    def num_swapped(self) -> int:
+        """Requests whose keys and values are in host memory."""
+        return len(self._state.swapped)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Times that a request lost its blocks to others, since the start."""
+        return self._lifecycle.num_preemptions
+
+    @property
+    def num_swaps(self) -> int:
+        """How many of the preemptions were by swapping."""
+        return self._lifecycle.num_swaps
 
     @property
     def num_blocks(self) -> int:
@@ -67,7 +100,23 @@ class Scheduler:
 
     @property
     def num_free_blocks(self) -> int:
+        """Blocks that nobody holds. What they hold may be found again by the prefix cache."""
         return self._kv_cache.num_free_blocks
+
+    @property
+    def kv_waste(self) -> float:
+        """Share of the token slots in all block tables that hold nothing, 0 to 1. Prompts that run count as held."""
+        return self._kv_cache.waste(self._running.num_held_tokens)
+
+    @property
+    def prefix_query_tokens(self) -> int:
+        """Tokens that sequences started with."""
+        return self._kv_cache.prefix_query_tokens
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Those of them that the prefix cache had."""
+        return self._kv_cache.prefix_hit_tokens
 
     @property
     def num_steps_in_flight(self) -> int:
@@ -76,32 +125,63 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """No request, and no step in flight."""
-        return not self._sequences and not self._in_flight.num_steps
+        return not self._lifecycle.sequences and not self._in_flight.num_steps
+
+    # Requests
 
     def add_request(self, request: Request) -> None:
         """Take a request in. Raises ContextLengthError when it can never be served, QueueFullError when the queue
         is full, RequestError when its id is taken; then nothing has changed."""
-        if request.request_id in self._sequences:
-            raise RequestError(f"a request with the id {request.request_id!r} is being served", param="request_id")
-        max_output_tokens = self.limits.max_output_tokens(request)
-        self._waiting.check_room(request.num_tokens, self._running.num_free_rows)
-        sequence = Sequence(request, self._state.num_arrivals, max_output_tokens)
-        self._state.num_arrivals += 1
-        self._sequences[request.request_id] = sequence
-        self._waiting.append(sequence)
+        self._lifecycle.add(request)
+
+    def queue_full(self) -> QueueFullError | None:
+        """Why a request would be refused now, however short; None when it may be taken in. Any thread may ask: it is
+        for refusing before a request is even read, and ``add_request`` has the last word."""
+        try:
+            self._waiting.check_room(1, self._running.num_free_rows)
+        except QueueFullError as error:
+            return error
+        return None
+
+    def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:
+        """End a request from outside: aborted, or a stop string was found. None when it is not (any longer) here.
+
+        Its blocks are free at once, or as soon as the steps in flight that touch them are answered.
+        """
+        sequence = self._lifecycle.sequences.get(request_id)
+        if sequence is None:
+            return None
+        self._lifecycle.finish(sequence, reason, now)
+        return RequestUpdate(sequence.request)
+
+    def abort_request(self, request_id: str, now: float) -> RequestUpdate | None:
+        """``finish_request`` with ``FinishReason.ABORT``."""
+        return self.finish_request(request_id, FinishReason.ABORT, now)
+
+    def fail_all(self, error: str, now: float) -> list[RequestUpdate]:
+        """End every request with ``FinishReason.ERROR``."""
+        return self._end_all(list(self._lifecycle.sequences.values()), error, now)
+
+    # Steps
 
     def schedule(self, now: float) -> ScheduledStep | None:
-        """The next step, or None when there is nothing to do until ``update``, a new request or ``next_wakeup``."""
-        self._state.wakeup = None
-        return self._policy.next_step(now)
+        """The next step, or None when there is nothing to do until ``update``, a new request or ``next_wakeup``.
+
+        Requests that have waited past their deadline end here, see ``take_ended``.
+        """
+        self._end_expired(now)
+        self._state.wakeup = self._waiting.next_deadline
+        # Composing a step may preempt, and a victim without steps in flight can be moved at once.
+        return self._swapper.next_step() or self._policy.next_step(now) or self._swapper.next_step()
 
     def take_ended(self) -> list[RequestUpdate]:
         """The last updates of requests that ``schedule`` itself ended, since the last call."""
-        return []
+        ended, self._ended = self._ended, []
+        return ended
 
     def next_wakeup(self, now: float) -> float | None:
         """When to call ``schedule`` again though nothing has happened: the end of a batch's waiting time, if the
-        last ``schedule`` held a batch back."""
+        last ``schedule`` held a batch back, or a request's deadline."""
         wakeup = self._state.wakeup
         return None if wakeup is None else max(wakeup, now)
 
@@ -113,34 +193,15 @@ class Scheduler:
         if result.seq not in self._in_flight:
             raise ProtocolError(f"step {result.seq} was answered but is not in flight")
         flight = self._in_flight.pop(result.seq)
+        self._kv_cache.end_copies(flight.copies)
         self._policy.step_answered(flight.step, result)
-        error = result.error or _shape_error(flight.step, result)
-        if error is not None:
-            updates = self._end_all(flight.sequences, FinishReason.ERROR, error, now)
-        elif result.aborted:
-            updates = []
-            self._recompute(flight)
-        else:
-            updates = self._take_tokens(flight, result, now)
+        self._preemption.step_answered(flight.step, result)
+        self._admission.step_answered()
+        updates = self._take(flight, result, now)
         for sequence in flight.sequences:
             if sequence.state is SequenceState.LEAVING:
-                self._settle(sequence)
+                self._lifecycle.settle(sequence)
         return updates
-
-    def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:
-        """End a request from outside: aborted, or a stop string was found. None when it is not (any longer) here.
-
-        Its blocks are free at once, or as soon as the steps in flight that touch them are answered.
-        """
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
-            return None
-        self._finish(sequence, reason, now)
-        return RequestUpdate(sequence.request)
-
-    def abort_request(self, request_id: str, now: float) -> RequestUpdate | None:
-        """``finish_request`` with ``FinishReason.ABORT``."""
-        return self.finish_request(request_id, FinishReason.ABORT, now)
 
     def void_steps(self) -> list[int]:
         """Steps in flight that are not worth running if they have not begun, the last first: drop them in this order.
@@ -158,123 +219,45 @@ class Scheduler:
         return void
 
     def agent_lost(self, now: float) -> None:
-        """Every step in flight is void and the cache is lost. All requests wait again, with their known tokens."""
+        """Every step in flight is void, cache and host memory are lost. All requests wait, with their known tokens."""
+        for flight in self._in_flight:
+            self._kv_cache.end_copies(flight.copies)
         self._in_flight.clear()
-        for sequence in list(self._running):
-            sequence.request.receipt.enter(Phase.PREEMPTED, now)
-            self._running.stop(sequence)
-        for sequence in self._running.leaving:
-            sequence.num_inflight_steps = 0
-            self._settle(sequence)
+        self._supply.lose_all()
+        self._lifecycle.lose_device(now)
         self._policy.reset()
-
-    def fail_all(self, error: str, now: float) -> list[RequestUpdate]:
-        """End every request with ``FinishReason.ERROR``."""
-        return self._end_all(list(self._sequences.values()), FinishReason.ERROR, error, now)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block and row is held once or free, and counts agree with the steps
         in flight. When idle that means: all free. Costs in proportion to what is held; next to nothing when idle."""
-        self._running.check_integrity()
-        holders = [*self._running, *self._running.leaving]
-        steps = dict.fromkeys(holders, 0)
-        for flight in self._in_flight:
+        self._lifecycle.check_integrity()
+
+    def _take(self, flight: InFlightStep, result: StepResult, now: float) -> list[RequestUpdate]:
+        error = result.error or shape_error(flight.step, result)
+        if error is not None:
             for sequence in flight.sequences:
-                steps[sequence] = steps.get(sequence, 0) + 1
-        if steps != {sequence: sequence.num_inflight_steps for sequence in holders}:
-            raise AssertionError("a step in flight touches a sequence without blocks, or is counted wrongly")
-        unfinished = sum(not sequence.request.is_finished for sequence in holders)
-        if unfinished + len(self._waiting) != len(self._sequences):
-            raise AssertionError(
-                f"{len(self._sequences)} requests: {unfinished} hold blocks, {len(self._waiting)} wait"
-            )
+                sequence.drop_tokens = True
+            return self._end_all(flight.sequences, error, now)
+        if result.aborted:
+            self._lifecycle.start_again(flight.sequences, now)
+            return []
+        if flight.step.kind is StepKind.MOVE:
+            self._swapper.moved(flight.step.moves[0].kind, flight.sequences)
+            return []
+        return self._answers.take(flight, result, now)
 
-    def _take_tokens(self, flight: InFlightStep, result: StepResult, now: float) -> list[RequestUpdate]:
-        updates = []
-        finished = RequestStatus.FINISHED
-        for index, (sequence, token_id) in enumerate(zip(flight.sequences, result.sampled_ids, strict=True)):
-            request = sequence.request
-            if token_id < 0 or request.status is finished or sequence.drop_tokens:
-                continue
-            if request.first_token_time is None:
-                request.first_token_time = now
-            if request.receipt.phase is not Phase.DECODE:
-                request.receipt.enter(Phase.DECODE, now)
-            output_token_ids = request.output_token_ids
-            output_token_ids.append(token_id)
-            update = RequestUpdate(request, token_id, index)
-            updates.append(update)
-            if token_id in sequence.ending_token_ids:
-                if token_id not in request.end_token_ids or request.sampling.ignore_eos:
-                    update.stop_token_id = token_id
-                self._finish(sequence, FinishReason.STOP, now)
-            elif len(output_token_ids) >= sequence.max_output_tokens:
-                self._finish(sequence, FinishReason.LENGTH, now)
-        return updates
-
-    def _end_all(self, sequences: list[Sequence], reason: FinishReason, error: str, now: float) -> list[RequestUpdate]:
+    def _end_all(self, sequences: list[Sequence], error: str, now: float) -> list[RequestUpdate]:
         updates = []
         for sequence in sequences:
             if not sequence.request.is_finished:
-                self._finish(sequence, reason, now)
+                self._lifecycle.finish(sequence, FinishReason.ERROR, now)
                 updates.append(RequestUpdate(sequence.request, error=error))
         return updates
 
-    def _recompute(self, flight: InFlightStep) -> None:
-        """The step never ran: what later steps say of its sequences is void, and they start again."""
-        for sequence in flight.sequences:
-            if not sequence.request.is_finished:
-                sequence.drop_tokens = True
-                if sequence.state is SequenceState.RUNNING:
-                    self._running.stop(sequence)
-
-    def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        request = sequence.request
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
-        request.finish_time = now
-        request.receipt.enter(Phase.DONE, now)
-        del self._sequences[request.request_id]
-        self._state.num_started -= request.first_scheduled_time is not None
-        if sequence.state is SequenceState.WAITING:
-            self._waiting.remove(sequence)
+    def _end_expired(self, now: float) -> None:
+        for sequence in self._waiting.pop_expired(now):
             sequence.state = SequenceState.GONE
-        elif sequence.state is SequenceState.RUNNING:
-            self._running.stop(sequence)
-        else:
-            self._running.finish_leaving()
-        self._settle(sequence)
-
-    def _preempt(self, sequence: Sequence, now: float) -> None:
-        """Take the blocks of a running sequence away: now, or when its steps in flight are answered."""
-        self.num_preemptions += 1
-        sequence.request.num_preemptions += 1
-        sequence.request.receipt.enter(Phase.PREEMPTED, now)
-        self._running.stop(sequence)
-        self._settle(sequence)
-
-    def _settle(self, sequence: Sequence) -> None:
-        """A leaving sequence that no step in flight touches is gone, or waits again."""
-        if sequence.state is not SequenceState.LEAVING or sequence.num_inflight_steps:
-            return
-        self._running.release(sequence)
-        if sequence.request.is_finished:
-            sequence.state = SequenceState.GONE
-        else:
-            sequence.request.status = RequestStatus.WAITING
-            sequence.state = SequenceState.WAITING
-            self._waiting.put_back(sequence)
-
-
-def _shape_error(step: ScheduledStep, result: StepResult) -> str | None:
-    """What is wrong with a successful answer, or None."""
-    if result.aborted:
-        return None
-    sizes = {len(result.sampled_ids), len(result.logits), len(result.logsumexps)}
-    if sizes != {step.num_seqs}:
-        return f"step {step.seq} has {step.num_seqs} sequences, its answer has columns of {sorted(sizes)}"
-    if step.kind is StepKind.DECODE:
-        wrong = min(result.sampled_ids) < 0
-    else:
-        wrong = any((token < 0) is samples for token, samples in zip(result.sampled_ids, step.do_sample, strict=True))
-    return f"step {step.seq} sampled where it should not, or did not where it should" if wrong else None
+            self._lifecycle.finish(sequence, FinishReason.ABORT, now)
+            waited = now - sequence.request.arrival_time
+            error = f"the request's deadline passed before its first token: it waited for {waited:.3f} s"
+            self._ended.append(RequestUpdate(sequence.request, error=error))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import enum
 
+from llm_serving.kvcache.kv_cache_manager import BlockCopy
+from llm_serving.kvcache.prefix_cache import PrefixMatch
+from llm_serving.kvcache.prefix_chain import PrefixChain
 from llm_serving.request import Request
 
 __all__ = ["Sequence", "SequenceState"]
@@ -15,8 +18,10 @@ class SequenceState(enum.Enum):
     WAITING = enum.auto()
     RUNNING = enum.auto()
     LEAVING = enum.auto()
-    """Finished or preempted, but steps in flight still touch its row and blocks: nothing more is scheduled for it,
-    and when the last of them is answered it is gone, or waiting again."""
+    """Finished or preempted, but steps in flight still touch its row and blocks, or are to move them to the host:
+    nothing else is scheduled for it, and when the last of them is answered it is gone, waiting again or swapped."""
+    SWAPPED = enum.auto()
+    """Preempted, what it has computed being in host memory."""
     GONE = enum.auto()
 
 
@@ -26,13 +31,19 @@ class Sequence:
     __slots__ = (
         "arrival_index",
         "block_table",
+        "copies",
         "drop_tokens",
         "ending_token_ids",
+        "host_table",
         "is_decoding",
         "last_turn",
         "max_output_tokens",
+        "notes_tokens",
         "num_inflight_decodes",
         "num_inflight_steps",
+        "on_host",
+        "prefix_chain",
+        "prefix_match",
         "request",
         "restarts",
         "state",
@@ -49,14 +60,25 @@ class Sequence:
         )
         self.state = SequenceState.WAITING
         self.block_table: list[int] = []
+        self.copies: list[BlockCopy] = []
+        """To be made by its next step, before anything else."""
+        self.prefix_chain: PrefixChain | None = None
+        """Its known tokens as the prefix cache sees them, once it was looked up there."""
+        self.prefix_match: tuple[int, PrefixMatch] | None = None
+        self.host_table: list[int] = []
+        """Blocks of host memory for its first blocks: to be swapped out to, or to come back from."""
+        self.on_host = False
+        """They hold what was computed."""
         self.is_decoding = False
         """All its known tokens are computed, or will be by steps in flight: a decode step comes next."""
         self.restarts = False
         """Its next step is the first on its row."""
+        self.notes_tokens = False
+        """Its next token means something to its receipt, or to its tenant."""
         self.num_inflight_steps = 0
         self.num_inflight_decodes = 0
         self.drop_tokens = False
-        """What the steps in flight will deliver is void: one before them never ran."""
+        """What the steps in flight will deliver is void, and what its blocks hold is not known: a step never ran."""
         self.last_turn = 0
         """Goes up from turn to turn, where more rows want to decode than a step takes."""
 
@@ -71,6 +93,11 @@ class Sequence:
         """Known tokens that no step has computed, nor one in flight will."""
         return self.request.num_tokens - self.request.num_computed_tokens
 
+    @property
+    def max_cached_tokens(self) -> int:
+        """Tokens it has in the cache at most: all but the last of the longest output."""
+        return len(self.request.prompt_token_ids) + self.max_output_tokens - 1
+
     def known_tokens(self, start: int, end: int) -> list[int]:
         """Tokens ``start .. end - 1`` of prompt and output."""
         request = self.request
@@ -80,12 +107,10 @@ class Sequence:
             tokens += request.output_token_ids[max(start - num_prompt_tokens, 0) : end - num_prompt_tokens]
         return tokens
 
-    def forget_computed(self) -> None:
-        """Back to the known tokens: no row, no blocks, nothing computed, nothing in flight."""
-        request = self.request
-        request.num_computed_tokens = 0
-        request.num_inflight_tokens = 0
-        request.row = -1
+    def leave_device(self) -> None:
+        """No row, no blocks, nothing in flight."""
+        self.request.num_inflight_tokens = 0
+        self.request.row = -1
         self.block_table = []
         self.is_decoding = False
         self.restarts = False

@@ -6,7 +6,9 @@ from itertools import islice
 
 from llm_serving.receipt import MAX_BLOCKERS, BlockReason, Phase
 from llm_serving.request import RequestStatus
+from llm_serving.scheduler.admission import Admission
 from llm_serving.scheduler.batching.base import BatchingMode
+from llm_serving.scheduler.block_supply import BlockSupply
 from llm_serving.scheduler.chunk_plan import ChunkPlan
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.state import SchedulerState
@@ -15,11 +17,16 @@ __all__ = ["Starter"]
 
 
 class Starter:
-    """Gives waiting sequences a row and blocks. Nobody overtakes the first in line."""
+    """Gives waiting sequences a row and blocks. Nobody overtakes the first in line, and nobody new those who were
+    preempted."""
 
-    def __init__(self, state: SchedulerState, batching: BatchingMode) -> None:
+    def __init__(
+        self, state: SchedulerState, batching: BatchingMode, supply: BlockSupply, admission: Admission
+    ) -> None:
         self._state = state
         self._batching = batching
+        self._supply = supply
+        self._admission = admission
 
     def fill(self, plan: ChunkPlan, now: float, *, whole: bool) -> None:
         """Start sequences and add them to the step, while both go on.
@@ -28,40 +35,53 @@ class Starter:
         """
         waiting = self._state.waiting
         while waiting and not plan.is_full:
-            sequence = waiting.peek()
+            sequence = waiting.peek(now)
             obstacle = self._obstacle(sequence, plan, now, whole)
             if obstacle is not None:
                 self._note(sequence, obstacle, now)
                 return
-            waiting.pop()
+            waiting.start(sequence, now)
             self._start(sequence, now)
             plan.add(sequence)
 
     def _obstacle(self, sequence: Sequence, plan: ChunkPlan, now: float, whole: bool) -> BlockReason | None:
         """What keeps the first in line from being started in this step."""
-        state, limits = self._state, self._state.limits
-        if state.running.num_preempted_leaving:
+        if self._state.goes_after_preempted(sequence):
             return BlockReason.PREEMPTED_FIRST
         is_new = sequence.request.first_scheduled_time is None
         if is_new and not self._batching.takes(sequence, now, beside=bool(plan)):
             return BlockReason.BATCH
-        num_tokens = sequence.request.num_tokens
-        if (whole and plan and num_tokens > plan.room) or not plan.takes(sequence, num_tokens):
+        obstacle = self._lack_of_room(sequence)
+        if obstacle is not None:
+            self._batching.held_up()
+            return obstacle
+        cached = self._supply.look_up(sequence)
+        if cached.is_pending:
+            return BlockReason.PREFIX
+        num_uncomputed = sequence.request.num_tokens - cached.num_tokens
+        if (whole and plan and num_uncomputed > plan.room) or not plan.takes(sequence, num_uncomputed):
             return BlockReason.BATCH
-        if not state.running.num_free_rows:
-            self._batching.held_up()
+        return None
+
+    def _lack_of_room(self, sequence: Sequence) -> BlockReason | None:
+        """Whether rows, blocks or the admission keep a sequence from running now."""
+        state, running = self._state, self._state.running
+        if not running.num_free_rows:
             return BlockReason.ROWS
-        if not state.running.fits(num_tokens, limits.watermark_blocks):
-            self._batching.held_up()
+        if not self._supply.fits(sequence, running.reserve(state.limits.watermark_blocks)):
             return BlockReason.BLOCKS
+        if not self._admission.may_start(sequence, running, state.page_use, running.num_changes):
+            return BlockReason.ADMISSION
         return None
 
     def _start(self, sequence: Sequence, now: float) -> None:
         request = sequence.request
         self._state.running.start(sequence)
+        sequence.notes_tokens = True
         request.status = RequestStatus.RUNNING
         if request.first_scheduled_time is None:
             request.first_scheduled_time = now
+            request.num_cached_tokens = request.receipt.cached_tokens = request.num_computed_tokens
             request.receipt.enter(Phase.PREFILL, now)
             self._state.num_started += 1
             self._batching.started(sequence)

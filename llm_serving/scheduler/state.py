@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import insort
+from dataclasses import dataclass, field
 
+from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.scheduler.in_flight import InFlightSteps
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.request_queue import RequestQueue
 from llm_serving.scheduler.running import RunningSet
+from llm_serving.scheduler.sequence import Sequence
 
 __all__ = ["SchedulerState"]
 
@@ -17,9 +20,12 @@ class SchedulerState:
     """The requests by where they are, the steps in flight, and when to look again."""
 
     limits: SchedulerLimits
+    kv_cache: KVCacheManager
     waiting: RequestQueue
     running: RunningSet
     in_flight: InFlightSteps
+    swapped: list[Sequence] = field(default_factory=list)
+    """In order of arrival."""
     num_arrivals: int = 0
     """Requests taken in since the start; the arrival index of the next."""
     num_started: int = 0
@@ -27,6 +33,27 @@ class SchedulerState:
     wakeup: float | None = None
     """When something that the last ``schedule`` held back has waited long enough."""
 
+    @property
+    def page_use(self) -> float:
+        """Share of the blocks that sequences hold, 0 to 1."""
+        usable = self.kv_cache.num_usable_blocks
+        return (usable - self.kv_cache.num_free_blocks) / usable
+
+    def goes_after_preempted(self, sequence: Sequence) -> bool:
+        """Whether somebody who was preempted starts, or comes back from the host, before this waiting sequence."""
+        if self.running.num_preempted_leaving:
+            return True
+        is_new = sequence.request.first_scheduled_time is None
+        return bool(self.swapped) and (is_new or self.swapped[0].arrival_index < sequence.arrival_index)
+
+    def swap(self, sequence: Sequence) -> None:
+        """A sequence's blocks are on the host."""
+        insort(self.swapped, sequence, key=_arrival_index)
+
     def wake_at(self, deadline: float) -> None:
         """Look again then, at the latest."""
         self.wakeup = deadline if self.wakeup is None else min(self.wakeup, deadline)
+
+
+def _arrival_index(sequence: Sequence) -> int:
+    return sequence.arrival_index

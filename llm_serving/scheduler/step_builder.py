@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from llm_serving.ipc.shm import LAST_TOKEN
 from llm_serving.request import Request
-from llm_serving.scheduler.output import History, ScheduledStep, StepKind, StepReason
+from llm_serving.scheduler.output import BlockMove, History, MoveKind, ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.sequence import Sequence
 
 __all__ = ["DecodeBatch", "build_decode", "build_mixed", "build_prefill"]
@@ -56,6 +56,7 @@ def _append_chunks(step: ScheduledStep, sequences: list[Sequence], query_lens: l
         step.block_tables.append(sequence.block_table)
         step.do_sample.append(samples)
         step.sample_positions.append(len(request.output_token_ids))
+        step.moves += [BlockMove(MoveKind.COPY, copy.source, copy.destination) for copy in sequence.copies]
         sequence.restarts = False
         request.num_computed_tokens = end
 

@@ -82,7 +82,8 @@ async def server_info(state: ServerState, request: Request) -> Response:
 
 
 def _engine(status: Any) -> dict[str, Any]:
-    names = ("state", "running", "waiting", "free_blocks", "total_blocks", "steps", "last_step_age_s", "preemptions")
+    names = ("state", "running", "waiting", "free_blocks", "total_blocks", "steps", "last_step_age_s", "preemptions",
+             "swapped", "swaps", "kv_waste", "prefix_hit_tokens", "prefix_query_tokens")  # fmt: skip
     return {**{name: getattr(status, name) for name in names}, "agents": status.agents}
 
 

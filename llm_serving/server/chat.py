@@ -15,7 +15,6 @@ from llm_serving.server.generate import dialect_error
 from llm_serving.server.generation import Choice, Generation, make_choices
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.logits import step_logits
-from llm_serving.server.openai_stream import usage
 from llm_serving.server.prompts import chat_prompt
 from llm_serving.server.protocol_dialects import ChatDialectRequest, GenerationSettings
 from llm_serving.server.responses import json_response
@@ -38,10 +37,11 @@ async def stream_chat(state: ServerState, request: Request) -> Response | EventS
 
 
 async def _chat(state: ServerState, request: Request, *, stream: bool) -> Response | EventStream:
+    state.require_room()
     body = parse(ChatDialectRequest, await read_json_object(request, state.settings.max_body_bytes))
     settings = body.gen_kwargs or GenerationSettings()
     stream = stream or bool(body.stream)
-    generation = Generation(state, request, "chat", "chat", stream=stream)
+    generation = Generation(state, request, "chat", "chat", body, stream=stream)
     messages: list[dict[str, object]] = [{"role": turn.role, "content": turn.content} for turn in body.history]
     messages.append({"role": body.role, "content": body.query})
     prompt = await chat_prompt(state, messages, settings.prefix_text or "")
@@ -66,11 +66,22 @@ async def _answer(
         "request_id": request_id,
         "response": answer.text,
         "finish_reason": answer.finish_reason,
-        "usage": usage(generation.num_prompt_tokens, len(answer.token_ids)),
+        "usage": _usage(generation, len(answer.token_ids)),
     }
+    if generation.return_receipt:
+        result["receipt"] = generation.receipt()
     if settings.return_logits:
         result["logits"] = step_logits(answer.logits)
     return json_response(result, generation.request_id)
+
+
+def _usage(generation: Generation, num_output_tokens: int) -> dict[str, int]:
+    num_prompt_tokens = generation.num_prompt_tokens
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+    }
 
 
 def _smaller_limit(settings: GenerationSettings) -> tuple[int | None, str]:
@@ -106,7 +117,9 @@ class ChatEvents:
         if piece.finish_reason is not None:
             event["finish_reason"] = piece.finish_reason.value
             event["response"] = "".join(self._texts)
-            event["usage"] = usage(self._generation.num_prompt_tokens, self._num_tokens)
+            event["usage"] = _usage(self._generation, self._num_tokens)
+            if self._generation.return_receipt:
+                event["receipt"] = self._generation.receipt()
         elif not piece.text and not self._return_logits:
             return b""
         return b"data: " + orjson.dumps(event) + b"\n\n"

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from llm_serving.engine.beam_search import BeamSearchParams
 from llm_serving.engine.open_request import PieceSink
 from llm_serving.engine.receipts import RequestReceipt
+from llm_serving.engine.search import SearchResult
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import QueueFullError
 from llm_serving.request import DEFAULT_SCHEDULING, SamplingParams, SchedulingParams
@@ -70,6 +72,9 @@ class Engine(Protocol):
     def model_name(self) -> str: ...
 
     @property
+    def end_token_ids(self) -> frozenset[int]: ...
+
+    @property
     def max_model_len(self) -> int: ...
 
     def open(
@@ -87,6 +92,17 @@ class Engine(Protocol):
 
         Close what is returned; that aborts a request that has not ended.
         """
+
+    async def search(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: BeamSearchParams,
+        arrival_time: float | None = None,
+        *,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
+    ) -> SearchResult:
+        """The likeliest answers to a prompt. Raises LLMServingError when it is refused or fails; cancel it to abort."""
 
     def queue_full(self) -> QueueFullError | None:
         """Why a request that comes now would be refused; None when it may be taken. Cheap."""

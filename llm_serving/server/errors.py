@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from llm_serving.errors import AgentError, LLMServingError, RequestError
+from llm_serving.errors import AgentError, EngineFailedError, LLMServingError, QueueFullError, RequestError
 
 if TYPE_CHECKING:
     from llm_serving.server.engine_api import EventLogger
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     "BodyTimeoutError",
     "ClientGoneError",
-    "EngineFailedError",
     "ErrorReply",
     "ForbiddenError",
     "InvalidJSONError",
@@ -76,10 +76,6 @@ class UnavailableError(LLMServingError):
         self.code = code
 
 
-class EngineFailedError(LLMServingError):
-    """The engine ended a request that it had taken."""
-
-
 class ClientGoneError(Exception):
     """The client has closed the connection: there is nobody to answer."""
 
@@ -130,8 +126,10 @@ def note_error(log: EventLogger, error: Exception, reply: ErrorReply, where: str
 
 def _request_error(error: RequestError) -> ErrorReply:
     headers: dict[str, str] = {}
-    if error.status == 429:
-        headers = _retry_after()
+    if isinstance(error, QueueFullError):
+        headers = _retry_after(error.retry_after_s)
+    elif error.status == 504:
+        headers = {"X-Should-Retry": "false"}  # OpenAI's clients would send it again at once: it is late already
     elif error.status in (408, 413):
         headers = {"Connection": "close"}
     return ErrorReply(error.status, str(error), _type_of(error.status), error.param, error.code, headers)
@@ -143,5 +141,5 @@ def _type_of(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-def _retry_after() -> dict[str, str]:
-    return {"Retry-After": str(RETRY_AFTER_S)}
+def _retry_after(seconds: float = RETRY_AFTER_S) -> dict[str, str]:
+    return {"Retry-After": str(max(RETRY_AFTER_S, math.ceil(seconds)))}

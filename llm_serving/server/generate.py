@@ -46,15 +46,16 @@ async def generate_stream(state: ServerState, request: Request) -> Response | Ev
 
 async def _generate(state: ServerState, request: Request, *, stream: bool) -> Response | EventStream:
     check_model(state, request.path_params.get("name"))
+    state.require_room()
     body = parse(GenerateRequest, await read_json_object(request, state.settings.max_body_bytes))
     parameters = body.parameters or GenerateParameters()
     stream = stream or bool(body.stream)
+    generation = Generation(state, request, "generate", "gen", body, stream=stream)
     [prompt] = await resolve_prompts(state, [body.inputs], "inputs")
     name = "parameters.max_new_tokens"
     room = output_room(len(prompt.token_ids), parameters.max_new_tokens, state.settings, name)
     if parameters.max_new_tokens is None:
         room = min(room, DEFAULT_MAX_NEW_TOKENS)
-    generation = Generation(state, request, "generate", "gen", stream=stream)
     keep = bool(parameters.details or parameters.return_logits)
     sampling = dialect_sampling(parameters, parameters.top_n_tokens or 0, logprobs=stream or keep)
     generation.choices = make_choices(generation.request_id, [prompt], [(sampling, room)], 1, parameters.seed)
@@ -77,6 +78,8 @@ def _summary(generation: Generation, parameters: GenerateParameters, answer: Ans
         "seed": answer.choice.sampling.seed,
         "details": None,
     }
+    if generation.return_receipt:
+        summary["receipt"] = generation.receipt()
     if parameters.details:
         summary["details"] = {
             "finish_reason": answer.finish_reason,

@@ -6,18 +6,22 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
-from llm_serving.errors import LLMServingError, RequestError
-from llm_serving.request import FinishReason, RequestOutput, SamplingParams, TokenLogits
-from llm_serving.server.errors import EngineFailedError, UnavailableError
+from llm_serving.engine.beam_search import Beam, BeamSearchParams
+from llm_serving.errors import DeadlineExceededError, EngineFailedError, LLMServingError, RequestError
+from llm_serving.request import FinishReason, RequestOutput, SamplingParams, SchedulingParams, TokenLogits
+from llm_serving.server.errors import UnavailableError
 from llm_serving.server.http_protocol import RECEIVED_AT
 from llm_serving.server.limits import MAX_SEQUENCES
 from llm_serving.server.prompts import Prompt
+from llm_serving.server.protocol import SchedulingFields
+from llm_serving.server.receipts import receipt_json
 from llm_serving.server.sampling import request_seed, with_choice
+from llm_serving.server.scheduling import scheduling_of
 from llm_serving.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -104,7 +108,11 @@ class _ChoiceSink:
             if piece.finish_reason is FinishReason.ERROR:
                 raise EngineFailedError(piece.error or "The engine could not finish the request.")
             if piece.finish_reason is FinishReason.ABORT:
-                raise UnavailableError(piece.error or "The request was aborted by the server.", "aborted")
+                if piece.error is not None:
+                    raise DeadlineExceededError(piece.error, param="deadline_ms")
+                raise UnavailableError("The request was aborted by the server.", "aborted")
+            if piece.finish_reason is not None:
+                self._generation.note_end(self._choice, piece)
             self._taker.take(self._choice, piece)
         except Exception as error:
             self._taker.fail(error)
@@ -148,8 +156,12 @@ class _Collector:
 class Generation:
     """The sequences of one HTTP request, from ``open`` to ``close``: whoever sends the response calls both."""
 
-    def __init__(self, state: ServerState, request: Request, api: str, id_prefix: str, *, stream: bool) -> None:
+    def __init__(
+        self, state: ServerState, request: Request, api: str, id_prefix: str, fields: SchedulingFields, *, stream: bool
+    ) -> None:
         self.state = state
+        self.scheduling = scheduling_of(fields, request.headers, state.settings)
+        self.return_receipt = bool(fields.return_receipt)
         self._received_at: float = request.scope[RECEIVED_AT]
         self.api = api
         self.request_id = f"{id_prefix}-{uuid.uuid4().hex}"
@@ -158,6 +170,8 @@ class Generation:
         self.choices: list[Choice] = []
         self._open: list[OpenRequest] = []
         self._is_refused = False
+        self._cached_tokens: dict[int, int] = {}
+        self._searches: list[str] = []
         request.scope[GENERATION] = self
 
     @property
@@ -165,6 +179,22 @@ class Generation:
         """Tokens of the prompts, each counted once however many answers it gets."""
         prompts = {id(choice.prompt): len(choice.prompt.token_ids) for choice in self.choices}
         return sum(prompts.values())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompts that were found in the prefix cache, for the first answer to each prompt: the others
+        always find what that one has left."""
+        first: dict[int, int] = {}
+        for choice in self.choices:
+            first.setdefault(id(choice.prompt), choice.index)
+        return sum(self._cached_tokens.get(index, 0) for index in first.values())
+
+    def receipt(self) -> dict[str, Any]:
+        """Where the time went until now."""
+        now = time.monotonic()
+        receipts = [opened.receipt(now) for opened in self._open]
+        receipts += filter(None, map(self.state.engine.receipt, self._searches))
+        return receipt_json(self.request_id, receipts)
 
     def open(self, taker: PieceTaker, *, streamed: bool) -> None:
         """Hand all choices to the engine. Raises LLMServingError, as ``taker.fail`` may be told later.
@@ -176,7 +206,7 @@ class Generation:
             try:
                 opened = self.state.engine.open(
                     choice.request_id, choice.prompt.token_ids, choice.sampling, sink, self._received_at,
-                    streamed=streamed,
+                    scheduling=self.scheduling, streamed=streamed,
                 )  # fmt: skip
             except RequestError as error:
                 self._log_arrival(choice)
@@ -202,6 +232,23 @@ class Generation:
         await collector.done
         return collector.answers
 
+    def note_end(self, choice: Choice, piece: RequestOutput) -> None:
+        """The last piece of a choice has come."""
+        self._cached_tokens[choice.index] = piece.num_cached_tokens
+
+    async def search(self, name: str, choice: Choice, params: BeamSearchParams) -> list[Beam]:
+        """The likeliest answers to the prompt of ``choice``. Raises LLMServingError."""
+        self._log_arrival(replace(choice, request_id=name))
+        self._searches.append(name)
+        prompt = choice.prompt.token_ids
+        try:
+            result = await self.state.engine.search(name, prompt, params, self._received_at, scheduling=self.scheduling)
+        except RequestError as error:
+            self.note_refusal(error)
+            raise
+        self._cached_tokens[choice.index] = result.num_cached_tokens
+        return result.beams
+
     def note_refusal(self, error: RequestError) -> None:
         """Into the log, once: all choices are refused alike."""
         if self._is_refused:
@@ -217,6 +264,23 @@ class Generation:
             "max_tokens": choice.sampling.max_tokens,
             "stream": self.stream,
         }
+        fields.update(_terms(self.scheduling))
         if self.state.settings.log_prompts:
             fields["prompt"] = choice.prompt.as_text(self.state.engine.tokenizer)
         self.state.log.event("request_arrival", **fields)
+
+
+def _terms(scheduling: SchedulingParams) -> dict[str, Any]:
+    """What the log says of a request's terms, as far as they are not the usual ones."""
+    terms = {
+        "tenant": scheduling.tenant or None,
+        "priority": scheduling.priority or None,
+        "ttft_objective_ms": _milliseconds(scheduling.ttft_objective),
+        "tbt_objective_ms": _milliseconds(scheduling.tbt_objective),
+        "deadline_ms": _milliseconds(scheduling.deadline),
+    }
+    return {name: value for name, value in terms.items() if value is not None}
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000.0, 3)

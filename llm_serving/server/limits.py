@@ -16,6 +16,10 @@ MAX_NAME_CHARS = 256
 """Ids and names a client gives."""
 MAX_LOGPROBS = 20
 MAX_TOP_K = 1 << 30
+MAX_LENGTH_PENALTY = 8.0
+MAX_PRIORITY = 2**31 - 1
+MAX_MILLISECONDS = 24 * 3600 * 1000
+"""Objectives and deadlines."""
 
 BODY_TIMEOUT_S = 30.0
 """Longest time a request's body may take to arrive."""

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from llm_serving.errors import RequestError
 from llm_serving.request import RequestOutput
+from llm_serving.server.beams import check_beam_fields, search_answers
 from llm_serving.server.body import read_json_object
 from llm_serving.server.generation import Answer, Choice, Generation, check_choices, make_choices
 from llm_serving.server.lifecycle import run_while_connected
@@ -21,7 +22,7 @@ from llm_serving.server.openai_stream import (
     check_stream_options,
     finish_json,
     stop_reason_json,
-    usage,
+    usage_of,
 )
 from llm_serving.server.prompts import chat_prompt
 from llm_serving.server.protocol_openai import ChatRequest
@@ -36,15 +37,20 @@ __all__ = ["create_chat_completion"]
 
 async def create_chat_completion(state: ServerState, request: Request) -> Response | EventStream:
     """Answers a conversation, ``n`` times."""
+    state.require_room()
     body = parse(ChatRequest, await read_json_object(request, state.settings.max_body_bytes))
     check_model(state, body.model)
     _check(body)
-    generation = Generation(state, request, "chat.completions", "chatcmpl", stream=bool(body.stream))
+    generation = Generation(state, request, "chat.completions", "chatcmpl", body, stream=bool(body.stream))
     generation.choices = await _choices(state, body, generation.request_id)
     state.require_ready()
     if body.stream:
         return EventStream(generation, ChatStream(generation, body))
-    work = generation.answers(keep_logits=bool(body.logprobs))
+    if body.use_beam_search:
+        has_limit = body.max_tokens is not None or body.max_completion_tokens is not None
+        work = search_answers(generation, body, None, has_limit=has_limit)
+    else:
+        work = generation.answers(keep_logits=bool(body.logprobs))
     answers = await run_while_connected(state.active, request.receive, work)
     return json_response(_response(generation, body, answers), generation.request_id)
 
@@ -61,6 +67,7 @@ def _check(body: ChatRequest) -> None:
             code="invalid_value",
         )
     check_stream_options(body)
+    check_beam_fields(body)
 
 
 async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> list[Choice]:
@@ -82,7 +89,7 @@ def _response(generation: Generation, body: ChatRequest, answers: list[Answer]) 
         "created": generation.created,
         "model": generation.state.engine.model_name,
         "choices": [_choice(generation, body, answer) for answer in answers],
-        "usage": usage(generation.num_prompt_tokens, sum(len(answer.token_ids) for answer in answers)),
+        **usage_of(generation, answers),
     }
 
 

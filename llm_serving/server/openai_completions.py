@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from llm_serving.errors import RequestError
 from llm_serving.request import RequestOutput
+from llm_serving.server.beams import check_beam_fields, search_answers
 from llm_serving.server.body import read_json_object
 from llm_serving.server.generation import Answer, Choice, Generation, check_choices, make_choices
 from llm_serving.server.lifecycle import run_while_connected
@@ -21,7 +22,7 @@ from llm_serving.server.openai_stream import (
     check_stream_options,
     finish_json,
     stop_reason_json,
-    usage,
+    usage_of,
 )
 from llm_serving.server.prompts import parse_prompts, resolve_prompts
 from llm_serving.server.protocol_openai import CompletionRequest
@@ -38,22 +39,26 @@ DEFAULT_MAX_TOKENS = 16
 
 async def create_completion(state: ServerState, request: Request) -> Response | EventStream:
     """Continues each prompt ``n`` times."""
+    state.require_room()
     body = parse(CompletionRequest, await read_json_object(request, state.settings.max_body_bytes))
     check_model(state, body.model)
     _check(body)
-    generation = Generation(state, request, "completions", "cmpl", stream=bool(body.stream))
+    generation = Generation(state, request, "completions", "cmpl", body, stream=bool(body.stream))
     generation.choices = await _choices(state, body, generation.request_id)
     state.require_ready()
     if body.stream:
         return EventStream(generation, CompletionStream(generation, body))
-    work = generation.answers(keep_logits=body.logprobs is not None)
+    if body.use_beam_search:
+        work = search_answers(generation, body, body.best_of, has_limit=body.max_tokens is not None)
+    else:
+        work = generation.answers(keep_logits=body.logprobs is not None)
     answers = await run_while_connected(state.active, request.receive, work)
     return json_response(_response(generation, body, answers), generation.request_id)
 
 
 def _check(body: CompletionRequest) -> None:
     n = body.n or 1
-    if body.best_of is not None and body.best_of != n:
+    if body.best_of is not None and body.best_of != n and not body.use_beam_search:
         raise RequestError(
             f"'best_of' is {body.best_of} and n is {n}; only equal values are supported.",
             param="best_of",
@@ -66,6 +71,7 @@ def _check(body: CompletionRequest) -> None:
             code="unsupported_parameter",
         )
     check_stream_options(body)
+    check_beam_fields(body)
 
 
 async def _choices(state: ServerState, body: CompletionRequest, request_id: str) -> list[Choice]:
@@ -89,7 +95,7 @@ def _response(generation: Generation, body: CompletionRequest, answers: list[Ans
         "created": generation.created,
         "model": generation.state.engine.model_name,
         "choices": [_choice(generation, body, answer) for answer in answers],
-        "usage": usage(generation.num_prompt_tokens, sum(len(answer.token_ids) for answer in answers)),
+        **usage_of(generation, answers),
     }
 
 

@@ -11,7 +11,7 @@ import orjson
 from llm_serving.errors import RequestError
 from llm_serving.request import FinishReason, RequestOutput
 from llm_serving.server.errors import ErrorReply
-from llm_serving.server.generation import Choice, Generation
+from llm_serving.server.generation import Answer, Choice, Generation
 from llm_serving.server.protocol import SamplingFields
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "check_stream_options",
     "finish_json",
     "stop_reason_json",
-    "usage",
+    "usage_of",
 ]
 
 DONE = b"data: [DONE]\n\n"
@@ -28,13 +28,25 @@ DONE = b"data: [DONE]\n\n"
 _FINISH = {None: b"null", FinishReason.STOP: b'"stop"', FinishReason.LENGTH: b'"length"'}
 
 
-def usage(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
+def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
     """OpenAI's token counts."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
+
+
+def usage_of(generation: Generation, answers: Sequence[Answer]) -> dict[str, Any]:
+    """The counts of a whole response, and its receipt where that was asked for: members of the response."""
+    num_output_tokens = sum(len(answer.token_ids) for answer in answers)
+    members: dict[str, Any] = {
+        "usage": usage(generation.num_prompt_tokens, num_output_tokens, generation.num_cached_tokens)
+    }
+    if generation.return_receipt:
+        members["receipt"] = generation.receipt()
+    return members
 
 
 def finish_json(reason: FinishReason | None) -> bytes:
@@ -86,8 +98,9 @@ class OpenAIStream(ABC):
         return self.chunk(choice, piece, True)
 
     def last(self) -> bytes:
-        """The usage, if asked for, and ``[DONE]``."""
-        return self._usage_chunk() + DONE if self._include_usage else DONE
+        """The usage and the receipt, if asked for, and ``[DONE]``."""
+        wanted = self._include_usage or self.generation.return_receipt
+        return self._usage_chunk() + DONE if wanted else DONE
 
     def error(self, reply: ErrorReply) -> bytes:
         """Clients raise on the ``error`` key, and stop at ``[DONE]``."""
@@ -111,5 +124,9 @@ class OpenAIStream(ABC):
         return b"," + orjson.dumps(members)[1:-1]
 
     def _usage_chunk(self) -> bytes:
-        counts = orjson.dumps(usage(self.generation.num_prompt_tokens, self._num_output_tokens))
-        return self._open + b',"choices":[],"usage":' + counts + b"}\n\n"
+        generation = self.generation
+        counts = usage(generation.num_prompt_tokens, self._num_output_tokens, generation.num_cached_tokens)
+        members: dict[str, Any] = {"choices": [], "usage": counts}
+        if generation.return_receipt:
+            members["receipt"] = generation.receipt()
+        return self._open + b"," + orjson.dumps(members)[1:] + b"\n\n"

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic.json_schema import models_json_schema
 
+from llm_serving.server.protocol import SchedulingFields
+from llm_serving.server.scheduling import SCHEDULING_HEADERS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -60,11 +63,18 @@ def _operation(endpoint: Endpoint, path: str, schema: dict[str, Any] | None) -> 
         "operationId": f"{endpoint.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', path.lower()).strip('_')}",
         "responses": {"200": {"description": "The answer."}, "default": {"description": "An error.", **error}},
     }
-    parameters = re.findall(r"{(\w+)}", path)
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    if endpoint.body is not None and issubclass(endpoint.body, SchedulingFields):
+        parameters += [
+            {"name": header, "in": "header", "required": False, "schema": {"type": "number"},
+             "description": f"Instead of the body's `{field}`."}
+            for field, header in SCHEDULING_HEADERS.items()
+        ]  # fmt: skip
     if parameters:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in parameters
-        ]
+        operation["parameters"] = parameters
     if schema is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
     return operation

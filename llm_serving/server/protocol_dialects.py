@@ -14,6 +14,7 @@ from llm_serving.server.protocol import (
     FrequencyPenalty,
     MaxTokens,
     RepetitionPenalty,
+    SchedulingFields,
     Seed,
     Temperature,
     TopK,
@@ -76,7 +77,7 @@ class GenerateParameters(DialectSampling):
     )
 
 
-class GenerateRequest(LaxModel):
+class GenerateRequest(SchedulingFields, LaxModel):
     """A prompt to be continued."""
 
     inputs: Annotated[str, Field(description="The prompt.")]
@@ -131,7 +132,7 @@ class GenerationSettings(DialectSampling):
     prefix_text: str | None = Field(default=None, description="How the reply starts; it is continued and not repeated.")
 
 
-class ChatDialectRequest(LaxModel):
+class ChatDialectRequest(SchedulingFields, LaxModel):
     """One question in a conversation."""
 
     request_id: Annotated[

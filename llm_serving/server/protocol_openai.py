@@ -115,7 +115,7 @@ class CompletionRequest(SamplingFields):
         default=None, ge=0, le=MAX_LOGPROBS, description="Log-probabilities of so many best tokens."
     )
     echo: bool | None = Field(default=None, description="Put the prompt before the text.")
-    best_of: int | None = Field(default=None, ge=1, description="Only the value of `n`.")
+    best_of: int | None = Field(default=None, ge=1, description="The value of `n`, or in a beam search its beams.")
 
 
 class ChatRequest(SamplingFields):

@@ -9,7 +9,7 @@ from typing import Protocol
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from llm_serving.server import admin, chat, generate, models, openai_chat, openai_completions, pages
+from llm_serving.server import admin, chat, generate, models, openai_chat, openai_completions, pages, receipts
 from llm_serving.server.protocol_dialects import ChatDialectRequest, GenerateRequest
 from llm_serving.server.protocol_openai import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from llm_serving.server.state import ServerState
@@ -82,6 +82,10 @@ ENDPOINTS = (
     ),
     Endpoint(
         "POST", "/detokenize", admin.detokenize, "The text of tokens.", DetokenizeRequest, '{"tokens": [1, 300, 301]}'
+    ),
+    Endpoint(
+        "GET", "/requests/{request_id}", receipts.get_request,
+        "Why a request was slow: its receipt, while it is served and for a while after.",
     ),
     Endpoint("GET", "/health/live", admin.health_live, "200 while the process answers."),
     Endpoint("GET", "/health/ready", admin.health_ready, "200 while requests are served, 503 otherwise."),

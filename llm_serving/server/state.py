@@ -37,6 +37,8 @@ class ServerSettings:
     log_prompts: bool = False
     loopback: bool = True
     """The server listens on a loopback address, so other host names than the machine's own are an attack."""
+    cache_salt: str = "none"
+    """`tenant`: requests with different API keys share nothing in the prefix cache."""
     hosts: frozenset[str] = frozenset()
     """Further names in a ``Host`` header that mean this server."""
     info: dict[str, object] = field(default_factory=dict)
@@ -51,6 +53,7 @@ class ServerSettings:
             vocab_size=config.shape.vocab_size,
             max_body_bytes=config.serving_config.max_body_bytes,
             log_prompts=config.log_config.log_prompts,
+            cache_salt=config.scheduler_config.cache_salt,
             loopback=not config.serving_config.allow_remote,
             hosts=frozenset({host}),
             info={
@@ -76,6 +79,14 @@ class ServerState:
     settings: ServerSettings
     active: ActiveRequests = field(default_factory=ActiveRequests)
     started_at: float = field(default_factory=time.time)
+
+    def require_room(self) -> None:
+        """Raises QueueFullError when the queue is full already. Asked before a request's body is looked at, so that
+        refusing one costs next to nothing however many come."""
+        full = self.engine.queue_full()
+        if full is not None:
+            self.log.event("request_refused", code=full.code, message=str(full))
+            raise full
 
     def require_ready(self) -> None:
         """Raises UnavailableError while requests cannot be served."""

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from llm_serving.errors import RequestError
 from llm_serving.server.limits import MAX_STOP_CHARS, MAX_STOP_STRINGS
 
-__all__ = ["LaxModel", "StopStrings", "StrictModel", "clip", "parse", "short"]
+__all__ = ["LaxModel", "RequestModel", "StopStrings", "StrictModel", "clip", "parse", "short"]
 
 SHORT_CHARS = 80
 
@@ -89,7 +89,8 @@ def _request_error(error: ValidationError) -> RequestError:
     if kind == "extra_forbidden":
         return RequestError(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")
     message = first["msg"].replace(" after validation", "")
-    message = message.replace("Input should", "should", 1).replace("List should", "should", 1)
+    for what in ("Input", "List", "String"):
+        message = message.replace(f"{what} should", "should", 1)
     code = "invalid_type" if kind.endswith(("_type", "_parsing")) else "invalid_value"
     return RequestError(f"'{param}' {message}; got {short(first['input'])}.", param=param, code=code)
 

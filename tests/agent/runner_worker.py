@@ -15,6 +15,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
 
+from block_sharing import run_block_sharing, run_move_refusals  # noqa: E402
 from step_driver import BLOCK_SIZE, Part, StepDriver, blocks_for  # noqa: E402
 
 from llm_serving.errors import AgentError, ProtocolError  # noqa: E402
@@ -141,6 +142,7 @@ def run_rows(driver: StepDriver) -> dict[str, Any]:
     tokens = _penalised(driver, prompt, [], 12, sampling, row=3)
     logits = [each[0] for each in captured[1:]]  # the first is of the chunk that does not sample
     resumed = _penalised(driver, prompt, tokens[:5], 12, sampling, row=4)
+    swapped = _penalised_after_swap(driver, prompt, tokens[:5], 12, sampling, old_row=3, row=6)
     plain = _penalised(driver, prompt, [], 12, {}, row=3)
     runner._sampler.sample = original  # type: ignore[method-assign]
     return {
@@ -148,6 +150,7 @@ def run_rows(driver: StepDriver) -> dict[str, Any]:
         "tokens": tokens,
         "expected": expected_tokens(logits, prompt, sampling),
         "resumed": tokens[:5] + resumed,
+        "swapped": tokens[:5] + swapped,
         "plain": plain,
         "plain_expected": expected_tokens([each[0] for each in captured[-12:]], prompt, {}),
     }
@@ -164,6 +167,25 @@ def _penalised(
     tokens = [driver.prefill(last)[0].token]
     while len(output) + len(tokens) < total:
         position = len(output) + len(tokens)
+        part = Part([LAST_TOKEN], len(prompt) + position - 1, blocks, row, True, position, sampling=sampling)
+        tokens.append(driver.decode(part)[0].token)
+    return tokens
+
+
+def _penalised_after_swap(
+    driver: StepDriver,
+    prompt: list[int],
+    output: list[int],
+    total: int,
+    sampling: dict[str, float],
+    old_row: int,
+    row: int,
+) -> list[int]:
+    """As after a swap: a row starts with a decode over the blocks of ``old_row``, and the history goes with it."""
+    blocks, known = blocks_for(old_row), prompt + output
+    first = Part([known[-1]], len(known) - 1, blocks, row, True, len(output), known, len(prompt), sampling)
+    tokens = [driver.decode(first)[0].token]
+    for position in range(len(output) + 1, total):
         part = Part([LAST_TOKEN], len(prompt) + position - 1, blocks, row, True, position, sampling=sampling)
         tokens.append(driver.decode(part)[0].token)
     return tokens
@@ -264,10 +286,12 @@ def main() -> None:
             write_model(VARIANTS[name], folder)
         driver = StepDriver(folder, dtype, op_table, weights, kv)
         result = {"golden": run_golden(driver, golden), "invariance": run_invariance(driver, golden)}
+        result["sharing"] = run_block_sharing(driver, golden)
         result["digest"] = weights_digest(folder)
         results["models"][name] = result
         if name == "gqa_tied":
             results |= {"rows": run_rows(driver), "refusals": run_refusals(driver), "stages": driver.stages}
+            results["moves"] = run_move_refusals(driver)
             results["summary"] = driver.runner.summary()
     print(json.dumps(results))
 

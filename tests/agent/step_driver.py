@@ -17,6 +17,7 @@ from llm_serving.request import MAX_TOP_LOGITS
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 256
+NUM_HOST_BLOCKS = 12
 MAX_MODEL_LEN = 256
 PREFILL_SEQS = 4
 DECODE_SEQS = 8
@@ -49,10 +50,15 @@ def make_config(folder: Path, dtype: str, op_table: str, weights: str = "auto", 
         "model_config.prefill_batch_size": [PREFILL_SEQS],
         "model_config.decode_batch_size": [DECODE_SEQS],
         "pa_config.num_blocks": NUM_BLOCKS,
+        "pa_config.num_host_blocks": NUM_HOST_BLOCKS,
         "pa_config.block_size": BLOCK_SIZE,
         "scheduler_config.max_num_batched_tokens": MAX_MODEL_LEN,
     }
     return load_config("llama_tiny_cpu.yaml", [f"{key}={value}" for key, value in overrides.items()])
+
+
+Move = tuple[int, int, int]
+"""Kind, source and destination block."""
 
 
 @dataclass
@@ -95,19 +101,24 @@ class StepDriver:
         layout = SlotLayout.of(self.config.slot_limits())
         self.slot = StepSlot(layout, bytearray(layout.slot_bytes))
 
-    def prefill(self, *parts: Part) -> list[Sampled]:
-        self.fill(parts)
+    def prefill(self, *parts: Part, moves: Sequence[Move] = ()) -> list[Sampled]:
+        self.fill(parts, moves)
         self.runner.run_prefill(self.slot)
         return [self._output(index) for index in range(len(parts))]
 
-    def decode(self, *parts: Part) -> list[Sampled]:
-        self.fill(parts)
+    def move(self, *moves: Move) -> None:
+        self.fill((), moves)
+        self.runner.run_moves(self.slot)
+
+    def decode(self, *parts: Part, moves: Sequence[Move] = ()) -> list[Sampled]:
+        self.fill(parts, moves)
         self.runner.run_decode(self.slot)
         return [self._output(index) for index in range(len(parts))]
 
-    def fill(self, parts: Sequence[Part]) -> StepSlot:
-        """Write the parts into the slot."""
-        slot, width = self.slot, max(len(part.blocks) for part in parts)
+    def fill(self, parts: Sequence[Part], moves: Sequence[Move] = ()) -> StepSlot:
+        """Write the parts and the moves into the slot."""
+        slot, width = self.slot, max((len(part.blocks) for part in parts), default=0)
+        slot.moves[: 3 * len(moves)] = np.array(moves, np.int32).reshape(-1)
         token, history = 0, 0
         for index, part in enumerate(parts):
             count, positions = len(part.tokens), np.arange(part.start, part.start + len(part.tokens))
@@ -125,7 +136,9 @@ class StepDriver:
             for name, value in {**GREEDY, **part.sampling}.items():
                 getattr(slot, name)[index] = value
             token, history = token + count, history + len(part.history)
-        slot.write_header(1, num_tokens=token, num_seqs=len(parts), table_width=width, history_len=history)
+        slot.write_header(
+            1, num_tokens=token, num_seqs=len(parts), table_width=width, history_len=history, num_moves=len(moves)
+        )
         return slot
 
     def _output(self, index: int) -> Sampled:

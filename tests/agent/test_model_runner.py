@@ -139,6 +139,20 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(
         assert by_step == {step: alone[int(step)] for step in by_step}
 
 
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("setup", ALL_SETUPS, ids="-".join)
+def test_shared_copied_and_swapped_blocks_and_mixed_steps_change_no_bit(
+    results: Any, setup: tuple[str, ...], model: str
+) -> None:
+    sharing = results(*setup)["models"][model]["sharing"]
+    plain = sharing["plain"]
+    assert len(set(plain)) == len(plain) == 14
+    assert len(sharing) == 8
+    for way, digests in sharing.items():
+        both = way in ("prefix of another row", "copied tail")  # the row and the one that it shares with
+        assert digests == (plain * 2 if both else plain), way
+
+
 @pytest.mark.parametrize("setup", ALL_SETUPS, ids="-".join)
 def test_penalties_see_prompt_and_output(results: Any, setup: tuple[str, ...]) -> None:
     rows = results(*setup)["rows"]
@@ -152,6 +166,13 @@ def test_a_resumed_sequence_goes_on_as_before(results: Any, setup: tuple[str, ..
     """Recomputed in another row, with its output as part of the prompt and its history sent again."""
     rows = results(*setup)["rows"]
     assert rows["resumed"] == rows["tokens"]
+
+
+@pytest.mark.parametrize("setup", ALL_SETUPS, ids="-".join)
+def test_a_row_may_start_with_a_decode_that_brings_its_history(results: Any, setup: tuple[str, ...]) -> None:
+    """As after a swap: the cache is there, the row is new."""
+    rows = results(*setup)["rows"]
+    assert rows["swapped"] == rows["tokens"]
 
 
 REFUSALS = {
@@ -188,6 +209,34 @@ def test_a_refused_slot_leaves_the_runner_unharmed(results: Any, dtype: str, op_
     assert refusals["errors"]["failing operator"].startswith("the graph failed: ")
 
 
+MOVE_REFUSALS = {
+    "kind": "move kinds holds 3; it must be at least 0 and below 3",
+    "negative kind": "move kinds holds -1; it must be at least 0 and below 3",
+    "copy from beyond": "move sources in the cache holds 256; it must be at least 1 and below 256",
+    "copy to beyond": "move destinations in the cache holds 256; it must be at least 1 and below 256",
+    "copy of the padding block": "move sources in the cache holds 0; it must be at least 1 and below 256",
+    "copy to the padding block": "move destinations in the cache holds 0; it must be at least 1 and below 256",
+    "out to beyond": "move destinations on the host holds 12; it must be at least 0 and below 12",
+    "out from beyond": "move sources in the cache holds 256; it must be at least 1 and below 256",
+    "in from beyond": "move sources on the host holds 12; it must be at least 0 and below 12",
+    "in from before": "move sources on the host holds -1; it must be at least 0 and below 12",
+    "in to beyond": "move destinations in the cache holds 256; it must be at least 1 and below 256",
+}
+
+
+@pytest.mark.parametrize("setup", [("float32", "fused"), ("bfloat16", "native")], ids="-".join)
+def test_a_wrong_move_is_refused_and_nothing_moved(results: Any, setup: tuple[str, ...]) -> None:
+    moves = results(*setup)["moves"]
+    empty = "a prefill or decode step has no tokens; only a step of moves has none"
+    assert moves["errors"] == {
+        **{name: f"a step's {text}" for name, text in MOVE_REFUSALS.items()},
+        "tokens": "a step of moves has 3 tokens; it must have none",
+        "no tokens in a prefill": empty,
+        "no tokens in a decode": empty,
+    }
+    assert moves["unharmed"]
+
+
 @pytest.mark.parametrize(("dtype", "op_table"), [("float32", "fused"), ("bfloat16", "native")])
 def test_progress_and_summary(results: Any, dtype: str, op_table: str) -> None:
     run = results(dtype, op_table)
@@ -200,4 +249,5 @@ def test_progress_and_summary(results: Any, dtype: str, op_table: str) -> None:
     packed = 1536 * 192 * element + 13 * 64 if op_table == "fused" else 0  # and a header of 64 bytes each
     assert summary["weight_bytes"] == 1_475_904 * element + packed
     assert summary["kv_cache_bytes"] == 3 * 2 * 256 * 16 * 2 * 32 * element
+    assert summary["host_kv_cache_bytes"] == 3 * 2 * 12 * 16 * 2 * 32 * element
     assert summary.keys() >= {"kernel_isa", "cpu_threads", "load_seconds", "compile_seconds", "warm_up_seconds"}

@@ -6,7 +6,7 @@ import pytest
 
 from agent.task_queue import TaskQueue
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.messages import Decode, Prefill, Reset, Shutdown
+from llm_serving.ipc.messages import Decode, Move, Prefill, Reset, Shutdown
 
 
 def drain(queue):
@@ -30,11 +30,35 @@ def test_prefill_first_runs_control_then_prefill_then_decode_each_in_order():
     assert [message.seq for message in drain(queue)] == [5, 6, 2, 4, 1, 3]
 
 
-def test_fcfs_runs_control_then_steps_in_order():
-    queue = TaskQueue("fcfs", max_steps=8)
+def test_decode_first_runs_control_then_decode_then_prefill_each_in_order():
+    queue = TaskQueue("decode_first", max_steps=8)
+    for message in MIXED:
+        queue.put(message)
+    assert [message.seq for message in drain(queue)] == [5, 6, 1, 3, 2, 4]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "chunked", "slo"])
+def test_otherwise_control_runs_then_steps_in_order(policy):
+    queue = TaskQueue(policy, max_steps=8)
     for message in MIXED:
         queue.put(message)
     assert [message.seq for message in drain(queue)] == [5, 6, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "fcfs"])
+def test_moves_overtake_every_step_and_no_control(policy):
+    queue = TaskQueue(policy, max_steps=8)
+    for message in (*MIXED[:4], Move(seq=5, slot=4), Move(seq=6, slot=5), Reset(seq=1)):
+        queue.put(message)
+    assert [message.seq for message in drain(queue)][:3] == [1, 5, 6]
+
+
+def test_moves_count_as_steps():
+    queue = TaskQueue("fcfs", max_steps=1)
+    queue.put(Move(seq=1, slot=0))
+    with pytest.raises(ProtocolError, match="1 steps are queued already"):
+        queue.put(Move(seq=2, slot=1))
+    assert queue.remove_all_steps() == [Move(seq=1, slot=0)]
 
 
 def test_numbers_must_increase():

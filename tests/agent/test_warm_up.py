@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.backends.runtime import start_runtime
-from agent.warm_up import largest_steps, make_step
+from agent.warm_up import largest_steps, make_moves, make_step
 from llm_serving.config import Config, load_config
 from llm_serving.errors import AgentStartError
 from tools.seeded_model import VARIANTS, write_model
@@ -44,6 +44,25 @@ def test_a_warm_up_step_writes_nothing(config: Config) -> None:
     assert slot.positions[:3].tolist() == [98, 99, 6]
     assert set(slot.slot_mapping[:3].tolist()) == {-1}
     assert (slot.num_tokens, slot.num_seqs, slot.table_width) == (3, 2, 7)
+
+
+def test_warm_up_moves_blocks_out_and_in_again(config: Config) -> None:
+    assert make_moves(config) is None
+    cache = replace(config.pa_config, num_blocks=3, num_host_blocks=3, decode_seq_length=96)
+    slot = make_moves(replace(config, pa_config=cache))
+    assert slot is not None
+    slot.check_header(0)
+    assert (slot.num_tokens, slot.num_seqs, slot.num_moves) == (0, 0, 14)
+    assert slot.moves.reshape(-1, 3)[:8].tolist() == [
+        [1, 1, 0],
+        [2, 0, 1],
+        [1, 2, 1],
+        [2, 1, 2],
+        [1, 1, 2],
+        [2, 2, 1],
+        [1, 2, 0],
+        [2, 0, 2],
+    ]
 
 
 def test_an_ascend_says_what_to_do(config: Config) -> None:

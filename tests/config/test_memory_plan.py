@@ -139,6 +139,51 @@ def test_not_even_the_weights(tmp_path: Path) -> None:
         plan_memory(llama2_7b(tmp_path), Machine(12 * GIB, "test machine"))
 
 
+def test_host_blocks_are_blocks_like_the_caches(tmp_path: Path) -> None:
+    plain, plan = (
+        estimate_memory(small(tmp_path, f"pa_config.num_host_blocks={count}", "model_config.kv_format=int8"), PLENTY)
+        for count in (0, 100)
+    )
+    assert plan.bytes_of("host blocks") == 2 * 2 * 2 * (16 + 4) * 16 * 100
+    assert plan.total_bytes == plain.total_bytes + plan.bytes_of("host blocks")
+    assert (plain.bytes_of("host blocks"), plan.without_host_blocks) == (0, plain)
+    assert "host blocks" not in plain.table()
+    assert "100 blocks for sequences that are swapped out" in plan.table()
+
+
+def test_too_many_host_blocks(tmp_path: Path) -> None:
+    block = 2 * 2 * 2 * 16 * 4 * 16
+    needed = estimate_memory(small(tmp_path), PLENTY).total_bytes
+    machine = Machine(needed + 7 * block + block // 2, "test machine")
+    with pytest.raises(
+        MemoryPlanError, match=r"pa_config\.num_host_blocks = 8 does not fit; the largest that does is 7\n"
+    ):
+        plan_memory(small(tmp_path, "pa_config.num_host_blocks=8"), machine)
+    assert plan_memory(small(tmp_path, "pa_config.num_host_blocks=7"), machine).fits
+
+
+def test_too_little_even_without_host_blocks(tmp_path: Path) -> None:
+    plan = estimate_memory(small(tmp_path), PLENTY)
+    machine = Machine(plan.total_bytes - 1, "test machine")
+    with pytest.raises(
+        MemoryPlanError,
+        match=r"without pa_config\.num_host_blocks, too, pa_config\.num_blocks = 2048 does not fit; the largest",
+    ):
+        plan_memory(small(tmp_path, "pa_config.num_host_blocks=8"), machine)
+
+
+def test_host_blocks_of_an_ascend_are_in_the_machines_memory(tmp_path: Path) -> None:
+    mindformers, block = tmp_path / "mf.yaml", 2 * 2 * 2 * 16 * 2 * 16
+    mindformers.write_text('context: {max_device_memory: "59GB"}\n', encoding="utf-8")
+    overrides = ("model_config.model_dtype=float16", f"model_config.model_cfg_path={mindformers}")
+    config = small(tmp_path, "pa_config.num_host_blocks=9", *overrides, ascend=True)
+    assert plan_memory(config, Machine(9 * block, "host")).bytes_of("host blocks") == 0
+    with pytest.raises(
+        MemoryPlanError, match=r"\(host\): pa_config\.num_host_blocks = 9 does not fit; the largest that does is 8$"
+    ):
+        plan_memory(config, Machine(9 * block - 1, "host"))
+
+
 def test_ascend_plans_for_its_own_memory(tmp_path: Path) -> None:
     mindformers = tmp_path / "mf.yaml"
     overrides = ("model_config.model_dtype=float16", f"model_config.model_cfg_path={mindformers}")

@@ -7,26 +7,13 @@ from typing import Any
 
 import pytest
 from fakes import RecordingLog, RecordingMetrics, make_request
-from served_engine import Served, served
+from served_engine import Served, Sink, served
 
 from llm_serving.engine.open_request import OpenRequest
 from llm_serving.engine.request_log import RequestLog
-from llm_serving.errors import LLMServingError
 from llm_serving.request import PARTS, FinishReason, RequestOutput, RequestTimings
 
 ARRIVAL = 100.0
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.pieces: list[RequestOutput] = []
-        self.errors: list[LLMServingError] = []
-
-    def push(self, piece: RequestOutput) -> None:
-        self.pieces.append(piece)
-
-    def fail(self, error: LLMServingError) -> None:
-        self.errors.append(error)
 
 
 def last_piece(tokens: int = 5, reason: FinishReason = FinishReason.LENGTH) -> RequestOutput:

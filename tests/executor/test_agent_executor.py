@@ -19,7 +19,7 @@ from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus
 from llm_serving.ipc import messages
 from llm_serving.ipc.shm import NUM_SLOTS, SHM_DIRECTORY, SHM_PREFIX
 from llm_serving.request import Request, SamplingParams
-from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
+from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepResult
 
 
 def shm_entries():
@@ -119,6 +119,23 @@ def test_a_prefill_overtakes_a_waiting_decode_under_prefill_first_only(make_exec
     while len(done) < 3:
         done += [event.seq for event in executor.poll(5.0)]
     assert done == order
+
+
+def test_moves_overtake_waiting_steps_and_tell_their_time(make_executor):
+    executor = make_executor()
+    events_until(executor, AgentReady)
+    moves = [BlockMove(MoveKind.COPY, 1, 2), BlockMove(MoveKind.COPY, 3, 4)]
+    executor.submit(prefill(0, SLOW))
+    executor.submit(prefill(1, 5))
+    executor.submit(ScheduledStep(2, StepKind.MOVE, moves=moves))
+    done = []
+    while len(done) < 3:
+        done += executor.poll(5.0)
+    assert [event.seq for event in done if event.seq != 0] == [2, 1]
+    moved = next(event for event in done if event.seq == 2)
+    assert (moved.graph_us, moved.sample_us) == (66, 0)
+    assert (moved.sampled_ids, moved.logits, moved.error) == ([], [], None)
+    assert executor.num_free_slots == NUM_SLOTS
 
 
 def test_a_waiting_step_can_be_aborted(make_executor):

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from llm_serving.errors import ProtocolError
-from llm_serving.executor.slot_io import SlotWriter, read_result
+from llm_serving.executor.slot_io import SlotWriter, announcement, read_result
+from llm_serving.ipc import messages
 from llm_serving.ipc.shm import LAST_TOKEN, SlotLayout, SlotLimits, StepSlot
 from llm_serving.request import Request, SamplingParams
-from llm_serving.scheduler.output import History, ScheduledStep, StepKind
+from llm_serving.scheduler.output import BlockMove, History, MoveKind, ScheduledStep, StepKind
 
 LIMITS = SlotLimits(max_tokens=16, max_seqs=4, max_blocks_per_seq=6, max_context=24)
 
@@ -34,6 +35,7 @@ def prefill(seq=0, table=(3, 5), extra=None):
         do_sample=[True, False],
         sample_positions=[4, 0],
         histories=extra or [],
+        restarts=[True, True],
     )
 
 
@@ -113,7 +115,7 @@ def test_a_slot_used_again_holds_no_older_history():
 def test_a_step_larger_than_a_slot_is_refused():
     step = prefill()
     step.token_ids = list(range(17))
-    with pytest.raises(ProtocolError, match="has 2 sequences and 17 tokens; a slot holds 4 and 16"):
+    with pytest.raises(ProtocolError, match="has 2 sequences, 17 tokens and 0 moves; a slot holds 4, 16 and 10"):
         SlotWriter(LIMITS, 4, 4).write(step, new_slot())
 
 
@@ -135,7 +137,7 @@ def test_a_result_is_copied_out():
     assert np.all(slot.sampled_ids == 0)
 
 
-def decode_of(first, seq, starts, tables, rows=(2, 0)):
+def decode_of(first, seq, starts, tables, rows=(2, 0), **extra):
     requests = first.requests[: len(rows)]
     return ScheduledStep(
         seq,
@@ -148,6 +150,7 @@ def decode_of(first, seq, starts, tables, rows=(2, 0)):
         block_tables=tables,
         do_sample=[True] * len(rows),
         sample_positions=[5] * len(rows),
+        **extra,
     )
 
 
@@ -188,3 +191,94 @@ def test_a_writer_that_knows_the_batch_writes_what_a_new_one_would():
         fresh, expected = SlotWriter(LIMITS, 4, 4), new_slot()
         fresh.write(step, expected)
         assert columns(slots[index]) == columns(expected), number
+
+
+def moves_of(slot):
+    return slot.moves[: 3 * slot.num_moves].reshape(-1, 3).tolist()
+
+
+MOVES = [BlockMove(MoveKind.SWAP_OUT, 5, 0), BlockMove(MoveKind.COPY, 3, 9), BlockMove(MoveKind.SWAP_IN, 7, 5)]
+
+
+def test_a_step_of_moves_writes_header_and_moves_alone():
+    slot = new_slot()
+    fields = [field.name for field in slot.layout.fields]
+    before = {name: getattr(slot, name).copy() for name in fields}
+    SlotWriter(LIMITS, 4, 4).write(ScheduledStep(6, StepKind.MOVE, moves=MOVES), slot)
+    slot.check_header(6)
+    assert (slot.num_tokens, slot.num_seqs, slot.table_width, slot.history_len, slot.num_moves) == (0, 0, 0, 0, 3)
+    assert moves_of(slot) == [[1, 5, 0], [0, 3, 9], [2, 7, 5]]
+    assert [name for name in fields if not np.array_equal(getattr(slot, name), before[name])] == ["header", "moves"]
+    assert read_result(slot, 6, (1, 2, 0)).sampled_ids == []
+
+
+@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.MIXED, StepKind.DECODE])
+def test_any_step_carries_moves_and_the_next_in_its_slot_none_of_them(kind):
+    slot, writer, first = new_slot(), SlotWriter(LIMITS, 4, 4), prefill()
+    make = {StepKind.DECODE: lambda seq: decode_of(first, seq, (5, 2), first.block_tables)}.get(kind, prefill)
+    step = make(1)
+    step.kind, step.moves = kind, MOVES[1:2]
+    writer.write(step, slot)
+    assert moves_of(slot) == [[0, 3, 9]]
+    assert slot.num_seqs == 2
+    writer.write(make(2), slot)
+    assert moves_of(slot) == []
+
+
+def test_more_moves_than_a_slot_holds_are_refused():
+    step = ScheduledStep(0, StepKind.MOVE, moves=MOVES[:1] * 11)
+    with pytest.raises(ProtocolError, match="has 0 sequences, 0 tokens and 11 moves; a slot holds 4, 16 and 10"):
+        SlotWriter(LIMITS, 4, 4).write(step, new_slot())
+
+
+def test_a_prompt_and_a_decoding_row_in_one_step():
+    writer, slot, first = SlotWriter(LIMITS, 4, 4), new_slot(), prefill(table=(3, 5))
+    writer.write(first, slot)
+    step = prefill(1, table=(3, 5))
+    step.kind, step.restarts, step.requests = StepKind.MIXED, [False, True], first.requests
+    step.token_ids, step.query_lens, step.starts = [LAST_TOKEN, 20, 21], [1, 2], [5, 0]
+    writer.write(step, slot)
+    assert slot.token_ids[:3].tolist() == [LAST_TOKEN, 20, 21]
+    assert slot.positions[:3].tolist() == [5, 0, 1]
+    assert slot.slot_mapping[:3].tolist() == [21, 28, 29]
+    assert slot.context_lens[:2].tolist() == [6, 2]
+    assert slot.block_tables[:4].tolist() == [3, 5, 7, 0]
+
+
+@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
+def test_a_row_restarts_after_position_0_with_a_table_of_its_own(kind):
+    """The same request on the same row: only the restart tells that its blocks are others now."""
+    writer, slot, first = SlotWriter(LIMITS, 4, 4), new_slot(), prefill(table=(3, 5))
+    writer.write(first, slot)
+    writer.write(decode_of(first, 1, (5, 2), [[3, 5], [7]]), slot)
+    tables = [[8, 9, 4], [7]]
+    restart = decode_of(first, 2, (9, 3), tables, restarts=[True, False], histories=[History(0, [4, 6], 1)])
+    restart.kind, restart.token_ids = kind, [44, LAST_TOKEN]
+    writer.write(restart, slot)
+    assert slot.block_tables[:6].tolist() == [8, 9, 4, 7, 0, 0]
+    assert slot.slot_mapping[:2].tolist() == [17, 31]
+    assert (slot.history_lens[:2].tolist(), slot.history[:2].tolist()) == ([2, 0], [4, 6])
+    tables[0].append(2)
+    writer.write(decode_of(first, 3, (12, 4), [tables[0], [7, 1]]), slot)
+    assert slot.block_tables[:8].tolist() == [8, 9, 4, 2, 7, 1, 0, 0]
+    assert (slot.history_len, slot.history_lens[:2].tolist()) == (0, [0, 0])
+
+
+def test_without_a_restart_a_start_at_0_is_no_new_table():
+    """Not what a scheduler does; the sign is the restart and nothing else."""
+    writer, slot, first = SlotWriter(LIMITS, 4, 4), new_slot(), prefill(table=(3, 5))
+    writer.write(first, slot)
+    again = prefill(1, table=(1, 2))
+    again.requests, again.restarts = first.requests, []
+    writer.write(again, slot)
+    assert slot.block_tables[:2].tolist() == [3, 5]
+
+
+def test_a_message_announces_each_kind():
+    announced = {kind: announcement(ScheduledStep(4, kind), 2) for kind in StepKind}
+    assert announced == {
+        StepKind.PREFILL: messages.Prefill(seq=4, slot=2),
+        StepKind.MIXED: messages.Prefill(seq=4, slot=2),
+        StepKind.DECODE: messages.Decode(seq=4, slot=2),
+        StepKind.MOVE: messages.Move(seq=4, slot=2),
+    }

@@ -13,6 +13,7 @@ SERVER_MESSAGES = [
     messages.Connect(version=1, nonce=NONCE, proof=b"p" * 32, shm_name="llm-serving-00", shm_bytes=1024, num_slots=8),
     messages.Prefill(seq=1, slot=0),
     messages.Decode(seq=2, slot=7),
+    messages.Move(seq=3, slot=1),
     messages.Abort(seq=3, step=1),
     messages.Reset(seq=4),
     messages.Status(seq=5),
@@ -69,10 +70,11 @@ def test_anything_else_is_refused(payload):
         messages.decode_server_message(payload)
 
 
-def test_classes_order_control_before_prefill_before_decode():
+def test_classes_order_control_before_moves_before_prefill_before_decode():
     classes = [messages.message_class(message) for message in SERVER_MESSAGES]
-    assert classes == [MessageClass.CONTROL, MessageClass.PREFILL, MessageClass.DECODE, *[MessageClass.CONTROL] * 4]
-    assert MessageClass.CONTROL < MessageClass.PREFILL < MessageClass.DECODE
+    steps = [MessageClass.PREFILL, MessageClass.DECODE, MessageClass.MOVE]
+    assert classes == [MessageClass.CONTROL, *steps, *[MessageClass.CONTROL] * 4]
+    assert MessageClass.CONTROL < MessageClass.MOVE < MessageClass.PREFILL < MessageClass.DECODE
 
 
 def test_a_proof_holds_for_one_secret_role_and_nonce():

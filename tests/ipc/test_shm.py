@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import SHM_DIRECTORY, SHM_PREFIX, SlotLayout, SlotLimits, SlotMemory, StepSlot
+from llm_serving.ipc.shm import HEADER, SHM_DIRECTORY, SHM_PREFIX, SlotLayout, SlotLimits, SlotMemory, StepSlot
 
 LIMITS = SlotLimits(max_tokens=64, max_seqs=4, max_blocks_per_seq=8)
 
@@ -64,6 +64,15 @@ def test_a_slot_that_holds_another_step_is_noticed():
         ({"num_seqs": 5}, "num_seqs is 5; it must be between 1 and 4"),
         ({"table_width": 9}, "table_width is 9; it must be between 1 and 8"),
         ({"history_len": 65}, "history_len is 65; it must be between 0 and 64"),
+        ({"num_moves": 13}, "num_moves is 13; it must be between 0 and 12"),
+        ({"num_moves": -1}, "num_moves is -1; it must be between 0 and 12"),
+        ({"num_moves": 1, "num_tokens": 0}, "num_tokens is 0; it must be between 1 and 64"),
+        ({"num_moves": 1, "num_seqs": 0}, "num_seqs is 0; it must be between 1 and 4"),
+        ({"num_moves": 1, "num_tokens": 0, "num_seqs": 0}, "table_width is 1; it must be between 0 and 0"),
+        (
+            {"num_moves": 1, "num_tokens": 0, "num_seqs": 0, "table_width": 0, "history_len": 1},
+            "history_len is 1; it must be between 0 and 0",
+        ),
     ],
 )
 def test_sizes_are_checked_on_both_ends(sizes, phrase):
@@ -74,9 +83,19 @@ def test_sizes_are_checked_on_both_ends(sizes, phrase):
         slot.write_header(1, **{**good, **sizes})
     slot.write_header(1, **good)
     for name, value in sizes.items():
-        slot.header[{"num_tokens": 3, "num_seqs": 4, "table_width": 5, "history_len": 6}[name]] = value
+        slot.header[HEADER[name]] = value
     with pytest.raises(ProtocolError, match=phrase):
         slot.check_header(1)
+    memory.close()
+
+
+@pytest.mark.parametrize("num_moves", [1, 12])
+def test_a_step_of_moves_alone_has_no_tokens(num_moves):
+    memory = SlotMemory.create(LIMITS, 1)
+    slot = memory.slots[0]
+    slot.write_header(3, num_tokens=0, num_seqs=0, table_width=0, history_len=0, num_moves=num_moves)
+    slot.check_header(3)
+    assert (slot.num_tokens, slot.num_seqs, slot.num_moves) == (0, 0, num_moves)
     memory.close()
 
 

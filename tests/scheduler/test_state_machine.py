@@ -3,6 +3,9 @@
 ``Simulation`` checks on the way that blocks and rows are conserved, that nothing is freed under a step in flight,
 that nothing idles while there is work and that the oldest is never preempted; and at the end that everything is
 free and every text is the text of the request run alone. The fake device would notice a block in wrong hands.
+
+All of it under every policy, batching mode, kind of preemption and admission, chunk size, with and without prefix
+cache and paged attention.
 """
 
 from __future__ import annotations
@@ -19,13 +22,17 @@ from simulation import Simulation, random_run
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.batching.base import BatchingStrategy
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.policy import Policy
+from llm_serving.scheduler.policy import AdmissionKind, Policy, PreemptionKind
+
+SHARED_TEXT = [2 + (7 * place) % 50 for place in range(64)]
+"""Prompts that begin alike are what the prefix cache is for."""
 
 
 @st.composite
 def limits(draw: st.DrawFn) -> SchedulerLimits:
     """Limits from the tightest to the roomy; the pool holds at least one longest sequence."""
     max_model_len = draw(st.sampled_from([4, 17, 40]))
+    page_attention = draw(st.sampled_from([True, True, True, False]))
     block_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16, 128]))
     longest = -(-(max_model_len - 1) // block_size)
     return make_limits(
@@ -41,6 +48,12 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
         chunk_tokens=draw(st.sampled_from([None, 1, 5, 20])),
         batching=draw(st.sampled_from(list(BatchingStrategy))),
         batch_size=draw(st.sampled_from([None, 1, 3])),
+        page_attention=page_attention,
+        prefix_cache=page_attention and draw(st.booleans()),
+        preemption=draw(st.sampled_from(list(PreemptionKind))),
+        num_host_blocks=draw(st.sampled_from([0, 2, 10, 100])),
+        admission=draw(st.sampled_from(list(AdmissionKind))),
+        predict_output_length=draw(st.booleans()),
         decode_steps_ahead=draw(st.integers(0, 3)),
         batch_waiting_time=draw(st.sampled_from([0.0, 0.01])),
         decode_batch_waiting_time=draw(st.sampled_from([0.0, 0.01])),
@@ -59,13 +72,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 25),
         ignore_eos=st.booleans(),
         penalty=st.sampled_from([0.0, 0.5]),
+        shared=st.booleans(),
+        deadline=st.sampled_from([None, None, 0.015]),
     )
-    def add(self, prompt: int, max_tokens: int, ignore_eos: bool, penalty: float) -> None:
+    def add(
+        self, prompt: int, max_tokens: int, ignore_eos: bool, penalty: float, shared: bool, deadline: float | None
+    ) -> None:
+        prompt = min(prompt, self.simulation.limits.max_model_len - 1)
         self.simulation.add(
             make_request(
                 f"r{len(self.simulation.requests)}",
-                min(prompt, self.simulation.limits.max_model_len - 1),
+                SHARED_TEXT[:prompt] if shared else prompt,
                 max_tokens,
+                deadline=None if deadline is None else self.simulation.now + deadline,
                 arrival=self.simulation.now,
                 ignore_eos=ignore_eos,
                 presence_penalty=penalty,
@@ -160,13 +179,13 @@ def random_requests(rng: random.Random, max_model_len: int) -> list[Request]:
     return [
         make_request(
             f"r{index}",
-            rng.randrange(1, max_model_len),
+            SHARED_TEXT[:length] if rng.random() < 0.4 else length,
             rng.randrange(1, 25),
             ignore_eos=rng.random() < 0.5,
             repetition_penalty=rng.choice([1.0, 1.2]),
             seed=index,
         )
-        for index in range(rng.randrange(1, 25))
+        for index, length in enumerate(rng.choices(range(1, max_model_len), k=rng.randrange(1, 25)))
     ]
 
 
@@ -191,3 +210,37 @@ def test_every_batching_mode_goes_with_every_policy(policy: Policy, batching: Ba
         )
         simulation = Simulation(limits)
         random_run(simulation, random_requests(rng, limits.max_model_len), rng, aborts=0.02)
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("preemption", PreemptionKind)
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_preemption_and_prefix_cache_go_with_every_policy(
+    policy: Policy, preemption: PreemptionKind, prefix_cache: bool
+) -> None:
+    for seed in range(25):
+        rng = random.Random(seed)
+        limits = random_limits(
+            rng,
+            policy=policy,
+            preemption=preemption,
+            prefix_cache=prefix_cache,
+            num_host_blocks=rng.choice([2, 10, 100]),
+            admission=rng.choice(list(AdmissionKind)),
+            decode_steps_ahead=seed % 4,
+        )
+        simulation = Simulation(limits)
+        random_run(simulation, random_requests(rng, limits.max_model_len), rng, aborts=0.02)
+
+
+@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("batching", BatchingStrategy)
+def test_sequences_in_one_piece_go_with_every_policy_and_batching_mode(
+    policy: Policy, batching: BatchingStrategy
+) -> None:
+    for seed in range(15):
+        rng = random.Random(seed)
+        limits = random_limits(rng, policy=policy, batching=batching, page_attention=False, decode_steps_ahead=seed % 4)
+        simulation = Simulation(limits)
+        random_run(simulation, random_requests(rng, limits.max_model_len), rng, aborts=0.02)
+        assert simulation.scheduler.num_preemptions == 0

@@ -4,7 +4,7 @@ import asyncio
 import re
 
 import pytest
-from fake_engine import MODEL_NAME, FakeEngine, Submitted
+from fake_engine import MODEL_NAME, FakeEngine, FakeStatus, Submitted
 from http_server import running
 from prometheus_client.parser import text_string_to_metric_families
 from small_configs import small_config
@@ -13,7 +13,8 @@ from small_tokenizers import open_tokenizer, write_byte_level_folder
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.errors import AgentLostError, ContextLengthError, QueueFullError
 from llm_serving.metrics import Metrics
-from llm_serving.request import FinishReason, RequestOutput, RequestTimings
+from llm_serving.receipt import BlockReason
+from llm_serving.request import Blocked, FinishReason, RequestOutput, RequestTimings
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 from llm_serving.server.sampling import choice_seed
 from llm_serving.server.state import ServerSettings
@@ -186,13 +187,19 @@ def test_the_engines_metrics():
     step = ScheduledStep(seq=1, kind=StepKind.PREFILL, rows=[0, 1], token_ids=[5, 6, 7])
     metrics.step(step, StepResult(seq=1, sampled_ids=[9, -1]), 0.25)
     metrics.first_token(0.1)
-    timings = RequestTimings(queue=0.1, prefill=0.2, decode=0.5, e2e=0.9, ttft=0.3, delivery=0.1, tpot=0.2)
+    timings = RequestTimings(
+        queue=0.1, prefill=0.2, decode=0.25, swapped=0.25, e2e=0.9, ttft=0.3, delivery=0.1, tpot=0.2,
+        blocked=(Blocked(BlockReason.ROWS, 3, 0.0625),),
+    )  # fmt: skip
     output = RequestOutput("r", "", (), (), 10, 4, FinishReason.STOP)
     metrics.request_end(output, FinishReason.STOP, timings)
     metrics.host_overhead(0.0)
     metrics.host_overhead(0.003)
     metrics.request_refused("queue_full")
-    metrics.preemptions(2)
+    metrics.preemptions(3, 1)
+    metrics.objectives({"ttft": True, "both": True})
+    metrics.objectives({"ttft": True, "tbt": False, "both": False})
+    metrics.objectives({})
     value = metrics.registry.get_sample_value
     assert value("llm_serving_step_seconds_sum", {"kind": "prefill"}) == 0.25
     assert value("llm_serving_step_sequences_sum", {"kind": "prefill"}) == 2
@@ -208,7 +215,30 @@ def test_the_engines_metrics():
     assert value("llm_serving_engine_host_overhead_seconds_sum") == 0.003
     assert value("llm_serving_engine_host_overhead_seconds_bucket", {"le": "0.0"}) == 1
     assert value("llm_serving_engine_host_overhead_seconds_count") == 2
-    assert value("llm_serving_preemptions_total") == 2
+    assert value("llm_serving_preemptions_total", {"kind": "recompute"}) == 2
+    assert value("llm_serving_preemptions_total", {"kind": "swap"}) == 1
+    assert value("llm_serving_request_part_seconds_total", {"part": "swapped"}) == 0.25
+    assert value("llm_serving_request_part_seconds_total", {"part": "tokenise"}) == 0
+    assert value("llm_serving_queue_blocked_seconds_total", {"reason": "rows"}) == 0.0625
+    counts = {
+        (objective, met): value("llm_serving_request_objectives_total", {"objective": objective, "met": met})
+        for objective in ("ttft", "tbt", "both")
+        for met in ("true", "false")
+    }
+    assert counts == {
+        ("ttft", "true"): 2, ("ttft", "false"): 0, ("tbt", "true"): 0, ("tbt", "false"): 1,
+        ("both", "true"): 1, ("both", "false"): 1,
+    }  # fmt: skip
+
+
+def test_the_caches_and_the_swaps_in_the_metrics(server, engine):
+    engine.current = FakeStatus(swapped=2, kv_waste=0.25, prefix_hit_tokens=30, prefix_query_tokens=40)
+    lines = server.http.get("/metrics").text.splitlines()
+    assert "llm_serving_requests_swapped 2.0" in lines
+    assert "llm_serving_kv_waste_ratio 0.25" in lines
+    assert "llm_serving_prefix_cache_hit_tokens_total 30.0" in lines
+    assert "llm_serving_prefix_cache_query_tokens_total 40.0" in lines
+    assert server.http.get("/server_info").json()["engine"]["swapped"] == 2
 
 
 def test_seeds_of_several_answers():

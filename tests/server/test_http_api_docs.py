@@ -31,7 +31,9 @@ EXAMPLES = examples()
 
 
 def test_every_endpoint_is_described_with_an_example():
-    shown = {(method, path.replace("MODEL", "{name}")) for method, path, _ in EXAMPLES}
+    shown = {
+        (method, path.replace("MODEL", "{name}").replace("REQUEST", "{request_id}")) for method, path, _ in EXAMPLES
+    }
     assert shown == {(endpoint.method, endpoint.path.replace(":path", "")) for endpoint in ENDPOINTS}
     for endpoint in ENDPOINTS:
         assert f"`{endpoint.method} {endpoint.path.replace(':path', '')}`" in TEXT
@@ -39,6 +41,8 @@ def test_every_endpoint_is_described_with_an_example():
 
 @pytest.mark.parametrize(("method", "path", "body"), EXAMPLES)
 def test_the_example_works(server, method, path, body):
+    if "REQUEST" in path:
+        path = path.replace("REQUEST", server.post("/v1/completions", {"prompt": "a"}).json()["id"])
     content = None if body is None else json.dumps(json.loads(body))
     headers = {} if body is None else {"Content-Type": "application/json"}
     response = server.http.request(method, path.replace("MODEL", MODEL_NAME), content=content, headers=headers)

@@ -121,10 +121,15 @@ def figures(*values: float, p50: float, p90: float, p99: float) -> dict[str, Any
     }
 
 
+def no_figures() -> dict[str, Any]:
+    return {"count": 0, "mean": None, "p50": None, "p90": None, "p99": None, "min": None, "max": None}
+
+
 def test_the_json_of_a_small_log_is_exact(maker: LogMaker) -> None:
     write_small_log(maker)
     content = analyzed(maker.path)
     slowest = content.pop("slowest")
+    assert content.pop("why_slow")["slow"]["requests"] == 1
     assert content == {
         "max_token_len": 15,
         "max_token_request": "r1",
@@ -142,6 +147,7 @@ def test_the_json_of_a_small_log_is_exact(maker: LogMaker) -> None:
         "prefill_ms": figures(250, 500, 500, p50=500, p90=500, p99=500),
         "decode_ms": figures(1500, 2000, 0, p50=1500, p90=1900, p99=1990),
         "delivery_ms": figures(0, 0, 0, p50=0, p90=0, p99=0),
+        **dict.fromkeys(("tokenise_ms", "preempted_ms", "swapped_ms"), no_figures()),
         "ttft_ms": figures(500, 1000, 1500, p50=1000, p90=1400, p99=1490),
         "tpot_ms": figures(500, 500, p50=500, p90=500, p99=500),
         "e2e_s": figures(2.0, 3.0, 1.5, p50=2.0, p90=2.8, p99=2.98),
@@ -149,6 +155,9 @@ def test_the_json_of_a_small_log_is_exact(maker: LogMaker) -> None:
         "percentiles_are_exact": True,
         "preemptions": 2,
         "preempted_requests": 1,
+        "swaps": 0,
+        "objectives": {"met": 0, "missed": 0},
+        "cached_tokens": 0,
         "engine": {
             "state_lines": 2,
             "running": {"mean": 3.0, "max": 4.0},
@@ -180,7 +189,8 @@ def test_the_json_of_a_small_log_is_exact(maker: LogMaker) -> None:
     assert slowest[0] == {
         "request_id": "r1", "e2e_s": 3.0, "queue_ms": 500.0, "prefill_ms": 500.0, "decode_ms": 2000.0,
         "delivery_ms": 0.0, "ttft_ms": 1000.0, "tpot_ms": 500.0, "prompt_tokens": 10, "output_tokens": 5,
-        "finish_reason": "length", "preemptions": 0,
+        "finish_reason": "length", "preemptions": 0, "swaps": 0,
+        "tokenise_ms": None, "preempted_ms": None, "swapped_ms": None,
     }  # fmt: skip
 
 
@@ -220,9 +230,8 @@ def test_an_empty_log_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[
     path.touch()
     content = analyzed(path, "--html", str(tmp_path / "empty.html"))
     assert (content["requests"], content["max_token_len"], content["finish_reasons"]) == (0, 0, {})
-    assert content["ttft_ms"] == {
-        "count": 0, "mean": None, "p50": None, "p90": None, "p99": None, "min": None, "max": None,
-    }  # fmt: skip
+    assert content["ttft_ms"] == no_figures()
+    assert content["why_slow"] is None
     assert capsys.readouterr().out == "  The log holds no event.\n\n  0 lines read, 0 of them not readable\n"
 
 

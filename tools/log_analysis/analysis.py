@@ -10,10 +10,12 @@ from typing import Any
 
 import msgspec
 
+from llm_serving.request import PARTS
 from llm_serving.statistics import Distribution, normalized_latency
 from tools.log_analysis.reader import LogEvent, LogReader
 from tools.log_analysis.records import EngineState, RequestEnd
 from tools.log_analysis.timeline import Timeline
+from tools.log_analysis.why_slow import WhySlow
 
 SLOWEST = 10
 KEPT_MESSAGES = 20
@@ -26,21 +28,26 @@ MAX_OPEN_REQUESTS = 200_000
 class Phases:
     """Latencies of requests that got their whole answer, in milliseconds."""
 
+    tokenise: Distribution = field(default_factory=Distribution)
     queue: Distribution = field(default_factory=Distribution)
     prefill: Distribution = field(default_factory=Distribution)
     decode: Distribution = field(default_factory=Distribution)
+    preempted: Distribution = field(default_factory=Distribution)
+    swapped: Distribution = field(default_factory=Distribution)
     delivery: Distribution = field(default_factory=Distribution)
     ttft: Distribution = field(default_factory=Distribution)
     tpot: Distribution = field(default_factory=Distribution)
     e2e: Distribution = field(default_factory=Distribution)
     normalized: Distribution = field(default_factory=Distribution)
 
+    def part(self, name: str) -> Distribution:
+        """Of one of the parts of a request's time."""
+        distribution: Distribution = getattr(self, name)
+        return distribution
+
     def add(self, end: RequestEnd) -> None:
         for distribution, value in (
-            (self.queue, end.queue_ms),
-            (self.prefill, end.prefill_ms),
-            (self.decode, end.decode_ms),
-            (self.delivery, end.delivery_ms),
+            *((self.part(part), getattr(end, f"{part}_ms")) for part in PARTS),
             (self.ttft, end.ttft_ms),
             (self.tpot, end.tpot_ms),
             (self.e2e, end.e2e_ms),
@@ -98,11 +105,16 @@ class LogAnalysis:
     requests: int = 0
     completed: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of the prompt tokens, those found in the prefix cache."""
     output_tokens: int = 0
+    objectives: Counter[str] = field(default_factory=Counter)
+    """Requests that had objectives: ``met`` all of them (goodput), or ``missed`` one."""
     max_token_len: int = 0
     max_token_request: str | None = None
     preemptions: int = 0
     preempted_requests: int = 0
+    swaps: int = 0
     active_seconds: float = 0.0
     unfinished: int = 0
     refused: int = 0
@@ -110,6 +122,7 @@ class LogAnalysis:
     agents_back: int = 0
     """Agents that became ready after one was lost."""
     phases: Phases = field(default_factory=Phases)
+    why_slow: WhySlow = field(default_factory=WhySlow)
     engine: EngineTotals = field(default_factory=EngineTotals)
     timeline: Timeline = field(default_factory=Timeline)
     messages: deque[Message] = field(default_factory=lambda: deque(maxlen=KEPT_MESSAGES))
@@ -183,6 +196,10 @@ class LogAnalysis:
         self.output_tokens += end.output_tokens
         self.preemptions += end.preemptions
         self.preempted_requests += end.preemptions > 0
+        self.swaps += end.swaps
+        self.cached_tokens += end.cached_tokens
+        if end.objectives_met:
+            _count(self.objectives, "met" if end.objectives_met.get("both") else "missed")
         if end.total_tokens > self.max_token_len:
             self.max_token_len, self.max_token_request = end.total_tokens, end.request_id
         self.timeline.add(event.time, "ends", 1.0)
@@ -190,6 +207,7 @@ class LogAnalysis:
             return
         self.completed += 1
         self.phases.add(end)
+        self.why_slow.add(end)
         if end.ttft_ms is not None:
             self.timeline.add(started, "ttft_ms", end.ttft_ms)
         entry = (end.e2e_ms or 0.0, -self.requests, end)

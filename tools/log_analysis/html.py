@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from llm_serving.request import PARTS
 from llm_serving.statistics import Distribution
 from llm_serving.text_table import SUMMARY_COLUMNS, format_number
 from tools.log_analysis.analysis import LogAnalysis
@@ -14,9 +15,12 @@ from tools.log_analysis.story import story
 from tools.log_analysis.svg import Line, chart
 from tools.log_analysis.text import REQUEST_COLUMNS, clock, slowest_row
 from tools.log_analysis.timeline import Timeline
+from tools.log_analysis.why_slow_report import why_slow_html
 
 BLUE, ORANGE, GREEN, RED = "#2b6cb0", "#dd6b20", "#2f855a", "#c53030"
-PHASE_COLOURS = {"queue": ORANGE, "prefill": BLUE, "decode": GREEN, "delivery": RED}
+GREY, PURPLE, PINK = "#718096", "#6b46c1", "#d53f8c"
+PART_COLOURS = {"tokenise": GREY, "queue": ORANGE, "prefill": BLUE, "decode": GREEN, "preempted": PURPLE,
+                "swapped": PINK, "delivery": RED}  # fmt: skip
 STATE_GAP_S = 30.0
 """State lines further apart belong to different spells of work."""
 
@@ -44,7 +48,7 @@ def html_report(analysis: LogAnalysis, reader: LogReader, source: str) -> str:
     if analysis.requests:
         sections.append(_cards(analysis))
     if analysis.completed:
-        sections += [_latencies(analysis), _phases(analysis)]
+        sections += [_latencies(analysis), _phases(analysis), why_slow_html(analysis.why_slow)]
     sections.append(_charts(analysis))
     if analysis.completed:
         sections.append(_slowest(analysis.slowest))
@@ -88,10 +92,7 @@ def _cards(analysis: LogAnalysis) -> str:
 def _latencies(analysis: LogAnalysis) -> str:
     phases = analysis.phases
     named: list[tuple[str, Distribution]] = [
-        ("queue", phases.queue),
-        ("prefill", phases.prefill),
-        ("decode", phases.decode),
-        ("delivery", phases.delivery),
+        *((part, phases.part(part)) for part in PARTS),
         ("time to first token", phases.ttft),
         ("time per output token", phases.tpot),
         ("end to end", phases.e2e),
@@ -106,10 +107,10 @@ def _latencies(analysis: LogAnalysis) -> str:
 
 def _phases(analysis: LogAnalysis) -> str:
     phases = analysis.phases
-    means = [one.summary().mean or 0.0 for one in (phases.queue, phases.prefill, phases.decode, phases.delivery)]
+    means = [phases.part(part).summary().mean or 0.0 for part in PARTS]
     legend = " ".join(
         f'<span style="color:{colour}">&#9632;</span> {name} {format_number(mean)} ms'
-        for (name, colour), mean in zip(PHASE_COLOURS.items(), means, strict=True)
+        for (name, colour), mean in zip(PART_COLOURS.items(), means, strict=True)
     )
     return f'<p>Mean request: {legend}</p>\n<div style="zoom:3">{_bar(means)}</div>'
 
@@ -164,17 +165,17 @@ def _slowest(slowest: Sequence[RequestEnd]) -> str:
     rows = []
     for end in slowest:
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in slowest_row(end))
-        bar = _bar([end.queue_ms or 0.0, end.prefill_ms or 0.0, end.decode_ms or 0.0, end.delivery_ms or 0.0])
+        bar = _bar(list(end.parts.values()))
         rows.append(f"<tr>{cells}<td>{bar}</td></tr>")
     return f"<h2>Slowest requests (phases in ms)</h2>\n<table><tr>{header}</tr>\n" + "\n".join(rows) + "\n</table>"
 
 
 def _bar(parts: Sequence[float]) -> str:
-    """Queue, prefill, decode and delivery side by side."""
+    """The parts of a request's time side by side."""
     total = sum(parts) or 1.0
     pieces = "".join(
         f'<i style="width:{100 * part / total:.1f}%;background:{colour}" title="{name}"></i>'
-        for (name, colour), part in zip(PHASE_COLOURS.items(), parts, strict=True)
+        for (name, colour), part in zip(PART_COLOURS.items(), parts, strict=True)
     )
     return f'<div class="bar">{pieces}</div>'
 

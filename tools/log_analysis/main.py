@@ -19,6 +19,7 @@ from tools.log_analysis.html import html_report
 from tools.log_analysis.reader import LogReader
 from tools.log_analysis.results import to_json
 from tools.log_analysis.text import format_report
+from tools.log_analysis.why_slow_report import why_slow_text
 
 EXIT_USAGE = 2
 EPILOG = "exit code: 0 the log was read, whatever is in it; 2 a file cannot be read or written, or a wrong option"
@@ -30,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         reader, analysis = _read(options)
         results = to_json(analysis, reader)
         print(format_report(analysis, reader))
+        if options.why_slow:
+            print("\n" + why_slow_text(analysis.why_slow))
         if options.compare is not None:
             print("\n" + _compare(options))
         if options.json is not None:
@@ -71,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots here, one file")
     parser.add_argument("--last-run", action="store_true", help="only what the last server start wrote")
     parser.add_argument("--since", type=parse_time, metavar="TIME", help="only from this moment on")
+    parser.add_argument(
+        "--why-slow", action="store_true", help="what the slowest 1 %% of the requests spent more time on than others"
+    )
     parser.add_argument("--compare", type=Path, metavar="FILE", help="a load test's JSON to put beside the log")
     return parser
 

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import msgspec
 
+from llm_serving.request import PARTS
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
@@ -14,21 +16,34 @@ COMPLETED = ("stop", "length")
 
 
 class RequestEnd(msgspec.Struct):
-    """A request has ended. The phases queue, prefill, decode and delivery sum to ``e2e_ms``."""
+    """A request has ended. Its ``parts`` sum to ``e2e_ms``."""
 
     finish_reason: str
     request_id: str = "?"
     prompt_tokens: Count = 0
     output_tokens: Count = 0
     total_tokens: Count = 0
+    cached_tokens: Count = 0
+    tokenise_ms: Milliseconds | None = None
     queue_ms: Milliseconds | None = None
     prefill_ms: Milliseconds | None = None
     decode_ms: Milliseconds | None = None
+    preempted_ms: Milliseconds | None = None
+    swapped_ms: Milliseconds | None = None
     delivery_ms: Milliseconds | None = None
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None
     e2e_ms: Milliseconds | None = None
     preemptions: Count = 0
+    swaps: Count = 0
+    blocked_ms: dict[str, Milliseconds] = {}
+    blocked_by: list[str] = []
+    objectives_met: dict[str, bool] = {}
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Milliseconds, in the order a request meets them; 0 for what the line does not tell."""
+        return {part: getattr(self, f"{part}_ms") or 0.0 for part in PARTS}
 
     @property
     def is_completed(self) -> bool:

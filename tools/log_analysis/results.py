@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from llm_serving.request import PARTS
 from llm_serving.statistics import Distribution
 from tools.log_analysis.analysis import LogAnalysis
 from tools.log_analysis.reader import LogReader
 from tools.log_analysis.records import RequestEnd
 from tools.log_analysis.timeline import Cell
+from tools.log_analysis.why_slow_report import why_slow_json
 
 Figures = dict[str, float | int | None]
 
@@ -26,12 +28,10 @@ def to_json(analysis: LogAnalysis, reader: LogReader) -> dict[str, Any]:
         "total_time_s": seconds,
         "qps": _ratio(analysis.completed, seconds),
         "prompt_tokens": analysis.prompt_tokens,
+        "cached_tokens": analysis.cached_tokens,
         "output_tokens": analysis.output_tokens,
         "output_tokens_per_s": _ratio(analysis.output_tokens, seconds),
-        "queue_ms": _figures(phases.queue),
-        "prefill_ms": _figures(phases.prefill),
-        "decode_ms": _figures(phases.decode),
-        "delivery_ms": _figures(phases.delivery),
+        **{f"{part}_ms": _figures(phases.part(part)) for part in PARTS},
         "ttft_ms": _figures(phases.ttft),
         "tpot_ms": _figures(phases.tpot),
         "e2e_s": _figures(phases.e2e, scale=0.001),
@@ -39,6 +39,8 @@ def to_json(analysis: LogAnalysis, reader: LogReader) -> dict[str, Any]:
         "percentiles_are_exact": phases.e2e.is_exact,
         "preemptions": analysis.preemptions,
         "preempted_requests": analysis.preempted_requests,
+        "swaps": analysis.swaps,
+        "objectives": {name: analysis.objectives[name] for name in ("met", "missed")},
         "engine": _engine_json(analysis),
         "agents": {
             "ready": analysis.events.get("agent_ready", 0),
@@ -52,6 +54,7 @@ def to_json(analysis: LogAnalysis, reader: LogReader) -> dict[str, Any]:
             for message in analysis.messages
         ],
         "slowest": [_request_json(end) for end in analysis.slowest],
+        "why_slow": why_slow_json(analysis.why_slow),
         "runs": analysis.runs,
         "earlier_runs": analysis.earlier_runs,
         "apis": dict(analysis.apis.most_common()),
@@ -93,16 +96,14 @@ def _request_json(end: RequestEnd) -> dict[str, Any]:
     return {
         "request_id": end.request_id,
         "e2e_s": None if end.e2e_ms is None else end.e2e_ms / 1000.0,
-        "queue_ms": end.queue_ms,
-        "prefill_ms": end.prefill_ms,
-        "decode_ms": end.decode_ms,
-        "delivery_ms": end.delivery_ms,
+        **{f"{part}_ms": getattr(end, f"{part}_ms") for part in PARTS},
         "ttft_ms": end.ttft_ms,
         "tpot_ms": end.tpot_ms,
         "prompt_tokens": end.prompt_tokens,
         "output_tokens": end.output_tokens,
         "finish_reason": end.finish_reason,
         "preemptions": end.preemptions,
+        "swaps": end.swaps,
     }
 
 

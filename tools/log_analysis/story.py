@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from llm_serving.request import PARTS
 from llm_serving.statistics import Distribution
 from llm_serving.text_table import format_number
 from tools.log_analysis.analysis import LogAnalysis
 
 QUEUE_IS_LIMIT = 0.20
-DELIVERY_IS_SLOW = 2.0
-"""Percent of the time from which on delivery is worth telling: it is next to nothing unless clients do not read."""
+RARE_IS_MUCH = 2.0
+"""Percent of the time from which on a part is worth telling that is next to nothing most of the time."""
+_RARE_PARTS = {
+    "tokenise": "being tokenised",
+    "preempted": "preempted",
+    "swapped": "swapped out",
+    "delivery": "waiting for the client to read",
+}
 QUEUE_IS_NOTHING = 0.05
 """Share of the end-to-end time that requests waited."""
 KV_IS_FULL = 0.90
@@ -44,12 +51,11 @@ def _where_the_time_went(analysis: LogAnalysis) -> str:
     total = _sum(phases.e2e)
     if not total:
         return ""
-    parts = (phases.queue, phases.prefill, phases.decode, phases.delivery)
-    queue, prefill, decode, delivery = (100 * _sum(phase) / total for phase in parts)
-    delivered = f", {delivery:.0f} % waiting for the client to read" if delivery >= DELIVERY_IS_SLOW else ""
+    share = {part: 100 * _sum(phases.part(part)) / total for part in PARTS}
+    rare = [f", {share[part]:.0f} % {words}" for part, words in _RARE_PARTS.items() if share[part] >= RARE_IS_MUCH]
     return (
-        f"A request took {format_number(total / phases.e2e.count / 1000)} s on average: {queue:.0f} % waiting in the "
-        f"queue, {prefill:.0f} % prefill, {decode:.0f} % decode{delivered}."
+        f"A request took {format_number(total / phases.e2e.count / 1000)} s on average: {share['queue']:.0f} % waiting "
+        f"in the queue, {share['prefill']:.0f} % prefill, {share['decode']:.0f} % decode{''.join(rare)}."
     )
 
 
@@ -92,15 +98,8 @@ def _slowest(analysis: LogAnalysis) -> str:
     end = analysis.slowest[0]
     if not end.e2e_ms:
         return ""
-    phase, milliseconds = max(
-        (
-            ("the queue", end.queue_ms or 0.0),
-            ("prefill", end.prefill_ms or 0.0),
-            ("decode", end.decode_ms or 0.0),
-            ("delivery", end.delivery_ms or 0.0),
-        ),
-        key=lambda pair: pair[1],
-    )
+    part, milliseconds = max(end.parts.items(), key=lambda pair: pair[1])
+    phase = "the queue" if part == "queue" else part
     return (
         f"The slowest request ({end.request_id}) took {format_number(end.e2e_ms / 1000)} s for {end.output_tokens} "
         f"tokens, {100 * milliseconds / end.e2e_ms:.0f} % of it in {phase}."
@@ -112,9 +111,17 @@ def _preemptions(analysis: LogAnalysis) -> str:
         return "No request was preempted."
     return (
         f"KV blocks ran out: {_count(analysis.preempted_requests, 'request')} had to give them up, "
-        f"{_count(analysis.preemptions, 'time')} in all, and to be computed again. More blocks (pa_config.num_blocks) "
-        "or fewer requests at once would help."
+        f"{_count(analysis.preemptions, 'time')} in all, and to be {_restored(analysis)}. More blocks "
+        "(pa_config.num_blocks) or fewer requests at once would help."
     )
+
+
+def _restored(analysis: LogAnalysis) -> str:
+    if not analysis.swaps:
+        return "computed again"
+    if analysis.swaps >= analysis.preemptions:
+        return "fetched back from host memory"
+    return f"computed again or ({_count(analysis.swaps, 'time')}) fetched back from host memory"
 
 
 def _agents(analysis: LogAnalysis) -> str:

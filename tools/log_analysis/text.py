@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 
+from llm_serving.request import PARTS
 from llm_serving.text_table import format_number, format_summaries, format_table
 from tools.log_analysis.analysis import LogAnalysis
 from tools.log_analysis.reader import LogReader
@@ -48,10 +49,7 @@ def _latencies(analysis: LogAnalysis) -> str:
     table = format_summaries(
         "latency (ms)",
         [
-            ("queue", phases.queue.summary()),
-            ("prefill", phases.prefill.summary()),
-            ("decode", phases.decode.summary()),
-            ("delivery", phases.delivery.summary()),
+            *((part, phases.part(part).summary()) for part in PARTS),
             ("time to first token", phases.ttft.summary()),
             ("time per output token", phases.tpot.summary()),
             ("end to end", phases.e2e.summary()),

@@ -1,0 +1,68 @@
+"""Copies of cache blocks between the device's cache and host memory: one call a step, over all layers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels.library import KernelError, load_library
+
+Array = npt.NDArray[Any]
+Int32Array = npt.NDArray[np.int32]
+_MOVE_WIDTH = 3
+
+
+class _CopyBlocksArgs(ctypes.Structure):
+    """llmk::CopyBlocksArgs of ops/copy_blocks.h, field for field."""
+
+    _fields_ = (
+        ("device", ctypes.c_void_p),
+        ("host", ctypes.c_void_p),
+        ("moves", ctypes.c_void_p),
+        ("num_arrays", ctypes.c_int64),
+        ("num_moves", ctypes.c_int64),
+        ("block_bytes", ctypes.c_int64),
+        ("device_blocks", ctypes.c_int64),
+        ("host_blocks", ctypes.c_int64),
+    )
+
+
+class BlockCopies:
+    """The call prepared for arrays that stay where they are: ``device[i]`` and ``host[i]`` are one layer's keys or
+    values, the block first. All blocks have the same size."""
+
+    def __init__(self, device: Sequence[Array], host: Sequence[Array]) -> None:
+        """Raises ValueError when the arrays are not contiguous, or not alike."""
+        arrays = [*device, *host]
+        shapes = {(array.dtype, array.shape[1:]) for array in arrays}
+        if len(shapes) != 1 or not all(array.flags.c_contiguous for array in arrays):
+            raise ValueError(f"cache arrays must be contiguous, with blocks of one kind; there are {sorted(shapes)}")
+        if len(host) != len(device) or len({array.shape[0] for array in device}) != 1:
+            raise ValueError(f"{len(device)} cache arrays need as many host arrays, not {len(host)}, of equal length")
+        self._function = load_library().llmk_copy_blocks
+        addresses = [(ctypes.c_void_p * len(pool))(*[a.ctypes.data for a in pool]) for pool in (device, host)]
+        self._keep_alive = (arrays, addresses)
+        self._args = _CopyBlocksArgs(
+            device=ctypes.addressof(addresses[0]),
+            host=ctypes.addressof(addresses[1]),
+            num_arrays=len(device),
+            block_bytes=device[0][0].nbytes,
+            device_blocks=device[0].shape[0],
+            host_blocks=host[0].shape[0],
+        )
+
+    def run(self, moves: Int32Array) -> None:
+        """``moves`` [M, 3] int32, contiguous: ``MoveKind``, source block, destination block; in this order.
+
+        Raises KernelError when a kind or a block does not exist; nothing is copied then.
+        """
+        if moves.dtype != np.int32 or moves.ndim != 2 or moves.shape[1] != _MOVE_WIDTH or not moves.flags.c_contiguous:
+            raise ValueError(f"moves are {moves.dtype} {moves.shape}; they must be contiguous int32 [moves, 3]")
+        self._args.moves, self._args.num_moves = moves.ctypes.data, moves.shape[0]
+        code = self._function(ctypes.byref(self._args))
+        if code != 0:
+            raise KernelError(f"block copies were refused (code {code}); the reason is on standard error")

@@ -1,0 +1,143 @@
+"""Beam search in OpenAI's API, by vLLM's fields: ``use_beam_search``, ``n`` or ``best_of``, ``length_penalty``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from llm_serving.engine.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearchParams
+from llm_serving.engine.detokenizer import IncrementalDetokenizer
+from llm_serving.errors import ContextLengthError, RequestError
+from llm_serving.request import MAX_TOP_LOGITS, FinishReason
+from llm_serving.server.generation import Answer, Choice, Generation
+from llm_serving.server.limits import MAX_SEQUENCES
+from llm_serving.server.protocol import SamplingFields
+from llm_serving.server.sampling import GREEDY_BELOW
+
+__all__ = ["check_beam_fields", "search_answers"]
+
+_SAMPLING = {
+    "top_k": (None, 0, -1),
+    "top_p": (None, 1),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "stop": ((),),
+}
+"""What a beam search takes no account of, and the values that ask for nothing."""
+
+
+def check_beam_fields(fields: SamplingFields) -> None:
+    """Raises RequestError for what does not go together: silently doing something else would be worse."""
+    if not fields.use_beam_search:
+        for name in ("beam_width", "length_penalty"):
+            if getattr(fields, name) is not None:
+                raise _unsupported(name, f"'{name}' is only allowed when 'use_beam_search' is true.")
+        return
+    if fields.stream:
+        raise _unsupported(
+            "stream", "'stream' with 'use_beam_search' is not supported: no text is sure before the end."
+        )
+    if fields.temperature is not None and fields.temperature >= GREEDY_BELOW:
+        raise _no_sampling("temperature", fields.temperature)
+    for name, neutral in _SAMPLING.items():
+        if getattr(fields, name) not in neutral:
+            raise _no_sampling(name, getattr(fields, name))
+
+
+async def search_answers(
+    generation: Generation, fields: SamplingFields, best_of: int | None, *, has_limit: bool
+) -> list[Answer]:
+    """The ``n`` best of each prompt's beams, the best first. ``has_limit``: the client gave the most tokens itself."""
+    n = fields.n or 1
+    firsts = generation.choices[::n]
+    width = _width(fields, best_of, n, len(firsts))
+    searches = [(choice, _params(generation, choice, fields, width, has_limit=has_limit)) for choice in firsts]
+    answers = []
+    for number, (choice, params) in enumerate(searches):
+        name = generation.request_id if len(firsts) == 1 else f"{generation.request_id}-{number}"
+        beams = await generation.search(name, choice, params)
+        answers += [
+            _answer(generation, replace(choice, index=choice.index + rank), beam) for rank, beam in enumerate(beams[:n])
+        ]
+    return answers
+
+
+def _width(fields: SamplingFields, best_of: int | None, n: int, num_prompts: int) -> int:
+    width = fields.beam_width or best_of or n
+    name = "beam_width" if fields.beam_width else "best_of" if best_of else "n"
+    if not n <= width <= MAX_BEAM_WIDTH:
+        raise RequestError(
+            f"A beam search of {width} beams ('{name}') with n = {n} cannot be done; beams are at least 'n' and at "
+            f"most {MAX_BEAM_WIDTH}.",
+            param=name,
+            code="invalid_value",
+        )
+    if num_prompts * width > MAX_SEQUENCES:
+        raise RequestError(
+            f"{num_prompts} prompts of {width} beams make {num_prompts * width} sequences; one request may make at "
+            f"most {MAX_SEQUENCES}.",
+            param=name,
+            code="invalid_value",
+        )
+    return width
+
+
+def _params(
+    generation: Generation, choice: Choice, fields: SamplingFields, width: int, *, has_limit: bool
+) -> BeamSearchParams:
+    sampling, engine = choice.sampling, generation.state.engine
+    ends = sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | engine.end_token_ids
+    if width + len(ends) > MAX_TOP_LOGITS:
+        raise RequestError(
+            f"{width} beams and {len(ends)} end tokens are {width + len(ends)}; a beam search looks at "
+            f"{MAX_TOP_LOGITS} next tokens, so together there may be no more. Ask for fewer beams or 'stop_token_ids'.",
+            param="stop_token_ids",
+            code="invalid_value",
+        )
+    return BeamSearchParams(
+        width=width,
+        max_tokens=_max_tokens(generation, choice, has_limit=has_limit),
+        length_penalty=1.0 if fields.length_penalty is None else fields.length_penalty,
+        end_token_ids=frozenset(ends),
+    )
+
+
+def _max_tokens(generation: Generation, choice: Choice, *, has_limit: bool) -> int:
+    """A beam's last step sends prompt and beam as one prompt, which must not be too long for one."""
+    longest, num_tokens = generation.state.settings.max_prompt_tokens, len(choice.prompt.token_ids)
+    room, wanted = longest - num_tokens + 1, choice.sampling.max_tokens
+    if wanted > room and has_limit:
+        raise ContextLengthError(
+            f"A beam search for {wanted} tokens after a prompt of {num_tokens} needs prompts of up to "
+            f"{num_tokens + wanted - 1} tokens; the longest this server takes is {longest} (model_config.seq_length). "
+            f"Ask for at most {room} tokens.",
+            param="max_tokens",
+        )
+    return min(wanted, room)
+
+
+def _answer(generation: Generation, choice: Choice, beam: Beam) -> Answer:
+    """The beam as an answer: its text without the token that ended it, unless that was asked for."""
+    sampling, engine = choice.sampling, generation.state.engine
+    ended = beam.finish_reason is FinishReason.STOP
+    shown = beam.token_ids[:-1] if ended and not sampling.include_stop_str_in_output else beam.token_ids
+    detokenizer = IncrementalDetokenizer.for_request(engine.tokenizer, choice.prompt.token_ids, sampling)
+    text = detokenizer.append(shown)[0] + detokenizer.flush()
+    last = beam.token_ids[-1]
+    return Answer(
+        choice,
+        text,
+        list(beam.token_ids),
+        [replace(entry, top=entry.top[: sampling.top_logits]) for entry in beam.logits],
+        (beam.finish_reason or FinishReason.LENGTH).value,
+        last if ended and (last not in engine.end_token_ids or sampling.ignore_eos) else None,
+    )
+
+
+def _unsupported(name: str, message: str) -> RequestError:
+    return RequestError(message, param=name, code="unsupported_parameter")
+
+
+def _no_sampling(name: str, value: object) -> RequestError:
+    return _unsupported(name, f"'{name}' is {value!r}; a beam search takes no account of it. Leave it out.")

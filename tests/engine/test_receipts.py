@@ -1,0 +1,252 @@
+"""Where a request's time went, as the engine tells it: the parts add up, live and afterwards, in bounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from engine_harness import Engine
+from fakes import RecordingLog, RecordingMetrics, make_request
+from served_engine import Served, Sink, served
+
+from llm_serving.engine.objectives import met_objectives
+from llm_serving.engine.outputs import request_timings
+from llm_serving.engine.receipts import ReceiptBook, receipt_of
+from llm_serving.engine.request_log import RequestLog
+from llm_serving.errors import DeadlineExceededError
+from llm_serving.receipt import BlockReason, Phase, Receipt
+from llm_serving.request import PARTS, FinishReason, Request, RequestOutput, RequestTimings, SchedulingParams
+from llm_serving.scheduler.output import RequestUpdate
+
+
+def eventful_request() -> Request:
+    """Through every phase, each a power of two of milliseconds."""
+    request = make_request("r", 10, arrival=100.0)
+    receipt = request.receipt = Receipt(100.001)
+    receipt.blocked(BlockReason.ROWS, ["a"], 100.001)
+    receipt.blocked(BlockReason.BLOCKS, ["b", "a"], 100.0015)
+    receipt.enter(Phase.PREFILL, 100.003)
+    receipt.enter(Phase.DECODE, 100.007)
+    receipt.enter(Phase.PREEMPTED, 100.011)
+    receipt.enter(Phase.DECODE, 100.027)
+    receipt.enter(Phase.SWAPPED, 100.031)
+    receipt.enter(Phase.DECODE, 100.063)
+    request.first_scheduled_time, request.first_token_time = 100.003, 100.007
+    request.num_preemptions, request.num_cached_tokens, receipt.chunks = 1, 8, 2
+    request.output_token_ids += [1, 2, 3]
+    return request
+
+
+def ended(request: Request, at: float, reason: FinishReason = FinishReason.STOP) -> Request:
+    request.finish_reason, request.finish_time = reason, at
+    request.receipt.enter(Phase.DONE, at)
+    return request
+
+
+def test_the_timings_of_a_request() -> None:
+    timings = request_timings(ended(eventful_request(), 100.064))
+    assert timings.parts == {
+        "tokenise": 0.001, "queue": 0.002, "prefill": 0.004, "decode": 0.009, "preempted": 0.016, "swapped": 0.032,
+        "delivery": 0.0,
+    }  # fmt: skip
+    assert (timings.e2e, timings.ttft) == (0.064, pytest.approx(0.007))
+    assert timings.tpot == pytest.approx((100.064 - 100.007) / 2)
+    assert (timings.num_preemptions, timings.num_swaps, timings.num_chunks, timings.num_cached_tokens) == (1, 1, 2, 8)
+    assert [(one.reason, one.times, one.seconds) for one in timings.blocked] == [
+        (BlockReason.BLOCKS, 1, 0.0015),
+        (BlockReason.ROWS, 1, 0.0005),
+    ]
+    assert timings.blocked_by == ("a", "b")
+
+
+def test_a_receipt_while_it_runs_and_while_it_is_delivered() -> None:
+    request = eventful_request()
+    live = receipt_of(request, 100.163)
+    assert (live.state, live.finish_reason, live.num_output_tokens) == ("decode", None, 3)
+    assert (live.timings.decode, live.timings.e2e, live.timings.tpot) == (0.108, 0.163, None)
+    ended(request, 100.064)
+    late = receipt_of(request, 101.064)
+    assert (late.state, late.timings.delivery, late.timings.e2e) == ("delivery", 1.0, 1.064)
+    for receipt in (live, late):
+        content = receipt.to_json()
+        assert round(sum(content["parts_ms"].values()), 3) == content["e2e_ms"]
+        assert list(content["parts_ms"]) == list(PARTS)
+
+
+def test_a_request_that_has_not_ended_has_no_final_timings() -> None:
+    with pytest.raises(AssertionError, match="r has not ended"):
+        request_timings(eventful_request())
+
+
+def test_the_book_forgets_the_oldest() -> None:
+    book = ReceiptBook(size=3)
+    for name in ("a", "b", "c", "a", "d"):
+        book.add(receipt_of(make_request(name), 1.0))
+    assert [book.get(name) is not None for name in "abcd"] == [True, False, True, True]
+    assert len(book) == 3
+
+
+def outcome(reason: FinishReason, ttft: float | None, tpot: float | None, **terms: Any) -> dict[str, bool]:
+    request = make_request("r", arrival=100.0)
+    for name, value in terms.items():
+        setattr(request, name, value)
+    request.finish_reason, request.finish_time = reason, 101.0
+    return dict(met_objectives(request, RequestTimings(0.0, 0.0, 0.0, 0.0, ttft, tpot=tpot)))
+
+
+BOTH = {"ttft_objective": 0.5, "tbt_objective": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("met", "reason", "ttft", "tpot", "terms"),
+    [
+        ({}, FinishReason.STOP, 0.1, 0.1, {}),
+        ({"ttft": True, "both": True}, FinishReason.STOP, 0.5, 9.0, {"ttft_objective": 0.5}),
+        ({"tbt": True, "both": True}, FinishReason.LENGTH, 9.0, 0.1, {"tbt_objective": 0.1}),
+        ({"ttft": True, "tbt": True, "both": True}, FinishReason.STOP, 0.5, 0.1, BOTH),
+        ({"ttft": False, "tbt": True, "both": False}, FinishReason.STOP, 0.51, 0.1, BOTH),
+        ({"ttft": True, "tbt": False, "both": False}, FinishReason.STOP, 0.5, 0.11, BOTH),
+        ({"ttft": True, "tbt": True, "both": True}, FinishReason.STOP, 0.5, None, BOTH),
+        ({"ttft": False, "tbt": True, "both": False}, FinishReason.STOP, None, None, BOTH),
+        ({"ttft": False, "tbt": False, "both": False}, FinishReason.ERROR, 0.1, 0.1, BOTH),
+        ({}, FinishReason.ABORT, 0.1, 0.1, BOTH),
+        ({}, FinishReason.ABORT, 0.1, 0.1, BOTH | {"deadline": 100.5, "first_token_time": 100.2}),
+        ({}, FinishReason.ABORT, None, None, BOTH | {"deadline": 101.5}),
+        ({"ttft": False, "tbt": False, "both": False}, FinishReason.ABORT, None, None, BOTH | {"deadline": 100.5}),
+    ],
+)
+def test_objectives(
+    met: dict[str, bool], reason: FinishReason, ttft: float | None, tpot: float | None, terms: dict[str, Any]
+) -> None:
+    assert outcome(reason, ttft, tpot, **terms) == met
+
+
+def test_the_line_of_a_requests_end() -> None:
+    log, metrics = RecordingLog(), RecordingMetrics()
+    request = ended(eventful_request(), 100.064)
+    request.tenant, request.priority, request.ttft_objective = "0011223344556677", -1, 0.001
+    timings = request_timings(request)
+    output = RequestOutput("r", "", (), (), 10, 3, FinishReason.STOP, timings=timings)
+    RequestLog(log, metrics).request_end(output, timings, request)
+    assert log.named("request_end") == [
+        {
+            "request_id": "r", "prompt_tokens": 10, "cached_tokens": 8, "output_tokens": 3, "total_tokens": 13,
+            "finish_reason": "stop", "tokenise_ms": 1.0, "queue_ms": 2.0, "prefill_ms": 4.0, "decode_ms": 9.0,
+            "preempted_ms": 16.0, "swapped_ms": 32.0, "delivery_ms": 0.0, "e2e_ms": 64.0,
+            "ttft_ms": 7.0, "tpot_ms": 28.5,
+            "preemptions": 1, "swaps": 1, "prefill_chunks": 2, "blocked_ms": {"blocks": 1.5, "rows": 0.5},
+            "blocked_times": {"blocks": 1, "rows": 1}, "blocked_by": ["a", "b"], "tenant": "0011223344556677",
+            "priority": -1, "objectives_met": {"ttft": False, "both": False},
+        }
+    ]  # fmt: skip
+    assert metrics.met == [{"ttft": False, "both": False}]
+
+
+def test_a_request_the_scheduler_ends_by_itself_gets_its_last_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a deadline: nothing was sent for it, and nobody aborted it."""
+    engine = Engine(ready=False)
+    request = engine.request("late", 5, 9)
+    engine.step()
+    scheduler = engine.scheduler
+
+    def take_ended() -> list[RequestUpdate]:
+        update = scheduler.abort_request("late", engine.now)
+        if update is None:
+            return []
+        update.error = "the deadline passed"
+        return [update]
+
+    monkeypatch.setattr(scheduler, "take_ended", take_ended)
+    engine.executor.wake()
+    engine.step()
+    output = engine.whole("late")
+    assert (output.finish_reason, output.error, output.token_ids) == (FinishReason.ABORT, "the deadline passed", ())
+    assert output.timings is not None
+    assert output.timings.queue == output.timings.e2e > 0
+    assert request.is_finished
+
+
+def open_one(serving: Served, sink: Sink, name: str = "a", **options: Any) -> Any:
+    request = make_request(name, 5, 4)
+    return serving.engine.open(name, request.prompt_token_ids, request.sampling, sink, **options)
+
+
+def test_a_receipt_by_id_live_and_afterwards() -> None:
+    async def run() -> None:
+        async with served() as serving:
+            engine = serving.engine
+            serving.executor.hold(True)
+            scheduling = SchedulingParams(priority=3, tenant="t")
+            opened = open_one(serving, Sink(), arrival_time=engine._clock() - 1.0, scheduling=scheduling)
+            await serving.until(lambda: engine.status().running == 1)
+            live = engine.receipt("a")
+            assert live is not None
+            assert (live.state, live.tenant, live.priority) == ("prefill", "t", 3)
+            assert 1.0 <= live.timings.tokenise <= live.timings.e2e
+            serving.executor.hold(False)
+            await serving.until(lambda: opened.is_ended)
+            delivering = engine.receipt("a")
+            assert delivering is not None
+            assert (delivering.state, delivering.finish_reason) == ("delivery", "length")
+            opened.close(engine._clock())
+            done = engine.receipt("a")
+            assert done is not None
+            assert (done.state, done.num_output_tokens) == ("done", 4)
+            (line,) = serving.log.named("request_end")
+            assert {f"{name}_ms": value for name, value in done.to_json()["parts_ms"].items()}.items() <= line.items()
+            assert engine.receipt("b") is None
+
+    asyncio.run(run())
+
+
+def test_what_a_request_asks_reaches_the_scheduler() -> None:
+    async def run() -> None:
+        async with served() as serving:
+            scheduling = SchedulingParams(3, "t", b"salt", 0.5, 0.25, 60.0)
+            opened = open_one(serving, Sink(), arrival_time=serving.engine._clock() - 1.0, scheduling=scheduling)
+            request = opened.request
+            assert (request.priority, request.tenant, request.cache_salt) == (3, "t", b"salt")
+            assert (request.ttft_objective, request.tbt_objective) == (0.5, 0.25)
+            assert request.deadline == request.arrival_time + 60.0
+            await serving.until(lambda: opened.is_ended)
+            opened.close()
+
+    asyncio.run(run())
+
+
+def test_a_deadline_that_has_passed_is_refused_at_once() -> None:
+    async def run() -> None:
+        async with served() as serving:
+            arrival = serving.engine._clock() - 0.5
+            with pytest.raises(DeadlineExceededError, match=r"was 250\.0 ms after .* took 5\d\d\.\d+ ms") as raised:
+                open_one(serving, Sink(), arrival_time=arrival, scheduling=SchedulingParams(deadline=0.25))
+            assert (raised.value.status, raised.value.param) == (504, "deadline_ms")
+            assert serving.is_idle()
+
+    asyncio.run(run())
+
+
+def test_a_full_queue_is_known_without_asking_the_engines_thread() -> None:
+    async def run() -> None:
+        async with served(max_waiting_requests=3, max_num_seqs=2) as serving:
+            engine = serving.engine
+            serving.executor.hold(True)
+            opened = [open_one(serving, Sink(), name) for name in "abcd"]
+            assert engine.queue_full() is None
+            opened.append(open_one(serving, Sink(), "e"))
+            await serving.until(lambda: engine.status().running == 2)
+            full = engine.queue_full()
+            assert full is not None
+            assert "3 requests are waiting and 0 can start; the queue takes 3" in str(full)
+            sink = Sink()
+            opened.append(open_one(serving, sink, "f"))
+            await serving.until(lambda: bool(sink.errors))
+            assert [type(error) for error in sink.errors] == [type(full)], "the engine says the same"
+            serving.executor.hold(False)
+            await serving.until(lambda: all(one.is_ended for one in opened))
+            assert engine.queue_full() is None
+            for one in opened:
+                one.close()
+
+    asyncio.run(run())

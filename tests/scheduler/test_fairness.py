@@ -1,0 +1,181 @@
+"""Virtual token counters: their arithmetic, and the bound of the paper on a small server."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from waiting_sequences import Arrivals
+
+from llm_serving.scheduler.fairness import INPUT_WEIGHT, MAX_IDLE_TENANTS, OUTPUT_WEIGHT, VirtualTokenCounters
+from llm_serving.scheduler.queue_order import PriorityOrder
+from llm_serving.scheduler.sequence import Sequence
+
+
+def test_the_least_counter_is_next_and_a_tie_goes_by_the_head() -> None:
+    counters = VirtualTokenCounters()
+    counters.wait("a", 2)
+    counters.wait("b", 1)
+    assert counters.first() == "b"
+    counters.charge("b", 10)
+    assert counters.first() == "a"
+    counters.charge("a", 11)
+    assert counters.first() == "b"
+
+
+def test_a_tenant_that_comes_back_is_lifted_to_the_least_counter_of_those_that_wait() -> None:
+    counters = VirtualTokenCounters()
+    for tenant in "ab":
+        counters.wait(tenant, 0)
+    counters.charge("a", 100)
+    counters.charge("b", 70)
+    counters.wait("new", 1)
+    assert counters.counter("new") == 70
+    counters.leave("a")
+    counters.wait("a", 2)
+    assert counters.counter("a") == 100, "what it owes stays"
+
+
+def test_nobody_waiting_the_last_one_that_did_sets_the_level() -> None:
+    counters = VirtualTokenCounters()
+    counters.wait("a", 0)
+    counters.leave("a")
+    counters.charge("a", 50)
+    counters.wait("b", 1)
+    assert counters.counter("b") == 50
+
+
+def test_idle_tenants_are_forgotten_those_that_owe_least_first() -> None:
+    counters = VirtualTokenCounters()
+    counters.wait("always", 0)
+    counters.charge("always", 3)
+    for index in range(2 * MAX_IDLE_TENANTS):
+        counters.wait(str(index), 1)
+        counters.charge(str(index), index)
+        counters.leave(str(index))
+        assert len(counters) <= MAX_IDLE_TENANTS + 2
+    last = str(2 * MAX_IDLE_TENANTS - 1)
+    assert counters.counter(last) == 3 + 2 * MAX_IDLE_TENANTS - 1
+    assert counters.counter("0") == counters.counter("always") == 3
+
+
+class SmallServer:
+    """Continuous batching over a pool of tokens: who got how much service, step by step."""
+
+    def __init__(self, order: PriorityOrder, pool: int) -> None:
+        self.order = order
+        self.pool = pool
+        self.running: dict[Sequence, int] = {}
+        """Tokens still to come."""
+        self.service: dict[str, int] = {}
+
+    def step(self, now: float) -> list[Sequence]:
+        """Start what fits, then a token for everybody. Returns what was started."""
+        started = []
+        while len(self.order) and self._held() + self._size(self.order.first(now)) <= self.pool:
+            sequence = self.order.first(now)
+            self.order.start(sequence)
+            self.running[sequence] = sequence.max_output_tokens
+            self._serve(sequence, INPUT_WEIGHT * len(sequence.request.prompt_token_ids))
+            started.append(sequence)
+        for sequence in list(self.running):
+            self.order.charge_output(sequence, 1)
+            self._serve(sequence, OUTPUT_WEIGHT)
+            self.running[sequence] -= 1
+            if not self.running[sequence]:
+                del self.running[sequence]
+        return started
+
+    def _held(self) -> int:
+        return sum(self._size(sequence) for sequence in self.running)
+
+    def _size(self, sequence: Sequence) -> int:
+        return len(sequence.request.prompt_token_ids) + sequence.max_output_tokens
+
+    def _serve(self, sequence: Sequence, service: int) -> None:
+        tenant = sequence.request.tenant
+        self.service[tenant] = self.service.get(tenant, 0) + service
+
+
+POOL, LONGEST_PROMPT = 120, 40
+BOUND = 2 * max(INPUT_WEIGHT * LONGEST_PROMPT, OUTPUT_WEIGHT * POOL)
+
+
+def backlogged_run(seed: int, fairness: bool) -> list[int]:
+    """How far tenant a is ahead of b, both with requests waiting all the time, after each step; c comes and goes."""
+    rng, new, order = random.Random(seed), Arrivals(), PriorityOrder(fairness=fairness)
+    server = SmallServer(order, POOL)
+    # What a and b send differs as much as it can: a few long prompts against many short ones.
+    sizes = {"a": (LONGEST_PROMPT, rng.choice([1, 40])), "b": (rng.choice([1, 5]), rng.choice([2, 30])), "c": (9, 9)}
+    waiting = dict.fromkeys(sizes, 0)
+    ahead = []
+    for step in range(1500):
+        for tenant, (prompt, output) in sizes.items():
+            wanted = POOL if tenant != "c" else rng.choice([0, 0, 0, 4])
+            while waiting[tenant] < wanted:
+                order.add(new.next(rng.randint(1, prompt), max_tokens=rng.randint(1, output), tenant=tenant))
+                waiting[tenant] += 1
+        for sequence in server.step(float(step)):
+            waiting[sequence.request.tenant] -= 1
+        ahead.append(server.service.get("a", 0) - server.service.get("b", 0))
+    return ahead
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_service_of_two_backlogged_tenants_differs_by_no_more_than_the_bound(seed: int) -> None:
+    ahead = backlogged_run(seed, fairness=True)
+    assert max(ahead) - min(ahead) <= BOUND  # in any interval
+
+
+def test_without_counters_it_differs_by_more() -> None:
+    ahead = backlogged_run(1, fairness=False)
+    assert max(ahead) - min(ahead) > BOUND
+
+
+def test_a_tenant_that_floods_does_not_keep_another_waiting() -> None:
+    new, order = Arrivals(), PriorityOrder()
+    for _ in range(1000):
+        order.add(new.next(10, tenant="flood"))
+    server = SmallServer(order, POOL)
+    for step in range(20):
+        server.step(float(step))
+    late = new.next(10, tenant="modest")
+    order.add(late)
+    order.start(order.first(20.0))  # their counters are equal: the earlier arrival
+    assert order.first(20.0) is late
+
+
+def test_what_idling_would_have_got_is_not_saved_up() -> None:
+    new, order = Arrivals(), PriorityOrder()
+    server = SmallServer(order, POOL)
+    for _ in range(400):
+        order.add(new.next(10, tenant="busy"))
+    for step in range(100):
+        server.step(float(step))
+    for _ in range(400):
+        order.add(new.next(10, tenant="idle"))
+    before = dict(server.service)
+    for step in range(100):
+        server.step(100.0 + step)
+    assert abs(server.service["idle"] - (server.service["busy"] - before["busy"])) <= BOUND
+
+
+def test_a_waiting_request_sees_nobody_get_more_than_its_tenant_by_twice_the_bound() -> None:
+    """Against tenants that come and go as they like, the paper's bound for one that is backlogged is twice as wide."""
+    for seed in range(8):
+        rng, new, order = random.Random(seed), Arrivals(), PriorityOrder()
+        server = SmallServer(order, POOL)
+        for _ in range(30):
+            order.add(new.next(LONGEST_PROMPT, max_tokens=20, tenant="patient"))
+        last = new.next(LONGEST_PROMPT, max_tokens=20, tenant="patient")
+        order.add(last)
+        step = 0
+        while last not in server.running:
+            for tenant in ("x", "y", "z"):
+                for _ in range(rng.choice([0, 0, 1, 6])):
+                    order.add(new.next(rng.randint(1, 9), max_tokens=rng.randint(1, 30), tenant=tenant))
+            server.step(float(step))
+            step += 1
+            mine = server.service["patient"]
+            assert max(server.service.values()) - mine <= 2 * BOUND
+        assert step < 2000

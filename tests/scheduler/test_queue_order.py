@@ -1,0 +1,141 @@
+"""The rule of order: priority and ageing between classes, exact orders, and what bounds the wait."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+from hypothesis import given
+from hypothesis import strategies as st
+from waiting_sequences import Arrivals
+
+from llm_serving.scheduler.queue_order import MAX_IDLE_CLASSES, PriorityOrder
+from llm_serving.scheduler.sequence import Sequence
+
+
+def start_all(order: PriorityOrder) -> list[int]:
+    started = []
+    while len(order):
+        sequence = order.first(0.0)
+        order.start(sequence)
+        started.append(sequence.arrival_index)
+    return started
+
+
+def order_of(sequences: list[Sequence], ageing_s: float = 10.0, *, fairness: bool = True) -> PriorityOrder:
+    order = PriorityOrder(ageing_s, fairness=fairness)
+    for sequence in sequences:
+        order.add(sequence)
+    return order
+
+
+def test_smaller_priorities_go_first_and_equal_ones_by_arrival() -> None:
+    new = Arrivals()
+    order = order_of([new.next(priority=priority) for priority in (1, 0, 1, -1, 0, -1)])
+    assert start_all(order) == [3, 5, 1, 4, 0, 2]
+
+
+def test_a_level_of_priority_is_worth_the_ageing_time() -> None:
+    new = Arrivals()
+    sequences = [new.next(priority=2, arrival=0.0), new.next(priority=1, arrival=10.5)]
+    sequences += [new.next(arrival=at) for at in (19.0, 20.0, 20.25, 20.75)]
+    # The first two outweigh 20 and 20.5 seconds of waiting; a tie goes to the smaller priority.
+    assert start_all(order_of(sequences)) == [2, 3, 0, 4, 1, 5]
+
+
+def test_tenants_take_turns_by_the_tokens_they_got() -> None:
+    new = Arrivals()
+    big = [new.next(30, tenant="big") for _ in range(3)]
+    small = [new.next(10, tenant="small") for _ in range(6)]
+    assert start_all(order_of(big + small)) == [0, 3, 4, 5, 1, 6, 7, 8, 2]
+    assert start_all(order_of(big + small, fairness=False)) == list(range(9))
+
+
+def test_output_tokens_count_twice() -> None:
+    new = Arrivals()
+    sequences = [new.next(prompt, tenant=tenant) for prompt, tenant in ((10, "a"), (16, "b"), (1, "a"), (1, "b"))]
+    order = order_of(sequences)
+    for sequence in sequences[:2]:
+        order.start(sequence)
+    order.charge_output(sequences[0], 4)  # 18 for a, 16 for b
+    assert start_all(order) == [3, 2]
+
+
+def test_counters_are_those_of_a_class() -> None:
+    new = Arrivals()
+    order = order_of([new.next(500, tenant="a", priority=-1), new.next(1, tenant="a"), new.next(1, tenant="b")])
+    assert start_all(order) == [0, 1, 2]
+
+
+def test_a_debt_outlives_an_empty_queue() -> None:
+    new = Arrivals()
+    order = order_of([new.next(50, tenant="a"), new.next(1, tenant="b")])
+    assert start_all(order) == [0, 1]
+    for tenant in "ba":
+        order.add(new.next(20, tenant=tenant))
+        order.add(new.next(20, tenant=tenant))
+    assert start_all(order) == [2, 3, 4, 5]  # b at 1 and 21 before a at 50
+
+
+def test_any_number_of_priorities_leaves_a_bounded_number_of_classes() -> None:
+    new, order = Arrivals(), PriorityOrder()
+    for priority in range(3 * MAX_IDLE_CLASSES):
+        order.add(new.next(priority=priority))
+        order.start(order.first(0.0))
+    assert len(order._idle) == MAX_IDLE_CLASSES
+    assert not order._classes
+    order.charge_output(new.next(priority=0), 1)  # of a class that is forgotten: nobody to charge
+
+
+@given(
+    st.lists(st.tuples(st.integers(-2, 3), st.floats(0, 4, width=16)), max_size=30),
+    st.sampled_from([0.0, 0.5, 1.0, 5.0, 1e6]),
+)
+def test_with_one_tenant_the_order_is_by_arrival_and_priority_in_seconds(
+    arrivals: list[tuple[int, float]], ageing_s: float
+) -> None:
+    new, now, sequences = Arrivals(), 0.0, []
+    for priority, gap in arrivals:
+        now += gap
+        sequences.append(new.next(priority=priority, arrival=now))
+    by_rule = sorted(
+        sequences, key=lambda s: (s.request.arrival_time + ageing_s * s.request.priority, s.request.priority)
+    )
+    assert start_all(order_of(sequences, ageing_s)) == [sequence.arrival_index for sequence in by_rule]
+
+
+def urgent_load(seed: int, order: PriorityOrder) -> Iterator[tuple[Sequence, list[Sequence]]]:
+    """A request of priority 3 under more urgent ones, twice as many as can start, until it starts: what starts, and
+    what waited then."""
+    rng, new, now = random.Random(seed), Arrivals(), 0.0
+    patient = new.next(priority=3, tenant="patient")
+    waiting = [patient]
+    order.add(patient)
+    while patient in waiting:
+        for _ in range(2):
+            waiting.append(new.next(rng.randint(1, 9), now, priority=rng.randint(0, 2), tenant=rng.choice("abc")))
+            order.add(waiting[-1])
+        started = order.first(now)
+        order.start(started)
+        order.charge_output(started, rng.randint(1, 9))
+        yield started, list(waiting)
+        waiting.remove(started)
+        now += 0.25
+
+
+def test_nothing_that_comes_later_than_the_ageing_allows_goes_first() -> None:
+    for seed in range(8):
+        starts = list(urgent_load(seed, PriorityOrder(10.0, fairness=False)))
+        assert len(starts) > 80, "it waited for those that were ahead of it"
+        for started, _ in starts:
+            assert started.request.arrival_time <= 10.0 * (3 - started.request.priority)
+
+
+def test_with_tenants_a_class_goes_first_only_while_it_has_one_that_may() -> None:
+    for seed in range(8):
+        starts = list(urgent_load(seed, PriorityOrder(10.0)))
+        assert len(starts) > 80
+        for started, waiting in starts:
+            priority = started.request.priority
+            oldest = next(s for s in waiting if s.request.priority == priority)
+            assert oldest.request.arrival_time <= 10.0 * (3 - priority)

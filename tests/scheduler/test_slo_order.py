@@ -1,0 +1,164 @@
+"""Order of policy ``slo``: who is on time, who is late, and what the late ones get."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from waiting_sequences import Arrivals
+
+from llm_serving.scheduler.queue_order import QueueOrder
+from llm_serving.scheduler.request_queue import RequestQueue
+from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.slo_order import LATE_SHARE, SloOrder
+
+
+def make_order(
+    *, overhead: float = 0.0, per_token: float = 0.0, margin: float = 0.0, fairness: bool = True
+) -> SloOrder:
+    order = SloOrder(10.0, 100.0, margin=margin, fairness=fairness)
+    order.learn(overhead, per_token)
+    return order
+
+
+def fill(order: SloOrder, sequences: list[Sequence]) -> SloOrder:
+    for sequence in sequences:
+        order.add(sequence)
+    return order
+
+
+def start_all(order: QueueOrder, now: float) -> list[int]:
+    started = []
+    while len(order):
+        sequence = order.first(now)
+        order.start(sequence)
+        started.append(sequence.arrival_index)
+    return started
+
+
+def test_the_earliest_due_goes_first() -> None:
+    new = Arrivals()
+    sequences = [new.next(ttft_objective=objective) for objective in (5.0, None, 2.0)]
+    sequences.append(new.next(arrival=1.0, ttft_objective=2.0))
+    assert start_all(fill(make_order(), sequences), 1.0) == [2, 3, 0, 1]
+
+
+def test_equal_objectives_are_first_come_first_served() -> None:
+    new = Arrivals()
+    assert start_all(fill(make_order(), [new.next() for _ in range(5)]), 1.0) == [0, 1, 2, 3, 4]
+
+
+def test_a_level_of_priority_is_worth_the_ageing_time() -> None:
+    new = Arrivals()
+    sequences = [new.next(priority=1), new.next(ttft_objective=109.0), new.next(ttft_objective=111.0)]
+    assert start_all(fill(make_order(), sequences), 0.0) == [1, 0, 2]
+
+
+def test_the_latest_start_leaves_time_for_the_prefill_and_the_margin() -> None:
+    order, new = make_order(overhead=0.5, per_token=0.01, margin=0.1), Arrivals()
+    assert order.latest_start(new.next(100, arrival=3.0)) == pytest.approx(3.0 + 9.0 - 0.5 - 1.0)
+    assert order.latest_start(new.next(100, arrival=3.0, ttft_objective=2.0)) == pytest.approx(3.0 + 1.8 - 1.5)
+
+
+def test_those_that_cannot_be_on_time_go_behind_those_that_can() -> None:
+    new = Arrivals()
+    long, short = new.next(300, ttft_objective=4.0), new.next(100, ttft_objective=5.0)
+    order = fill(make_order(per_token=0.01), [long, short])  # to be started by 1.0 and by 4.0
+    assert order.first(1.0) is long
+    assert (order.first(1.5), order.num_late) == (short, 1)
+    assert start_all(order, 1.5) == [1, 0]
+
+
+def test_at_the_latest_start_a_request_is_not_late_yet() -> None:
+    new = Arrivals()
+    order = fill(make_order(per_token=0.5), [new.next(10, ttft_objective=8.0)])
+    order.first(3.0)
+    assert order.num_late == 0
+    order.first(3.001)
+    assert order.num_late == 1
+
+
+def test_late_requests_go_by_priority_and_arrival() -> None:
+    new = Arrivals()
+    sequences = [new.next(priority=1), new.next(ttft_objective=1.0), new.next(ttft_objective=0.5)]
+    assert start_all(fill(make_order(), sequences), 50.0) == [1, 2, 0]
+
+
+def test_what_is_learnt_decides_who_is_late() -> None:
+    new, order = Arrivals(), make_order(per_token=0.01)
+    sequences = [new.next(500, ttft_objective=6.0), new.next(100, ttft_objective=7.0)]
+    fill(order, sequences)
+    assert order.first(0.0) is sequences[0]
+    order.learn(0.0, 0.02)
+    assert (order.first(0.0), order.num_late) == (sequences[1], 1)
+    order.learn(0.0, 0.021)  # hardly news
+    assert order.latest_start(sequences[0]) == 6.0 - 500 * 0.02
+    order.learn(0.0, 0.01)
+    assert (order.first(0.0), order.num_late) == (sequences[0], 0)
+
+
+def test_the_late_get_their_share_of_the_starts() -> None:
+    new, order = Arrivals(), make_order()
+    late = [new.next(ttft_objective=1.0) for _ in range(3)]
+    on_time = [new.next(ttft_objective=1000.0) for _ in range(100)]
+    started = start_all(fill(order, late + on_time), 5.0)
+    places = [started.index(sequence.arrival_index) for sequence in late]
+    assert places == [LATE_SHARE - 1, 2 * LATE_SHARE - 1, 3 * LATE_SHARE - 1]
+
+
+def test_a_late_request_is_not_overtaken_more_often_than_stated_under_any_load() -> None:
+    """Ten requests come for each that starts; of those that are late the first waits for LATE_SHARE starts at most."""
+    for seed in range(5):
+        rng, new, order = random.Random(seed), Arrivals(), make_order()
+        waited = 0
+        for step in range(400):
+            now = step * 0.1
+            for _ in range(3):
+                order.add(new.next(arrival=now, ttft_objective=rng.choice([0.1, 1.0, 5.0]), tenant=rng.choice("ab")))
+            first = order.first(now)
+            late = order.num_late
+            order.start(first)
+            waited = 0 if order.num_late < late or not late else waited + 1
+            assert waited < LATE_SHARE
+
+
+def test_a_tenant_that_floods_cannot_take_all_the_slack() -> None:
+    new, order = Arrivals(), make_order()
+    fill(order, [new.next(10, tenant="flood", ttft_objective=1.0) for _ in range(20)])
+    fill(order, [new.next(10, tenant="modest", ttft_objective=9.0) for _ in range(2)])
+    assert start_all(order, 0.0)[:5] == [0, 20, 1, 21, 2]
+    alike = make_order(fairness=False)
+    new = Arrivals()
+    fill(alike, [new.next(10, tenant="flood", ttft_objective=1.0) for _ in range(20)])
+    fill(alike, [new.next(10, tenant="modest", ttft_objective=9.0) for _ in range(2)])
+    assert start_all(alike, 0.0) == list(range(22))
+
+
+def test_service_counts_whichever_group_it_was_given_from() -> None:
+    new, order = Arrivals(), make_order()
+    sequences = [new.next(10, tenant=tenant) for tenant in "aabb"]
+    fill(order, sequences)
+    order.start(sequences[0])
+    order.charge_output(sequences[0], 1)
+    assert order.first(0.0) is sequences[2]
+    order.start(sequences[2])  # a has 12, b 10
+    assert order.first(0.0) is sequences[3]
+
+
+def test_removing_from_either_group() -> None:
+    new, order = Arrivals(), make_order()
+    late, on_time = new.next(ttft_objective=1.0), new.next()
+    fill(order, [late, on_time]).first(5.0)
+    order.remove(late)
+    order.remove(on_time)
+    assert len(order) == 0
+    with pytest.raises(KeyError):
+        order.remove(late)
+
+
+def test_the_waiting_queue_takes_it() -> None:
+    new, queue = Arrivals(), RequestQueue(8, None, make_order())
+    for objective in (5.0, 3.0, 0.5):
+        queue.append(new.next(ttft_objective=objective))
+    queue.put_back(new.next(ttft_objective=9.0))
+    assert [queue.pop(1.0).arrival_index for _ in range(4)] == [3, 1, 0, 2]

@@ -1,0 +1,150 @@
+"""Why were the slow requests slow? The parts of their time beside a typical request's, and who stood in the way.
+
+Slow are the slowest 1 % of the completed requests (5 at least, half of all at most), typical those from the 40th to
+the 60th percentile. Both means are of whole requests, so the parts add up to the times and their differences to the
+difference.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llm_serving.request import PARTS
+from tools.log_analysis.records import RequestEnd
+
+SLOW_SHARE = 0.01
+MIN_SLOW = 5
+MAX_SLOW = 2000
+"""Slow requests that are kept whole: 1 % of 200 000."""
+MAX_SAMPLE = 100_000
+"""Requests kept for the typical one; of more, every second, fourth ... is."""
+TOP_BLOCKERS = 5
+
+_COLUMNS = ("e2e", *PARTS, "output_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """The mean of a group of requests, in milliseconds; ``parts`` add up to ``e2e``."""
+
+    count: int
+    e2e: float
+    parts: dict[str, float]
+    output_tokens: float
+
+    @property
+    def per_token(self) -> float | None:
+        """Milliseconds of decode for each output token."""
+        return self.parts["decode"] / self.output_tokens if self.output_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """A request that stood in the way of slow ones."""
+
+    request_id: str
+    requests: int
+    """Slow requests that name it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowRequests:
+    """What is known of the slow ones."""
+
+    typical: Composition
+    slow: Composition
+    blocked_ms: dict[str, float]
+    """Mean time at the head of the queue by reason, longest first."""
+    blockers: list[Blocker]
+    preemptions: float
+    """Mean of a slow request; so is ``swaps``."""
+    swaps: float
+
+    @property
+    def excess(self) -> dict[str, float]:
+        """How much longer each part was than in a typical request, in milliseconds, the largest first."""
+        more = {part: self.slow.parts[part] - self.typical.parts[part] for part in PARTS}
+        return dict(sorted(more.items(), key=lambda entry: -entry[1]))
+
+
+@dataclass(slots=True)
+class WhySlow:
+    """Collects completed requests in bounded memory."""
+
+    count: int = 0
+    _stride: int = 1
+    _sample: array[float] = field(default_factory=lambda: array("d"))
+    _slowest: list[tuple[float, int, RequestEnd]] = field(default_factory=list)
+
+    def add(self, end: RequestEnd) -> None:
+        """One with its whole time; without, it tells nothing and is left out."""
+        if end.e2e_ms is None:
+            return
+        entry = (end.e2e_ms, -self.count, end)
+        if len(self._slowest) < MAX_SLOW:
+            heapq.heappush(self._slowest, entry)
+        else:
+            heapq.heappushpop(self._slowest, entry)
+        if self.count % self._stride == 0:
+            self._sample.extend((end.e2e_ms, *end.parts.values(), float(end.output_tokens)))
+            self._thin_out()
+        self.count += 1
+
+    def result(self) -> SlowRequests | None:
+        """None when fewer than two requests were added: nothing can be told apart."""
+        if self.count < 2:
+            return None
+        wanted = max(round(self.count * SLOW_SHARE), MIN_SLOW)
+        slow = [end for _, _, end in heapq.nlargest(min(wanted, self.count // 2), self._slowest)]
+        return SlowRequests(
+            typical=self._typical(),
+            slow=_composition([_row(end) for end in slow]),
+            blocked_ms=_blocked(slow),
+            blockers=_blockers(slow),
+            preemptions=sum(end.preemptions for end in slow) / len(slow),
+            swaps=sum(end.swaps for end in slow) / len(slow),
+        )
+
+    def _typical(self) -> Composition:
+        width = len(_COLUMNS)
+        rows = [self._sample[start : start + width] for start in range(0, len(self._sample), width)]
+        rows.sort(key=lambda row: row[0])
+        first, last = 2 * len(rows) // 5, -(-3 * len(rows) // 5)
+        return _composition(rows[first:last])
+
+    def _thin_out(self) -> None:
+        width = len(_COLUMNS)
+        if len(self._sample) < MAX_SAMPLE * width:
+            return
+        kept = array("d")
+        for start in range(0, len(self._sample), 2 * width):
+            kept.extend(self._sample[start : start + width])
+        self._sample = kept
+        self._stride *= 2
+
+
+def _row(end: RequestEnd) -> Sequence[float]:
+    return (end.e2e_ms or 0.0, *end.parts.values(), float(end.output_tokens))
+
+
+def _composition(rows: Sequence[Sequence[float]]) -> Composition:
+    means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
+    return Composition(len(rows), means[0], dict(zip(PARTS, means[1:-1], strict=True)), means[-1])
+
+
+def _blocked(slow: Sequence[RequestEnd]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for end in slow:
+        total.update(end.blocked_ms)
+    return {reason: milliseconds / len(slow) for reason, milliseconds in total.most_common() if milliseconds}
+
+
+def _blockers(slow: Sequence[RequestEnd]) -> list[Blocker]:
+    """Those named most often, and of equals the one with the smaller id."""
+    seen = Counter(request_id for end in slow for request_id in dict.fromkeys(end.blocked_by))
+    ranked = sorted(seen.items(), key=lambda entry: (-entry[1], entry[0]))
+    return [Blocker(request_id, requests) for request_id, requests in ranked[:TOP_BLOCKERS]]
