@@ -10,8 +10,8 @@ Clients in a closed loop send prompts of 64 to 256 random tokens (160 in the mea
 161: Kwon et al. 2023) that want 64, 128 or 256 tokens (end tokens are ignored); both are drawn by seed and the same in
 every mode. So are the answers, which is checked.
 
-How far behind static and dynamic batching are depends on ``--batch-size``: a larger batch serves more clients at a time,
-and each waits for the longest of more. docs/scheduling.md has several.
+How far behind static and dynamic batching are depends on ``--batch-size``: a larger batch serves more clients at a
+time, and each waits for the longest of more. docs/scheduling.md has several.
 """
 
 from __future__ import annotations

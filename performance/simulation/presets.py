@@ -21,7 +21,8 @@
 ``docs/performance.md`` measured: 473 GFLOP/s in bfloat16, 946 GOP/s in int8, 236 GFLOP/s in float32, 40 GB/s of reads;
 linear layers at 85 % of either, the two added as squares (a batch of 8 takes longer than the longer of them); attention
 at 55 % of the peak over a prompt and 73 % of the reads in decoding. It decodes 160M in int8 and bfloat16 within 20 % of
-that document's table, in int4 within 30 %. A recording of the machine at hand is better by far: ``--recording``.
+that document's table, in int4 within 30 %. A recording of the machine at hand is better by far (``--recording``), and
+so is a fit of one: those in ``fits/`` are of the machine of that document, and are taken for the models they are of.
 """
 
 from __future__ import annotations
