@@ -101,6 +101,11 @@ class Receipt:
         for request_id in by[:MAX_BLOCKERS]:
             self._note_blocker(request_id)
 
+    def unblocked(self, now: float) -> None:
+        """It starts: what stood in its way is gone. ``enter`` says the same, but a preempted request starts without
+        entering a phase."""
+        self._close_block(microseconds(now))
+
     @property
     def phase(self) -> Phase:
         """What the request is doing."""
@@ -138,7 +143,7 @@ class Receipt:
 
     def _close_block(self, now_us: int) -> None:
         if self._reason is not None:
-            spent = now_us - self._blocked_since
+            spent = max(0, now_us - self._blocked_since)
             self.blocked_us[self._reason] = self.blocked_us.get(self._reason, 0) + spent
             self._reason = None
 

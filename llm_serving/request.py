@@ -168,7 +168,7 @@ class Blocked:
     times: int
     """So often the scheduler passed it over for this reason."""
     seconds: float
-    """Time from those looks to the next ones; part of ``RequestTimings.queue``."""
+    """Time from those looks to the next ones; in ``RequestTimings.queue``, or ``preempted`` for one that was."""
 
 
 @dataclass(frozen=True, slots=True)

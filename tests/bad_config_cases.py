@@ -188,7 +188,7 @@ CASES = [
         "unknown policy",
         with_section("scheduler_config: {policy: fifo}"),
         f"{FILE}: scheduler_config.policy = 'fifo': unknown value; the nearest is 'fcfs', of chunked, "
-        "decode_first, fcfs, prefill_first",
+        "decode_first, fcfs, prefill_first, slo",
     ),
     Case(
         "unknown inputs",

@@ -65,6 +65,7 @@ async def served(**limits: object) -> AsyncIterator[Served]:
         shape=SimpleNamespace(vocab_size=VOCABULARY),
         end_token_ids=(END_TOKEN,),
         log_config=SimpleNamespace(state_interval_s=60.0),
+        scheduler_config=SimpleNamespace(ttft_objective_ms=500.0, tbt_objective_ms=50.0),
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_engine.SchedulerLimits, "from_config", lambda config: sizes)

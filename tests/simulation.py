@@ -66,7 +66,9 @@ class Simulation:
     def run(self) -> bool:
         """The device runs one step; its answer waits for ``answer``."""
         if self.device.queue:
-            self.answers.append(self.device.run_next())
+            result = self.device.run_next()
+            result.graph_us = 500 + 20 * len(result.sampled_ids) + 37 * result.seq % 300
+            self.answers.append(result)
             return True
         return False
 

@@ -141,8 +141,9 @@ class SchedulerConfig:
         "prefill_first",
         "What runs next: `prefill_first` new prompts before running requests, `fcfs` both in turn, `decode_first` "
         "running requests before new prompts, `chunked` both in one step (parts of prompts beside the rows that "
-        "decode, up to `chunk_tokens`).",
-        choices=("prefill_first", "fcfs", "decode_first", "chunked"),
+        "decode, up to `chunk_tokens`), `slo` as `chunked`, with as many prompt tokens as the objectives allow, for as "
+        "many requests as can meet theirs.",
+        choices=("prefill_first", "fcfs", "decode_first", "chunked", "slo"),
     )
     max_num_seqs: int | None = own(
         None,
@@ -182,7 +183,8 @@ class SchedulerConfig:
     )
     chunk_tokens: int | None = own(
         None,
-        "Tokens of a step of policy `chunked`: a token for each row that decodes, the rest for prompts (16 at least).",
+        "Tokens of a step of policy `chunked` (of `slo` until it knows what steps take): a token for each row that "
+        "decodes, the rest for prompts (16 at least).",
         unit="tokens",
         low=1,
         high=MAX_TOKENS,

@@ -22,8 +22,8 @@ class RequestFactory:
         self.end_token_ids = frozenset(config.end_token_ids)
         self._vocab_size = config.shape.vocab_size
         self._clock = clock
-        self._ttft_objective = _objective(config, "ttft_objective_ms")
-        self._tbt_objective = _objective(config, "tbt_objective_ms")
+        self._ttft_objective = config.scheduler_config.ttft_objective_ms / 1000.0
+        self._tbt_objective = config.scheduler_config.tbt_objective_ms / 1000.0
 
     def make(
         self,
@@ -69,12 +69,6 @@ class RequestFactory:
                 f"token id {wrong} in the prompt is not in the vocabulary (0 to {self._vocab_size - 1})",
                 param="prompt",
             )
-
-
-def _objective(config: Config, key: str) -> float | None:
-    """The config's objective for requests that have none of their own, in seconds."""
-    milliseconds: float | None = getattr(getattr(config, "scheduler_config", None), key, None)
-    return None if milliseconds is None else milliseconds / 1000.0
 
 
 def _ms(seconds: float) -> float:

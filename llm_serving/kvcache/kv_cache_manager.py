@@ -184,7 +184,11 @@ class KVCacheManager:
 
     def commit(self, block_table: list[int], chain: PrefixChain, num_computed: int) -> None:
         """The chain's first ``num_computed`` tokens are in the table's blocks, the steps that computed them being
-        answered: from now on they are found. Costs next to nothing where no block has become full."""
+        answered: from now on they are found, the last block too when it is not full.
+
+        For the answers of prefill steps and before ``free``. Not for every token of a decode: it looks at all blocks
+        of the chain. A table that was not begun by ``adopt`` since the last ``drop_all`` is not committed.
+        """
         self._prefixes.commit(block_table, chain, num_computed)
 
     def withdraw(self, chain: PrefixChain) -> None:

@@ -114,7 +114,7 @@ class PrefixCache:
         return match.blocks[:num_current], tail
 
     def begin(self, chain: PrefixChain, num_tokens: int) -> None:
-        """The sequence starts with ``num_tokens`` tokens found."""
+        """The sequence starts, with ``num_tokens`` tokens found: its table is of this epoch."""
         chain.epoch = self.epoch
         self.num_query_tokens += chain.num_tokens
         self.num_hit_tokens += num_tokens
@@ -122,7 +122,6 @@ class PrefixCache:
     def end(self, chain: PrefixChain) -> None:
         """The sequence has no blocks any more. It may start again."""
         self.withdraw(chain)
-        chain.epoch = self.epoch
 
     def drop_all(self) -> None:
         """Nothing is cached any more; nor will what tables hold now ever be."""

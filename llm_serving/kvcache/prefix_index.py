@@ -80,7 +80,6 @@ class PrefixIndex:
 
     def forget(self, block: int) -> None:
         """The block holds nothing any more. What follows it cannot be reached from now on."""
-        self._children.pop(self.entries[block], None)
         self.entries[block] = NO_ENTRY
         block_hash, parent = self._hashes[block], self._parents[block]
         if block_hash:

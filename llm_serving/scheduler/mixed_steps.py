@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from llm_serving.scheduler.chunk_plan import ChunkPlan
 from llm_serving.scheduler.decode_steps import DecodeComposer
 from llm_serving.scheduler.output import ScheduledStep, StepReason
@@ -21,6 +23,16 @@ _MOST_STEPS_WITHOUT_PROMPTS = 8
 """Steps that rows may fill to the last token while prompts wait; then comes one of prompts alone."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What prompts may have of a step."""
+
+    budget: int
+    now: float
+    max_starts: int | None
+    late: frozenset[Sequence]
+
+
 class MixedComposer:
     """Puts steps together of every row that can advance, and of prompts in what room is left."""
 
@@ -33,15 +45,28 @@ class MixedComposer:
         self._starter = starter
         self._num_without_prompts = 0
 
-    def compose(self, budget: int, now: float, reason: StepReason) -> ScheduledStep | None:
-        """The next step of about ``budget`` tokens, rows first; None when there is nothing to run."""
+    def compose(
+        self,
+        budget: int,
+        now: float,
+        reason: StepReason,
+        *,
+        max_starts: int | None = None,
+        late: frozenset[Sequence] = frozenset(),
+    ) -> ScheduledStep | None:
+        """The next step of about ``budget`` tokens, rows first; None when there is nothing to run.
+
+        ``max_starts`` requests start in it at most. Prompts that are ``late`` go on when all others have what they
+        can use.
+        """
+        offer = _Offer(budget, now, max_starts, late)
         if self._num_without_prompts >= _MOST_STEPS_WITHOUT_PROMPTS:
             self._num_without_prompts = 0
-            plan = self._prompts(budget, [], now)
+            plan = self._prompts(offer, [])
             if plan:
                 return self._prefills.send(plan, StepReason.PROMPT_OVERDUE)
         rows = self._decodes.rows(now)
-        plan = self._prompts(budget, rows, now)
+        plan = self._prompts(offer, rows)
         if not plan:
             return self._decodes.send(rows, StepReason.ROWS_READY) if rows else None
         if not rows:
@@ -51,14 +76,16 @@ class MixedComposer:
         copies = note_chunks(plan, self._state)
         return in_flight.add(step, [*rows, *plan.sequences], first_chunk=len(rows), copies=copies)
 
-    def _prompts(self, budget: int, rows: list[Sequence], now: float) -> ChunkPlan:
+    def _prompts(self, offer: _Offer, rows: list[Sequence]) -> ChunkPlan:
         state, limits = self._state, self._state.limits
         room = limits.max_num_batched_tokens - len(rows)
         if rows:
-            room = min(room, max(budget - len(rows), _LEAST_CHUNK))
+            room = min(room, max(offer.budget - len(rows), _LEAST_CHUNK))
         plan = ChunkPlan(limits, room, _num_history_tokens(rows))
-        continue_prompts(plan, state)
-        self._starter.fill(plan, now, whole=False)
+        continue_prompts(plan, state, skip=offer.late)
+        self._starter.fill(plan, offer.now, whole=False, max_starts=offer.max_starts)
+        if offer.late:
+            continue_prompts(plan, state, skip=frozenset(plan.sequences))
         if room <= 0 and (state.running.prefilling or state.waiting):
             self._num_without_prompts += 1
         return plan

@@ -14,6 +14,7 @@ class Policy(enum.Enum):
     FCFS = "fcfs"
     DECODE_FIRST = "decode_first"
     CHUNKED = "chunked"
+    SLO = "slo"
 
 
 class PreemptionKind(enum.Enum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from llm_serving.kvcache.kv_cache_manager import BlockCopy
 from llm_serving.scheduler.chunk_plan import ChunkPlan
 from llm_serving.scheduler.output import ScheduledStep, StepReason
+from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import build_prefill
@@ -39,9 +40,11 @@ class PrefillComposer:
         return in_flight.add(step, plan.sequences, copies=note_chunks(plan, self._state))
 
 
-def continue_prompts(plan: ChunkPlan, state: SchedulerState) -> None:
+def continue_prompts(plan: ChunkPlan, state: SchedulerState, skip: frozenset[Sequence] = frozenset()) -> None:
     """Add the next chunks of prompts that have begun, in order of arrival."""
     for sequence in state.running.prefilling:
+        if sequence in skip:
+            continue
         if not plan.takes(sequence, sequence.num_uncomputed_tokens):
             return
         plan.add(sequence)

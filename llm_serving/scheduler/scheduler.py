@@ -29,12 +29,13 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.policies.select import make_policy
 from llm_serving.scheduler.preemption import PreemptionChoice
+from llm_serving.scheduler.request_queue import RequestQueue
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.swapping import Swapper
-from llm_serving.scheduler.wiring import make_admission, make_queue
+from llm_serving.scheduler.wiring import make_admission, make_order
 
 __all__ = ["Scheduler"]
 
@@ -53,10 +54,11 @@ class Scheduler:
             num_host_blocks=limits.num_host_blocks,
         )
         self._supply = make_block_supply(limits, self._kv_cache)
-        self._waiting = make_queue(limits)
+        order = make_order(limits)
+        self._waiting = RequestQueue(limits.max_waiting_requests, limits.max_waiting_tokens, order)
         self._running = RunningSet(self._kv_cache, self._supply, limits.max_num_seqs)
         self._in_flight = InFlightSteps()
-        self._state = SchedulerState(limits, self._kv_cache, self._waiting, self._running, self._in_flight)
+        self._state = SchedulerState(limits, self._kv_cache, order, self._waiting, self._running, self._in_flight)
         self._swapper = Swapper(self._state)
         self._preemption = PreemptionChoice(limits.preemption, limits.block_size)
         self._admission = make_admission(limits)

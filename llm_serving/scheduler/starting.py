@@ -28,21 +28,26 @@ class Starter:
         self._supply = supply
         self._admission = admission
 
-    def fill(self, plan: ChunkPlan, now: float, *, whole: bool) -> None:
+    def fill(self, plan: ChunkPlan, now: float, *, whole: bool, max_starts: int | None = None) -> None:
         """Start sequences and add them to the step, while both go on.
 
         ``whole``: a prompt that the rest of the step does not hold waits for the next one, unless it is the first.
+        ``max_starts``: so many at most; those who were preempted start nevertheless.
         """
-        waiting = self._state.waiting
+        waiting, num_started = self._state.waiting, 0
         while waiting and not plan.is_full:
             sequence = waiting.peek(now)
             obstacle = self._obstacle(sequence, plan, now, whole)
+            is_new = sequence.request.first_scheduled_time is None
+            if obstacle is None and is_new and max_starts is not None and num_started >= max_starts:
+                obstacle = BlockReason.POLICY
             if obstacle is not None:
                 self._note(sequence, obstacle, now)
                 return
             waiting.start(sequence, now)
             self._start(sequence, now)
             plan.add(sequence)
+            num_started += 1
 
     def _obstacle(self, sequence: Sequence, plan: ChunkPlan, now: float, whole: bool) -> BlockReason | None:
         """What keeps the first in line from being started in this step."""
@@ -77,6 +82,7 @@ class Starter:
     def _start(self, sequence: Sequence, now: float) -> None:
         request = sequence.request
         self._state.running.start(sequence)
+        request.receipt.unblocked(now)
         sequence.notes_tokens = True
         request.status = RequestStatus.RUNNING
         if request.first_scheduled_time is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.scheduler.in_flight import InFlightSteps
 from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.queue_order import QueueOrder
 from llm_serving.scheduler.request_queue import RequestQueue
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import Sequence
@@ -21,6 +22,8 @@ class SchedulerState:
 
     limits: SchedulerLimits
     kv_cache: KVCacheManager
+    order: QueueOrder
+    """Of those in ``waiting`` that have not run yet."""
     waiting: RequestQueue
     running: RunningSet
     in_flight: InFlightSteps

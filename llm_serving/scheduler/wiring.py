@@ -5,20 +5,22 @@ from __future__ import annotations
 from llm_serving.scheduler.admission import Admission, AimdAdmission, NoAdmission, RouterAdmission
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output_length import OutputLengthPredictor
-from llm_serving.scheduler.policy import AdmissionKind
-from llm_serving.scheduler.queue_order import PriorityOrder
-from llm_serving.scheduler.request_queue import RequestQueue
+from llm_serving.scheduler.policy import AdmissionKind, Policy
+from llm_serving.scheduler.queue_order import PriorityOrder, QueueOrder
+from llm_serving.scheduler.slo_order import SloOrder
 
-__all__ = ["make_admission", "make_queue"]
+__all__ = ["make_admission", "make_order"]
 
 _AIMD_FLOOR = 4
 _AIMD_CEILING = 4
 """``aimd`` keeps its limit within a quarter and four times of what it starts at."""
 
 
-def make_queue(limits: SchedulerLimits) -> RequestQueue:
-    """The waiting queue in the order of the policy."""
-    return RequestQueue(limits.max_waiting_requests, limits.max_waiting_tokens, PriorityOrder(fairness=limits.fairness))
+def make_order(limits: SchedulerLimits) -> QueueOrder:
+    """In which order requests start."""
+    if limits.policy is Policy.SLO:
+        return SloOrder(limits.ttft_objective, fairness=limits.fairness)
+    return PriorityOrder(fairness=limits.fairness)
 
 
 def make_admission(limits: SchedulerLimits) -> Admission:

@@ -10,6 +10,7 @@ from engine_harness import Engine
 from fakes import RecordingLog, RecordingMetrics, make_request
 from served_engine import Served, Sink, served
 
+from llm_serving.engine.core import Add
 from llm_serving.engine.objectives import met_objectives
 from llm_serving.engine.outputs import request_timings
 from llm_serving.engine.receipts import ReceiptBook, receipt_of
@@ -17,7 +18,6 @@ from llm_serving.engine.request_log import RequestLog
 from llm_serving.errors import DeadlineExceededError
 from llm_serving.receipt import BlockReason, Phase, Receipt
 from llm_serving.request import PARTS, FinishReason, Request, RequestOutput, RequestTimings, SchedulingParams
-from llm_serving.scheduler.output import RequestUpdate
 
 
 def eventful_request() -> Request:
@@ -143,28 +143,26 @@ def test_the_line_of_a_requests_end() -> None:
     assert metrics.met == [{"ttft": False, "both": False}]
 
 
-def test_a_request_the_scheduler_ends_by_itself_gets_its_last_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with a deadline: nothing was sent for it, and nobody aborted it."""
-    engine = Engine(ready=False)
-    request = engine.request("late", 5, 9)
+def test_a_request_that_waits_past_its_deadline_gets_its_last_piece() -> None:
+    """Nothing was computed for it, and nobody aborted it; the one that runs goes on."""
+    engine = Engine(max_num_seqs=1)
+    engine.request("runs", 5, 20)
     engine.step()
-    scheduler = engine.scheduler
-
-    def take_ended() -> list[RequestUpdate]:
-        update = scheduler.abort_request("late", engine.now)
-        if update is None:
-            return []
-        update.error = "the deadline passed"
-        return [update]
-
-    monkeypatch.setattr(scheduler, "take_ended", take_ended)
-    engine.executor.wake()
-    engine.step()
+    late = make_request("late", 5, 9, arrival=engine.now)
+    late.deadline, late.ttft_objective = engine.now + 0.005, 1.0
+    engine.asked["late"] = late
+    engine.core.submit(Add(late))
+    engine.finish()
     output = engine.whole("late")
-    assert (output.finish_reason, output.error, output.token_ids) == (FinishReason.ABORT, "the deadline passed", ())
+    assert (output.finish_reason, output.token_ids) == (FinishReason.ABORT, ())
+    assert output.error is not None
+    assert "deadline" in output.error
     assert output.timings is not None
-    assert output.timings.queue == output.timings.e2e > 0
-    assert request.is_finished
+    assert output.timings.queue == output.timings.e2e >= 0.005
+    assert engine.metrics.met == [{"ttft": False, "both": False}, {}]
+    assert engine.whole("runs").finish_reason is FinishReason.LENGTH
+    assert [blocked.reason for blocked in output.timings.blocked] == [BlockReason.ROWS]
+    assert output.timings.blocked_by == ("runs",)
 
 
 def open_one(serving: Served, sink: Sink, name: str = "a", **options: Any) -> Any:
@@ -211,6 +209,19 @@ def test_what_a_request_asks_reaches_the_scheduler() -> None:
             assert request.deadline == request.arrival_time + 60.0
             await serving.until(lambda: opened.is_ended)
             opened.close()
+
+    asyncio.run(run())
+
+
+def test_objectives_are_the_configs_unless_the_request_has_its_own() -> None:
+    async def run() -> None:
+        async with served() as serving:
+            opened = open_one(serving, Sink(), scheduling=SchedulingParams(tbt_objective=0.25))
+            assert (opened.request.ttft_objective, opened.request.tbt_objective) == (0.5, 0.25)
+            await serving.until(lambda: opened.is_ended)
+            opened.close()
+            (line,) = serving.log.named("request_end")
+            assert set(line["objectives_met"]) == {"ttft", "tbt", "both"}  # type: ignore[call-overload]
 
     asyncio.run(run())
 

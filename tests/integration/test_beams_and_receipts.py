@@ -12,9 +12,13 @@ PROMPT = {"prompt": "The capital of France is", "max_tokens": 8}
 TERMS = {"return_receipt": True, "priority": -1, "ttft_objective_ms": 9e6}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    with running_server(tmp_path_factory.mktemp("server"), ["pa_config.num_blocks=1024"]) as running:
+CACHE = ["pa_config.num_blocks=1024", "scheduler_config.prefix_cache=true"]
+
+
+@pytest.fixture(scope="module", params=[CACHE[:1], CACHE], ids=["no cache", "prefix cache"])
+def server(request, tmp_path_factory):
+    with running_server(tmp_path_factory.mktemp("server"), request.param) as running:
+        running.caches = len(request.param) > 1
         yield running
         running.wait_until_idle()
 
@@ -25,7 +29,7 @@ def test_one_beam_is_the_greedy_answer(server):
         "/v1/completions", {**PROMPT, "use_beam_search": True, "best_of": 1, "logprobs": 1, "return_token_ids": True}
     )
     assert beam["choices"] == greedy["choices"]
-    assert beam["usage"] == greedy["usage"]
+    assert beam["usage"]["total_tokens"] == greedy["usage"]["total_tokens"]
 
 
 def test_beams_are_ranked_and_the_same_in_a_crowd(server):
@@ -40,6 +44,20 @@ def test_beams_are_ranked_and_the_same_in_a_crowd(server):
     sums = [math.fsum(choice["logprobs"]["token_logprobs"]) for choice in alone]
     assert sums == sorted(sums, reverse=True)
     assert len({choice["text"] for choice in alone}) == 4
+
+
+def test_cached_tokens_are_told_everywhere(server):
+    body = {"prompt": "The quick brown fox jumps over the lazy dog, and nobody minds it at all, or ever did.",
+            "max_tokens": 4, "temperature": 0, "return_receipt": True}  # fmt: skip
+    first, second = (server.post("/v1/completions", body) for _ in range(2))
+    salted = server.post("/v1/completions", {**body, "cache_salt": "mine"})
+    assert first["choices"][0]["text"] == second["choices"][0]["text"] == salted["choices"][0]["text"]
+    answers = (first, second, salted)
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert [answer["receipt"]["sequences"][0]["cached_tokens"] for answer in answers] == cached
+    assert (cached[0], cached[2]) == (0, 0)
+    assert (cached[1] > 0) == server.caches
+    assert (server.get("/server_info")["engine"]["prefix_hit_tokens"] > 0) == server.caches
 
 
 def test_a_receipt_adds_up_to_what_the_log_says(server):

@@ -1,48 +1,325 @@
+"""Hits and what may come between: eviction, copies under way, doubles, preemption, collisions, losses."""
+
 from __future__ import annotations
 
-from llm_serving.kvcache.kv_cache_manager import BlockCopy, KVCacheManager
+import pytest
+
+from llm_serving.kvcache.block_hash import BlockHash, blake2b_128
+from llm_serving.kvcache.kv_cache_manager import Adoption, BlockCopy, KVCacheManager
+from llm_serving.kvcache.prefix_chain import PrefixChain
 
 PROMPT = list(range(100, 110))
 
 
-def cached_manager(num_blocks: int = 16, block_size: int = 4) -> KVCacheManager:
-    return KVCacheManager(num_blocks, block_size, prefix_cache=True)
+def cached_manager(num_blocks: int = 16, block_size: int = 4, block_hash: BlockHash = blake2b_128) -> KVCacheManager:
+    return KVCacheManager(num_blocks, block_size, prefix_cache=True, block_hash=block_hash)
+
+
+def start(manager: KVCacheManager, tokens: list[int], salt: bytes = b"") -> tuple[list[int], PrefixChain, Adoption]:
+    table: list[int] = []
+    chain = manager.new_chain(tokens, salt)
+    adoption = manager.adopt(table, chain, manager.match_prefix(chain), len(tokens))
+    assert adoption is not None
+    return table, chain, adoption
 
 
 def serve(manager: KVCacheManager, tokens: list[int], salt: bytes = b"") -> list[int]:
     """Compute a sequence to its end and take its blocks back. Gives the table it had."""
-    table, chain = [], manager.new_chain(tokens, salt)
-    adoption = manager.adopt(table, chain, manager.match_prefix(chain), len(tokens))
-    assert adoption is not None
+    table, chain, adoption = start(manager, tokens, salt)
     manager.end_copies(adoption.copies)
     manager.commit(table, chain, len(tokens))
     manager.free(table, chain)
     return table
 
 
-def test_what_was_served_is_found_again() -> None:
+def hit_tokens(manager: KVCacheManager, tokens: list[int], salt: bytes = b"") -> int:
+    return manager.match_prefix(manager.new_chain(tokens, salt)).num_tokens
+
+
+def test_what_was_served_is_found_again_and_its_last_block_goes_on_without_a_copy() -> None:
     manager = cached_manager()
     assert serve(manager, PROMPT) == [1, 2, 3]
     table, chain = [], manager.new_chain([*PROMPT, 1, 2, 3])
     match = manager.match_prefix(chain)
     assert (match.blocks, match.num_tokens, match.pending) == ([1, 2], 10, False)
     adoption = manager.adopt(table, chain, match, 13)
-    assert adoption is not None
-    assert (adoption.num_tokens, adoption.copies, table) == (10, [], [1, 2, 3, 4])
+    assert adoption == Adoption(10, [])
+    assert table == [1, 2, 3, 4]
+    assert (manager.prefix_query_tokens, manager.prefix_hit_tokens) == (23, 10)
     manager.check_integrity([table])
     manager.check_cache()
+
+
+def test_a_last_block_that_somebody_holds_is_copied() -> None:
+    manager = cached_manager()
+    first, chain, _ = start(manager, PROMPT)
+    manager.commit(first, chain, 10)
+    second, _, adoption = start(manager, [*PROMPT, 1])
+    assert (second, adoption) == ([1, 2, 4], Adoption(10, [BlockCopy(3, 4)]))
+    manager.check_integrity([first, second])
 
 
 def test_a_prompt_cached_to_its_end_copies_the_last_block_less_one_token() -> None:
     manager = cached_manager()
     serve(manager, PROMPT[:8])
-    table, chain = [], manager.new_chain(PROMPT[:8])
-    match = manager.match_prefix(chain)
-    assert (match.blocks, match.num_tokens) == ([1], 7)
-    adoption = manager.adopt(table, chain, match, 8)
-    assert adoption is not None
-    assert (adoption.num_tokens, adoption.copies, table) == (7, [BlockCopy(2, 3)], [1, 3])
-    manager.check_integrity([table])
+    table, _, adoption = start(manager, PROMPT[:8])
+    assert (table, adoption) == ([1, 3], Adoption(7, [BlockCopy(2, 3)]))
     manager.end_copies(adoption.copies)
     manager.check_integrity([table])
     manager.check_cache()
+
+
+def test_with_blocks_of_one_token_the_last_token_is_computed() -> None:
+    manager = cached_manager(block_size=1)
+    serve(manager, PROMPT[:3])
+    table, _, adoption = start(manager, PROMPT[:3])
+    assert (table, adoption) == ([1, 2, 4], Adoption(2, []))
+    one, _, adoption = start(manager, PROMPT[:1])
+    assert (one, adoption) == ([5], Adoption(0, []))
+
+
+def test_prompts_that_part_in_the_middle_of_a_block_share_up_to_there() -> None:
+    manager = cached_manager()
+    serve(manager, PROMPT)
+    table, _, adoption = start(manager, [*PROMPT[:6], 1, 2, 3])
+    assert (table, adoption) == ([1, 4, 5], Adoption(6, [BlockCopy(2, 4)]))
+
+
+def test_a_hit_that_is_evicted_before_it_is_adopted_is_left_out() -> None:
+    manager = cached_manager(num_blocks=5)
+    serve(manager, PROMPT)
+    chain = manager.new_chain(PROMPT)
+    match = manager.match_prefix(chain)
+    assert (match.blocks, match.num_tokens) == ([1, 2], 9)
+    other: list[int] = []
+    assert manager.grow(other, 9)
+    assert other == [4, 3, 2]
+    assert manager.adopt([], chain, match, 10) is None
+    manager.free(other)
+    table: list[int] = []
+    assert manager.adopt(table, chain, match, 10) == Adoption(4, [])
+    assert table == [1, 4, 3]
+    manager.check_integrity([table])
+    manager.check_cache()
+
+
+def test_the_source_of_a_copy_is_held_until_the_copy_is_answered() -> None:
+    manager = cached_manager(num_blocks=5)
+    serve(manager, PROMPT[:8])
+    table, chain, adoption = start(manager, PROMPT[:8])
+    assert (table, adoption.copies) == ([1, 3], [BlockCopy(2, 3)])
+    manager.free(table, chain)
+    assert manager.num_free_blocks == 3
+    others: list[int] = []
+    assert not manager.grow(others, 13)
+    assert manager.grow(others, 12)
+    assert 2 not in others
+    manager.check_integrity([others])
+    manager.end_copies(adoption.copies)
+    assert manager.grow(others, 13)
+    assert others[-1] == 2
+    with pytest.raises(AssertionError, match="the copy of block 2 to 3 has ended already"):
+        manager.end_copies(adoption.copies)
+
+
+def test_a_tail_is_given_up_where_its_source_is_the_last_free_block() -> None:
+    manager = cached_manager(num_blocks=3)
+    serve(manager, PROMPT[:8])
+    table, _, adoption = start(manager, PROMPT[:8])
+    assert (table, adoption) == ([1, 2], Adoption(4, []))
+
+
+def test_of_two_sequences_that_compute_the_same_block_the_first_is_found() -> None:
+    manager = cached_manager()
+    first, first_chain, _ = start(manager, PROMPT)
+    second, second_chain, _ = start(manager, PROMPT)
+    assert (first, second) == ([1, 2, 3], [4, 5, 6])
+    manager.commit(second, second_chain, 10)
+    manager.commit(first, first_chain, 10)
+    assert manager.match_prefix(manager.new_chain(PROMPT)).blocks == [4, 5]
+    manager.free(first, first_chain)
+    assert manager.num_free_cached_blocks == 0
+    manager.free(second, second_chain)
+    assert manager.num_free_cached_blocks == 3
+    manager.check_integrity([])
+    manager.check_cache()
+
+
+def test_the_double_takes_over_when_the_first_was_evicted() -> None:
+    manager = cached_manager(num_blocks=6)
+    first, first_chain, _ = start(manager, PROMPT[:8])
+    second, second_chain, _ = start(manager, PROMPT[:8])
+    manager.commit(first, first_chain, 8)
+    manager.commit(second, second_chain, 8)
+    manager.free(first, first_chain)
+    other: list[int] = []
+    assert manager.grow(other, 12)
+    assert other == [5, 2, 1]
+    second_chain.extend(range(4))
+    manager.commit(second, second_chain, 8)
+    assert manager.match_prefix(manager.new_chain(PROMPT)).blocks == [3, 4]
+    manager.check_cache()
+
+
+def test_a_preempted_sequence_finds_its_own_blocks() -> None:
+    manager = cached_manager()
+    table, chain, _ = start(manager, PROMPT)
+    chain.extend([1, 2, 3])
+    assert manager.grow(table, 12)
+    manager.commit(table, chain, 12)
+    manager.free(table, chain)
+    again: list[int] = []
+    match = manager.match_prefix(chain)
+    assert (match.blocks, match.num_tokens) == ([1, 2, 3], 12)
+    assert manager.adopt(again, chain, match, 13) == Adoption(12, [])
+    assert again == [1, 2, 3, 4]
+
+
+def test_a_block_being_computed_is_worth_waiting_for() -> None:
+    manager = cached_manager()
+    table, chain, _ = start(manager, PROMPT)
+    manager.announce(chain, 6)
+    assert manager.match_prefix(manager.new_chain(PROMPT)).num_pending_tokens == 4
+    manager.announce(chain, 10)
+    late = manager.match_prefix(manager.new_chain(PROMPT))
+    assert (late.num_tokens, late.num_pending_tokens, late.pending) == (0, 8, True)
+    manager.commit(table, chain, 6)
+    half = manager.match_prefix(manager.new_chain(PROMPT))
+    assert (half.num_tokens, half.num_pending_tokens) == (6, 4)
+    manager.commit(table, chain, 10)
+    assert not manager.match_prefix(manager.new_chain(PROMPT)).pending
+
+
+def test_what_a_failed_step_announced_is_withdrawn() -> None:
+    manager = cached_manager()
+    table, chain, _ = start(manager, PROMPT)
+    double, double_chain, _ = start(manager, PROMPT)
+    manager.announce(chain, 10)
+    manager.announce(double_chain, 4)
+    manager.withdraw(chain)
+    assert manager.match_prefix(manager.new_chain(PROMPT)).num_pending_tokens == 4
+    manager.free(double, double_chain)
+    assert not manager.match_prefix(manager.new_chain(PROMPT)).pending
+    manager.announce(chain, 4)
+    manager.free(table, chain)
+    assert hit_tokens(manager, PROMPT) == 0
+    manager.check_integrity([])
+
+
+def test_an_announcement_nobody_keeps_is_noticed() -> None:
+    manager = cached_manager()
+    table, chain, _ = start(manager, PROMPT)
+    manager.announce(chain, 10)
+    manager.free(table)
+    with pytest.raises(AssertionError, match="2 blocks are announced and nobody computes them"):
+        manager.check_integrity([])
+
+
+def test_salts_share_nothing_and_do_not_push_each_other_out() -> None:
+    manager = cached_manager()
+    serve(manager, PROMPT, b"one")
+    assert hit_tokens(manager, PROMPT) == hit_tokens(manager, PROMPT, b"two") == 0
+    serve(manager, PROMPT, b"two")
+    assert hit_tokens(manager, PROMPT, b"one") == hit_tokens(manager, PROMPT, b"two") == 9
+    assert manager.new_chain(PROMPT, b"one").hash_at(0) != manager.new_chain(PROMPT, b"two").hash_at(0)
+
+
+@pytest.mark.parametrize("salt", [b"", b"salt"])
+def test_a_planted_hash_collision_is_a_miss(salt: bytes) -> None:
+    manager = cached_manager(block_hash=lambda data: b"the same")
+    serve(manager, PROMPT[:4])
+    assert hit_tokens(manager, [*PROMPT[:4], 1]) == 4
+    assert hit_tokens(manager, [7, 7, 7, 7, 7], salt) == 0
+    serve(manager, [7, 7, 7, 7], salt)
+    assert hit_tokens(manager, [7, 7, 7, 7, 7], salt) == 4
+    assert hit_tokens(manager, [*PROMPT[:4], 1]) == 0
+    manager.check_cache()
+
+
+def test_equal_tokens_after_prefixes_of_one_hash_are_told_apart() -> None:
+    """The second block's tokens and its parent's hash are those asked for; only what came before is not."""
+
+    def collides(data: bytes) -> bytes:
+        return b"first" if b"\xc8\0\0\0" in data or b"\xc9\0\0\0" in data else blake2b_128(data)
+
+    manager = cached_manager(num_blocks=5, block_size=2, block_hash=collides)
+    serve(manager, [200, 1, 5, 6])
+    table, chain, _ = start(manager, [201, 1])
+    manager.commit(table, chain, 2)
+    assert hit_tokens(manager, [201, 1, 5, 6, 7]) == 2
+
+
+def test_a_lost_agent_takes_the_contents_and_leaves_the_accounts() -> None:
+    manager = cached_manager()
+    serve(manager, [1, 2, 3, 4])
+    table, chain, _ = start(manager, PROMPT)
+    manager.commit(table, chain, 4)
+    waiting = manager.new_chain(PROMPT)
+    stale = manager.match_prefix(waiting)
+    assert stale.blocks == [2]
+    manager.drop_all()
+    assert hit_tokens(manager, PROMPT) == hit_tokens(manager, [1, 2, 3, 4]) == 0
+    manager.check_integrity([table])
+    manager.check_cache()
+    manager.commit(table, chain, 10)
+    assert hit_tokens(manager, PROMPT) == 0
+    manager.free(table, chain)
+    assert manager.num_free_blocks == 15
+    again: list[int] = []
+    assert manager.adopt(again, waiting, stale, 10) == Adoption(0, [])
+    manager.commit(again, waiting, 10)
+    assert hit_tokens(manager, PROMPT) == 9
+
+
+def test_a_chain_that_knows_more_blocks_than_its_table_was_begun_with() -> None:
+    manager = cached_manager()
+    late = manager.new_chain(PROMPT)
+    nothing = manager.match_prefix(late)
+    serve(manager, PROMPT)
+    assert manager.match_prefix(late).blocks == [1, 2]
+    table: list[int] = []
+    assert manager.adopt(table, late, nothing, 10) == Adoption(0, [])
+    manager.commit(table, late, 6)
+    manager.free(table, late)
+    assert hit_tokens(manager, [*PROMPT[:8], *PROMPT[4:6], 1]) == 8
+    manager.check_cache()
+
+
+def test_the_least_recently_freed_goes_first_and_an_end_before_its_beginning() -> None:
+    manager = cached_manager(num_blocks=7)
+    serve(manager, PROMPT[:8])
+    serve(manager, [1] * 8)
+    serve(manager, [2] * 8)
+    assert hit_tokens(manager, [*PROMPT[:8], 0]) == 8
+    table: list[int] = []
+    assert manager.grow(table, 4)
+    assert [hit_tokens(manager, [*tokens, 0]) for tokens in (PROMPT[:8], [1] * 8, [2] * 8)] == [4, 8, 8]
+    assert manager.grow(table, 12)
+    assert [hit_tokens(manager, [*tokens, 0]) for tokens in (PROMPT[:8], [1] * 8, [2] * 8)] == [0, 4, 8]
+
+
+def test_without_a_prefix_cache_there_are_no_chains() -> None:
+    with pytest.raises(AssertionError, match="there is no prefix cache"):
+        KVCacheManager(4, 4).new_chain(PROMPT)
+    assert KVCacheManager(4, 4).prefix_hit_tokens == 0
+    with pytest.raises(ValueError, match="contiguous tables cannot share"):
+        KVCacheManager(4, 4, prefix_cache=True, contiguous=True)
+
+
+def test_a_table_of_full_blocks_only_takes_no_tail() -> None:
+    manager = cached_manager()
+    serve(manager, PROMPT)
+    table: list[int] = []
+    chain = manager.new_chain(PROMPT)
+    assert manager.adopt(table, chain, manager.match_prefix(chain), 8) == Adoption(8, [])
+    assert table == [1, 2]
+    manager.check_integrity([table])
+
+
+def test_of_equal_tails_the_latest_is_copied() -> None:
+    manager = cached_manager()
+    serve(manager, [1, 2, 3, 4])
+    serve(manager, [1, 2, 5, 6])
+    tail = manager.match_prefix(manager.new_chain([1, 2, 7, 8, 9])).tail
+    assert tail is not None
+    assert (tail.block, tail.num_tokens) == (2, 2)

@@ -72,6 +72,24 @@ def test_blocked_time_goes_to_the_reason_seen_last() -> None:
     assert receipt.blockers == ["a", "b"]
 
 
+def test_a_preempted_request_is_blocked_until_it_starts_and_not_until_its_token() -> None:
+    receipt = Receipt(0.0)
+    receipt.enter(Phase.PREFILL, 1.0)
+    receipt.enter(Phase.PREEMPTED, 2.0)
+    receipt.blocked(BlockReason.BLOCKS, ["a"], 2.5)
+    receipt.unblocked(3.0)
+    receipt.enter(Phase.DECODE, 5.0)
+    assert receipt.blocked_us == {BlockReason.BLOCKS: 500_000}
+    assert receipt.seconds(Phase.PREEMPTED) == 3.0
+
+
+def test_a_clock_that_went_back_takes_nothing_off() -> None:
+    receipt = Receipt(0.0)
+    receipt.blocked(BlockReason.ROWS, [], 2.0)
+    receipt.enter(Phase.PREFILL, 1.0)
+    assert receipt.blocked_us == {BlockReason.ROWS: 0}
+
+
 def test_without_a_clock_blocks_are_counted_only() -> None:
     receipt = Receipt(0.0)
     receipt.blocked(BlockReason.PREFIX, [])

@@ -87,9 +87,14 @@ def test_in_words_when_the_cache_was_full() -> None:
         "25 % of the difference, 2.00 s, is preempted: waiting again and computing again.",
         "First in line, a slow request waited 5.00 s because the KV cache had too few free blocks "
         "(pa_config.num_blocks); 1.00 s because every row of the batch was taken (scheduler_config.max_num_seqs).",
-        "In the way of most of them: r1 (of 10), r2 (of 10).",
+        "In the way of the 10 most often: r1 (of 10), r2 (of 10).",
         "A slow request was preempted 2.0 times on average.",
     ]
+
+
+def test_in_words_when_they_stood_behind_others() -> None:
+    sentences = why_slow_sentences(with_slow(10, queue=5000, blocked_ms={"other": 1000.0}))
+    assert "First in line, after 4.00 s behind others, a slow request waited 1.00 s because other." in sentences
 
 
 def test_in_words_when_they_were_only_longer() -> None:
@@ -162,7 +167,7 @@ def test_from_a_log_by_the_option(log: Path, tmp_path: Path, capsys: pytest.Capt
     assert content["why_slow"]["blockers"] == [{"request_id": "<r1>", "slow_requests": 5}]
     assert content["why_slow"]["blocked_ms"] == {"rows": 2000.0}
     assert (content["objectives"], content["cached_tokens"]) == ({"met": 35, "missed": 5}, 80)
-    assert "In the way of most of them: &lt;r1&gt; (of 5)." in page.read_text()
+    assert "In the way of the 5 most often: &lt;r1&gt; (of 5)." in page.read_text()
 
 
 def test_as_a_program(log: Path) -> None:

@@ -142,14 +142,16 @@ def _queue(result: SlowRequests) -> str:
         f"{_seconds(milliseconds)} because {_REASONS.get(reason, reason)}"
         for reason, milliseconds in list(result.blocked_ms.items())[:3]
     ]
-    return f"First in line, a slow request waited {'; '.join(reasons)}."
+    behind = result.slow.parts["queue"] - sum(result.blocked_ms.values())
+    line = f", after {_seconds(behind)} behind others" if behind >= TOLD * result.slow.parts["queue"] else ""
+    return f"First in line{line}, a slow request waited {'; '.join(reasons)}."
 
 
 def _blockers(result: SlowRequests) -> str:
     if not result.blockers:
         return ""
     names = ", ".join(f"{one.request_id} (of {one.requests})" for one in result.blockers)
-    return f"In the way of most of them: {names}."
+    return f"In the way of the {result.slow.count} most often: {names}."
 
 
 def _preemptions(result: SlowRequests) -> str:

@@ -11,6 +11,7 @@ from llm_serving.scheduler.policies.chunked import Chunked
 from llm_serving.scheduler.policies.decode_first import DecodeFirst
 from llm_serving.scheduler.policies.fcfs import Fcfs
 from llm_serving.scheduler.policies.prefill_first import PrefillFirst
+from llm_serving.scheduler.policies.slo import Slo
 from llm_serving.scheduler.policy import Policy
 from llm_serving.scheduler.prefill_steps import PrefillComposer
 from llm_serving.scheduler.sequence import Sequence
@@ -24,6 +25,7 @@ _POLICIES: dict[Policy, type[SchedulingPolicy]] = {
     Policy.FCFS: Fcfs,
     Policy.DECODE_FIRST: DecodeFirst,
     Policy.CHUNKED: Chunked,
+    Policy.SLO: Slo,
 }
 
 

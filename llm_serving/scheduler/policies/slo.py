@@ -1,0 +1,169 @@
+"""``slo``: mixed steps that are as long as the objectives allow, for as many requests as can meet both of theirs.
+
+Every request has an objective for its first token and one for the time between its tokens. Steps hold all rows that
+can decode, as in ``chunked``; what differs:
+
+Budget
+    Prompts get as many tokens as leave every row its time between tokens, by the learnt cost of a step
+    (``cost_model``). A prompt that would be late at that pace may use up what rows are ahead of their own pace, so
+    that their mean stays within the objective. Rows that cannot meet theirs any more are not waited for.
+
+Order
+    The queue gives out what is due first, late ones behind with a share (``slo_order``). Prompts that have begun go
+    on in the same order: those on time before new ones, late ones after; every ``LATE_SHARE`` steps they go first.
+
+Load
+    A request starts only if the rows will then still keep their pace: one that waits may miss its first token, one too
+    many makes every row miss its time between tokens. When nothing runs, somebody starts.
+
+What was never measured is not guessed: until steps were answered, it is ``chunked``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llm_serving.scheduler.cost_model import StepCostModel
+from llm_serving.scheduler.output import ScheduledStep, StepReason, StepResult
+from llm_serving.scheduler.policies.base import StepComposers
+from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.slo_order import LATE_SHARE, SloOrder
+from llm_serving.scheduler.state import SchedulerState
+
+__all__ = ["Slo"]
+
+_MARGIN = 0.1
+"""Share of an objective that is left for what the model does not know: the host's time, and steps that vary."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pace:
+    """What the rows that can still meet their objective leave of the next step."""
+
+    num_rows: int
+    num_context_tokens: int
+    step_s: float
+    """The step may take so long for every row to have its token in time after the one before."""
+    slack_s: float
+    """And so long for every row's mean to stay within its objective."""
+
+
+class Slo:
+    """A step is put together when no more than ``decode_steps_ahead`` are unanswered."""
+
+    def __init__(self, state: SchedulerState, composers: StepComposers) -> None:
+        self._state = state
+        self._mixed = composers.mixed
+        self._model = StepCostModel()
+        self._num_steps = 0
+        if not isinstance(state.order, SloOrder):
+            raise AssertionError("policy slo needs a queue in the order of slo")
+        self._order = state.order
+
+    def next_step(self, now: float) -> ScheduledStep | None:
+        state, limits = self._state, self._state.limits
+        if state.in_flight.num_compute_steps > limits.decode_steps_ahead:
+            return None
+        self._num_steps += 1
+        if not (state.waiting or state.running.prefilling) or not self._model.is_known:
+            return self._mixed.compose(limits.mixed_step_tokens, now, StepReason.BUDGET_SHARED)
+        pace = self._pace(now)
+        budget = self._budget(pace, now)
+        return self._mixed.compose(
+            pace.num_rows + budget,
+            now,
+            StepReason.BUDGET_CUT,
+            max_starts=self._max_starts(pace),
+            late=self._late(now) if self._num_steps % LATE_SHARE else frozenset(),
+        )
+
+    def step_answered(self, step: ScheduledStep, result: StepResult) -> None:
+        self._model.learn(step, result)
+
+    def reset(self) -> None:
+        pass
+
+    def _pace(self, now: float) -> _Pace:
+        """O(n) in the rows; asked for only while prompts want a part of the step."""
+        state = self._state
+        num_rows = num_context = 0
+        for sequence in state.running:
+            if sequence.is_decoding:
+                num_rows += 1
+                num_context += sequence.request.num_computed_tokens
+        rows_s = self._model.seconds(num_rows, num_context, 0)
+        begin = now + state.in_flight.num_compute_steps * rows_s
+        step_s = slack_s = float("inf")
+        for sequence in state.running:
+            request = sequence.request
+            if sequence.is_decoding and request.first_token_time is not None:
+                objective = self._tbt_objective(sequence) * (1.0 - _MARGIN)
+                num_tokens = len(request.output_token_ids) + request.num_inflight_tokens
+                slack = request.first_token_time + num_tokens * objective - begin
+                if slack + (sequence.max_output_tokens - num_tokens) * (objective - rows_s) >= rows_s:
+                    step_s = min(step_s, objective)
+                    slack_s = min(slack_s, slack)
+        return _Pace(num_rows, num_context, step_s, slack_s)
+
+    def _budget(self, pace: _Pace, now: float) -> int:
+        """Prompt tokens of the next step."""
+        model, limits = self._model, self._state.limits
+        most = limits.max_num_batched_tokens
+        if pace.step_s == float("inf"):
+            return most
+        steady = model.prompt_tokens_within(pace.step_s, pace.num_rows, pace.num_context_tokens)
+        steady = min(max(steady, 1.0), most)
+        steady_s = model.seconds(pace.num_rows, pace.num_context_tokens, int(steady))
+        self._order.learn(steady_s, steady_s / steady)
+        if not self._is_late_at(steady / steady_s, now):
+            return int(steady)
+        borrowed = model.prompt_tokens_within(pace.slack_s, pace.num_rows, pace.num_context_tokens)
+        return int(min(max(borrowed, steady), most))
+
+    def _is_late_at(self, tokens_per_s: float, now: float) -> bool:
+        """Whether a prompt that can still be on time would be late if prompts got on so fast."""
+        state = self._state
+        ahead = 0
+        prompts = [*state.running.prefilling, *([state.waiting.peek(now)] if state.waiting else [])]
+        for sequence in sorted(prompts, key=self._due):
+            left_s = self._due(sequence) - now
+            ahead += sequence.num_uncomputed_tokens
+            possible = self._model.seconds(0, 0, sequence.num_uncomputed_tokens) <= left_s
+            if possible and ahead / tokens_per_s > left_s:
+                return True
+        return False
+
+    def _max_starts(self, pace: _Pace) -> int | None:
+        """How many may start for the rows to keep their pace; None for as many as there is room for."""
+        model, running = self._model, self._state.running
+        if not len(running):
+            return None
+        objective = min(pace.step_s, self._state.limits.tbt_objective * (1.0 - _MARGIN))
+        num_rows = len(running)
+        spare = objective - model.seconds(num_rows, pace.num_context_tokens, 0)
+        if model.seconds(1, 0, 0) > objective:
+            return None  # not even one row alone keeps such a pace
+        context = pace.num_context_tokens / pace.num_rows if pace.num_rows else 0.0
+        row_s = model.row_s + model.context_s * context
+        return max(0, int(spare / row_s)) if row_s > 0.0 else None
+
+    def _late(self, now: float) -> frozenset[Sequence]:
+        """Prompts that have begun and cannot be on time any more."""
+        model = self._model
+        return frozenset(
+            sequence
+            for sequence in self._state.running.prefilling
+            if now + model.seconds(0, 0, sequence.num_uncomputed_tokens) > self._due(sequence)
+        )
+
+    def _due(self, sequence: Sequence) -> float:
+        """When its next token is due: the first one, or after a preemption the one of its pace."""
+        request = sequence.request
+        if request.first_token_time is not None:
+            return request.first_token_time + len(request.output_token_ids) * self._tbt_objective(sequence)
+        objective = request.ttft_objective
+        return request.arrival_time + (self._state.limits.ttft_objective if objective is None else objective)
+
+    def _tbt_objective(self, sequence: Sequence) -> float:
+        objective = sequence.request.tbt_objective
+        return self._state.limits.tbt_objective if objective is None else objective

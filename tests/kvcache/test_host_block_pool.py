@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from llm_serving.kvcache.host_block_pool import HostBlockPool
+from llm_serving.kvcache.kv_cache_manager import KVCacheManager
+
+
+def test_host_blocks_are_all_or_nothing_and_start_at_0() -> None:
+    manager = KVCacheManager(4, 4, num_host_blocks=3)
+    table = manager.host_allocate(2)
+    assert table == [0, 1]
+    assert manager.host_allocate(2) is None
+    assert manager.num_free_host_blocks == 1
+    manager.check_integrity([], [table])
+    manager.host_free(table)
+    assert manager.host_allocate(3) == [0, 1, 2]
+
+
+def test_no_host_blocks_is_a_size_too() -> None:
+    assert HostBlockPool(0).allocate(1) is None
+    assert HostBlockPool(0).allocate(0) == []
+    with pytest.raises(ValueError, match="num_host_blocks is -1"):
+        HostBlockPool(-1)
+
+
+def test_host_blocks_are_freed_once_and_not_lost() -> None:
+    pool = HostBlockPool(3)
+    pool.allocate(2)
+    with pytest.raises(AssertionError, match="host block 2 is given back but was not taken"):
+        pool.free([2])
+    with pytest.raises(AssertionError, match="1 host blocks held and 1 free do not make 3"):
+        pool.check_integrity([0])
+    with pytest.raises(AssertionError, match="held twice, or held while free"):
+        pool.check_integrity([0, 2])
