@@ -22,7 +22,8 @@ class CachedPrefix:
 
     num_tokens: int
     is_pending: bool
-    """More of its tokens are being computed, for another sequence: they are found by who waits."""
+    """A block's worth more of its tokens, or all but the last, is being computed for another sequence: who waits finds
+    them. Less is not worth a step: of equal prompts that end with a block, each would wait for the one before."""
 
 
 _NOTHING_CACHED = CachedPrefix(0, False)
@@ -106,8 +107,10 @@ class PrefixSupply(PagedSupply):
         """Goes up whenever a match may have become another one."""
 
     def look_up(self, sequence: Sequence) -> CachedPrefix:
-        match = self._match(sequence)
-        return CachedPrefix(match.num_tokens, match.pending)
+        match, size = self._match(sequence), self._kv_cache.block_size
+        found_later = min(len(match.blocks) * size + match.num_pending_tokens, sequence.request.num_tokens - 1)
+        gain = found_later - match.num_tokens
+        return CachedPrefix(match.num_tokens, match.pending and gain >= min(size, found_later) > 0)
 
     def fits(self, sequence: Sequence, reserve: int) -> bool:
         return self._kv_cache.spare_blocks(self._match(sequence), sequence.request.num_tokens) >= reserve

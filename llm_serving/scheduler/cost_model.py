@@ -83,6 +83,8 @@ class StepCostModel:
 
 def _values(step: ScheduledStep) -> tuple[float, float, float, float]:
     """One, and the step's rows, their context and its prompt tokens. A chunk of one token is as a row."""
+    if step.kind is StepKind.DECODE:
+        return 1.0, float(step.num_seqs), float(sum(step.starts)), 0.0
     num_rows = num_context = 0
     for query_len, start in zip(step.query_lens, step.starts, strict=True):
         if query_len == 1:

@@ -66,7 +66,7 @@ class DecodeComposer:
             if len(ready) > state.limits.decode_batch_size:
                 ready = self._take_turns(ready)
             sequences = self._grow(ready, now)
-            if sequences or state.in_flight.num_steps or state.running.leaving:
+            if sequences or state.in_flight.num_steps or state.running.num_leaving:
                 return sequences
             # The rows whose turn it was were preempted themselves; nothing is in flight that would bring us back.
 

@@ -45,6 +45,10 @@ class RunningSet:
         return list(self._leaving.values())
 
     @property
+    def num_leaving(self) -> int:
+        return len(self._leaving)
+
+    @property
     def num_free_rows(self) -> int:
         return len(self._free_rows)
 

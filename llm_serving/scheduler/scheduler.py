@@ -200,8 +200,8 @@ class Scheduler:
         self._preemption.step_answered(flight.step, result)
         self._admission.step_answered()
         updates = self._take(flight, result, now)
-        for sequence in flight.sequences:
-            if sequence.state is SequenceState.LEAVING:
+        if self._running.num_leaving:
+            for sequence in flight.sequences:
                 self._lifecycle.settle(sequence)
         return updates
 

@@ -13,12 +13,14 @@ from llm_serving.scheduler.state import SchedulerState
 __all__ = ["DECODE_STREAK_LIMIT", "DecodeFirst"]
 
 DECODE_STREAK_LIMIT = 32
-"""Decode steps that prompts wait for at most; then comes one prefill step. At 32 a row is slowed down by a prefill
-once in 32 tokens, and a queue moves on even if the running requests never end."""
+"""Decode steps that a prompt waits for at most when it could start. The more such prompts wait, the sooner comes a
+prefill step: with one waiting after 32 decode steps, with four after 8, with 32 after every one; n of them start within
+32 * (1 + 1/2 + ... + 1/n) decode steps, whether the running requests ever end or not. (A fixed 32 between two prefill
+steps let 1500 requests at 10 a second take four times the time of any other policy, in a simulation.)"""
 
 
 class DecodeFirst:
-    """Prefill steps only when no running row wants a token, or after ``DECODE_STREAK_LIMIT`` decode steps.
+    """Prefill steps only when no running row wants a token, or after so many decode steps in a row.
 
     A decode that is queued while a prefill is would run before it. So that the limit holds, none is queued beside a
     prefill that was due.
@@ -32,7 +34,7 @@ class DecodeFirst:
 
     def next_step(self, now: float) -> ScheduledStep | None:
         in_flight = self._state.in_flight
-        if self._streak >= DECODE_STREAK_LIMIT:
+        if self._streak >= self._streak_limit():
             if in_flight.num_prefill_steps:
                 return None
             step = self._prefills.compose(now, StepReason.PROMPT_OVERDUE)
@@ -54,6 +56,10 @@ class DecodeFirst:
 
     def reset(self) -> None:
         self._streak = 0
+
+    def _streak_limit(self) -> int:
+        num_startable = min(len(self._state.waiting), self._state.running.num_free_rows)
+        return max(1, DECODE_STREAK_LIMIT // max(1, num_startable))
 
     def _rows_want_tokens(self) -> bool:
         return any(sequence.is_decoding and sequence.wants_token for sequence in self._state.running)
