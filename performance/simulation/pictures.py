@@ -121,7 +121,7 @@ def policies_picture(path: Path, runs: Sequence[SimulatedRun]) -> None:
     between.set_ylabel("share of tokens")
     flight.set_xlabel("seconds since the start")
     flight.set_ylabel("requests under way")
-    flight.legend(fontsize=7, frameon=False)
+    between.legend(fontsize=7, frameon=False, loc="center right")
     _save(figure, path)
 
 
@@ -131,7 +131,7 @@ def long_prompt_picture(path: Path, runs: Sequence[SimulatedRun]) -> None:
     for axes, run in zip(panels, runs, strict=True):
         *streams, long = run.run.records
         gaps = [gap for record in streams for gap in gaps_of(record)]
-        axes.scatter([gap.at for gap in gaps], [1000 * gap.seconds for gap in gaps], s=2, color=COLOURS[run.name])
+        axes.scatter([gap.at for gap in gaps], [1000 * gap.seconds for gap in gaps], s=5, color=COLOURS[run.name])
         axes.axvline(LONG_AT_S, color="black", linestyle=":", linewidth=0.8)
         first_token = long.piece_times[0]
         axes.axvline(first_token, color="black", linestyle="-", linewidth=0.8)
@@ -157,7 +157,7 @@ def batching_picture(path: Path, runs: Sequence[SimulatedRun]) -> None:
         _steps(axes, changes, None, "#2f855a")
         axes.set_xlim(0, SHOWN_S)
         axes.set_ylim(0, STUDY_CLIENTS + 5)
-        axes.set_title(f"{run.name}\n{run.figures.qps:.1f} requests/s", fontsize=8)
+        axes.set_title(f"{run.name}\n{run.figures.qps:.3g} requests/s", fontsize=8)
         axes.set_xlabel("seconds")
     panels[0].set_ylabel("requests that get tokens")
     _save(figure, path)
@@ -189,7 +189,8 @@ def _distribution(axes: Axes, values: Sequence[float], label: str, colour: str) 
     ordered = np.sort(np.array(values))
     if len(ordered) > 2000:
         ordered = np.quantile(ordered, np.linspace(0, 1, 2000))
-    axes.plot(ordered, np.linspace(0, 1, len(ordered)), color=colour, label=label, linewidth=1.2)
+    dashes = "--" if label == Policy.SLO.value else "-"  # it mostly lies on chunked
+    axes.plot(ordered, np.linspace(0, 1, len(ordered)), dashes, color=colour, label=label, linewidth=1.2)
     axes.set_xscale("log")
 
 
