@@ -10,8 +10,7 @@ from llm_serving.flight.prefix_state import HASHED, block_contents, chain_tokens
 from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN, Pseudonyms
 from llm_serving.kvcache.prefix_chain import PrefixChain
 from llm_serving.kvcache.prefix_index import PrefixIndex
-from llm_serving.receipt import Receipt
-from llm_serving.request import Request
+from llm_serving.request import Request, SamplingParams
 
 __all__ = ["StateDisguise"]
 
@@ -28,6 +27,7 @@ class StateDisguise:
     def __init__(self, names_of: Callable[[Request], Sequence[int] | None], pseudonyms: Pseudonyms | None) -> None:
         self._names_of = names_of
         self._pseudonyms = pseudonyms
+        self._samplings: dict[SamplingParams, SamplingParams] = {}
         self._chain_owners: dict[int, Request] = {}
 
     def __call__(self, owner: object, name: str, value: Any) -> Any:
@@ -38,14 +38,19 @@ class StateDisguise:
         if name in ("end_token_ids", "ending_token_ids"):
             return _ENDING
         if name == "sampling" and value is not None:
-            return without_texts(value)
+            return self._sampling(value)
         if name == "receipt":  # tells people where time went; nothing is decided by it
-            return Receipt()
+            return None
         if name == "finish_reason":  # the engine may have set another one since
             return None
         if name == "error" and isinstance(value, str):
             return ""
         return self._prefix(owner, name, value)
+
+    def _sampling(self, value: SamplingParams) -> SamplingParams:
+        """One object for all that are equal."""
+        plain = without_texts(value)
+        return self._samplings.setdefault(plain, plain)
 
     def _known_tokens(self, owner: object, name: str, value: Sequence[int]) -> list[int]:
         if not isinstance(owner, Request) or is_gone(owner) or (names := self._names_of(owner)) is None:

@@ -6,8 +6,12 @@
     continuous   requests join and leave at any step; each reserves contiguous room for its longest answer
     paged        the same, with blocks on demand (paged attention)
 
-Clients in a closed loop send prompts of 32 to 64 random tokens that want 64, 128 or 256 tokens (end tokens are
-ignored); both are drawn by seed and the same in every mode. So are the answers, which is checked.
+Clients in a closed loop send prompts of 64 to 256 random tokens (160 in the mean, as the conversations of ShareGPT have
+161: Kwon et al. 2023) that want 64, 128 or 256 tokens (end tokens are ignored); both are drawn by seed and the same in
+every mode. So are the answers, which is checked.
+
+How far behind static and dynamic batching are depends on ``--batch-size``: a larger batch serves more clients at a
+time, and each waits for the longest of more. docs/scheduling.md has several.
 """
 
 from __future__ import annotations
@@ -46,11 +50,11 @@ MODES: dict[str, tuple[str, bool]] = {
 """``batching_strategy`` and ``page_attention``. Batches are of a time before paged attention; one request at a time
 has the cache to itself."""
 DEFAULT_MODES = ("static", "dynamic", "continuous", "paged")
-PROMPT_LEN = (32, 64)
+PROMPT_LEN = (64, 256)
 OUTPUTS = (64, 128, 256)
 VOCAB = 1000
-BATCH_SIZE = 32
-"""Of static and dynamic batching: the largest power of two below the 50 clients of the study."""
+BATCH_SIZE = 16
+"""Of static and dynamic batching."""
 BATCH_WAIT_S = 0.05
 WARM_UP = 4
 KV_WASTE, RUNNING = "llm_serving_kv_waste_ratio", "llm_serving_requests_running"

@@ -9,7 +9,7 @@ from performance.load.batching import Measured, mode_settings
 from performance.load.options import LoadOptions
 from performance.load.workload import LoadRequest
 from performance.simulation.runs import NOWHERE, simulate
-from performance.simulation.setup import make_setup
+from performance.simulation.setup import make_setup, simulated_config
 from performance.simulation.workload import ClosedLoop, SimulatedRequest
 
 __all__ = ["simulate_mode"]
@@ -22,7 +22,7 @@ def simulate_mode(mode: str, requests: Sequence[LoadRequest], parsed: argparse.N
     if parsed.recording is not None:
         from performance.simulation.recording import fit_recording
 
-        fit = fit_recording(parsed.recording)
+        fit = fit_recording(parsed.recording, simulated_config(parsed.config, parsed.settings, parsed.simulate))
     setup = make_setup(parsed.config, settings, parsed.simulate, fit)
     asked = [SimulatedRequest(each.token_ids or (), each.max_tokens) for each in requests]
     options = LoadOptions(NOWHERE, seed=parsed.seed)

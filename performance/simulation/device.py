@@ -3,10 +3,13 @@
     step = overhead + max(kernels x launch, busy)
     busy = linear layers + output to the vocabulary + attention + activations + sampling
 
-    linear       max(operations / peak, weight bytes / bandwidth)
-    attention    max(pair operations / peak, keys and values of the context / bandwidth)
+    linear       operations / peak, over weight bytes / bandwidth
+    attention    pair operations / peak, over keys and values of the context / bandwidth
     activations  bytes between the operators / bandwidth
     sampling     reading the logits once / bandwidth, and a price a row
+
+"Over": a device that reads while it computes takes the longer of the two (``overlap`` infinite). One that does so in
+part takes ``(a ** overlap + b ** overlap) ** (1 / overlap)``, the sum at 1.
 
 Kernels are started by the host one after the other while the device runs those started before; a step therefore takes
 the longer of the two ("host bound" or "device bound"). Moves of blocks take the bytes over the way they go.
@@ -16,6 +19,7 @@ The rates are what is reached, not the peaks: a preset says which share of the p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +59,8 @@ class DeviceRates:
     kernel_launch_s: float = 0.0
     kernels_per_layer: int = 0
     kernels_per_step: int = 0
+    overlap: float = math.inf
+    """How far reading and computing go on at a time."""
     move_overhead_s: float = 0.0
     """A step that only moves blocks ..."""
     block_overhead_s: float = 0.0
@@ -94,17 +100,25 @@ class RooflineDevice:
 
     def _linear(self, work: StepWork) -> float:
         model, rate, bandwidth = self._model, self._linear_rate, self._rates.memory_bytes_per_s
-        layers = max(work.tokens * model.layer_operations / rate, model.layer_bytes / bandwidth)
+        layers = self._over(work.tokens * model.layer_operations / rate, model.layer_bytes / bandwidth)
         if not work.samples:
             return layers
-        return layers + max(work.samples * model.head_operations / rate, model.head_bytes / bandwidth)
+        return layers + self._over(work.samples * model.head_operations / rate, model.head_bytes / bandwidth)
 
     def _attention(self, work: StepWork) -> float:
         model = self._model
-        return max(
+        return self._over(
             work.pairs * model.pair_operations / self._attention_rate,
             work.context * model.kv_token_bytes / self._rates.attention_bytes_per_s,
         )
+
+    def _over(self, compute_s: float, read_s: float) -> float:
+        exponent = self._rates.overlap
+        if exponent == math.inf:
+            return max(compute_s, read_s)
+        longer, shorter = max(compute_s, read_s), min(compute_s, read_s)
+        share: float = (1.0 + (shorter / longer) ** exponent) ** (1.0 / exponent) if longer > 0 else 0.0
+        return longer * share
 
     def _rest(self, work: StepWork) -> float:
         num_bytes = work.tokens * self._model.activation_bytes + work.samples * self._model.logit_bytes

@@ -18,7 +18,7 @@ from performance.simulation.rate import find_rate
 from performance.simulation.report import comparison_table, result_json, run_text, run_title
 from performance.simulation.requests import Arrivals, generated, of_load_test, of_trace
 from performance.simulation.runs import SimulatedRun, simulate
-from performance.simulation.setup import Setup, make_setup
+from performance.simulation.setup import Setup, make_setup, simulated_config, split_settings
 from performance.simulation.validate import compare, comparison_text, read_load_test
 from performance.simulation.workload import OpenLoop
 
@@ -46,7 +46,8 @@ def _fit(options: SimulationOptions) -> StepFit | None:
     if options.recording is not None:
         from performance.simulation.recording import fit_recording
 
-        fit = fit_recording(options.recording)
+        theirs, _ = split_settings(options.settings)
+        fit = fit_recording(options.recording, simulated_config(options.config, theirs, options.device))
     elif options.fit is not None:
         fit = read_fit(options.fit)
     if options.save_fit is not None:

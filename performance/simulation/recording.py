@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from llm_serving.config import Config
 from llm_serving.flight.reader import AgentLost, Answered, Scheduled, Stretch, arrivals, read_recording
 from llm_serving.flight.steps import RecordedStep
 from llm_serving.scheduler.output import MoveKind
@@ -25,6 +26,7 @@ from performance.load.options import LoadOptions
 from performance.simulation.fit import MeasuredStep, StepFit, fit_steps
 from performance.simulation.host import HostModel
 from performance.simulation.requests import Arrivals, some_tokens
+from performance.simulation.setup import identity
 from performance.simulation.work import count_work
 from performance.simulation.workload import SimulatedRequest
 
@@ -64,14 +66,14 @@ def timed_steps(stretch: Stretch) -> list[TimedStep]:
     return timed
 
 
-def fit_recording(path: Path) -> StepFit:
-    """A fit of the device and the host of a recording: a file or a folder. Raises FlightRecordingError when it is
-    none, UsageError when it holds too little."""
+def fit_recording(path: Path, config: Config) -> StepFit:
+    """A fit of the device and the host of a recording, a file or a folder, of a server with ``config``. Raises
+    FlightRecordingError when it is none, UsageError when it holds too little."""
     stretches = read_recording(path)
     timed = [timed_steps(stretch) for stretch in stretches]
     own_s = _agents_share(timed)
     steps = [_measured(each, own_s) for run in timed for each in run]
-    fit = fit_steps(steps, _provenance(path, stretches, own_s))
+    fit = fit_steps(steps, identity(config) | _provenance(path, stretches, own_s))
     return replace(fit, host=_host((each for run in timed for each in run), own_s))
 
 

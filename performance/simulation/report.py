@@ -44,7 +44,8 @@ def run_text(simulated: SimulatedRun) -> str:
     lines = [
         goodput_text(simulated.run.options, figures),
         f"steps    {steps}; the device was busy {100 * simulated.device_share:.0f} % of the time",
-        f"cache    {outcome.preemptions} preemptions; {100 * outcome.kv_waste:.1f} % of what running sequences held "
+        f"cache    {outcome.preemptions} preemptions ({outcome.swaps} by swap); {outcome.prefix_hit_tokens} prompt "
+        f"tokens found; {100 * outcome.kv_waste:.1f} % of what running sequences held "
         f"was empty; at most {outcome.peak_running} ran and {outcome.peak_waiting} waited",
     ]
     parts = [

@@ -49,6 +49,8 @@ class SimulatedRun:
         return content | {
             "device": self.device,
             "preemptions": outcome.preemptions,
+            "swaps": outcome.swaps,
+            "prefix_hit_tokens": outcome.prefix_hit_tokens,
             "kv_waste": outcome.kv_waste,
             "peak_running": outcome.peak_running,
             "peak_waiting": outcome.peak_waiting,

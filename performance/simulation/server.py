@@ -39,6 +39,10 @@ class Outcome:
     records: list[RequestRecord]
     """In order of arrival."""
     preemptions: int = 0
+    swaps: int = 0
+    """Preemptions whose blocks went to the host."""
+    prefix_hit_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
     kv_waste: float = 0.0
     """Mean share of the token slots held by running sequences that hold no token."""
     peak_running: int = 0
@@ -91,7 +95,8 @@ class VirtualServer:
     def _finish(self) -> Outcome:
         outcome, agent = self._outcome, self._agent
         outcome.records = list(self._records.values())
-        outcome.preemptions = self.scheduler.num_preemptions
+        outcome.preemptions, outcome.swaps = self.scheduler.num_preemptions, self.scheduler.num_swaps
+        outcome.prefix_hit_tokens = self.scheduler.prefix_hit_tokens
         outcome.kv_waste = self._waste_sum / self._waste_count if self._waste_count else 0.0
         outcome.device_busy_s, outcome.steps, outcome.step_s = agent.busy_s, agent.num_steps, agent.kind_s
         return outcome
@@ -128,7 +133,17 @@ class VirtualServer:
         if wanted.output_tokens is not None and wanted.output_tokens < wanted.max_tokens:
             self._ends[name] = wanted.output_tokens
         sampling = SamplingParams(max_tokens=wanted.max_tokens, temperature=0.0)
-        request = Request(name, wanted.prompt_token_ids, sampling, due, frozenset((END_TOKEN,)))
+        request = Request(
+            name,
+            wanted.prompt_token_ids,
+            sampling,
+            due,
+            frozenset((END_TOKEN,)),
+            priority=wanted.priority,
+            tenant=wanted.tenant,
+            ttft_objective=wanted.ttft_objective,
+            tbt_objective=wanted.tbt_objective,
+        )
         try:
             self.scheduler.add_request(request)
         except (QueueFullError, ContextLengthError) as error:
@@ -152,6 +167,8 @@ class VirtualServer:
             self._agent.submit(step, clock + host.to_agent_s)
             if step.kind is StepKind.DECODE:
                 self._look_at_blocks(step)
+        for update in scheduler.take_ended():
+            self._end(self._records[update.request.request_id], update.request, update, clock + host.deliver_s)
         outcome.peak_running = max(outcome.peak_running, scheduler.num_running)
         outcome.peak_waiting = max(outcome.peak_waiting, scheduler.num_waiting)
         return clock

@@ -13,14 +13,23 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from performance.load.errors import UsageError
 from performance.simulation.agent import Spread
 from performance.simulation.device import CostModel, DeviceRates, RooflineDevice
-from performance.simulation.fit import FittedDevice, StepFit
+from performance.simulation.fit import FittedDevice, StepFit, read_fit
 from performance.simulation.host import HostModel
 from performance.simulation.presets import PRESETS
 from performance.simulation.work import ModelWork
 
-__all__ = ["Setup", "make_setup", "simulated_config", "split_settings"]
+__all__ = [
+    "Setup",
+    "check_belongs",
+    "identity",
+    "make_setup",
+    "simulated_config",
+    "split_settings",
+    "stored_fit",
+]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+STORED_FITS = Path(__file__).resolve().parent / "fits"
 STAND_IN_TOKENIZER = REPOSITORY / "models" / "shapes" / "tokenizer"
 WITHOUT_FILES = (
     "model_config.load_format=dummy",
@@ -59,20 +68,48 @@ def simulated_config(name: str, settings: Sequence[str], device: str) -> Config:
 
 def make_setup(name: str, settings: Sequence[str], device: str, fit: StepFit | None = None) -> Setup:
     """``settings`` are ``section.key=value``: the configuration's, or ``device.RATE`` and ``host.TIME``, fields of
-    ``DeviceRates`` and ``HostModel``. Raises UsageError for one of those that is not there."""
+    ``DeviceRates`` and ``HostModel``. Without a ``fit`` a CPU is the stored fit of this model, where there is one and
+    no rate is given, else its preset. Raises UsageError for a figure that is not there."""
     theirs, own = split_settings(settings)
     config = simulated_config(name, theirs, device)
+    if fit is None and device == "cpu" and not own["device"] and stored_fit(config).is_file():
+        fit = read_fit(stored_fit(config))
+    if fit is not None and own["device"]:
+        raise UsageError(f"device.{next(iter(own['device']))}: the device is fitted from steps and has no rates")
     host = _replaced(HostModel() if fit is None else fit.host, own["host"], "host")
     spread = None
     cost: CostModel
     if fit is not None:
-        if own["device"]:
-            raise UsageError(f"device.{next(iter(own['device']))}: the device is fitted from steps and has no rates")
-        cost = FittedDevice(fit)
-        spread = fit.spread
+        check_belongs(fit, config)
+        cost, spread = FittedDevice(fit), fit.spread
     else:
         cost = RooflineDevice(_replaced(PRESETS[device], own["device"], "device"), ModelWork.of(config))
     return Setup(config, SchedulerLimits.from_config(config), cost, host, spread)
+
+
+def identity(config: Config) -> dict[str, str]:
+    """What a fit belongs to: a model in its formats, on a table of operators."""
+    return {
+        "model": config.model_name,
+        "weight_format": config.weight_format,
+        "kv_format": config.kv_format,
+        "op_table": config.op_table,
+    }
+
+
+def check_belongs(fit: StepFit, config: Config) -> None:
+    """Raises UsageError when the fit is of another model, or of other formats."""
+    for name, value in identity(config).items():
+        if fit.provenance.get(name) != value:
+            raise UsageError(
+                f"the fit is of {name} {fit.provenance.get(name)!r}, the configuration has {value!r};"
+                " fit a recording of it (--recording)"
+            )
+
+
+def stored_fit(config: Config) -> Path:
+    """Where the fit of this model on the machine of ``docs/performance.md`` is, if there is one."""
+    return STORED_FITS / ("_".join(identity(config).values()) + ".json")
 
 
 def split_settings(settings: Sequence[str]) -> tuple[list[str], dict[str, dict[str, float]]]:

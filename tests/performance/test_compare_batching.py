@@ -91,7 +91,7 @@ def test_modes_are_measured_in_turn_and_their_answers_compared(
     assert ("NOT the same" in out) is differ
     dynamic, paged = (tmp_path / "record").read_text().splitlines()
     assert (
-        "batching_strategy=dynamic --set model_config.page_attention=false --set model_config.batch_size=32" in dynamic
+        "batching_strategy=dynamic --set model_config.page_attention=false --set model_config.batch_size=16" in dynamic
     )
     assert "batching_strategy=continuous --set model_config.page_attention=true" in paged
     assert paged.endswith("--set a.b=1")

@@ -1,5 +1,7 @@
 """What steps cost: counts, roofline, presets, and the order of the agent's queue."""
 
+import math
+
 import pytest
 
 from llm_serving.config import load_config
@@ -82,6 +84,18 @@ def test_a_prompt_pays_for_pairs_and_only_its_last_chunk_for_the_vocabulary() ->
 def test_a_step_takes_at_least_the_start_of_its_kernels() -> None:
     slow_host = RooflineDevice(DeviceRates(**(_values(RATES) | {"kernel_launch_s": 10.0})), MODEL)
     assert slow_host.seconds(decode(4)) == 1.0 + 8 * 10.0
+
+
+def test_reading_and_computing_may_overlap_in_part() -> None:
+    # linear layers: 2.5 s of products over 4 s of reads; head: 5 s over 1 s; attention 2.5 s over 5 s
+    rest = 1.0 + 5 * 0.1 + 5 * 0.4 + 5 * 0.25
+    for overlap, seconds in (
+        (math.inf, 4.0 + 5.0 + 5.0),
+        (2.0, math.hypot(2.5, 4.0) + math.hypot(5.0, 1.0) + math.hypot(2.5, 5.0)),
+        (1.0, 6.5 + 6.0 + 7.5),
+    ):
+        device = RooflineDevice(DeviceRates(**(_values(RATES) | {"overlap": overlap})), MODEL)
+        assert device.seconds(decode(*[0] * 5)) == pytest.approx(rest + seconds)
 
 
 def test_moves_take_the_way_they_go() -> None:

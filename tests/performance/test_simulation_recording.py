@@ -5,11 +5,15 @@ from pathlib import Path
 import pytest
 from performance_simulated import NO_TIME, ask, limits
 
+from llm_serving.config import load_config
 from llm_serving.flight.reader import read_recording
 from llm_serving.flight.setup import record
 from llm_serving.scheduler.output import ScheduledStep, StepKind
 from performance.load.errors import UsageError
 from performance.load.options import LoadOptions
+from performance.load.report import write_json
+from performance.simulation import setup
+from performance.simulation.device import RooflineDevice
 from performance.simulation.fit import FittedDevice
 from performance.simulation.main import main
 from performance.simulation.recording import fit_recording, of_recording, timed_steps
@@ -18,6 +22,7 @@ from performance.simulation.server import VirtualServer
 from performance.simulation.work import work_of
 from performance.simulation.workload import OpenLoop, SimulatedRequest
 
+CONFIG = load_config("llama_tiny_cpu.yaml", ascend=False)
 STEP_S, TOKEN_S, KEY_S = 5e-3, 1e-3, 1e-4
 
 
@@ -61,7 +66,7 @@ def test_steps_come_with_what_they_held_and_how_long_they_took(folder: Path) -> 
 
 
 def test_the_device_is_found_again(folder: Path) -> None:
-    fit = fit_recording(folder)
+    fit = fit_recording(folder, CONFIG)
     device, truth = FittedDevice(fit), LinearDevice()
     [stretch] = read_recording(folder)
     for each in timed_steps(stretch):
@@ -94,6 +99,24 @@ def test_the_program_fits_saves_and_repeats(folder: Path, tmp_path: Path, capsys
     assert '"requests": 27' in first
     assert main([*arguments, "--fit", str(fit), "--json", str(result)]) == 0
     assert "cpu fitted" in capsys.readouterr().out
+    other = ["--config", "llama_160m_cpu.yaml", "--fit", str(fit)]
+    assert main(other) == 2
+    assert "the fit is of model 'llama_tiny', the configuration has 'llama_160m'" in capsys.readouterr().err
+    assert main([*arguments, "--fit", str(fit), "--set", "device.memory_bytes_per_s=1e9"]) == 2
+    assert "the device is fitted from steps and has no rates" in capsys.readouterr().err
+
+
+def test_a_stored_fit_is_taken_for_its_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "STORED_FITS", tmp_path)
+    assert isinstance(setup.make_setup("llama_tiny_cpu.yaml", [], "cpu").device, RooflineDevice)
+    write_json(setup.stored_fit(CONFIG), fit_recording(folder, CONFIG).as_json())
+    taken = setup.make_setup("llama_tiny_cpu.yaml", [], "cpu")
+    assert isinstance(taken.device, FittedDevice)
+    assert taken.spread is not None
+    rates = ["device.memory_bytes_per_s=1e9"]
+    assert isinstance(setup.make_setup("llama_tiny_cpu.yaml", rates, "cpu").device, RooflineDevice)
+    assert isinstance(setup.make_setup("llama_160m_cpu.yaml", [], "cpu").device, RooflineDevice)
+    assert isinstance(setup.make_setup("llama_160m_cpu.yaml", [], "ascend-910b").device, RooflineDevice)
 
 
 def test_a_recording_without_an_ended_request_is_no_load(tmp_path: Path) -> None:

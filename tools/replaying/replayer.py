@@ -30,6 +30,7 @@ from llm_serving.flight.recorder import STATE_NAMES, state_of
 from llm_serving.flight.setup import code_digest, compares_tokens, limits_from_map
 from llm_serving.flight.state import first_difference, read_state, write_state
 from llm_serving.flight.steps import RecordedStep, StepReader, StepWriter
+from llm_serving.receipt import Receipt
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.output import ScheduledStep
 from llm_serving.scheduler.scheduler import Scheduler
@@ -147,8 +148,10 @@ class _Replayer:
         for thing in objects:
             if isinstance(thing, Sequence):
                 thing.ending_token_ids = thing.request.end_token_ids = EndingNames()
-            if isinstance(thing, Request) and thing.request_id in numbers:
-                self._know(numbers[thing.request_id], thing)
+            if isinstance(thing, Request):
+                thing.receipt = Receipt(thing.arrival_time)
+                if thing.request_id in numbers:
+                    self._know(numbers[thing.request_id], thing)
             elif isinstance(thing, ScheduledStep):
                 self._sent(thing)
         self._notes.append(f"it begins with segment {segment.header.index}, {len(numbers)} requests under way")
