@@ -248,6 +248,14 @@ class LogConfig:
     state_interval_s: float = own(
         5.0, "Time between lines about the engine's state.", unit="seconds", low=0.1, high=MAX_SECONDS
     )
+    flight_recorder: str | None = own(
+        None,
+        "Folder of the flight recorder's files, see `docs/flight_recorder.md`; it is made.",
+        null="the folder `flight` beside the log",
+    )
+    flight_recorder_mib: int = own(
+        64, "Most that the flight recorder keeps; 0 switches it off.", unit="MiB", low=0, high=1024 * 1024
+    )
 
 
 SECTIONS: dict[str, type] = {

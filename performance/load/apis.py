@@ -32,6 +32,7 @@ class Piece(msgspec.Struct, frozen=True):
     output_tokens: int | None = None
     request_id: str | None = None
     error: str | None = None
+    text: str = ""
 
 
 class Api(ABC):
@@ -113,6 +114,7 @@ class OpenAIApi(Api):
             prompt_tokens=usage.prompt_tokens if usage else None,
             output_tokens=usage.completion_tokens if usage else None,
             request_id=chunk.id,
+            text=_text(choice) if choice else "",
         )
 
 
@@ -173,6 +175,7 @@ class GenerateApi(Api):
             has_output=bool((chunk.token and chunk.token.text) or chunk.finish_reason),
             finish_reason=chunk.finish_reason,
             output_tokens=chunk.generated_tokens,
+            text=(chunk.token.text if chunk.token else None) or "",
         )
 
 
@@ -213,6 +216,7 @@ class ChatApi(Api):
             prompt_tokens=usage.prompt_tokens if usage else None,
             output_tokens=usage.completion_tokens if usage else None,
             request_id=chunk.request_id,
+            text=chunk.delta or "",
         )
 
 
@@ -237,6 +241,10 @@ def error_text(error: Any) -> str:
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return str(error["message"])
     return str(error)
+
+
+def _text(choice: Choice) -> str:
+    return choice.text or (choice.delta.content if choice.delta else None) or ""
 
 
 def _has_output(choice: Choice) -> bool:

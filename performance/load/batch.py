@@ -60,6 +60,8 @@ class Batch:
         self._all_over = asyncio.Event()
         self._failed = 0
         self._finished_pieces = 0
+        self.keep_text = False
+        """Keep the answers, too."""
         self.records: list[RequestRecord] = []
         self.start = 0.0
 
@@ -89,9 +91,12 @@ class Batch:
         loop.call_soon_threadsafe(self._sending_ends)
 
     def _send(self, index: int) -> None:
-        record = RequestRecord(index, due=self.start + self._arrivals[index], sent=perf_counter())
+        self._send_due(index, self.start + self._arrivals[index])
+
+    def _send_due(self, index: int, due: float) -> None:
+        record = RequestRecord(index, due=due, sent=perf_counter())
         self.records.append(record)
-        exchange = StreamExchange(self._api, record, self._over)
+        exchange = StreamExchange(self._api, record, self._over, keep_text=self.keep_text)
         timer = asyncio.get_running_loop().call_later(self._timeout_s, self._time_out, exchange)
         self._active[exchange] = timer
         self._pool.send(exchange, self._encode(index))

@@ -9,7 +9,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -69,7 +69,7 @@ class LoadClient:
 
     async def run(self) -> LoadRun:
         options = self._options
-        requests = options.workload(options.count, options.seed)
+        requests = self._workload()
         warm_up_requests = options.workload(options.warmup, options.seed + 1) if options.warmup else []
         await self._reach_server()
         loop = asyncio.get_running_loop()
@@ -84,6 +84,9 @@ class LoadClient:
             if is_main:
                 loop.remove_signal_handler(signal.SIGINT)
             await self._pool.close()
+
+    def _workload(self) -> list[LoadRequest]:
+        return self._options.workload(self._options.count, self._options.seed)
 
     async def _reach_server(self) -> None:
         options = self._options
@@ -103,7 +106,7 @@ class LoadClient:
         )
 
     async def _measured(self, requests: Sequence[LoadRequest]) -> LoadRun:
-        batch = self._batch(requests, self._options.arrival_times())
+        batch = self._measured_batch(requests)
         gc.collect()
         gc.freeze()  # what exists now is not looked at again by the collector
         cpu = time.process_time()
@@ -120,7 +123,13 @@ class LoadClient:
             interrupted=self._stop.is_set(),
         )
 
+    def _measured_batch(self, requests: Sequence[LoadRequest]) -> Batch:
+        return self._batch(requests, self._options.arrival_times())
+
     def _batch(self, requests: Sequence[LoadRequest], arrivals: Sequence[float]) -> Batch:
+        return Batch(self._pool, self._api, arrivals, self._encoder(requests), self._options.timeout_s, self._stop)
+
+    def _encoder(self, requests: Sequence[LoadRequest]) -> Callable[[int], bytes]:
         def encode(index: int) -> bytes:
             seed = self._options.seed + index
             request_id = f"{self._run_id}-{index}"
@@ -128,7 +137,7 @@ class LoadClient:
             path = self._api.path(self._generation)
             return request_bytes(self._options.endpoint, "POST", path, msgspec.json.encode(body), self._headers)
 
-        return Batch(self._pool, self._api, arrivals, encode, self._options.timeout_s, self._stop)
+        return encode
 
 
 def _allow_many_connections() -> None:

@@ -79,14 +79,18 @@ class LoadOptions:
         return arrival_times(self.arrivals, self.rate, self.duration, self.seed)
 
     def workload(self, count: int, seed: int) -> list[LoadRequest]:
-        if self.dataset is not None:
-            requests = dataset_workload(self.dataset, count, seed, self.output_len)
-        elif self.token_ids:
-            requests = token_workload(count, seed, self.prompt_len, self.output_len, self.vocab_size)
-        else:
-            requests = text_workload(count, seed, self.prompt_len, self.output_len)
+        """What is asked, which ``api`` can ask. Raises ``UsageError`` when it cannot."""
+        requests = self.requests(count, seed)
         APIS[self.api].check(requests)
         return requests
+
+    def requests(self, count: int, seed: int) -> list[LoadRequest]:
+        """What is asked, of whomever."""
+        if self.dataset is not None:
+            return dataset_workload(self.dataset, count, seed, self.output_len)
+        if self.token_ids:
+            return token_workload(count, seed, self.prompt_len, self.output_len, self.vocab_size)
+        return text_workload(count, seed, self.prompt_len, self.output_len)
 
 
 def parse_range(text: str) -> Range:
@@ -115,11 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    load = parser.add_argument_group("load")
-    load.add_argument("-X", "--rate", type=positive, default=10.0, help="requests per second (default %(default)s)")
-    load.add_argument("-T", "--duration", type=positive, default=30.0, help="seconds of arrivals (default %(default)s)")
-    load.add_argument("--arrivals", choices=ARRIVALS, default="poisson", help="default %(default)s")
-    load.add_argument("--seed", type=int, default=0, help="of arrivals, prompts and lengths (default %(default)s)")
+    load = add_arrival_options(parser)
     load.add_argument("--warmup", type=int, default=0, metavar="N", help="requests sent before and not counted")
     load.add_argument("--timeout", type=positive, default=600.0, help="seconds for one request (default %(default)s)")
     add_workload_options(parser)
@@ -134,10 +134,25 @@ def build_parser() -> argparse.ArgumentParser:
     result.add_argument("-O", "--output-dir", type=Path, default=Path(), help="folder of JSON and PNG (default .)")
     result.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here too")
     result.add_argument("--no-plot", action="store_true", help="write no PNG")
-    result.add_argument("--slo-ttft-ms", type=positive, default=1000.0, help="objective (default %(default)s)")
-    result.add_argument("--slo-tpot-ms", type=positive, default=100.0, help="objective (default %(default)s)")
-    result.add_argument("--slo-tbt-ms", type=positive, help="objective for the longest pause of an answer")
+    add_objective_options(result)
     return parser
+
+
+def add_arrival_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """When requests are sent: shared with the simulator."""
+    load = parser.add_argument_group("load")
+    load.add_argument("-X", "--rate", type=positive, default=10.0, help="requests per second (default %(default)s)")
+    load.add_argument("-T", "--duration", type=positive, default=30.0, help="seconds of arrivals (default %(default)s)")
+    load.add_argument("--arrivals", choices=ARRIVALS, default="poisson", help="default %(default)s")
+    load.add_argument("--seed", type=int, default=0, help="of arrivals, prompts and lengths (default %(default)s)")
+    return load
+
+
+def add_objective_options(group: argparse._ArgumentGroup) -> None:
+    """What makes an answer a good one: shared with the simulator."""
+    group.add_argument("--slo-ttft-ms", type=positive, default=1000.0, help="objective (default %(default)s)")
+    group.add_argument("--slo-tpot-ms", type=positive, default=100.0, help="objective (default %(default)s)")
+    group.add_argument("--slo-tbt-ms", type=positive, help="objective for the longest pause of an answer")
 
 
 def add_workload_options(parser: argparse.ArgumentParser) -> None:

@@ -20,8 +20,11 @@ MAX_BINS = 150
 BLUE, ORANGE, GREEN, RED = "#2b6cb0", "#dd6b20", "#2f855a", "#c53030"
 
 
-def write_plot(path: Path, run: LoadRun, figures: LoadFigures) -> None:
-    """A PNG with four panels over one time axis: arrivals, requests running, time to first token, throughput."""
+def write_plot(path: Path, run: LoadRun, figures: LoadFigures, title: str | None = None) -> None:
+    """A PNG with four panels over one time axis: arrivals, requests running, time to first token, throughput.
+
+    ``title`` stands for the line that says what was run.
+    """
     figure = Figure(figsize=(11, 10), layout="constrained")
     FigureCanvasAgg(figure)
     arrivals, running, first_token, throughput = figure.subplots(4, 1, sharex=True)
@@ -38,7 +41,7 @@ def write_plot(path: Path, run: LoadRun, figures: LoadFigures) -> None:
     figure.align_ylabels()
     throughput.set_xlabel("seconds since the start")
     figure.suptitle(
-        f"{load_text(run)}\n{figures.completed} of {figures.requests} requests, {figures.failed} failed, "
+        f"{title or load_text(run)}\n{figures.completed} of {figures.requests} requests, {figures.failed} failed, "
         f"{figures.output_tokens_per_s:.0f} output tokens/s",
         fontsize=10,
     )

@@ -33,6 +33,19 @@ def load_text(run: LoadRun) -> str:
 
 def format_report(run: LoadRun, figures: LoadFigures) -> str:
     """Everything a person wants to know at the end."""
+    parts = [
+        load_text(run),
+        f"All Tasks Done; Exec Time is {figures.total_time_s:.2f} s",
+        *figure_tables(figures),
+        _last_lines(run, figures),
+    ]
+    if figures.failures:
+        parts.insert(3, _failure_text(figures))
+    return "\n\n".join(parts)
+
+
+def figure_tables(figures: LoadFigures) -> tuple[str, str]:
+    """Amounts, and latencies."""
     rows = [
         ["requests", str(figures.requests)],
         ["failed", str(figures.failed)],
@@ -48,22 +61,20 @@ def format_report(run: LoadRun, figures: LoadFigures) -> str:
         ("end to end (s)", figures.e2e_s),
         ("normalized (ms/token)", figures.normalized_latency_ms),
     ]
-    parts = [
-        load_text(run),
-        f"All Tasks Done; Exec Time is {figures.total_time_s:.2f} s",
-        format_table(rows[0], rows[1:]),
-        format_summaries("latency", latencies),
-        _last_lines(run, figures),
-    ]
-    if figures.failures:
-        parts.insert(3, _failure_text(figures))
-    return "\n\n".join(parts)
+    return format_table(rows[0], rows[1:]), format_summaries("latency", latencies)
+
+
+def goodput_text(options: LoadOptions, figures: LoadFigures) -> str:
+    """Requests within the objectives."""
+    return (
+        f"goodput  {100 * figures.goodput_fraction:.1f} % of requests, {format_number(figures.goodput_per_s)} per "
+        f"second ({objective_text(options)})"
+    )
 
 
 def _last_lines(run: LoadRun, figures: LoadFigures) -> str:
     lines = [
-        f"  goodput  {100 * figures.goodput_fraction:.1f} % of requests, {format_number(figures.goodput_per_s)} per "
-        f"second ({objective_text(run.options)})",
+        f"  {goodput_text(run.options, figures)}",
         f"  client   {figures.client_cpu_percent:.0f} % of a core; sends were late by "
         f"{format_number(figures.lateness_ms.max)} ms at most (p99 {format_number(figures.lateness_ms.p99)} ms)",
     ]

@@ -102,8 +102,7 @@ def measure(run: LoadRun) -> LoadFigures:
     gaps = Distribution()
     for record in run.records:
         if record.ok:
-            for earlier, later in pairwise(record.piece_times):
-                gaps.add((later - earlier) * 1000.0)
+            gaps.extend([(later - earlier) * 1000.0 for earlier, later in pairwise(record.piece_times)])
     prompt_tokens = [record.prompt_tokens for record in run.records if record.prompt_tokens is not None]
     output_tokens = sum(record.output_tokens for record in run.records)
     return LoadFigures(

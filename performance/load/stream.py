@@ -36,6 +36,8 @@ class RequestRecord:
     finish_reason: str | None = None
     request_id: str | None = None
     """The server's name for it, from the header X-Request-ID or else from the answer: find it in the log by it."""
+    text: str | None = None
+    """The answer, where it was to be kept."""
     failure: str | None = None
     detail: str | None = None
 
@@ -47,7 +49,14 @@ class RequestRecord:
 class StreamExchange:
     """Fills a record from the callbacks of a connection, and calls ``on_over`` once."""
 
-    def __init__(self, api: Api, record: RequestRecord, on_over: Callable[[StreamExchange], None]) -> None:
+    def __init__(
+        self,
+        api: Api,
+        record: RequestRecord,
+        on_over: Callable[[StreamExchange], None],
+        *,
+        keep_text: bool = False,
+    ) -> None:
         self.record = record
         self.is_over = False
         self._api = api
@@ -58,6 +67,7 @@ class StreamExchange:
         self._token_ids = 0
         self._done_at: float | None = None
         self._error: str | None = None
+        self._texts: list[str] | None = [] if keep_text else None
 
     def attached(self, connection: Connection, now: float) -> None:
         self._connection = connection
@@ -121,6 +131,8 @@ class StreamExchange:
             self._error = piece.error
         if piece.has_output:
             record.piece_times.append(now)
+            if self._texts is not None:
+                self._texts.append(piece.text)
         self._token_ids += piece.token_ids
         if piece.finish_reason is not None:
             record.finish_reason = piece.finish_reason
@@ -139,6 +151,8 @@ class StreamExchange:
         self._connection = None
         record = self.record
         record.end = now
+        if self._texts is not None:
+            record.text = "".join(self._texts)
         if not record.tokens_known:
             record.tokens_known = self._token_ids > 0
             record.output_tokens = self._token_ids or len(record.piece_times)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,18 @@ def token_workload(count: int, seed: int, prompt_len: Range, output_len: Range, 
         return {"token_ids": tuple(generator.randrange(FIRST_PLAIN_TOKEN, vocab_size) for _ in range(length))}
 
     return _workload(count, seed, output_len, prompt)
+
+
+def study_workload(count: int, seed: int, prompt_len: Range, outputs: Sequence[int], vocab: int) -> list[LoadRequest]:
+    """Prompts of random token ids, each with one of the lengths ``outputs``: the same for everybody they are given
+    to in turn."""
+    generator = random.Random(f"workload/{seed}")
+    requests = []
+    for _ in range(count):
+        length, max_tokens = generator.randint(*prompt_len), generator.choice(outputs)
+        tokens = tuple(generator.randrange(FIRST_PLAIN_TOKEN, vocab) for _ in range(length))
+        requests.append(LoadRequest(max_tokens, token_ids=tokens))
+    return requests
 
 
 def dataset_workload(path: Path, count: int, seed: int, output_len: Range) -> list[LoadRequest]:

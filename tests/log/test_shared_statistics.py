@@ -43,11 +43,11 @@ def test_percentile_is_numpys() -> None:
 
 
 def test_summary() -> None:
-    assert summarize([4.0, 1.0, 3.0, 2.0]) == Summary(4, 2.5, 2.5, 3.7, 3.97, 1.0, 4.0)
+    assert summarize([4.0, 1.0, 3.0, 2.0]) == Summary(4, 2.5, 2.5, 3.7, 3.85, 3.97, 1.0, 4.0)
     assert summarize([]) == EMPTY_SUMMARY
     assert summarize([0.1] * 10).mean == 0.1
     assert EMPTY_SUMMARY.as_dict() == {
-        "count": 0, "mean": None, "p50": None, "p90": None, "p99": None, "min": None, "max": None,
+        "count": 0, "mean": None, "p50": None, "p90": None, "p95": None, "p99": None, "min": None, "max": None,
     }  # fmt: skip
 
 
@@ -60,6 +60,19 @@ def test_time_per_output_token_divides_by_the_gaps() -> None:
 def test_normalized_latency() -> None:
     assert normalized_latency(3.0, 6) == 0.5
     assert normalized_latency(3.0, 0) is None
+
+
+def test_many_values_at_once_are_the_same_as_one_by_one() -> None:
+    values = [5.0, 1.0, 4.0, 2.0, 2.5]
+    for limit in (3, 4, 100):
+        one_by_one, at_once = Distribution(exact_limit=limit), Distribution(exact_limit=limit)
+        for value in values:
+            one_by_one.add(value)
+        at_once.extend(values[:3])
+        at_once.extend([])
+        at_once.extend(values[3:])
+        assert at_once.summary() == one_by_one.summary()
+        assert at_once.is_exact == one_by_one.is_exact
 
 
 def test_a_distribution_is_exact_up_to_its_limit() -> None:

@@ -106,6 +106,7 @@ def test_the_json_has_the_keys_others_read() -> None:
         "mean": 250.0,
         "p50": 125.0,
         "p90": 425.0,
+        "p95": pytest.approx(462.5),
         "p99": 492.5,
         "min": 125.0,
         "max": 500.0,

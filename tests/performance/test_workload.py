@@ -100,7 +100,11 @@ def test_an_api_refuses_prompts_it_cannot_send(api: str, request_: LoadRequest) 
 @pytest.mark.parametrize(
     ("api", "payload", "piece"),
     [
-        ("openai", b'{"id":"a","choices":[{"index":0,"text":" x","finish_reason":null}]}', Piece(True, request_id="a")),
+        (
+            "openai",
+            b'{"id":"a","choices":[{"index":0,"text":" x","finish_reason":null}]}',
+            Piece(True, request_id="a", text=" x"),
+        ),
         ("openai", b'{"choices":[{"text":"","finish_reason":null,"token_ids":[1,2]}]}', Piece(True, token_ids=2)),
         ("openai", b'{"choices":[{"text":"","finish_reason":null}]}', Piece()),
         ("openai", b'{"choices":[{"text":"","finish_reason":"stop"}]}', Piece(True, finish_reason="stop")),
@@ -112,16 +116,20 @@ def test_an_api_refuses_prompts_it_cannot_send(api: str, request_: LoadRequest) 
         ("openai", b'{"error":{"message":"m","code":"c"}}', Piece(error="m")),
         ("openai", b'{"error":"text"}', Piece(error="text")),
         ("openai-chat", b'{"choices":[{"delta":{"role":"assistant","content":""}}]}', Piece()),
-        ("openai-chat", b'{"choices":[{"delta":{"content":"x"}}],"usage":null}', Piece(True)),
+        ("openai-chat", b'{"choices":[{"delta":{"content":"x"}}],"usage":null}', Piece(True, text="x")),
         ("openai-chat", b'{"choices":[{"delta":{"reasoning_content":"x"}}]}', Piece(True)),
-        ("generate", b'{"index":1,"token":{"id":null,"text":"x"},"generated_text":null,"details":null}', Piece(True)),
+        (
+            "generate",
+            b'{"index":1,"token":{"id":null,"text":"x"},"generated_text":null,"details":null}',
+            Piece(True, text="x"),
+        ),
         ("generate", b'{"index":1,"token":null,"generated_text":null,"details":null}', Piece()),
         (
             "generate",
             b'{"index":2,"token":null,"generated_text":"x","finish_reason":"stop","generated_tokens":2,"seed":1}',
             Piece(True, finish_reason="stop", output_tokens=2),
         ),
-        ("chat", b'{"request_id":"r","delta":"x","finish_reason":null}', Piece(True, request_id="r")),
+        ("chat", b'{"request_id":"r","delta":"x","finish_reason":null}', Piece(True, request_id="r", text="x")),
         (
             "chat",
             b'{"request_id":"r","delta":"","finish_reason":"length","usage":{"prompt_tokens":3,"completion_tokens":4}}',

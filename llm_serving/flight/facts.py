@@ -1,0 +1,152 @@
+"""What the scheduler is told about requests and answers, without what was said.
+
+Of a request: lengths, times, priorities, and which sampling parameters are not the usual ones. Of an answer: which
+tokens ended their request, and how long the device took. Token ids, stop strings and error texts are not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN
+from llm_serving.receipt import Receipt, microseconds
+from llm_serving.request import Request, RequestStatus, SamplingParams
+from llm_serving.scheduler.output import ScheduledStep, StepResult
+
+__all__ = [
+    "ending_indices",
+    "ending_tokens",
+    "fault_of",
+    "is_gone",
+    "make_request",
+    "make_result",
+    "request_facts",
+    "without_texts",
+]
+
+_SCALARS = (bool, int, float, str, bytes)
+
+
+def _plain_defaults(kind: type, hidden: Iterable[str]) -> tuple[tuple[str, Any], ...]:
+    """(name, default) of a dataclass's fields that may be written down."""
+    return tuple(
+        (declared.name, declared.default)
+        for declared in fields(kind)
+        if declared.name not in hidden and isinstance(declared.default, (*_SCALARS, type(None)))
+    )
+
+
+_REQUEST_DEFAULTS = _plain_defaults(Request, ("request_id", "arrival_time", "status"))
+_SAMPLING_DEFAULTS = _plain_defaults(SamplingParams, ("max_tokens", "ignore_eos"))
+
+
+def request_facts(request: Request) -> dict[str, Any]:
+    """What the scheduler can know of a new request, but for its tokens; what is as usual is left out."""
+    sampling = request.sampling
+    facts: dict[str, Any] = {
+        "request_id": request.request_id,
+        "arrival_time": request.arrival_time,
+        "num_prompt_tokens": len(request.prompt_token_ids),
+        "max_tokens": sampling.max_tokens,
+    }
+    for name, default in _REQUEST_DEFAULTS:
+        value = getattr(request, name)
+        if value != default and isinstance(value, _SCALARS):
+            facts[name] = value
+    others = {name: value for name, default in _SAMPLING_DEFAULTS if (value := getattr(sampling, name)) != default}
+    if others:
+        facts["sampling"] = others
+    if request.receipt.start_us != microseconds(request.arrival_time):
+        facts["receipt_start"] = request.receipt.start_us / 1e6
+    return facts
+
+
+def make_request(facts: dict[str, Any], prompt: list[int] | None) -> Request:
+    """A request with these facts. ``prompt``: pseudonyms of its tokens, or None where tokens do not matter."""
+    values = dict(facts)
+    num_prompt_tokens = values.pop("num_prompt_tokens")
+    sampling = SamplingParams(max_tokens=values.pop("max_tokens"), **values.pop("sampling", {}))
+    tokens = [PLAIN_TOKEN] * num_prompt_tokens if prompt is None else prompt
+    request_id, arrival = values.pop("request_id"), values.pop("arrival_time")
+    request = Request(request_id, tokens, sampling, arrival, frozenset({ENDING_TOKEN}))
+    request.receipt = Receipt(values.pop("receipt_start", arrival))
+    for name, value in values.items():
+        setattr(request, name, value)
+    assert request.status is RequestStatus.WAITING
+    return request
+
+
+def is_gone(request: Request) -> bool:
+    """It has ended, and no step in flight touches what it had."""
+    return request.is_finished and request.row < 0
+
+
+def without_texts(sampling: SamplingParams) -> SamplingParams:
+    """The parameters that ``request_facts`` keeps."""
+    others = {name: getattr(sampling, name) for name, _ in _SAMPLING_DEFAULTS}
+    return SamplingParams(max_tokens=sampling.max_tokens, **others)
+
+
+def ending_tokens(request: Request) -> frozenset[int]:
+    """Tokens that end a request, as ``Request`` and ``SamplingParams`` define it."""
+    stop_token_ids = request.sampling.stop_token_ids
+    return stop_token_ids if request.sampling.ignore_eos else stop_token_ids | request.end_token_ids
+
+
+def ending_indices(step: ScheduledStep, result: StepResult) -> list[int]:
+    """Sequences of the step whose token is one that ends them."""
+    sampled = result.sampled_ids
+    if len(sampled) != len(step.requests):
+        return []
+    return [
+        index
+        for index, request in enumerate(step.requests)
+        if sampled[index] in request.end_token_ids or sampled[index] in request.sampling.stop_token_ids
+        if sampled[index] in ending_tokens(request)
+    ]
+
+
+def fault_of(step: ScheduledStep | None, result: StepResult) -> list[Any] | None:
+    """What is not as it should be with an answer: [aborted, error, columns]; None for a good one."""
+    if result.error is None and not result.aborted and step is not None:
+        sampled, size = result.sampled_ids, len(step.rows)
+        if len(sampled) == len(result.logits) == len(result.logsumexps) == size and (
+            min(sampled, default=0) >= 0 if all(step.do_sample) else _signs(sampled) == step.do_sample
+        ):
+            return None
+    signs = [bool(sign) for sign in _signs(result.sampled_ids)]
+    return [result.aborted, result.error is not None, [signs, len(result.logits), len(result.logsumexps)]]
+
+
+def make_result(
+    seq: int,
+    do_sample: list[bool],
+    fault: list[Any] | None,
+    ends: list[int],
+    names: list[int] | None,
+    times: tuple[int, int, int],
+) -> StepResult:
+    """An answer that means to the scheduler what the recorded one meant. ``do_sample`` is that of the step.
+
+    Without ``names`` its tokens are ``PLAIN_TOKEN`` and ``ENDING_TOKEN``.
+    """
+    result = StepResult(seq, queue_us=times[0], graph_us=times[1], sample_us=times[2])
+    signs, num_logits, num_sums = do_sample, len(do_sample), len(do_sample)
+    if fault is not None:
+        result.aborted = fault[0]
+        result.error = "the step failed" if fault[1] else None
+        signs, num_logits, num_sums = fault[2]
+    if names is None:
+        names = [PLAIN_TOKEN] * len(signs)
+        for index in ends:
+            names[index] = ENDING_TOKEN
+    result.sampled_ids = [names[index] if samples else -1 for index, samples in enumerate(signs)]
+    result.logits = [0.0] * num_logits
+    result.logsumexps = [0.0] * num_sums
+    return result
+
+
+def _signs(sampled: list[int]) -> list[bool]:
+    return [token >= 0 for token in sampled]

@@ -1,0 +1,76 @@
+"""The ring on disk: segment files of a bounded size, the oldest deleted for the newest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from llm_serving.flight.format import MAGIC, SUFFIX, encode_frame, segment_name
+
+__all__ = ["SEGMENTS_PER_RING", "SegmentRing"]
+
+SEGMENTS_PER_RING = 8
+"""An eighth of the ring is what is lost at a time when it is full."""
+
+
+class SegmentRing:
+    """Appends frames to segments in ``folder``, which together have no more than ``max_bytes`` bytes.
+
+    Segments of earlier runs in the folder count, and go first. Frames reach the kernel with the call, so that they
+    outlive the process; nothing waits for the disk. Raises OSError.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, run: str) -> None:
+        self.segment_bytes = max_bytes // SEGMENTS_PER_RING
+        self.run = run
+        self.num_segments = 0
+        """Segments begun."""
+        self.num_bytes = 0
+        """Of the present segment."""
+        self._folder = folder
+        self.max_bytes = max_bytes
+        self._descriptor = -1
+
+    @property
+    def is_open(self) -> bool:
+        return self._descriptor >= 0
+
+    def begin(self, frames: list[bytes], num_bytes: int) -> None:
+        """Close the present segment and begin the next with these frames, to have about ``num_bytes`` in the end."""
+        self.close()
+        data = b"".join([MAGIC, *frames])
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._make_room(max(num_bytes, len(data)))
+        path = self._folder / segment_name(self.run, self.num_segments)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self.num_segments += 1
+        self.num_bytes = 0
+        self._write(data)
+
+    def append(self, records: list[object]) -> None:
+        """Write one frame of records."""
+        self._write(encode_frame(records))
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _write(self, data: bytes) -> None:
+        written = os.write(self._descriptor, data)
+        while written < len(data):
+            written += os.write(self._descriptor, data[written:])
+        self.num_bytes += len(data)
+
+    def _make_room(self, wanted: int) -> None:
+        """Delete the oldest segments until ``wanted`` bytes more fit."""
+        segments = sorted((path.stat().st_mtime_ns, path) for path in self._folder.glob(f"*{SUFFIX}"))
+        total = sum(path.stat().st_size for _, path in segments)
+        for _, path in segments:
+            if total + wanted <= self.max_bytes:
+                return
+            total -= path.stat().st_size
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()

@@ -1,0 +1,122 @@
+"""Puts a flight recorder before a scheduler, with all that a segment's header has to tell."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import os
+import time
+import typing
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llm_serving import __version__
+from llm_serving.flight.format import FlightRecordingError, SegmentHeader
+from llm_serving.flight.recorder import FlightRecorder
+from llm_serving.flight.ring import SegmentRing
+from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from llm_serving.config import Config
+
+__all__ = ["code_digest", "compares_tokens", "limits_from_map", "limits_to_map", "record", "recorder_of"]
+
+_MEBIBYTE = 1024 * 1024
+_PACKAGE = Path(__file__).resolve().parents[1]
+_RECORDED_CODE = ("scheduler/**/*.py", "kvcache/*.py", "request.py", "receipt.py")
+
+
+def recorder_of(config: Config, scheduler: Scheduler, on_error: Callable[[str], None]) -> FlightRecorder | None:
+    """The recorder that a deployment's configuration asks for; None where it is switched off."""
+    settings = config.log_config
+    if settings.flight_recorder_mib == 0:
+        return None
+    folder = Path(settings.flight_recorder or Path(settings.path).with_name("flight"))
+    digest = hashlib.blake2b(json.dumps(asdict(config), sort_keys=True, default=str).encode(), digest_size=16)
+    return record(
+        scheduler,
+        folder,
+        settings.flight_recorder_mib * _MEBIBYTE,
+        config_digest=digest.hexdigest(),
+        on_error=on_error,
+    )
+
+
+def record(
+    scheduler: Scheduler,
+    folder: Path,
+    max_bytes: int,
+    *,
+    config_digest: str = "",
+    on_error: Callable[[str], None],
+    wall_clock: Callable[[], float] = time.time,
+) -> FlightRecorder:
+    """A recorder before ``scheduler``, which is new, that writes segments of ``max_bytes`` in all into ``folder``."""
+    limits = scheduler.limits
+    run = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(wall_clock()))}-{os.getpid()}-{os.urandom(2).hex()}"
+    header = SegmentHeader(
+        run=run,
+        index=0,
+        version=__version__,
+        code_digest=code_digest(),
+        config_digest=config_digest,
+        limits=limits_to_map(limits),
+        unix_time=wall_clock(),
+        engine_time=0.0,
+        numbers={},
+    )
+    return FlightRecorder(
+        scheduler,
+        SegmentRing(folder, max_bytes, run),
+        header,
+        identities=compares_tokens(limits),
+        on_error=on_error,
+        wall_clock=wall_clock,
+    )
+
+
+@cache
+def code_digest() -> str:
+    """Of the source that decides: a recording replays only with the same decisions."""
+    digest = hashlib.blake2b(digest_size=16)
+    for pattern in _RECORDED_CODE:
+        for file in sorted(_PACKAGE.glob(pattern)):
+            digest.update(str(file.relative_to(_PACKAGE)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def compares_tokens(limits: SchedulerLimits) -> bool:
+    """Whether decisions depend on which tokens are equal: the prefix cache is on."""
+    return bool(getattr(limits, "prefix_cache", False))
+
+
+def limits_to_map(limits: SchedulerLimits) -> dict[str, Any]:
+    """Limits as plain values, for ``limits_from_map``."""
+    values = {declared.name: getattr(limits, declared.name) for declared in fields(limits)}
+    return {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
+
+
+def limits_from_map(values: dict[str, Any]) -> SchedulerLimits:
+    """The limits of a recording. Raises FlightRecordingError when they are not those of this version."""
+    hints = typing.get_type_hints(SchedulerLimits)
+    unknown = values.keys() - hints.keys()
+    if unknown:
+        raise FlightRecordingError(
+            f"the recording has limits this version does not know: {', '.join(sorted(unknown))}."
+            " Replay it with the version that recorded it."
+        )
+    try:
+        return SchedulerLimits(**{name: _convert(hints[name], value) for name, value in values.items()})
+    except (TypeError, ValueError) as error:
+        raise FlightRecordingError(f"the limits {values} are not possible: {error}") from error
+
+
+def _convert(hint: Any, value: Any) -> Any:
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
+    return value

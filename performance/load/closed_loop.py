@@ -1,0 +1,85 @@
+"""Clients in a closed loop: each sends its next request as soon as it has the whole answer to its last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from time import perf_counter
+
+import uvloop
+
+from performance.load.batch import DISPLAY_INTERVAL_S, Batch, Display
+from performance.load.client import LoadClient, LoadRun
+from performance.load.options import LoadOptions
+from performance.load.stream import StreamExchange
+from performance.load.workload import LoadRequest
+
+__all__ = ["run_closed_loop"]
+
+
+class ClosedLoopBatch(Batch):
+    """``clients`` requests are under way at any time, until none is left. A request is due when it is sent."""
+
+    clients = 1
+
+    async def send_all(self, display: Display | None) -> None:
+        self.start = perf_counter()
+        self._next = 0
+        for _ in range(self.clients):
+            self._send_next()
+        while not self._all_over.is_set():
+            try:
+                await asyncio.wait_for(self._all_over.wait(), DISPLAY_INTERVAL_S)
+            except asyncio.TimeoutError:
+                if self._stop.is_set():
+                    self._interrupt()
+            if display is not None:
+                display(self._counts())
+
+    def _send_next(self) -> None:
+        if self._next < len(self._arrivals) and not self._stop.is_set():
+            self._next += 1
+            self._send_due(self._next - 1, perf_counter())
+
+    def _over(self, exchange: StreamExchange) -> None:
+        # On the next turn of the loop: a server that refuses everything at once must not nest these calls.
+        asyncio.get_running_loop().call_soon(self._continue)
+        super()._over(exchange)
+
+    def _continue(self) -> None:
+        self._send_next()
+        self._all_sent = self._next == len(self._arrivals) or self._stop.is_set()
+        self._check_all_over()
+
+
+class ClosedLoopClient(LoadClient):
+    """The load client with its own requests. The answers' texts are kept."""
+
+    def __init__(
+        self, options: LoadOptions, requests: Sequence[LoadRequest], clients: int, display: Display | None
+    ) -> None:
+        super().__init__(options, display)
+        self._requests = list(requests)
+        self._clients = clients
+
+    def _workload(self) -> list[LoadRequest]:
+        return self._requests
+
+    def _measured_batch(self, requests: Sequence[LoadRequest]) -> Batch:
+        batch = ClosedLoopBatch(
+            self._pool,
+            self._api,
+            [0.0] * len(requests),
+            self._encoder(requests),
+            self._options.timeout_s,
+            self._stop,
+        )
+        batch.clients, batch.keep_text = self._clients, True
+        return batch
+
+
+def run_closed_loop(
+    options: LoadOptions, requests: Sequence[LoadRequest], clients: int, display: Display | None = None
+) -> LoadRun:
+    """Ask ``requests`` in their order, ``clients`` at a time. Raises ``LoadTestError`` when it cannot begin."""
+    return uvloop.run(ClosedLoopClient(options, requests, clients, display).run())

@@ -1,0 +1,65 @@
+"""A gauge of a server's ``/metrics``, looked at now and then during a run."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+
+from performance.load.endpoint import Endpoint
+
+__all__ = ["MetricWatch", "read_gauges"]
+
+INTERVAL_S = 0.5
+TIMEOUT_S = 5.0
+
+
+class MetricWatch:
+    """The mean of a gauge while another one is above 0. Use as a context manager around the run."""
+
+    def __init__(self, endpoint: Endpoint, gauge: str, while_above: str) -> None:
+        self._endpoint = endpoint
+        self._gauge, self._while_above = gauge, while_above
+        self._stop = threading.Event()
+        self._values: list[float] = []
+        self._thread = threading.Thread(target=self._watch, name="metric-watch", daemon=True)
+
+    def __enter__(self) -> MetricWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def mean(self) -> float | None:
+        """None when the server has no such gauge, or was never seen at work."""
+        return sum(self._values) / len(self._values) if self._values else None
+
+    def _watch(self) -> None:
+        while not self._stop.wait(INTERVAL_S):
+            gauges = self._gauges()
+            if gauges.get(self._while_above, 0.0) > 0 and self._gauge in gauges:
+                self._values.append(gauges[self._gauge])
+
+    def _gauges(self) -> dict[str, float]:
+        """Empty when the server does not answer: the run itself will tell why."""
+        connection = http.client.HTTPConnection(self._endpoint.host, self._endpoint.port, timeout=TIMEOUT_S)
+        try:
+            connection.request("GET", f"{self._endpoint.prefix}/metrics")
+            response = connection.getresponse()
+            return read_gauges(response.read().decode()) if response.status == 200 else {}
+        except (OSError, http.client.HTTPException, UnicodeDecodeError):
+            return {}
+        finally:
+            connection.close()
+
+
+def read_gauges(text: str) -> dict[str, float]:
+    """Values without labels of Prometheus' text format."""
+    gauges = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(" ")
+        if value and not line.startswith("#") and "{" not in name:
+            gauges[name] = float(value)
+    return gauges

@@ -1,0 +1,130 @@
+"""The agent on a virtual clock: a queue of steps in the order of the policy, and a device that runs one at a time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llm_serving.scheduler.output import ScheduledStep, StepResult
+from performance.simulation.device import CostModel
+
+__all__ = ["ORDERS", "Spread", "VirtualAgent", "agent_order"]
+
+ORDERS: dict[str, tuple[str, ...]] = {
+    "prefill_first": ("move", "prefill", "decode"),
+    "decode_first": ("move", "decode", "prefill"),
+    "fcfs": ("move", ""),
+}
+"""Classes of kinds, the first runs first; the empty name stands for all others. A mixed step is announced as a
+prefill. See ``agent/task_queue.py``."""
+
+Sampler = Callable[[ScheduledStep], list[int]]
+"""The tokens a step samples, -1 where it does not sample."""
+
+
+def agent_order(policy: str) -> dict[str, int]:
+    """Class of each kind of step under a policy; policies the agent has no order for run first come, first served."""
+    classes = ORDERS.get(policy, ORDERS["fcfs"])
+    kinds = {"move": "move", "prefill": "prefill", "mixed": "prefill", "decode": "decode"}
+    return {
+        kind: classes.index(announced) if announced in classes else len(classes) - 1
+        for kind, announced in kinds.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How far single steps lie from the model: quantiles of measured over predicted time, evenly spaced."""
+
+    quantiles: Sequence[float]
+
+    def draw(self, generator: random.Random) -> float:
+        return self.quantiles[int(generator.random() * len(self.quantiles))]
+
+
+@dataclass(slots=True)
+class _Queued:
+    rank: tuple[int, int]
+    """Class and number: the smallest runs first."""
+    ready: float
+    """When it is in the agent's queue."""
+    step: ScheduledStep
+    seconds: float
+
+
+class VirtualAgent:
+    """Steps are submitted with the moment they reach the queue; answers come with the moment they are ready.
+
+    The caller asks for ``next_answer`` and calls ``run_until`` with a moment before which it submits nothing more.
+    """
+
+    def __init__(
+        self, device: CostModel, policy: str, sample: Sampler, spread: Spread | None = None, seed: int = 0
+    ) -> None:
+        self._device = device
+        self._order = agent_order(policy)
+        self._sample = sample
+        self._spread = spread
+        self._random = random.Random(f"steps/{seed}")
+        self._queue: list[_Queued] = []
+        self._running: _Queued | None = None
+        self._free_at = 0.0
+        self.busy_s = 0.0
+        self.num_steps: dict[str, int] = {}
+        self.kind_s: dict[str, float] = {}
+
+    def submit(self, step: ScheduledStep, ready: float) -> None:
+        seconds = self._device.seconds(step)
+        if self._spread is not None:
+            seconds *= self._spread.draw(self._random)
+        kind = step.kind.value
+        self._queue.append(_Queued((self._order[kind], step.seq), ready, step, seconds))
+        self.busy_s += seconds
+        self.num_steps[kind] = self.num_steps.get(kind, 0) + 1
+        self.kind_s[kind] = self.kind_s.get(kind, 0.0) + seconds
+
+    def next_answer(self) -> float | None:
+        """When the next step ends if nothing else is submitted; None when there is none."""
+        if self._running is not None:
+            return self._free_at
+        if not self._queue:
+            return None
+        start, chosen = self._next_start()
+        return start + chosen.seconds
+
+    def run_until(self, now: float) -> list[tuple[float, StepResult]]:
+        """Everything answered by ``now``, with the time. Steps that begin by then have begun."""
+        answers = []
+        while True:
+            if self._running is None:
+                if not self._queue:
+                    break
+                start, chosen = self._next_start()
+                if start > now:
+                    break
+                self._queue.remove(chosen)
+                self._running, self._free_at = chosen, start + chosen.seconds
+            if self._free_at > now:
+                break
+            answers.append((self._free_at, self._answer(self._running)))
+            self._running = None
+        return answers
+
+    def _next_start(self) -> tuple[float, _Queued]:
+        """The step that runs next and when: of those that are there when the device is free, the first in order."""
+        queue = self._queue
+        if len(queue) == 1:
+            return max(self._free_at, queue[0].ready), queue[0]
+        start = max(self._free_at, min(each.ready for each in queue))
+        return start, min((each for each in queue if each.ready <= start), key=_rank)
+
+    def _answer(self, ran: _Queued) -> StepResult:
+        step, zeros = ran.step, [0.0] * len(ran.step.rows)
+        queued_s = self._free_at - ran.seconds - ran.ready
+        queue_us, graph_us = round(queued_s * 1e6), round(ran.seconds * 1e6)
+        return StepResult(step.seq, self._sample(step), zeros, zeros, queue_us=queue_us, graph_us=graph_us)
+
+
+def _rank(queued: _Queued) -> tuple[int, int]:
+    return queued.rank

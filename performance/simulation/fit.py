@@ -1,0 +1,210 @@
+"""A device's costs learnt from steps that ran: non-negative least squares over what a step holds.
+
+The time of a step is taken as a sum of terms that can only add time, each a count of the step times a coefficient:
+
+    a step; a step with prompt tokens; tokens, and tokens beyond each of some knots (weights are read once, so the
+    first tokens are cheap; the sum is convex and piecewise linear); sequences; rows sampled; keys read; pairs of a
+    query and a position beyond those; blocks swapped, blocks copied
+
+Residuals are weighted by one over the measured time, so that a small step counts as much as a large one, and steps
+that the machine held up (beyond ``OUTLIER`` times the fit) do not shape it. What all steps took, relative to the
+fit, is kept as quantiles: a simulation draws from them, and so has the machine's mean and tails.
+
+Algorithm: Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from llm_serving.scheduler.output import MoveKind, ScheduledStep, StepKind
+from performance.load.errors import UsageError
+from performance.simulation.agent import Spread
+from performance.simulation.host import HostModel
+from performance.simulation.work import StepWork, work_of
+
+__all__ = ["TERMS", "FittedDevice", "MeasuredStep", "StepFit", "fit_steps", "non_negative_least_squares", "read_fit"]
+
+Array = npt.NDArray[np.float64]
+KNOTS = (2, 4, 8, 16, 32, 64, 128, 256)
+TERMS = (
+    "step",
+    "prompt_step",
+    "tokens",
+    *(f"tokens_beyond_{knot}" for knot in KNOTS),
+    "sequences",
+    "samples",
+    "context",
+    "more_pairs",
+    "swapped_blocks",
+    "copied_blocks",
+)
+OUTLIER = 3.0
+ROUNDS = 3
+NUM_QUANTILES = 99
+LEAST_STEPS = 50
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step as it ran. ``seconds``: from when the device could begin it to when the next could begin."""
+
+    work: StepWork
+    seconds: float
+    swapped_blocks: int = 0
+    copied_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFit:
+    """Coefficients in seconds by term, with where they come from. Belongs to one model in one set of formats."""
+
+    coefficients: dict[str, float]
+    spread: Spread
+    provenance: dict[str, Any] = field(default_factory=dict)
+    host: HostModel = field(default_factory=HostModel)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "provenance": self.provenance,
+            "coefficients": self.coefficients,
+            "spread": [round(value, 5) for value in self.spread.quantiles],
+            "host": asdict(self.host),
+        }
+
+
+def terms_of(work: StepWork, swapped: int = 0, copied: int = 0) -> list[float]:
+    """The counts of a step, in the order of ``TERMS``."""
+    tokens = work.tokens
+    return [
+        1.0,
+        float(work.kind in (StepKind.PREFILL, StepKind.MIXED)),
+        tokens,
+        *(max(0, tokens - knot) for knot in KNOTS),
+        work.sequences,
+        work.samples,
+        work.context,
+        work.pairs - work.context,
+        swapped,
+        copied,
+    ]
+
+
+def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None = None) -> StepFit:
+    """Raises UsageError when there are too few steps to tell anything."""
+    steps = [step for step in steps if step.seconds > 0.0]
+    if len(steps) < LEAST_STEPS:
+        raise UsageError(f"{len(steps)} steps with a time are recorded; a fit takes at least {LEAST_STEPS}")
+    counts = np.array([terms_of(step.work, step.swapped_blocks, step.copied_blocks) for step in steps], float)
+    seconds = np.array([step.seconds for step in steps])
+    kept = np.ones(len(steps), bool)
+    for _ in range(ROUNDS):
+        weights = 1.0 / seconds[kept]
+        coefficients = non_negative_least_squares(counts[kept] * weights[:, None], np.ones(int(kept.sum())))
+        predicted = np.maximum(counts @ coefficients, TOLERANCE)
+        kept = seconds <= OUTLIER * predicted
+    ratio = seconds / predicted
+    quantiles = np.quantile(ratio, (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES)
+    return StepFit(
+        {name: float(value) for name, value in zip(TERMS, coefficients, strict=True)},
+        Spread([float(value) for value in quantiles]),
+        (provenance or {})
+        | {
+            "steps": len(steps),
+            "held_up": int((~kept).sum()),
+            "median_error": float(np.median(np.abs(ratio - 1.0))),
+        },
+    )
+
+
+def non_negative_least_squares(matrix: Array, values: Array) -> Array:
+    """The non-negative ``x`` for which ``matrix @ x`` is closest to ``values``. Columns may be zero or dependent."""
+    norms = np.linalg.norm(matrix, axis=0)
+    matrix = matrix / np.where(norms > 0, norms, 1.0)
+    count = matrix.shape[1]
+    solution, free = np.zeros(count), np.zeros(count, bool)
+    gradient = matrix.T @ values
+    for _ in range(3 * count):
+        candidates = np.where(free | (norms == 0), -np.inf, gradient)
+        best = int(np.argmax(candidates))
+        if candidates[best] <= TOLERANCE * len(values):
+            break
+        free[best] = True
+        solution = _step_to_feasible(matrix, values, solution, free)
+        gradient = matrix.T @ (values - matrix @ solution)
+    result: Array = solution / np.where(norms > 0, norms, 1.0)
+    return result
+
+
+def _step_to_feasible(matrix: Array, values: Array, solution: Array, free: npt.NDArray[np.bool_]) -> Array:
+    """Least squares over the free columns; those that would turn negative are taken out on the way, in place."""
+    while True:
+        wanted = np.zeros_like(solution)
+        wanted[free] = np.linalg.lstsq(matrix[:, free], values, rcond=None)[0]
+        negative = free & (wanted <= 0.0)
+        if not negative.any():
+            return wanted
+        shares = solution[negative] / np.maximum(solution[negative] - wanted[negative], TOLERANCE)
+        solution = solution + float(shares.min()) * (wanted - solution)
+        free &= solution > TOLERANCE
+        solution = np.where(free, solution, 0.0)
+        if not free.any():
+            return solution
+
+
+class FittedDevice:
+    """A cost model from a fit."""
+
+    def __init__(self, fit: StepFit) -> None:
+        self.name = str(fit.provenance.get("name", "fitted"))
+        coefficients = [fit.coefficients.get(name, 0.0) for name in TERMS]
+        self._step_s, self._prompt_s, self._token_s = coefficients[:3]
+        self._beyond = list(zip(KNOTS, coefficients[3 : 3 + len(KNOTS)], strict=True))
+        rest = coefficients[3 + len(KNOTS) :]
+        self._sequence_s, self._sample_s, self._context_s, self._pair_s, self._swap_s, self._copy_s = rest
+
+    def seconds(self, step: ScheduledStep) -> float:
+        copies = sum(move.kind is MoveKind.COPY for move in step.moves)
+        moves = copies * self._copy_s + (len(step.moves) - copies) * self._swap_s
+        if not step.rows:
+            return self._step_s + moves
+        return moves + self.work_seconds(work_of(step))
+
+    def work_seconds(self, work: StepWork) -> float:
+        """A step of ``work`` without moves."""
+        tokens = work.tokens
+        seconds = self._step_s + tokens * self._token_s + work.sequences * self._sequence_s
+        for knot, beyond_s in self._beyond:
+            if tokens <= knot:
+                break
+            seconds += (tokens - knot) * beyond_s
+        if work.kind is not StepKind.DECODE:
+            seconds += self._prompt_s
+        return (
+            seconds
+            + work.samples * self._sample_s
+            + work.context * self._context_s
+            + (work.pairs - work.context) * self._pair_s
+        )
+
+
+def read_fit(path: Path) -> StepFit:
+    """A file of ``StepFit.as_json``. Raises UsageError when it is none."""
+    try:
+        content = msgspec.json.decode(path.read_bytes())
+        return StepFit(
+            {name: float(content["coefficients"][name]) for name in TERMS},
+            Spread([float(value) for value in content["spread"]]),
+            dict(content["provenance"]),
+            HostModel(**content["host"]),
+        )
+    except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path}: not a fit of the simulator: {error!r}") from error

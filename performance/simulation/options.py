@@ -1,0 +1,170 @@
+"""What to simulate, from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from performance.load.arrivals import request_count
+from performance.load.errors import UsageError
+from performance.load.options import (
+    LoadOptions,
+    add_arrival_options,
+    add_objective_options,
+    add_workload_options,
+    workload_options,
+)
+from performance.simulation.presets import PRESETS
+from performance.simulation.runs import NOWHERE
+
+__all__ = ["SimulationOptions", "Variant", "parse_options"]
+
+DESCRIPTION = """\
+Simulate a load test: the real scheduler on a virtual clock, against a model of the device. Prints what the load test
+prints, for each policy and each setting of a sweep, and finds the rate a deployment keeps its objectives at."""
+
+EPILOG = """\
+examples
+  simulate.py --config llama_7b_kbk_pa_dyn.yaml --device ascend-910b -X 10 -T 150 --policy prefill_first,fcfs
+  simulate.py --config llama_160m_cpu.yaml --device cpu --recording output/flight.bin -X 5 -T 60 --json FILE
+  simulate.py --config C --device ascend-910b --find-rate --slo-ttft-ms 2000 --slo-tbt-ms 50
+  simulate.py --config C --device ascend-910b --sweep pa_config.num_blocks=512,1024,2048 --sweep rate=5,10
+  simulate.py --config C --recording F --validate LOADTEST.json       how far off is the simulation?
+
+settings are those of the server, beside device.RATE and host.TIME (fields of DeviceRates and HostModel); a sweep takes
+rate, too. A trace has one JSON object a line: arrival_s, prompt_tokens (or prompt: token ids), output_tokens, and may
+have max_tokens, priority, tenant, ttft_objective_ms, tbt_objective_ms. A flight recording is a trace, too."""
+
+RATE = "rate"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One point of a sweep under one policy."""
+
+    name: str
+    settings: tuple[str, ...]
+    rate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationOptions:
+    """Everything the command line says."""
+
+    config: str
+    device: str
+    settings: tuple[str, ...]
+    policies: tuple[str, ...]
+    sweeps: tuple[tuple[str, tuple[str, ...]], ...]
+    load: LoadOptions
+    recording: Path | None
+    fit: Path | None
+    save_fit: Path | None
+    trace: Path | None
+    validate: Path | None
+    find_rate: bool
+    json_path: Path | None
+    plot_dir: Path | None
+
+    def variants(self) -> list[Variant]:
+        """Every combination of policy and swept values, in the order given. Policies go by their own name."""
+        bases = [(policy, [f"scheduler_config.policy={policy}"]) for policy in self.policies] or [("", [])]
+        found = []
+        for values in product(*(values for _, values in self.sweeps)):
+            pairs = [(key, value) for (key, _), value in zip(self.sweeps, values, strict=True)]
+            for policy, settings in bases:
+                names = ([policy] if policy else []) + [f"{key.rpartition('.')[2]}={value}" for key, value in pairs]
+                swept = tuple(f"{key}={value}" for key, value in pairs if key != RATE)
+                rates = [_rate(value) for key, value in pairs if key == RATE]
+                name = " ".join(names) or "as configured"
+                found.append(Variant(name, (*self.settings, *settings, *swept), rates[0] if rates else None))
+        return found
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> SimulationOptions:
+    """Exits with 2 on a wrong option; raises UsageError on a wrong combination."""
+    parsed = _parser().parse_args(arguments)
+    if parsed.trace is None and parsed.validate is None and request_count(parsed.rate, parsed.duration) < 1:
+        raise UsageError(f"-X {parsed.rate:g} for -T {parsed.duration:g} seconds makes no request: raise one of them")
+    if parsed.recording is not None and parsed.device != "cpu":
+        raise UsageError(f"--recording fits a device from its steps; --device {parsed.device} has rates of its own")
+    if parsed.find_rate and parsed.trace is not None:
+        raise UsageError("--find-rate changes the rate of generated arrivals; a trace has its own")
+    load = LoadOptions(
+        endpoint=NOWHERE,
+        rate=parsed.rate,
+        duration=parsed.duration,
+        arrivals=parsed.arrivals,
+        seed=parsed.seed,
+        slo_ttft_ms=parsed.slo_ttft_ms,
+        slo_tpot_ms=parsed.slo_tpot_ms,
+        slo_tbt_ms=parsed.slo_tbt_ms,
+        **workload_options(parsed),
+    )
+    return SimulationOptions(
+        config=parsed.config,
+        device=parsed.device,
+        settings=tuple(parsed.settings),
+        policies=tuple(parsed.policy.split(",")) if parsed.policy else (),
+        sweeps=tuple(parsed.sweep),
+        load=load,
+        recording=parsed.recording,
+        fit=parsed.fit,
+        save_fit=parsed.save_fit,
+        trace=parsed.trace,
+        validate=parsed.validate,
+        find_rate=parsed.find_rate,
+        json_path=parsed.json,
+        plot_dir=parsed.plots,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_argument_group("deployment")
+    what.add_argument("--config", required=True, help="as for the server")
+    what.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="see below")
+    what.add_argument("--device", choices=sorted(PRESETS), default="cpu", help="default %(default)s")
+    what.add_argument("--recording", type=Path, metavar="F", help="fit the device from the steps of a flight recording")
+    what.add_argument("--fit", type=Path, metavar="FILE", help="a fit made before (--save-fit)")
+    what.add_argument("--save-fit", type=Path, metavar="FILE", help="write the fit here")
+    what.add_argument("--policy", metavar="P[,P...]", help="scheduling policies to compare (default: the config's)")
+    what.add_argument(
+        "--sweep", action="append", default=[], type=_sweep, metavar="KEY=V1,V2", help="values to compare"
+    )
+    add_arrival_options(parser)
+    add_workload_options(parser)
+    parser.set_defaults(token_ids=True, vocab_size=32_000, prompt_len=(32, 64), output_len=(64, 504), ignore_eos=True)
+    parser.add_argument("--text-prompts", dest="token_ids", action="store_false", help="words instead of token ids")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="requests and their times, see below")
+    result = parser.add_argument_group("result")
+    result.add_argument("--find-rate", action="store_true", help="the rate at which p99 keeps the objectives")
+    result.add_argument("--validate", type=Path, metavar="LOADTEST.json", help="compare with a load test's result")
+    result.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    result.add_argument("--plots", type=Path, metavar="FOLDER", help="write a picture of each run here")
+    add_objective_options(result)
+    return parser
+
+
+def _sweep(text: str) -> tuple[str, tuple[str, ...]]:
+    """``key=v1,v2``; commas inside brackets belong to a value."""
+    key, equals, values = text.partition("=")
+    if not key or not equals or not values:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=V1,V2")
+    return key, tuple(re.split(r",(?![^\[]*\])", values))
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if rate <= 0.0:
+        raise UsageError(f"--sweep rate: {text!r} is not a number above 0")
+    return rate

@@ -1,0 +1,78 @@
+"""How many requests a second a deployment serves within its objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from performance.load.errors import UsageError
+from performance.simulation.runs import SimulatedRun
+
+__all__ = ["RateFound", "find_rate", "keeps_objectives"]
+
+PRECISION = 0.02
+"""Relative width of the interval at which the bisection ends."""
+LOWEST_RATE = 1 / 64
+HIGHEST_RATE = 65_536.0
+
+SimulateAt = Callable[[float], SimulatedRun]
+
+
+@dataclass(frozen=True, slots=True)
+class RateFound:
+    """The highest rate that was seen to keep the objectives, with its run, and the lowest that was seen not to."""
+
+    rate: float
+    above: float
+    run: SimulatedRun
+    tried: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {"rate": self.rate, "above": self.above, "tried": self.tried, "run": self.run.as_json(per_request=False)}
+
+
+def keeps_objectives(run: SimulatedRun) -> bool:
+    """p99 of the time to first token and of the time between tokens within the objectives, and nobody refused."""
+    figures, options = run.figures, run.run.options
+    between_ms = options.slo_tpot_ms if options.slo_tbt_ms is None else options.slo_tbt_ms
+    return (
+        not figures.failed
+        and (figures.ttft_ms.p99 or 0.0) <= options.slo_ttft_ms
+        and (figures.tbt_ms.p99 or 0.0) <= between_ms
+    )
+
+
+def find_rate(simulate_at: SimulateAt, first: float) -> RateFound:
+    """Doubling or halving from ``first`` until the limit is enclosed, then bisection. The figures of a finite load go
+    up and down a little with the rate, so the limit is one of a run's length and seed. Raises UsageError when no rate
+    keeps the objectives, or every one does."""
+    run, rate, tried = simulate_at(first), first, 1
+    good: tuple[float, SimulatedRun] | None = None
+    bad: float | None = None
+    while good is None or bad is None:
+        if keeps_objectives(run):
+            good, rate = (rate, run), rate * 2
+        else:
+            bad, rate = rate, rate / 2
+        if good is None or bad is None:
+            _check_range(rate, run)
+            run, tried = simulate_at(rate), tried + 1
+    while bad - good[0] > PRECISION * good[0]:
+        rate = (good[0] + bad) / 2
+        run, tried = simulate_at(rate), tried + 1
+        if keeps_objectives(run):
+            good = (rate, run)
+        else:
+            bad = rate
+    return RateFound(good[0], bad, good[1], tried)
+
+
+def _check_range(rate: float, run: SimulatedRun) -> None:
+    if LOWEST_RATE <= rate <= HIGHEST_RATE:
+        return
+    figures = run.figures
+    raise UsageError(
+        f"--find-rate: {'no rate keeps' if rate < LOWEST_RATE else 'every rate keeps'} the objectives (at "
+        f"{run.run.options.rate:g} requests/s: TTFT p99 {figures.ttft_ms.p99} ms, TBT p99 {figures.tbt_ms.p99} ms)"
+    )

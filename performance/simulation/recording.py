@@ -1,0 +1,162 @@
+"""What a flight recording knows of a device: how long its steps took, and what the server added.
+
+A step's time is what its agent measured (graph and sampler) and the agent's own share, which the recording shows where
+one step followed another at once: the time between their answers beyond what was measured. The rest of a step's way,
+from the scheduler to its answer, is the host's: it is halved between the way to the agent and the way back.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from llm_serving.config import Config
+from llm_serving.flight.reader import AgentLost, Answered, Scheduled, Stretch, arrivals, read_recording
+from llm_serving.flight.steps import RecordedStep
+from llm_serving.scheduler.output import MoveKind
+from performance.load.errors import UsageError
+from performance.load.options import LoadOptions
+from performance.simulation.fit import MeasuredStep, StepFit, fit_steps
+from performance.simulation.host import HostModel
+from performance.simulation.requests import Arrivals, some_tokens
+from performance.simulation.setup import identity
+from performance.simulation.work import count_work
+from performance.simulation.workload import SimulatedRequest
+
+__all__ = ["TimedStep", "fit_recording", "of_recording", "timed_steps"]
+
+LEAST_FOLLOWERS = 20
+"""Steps that follow another at once, below which the agent's own share is not told from noise."""
+MICROSECOND = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class TimedStep:
+    """A step that ran. Times are seconds on the engine's clock."""
+
+    step: RecordedStep
+    scheduled: float
+    answered: float
+    queue_s: float
+    run_s: float
+    """Graph and sampler."""
+
+
+def timed_steps(stretch: Stretch) -> list[TimedStep]:
+    """The steps that ran without fault, in the order of their answers."""
+    sent: dict[int, tuple[float, RecordedStep]] = {}
+    timed = []
+    for event in stretch.events():
+        if isinstance(event, Scheduled) and event.step is not None:
+            sent[event.step.seq] = (event.now, event.step)
+        elif isinstance(event, AgentLost):
+            sent.clear()
+        elif isinstance(event, Answered) and event.seq in sent:
+            scheduled, step = sent.pop(event.seq)
+            if event.fault is None:
+                run_s = (event.graph_us + event.sample_us) * MICROSECOND
+                timed.append(TimedStep(step, scheduled, event.now, event.queue_us * MICROSECOND, run_s))
+    return timed
+
+
+def fit_recording(path: Path, config: Config) -> StepFit:
+    """A fit of the device and the host of a recording, a file or a folder, of a server with ``config``. Raises
+    FlightRecordingError when it is none, UsageError when it holds too little."""
+    stretches = read_recording(path)
+    timed = [timed_steps(stretch) for stretch in stretches]
+    own_s = _agents_share(timed)
+    steps = [_measured(each, own_s) for run in timed for each in run]
+    fit = fit_steps(steps, identity(config) | _provenance(path, stretches, own_s))
+    return replace(fit, host=_host((each for run in timed for each in run), own_s))
+
+
+def _agents_share(timed: Iterable[Sequence[TimedStep]]) -> float:
+    """Median time between answers beyond what the later step measured, where it had waited for the earlier."""
+    gaps = []
+    for run in timed:
+        for earlier, later in pairwise(run):
+            if later.queue_s > later.run_s / 100 and later.scheduled < earlier.answered < later.answered:
+                gaps.append(later.answered - earlier.answered - later.run_s)
+    return max(0.0, statistics.median(gaps)) if len(gaps) >= LEAST_FOLLOWERS else 0.0
+
+
+def _measured(timed: TimedStep, own_s: float) -> MeasuredStep:
+    step = timed.step
+    copies = sum(move.kind is MoveKind.COPY for move in step.moves)
+    return MeasuredStep(
+        count_work(step.kind, step.starts, step.query_lens, step.do_sample),
+        timed.run_s + own_s,
+        swapped_blocks=len(step.moves) - copies,
+        copied_blocks=copies,
+    )
+
+
+def _host(timed: Iterable[TimedStep], own_s: float) -> HostModel:
+    host = HostModel()
+    ways = [
+        each.answered - each.scheduled - each.queue_s - each.run_s - own_s
+        - host.send_s - host.send_seq_s * each.step.num_seqs
+        for each in timed
+    ]  # fmt: skip
+    way_s = max(0.0, statistics.median(ways)) / 2
+    return replace(host, to_agent_s=way_s, from_agent_s=way_s)
+
+
+def _provenance(path: Path, stretches: Sequence[Stretch], own_s: float) -> dict[str, Any]:
+    header = stretches[0].header
+    return {
+        "name": "cpu fitted",
+        "recording": path.name,
+        "recorded": time.strftime("%Y-%m-%d", time.gmtime(header.unix_time)),
+        "version": header.version,
+        "policies": sorted({str(stretch.header.limits["policy"]) for stretch in stretches}),
+        "machine": f"{platform.processor() or platform.machine()}, {_cpu_name()}",
+        "agents_share_us": round(own_s / MICROSECOND, 1),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown processor"
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else "unknown processor"
+
+
+def of_recording(path: Path, options: LoadOptions) -> Arrivals:
+    """The requests of a recording that came to their end, with the recorded lengths, priorities and objectives.
+
+    Prompts are the recorded pseudonyms, where there are any: equal prefixes are equal. Raises UsageError when no
+    request ended.
+    """
+    generator = random.Random(f"prompts/{options.seed}")
+    found = []
+    for stretch in read_recording(path):
+        for arrival in arrivals(stretch):
+            if arrival.end not in ("stop", "length") or not arrival.num_output_tokens:
+                continue
+            facts = arrival.facts
+            prompt = arrival.prompt or some_tokens(facts["num_prompt_tokens"], generator)
+            request = SimulatedRequest(
+                prompt,
+                facts["max_tokens"],
+                arrival.num_output_tokens,
+                facts.get("priority", 0),
+                facts.get("tenant", ""),
+                facts.get("ttft_objective"),
+                facts.get("tbt_objective"),
+            )
+            found.append((facts["arrival_time"], request))
+    if not found:
+        raise UsageError(f"--trace: no request of {path} came to its end")
+    found.sort(key=lambda pair: pair[0])
+    start = found[0][0]
+    return Arrivals([request for _, request in found], [moment - start for moment, _ in found])

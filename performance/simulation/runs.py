@@ -1,0 +1,71 @@
+"""One simulated load test, measured as a real one is."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from performance.load.client import LoadRun
+from performance.load.endpoint import Endpoint
+from performance.load.options import LoadOptions
+from performance.load.report import report_json
+from performance.load.statistics import LoadFigures, measure
+from performance.simulation.server import Outcome, VirtualServer
+from performance.simulation.setup import Setup
+from performance.simulation.workload import Source
+
+__all__ = ["NOWHERE", "SimulatedRun", "simulate"]
+
+NOWHERE = Endpoint("simulated", 0)
+"""Where a simulated load goes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRun:
+    """What came out, under the name it is compared by."""
+
+    name: str
+    run: LoadRun
+    figures: LoadFigures
+    outcome: Outcome
+    device: str
+    cpu_s: float
+    """Processor time of the simulation itself."""
+
+    @property
+    def device_share(self) -> float:
+        """Share of the run's time in which the device was busy."""
+        total = self.figures.total_time_s
+        return self.outcome.device_busy_s / total if total > 0 else 0.0
+
+    def as_json(self, *, per_request: bool = True) -> dict[str, Any]:
+        """The load test's JSON, with what only the server's side knows."""
+        content = report_json(self.run, self.figures)
+        content["options"]["url"] = f"simulated {self.device}"
+        if not per_request:
+            del content["per_request"]
+        outcome = self.outcome
+        return content | {
+            "device": self.device,
+            "preemptions": outcome.preemptions,
+            "swaps": outcome.swaps,
+            "prefix_hit_tokens": outcome.prefix_hit_tokens,
+            "kv_waste": outcome.kv_waste,
+            "peak_running": outcome.peak_running,
+            "peak_waiting": outcome.peak_waiting,
+            "device_busy_share": self.device_share,
+            "steps": outcome.steps,
+            "step_seconds": outcome.step_s,
+            "simulation_cpu_s": self.cpu_s,
+        }
+
+
+def simulate(name: str, setup: Setup, source: Source, options: LoadOptions) -> SimulatedRun:
+    """Run ``source`` against ``setup`` to its end."""
+    start = time.process_time()
+    server = VirtualServer(setup.limits, setup.device, source, setup.host, setup.spread, options.seed)
+    outcome = server.run()
+    run = LoadRun(options, setup.config.model_name, outcome.records, 0.0, 0.0, 0.0, interrupted=False)
+    figures = measure(run)
+    return SimulatedRun(name, run, figures, outcome, setup.device.name, time.process_time() - start)

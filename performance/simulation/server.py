@@ -1,0 +1,217 @@
+"""The server on a virtual clock: the real scheduler, driven as the engine thread drives it.
+
+Virtual time passes in three places that run side by side, as in the real thing: the edge (requests come in, pieces go
+out), the engine thread (one loop: take what has happened, then send steps), the agent (one step after the other). What
+each does and when is ``engine/core.py`` and ``agent/worker.py``; what it costs is ``HostModel`` and the device's cost
+model. Nothing here looks at a real clock, so a run depends on its inputs alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from llm_serving.errors import ContextLengthError, QueueFullError
+from llm_serving.ipc.shm import NUM_SLOTS
+from llm_serving.request import FinishReason, Request, SamplingParams
+from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind
+from llm_serving.scheduler.scheduler import Scheduler
+from performance.load.stream import RequestRecord
+from performance.simulation.agent import Spread, VirtualAgent
+from performance.simulation.device import CostModel
+from performance.simulation.host import HostModel
+from performance.simulation.workload import SimulatedRequest, Source
+
+__all__ = ["Outcome", "VirtualServer"]
+
+TOKEN = 7
+"""What the device samples: no token ends a simulated request but ``END_TOKEN``."""
+END_TOKEN = 2
+WASTE_SAMPLES = 8
+"""Decode steps from one look at how full the blocks are to the next."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came out of a run. Times are virtual seconds since its start."""
+
+    records: list[RequestRecord]
+    """In order of arrival."""
+    preemptions: int = 0
+    swaps: int = 0
+    """Preemptions whose blocks went to the host."""
+    prefix_hit_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    kv_waste: float = 0.0
+    """Mean share of the token slots held by running sequences that hold no token."""
+    peak_running: int = 0
+    peak_waiting: int = 0
+    device_busy_s: float = 0.0
+    steps: dict[str, int] = field(default_factory=dict)
+    """Number of steps by kind."""
+    step_s: dict[str, float] = field(default_factory=dict)
+    """Device time by kind."""
+
+
+class VirtualServer:
+    """One run of one workload. Used once."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        device: CostModel,
+        source: Source,
+        host: HostModel | None = None,
+        spread: Spread | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.scheduler = Scheduler(limits)
+        self._limits = limits
+        self._source = source
+        self._host = host or HostModel()
+        self._agent = VirtualAgent(device, limits.policy.value, self._sample, spread, seed)
+        self._records: dict[str, RequestRecord] = {}
+        self._ends: dict[str, int] = {}
+        self._arriving: deque[tuple[float, int]] = deque()
+        self._free_at = 0.0
+        self._num_in_flight = 0
+        self._num_decodes = 0
+        self._waste_sum = 0.0
+        self._waste_count = 0
+        self._outcome = Outcome([])
+
+    def run(self) -> Outcome:
+        """Until every request has ended. Raises AssertionError when the scheduler stands still before that."""
+        while (wake := self._next_event()) is not None:
+            self._step(max(wake, self._free_at))
+        if not self.scheduler.is_idle:
+            raise AssertionError(
+                f"the scheduler stands still: {self.scheduler.num_running} run, {self.scheduler.num_waiting} wait"
+            )
+        self.scheduler.check_integrity()
+        return self._finish()
+
+    def _finish(self) -> Outcome:
+        outcome, agent = self._outcome, self._agent
+        outcome.records = list(self._records.values())
+        outcome.preemptions, outcome.swaps = self.scheduler.num_preemptions, self.scheduler.num_swaps
+        outcome.prefix_hit_tokens = self.scheduler.prefix_hit_tokens
+        outcome.kv_waste = self._waste_sum / self._waste_count if self._waste_count else 0.0
+        outcome.device_busy_s, outcome.steps, outcome.step_s = agent.busy_s, agent.num_steps, agent.kind_s
+        return outcome
+
+    def _next_event(self) -> float | None:
+        """When the engine thread is woken next: a request, an answer, or a batch that has waited long enough."""
+        due, answer = self._source.next_due(), self._agent.next_answer()
+        times = [] if due is None else [due + self._host.accept_s]
+        if answer is not None:
+            times.append(answer + self._host.from_agent_s)
+        wakeup = self.scheduler.next_wakeup(self._free_at)
+        if wakeup is not None:
+            times.append(wakeup)
+        return min(times, default=None)
+
+    def _step(self, now: float) -> None:
+        """One turn of the engine's loop, beginning at ``now``."""
+        clock = self._take_requests(now)
+        clock = self._take_answers(now, clock)
+        self._free_at = self._send_steps(now, clock)
+
+    def _take_requests(self, now: float) -> float:
+        host, clock = self._host, now
+        while (due := self._source.next_due()) is not None and due + host.accept_s <= now:
+            index = self._source.pop()
+            clock += host.request_s
+            self._add(index, self._source.requests[index], due, clock)
+        return clock
+
+    def _add(self, index: int, wanted: SimulatedRequest, due: float, clock: float) -> None:
+        name = f"sim-{index}"
+        record = self._records[name] = RequestRecord(index, due, due, http_status=200, request_id=name)
+        record.prompt_tokens, record.tokens_known = len(wanted.prompt_token_ids), True
+        if wanted.output_tokens is not None and wanted.output_tokens < wanted.max_tokens:
+            self._ends[name] = wanted.output_tokens
+        sampling = SamplingParams(max_tokens=wanted.max_tokens, temperature=0.0)
+        request = Request(
+            name,
+            wanted.prompt_token_ids,
+            sampling,
+            due,
+            frozenset((END_TOKEN,)),
+            priority=wanted.priority,
+            tenant=wanted.tenant,
+            ttft_objective=wanted.ttft_objective,
+            tbt_objective=wanted.tbt_objective,
+        )
+        try:
+            self.scheduler.add_request(request)
+        except (QueueFullError, ContextLengthError) as error:
+            record.http_status = 429 if isinstance(error, QueueFullError) else 400
+            self._fail(record, f"http {record.http_status}", str(error), clock + self._host.deliver_s)
+
+    def _take_answers(self, now: float, clock: float) -> float:
+        host = self._host
+        for _, result in self._agent.run_until(now - host.from_agent_s):
+            updates = self.scheduler.update(result, now)
+            clock += host.answer_s + host.answer_seq_s * len(result.sampled_ids)
+            self._num_in_flight -= 1
+            self._deliver(updates, clock)
+        return clock
+
+    def _send_steps(self, now: float, clock: float) -> float:
+        host, scheduler, outcome = self._host, self.scheduler, self._outcome
+        while self._num_in_flight < NUM_SLOTS and (step := scheduler.schedule(now)) is not None:
+            clock += host.send_s + host.send_seq_s * len(step.rows)
+            self._num_in_flight += 1
+            self._agent.submit(step, clock + host.to_agent_s)
+            if step.kind is StepKind.DECODE:
+                self._look_at_blocks(step)
+        for update in scheduler.take_ended():
+            self._end(self._records[update.request.request_id], update.request, update, clock + host.deliver_s)
+        outcome.peak_running = max(outcome.peak_running, scheduler.num_running)
+        outcome.peak_waiting = max(outcome.peak_waiting, scheduler.num_waiting)
+        return clock
+
+    def _deliver(self, updates: list[RequestUpdate], clock: float) -> None:
+        """Pieces reach their clients one after the other."""
+        records, arrival, piece_s = self._records, clock + self._host.deliver_s, self._host.deliver_piece_s
+        for update in updates:
+            request = update.request
+            record = records[request.request_id]
+            record.piece_times.append(arrival)
+            if request.is_finished:
+                self._end(record, request, update, arrival)
+            arrival += piece_s
+
+    def _end(self, record: RequestRecord, request: Request, update: RequestUpdate, now: float) -> None:
+        record.output_tokens = len(request.output_token_ids)
+        record.finish_reason = request.finish_reason.value if request.finish_reason is not None else None
+        if request.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            self._fail(record, f"ended by {record.finish_reason}", update.error or "", now)
+            return
+        record.end = now
+        self._source.finished(now)
+
+    def _fail(self, record: RequestRecord, failure: str, detail: str, now: float) -> None:
+        record.failure, record.detail, record.end = failure, detail, now
+        self._source.finished(now)
+
+    def _look_at_blocks(self, step: ScheduledStep) -> None:
+        """Now and then: how much of the blocks of a decode step's sequences holds tokens."""
+        self._num_decodes += 1
+        if self._num_decodes % WASTE_SAMPLES:
+            return
+        held = self._limits.block_size * sum(len(table) for table in step.block_tables)
+        self._waste_sum += 1.0 - (sum(step.starts) + len(step.token_ids)) / held
+        self._waste_count += 1
+
+    def _sample(self, step: ScheduledStep) -> list[int]:
+        """Tokens that end nothing, but where the workload says that an answer ends."""
+        if not self._ends:
+            return [TOKEN if samples else -1 for samples in step.do_sample]
+        ends = self._ends
+        return [
+            (END_TOKEN if position + 1 == ends.get(request.request_id) else TOKEN) if samples else -1
+            for request, position, samples in zip(step.requests, step.sample_positions, step.do_sample, strict=True)
+        ]

@@ -1,0 +1,93 @@
+"""How far a simulation is from the load test it repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from llm_serving.statistics import percentile
+from llm_serving.text_table import format_number, format_table
+from performance.load.errors import UsageError
+from performance.simulation.runs import SimulatedRun
+
+__all__ = ["Compared", "compare", "comparison_text", "read_load_test"]
+
+GOAL = 0.10
+PERCENTS = (50, 95)
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One figure, measured and simulated."""
+
+    name: str
+    measured: float
+    simulated: float
+
+    @property
+    def error(self) -> float:
+        """Relative; 0 when both are 0."""
+        if self.measured == 0:
+            return 0.0 if self.simulated == 0 else float("inf")
+        return self.simulated / self.measured - 1.0
+
+    def as_json(self) -> dict[str, Any]:
+        return {"name": self.name, "measured": self.measured, "simulated": self.simulated, "error": self.error}
+
+
+def read_load_test(path: Path) -> dict[str, Any]:
+    """The JSON of a load test. Raises UsageError when it is something else."""
+    try:
+        content = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise UsageError(f"--validate: cannot read {path}: {error}") from error
+    if not isinstance(content, dict) or "per_request" not in content:
+        raise UsageError(f"--validate: {path} is not the JSON of a load test")
+    return content
+
+
+def compare(measured: dict[str, Any], run: SimulatedRun) -> list[Compared]:
+    """p50 and p95 of the requests' times to first token, mean times between tokens, longest pauses and total times;
+    p50 and p99 of all times between tokens; the run's total time. Total time counts from the first request on."""
+    theirs = [one for one in measured["per_request"] if one["failure"] is None and one["ttft_ms"] is not None]
+    ours = run.as_json()["per_request"]
+    rows = []
+    for key, name in (
+        ("ttft_ms", "TTFT ms"),
+        ("tpot_ms", "TPOT ms"),
+        ("max_tbt_ms", "longest TBT ms"),
+        ("e2e_s", "end to end s"),
+    ):
+        for percent in PERCENTS:
+            rows.append(
+                Compared(f"{name} p{percent}", _percentile(theirs, key, percent), _percentile(ours, key, percent))
+            )
+    between = run.figures.tbt_ms.as_dict()
+    for name in ("p50", "p95", "p99"):
+        if measured["tbt_ms"].get(name) is not None:
+            rows.append(Compared(f"TBT ms {name}", measured["tbt_ms"][name], float(between[name] or 0.0)))
+    rows.append(Compared("total s", measured["total_time_s"], run.figures.total_time_s))
+    rows.append(Compared("tokens/s", measured["output_tokens_per_s"], run.figures.output_tokens_per_s))
+    return rows
+
+
+def _percentile(requests: Sequence[dict[str, Any]], key: str, percent: float) -> float:
+    values = sorted(one[key] for one in requests if one[key] is not None)
+    return percentile(values, percent) if values else 0.0
+
+
+def comparison_text(rows: Sequence[Compared]) -> str:
+    """A table, and how many of the figures are within the goal."""
+    table = format_table(
+        ["", "measured", "simulated", "off by"],
+        [
+            [row.name, format_number(row.measured), format_number(row.simulated), f"{100 * row.error:+.1f} %"]
+            for row in rows
+        ],
+    )
+    within = sum(abs(row.error) <= GOAL for row in rows)
+    return f"{table}\n\n  {within} of {len(rows)} figures within {100 * GOAL:.0f} %"

@@ -1,0 +1,101 @@
+"""The virtual server: times that can be worked out by hand, and the same twice."""
+
+from dataclasses import replace
+
+import pytest
+from performance_simulated import DECODE_S, NO_TIME, PREFILL_S, FlatDevice, ask, limits
+
+from llm_serving.scheduler.policy import Policy
+from performance.simulation.agent import Spread
+from performance.simulation.server import Outcome, VirtualServer
+from performance.simulation.workload import ClosedLoop, OpenLoop, Source
+
+
+def run(source: Source, **changes: object) -> Outcome:
+    return VirtualServer(limits(**changes), FlatDevice(), source, NO_TIME).run()
+
+
+def test_one_request_takes_a_prefill_and_its_decode_steps() -> None:
+    outcome = run(OpenLoop([ask(5, 4)], [10.0]))
+    [record] = outcome.records
+    assert list(record.piece_times) == [12.0, 13.0, 14.0, 15.0]
+    assert (record.end, record.output_tokens, record.prompt_tokens, record.finish_reason) == (15.0, 4, 5, "length")
+    assert outcome.steps == {"prefill": 1, "decode": 3}
+    assert outcome.device_busy_s == PREFILL_S + 3 * DECODE_S
+
+
+def test_an_answer_ends_where_the_workload_says() -> None:
+    outcome = run(OpenLoop([ask(5, 30, ends=3)], [0.0]))
+    [record] = outcome.records
+    assert (record.output_tokens, record.finish_reason, record.end) == (3, "stop", 4.0)
+
+
+def test_the_host_is_felt_only_where_the_device_waits_for_it() -> None:
+    host = replace(NO_TIME, accept_s=0.25, to_agent_s=0.125, from_agent_s=0.125, deliver_s=0.5)
+    outcome = VirtualServer(limits(), FlatDevice(), OpenLoop([ask(5, 4)], [0.0]), host).run()
+    # accepted, sent, prefilled, answered, delivered; the next step was in the queue already
+    assert list(outcome.records[0].piece_times) == [3.0, 4.0, 5.0, 6.0]
+    alone = VirtualServer(limits(decode_steps_ahead=0), FlatDevice(), OpenLoop([ask(5, 4)], [0.0]), host).run()
+    assert list(alone.records[0].piece_times) == [3.0, 4.25, 5.5, 6.75]
+
+
+def test_pieces_of_a_step_reach_their_clients_one_after_the_other() -> None:
+    host = replace(NO_TIME, deliver_piece_s=0.125)
+    outcome = VirtualServer(limits(), FlatDevice(), OpenLoop([ask(3, 1)] * 3, [0.0] * 3), host).run()
+    assert [record.end for record in outcome.records] == [2.0, 2.125, 2.25]
+
+
+def test_a_prompt_overtakes_a_queued_decode_under_prefill_first_only() -> None:
+    requests, arrivals = [ask(4, 6), ask(4, 2)], [0.0, 3.5]
+    first = run(OpenLoop(requests, arrivals), policy=Policy.PREFILL_FIRST)
+    queued = run(OpenLoop(requests, arrivals), policy=Policy.FCFS)
+    # the decode step that ends at 4 is running, the next one is queued
+    assert first.records[1].piece_times[0] == 6.0
+    assert queued.records[1].piece_times[0] == 7.0
+
+
+def test_clients_in_a_closed_loop_send_when_they_have_their_answer() -> None:
+    outcome = run(ClosedLoop([ask(4, 2)] * 3, clients=1))
+    assert [(record.due, record.end) for record in outcome.records] == [(0.0, 3.0), (3.0, 6.0), (6.0, 9.0)]
+    both = run(ClosedLoop([ask(4, 2)] * 2, clients=50))
+    assert [(record.due, record.end) for record in both.records] == [(0.0, 3.0), (0.0, 3.0)]
+
+
+def test_too_little_room_preempts_and_every_answer_is_whole() -> None:
+    requests = [ask(8, 12)] * 4
+    outcome = run(OpenLoop(requests, [0.0, 0.1, 0.2, 0.3]), num_blocks=11)
+    assert outcome.preemptions > 0
+    assert [record.output_tokens for record in outcome.records] == [12] * 4
+
+
+def test_refused_requests_have_failed() -> None:
+    requests = [ask(4, 4), ask(4, 4), ask(60, 4)]
+    outcome = run(OpenLoop(requests, [0.0, 0.0, 0.5]), max_num_seqs=1, max_waiting_requests=1)
+    assert [record.failure for record in outcome.records] == [None, None, "http 400"]
+    crowd = run(OpenLoop([ask(4, 4)] * 4, [0.0] * 4), max_num_seqs=1, max_waiting_requests=1)
+    assert [record.failure for record in crowd.records] == [None, None, "http 429", "http 429"]
+
+
+def test_waste_is_what_the_last_blocks_do_not_hold() -> None:
+    # every eighth decode step is looked at, here one of 16 tokens
+    outcome = run(OpenLoop([ask(8, 9)], [0.0]), block_size=16, num_blocks=8)
+    assert outcome.kv_waste == 0.0
+    outcome = run(OpenLoop([ask(8, 9)], [0.0]), block_size=32, num_blocks=4)
+    assert outcome.kv_waste == 0.5
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
+    def ends(seed: int) -> list[float | None]:
+        source = OpenLoop([ask(4, 8)] * 5, [0.0, 1.0, 2.0, 3.0, 4.0])
+        server = VirtualServer(limits(), FlatDevice(), source, NO_TIME, Spread([0.5, 1.0, 1.5]), seed)
+        return [record.end for record in server.run().records]
+
+    assert ends(3) == ends(3)
+    assert ends(3) != ends(4)
+
+
+def test_a_scheduler_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = VirtualServer(limits(), FlatDevice(), OpenLoop([ask(4, 2)], [0.0]), NO_TIME)
+    monkeypatch.setattr(server.scheduler, "schedule", lambda now: None)
+    with pytest.raises(AssertionError, match="stands still: 0 run, 1 wait"):
+        server.run()

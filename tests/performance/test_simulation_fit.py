@@ -1,0 +1,119 @@
+"""The fitter: exact where the truth is one of its terms, bounded where it is not."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind
+from performance.load.errors import UsageError
+from performance.load.report import write_json
+from performance.simulation.fit import (
+    TERMS,
+    FittedDevice,
+    MeasuredStep,
+    fit_steps,
+    non_negative_least_squares,
+    read_fit,
+    terms_of,
+)
+from performance.simulation.work import StepWork
+
+TRUTH = {
+    "step": 2e-3,
+    "prompt_step": 1e-3,
+    "tokens": 1e-4,
+    "tokens_beyond_16": 3e-4,
+    "samples": 2e-5,
+    "context": 1e-6,
+    "more_pairs": 1e-8,
+}
+
+
+def some_steps(count: int, noise: float = 0.0) -> list[MeasuredStep]:
+    generator = random.Random(5)
+    steps = []
+    for _ in range(count):
+        rows = generator.randint(1, 128)
+        context = rows * generator.randint(1, 500)
+        work = StepWork(StepKind.DECODE, rows, rows, rows, context, context)
+        if generator.random() < 0.3:
+            rows = generator.randint(1, 8)
+            tokens, context = 60 * rows, 60 * rows
+            work = StepWork(StepKind.PREFILL, tokens, rows, generator.randint(0, rows), context, 1830 * rows)
+        seconds = sum(TRUTH.get(name, 0.0) * count for name, count in zip(TERMS, terms_of(work), strict=True))
+        steps.append(MeasuredStep(work, seconds * (1.0 + noise * (2.0 * generator.random() - 1.0))))
+    return steps
+
+
+def test_non_negative_least_squares() -> None:
+    matrix = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
+    assert non_negative_least_squares(matrix, matrix @ np.array([3.0, 0.5])) == pytest.approx([3.0, 0.5])
+    # the free solution is (2, -1): the second column may not take away, so the first alone does its best
+    assert non_negative_least_squares(matrix, matrix @ np.array([2.0, -1.0])) == pytest.approx([1.5, 0.0])
+    with_nothing = np.hstack([matrix, np.zeros((3, 1)), matrix[:, :1]])
+    assert matrix @ [3.0, 0.5] == pytest.approx(
+        with_nothing @ non_negative_least_squares(with_nothing, matrix @ np.array([3.0, 0.5]))
+    )
+
+
+def test_the_truth_is_found_from_steps_without_noise() -> None:
+    steps = some_steps(400)
+    fit = fit_steps(steps, {"model": "m"})
+    device = FittedDevice(fit)
+    assert max(abs(device.work_seconds(step.work) / step.seconds - 1.0) for step in steps) < 1e-6
+    assert fit.provenance == {"model": "m", "steps": 400, "held_up": 0, "median_error": pytest.approx(0.0, abs=1e-6)}
+    assert min(fit.spread.quantiles) == pytest.approx(max(fit.spread.quantiles))
+
+
+def test_noise_becomes_spread_and_the_mean_stays() -> None:
+    steps = some_steps(2000, noise=0.2)
+    fit = fit_steps(steps)
+    device, quantiles = FittedDevice(fit), fit.spread.quantiles
+    mean = sum(quantiles) / len(quantiles)
+    predicted = mean * sum(device.work_seconds(step.work) for step in steps)
+    assert predicted == pytest.approx(sum(step.seconds for step in steps), rel=2e-3)
+    assert quantiles[0] / mean == pytest.approx(0.8, abs=0.02)
+    assert quantiles[-1] / mean == pytest.approx(1.2, abs=0.02)
+
+
+def test_steps_that_were_held_up_do_not_bend_the_fit() -> None:
+    steps = some_steps(500)
+    held = [MeasuredStep(step.work, 50.0 * step.seconds) for step in steps[:5]]
+    fit = fit_steps([*held, *steps[5:]])
+    assert fit.provenance["held_up"] == 5
+    middle = fit.spread.quantiles[len(fit.spread.quantiles) // 2]
+    device = FittedDevice(fit)
+    typical = [device.work_seconds(step.work) * middle / step.seconds for step in steps]
+    assert max(abs(ratio - 1.0) for ratio in typical) < 0.01
+
+
+def test_a_step_with_moves_and_one_of_moves_alone() -> None:
+    steps = some_steps(300)
+    moves = [
+        MeasuredStep(StepWork(StepKind.MOVE), 2e-3 + 1e-3 * out + 5e-4 * copies, out, copies)
+        for out in range(8)
+        for copies in range(8)
+    ]
+    device = FittedDevice(fit_steps([*steps, *moves]))
+    out, copy = BlockMove(MoveKind.SWAP_OUT, 1, 1), BlockMove(MoveKind.COPY, 1, 2)
+    assert device.seconds(ScheduledStep(0, StepKind.MOVE, moves=[out, out, copy])) == pytest.approx(4.5e-3, rel=1e-6)
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(UsageError, match="49 steps with a time are recorded; a fit takes at least 50"):
+        fit_steps(some_steps(49))
+
+
+def test_a_fit_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "fit.json"
+    fit = fit_steps(some_steps(300, noise=0.1), {"model": "m"})
+    write_json(path, fit.as_json())
+    again = read_fit(path)
+    assert again.coefficients == fit.coefficients
+    assert again.provenance == fit.provenance
+    assert again.host == fit.host
+    path.write_text('{"coefficients": {}}')
+    with pytest.raises(UsageError, match="not a fit of the simulator"):
+        read_fit(path)

@@ -1,0 +1,130 @@
+"""From a flight recording to a device: what a simulated device took is found again."""
+
+from pathlib import Path
+
+import pytest
+from performance_simulated import NO_TIME, ask, limits
+
+from llm_serving.config import load_config
+from llm_serving.flight.reader import read_recording
+from llm_serving.flight.setup import record
+from llm_serving.scheduler.output import ScheduledStep, StepKind
+from performance.load.errors import UsageError
+from performance.load.options import LoadOptions
+from performance.load.report import write_json
+from performance.simulation import setup
+from performance.simulation.device import RooflineDevice
+from performance.simulation.fit import FittedDevice
+from performance.simulation.main import main
+from performance.simulation.recording import fit_recording, of_recording, timed_steps
+from performance.simulation.runs import NOWHERE
+from performance.simulation.server import VirtualServer
+from performance.simulation.work import work_of
+from performance.simulation.workload import OpenLoop, SimulatedRequest
+
+CONFIG = load_config("llama_tiny_cpu.yaml", ascend=False)
+STEP_S, TOKEN_S, KEY_S = 5e-3, 1e-3, 1e-4
+
+
+class LinearDevice:
+    """5 ms, 1 ms a token, 0.1 ms a key."""
+
+    name = "linear"
+
+    def seconds(self, step: ScheduledStep) -> float:
+        work = work_of(step)
+        return STEP_S + TOKEN_S * work.tokens + KEY_S * work.context
+
+
+def recorded(folder: Path, requests: list[SimulatedRequest], arrivals: list[float]) -> None:
+    """The recording of a simulated run."""
+    server = VirtualServer(limits(), LinearDevice(), OpenLoop(requests, arrivals), NO_TIME)
+    errors: list[str] = []
+    recorder = record(server.scheduler, folder, 1 << 20, on_error=errors.append)
+    server.scheduler = recorder  # type: ignore[assignment]
+    server.run()
+    recorder.close()
+    assert errors == []
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    requests = [ask(prompt, output) for prompt in (3, 9, 30) for output in (5, 17, 30)] * 3
+    recorded(tmp_path / "flight", requests, [0.2 * index for index in range(len(requests))])
+    return tmp_path / "flight"
+
+
+def test_steps_come_with_what_they_held_and_how_long_they_took(folder: Path) -> None:
+    [stretch] = read_recording(folder)
+    timed = timed_steps(stretch)
+    first = timed[0]
+    assert (first.step.kind, first.step.query_lens, first.scheduled, first.queue_s) == (StepKind.PREFILL, [3], 0.0, 0.0)
+    assert first.run_s == pytest.approx(STEP_S + 3 * TOKEN_S + 3 * KEY_S, abs=1e-6)
+    assert first.answered == pytest.approx(first.run_s, abs=1e-6)
+    assert sorted(each.step.seq for each in timed) == list(range(len(timed)))
+    assert [each.answered for each in timed] == sorted(each.answered for each in timed)
+
+
+def test_the_device_is_found_again(folder: Path) -> None:
+    fit = fit_recording(folder, CONFIG)
+    device, truth = FittedDevice(fit), LinearDevice()
+    [stretch] = read_recording(folder)
+    for each in timed_steps(stretch):
+        step = ScheduledStep(
+            0, each.step.kind, rows=each.step.rows, query_lens=each.step.query_lens, starts=each.step.starts,
+            do_sample=each.step.do_sample,
+        )  # fmt: skip
+        assert device.seconds(step) == pytest.approx(truth.seconds(step), rel=0.01)
+    assert fit.provenance["agents_share_us"] < 2
+    assert fit.provenance["policies"] == ["prefill_first"]
+    assert (fit.host.to_agent_s, fit.host.from_agent_s) == pytest.approx((0.0, 0.0), abs=2e-6)
+
+
+def test_a_recording_is_a_load_to_run_again(folder: Path) -> None:
+    options = LoadOptions(NOWHERE)
+    again = of_recording(folder, options)
+    assert [(len(each.prompt_token_ids), each.output_tokens) for each in again.requests[:3]] == [
+        (3, 5),
+        (3, 17),
+        (3, 30),
+    ]
+    assert list(again.times) == pytest.approx([0.2 * index for index in range(27)])
+
+
+def test_the_program_fits_saves_and_repeats(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fit, result = tmp_path / "fit.json", tmp_path / "result.json"
+    arguments = ["--config", "llama_tiny_cpu.yaml", "--policy", "fcfs", "--trace", str(folder)]
+    assert main([*arguments, "--recording", str(folder), "--save-fit", str(fit), "--json", str(result)]) == 0
+    first = result.read_text()
+    assert '"requests": 27' in first
+    assert main([*arguments, "--fit", str(fit), "--json", str(result)]) == 0
+    assert "cpu fitted" in capsys.readouterr().out
+    other = ["--config", "llama_160m_cpu.yaml", "--fit", str(fit)]
+    assert main(other) == 2
+    assert "the fit is of model 'llama_tiny', the configuration has 'llama_160m'" in capsys.readouterr().err
+    assert main([*arguments, "--fit", str(fit), "--set", "device.memory_bytes_per_s=1e9"]) == 2
+    assert "the device is fitted from steps and has no rates" in capsys.readouterr().err
+
+
+def test_a_stored_fit_is_taken_for_its_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "STORED_FITS", tmp_path)
+    assert isinstance(setup.make_setup("llama_tiny_cpu.yaml", [], "cpu").device, RooflineDevice)
+    write_json(setup.stored_fit(CONFIG), fit_recording(folder, CONFIG).as_json())
+    taken = setup.make_setup("llama_tiny_cpu.yaml", [], "cpu")
+    assert isinstance(taken.device, FittedDevice)
+    assert taken.spread is not None
+    rates = ["device.memory_bytes_per_s=1e9"]
+    assert isinstance(setup.make_setup("llama_tiny_cpu.yaml", rates, "cpu").device, RooflineDevice)
+    assert isinstance(setup.make_setup("llama_160m_cpu.yaml", [], "cpu").device, RooflineDevice)
+    assert isinstance(setup.make_setup("llama_160m_cpu.yaml", [], "ascend-910b").device, RooflineDevice)
+
+
+def test_a_recording_without_an_ended_request_is_no_load(tmp_path: Path) -> None:
+    recorded(tmp_path / "empty", [SimulatedRequest((1,) * 60, 4)], [0.0])
+    with pytest.raises(UsageError, match=r"no request of .* came to its end"):
+        of_recording(tmp_path / "empty", LoadOptions(NOWHERE))
+
+
+def test_a_recording_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", "llama_tiny_cpu.yaml", "--recording", str(tmp_path)]) == 2
+    assert "no flight recording" in capsys.readouterr().err
