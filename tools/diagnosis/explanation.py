@@ -12,10 +12,11 @@ from tools.diagnosis.catalogue import find, find_in_words
 from tools.diagnosis.entry import Entry
 from tools.diagnosis.log_lines import Sighting
 from tools.diagnosis.log_reader import LogFile, read_logs
-from tools.diagnosis.timeline import FirstFailure, first_failure, in_order, whose
+from tools.diagnosis.timeline import FirstFailure, first_failure, in_order, incidents, whose
 
 WIDTH = 110
 QUOTED_CHARS = 200
+SHOWN_INCIDENTS = 3
 
 
 class UnknownThingError(Exception):
@@ -44,18 +45,22 @@ def explain(thing: str) -> tuple[str, dict[str, Any], bool]:
 
 def explain_logs(files: Sequence[LogFile]) -> tuple[str, dict[str, Any], bool]:
     """What is known of the errors in the logs, and who failed first."""
-    sightings, first = in_order(files), first_failure(files)
+    sightings = in_order(files)
     lines = sum(file.lines for file in files)
     read = f"{len(files)} file{'' if len(files) == 1 else 's'}, {lines} lines"
-    if first is None:
+    if not sightings:
         return f"{read}: no known error", {"files": len(files), "lines": lines, "errors": []}, False
     groups = _grouped(sightings)
-    parts = [f"{read}, {len(sightings)} error lines of {len(groups)} kinds", _verdict(first)]
+    failures = [first_failure(incident) for incident in incidents(sightings)]
+    parts = [f"{read}; errors met: {len(sightings)}, of {len(groups)} kinds"]
+    if len(failures) > SHOWN_INCIDENTS:
+        parts.append(f"the last {SHOWN_INCIDENTS} of {len(failures)} incidents, the latest first:")
+    parts += [_verdict(failure) for failure in reversed(failures[-SHOWN_INCIDENTS:])]
     parts += [f"{_counts(group)}\n{describe(group[0].entry)}" for group in _causes_first(groups)]
     machine = {
         "files": len(files),
         "lines": lines,
-        "first_failure": {"who": first.who, "why": first.why, **_place(first.sighting)},
+        "incidents": [{"who": each.who, "why": each.why, **_place(each.sighting)} for each in failures],
         "errors": [{**_as_json(group[0].entry), "count": len(group), **_place(group[0])} for group in groups],
     }
     return "\n\n".join(parts), machine, True

@@ -104,7 +104,7 @@ def entries_of(line: str) -> list[Entry]:
     codes = [*_LETTER_CODE.findall(line), *_NUMBER_CODE.findall(line)]
     found = [entry for code in dict.fromkeys(codes) if (entry := find(code)) is not None]
     words = find_in_words(line)
-    if words is not None and (not found or all(each.follows for each in found)):
+    if words is not None and words not in found and all(each.follows for each in found):
         found.append(words)
     return found
 

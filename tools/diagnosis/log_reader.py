@@ -48,7 +48,8 @@ class LogFile:
         return self
 
     def _take(self, line: str, file_rank: int | None, file_device: int | None) -> None:
-        self._time = log_lines.time_of(line) or self._time
+        own_time = log_lines.time_of(line)
+        self._time = own_time or self._time
         pid, rank, device = log_lines.pid_of(line), log_lines.rank_of(line), log_lines.device_of(line)
         if rank is not None:
             self.ranks.add(rank)
@@ -56,30 +57,26 @@ class LogFile:
             known = self._owners.get(pid, (None, None))
             self._owners[pid] = (known[0] if rank is None else rank, known[1] if device is None else device)
         entries = log_lines.entries_of(line) if len(self.sightings) < MAX_SIGHTINGS else []
-        if not entries:
-            self._complete(rank, device)
-        for entry in entries:
-            self.sightings.append(
-                Sighting(
-                    entry,
-                    self.path,
-                    self.lines,
-                    line.strip(),
-                    self._time,
-                    pid,
-                    file_rank if rank is None else rank,
-                    file_device if device is None else device,
-                    log_lines.remote_rank_of(line),
-                )
-            )
+        above = self._trace_above(pid, rank)
+        if not entries and above is not None:  # the lines of a trace tell what its first line does not
+            above.rank = rank if above.rank is None else above.rank
+            above.device = device if above.device is None else above.device
+        if entries and above is not None and own_time is None:  # and its errors are of the same process
+            pid, rank = above.pid if pid is None else pid, above.rank if rank is None else rank
+            device = above.device if device is None else device
+        rank, device = file_rank if rank is None else rank, file_device if device is None else device
+        waited_for, text = log_lines.remote_rank_of(line), line.strip()
+        self.sightings += [
+            Sighting(entry, self.path, self.lines, text, self._time, pid, rank, device, waited_for) for entry in entries
+        ]
 
-    def _complete(self, rank: int | None, device: int | None) -> None:
-        """The lines of a trace tell what its first line does not."""
+    def _trace_above(self, pid: int | None, rank: int | None) -> Sighting | None:
+        """The error whose trace this line may belong to: it is near, and nobody else's."""
         if not self.sightings or self.lines - self.sightings[-1].line_number > NEARBY_LINES:
-            return
+            return None
         last = self.sightings[-1]
-        last.rank = rank if last.rank is None else last.rank
-        last.device = device if last.device is None else last.device
+        same = pid in (None, last.pid) and (rank is None or last.rank in (None, rank))
+        return last if same else None
 
 
 def read_logs(place: Path) -> list[LogFile]:

@@ -63,15 +63,6 @@ ENTRIES = (
         pattern=r"agent \d+, process \d+: .*\(signal (6|7|8|11)\)",
     ),
     Entry(
-        "agent_lost",
-        "the connection to an agent ended",
-        "its process ended or stopped answering; the message tells how. Its requests are computed again by the next",
-        (_AGENT_LOG, "after serving_config.agent_restart_limit restarts in a row the server gives up"),
-        _ARCHITECTURE,
-        follows=True,
-        pattern=r"given up after \d+ restarts|it closed the connection|\bagent_lost:",
-    ),
-    Entry(
         "agent_start_failed",
         "an agent could not start",
         "loading the weights, compiling or warming up failed; the traceback is the reason",
@@ -79,6 +70,15 @@ ENTRIES = (
         _ARCHITECTURE,
         follows=True,
         pattern=r"agent \d+ could not start|the agent could not start|AgentStartError",
+    ),
+    Entry(
+        "agent_lost",
+        "the connection to an agent ended",
+        "its process ended or stopped answering; the message tells how. Its requests are computed again by the next",
+        (_AGENT_LOG, "after serving_config.agent_restart_limit restarts in a row the server gives up"),
+        _ARCHITECTURE,
+        follows=True,
+        pattern=r"given up after \d+ restarts|it closed the connection|\bagent_lost:",
     ),
     Entry(
         "memory_refused",

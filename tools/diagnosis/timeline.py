@@ -1,8 +1,9 @@
 """Who failed first, over the logs of all ranks.
 
 A rank that fails makes the others time out, so that the loudest errors are not the cause. In this order: the earliest
-error that is a cause by itself; else the rank the others waited for that reported nothing; else the earliest error.
-The same order of looking as in ``sources.HCCL_LOCATING`` and ``sources.MINDSPORE_CANN_CASES`` (HCCL & HCCP).
+error that is a cause by itself, if it is no later than the first consequence; else the rank the others waited for that
+reported nothing; else the earliest error. So do ``sources.HCCL_LOCATING`` and ``sources.MINDSPORE_CANN_CASES`` (HCCL &
+HCCP) look for it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from datetime import datetime, timedelta
 from tools.diagnosis.log_lines import Sighting
 from tools.diagnosis.log_reader import LogFile
 
+INCIDENT_GAP = timedelta(hours=1)
+"""Errors further apart are not of the same failure: twice HCCL_EXEC_TIMEOUT."""
+SAME_MOMENT = timedelta(seconds=60)
+"""So much later a cause may be written than its first consequence: other machines, other clocks, late writers."""
 _UNKNOWN = datetime.max
 
 
@@ -33,23 +38,36 @@ def in_order(files: Sequence[LogFile]) -> list[Sighting]:
     return sorted(everything, key=lambda each: (each.time or _UNKNOWN, each.file, each.line_number))
 
 
-def first_failure(files: Sequence[LogFile]) -> FirstFailure | None:
-    """None when there is no error."""
-    sightings = in_order(files)
-    if not sightings:
-        return None
-    earliest = sightings[0]
-    cause = next((each for each in sightings if not each.entry.follows), None)
-    silent = _silent_rank(sightings)
+def incidents(sightings: Sequence[Sighting]) -> list[list[Sighting]]:
+    """Sightings in order of time, split where nothing happened for long. Those without a time go with the last."""
+    found: list[list[Sighting]] = []
+    last: datetime | None = None
+    for sighting in sightings:
+        if not found or (last is not None and sighting.time is not None and sighting.time - last > INCIDENT_GAP):
+            found.append([])
+        found[-1].append(sighting)
+        last = sighting.time or last
+    return found
+
+
+def first_failure(incident: Sequence[Sighting]) -> FirstFailure:
+    """``incident``: at least one sighting, in order of time."""
+    earliest = incident[0]
+    cause = next((each for each in incident if not each.entry.follows and _no_later(each, earliest)), None)
+    silent = _silent_rank(incident)
     if cause is None and silent is not None:
-        waiting = next(each for each in sightings if each.waited_for == silent)
+        waiting = next(each for each in incident if each.waited_for == silent)
         return FirstFailure(f"rank {silent}", "the others waited for it, and it reported no error itself", waiting)
-    if cause is None:
-        return FirstFailure(whose(earliest), f"the earliest error{_lead(earliest, sightings)}", earliest)
-    if cause is earliest:
-        return FirstFailure(whose(cause), f"the earliest error{_lead(cause, sightings)}", cause)
+    if cause is None or cause is earliest:
+        return FirstFailure(whose(earliest), f"the earliest error{_lead(earliest, incident)}", earliest)
     why = f"the earliest error that is a cause; {earliest.entry.code} before it is mostly a consequence"
     return FirstFailure(whose(cause), why, cause)
+
+
+def _no_later(cause: Sighting, consequence: Sighting) -> bool:
+    if cause.time is None or consequence.time is None:
+        return True
+    return cause.time - consequence.time <= SAME_MOMENT
 
 
 def whose(sighting: Sighting) -> str:
