@@ -11,13 +11,19 @@ VENV_PYTHON = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "python"
 
 
 def use_own_python() -> None:
-    """Start again in ``.venv`` when this Python lacks the packages and ``.venv`` is there; else do nothing.
+    """As ``prefer_own_python``; exits with 2 and says what to do when there is neither."""
+    prefer_own_python()
+    if not _has_packages():
+        sys.stderr.write(f"error: {sys.executable} lacks the packages this needs; run: make setup\n")
+        sys.exit(2)
 
-    Exits with 2 and says what to do when there is neither.
-    """
-    if find_spec("msgspec") is not None and find_spec("mindspore") is not None:
-        return
-    if VENV_PYTHON.is_file() and Path(sys.prefix).resolve() != VENV_PYTHON.parents[1].resolve():
+
+def prefer_own_python() -> None:
+    """Start again in ``.venv`` when this Python lacks the packages and ``.venv`` is there; else do nothing."""
+    in_own = Path(sys.prefix).resolve() == VENV_PYTHON.parents[1].resolve()
+    if not _has_packages() and VENV_PYTHON.is_file() and not in_own:
         os.execv(VENV_PYTHON, [str(VENV_PYTHON), *sys.argv])  # noqa: S606
-    sys.stderr.write(f"error: {sys.executable} lacks the packages this needs; run: make setup\n")
-    sys.exit(2)
+
+
+def _has_packages() -> bool:
+    return find_spec("msgspec") is not None and find_spec("mindspore") is not None

@@ -1,0 +1,138 @@
+"""The config itself: valid, its model and tokenizer readable, its ports free, its log writable."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_serving.config import Config, load_config
+from llm_serving.config.lookup import has_ascend
+from llm_serving.engine.tokenizer import load_tokenizer
+from llm_serving.errors import LLMServingError
+from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout
+from llm_serving.memory_plan import format_bytes
+from tools.diagnosis.finding import Finding, ok, problem, warning
+from tools.diagnosis.host import Host
+
+_WEIGHTS = ("*.safetensors", "*.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """A config, and which device it means here."""
+
+    config: Config | None
+    """None when it is wrong."""
+    wants_ascend: bool
+    findings: tuple[Finding, ...]
+
+
+def look_at_config(host: Host, name: str, overrides: Sequence[str]) -> Deployment:
+    """Load the config as the server would here. One that asks for an Ascend is looked at further without one."""
+    ascend = has_ascend(host.environment, host.path("/dev"))
+    try:
+        config = load_config(name, overrides, ascend=ascend)
+    except LLMServingError as error:
+        return _refused(name, overrides, ascend, str(error))
+    findings = [ok("config", f"{config.file}: {config.model_name} on {config.device}, {config.op_table} operators")]
+    findings += [warning("config", note, "see whether that is meant") for note in config.notes]
+    return Deployment(config, config.device == "Ascend", tuple(findings))
+
+
+def _refused(name: str, overrides: Sequence[str], ascend: bool, reason: str) -> Deployment:
+    finding = problem("config", reason, "correct it; docs/configuration.md has every key")
+    if ascend:
+        return Deployment(None, False, (finding,))
+    try:
+        config = load_config(name, overrides, ascend=True)
+    except LLMServingError:
+        return Deployment(None, False, (finding,))
+    advice = "see NPU, driver and CANN below, or set model_config.device_target: CPU"
+    return Deployment(config, True, (problem("config", reason, advice),))
+
+
+def num_agents(config: Config) -> int:
+    """One a port."""
+    return len(config.serving_config.agent_ports)
+
+
+def slot_bytes(config: Config) -> int:
+    """Shared memory of the step slots of all agents."""
+    return SlotLayout.of(config.slot_limits()).slot_bytes * NUM_SLOTS * num_agents(config)
+
+
+def check_model(config: Config) -> Iterator[Finding]:
+    """The model folder; random weights need none."""
+    path = config.model_config.model_path
+    if config.model_config.load_format == "dummy" or path is None:
+        yield ok("model", f"random weights of {config.shape.architecture}'s sizes")
+        return
+    files = sorted(file for pattern in _WEIGHTS for file in Path(path).glob(pattern))
+    unreadable = [file.name for file in files if not os.access(file, os.R_OK)]
+    empty = [file.name for file in files if file.stat().st_size < 1024 and not unreadable]
+    size = format_bytes(sum(file.stat().st_size for file in files))
+    if unreadable:
+        yield problem("model", f"{path}: {unreadable[0]} may not be read", f"chmod or chown it for user {os.getuid()}")
+    elif empty:
+        text = f"{path}: {empty[0]} has {Path(path, empty[0]).stat().st_size} bytes"
+        yield problem("model", text, "the file is a Git LFS pointer or cut off: git lfs pull, or load it again")
+    else:
+        yield ok("model", f"{path}: {len(files)} files of weights, {size}")
+
+
+def check_tokenizer(config: Config) -> Iterator[Finding]:
+    """Loads it, and compares its vocabulary with the model's."""
+    try:
+        tokenizer = load_tokenizer(config)
+    except (LLMServingError, OSError) as error:
+        yield problem("tokenizer", str(error), "get the tokenizer's files anew, or name others in tokenizer.vocab_file")
+        return
+    text = f"{config.tokenizer_file}: {tokenizer.vocab_size} tokens"
+    if tokenizer.vocab_size > config.shape.vocab_size:
+        advice = "it is another model's: prompts could hold tokens the model has no row for"
+        yield problem("tokenizer", f"{text}; the model has {config.shape.vocab_size}", advice)
+    elif not tokenizer.has_chat_template:
+        yield warning(
+            "tokenizer", f"{text}, no chat template", "/v1/chat/completions is refused; /v1/completions works"
+        )
+    else:
+        yield ok("tokenizer", text)
+
+
+def check_ports(config: Config) -> Iterator[Finding]:
+    """Whether the config's ports could be listened on now."""
+    settings = config.serving_config
+    wanted = [("server_port", settings.server_ip, settings.server_port)]
+    wanted += [("agent_ports", settings.agent_ip, port) for port in settings.agent_ports]
+    taken = [(key, ip, port, reason) for key, ip, port in wanted if port and (reason := _cannot_bind(ip, port))]
+    for key, ip, port, reason in taken:
+        advice = f"ss -ltnp 'sport = :{port}' shows who; or --set serving_config.{key}=..., 0 takes any free one"
+        yield problem("ports", f"serving_config.{key}: {ip}:{port}: {reason}", advice)
+    if not taken:
+        named = ", ".join(str(port) for _, _, port in wanted if port)
+        yield ok("ports", f"free: {named}" if named else "any free ones")
+
+
+def _cannot_bind(ip: str, port: int) -> str:
+    """Why the address cannot be bound; empty when it can. Nothing listens meanwhile."""
+    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((ip, port))
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def check_log(config: Config) -> Iterator[Finding]:
+    """The folder of the log, or the nearest that exists, must be writable."""
+    path = Path(config.log_config.path).absolute()
+    folder = next(parent for parent in path.parents if parent.exists())
+    place = path if path.exists() else folder
+    if os.access(place, os.W_OK):
+        yield ok("log", str(path))
+    else:
+        yield problem("log", f"{place} is not writable", "set log_config.path to a file that user may write")

@@ -1,0 +1,141 @@
+"""Log lines of every kind we meet, as facts: when, which process, rank and device, which errors.
+
+    [ERROR] HCCL(2717288,python3):2025-07-23-03:47:57.070.463 [hccl_socket.cc:100] ...     plog and MindSpore
+    EI0006: [PID: 1292363] 2025-04-08-18:07:20.444.436 Getting socket times out. ...       a CANN message
+    [PID: 210907] 2026-04-09-21:56:40.384.694 Memory_Allocation_Failure(EL0004): ...       the same since CANN 8.5
+    [ERROR] 2025-04-08-18:07:20 (PID:1292363, Device:1, RankID:1) ERR01100 ...             torch_npu
+    2026-11-21 12:35:33,571 ERROR agent.worker: ...                                        an agent of ours
+    {"time":1795264533.57,"level":"error","event":"agent_lost","message":"agent 0, ..."}   our server.log
+
+The layout of a plog line: ``sources.LOG_FORMAT``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from datetime import datetime
+
+from tools.diagnosis.catalogue import find, find_in_words
+from tools.diagnosis.entry import Entry
+
+MAX_LINE_CHARS = 8192
+
+_STAMP = re.compile(r"(\d{4})-(\d\d)-(\d\d)[-T ](\d\d):(\d\d):(\d\d)(?:[.,](\d{3})(?:\.?(\d{3}))?)?")
+_QUIET = re.compile(r"\s*(\[rank\d+\]:\s*)?\[(INFO|DEBUG|EVENT|TRACE)\]|^\S+ \S+ (INFO|DEBUG) ")
+_LETTER_CODE = re.compile(r"(?<![A-Za-z0-9_/-])(E[1-9A-FH-PZ]\d{4})(?![A-Za-z0-9_])")
+_NUMBER_CODE = re.compile(
+    r"(?i)(?:error code(?: is)?|errcode|errorcode|ret(?:code|val)?|result|failed|code)"
+    r"\s*(?:is|=|:|\[|, result = |)\s*[:=]?\s*\[?([1235]\d{5})(?!\d)"
+)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_TELLING_EVENTS = ("request_refused", "log_lines_lost")
+"""Events of level info that are worth explaining."""
+_TELLING_FIELDS = ("code", "message", "reason", "error", "traceback")
+_ADVICE_TEXT = re.compile(r"search for the keyword|^\s*(?:\S+ )?(?:Solution|Possible Cause):")
+_PID = re.compile(r"(?i)\bpid[:=]\s*(\d+)|\] [A-Z_]+\((\d+),|^\[[A-Z]+\] [A-Z_]+\((\d+),")
+_RANK = re.compile(
+    r"RankID:(\d+)|\[rank(\d+)\]|\brankId\[(\d+)|\brank_id[=:]\s*(\d+)|\bagent (\d+)\b|(?:_TP|\brank=)(\d+)[ )]"
+)
+_DEVICE = re.compile(
+    r"\bDevice:(\d+)|\bdevice_?[iI]d(?:=|:|\[| )\s*(\d+)|\bdevId[=:]?\s*(\d+)|chipId:(\d+)|\bdevice ID (\d+)|"
+    r"\bDevice (\d+) |\bdevice (\d+) (?:failed|call)|\(NPU (\d+);"
+)
+_REMOTE = re.compile(r"(?:remote|peer) rank:?\s*\[?(\d+)")
+_FILE_RANK = re.compile(r"(?:^|[/_.-])(?:rank|agent|worker)[_-]?(\d+)(?=[/_.-]|$)")
+_FILE_DEVICE = re.compile(r"(?:^|/)device-(\d+)(?=[/_])")
+
+
+@dataclass(slots=True)
+class Sighting:
+    """An error met in a log."""
+
+    entry: Entry
+    file: str
+    line_number: int
+    text: str
+    time: datetime | None
+    """Local time of the machine that wrote it; from the nearest stamped line above when the line has none."""
+    pid: int | None
+    rank: int | None
+    device: int | None
+    waited_for: int | None
+    """The rank it waited for, where the message says so."""
+
+
+def text_of(line: str) -> str:
+    """The line without its newline and terminal colours, an event of ours as one would read it; cut to a length that
+    patterns are quick on."""
+    return (_event_text(line) or _COLOUR.sub("", line.rstrip("\r\n")))[:MAX_LINE_CHARS]
+
+
+def _event_text(line: str) -> str | None:
+    """``2026-11-21 12:35:33.571000 ERROR agent_lost: agent 0, ...`` of a line of ``server.log``; None for others."""
+    if not line.startswith("{"):
+        return None
+    try:
+        fields = json.loads(line)
+        stamp, name, level = datetime.fromtimestamp(float(fields["time"])), fields["event"], fields["level"]
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError, OSError):
+        return None
+    shown = "WARNING" if name in _TELLING_EVENTS and level == "info" else str(level).upper()
+    told = " ".join(str(fields[key]) for key in _TELLING_FIELDS if fields.get(key) is not None)
+    return f"{stamp:%Y-%m-%d %H:%M:%S.%f} {shown} {name}: {told}".replace("\n", " | ")
+
+
+def time_of(line: str) -> datetime | None:
+    """The line's own time stamp."""
+    match = _STAMP.search(line)
+    if match is None:
+        return None
+    year, month, day, hour, minute, second, milli, micro = match.groups()
+    fraction = int(milli or 0) * 1000 + int(micro or 0)
+    try:
+        return datetime(int(year), int(month), int(day), int(hour), int(minute), int(second), fraction)
+    except ValueError:
+        return None
+
+
+def entries_of(line: str) -> list[Entry]:
+    """The errors a line tells: by its codes, else in words. None for lines of a level below error."""
+    if _QUIET.match(line) or _ADVICE_TEXT.search(line):
+        return []
+    codes = [*_LETTER_CODE.findall(line), *_NUMBER_CODE.findall(line)]
+    found = [entry for code in dict.fromkeys(codes) if (entry := find(code)) is not None]
+    words = find_in_words(line)
+    if words is not None and words not in found and all(each.follows for each in found):
+        found.append(words)
+    return found
+
+
+def pid_of(line: str) -> int | None:
+    return _first(_PID, line)
+
+
+def rank_of(line: str) -> int | None:
+    return _first(_RANK, line)
+
+
+def device_of(line: str) -> int | None:
+    return _first(_DEVICE, line)
+
+
+def remote_rank_of(line: str) -> int | None:
+    return _first(_REMOTE, line)
+
+
+def rank_of_file(path: str) -> int | None:
+    """From names such as ``agent_1.log``, ``rank_3/...`` and ``worker_0.log`` (msrun)."""
+    matches = _FILE_RANK.findall(path)
+    return int(matches[-1]) if matches else None
+
+
+def device_of_file(path: str) -> int | None:
+    """From names such as ``device-3/device-3_2025....log``."""
+    return _first(_FILE_DEVICE, path)
+
+
+def _first(pattern: re.Pattern[str], text: str) -> int | None:
+    match = pattern.search(text)
+    return None if match is None else int(next(group for group in match.groups() if group is not None))

@@ -1,0 +1,102 @@
+"""Reads logs, one or a folder of them, into sightings of errors, with rank and device where any line tells them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from tools.diagnosis import log_lines
+from tools.diagnosis.log_lines import Sighting
+
+MAX_FILES = 2000
+MAX_SIGHTINGS = 5000
+"""A file: a loop of errors says nothing new after that."""
+NEARBY_LINES = 12
+"""How far below an error its trace may name device and rank."""
+_SUFFIXES = (".log", ".txt", ".out", ".err", "")
+_ROTATED = re.compile(r"\.log\.\d+$")
+
+
+@dataclass(slots=True)
+class LogFile:
+    """One log: what was met in it, and whose it is."""
+
+    path: str
+    sightings: list[Sighting] = field(default_factory=list)
+    lines: int = 0
+    ranks: set[int] = field(default_factory=set)
+    """Every rank that wrote here, with an error or without."""
+    _time: datetime | None = None
+    _owners: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
+    """Rank and device of a process, from lines that name both."""
+
+    def read(self, lines: Iterable[str]) -> LogFile:
+        """Take in all lines."""
+        file_rank, file_device = log_lines.rank_of_file(self.path), log_lines.device_of_file(self.path)
+        if file_rank is not None:
+            self.ranks.add(file_rank)
+        for raw in lines:
+            self.lines += 1
+            self._take(log_lines.text_of(raw), file_rank, file_device)
+        for sighting in self.sightings:
+            rank, device = self._owners.get(sighting.pid, (None, None)) if sighting.pid is not None else (None, None)
+            sighting.rank = rank if sighting.rank is None else sighting.rank
+            sighting.device = device if sighting.device is None else sighting.device
+        return self
+
+    def _take(self, line: str, file_rank: int | None, file_device: int | None) -> None:
+        own_time = log_lines.time_of(line)
+        self._time = own_time or self._time
+        pid, rank, device = log_lines.pid_of(line), log_lines.rank_of(line), log_lines.device_of(line)
+        if rank is not None:
+            self.ranks.add(rank)
+        if pid is not None and (rank is not None or device is not None):
+            known = self._owners.get(pid, (None, None))
+            self._owners[pid] = (known[0] if rank is None else rank, known[1] if device is None else device)
+        entries = log_lines.entries_of(line) if len(self.sightings) < MAX_SIGHTINGS else []
+        above = self._trace_above(pid, rank)
+        if not entries and above is not None:  # the lines of a trace tell what its first line does not
+            above.rank = rank if above.rank is None else above.rank
+            above.device = device if above.device is None else above.device
+        if entries and above is not None and own_time is None:  # and its errors are of the same process
+            pid, rank = above.pid if pid is None else pid, above.rank if rank is None else rank
+            device = above.device if device is None else device
+        rank, device = file_rank if rank is None else rank, file_device if device is None else device
+        waited_for, text = log_lines.remote_rank_of(line), line.strip()
+        self.sightings += [
+            Sighting(entry, self.path, self.lines, text, self._time, pid, rank, device, waited_for) for entry in entries
+        ]
+
+    def _trace_above(self, pid: int | None, rank: int | None) -> Sighting | None:
+        """The error whose trace this line may belong to: it is near, and nobody else's."""
+        if not self.sightings or self.lines - self.sightings[-1].line_number > NEARBY_LINES:
+            return None
+        last = self.sightings[-1]
+        same = pid in (None, last.pid) and (rank is None or last.rank in (None, rank))
+        return last if same else None
+
+
+def read_logs(place: Path) -> list[LogFile]:
+    """The logs at ``place``: a file, or every log in a folder. Raises OSError when it cannot be read."""
+    root = place if place.is_dir() else place.parent
+    return [_read_file(file, str(file.relative_to(root))) for file in _files(place)]
+
+
+def _read_file(file: Path, name: str) -> LogFile:
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        return LogFile(name).read(lines)
+
+
+def _files(place: Path) -> Iterator[Path]:
+    if not place.is_dir():
+        yield place
+        return
+    candidates = sorted(file for file in place.rglob("*") if file.is_file())
+    logs = (file for file in candidates if file.suffix in _SUFFIXES or _ROTATED.search(file.name))
+    for number, file in enumerate(logs):
+        if number == MAX_FILES:
+            return
+        yield file

@@ -1,0 +1,131 @@
+"""The doctor from the command line to the exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.diagnosis.examination import examine
+from tools.diagnosis.explanation import UnknownThingError, explain
+from tools.diagnosis.finding import Finding, Level
+from tools.diagnosis.host import Host
+
+DEFAULT_CONFIG = "llama_tiny_cpu.yaml"
+EXIT_USAGE = 2
+_WORDS = {Level.OK: "ok", Level.WARNING: "warning", Level.PROBLEM: "problem"}
+_EPILOG = """\
+exit code: 0 the config can be served here; 1 it cannot, or nothing known was found in a log; 2 wrong usage
+
+  %(prog)s --config llama_7b_kbk_pa_dyn.yaml --set model_config.model_path=/models/llama2-7b
+  %(prog)s explain EI0006 507018                 what the codes mean
+  %(prog)s explain output/agent_0.log            which errors a log has
+  %(prog)s explain ~/ascend/log                  the logs of all ranks: who failed first
+"""
+
+
+def main(arguments: Sequence[str] | None = None, host: Host | None = None) -> int:
+    """The exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if given[:1] == ["explain"]:
+            return _explain(_explain_parser().parse_args(given[1:]))
+        return _examine(_parser().parse_args(given), host or Host())
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror or error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """The findings as text, with what to do under those that are not ok."""
+    width = max(len(finding.subject) for finding in findings)
+    lines = []
+    for finding in findings:
+        text = finding.text.replace("\n", f"\n{'':{width + 11}}")
+        lines.append(f"{_WORDS[finding.level]:<8} {finding.subject:<{width}}  {text}")
+        lines += [f"{'':{width + 11}}do: {finding.advice}"] if finding.advice else []
+        lines += [f"{'':{width + 11}}see: {finding.source}"] if finding.source else []
+    return "\n".join(lines)
+
+
+def can_be_served(findings: Sequence[Finding]) -> bool:
+    return all(finding.level < Level.PROBLEM for finding in findings)
+
+
+def _examine(options: argparse.Namespace, host: Host) -> int:
+    findings = examine(host, options.config, options.overrides)
+    problems = sum(finding.level is Level.PROBLEM for finding in findings)
+    warnings = sum(finding.level is Level.WARNING for finding in findings)
+    served = can_be_served(findings)
+    verdict = "can be served here" if served else "cannot be served here"
+    print(report(findings))
+    print(f"\n{options.config} {verdict}: {problems} problems, {warnings} warnings")
+    machine = {"config": options.config, "can_be_served": served, "findings": [_as_json(each) for each in findings]}
+    _write(options.json, machine)
+    return 0 if served else 1
+
+
+def _explain(options: argparse.Namespace) -> int:
+    texts, machine, found_all = [], [], True
+    for thing in options.things:
+        try:
+            text, result, found = explain(thing)
+        except UnknownThingError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_USAGE
+        texts.append(text)
+        machine.append({"asked": thing, **result})
+        found_all = found_all and found
+    print("\n\n".join(texts))
+    _write(options.json, machine)
+    return 0 if found_all else 1
+
+
+def _as_json(finding: Finding) -> dict[str, str]:
+    return {
+        "subject": finding.subject,
+        "level": _WORDS[finding.level],
+        "text": finding.text,
+        "advice": finding.advice,
+        "source": finding.source,
+    }
+
+
+def _write(path: Path | None, content: Any) -> None:
+    if path is not None:
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="doctor.py",
+        description="What this machine can run, and why not. Starts nothing.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config", default=DEFAULT_CONFIG, metavar="FILE", help="config to serve (%(default)s)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.KEY=VALUE",
+        help="override a key, as for start_server.py; repeatable",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings here too")
+    return parser
+
+
+def _explain_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="doctor.py explain",
+        description="Error codes and logs in plain words: cause, what to do, and which rank failed first.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("things", nargs="+", metavar="CODE_OR_FILE", help="a code, a log, a folder of logs, or -")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as JSON here")
+    return parser

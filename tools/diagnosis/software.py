@@ -1,0 +1,167 @@
+"""Python, its packages, MindSpore and the kernels. What could crash is tried in a child process."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from tools.diagnosis.catalogue import find_in_words
+from tools.diagnosis.finding import Finding, ok, problem, warning
+from tools.diagnosis.host import CommandResult, Host
+
+ROOT = Path(__file__).resolve().parents[2]
+IMPORT_TIMEOUT_S = 180.0
+"""The first import of MindSpore from a cold, slow disk."""
+_PYTHONS = ((3, 10), (3, 11))
+_MACHINES = ("x86_64", "aarch64")
+_MAKE_SETUP = "make setup"
+_PINNED = re.compile(r'^\s*"([A-Za-z0-9_.-]+)==([^"]+)",?\s*$')
+
+_MINDSPORE_CHILD = "import mindspore; print(mindspore.__version__)"
+_KERNELS_CHILD = """\
+import json
+from agent.kernels import kernel_isa, library_path, num_threads
+print(json.dumps([kernel_isa(), num_threads(), str(library_path())]))
+"""
+_OPERATORS_CHILD = """\
+import sys
+from llm_serving.config import Config
+config = Config.from_json(sys.stdin.read())
+from agent.backends.runtime import start_runtime
+from agent.backends.selector import select_op_table
+start_runtime(config)
+print(select_op_table(config).name)
+"""
+
+_ISA_FLAGS = (
+    ("avx512_bf16", {"avx512_bf16", "avx512_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+    ("avx512_vnni", {"avx512_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+    ("avx512", {"avx512f", "avx512bw", "avx512vl", "avx512dq"}),
+    ("avx2", {"avx2", "fma", "f16c"}),
+    ("neon_i8mm", {"asimddp", "i8mm"}),
+    ("neon_dot", {"asimddp"}),
+)
+"""Instruction sets the kernels are written for, best first, with the flags of /proc/cpuinfo they need (dispatch.cc)."""
+
+
+def check_python() -> Iterator[Finding]:
+    """The interpreter that runs now, which is the one the server would run in."""
+    version, machine = sys.version_info[:2], platform.machine()
+    text = f"{platform.python_version()}, {sys.executable}"
+    if version not in _PYTHONS:
+        yield problem("python", f"{text}: must be 3.10 or 3.11", "make PYTHON=/path/to/python3.11 setup")
+    elif sys.platform != "linux" or machine not in _MACHINES:
+        yield problem("python", f"{text} on {sys.platform} {machine}", "run on Linux on x86-64 or 64-bit Arm")
+    else:
+        yield ok("python", f"{text}, {machine}")
+
+
+def pinned_packages(pyproject: str) -> dict[str, str]:
+    """Name and version of the packages the server needs: ``dependencies`` of ``pyproject.toml``."""
+    section = re.search(r"(?ms)^dependencies = \[\n(.*?)^\]", pyproject)
+    matches = (_PINNED.match(line) for line in section[1].splitlines()) if section else ()
+    return {match[1]: match[2] for match in matches if match}
+
+
+def check_packages(pins: dict[str, str]) -> Iterator[Finding]:
+    """Installed, in the versions that were tested. ``mindspore`` is looked at by itself."""
+    missing, other = [], []
+    for name, wanted in pins.items():
+        try:
+            found = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            missing.append(name)
+            continue
+        if found != wanted:
+            other.append(f"{name} {found} instead of {wanted}")
+    if missing:
+        yield problem("packages", f"missing: {', '.join(missing)}", _MAKE_SETUP)
+    if other:
+        yield warning("packages", ", ".join(other), f"{_MAKE_SETUP}: only the pinned versions are tested")
+    if not missing and not other:
+        yield ok("packages", f"{len(pins)} as pinned")
+
+
+def check_mindspore(host: Host, pin: str) -> tuple[str | None, list[Finding]]:
+    """Its version when it can be imported."""
+    result = _child(host, _MINDSPORE_CHILD)
+    version = result.stdout.strip().splitlines()[-1].strip() if result.stdout.strip() else ""
+    if not result.succeeded or not version:
+        again = f"see all of it: {sys.executable} -c 'import mindspore'"
+        text = f"cannot be imported: {result.last_words}"
+        return None, [problem("mindspore", text, _advice(result, f"{_MAKE_SETUP}; {again}"))]
+    if version != pin:
+        return version, [warning("mindspore", f"{version} instead of {pin}", _MAKE_SETUP)]
+    return version, [ok("mindspore", version)]
+
+
+def _advice(result: CommandResult, otherwise: str) -> str:
+    """What the tables know about the child's words, or about the signal that ended it."""
+    lines = [result.last_words, *reversed(result.stderr.splitlines())]
+    if result.code is not None:
+        lines.append(f"(signal {-result.code})")
+    entry = next((entry for line in lines if (entry := find_in_words(line)) is not None), None)
+    return otherwise if entry is None else "; ".join(entry.advice)
+
+
+def check_kernels(host: Host) -> Iterator[Finding]:
+    """Built, loadable, and for which instruction sets."""
+    result = _child(host, _KERNELS_CHILD)
+    if not result.succeeded:
+        advice = "make clean setup on this machine; LLM_KERNELS_ISA=portable until then"
+        yield problem("kernels", result.last_words, _advice(result, advice))
+        return
+    isa, threads, library = json.loads(result.stdout.strip().splitlines()[-1])
+    offered = _offered(host)
+    yield ok("kernels", f"{isa}, {threads} threads; built here and usable: {', '.join(offered) or isa}")
+    best = _best_of_processor(host)
+    if best is not None and offered and best not in offered:
+        text = f"the processor has {best}, which the library was built without"
+        yield warning("kernels", text, "make clean setup with a newer g++")
+    if host.environment.get("LLM_KERNELS_ISA"):
+        yield warning("kernels", f"LLM_KERNELS_ISA={isa} is set", "unset it for the fastest")
+    newer = _newer_sources(Path(library))
+    if newer:
+        yield warning("kernels", f"the library is older than {newer}", "make setup builds it anew")
+
+
+def _offered(host: Host) -> list[str]:
+    """The instruction sets of the library that this processor runs: it lists them when told to use an unknown one."""
+    result = _child(host, _KERNELS_CHILD, {"LLM_KERNELS_ISA": "list"})
+    match = re.search(r"this processor offers:((?: \w+)+)", result.stderr)
+    return match[1].split() if match else []
+
+
+def _best_of_processor(host: Host) -> str | None:
+    match = re.search(r"(?m)^(?:flags|Features)\s*:(.*)$", host.read("/proc/cpuinfo") or "")
+    flags = set(match[1].split()) if match else set()
+    return next((name for name, needed in _ISA_FLAGS if needed <= flags), None)
+
+
+def _newer_sources(library: Path) -> str:
+    """A source that changed after the library was built."""
+    built = library.stat().st_mtime
+    sources = [file for pattern in ("*.cc", "*.h") for file in library.parent.rglob(pattern)]
+    newest = max(sources, key=lambda file: file.stat().st_mtime, default=None)
+    return newest.name if newest is not None and newest.stat().st_mtime > built else ""
+
+
+def check_operators(host: Host, config_json: str, described: str) -> Iterator[Finding]:
+    """Whether the agent can set MindSpore up for the config's device and make its operators; loads no model."""
+    result = _child(host, _OPERATORS_CHILD, stdin=config_json)
+    if result.succeeded:
+        yield ok("operators", described)
+        return
+    advice = _advice(result, "start the server: the agent's log has all of it")
+    yield problem("operators", f"{described}: {result.last_words}", advice)
+
+
+def _child(host: Host, program: str, environment: dict[str, str] | None = None, stdin: str = "") -> CommandResult:
+    path = ":".join(part for part in (str(ROOT), host.environment.get("PYTHONPATH", "")) if part)
+    extra = {"PYTHONPATH": path, **(environment or {})}
+    return host.run([sys.executable, "-c", program], extra, stdin, IMPORT_TIMEOUT_S)

@@ -1,0 +1,24 @@
+#!/usr/bin/env python3
+"""What this machine can run, and why not: ``python tools/doctor.py [--config FILE]``.
+
+Error codes and logs in plain words: ``python tools/doctor.py explain EI0006`` or ``... explain FILE``. See ``--help``.
+"""
+
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if sys.version_info < (3, 10):  # noqa: UP036 - whoever runs it with an old Python gets a sentence, not a traceback
+    sys.stderr.write("error: Python 3.10 or 3.11 is needed, this is " + sys.version.split()[0] + "; run: make setup\n")
+    sys.exit(1)
+
+from llm_serving.own_python import prefer_own_python
+
+if __name__ == "__main__":
+    prefer_own_python()
+    from tools.diagnosis.main import main
+
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "doctor.py ... | head" ends quietly
+    sys.exit(main())
