@@ -141,12 +141,125 @@ struct TiledForm {
         float* lower = at + upper * kPanelColumns;
         two_blocks(x, lower_x, x_bytes, piece.weights, units, bytes, {next, share}, piece.first, at, lower);
         next += share * 64 * units;
-        two_blocks(x, lower_x, x_bytes, piece.weights + 128, units, bytes, {next, share}, piece.first, at + 32, lower + 32);
+        two_blocks(x, lower_x, x_bytes, piece.weights + 128, units, bytes, {next, share}, piece.first, at + 32,
+                   lower + 32);
       }
       finish(row + begin, count, at);
     }
     release_tiles();
   }
+};
+
+// Weights with a scale a group: the integer sums of a group come from tiles, then everything is as in GroupedForm.
+template <class Step>
+struct GroupedTiles {
+  static bool fits(const LinearJob& job) {
+    const int64_t group = job.header.group;
+    return job.args.rows >= kLeastGroupedRows && group > 0 && group % (4 * kAmxSteps) == 0 &&
+           job.header.depth % group == 0;
+  }
+  static int64_t piece_bytes(int64_t) { return 384 << 10; }
+  static int64_t units(const WeightShape& shape) { return shape.groups; }
+  static int64_t unit_bytes(const WeightShape& shape) {
+    return shape.group_steps * shape.step_bytes + shape.scale_bytes;
+  }
+
+  template <class Finish>
+  static void pass(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
+                   const Finish& finish) {
+    const WeightShape& shape = job.shape;
+    const int64_t depth = shape.group_steps * Step::kDepth;
+    uint8_t* bytes = static_cast<uint8_t*>(thread_scratch(kScratchTile, depth * kPanelColumns));
+    const uint8_t* w = piece.weights;
+    for (int64_t g = piece.begin; g < piece.end; ++g, w += unit_bytes(shape)) {
+      const Group group{g, unpack(w, shape.group_steps, bytes), w + shape.group_steps * shape.step_bytes, depth,
+                        piece.first && g == piece.begin};
+      add_group(job, group, row, rows, sums);
+    }
+    release_tiles();
+    finish(row, rows, sums);
+  }
+
+ private:
+  static constexpr int64_t kLeastGroupedRows = 8;  // as kLeastTiledRows
+
+  struct Group {
+    int64_t index;
+    const uint8_t* bytes;   // [depth / 4][64][4]
+    const uint8_t* scales;  // [64] floats, then [64] zeros if asymmetric
+    int64_t depth;
+    bool first;
+  };
+
+  // The bytes themselves, or nibbles as bytes: depths 0 to 3 of a step, then 4 to 7.
+  static const uint8_t* unpack(const uint8_t* from, int64_t steps, uint8_t* to) {
+    if (Step::kDepth == 4) return from;
+    const Ints nibble = broadcast_int(0x0F0F0F0F);
+    for (int64_t s = 0; s < steps; ++s, from += 4 * kPanelColumns, to += 8 * kPanelColumns) {
+      for (int v = 0; v < 4; ++v) {
+        const Ints pairs = load_ints(from + v * 64);
+        __builtin_prefetch(from + v * 64 + kFetchAhead, 0, 3);
+        store_ints(to + v * 64, {_mm512_and_si512(pairs.v, nibble.v)});
+        store_ints(to + 4 * kPanelColumns + v * 64, {_mm512_and_si512(shift_right<4>(pairs).v, nibble.v)});
+      }
+    }
+    return to - steps * 8 * kPanelColumns;
+  }
+
+  static void add_group(const LinearJob& job, const Group& group, int64_t row, int64_t rows, float* sums) {
+    const int64_t blocks = ceil_div(rows, kAmxRows);
+    int64_t configured = -1;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t begin = rows * b / blocks, count = rows * (b + 1) / blocks - begin;
+      if (count != configured) configure_tiles(count, 0);
+      configured = count;
+      alignas(64) int32_t products[kAmxRows][kPanelColumns];
+      multiply(static_cast<const int8_t*>(job.x) + (row + begin) * job.x_stride + group.index * group.depth,
+               job.x_stride, group, products);
+      for (int64_t r = 0; r < count; ++r) {
+        fold(job, group, row + begin + r, products[r], sums + (begin + r) * kPanelColumns);
+      }
+    }
+  }
+
+  static void multiply(const int8_t* x, int64_t x_stride, const Group& group, int32_t (&out)[kAmxRows][kPanelColumns]) {
+    clear_tile<0>();
+    clear_tile<1>();
+    clear_tile<2>();
+    clear_tile<3>();
+    const uint8_t* w = group.bytes;
+    for (int64_t k = 0; k < group.depth; k += 4 * kAmxSteps, w += kAmxSteps * 4 * kPanelColumns) {
+      load_tile<4>(x + k, x_stride);
+      load_tile<6>(w, 4 * kPanelColumns);
+      multiply_bytes<0, 4, 6>();
+      load_tile<7>(w + 64, 4 * kPanelColumns);
+      multiply_bytes<1, 4, 7>();
+      load_tile<6>(w + 128, 4 * kPanelColumns);
+      multiply_bytes<2, 4, 6>();
+      load_tile<7>(w + 192, 4 * kPanelColumns);
+      multiply_bytes<3, 4, 7>();
+    }
+    store_tile<0>(out[0], sizeof(out[0]));
+    store_tile<1>(out[0] + 16, sizeof(out[0]));
+    store_tile<2>(out[0] + 32, sizeof(out[0]));
+    store_tile<3>(out[0] + 48, sizeof(out[0]));
+  }
+
+  LLMK_INLINE void fold(const LinearJob& job, const Group& group, int64_t row, const int32_t* products, float* total) {
+    const int32_t x_sum = job.rows.sums[row * job.shape.groups + group.index];
+    const float* scales = reinterpret_cast<const float*>(group.scales);
+    const uint8_t* zeros = group.scales + kPanelColumns * 4;
+    LLMK_UNROLL
+    for (int v = 0; v < kPanelColumns; v += kLanes) {
+      const Ints excess = job.header.asymmetric != 0
+                              ? multiply_ints(load_unsigned_bytes(zeros + v), broadcast_int(-x_sum))
+                              : broadcast_int(-Step::kZero * x_sum);
+      const Vec part = to_floats(add(load_ints(products + v), excess));
+      store(total + v, fused(part, load(scales + v), group.first ? zero() : load(total + v)));
+    }
+  }
+
+  LLMK_INLINE Ints multiply_ints(Ints a, Ints b) { return LLMK_ARCH::multiply(a, b); }
 };
 
 }  // namespace LLMK_ARCH

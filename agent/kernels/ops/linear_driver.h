@@ -285,6 +285,14 @@ static void run_job(LinearJob* job) {
     rows_as_bytes(job);
     job->scaling = grouped ? Scaling::kRow : Scaling::kIntegerBoth;
     job->finish = choose_finish(*job);
+#ifdef LLMK_AMX
+    if (format == WeightFormat::kInt4 && GroupedTiles<NibbleStep>::fits(*job)) {
+      return run_panels<GroupedTiles<NibbleStep>>(*job);
+    }
+    if (format == WeightFormat::kInt8 && grouped && GroupedTiles<ByteStep>::fits(*job)) {
+      return run_panels<GroupedTiles<ByteStep>>(*job);
+    }
+#endif
     if (format == WeightFormat::kInt4) return run_panels<RegisterRows<GroupedForm<NibbleStep>>>(*job);
     if (grouped) return run_panels<RegisterRows<GroupedForm<ByteStep>>>(*job);
 #ifdef LLMK_AMX
