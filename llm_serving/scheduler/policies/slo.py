@@ -73,7 +73,7 @@ class Slo:
             pace.num_rows + budget,
             now,
             StepReason.BUDGET_CUT,
-            max_starts=self._max_starts(pace),
+            max_starts=self._max_starts(pace, now),
             late=self._late(now) if self._num_steps % LATE_SHARE else frozenset(),
         )
 
@@ -135,12 +135,13 @@ class Slo:
                 return True
         return False
 
-    def _max_starts(self, pace: _Pace) -> int | None:
-        """How many may start for the rows to keep their pace; None for as many as there is room for."""
-        model, running = self._model, self._state.running
-        if not len(running):
+    def _max_starts(self, pace: _Pace, now: float) -> int | None:
+        """How many may start for the rows, and the first in line, to keep their pace; None for as many as there is
+        room for."""
+        model, running, waiting = self._model, self._state.running, self._state.waiting
+        if not len(running) or not waiting:
             return None
-        objective = min(pace.step_s, self._state.limits.tbt_objective * (1.0 - _MARGIN))
+        objective = min(pace.step_s, self._tbt_objective(waiting.peek(now)) * (1.0 - _MARGIN))
         num_rows = len(running)
         spare = objective - model.seconds(num_rows, pace.num_context_tokens, 0)
         if model.seconds(1, 0, 0) > objective:
