@@ -65,7 +65,8 @@ class Slo:
         if state.in_flight.num_compute_steps > limits.decode_steps_ahead:
             return None
         self._num_steps += 1
-        if not (state.waiting or state.running.prefilling) or not self._model.is_known:
+        may_start = state.waiting and state.running.num_free_rows
+        if not (may_start or state.running.prefilling) or not self._model.is_known:
             return self._mixed.compose(limits.mixed_step_tokens, now, StepReason.BUDGET_SHARED)
         pace = self._pace(now)
         budget = self._budget(pace, now)
