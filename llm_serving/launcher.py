@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,10 @@ from llm_serving.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from llm_serving.engine.async_engine import AsyncEngine
+    from llm_serving.flight.recorder import FlightRecorder
     from llm_serving.log import EventLog
     from llm_serving.request import Request
+    from llm_serving.scheduler.scheduler import Scheduler
 
 EXIT_FAILED = 1
 _POLL_START_S = 0.02
@@ -75,6 +78,7 @@ class _Launcher:
         from llm_serving.engine.tokenizer import load_tokenizer
         from llm_serving.executor.agent_executor import AgentExecutor
         from llm_serving.executor.agent_process import bind_agent_port
+        from llm_serving.flight.setup import recorder_of
         from llm_serving.log import EventLog
         from llm_serving.metrics import Metrics
         from llm_serving.server.app import create_app
@@ -95,7 +99,10 @@ class _Launcher:
         def new_detokenizer(request: Request) -> IncrementalDetokenizer:
             return IncrementalDetokenizer.for_request(tokenizer, request.prompt_token_ids, request.sampling)
 
-        engine = AsyncEngine(config, tokenizer, executor, new_detokenizer, log, metrics)
+        def record(scheduler: Scheduler) -> FlightRecorder | None:
+            return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"))
+
+        engine = AsyncEngine(config, tokenizer, executor, new_detokenizer, log, metrics, record=record)
         executor.start()
         engine.start()
         stop_http = asyncio.Event()

@@ -21,6 +21,7 @@ from llm_serving.engine.search import Search, SearchResult
 from llm_serving.engine.status import EngineStatus
 from llm_serving.errors import AgentLostError, QueueFullError, RequestError
 from llm_serving.executor.base import Executor
+from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.request import DEFAULT_SCHEDULING, Request, RequestOutput, SamplingParams, SchedulingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.scheduler import Scheduler
@@ -33,7 +34,10 @@ __all__ = ["AsyncEngine"]
 
 
 class AsyncEngine:
-    """Runs an EngineCore in a thread of its own. Its methods belong to the event loop that called ``start``."""
+    """Runs an EngineCore in a thread of its own. Its methods belong to the event loop that called ``start``.
+
+    ``record`` may put a flight recorder before the scheduler; it is closed with the engine.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class AsyncEngine:
         metrics: EngineMetrics,
         *,
         clock: Callable[[], float] = time.monotonic,
+        record: Callable[[Scheduler], FlightRecorder | None] | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -60,8 +65,10 @@ class AsyncEngine:
         self._receipts = ReceiptBook()
         self._searches: dict[str, Request] = {}
         self._probes: list[asyncio.Future[bool]] = []
+        scheduler = Scheduler(SchedulerLimits.from_config(config))
+        self._recorder = None if record is None else record(scheduler)
         self._core = EngineCore(
-            Scheduler(SchedulerLimits.from_config(config)),
+            scheduler if self._recorder is None else as_scheduler(self._recorder),
             executor,
             detokenizer,
             log,
@@ -82,6 +89,8 @@ class AsyncEngine:
         if self._thread.is_alive():
             self._core.submit(Stop())
             await asyncio.to_thread(self._thread.join, timeout_s)
+        if self._recorder is not None and not self._thread.is_alive():
+            self._recorder.close()
         # What the thread has delivered last is still to be taken from the loop.
         await asyncio.sleep(0)
 

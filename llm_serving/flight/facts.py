@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN
+from llm_serving.receipt import Receipt, microseconds
 from llm_serving.request import Request, RequestStatus, SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 
@@ -18,6 +19,7 @@ __all__ = [
     "ending_indices",
     "ending_tokens",
     "fault_of",
+    "is_gone",
     "make_request",
     "make_result",
     "request_facts",
@@ -56,6 +58,8 @@ def request_facts(request: Request) -> dict[str, Any]:
     others = {name: value for name, default in _SAMPLING_DEFAULTS if (value := getattr(sampling, name)) != default}
     if others:
         facts["sampling"] = others
+    if request.receipt.start_us != microseconds(request.arrival_time):
+        facts["receipt_start"] = request.receipt.start_us / 1e6
     return facts
 
 
@@ -67,10 +71,16 @@ def make_request(facts: dict[str, Any], prompt: list[int] | None) -> Request:
     tokens = [PLAIN_TOKEN] * num_prompt_tokens if prompt is None else prompt
     request_id, arrival = values.pop("request_id"), values.pop("arrival_time")
     request = Request(request_id, tokens, sampling, arrival, frozenset({ENDING_TOKEN}))
+    request.receipt = Receipt(values.pop("receipt_start", arrival))
     for name, value in values.items():
         setattr(request, name, value)
     assert request.status is RequestStatus.WAITING
     return request
+
+
+def is_gone(request: Request) -> bool:
+    """It has ended, and no step in flight touches what it had."""
+    return request.is_finished and request.row < 0
 
 
 def without_texts(sampling: SamplingParams) -> SamplingParams:
@@ -118,17 +128,21 @@ def make_result(
     names: list[int] | None,
     times: tuple[int, int, int],
 ) -> StepResult:
-    """An answer that means to the scheduler what the recorded one meant. ``do_sample`` is that of the step."""
+    """An answer that means to the scheduler what the recorded one meant. ``do_sample`` is that of the step.
+
+    Without ``names`` its tokens are ``PLAIN_TOKEN`` and ``ENDING_TOKEN``.
+    """
     result = StepResult(seq, queue_us=times[0], graph_us=times[1], sample_us=times[2])
     signs, num_logits, num_sums = do_sample, len(do_sample), len(do_sample)
     if fault is not None:
         result.aborted = fault[0]
         result.error = "the step failed" if fault[1] else None
         signs, num_logits, num_sums = fault[2]
-    tokens = iter(names or ())
-    result.sampled_ids = [next(tokens, PLAIN_TOKEN) if samples else -1 for samples in signs]
-    for index in ends:
-        result.sampled_ids[index] = ENDING_TOKEN
+    if names is None:
+        names = [PLAIN_TOKEN] * len(signs)
+        for index in ends:
+            names[index] = ENDING_TOKEN
+    result.sampled_ids = [names[index] if samples else -1 for index, samples in enumerate(signs)]
     result.logits = [0.0] * num_logits
     result.logsumexps = [0.0] * num_sums
     return result

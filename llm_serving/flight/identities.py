@@ -2,47 +2,56 @@
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Callable
 
-from llm_serving.flight.pseudonyms import PLAIN_TOKEN, Pseudonyms, TokenChain
+from llm_serving.flight.pseudonyms import FIRST_PSEUDONYM, PLAIN_TOKEN, PSEUDONYM_MASK, Pseudonyms
 from llm_serving.request import Request
 from llm_serving.scheduler.output import RequestUpdate
 
 __all__ = ["Identities"]
 
+_PACK = struct.Struct("<i").pack
+_UNPACK = struct.Struct("<I").unpack
+
 
 class Identities:
-    """By request number. Needed where the prefix cache compares tokens."""
+    """By request. Needed where the prefix cache compares tokens; costs about 0.7 us a token."""
 
     def __init__(self, pseudonyms: Pseudonyms | None = None) -> None:
         self.pseudonyms = pseudonyms or Pseudonyms()
-        self._chains: dict[int, TokenChain] = {}
-        self._names: dict[int, array[int]] = {}
+        self._names: dict[Request, array[int]] = {}
+        self._steps: dict[Request, tuple[Callable[[bytes], None], Callable[[], bytes], Callable[[int], None]]] = {}
 
-    def add(self, number: int, request: Request) -> bytes:
+    def add(self, request: Request) -> bytes:
         """A new request. The names of its prompt's tokens, packed as ``array('i')``."""
-        chain = self._chains[number] = self.pseudonyms.chain(request.cache_salt)
-        names = self._names[number] = array("i", chain.extend(request.prompt_token_ids))
+        chain = self.pseudonyms.chain(request.cache_salt)
+        names = self._names[request] = array("i", chain.extend(request.prompt_token_ids))
+        self._steps[request] = (chain.update, chain.digest, names.append)
         return names.tobytes()
 
-    def take(self, updates: list[RequestUpdate], num_sampled: int, number_of: Callable[[Request], int]) -> list[int]:
+    def take(self, updates: list[RequestUpdate], num_sampled: int) -> list[int]:
         """Names of the tokens that a step's answer gave; at the places of its ``sampled_ids``."""
-        step_names = [PLAIN_TOKEN] * num_sampled
+        step_names, steps = [PLAIN_TOKEN] * num_sampled, self._steps
         for update in updates:
-            if update.token_id is not None:
-                number = number_of(update.request)
-                name = self._chains[number].extend((update.token_id,))[0]
-                self._names[number].append(name)
+            token_id = update.token_id
+            if token_id is not None:
+                feed, digest, append = steps[update.request]
+                feed(_PACK(token_id))
+                name = _UNPACK(digest())[0] & PSEUDONYM_MASK
+                if name < FIRST_PSEUDONYM:
+                    name = FIRST_PSEUDONYM
+                append(name)
                 step_names[update.index] = name
         return step_names
 
-    def names_of(self, number: int) -> list[int] | None:
+    def names_of(self, request: Request) -> list[int] | None:
         """Names of a request's known tokens."""
-        names = self._names.get(number)
+        names = self._names.get(request)
         return None if names is None else names.tolist()
 
-    def forget(self, number: int) -> None:
-        """A request has ended."""
-        del self._chains[number]
-        del self._names[number]
+    def forget(self, request: Request) -> None:
+        """A request is gone."""
+        del self._names[request]
+        del self._steps[request]

@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import secrets
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-__all__ = ["ENDING_TOKEN", "FIRST_PSEUDONYM", "PLAIN_TOKEN", "Pseudonyms", "TokenChain"]
+__all__ = ["ENDING_TOKEN", "FIRST_PSEUDONYM", "PLAIN_TOKEN", "PSEUDONYM_MASK", "Pseudonyms", "TokenChain"]
 
 PLAIN_TOKEN = 0
 """Stands for a sampled token where names do not matter."""
@@ -22,30 +22,36 @@ ENDING_TOKEN = 1
 FIRST_PSEUDONYM = 2
 
 _PACK = struct.Struct("<i").pack
-_MASK = 0x7FFFFFFF
+PSEUDONYM_MASK = 0x7FFFFFFF
 
 
 class TokenChain:
     """The names of one sequence's tokens, one after the other."""
 
-    __slots__ = ("_hash",)
+    __slots__ = ("_hash", "digest", "update")
 
     def __init__(self, key: bytes, salt: bytes) -> None:
-        self._hash = hashlib.blake2b(len(salt).to_bytes(4, "little") + salt, key=key, digest_size=4)
+        self._begin(hashlib.blake2b(len(salt).to_bytes(4, "little") + salt, key=key, digest_size=4))
+
+    def _begin(self, state: hashlib.blake2b) -> None:
+        self._hash = state
+        self.update: Callable[[bytes], None] = state.update
+        self.digest: Callable[[], bytes] = state.digest
+        """The last token's name is this, masked and not below ``FIRST_PSEUDONYM``."""
 
     def extend(self, token_ids: Iterable[int]) -> list[int]:
         """The names of the tokens that follow."""
-        update, digest, from_bytes, pack = self._hash.update, self._hash.digest, int.from_bytes, _PACK
+        update, digest, from_bytes, pack = self.update, self.digest, int.from_bytes, _PACK
         names = []
         for token_id in token_ids:
             update(pack(token_id))
-            names.append(max(from_bytes(digest(), "little") & _MASK, FIRST_PSEUDONYM))
+            names.append(max(from_bytes(digest(), "little") & PSEUDONYM_MASK, FIRST_PSEUDONYM))
         return names
 
     def copy(self) -> TokenChain:
         """A chain that goes on from here."""
         other: TokenChain = object.__new__(TokenChain)
-        other._hash = self._hash.copy()
+        other._begin(self._hash.copy())
         return other
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from llm_serving.flight.disguise import StateDisguise
-from llm_serving.flight.facts import ending_indices, ending_tokens, fault_of, request_facts
+from llm_serving.flight.facts import ending_indices, ending_tokens, fault_of, is_gone, request_facts
 from llm_serving.flight.format import FlightRecordingError, SegmentHeader, Tag, encode_frame
 from llm_serving.flight.identities import Identities
 from llm_serving.flight.ring import SegmentRing
@@ -24,7 +24,7 @@ from llm_serving.scheduler.scheduler import Scheduler
 
 __all__ = ["READ_ONLY_METHODS", "STATE_NAMES", "FlightRecorder", "as_scheduler", "state_of"]
 
-READ_ONLY_METHODS = frozenset({"check_integrity", "next_wakeup"})
+READ_ONLY_METHODS = frozenset({"check_integrity", "next_wakeup", "queue_full"})
 """Methods of the scheduler that change nothing and are not recorded."""
 
 PAUSE_S = 60.0
@@ -125,6 +125,12 @@ class FlightRecorder:
         self._record(self._note, [Tag.VOID_STEPS, void])
         return void
 
+    def take_ended(self) -> list[RequestUpdate]:
+        updates = self._scheduler.take_ended()
+        if updates:
+            self._record(self._note_ended, updates)
+        return updates
+
     def agent_lost(self, now: float) -> None:
         self._scheduler.agent_lost(now)
         self._sent.clear()
@@ -148,20 +154,24 @@ class FlightRecorder:
         if self._ended:
             return
         begin = time.perf_counter()
+        if self._is_new:
+            self._guarded(self._begin_segment)
+        self._guarded(note, *details)
+        self.seconds += time.perf_counter() - begin
+
+    def _guarded(self, action: Callable[..., None], *details: Any) -> None:
         try:
-            note(*details)
+            action(*details)
         except OSError as error:
             self._pause(error)
         except Exception as error:
             self._ended = True
             self._ring.close()
             self._on_error(f"the flight recorder has stopped on an internal error: {error!r}")
-        self.seconds += time.perf_counter() - begin
 
     def _note(self, record: list[object], now: float | None = None) -> None:
         if now is not None and now != self._now:
-            if self._pending:
-                self._flush()
+            self._write()
             self._now = now
             self._pending.append((Tag.TIME, now))
         self._pending.append(record)
@@ -177,7 +187,7 @@ class FlightRecorder:
                 self._forget_ended()
             self._requests[request.request_id] = (number, request)
             self._endings |= ending_tokens(request)
-            names = None if self._identities is None else self._identities.add(number, request)
+            names = None if self._identities is None else self._identities.add(request)
         self._note([Tag.ADD, number, request_facts(request), names, refusal])
 
     def _note_schedule(self, step: ScheduledStep | None, now: float) -> None:
@@ -196,9 +206,12 @@ class FlightRecorder:
         ends = [] if step is None or self._endings.isdisjoint(result.sampled_ids) else ending_indices(step, result)
         names = None
         if self._identities is not None and updates:
-            names = self._identities.take(updates, len(result.sampled_ids), self._number_of)
+            names = self._identities.take(updates, len(result.sampled_ids))
         times = (result.queue_us, result.graph_us, result.sample_us)
         self._note([Tag.UPDATE, result.seq, fault, ends, names, *times, outcome, state_of(self._scheduler)], now)
+
+    def _note_ended(self, updates: list[RequestUpdate]) -> None:
+        self._note([Tag.TAKE_ENDED, [self._number_of(update.request) for update in updates]])
 
     def _note_raised(self, tag: Tag, error: Exception, now: float | None = None) -> None:
         self._note([Tag.RAISED, tag, type(error).__name__], now)
@@ -209,29 +222,30 @@ class FlightRecorder:
 
     def _forget_ended(self) -> None:
         for request_id, (number, request) in list(self._requests.items()):
-            if request.is_finished:
+            if is_gone(request):
                 del self._requests[request_id]
                 self._steps.forget(number)
                 if self._identities is not None:
-                    self._identities.forget(number)
+                    self._identities.forget(request)
 
     # Files
 
+    def _write(self) -> None:
+        """Write what is pending; it is lost while the recording pauses."""
+        if self._pending:
+            records, self._pending = self._pending, []
+            if self._ring.is_open:
+                self._ring.append(records)
+
     def _flush(self) -> None:
-        """Write the records of a turn; then the next segment begins if it is time."""
-        records, self._pending = self._pending, []
-        if self._paused_until is not None and self._now < self._paused_until:
-            return
-        ring = self._ring
-        if not ring.is_open:
-            if not self._is_new:  # after a pause: the state is that after these records
+        """Write what is pending; then the next segment begins if it is time. The scheduler's state is that after the
+        last record."""
+        self._write()
+        room = self._segment_bytes - self._ring.num_bytes
+        if not self._ring.is_open:
+            if self._paused_until is not None and self._now >= self._paused_until:
                 self._begin_segment()
-                return
-            self._begin_segment()
-        if records:
-            ring.append(records)
-        room = self._segment_bytes - ring.num_bytes
-        if room < self._segment_bytes // 4 and (room < _TURN_BYTES or self._scheduler.is_idle):
+        elif room < self._segment_bytes // 4 and (room < _TURN_BYTES or self._scheduler.is_idle):
             self._begin_segment()
 
     def _begin_segment(self) -> None:
@@ -262,17 +276,15 @@ class FlightRecorder:
         """What the state frame holds: nothing for a new scheduler."""
         if self._is_new:
             return {"new": True}
+        pseudonyms = None if self._identities is None else self._identities.pseudonyms
         try:
-            return write_state(self._scheduler, StateDisguise(self._names_of))
+            return write_state(self._scheduler, StateDisguise(self._names_of, pseudonyms))
         except FlightRecordingError as error:
             self._on_error(f"a segment of the flight recording cannot be replayed on its own: {error}")
             return {"missing": str(error)}
 
     def _names_of(self, request: Request) -> list[int] | None:
-        if self._identities is None:
-            return None
-        number, _ = self._requests.get(request.request_id, (-1, None))
-        return self._identities.names_of(number)
+        return None if self._identities is None else self._identities.names_of(request)
 
     def _pause(self, error: OSError) -> None:
         self._ring.close()
@@ -290,10 +302,12 @@ def state_of(scheduler: Scheduler) -> list[int]:
         scheduler.num_free_blocks,
         scheduler.num_preemptions,
         scheduler.num_steps_in_flight,
+        scheduler.num_swapped,
+        scheduler.num_swaps,
     ]
 
 
-STATE_NAMES = ("running", "waiting", "free blocks", "preemptions", "steps in flight")
+STATE_NAMES = ("running", "waiting", "free blocks", "preemptions", "steps in flight", "swapped", "swaps")
 
 
 def as_scheduler(recorder: FlightRecorder) -> Scheduler:

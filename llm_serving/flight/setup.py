@@ -24,11 +24,11 @@ from llm_serving.scheduler.scheduler import Scheduler
 if TYPE_CHECKING:
     from llm_serving.config import Config
 
-__all__ = ["code_digest", "limits_from_map", "limits_to_map", "record", "recorder_of"]
+__all__ = ["code_digest", "compares_tokens", "limits_from_map", "limits_to_map", "record", "recorder_of"]
 
 _MEBIBYTE = 1024 * 1024
 _PACKAGE = Path(__file__).resolve().parents[1]
-_RECORDED_CODE = ("scheduler/*.py", "kvcache/*.py", "request.py", "receipt.py")
+_RECORDED_CODE = ("scheduler/**/*.py", "kvcache/*.py", "request.py", "receipt.py")
 
 
 def recorder_of(config: Config, scheduler: Scheduler, on_error: Callable[[str], None]) -> FlightRecorder | None:
@@ -74,7 +74,7 @@ def record(
         scheduler,
         SegmentRing(folder, max_bytes, run),
         header,
-        identities=bool(getattr(limits, "prefix_cache", False)),
+        identities=compares_tokens(limits),
         on_error=on_error,
         wall_clock=wall_clock,
     )
@@ -86,8 +86,13 @@ def code_digest() -> str:
     digest = hashlib.blake2b(digest_size=16)
     for pattern in _RECORDED_CODE:
         for file in sorted(_PACKAGE.glob(pattern)):
-            digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+            digest.update(str(file.relative_to(_PACKAGE)).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()
+
+
+def compares_tokens(limits: SchedulerLimits) -> bool:
+    """Whether decisions depend on which tokens are equal: the prefix cache is on."""
+    return bool(getattr(limits, "prefix_cache", False))
 
 
 def limits_to_map(limits: SchedulerLimits) -> dict[str, Any]:

@@ -20,9 +20,15 @@ from typing import Any, Protocol
 
 from llm_serving.flight.format import FlightRecordingError
 
-__all__ = ["PACKAGES", "Disguise", "read_state", "write_state"]
+__all__ = ["PACKAGES", "Disguise", "first_difference", "read_state", "write_state"]
 
-PACKAGES = ("llm_serving.scheduler", "llm_serving.kvcache", "llm_serving.request", "llm_serving.receipt")
+PACKAGES = (
+    "llm_serving.scheduler",
+    "llm_serving.kvcache",
+    "llm_serving.request",
+    "llm_serving.receipt",
+    "llm_serving.ipc.shm",
+)
 """Modules whose objects make up the state."""
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
@@ -42,8 +48,11 @@ def write_state(root: object, disguise: Disguise) -> dict[str, Any]:
     return _Writer(disguise).write(root)
 
 
-def read_state(state: Any) -> Any:
-    """The object that was written. Raises FlightRecordingError when the classes are not what they were."""
+def read_state(state: Any) -> list[Any]:
+    """The objects that were written, the one that was asked for first.
+
+    Raises FlightRecordingError when the classes are not what they were.
+    """
     try:
         return _Reader(state).read()
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, ImportError) as error:
@@ -130,7 +139,7 @@ class _Reader:
         self._made: list[Any] = [None] * len(self._nodes)
         self._is_made = bytearray(len(self._nodes))
 
-    def read(self) -> Any:
+    def read(self) -> list[Any]:
         for index in range(len(self._nodes)):
             self._make(index)
         # Objects first: what is a key or in a set must be whole to be hashed.
@@ -138,7 +147,7 @@ class _Reader:
             for index, node in enumerate(self._nodes):
                 if node[0] in filled:
                     self._fill(self._made[index], node)
-        return self._made[0]
+        return self._made
 
     def _value(self, value: Any) -> Any:
         return self._make(value[0]) if type(value) is list else value
@@ -222,8 +231,38 @@ def _attributes(kind: type, value: object) -> tuple[str, ...]:
 
 def _check_class(kind: type, names: list[str]) -> None:
     slots = set(_slots(kind))
-    if not isinstance(kind, type) or (slots and not hasattr(kind, "__dict__") and not set(names) <= slots):
+    if not isinstance(kind, type) or (not kind.__dictoffset__ and not set(names) <= slots):
         raise ValueError(f"{kind!r} has not the attributes {', '.join(names)}")
     missing = slots.difference(names)
     if missing:
         raise ValueError(f"{kind.__qualname__} now has {', '.join(sorted(missing))}, too")
+
+
+def first_difference(recorded: Any, replayed: dict[str, Any]) -> tuple[str, object, object] | None:
+    """Where two states differ first: class and attribute, and what stands there; None when they are equal."""
+    ours, theirs = _as_lists(replayed), _as_lists(recorded)
+    if ours == theirs:
+        return None
+    if ours["classes"] != theirs["classes"]:
+        return "classes", theirs["classes"], ours["classes"]
+    for before, after in zip(theirs["nodes"], ours["nodes"], strict=False):
+        if before != after:
+            return _difference_in(before, after, ours["classes"])
+    return "number of objects", len(theirs["nodes"]), len(ours["nodes"])
+
+
+def _difference_in(before: list[Any], after: list[Any], classes: list[Any]) -> tuple[str, object, object]:
+    if before[0] != "object" or after[0] != "object" or before[1] != after[1]:
+        return before[0], before[1:], after[1:]
+    path, names = classes[before[1]]
+    for name, one, other in zip(names, before[2], after[2], strict=True):
+        if one != other:
+            return f"{path.partition(':')[2]}.{name}", one, other
+    raise AssertionError("equal nodes differ")
+
+
+def _as_lists(value: Any) -> Any:
+    """What MessagePack makes of tuples."""
+    if isinstance(value, dict):
+        return {key: _as_lists(item) for key, item in value.items()}
+    return [_as_lists(item) for item in value] if isinstance(value, list | tuple) else value

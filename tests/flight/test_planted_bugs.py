@@ -1,0 +1,83 @@
+"""Bugs of order, planted by patches, are found from a flight recording of a run that has them.
+
+The patched tree records, the right one replays.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_configs import REPOSITORY
+
+from llm_serving.flight.reader import read_recording
+from tools.replaying.main import main
+from tools.replaying.replayer import replay
+
+PATCHES = Path(__file__).with_name("patches")
+RUN = Path(__file__).with_name("planted_run.py")
+
+
+@pytest.fixture
+def record_run(tmp_path):
+    """Records a run by a copy of the tree with a patch applied, or by the tree as it is."""
+
+    def record(policy, patch=None):
+        tree, folder = tmp_path / "tree", tmp_path / "flight"
+        ignored = shutil.ignore_patterns("__pycache__", "*.so", "build", "kernels")
+        for package in ("llm_serving", "agent"):
+            shutil.copytree(REPOSITORY / package, tree / package, ignore=ignored)
+        if patch is not None:
+            git = ["git", "apply", "--unidiff-zero", str(PATCHES / patch)]
+            subprocess.run(git, cwd=tree, check=True, timeout=60)
+        command = [sys.executable, str(RUN), str(folder), policy]
+        subprocess.run(command, cwd=tree, env={"PYTHONPATH": str(tree)}, check=True, timeout=60)
+        (stretch,) = read_recording(folder)
+        return folder, stretch
+
+    return record
+
+
+@pytest.mark.parametrize("policy", ["prefill_first", "fcfs", "decode_first", "chunked"])
+def test_the_right_tree_is_identical(record_run, policy):
+    _, stretch = record_run(policy)
+    result = replay(stretch)
+    assert result.difference is None
+    assert result.num_steps > 150
+    assert result.notes == []
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        "preempted_requests_return_in_the_wrong_order.patch",
+        "the_oldest_is_preempted_instead_of_the_latest.patch",
+    ],
+)
+def test_a_wrong_order_in_the_scheduler_is_found(record_run, capsys, patch):
+    folder, stretch = record_run("prefill_first", patch)
+    result = replay(stretch)
+    found = result.difference
+    assert found is not None
+    assert found.call == "schedule"
+    assert found.recorded != found.replayed
+    assert found.num_steps > 5
+    assert found.before
+    assert "another version of the scheduler's code" in result.notes[0]
+    assert main([str(folder)]) == 1
+    assert f"different after {found.num_steps} equal steps" in capsys.readouterr().out
+
+
+def test_a_wrong_order_in_the_agent_is_found(record_run, capsys):
+    folder, stretch = record_run("prefill_first", "the_agent_runs_decodes_before_prefills.patch")
+    result = replay(stretch)
+    found = result.difference
+    assert found is not None
+    assert (found.call, found.field) == ("update", "order of answers")
+    assert "runs first (agent's queue, policy prefill_first)" in str(found.replayed)
+    assert result.notes == [], "the scheduler's code is what it was"
+    assert main([str(folder)]) == 1
+    assert "order of answers" in capsys.readouterr().out

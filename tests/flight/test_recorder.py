@@ -1,0 +1,305 @@
+"""The recorder passes everything on, records it, and never stands in the way."""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import random
+import subprocess
+import sys
+
+import pytest
+from fakes import make_limits, make_request
+from recorded_runs import RING_BYTES, record_random_run, recorded_simulation, some_requests
+from simulation import random_run
+from small_configs import REPOSITORY
+
+from llm_serving.errors import ContextLengthError, ProtocolError
+from llm_serving.flight.history import arrivals, step_timings
+from llm_serving.flight.reader import Added, Answered, Raised, Scheduled, read_recording
+from llm_serving.flight.recorder import PAUSE_S, READ_ONLY_METHODS, STATE_NAMES, FlightRecorder, state_of
+from llm_serving.flight.setup import limits_from_map, limits_to_map, record
+from llm_serving.scheduler.output import StepResult
+from llm_serving.scheduler.policy import Policy
+from llm_serving.scheduler.scheduler import Scheduler
+
+
+def public(kind, predicate):
+    return {name for name, _ in inspect.getmembers(kind, predicate) if not name.startswith("_")}
+
+
+def test_every_method_of_the_scheduler_is_recorded_or_known_to_change_nothing():
+    methods = public(Scheduler, inspect.isfunction)
+    assert methods == public(FlightRecorder, inspect.isfunction) - {"close"} | READ_ONLY_METHODS
+    for name in methods - READ_ONLY_METHODS:
+        theirs, ours = (list(inspect.signature(getattr(kind, name)).parameters) for kind in (Scheduler, FlightRecorder))
+        assert theirs == ours, name
+
+
+def test_what_only_looks_goes_straight_to_the_scheduler(tmp_path):
+    _, recorder = recorded_simulation(tmp_path)
+    for name in public(Scheduler, lambda value: isinstance(value, property)):
+        assert getattr(recorder, name) == getattr(recorder._scheduler, name)
+    assert len(state_of(recorder._scheduler)) == len(STATE_NAMES)
+
+
+def test_a_run_is_the_same_with_and_without(tmp_path):
+    def steps(recorded):
+        rng = random.Random(4)
+        simulation, _ = recorded_simulation(tmp_path)
+        if not recorded:
+            simulation.scheduler = Scheduler(simulation.limits)
+        random_run(simulation, some_requests(rng, 40), rng, aborts=0.05)
+        return [(step.kind, step.rows, step.starts, step.query_lens) for step in simulation.steps]
+
+    assert steps(recorded=True) == steps(recorded=False)
+
+
+def test_what_is_recorded_is_what_was_called(tmp_path):
+    simulation, recorder = recorded_simulation(tmp_path)
+    simulation.now = 7.5
+    simulation.add(make_request("a", 5, 2, arrival=7.0))
+    with pytest.raises(ContextLengthError):
+        recorder.add_request(make_request("b", 49))
+    simulation.finish()
+    with pytest.raises(ProtocolError):
+        recorder.update(StepResult(99), 8.0)
+    recorder.close()
+    (stretch,) = read_recording(tmp_path)
+    added, refused, *others = stretch.events()
+    assert isinstance(added, Added)
+    assert added.facts == {"request_id": "a", "arrival_time": 7.0, "num_prompt_tokens": 5, "max_tokens": 2}
+    assert (added.number, added.refusal, added.prompt) == (0, None, None)
+    assert isinstance(refused, Added)
+    assert refused.refusal == "ContextLengthError"
+    steps = [event.step for event in others if isinstance(event, Scheduled) and event.step is not None]
+    assert [step.seq for step in steps] == [step.seq for step in simulation.steps]
+    assert others[-1] == Answered(
+        8.0, 99, [False, False, [[], 0, 0]], [], None, 0, 0, 0, "ProtocolError", state_of(recorder)
+    )
+    assert {event.now for event in others[:-1]} == {7.5}
+    (arrival, _) = arrivals(stretch)
+    assert (arrival.num_output_tokens, arrival.end, arrival.token_times) == (2, "length", [7.5, 7.5])
+
+
+def test_arrivals_are_what_the_requests_became(tmp_path):
+    rng = random.Random(9)
+    simulation, recorder = recorded_simulation(tmp_path, num_blocks=24)
+    random_run(simulation, some_requests(rng, 60), rng, aborts=0.03)
+    recorder.close()
+    (stretch,) = read_recording(tmp_path)
+    found = {arrival.facts["request_id"]: arrival for arrival in arrivals(stretch)}
+    assert recorder.num_preemptions > 0
+    assert found.keys() == simulation.requests.keys()
+    for name, request in simulation.requests.items():
+        assert found[name].num_output_tokens == len(request.output_token_ids)
+        assert found[name].end == request.finish_reason.value
+        assert found[name].end_time == request.finish_time
+
+
+def test_step_timings_have_the_devices_times(tmp_path):
+    simulation, recorder = recorded_simulation(tmp_path)
+    simulation.add(make_request("a", 5, 3))
+    for microseconds in (500, 20, 30):
+        simulation.schedule()
+        result = simulation.device.run_next()
+        result.queue_us, result.graph_us, result.sample_us = 1, microseconds, 2
+        simulation.now += 0.25
+        recorder.update(result, simulation.now)
+    recorder.close()
+    (stretch,) = read_recording(tmp_path)
+    first, second, third = step_timings(stretch)
+    assert (first.kind.value, first.num_tokens, first.num_prompt_tokens, first.num_context_tokens) == (
+        "prefill",
+        5,
+        5,
+        5,
+    )
+    assert (second.kind.value, second.num_tokens, second.num_prompt_tokens, second.num_context_tokens) == (
+        "decode",
+        1,
+        0,
+        6,
+    )
+    assert [(step.queue_us, step.graph_us, step.sample_us) for step in (first, second, third)] == [
+        (1, 500, 2),
+        (1, 20, 2),
+        (1, 30, 2),
+    ]
+    assert (first.scheduled, first.answered) == (0.0, 0.25)
+
+
+def test_the_ring_keeps_its_size_and_each_segment_tells_the_state(tmp_path):
+    ring_bytes = 1 << 19
+    for seed in range(8):
+        record_random_run(tmp_path, seed, count=100, ring_bytes=ring_bytes)
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= ring_bytes
+    stretches = read_recording(tmp_path)
+    segments = [segment for stretch in stretches for segment in stretch.segments]
+    assert len(segments) > 4
+    assert all("missing" not in segment.state for segment in segments)
+
+
+def test_a_state_too_large_for_the_ring_is_left_out_and_said(tmp_path):
+    record_random_run(tmp_path, 1, count=400, ring_bytes=1 << 17)
+    segments = [segment for stretch in read_recording(tmp_path) for segment in stretch.segments]
+    assert any("too many for a ring of 131072" in segment.state.get("missing", "") for segment in segments)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1 << 17
+
+
+def test_tokens_and_texts_are_nowhere_in_the_files(tmp_path):
+    secret = 1_234_500_000
+    for prefix_cache in (False, True):
+        folder = tmp_path / str(prefix_cache)
+        complaints = []
+        recorder = record(
+            Scheduler(make_limits(prefix_cache=prefix_cache)), folder, 1 << 20, on_error=complaints.append
+        )
+        for number in range(6):
+            prompt = [secret + place for place in range(10 + number)]
+            request = make_request(
+                f"r{number}", prompt, 6, stop=("a secret stop",), stop_token_ids=frozenset({secret - 1})
+            )
+            recorder.add_request(request)
+            now = float(number)
+            for _ in range(3):
+                while (step := recorder.schedule(now)) is not None:
+                    tokens = [secret + 77 if samples else -1 for samples in step.do_sample]
+                    size = len(tokens)
+                    recorder.update(StepResult(step.seq, tokens, [0.0] * size, [0.0] * size), now)
+        recorder._guarded(recorder._begin_segment)  # the state, with requests in it
+        recorder.fail_all("a secret error", 9.0)
+        recorder.close()
+        assert complaints == []
+        stretches = read_recording(folder)
+        assert len(stretches[0].segments) == 2
+        found = list(scalars([[s.header.to_map(), s.state, s.records] for s in stretches[0].segments]))
+        packed = b"".join(value for value in found if isinstance(value, bytes))
+        data = b"".join(path.read_bytes() for path in folder.iterdir())
+        assert not [value for value in found if isinstance(value, int) and secret - 1 <= value < secret + 100]
+        for token in range(secret - 1, secret + 100):
+            assert token.to_bytes(4, "little") not in packed
+            assert token.to_bytes(4, "big") not in data
+        assert b"secret" not in data
+
+
+def scalars(value):
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from scalars(item)
+    else:
+        yield value
+
+
+def test_a_full_disk_pauses_the_recording_and_a_new_segment_goes_on(tmp_path, monkeypatch):
+    complaints = []
+    recorder = record(Scheduler(make_limits()), tmp_path, RING_BYTES, on_error=complaints.append)
+    simulation, _ = recorded_simulation(tmp_path / "unused")
+    simulation.scheduler = recorder
+
+    def run(name):
+        simulation.add(make_request(name, 5, 4, arrival=simulation.now))
+        simulation.finish()
+
+    run("before")
+
+    def full(records):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(recorder._ring, "append", full)
+        simulation.now = 1.0
+        run("lost")
+        assert len(complaints) == 1
+        assert "pauses for 60 s" in complaints[0]
+        assert "No space left" in complaints[0]
+    simulation.now = PAUSE_S
+    run("lost too")
+    simulation.now = 2.0 + PAUSE_S
+    run("after")
+    recorder.close()
+    before, after = read_recording(tmp_path)
+    assert [arrival.facts["request_id"] for arrival in arrivals(before)] == ["before"]
+    assert after.header.after_gap
+    assert "nodes" in after.segments[0].state
+    assert len(complaints) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_said_and_harmless(tmp_path):
+    (tmp_path / "file").write_text("")
+    complaints = []
+    recorder = record(Scheduler(make_limits()), tmp_path / "file" / "flight", RING_BYTES, on_error=complaints.append)
+    simulation, _ = recorded_simulation(tmp_path)
+    simulation.scheduler = recorder
+    simulation.add(make_request("a", 5, 4))
+    simulation.finish()
+    recorder.close()
+    assert len(complaints) == 1
+    assert "Not a directory" in complaints[0]
+
+
+def test_an_error_of_the_recorder_ends_the_recording_and_nothing_else(tmp_path, monkeypatch):
+    complaints = []
+    recorder = record(Scheduler(make_limits()), tmp_path, RING_BYTES, on_error=complaints.append)
+    monkeypatch.setattr(recorder._steps, "record", None)
+    simulation, _ = recorded_simulation(tmp_path / "unused")
+    simulation.scheduler = recorder
+    recorder._is_new = False
+    recorder._begin_segment()
+    monkeypatch.setattr(recorder._steps, "record", None)
+    simulation.add(make_request("a", 5, 4))
+    simulation.finish()
+    recorder.close()
+    assert len(complaints) == 1
+    assert "stopped on an internal error: TypeError" in complaints[0]
+
+
+def test_an_error_of_the_scheduler_is_recorded_and_passed_on(tmp_path, monkeypatch):
+    simulation, recorder = recorded_simulation(tmp_path)
+    simulation.add(make_request("a", 5, 4))
+
+    def broken(now):
+        raise AssertionError("broken")
+
+    monkeypatch.setattr(recorder._scheduler, "schedule", broken)
+    with pytest.raises(AssertionError, match="broken"):
+        recorder.schedule(1.0)
+    (stretch,) = read_recording(tmp_path)
+    *_, last = stretch.events()
+    assert isinstance(last, Raised)
+    assert (last.now, last.error) == (1.0, "AssertionError")
+
+
+def test_a_killed_process_leaves_all_but_its_last_turn(tmp_path):
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from fakes import make_request\n"
+        "from recorded_runs import recorded_simulation\n"
+        f"simulation, recorder = recorded_simulation(Path({str(tmp_path)!r}))\n"
+        "for number in range(30):\n"
+        "    simulation.now += 0.5\n"
+        "    simulation.add(make_request(f'r{number}', 5, 4, arrival=simulation.now))\n"
+        "    simulation.finish()\n"
+        "    print(recorder.num_steps, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"},
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == -9, done.stderr.decode()
+    (stretch,) = read_recording(tmp_path)
+    steps = [event for event in stretch.events() if isinstance(event, Scheduled) and event.step is not None]
+    assert len(steps) == int(done.stdout.split()[-1])
+    assert len(arrivals(stretch)) == 30
+
+
+def test_limits_go_through_a_map():
+    limits = make_limits(policy=Policy.CHUNKED, cache_namespace=b"n", batch_size=3)
+    assert limits_from_map(limits_to_map(limits)) == limits

@@ -1,0 +1,69 @@
+"""A real server's flight recording, with a killed agent in it and a killed server at its end, replays."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from server_process import ServerProcess
+from small_configs import REPOSITORY
+
+from llm_serving.flight.history import arrivals, step_timings
+from llm_serving.flight.reader import AgentLost, read_recording
+
+SYSTEM = "You are a storyteller who never tires of telling stories about rabbits and their friends in the wood. "
+
+
+def ask(server, number):
+    return server.post(
+        "/v1/completions",
+        {
+            "prompt": SYSTEM + f"Story {number}:",
+            "max_tokens": 60,
+            "temperature": 0,
+            "stop": [" the"] if number % 3 else [],
+        },
+    )
+
+
+@pytest.mark.parametrize("settings", [[], ["scheduler_config.policy=chunked", "scheduler_config.prefix_cache=true"]])
+def test_a_servers_recording_replays_though_it_was_killed(tmp_path, settings):
+    server = ServerProcess(tmp_path, settings).wait_ready()
+    [agent] = server.agents()
+    with concurrent.futures.ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(ask, server, number) for number in range(24)]
+        time.sleep(0.3)
+        agent.kill()
+        texts = [answer.result()["choices"][0]["text"] for answer in answers]
+        last = [pool.submit(ask, server, number) for number in range(4)]
+        time.sleep(0.2)
+        [agent] = server.agents()
+        os.kill(server.pid, signal.SIGKILL)
+        concurrent.futures.wait(last)
+    _, alive = psutil.wait_procs([agent], timeout=5.0)
+    assert alive == []
+    assert server.stop() == -signal.SIGKILL
+    assert len(texts) == 24
+
+    (stretch,) = read_recording(tmp_path / "flight")
+    assert any(isinstance(event, AgentLost) for event in stretch.events())
+    ended = [arrival for arrival in arrivals(stretch) if arrival.end is not None]
+    assert len(ended) >= 24
+    assert {"stop", "length"} <= {arrival.end for arrival in ended}
+    assert all(timing.graph_us > 0 for timing in step_timings(stretch))
+    replayed = run_replay(tmp_path / "flight", "--html", tmp_path / "t.html")
+    assert replayed.returncode == 0, replayed.stdout
+    assert re.match(r"identical, \d+ steps\n", replayed.stdout)
+    assert run_replay(tmp_path / "flight", "--policy", "fcfs").returncode == 0
+
+
+def run_replay(*arguments):
+    command = [sys.executable, str(REPOSITORY / "tools" / "replay.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

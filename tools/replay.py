@@ -1,0 +1,18 @@
+#!/usr/bin/env python3
+"""Replay a flight recording: ``python tools/replay.py output/flight --html timeline.html``."""
+
+import signal
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_serving.own_python import use_own_python
+
+use_own_python()
+
+from tools.replaying.main import main  # noqa: E402
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "replay.py ... | head" ends quietly
+    sys.exit(main())

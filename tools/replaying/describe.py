@@ -1,0 +1,84 @@
+"""Events and decisions as lines for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llm_serving.flight.reader import (
+    Added,
+    AgentLost,
+    Answered,
+    Event,
+    FailedAll,
+    Finished,
+    Raised,
+    Scheduled,
+    TookEnded,
+    VoidSteps,
+)
+from llm_serving.flight.recorder import STATE_NAMES
+from llm_serving.flight.steps import RecordedStep
+
+__all__ = ["describe_event", "describe_state", "describe_step", "shorten"]
+
+LONGEST = 100
+"""Characters of a list that are shown."""
+
+
+def describe_event(event: Event) -> str:
+    """One line."""
+    return f"{event.now:14.6f}  {_what(event)}"
+
+
+def _what(event: Event) -> str:
+    if isinstance(event, Added):
+        facts = event.facts
+        refused = f": refused, {event.refusal}" if event.refusal else ""
+        return (
+            f"add request {event.number} {facts['request_id']!r}: {facts['num_prompt_tokens']} prompt tokens,"
+            f" max_tokens {facts['max_tokens']}{refused}"
+        )
+    if isinstance(event, Scheduled):
+        state = describe_state(event.state)
+        if event.step is None:
+            wakeup = "" if event.wakeup is None else f", look again at {event.wakeup:.6f}"
+            return f"schedule: nothing{wakeup}; {state}"
+        return f"schedule: {describe_step(event.step)}; {state}"
+    if isinstance(event, Answered):
+        ends = f", ends {event.ends}" if event.ends else ""
+        fault = "" if event.fault is None else (", dropped" if event.fault[0] else ", failed")
+        return f"answer to step {event.seq}: {event.outcome} updates{ends}{fault}; {describe_state(event.state)}"
+    if isinstance(event, Finished):
+        return f"finish request {event.number}: {event.reason}{'' if event.was_there else ', but it was gone'}"
+    if isinstance(event, AgentLost):
+        return f"the agent was lost; {describe_state(event.state)}"
+    if isinstance(event, FailedAll):
+        return f"fail all: {event.num_ended} requests ended"
+    if isinstance(event, TookEnded):
+        return f"ended by the scheduler itself: requests {shorten(event.numbers)}"
+    if isinstance(event, VoidSteps):
+        return f"void steps: {shorten(event.seqs)}"
+    assert isinstance(event, Raised)
+    return f"{event.call.name.lower()} raised {event.error}"
+
+
+def describe_step(step: RecordedStep) -> str:
+    """What a step does, in one line."""
+    moves = f", {len(step.moves)} moves" if step.moves else ""
+    blocks = sum(len(ids) for _, _, ids in step.blocks)
+    return (
+        f"step {step.seq} {step.kind.value}, {step.num_tokens} tokens of requests {shorten(step.numbers)},"
+        f" {blocks} new blocks{moves} ({step.reason.lower()})"
+    )
+
+
+def describe_state(state: Sequence[int]) -> str:
+    """Counts with their names; those that are zero are left out, but for the free blocks."""
+    pairs = zip(STATE_NAMES, state, strict=True)
+    return ", ".join(f"{count} {name}" for name, count in pairs if count or name == "free blocks")
+
+
+def shorten(values: object) -> str:
+    """A value, cut where it gets long."""
+    text = str(values)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."

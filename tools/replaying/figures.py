@@ -1,0 +1,98 @@
+"""What a stretch was like for its clients, in a few figures, to compare with another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from llm_serving.flight.history import Arrival, arrivals
+from llm_serving.flight.reader import Scheduled, Stretch
+from llm_serving.flight.recorder import STATE_NAMES
+from llm_serving.statistics import Summary, summarize
+from llm_serving.text_table import format_number, format_table
+
+__all__ = ["StretchFigures", "comparison_table", "figures_of"]
+
+_PREEMPTIONS, _SWAPS = STATE_NAMES.index("preemptions"), STATE_NAMES.index("swaps")
+
+
+@dataclass(frozen=True, slots=True)
+class StretchFigures:
+    """Times are seconds, as the engine saw them: to the answer of the step that had the token."""
+
+    requests: int
+    refused: int
+    ended: int
+    steps: int
+    output_tokens: int
+    total_s: float
+    """From the first arrival to the last token."""
+    ttft: Summary
+    tbt: Summary
+    e2e: Summary
+    preemptions: int
+    swaps: int
+
+
+def figures_of(stretch: Stretch, numbers: frozenset[int] | None = None) -> StretchFigures:
+    """The figures of the requests that came in a stretch, or of those with these numbers among them."""
+    came = [arrival for arrival in arrivals(stretch) if numbers is None or arrival.number in numbers]
+    served = [arrival for arrival in came if arrival.token_times]
+    last = max((arrival.token_times[-1] for arrival in served), default=0.0)
+    first = min((arrival.facts["arrival_time"] for arrival in came), default=last)
+    num_steps, preemptions, swaps = _counts(stretch)
+    return StretchFigures(
+        requests=len(came),
+        refused=sum(arrival.refusal is not None for arrival in came),
+        ended=sum(arrival.end is not None for arrival in came),
+        steps=num_steps,
+        output_tokens=sum(arrival.num_output_tokens for arrival in came),
+        total_s=max(last - first, 0.0),
+        ttft=summarize(arrival.token_times[0] - arrival.facts["arrival_time"] for arrival in served),
+        tbt=summarize(late - early for arrival in served for early, late in pairwise(arrival.token_times)),
+        e2e=summarize(_e2e(arrival) for arrival in served if arrival.end in ("stop", "length")),
+        preemptions=preemptions,
+        swaps=swaps,
+    )
+
+
+def _e2e(arrival: Arrival) -> float:
+    return arrival.token_times[-1] - float(arrival.facts["arrival_time"])
+
+
+def _counts(stretch: Stretch) -> tuple[int, int, int]:
+    steps, first, last = 0, None, None
+    for event in stretch.events():
+        if isinstance(event, Scheduled):
+            steps += event.step is not None
+            first = first or event.state
+            last = event.state
+    if first is None or last is None:
+        return 0, 0, 0
+    begun = stretch.segments[0].state.get("new", False)
+    base = [0] * len(last) if begun else first
+    return steps, last[_PREEMPTIONS] - base[_PREEMPTIONS], last[_SWAPS] - base[_SWAPS]
+
+
+def comparison_table(columns: Sequence[tuple[str, StretchFigures]]) -> str:
+    """One column each."""
+    rows = [
+        ["requests", *(str(each.requests) for _, each in columns)],
+        ["refused", *(str(each.refused) for _, each in columns)],
+        ["ended", *(str(each.ended) for _, each in columns)],
+        ["output tokens", *(str(each.output_tokens) for _, each in columns)],
+        ["steps", *(str(each.steps) for _, each in columns)],
+        ["total time, s", *(format_number(each.total_s) for _, each in columns)],
+    ]
+    for name, title in (("ttft", "TTFT"), ("tbt", "TBT"), ("e2e", "end to end")):
+        for figure in ("p50", "p99"):
+            values = [getattr(getattr(each, name), figure) for _, each in columns]
+            rows.append([f"{title} {figure}, ms", *(format_number(_ms(value)) for value in values)])
+    rows.append(["preemptions", *(str(each.preemptions) for _, each in columns)])
+    rows.append(["swaps", *(str(each.swaps) for _, each in columns)])
+    return format_table(["", *(name for name, _ in columns)], rows)
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1000.0

@@ -1,0 +1,289 @@
+"""Runs a recorded stretch through the real scheduler and compares every decision."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, fields
+from typing import Any
+
+from llm_serving.errors import LLMServingError
+from llm_serving.flight.disguise import StateDisguise
+from llm_serving.flight.facts import make_request, make_result
+from llm_serving.flight.format import FlightRecordingError, Tag
+from llm_serving.flight.prefix_state import restore_prefixes
+from llm_serving.flight.pseudonyms import PLAIN_TOKEN
+from llm_serving.flight.reader import (
+    Added,
+    AgentLost,
+    Answered,
+    Event,
+    FailedAll,
+    Finished,
+    Raised,
+    Scheduled,
+    Segment,
+    Stretch,
+    TookEnded,
+    VoidSteps,
+)
+from llm_serving.flight.recorder import STATE_NAMES, state_of
+from llm_serving.flight.setup import code_digest, compares_tokens, limits_from_map
+from llm_serving.flight.state import first_difference, read_state, write_state
+from llm_serving.flight.steps import RecordedStep, StepReader, StepWriter
+from llm_serving.receipt import Receipt
+from llm_serving.request import FinishReason, Request
+from llm_serving.scheduler.output import ScheduledStep
+from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.scheduler.sequence import Sequence
+from tools.replaying.answer_order import AnswerOrder
+from tools.replaying.describe import describe_event
+from tools.replaying.ending_names import EndingNames
+
+__all__ = ["Difference", "Replay", "replay"]
+
+HISTORY = 8
+"""Events told before a difference."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first decision that is not the recorded one."""
+
+    call: str
+    num_steps: int
+    """Steps that were equal before."""
+    field: str
+    recorded: object
+    replayed: object
+    event: str
+    before: list[str]
+    """What happened just before, a line each."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """How a replay ended."""
+
+    num_steps: int
+    num_requests: int
+    difference: Difference | None
+    notes: list[str]
+
+
+def replay(stretch: Stretch) -> Replay:
+    """Replay a stretch from its first segment that can be. Raises FlightRecordingError when there is none."""
+    return _Replayer(stretch).run()
+
+
+class _DiffersError(Exception):
+    def __init__(self, call: str, field: str, recorded: object, replayed: object) -> None:
+        super().__init__(field)
+        self.call, self.field, self.recorded, self.replayed = call, field, recorded, replayed
+
+
+class _Replayer:
+    def __init__(self, stretch: Stretch) -> None:
+        self._notes: list[str] = []
+        self._segments = self._replayable(stretch)
+        header = stretch.header
+        if header.code_digest != code_digest():
+            self._notes.append("it was recorded by another version of the scheduler's code than this")
+        self._scheduler = Scheduler(limits_from_map(header.limits))
+        self._has_identities = compares_tokens(self._scheduler.limits)
+        self._order = AnswerOrder(header.limits["policy"])
+        self._requests: dict[int, Request] = {}
+        self._numbers: dict[str, int] = {}
+        self._sampling: dict[int, list[bool]] = {}
+        self._step_requests: dict[int, list[Request]] = {}
+        self._writer, self._reader = StepWriter(), StepReader()
+        self._before: deque[str] = deque(maxlen=HISTORY)
+        self._num_steps = 0
+
+    def run(self) -> Replay:
+        event: Event | None = None
+        difference = None
+        try:
+            for index, segment in enumerate(self._segments):
+                event = None
+                self._begin(segment, first=index == 0)
+                for event in segment.events():
+                    self._replay(event)
+                    self._before.append(describe_event(event))
+        except _DiffersError as found:
+            told = "the next segment begins" if event is None else describe_event(event)
+            difference = Difference(
+                found.call, self._num_steps, found.field, found.recorded, found.replayed, told, list(self._before)
+            )
+        return Replay(self._num_steps, len(self._requests), difference, self._notes)
+
+    def _replayable(self, stretch: Stretch) -> list[Segment]:
+        for index, segment in enumerate(stretch.segments):
+            if "missing" not in segment.state:
+                return stretch.segments[index:]
+            self._notes.append(f"segment {segment.header.index} is passed over: {segment.state['missing']}")
+        raise FlightRecordingError(
+            "no segment of the stretch begins with the scheduler's state: "
+            + "; ".join(segment.state["missing"] for segment in stretch.segments)
+        )
+
+    # Segments
+
+    def _begin(self, segment: Segment, *, first: bool) -> None:
+        self._writer, self._reader = StepWriter(), StepReader()
+        if first and "nodes" in segment.state:
+            self._restore(segment)
+        elif not first and "nodes" in segment.state:
+            replayed = write_state(self._scheduler, StateDisguise(self._own_tokens, None))
+            found = first_difference(segment.state, replayed)
+            if found is not None:
+                raise _DiffersError("state", *found)
+
+    def _restore(self, segment: Segment) -> None:
+        objects = read_state(segment.state)
+        self._scheduler = objects[0]
+        numbers = segment.header.numbers
+        lost = restore_prefixes(objects)
+        if lost:
+            self._notes.append(f"{lost} cached blocks cannot be found any more: where one is replaced, it may differ")
+        for thing in objects:
+            if isinstance(thing, Sequence):
+                thing.ending_token_ids = thing.request.end_token_ids = EndingNames()
+            if isinstance(thing, Request):
+                thing.receipt = Receipt(thing.arrival_time)
+                if thing.request_id in numbers:
+                    self._know(numbers[thing.request_id], thing)
+            elif isinstance(thing, ScheduledStep):
+                self._sent(thing)
+        self._notes.append(f"it begins with segment {segment.header.index}, {len(numbers)} requests under way")
+
+    def _know(self, number: int, request: Request) -> None:
+        self._requests[number] = request
+        self._numbers[request.request_id] = number
+
+    def _sent(self, step: ScheduledStep) -> None:
+        self._sampling[step.seq] = list(step.do_sample)
+        self._step_requests[step.seq] = list(step.requests)
+        self._order.sent(step.seq, step.kind)
+
+    # Calls
+
+    def _replay(self, event: Event) -> None:
+        if isinstance(event, Added):
+            self._add(event)
+        elif isinstance(event, Scheduled):
+            self._schedule(event)
+        elif isinstance(event, Answered):
+            self._answer(event)
+        elif isinstance(event, Finished):
+            self._finish(event)
+        elif isinstance(event, AgentLost):
+            self._scheduler.agent_lost(event.now)
+            self._order.lost()
+            self._compare_state("agent_lost", event.state)
+        elif isinstance(event, FailedAll):
+            ended = self._scheduler.fail_all("", event.now)
+            self._compare("fail_all", "requests that end", event.num_ended, len(ended))
+            self._compare_state("fail_all", event.state)
+        elif isinstance(event, TookEnded):
+            updates = self._scheduler.take_ended()
+            replayed = [self._numbers[update.request.request_id] for update in updates]
+            self._compare("take_ended", "requests", event.numbers, replayed)
+        elif isinstance(event, VoidSteps):
+            self._compare("void_steps", "steps", event.seqs, self._scheduler.void_steps())
+        else:
+            self._raise_again(event)
+
+    def _add(self, event: Added) -> None:
+        request, refusal = make_request(event.facts, event.prompt), None
+        request.end_token_ids = EndingNames()
+        try:
+            self._scheduler.add_request(request)
+        except LLMServingError as error:
+            refusal = type(error).__name__
+        else:
+            self._know(event.number, request)
+        self._compare("add_request", "refusal", event.refusal, refusal)
+
+    def _schedule(self, event: Scheduled) -> None:
+        try:
+            step = self._scheduler.schedule(event.now)
+        except Exception as error:  # whatever the code at hand does wrong is a difference
+            raise _DiffersError("schedule", "raised", None, repr(error)) from error
+        replayed = None if step is None else self._reader.step(_as_read(self._writer.record(step, self._number_of)))
+        if replayed is None or event.step is None:
+            self._compare("schedule", "step", event.step, replayed)
+            self._compare("schedule", "wake-up", event.wakeup, self._scheduler.next_wakeup(event.now))
+        else:
+            for declared in fields(RecordedStep):
+                name = declared.name
+                self._compare("schedule", name, getattr(event.step, name), getattr(replayed, name))
+            assert step is not None
+            self._sent(step)
+        self._compare_state("schedule", event.state)
+        self._num_steps += step is not None
+
+    def _answer(self, event: Answered) -> None:
+        overtaken = self._order.answered(event.seq, ran=event.fault is None)
+        if overtaken is not None:
+            rule = f"step {overtaken} was sent earlier and runs first (agent's queue, policy {self._order.policy})"
+            raise _DiffersError("update", "order of answers", f"step {event.seq} answered before {overtaken}", rule)
+        times = (event.queue_us, event.graph_us, event.sample_us)
+        do_sample = self._sampling.pop(event.seq, [])
+        self._let_end(event)
+        result = make_result(event.seq, do_sample, event.fault, event.ends, event.names, times)
+        outcome: int | str
+        try:
+            outcome = len(self._scheduler.update(result, event.now))
+        except Exception as error:
+            outcome = type(error).__name__
+        self._compare("update", "updates", event.outcome, outcome)
+        self._compare_state("update", event.state)
+
+    def _let_end(self, event: Answered) -> None:
+        """The tokens that ended their requests are what ends them here."""
+        requests = self._step_requests.pop(event.seq, [])
+        if event.names is None:
+            return
+        for index in event.ends:
+            endings = requests[index].end_token_ids
+            if event.names[index] != PLAIN_TOKEN and isinstance(endings, EndingNames):
+                endings.names.add(event.names[index])
+
+    def _finish(self, event: Finished) -> None:
+        request = self._requests.get(-1 if event.number is None else event.number)
+        request_id = "unknown" if request is None else request.request_id
+        update = self._scheduler.finish_request(request_id, FinishReason[event.reason], event.now)
+        self._compare("finish_request", "was there", event.was_there, update is not None)
+
+    def _raise_again(self, event: Raised) -> None:
+        replayed = None
+        if event.call is Tag.SCHEDULE:
+            try:
+                self._scheduler.schedule(event.now)
+            except Exception as error:
+                replayed = type(error).__name__
+        self._compare(event.call.name.lower(), "raised", event.error, replayed)
+
+    def _number_of(self, request: Request) -> int:
+        return self._numbers[request.request_id]
+
+    def _own_tokens(self, request: Request) -> list[int] | None:
+        """In a replay the tokens are pseudonyms already."""
+        if not self._has_identities:
+            return None
+        return [*request.prompt_token_ids, *request.output_token_ids]
+
+    # Comparisons
+
+    def _compare(self, call: str, field: str, recorded: object, replayed: object) -> None:
+        if recorded != replayed:
+            raise _DiffersError(call, field, recorded, replayed)
+
+    def _compare_state(self, call: str, recorded: list[int]) -> None:
+        for name, before, after in zip(STATE_NAMES, recorded, state_of(self._scheduler), strict=True):
+            self._compare(call, name, before, after)
+
+
+def _as_read(record: list[Any]) -> list[Any]:
+    """Copies of lists that the scheduler goes on with."""
+    return [list(part) if isinstance(part, list) else part for part in record]

@@ -1,0 +1,196 @@
+"""The requests of a stretch again, under other settings: the real scheduler on a virtual clock.
+
+Requests arrive when they did and end as they did: with the same number of tokens where they ended by themselves, left
+when their clients had as many tokens as when they left. How long a step takes comes from a fit to the recorded steps
+(``performance.simulation.fit``). The run is recorded like any other, so it has the same figures and timeline.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from llm_serving.errors import LLMServingError
+from llm_serving.flight.facts import make_request
+from llm_serving.flight.format import FlightRecordingError
+from llm_serving.flight.history import Arrival, arrivals
+from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN
+from llm_serving.flight.reader import Answered, Scheduled, Stretch, read_recording
+from llm_serving.flight.setup import limits_from_map, limits_to_map, record
+from llm_serving.flight.steps import RecordedStep
+from llm_serving.ipc.shm import NUM_SLOTS
+from llm_serving.request import FinishReason, Request
+from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.output import MoveKind, RequestUpdate, ScheduledStep
+from llm_serving.scheduler.scheduler import Scheduler
+from performance.simulation.agent import VirtualAgent
+from performance.simulation.device import CostModel
+from performance.simulation.fit import FittedDevice, MeasuredStep, StepFit, fit_steps
+from performance.simulation.work import StepWork
+
+__all__ = ["DeviceModel", "changed_limits", "fit_device", "what_if"]
+
+_RING_BYTES = 1 << 33
+"""A run in memory's time is never cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """How long things take, from a recording."""
+
+    fit: StepFit
+    latency_s: float
+    """What a step takes on the way beside its run, to the agent and back."""
+
+    @property
+    def device(self) -> CostModel:
+        return FittedDevice(self.fit)
+
+
+def changed_limits(values: dict[str, Any], changes: Sequence[str]) -> SchedulerLimits:
+    """The recorded limits with some changed: ``name=value``, ``scheduler_config.name=value`` too.
+
+    Raises FlightRecordingError for a name that is none of theirs, or a value they cannot have.
+    """
+    limits = limits_from_map(values)
+    known = {declared.name for declared in fields(limits)}
+    changed = limits_to_map(limits)
+    for change in changes:
+        key, equals, text = change.partition("=")
+        name = key.rpartition(".")[2]
+        if not equals or name not in known:
+            raise FlightRecordingError(f"--set {change}: give KEY=VALUE, KEY one of {', '.join(sorted(known))}")
+        changed[name] = _value(text)
+    return limits_from_map(changed)
+
+
+def _value(text: str) -> Any:
+    words = {"true": True, "false": False, "null": None, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def fit_device(stretch: Stretch) -> DeviceModel:
+    """The device of a recording. Raises UsageError when it has too few steps to tell anything."""
+    sent: dict[int, tuple[float, RecordedStep]] = {}
+    steps, latencies = [], []
+    for event in stretch.events():
+        if isinstance(event, Scheduled) and event.step is not None:
+            sent[event.step.seq] = (event.now, event.step)
+        elif isinstance(event, Answered) and event.seq in sent and event.fault is None:
+            scheduled, step = sent.pop(event.seq)
+            busy_us = event.graph_us + event.sample_us
+            steps.append(_measured(step, busy_us / 1e6))
+            latencies.append(max(event.now - scheduled - (event.queue_us + busy_us) / 1e6, 0.0))
+    return DeviceModel(fit_steps(steps, {"name": "recorded"}), statistics.median(latencies) if latencies else 0.0)
+
+
+def _measured(step: RecordedStep, seconds: float) -> MeasuredStep:
+    copies = sum(move.kind is MoveKind.COPY for move in step.moves)
+    pairs = sum(
+        length * start + length * (length + 1) // 2 for start, length in zip(step.starts, step.query_lens, strict=True)
+    )
+    work = StepWork(step.kind, step.num_tokens, step.num_seqs, sum(step.do_sample), step.num_context_tokens, pairs)
+    return MeasuredStep(work, seconds, len(step.moves) - copies, copies)
+
+
+def what_if(stretch: Stretch, limits: SchedulerLimits, model: DeviceModel) -> Stretch:
+    """The stretch's requests served under ``limits``."""
+    with tempfile.TemporaryDirectory() as folder:
+        _VirtualRun(arrivals(stretch), limits, model, Path(folder)).run()
+        (served,) = read_recording(Path(folder))
+    return served
+
+
+class _VirtualRun:
+    """The engine's loop on a virtual clock."""
+
+    def __init__(self, wanted: list[Arrival], limits: SchedulerLimits, model: DeviceModel, folder: Path) -> None:
+        self._recorder = record(Scheduler(limits), folder, _RING_BYTES, on_error=_fail)
+        self._agent = VirtualAgent(model.device, limits.policy.value, self._sample)
+        self._back_s = model.latency_s
+        self._arriving = deque(sorted(wanted, key=_arrival_time))
+        self._wanted = {arrival.facts["request_id"]: arrival for arrival in wanted}
+        self._leaving: deque[tuple[float, str]] = deque(
+            sorted(
+                (arrival.end_time, arrival.facts["request_id"])
+                for arrival in wanted
+                if arrival.end == "abort" and not arrival.token_times and arrival.end_time is not None
+            )
+        )
+        self._num_in_flight = 0
+
+    def run(self) -> None:
+        now = 0.0
+        while (wake := self._next_event(now)) is not None:
+            now = max(now, wake)
+            self._turn(now)
+        if not self._recorder.is_idle:
+            raise AssertionError("the scheduler stands still with requests in it")
+        self._recorder.close()
+
+    def _next_event(self, now: float) -> float | None:
+        answer = self._agent.next_answer()
+        times = [
+            None if answer is None else answer + self._back_s,
+            _arrival_time(self._arriving[0]) if self._arriving else None,
+            self._leaving[0][0] if self._leaving else None,
+            self._recorder.next_wakeup(now),
+        ]
+        return min((moment for moment in times if moment is not None), default=None)
+
+    def _turn(self, now: float) -> None:
+        while self._arriving and _arrival_time(self._arriving[0]) <= now:
+            self._add(self._arriving.popleft())
+        while self._leaving and self._leaving[0][0] <= now:
+            self._recorder.finish_request(self._leaving.popleft()[1], FinishReason.ABORT, now)
+        for _, result in self._agent.run_until(now - self._back_s):
+            self._num_in_flight -= 1
+            for update in self._recorder.update(result, now):
+                self._maybe_leave(update, now)
+        while self._num_in_flight < NUM_SLOTS and (step := self._recorder.schedule(now)) is not None:
+            self._num_in_flight += 1
+            self._agent.submit(step, now)
+        self._recorder.take_ended()
+
+    def _add(self, arrival: Arrival) -> None:
+        try:
+            self._recorder.add_request(make_request(arrival.facts, arrival.prompt))
+        except LLMServingError:
+            return  # it is refused, as its record says
+
+    def _maybe_leave(self, update: RequestUpdate, now: float) -> None:
+        """The client leaves with as many tokens as it had when it left."""
+        request = update.request
+        arrival = self._wanted[request.request_id]
+        if arrival.end == "abort" and len(request.output_token_ids) >= arrival.num_output_tokens:
+            self._recorder.finish_request(request.request_id, FinishReason.ABORT, now)
+
+    def _sample(self, step: ScheduledStep) -> list[int]:
+        positions = zip(step.requests, step.sample_positions, step.do_sample, strict=True)
+        return [self._token(request, position) if samples else -1 for request, position, samples in positions]
+
+    def _token(self, request: Request, position: int) -> int:
+        arrival = self._wanted[request.request_id]
+        if arrival.end == "stop" and position + 1 >= arrival.num_output_tokens:
+            return ENDING_TOKEN
+        return arrival.names[position] if position < len(arrival.names) else PLAIN_TOKEN
+
+
+def _arrival_time(arrival: Arrival) -> float:
+    return float(arrival.facts["arrival_time"])
+
+
+def _fail(message: str) -> None:
+    raise AssertionError(message)
