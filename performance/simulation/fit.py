@@ -6,7 +6,8 @@ The time of a step is taken as a sum of terms that can only add time, each a cou
     first tokens are cheap; the sum is convex and piecewise linear); sequences; rows sampled; keys read; pairs of a
     query and a position beyond those; blocks swapped, blocks copied
 
-Residuals are weighted by one over the measured time, so that a small step counts as much as a large one, and steps
+Residuals are weighted by one over the time expected (by one over the measured one in the first round, which is biased
+to short steps but not led astray by single long ones), so that a small step counts as much as a large one, and steps
 that the machine held up (beyond ``OUTLIER`` times the fit) do not shape it. What all steps took, relative to the
 fit, is kept as quantiles: a simulation draws from them, and so has the machine's mean and tails.
 
@@ -47,7 +48,7 @@ TERMS = (
     "copied_blocks",
 )
 OUTLIER = 3.0
-ROUNDS = 3
+ROUNDS = 5
 NUM_QUANTILES = 99
 LEAST_STEPS = 50
 TOLERANCE = 1e-10
@@ -105,11 +106,11 @@ def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None =
         raise UsageError(f"{len(steps)} steps with a time are recorded; a fit takes at least {LEAST_STEPS}")
     counts = np.array([terms_of(step.work, step.swapped_blocks, step.copied_blocks) for step in steps], float)
     seconds = np.array([step.seconds for step in steps])
-    kept = np.ones(len(steps), bool)
+    kept, expected = np.ones(len(steps), bool), seconds
     for _ in range(ROUNDS):
-        weights = 1.0 / seconds[kept]
-        coefficients = non_negative_least_squares(counts[kept] * weights[:, None], np.ones(int(kept.sum())))
-        predicted = np.maximum(counts @ coefficients, TOLERANCE)
+        weights = 1.0 / expected[kept]
+        coefficients = non_negative_least_squares(counts[kept] * weights[:, None], seconds[kept] * weights)
+        expected = predicted = np.maximum(counts @ coefficients, TOLERANCE)
         kept = seconds <= OUTLIER * predicted
     ratio = seconds / predicted
     quantiles = np.quantile(ratio, (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES)
