@@ -85,7 +85,7 @@ class Metrics:
         self._parts = {part: parts.labels(part) for part in PARTS}
         blocked = Counter(
             "llm_serving_queue_blocked_seconds",
-            "Time requests stood at the head of the queue and could not start, by reason.",
+            "Time requests waited because the next in line could not start, by reason.",
             ["reason"],
             registry=registry,
         )

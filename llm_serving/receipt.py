@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 
-__all__ = ["MAX_BLOCKERS", "BlockReason", "Phase", "Receipt", "microseconds"]
+__all__ = ["MAX_BLOCKERS", "BlockReason", "Phase", "Receipt", "WaitingLine", "microseconds"]
 
 MAX_BLOCKERS = 8
 """Requests a receipt names as those it waited for."""
@@ -51,12 +51,45 @@ class BlockReason(enum.Enum):
     """A request that was preempted goes first."""
 
 
+class WaitingLine:
+    """Why the first in line could not start, over time: what everybody behind it waited for, too. One a queue."""
+
+    __slots__ = ("_blocked_us", "_reason", "_since", "blockers")
+
+    def __init__(self) -> None:
+        self.blockers: tuple[str, ...] = ()
+        """The requests that were in the way when one was last."""
+        self._reason: BlockReason | None = None
+        self._since = 0
+        self._blocked_us: dict[BlockReason, int] = {}
+
+    def blocked(self, reason: BlockReason, by: Sequence[str], now: float) -> None:
+        """The first in line was passed over; the time until the next look counts for ``reason``."""
+        self.moved(now)
+        self._reason, self._since = reason, microseconds(now)
+        if by:
+            self.blockers = tuple(by[:MAX_BLOCKERS])
+
+    def moved(self, now: float) -> None:
+        """The first in line starts, or the line was empty: nothing stands in the way for now."""
+        if self._reason is not None:
+            self._blocked_us = self.total(microseconds(now))
+            self._reason = None
+
+    def total(self, now_us: int) -> dict[BlockReason, int]:
+        """Microseconds by reason up to ``now_us``, since the line was made."""
+        total, reason = self._blocked_us.copy(), self._reason
+        if reason is not None:
+            total[reason] = total.get(reason, 0) + max(0, now_us - self._since)
+        return total
+
+
 class Receipt:
     """Time in each phase, and what held the request up. ``start`` and ``now`` are seconds on one clock that never goes
     back; written by one thread, while others may read."""
 
-    __slots__ = ("_blocked_since", "_blockers", "_reason", "_state", "blocked_us", "cached_tokens", "chunks",
-                 "num_blocked", "preemptions", "start_us", "swaps")  # fmt: skip
+    __slots__ = ("_blocked_since", "_blockers", "_joined_at", "_line", "_reason", "_state", "blocked_us",
+                 "cached_tokens", "chunks", "num_blocked", "preemptions", "start_us", "swaps")  # fmt: skip
 
     def __init__(self, start: float = 0.0) -> None:
         self.start_us = microseconds(start)
@@ -72,10 +105,17 @@ class Receipt:
         self.num_blocked: dict[BlockReason, int] = {}
         """Times the scheduler passed over it at the head of the queue, by reason."""
         self.blocked_us: dict[BlockReason, int] = {}
-        """Microseconds at the head of the queue, by reason: from one look of the scheduler to the next."""
+        """Microseconds by reason in which nobody could start from where it waited: while it was in a line, what the
+        first in that line was held up by, itself or another; else what it was held up by itself."""
         self._blockers: dict[str, int] = {}
         self._reason: BlockReason | None = None
         self._blocked_since = 0
+        self._line: WaitingLine | None = None
+        self._joined_at: dict[BlockReason, int] = {}
+
+    def join(self, line: WaitingLine) -> None:
+        """It waits in this line, from its start until it enters another phase."""
+        self._line, self._joined_at = line, line.total(self.start_us)
 
     def enter(self, phase: Phase, now: float) -> None:
         """The phase before ends. Entering PREEMPTED or SWAPPED counts a preemption or a swap."""
@@ -85,6 +125,7 @@ class Receipt:
         now_us = max(microseconds(now), since)
         self._state = (phase, now_us, self._phases_until(now_us))
         self._close_block(now_us)
+        self._leave(now_us)
         if phase is Phase.PREEMPTED:
             self.preemptions += 1
         elif phase is Phase.SWAPPED:
@@ -105,6 +146,13 @@ class Receipt:
         """It starts: what stood in its way is gone. ``enter`` says the same, but a preempted request starts without
         entering a phase."""
         self._close_block(microseconds(now))
+
+    def blocked_until(self, now: float) -> dict[BlockReason, int]:
+        """``blocked_us`` with the line it is in counted up to ``now``."""
+        line, joined_at = self._line, self._joined_at
+        if line is None:
+            return self.blocked_us.copy()
+        return _difference(line.total(microseconds(now)), joined_at)
 
     @property
     def phase(self) -> Phase:
@@ -147,6 +195,16 @@ class Receipt:
             self.blocked_us[self._reason] = self.blocked_us.get(self._reason, 0) + spent
             self._reason = None
 
+    def _leave(self, now_us: int) -> None:
+        line, self._line = self._line, None
+        if line is None:
+            return
+        self.blocked_us = _difference(line.total(now_us), self._joined_at)
+        self._joined_at = {}
+        if self.blocked_us and not self._blockers:  # it was never the first: who stood in the way of that one?
+            for request_id in line.blockers:
+                self._note_blocker(request_id)
+
     def _note_blocker(self, request_id: str) -> None:
         """Counts in bounded memory: a newcomer takes the place of the one seen least, and its count (Space-Saving,
         Metwally et al. 2005), so one that is there most of the time stays."""
@@ -158,6 +216,12 @@ class Receipt:
         else:
             least = min(blockers, key=blockers.__getitem__)
             blockers[request_id] = blockers.pop(least) + 1
+
+
+def _difference(total: dict[BlockReason, int], before: dict[BlockReason, int]) -> dict[BlockReason, int]:
+    """What has been added, without what has not changed."""
+    more = {reason: total_us - before.get(reason, 0) for reason, total_us in total.items()}
+    return {reason: us for reason, us in more.items() if us > 0}
 
 
 def microseconds(seconds: float) -> int:

@@ -162,11 +162,11 @@ class TokenLogits:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A reason that kept a request at the head of the queue from starting."""
+    """A reason that kept a request from starting, or while it was not the first in line the one that was."""
 
     reason: BlockReason
     times: int
-    """So often the scheduler passed it over for this reason."""
+    """So often the scheduler passed it over for this reason while it was the first; 0 if it never was."""
     seconds: float
     """Time from those looks to the next ones; in ``RequestTimings.queue``, or ``preempted`` for one that was."""
 

@@ -104,23 +104,9 @@ class EngineCore:
 
     def status(self) -> EngineStatus:
         """A picture of the moment; its numbers may be a step apart from one another."""
-        scheduler, last = self._scheduler, self._last_answer
-        return EngineStatus(
-            state=self.state.value,
-            running=scheduler.num_running,
-            waiting=max(0, scheduler.num_waiting),
-            free_blocks=scheduler.num_free_blocks,
-            total_blocks=scheduler.num_blocks,
-            steps=self._num_steps,
-            last_step_age_s=None if last is None else max(0.0, self._clock() - last),
-            agents=self._executor.agents(),
-            preemptions=scheduler.num_preemptions,
-            swapped=scheduler.num_swapped,
-            swaps=scheduler.num_swaps,
-            kv_waste=scheduler.kv_waste,
-            prefix_hit_tokens=scheduler.prefix_hit_tokens,
-            prefix_query_tokens=scheduler.prefix_query_tokens,
-        )
+        last = self._last_answer
+        age = None if last is None else max(0.0, self._clock() - last)
+        return EngineStatus.of(self.state, self._scheduler, self._executor.agents(), self._num_steps, age)
 
     def queue_full(self) -> QueueFullError | None:
         """Why one more request would be refused, as far as can be told without asking the scheduler's thread; None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from llm_serving.errors import LLMServingError
-from llm_serving.receipt import Phase, Receipt, microseconds
+from llm_serving.receipt import BlockReason, Phase, Receipt, microseconds
 from llm_serving.request import Blocked, FinishReason, Request, RequestOutput, RequestTimings, TokenLogits
 from llm_serving.scheduler.output import RequestUpdate, StepResult
 from llm_serving.statistics import time_per_output_token
@@ -148,7 +148,7 @@ def request_timings(request: Request, now: float | None = None) -> RequestTiming
         num_swaps=receipt.swaps,
         num_chunks=receipt.chunks,
         num_cached_tokens=request.num_cached_tokens,
-        blocked=_blocked(receipt),
+        blocked=_blocked(receipt, receipt.blocked_us if now is None else receipt.blocked_until(now)),
         blocked_by=tuple(receipt.blockers),
     )
 
@@ -160,10 +160,12 @@ def _time_per_output_token(request: Request) -> float | None:
     return time_per_output_token(request.first_token_time, request.finish_time, len(request.output_token_ids))
 
 
-def _blocked(receipt: Receipt) -> tuple[Blocked, ...]:
-    seconds = receipt.blocked_us.copy()
+def _blocked(receipt: Receipt, blocked_us: Mapping[BlockReason, int]) -> tuple[Blocked, ...]:
+    times = receipt.num_blocked.copy()
     blocked = [
-        Blocked(reason, times, seconds.get(reason, 0) / 1e6) for reason, times in receipt.num_blocked.copy().items()
+        Blocked(reason, times.get(reason, 0), blocked_us.get(reason, 0) / 1e6)
+        for reason in BlockReason
+        if reason in times or reason in blocked_us
     ]
     return tuple(sorted(blocked, key=lambda one: (-one.seconds, -one.times, one.reason.value)))
 

@@ -49,6 +49,33 @@ class EngineStatus:
     """Prompt tokens found in the prefix cache, of those looked up."""
     prefix_query_tokens: int = 0
 
+    @classmethod
+    def of(
+        cls,
+        state: EngineState,
+        scheduler: Scheduler,
+        agents: list[dict[str, object]],
+        steps: int,
+        last_step_age_s: float | None,
+    ) -> EngineStatus:
+        """Read off the scheduler, by any thread."""
+        return cls(
+            state=state.value,
+            running=scheduler.num_running,
+            waiting=max(0, scheduler.num_waiting),
+            free_blocks=scheduler.num_free_blocks,
+            total_blocks=scheduler.num_blocks,
+            steps=steps,
+            last_step_age_s=last_step_age_s,
+            agents=agents,
+            preemptions=scheduler.num_preemptions,
+            swapped=scheduler.num_swapped,
+            swaps=scheduler.num_swaps,
+            kv_waste=scheduler.kv_waste,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+        )
+
 
 class StateLine:
     """Counts since the last ``engine_state`` line, and when the next is due: only if something has changed."""

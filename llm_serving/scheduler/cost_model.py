@@ -19,7 +19,7 @@ _KEEP = 1 - 1 / 256
 _SOLVE_EVERY = 8
 """Steps between two looks at what they say together."""
 
-_RIDGE = 1e-4
+_RIDGE = 1e-7
 """How much a number that the steps say nothing about stays near zero, against what they say of the others."""
 
 _SCALES = (1.0, 1.0 / 16, 1.0 / 4096, 1.0 / 64)

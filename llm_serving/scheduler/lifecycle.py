@@ -44,6 +44,9 @@ class Lifecycle:
         sequence = Sequence(request, state.num_arrivals, max_output_tokens)
         state.num_arrivals += 1
         self.sequences[request.request_id] = sequence
+        if not state.waiting:
+            state.line.moved(request.arrival_time)
+        request.receipt.join(state.line)
         state.waiting.append(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:

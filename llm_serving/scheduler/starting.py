@@ -83,6 +83,7 @@ class Starter:
         request = sequence.request
         self._state.running.start(sequence)
         request.receipt.unblocked(now)
+        self._state.line.moved(now)
         sequence.notes_tokens = True
         request.status = RequestStatus.RUNNING
         if request.first_scheduled_time is None:
@@ -95,3 +96,4 @@ class Starter:
     def _note(self, sequence: Sequence, obstacle: BlockReason, now: float) -> None:
         by = [running.request.request_id for running in islice(self._state.running, MAX_BLOCKERS)]
         sequence.request.receipt.blocked(obstacle, by, now)
+        self._state.line.blocked(obstacle, by, now)

@@ -6,6 +6,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
+from llm_serving.receipt import WaitingLine
 from llm_serving.scheduler.in_flight import InFlightSteps
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.queue_order import QueueOrder
@@ -29,6 +30,8 @@ class SchedulerState:
     in_flight: InFlightSteps
     swapped: list[Sequence] = field(default_factory=list)
     """In order of arrival."""
+    line: WaitingLine = field(default_factory=WaitingLine)
+    """What holds up those in ``waiting``, for their receipts."""
     num_arrivals: int = 0
     """Requests taken in since the start; the arrival index of the next."""
     num_started: int = 0

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from llm_serving.receipt import MAX_BLOCKERS, BlockReason, Phase, Receipt
+from llm_serving.receipt import MAX_BLOCKERS, BlockReason, Phase, Receipt, WaitingLine
 from llm_serving.request import Request, RequestStatus, SamplingParams
 
 
@@ -104,6 +104,44 @@ def test_the_blockers_seen_most_are_kept_among_a_crowd() -> None:
     assert receipt.blockers[0] == "stays"
     assert len(receipt.blockers) == MAX_BLOCKERS
     assert len(receipt._blockers) == 4 * MAX_BLOCKERS
+
+
+def test_everybody_in_line_waits_for_what_the_first_waits_for() -> None:
+    """Times are seconds; the second joins while the first is blocked, and both start at 6."""
+    line = WaitingLine()
+    first, second, third = Receipt(0.0), Receipt(2.0), Receipt(7.0)
+    first.join(line)
+    first.blocked(BlockReason.ROWS, ["a"], 1.0)
+    line.blocked(BlockReason.ROWS, ["a"], 1.0)
+    second.join(line)
+    first.blocked(BlockReason.BLOCKS, ["b", "c"], 4.0)
+    line.blocked(BlockReason.BLOCKS, ["b", "c"], 4.0)
+    assert second.blocked_until(5.0) == {BlockReason.ROWS: 2_000_000, BlockReason.BLOCKS: 1_000_000}
+    first.unblocked(6.0)
+    line.moved(6.0)
+    third.join(line)
+    for receipt, start in ((first, 6.0), (second, 6.0), (third, 8.0)):
+        receipt.enter(Phase.PREFILL, start)
+    assert first.blocked_us == {BlockReason.ROWS: 3_000_000, BlockReason.BLOCKS: 2_000_000}
+    assert second.blocked_us == {BlockReason.ROWS: 2_000_000, BlockReason.BLOCKS: 2_000_000}
+    assert (first.blockers, second.blockers) == (["a", "b", "c"], ["b", "c"])
+    assert (second.num_blocked, third.blocked_us, third.blockers) == ({}, {}, [])
+
+
+def test_out_of_the_line_a_request_is_held_up_by_what_stands_before_itself() -> None:
+    line = WaitingLine()
+    receipt = Receipt(0.0)
+    receipt.join(line)
+    line.blocked(BlockReason.ROWS, ["a"], 0.0)
+    receipt.enter(Phase.PREFILL, 1.0)
+    receipt.enter(Phase.PREEMPTED, 2.0)
+    receipt.blocked(BlockReason.BLOCKS, ["b"], 2.0)
+    receipt.unblocked(2.5)
+    line.blocked(BlockReason.POLICY, [], 5.0)
+    receipt.enter(Phase.DONE, 9.0)
+    assert (
+        receipt.blocked_us == receipt.blocked_until(9.0) == {BlockReason.ROWS: 1_000_000, BlockReason.BLOCKS: 500_000}
+    )
 
 
 def test_a_request_begins_its_receipt_with_its_arrival() -> None:

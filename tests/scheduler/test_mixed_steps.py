@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from fakes import make_limits, make_request
 from simulation import Simulation
@@ -135,12 +137,12 @@ def test_decode_first_does_not_let_a_prompt_wait_for_good(ahead: int) -> None:
 
 def test_under_decode_first_many_waiting_prompts_start_sooner() -> None:
     simulation = Simulation(make_limits(policy=Policy.DECODE_FIRST, decode_steps_ahead=0, max_num_seqs=8,
-                                        prefill_batch_size=1, num_blocks=200, max_model_len=300))  # fmt: skip
+                                        prefill_batch_size=1, num_blocks=600, max_model_len=300))  # fmt: skip
     simulation.add(make_request("a", 5, 200))
     simulation.step()
     simulation.add(*(make_request(f"b{index}", 5, 200) for index in range(7)))
     simulation.finish()
     ran = [simulation.steps[seq] for seq in simulation.device.ran]
     prefills = [place for place, step in enumerate(ran) if step.kind is StepKind.PREFILL]
-    between = [later - earlier - 1 for earlier, later in zip(prefills, prefills[1:], strict=False)]
+    between = [later - earlier - 1 for earlier, later in pairwise(prefills)]
     assert between == [4, 5, 6, 8, 10, 16, 32]

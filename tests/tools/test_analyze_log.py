@@ -76,6 +76,12 @@ class LogMaker:
                 "decode_batch_mean": float(running),
                 "output_tokens_per_s": 50.0,
                 "preemptions": 0,
+                "mixed_steps": 3,
+                "mixed_tokens": 30,
+                "move_steps": 1,
+                "kv_waste": 0.0625,
+                "prefix_hit_tokens": 16,
+                "prefix_query_tokens": 64,
             }
             | fields,
         )
@@ -169,6 +175,13 @@ def test_the_json_of_a_small_log_is_exact(maker: LogMaker) -> None:
             "decode_steps": 16,
             "prefill_tokens": 40,
             "decode_tokens": 48,
+            "mixed_steps": 6,
+            "mixed_tokens": 60,
+            "move_steps": 2,
+            "kv_waste": {"mean": 0.0625, "max": 0.0625},
+            "swapped": {"mean": 0.0, "max": 0.0},
+            "prefix_hit_tokens": 32,
+            "prefix_query_tokens": 128,
         },
         "agents": {"ready": 1, "lost": 0, "restarts": 0},
         "errors": 0,
@@ -348,6 +361,8 @@ def test_the_report_as_text(maker: LogMaker, capsys: pytest.CaptureFixture[str])
     assert ["queue", "583", "500", "900", "990", "1000"] in lines
     assert ["r1", "3.00", "500", "500", "2000", "10", "5", "0", "length"] in lines
     assert ["running", "requests", "3.00", "4.00", "▅█"] in lines
+    text = " ".join(" ".join(line) for line in lines)
+    assert "6 mixed (60 tokens), 2 of block moves 32 prompt tokens found in the prefix cache, 25 % of 128" in text
 
 
 def test_the_html_is_well_formed_self_contained_and_escaped(maker: LogMaker, tmp_path: Path) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 
-from llm_serving.request import PARTS
-from llm_serving.statistics import Distribution, normalized_latency
 from tools.log_analysis.reader import LogEvent, LogReader
 from tools.log_analysis.records import EngineState, RequestEnd
 from tools.log_analysis.timeline import Timeline
+from tools.log_analysis.totals import EngineTotals, Phases
 from tools.log_analysis.why_slow import WhySlow
 
 SLOWEST = 10
@@ -22,58 +21,6 @@ KEPT_MESSAGES = 20
 MAX_NAMES = 200
 """Different event names, APIs and finish reasons counted apart; more share one line."""
 MAX_OPEN_REQUESTS = 200_000
-
-
-@dataclass(slots=True)
-class Phases:
-    """Latencies of requests that got their whole answer, in milliseconds."""
-
-    tokenise: Distribution = field(default_factory=Distribution)
-    queue: Distribution = field(default_factory=Distribution)
-    prefill: Distribution = field(default_factory=Distribution)
-    decode: Distribution = field(default_factory=Distribution)
-    preempted: Distribution = field(default_factory=Distribution)
-    swapped: Distribution = field(default_factory=Distribution)
-    delivery: Distribution = field(default_factory=Distribution)
-    ttft: Distribution = field(default_factory=Distribution)
-    tpot: Distribution = field(default_factory=Distribution)
-    e2e: Distribution = field(default_factory=Distribution)
-    normalized: Distribution = field(default_factory=Distribution)
-
-    def part(self, name: str) -> Distribution:
-        """Of one of the parts of a request's time."""
-        distribution: Distribution = getattr(self, name)
-        return distribution
-
-    def add(self, end: RequestEnd) -> None:
-        for distribution, value in (
-            *((self.part(part), getattr(end, f"{part}_ms")) for part in PARTS),
-            (self.ttft, end.ttft_ms),
-            (self.tpot, end.tpot_ms),
-            (self.e2e, end.e2e_ms),
-            (self.normalized, None if end.e2e_ms is None else normalized_latency(end.e2e_ms, end.output_tokens)),
-        ):
-            if value is not None:
-                distribution.add(value)
-
-
-@dataclass(slots=True)
-class EngineTotals:
-    """Sums over the periodic state lines."""
-
-    lines: int = 0
-    lines_with_queue: int = 0
-    steps: int = 0
-    prefill_steps: int = 0
-    decode_steps: int = 0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    decode_rows: float = 0.0
-    """Rows of all decode steps: divided by their number it is the mean batch."""
-
-    @property
-    def decode_batch_mean(self) -> float | None:
-        return self.decode_rows / self.decode_steps if self.decode_steps else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,19 +183,13 @@ class LogAnalysis:
 
     def _engine_state(self, event: LogEvent) -> None:
         state = msgspec.convert(event.fields, EngineState)
-        engine = self.engine
-        engine.lines += 1
-        engine.lines_with_queue += state.waiting > 0
-        engine.steps += state.steps
-        engine.prefill_steps += state.prefill_steps
-        engine.decode_steps += state.decode_steps
-        engine.prefill_tokens += state.prefill_tokens
-        engine.decode_tokens += state.decode_tokens
-        engine.decode_rows += (state.decode_batch_mean or 0.0) * state.decode_steps
+        self.engine.add(state)
         for name, value in (
             ("running", state.running),
             ("waiting", state.waiting),
+            ("swapped", state.swapped),
             ("kv_use", state.kv_use),
+            ("kv_waste", state.kv_waste if state.running else None),
             ("kv_use_while_waiting", state.kv_use if state.waiting else None),
             ("decode_batch", state.decode_batch_mean if state.decode_steps else None),
             ("output_tokens_per_s", state.output_tokens_per_s),

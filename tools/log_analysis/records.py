@@ -62,8 +62,15 @@ class EngineState(msgspec.Struct):
     decode_steps: Count = 0
     prefill_tokens: Count = 0
     decode_tokens: Count = 0
+    mixed_steps: Count = 0
+    mixed_tokens: Count = 0
+    move_steps: Count = 0
     decode_batch_mean: float | None = None
     output_tokens_per_s: float | None = None
+    swapped: Count = 0
+    kv_waste: float | None = None
+    prefix_hit_tokens: Count = 0
+    prefix_query_tokens: Count = 0
     preemptions: Count = 0
 
     @property

@@ -85,6 +85,7 @@ def _engine(analysis: LogAnalysis) -> str:
         ("running", "running requests", 1.0),
         ("waiting", "waiting requests", 1.0),
         ("kv_use", "KV blocks in use (%)", 100.0),
+        ("kv_waste", "of them empty (%)", 100.0),
         ("decode_batch", "decode batch", 1.0),
         ("output_tokens_per_s", "output tokens/s", 1.0),
     ):
@@ -97,6 +98,13 @@ def _engine(analysis: LogAnalysis) -> str:
         f"{engine.decode_steps} decode ({engine.decode_tokens} tokens, "
         f"mean batch {format_number(engine.decode_batch_mean)})"
     )
+    if engine.mixed_steps:
+        steps += f", {engine.mixed_steps} mixed ({engine.mixed_tokens} tokens)"
+    if engine.move_steps:
+        steps += f", {engine.move_steps} of block moves"
+    if engine.prefix_query_tokens:
+        found, looked_up = engine.prefix_hit_tokens, engine.prefix_query_tokens
+        steps += f"\n  {found} prompt tokens found in the prefix cache, {100 * found / looked_up:.0f} % of {looked_up}"
     width = max(len("over time"), *(len(row[3]) for row in rows))
     rows = [[*row[:3], row[3].ljust(width)] for row in rows]
     return format_table(["engine", "mean", "max", "over time".ljust(width)], rows) + "\n" + steps

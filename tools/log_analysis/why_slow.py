@@ -58,10 +58,10 @@ class SlowRequests:
     typical: Composition
     slow: Composition
     blocked_ms: dict[str, float]
-    """Mean time at the head of the queue by reason, longest first."""
+    """Mean time a slow request waited because the next in line could not start, by reason, longest first."""
     blockers: list[Blocker]
     preemptions: float
-    """Mean of a slow request; so is ``swaps``."""
+    """Times a slow request lost its blocks, on average; ``swaps``: those to host memory."""
     swaps: float
 
     @property

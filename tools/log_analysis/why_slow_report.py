@@ -142,9 +142,7 @@ def _queue(result: SlowRequests) -> str:
         f"{_seconds(milliseconds)} because {_REASONS.get(reason, reason)}"
         for reason, milliseconds in list(result.blocked_ms.items())[:3]
     ]
-    behind = result.slow.parts["queue"] - sum(result.blocked_ms.values())
-    line = f", after {_seconds(behind)} behind others" if behind >= TOLD * result.slow.parts["queue"] else ""
-    return f"First in line{line}, a slow request waited {'; '.join(reasons)}."
+    return f"A slow request waited {'; '.join(reasons)}."
 
 
 def _blockers(result: SlowRequests) -> str:
@@ -155,12 +153,10 @@ def _blockers(result: SlowRequests) -> str:
 
 
 def _preemptions(result: SlowRequests) -> str:
-    parts = []
-    if result.preemptions:
-        parts.append(f"preempted {result.preemptions:.1f} times")
-    if result.swaps:
-        parts.append(f"swapped {result.swaps:.1f} times")
-    return f"A slow request was {' and '.join(parts)} on average." if parts else ""
+    if not result.preemptions:
+        return ""
+    swapped = f", {result.swaps:.1f} of them to host memory" if result.swaps else ""
+    return f"A slow request lost its blocks {result.preemptions:.1f} times on average{swapped}."
 
 
 def _percent(part: float, whole: float) -> str:

@@ -31,14 +31,16 @@ class DecodeFirst:
         self._prefills = composers.prefills
         self._decodes = composers.decodes
         self._streak = 0
+        self._overdue_in_flight = False
 
     def next_step(self, now: float) -> ScheduledStep | None:
         in_flight = self._state.in_flight
+        if self._overdue_in_flight:
+            return None
         if self._streak >= self._streak_limit():
-            if in_flight.num_prefill_steps:
-                return None
             step = self._prefills.compose(now, StepReason.PROMPT_OVERDUE)
             if step is not None:
+                self._overdue_in_flight = True
                 return step
             self._streak = 0  # nobody waits who could start
         if self._rows_want_tokens():
@@ -51,11 +53,14 @@ class DecodeFirst:
 
     def step_answered(self, step: ScheduledStep, result: StepResult) -> None:
         """A prefill that has run begins the count of decodes again."""
-        if step.kind is not StepKind.MOVE and step.kind is not StepKind.DECODE:
+        if step.kind is StepKind.PREFILL:
             self._streak = 0
+            if not self._state.in_flight.num_prefill_steps:
+                self._overdue_in_flight = False
 
     def reset(self) -> None:
         self._streak = 0
+        self._overdue_in_flight = False
 
     def _streak_limit(self) -> int:
         num_startable = min(len(self._state.waiting), self._state.running.num_free_rows)

@@ -109,12 +109,14 @@ class Slo:
         """Prompt tokens of the next step."""
         model, limits = self._model, self._state.limits
         most = limits.max_num_batched_tokens
+        rows_s = model.seconds(pace.num_rows, pace.num_context_tokens, 0)
         if pace.step_s == float("inf"):
+            self._order.learn(rows_s, model.prompt_token_s)
             return most
         steady = model.prompt_tokens_within(pace.step_s, pace.num_rows, pace.num_context_tokens)
         steady = min(max(steady, 1.0), most)
         steady_s = model.seconds(pace.num_rows, pace.num_context_tokens, int(steady))
-        self._order.learn(steady_s, steady_s / steady)
+        self._order.learn(rows_s, steady_s / steady)
         if not self._is_late_at(steady / steady_s, now):
             return int(steady)
         borrowed = model.prompt_tokens_within(pace.slack_s, pace.num_rows, pace.num_context_tokens)

@@ -1,0 +1,154 @@
+"""Policy ``slo`` on a device whose steps take a known time: who makes its objectives, and who yields."""
+
+from __future__ import annotations
+
+from fakes import make_limits, make_request
+from simulation import Simulation
+
+from llm_serving.request import Request
+from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
+from llm_serving.scheduler.policy import Policy
+
+BASE, ROW, PROMPT = 0.004, 0.0001, 0.0002
+
+
+class TimedSimulation(Simulation):
+    """Steps take ``BASE + ROW * rows + PROMPT * prompt tokens`` seconds, one after the other."""
+
+    def run(self) -> bool:
+        if not self.device.queue:
+            return False
+        seq = min(slot.seq for slot in self.device.queue)
+        super().run()
+        result = self.answers[-1]
+        self.now += step_seconds(self.steps[seq])
+        result.graph_us = round(step_seconds(self.steps[seq]) * 1e6)
+        return True
+
+
+def step_seconds(step: ScheduledStep) -> float:
+    rows = sum(query_len == 1 for query_len in step.query_lens)
+    return BASE + ROW * rows + PROMPT * (step.num_tokens - rows)
+
+
+def timed(**changes: object) -> TimedSimulation:
+    values: dict[str, object] = {
+        "policy": Policy.SLO,
+        "decode_steps_ahead": 0,
+        "num_blocks": 2000,
+        "block_size": 16,
+        "max_model_len": 2000,
+        "max_prompt_len": 1500,
+        "max_num_batched_tokens": 1500,
+        "max_num_seqs": 64,
+        "prefill_batch_size": 8,
+        "decode_batch_size": 64,
+    }
+    return TimedSimulation(make_limits(**{**values, **changes}))
+
+
+def learn(simulation: TimedSimulation) -> None:
+    """Some traffic, for the costs to be known."""
+    for index in range(12):
+        simulation.add(make_request(f"t{index}", 20 * (index + 1), 3 * (index % 4 + 1), arrival=simulation.now))
+        simulation.step()
+    simulation.finish()
+
+
+def gaps(simulation: TimedSimulation, request: Request) -> list[float]:
+    """Seconds of the steps that ``request`` decodes in."""
+    return [
+        step_seconds(step)
+        for step in simulation.steps
+        for other, start in zip(step.requests, step.starts, strict=True)
+        if other is request and start >= len(request.prompt_token_ids)
+    ]
+
+
+def test_a_long_prompt_leaves_rows_their_time_between_tokens() -> None:
+    simulation = timed(tbt_objective=0.03, ttft_objective=60.0)
+    learn(simulation)
+    row = make_request("row", 5, 150, arrival=simulation.now)
+    simulation.add(row)
+    for _ in range(3):
+        simulation.step()
+    simulation.add(make_request("long", 1500, 2, arrival=simulation.now))
+    simulation.finish()
+    with_prompt = [step for step in simulation.steps if step.kind is StepKind.MIXED and row in step.requests]
+    assert {step.reason for step in with_prompt} == {StepReason.BUDGET_CUT}
+    assert 0.02 < max(gaps(simulation, row)) <= 0.03
+    assert len(with_prompt) >= 1500 * PROMPT / 0.03
+
+
+def test_a_prompt_about_to_be_late_may_use_what_rows_are_ahead() -> None:
+    simulation = timed(tbt_objective=0.03, ttft_objective=0.34)
+    learn(simulation)
+    row = make_request("row", 5, 400, arrival=simulation.now)
+    simulation.add(row)
+    for _ in range(200):
+        simulation.step()
+    long = make_request("long", 1500, 2, arrival=simulation.now)
+    simulation.add(long)
+    simulation.finish()
+    assert long.first_token_time is not None
+    assert row.finish_time is not None
+    assert row.first_token_time is not None
+    assert long.first_token_time - long.arrival_time <= 0.34
+    assert max(gaps(simulation, row)) > 0.03
+    assert (row.finish_time - row.first_token_time) / 399 <= 0.03
+
+
+def test_no_more_start_than_keep_their_pace() -> None:
+    """A row costs 0.1 ms: at 6.4 ms a step, 0.64 of them margin, 17 rows are what 4 ms of base leave."""
+    simulation = timed(tbt_objective=0.0064, ttft_objective=60.0)
+    learn(simulation)
+    simulation.add(*(make_request(f"r{index}", 4, 40, arrival=simulation.now) for index in range(40)))
+    before = len(simulation.steps)
+    simulation.finish()
+    most = max(step.num_seqs for step in simulation.steps[before:] if step.kind is StepKind.DECODE)
+    assert 10 <= most <= 18
+
+
+def test_who_is_late_yields_to_who_is_not_and_is_served_all_the_same() -> None:
+    simulation = timed(max_num_seqs=1, ttft_objective=0.2, tbt_objective=1.0)
+    learn(simulation)
+    start = simulation.now
+    late = [make_request(f"late{index}", 100, 2, arrival=start - 5.0) for index in range(3)]
+    timely = [make_request(f"timely{index}", 100, 2, arrival=start) for index in range(3)]
+    simulation.add(*late, *timely)
+    simulation.finish()
+    ends = {name: request.finish_time for name, request in simulation.requests.items() if not name.startswith("t0")}
+    assert max(ends[r.request_id] or 0 for r in timely) < min(ends[r.request_id] or 0 for r in late)
+    assert all(r.first_token_time is not None and r.first_token_time - start <= 0.2 for r in timely)
+
+
+def test_the_one_with_the_tighter_objective_goes_first() -> None:
+    simulation = timed(max_num_seqs=1, tbt_objective=1.0)
+    learn(simulation)
+    slack, tight = make_request("slack", 100, 2, arrival=simulation.now), make_request("tight", 100, 2)
+    tight.arrival_time = simulation.now
+    slack.ttft_objective, tight.ttft_objective = 5.0, 0.5
+    simulation.add(slack, tight)
+    simulation.finish()
+    assert tight.finish_time is not None
+    assert slack.first_scheduled_time is not None
+    assert tight.finish_time <= slack.first_scheduled_time
+
+
+def test_what_it_does_not_know_it_does_not_guess() -> None:
+    simulation = timed(chunk_tokens=40)
+    simulation.add(make_request("row", 5, 9))
+    simulation.step()
+    simulation.add(make_request("long", 100, 2))
+    (step,) = simulation.schedule()
+    assert (step.reason, step.num_tokens) == (StepReason.BUDGET_SHARED, 40)
+    simulation.finish()
+
+
+def test_hopeless_objectives_stop_nobody() -> None:
+    simulation = timed(tbt_objective=0.001, ttft_objective=0.001)
+    learn(simulation)
+    simulation.add(*(make_request(f"r{index}", 30, 10, arrival=simulation.now) for index in range(30)))
+    before = len(simulation.steps)
+    simulation.finish()
+    assert max(step.num_seqs for step in simulation.steps[before:]) >= 30

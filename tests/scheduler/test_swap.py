@@ -1,0 +1,200 @@
+"""Preemption to the host and back, where it meets steps in flight, aborts, failures and a host that is too small."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import make_limits, make_request
+from simulation import Simulation
+
+from llm_serving.receipt import Phase
+from llm_serving.request import FinishReason, Request, RequestStatus
+from llm_serving.scheduler.output import MoveKind, StepKind, StepReason, StepResult
+from llm_serving.scheduler.policy import Policy, PreemptionKind
+from llm_serving.scheduler.preemption import PreemptionChoice
+from llm_serving.scheduler.sequence import Sequence
+
+
+def swapping(**changes: object) -> Simulation:
+    values: dict[str, object] = {
+        "num_blocks": 9,
+        "max_model_len": 33,
+        "preemption": PreemptionKind.SWAP,
+        "num_host_blocks": 32,
+        "decode_steps_ahead": 1,
+    }
+    return Simulation(make_limits(**{**values, **changes}))
+
+
+def crowd(simulation: Simulation) -> tuple[Request, Request]:
+    old, young = make_request("old", 9, 20), make_request("young", 9, 20)
+    simulation.add(old, young)
+    return old, young
+
+
+def run_until(simulation: Simulation, request: Request, status: RequestStatus) -> None:
+    for _ in range(300):
+        simulation.schedule()
+        if request.status is status:
+            return
+        simulation.answer()
+    raise AssertionError(f"{request.request_id} was never {status}")
+
+
+def moves(simulation: Simulation, kind: MoveKind) -> list[int]:
+    """How many blocks each step of such moves takes."""
+    return [len(s.moves) for s in simulation.steps if s.kind is StepKind.MOVE and s.moves[0].kind is kind]
+
+
+def test_a_victim_goes_to_the_host_and_back_and_nothing_is_computed_twice() -> None:
+    simulation = swapping()
+    old, young = crowd(simulation)
+    simulation.finish()
+    assert (old.num_preemptions, young.num_preemptions) == (0, 1)
+    assert (simulation.scheduler.num_swaps, simulation.scheduler.num_preemptions) == (1, 1)
+    assert moves(simulation, MoveKind.SWAP_OUT) == moves(simulation, MoveKind.SWAP_IN) == [4]
+    assert [step.starts for step in simulation.steps if step.kind is StepKind.PREFILL] == [[0, 0]]
+    reasons = [step.reason for step in simulation.steps if step.kind is StepKind.MOVE]
+    assert reasons == [StepReason.SWAP_OUT, StepReason.SWAP_IN]
+
+
+def test_its_first_step_on_the_new_row_is_a_decode_that_restarts_it() -> None:
+    simulation = swapping()
+    _, young = crowd(simulation)
+    run_until(simulation, young, RequestStatus.SWAPPED)
+    assert (simulation.scheduler.num_swapped, simulation.scheduler.num_waiting) == (1, 0)
+    assert young.row == -1
+    last = young.output_token_ids[-1]
+    simulation.finish()
+    back = next(s for s in simulation.steps if s.kind is StepKind.DECODE and any(s.restarts))
+    assert back.requests == [young]
+    assert back.token_ids == [last]
+    assert back.histories == []
+
+
+def test_with_penalties_the_history_comes_with_that_decode() -> None:
+    simulation = swapping()
+    old, young = make_request("old", 9, 20), make_request("young", 9, 20, frequency_penalty=0.5)
+    simulation.add(old, young)
+    run_until(simulation, young, RequestStatus.SWAPPED)
+    known = [*young.prompt_token_ids, *young.output_token_ids]
+    simulation.finish()
+    back = next(s for s in simulation.steps if s.kind is StepKind.DECODE and any(s.restarts))
+    assert [history.token_ids for history in back.histories] == [known]
+
+
+def test_it_comes_back_before_anybody_new_starts() -> None:
+    simulation = swapping()
+    _, young = crowd(simulation)
+    run_until(simulation, young, RequestStatus.SWAPPED)
+    simulation.add(make_request("new", 1, 1))
+    simulation.finish()
+    back = next(s.seq for s in simulation.steps if s.kind is StepKind.MOVE and s.moves[0].kind is MoveKind.SWAP_IN)
+    started = next(s.seq for s in simulation.steps if s.requests and s.requests[0].request_id == "new")
+    assert back < started
+
+
+def test_the_time_away_is_in_the_receipt() -> None:
+    simulation = swapping()
+    _, young = crowd(simulation)
+    run_until(simulation, young, RequestStatus.SWAPPED)
+    assert young.receipt.phase is Phase.SWAPPED
+    assert (young.receipt.swaps, young.receipt.preemptions) == (1, 0)
+    run_until(simulation, young, RequestStatus.RUNNING)
+    assert young.receipt.phase is Phase.SWAPPED
+    simulation.finish()
+    assert young.receipt.phase is Phase.DONE
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 1, 3])
+def test_where_the_host_has_no_room_it_is_computed_again(num_host_blocks: int) -> None:
+    simulation = swapping(num_host_blocks=num_host_blocks)
+    _, young = crowd(simulation)
+    simulation.finish()
+    assert (young.num_preemptions, simulation.scheduler.num_swaps) == (1, 0)
+    assert moves(simulation, MoveKind.SWAP_OUT) == []
+
+
+@pytest.mark.parametrize("when", ["draining", "going out", "away", "coming back"])
+@pytest.mark.parametrize("who", ["old", "young"])
+def test_swap_meets_abort(when: str, who: str) -> None:
+    simulation = swapping()
+    _, young = crowd(simulation)
+    while not young.num_preemptions:
+        simulation.schedule()
+        if not young.num_preemptions:
+            simulation.answer()
+    if when == "going out":
+        while not moves(simulation, MoveKind.SWAP_OUT):
+            simulation.step()
+            simulation.schedule()
+    elif when == "away":
+        run_until(simulation, young, RequestStatus.SWAPPED)
+    elif when == "coming back":
+        while not moves(simulation, MoveKind.SWAP_IN):
+            simulation.step()
+            simulation.schedule()
+    simulation.end(who)
+    simulation.drop_void_steps()
+    simulation.finish()
+    if not (when == "coming back" and who == "old"):
+        assert simulation.ended[who] is FinishReason.ABORT
+
+
+@pytest.mark.parametrize("kind", [MoveKind.SWAP_OUT, MoveKind.SWAP_IN])
+@pytest.mark.parametrize("how", ["fails", "is lost"])
+def test_a_step_of_moves_that_goes_wrong(kind: MoveKind, how: str) -> None:
+    simulation = swapping()
+    _, young = crowd(simulation)
+    while not moves(simulation, kind):
+        simulation.step()
+        simulation.schedule()
+    if how == "fails":
+        assert simulation.device.queue[-1].kind is StepKind.MOVE
+        assert [update.request for update in simulation.fail_step("the copy failed")] == [young]
+        assert simulation.ended["young"] is FinishReason.ERROR
+    else:
+        simulation.lose_agent()
+        assert simulation.scheduler.num_swapped == 0
+    simulation.finish()
+
+
+def test_a_sequence_is_swapped_between_its_chunks_and_goes_on_behind_them() -> None:
+    simulation = swapping(
+        num_blocks=11, max_num_batched_tokens=4, policy=Policy.FCFS, prefill_batch_size=1, max_model_len=40,
+        decode_steps_ahead=0,
+    )  # fmt: skip
+    old, young = make_request("old", 4, 30), make_request("young", 22, 6)
+    simulation.add(old)
+    for _ in range(12):
+        simulation.step()
+    simulation.add(young)
+    simulation.finish()
+    starts = [s.starts[0] for s in simulation.steps if s.kind is StepKind.PREFILL and young in s.requests]
+    assert starts.count(0) == 1
+    assert starts == sorted(starts)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3])
+@pytest.mark.parametrize("policy", Policy)
+def test_a_pool_of_one_longest_sequence_serves_any_number(policy: Policy, ahead: int) -> None:
+    simulation = swapping(num_blocks=10, max_model_len=37, max_prompt_len=36, policy=policy, decode_steps_ahead=ahead)
+    simulation.add(*(make_request(f"r{index}", 1 + index % 12, 36) for index in range(10)))
+    simulation.finish()
+    assert all(reason is FinishReason.LENGTH for reason in simulation.ended.values())
+
+
+def test_auto_takes_what_was_faster() -> None:
+    choice = PreemptionChoice(PreemptionKind.AUTO, block_size=4)
+    sequence = Sequence(make_request("a", 40), 0, 8)
+    sequence.request.num_computed_tokens = 40
+    assert choice.prefers_swap(sequence)  # never measured: tried
+    simulation = swapping(preemption=PreemptionKind.AUTO)
+    crowd(simulation)
+    simulation.finish()
+    prefill = next(step for step in simulation.steps if step.kind is StepKind.PREFILL)  # 18 tokens
+    move = next(step for step in simulation.steps if step.kind is StepKind.MOVE)  # 4 blocks
+    choice.step_answered(prefill, StepResult(0, graph_us=18_000))  # 1 ms a token: 40 ms
+    choice.step_answered(move, StepResult(0, graph_us=4_000))  # 1 ms a block: 20 ms out and back
+    assert choice.prefers_swap(sequence)
+    choice.step_answered(move, StepResult(0, graph_us=20_000))  # 3 ms a block: 60 ms
+    assert not choice.prefers_swap(sequence)

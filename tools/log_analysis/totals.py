@@ -1,0 +1,78 @@
+"""What adds up over a log: the latencies of requests, and what the engine did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from llm_serving.request import PARTS
+from llm_serving.statistics import Distribution, normalized_latency
+from tools.log_analysis.records import EngineState, RequestEnd
+
+
+@dataclass(slots=True)
+class Phases:
+    """Latencies of requests that got their whole answer, in milliseconds."""
+
+    tokenise: Distribution = field(default_factory=Distribution)
+    queue: Distribution = field(default_factory=Distribution)
+    prefill: Distribution = field(default_factory=Distribution)
+    decode: Distribution = field(default_factory=Distribution)
+    preempted: Distribution = field(default_factory=Distribution)
+    swapped: Distribution = field(default_factory=Distribution)
+    delivery: Distribution = field(default_factory=Distribution)
+    ttft: Distribution = field(default_factory=Distribution)
+    tpot: Distribution = field(default_factory=Distribution)
+    e2e: Distribution = field(default_factory=Distribution)
+    normalized: Distribution = field(default_factory=Distribution)
+
+    def part(self, name: str) -> Distribution:
+        """Of one of the parts of a request's time."""
+        distribution: Distribution = getattr(self, name)
+        return distribution
+
+    def add(self, end: RequestEnd) -> None:
+        for distribution, value in (
+            *((self.part(part), getattr(end, f"{part}_ms")) for part in PARTS),
+            (self.ttft, end.ttft_ms),
+            (self.tpot, end.tpot_ms),
+            (self.e2e, end.e2e_ms),
+            (self.normalized, None if end.e2e_ms is None else normalized_latency(end.e2e_ms, end.output_tokens)),
+        ):
+            if value is not None:
+                distribution.add(value)
+
+
+@dataclass(slots=True)
+class EngineTotals:
+    """Sums over the periodic state lines."""
+
+    lines: int = 0
+    lines_with_queue: int = 0
+    steps: int = 0
+    prefill_steps: int = 0
+    decode_steps: int = 0
+    prefill_tokens: int = 0
+    decode_tokens: int = 0
+    mixed_steps: int = 0
+    mixed_tokens: int = 0
+    move_steps: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    decode_rows: float = 0.0
+    """Rows of all decode steps: divided by their number it is the mean batch."""
+
+    def add(self, state: EngineState) -> None:
+        """One more line."""
+        self.lines += 1
+        self.lines_with_queue += state.waiting > 0
+        for name in _SUMS:
+            setattr(self, name, getattr(self, name) + getattr(state, name))
+        self.decode_rows += (state.decode_batch_mean or 0.0) * state.decode_steps
+
+    @property
+    def decode_batch_mean(self) -> float | None:
+        return self.decode_rows / self.decode_steps if self.decode_steps else None
+
+
+_SUMS = ("steps", "prefill_steps", "decode_steps", "mixed_steps", "move_steps", "prefill_tokens", "decode_tokens",
+         "mixed_tokens", "prefix_hit_tokens", "prefix_query_tokens")  # fmt: skip
