@@ -100,6 +100,8 @@ class FakeDevice:
     queue: list[_Slot] = field(default_factory=list)
     ran: list[int] = field(default_factory=list)
     """Numbers of the steps run, in that order."""
+    begun: int | None = None
+    """Number of the step that is running: nothing overtakes it, nor can it be dropped any more."""
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -113,6 +115,7 @@ class FakeDevice:
         self.host = self._memory(self.limits.num_host_blocks)
         self.rows: dict[int, _Row] = {}
         self.queue.clear()
+        self.begun = None
         self._watch.clear()
 
     def _memory(self, num_blocks: int) -> list[int]:
@@ -130,7 +133,7 @@ class FakeDevice:
     def abort(self, seq: int) -> StepResult | None:
         """Drop a queued step; its answer, or None when it is not queued any more."""
         for place, slot in enumerate(self.queue):
-            if slot.seq == seq:
+            if slot.seq == seq and seq != self.begun:
                 del self.queue[place]
                 return StepResult(seq, aborted=True)
         return None
@@ -146,12 +149,23 @@ class FakeDevice:
         self._spoil(slot)
         return slot.seq
 
-    def _take_next(self) -> _Slot:
+    def begin(self) -> None:
+        """The step that would run next is running from now on; it ends with the next ``run_next``."""
+        if self.queue:
+            self.begun = self._next().seq
+
+    def _next(self) -> _Slot:
         last = {"prefill_first": {StepKind.DECODE}, "decode_first": {StepKind.PREFILL, StepKind.MIXED}}
         run_last = last.get(self.limits.policy.value, set())
-        slot = min(self.queue, key=lambda s: (s.kind is not StepKind.MOVE, s.kind in run_last, s.seq))
+        return min(
+            self.queue, key=lambda s: (s.seq != self.begun, s.kind is not StepKind.MOVE, s.kind in run_last, s.seq)
+        )
+
+    def _take_next(self) -> _Slot:
+        slot = self._next()
         self.queue.remove(slot)
         self.ran.append(slot.seq)
+        self.begun = None
         return slot
 
     def _spoil(self, slot: _Slot) -> None:

@@ -99,9 +99,21 @@ class Player:
         for _ in range(times):
             self.simulation.run()
 
+    def begin(self) -> None:
+        """The device begins a step: what comes now does not overtake it."""
+        self.simulation.device.begin()
+
     def answer(self, times: int) -> None:
         for _ in range(min(times, len(self.simulation.answers))):
             self.simulation.answer()
+
+    def rounds(self, number: int) -> None:
+        """All that can be scheduled is, then all of it is run and answered, before anybody thinks of further steps."""
+        simulation = self.simulation
+        for _ in range(number):
+            simulation.schedule()
+            while simulation.answers or simulation.device.queue:
+                simulation.answer()
 
     def go_on(self, steps: int) -> None:
         simulation = self.simulation
@@ -126,6 +138,13 @@ class Player:
     def fail(self) -> None:
         if self.simulation.device.queue:
             self.simulation.fail_step("the step failed")
+
+    def skip(self) -> None:
+        if self.simulation.device.queue:
+            self.simulation.skip_step()
+
+    def fail_all(self) -> None:
+        self.simulation.fail_all()
 
     def lose(self) -> None:
         self.simulation.lose_agent()
@@ -220,5 +239,5 @@ def _plainer_operations(operation: Operation) -> Iterator[Operation]:
             yield "add", name, {**request, "prompt": request["prompt"][:-1]}
         if request["max_tokens"] > 1:
             yield "add", name, {**request, "max_tokens": request["max_tokens"] - 1}
-    elif operation[0] in ("go_on", "run", "answer") and operation[1] > 1:
+    elif operation[0] in ("go_on", "rounds", "run", "answer") and operation[1] > 1:
         yield operation[0], operation[1] - 1

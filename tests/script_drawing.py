@@ -17,6 +17,31 @@ _FAMILIES = [[2 + (7 * place + 11 * family) % (VOCABULARY - 2) for place in rang
 
 
 def draw_limits(rng: random.Random) -> dict[str, Any]:
+    """Any limits, or in every other script such as make running requests stand in each other's way."""
+    limits = _any_limits(rng)
+    if rng.random() < 0.5:
+        block_size, usable = rng.choice([1, 2, 3, 4, 8]), rng.choice([39, 40, 40, 41, 44, 52])
+        limits |= {
+            "block_size": block_size,
+            "num_blocks": 1 + -(-usable // block_size),
+            "max_model_len": 40,
+            "max_prompt_len": 40,
+            "max_num_seqs": rng.choice([3, 5, 8]),
+            "max_num_batched_tokens": rng.choice([6, 16, 40, 100]),
+            "decode_batch_size": rng.choice([2, 8, 8]),
+            "batching": "continuous",
+            "page_attention": True,
+            "prefix_cache": rng.random() < 0.5,
+            "preemption": rng.choice(["recompute", "swap", "swap", "swap", "auto"]),
+            "num_host_blocks": -(-rng.choice([20, 60, 200]) // block_size),
+            "admission": rng.choice(["none", "none", "none", "aimd"]),
+            "max_waiting_requests": 1000,
+            "max_waiting_tokens": None,
+        }
+    return limits
+
+
+def _any_limits(rng: random.Random) -> dict[str, Any]:
     """Limits from the tightest to the roomy. The pool may be too small for the longest sequence, which is then
     refused; mostly it holds one and a bit."""
     max_model_len = rng.choice([4, 17, 40, 40, 64, 64, 100])
@@ -133,12 +158,16 @@ def draw_script(seed: int) -> Script:
         "add": rng.choice([1.0, 2.0, 6.0]),
         "schedule": 2.0,
         "run": 2.0,
+        "begin": rng.choice([0.0, 1.0]),
         "answer": rng.choice([1.0, 3.0]),
         "go_on": rng.choice([0.0, 2.0, 4.0]),
+        "rounds": rng.choice([0.0, 1.0, 3.0]),
         "wait": rng.choice([0.2, 1.0]),
         "end": rng.choice([0.0, 0.3, 1.5]),
         "fail": rng.choice([0.0, 0.0, 0.2]),
-        "lose": rng.choice([0.0, 0.0, 0.2]),
+        "skip": rng.choice([0.0, 0.0, 0.4]),
+        "lose": rng.choice([0.0, 0.0, 0.2, 0.6]),
+        "fail_all": 0.02,
         "drop": 0.1,
         "finish": rng.choice([0.0, 0.1]),
     }
@@ -152,7 +181,7 @@ def _draw_operation(name: str, rng: random.Random, requests: _Requests) -> Opera
         return requests.next()
     if name in ("run", "answer"):
         return name, rng.randint(1, 3)
-    if name == "go_on":
+    if name in ("go_on", "rounds"):
         return name, rng.choice([1, 3, 10])
     if name == "wait":
         return name, rng.choice([0.001] * 6 + [0.02] * 4 + [3.0, 40.0])

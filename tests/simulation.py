@@ -35,37 +35,38 @@ class Simulation:
         """What has happened, by name: a test of everything should know that it met everything."""
         self._queue_watch = QueueWatch(limits)
         self._salt_watch = SaltWatch(limits.block_size)
-        self._ages: dict[str, int] = {}
         self._unanswered: dict[int, frozenset[int]] = {}
         self._idle_until: float | None = None
 
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.scheduler.add_request(request)
-            self._ages[request.request_id] = len(self.requests)
             self.requests[request.request_id] = request
             self.streams[request.request_id] = []
             self._queue_watch.arrived(request, self.now)
         self._idle_until = None
 
     def schedule(self) -> list[ScheduledStep]:
-        """Everything that can be scheduled now. The oldest is not preempted, and nothing idles while there is work."""
+        """Everything that can be scheduled now. Nothing idles while there is work."""
         steps: list[ScheduledStep] = []
-        oldest = min(
-            (r for r in self.requests.values() if r.row >= 0 and not r.is_finished), key=self._age, default=None
-        )
-        before = oldest.num_preemptions if oldest is not None else 0
-        while (step := self.scheduler.schedule(self.now)) is not None:
+        while (step := self._next_step()) is not None:
             assert step.seq == len(self.steps)
             self._watch(step)
             self.steps.append(step)
             steps.append(step)
             assert len(steps) < 100, "there is always one more step"
         self._take_ended()
-        assert oldest is None or oldest.num_preemptions == before
         self._check_busy()
         self.check()
         return steps
+
+    def _next_step(self) -> ScheduledStep | None:
+        """The scheduler's next step. The oldest of those that run is not preempted for it."""
+        oldest = min(self.scheduler._running, key=lambda sequence: sequence.arrival_index, default=None)
+        before = oldest.request.num_preemptions if oldest is not None else 0
+        step = self.scheduler.schedule(self.now)
+        assert oldest is None or oldest.request.num_preemptions == before, "the oldest was preempted"
+        return step
 
     def _watch(self, step: ScheduledStep) -> None:
         self.device.submit(step)
@@ -121,9 +122,10 @@ class Simulation:
         if not self.answers:
             self.run()
         result = self.answers.popleft()
-        return self._update(result)
+        return self.update(result)
 
-    def _update(self, result: StepResult) -> list[RequestUpdate]:
+    def update(self, result: StepResult) -> list[RequestUpdate]:
+        """An answer reaches the scheduler."""
         updates = self.scheduler.update(result, self.now)
         self.device.answered(result.seq)
         del self._unanswered[result.seq]
@@ -165,7 +167,7 @@ class Simulation:
     def fail_step(self, error: str) -> list[RequestUpdate]:
         """The step that would run next fails halfway; nobody knows what is in the blocks it was to write."""
         seq = self.device.fail_next()
-        updates = self._update(StepResult(seq, error=error))
+        updates = self.update(StepResult(seq, error=error))
         self.cut.update(update.request.request_id for update in updates)
         self.seen["failed steps"] += 1
         return updates
@@ -177,6 +179,21 @@ class Simulation:
             if result is not None:
                 self.answers.append(result)
                 self.seen["void steps"] += 1
+
+    def skip_step(self) -> None:
+        """The step handed over last never runs, and is answered as such; unless it has begun."""
+        result = self.device.abort(max(slot.seq for slot in self.device.queue))
+        if result is not None:
+            self.update(result)
+            self.seen["skipped steps"] += 1
+
+    def fail_all(self) -> None:
+        """The engine gives up on every request."""
+        updates = self.scheduler.fail_all("the end", self.now)
+        self.cut.update(update.request.request_id for update in updates)
+        self.take(updates)
+        self._idle_until = None
+        self.check()
 
     def lose_agent(self) -> None:
         self.device.reset()
@@ -204,14 +221,11 @@ class Simulation:
 
     def _check_receipt(self, request: Request) -> None:
         receipt = request.receipt
-        assert request.finish_time == self.now
-        assert sum(receipt.phase_us) == microseconds(self.now) - receipt.start_us
+        assert request.finish_time is not None
+        assert sum(receipt.phase_us) == microseconds(request.finish_time) - receipt.start_us
         assert receipt.preemptions + receipt.swaps >= request.num_preemptions
         self.seen["swaps"] += receipt.swaps
         self.seen["preemptions"] += request.num_preemptions
-
-    def _age(self, request: Request) -> int:
-        return self._ages[request.request_id]
 
     def check(self) -> None:
         """What holds at any time: blocks and rows are conserved, and no block of an unanswered step is free."""

@@ -102,10 +102,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def run(self, times: int) -> None:
         self.player.run(times)
 
+    @rule()
+    def begin(self) -> None:
+        self.player.begin()
+
     @precondition(lambda self: self.player.simulation.answers)
     @rule(times=st.integers(1, 4))
     def answer(self, times: int) -> None:
         self.player.answer(times)
+
+    @rule(number=st.integers(1, 5))
+    def rounds(self, number: int) -> None:
+        self.player.rounds(number)
 
     @rule(steps=st.integers(1, 10))
     def go_on(self, steps: int) -> None:
@@ -124,6 +132,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def fail_step(self) -> None:
         self.player.fail()
+
+    @precondition(lambda self: self.player.simulation.device.queue)
+    @rule()
+    def skip_step(self) -> None:
+        self.player.skip()
 
     @precondition(lambda self: self.player.simulation.requests)
     @rule()
