@@ -20,7 +20,7 @@ def draw_limits(rng: random.Random) -> dict[str, Any]:
     """Any limits, or in every other script such as make running requests stand in each other's way."""
     limits = _any_limits(rng)
     if rng.random() < 0.5:
-        block_size, usable = rng.choice([1, 2, 3, 4, 8]), rng.choice([39, 40, 40, 41, 44, 52])
+        block_size, usable = rng.choice([1, 1, 2, 3, 4, 8]), rng.choice([39, 40, 40, 41, 44, 52])
         limits |= {
             "block_size": block_size,
             "num_blocks": 1 + -(-usable // block_size),
@@ -91,8 +91,9 @@ class _Requests:
         self._salts = rng.choice([[""], [""], ["x", "y"]])
         self._priorities = rng.choice([[0], [0], [0, 1], [-1, 0, 2]])
         self._deadlines = rng.choice([0.0, 0.0, 0.2])
-        self._longest_prompt = rng.choice([1.0, 0.4, 0.2, 0.1])
-        self._longest_answer = rng.choice([2, 15, 40, 100])
+        pressed = limits["num_blocks"] * limits["block_size"] < 2 * limits["max_model_len"]
+        self._longest_prompt = rng.choice([1.0, 0.4, 0.2, 0.1][pressed:])
+        self._longest_answer = rng.choice([2, 15, 40, 100][pressed:])
         self.names: list[str] = []
 
     def next(self) -> Operation:
