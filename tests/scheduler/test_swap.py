@@ -82,6 +82,21 @@ def test_with_penalties_the_history_comes_with_that_decode() -> None:
     assert [history.token_ids for history in back.histories] == [known]
 
 
+def test_of_histories_that_are_too_long_for_one_step_the_later_goes_with_the_next() -> None:
+    simulation = swapping(
+        num_blocks=19, block_size=3, max_model_len=40, max_num_batched_tokens=16, decode_steps_ahead=0
+    )
+    first = make_request("a", 2, 27)
+    second, third = make_request("b", 1, 26, presence_penalty=0.5), make_request("c", 5, 16, presence_penalty=0.5)
+    simulation.add(first, second, third)
+    simulation.finish()
+    back = [step for step in simulation.steps if step.kind is StepKind.DECODE and True in step.restarts]
+    histories = [(step.requests[h.index].request_id, len(h.token_ids)) for step in back for h in step.histories]
+    assert simulation.limits.max_step_history == 40
+    assert histories == [("b", 26), ("c", 20)]
+    assert back[1].seq == back[0].seq + 1
+
+
 def test_it_comes_back_before_anybody_new_starts() -> None:
     simulation = swapping()
     _, young = crowd(simulation)
