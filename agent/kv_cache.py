@@ -28,8 +28,8 @@ class KVCache:
 
         self.keys = [_zeros(*layout(cache.num_blocks)) for _ in range(shape.num_layers)]
         self.values = [_zeros(*layout(cache.num_blocks)) for _ in range(shape.num_layers)]
-        self._host = [_zeros(*layout(cache.num_host_blocks)) for _ in range(2 * shape.num_layers)]
-        if config.device != "CPU" and cache.num_host_blocks:
+        self._host = [_zeros(*layout(config.num_host_blocks)) for _ in range(2 * shape.num_layers)]
+        if config.device != "CPU" and config.num_host_blocks:
             raise AgentStartError(f"{_cannot_move(config.device)}; set pa_config.num_host_blocks: 0")
         self._device = config.device
         self._copies = BlockCopies(self.keys + self.values, self._host)

@@ -56,12 +56,12 @@ def make_step(config: Config, query_lens: Sequence[int], context_lens: Sequence[
 def make_moves(config: Config) -> StepSlot | None:
     """A slot of as many moves as one holds, out and in again in turn; None where nothing is swapped."""
     limits, cache = config.slot_limits(), config.pa_config
-    if cache.num_host_blocks == 0:
+    if config.num_host_blocks == 0:
         return None
     layout = SlotLayout.of(limits)
     slot = StepSlot(layout, bytearray(layout.slot_bytes))
     for index, move in enumerate(slot.moves.reshape(-1, MOVE_WIDTH)):
-        block, host_block = 1 + index // 2 % (cache.num_blocks - 1), index // 2 % cache.num_host_blocks
+        block, host_block = 1 + index // 2 % (cache.num_blocks - 1), index // 2 % config.num_host_blocks
         move[:] = (MoveKind.SWAP_IN, host_block, block) if index % 2 else (MoveKind.SWAP_OUT, block, host_block)
     slot.write_header(0, num_tokens=0, num_seqs=0, table_width=0, history_len=0, num_moves=limits.max_moves)
     return slot

@@ -152,10 +152,10 @@ def _device_items(config: Config) -> tuple[MemoryItem, ...]:
 
 def _host_items(config: Config) -> tuple[MemoryItem, ...]:
     cache = config.pa_config
-    if cache.num_host_blocks == 0:
+    if config.num_host_blocks == 0:
         return ()
-    num_bytes = config.kv_bytes_per_token * cache.block_size * cache.num_host_blocks
-    return (MemoryItem(HOST_BLOCKS, num_bytes, f"{cache.num_host_blocks} blocks for sequences that are swapped out"),)
+    num_bytes = config.kv_bytes_per_token * cache.block_size * config.num_host_blocks
+    return (MemoryItem(HOST_BLOCKS, num_bytes, f"{config.num_host_blocks} blocks for sequences that are swapped out"),)
 
 
 def _check_host_memory(config: Config, machine: Machine) -> None:
@@ -165,7 +165,7 @@ def _check_host_memory(config: Config, machine: Machine) -> None:
         block_bytes = config.kv_bytes_per_token * config.pa_config.block_size
         raise MemoryPlanError(
             f"the host blocks need {format_bytes(needed)}, of {format_bytes(machine.available_bytes)} "
-            f"({machine.available_from}): pa_config.num_host_blocks = {config.pa_config.num_host_blocks} does not fit; "
+            f"({machine.available_from}): pa_config.num_host_blocks = {config.num_host_blocks} does not fit; "
             f"the largest that does is {machine.available_bytes // block_bytes}"
         )
 

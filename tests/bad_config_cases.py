@@ -213,6 +213,16 @@ CASES = [
         "model_config.page_attention: True",
     ),
     Case(
+        "more chunk than step",
+        with_section("scheduler_config: {max_num_batched_tokens: 500, chunk_tokens: 501}"),
+        f"{FILE}: scheduler_config.chunk_tokens = 501: must be at most 500, the tokens of a step",
+    ),
+    Case(
+        "more batch than rows",
+        in_model("decode_batch_size: [4], batch_size: 5"),
+        f"{FILE}: model_config.batch_size = 5: must be at most 4, the sequences that run at a time (max_num_seqs)",
+    ),
+    Case(
         "cursor input",
         in_model("current_index: True"),
         f"{FILE}: model_config.current_index = True: graphs with a cursor input are not available",

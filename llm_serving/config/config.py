@@ -152,6 +152,13 @@ class Config:
         return json.dumps([*parts, self.weight_format, self.kv_format]).encode()
 
     @property
+    def num_host_blocks(self) -> int:
+        """Blocks of host memory for sequences that are swapped out."""
+        wanted = self.pa_config.num_host_blocks
+        swaps = self.scheduler_config.preemption != "recompute"
+        return wanted if wanted is not None else self.pa_config.num_blocks * swaps
+
+    @property
     def max_blocks_per_seq(self) -> int:
         """Blocks of the longest sequence."""
         return -(-self.max_model_len // self.pa_config.block_size)

@@ -13,6 +13,7 @@ from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, re
 from llm_serving.config.sections import ModelConfig, TokenizerConfig
 from llm_serving.config.source import RawConfig
 from llm_serving.config.validation import (
+    check_batches,
     check_cores,
     check_device,
     check_formats,
@@ -83,6 +84,7 @@ class Resolver:
         check_stored_format(self._raw, config)
         check_group(self._raw, config)
         check_lengths(self._raw, config)
+        check_batches(self._raw, config)
         check_sharing(self._raw, config)
         return config
 

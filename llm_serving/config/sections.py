@@ -78,12 +78,13 @@ class PagedAttentionConfig:
     decode_seq_length: int = published(
         4096, "Longest sequence the cache serves, prompt and output together.", unit="tokens", low=1, high=MAX_TOKENS
     )
-    num_host_blocks: int = own(
-        0,
+    num_host_blocks: int | None = own(
+        None,
         "Blocks of host memory that sequences are swapped out to when the cache is full; 0 swaps nothing.",
         unit="blocks",
         low=0,
         high=MAX_BLOCKS,
+        null="as many as `num_blocks` where `scheduler_config.preemption` is `swap` or `auto`, else 0",
     )
 
 

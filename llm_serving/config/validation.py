@@ -122,6 +122,18 @@ def check_sharing(raw: RawConfig, config: Config) -> None:
         raise raw.error("scheduler_config.prefix_cache", True, problem)
 
 
+def check_batches(raw: RawConfig, config: Config) -> None:
+    """Batches and mixed steps against what a step, and the agent's rows, hold."""
+    chunk_tokens, most_tokens = config.scheduler_config.chunk_tokens, config.max_num_batched_tokens
+    if chunk_tokens is not None and chunk_tokens > most_tokens:
+        problem = f"must be at most {most_tokens}, the tokens of a step (scheduler_config.max_num_batched_tokens)"
+        raise raw.error("scheduler_config.chunk_tokens", chunk_tokens, problem)
+    batch_size = config.model_config.batch_size
+    if batch_size is not None and batch_size > config.max_num_seqs:
+        problem = f"must be at most {config.max_num_seqs}, the sequences that run at a time (max_num_seqs)"
+        raise raw.error("model_config.batch_size", batch_size, problem)
+
+
 def check_lengths(raw: RawConfig, config: Config) -> None:
     """Sequence lengths against the cache and the step size. The last token of a sequence is never cached."""
     cache, longest = config.pa_config, config.max_model_len

@@ -44,7 +44,6 @@ class DecodeComposer:
     def send(self, sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
         """The decode step of these rows."""
         in_flight = self._state.in_flight
-        self._held_since = None
         step = build_decode(in_flight.next_seq, reason, self.batch(sequences))
         return in_flight.add(step, sequences, first_chunk=len(sequences))
 
@@ -65,6 +64,7 @@ class DecodeComposer:
                 return []
             if len(ready) > state.limits.decode_batch_size:
                 ready = self._take_turns(ready)
+            self._held_since = None
             sequences = self._grow(ready, now)
             if sequences or state.in_flight.num_steps or state.running.num_leaving:
                 return sequences

@@ -126,7 +126,7 @@ class SchedulerLimits:
             decode_batch_waiting_time=model.decode_batch_waiting_time,
             max_waiting_requests=scheduler.max_waiting_requests,
             max_waiting_tokens=scheduler.max_waiting_tokens,
-            num_host_blocks=config.pa_config.num_host_blocks,
+            num_host_blocks=config.num_host_blocks,
         )
 
     @property

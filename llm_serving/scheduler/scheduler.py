@@ -108,7 +108,7 @@ class Scheduler:
     @property
     def kv_waste(self) -> float:
         """Share of the token slots in all block tables that hold nothing, 0 to 1. Prompts that run count as held."""
-        return self._kv_cache.waste(self._running.num_held_tokens)
+        return max(0.0, self._kv_cache.waste(self._running.num_held_tokens))
 
     @property
     def prefix_query_tokens(self) -> int:

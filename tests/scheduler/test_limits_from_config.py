@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from fakes import make_limits
 
 from llm_serving.config import load_config
+from llm_serving.scheduler.batching.base import BatchingStrategy
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.policy import Policy
+from llm_serving.scheduler.policy import AdmissionKind, Policy, PreemptionKind
 
 
 def test_every_limit_comes_from_its_key() -> None:
@@ -24,6 +26,18 @@ def test_every_limit_comes_from_its_key() -> None:
             "scheduler_config.decode_steps_ahead=3",
             "scheduler_config.max_waiting_requests=11",
             "scheduler_config.max_waiting_tokens=1000",
+            "model_config.batching_strategy=dynamic",
+            "model_config.batch_size=4",
+            "pa_config.num_host_blocks=17",
+            "scheduler_config.chunk_tokens=48",
+            "scheduler_config.preemption=auto",
+            "scheduler_config.prefix_cache=true",
+            "scheduler_config.admission=aimd",
+            "scheduler_config.max_schedule_total_token_num=999",
+            "scheduler_config.predict_output_length=true",
+            "scheduler_config.fairness=false",
+            "scheduler_config.ttft_objective_ms=1500",
+            "scheduler_config.tbt_objective_ms=75",
         ],
     )
     limits = SchedulerLimits.from_config(config)
@@ -34,6 +48,38 @@ def test_every_limit_comes_from_its_key() -> None:
     assert (limits.policy, limits.decode_steps_ahead) == (Policy.FCFS, 3)
     assert (limits.batch_waiting_time, limits.decode_batch_waiting_time) == (0.25, 0.125)
     assert (limits.max_waiting_requests, limits.max_waiting_tokens) == (11, 1000)
+    assert (limits.batching, limits.max_batch_size) == (BatchingStrategy.DYNAMIC, 4)
+    assert (limits.page_attention, limits.prefix_cache, limits.num_host_blocks) == (True, True, 17)
+    assert (limits.mixed_step_tokens, limits.preemption) == (48, PreemptionKind.AUTO)
+    assert (limits.admission, limits.max_total_tokens, limits.predict_output_length) == (AdmissionKind.AIMD, 999, True)
+    assert (limits.fairness, limits.ttft_objective, limits.tbt_objective) == (False, 1.5, 0.075)
+    assert limits.max_moves == config.slot_limits().max_moves
+    assert limits.cache_namespace == config.cache_namespace
+
+
+def test_caches_of_other_models_and_formats_share_nothing() -> None:
+    configs = [
+        load_config("llama_tiny_cpu.yaml", overrides)
+        for overrides in ([], ["model_config.model_dtype=bfloat16"], ["model_config.kv_format=int8"])
+    ]
+    assert len({config.cache_namespace for config in configs}) == 3
+
+
+def test_a_mixed_step_has_twice_the_rows_and_fits_a_step() -> None:
+    assert make_limits(max_num_batched_tokens=1000).mixed_step_tokens == 256
+    assert make_limits(max_num_batched_tokens=1000, decode_batch_size=200).mixed_step_tokens == 400
+    assert make_limits(max_num_batched_tokens=100).mixed_step_tokens == 100
+
+
+@pytest.mark.parametrize("strategy", BatchingStrategy)
+@pytest.mark.parametrize("page_attention", [True, False])
+def test_every_batching_mode_of_the_config_is_known(strategy: BatchingStrategy, page_attention: bool) -> None:
+    config = load_config(
+        "llama_tiny_cpu.yaml",
+        [f"model_config.batching_strategy={strategy.value}", f"model_config.page_attention={page_attention}"],
+    )
+    limits = SchedulerLimits.from_config(config)
+    assert (limits.batching, limits.page_attention) == (strategy, page_attention)
 
 
 @pytest.mark.parametrize("policy", Policy)

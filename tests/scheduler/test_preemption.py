@@ -243,3 +243,33 @@ def test_every_interleaving_of_pressure_and_aborts_ends_well(policy: Policy, ahe
             if rng.random() < 0.1:
                 simulation.end(f"r{rng.randrange(12)}")
         simulation.finish()
+
+
+def test_the_least_important_goes_first_but_never_the_oldest() -> None:
+    simulation = crowded(18, max_num_seqs=4, prefill_batch_size=4)
+    requests = [make_request(name, 5, 28) for name in "abcd"]
+    for request, priority in zip(requests, (9, 5, 0, 0), strict=True):
+        request.priority = priority
+    for request in requests:  # one after the other: the queue would put the important ones in front
+        simulation.add(request)
+        simulation.schedule()
+    while simulation.scheduler.num_preemptions == 0:
+        simulation.schedule()
+        simulation.answer()
+    assert [request.num_preemptions for request in requests] == [0, 1, 0, 0]
+    simulation.finish()
+    assert requests[0].num_preemptions == 0
+
+
+def test_tenants_take_turns_by_the_tokens_they_got() -> None:
+    simulation = Simulation(make_limits(max_num_seqs=1, decode_steps_ahead=0, num_blocks=60))
+    greedy = [make_request(f"g{index}", 5, 20) for index in range(4)]
+    modest = [make_request(f"m{index}", 5, 20) for index in range(2)]
+    for request in greedy:
+        request.tenant = "greedy"
+    for request in modest:
+        request.tenant = "modest"
+    simulation.add(*greedy, *modest)
+    simulation.finish()
+    started = [step.requests[0].request_id for step in simulation.steps if step.kind is StepKind.PREFILL]
+    assert started == ["g0", "m0", "g1", "m1", "g2", "g3"]

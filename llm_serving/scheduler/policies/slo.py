@@ -65,7 +65,8 @@ class Slo:
         if state.in_flight.num_compute_steps > limits.decode_steps_ahead:
             return None
         self._num_steps += 1
-        if not (state.waiting or state.running.prefilling) or not self._model.is_known:
+        may_start = state.waiting and state.running.num_free_rows
+        if not (may_start or state.running.prefilling) or not self._model.is_known:
             return self._mixed.compose(limits.mixed_step_tokens, now, StepReason.BUDGET_SHARED)
         pace = self._pace(now)
         budget = self._budget(pace, now)
@@ -73,7 +74,7 @@ class Slo:
             pace.num_rows + budget,
             now,
             StepReason.BUDGET_CUT,
-            max_starts=self._max_starts(pace),
+            max_starts=self._max_starts(pace, now),
             late=self._late(now) if self._num_steps % LATE_SHARE else frozenset(),
         )
 
@@ -135,12 +136,13 @@ class Slo:
                 return True
         return False
 
-    def _max_starts(self, pace: _Pace) -> int | None:
-        """How many may start for the rows to keep their pace; None for as many as there is room for."""
-        model, running = self._model, self._state.running
-        if not len(running):
+    def _max_starts(self, pace: _Pace, now: float) -> int | None:
+        """How many may start for the rows, and the first in line, to keep their pace; None for as many as there is
+        room for."""
+        model, running, waiting = self._model, self._state.running, self._state.waiting
+        if not len(running) or not waiting:
             return None
-        objective = min(pace.step_s, self._state.limits.tbt_objective * (1.0 - _MARGIN))
+        objective = min(pace.step_s, self._tbt_objective(waiting.peek(now)) * (1.0 - _MARGIN))
         num_rows = len(running)
         spare = objective - model.seconds(num_rows, pace.num_context_tokens, 0)
         if model.seconds(1, 0, 0) > objective:
