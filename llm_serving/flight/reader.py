@@ -4,7 +4,7 @@
         for event in stretch.events():
             ...
 
-``step_timings`` is what a cost model of the device is fitted to, ``arrivals`` a load to run again.
+``llm_serving.flight.history`` follows steps and requests through them.
 """
 
 from __future__ import annotations
@@ -17,26 +17,21 @@ from typing import Any
 
 from llm_serving.flight.format import SUFFIX, FlightRecordingError, FrameReader, SegmentHeader, Tag
 from llm_serving.flight.steps import RecordedStep, StepReader
-from llm_serving.scheduler.output import StepKind
 
 __all__ = [
     "Added",
     "AgentLost",
     "Answered",
-    "Arrival",
     "Event",
     "FailedAll",
     "Finished",
     "Raised",
     "Scheduled",
     "Segment",
-    "StepTiming",
     "Stretch",
     "TookEnded",
     "VoidSteps",
-    "arrivals",
     "read_recording",
-    "step_timings",
 ]
 
 
@@ -236,142 +231,3 @@ def _event(record: list[Any], now: float, steps: StepReader) -> Event:
     if tag is Tag.VOID_STEPS:
         return VoidSteps(now, *fields)
     return Raised(now, Tag(fields[0]), fields[1])
-
-
-@dataclass(frozen=True, slots=True)
-class StepTiming:
-    """What a step had to do and how long the device took for it. Times are seconds, on the engine's clock."""
-
-    seq: int
-    kind: StepKind
-    num_seqs: int
-    num_tokens: int
-    num_prompt_tokens: int
-    """Tokens in sequences with more than one in this step."""
-    num_context_tokens: int
-    """Keys and values that its attention reads: the contexts of its sequences."""
-    num_moves: int
-    scheduled: float
-    answered: float
-    queue_us: int
-    graph_us: int
-    sample_us: int
-
-
-@dataclass(slots=True)
-class Arrival:
-    """A request as a load: when, how long, and what it became."""
-
-    number: int
-    facts: dict[str, Any]
-    prompt: list[int] | None
-    refusal: str | None
-    num_output_tokens: int = 0
-    """Tokens that it was seen to get."""
-    end: str | None = None
-    """``stop``, ``length``, ``abort`` or ``error``; None when it had not ended."""
-    end_time: float | None = None
-    first_token_time: float | None = None
-    token_times: list[float] = field(default_factory=list)
-    names: list[int] = field(default_factory=list)
-    """Pseudonyms of its output tokens, where they were recorded."""
-
-
-def step_timings(stretch: Stretch) -> list[StepTiming]:
-    """The steps that ran without fault, in the order of their answers."""
-    sent: dict[int, tuple[float, RecordedStep]] = {}
-    timings = []
-    for event in stretch.events():
-        if isinstance(event, Scheduled) and event.step is not None:
-            sent[event.step.seq] = (event.now, event.step)
-        elif isinstance(event, AgentLost):
-            sent.clear()
-        elif isinstance(event, Answered) and event.seq in sent:
-            scheduled, step = sent.pop(event.seq)
-            if event.fault is None:
-                timings.append(_timing(step, scheduled, event))
-    return timings
-
-
-def _timing(step: RecordedStep, scheduled: float, answer: Answered) -> StepTiming:
-    return StepTiming(
-        seq=step.seq,
-        kind=step.kind,
-        num_seqs=step.num_seqs,
-        num_tokens=step.num_tokens,
-        num_prompt_tokens=sum(length for length in step.query_lens if length > 1),
-        num_context_tokens=step.num_context_tokens,
-        num_moves=len(step.moves),
-        scheduled=scheduled,
-        answered=answer.now,
-        queue_us=answer.queue_us,
-        graph_us=answer.graph_us,
-        sample_us=answer.sample_us,
-    )
-
-
-def arrivals(stretch: Stretch) -> list[Arrival]:
-    """The requests that came in a stretch, in order, with what was recorded of their ends.
-
-    Requests that were there before it began are not among them.
-    """
-    return _Arrivals().of(stretch)
-
-
-class _Arrivals:
-    """Follows tokens and ends through a stretch, as the scheduler counts them."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, Arrival] = {}
-        self._sent: dict[int, RecordedStep] = {}
-        self._max_model_len = 0
-
-    def of(self, stretch: Stretch) -> list[Arrival]:
-        self._max_model_len = stretch.header.limits["max_model_len"]
-        for event in stretch.events():
-            if isinstance(event, Added):
-                self._found[event.number] = Arrival(event.number, event.facts, event.prompt, event.refusal)
-            elif isinstance(event, Scheduled) and event.step is not None:
-                self._sent[event.step.seq] = event.step
-            elif isinstance(event, Answered) and event.seq in self._sent:
-                self._take(self._sent.pop(event.seq), event)
-            elif isinstance(event, Finished) and event.was_there and event.number in self._found:
-                self._end(self._found[event.number], event.reason.lower(), event.now)
-            elif isinstance(event, AgentLost):
-                self._sent.clear()
-            elif isinstance(event, FailedAll):
-                for arrival in self._found.values():
-                    self._end(arrival, "error", event.now)
-        return list(self._found.values())
-
-    def _take(self, step: RecordedStep, answer: Answered) -> None:
-        failed = answer.fault is not None and not answer.fault[0]
-        for index, number in enumerate(step.numbers):
-            arrival = self._found.get(number)
-            if arrival is None or arrival.end is not None:
-                continue
-            if failed:
-                self._end(arrival, "error", answer.now)
-            elif answer.fault is None and step.do_sample[index]:
-                name = None if answer.names is None else answer.names[index]
-                self._token(arrival, step.sample_positions[index], index in answer.ends, answer.now, name)
-
-    def _token(self, arrival: Arrival, position: int, is_ending: bool, now: float, name: int | None) -> None:
-        if position != arrival.num_output_tokens:  # of a step that was void: it is computed again
-            return
-        arrival.num_output_tokens += 1
-        arrival.token_times.append(now)
-        if name is not None:
-            arrival.names.append(name)
-        if arrival.first_token_time is None:
-            arrival.first_token_time = now
-        if is_ending:
-            self._end(arrival, "stop", now)
-        elif arrival.num_output_tokens >= min(
-            arrival.facts["max_tokens"], self._max_model_len - arrival.facts["num_prompt_tokens"]
-        ):
-            self._end(arrival, "length", now)
-
-    def _end(self, arrival: Arrival, end: str, now: float) -> None:
-        if arrival.end is None and arrival.refusal is None:
-            arrival.end, arrival.end_time = end, now

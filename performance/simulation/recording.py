@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from llm_serving.config import Config
-from llm_serving.flight.reader import AgentLost, Answered, Scheduled, Stretch, arrivals, read_recording
+from llm_serving.flight.history import arrivals
+from llm_serving.flight.reader import AgentLost, Answered, Scheduled, Stretch, read_recording
 from llm_serving.flight.steps import RecordedStep
 from llm_serving.scheduler.output import MoveKind
 from performance.load.errors import UsageError

@@ -15,7 +15,8 @@ from simulation import random_run
 from small_configs import REPOSITORY
 
 from llm_serving.errors import ContextLengthError, ProtocolError
-from llm_serving.flight.reader import Added, Answered, Raised, Scheduled, arrivals, read_recording, step_timings
+from llm_serving.flight.history import arrivals, step_timings
+from llm_serving.flight.reader import Added, Answered, Raised, Scheduled, read_recording
 from llm_serving.flight.recorder import PAUSE_S, READ_ONLY_METHODS, STATE_NAMES, FlightRecorder, state_of
 from llm_serving.flight.setup import limits_from_map, limits_to_map, record
 from llm_serving.scheduler.output import StepResult

@@ -15,7 +15,8 @@ import pytest
 from server_process import ServerProcess
 from small_configs import REPOSITORY
 
-from llm_serving.flight.reader import AgentLost, arrivals, read_recording, step_timings
+from llm_serving.flight.history import arrivals, step_timings
+from llm_serving.flight.reader import AgentLost, read_recording
 
 SYSTEM = "You are a storyteller who never tires of telling stories about rabbits and their friends in the wood. "
 

@@ -12,7 +12,8 @@ from recorded_runs import record_random_run, record_waves, recorded_simulation, 
 from simulation import random_run
 
 from llm_serving.flight.format import FlightRecordingError
-from llm_serving.flight.reader import Stretch, arrivals, read_recording
+from llm_serving.flight.history import arrivals
+from llm_serving.flight.reader import Stretch, read_recording
 from llm_serving.flight.setup import limits_to_map, record
 from llm_serving.scheduler.batching.base import BatchingStrategy
 from llm_serving.scheduler.output import StepKind

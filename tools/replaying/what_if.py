@@ -18,15 +18,9 @@ from typing import Any
 from llm_serving.errors import LLMServingError
 from llm_serving.flight.facts import make_request
 from llm_serving.flight.format import FlightRecordingError
+from llm_serving.flight.history import Arrival, arrivals
 from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN
-from llm_serving.flight.reader import (
-    Answered,
-    Arrival,
-    Scheduled,
-    Stretch,
-    arrivals,
-    read_recording,
-)
+from llm_serving.flight.reader import Answered, Scheduled, Stretch, read_recording
 from llm_serving.flight.setup import limits_from_map, limits_to_map, record
 from llm_serving.flight.steps import RecordedStep
 from llm_serving.ipc.shm import NUM_SLOTS
