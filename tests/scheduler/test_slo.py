@@ -106,7 +106,7 @@ def test_a_prompt_about_to_be_late_may_use_what_rows_are_ahead() -> None:
 
 
 def test_prompts_take_no_more_of_a_step_than_they_need() -> None:
-    """The objectives allow for steps of 900 tokens. To be on time the prompt does not need them: as under ``chunked``."""
+    """Objectives allow for steps of 900 tokens, but the prompt is on time without: steps are as under ``chunked``."""
     simulation = timed(tbt_objective=0.2, ttft_objective=5.0)
     row, _ = row_and_long_prompt(simulation)
     assert max(gaps(simulation, row)) == BASE + ROW + 255 * PROMPT
@@ -122,7 +122,7 @@ def test_no_step_is_longer_than_twice_the_objective_however_late_a_prompt_is() -
 
 
 def test_rows_behind_their_pace_are_not_stopped_for_good() -> None:
-    """Nothing saves their objective of 1 ms, and the prompt's of 10 ms is missed as well: steps as under ``chunked``."""
+    """Nothing saves their objective of 1 ms, and the prompt misses its own as well: steps are as under ``chunked``."""
     simulation = timed(tbt_objective=0.001, ttft_objective=0.01)
     row, _ = row_and_long_prompt(simulation)
     assert max(gaps(simulation, row)) == BASE + ROW + 255 * PROMPT
