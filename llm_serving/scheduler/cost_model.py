@@ -35,6 +35,8 @@ class StepCostModel:
         self.context_s = 0.0
         self.prompt_token_s = 0.0
         self.is_known = False
+        self.most_prompt_tokens = 0.0
+        """The most prompt tokens of a step lately, fading as the past does: what is learnt holds for so many."""
         size = len(_SCALES)
         self._products = [[0.0] * size for _ in range(size)]
         self._sums = [0.0] * size
@@ -55,7 +57,9 @@ class StepCostModel:
         seconds = (result.graph_us + result.sample_us) / 1e6
         if step.kind is StepKind.MOVE or result.aborted or result.error is not None or seconds <= 0.0:
             return
-        values = [value * scale / seconds for value, scale in zip(_values(step), _SCALES, strict=True)]
+        counts = _values(step)
+        self.most_prompt_tokens = max(self.most_prompt_tokens * _KEEP, counts[3])
+        values = [value * scale / seconds for value, scale in zip(counts, _SCALES, strict=True)]
         for line, value in zip(self._products, values, strict=True):
             for column, other in enumerate(values):
                 line[column] = line[column] * _KEEP + value * other

@@ -30,5 +30,6 @@ def make_admission(limits: SchedulerLimits) -> Admission:
     allocation = limits.max_total_tokens or (limits.num_blocks - 1) * limits.block_size
     predictor = OutputLengthPredictor() if limits.predict_output_length else None
     if limits.admission is AdmissionKind.ROUTER:
-        return RouterAdmission(allocation, predictor)
-    return AimdAdmission(allocation, max(1, allocation // _AIMD_FLOOR), allocation * _AIMD_CEILING, predictor)
+        return RouterAdmission(allocation, predictor, block_size=limits.block_size)
+    floor, ceiling = max(1, allocation // _AIMD_FLOOR), allocation * _AIMD_CEILING
+    return AimdAdmission(allocation, floor, ceiling, predictor, block_size=limits.block_size)

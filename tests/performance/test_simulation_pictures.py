@@ -24,15 +24,17 @@ def test_policies(tmp_path: Path) -> None:
 
 
 def test_a_long_prompt_stops_streams_but_not_in_chunks(tmp_path: Path) -> None:
-    whole, chunked = long_prompt_runs(("fcfs", "chunked"))
-    longest = [
-        max(gap.seconds for record in run.run.records[:-1] for gap in gaps_of(record) if gap.at > 4.0)
-        for run in (whole, chunked)
-    ]
+    whole, chunked, slo = runs = long_prompt_runs(("fcfs", "chunked", "slo"))
+    longest = {
+        run.name: max(gap.seconds for record in run.run.records[:-1] for gap in gaps_of(record) if gap.at > 4.0)
+        for run in runs
+    }
     usual = whole.figures.tbt_ms.p50 or 0.0
-    assert longest[0] > 0.2
-    assert longest[1] < 2e-3 * usual
-    long_prompt_picture(tmp_path / "b.png", [whole, chunked])
+    assert longest[whole.name] > 0.2
+    assert longest[chunked.name] < 2e-3 * usual
+    assert longest[slo.name] < 2e-3 * usual
+    assert slo.figures.goodput_fraction == 1.0
+    long_prompt_picture(tmp_path / "b.png", runs)
     assert (tmp_path / "b.png").read_bytes().startswith(PNG)
 
 

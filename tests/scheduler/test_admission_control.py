@@ -19,18 +19,21 @@ def make_sequence(prompt: int, generated: int, max_tokens: int, *, inflight: int
     return Sequence(request, 0, max_tokens)
 
 
-def simulated_peak(entries: list[tuple[int, int]]) -> int:
+def simulated_peak(entries: list[tuple[int, int]], block_size: int = 1) -> int:
     """A token for everybody, step after step; who has got the last one leaves."""
     peak, alive = 0, entries
     while alive:
-        peak = max(peak, sum(current for current, _ in alive))
+        peak = max(peak, sum(-(-current // block_size) * block_size for current, _ in alive))
         alive = [(current + 1, remaining - 1) for current, remaining in alive if remaining > 0]
     return peak
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12))
-def test_the_peak_is_that_of_a_simulation(entries: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12), st.integers(1, 9), st.integers(0, 300))
+def test_the_peak_is_that_of_a_simulation(entries: list[tuple[int, int]], block_size: int, at_least: int) -> None:
     assert peak_tokens(entries) == simulated_peak(entries)
+    peak = simulated_peak(entries, block_size)
+    assert peak_tokens(entries, block_size) == peak
+    assert peak_tokens(entries, block_size, at_least) == max(peak, at_least)
 
 
 def test_the_peak_by_hand() -> None:
@@ -58,13 +61,14 @@ def test_alone_everything_may_start() -> None:
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(0, 9), st.integers(10, 30)), min_size=2, max_size=8),
     st.integers(1, 300),
+    st.integers(1, 9),
 )
 def test_the_router_says_yes_exactly_when_the_simulation_stays_within_the_limit(
-    sizes: list[tuple[int, int, int]], limit: int
+    sizes: list[tuple[int, int, int]], limit: int, block_size: int
 ) -> None:
     candidate, *running = [make_sequence(*size) for size in sizes]
-    peak = simulated_peak([(prompt + generated, most - generated) for prompt, generated, most in sizes])
-    assert RouterAdmission(limit).may_start(candidate, running, 0.5) == (peak <= limit)
+    peak = simulated_peak([(prompt + generated, most - generated) for prompt, generated, most in sizes], block_size)
+    assert RouterAdmission(limit, block_size=block_size).may_start(candidate, running, 0.5) == (peak <= limit)
 
 
 def test_a_refusal_holds_until_somebody_starts_or_stops() -> None:

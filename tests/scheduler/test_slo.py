@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from fakes import make_limits, make_request
 from simulation import Simulation
 
 from llm_serving.request import Request
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
+from llm_serving.scheduler.policies.slo import LONGEST_STEP
 from llm_serving.scheduler.policy import Policy
 
 BASE, ROW, PROMPT = 0.004, 0.0001, 0.0002
@@ -15,20 +18,24 @@ BASE, ROW, PROMPT = 0.004, 0.0001, 0.0002
 class TimedSimulation(Simulation):
     """Steps take ``BASE + ROW * rows + PROMPT * prompt tokens`` seconds, one after the other."""
 
+    free_prompt_tokens = 0
+    """So many of a step cost nothing, as where a device reads weights meanwhile."""
+
     def run(self) -> bool:
         if not self.device.queue:
             return False
         seq = min(slot.seq for slot in self.device.queue)
         super().run()
         result = self.answers[-1]
-        self.now += step_seconds(self.steps[seq])
-        result.graph_us = round(step_seconds(self.steps[seq]) * 1e6)
+        seconds = step_seconds(self.steps[seq], self.free_prompt_tokens)
+        self.now += seconds
+        result.graph_us = round(seconds * 1e6)
         return True
 
 
-def step_seconds(step: ScheduledStep) -> float:
+def step_seconds(step: ScheduledStep, free_prompt_tokens: int = 0) -> float:
     rows = sum(query_len == 1 for query_len in step.query_lens)
-    return BASE + ROW * rows + PROMPT * (step.num_tokens - rows)
+    return BASE + ROW * rows + PROMPT * max(step.num_tokens - rows - free_prompt_tokens, 0)
 
 
 def timed(**changes: object) -> TimedSimulation:
@@ -96,6 +103,53 @@ def test_a_prompt_about_to_be_late_may_use_what_rows_are_ahead() -> None:
     assert long.first_token_time - long.arrival_time <= 0.34
     assert max(gaps(simulation, row)) > 0.03
     assert (row.finish_time - row.first_token_time) / 399 <= 0.03
+
+
+def test_prompts_take_no_more_of_a_step_than_they_need() -> None:
+    """Objectives allow for steps of 900 tokens, but the prompt is on time without: steps are as under ``chunked``."""
+    simulation = timed(tbt_objective=0.2, ttft_objective=5.0)
+    row, _ = row_and_long_prompt(simulation)
+    assert max(gaps(simulation, row)) == BASE + ROW + 255 * PROMPT
+
+
+def test_no_step_is_longer_than_twice_the_objective_however_late_a_prompt_is() -> None:
+    """The row is seconds ahead of its pace, and one step of 0.3 s would be in time."""
+    simulation = timed(tbt_objective=0.03, ttft_objective=0.34)
+    row, long = row_and_long_prompt(simulation, steps_ahead=200)
+    assert 0.03 < max(gaps(simulation, row)) <= LONGEST_STEP * 0.03
+    assert long.first_token_time is not None
+    assert long.first_token_time - long.arrival_time <= 0.34
+
+
+def test_rows_behind_their_pace_are_not_stopped_for_good() -> None:
+    """Nothing saves their objective of 1 ms, and the prompt misses its own as well: steps are as under ``chunked``."""
+    simulation = timed(tbt_objective=0.001, ttft_objective=0.01)
+    row, _ = row_and_long_prompt(simulation)
+    assert max(gaps(simulation, row)) == BASE + ROW + 255 * PROMPT
+
+
+def test_what_was_learnt_from_small_steps_is_not_believed_of_large_ones() -> None:
+    """Up to 240 tokens are nearly free here, as on a device that reads weights meanwhile; the rest costs dearly."""
+    simulation = timed(tbt_objective=0.1, ttft_objective=0.3)
+    simulation.free_prompt_tokens = 240
+    row, _ = row_and_long_prompt(simulation)
+    prompts = [step.num_tokens - 1 for step in simulation.steps if step.kind is StepKind.MIXED and row in step.requests]
+    sizes = [size for size in prompts if size > 1]
+    assert sizes[0] <= 2 * 255
+    assert all(later <= 2 * earlier for earlier, later in pairwise(sizes))
+
+
+def row_and_long_prompt(simulation: TimedSimulation, steps_ahead: int = 3) -> tuple[Request, Request]:
+    """A row decodes for some steps; then a prompt of 1500 tokens arrives. Both are served to their ends."""
+    learn(simulation)
+    row = make_request("row", 5, 400, arrival=simulation.now)
+    simulation.add(row)
+    for _ in range(steps_ahead):
+        simulation.step()
+    long = make_request("long", 1500, 2, arrival=simulation.now)
+    simulation.add(long)
+    simulation.finish()
+    return row, long
 
 
 def test_no_more_start_than_keep_their_pace() -> None:

@@ -4,9 +4,20 @@ Every request has an objective for its first token and one for the time between 
 can decode, as in ``chunked``; what differs:
 
 Budget
-    Prompts get as many tokens as leave every row its time between tokens, by the learnt cost of a step
-    (``cost_model``). A prompt that would be late at that pace may use up what rows are ahead of their own pace, so
-    that their mean stays within the objective. Rows that cannot meet theirs any more are not waited for.
+    No more of a step than a prompt needs, by the learnt cost of a step (``cost_model``), in three paces:
+
+    1. Prompts get what ``chunked`` gives them, or less where that would keep a row from its time between tokens: rows
+       have no use for an objective met early, but those who read them have.
+    2. If a prompt would be late at that pace: as many tokens as leave every row its time between tokens.
+    3. If one would still be late: what rows are ahead of their own pace, so that their mean stays within the
+       objective, but a step of ``LONGEST_STEP`` objectives at most.
+
+    Rows that cannot meet theirs any more are not waited for: prompts get at least what ``chunked`` gives them, but
+    not more than ``LONGEST_STEP`` allows either.
+
+    What was learnt from small steps says little of large ones: below some size a device reads weights, and tokens
+    cost next to nothing. So a step has at most twice the prompt tokens of the largest one lately, or of a step of
+    ``chunked``; a long prompt gets there by doubling.
 
 Order
     The queue gives out what is due first, late ones behind with a share (``slo_order``). Prompts that have begun go
@@ -30,7 +41,10 @@ from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo_order import LATE_SHARE, SloOrder
 from llm_serving.scheduler.state import SchedulerState
 
-__all__ = ["Slo"]
+__all__ = ["LONGEST_STEP", "Slo"]
+
+LONGEST_STEP = 2.0
+"""Times between tokens that a step takes at most while rows decode, however late a prompt is."""
 
 _MARGIN = 0.1
 """Share of an objective that is left for what the model does not know: the host's time, and steps that vary."""
@@ -46,6 +60,8 @@ class _Pace:
     """The step may take so long for every row to have its token in time after the one before."""
     slack_s: float
     """And so long for every row's mean to stay within its objective."""
+    longest_s: float
+    """And so long at most, whether a row can still meet its objective or not."""
 
 
 class Slo:
@@ -94,37 +110,50 @@ class Slo:
                 num_context += sequence.request.num_computed_tokens
         rows_s = self._model.seconds(num_rows, num_context, 0)
         begin = now + state.in_flight.num_compute_steps * rows_s
-        step_s = slack_s = float("inf")
+        step_s = slack_s = longest_s = float("inf")
         for sequence in state.running:
             request = sequence.request
             if sequence.is_decoding and request.first_token_time is not None:
                 objective = self._tbt_objective(sequence) * (1.0 - _MARGIN)
+                longest_s = min(longest_s, LONGEST_STEP * objective)
                 num_tokens = len(request.output_token_ids) + request.num_inflight_tokens
                 slack = request.first_token_time + num_tokens * objective - begin
                 if slack + (sequence.max_output_tokens - num_tokens) * (objective - rows_s) >= rows_s:
                     step_s = min(step_s, objective)
                     slack_s = min(slack_s, slack)
-        return _Pace(num_rows, num_context, step_s, slack_s)
+        return _Pace(num_rows, num_context, step_s, slack_s, longest_s)
 
     def _budget(self, pace: _Pace, now: float) -> int:
         """Prompt tokens of the next step."""
         model, limits = self._model, self._state.limits
-        most = limits.max_num_batched_tokens
-        rows_s = model.seconds(pace.num_rows, pace.num_context_tokens, 0)
+        if not pace.num_rows:
+            self._order.learn(model.seconds(0, 0, 0), model.prompt_token_s)
+            return limits.max_num_batched_tokens
+        gentle = max(limits.mixed_step_tokens - pace.num_rows, 1)
+        most = min(2 * max(gentle, int(model.most_prompt_tokens)), limits.max_num_batched_tokens)
+        steady = self._tokens_within(pace.step_s, pace, most)
         if pace.step_s == float("inf"):
-            self._order.learn(rows_s, model.prompt_token_s)
-            return most
-        steady = model.prompt_tokens_within(pace.step_s, pace.num_rows, pace.num_context_tokens)
-        steady = min(max(steady, 1.0), most)
-        steady_s = model.seconds(pace.num_rows, pace.num_context_tokens, int(steady))
-        self._order.learn(rows_s, steady_s / steady)
-        if not self._is_late_at(steady / steady_s, now):
-            return int(steady)
-        borrowed = model.prompt_tokens_within(pace.slack_s, pace.num_rows, pace.num_context_tokens)
-        return int(min(max(borrowed, steady), most))
+            steady = max(steady, gentle)
+        self._order.learn(model.seconds(pace.num_rows, pace.num_context_tokens, 0), self._token_s(steady, pace))
+        for budget in (min(gentle, steady), steady):
+            if not self._is_late_at(self._token_s(budget, pace), now):
+                return budget
+        return max(steady, self._tokens_within(min(pace.slack_s, pace.longest_s), pace, most))
 
-    def _is_late_at(self, tokens_per_s: float, now: float) -> bool:
-        """Whether a prompt that can still be on time would be late if prompts got on so fast."""
+    def _tokens_within(self, seconds: float, pace: _Pace, most: int) -> int:
+        """Prompt tokens that a step of ``seconds`` has room for beside the rows: one at least, ``most`` at most."""
+        seconds = min(seconds, pace.longest_s)
+        if seconds == float("inf"):
+            return most
+        tokens = self._model.prompt_tokens_within(seconds, pace.num_rows, pace.num_context_tokens)
+        return int(min(max(tokens, 1.0), most))
+
+    def _token_s(self, budget: int, pace: _Pace) -> float:
+        """Seconds for each prompt token in steps of so many beside the rows."""
+        return self._model.seconds(pace.num_rows, pace.num_context_tokens, budget) / budget
+
+    def _is_late_at(self, token_s: float, now: float) -> bool:
+        """Whether a prompt that can still be on time would be late if each prompt token took so long."""
         state = self._state
         ahead = 0
         prompts = [*state.running.prefilling, *([state.waiting.peek(now)] if state.waiting else [])]
@@ -132,7 +161,7 @@ class Slo:
             left_s = self._due(sequence) - now
             ahead += sequence.num_uncomputed_tokens
             possible = self._model.seconds(0, 0, sequence.num_uncomputed_tokens) <= left_s
-            if possible and ahead / tokens_per_s > left_s:
+            if possible and ahead * token_s > left_s * (1.0 - _MARGIN):
                 return True
         return False
 
