@@ -14,6 +14,7 @@
 // All of that depends on the row's own position: prefill, chunk and decode form give the same bits. Keys past the
 // sequence's context are never weighed, so what lies there (even NaN) cannot matter.
 #pragma once
+#include "hide_lanes.h"
 #include "paged_panels.h"
 
 namespace llmk {
@@ -100,14 +101,6 @@ LLMK_INLINE void score_block(const HeadRows& head, const TilePanels& panels, int
             P::result(total[i / kBlockVectors][i % kBlockVectors]));
     }
   }
-}
-
-// The first `hidden` lanes become `other`: keys before a window, of which a row meets few tiles.
-static inline __attribute__((noinline)) Vec hide_lanes(Vec v, int64_t hidden, float other) {
-  float lanes[kLanes];
-  store(lanes, v);
-  for (int64_t i = 0; i < smaller(hidden, kLanes); ++i) lanes[i] = other;
-  return load(lanes);
 }
 
 // Scores -> weights in place of the row's units; updates best and mass; `decays`: by what the earlier sums shrink.
