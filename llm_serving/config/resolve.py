@@ -209,7 +209,8 @@ def _check_weights_present(folder: Path) -> None:
     if torch_files:
         raise CheckpointError(
             f"{folder / torch_files[0]}: PyTorch pickles are not loaded, as they can run code; convert the folder with "
-            "transformers: LlamaForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER, safe_serialization=True)"
+            "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER, "
+            "safe_serialization=True)"
         )
     raise CheckpointError(
         f"{folder}: there are no *.safetensors files; model_config.load_format=dummy serves random weights"
