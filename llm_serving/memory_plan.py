@@ -172,6 +172,8 @@ def _activation_bytes(config: Config) -> int:
     shape = config.shape
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     per_token = 2 * shape.hidden_size + (query + 2 * key_value) + 2 * query + 3 * shape.intermediate_size
+    if config.op_table == "native" and shape.sliding_window:
+        per_token += 2 * config.max_model_len  # the mask of the window, and what it is made of
     return config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config)
 
 

@@ -47,6 +47,10 @@ class NativeOps(OpTable):
     has_whole_prompts = True
     packs_weights = False
 
+    def __init__(self, dtype: str) -> None:
+        super().__init__(dtype)
+        self._masks: dict[int, Tensor] = {}
+
     def linear_weight(self, in_features: int, out_features: int) -> Any:
         return unbound_parameter((out_features, in_features), self.dtype)
 
@@ -81,7 +85,10 @@ class NativeOps(OpTable):
         return _Rotary(cos, sin, self.dtype) if window == 0 else _RotaryAndMask(cos, sin, self.dtype, window)
 
     def attention(self, form: AttentionForm) -> Operator:
-        return _Attention(form, self.dtype)
+        size = _MASK_SIZE if form.window == 0 else _BAND_MASK_SIZE
+        if size not in self._masks:
+            self._masks[size] = Tensor(np.triu(np.ones((size, size), np.float32), 1), MINDSPORE_DTYPES[self.dtype])
+        return _Attention(form, self.dtype, self._masks[size])
 
 
 class _Embedding(nn.Cell):
@@ -263,9 +270,9 @@ class _RotaryAndMask(nn.Cell):
 
 
 class _Attention(nn.Cell):
-    def __init__(self, form: AttentionForm, dtype: str) -> None:
+    def __init__(self, form: AttentionForm, dtype: str, causal_mask: Tensor) -> None:
         super().__init__()
-        scale, mask_dtype = form.head_dim**-0.5, MINDSPORE_DTYPES[dtype]
+        scale = form.head_dim**-0.5
         self.widths = tuple(heads * form.head_dim for heads in (form.num_heads, form.num_kv_heads, form.num_kv_heads))
         self.split = SplitWithSize()
         self.rotate = ApplyRotaryPosEmb(_ROTATE_HALVES)
@@ -274,13 +281,12 @@ class _Attention(nn.Cell):
         self.norm = None if form.norm_epsilon is None else _HeadNorm(form.head_dim, form.norm_epsilon)
         self.has_window = form.window > 0
         # Both primitives are causal by these masks on an Ascend. Ours are causal by position and do not read them.
-        size = _BAND_MASK_SIZE if self.has_window else _MASK_SIZE
         band = {"pre_tokens": form.window - 1, "sparse_mode": _BAND} if self.has_window else {}
         self.flash = FlashAttentionScore(
             head_num=form.num_heads, scale_value=scale, next_tokens=0, input_layout="TH", **band
         )
-        self.causal_mask = Tensor(np.triu(np.ones((size, size)), 1), mask_dtype)
-        self.no_mask = Tensor(np.zeros((1, 1)), mask_dtype)
+        self.causal_mask = causal_mask
+        self.no_mask = Tensor(np.zeros((1, 1)), MINDSPORE_DTYPES[dtype])
 
     def construct(
         self,
