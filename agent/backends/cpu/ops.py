@@ -74,9 +74,7 @@ class FusedCpuOps(OpTable):
 
     def decoder_layer(self, width: int, epsilon: float, form: AttentionForm, *, first: bool) -> Operator | None:
         layer = self._rows("FirstDecoderLayer" if first else "DecoderLayer", width, width)
-        if form.window == 0 and form.norm_epsilon is None:
-            return _DecoderLayer(layer, epsilon)
-        return _ExtendedDecoderLayer(layer, epsilon, form)
+        return _DecoderLayer(layer, epsilon, form)
 
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
         best_ids = custom_operator("LmHead", [[self._max_seqs]], ["int32"])
@@ -86,10 +84,7 @@ class FusedCpuOps(OpTable):
         return _RotaryTables(cos, sin)
 
     def attention(self, form: AttentionForm) -> Operator:
-        attention = self._rows("RotaryAttention", form.num_heads * form.head_dim)
-        if form.window == 0 and form.norm_epsilon is None:
-            return _Attention(attention)
-        return _ExtendedAttention(attention, form)
+        return _Attention(self._rows("RotaryAttention", form.num_heads * form.head_dim), form)
 
     def _rows(self, name: str, *widths: int) -> Operator:
         """An operator that gives a matrix of ``dtype`` for each width, a row for each token."""
@@ -171,29 +166,7 @@ class _GatedMLP(nn.Cell):
 
 
 class _DecoderLayer(nn.Cell):
-    def __init__(self, layer: Operator, epsilon: float) -> None:
-        super().__init__()
-        self.layer = layer
-        self.epsilon = _epsilon(epsilon)
-
-    def construct(
-        self,
-        hidden: Tensor,
-        residual: Tensor,
-        norms: tuple[Tensor, Tensor],
-        head_norms: tuple[Tensor, ...],
-        weights: tuple[Tensor, Tensor, Tensor, Tensor],
-        rotary: tuple[Tensor, Tensor, Tensor],
-        caches: tuple[Tensor, Tensor],
-        step: tuple[Tensor, ...],
-    ) -> tuple[Tensor, Tensor]:
-        arguments = (*norms, self.epsilon, *weights, *rotary, *caches, *step)
-        hidden, residual = self.layer(hidden, residual, *arguments)
-        return hidden, residual
-
-
-class _ExtendedDecoderLayer(nn.Cell):
-    """The same with a window, and norms of query and key heads, which take the layer's epsilon."""
+    """A window, and norms of query and key heads, which take the layer's epsilon, come last; a Llama has neither."""
 
     def __init__(self, layer: Operator, epsilon: float, form: AttentionForm) -> None:
         super().__init__()
@@ -213,7 +186,9 @@ class _ExtendedDecoderLayer(nn.Cell):
         caches: tuple[Tensor, Tensor],
         step: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
-        arguments = (*norms, self.epsilon, *weights, *rotary, *caches, *step, self.window, *head_norms)
+        arguments = (*norms, self.epsilon, *weights, *rotary, *caches, *step)
+        if self.window is not None:
+            arguments = (*arguments, self.window, *head_norms)
         hidden, residual = self.layer(hidden, residual, *arguments)
         return hidden, residual
 
@@ -274,26 +249,8 @@ class _RotaryTables(nn.Cell):
 
 
 class _Attention(nn.Cell):
-    """One operator: rotary, cache write and attention. It knows heads and scale from the cache's shape."""
-
-    def __init__(self, attention: Operator) -> None:
-        super().__init__()
-        self.attention = attention
-
-    def construct(
-        self,
-        qkv: Tensor,
-        head_norms: tuple[Tensor, ...],
-        rotary: tuple[Tensor, Tensor, Tensor],
-        caches: tuple[Tensor, Tensor],
-        step: tuple[Tensor, ...],
-        whole_prompts: bool,
-    ) -> Tensor:
-        return self.attention(qkv, *rotary, *caches, *step)
-
-
-class _ExtendedAttention(nn.Cell):
-    """The same with a window, and norms of query and key heads."""
+    """One operator: norms of heads, rotary, cache write and attention. It knows heads and scale from the cache's shape;
+    a window, and the norms' gammas and epsilon, come last."""
 
     def __init__(self, attention: Operator, form: AttentionForm) -> None:
         super().__init__()
@@ -310,12 +267,18 @@ class _ExtendedAttention(nn.Cell):
         step: tuple[Tensor, ...],
         whole_prompts: bool,
     ) -> Tensor:
-        if self.epsilon is None:
-            return self.attention(qkv, *rotary, *caches, *step, self.window)
-        return self.attention(qkv, *rotary, *caches, *step, self.window, *head_norms, self.epsilon)
+        arguments = (*rotary, *caches, *step)
+        if self.window is not None:
+            arguments = (*arguments, self.window)
+        if self.epsilon is not None:
+            arguments = (*arguments, *head_norms, self.epsilon)
+        return self.attention(qkv, *arguments)
 
 
-def _window(form: AttentionForm) -> Parameter:
+def _window(form: AttentionForm) -> Parameter | None:
+    """None where the operator is called without: there is no window, and no norms that would come behind it."""
+    if form.window == 0 and form.norm_epsilon is None:
+        return None
     return Parameter(as_tensor(np.full(1, form.window, np.int32)), name="window", requires_grad=False)
 
 
