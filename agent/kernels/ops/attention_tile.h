@@ -7,7 +7,6 @@
 #pragma once
 #include "../common/types.h"
 #include "dot.h"
-#include "hide_lanes.h"
 
 namespace llmk {
 namespace LLMK_ARCH {
@@ -141,7 +140,7 @@ static inline void soften_row(AttentionTask<T>& task, int64_t row, int64_t keys,
   for (int i = 0; i < kKeyTile / kLanes; ++i) {
     const int64_t n = larger(0, smaller(kLanes, keys - i * kLanes));
     scores[i] = mul(load_n(weights + i * kLanes, n), scale);
-    if (hidden > i * kLanes) scores[i] = hide_lanes(scores[i], hidden - i * kLanes, kLowest);
+    if (hidden > i * kLanes) scores[i] = hide_first(scores[i], hidden - i * kLanes, kLowest);
     top = maximum(top, keep_first(scores[i], n, kLowest));
   }
   const float previous = first_tile ? kLowest : task.best[row];
@@ -151,7 +150,7 @@ static inline void soften_row(AttentionTask<T>& task, int64_t row, int64_t keys,
   for (int i = 0; i < kKeyTile / kLanes; ++i) {
     const int64_t n = larger(0, smaller(kLanes, keys - i * kLanes));
     Vec weight = keep_first(exponential(sub(scores[i], broadcast(best))), n, 0.0f);
-    if (hidden > i * kLanes) weight = hide_lanes(weight, hidden - i * kLanes, 0.0f);
+    if (hidden > i * kLanes) weight = hide_first(weight, hidden - i * kLanes, 0.0f);
     store(weights + i * kLanes, weight);
     total = add(total, weight);
   }
