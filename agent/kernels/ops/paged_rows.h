@@ -128,7 +128,7 @@ LLMK_INLINE void soften_block(const HeadRows& head, const TilePanels& panels, in
     for (int i = 0; i < kTileVectors; ++i) {
       Vec score = load(scores[r] + i * kLanes);
       if (panels.key_scales != nullptr) score = mul(score, load(panels.key_scales + i * kLanes));
-      if (hidden > i * kLanes) score = hide_lanes(score, hidden - i * kLanes, kLowest);
+      if (hidden > i * kLanes) score = hide_first(score, hidden - i * kLanes, kLowest);
       if (visible < kKeyTile) score = keep_first(score, larger(0, visible - i * kLanes), kLowest);
       if (panels.key_scales != nullptr || visible < kKeyTile || hidden > i * kLanes) store(scores[r] + i * kLanes, score);
       top = maximum(top, score);
@@ -148,7 +148,7 @@ LLMK_INLINE void soften_block(const HeadRows& head, const TilePanels& panels, in
     for (int i = 0; i < kTileVectors; ++i) {
       p[i] = power_of_two<F::kCoarse>(fma(load(scores[r] + i * kLanes), factor, least));
       if (visible < kKeyTile) p[i] = keep_first(p[i], larger(0, visible - i * kLanes), 0.0f);
-      if (hidden > i * kLanes) p[i] = hide_lanes(p[i], hidden - i * kLanes, 0.0f);
+      if (hidden > i * kLanes) p[i] = hide_first(p[i], hidden - i * kLanes, 0.0f);
     }
     const Vec mass = F::pack_weights(p, panels.value_scales, weights[r], &steps[r]);
     float* sum = head.partition.mass + (row + r) * kLanes;
