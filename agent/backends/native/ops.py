@@ -24,6 +24,9 @@ from agent.weights.storage import Array, from_float32
 _ROTATE_HALVES = 2
 """``cos_format``: an element is rotated with the one half a head away; cos and sin have a row a token."""
 _MASK_SIZE = 128
+"""Of the compressed mask of FlashAttentionScore, which stands for a causal one of any size."""
+_MASKED = -10000.0
+"""What a mask adds to the scores that are not seen. FlashAttentionScore takes a mask of 0 and 1 in bfloat16 instead."""
 
 
 class NativeOps(OpTable):
@@ -33,6 +36,10 @@ class NativeOps(OpTable):
     static_shapes = False
     has_whole_prompts = True
     packs_weights = False
+
+    def __init__(self, dtype: str, max_model_len: int) -> None:
+        super().__init__(dtype)
+        self._max_model_len = max_model_len
 
     def linear_weight(self, in_features: int, out_features: int) -> Any:
         return unbound_parameter((out_features, in_features), self.dtype)
@@ -57,6 +64,9 @@ class NativeOps(OpTable):
 
     def rotary(self, cos: Array, sin: Array) -> Operator:
         return _Rotary(cos, sin, self.dtype)
+
+    def chunk_mask(self) -> Operator:
+        return _ChunkMask(self._max_model_len, self.dtype)
 
     def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Operator:
         return _Attention(num_heads, num_kv_heads, head_dim, self.dtype)
@@ -160,6 +170,22 @@ class _Rotary(nn.Cell):
         return self.gather(self.cos, positions, 0), self.gather(self.sin, positions, 0)
 
 
+class _ChunkMask(nn.Cell):
+    """PagedAttention's mask [T, max_model_len] of steps where a sequence has several tokens: 0 where a token sees a
+    position, what hides it where it does not."""
+
+    def __init__(self, max_model_len: int, dtype: str) -> None:
+        super().__init__()
+        self.columns = Tensor(np.arange(max_model_len, dtype=np.int32)[None])
+        self.masked = Tensor(_MASKED, MINDSPORE_DTYPES[dtype])
+        self.dtype = MINDSPORE_DTYPES[dtype]
+        self.reshape, self.greater, self.cast, self.multiply = ops.Reshape(), ops.Greater(), ops.Cast(), ops.Mul()
+
+    def construct(self, positions: Tensor) -> Tensor:
+        hidden = self.greater(self.columns, self.reshape(positions, (-1, 1)))
+        return self.multiply(self.cast(hidden, self.dtype), self.masked)
+
+
 class _Attention(nn.Cell):
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str) -> None:
         super().__init__()
@@ -170,9 +196,10 @@ class _Attention(nn.Cell):
         self.write_cache = ReshapeAndCache()
         self.flash = FlashAttentionScore(head_num=num_heads, scale_value=scale, next_tokens=0, input_layout="TH")
         self.paged = PagedAttention(num_heads, scale, num_kv_heads)
-        # Both primitives are causal by these masks on an Ascend. Ours are causal by position and do not read them.
+        # Both primitives are causal by their masks on an Ascend. Ours are causal by position and do not read them.
         mask_dtype = MINDSPORE_DTYPES[dtype]
-        self.causal_mask = Tensor(np.triu(np.ones((_MASK_SIZE, _MASK_SIZE)), 1), mask_dtype)
+        masked = 1.0 if dtype == "bfloat16" else _MASKED
+        self.causal_mask = Tensor(np.triu(np.ones((_MASK_SIZE, _MASK_SIZE)), 1) * masked, mask_dtype)
         self.no_mask = Tensor(np.zeros((1, 1)), mask_dtype)
 
     def construct(
@@ -184,16 +211,15 @@ class _Attention(nn.Cell):
         step: tuple[Tensor, ...],
         whole_prompts: bool,
     ) -> Any:
-        slot_mapping, block_tables, context_lens, query_lens = step
+        slot_mapping, block_tables, context_lens, query_lens = step[:4]
+        mask = step[4] if len(step) > 4 else self.no_mask
         cos, sin = rotary
         query, key, value = self.split(qkv, self.widths, -1)
         query, key = self.rotate(query, key, cos, sin, context_lens)
         query = ops.depend(query, self.write_cache(key, value, key_cache, value_cache, slot_mapping))
         if whole_prompts:
             return self.flash(query, key, value, None, None, None, self.causal_mask, None, query_lens, query_lens)[3]
-        return self.paged(
-            query, key_cache, value_cache, block_tables, context_lens, None, None, self.no_mask, query_lens
-        )
+        return self.paged(query, key_cache, value_cache, block_tables, context_lens, None, None, mask, query_lens)
 
 
 def _constant(array: Array, name: str) -> Parameter:
