@@ -35,12 +35,14 @@ def start_runtime(config: Config) -> None:
 def _set_up_ascend(config: Config) -> None:
     from agent.backends.ascend.context import prepare_environment, set_up_device
     from agent.backends.ascend.limits import check_limits
+    from agent.backends.ascend.memory import check_device_memory
 
     check_limits(config)
     prepare_environment(config)
     import mindspore as ms
 
     set_up_device(config, ms)
+    check_device_memory(config, ms)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from agent.backends.ascend.context import environment, jit_config, prepare_environment, set_up_device
 from agent.backends.ascend.limits import check_limits
+from agent.backends.ascend.memory import check_device_memory
 from llm_serving.config import Config, load_config
 from llm_serving.errors import AgentStartError
 
@@ -145,6 +147,36 @@ def test_the_real_mindspore_of_this_machine_is_refused(tmp_path: Path) -> None:
         "llm_serving.errors.AgentStartError: MindSpore cannot use Ascend device 0: Unsupported device"
     )
     assert last.endswith("or set device_target: CPU")
+
+
+GIB = 1024**3
+
+
+def with_memory(total: int, free: int) -> Any:
+    properties = SimpleNamespace(total_memory=total, free_memory=free)
+    return SimpleNamespace(hal=SimpleNamespace(get_device_properties=lambda device, target: properties))
+
+
+def test_the_plan_fits_a_device_of_64_gib() -> None:
+    plan = check_device_memory(published(), with_memory(64 * GIB, 60 * GIB))
+    assert (plan.available_bytes, plan.available_from) == (58 * GIB, "max_device_memory")
+    assert plan.fits
+
+
+def test_the_plan_does_not_fit_what_another_process_left(tmp_path: Path) -> None:
+    with pytest.raises(AgentStartError, match=r"20\.0 GiB \(free memory of Ascend device 0\); the largest") as caught:
+        check_device_memory(published(), with_memory(64 * GIB, 20 * GIB))
+    (largest,) = re.findall(r"num_blocks that fits is (\d+)\n", str(caught.value))
+    fitting = published(f"pa_config.num_blocks={largest}")
+    assert check_device_memory(fitting, with_memory(64 * GIB, 20 * GIB)).fits
+    with pytest.raises(AgentStartError):
+        check_device_memory(published(f"pa_config.num_blocks={int(largest) + 1}"), with_memory(64 * GIB, 20 * GIB))
+
+
+def test_a_device_that_tells_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    plan = check_device_memory(published(), with_memory(0, 0))
+    assert (plan.available_bytes, plan.available_from) == (58 * GIB, "max_device_memory")
+    assert "device 0 does not tell its memory" in caplog.text
 
 
 def test_a_block_too_large_for_the_kernel() -> None:
