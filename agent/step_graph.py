@@ -62,7 +62,7 @@ def make_step_graph(model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_
     """The kind of graph the op table's operators are for, not compiled yet."""
     if isinstance(ops, FusedCpuOps):
         return StaticStepGraph(model, ops, limits)
-    return DynamicStepGraph(model, ops, max_whole_prompts)
+    return DynamicStepGraph(model, ops, limits, max_whole_prompts)
 
 
 class StaticStepGraph(StepGraph):
@@ -111,7 +111,8 @@ class StaticStepGraph(StepGraph):
 class DynamicStepGraph(StepGraph):
     """A graph of each kind. That of whole prompts takes as many as ``max_whole_prompts`` of them."""
 
-    def __init__(self, model: nn.Cell, ops: OpTable, max_whole_prompts: int) -> None:
+    def __init__(self, model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_prompts: int) -> None:
+        self._max_table_width = limits.max_blocks_per_seq
         self._graphs = {
             kind: _CompiledGraph(dynamic_step(model, ops, kind, max_whole_prompts))
             for kind in GraphKind
@@ -148,11 +149,16 @@ class DynamicStepGraph(StepGraph):
             inputs.positions,
             inputs.last_tokens,
             inputs.slot_mapping,
-            inputs.block_tables,
+            self._tables(kind, inputs.block_tables),
             inputs.context_lens,
             query_lens,
         )
         return tuple(map(as_tensor, arrays))
+
+    def _tables(self, kind: GraphKind, tables: Int32Array) -> Int32Array:
+        """As wide as the mask of a step with parts of prompts: an Ascend's kernel compares the two."""
+        missing = self._max_table_width - tables.shape[1]
+        return np.pad(tables, ((0, 0), (0, missing))) if kind == GraphKind.CHUNKED and missing else tables
 
 
 class _CompiledGraph:

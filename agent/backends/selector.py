@@ -16,7 +16,7 @@ def select_op_table(config: Config) -> OpTable:
     if config.op_table == "native":
         from agent.backends.native.ops import NativeOps
 
-        return NativeOps(config.model_config.model_dtype, config.max_model_len)
+        return NativeOps(config.model_config.model_dtype, config.max_blocks_per_seq * config.pa_config.block_size)
     if config.op_table == "fused":
         from agent.backends.cpu.ops import FusedCpuOps
 

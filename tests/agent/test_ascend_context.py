@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,7 +180,26 @@ def test_a_device_that_tells_nothing_is_warned_of(caplog: pytest.LogCaptureFixtu
     assert "device 0 does not tell its memory" in caplog.text
 
 
-def test_a_block_too_large_for_the_kernel() -> None:
-    with pytest.raises(AgentStartError, match=r"block_size = 256 with heads of 128 .* a block_size of 128 at most"):
-        check_limits(published("pa_config.block_size=256"))
-    check_limits(published("pa_config.block_size=128"))
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "kv_heads", "block_size", "problem"),
+    [
+        (128, 32, 32, 256, r"block_size = 256; .* heads of 128 elements, 16, 32, 64, 128"),
+        (128, 32, 32, 48, r"block_size = 48; "),
+        (256, 32, 32, 128, r"heads of 256 elements, 16, 32, 64"),
+        (40, 32, 32, 16, r"heads have 40 elements; .* multiples of 16 up to 256"),
+        (272, 32, 32, 16, r"heads have 272 elements"),
+        (128, 256, 1, 16, r"256 query heads of the model share a key-value head; .* 128 at most"),
+    ],
+)
+def test_what_the_attention_kernels_do_not_take(
+    head_dim: int, heads: int, kv_heads: int, block_size: int, problem: str
+) -> None:
+    config = published(f"pa_config.block_size={block_size}")
+    shape = replace(config.shape, head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    with pytest.raises(AgentStartError, match=problem):
+        check_limits(replace(config, shape=shape))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_what_they_take(block_size: int) -> None:
+    check_limits(published(f"pa_config.block_size={block_size}"))

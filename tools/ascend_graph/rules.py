@@ -135,7 +135,8 @@ class _Rules:
         for index, name in ((3, "block_tables"), (4, "batch_valid_length"), (8, "q_seq_lens")):
             if self._input(operands[index]) != name:
                 yield f"argument {index} must be the graph's input {name}"
-        wanted_mask = (-1, self._config.max_model_len) if self._kind == "chunked" else (1, 1)
+        positions = self._config.max_blocks_per_seq * self._config.pa_config.block_size
+        wanted_mask = (-1, positions) if self._kind == "chunked" else (1, 1)
         yield from _differs("attn_mask", self._type(operands[7]), TensorType(self._dtype, wanted_mask))
         heads = (self._shape.num_attention_heads, self._shape.num_key_value_heads)
         if (operands[10].value, operands[12].value) != heads:

@@ -15,4 +15,4 @@ class AscendOps(NativeOps):
     def __init__(self, config: Config) -> None:
         """Raises AgentStartError when the kernels cannot do what ``config`` says."""
         check_limits(config)
-        super().__init__(config.model_config.model_dtype, config.max_model_len)
+        super().__init__(config.model_config.model_dtype, config.max_blocks_per_seq * config.pa_config.block_size)

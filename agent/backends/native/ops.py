@@ -37,9 +37,10 @@ class NativeOps(OpTable):
     has_whole_prompts = True
     packs_weights = False
 
-    def __init__(self, dtype: str, max_model_len: int) -> None:
+    def __init__(self, dtype: str, max_positions: int) -> None:
+        """``max_positions`` is what the widest block table has room for."""
         super().__init__(dtype)
-        self._max_model_len = max_model_len
+        self._max_positions = max_positions
 
     def linear_weight(self, in_features: int, out_features: int) -> Any:
         return unbound_parameter((out_features, in_features), self.dtype)
@@ -66,7 +67,7 @@ class NativeOps(OpTable):
         return _Rotary(cos, sin, self.dtype)
 
     def chunk_mask(self) -> Operator:
-        return _ChunkMask(self._max_model_len, self.dtype)
+        return _ChunkMask(self._max_positions, self.dtype)
 
     def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Operator:
         return _Attention(num_heads, num_kv_heads, head_dim, self.dtype)
@@ -171,12 +172,12 @@ class _Rotary(nn.Cell):
 
 
 class _ChunkMask(nn.Cell):
-    """PagedAttention's mask [T, max_model_len] of steps where a sequence has several tokens: 0 where a token sees a
+    """PagedAttention's mask [T, positions] of steps where a sequence has several tokens: 0 where a token sees a
     position, what hides it where it does not."""
 
-    def __init__(self, max_model_len: int, dtype: str) -> None:
+    def __init__(self, max_positions: int, dtype: str) -> None:
         super().__init__()
-        self.columns = Tensor(np.arange(max_model_len, dtype=np.int32)[None])
+        self.columns = Tensor(np.arange(max_positions, dtype=np.int32)[None])
         self.masked = Tensor(_MASKED, MINDSPORE_DTYPES[dtype])
         self.dtype = MINDSPORE_DTYPES[dtype]
         self.reshape, self.greater, self.cast, self.multiply = ops.Reshape(), ops.Greater(), ops.Cast(), ops.Mul()
@@ -194,7 +195,7 @@ class _Attention(nn.Cell):
         self.split = SplitWithSize()
         self.rotate = ApplyRotaryPosEmb(_ROTATE_HALVES)
         self.write_cache = ReshapeAndCache()
-        self.flash = FlashAttentionScore(head_num=num_heads, scale_value=scale, next_tokens=0, input_layout="TH")
+        self.flash = FlashAttentionScore(head_num=num_heads, scale_value=scale, input_layout="TH")
         self.paged = PagedAttention(num_heads, scale, num_kv_heads)
         # Both primitives are causal by their masks on an Ascend. Ours are causal by position and do not read them.
         mask_dtype = MINDSPORE_DTYPES[dtype]
