@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -13,7 +12,7 @@ import numpy.typing as npt
 from mindspore import Tensor, nn
 from mindspore.graph.api import _cell_graph_executor
 
-from agent.backends.base import OpTable
+from agent.backends.base import Operator, OpTable
 from agent.backends.cpu.ops import FusedCpuOps
 from agent.layers.parameter import as_float32_array, as_tensor
 from agent.step_inputs import Int32Array, StepInputs
@@ -21,6 +20,17 @@ from llm_serving.ipc.shm import SlotLimits
 
 _VECTOR = (None,)
 _MATRIX = (None, None)
+
+
+class GraphKind(enum.Enum):
+    """The dynamic graphs. Each takes the steps its device's attention primitives have a form for."""
+
+    PREFILL = "prefill"
+    """Whole prompts: attention among the tokens of the step."""
+    CHUNKED = "chunked"
+    """Any step, parts of prompts and decoding sequences mixed: attention over the cache, with a mask."""
+    DECODE = "decode"
+    """A token a sequence: attention over the cache, which needs no mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,7 @@ def make_step_graph(model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_
     """The kind of graph the op table's operators are for, not compiled yet."""
     if isinstance(ops, FusedCpuOps):
         return StaticStepGraph(model, ops, limits)
-    return DynamicStepGraph(model, ops, max_whole_prompts)
+    return DynamicStepGraph(model, ops, limits, max_whole_prompts)
 
 
 class StaticStepGraph(StepGraph):
@@ -99,43 +109,56 @@ class StaticStepGraph(StepGraph):
 
 
 class DynamicStepGraph(StepGraph):
-    """The paged graph takes every step. The graph of whole prompts takes as many as ``max_whole_prompts`` of them."""
+    """A graph of each kind. That of whole prompts takes as many as ``max_whole_prompts`` of them."""
 
-    def __init__(self, model: nn.Cell, ops: OpTable, max_whole_prompts: int) -> None:
-        self._paged = _dynamic_graph(model, whole_prompts=False, query_lens=_int32(_VECTOR))
-        self._whole_prompts: _CompiledGraph | None = None
-        self._max_whole_prompts = max_whole_prompts
-        if ops.has_whole_prompts:
-            query_lens = Tensor(shape=(max_whole_prompts,), dtype=ms.int64)
-            self._whole_prompts = _dynamic_graph(model, whole_prompts=True, query_lens=query_lens)
+    def __init__(self, model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_prompts: int) -> None:
+        self._max_table_width = limits.max_blocks_per_seq
+        self._graphs = {
+            kind: _CompiledGraph(dynamic_step(model, ops, kind, max_whole_prompts))
+            for kind in GraphKind
+            if kind != GraphKind.PREFILL or ops.has_whole_prompts
+        }
+        self._max_whole_prompts = max_whole_prompts if ops.has_whole_prompts else 0
+        self._pads_prompts = not ops.dynamic_prompts
 
     def compile(self) -> None:
         """With one padding token."""
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
-        for whole_prompts in (False, True):
-            inputs = StepInputs(zero, zero, zero - 1, zero.reshape(1, 1), one, one, zero, zero, zero, whole_prompts)
-            graph, arrays = self._choose(inputs, zero)
-            graph.compile(tuple(map(as_tensor, arrays)))
+        inputs = StepInputs(zero, zero, zero - 1, zero.reshape(1, 1), one, one, zero, zero, zero, whole_prompts=False)
+        for kind, graph in self._graphs.items():
+            graph.compile(self._tensors(kind, inputs, zero))
 
     def run(self, inputs: StepInputs, token_ids: Int32Array) -> StepLogits:
-        graph, arrays = self._choose(inputs, token_ids)
-        return StepLogits(as_float32_array(graph.run(tuple(map(as_tensor, arrays)))), None)
+        kind = self.kind_of(inputs)
+        return StepLogits(as_float32_array(self._graphs[kind].run(self._tensors(kind, inputs, token_ids))), None)
 
-    def _choose(self, inputs: StepInputs, token_ids: Int32Array) -> tuple[_CompiledGraph, Sequence[npt.NDArray[Any]]]:
-        query_lens: npt.NDArray[Any]
-        graph, query_lens, seqs = self._paged, inputs.query_lens, inputs.query_lens.size
-        if inputs.whole_prompts and self._whole_prompts is not None and seqs <= self._max_whole_prompts:
-            graph, query_lens = self._whole_prompts, np.zeros(self._max_whole_prompts, np.int64)
-            query_lens[:seqs] = inputs.query_lens
-        return graph, (
+    def kind_of(self, inputs: StepInputs) -> GraphKind:
+        """Which graph takes the step."""
+        seqs = inputs.query_lens.size
+        if inputs.whole_prompts and seqs <= self._max_whole_prompts:
+            return GraphKind.PREFILL
+        return GraphKind.DECODE if inputs.positions.size == seqs else GraphKind.CHUNKED
+
+    def _tensors(self, kind: GraphKind, inputs: StepInputs, token_ids: Int32Array) -> tuple[Tensor, ...]:
+        query_lens: npt.NDArray[np.int32 | np.int64] = inputs.query_lens
+        if kind == GraphKind.PREFILL and self._pads_prompts:
+            query_lens = np.zeros(self._max_whole_prompts, np.int64)
+            query_lens[: inputs.query_lens.size] = inputs.query_lens
+        arrays = (
             token_ids,
             inputs.positions,
             inputs.last_tokens,
             inputs.slot_mapping,
-            inputs.block_tables,
+            self._tables(kind, inputs.block_tables),
             inputs.context_lens,
             query_lens,
         )
+        return tuple(map(as_tensor, arrays))
+
+    def _tables(self, kind: GraphKind, tables: Int32Array) -> Int32Array:
+        """As wide as the mask of a step with parts of prompts: an Ascend's kernel compares the two."""
+        missing = self._max_table_width - tables.shape[1]
+        return np.pad(tables, ((0, 0), (0, missing))) if kind == GraphKind.CHUNKED and missing else tables
 
 
 class _CompiledGraph:
@@ -156,21 +179,33 @@ class _CompiledGraph:
         return _cell_graph_executor._graph_executor(tensors, self._phase)
 
 
-def _dynamic_graph(model: nn.Cell, *, whole_prompts: bool, query_lens: Tensor) -> _CompiledGraph:
-    cell = _DynamicStep(model, whole_prompts=whole_prompts)
+def dynamic_step(model: nn.Cell, ops: OpTable, kind: GraphKind, max_whole_prompts: int) -> nn.Cell:
+    """The outermost Cell of a graph, its inputs' types and shapes set."""
+    cell = _DynamicStep(model, ops, kind)
     vector, matrix = _int32(_VECTOR), _int32(_MATRIX)
+    query_lens = vector
+    if kind == GraphKind.PREFILL and not ops.dynamic_prompts:
+        query_lens = Tensor(shape=(max_whole_prompts,), dtype=ms.int64)
     cell.set_inputs(vector, vector, vector, vector, matrix, vector, query_lens)
-    return _CompiledGraph(cell)
+    return cell
 
 
 class _DynamicStep(nn.Cell):
-    """A graph's outermost Cell: its arguments are the graph's inputs."""
+    """A graph's outermost Cell: its arguments are the graph's inputs.
 
-    def __init__(self, model: nn.Cell, *, whole_prompts: bool) -> None:
+    On an Ascend the attention kernels take the lengths of sequences from the graph's inputs of the names
+    ``batch_valid_length`` and ``q_seq_lens`` (MindSpore's "LLMManager"), and weight formats may depend on the phase
+    being called ``prefill`` or ``increment``: the names are part of the interface.
+    """
+
+    def __init__(self, model: nn.Cell, ops: OpTable, kind: GraphKind) -> None:
         super().__init__(auto_prefix=False)
         self.model = model
-        self.whole_prompts = whole_prompts
+        self.whole_prompts = kind == GraphKind.PREFILL
+        self.has_mask = kind == GraphKind.CHUNKED
+        self.chunk_mask: Operator = ops.chunk_mask() if self.has_mask else None
         self.set_train(False)
+        self.phase = "prefill" if self.whole_prompts else "increment"
 
     def construct(
         self,
@@ -179,10 +214,12 @@ class _DynamicStep(nn.Cell):
         last_tokens: Tensor,
         slot_mapping: Tensor,
         block_tables: Tensor,
-        context_lens: Tensor,
-        query_lens: Tensor,
+        batch_valid_length: Tensor,
+        q_seq_lens: Tensor,
     ) -> Tensor:
-        step = (slot_mapping, block_tables, context_lens, query_lens)
+        step: tuple[Tensor, ...] = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
+        if self.has_mask:
+            step = (*step, self.chunk_mask(positions))
         return self.model(token_ids, positions, last_tokens, step, self.whole_prompts)
 
 

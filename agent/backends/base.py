@@ -6,7 +6,8 @@ every tensor has the size of the largest step, and only its first T or S rows me
 
 ``step`` is what all operators may read of the step at hand: (slot_mapping [T], block_tables, context_lens [S],
 query_lens [S]), and with static shapes counts [4] = (T, S, W, 0) besides. ``block_tables`` is [S, W], with static
-shapes flat. Query i of a sequence with q queries and context c is at position c - q + i.
+shapes flat. Query i of a sequence with q queries and context c is at position c - q + i. In the graph of steps with
+parts of prompts ``step`` has a fifth entry, what ``chunk_mask`` makes.
 
 Every operator adds up in an order that depends on the row alone (its depth, its context), so a token's result does not
 depend on what else is in the step, nor on whether it came in a prompt, a chunk or a decode step.
@@ -49,7 +50,9 @@ class OpTable(ABC):
     static_shapes: bool
     """Whether the graph is compiled for the largest step, or for shapes that change from step to step."""
     has_whole_prompts: bool
-    """Whether there is a second graph for steps whose sequences all start at position 0 (see ``attention``)."""
+    """Whether there is a graph of its own for steps whose sequences all start at position 0 (see ``attention``)."""
+    dynamic_prompts: bool = False
+    """Whether that graph takes any number of prompts, or a fixed one, the lengths past the last being 0."""
     packs_weights: bool
     """Whether linear weights are packed blobs (``agent.kernels.packing``) with their bias, the output weight apart from
     the embedding, or [out, in] as checkpoints have them."""
@@ -124,6 +127,11 @@ class OpTable(ABC):
         the layers that have one, else 0.
         """
 
+    def chunk_mask(self) -> Operator:
+        """(positions [T]) -> what ``attention`` takes as the mask of a step with parts of prompts, made once a step.
+        Tables of static shapes have none."""
+        raise NotImplementedError(f"the op table {self.name} has no masks")
+
     @abstractmethod
     def attention(self, form: AttentionForm) -> Operator:
         """(qkv [T, (H + 2K) D], head_norms, rotary, caches, step, whole_prompts) -> [T, H x D].
@@ -131,6 +139,6 @@ class OpTable(ABC):
         ``head_norms`` are the gammas [D] of the norms of query and key heads, () without. Norms and rotates queries and
         keys, writes keys and values to the caches (in place, where ``slot_mapping`` is not -1) and attends causally, no
         further back than the window, scaled by 1 / sqrt(D). ``whole_prompts`` is a constant of the graph: True promises
-        that every context is its queries, so that the cache need not be read; ``query_lens`` is then int64 and has a
-        fixed length, past S zero.
+        that every context is its queries, so that the cache need not be read; ``query_lens`` then has a fixed length,
+        past S zero, and is int64 unless ``dynamic_prompts``.
         """

@@ -19,10 +19,9 @@ def start_runtime(config: Config) -> None:
 
     Raises AgentStartError when the device is not available, or MindSpore was imported before this was called.
     """
-    if config.device != "CPU":
-        from agent.backends.ascend.ops import ascend_ops
-
-        ascend_ops(config.model_config.model_dtype)
+    if config.device == "Ascend":
+        _set_up_ascend(config)
+        return
     _give_way(config.model_config.cpu_nice)
     if config.model_config.cpu_cores:
         os.sched_setaffinity(0, config.model_config.cpu_cores)  # before any thread of MindSpore or the kernels starts
@@ -31,6 +30,19 @@ def start_runtime(config: Config) -> None:
         from agent.kernels import set_threads
 
         set_threads(config.model_config.cpu_threads)
+
+
+def _set_up_ascend(config: Config) -> None:
+    from agent.backends.ascend.context import prepare_environment, set_up_device
+    from agent.backends.ascend.limits import check_limits
+    from agent.backends.ascend.memory import check_device_memory
+
+    check_limits(config)
+    prepare_environment(config)
+    import mindspore as ms
+
+    set_up_device(config, ms)
+    check_device_memory(config, ms)
 
 
 @cache

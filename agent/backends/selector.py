@@ -9,15 +9,14 @@ from llm_serving.errors import AgentStartError
 
 def select_op_table(config: Config) -> OpTable:
     """The table of ``config.device`` and ``config.op_table``. Raises AgentStartError when there is none."""
-    dtype = config.model_config.model_dtype
     if config.device == "Ascend":
-        from agent.backends.ascend.ops import ascend_ops
+        from agent.backends.ascend.ops import AscendOps
 
-        return ascend_ops(dtype)
+        return AscendOps(config)
     if config.op_table == "native":
         from agent.backends.native.ops import NativeOps
 
-        return NativeOps(dtype)
+        return NativeOps(config.model_config.model_dtype, config.max_blocks_per_seq * config.pa_config.block_size)
     if config.op_table == "fused":
         from agent.backends.cpu.ops import FusedCpuOps
 

@@ -1,15 +1,18 @@
-"""The Ascend's op table, which this version does not have yet."""
+"""The Ascend's op table: the native one, with what its kernels take beyond what the CPU's do."""
 
 from __future__ import annotations
 
-from agent.backends.base import OpTable
-from llm_serving.errors import AgentStartError
+from agent.backends.ascend.limits import check_limits
+from agent.backends.native.ops import NativeOps
+from llm_serving.config import Config
 
 
-def ascend_ops(dtype: str) -> OpTable:
-    """Raises AgentStartError: the native table's primitives are an Ascend's, but formats, masks and context flags of
-    the device are not set up yet, and a graph that has not run on one is not offered."""
-    raise AgentStartError(
-        f"the Ascend backend ({dtype}) is not available in this version; set model_config.device_target: CPU "
-        "(with op_table: native the same graph of Ascend primitives runs on the CPU)"
-    )
+class AscendOps(NativeOps):
+    """The native table in the form an Ascend runs it: any number of prompts in a step of whole prompts."""
+
+    dynamic_prompts = True
+
+    def __init__(self, config: Config) -> None:
+        """Raises AgentStartError when the kernels cannot do what ``config`` says."""
+        check_limits(config)
+        super().__init__(config.model_config.model_dtype, config.max_blocks_per_seq * config.pa_config.block_size)

@@ -27,13 +27,15 @@ _BAND_MASK_SIZE = 2048
 _BAND = 4
 """``sparse_mode``: between ``pre_tokens`` before a query and ``next_tokens`` behind it."""
 _MASKED = -10000.0
-"""What PagedAttention's mask adds to the scores of keys that are not seen."""
+"""What a mask adds to the scores that are not seen. FlashAttentionScore takes a mask of 0 and 1 in bfloat16 instead."""
 
 
 def causal_mask(form: AttentionForm, dtype: str) -> Tensor:
     """The compressed mask that FlashAttentionScore wants for an attention."""
-    size = _MASK_SIZE if form.window == 0 else _BAND_MASK_SIZE
-    return Tensor(np.triu(np.ones((size, size), np.float32), 1), MINDSPORE_DTYPES[dtype])
+    if form.window > 0:  # the band's mask is of 0 and 1 in either type
+        return Tensor(np.triu(np.ones((_BAND_MASK_SIZE, _BAND_MASK_SIZE), np.float32), 1), MINDSPORE_DTYPES[dtype])
+    masked = 1.0 if dtype == "bfloat16" else _MASKED
+    return Tensor(np.triu(np.ones((_MASK_SIZE, _MASK_SIZE), np.float32), 1) * masked, MINDSPORE_DTYPES[dtype])
 
 
 class Rotary(nn.Cell):
@@ -69,6 +71,22 @@ class RotaryAndMask(nn.Cell):
         return cos, sin, self.cast(hidden, self.dtype) * _MASKED
 
 
+class ChunkMask(nn.Cell):
+    """PagedAttention's mask [T, positions] of steps where a sequence has several tokens: 0 where a token sees a
+    position, what hides it where it does not."""
+
+    def __init__(self, max_positions: int, dtype: str) -> None:
+        super().__init__()
+        self.columns = Tensor(np.arange(max_positions, dtype=np.int32)[None])
+        self.masked = Tensor(_MASKED, MINDSPORE_DTYPES[dtype])
+        self.dtype = MINDSPORE_DTYPES[dtype]
+        self.reshape, self.greater, self.cast, self.multiply = ops.Reshape(), ops.Greater(), ops.Cast(), ops.Mul()
+
+    def construct(self, positions: Tensor) -> Tensor:
+        hidden = self.greater(self.columns, self.reshape(positions, (-1, 1)))
+        return self.multiply(self.cast(hidden, self.dtype), self.masked)
+
+
 class Attention(nn.Cell):
     def __init__(self, form: AttentionForm, dtype: str, causal_mask: Tensor) -> None:
         super().__init__()
@@ -81,10 +99,8 @@ class Attention(nn.Cell):
         self.norm = None if form.norm_epsilon is None else _HeadNorm(form.head_dim, form.norm_epsilon)
         self.has_window = form.window > 0
         # Both primitives are causal by these masks on an Ascend. Ours are causal by position and do not read them.
-        band = {"pre_tokens": form.window - 1, "sparse_mode": _BAND} if self.has_window else {}
-        self.flash = FlashAttentionScore(
-            head_num=form.num_heads, scale_value=scale, next_tokens=0, input_layout="TH", **band
-        )
+        band = {"pre_tokens": form.window - 1, "next_tokens": 0, "sparse_mode": _BAND} if self.has_window else {}
+        self.flash = FlashAttentionScore(head_num=form.num_heads, scale_value=scale, input_layout="TH", **band)
         self.causal_mask = causal_mask
         self.no_mask = Tensor(np.zeros((1, 1)), MINDSPORE_DTYPES[dtype])
 
@@ -97,7 +113,7 @@ class Attention(nn.Cell):
         step: tuple[Tensor, ...],
         whole_prompts: bool,
     ) -> Any:
-        slot_mapping, block_tables, context_lens, query_lens = step
+        slot_mapping, block_tables, context_lens, query_lens = step[:4]
         keys, values = caches
         query, key, value = self.split(qkv, self.widths, -1)
         if self.norm is not None:
@@ -106,7 +122,9 @@ class Attention(nn.Cell):
         query = ops.depend(query, self.write_cache(key, value, keys, values, slot_mapping))
         if whole_prompts:
             return self.flash(query, key, value, None, None, None, self.causal_mask, None, query_lens, query_lens)[3]
-        mask = rotary[2] if self.has_window else self.no_mask
+        mask = step[4] if len(step) > 4 else self.no_mask
+        if self.has_window:
+            mask = rotary[2]
         return self.paged(query, keys, values, block_tables, context_lens, None, None, mask, query_lens)
 
 

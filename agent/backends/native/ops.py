@@ -16,7 +16,7 @@ from mindspore.ops.auto_generate import (
 )
 
 from agent.backends.base import AttentionForm, CacheLayout, Operator, OpTable
-from agent.backends.native.attention import Attention, Rotary, RotaryAndMask, causal_mask
+from agent.backends.native.attention import Attention, ChunkMask, Rotary, RotaryAndMask, causal_mask
 from agent.layers.parameter import MINDSPORE_DTYPES, unbound_parameter
 from agent.weights.storage import Array
 from llm_serving.model_families import Experts
@@ -33,8 +33,10 @@ class NativeOps(OpTable):
     has_whole_prompts = True
     packs_weights = False
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, max_positions: int) -> None:
+        """``max_positions`` is what the widest block table has room for."""
         super().__init__(dtype)
+        self._max_positions = max_positions
         self._masks: dict[bool, Tensor] = {}
 
     def linear_weight(self, in_features: int, out_features: int) -> Any:
@@ -69,6 +71,9 @@ class NativeOps(OpTable):
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
         return Rotary(cos, sin, self.dtype) if window == 0 else RotaryAndMask(cos, sin, self.dtype, window)
+
+    def chunk_mask(self) -> Operator:
+        return ChunkMask(self._max_positions, self.dtype)
 
     def attention(self, form: AttentionForm) -> Operator:
         has_window = form.window > 0

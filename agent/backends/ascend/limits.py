@@ -1,0 +1,38 @@
+"""What the attention kernels of an Ascend take, checked before anything is loaded. Sources: docs/ascend.md."""
+
+from __future__ import annotations
+
+from llm_serving.config import Config
+from llm_serving.errors import AgentStartError
+
+HEAD_MULTIPLE = 16
+MAX_HEAD_DIM = 256
+"""Sizes of a head, in both attention kernels: multiples of the one up to the other."""
+BLOCK_SIZES = (16, 32, 64, 128)
+MAX_BLOCK_ELEMENTS = 128 * 128
+"""PagedAttention: block_size x size of a head, at most."""
+MAX_HEAD_GROUP = 128
+"""PagedAttention: query heads that share a key-value head, at most."""
+
+
+def check_limits(config: Config) -> None:
+    """Raises AgentStartError naming value, limit and what to do."""
+    shape, block_size = config.shape, config.pa_config.block_size
+    head_dim, group = shape.head_dim, shape.num_attention_heads // shape.num_key_value_heads
+    other_device = "serve this model on the CPU (model_config.device_target: CPU)"
+    if head_dim % HEAD_MULTIPLE or head_dim > MAX_HEAD_DIM:
+        raise AgentStartError(
+            f"the model's heads have {head_dim} elements; the attention kernels of an Ascend take multiples of "
+            f"{HEAD_MULTIPLE} up to {MAX_HEAD_DIM}: {other_device}"
+        )
+    if group > MAX_HEAD_GROUP:
+        raise AgentStartError(
+            f"{group} query heads of the model share a key-value head; PagedAttention on an Ascend takes "
+            f"{MAX_HEAD_GROUP} at most: {other_device}"
+        )
+    sizes = [size for size in BLOCK_SIZES if size * head_dim <= MAX_BLOCK_ELEMENTS]
+    if block_size not in sizes:
+        raise AgentStartError(
+            f"pa_config.block_size = {block_size}; PagedAttention on an Ascend takes, with heads of {head_dim} "
+            f"elements, {', '.join(map(str, sizes))}"
+        )

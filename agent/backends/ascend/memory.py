@@ -1,0 +1,42 @@
+"""The memory plan against what the device really has free, which only a process that holds the device can ask."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from agent.backends.ascend.context import device_id
+from llm_serving.config import Config
+from llm_serving.errors import AgentStartError
+from llm_serving.machine import Machine
+from llm_serving.memory_plan import MemoryPlan, estimate_memory, format_bytes
+
+logger = logging.getLogger("agent.ascend")
+
+
+def check_device_memory(config: Config, mindspore: Any, rank: int = 0) -> MemoryPlan:
+    """The plan, against the smaller of the device's free memory and ``max_device_memory``.
+
+    Raises AgentStartError, with the table and the largest cache that fits, when it does not. A device that tells
+    nothing (0 bytes in all, as before its initialisation) is warned of, and only the configured limit counts.
+    """
+    device = device_id(config, rank)
+    properties = mindspore.hal.get_device_properties(device, "Ascend")
+    free, limit = int(properties.free_memory), config.context.max_device_memory_bytes
+    if int(properties.total_memory) == 0:
+        logger.warning("Ascend device %d does not tell its memory; the plan is held against the config alone", device)
+        free = limit or 0
+    source = f"free memory of Ascend device {device}"
+    if limit is not None and limit <= free:
+        free, source = limit, "max_device_memory"
+    plan = estimate_memory(config, Machine(free, source))
+    if free == 0:
+        return plan
+    plan = replace(plan, available_bytes=free, available_from=source)
+    if not plan.fits:
+        raise AgentStartError(
+            f"the memory plan needs {format_bytes(plan.total_bytes)}, of {format_bytes(free)} ({source}); the largest "
+            f"pa_config.num_blocks that fits is {plan.largest_num_blocks}\n{plan.table()}"
+        )
+    return plan

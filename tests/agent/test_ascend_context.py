@@ -1,0 +1,205 @@
+"""What is set on MindSpore for an Ascend, recorded instead of carried out: no machine of the tests has one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agent.backends.ascend.context import environment, jit_config, prepare_environment, set_up_device
+from agent.backends.ascend.limits import check_limits
+from agent.backends.ascend.memory import check_device_memory
+from llm_serving.config import Config, load_config
+from llm_serving.errors import AgentStartError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Recorder:
+    """As much of ``mindspore`` as is called, noting the calls in order."""
+
+    GRAPH_MODE = 0
+
+    def __init__(self, devices: int = 8, refusal: Exception | None = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._devices, self._refusal = devices, refusal
+        self.device_context = SimpleNamespace(ascend=SimpleNamespace(device_count=lambda: self._devices))
+        self.runtime = SimpleNamespace(set_memory=lambda **given: self.calls.append(("set_memory", given)))
+
+    def set_device(self, target: str, device: int) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+        self.calls.append(("set_device", target, device))
+
+    def set_context(self, **given: Any) -> None:
+        self.calls.append(("set_context", given))
+
+    def set_recursion_limit(self, limit: int) -> None:
+        self.calls.append(("set_recursion_limit", limit))
+
+
+def published(*overrides: str) -> Config:
+    """The published deployment, as a machine with an Ascend reads it."""
+    given = ["model_config.load_format=dummy", "tokenizer.vocab_file=models/tiny_llama", *overrides]
+    return load_config("llama_7b_kbk_pa_dyn.yaml", given, ascend=True)
+
+
+def with_context(tmp_path: Path, **values: str) -> Config:
+    """The same with another ``context`` in its MindFormers YAML."""
+    text = (ROOT / "configs/llama/predict_llama2_7b.yaml").read_text(encoding="utf-8")
+    for key, value in values.items():
+        (line,) = [line for line in text.splitlines() if line.startswith(f"  {key}:")]
+        text = text.replace(line, f"  {key}: {value}")
+    (tmp_path / "predict.yaml").write_text(text, encoding="utf-8")
+    return published(f"model_config.model_cfg_path={tmp_path / 'predict.yaml'}")
+
+
+def test_the_published_deployment() -> None:
+    mindspore = Recorder()
+    set_up_device(published(), mindspore)
+    assert mindspore.calls == [
+        ("set_device", "Ascend", 0),
+        ("set_context", {"mode": 0, "jit_config": {"jit_level": "O0", "infer_boost": "on"}}),
+        ("set_recursion_limit", 10000),
+        ("set_memory", {"max_size": "58GB"}),
+    ]
+
+
+def test_a_memory_limit_and_a_call_depth_of_ones_own(tmp_path: Path) -> None:
+    mindspore = Recorder()
+    set_up_device(with_context(tmp_path, max_device_memory='"29.5GB"', max_call_depth="600"), mindspore)
+    assert mindspore.calls[2:] == [("set_recursion_limit", 600), ("set_memory", {"max_size": "29.5GB"})]
+
+
+@pytest.mark.parametrize(
+    ("backend", "fused", "wanted"),
+    [
+        ("kbk", "False", {"jit_level": "O0", "infer_boost": "on"}),
+        ("kbk", "True", {"jit_level": "O1", "infer_boost": "off"}),
+        ("ge", "False", {"jit_level": "O2", "infer_boost": "off"}),
+    ],
+)
+def test_levels_of_compilation(tmp_path: Path, backend: str, fused: str, wanted: dict[str, str]) -> None:
+    with_context(tmp_path, enable_graph_kernel=fused)
+    config = published(f"model_config.model_cfg_path={tmp_path / 'predict.yaml'}", f"model_config.backend={backend}")
+    assert jit_config(config) == wanted
+
+
+def test_flags_of_fusion_go_with_fusion_only(tmp_path: Path) -> None:
+    assert "MS_DEV_GRAPH_KERNEL_FLAGS" not in environment(published())
+    fused = environment(with_context(tmp_path, enable_graph_kernel="True"))
+    assert fused["MS_DEV_GRAPH_KERNEL_FLAGS"] == "--enable_parallel_fusion=true --reduce_fuse_depth=8"
+
+
+def test_variables_that_are_set_stay() -> None:
+    variables = {"MS_ALLOC_CONF": "enable_vmm:False"}
+    prepare_environment(published(), variables)
+    assert variables == {"MS_ALLOC_CONF": "enable_vmm:False", "GLOG_v": "3", "RUN_MODE": "predict"}
+
+
+@pytest.mark.parametrize(
+    ("start", "of_the_yaml", "rank", "wanted"), [(0, 0, 0, 0), (4, 0, 0, 4), (4, 0, 3, 7), (0, 2, 1, 3), (4, 2, 0, 4)]
+)
+def test_device_numbers(tmp_path: Path, start: int, of_the_yaml: int, rank: int, wanted: int) -> None:
+    with_context(tmp_path, device_id=str(of_the_yaml))
+    config = published(
+        f"model_config.model_cfg_path={tmp_path / 'predict.yaml'}", f"serving_config.start_device_id={start}"
+    )
+    mindspore = Recorder()
+    set_up_device(config, mindspore, rank)
+    assert mindspore.calls[0] == ("set_device", "Ascend", wanted)
+
+
+def test_a_device_that_is_not_there() -> None:
+    mindspore = Recorder(devices=4)
+    with pytest.raises(AgentStartError, match=r"start_device_id makes this agent's device number 4; there are 4 \("):
+        set_up_device(published("serving_config.start_device_id=3"), mindspore, rank=1)
+    assert [call[0] for call in mindspore.calls] == ["set_device"]
+
+
+def test_mindspore_without_ascend_says_what_to_do() -> None:
+    mindspore = Recorder(refusal=RuntimeError("Unsupported device target Ascend. This process\nmore"))
+    with pytest.raises(
+        AgentStartError, match=r"cannot use Ascend device 0: Unsupported device target Ascend\. This process\. Driver"
+    ):
+        set_up_device(published(), mindspore)
+    assert mindspore.calls == []
+
+
+def test_the_real_mindspore_of_this_machine_is_refused(tmp_path: Path) -> None:
+    """Through the agent's own start, as it would be were CANN's files there but no device."""
+    program = (
+        "from llm_serving.config import load_config; from agent.backends.runtime import start_runtime\n"
+        "start_runtime(load_config('llama_7b_kbk_pa_dyn.yaml', ['model_config.load_format=dummy', "
+        f"'tokenizer.vocab_file={ROOT / 'models/tiny_llama'}'], ascend=True))"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+    )  # fmt: skip
+    last = process.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        "llm_serving.errors.AgentStartError: MindSpore cannot use Ascend device 0: Unsupported device"
+    )
+    assert last.endswith("or set device_target: CPU")
+
+
+GIB = 1024**3
+
+
+def with_memory(total: int, free: int) -> Any:
+    properties = SimpleNamespace(total_memory=total, free_memory=free)
+    return SimpleNamespace(hal=SimpleNamespace(get_device_properties=lambda device, target: properties))
+
+
+def test_the_plan_fits_a_device_of_64_gib() -> None:
+    plan = check_device_memory(published(), with_memory(64 * GIB, 60 * GIB))
+    assert (plan.available_bytes, plan.available_from) == (58 * GIB, "max_device_memory")
+    assert plan.fits
+
+
+def test_the_plan_does_not_fit_what_another_process_left(tmp_path: Path) -> None:
+    with pytest.raises(AgentStartError, match=r"20\.0 GiB \(free memory of Ascend device 0\); the largest") as caught:
+        check_device_memory(published(), with_memory(64 * GIB, 20 * GIB))
+    (largest,) = re.findall(r"num_blocks that fits is (\d+)\n", str(caught.value))
+    fitting = published(f"pa_config.num_blocks={largest}")
+    assert check_device_memory(fitting, with_memory(64 * GIB, 20 * GIB)).fits
+    with pytest.raises(AgentStartError):
+        check_device_memory(published(f"pa_config.num_blocks={int(largest) + 1}"), with_memory(64 * GIB, 20 * GIB))
+
+
+def test_a_device_that_tells_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    plan = check_device_memory(published(), with_memory(0, 0))
+    assert (plan.available_bytes, plan.available_from) == (58 * GIB, "max_device_memory")
+    assert "device 0 does not tell its memory" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "kv_heads", "block_size", "problem"),
+    [
+        (128, 32, 32, 256, r"block_size = 256; .* heads of 128 elements, 16, 32, 64, 128"),
+        (128, 32, 32, 48, r"block_size = 48; "),
+        (256, 32, 32, 128, r"heads of 256 elements, 16, 32, 64"),
+        (40, 32, 32, 16, r"heads have 40 elements; .* multiples of 16 up to 256"),
+        (272, 32, 32, 16, r"heads have 272 elements"),
+        (128, 256, 1, 16, r"256 query heads of the model share a key-value head; .* 128 at most"),
+    ],
+)
+def test_what_the_attention_kernels_do_not_take(
+    head_dim: int, heads: int, kv_heads: int, block_size: int, problem: str
+) -> None:
+    config = published(f"pa_config.block_size={block_size}")
+    shape = replace(config.shape, head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    with pytest.raises(AgentStartError, match=problem):
+        check_limits(replace(config, shape=shape))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_what_they_take(block_size: int) -> None:
+    check_limits(published(f"pa_config.block_size={block_size}"))

@@ -1,0 +1,309 @@
+"""Run by test_plugin_semantics.py under pytest in a process of its own, which has the op plugin: each native primitive
+against a plain NumPy rendering of its documentation (docs/ascend.md names the pages), on random shapes, through graphs
+of dynamic shapes as the models use them."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+from agent.kernels.library import library_path
+
+os.environ["MS_OP_PLUGIN_PATH"] = str(library_path())
+
+import mindspore as ms
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kernel_calls import EPSILON, attention_rendering
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops import auto_generate
+
+ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
+ms.set_device("CPU")
+
+DTYPES = {"float16": ms.float16, "bfloat16": ms.bfloat16}
+GEOMETRIES = [(4, 4, 16), (4, 2, 32), (8, 1, 64), (6, 3, 48)]
+"""Query heads, key-value heads, size of a head: as many, shared by two, all by one, an odd number."""
+MAX_PROMPTS = 4
+CACHE_SLOTS = 48
+any_dtype = st.sampled_from(sorted(DTYPES))
+any_geometry = st.sampled_from(GEOMETRIES)
+seeds = st.integers(0, 2**32 - 1)
+examples = settings(
+    max_examples=15, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+class Apply(nn.Cell):
+    """A primitive on its inputs, then on some constants."""
+
+    def __init__(self, primitive: Any, *constants: Any) -> None:
+        super().__init__()
+        self.primitive, self.constants = primitive, constants
+
+    def construct(self, *inputs: Any) -> Any:
+        return self.primitive(*inputs, *self.constants)
+
+
+class Flash(nn.Cell):
+    def __init__(self, heads: int, dim: int, dtype: str) -> None:
+        super().__init__()
+        self.primitive = auto_generate.FlashAttentionScore(heads, input_layout="TH", scale_value=dim**-0.5)
+        masked = 1.0 if dtype == "bfloat16" else -10000.0
+        self.mask = Tensor(np.triu(np.ones((128, 128)), 1) * masked, DTYPES[dtype])
+
+    def construct(self, query: Any, key: Any, value: Any, lengths: Any) -> Any:
+        return self.primitive(query, key, value, None, None, None, self.mask, None, lengths, lengths)
+
+
+class Paged(nn.Cell):
+    def __init__(self, heads: int, kv_heads: int, dim: int) -> None:
+        super().__init__()
+        self.primitive = auto_generate.PagedAttention(heads, dim**-0.5, kv_heads)
+
+    def construct(self, query: Any, keys: Any, values: Any, tables: Any, lens: Any, mask: Any, q_lens: Any) -> Any:
+        return self.primitive(query, keys, values, tables, lens, None, None, mask, q_lens)
+
+
+class Write(nn.Cell):
+    """Owns its caches, as the models do."""
+
+    def __init__(self, kv_heads: int, dim: int, block_size: int, dtype: str) -> None:
+        super().__init__()
+        shape = (CACHE_SLOTS // block_size, block_size, kv_heads, dim)
+        self.primitive = auto_generate.ReshapeAndCache()
+        self.keys, self.values = (Parameter(Tensor(np.zeros(shape), DTYPES[dtype]), name=n) for n in ("keys", "values"))
+
+    def construct(self, key: Any, value: Any, slots: Any) -> Any:
+        return self.primitive(key, value, self.keys, self.values, slots)
+
+
+def dynamic(*shape: int | None, dtype: Any) -> Tensor:
+    return Tensor(shape=shape, dtype=dtype)
+
+
+def values(rng: np.random.Generator, *shape: int, dtype: str) -> tuple[Tensor, np.ndarray]:
+    """Random numbers as the primitive gets them, and what they are exactly."""
+    tensor = Tensor(rng.standard_normal(shape).astype(np.float32)).astype(DTYPES[dtype])
+    return tensor, exact(tensor)
+
+
+def exact(tensor: Tensor) -> np.ndarray:
+    return tensor.astype(ms.float32).asnumpy().astype(np.float64)
+
+
+def ints(numbers: Any, dtype: Any = np.int32) -> Tensor:
+    return Tensor(np.array(numbers, dtype))
+
+
+def assert_rounded(tensor: Tensor, wanted: np.ndarray, dtype: str, *, slack: float) -> None:
+    """Rounded once from a result that is right to ``slack`` of the largest value."""
+    limit = EPSILON[dtype] * np.abs(wanted) + slack * (np.abs(wanted).max(initial=0) + 1e-6)
+    assert tuple(tensor.shape) == wanted.shape
+    assert (np.abs(exact(tensor) - wanted) <= limit).all(), np.abs(exact(tensor) - wanted).max()
+
+
+@cache
+def norm_graphs(dtype: str) -> tuple[nn.Cell, nn.Cell]:
+    rows, gamma = dynamic(None, None, dtype=DTYPES[dtype]), dynamic(None, dtype=DTYPES[dtype])
+    norm, add_norm = Apply(auto_generate.RmsNorm(1e-5)), Apply(auto_generate.AddRmsNorm(), 1e-5)
+    norm.set_inputs(rows, gamma)
+    add_norm.set_inputs(rows, rows, gamma)
+    return norm, add_norm
+
+
+@examples
+@given(any_dtype, seeds, st.integers(1, 9), st.integers(1, 200))
+def test_rms_norm(dtype: str, seed: int, rows: int, width: int) -> None:
+    """y = x / sqrt(mean(x^2) + epsilon) * gamma; rstd [rows, 1] in float32."""
+    rng = np.random.default_rng(seed)
+    (x, x_exact), (gamma, gamma_exact) = values(rng, rows, width, dtype=dtype), values(rng, width, dtype=dtype)
+    y, rstd = norm_graphs(dtype)[0](x, gamma)
+    scale = 1 / np.sqrt((x_exact**2).mean(-1, keepdims=True) + 1e-5)
+    assert_rounded(y, x_exact * scale * gamma_exact, dtype, slack=1e-6)
+    assert rstd.dtype == ms.float32
+    np.testing.assert_allclose(rstd.asnumpy(), scale, rtol=1e-5)
+
+
+@examples
+@given(any_dtype, seeds, st.integers(1, 9), st.integers(1, 200))
+def test_add_rms_norm(dtype: str, seed: int, rows: int, width: int) -> None:
+    """The sum is stored rounded, and the norm is of what is stored: y, rstd, x1 + x2."""
+    rng = np.random.default_rng(seed)
+    (a, a_exact), (b, b_exact) = (values(rng, rows, width, dtype=dtype) for _ in range(2))
+    gamma, gamma_exact = values(rng, width, dtype=dtype)
+    y, _, total = norm_graphs(dtype)[1](a, b, gamma)
+    rounded = Tensor((a_exact + b_exact).astype(np.float32)).astype(DTYPES[dtype])
+    np.testing.assert_array_equal(exact(total), exact(rounded))
+    stored = exact(total)
+    wanted = stored / np.sqrt((stored**2).mean(-1, keepdims=True) + 1e-5) * gamma_exact
+    assert_rounded(y, wanted, dtype, slack=1e-6)
+
+
+@cache
+def swiglu_graph(dtype: str) -> nn.Cell:
+    graph = Apply(auto_generate.Swiglu(), -1)
+    graph.set_inputs(dynamic(None, None, dtype=DTYPES[dtype]))
+    return graph
+
+
+@examples
+@given(any_dtype, seeds, st.integers(1, 9), st.integers(1, 150))
+def test_swiglu(dtype: str, seed: int, rows: int, half: int) -> None:
+    """silu(first half) * second half."""
+    x, x_exact = values(np.random.default_rng(seed), rows, 2 * half, dtype=dtype)
+    gate, value = np.split(x_exact, 2, -1)
+    assert_rounded(swiglu_graph(dtype)(x), gate / (1 + np.exp(-gate)) * value, dtype, slack=1e-6)
+
+
+@cache
+def rotary_graph(dtype: str, cos_format: int) -> nn.Cell:
+    graph = Apply(auto_generate.ApplyRotaryPosEmb(cos_format))
+    rows = dynamic(None, None, dtype=DTYPES[dtype])
+    graph.set_inputs(rows, rows, rows, rows, dynamic(None, dtype=ms.int32))
+    return graph
+
+
+@examples
+@given(any_dtype, seeds, any_geometry, st.sampled_from([2, 3]), st.lists(st.integers(0, 6), min_size=1, max_size=4))
+def test_rotary_with_a_row_of_cosines_a_token(
+    dtype: str, seed: int, geometry: tuple[int, int, int], cos_format: int, lengths: list[int]
+) -> None:
+    """cos_format 2: an element turns with the one half a head away; 3: with its neighbour. cos, sin [tokens, dim]."""
+    heads, kv_heads, dim = geometry
+    tokens, rng = sum(lengths) + 1, np.random.default_rng(seed)
+    (q, q_exact), (k, k_exact) = (values(rng, tokens, n * dim, dtype=dtype) for n in (heads, kv_heads))
+    (cos, cos_exact), (sin, sin_exact) = (values(rng, tokens, dim, dtype=dtype) for _ in range(2))
+    turned = rotary_graph(dtype, cos_format)(q, k, cos, sin, ints([*lengths, 1]))
+    for out, x in zip(turned, (q_exact, k_exact), strict=True):
+        per_head = x.reshape(tokens, -1, dim)
+        if cos_format == 2:
+            other = np.concatenate([-per_head[..., dim // 2 :], per_head[..., : dim // 2]], -1)
+        else:
+            other = np.stack([-per_head[..., 1::2], per_head[..., ::2]], -1).reshape(per_head.shape)
+        wanted = per_head * cos_exact[:, None] + other * sin_exact[:, None]
+        assert_rounded(out, wanted.reshape(x.shape), dtype, slack=1e-6)
+
+
+@cache
+def write_graph(kv_heads: int, dim: int, block_size: int, dtype: str) -> Write:
+    graph = Write(kv_heads, dim, block_size, dtype)
+    rows = dynamic(None, None, dtype=DTYPES[dtype])
+    graph.set_inputs(rows, rows, dynamic(None, dtype=ms.int32))
+    return graph
+
+
+@examples
+@given(any_dtype, seeds, any_geometry, st.integers(1, 12), st.sampled_from([1, 3, 16]))
+def test_reshape_and_cache(dtype: str, seed: int, geometry: tuple[int, int, int], tokens: int, block_size: int) -> None:
+    """slot = block * block_size + offset, each once; a negative one is padding and writes nothing. All else stays."""
+    _, kv_heads, dim = geometry
+    rng, graph = np.random.default_rng(seed), write_graph(kv_heads, dim, block_size, dtype)
+    slots = rng.permutation(CACHE_SLOTS)[:tokens].astype(np.int32)
+    slots[rng.random(tokens) < 0.3] = -1
+    (k, k_exact), (v, v_exact) = (values(rng, tokens, kv_heads * dim, dtype=dtype) for _ in range(2))
+    wanted = [exact(each).reshape(CACHE_SLOTS, -1) for each in (graph.keys, graph.values)]
+    for cached, new in zip(wanted, (k_exact, v_exact), strict=True):
+        cached[slots[slots >= 0]] = new[slots >= 0]
+    graph(k, v, ints(slots)).asnumpy()
+    for cached, after in zip(wanted, (graph.keys, graph.values), strict=True):
+        np.testing.assert_array_equal(exact(after).reshape(CACHE_SLOTS, -1), cached)
+
+
+@cache
+def flash_graph(geometry: tuple[int, int, int], dtype: str) -> nn.Cell:
+    graph = Flash(geometry[0], geometry[2], dtype)
+    rows = dynamic(None, None, dtype=DTYPES[dtype])
+    graph.set_inputs(rows, rows, rows, dynamic(MAX_PROMPTS, dtype=ms.int64))
+    return graph
+
+
+@examples
+@given(any_dtype, seeds, any_geometry, st.lists(st.integers(0, 40), min_size=1, max_size=MAX_PROMPTS))
+def test_flash_attention(dtype: str, seed: int, geometry: tuple[int, int, int], lengths: list[int]) -> None:
+    """Layout TH: prompts behind each other, causal each; lengths of the sequences, those past the last 0."""
+    heads, kv_heads, dim = geometry
+    lengths = lengths if sum(lengths) else [1]
+    tokens, rng = sum(lengths), np.random.default_rng(seed)
+    (q, qx), (k, kx), (v, vx) = (values(rng, tokens, n * dim, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+    padded = ints(lengths + [0] * (MAX_PROMPTS - len(lengths)), np.int64)
+    out = flash_graph(geometry, dtype)(q, k, v, padded)[3]
+    per_head = [x.reshape(tokens, -1, dim) for x in (qx, kx, vx)]
+    wanted = attention_rendering(*per_head, lengths, lengths)
+    assert_rounded(out, wanted.reshape(tokens, -1), dtype, slack=2 * EPSILON[dtype])
+
+
+@cache
+def paged_graph(geometry: tuple[int, int, int], dtype: str) -> nn.Cell:
+    graph = Paged(*geometry)
+    caches, vector = dynamic(None, None, None, None, dtype=DTYPES[dtype]), dynamic(None, dtype=ms.int32)
+    rows, table = dynamic(None, None, dtype=DTYPES[dtype]), dynamic(None, None, dtype=ms.int32)
+    graph.set_inputs(rows, caches, caches, table, vector, rows, vector)
+    return graph
+
+
+@examples
+@given(
+    any_dtype, seeds, any_geometry, st.sampled_from([16, 32]),
+    st.lists(st.tuples(st.integers(1, 9), st.integers(0, 70)), min_size=1, max_size=4), st.booleans(),
+)  # fmt: skip
+def test_paged_attention(
+    dtype: str, seed: int, geometry: tuple[int, int, int], block_size: int, steps: list[tuple[int, int]], decode: bool
+) -> None:
+    """The last q_seq_lens tokens of each sequence over its blocks, in any order of blocks: chunks, decodes, mixtures.
+    The mask [tokens, positions] hides later positions; a decode has none."""
+    heads, kv_heads, dim = geometry
+    queries = [1 if decode else query for query, _ in steps]
+    contexts = [query + earlier for query, (_, earlier) in zip(queries, steps, strict=True)]
+    tokens, rng = sum(queries), np.random.default_rng(seed)
+    counts = [-(-length // block_size) for length in contexts]
+    width = max(counts) + 1
+    q, qx = values(rng, tokens, heads * dim, dtype=dtype)
+    (keys, kx), (cached, vx) = (values(rng, sum(counts) + 2, block_size, kv_heads, dim, dtype=dtype) for _ in range(2))
+    order = rng.permutation(sum(counts) + 1) + 1
+    tables = np.zeros((len(steps), width), np.int32)
+    for row, count in enumerate(counts):
+        tables[row, :count], order = order[:count], order[count:]
+    positions = np.concatenate([np.arange(c - n, c) for n, c in zip(queries, contexts, strict=True)])
+    hidden = np.arange(width * block_size)[None] > positions[:, None]
+    mask = np.zeros((1, 1)) if decode else np.where(hidden, -10000.0, 0.0)
+    out = paged_graph(geometry, dtype)(
+        q, keys, cached, ints(tables), ints(contexts), Tensor(mask, DTYPES[dtype]), ints(queries)
+    )
+    places = [(row, j) for row, length in enumerate(contexts) for j in range(length)]
+    slots = [tables[row, j // block_size] * block_size + j % block_size for row, j in places]
+    flat = [each.reshape(-1, kv_heads, dim)[slots] for each in (kx, vx)]
+    wanted = attention_rendering(qx.reshape(tokens, heads, dim), *flat, queries, contexts)
+    assert_rounded(out, wanted.reshape(tokens, -1), dtype, slack=2 * EPSILON[dtype])
+
+
+@cache
+def matmul_graph(dtype: str) -> nn.Cell:
+    graph = Apply(ops.MatMul(transpose_b=True))
+    rows = dynamic(None, None, dtype=DTYPES[dtype])
+    graph.set_inputs(rows, rows)
+    return graph
+
+
+@examples
+@given(any_dtype, seeds, st.integers(1, 20), st.integers(1, 130), st.integers(1, 40))
+def test_matmul(dtype: str, seed: int, rows: int, depth: int, columns: int) -> None:
+    """x @ weight.T, summed in float32, rounded once."""
+    rng = np.random.default_rng(seed)
+    (x, xx), (w, wx) = values(rng, rows, depth, dtype=dtype), values(rng, columns, depth, dtype=dtype)
+    assert_rounded(matmul_graph(dtype)(x, w), xx @ wx.T, dtype, slack=1e-5)
+
+
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_rows_of_no_sequence_are_refused(dtype: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """More query rows than q_seq_lens say: an error, not a guess."""
+    rng = np.random.default_rng(0)
+    q, _ = values(rng, 3, 64, dtype=dtype)
+    cached, _ = values(rng, 2, 16, 4, 16, dtype=dtype)
+    graph = Paged(4, 4, 16)
+    with pytest.raises(RuntimeError):
+        graph(q, cached, cached, ints([[1]]), ints([20]), Tensor(np.zeros((1, 1)), DTYPES[dtype]), ints([2])).asnumpy()
+    assert "PagedAttention" in capfd.readouterr().err

@@ -1,0 +1,24 @@
+"""The native primitives against plain NumPy renderings of their documentation, in a process that has the plugin."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_primitives_do_what_their_documentation_says(tmp_path: Path) -> None:
+    program = Path(__file__).with_name("plugin_semantics.py")
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    process = subprocess.run(
+        [sys.executable, "-m", "pytest", str(program), "-q", "--no-header", "-p", "no:cacheprovider",
+         "--import-mode=importlib", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)],
+        capture_output=True, text=True, cwd=tmp_path, timeout=280, check=False,
+        env={**os.environ, "PYTHONPATH": path, "GLOG_v": "3", "MS_OM_PATH": str(tmp_path)},
+    )  # fmt: skip
+    assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-2000:]
+    assert re.search(r"^10 passed", process.stdout, re.MULTILINE), process.stdout[-500:]

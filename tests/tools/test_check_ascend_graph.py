@@ -1,0 +1,102 @@
+"""The front-end gate: the small configs pass it, planted mistakes do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llm_serving.formats.strict_yaml import read_yaml_mapping
+
+ROOT = Path(__file__).resolve().parents[2]
+CAUGHT = {
+    "layout of prefill": "refused: ",
+    "layout of prefill that fits": "FlashAttentionScore of layer 0: sparse_mode is 2",
+    "mask of ones in float16": "it must be f16[128,128], -10000 above the diagonal",
+    "query heads": "head_num is 4; the model has 8",
+    "key-value heads": "head_num and kv_head_num are 8 and 8; the model has (8, 2)",
+    "scale": "scale_value is 0.03125; 1 / sqrt(head size) is 0.1767767",
+    "cache type": "refused: For primitive[PagedAttention], the input type must be same",
+    "cache layout": "key_cache is f16[2048,2,16,32]; it must be f16[2048,16,2,32]",
+    "slot mapping type": "slot_mapping i64[-1]",
+    "block table rank": "block_tables i32[-1], ",
+    "no wait for the cache": "does not wait for the layer's ReshapeAndCache",
+    "keys for values": "key_cache is layers.0.attention.value_cache, not the layer's own",
+    "no query lengths": "argument 8 must be the graph's input q_seq_lens",
+    "chunk mask": "attn_mask is f16[-1]; it must be f16[-1,2048]",
+    "transposed weight that fits": "MatMul of layer 0: must multiply by a weight [out, in] with transpose_b",
+    "pairs for halves": "cos_format is 3",
+    "names of inputs": "context_lens i32[-1], query_lens i32[-1]; an Ascend's are",
+    "vocabulary": "the graph gives ['f16[-1,2064]']; the logits are f16[-1,2048]",
+    "outputs": "the graph gives ['f16[-1,2048]', 'f16[-1,256]']",
+}
+
+
+def run(program: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / program), *arguments],
+        capture_output=True, text=True, cwd=folder, timeout=240, check=False,
+        env={**os.environ, "GLOG_v": "3", "TMPDIR": str(folder)},
+    )  # fmt: skip
+
+
+def test_the_small_configs_pass(tmp_path: Path) -> None:
+    process = run("tools/check_ascend_graph.py", "llama_tiny_cpu.yaml", "llama_160m_cpu.yaml", folder=tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr[-2000:]
+    lines = process.stdout.strip().splitlines()
+    found = [re.sub(r", [0-9.]+ s$", "", line) for line in lines[:-1]]
+    assert [line.rsplit(",", 1)[0] for line in found] == [
+        f"ok   {config} {kind}: {layers} layers"
+        for config, layers in (("llama_tiny_cpu", 5), ("llama_160m_cpu", 12))
+        for kind in ("prefill", "chunked", "decode")
+    ]
+    assert lines[-1] == "2 configs, 0 graphs failed"
+
+
+def test_a_config_that_no_ascend_takes_fails(tmp_path: Path) -> None:
+    text = (ROOT / "configs/llama/llama_tiny_cpu.yaml").read_text(encoding="utf-8")
+    assert "block_size: 16" in text
+    (tmp_path / "large_blocks.yaml").write_text(text.replace("block_size: 16", "block_size: 1024"), encoding="utf-8")
+    process = run("tools/check_ascend_graph.py", "large_blocks.yaml", folder=tmp_path)
+    assert process.returncode == 1
+    assert "block_size = 1024; PagedAttention on an Ascend takes, with heads of 32 elements, 16" in process.stdout
+
+
+@pytest.fixture(scope="module")
+def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What the gate says of each planted mistake."""
+    process = run("tests/tools/ascend_mistakes.py", folder=tmp_path_factory.mktemp("mistakes"))
+    assert process.returncode == 0, process.stderr[-3000:]
+    found: dict[str, list[str]] = json.loads(process.stdout.strip().splitlines()[-1])
+    return found
+
+
+def test_nothing_is_found_where_nothing_is_wrong(findings: dict[str, list[str]]) -> None:
+    assert findings["right"] == []
+
+
+@pytest.mark.parametrize("mistake", CAUGHT)
+def test_a_planted_mistake_is_caught(findings: dict[str, list[str]], mistake: str) -> None:
+    assert any(CAUGHT[mistake] in line for line in findings[mistake]), findings[mistake]
+
+
+def test_no_mistake_is_left_out(findings: dict[str, list[str]]) -> None:
+    assert set(findings) == set(CAUGHT) | {"right", "listing", "turned listing"}
+
+
+def test_what_no_rule_sees_changes_the_listing(findings: dict[str, list[str]]) -> None:
+    """Keys and values turned round where both are of one size."""
+    plain, turned = findings["listing"], findings["turned listing"]
+    changed = [line.split(" = ")[1].split("(")[0] for line in turned if line not in plain]
+    assert changed == 2 * ["ApplyRotaryPosEmb", "ReshapeAndCache"]
+
+
+def test_every_config_has_its_golden_listings() -> None:
+    configs = [p.stem for p in (ROOT / "configs/llama").glob("*.yaml") if "model_config" in read_yaml_mapping(p)]
+    wanted = {f"{config}.{kind}.txt" for config in configs for kind in ("prefill", "chunked", "decode")}
+    assert {path.name for path in (ROOT / "tools/ascend_graph/golden").iterdir()} == wanted

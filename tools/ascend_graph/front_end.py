@@ -1,0 +1,75 @@
+"""The Ascend graphs of a config through MindSpore's front end, on a machine without an NPU.
+
+Type and shape inference of the primitives is the same for every device; only the kernels are not. So a model built over
+the Ascend's op table compiles up to, not including, the choice of kernels (``MS_DEV_PRECOMPILE_ONLY=1`` and a phase
+for export). Parameters have types and shapes and no memory: a model of any size is checked with all its layers at their
+real sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+
+from llm_serving.config import Config, load_config
+from llm_serving.config.loader import find_config_file
+from llm_serving.formats.strict_yaml import read_yaml_mapping
+from tools.ascend_graph.mind_ir import Graph, read_graph
+
+
+def ascend_config(name: str, overrides: Sequence[str] = ()) -> Config:
+    """A config as an Ascend would load it, weights and tokenizer from nowhere: neither decides a graph.
+
+    What stores weights for the CPU's fused operators does not apply there and is set to ``auto``.
+    """
+    given = [
+        "model_config.device_target=Ascend",
+        "model_config.op_table=native",
+        "model_config.load_format=dummy",
+        "model_config.weight_format=auto",
+        "model_config.kv_format=auto",
+        "tokenizer.type=auto",
+        "tokenizer.vocab_file=models/shapes/tokenizer",
+    ]
+    if _dtype(name) not in ("float16", "bfloat16"):
+        given.append("model_config.model_dtype=bfloat16")
+    return load_config(name, [*given, *overrides], ascend=True)
+
+
+def _dtype(name: str) -> str:
+    section = read_yaml_mapping(find_config_file(name)).get("model_config")
+    assert isinstance(section, dict)
+    return str(section.get("model_dtype", "float16")).lower().replace("datatype.", "")
+
+
+def set_up() -> None:
+    """Before MindSpore is imported."""
+    os.environ["MS_DEV_PRECOMPILE_ONLY"] = "1"
+    os.environ.setdefault("GLOG_v", "3")
+    os.environ.setdefault("MS_OM_PATH", tempfile.mkdtemp(prefix="ascend-graph-"))  # dumps of graphs that are refused
+    import mindspore as ms
+
+    ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
+    ms.set_device("CPU")
+
+
+def compile_graphs(config: Config, kinds: Sequence[str] | None = None) -> Iterator[tuple[str, Graph]]:
+    """(kind, graph) of each of the config's graphs, or of some kinds.
+
+    Raises what the front end raises when types or shapes do not fit.
+    """
+    from mindspore.graph.api import _cell_graph_executor
+
+    from agent.backends.ascend.ops import AscendOps
+    from agent.models.registry import find_model
+    from agent.step_graph import GraphKind, dynamic_step
+
+    ops = AscendOps(config)
+    model = find_model(config.shape.architecture).build(config, ops)
+    for kind in map(GraphKind, kinds) if kinds else GraphKind:
+        cell = dynamic_step(model, ops, kind, config.max_prefill_seqs)
+        inputs = cell.get_inputs()
+        phase, _ = _cell_graph_executor.compile(cell, *inputs, phase="export.mindir", do_convert=False)
+        yield kind.value, read_graph(_cell_graph_executor._get_func_graph_proto(cell, phase, "mind_ir"))
+        _cell_graph_executor.del_net_res(cell, {phase})

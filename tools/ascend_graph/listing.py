@@ -1,0 +1,170 @@
+"""A graph as text: one line a primitive with its operands, settings and results; layers that are alike once.
+
+What orders side effects is left out (``Load``, ``UpdateState``, the tuples they make), but for the ``Depend`` that
+keeps attention behind the write of the cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tools.ascend_graph.mind_ir import Graph, Node, Operand
+
+STEP, OUTPUT = "step", "output"
+"""What is worked out once a step for all layers; what follows them."""
+
+
+class Wiring:
+    """Which node an operand really is: through tuples, loads of parameters and orderings of side effects."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._nodes = {node.name: node for node in graph.nodes}
+
+    def calls(self) -> Iterator[Node]:
+        """The nodes that compute, and ``Depend`` on one that does."""
+        for node in self.graph.nodes:
+            if node.primitive in ("Load", "UpdateState", "TupleGetItem", "MakeTuple"):
+                continue
+            if node.primitive != "Depend" or not self._is_state(node.operands[1]):
+                yield node
+
+    def source(self, operand: Operand) -> tuple[Operand, int | None]:
+        """The operand itself or what it stands for, and which of a node's results."""
+        index = None
+        while operand.kind == "node":
+            node = self._nodes[operand.name]
+            if node.primitive == "TupleGetItem":
+                index = node.operands[1].value
+            elif node.primitive != "Load" and not (node.primitive == "Depend" and self._is_state(node.operands[1])):
+                break
+            operand = node.operands[0]
+        return operand, index
+
+    def node_of(self, operand: Operand) -> Node | None:
+        """The node that computes an operand; None for inputs, parameters and constants."""
+        operand, _ = self.source(operand)
+        return self._nodes[operand.name] if operand.kind == "node" else None
+
+    def operands(self, node: Node) -> list[Operand]:
+        """Without the states of side effects."""
+        return [each for each in node.operands if not self._is_state(each)]
+
+    def _is_state(self, operand: Operand) -> bool:
+        return operand.kind == "node" and self._nodes[operand.name].primitive == "UpdateState"
+
+
+def list_graph(graph: Graph) -> list[str]:
+    """The lines."""
+    return _Lister(graph).lines()
+
+
+class _Lister:
+    """One listing. A value is named by its section and its number there: ``%3``, ``step%1``, ``before%12``."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._wiring = Wiring(graph)
+        self._graph = graph
+        self._calls = list(self._wiring.calls())
+        self._sections = self._find_sections()
+        self._numbers: dict[str, int] = {}
+        counts: dict[str | int, int] = defaultdict(int)
+        for node in self._calls:
+            counts[self._sections[node.name]] += 1
+            self._numbers[node.name] = counts[self._sections[node.name]]
+
+    def lines(self) -> list[str]:
+        lines = ["inputs"]
+        lines += [f"  {name} {kind}" for name, kind in self._graph.inputs.items()]
+        lines += ["step", *self._section(STEP)]
+        layers = sorted({section for section in self._sections.values() if isinstance(section, int)})
+        alike: list[tuple[int, int, list[str]]] = []
+        for layer in layers:
+            text = self._section(layer)
+            if alike and alike[-1][2] == text:
+                alike[-1] = (alike[-1][0], layer, text)
+            else:
+                alike.append((layer, layer, text))
+        for first, last, text in alike:
+            lines += [f"layer {first}" if first == last else f"layers {first} to {last}, each", *text]
+        lines += ["output", *self._section(OUTPUT)]
+        return [*lines, f"  logits {', '.join(map(str, self._graph.outputs))}"]
+
+    def _find_sections(self) -> dict[str, str | int]:
+        """A node is of its layer, but where several layers share it or it belongs to none."""
+        users: dict[str, set[int | None]] = defaultdict(set)
+        behind: dict[str, bool] = {}
+        for node in self._calls:
+            used = [each for each in map(self._wiring.node_of, node.operands) if each is not None]
+            behind[node.name] = node.layer is not None or any(behind[each.name] for each in used)
+            for each in used:
+                users[each.name].add(node.layer)
+        sections: dict[str, str | int] = {}
+        for node in self._calls:
+            from_inputs = all(
+                self._wiring.source(each)[0].kind in ("input", "constant") for each in self._wiring.operands(node)
+            )
+            if node.layer is not None and not (from_inputs and len(users[node.name]) > 1):
+                sections[node.name] = node.layer
+            else:
+                sections[node.name] = OUTPUT if node.layer is None and behind[node.name] else STEP
+        return sections
+
+    def _section(self, section: str | int) -> list[str]:
+        return [self._line(node, section) for node in self._calls if self._sections[node.name] == section]
+
+    def _line(self, node: Node, section: str | int) -> str:
+        operands = ", ".join(self._text(each, section) for each in self._wiring.operands(node))
+        settings = "".join(f" {name}={_value_text(value)}" for name, value in node.attributes)
+        results = _results_text(list(map(str, node.results)))
+        return f"  %{self._numbers[node.name]} = {node.primitive}({operands}){settings} -> {results}"
+
+    def _text(self, operand: Operand, section: str | int) -> str:
+        operand, index = self._wiring.source(operand)
+        if operand.kind == "constant":
+            return _value_text(operand.value)
+        if operand.kind == "parameter":
+            name = operand.name.replace(f"layers.{section}.", "layers.N.")
+            return f"{name} {operand.type}"
+        if operand.kind == "input":
+            return operand.name
+        result = "" if index is None else f"[{index}]"
+        return f"{self._place(operand.name, section)}%{self._numbers[operand.name]}{result}"
+
+    def _place(self, name: str, section: str | int) -> str:
+        """Where a value is from, as seen from a section."""
+        where = self._sections[name]
+        if where == section:
+            return ""
+        if isinstance(where, str):
+            return where
+        if where == section - 1 if isinstance(section, int) else section == OUTPUT:
+            return "before"
+        return f"layer{where}"
+
+
+def _results_text(results: list[str]) -> str:
+    if len(results) > 4 and len(set(results)) == 1:
+        return f"{len(results)} x {results[0]}"
+    return ", ".join(results)
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, np.ndarray):
+        return _array_text(value)
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return "(" + ", ".join(map(_value_text, value)) + ")" if isinstance(value, tuple) else str(value)
+
+
+def _array_text(array: np.ndarray[Any, Any]) -> str:
+    """A number, or shape, range and digest."""
+    if array.size == 1:
+        return f"{array.dtype.name}{list(array.shape)} of {float(array.reshape(-1)[0]):.6g}"
+    digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:12]
+    return f"{array.dtype.name}{list(array.shape)} from {array.min():.6g} to {array.max():.6g}, sha256 {digest}"

@@ -1,0 +1,251 @@
+"""What the public documentation asks of a graph, checked against what was compiled (sources: docs/ascend.md).
+
+The golden listing tells that a graph has changed; these rules tell that it cannot be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from llm_serving.config import Config
+from tools.ascend_graph.listing import Wiring
+from tools.ascend_graph.mind_ir import Graph, Node, Operand, TensorType
+
+PRIMITIVES = frozenset(
+    {
+        "AddRmsNorm",
+        "ApplyRotaryPosEmb",
+        "Cast",
+        "Depend",
+        "FlashAttentionScore",
+        "Gather",
+        "Greater",
+        "MatMul",
+        "Mul",
+        "PagedAttention",
+        "Reshape",
+        "ReshapeAndCache",
+        "RmsNorm",
+        "SplitWithSize",
+        "Swiglu",
+        "TensorToTuple",
+    }
+)
+"""Every primitive the graphs may have: each is in the table of docs/ascend.md."""
+
+_DTYPES = {"float16": "f16", "bfloat16": "bf16"}
+_INPUTS = {
+    "token_ids": 1,
+    "positions": 1,
+    "last_tokens": 1,
+    "slot_mapping": 1,
+    "block_tables": 2,
+    "batch_valid_length": 1,
+    "q_seq_lens": 1,
+}
+_TH = 5
+"""``input_layout`` TH as MindSpore 2.9 numbers it."""
+_MASKED = -10000.0
+
+
+def check_graph(kind: str, graph: Graph, config: Config) -> list[str]:
+    """What is wrong, a line each; nothing when all is right."""
+    return list(_Rules(kind, graph, config).problems())
+
+
+class _Rules:
+    def __init__(self, kind: str, graph: Graph, config: Config) -> None:
+        self._kind, self._graph, self._config, self._shape = kind, graph, config, config.shape
+        self._wiring = Wiring(graph)
+        self._calls = list(self._wiring.calls())
+        self._dtype = _DTYPES[config.model_config.model_dtype]
+        heads, kv_heads, dim = self._shape.num_attention_heads, self._shape.num_key_value_heads, self._shape.head_dim
+        self._query, self._key = heads * dim, kv_heads * dim
+
+    def problems(self) -> Iterator[str]:
+        yield from self._check_inputs()
+        yield from self._check_primitives()
+        yield from self._check_parameters()
+        checks = {
+            "ReshapeAndCache": self._check_cache_write,
+            "PagedAttention": self._check_paged_attention,
+            "FlashAttentionScore": self._check_flash_attention,
+            "ApplyRotaryPosEmb": self._check_rotary,
+            "MatMul": self._check_matmul,
+            "AddRmsNorm": self._check_norm,
+        }
+        for node in self._calls:
+            if node.primitive in checks:
+                for problem in checks[node.primitive](node):
+                    yield f"{node.primitive} of {_where(node)}: {problem}"
+
+    def _check_inputs(self) -> Iterator[str]:
+        wanted = {name: TensorType("i32", (-1,) * rank) for name, rank in _INPUTS.items()}
+        if self._graph.inputs != wanted:
+            yield f"the graph's inputs are {_types(self._graph.inputs)}; an Ascend's are {_types(wanted)}"
+        logits = (TensorType(self._dtype, (-1, self._shape.vocab_size)),)
+        if self._graph.outputs != logits:
+            yield f"the graph gives {list(map(str, self._graph.outputs))}; the logits are {logits[0]}"
+
+    def _check_primitives(self) -> Iterator[str]:
+        names = [node.primitive for node in self._calls]
+        for name in sorted(set(names) - PRIMITIVES):
+            yield f"the primitive {name} is not one whose kernels are known to be right on an Ascend"
+        layers = self._shape.num_layers
+        attention = "FlashAttentionScore" if self._kind == "prefill" else "PagedAttention"
+        counts = {attention: layers, "ReshapeAndCache": layers, "ApplyRotaryPosEmb": layers, "Swiglu": layers}
+        counts |= {"RmsNorm": 1, "AddRmsNorm": 2 * layers, "MatMul": 4 * layers + 1}
+        for name, count in counts.items():
+            if names.count(name) != count:
+                yield f"{names.count(name)} x {name} for {layers} layers; there should be {count}"
+
+    def _check_parameters(self) -> Iterator[str]:
+        shape = self._shape
+        weights = {
+            "attention.qkv.weight": (self._query + 2 * self._key, shape.hidden_size),
+            "attention.output.weight": (shape.hidden_size, self._query),
+            "mlp.gate_up.weight": (2 * shape.intermediate_size, shape.hidden_size),
+            "mlp.down.weight": (shape.hidden_size, shape.intermediate_size),
+            "input_norm.weight": (shape.hidden_size,),
+            "post_attention_norm.weight": (shape.hidden_size,),
+        }
+        for layer in range(shape.num_layers):
+            for name, sizes in weights.items():
+                full = f"layers.{layer}.{name}"
+                yield from _differs(full, self._graph.parameters.get(full), TensorType(self._dtype, sizes))
+        table = TensorType(self._dtype, (shape.vocab_size, shape.hidden_size))
+        yield from _differs("embedding.weight", self._graph.parameters.get("embedding.weight"), table)
+
+    def _check_cache_write(self, node: Node) -> Iterator[str]:
+        key, value, key_cache, value_cache, slots = self._wiring.operands(node)
+        for name, operand in (("key", key), ("value", value)):
+            yield from _differs(name, self._type(operand), TensorType(self._dtype, (-1, self._key)))
+        for name, operand in (("key_cache", key_cache), ("value_cache", value_cache)):
+            yield from self._cache_problems(node, name, operand)
+        if self._input(slots) != "slot_mapping":
+            yield f"slot_mapping is {slots.name or slots.kind}, not the graph's input of that name"
+
+    def _check_paged_attention(self, node: Node) -> Iterator[str]:
+        operands = self._wiring.operands(node)
+        for name, operand in (("key_cache", operands[1]), ("value_cache", operands[2])):
+            yield from self._cache_problems(node, name, operand)
+        yield from _differs("query", self._type(operands[0]), TensorType(self._dtype, (-1, self._query)))
+        for index, name in ((3, "block_tables"), (4, "batch_valid_length"), (8, "q_seq_lens")):
+            if self._input(operands[index]) != name:
+                yield f"argument {index} must be the graph's input {name}"
+        positions = self._config.max_blocks_per_seq * self._config.pa_config.block_size
+        wanted_mask = (-1, positions) if self._kind == "chunked" else (1, 1)
+        yield from _differs("attn_mask", self._type(operands[7]), TensorType(self._dtype, wanted_mask))
+        heads = (self._shape.num_attention_heads, self._shape.num_key_value_heads)
+        if (operands[10].value, operands[12].value) != heads:
+            yield f"head_num and kv_head_num are {operands[10].value} and {operands[12].value}; the model has {heads}"
+        yield from self._scale_problems(operands[11])
+        yield from self._order_problems(node, operands[0])
+
+    def _check_flash_attention(self, node: Node) -> Iterator[str]:
+        operands = self._wiring.operands(node)
+        for index, width in ((0, self._query), (1, self._key), (2, self._key)):
+            wanted = TensorType(self._dtype, (-1, width))
+            yield from _differs(("query", "key", "value")[index], self._type(operands[index]), wanted)
+        yield from self._compressed_mask_problems(operands[6])
+        for index, name in ((8, "q_seq_lens"), (9, "batch_valid_length")):
+            if self._lengths(operands[index]) not in ("q_seq_lens", "batch_valid_length"):
+                yield f"argument {index} must come from the graph's input {name}"
+        if operands[10].value != self._shape.num_attention_heads:
+            yield f"head_num is {operands[10].value}; the model has {self._shape.num_attention_heads}"
+        yield from self._scale_problems(operands[12])
+        if operands[16].value != _TH:
+            yield f"input_layout is number {operands[16].value}; TH, ragged tokens without padding, is {_TH}"
+        if operands[17].value != 0:
+            yield f"sparse_mode is {operands[17].value}; the compressed causal mask of layout TH goes with 0"
+        yield from self._order_problems(node, operands[0])
+
+    def _check_rotary(self, node: Node) -> Iterator[str]:
+        query, key, cos, sin, _, cos_format = self._wiring.operands(node)
+        widths = (self._query, self._key, self._shape.head_dim, self._shape.head_dim)
+        for operand, width in zip((query, key, cos, sin), widths, strict=True):
+            yield from _differs("an operand", self._type(operand), TensorType(self._dtype, (-1, width)))
+        if cos_format.value != 2:
+            yield f"cos_format is {cos_format.value}; halves of a head, with a row of cosines a token, is 2"
+
+    def _check_matmul(self, node: Node) -> Iterator[str]:
+        weight, _ = self._wiring.source(node.operands[1])
+        if (
+            weight.kind != "parameter"
+            or weight.type is None
+            or [each.value for each in node.operands[2:4]] != [False, True]
+        ):
+            yield "must multiply by a weight [out, in] with transpose_b"
+        elif node.results != (TensorType(self._dtype, (-1, weight.type.shape[0])),):
+            yield f"gives {node.results[0]} with the weight {weight.type}"
+
+    def _check_norm(self, node: Node) -> Iterator[str]:
+        epsilon = self._wiring.operands(node)[3].value
+        if not np.isclose(epsilon, self._shape.rms_norm_eps, rtol=1e-5):
+            yield f"epsilon is {epsilon:g}; the model's is {self._shape.rms_norm_eps:g}"
+
+    def _compressed_mask_problems(self, mask: Operand) -> Iterator[str]:
+        masked = 1.0 if self._dtype == "bf16" else _MASKED
+        wanted = np.triu(np.full((128, 128), masked), 1)
+        if mask.type is None or mask.type.dtype != self._dtype or not np.array_equal(mask.value, wanted):
+            kind = "no constant" if mask.type is None else f"{mask.type}"
+            yield f"attn_mask is {kind}; it must be {self._dtype}[128,128], {masked:g} above the diagonal, 0 elsewhere"
+
+    def _cache_problems(self, node: Node, name: str, operand: Operand) -> Iterator[str]:
+        cache = self._config.pa_config
+        sizes = (cache.num_blocks, cache.block_size, self._shape.num_key_value_heads, self._shape.head_dim)
+        source, _ = self._wiring.source(operand)
+        if source.name != f"layers.{node.layer}.attention.{name}":
+            yield f"{name} is {source.name or source.kind}, not the layer's own"
+        yield from _differs(name, source.type, TensorType(self._dtype, sizes))
+
+    def _scale_problems(self, scale: Operand) -> Iterator[str]:
+        wanted = self._shape.head_dim**-0.5
+        if not np.isclose(scale.value, wanted, rtol=1e-6):
+            yield f"scale_value is {scale.value:.7g}; 1 / sqrt(head size) is {wanted:.7g}"
+
+    def _order_problems(self, node: Node, query: Operand) -> Iterator[str]:
+        """The query must depend on the layer's write of the cache, or the kernels may run the other way round."""
+        depend = self._wiring.node_of(query)
+        write = (
+            self._wiring.node_of(depend.operands[1]) if depend is not None and depend.primitive == "Depend" else None
+        )
+        if write is None or write.primitive != "ReshapeAndCache" or write.layer != node.layer:
+            yield "does not wait for the layer's ReshapeAndCache (ops.depend)"
+
+    def _type(self, operand: Operand) -> TensorType | None:
+        source, index = self._wiring.source(operand)
+        if source.kind == "input":
+            return self._graph.inputs[source.name]
+        if source.kind != "node":
+            return source.type
+        node = self._wiring.node_of(source)
+        assert node is not None
+        return node.results[index or 0]
+
+    def _input(self, operand: Operand) -> str | None:
+        source, _ = self._wiring.source(operand)
+        return source.name if source.kind == "input" else None
+
+    def _lengths(self, operand: Operand) -> str | None:
+        """The graph's input behind the conversions to a tuple of integers that MindSpore puts in."""
+        node = self._wiring.node_of(operand)
+        while node is not None and node.primitive in ("TensorToTuple", "Cast"):
+            operand = node.operands[0]
+            node = self._wiring.node_of(operand)
+        return self._input(operand)
+
+
+def _differs(name: str, actual: TensorType | None, wanted: TensorType) -> Iterator[str]:
+    if actual != wanted:
+        yield f"{name} is {actual}; it must be {wanted}"
+
+
+def _types(inputs: dict[str, TensorType]) -> str:
+    return ", ".join(f"{name} {kind}" for name, kind in inputs.items())
+
+
+def _where(node: Node) -> str:
+    return "the step" if node.layer is None else f"layer {node.layer}"

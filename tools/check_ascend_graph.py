@@ -1,0 +1,108 @@
+"""Compile the Ascend graphs of configs without an NPU, and check them.
+
+    python tools/check_ascend_graph.py llama_7b_kbk_pa_dyn.yaml ...
+    python tools/check_ascend_graph.py --all
+    python tools/check_ascend_graph.py --all --write       accept the graphs as they are now
+
+One line a config and graph; exit code 1 when any fails. A graph must pass MindSpore's inference of types and shapes and
+the rules of ``tools/ascend_graph/rules.py``, and be line by line what ``tools/ascend_graph/golden`` holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from llm_serving.config import Config
+from llm_serving.errors import LLMServingError
+from llm_serving.formats.strict_yaml import read_yaml_mapping
+from tools.ascend_graph.front_end import ascend_config, compile_graphs, set_up
+from tools.ascend_graph.listing import list_graph
+from tools.ascend_graph.mind_ir import Graph
+from tools.ascend_graph.rules import check_graph
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "llama"
+GOLDEN = Path(__file__).resolve().parent / "ascend_graph" / "golden"
+MAX_LINES = 12
+"""Of a difference or an error that are shown."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    options = _parse(arguments)
+    names = options.config or []
+    if options.all:
+        names = [path.name for path in sorted(CONFIGS.glob("*.yaml")) if "model_config" in read_yaml_mapping(path)]
+    set_up()
+    failures = sum(check_config(name, write=options.write) for name in names)
+    print(f"{len(names)} configs, {failures} graphs failed")
+    return 1 if failures else 0
+
+
+def check_config(name: str, *, write: bool = False) -> int:
+    """Print a line for each graph of a config; how many failed. A config or graph that cannot be made counts as one."""
+    stem = Path(name).stem
+    try:
+        config = ascend_config(name)
+    except LLMServingError as error:
+        print(f"FAIL {stem}: {error}")
+        return 1
+    failures, start = 0, time.perf_counter()
+    try:
+        for kind, graph in compile_graphs(config):
+            problems = problems_of(stem, kind, graph, config, write=write)
+            seconds, start = time.perf_counter() - start, time.perf_counter()
+            size = f"{config.shape.num_layers} layers, {len(graph.nodes)} nodes, {seconds:.1f} s"
+            print(f"{'FAIL' if problems else 'ok  '} {stem} {kind}: {size}", *_cut(problems), sep="\n       ")
+            failures += bool(problems)
+    except (LLMServingError, RuntimeError, TypeError, ValueError) as error:
+        print(f"FAIL {stem}: the front end refuses a graph", *_cut(str(error).strip().splitlines()), sep="\n       ")
+        failures += 1
+    return failures
+
+
+def problems_of(stem: str, kind: str, graph: Graph, config: Config, *, write: bool) -> list[str]:
+    """Broken rules, and lines that are not the golden ones."""
+    problems = check_graph(kind, graph, config)
+    lines, golden = list_graph(graph), GOLDEN / f"{stem}.{kind}.txt"
+    if write and not problems:
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    if not golden.is_file():
+        return [*problems, f"there is no {golden.name} to compare with; look at the graph, then --write"]
+    return [*problems, *_differences(golden.read_text(encoding="utf-8").splitlines(), lines)]
+
+
+def _differences(golden: list[str], lines: list[str]) -> Iterator[str]:
+    for line in difflib.unified_diff(golden, lines, "golden", "now", lineterm="", n=0):
+        if not line.startswith(("---", "+++", "@@")):
+            yield line
+
+
+def _cut(lines: list[str]) -> list[str]:
+    left = len(lines) - MAX_LINES
+    return lines if left <= 0 else [*lines[:MAX_LINES], f"... and {left} lines more"]
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Compile the Ascend graphs of configs without an NPU, and check them.")
+    parser.add_argument("config", nargs="*", help="name or path of a config")
+    parser.add_argument("--all", action="store_true", help="every config of configs/llama")
+    parser.add_argument("--write", action="store_true", help="write the golden listings of graphs that break no rule")
+    options = parser.parse_args(arguments)
+    if not options.config and not options.all:
+        parser.error("name a config, or --all")
+    return options
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # MindSpore's own threads need not be waited for
