@@ -54,18 +54,25 @@ class _Queued:
 
 
 class VirtualAgent:
-    """Steps are submitted with the moment they reach the queue; answers come with the moment they are ready.
+    """Steps are submitted with the moment they reach the queue; answers come ``answer_delay_s`` after their end.
 
     The caller asks for ``next_answer`` and calls ``run_until`` with a moment before which it submits nothing more.
     """
 
     def __init__(
-        self, device: CostModel, policy: str, sample: Sampler, spread: Spread | None = None, seed: int = 0
+        self,
+        device: CostModel,
+        policy: str,
+        sample: Sampler,
+        spread: Spread | None = None,
+        seed: int = 0,
+        answer_delay_s: float = 0.0,
     ) -> None:
         self._device = device
         self._order = agent_order(policy)
         self._sample = sample
         self._spread = spread
+        self._answer_delay_s = answer_delay_s
         self._random = random.Random(f"steps/{seed}")
         self._queue: list[_Queued] = []
         self._running: _Queued | None = None
@@ -85,16 +92,16 @@ class VirtualAgent:
         self.kind_s[kind] = self.kind_s.get(kind, 0.0) + seconds
 
     def next_answer(self) -> float | None:
-        """When the next step ends if nothing else is submitted; None when there is none."""
+        """When the next answer comes if nothing else is submitted; None when none does."""
         if self._running is not None:
-            return self._free_at
+            return self._free_at + self._answer_delay_s
         if not self._queue:
             return None
         start, chosen = self._next_start()
-        return start + chosen.seconds
+        return start + chosen.seconds + self._answer_delay_s
 
     def run_until(self, now: float) -> list[tuple[float, StepResult]]:
-        """Everything answered by ``now``, with the time. Steps that begin by then have begun."""
+        """The answers that have come by ``now``, with the time their steps ended. What begins by then has begun."""
         answers = []
         while True:
             if self._running is None:
@@ -105,7 +112,7 @@ class VirtualAgent:
                     break
                 self._queue.remove(chosen)
                 self._running, self._free_at = chosen, start + chosen.seconds
-            if self._free_at > now:
+            if self._free_at + self._answer_delay_s > now:  # as next_answer adds up, to the last bit
                 break
             answers.append((self._free_at, self._answer(self._running)))
             self._running = None

@@ -28,6 +28,8 @@ __all__ = ["Outcome", "VirtualServer"]
 TOKEN = 7
 """What the device samples: no token ends a simulated request but ``END_TOKEN``."""
 END_TOKEN = 2
+MOST_TURNS = 1000
+"""Turns of the engine at one moment, beyond which time stands still."""
 WASTE_SAMPLES = 8
 """Decode steps from one look at how full the blocks are to the next."""
 
@@ -70,7 +72,9 @@ class VirtualServer:
         self._limits = limits
         self._source = source
         self._host = host or HostModel()
-        self._agent = VirtualAgent(device, limits.policy.value, self._sample, spread, seed)
+        self._agent = VirtualAgent(
+            device, limits.policy.value, self._sample, spread, seed, answer_delay_s=self._host.from_agent_s
+        )
         self._records: dict[str, RequestRecord] = {}
         self._ends: dict[str, int] = {}
         self._arriving: deque[tuple[float, int]] = deque()
@@ -83,8 +87,15 @@ class VirtualServer:
 
     def run(self) -> Outcome:
         """Until every request has ended. Raises AssertionError when the scheduler stands still before that."""
+        turns, last = 0, -1.0
         while (wake := self._next_event()) is not None:
-            self._step(max(wake, self._free_at))
+            now = max(wake, self._free_at)
+            turns, last = turns + 1 if now == last else 0, now
+            if turns > MOST_TURNS:
+                raise AssertionError(
+                    f"virtual time stands still at {now}: nothing comes of {turns} turns of the engine"
+                )
+            self._step(now)
         if not self.scheduler.is_idle:
             raise AssertionError(
                 f"the scheduler stands still: {self.scheduler.num_running} run, {self.scheduler.num_waiting} wait"
@@ -106,7 +117,7 @@ class VirtualServer:
         due, answer = self._source.next_due(), self._agent.next_answer()
         times = [] if due is None else [due + self._host.accept_s]
         if answer is not None:
-            times.append(answer + self._host.from_agent_s)
+            times.append(answer)
         wakeup = self.scheduler.next_wakeup(self._free_at)
         if wakeup is not None:
             times.append(wakeup)
@@ -152,7 +163,7 @@ class VirtualServer:
 
     def _take_answers(self, now: float, clock: float) -> float:
         host = self._host
-        for _, result in self._agent.run_until(now - host.from_agent_s):
+        for _, result in self._agent.run_until(now):
             updates = self.scheduler.update(result, now)
             clock += host.answer_s + host.answer_seq_s * len(result.sampled_ids)
             self._num_in_flight -= 1

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from performance_simulated import DECODE_S, NO_TIME, PREFILL_S, FlatDevice, ask, limits
 
+from llm_serving.scheduler.output import ScheduledStep
 from llm_serving.scheduler.policy import Policy
 from performance.simulation.agent import Spread
 from performance.simulation.server import Outcome, VirtualServer
@@ -98,4 +99,28 @@ def test_a_scheduler_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch) 
     server = VirtualServer(limits(), FlatDevice(), OpenLoop([ask(4, 2)], [0.0]), NO_TIME)
     monkeypatch.setattr(server.scheduler, "schedule", lambda now: None)
     with pytest.raises(AssertionError, match="stands still: 0 run, 1 wait"):
+        server.run()
+
+
+def test_an_answer_comes_when_it_was_announced_whatever_the_rounding() -> None:
+    """Times whose sum with the way back is rounded up must not keep the engine waking for an answer to come."""
+
+    class Sevenths:
+        name = "sevenths"
+
+        def seconds(self, step: ScheduledStep) -> float:
+            return 1.0 / (7.0 + len(step.rows) + 3.0 * len(step.token_ids))
+
+    for way_s in (60e-6, 1e-3 / 3.0, 0.1):
+        host = replace(NO_TIME, to_agent_s=way_s / 7.0, from_agent_s=way_s)
+        requests, arrivals = [ask(3, 12)] * 40, [index / 3.0 for index in range(40)]
+        outcome = VirtualServer(limits(), Sevenths(), OpenLoop(requests, arrivals), host).run()
+        assert [record.output_tokens for record in outcome.records] == [12] * 40
+
+
+def test_time_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = VirtualServer(limits(), FlatDevice(), OpenLoop([ask(4, 2)], [0.0]), NO_TIME)
+    monkeypatch.setattr(server.scheduler, "schedule", lambda now: None)
+    monkeypatch.setattr(server.scheduler, "next_wakeup", lambda now: 0.0)
+    with pytest.raises(AssertionError, match=r"virtual time stands still at 0\.0"):
         server.run()
