@@ -14,6 +14,7 @@ from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import MoveKind, RequestUpdate, ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.scheduler.sequence import SequenceState
 
 
 class Simulation:
@@ -25,6 +26,8 @@ class Simulation:
         self.device = FakeDevice(limits)
         self.now = 0.0
         self.steps: list[ScheduledStep] = []
+        self.tables: list[list[list[int]]] = []
+        """Of each step, the block tables as they were handed over."""
         self.answers: deque[StepResult] = deque()
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, list[int]] = {}
@@ -53,6 +56,7 @@ class Simulation:
             assert step.seq == len(self.steps)
             self._watch(step)
             self.steps.append(step)
+            self.tables.append([list(table) for table in step.block_tables])
             steps.append(step)
             assert len(steps) < 100, "there is always one more step"
         self._take_ended()
@@ -64,7 +68,9 @@ class Simulation:
         """The scheduler's next step. The oldest of those that run is not preempted for it."""
         oldest = min(self.scheduler._running, key=lambda sequence: sequence.arrival_index, default=None)
         before = oldest.request.num_preemptions if oldest is not None else 0
+        coming_back = [sequence for sequence in self.scheduler._running if sequence.on_host]
         step = self.scheduler.schedule(self.now)
+        self.seen["preemptions on the way back"] += sum(s.state is not SequenceState.RUNNING for s in coming_back)
         assert oldest is None or oldest.request.num_preemptions == before, "the oldest was preempted"
         return step
 

@@ -32,7 +32,7 @@ BATCH = 100
 MUST_MEET = ("decode steps", "prefill steps", "mixed steps", "move steps", "COPY moves", "SWAP_OUT moves",
              "SWAP_IN moves", "chunks", "cached starts", "preemptions", "swaps", "deadlines", "failed steps",
              "agents lost", "void steps", "skipped steps", "ends from outside", "refused for good",
-             "refused for now", "preempted on the way back")  # fmt: skip
+             "refused for now", "preemptions on the way back")  # fmt: skip
 
 _CROSSED = ("policy", "batching", "preemption", "admission", "page_attention", "prefix_cache", "decode_steps_ahead")
 

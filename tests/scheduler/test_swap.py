@@ -213,3 +213,50 @@ def test_auto_takes_what_was_faster() -> None:
     assert choice.prefers_swap(sequence)
     choice.step_answered(move, StepResult(0, graph_us=20_000))  # 3 ms a block: 60 ms
     assert not choice.prefers_swap(sequence)
+
+
+def preempted_on_its_way_back() -> tuple[Simulation, Request]:
+    """The moves that bring ``c`` back are in flight when its blocks are needed again: two steps follow them at once."""
+    simulation = swapping(
+        num_blocks=14, block_size=1, max_model_len=13, max_num_batched_tokens=100, prefill_batch_size=4
+    )
+    third = make_request("c", 3, 12)
+    simulation.add(make_request("a", 1, 6), make_request("b", 2, 9), third)
+    while third.num_preemptions < 2:
+        simulation.schedule()
+        if third.num_preemptions < 2:
+            while simulation.device.queue or simulation.answers:
+                simulation.answer()
+    return simulation, third
+
+
+def moved(simulation: Simulation) -> list[list[tuple[str, int, int]]]:
+    return [[(m.kind.name, m.source, m.destination) for m in s.moves] for s in simulation.steps if s.moves]
+
+
+def test_one_preempted_on_its_way_back_is_still_on_the_host() -> None:
+    simulation, third = preempted_on_its_way_back()
+    simulation.finish()
+    out, back, back_again = moved(simulation)
+    assert out == [("SWAP_OUT", block, host) for host, block in enumerate([4, 5, 6, 9, 12])]
+    assert back == [("SWAP_IN", host, block) for host, block in enumerate([1, 7, 10, 13, 4])]
+    assert [move[:2] for move in back_again] == [move[:2] for move in back]
+    assert (third.receipt.swaps, third.receipt.preemptions) == (2, 0)
+
+
+@pytest.mark.parametrize("how", ["aborted", "failed", "lost"])
+def test_one_preempted_on_its_way_back_ends_or_starts_again(how: str) -> None:
+    simulation, third = preempted_on_its_way_back()
+    assert simulation.scheduler._kv_cache.num_free_host_blocks == 32 - 5
+    if how == "aborted":
+        simulation.end("c")
+        assert simulation.scheduler._kv_cache.num_free_host_blocks == 32 - 5  # moves in flight read them
+    elif how == "failed":
+        assert simulation.device.queue[0].moves
+        simulation.fail_step("the moves failed")
+    else:
+        simulation.lose_agent()
+        assert simulation.scheduler._kv_cache.num_free_host_blocks == 32
+    simulation.finish()
+    ends = {"aborted": FinishReason.ABORT, "failed": FinishReason.ERROR, "lost": FinishReason.LENGTH}
+    assert third.finish_reason is ends[how]
