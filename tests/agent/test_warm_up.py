@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,12 +43,6 @@ def test_a_warm_up_step_writes_nothing(config: Config) -> None:
     assert slot.positions[:3].tolist() == [98, 99, 6]
     assert set(slot.slot_mapping[:3].tolist()) == {-1}
     assert (slot.num_tokens, slot.num_seqs, slot.table_width) == (3, 2, 7)
-
-
-def test_an_ascend_says_what_to_do(config: Config) -> None:
-    ascend = replace(config, model_config=replace(config.model_config, device_target="Ascend", op_table="native"))
-    with pytest.raises(AgentStartError, match=r"not available in this version; set model_config\.device_target: CPU"):
-        start_runtime(ascend)
 
 
 def test_mindspore_must_not_be_imported_before(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
