@@ -63,6 +63,10 @@ int plugin_flash_attention(const Call& call) {
   return error;
 }
 
+// Query [tokens, heads * dim], caches [blocks, block_size, kv_heads, dim], block_tables int32 [sequences, width]. The last
+// q_seq_lens[s] of the context_lens[s] tokens of sequence s are its queries, one where q_seq_lens is missing; each sees
+// the keys up to its own position, which the cache holds already. Padding of block_tables is not read. An Ascend hides later
+// keys by attn_mask alone; here the position does.
 int plugin_paged_attention(const Call& call) {
   enum { kQuery, kKeyCache, kValueCache, kBlockTables, kContextLens, kAntiquantScale, kAntiquantOffset, kAttnMask,
          kQueryLens, kAlibi, kHeadNum, kScale, kKvHeadNum, kQuantMode, kMaskMode, kMlaDim };
