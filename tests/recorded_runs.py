@@ -12,30 +12,15 @@ from simulation import Simulation, random_run
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.flight.setup import record
 from llm_serving.request import Request
-from llm_serving.scheduler.output import ScheduledStep
 
 RING_BYTES = 1 << 22
 SMALL_RING_BYTES = 1 << 18
 """Eight segments of some hundred steps, each with room for the state of 30 requests."""
 
 
-class PlainSimulation(Simulation):
-    """Without the check that the oldest is not preempted: with priorities and fair shares an older request may start
-    in the same call, and then it is the oldest."""
-
-    def schedule(self) -> list[ScheduledStep]:
-        steps = []
-        while (step := self.scheduler.schedule(self.now)) is not None:
-            self.device.submit(step)
-            self.steps.append(step)
-            steps.append(step)
-        self._take_ended()
-        return steps
-
-
 def recorded_simulation(folder: Path, ring_bytes: int = RING_BYTES, **limits: Any) -> tuple[Simulation, FlightRecorder]:
     """A simulation whose scheduler is recorded; an error of the recorder fails the test."""
-    simulation = PlainSimulation(make_limits(**limits))
+    simulation = Simulation(make_limits(**limits))
     recorder = record(simulation.scheduler, folder, ring_bytes, on_error=fail)
     simulation.scheduler = as_scheduler(recorder)
     return simulation, recorder

@@ -65,12 +65,6 @@ def test_warm_up_moves_blocks_out_and_in_again(config: Config) -> None:
     ]
 
 
-def test_an_ascend_says_what_to_do(config: Config) -> None:
-    ascend = replace(config, model_config=replace(config.model_config, device_target="Ascend", op_table="native"))
-    with pytest.raises(AgentStartError, match=r"not available in this version; set model_config\.device_target: CPU"):
-        start_runtime(ascend)
-
-
 def test_mindspore_must_not_be_imported_before(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mindspore", object())
     monkeypatch.delenv("MS_OP_PLUGIN_PATH", raising=False)

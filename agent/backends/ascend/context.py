@@ -62,7 +62,7 @@ def set_up_device(config: Config, mindspore: Any, rank: int = 0) -> None:
         mindspore.set_device("Ascend", device)
         available = mindspore.device_context.ascend.device_count()
     except (RuntimeError, ValueError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
         available = 0
     if reason:
         raise AgentStartError(
