@@ -6,8 +6,8 @@ import random
 
 import pytest
 from fakes import make_limits
-from recorded_runs import PlainSimulation, some_requests
-from simulation import random_run
+from recorded_runs import some_requests
+from simulation import Simulation, random_run
 
 from llm_serving.flight.format import MAGIC, FrameReader, encode_frame
 from llm_serving.flight.steps import StepReader, StepWriter
@@ -15,13 +15,13 @@ from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.policy import Policy, PreemptionKind
 
 
-class Watched(PlainSimulation):
+class Watched(Simulation):
     """Writes and reads each step when it is scheduled, and follows the block tables that the records tell of."""
 
     def __init__(self, limits):
         super().__init__(limits)
         self.writer, self.reader = StepWriter(), StepReader()
-        self.tables = {}
+        self.block_tables = {}
         self.numbers = {}
         self.bytes = 0
 
@@ -49,7 +49,7 @@ class Watched(PlainSimulation):
         read = self.reader.step(next(FrameReader(MAGIC + frame, None)))
         numbers = [self.number(request) for request in step.requests]
         for index, place, blocks in read.blocks:
-            table = self.tables.setdefault(numbers[index], [])
+            table = self.block_tables.setdefault(numbers[index], [])
             del table[place:]
             table += blocks
         assert read.numbers == numbers
@@ -59,7 +59,7 @@ class Watched(PlainSimulation):
         assert read.histories == [history.index for history in step.histories]
         assert read.reason == step.reason.name
         assert (read.num_seqs, read.num_tokens) == (step.num_seqs, step.num_tokens)
-        assert [self.tables[number] for number in numbers] == step.block_tables
+        assert [self.block_tables[number] for number in numbers] == step.block_tables
 
 
 @pytest.mark.parametrize("policy", list(Policy))
