@@ -36,7 +36,7 @@ examples:
   %(prog)s
       the embedded tiny model ({DEFAULT_CONFIG})
   %(prog)s --set model_config.model_path=/models/llama
-      any Hugging Face Llama folder; its sizes and end tokens come from its config.json
+      a Hugging Face folder of any family in docs/models.md; its sizes and end tokens come from its config.json
   %(prog)s --config llama_7b_kbk_pa_dyn.yaml --set model_config.model_path=/models/llama2-7b
       a deployment, found under configs/ by its name
   %(prog)s --set serving_config.server_port=8080 --set 'serving_config.agent_ports=[0]'

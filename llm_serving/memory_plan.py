@@ -29,6 +29,8 @@ from llm_serving.machine import Machine
 
 GIB = 1024**3
 MIB = 1024**2
+EXPERT_PIECE_ROWS = 256
+"""``kPieceRows`` of agent/kernels/custom_ops_experts.cc."""
 AGENT_PROCESS_BYTES = 600 * MIB
 SERVER_PROCESS_BYTES = 200 * MIB
 FLOAT32_BYTES = 4
@@ -170,7 +172,20 @@ def _activation_bytes(config: Config) -> int:
     shape = config.shape
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     per_token = 2 * shape.hidden_size + (query + 2 * key_value) + 2 * query + 3 * shape.intermediate_size
-    return config.max_num_batched_tokens * per_token * config.dtype_bytes
+    if config.op_table == "native" and shape.sliding_window:
+        per_token += 2 * config.max_model_len  # the mask of the window, and what it is made of
+    return config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config)
+
+
+def _expert_bytes(config: Config) -> int:
+    """Rows grouped by expert, as often as each is chosen; the fused operators take so many rows at a time."""
+    shape, rows = config.shape, config.max_num_batched_tokens
+    if shape.experts is None:
+        return 0
+    if config.op_table == "fused":
+        rows = min(rows, EXPERT_PIECE_ROWS)
+    per_row = (shape.hidden_size + shape.experts.intermediate_size) * config.dtype_bytes
+    return rows * shape.experts.per_token * (per_row + shape.hidden_size * FLOAT32_BYTES)
 
 
 def _logit_bytes(config: Config) -> int:

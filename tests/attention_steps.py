@@ -33,8 +33,14 @@ class Shape:
 class Sequences:
     """Random tokens of some sequences, with blocks of the cache in random order."""
 
-    def __init__(self, shape: Shape, lengths: list[int], formats: tuple[str, str], *, seed: int = 5) -> None:
+    def __init__(
+        self, shape: Shape, lengths: list[int], formats: tuple[str, str], *, seed: int = 5, window: int | None = None,
+        norms: bool = False,
+    ) -> None:  # fmt: skip
         rng = np.random.default_rng(seed)
+        self.window = window
+        gammas = [store(1 + rng.standard_normal(shape.dim) / 8, formats[0]) for _ in range(2)]
+        self.gammas = (gammas[0], gammas[1]) if norms else None
         self.shape, self.lengths, (self.dtype, self.cache_dtype) = shape, lengths, formats
         self.qkv = [random_tensor(rng, (length, shape.width), self.dtype) for length in lengths]
         counts = [-(-length // shape.block_size) for length in lengths]
@@ -83,6 +89,8 @@ class Sequences:
             context_lens=np.array([end for _, _, end in parts], np.int32),
             query_lens=np.array([end - begin for _, begin, end in parts], np.int32),
             dtype=self.dtype,
+            window=self.window,
+            gammas=self.gammas,
         )  # fmt: skip
 
     def run(

@@ -311,7 +311,7 @@ CASES = [
     Case(
         "no tokenizer",
         MODEL,
-        f"{FILE}: tokenizer.type = 'auto': <model> has no tokenizer.json or tokenizer.model",
+        f"{FILE}: tokenizer.type = 'auto': <model> has no tokenizer.json or tokenizer.model or vocab.json",
         folder={"files": ("model.safetensors",)},
     ),
     Case(

@@ -18,7 +18,7 @@ def random_tensor(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) 
 
 
 def attention_rendering(
-    query: Array, keys: Array, values: Array, query_lens: list[int], context_lens: list[int]
+    query: Array, keys: Array, values: Array, query_lens: list[int], context_lens: list[int], window: int = 10**9
 ) -> npt.NDArray[np.float64]:
     """The same in float64 for keys and values side by side, [sum of context_lens, kv_heads, dim]."""
     out = np.zeros(query.shape)
@@ -29,9 +29,10 @@ def attention_rendering(
         v = np.repeat(values[start : start + context_len], group, 1)
         for i in range(query_len):
             visible = context_len - query_len + i + 1
-            scores = np.einsum("hd,jhd->hj", query[row + i], k[:visible]) / np.sqrt(query.shape[2])
+            seen = slice(max(0, visible - window), visible)
+            scores = np.einsum("hd,jhd->hj", query[row + i], k[seen]) / np.sqrt(query.shape[2])
             weights = np.exp(scores - scores.max(1, keepdims=True))
-            out[row + i] = np.einsum("hj,jhd->hd", weights / weights.sum(1, keepdims=True), v[:visible])
+            out[row + i] = np.einsum("hj,jhd->hd", weights / weights.sum(1, keepdims=True), v[seen])
         row, start = row + query_len, start + context_len
     return out
 

@@ -1,4 +1,4 @@
-"""Small real tokenizers, trained on the fly, in the three kinds that Llamas come with."""
+"""Small real tokenizers, trained on the fly, in the kinds that Llamas and Qwens come with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import sentencepiece
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.tokenizer_files import read_tokenizer_files
@@ -154,3 +154,45 @@ def write_byte_level_folder(folder: Path) -> Path:
 
 def open_tokenizer(vocabulary: Path) -> Tokenizer:
     return Tokenizer(read_tokenizer_files(vocabulary))
+
+
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHATML = (
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def write_qwen_folder(folder: Path, *, as_json: bool = True) -> Path:
+    """Byte-level BPE in the way of Qwen2: digits one by one, NFC, ChatML, no first token; as ``tokenizer.json``, or as
+    ``vocab.json`` and ``merges.txt``, where only ``tokenizer_config.json`` knows the special tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(tokenizers.Regex(QWEN_WORDS), "isolated")
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_of])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([TEXT, "größer 你好 🙂 naïve 123"] * 4, trainer)
+    size = tokenizer.get_vocab_size()
+    added = {str(size + i): _added(token) for i, token in enumerate(QWEN_SPECIAL)}
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "added_tokens_decoder": added,
+        "chat_template": CHATML,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    if not as_json:
+        tokenizer.model.save(str(folder))
+        return folder / "vocab.json"
+    tokenizer.add_special_tokens(list(QWEN_SPECIAL))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"

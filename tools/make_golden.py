@@ -7,6 +7,8 @@ Needs torch and transformers, which the project itself does not use; in an envir
     /tmp/oracle/bin/python tools/make_golden.py                # all models
     /tmp/oracle/bin/python tools/make_golden.py tiny_llama     # after it was trained anew
 
+The files of ``tools.seeded_families`` go to tests/golden/families and are smaller: two prompts, no whole logits.
+
 A file holds, per prompt, 64 greedy tokens (end tokens do not end), the oracle's best ``TOP`` token ids and logits at
 each of them, and the whole logits of a few, so that tests can tell a tie from an error. Random prompts are drawn until
 the two best logits are at least ``MIN_MARGIN`` apart throughout: float32 sums in another order then give the same
@@ -29,12 +31,14 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tools.seeded_families import FAMILY_VARIANTS  # noqa: E402
 from tools.seeded_model import VARIANTS, write_model  # noqa: E402
 
 NUM_TOKENS = 64
 TOP = 4
 MIN_MARGIN = 0.02
 PROMPT_LENGTHS = (1, 17, 100)
+FAMILY_PROMPT_LENGTHS = (17, 100)
 WHOLE_LOGITS_AT = (0, NUM_TOKENS - 1)
 FIRST_ORDINARY_TOKEN = 3
 TINY_LLAMA = ROOT / "models" / "tiny_llama"
@@ -61,11 +65,12 @@ class Oracle:
 
     def __init__(self, folder: Path) -> None:
         import torch
-        from transformers import LlamaForCausalLM
+        from transformers import AutoModelForCausalLM
 
         torch.manual_seed(0)
         self._torch = torch
-        self._model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        self._model = model.eval()
         self._check_scaling(json.loads((folder / "config.json").read_text(encoding="utf-8")))
 
     def _check_scaling(self, config: dict[str, Any]) -> None:
@@ -130,6 +135,19 @@ def golden_of_variant(name: str) -> dict[str, Any]:
         return document(name, folder, cases)
 
 
+def golden_of_family(name: str) -> dict[str, Any]:
+    variant = FAMILY_VARIANTS[name]
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / name
+        write_model(variant, folder)
+        oracle = Oracle(folder)
+        cases = [random_case(oracle, length, variant.config["vocab_size"]) for length in FAMILY_PROMPT_LENGTHS]
+        for case in cases:
+            del case["logits"]
+            case["top_logits"] = [[round(value, 3) for value in row] for row in case["top_logits"]]
+        return document(name, folder, cases)
+
+
 def golden_of_tiny_llama() -> dict[str, Any]:
     from tokenizers import Tokenizer
 
@@ -152,13 +170,16 @@ def document(name: str, folder: Path, cases: list[dict[str, Any]]) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", default=[*VARIANTS, "tiny_llama"], help="default: all")
+    parser.add_argument("models", nargs="*", default=[*VARIANTS, *FAMILY_VARIANTS, "tiny_llama"], help="default: all")
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "golden")
     arguments = parser.parse_args()
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "families").mkdir(parents=True, exist_ok=True)
     for name in arguments.models:
-        golden = golden_of_tiny_llama() if name == "tiny_llama" else golden_of_variant(name)
-        path = arguments.out / f"{name}.json"
+        if name in FAMILY_VARIANTS:
+            golden, path = golden_of_family(name), arguments.out / "families" / f"{name}.json"
+        else:
+            golden = golden_of_tiny_llama() if name == "tiny_llama" else golden_of_variant(name)
+            path = arguments.out / f"{name}.json"
         path.write_text(_one_line_per_row(golden), encoding="utf-8")
         margins = [case["smallest_margin"] for case in golden["cases"]]
         print(f"{path}: {len(golden['cases'])} prompts, smallest margins {margins}, {path.stat().st_size} bytes")

@@ -1,4 +1,5 @@
-"""Random Llama models as Hugging Face folders, made with NumPy alone and the same everywhere: three test variants.
+"""Random models as Hugging Face folders, made with NumPy alone and the same everywhere: three Llamas for tests.
+Those of the other families are in ``tools.seeded_families``.
 
 The weights come from ``agent.weights.seeded`` (which documents the generator), so tests make the folders anew instead
 of keeping them. Standard deviations are chosen per kind of tensor so that blocks weigh more than the embedding: then
@@ -22,8 +23,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from agent.weights.seeded import fill_seeded
-from agent.weights.storage import Array, allocate
+from agent.weights.storage import Array, allocate, from_float32
 
+_HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 _SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -109,28 +111,58 @@ VARIANTS: dict[str, Variant] = {
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a Llama of that ``config.json``, in Hugging Face's names."""
-    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    head_dim = config.get("head_dim", hidden // config["num_attention_heads"])
-    query, key = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    """Every tensor of a model of that ``config.json``, in Hugging Face's names."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for index in range(config["num_hidden_layers"]):
         layer = f"model.layers.{index}"
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.self_attn.q_proj.weight": (query, hidden),
-            f"{layer}.self_attn.k_proj.weight": (key, hidden),
-            f"{layer}.self_attn.v_proj.weight": (key, hidden),
-            f"{layer}.self_attn.o_proj.weight": (hidden, query),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
-            f"{layer}.mlp.up_proj.weight": (inner, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, inner),
-        }
+        shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
+        shapes |= _attention_shapes(config, f"{layer}.self_attn")
+        shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
+        shapes |= _mlp_shapes(config, index, f"{layer}.mlp")
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)
     return shapes
+
+
+def _attention_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[int, ...]]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head_dim = config.get("head_dim", hidden // heads)
+    query, key = heads * head_dim, config["num_key_value_heads"] * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{name}.q_proj.weight": (query, hidden),
+        f"{name}.k_proj.weight": (key, hidden),
+        f"{name}.v_proj.weight": (key, hidden),
+        f"{name}.o_proj.weight": (hidden, query),
+    }
+    model_type, all_biased = config.get("model_type", "llama"), config.get("attention_bias", False)
+    if all_biased or model_type == "qwen2":
+        shapes |= {f"{name}.q_proj.bias": (query,), f"{name}.k_proj.bias": (key,), f"{name}.v_proj.bias": (key,)}
+    if all_biased and model_type != "qwen2":
+        shapes[f"{name}.o_proj.bias"] = (hidden,)
+    if model_type.startswith("qwen3"):
+        shapes |= {f"{name}.q_norm.weight": (head_dim,), f"{name}.k_norm.weight": (head_dim,)}
+    return shapes
+
+
+def _mlp_shapes(config: Mapping[str, Any], layer: int, name: str) -> dict[str, tuple[int, ...]]:
+    hidden, experts = config["hidden_size"], config.get("num_experts", 0)
+    dense = layer in config.get("mlp_only_layers", ()) or (layer + 1) % config.get("decoder_sparse_step", 1)
+    if experts == 0 or dense:
+        return _gated_shapes(name, hidden, config["intermediate_size"])
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.gate.weight": (experts, hidden)}
+    for index in range(experts):
+        shapes |= _gated_shapes(f"{name}.experts.{index}", hidden, config["moe_intermediate_size"])
+    return shapes
+
+
+def _gated_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}.gate_proj.weight": (inner, hidden),
+        f"{name}.up_proj.weight": (inner, hidden),
+        f"{name}.down_proj.weight": (hidden, inner),
+    }
 
 
 def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
@@ -138,6 +170,10 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         tied_or_head = variant.config["tie_word_embeddings"] or name == "lm_head.weight"
         return float(variant.logit_scale * shape[1] ** -0.5) if tied_or_head else 0.3
+    if name.endswith(".mlp.gate.weight"):  # a router sure enough of itself that rounding seldom changes its mind
+        return float(3.0 * shape[1] ** -0.5)
+    if name.endswith(".bias"):  # smaller than what they are added to: text must depend on its context
+        return 0.4 if name.endswith(("q_proj.bias", "k_proj.bias")) else 0.15
     gain = 2.0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.2
     return float(gain * shape[1] ** -0.5) if len(shape) == 2 else 1.0
 
@@ -151,11 +187,21 @@ def write_model(variant: Variant, folder: Path) -> None:
     for name, shape in tensor_shapes(variant.config).items():
         tensors[name] = allocate(shape, variant.dtype)
         std = tensor_std(name, shape, variant)
-        fill_seeded(name, tensors[name], variant.dtype, seed=variant.seed, std=std)
+        if name.endswith(_HEAD_NORMS):
+            tensors[name] = _spread_ones(name, shape, variant)
+        else:
+            fill_seeded(name, tensors[name], variant.dtype, seed=variant.seed, std=std)
     if variant.num_shards == 1:
         write_safetensors(folder / "model.safetensors", tensors, variant.dtype)
     else:
         _write_shards(folder, tensors, variant)
+
+
+def _spread_ones(name: str, shape: tuple[int, ...], variant: Variant) -> Array:
+    """Weights of a norm that are not all the same."""
+    values = allocate(shape, "float32")
+    fill_seeded(f"{name}.spread", values, "float32", seed=variant.seed, std=0.3)
+    return from_float32(values + np.float32(1), variant.dtype)
 
 
 def _write_shards(folder: Path, tensors: Mapping[str, Array], variant: Variant) -> None:

@@ -38,9 +38,10 @@ A deployment is one YAML file; those of this repository are in `configs/llama/`.
   Scalars follow YAML 1.2: `true` and `false` are the booleans, `yes` is text. Tags (`!!python/...`) are refused.
 - **See it.** `--check` prints what would be started and the memory plan; `--print-config` prints every key as it takes
   effect.
-- **Another model.** `--set model_config.model_path=FOLDER` serves any Hugging Face Llama folder with any of the files:
-  sizes, vocabulary and end tokens are then the folder's, and what the file says about another model is noted in the
-  log. An end token or padding token given by `--set` as well is kept; a vocabulary given so must agree.
+- **Another model.** `--set model_config.model_path=FOLDER` serves any folder of a family in [models.md](models.md)
+  with any of the files: sizes, vocabulary and end tokens are then the folder's, and what the file says about another
+  model is noted in the log. An end token or padding token given by `--set` as well is kept; a vocabulary given so must
+  agree.
 
 Keys marked **P** are those of the published MindSpore serving configs and keep their meaning; the others are this
 project's own. "null" in the column *Default* means that the value follows from something else, as stated.

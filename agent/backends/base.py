@@ -16,15 +16,30 @@ depend on what else is in the step, nor on whether it came in a prompt, a chunk 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any
 
 from agent.weights.storage import Array
+from llm_serving.model_families import Experts
 
 CacheLayout = tuple[tuple[int, ...], str]
 """Shape, and type as ``agent.weights.storage`` names it."""
 
 Operator = Any
 """A primitive or Cell of MindSpore, to be an attribute of a Cell and called in its ``construct``."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionForm:
+    """What the attention of a layer is like."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int = 0
+    """Tokens a token sees, itself included; 0: all before it."""
+    norm_epsilon: float | None = None
+    """Of the RMSNorm of query and key heads; None: there is none."""
 
 
 class OpTable(ABC):
@@ -39,8 +54,8 @@ class OpTable(ABC):
     dynamic_prompts: bool = False
     """Whether that graph takes any number of prompts, or a fixed one, the lengths past the last being 0."""
     packs_weights: bool
-    """Whether linear weights are packed blobs (``agent.kernels.packing``), the output weight apart from the embedding,
-    or [out, in] as checkpoints have them."""
+    """Whether linear weights are packed blobs (``agent.kernels.packing``) with their bias, the output weight apart from
+    the embedding, or [out, in] as checkpoints have them."""
 
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
@@ -49,6 +64,14 @@ class OpTable(ABC):
     @abstractmethod
     def linear_weight(self, in_features: int, out_features: int) -> Any:
         """The Parameter of a linear layer, without memory yet."""
+
+    @abstractmethod
+    def router_weight(self, in_features: int, num_experts: int) -> Any:
+        """The Parameter of a router, float32."""
+
+    @abstractmethod
+    def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> Any:
+        """The Parameter of a linear layer of all experts: their packed weights in a row, or [experts, in, out]."""
 
     @abstractmethod
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
@@ -60,25 +83,34 @@ class OpTable(ABC):
 
     @abstractmethod
     def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
-        """(hidden [T, in], residual [T, in], gamma [in], weight, step) -> RMSNorm(sum) @ weight.T [T, out_features],
-        and the sum of hidden and residual. The ``first`` of a model has no residual yet: the sum is hidden."""
+        """(hidden [T, in], residual [T, in], gamma [in], weight, bias, step) -> RMSNorm(sum) @ weight.T + bias
+        [T, out_features], and the sum of hidden and residual. The ``first`` of a model has no residual yet: the sum is
+        hidden. ``bias`` is None where there is none, or the weight holds it."""
 
     @abstractmethod
     def linear(self, out_features: int) -> Operator:
-        """(x [T, in], weight, step) -> x @ weight.T [T, out_features]."""
+        """(x [T, in], weight, bias, step) -> x @ weight.T + bias [T, out_features]; ``bias`` as in ``norm_linear``."""
 
     @abstractmethod
     def gated_mlp(self, width: int, epsilon: float) -> Operator:
         """(hidden [T, width], residual [T, width], gamma [width], gate_up weight, down weight, step) ->
         down(silu(gate(x)) * up(x)) of x = RMSNorm(sum), and the sum of hidden and residual."""
 
-    def decoder_layer(self, width: int, epsilon: float, *, first: bool) -> Operator | None:
+    @abstractmethod
+    def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
+        """(hidden [T, width], residual [T, width], gamma [width], weights of router, gate_up and down, step) -> the sum
+        of the chosen experts' MLPs of x = RMSNorm(sum), weighted, and the sum of hidden and residual.
+
+        The router is float32: softmax over all experts, the largest ``per_token`` of it (of equals the first), divided
+        by their sum where ``normalised``."""
+
+    def decoder_layer(self, width: int, epsilon: float, form: AttentionForm, *, first: bool) -> Operator | None:
         """A whole layer of norm, attention, norm and gated MLP as one operator, where the device has one; None: the
         layer is made of the operators above.
 
-        (hidden [T, width], residual [T, width], norms, weights, rotary, caches, step) -> hidden, residual. ``norms``
-        are the gammas before attention and MLP, ``weights`` those of qkv, output, gate_up and down, ``caches`` of
-        keys and values.
+        (hidden [T, width], residual [T, width], norms, head_norms, weights, rotary, caches, step) -> hidden, residual.
+        ``norms`` are the gammas before attention and MLP, ``head_norms`` as in ``attention``, ``weights`` those of qkv,
+        output, gate_up and down, ``caches`` of keys and values.
         """
         return None
 
@@ -88,10 +120,11 @@ class OpTable(ABC):
         the logits [S, vocab_size] of RMSNorm(sum) at ``last_tokens`` from."""
 
     @abstractmethod
-    def rotary(self, cos: Array, sin: Array) -> Operator:
+    def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
         """(positions [T]) -> what ``attention`` takes as ``rotary``: a tuple of tensors, made once a step.
 
-        ``cos`` and ``sin`` are float32 [positions, D], each row holding its angles twice.
+        ``cos`` and ``sin`` are float32 [positions, D], each row holding its angles twice; ``window`` that of
+        the layers that have one, else 0.
         """
 
     def chunk_mask(self) -> Operator:
@@ -100,11 +133,12 @@ class OpTable(ABC):
         raise NotImplementedError(f"the op table {self.name} has no masks")
 
     @abstractmethod
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Operator:
-        """(qkv [T, (H + 2K) D], rotary, key_cache, value_cache, step, whole_prompts) -> [T, H x D].
+    def attention(self, form: AttentionForm) -> Operator:
+        """(qkv [T, (H + 2K) D], head_norms, rotary, caches, step, whole_prompts) -> [T, H x D].
 
-        Rotates queries and keys, writes keys and values to the cache (in place, where ``slot_mapping`` is not -1) and
-        attends causally, scaled by 1 / sqrt(D). ``whole_prompts`` is a constant of the graph: True promises that every
-        context is its queries, so that the cache need not be read; ``query_lens`` then has a fixed length, past
-        S zero, and is int64 unless ``dynamic_prompts``.
+        ``head_norms`` are the gammas [D] of the norms of query and key heads, () without. Norms and rotates queries and
+        keys, writes keys and values to the caches (in place, where ``slot_mapping`` is not -1) and attends causally, no
+        further back than the window, scaled by 1 / sqrt(D). ``whole_prompts`` is a constant of the graph: True promises
+        that every context is its queries, so that the cache need not be read; ``query_lens`` then has a fixed
+        length, past S zero, and is int64 unless ``dynamic_prompts``.
         """

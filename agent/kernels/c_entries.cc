@@ -7,6 +7,7 @@
 #include "common/kernel_table.h"
 #include "common/thread_pool.h"
 #include "ops/checks.h"
+#include "ops/experts.h"
 #include "ops/gather.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/sampler.h"
@@ -117,6 +118,11 @@ LLMK_ENTRY int llmk_test_attention(const llmk::AttentionArgs* given, int64_t tok
   const int error = llmk::check_attention("Attention", &args, tokens, num_blocks, plain_rows, starts.data());
   if (error == 0) use_reference != 0 ? llmk::reference::attention(args) : llmk::kernels().attention(args);
   return error;
+}
+
+LLMK_ENTRY void llmk_test_route_tokens(const llmk::RoutingArgs* args, int use_reference) {
+  const llmk::StandardFloatingPoint scope;
+  use_reference != 0 ? llmk::reference::route_tokens(*args) : llmk::route_tokens(*args);
 }
 
 LLMK_ENTRY int llmk_test_gather(const llmk::GatherArgs* args) { return llmk::gather_rows("Gather", *args); }

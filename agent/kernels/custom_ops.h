@@ -11,6 +11,25 @@ int packed_linear(const Tensors& t);
 int gated_mlp(const Tensors& t);
 int rotary_attention(const Tensors& t, bool use_reference);
 
+// What a norm reads and writes, whole matrices.
+struct NormInput {
+  const char* x;
+  const char* residual;  // null: no sum
+  char* sum;
+  const void* gamma;
+  float epsilon;
+  int64_t width;
+  DType dtype;
+};
+
+// Row `from` of the input, normed to `out`.
+void norm_row(const NormInput& in, int64_t from, void* out);
+
+// 0, or an error code after one line on standard error.
+int check_float_type(const Tensors& t, int i);
+int check_matrix(const Tensors& t, int i, int64_t rows, int64_t width, DType dtype);
+int check_gamma(const Tensors& t, int gamma, int epsilon, int64_t width, DType dtype);
+
 // How many rows the step has: counts[which], at most `limit`; an error is told and gives -1.
 int64_t rows_of(const Tensors& t, int counts, int which, int64_t limit);
 

@@ -4,6 +4,7 @@
 //   qkv [Tm, (heads + 2 * kv_heads) * dim]   positions [Tm]   cos, sin [P, dim] float32
 //   key_cache, value_cache [num_blocks, kv_heads, block_size, dim] of qkv's type, or dim + 4 of int8; written in place
 //   slot_mapping [Tm]   block_tables: flat, rows W apart   context_lens, query_lens [Sm]   counts [4] = {T, S, W, 0}
+//   and, where a model needs them, window [1] int32 (0: none), or window, query_gamma and key_gamma [dim], epsilon [1]
 //   -> attended [Tm, heads * dim], of which the first T rows are written
 //
 // Every tensor has its largest size; `counts` says what this step uses. The number of heads follows from the widths.
@@ -23,15 +24,20 @@ namespace llmk {
 namespace {
 
 enum Argument {
-  kQkv, kPositions, kCos, kSin, kKeyCache, kValueCache, kSlots, kBlockTables, kContextLens, kQueryLens, kCounts, kOut,
-  kArguments
+  kQkv, kPositions, kCos, kSin, kKeyCache, kValueCache, kSlots, kBlockTables, kContextLens, kQueryLens, kCounts,
+  kWindow, kQueryGamma, kKeyGamma, kEpsilon
 };
+
+// The output comes last, behind as many of the inputs as there are.
+int out_of(const Tensors& t) { return t.count - 1; }
+bool has_window(const Tensors& t) { return t.count > kWindow + 1; }
+bool has_norms(const Tensors& t) { return t.count > kEpsilon + 1; }
 
 int check_dtypes(const Tensors& t) {
   const DType dtype = t.dtype(kQkv);
-  if (dtype == DType::kUnsupported || t.dtype(kOut) != dtype) {
+  if (dtype == DType::kUnsupported || t.dtype(out_of(t)) != dtype) {
     return refuse_text(t.op, "qkv is %s and the output %s; both must be the same one of float32, float16, bfloat16",
-                       t.dtypes[kQkv], t.dtypes[kOut]);
+                       t.dtypes[kQkv], t.dtypes[out_of(t)]);
   }
   for (const int i : {kKeyCache, kValueCache}) {
     if (std::strcmp(t.dtypes[i], t.dtypes[kKeyCache]) == 0 && (t.dtype(i) == dtype || t.has_dtype(i, "int8"))) continue;
@@ -92,27 +98,50 @@ int read_counts(const Tensors& t, RotaryAttentionArgs* args) {
                        static_cast<long long>(t.size(kBlockTables)));
   }
   if (t.size(kPositions) < args->tokens || t.size(kSlots) < args->tokens || t.size(kContextLens) < args->num_seqs ||
-      t.size(kOut) < args->tokens * args->heads * args->dim) {
+      t.size(out_of(t)) < args->tokens * args->heads * args->dim) {
     return refuse_text(t.op, "%lld tokens and %lld sequences, but %lld positions, %lld slots, %lld context_lens and "
                        "%lld elements of output", static_cast<long long>(args->tokens),
                        static_cast<long long>(args->num_seqs), static_cast<long long>(t.size(kPositions)),
                        static_cast<long long>(t.size(kSlots)), static_cast<long long>(t.size(kContextLens)),
-                       static_cast<long long>(t.size(kOut)));
+                       static_cast<long long>(t.size(out_of(t))));
   }
+  return 0;
+}
+
+int read_window_and_norms(const Tensors& t, RotaryAttentionArgs* args) {
+  if (has_window(t)) {
+    if (!t.has_dtype(kWindow, "int32") || t.size(kWindow) != 1 || *t.as<int32_t>(kWindow) < 0) {
+      return refuse_text(t.op, "window must be one int32, 0 for none, not below");
+    }
+    args->window = *t.as<int32_t>(kWindow);
+  }
+  if (!has_norms(t)) return 0;
+  for (const int i : {kQueryGamma, kKeyGamma}) {
+    if (t.dtype(i) == args->dtype && t.size(i) == args->dim) continue;
+    return refuse_text(t.op, "argument %d has %lld elements of %s; a norm's weight has %lld of the type of qkv", i,
+                       static_cast<long long>(t.size(i)), t.dtypes[i], static_cast<long long>(args->dim));
+  }
+  if (!t.has_dtype(kEpsilon, "float32") || t.size(kEpsilon) != 1) return refuse_text(t.op, "epsilon must be one float32");
+  args->query_gamma = t.data[kQueryGamma];
+  args->key_gamma = t.data[kKeyGamma];
+  args->epsilon = *t.as<float>(kEpsilon);
   return 0;
 }
 
 }  // namespace
 
 int rotary_attention(const Tensors& t, bool use_reference) {
-  if (t.count != kArguments) return refuse_text(t.op, "got %d arguments; it takes 11 and gives 1", t.count);
+  if (t.count != kWindow + 1 && t.count != kQueryGamma + 1 && t.count != kEpsilon + 2) {
+    return refuse_text(t.op, "got %d arguments; it takes 11, 12 or 15 and gives 1", t.count);
+  }
   RotaryAttentionArgs args{};
   int error = check_dtypes(t);
   if (error == 0) error = read_shapes(t, &args);
   if (error == 0) error = read_counts(t, &args);
+  if (error == 0) error = read_window_and_norms(t, &args);
   if (error != 0) return error;
   args.qkv = t.data[kQkv];
-  args.out = t.data[kOut];
+  args.out = t.data[out_of(t)];
   args.key_cache = t.data[kKeyCache];
   args.value_cache = t.data[kValueCache];
   args.cos = t.as<float>(kCos);

@@ -43,6 +43,8 @@ constexpr int64_t kMlpRows = 512;  // gate, up and down take the rows in pieces,
 
 int64_t row_bytes(DType dtype, int64_t width) { return size_of(dtype) * width; }
 
+}  // namespace
+
 int check_float_type(const Tensors& t, int i) {
   if (t.dtype(i) != DType::kUnsupported) return 0;
   return refuse_text(t.op, "argument %d is %s; it must be float32, float16 or bfloat16", i, t.dtypes[i]);
@@ -65,6 +67,8 @@ int check_gamma(const Tensors& t, int gamma, int epsilon, int64_t width, DType d
   return 0;
 }
 
+namespace {
+
 int check_weight(const Tensors& t, int i, int64_t columns, int64_t depth, bool gated) {
   const PackedWeightHeader* header = packed_weight(t, i);
   if (header == nullptr) return kBadArgument;
@@ -82,17 +86,8 @@ struct NormedRows {
   bool is_quantized = false;
 };
 
-struct NormInput {
-  const char* x;
-  const char* residual;  // null: no sum
-  char* sum;
-  const void* gamma;
-  float epsilon;
-  int64_t width;
-  DType dtype;
-};
+}  // namespace
 
-// Row `from` of the input, normed to `out`.
 void norm_row(const NormInput& in, int64_t from, void* out) {
   const int64_t offset = from * row_bytes(in.dtype, in.width);
   RmsNormArgs args{};
@@ -107,6 +102,8 @@ void norm_row(const NormInput& in, int64_t from, void* out) {
   args.dtype = args.gamma_dtype = in.dtype;
   kernels().rms_norm(args);
 }
+
+namespace {
 
 // Row i of the result is row source(i) of the input.
 template <class Source>

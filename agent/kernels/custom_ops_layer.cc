@@ -15,7 +15,7 @@ namespace {
 
 enum Argument {
   kHidden, kResidual, kInputGamma, kPostGamma, kEpsilon, kQkv, kOutput, kGateUp, kDown, kPositions, kCos, kSin,
-  kKeyCache, kValueCache, kSlots, kBlockTables, kContextLens, kQueryLens, kCounts, kOut, kSum, kArguments
+  kKeyCache, kValueCache, kSlots, kBlockTables, kContextLens, kQueryLens, kCounts, kWindow, kQueryGamma, kKeyGamma
 };
 
 // A matrix between two operators.
@@ -37,7 +37,7 @@ class Call {
   Tensors tensors() { return {op_, count_, data_, ndims_, shapes_, dtypes_}; }
 
  private:
-  static constexpr int kMost = 12;
+  static constexpr int kMost = 16;
 
   Call& add(void* data, int ndims, int64_t* shape, const char* dtype) {
     data_[count_] = data;
@@ -56,9 +56,13 @@ class Call {
   const char* dtypes_[kMost];
 };
 
+// Behind counts may come, where a model needs them, attention's window, or window and gammas of queries and keys.
 // `first`: the layer's input is the residual stream itself, and the argument residual is not read.
 int decoder_layer(const Tensors& t, bool first) {
-  if (t.count != kArguments) return refuse_text(t.op, "got %d arguments; it takes 19 and gives 2", t.count);
+  const bool has_window = t.count > kWindow + 2, has_norms = t.count > kKeyGamma + 2;
+  if (t.count != kWindow + 2 && t.count != kQueryGamma + 2 && t.count != kKeyGamma + 3) {
+    return refuse_text(t.op, "got %d arguments; it takes 19, 20 or 22 and gives 2", t.count);
+  }
   if (t.dtype(kHidden) == DType::kUnsupported || t.ndims[kHidden] != 2) {
     return refuse_text(t.op, "hidden is %s with %d dimensions; it must be a matrix of float32, float16 or bfloat16",
                        t.dtypes[kHidden], t.ndims[kHidden]);
@@ -93,6 +97,8 @@ int decoder_layer(const Tensors& t, bool first) {
   Call attention("RotaryAttention", t);
   attention.give(&qkv);
   for (int i = kPositions; i <= kCounts; ++i) attention.give(i);
+  if (has_window) attention.give(kWindow);
+  if (has_norms) attention.give(kQueryGamma).give(kKeyGamma).give(kEpsilon);
   error = rotary_attention(attention.give(&attended).tensors(), false);
   if (error != 0) return error;
   Call output("PackedLinear", t);
@@ -100,7 +106,7 @@ int decoder_layer(const Tensors& t, bool first) {
   if (error != 0) return error;
   Call mlp("GatedMlp", t);
   mlp.give(&hidden).give(&residual).give(kPostGamma).give(kEpsilon).give(kGateUp).give(kDown).give(kCounts);
-  return gated_mlp(mlp.give(kOut).give(kSum).tensors());
+  return gated_mlp(mlp.give(t.count - 2).give(t.count - 1).tensors());
 }
 
 }  // namespace

@@ -63,7 +63,7 @@ RotaryCacheArgs = _struct(
 MatMulArgs = _struct("MatMulArgs", "p: x w out; i: rows columns depth; d: dtype")
 AttentionArgs = _struct(
     "AttentionArgs",
-    "p: query out keys values query_starts key_starts block_tables query_lens context_lens;"
+    "p: query out keys values query_starts key_starts block_tables query_lens context_lens first_keys;"
     "i: table_width block_size num_seqs heads kv_heads dim; f: scale; d: dtype",
 )
 GatherArgs = _struct("GatherArgs", "p: table indices out; i: batch outer limit count row_bytes; b: wide_indices")
@@ -149,17 +149,19 @@ def rotary_cache(
 
 def attention(
     query: Array, keys: Array, values: Array, query_lens: list[int], context_lens: list[int], dtype: str, *,
-    block_tables: Array | None = None, reference: bool = False,
+    block_tables: Array | None = None, first_keys: Array | None = None, reference: bool = False,
 ) -> tuple[int, Array]:  # fmt: skip
     """``query`` [tokens, heads, dim]; ``keys`` and ``values`` [blocks, block_size, kv_heads, dim] with
-    ``block_tables`` [sequences, width], else [rows, kv_heads, dim]. Returns the entry's code and the output."""
+    ``block_tables`` [sequences, width], else [rows, kv_heads, dim]; ``first_keys`` int64 [tokens]. Returns the entry's
+    code and the output."""
     load_library().llmk_test_attention.argtypes = [_POINTER, _INT64, _INT64, _INT64, ctypes.c_int]
     tokens, heads, dim = query.shape
     out = np.full_like(query, 77)
     lens = np.array(query_lens, np.int32), np.array(context_lens, np.int32)
     args = _fill(
         AttentionArgs, query=query, out=out, keys=keys, values=values, block_tables=block_tables,
-        query_lens=lens[0], context_lens=lens[1], table_width=0 if block_tables is None else block_tables.shape[1],
+        query_lens=lens[0], context_lens=lens[1], first_keys=first_keys,
+        table_width=0 if block_tables is None else block_tables.shape[1],
         block_size=0 if block_tables is None else keys.shape[1], num_seqs=len(query_lens), heads=heads,
         kv_heads=keys.shape[-2], dim=dim, scale=dim**-0.5, dtype=dtype,
     )  # fmt: skip

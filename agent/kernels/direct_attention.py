@@ -53,6 +53,11 @@ class AttentionStep:
     context_lens: Int32Array
     query_lens: Int32Array
     dtype: str
+    window: int | None = None
+    """None: the entry is called without one, which 0 must equal."""
+    gammas: tuple[Array, Array] | None = None
+    """Of the norm of queries and keys, [head_dim] each; they go with a window."""
+    epsilon: float = 1e-6
 
 
 def rotary_attention(
@@ -70,11 +75,22 @@ def rotary_attention(
     tensors = [
         (step.qkv, step.dtype), (step.positions, None), (step.cos, None), (step.sin, None),
         (key_cache, cache_dtype), (value_cache, cache_dtype), (step.slot_mapping, None), (step.block_tables, None),
-        (step.context_lens, None), (step.query_lens, None), (counts_array, None), (out, step.dtype),
+        (step.context_lens, None), (step.query_lens, None), (counts_array, None), *_window_and_norms(step),
+        (out, step.dtype),
     ]  # fmt: skip
     call = EntryCall(tensors)
     library = load_library()
     return call.run(library.llmk_reference_rotary_attention if reference else library.RotaryAttention), out
+
+
+def _window_and_norms(step: AttentionStep) -> list[tuple[Array, str | None]]:
+    tensors: list[tuple[Array, str | None]] = []
+    if step.window is not None:
+        tensors.append((np.array([step.window], np.int32), None))
+    if step.gammas is not None:
+        tensors += [(gamma, step.dtype) for gamma in step.gammas]
+        tensors.append((np.array([step.epsilon], np.float32), None))
+    return tensors
 
 
 class EntryCall:

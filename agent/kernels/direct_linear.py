@@ -37,7 +37,8 @@ class LinearArgs(ctypes.Structure):
 
 def packed(fmt: str, values: Array, *, group: int = 0, gated: bool = False, **options: Any) -> Blob:
     """``values`` [columns, depth] in a blob of their own; ``options`` as those of ``pack_weight``."""
-    blob = weight_blob(packed_weight_bytes(fmt, values.shape[0], values.shape[1], group))
+    biased = options.get("bias") is not None
+    blob = weight_blob(packed_weight_bytes(fmt, values.shape[0], values.shape[1], group, biased=biased))
     pack_weight(fmt, values, blob, group=group, gated=gated, **options)
     return blob
 

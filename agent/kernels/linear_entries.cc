@@ -39,13 +39,14 @@ struct OwnRows {
 
 extern "C" {
 
-LLMK_ENTRY int64_t llmk_packed_weight_bytes(int format, int64_t columns, int64_t depth, int64_t group) {
-  return llmk::packed_weight_bytes(static_cast<llmk::WeightFormat>(format), columns, depth, group);
+LLMK_ENTRY int64_t llmk_packed_weight_bytes(int format, int64_t columns, int64_t depth, int64_t group, int biased) {
+  return llmk::packed_weight_bytes(static_cast<llmk::WeightFormat>(format), columns, depth, group, biased != 0);
 }
 
 LLMK_ENTRY int llmk_pack_weight(const llmk::PackSource* source, void* blob, int64_t blob_bytes) {
   const llmk::StandardFloatingPoint scope;
-  const int64_t needed = llmk::packed_weight_bytes(source->format, source->columns, source->depth, source->group);
+  const int64_t needed = llmk::packed_weight_bytes(source->format, source->columns, source->depth, source->group,
+                                                   source->bias != nullptr);
   if (blob_bytes < needed) {
     return llmk::refuse_text("pack_weight", "the blob has %lld bytes; it needs %lld",
                              static_cast<long long>(blob_bytes), static_cast<long long>(needed));

@@ -2,7 +2,7 @@
 //
 // MindSpore calls <Primitive>(nparam, params, ndims, shapes, dtypes, stream, extra): the inputs in the order of the
 // primitive, then the outputs; `extra` gives the inputs that are not tensors. A kernel given here takes precedence
-// over MindSpore's own of the same name, so MatMul and Gather take every dtype and shape the primitive allows.
+// over MindSpore's own of the same name, so MatMul, Gather and Reshape take every dtype and shape the primitive allows.
 #include "common/check.h"
 #include "common/dtype_bytes.h"
 #include "common/floating_point.h"
@@ -17,7 +17,8 @@ namespace llmk {
 namespace {
 
 const char* kOps[] = {"RmsNorm", "AddRmsNorm", "Swiglu", "ApplyRotaryPosEmb", "ReshapeAndCache",
-                      "FlashAttentionScore", "PagedAttention", "MatMul", "Gather"};
+                      "FlashAttentionScore", "PagedAttention", "MatMul", "Gather", "Reshape", "MoeGatingTopKSoftmax",
+                      "MoeInitRoutingV2", "GroupedMatmulV4", "InnerMoeTokenUnpermute"};
 
 int rms_norm(const Call& call, bool with_residual) {
   const int gamma = with_residual ? 2 : 1, y = call.count - (with_residual ? 3 : 2);
@@ -141,6 +142,18 @@ int matmul(const Call& call) {
   return any_matmul(call.op, args);
 }
 
+// The same elements under another shape, which MindSpore has worked out.
+int reshape(const Call& call) {
+  const int out = call.count - 1;
+  const int64_t bytes = call.size(0) * dtype_bytes(call.dtypes[0]);
+  if (call.size(0) != call.size(out) || dtype_bytes(call.dtypes[0]) == 0) {
+    return refuse_text(call.op, "%lld elements of %s do not make %lld", static_cast<long long>(call.size(0)),
+                       call.dtypes[0], static_cast<long long>(call.size(out)));
+  }
+  if (call.data[0] != call.data[out]) std::memmove(call.data[out], call.data[0], static_cast<size_t>(bytes));
+  return 0;
+}
+
 Call make_call(const char* op, int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void* extra) {
   return {{op, count, data, ndims, shapes, dtypes}, static_cast<KernelInputInfo*>(extra)};
 }
@@ -179,5 +192,10 @@ LLMK_PLUGIN(FlashAttentionScore, plugin_flash_attention(arguments))
 LLMK_PLUGIN(PagedAttention, plugin_paged_attention(arguments))
 LLMK_PLUGIN(MatMul, matmul(arguments))
 LLMK_PLUGIN(Gather, gather(arguments))
+LLMK_PLUGIN(Reshape, reshape(arguments))
+LLMK_PLUGIN(MoeGatingTopKSoftmax, plugin_moe_gating_top_k_softmax(arguments))
+LLMK_PLUGIN(MoeInitRoutingV2, plugin_moe_init_routing(arguments))
+LLMK_PLUGIN(GroupedMatmulV4, plugin_grouped_matmul(arguments))
+LLMK_PLUGIN(InnerMoeTokenUnpermute, plugin_moe_token_unpermute(arguments))
 
 }  // extern "C"

@@ -34,6 +34,7 @@ class _PackSource(ctypes.Structure):
         ("values", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("zeros", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
     )
 
 
@@ -43,16 +44,16 @@ def _format_number(fmt: str) -> int:
     return WEIGHT_FORMATS.index(fmt)
 
 
-def packed_weight_bytes(fmt: str, columns: int, depth: int, group: int = 0) -> int:
+def packed_weight_bytes(fmt: str, columns: int, depth: int, group: int = 0, *, biased: bool = False) -> int:
     """Bytes of the blob of a weight of ``columns`` outputs by ``depth`` inputs, ``group`` inputs to a scale (0: all).
 
     Raises ValueError for a format or size no blob can have: groups must be multiples of 8, and only integer formats
     have them; integer depths go up to 65536.
     """
     function = load_library().llmk_packed_weight_bytes
-    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64]
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     function.restype = ctypes.c_int64
-    num_bytes = int(function(_format_number(fmt), columns, depth, group))
+    num_bytes = int(function(_format_number(fmt), columns, depth, group, int(biased)))
     if num_bytes == 0:
         raise ValueError(f"no packed {fmt} weight can have {columns} columns, depth {depth} and group {group}")
     return num_bytes
@@ -73,7 +74,7 @@ def weight_blob(num_bytes: int) -> Blob:
     return raw[start : start + num_bytes]
 
 
-def _check(name: str, array: Array | None, shape: tuple[int, int], dtype: Any) -> int | None:
+def _check(name: str, array: Array | None, shape: tuple[int, ...], dtype: Any) -> int | None:
     """The array's address, if a kernel may read ``shape`` of ``dtype`` there."""
     if array is None:
         return None
@@ -87,14 +88,15 @@ def _check(name: str, array: Array | None, shape: tuple[int, int], dtype: Any) -
 
 def pack_weight(
     fmt: str, values: Array, out_blob: Blob, *, group: int = 0, gated: bool = False, asymmetric: bool = False,
-    source_dtype: str = "float32", scales: Array | None = None, zeros: Array | None = None,
+    source_dtype: str = "float32", scales: Array | None = None, zeros: Array | None = None, bias: Array | None = None,
 ) -> None:  # fmt: skip
     """Packs ``values`` [columns, depth] into ``out_blob`` of at least ``packed_weight_bytes``.
 
     Floats of ``source_dtype`` (bfloat16 as uint16 bits), for integer formats quantised here; or, with ``scales``
     float32 [columns, groups], integers as they are: int8, or uint8 0..15 for int4 with ``zeros`` uint8
     [columns, groups] (None: 8). ``gated``: the first half of the columns are the gate of a SwiGLU, the second the
-    value. Raises ValueError for arrays that do not fit and KernelError for what the kernel refuses.
+    value. ``bias`` float32 [columns] is added to what comes out. Raises ValueError for arrays that do not fit and
+    KernelError for what the kernel refuses.
     """
     if values.ndim != 2:
         raise ValueError(f"a weight has 2 dimensions, [columns, depth]; this one has shape {values.shape}")
@@ -112,6 +114,7 @@ def pack_weight(
         values=_check("values", values, (columns, depth), given),
         scales=_check("scales", scales, groups, np.float32),
         zeros=_check("zeros", zeros, groups, np.uint8),
+        bias=_check("bias", bias, (columns,), np.float32),
     )  # fmt: skip
     if out_blob.dtype != np.uint8 or not out_blob.flags.c_contiguous or not out_blob.flags.writeable:
         raise ValueError("the blob must be contiguous, writeable uint8; weight_blob() makes one")

@@ -1,39 +1,44 @@
-"""Linear layers without bias."""
+"""Linear layers. A bias lies in the weight where weights are packed, and is a parameter of its own elsewhere."""
 
 from __future__ import annotations
 
 from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
+from agent.layers.parameter import unbound_parameter
 
 
 class Linear(nn.Cell):
-    """``y = x @ weight.T``."""
+    """``y = x @ weight.T + bias``."""
 
-    def __init__(self, ops: OpTable, in_features: int, out_features: int) -> None:
+    def __init__(self, ops: OpTable, in_features: int, out_features: int, *, biased: bool = False) -> None:
         super().__init__()
         self.weight = ops.linear_weight(in_features, out_features)
+        self.bias = _bias(ops, out_features, biased=biased)
         self.linear = ops.linear(out_features)
 
     def construct(self, x: Tensor, step: tuple[Tensor, ...]) -> Tensor:
         """x [T, in_features] -> [T, out_features]."""
-        return self.linear(x, self.weight, step)
+        return self.linear(x, self.weight, self.bias, step)
 
 
 class NormLinear(nn.Cell):
     """Adds a block's output to the residual stream, normalises the sum (``gamma`` comes from outside) and multiplies:
-    ``y = RMSNorm(hidden + residual) @ weight.T``."""
+    ``y = RMSNorm(hidden + residual) @ weight.T + bias``."""
 
-    def __init__(self, ops: OpTable, in_features: int, out_features: int, epsilon: float, *, first: bool) -> None:
+    def __init__(
+        self, ops: OpTable, in_features: int, out_features: int, epsilon: float, *, first: bool, biased: bool = False
+    ) -> None:
         super().__init__()
         self.weight = ops.linear_weight(in_features, out_features)
+        self.bias = _bias(ops, out_features, biased=biased)
         self.norm_linear = ops.norm_linear(out_features, epsilon, first=first)
 
     def construct(
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """hidden, residual [T, in_features], gamma [in_features] -> [T, out_features], the sum [T, in_features]."""
-        out, total = self.norm_linear(hidden, residual, gamma, self.weight, step)
+        out, total = self.norm_linear(hidden, residual, gamma, self.weight, self.bias, step)
         return out, total
 
 
@@ -43,3 +48,7 @@ class Weight(nn.Cell):
     def __init__(self, ops: OpTable, in_features: int, out_features: int) -> None:
         super().__init__()
         self.weight = ops.linear_weight(in_features, out_features)
+
+
+def _bias(ops: OpTable, size: int, *, biased: bool) -> Tensor | None:
+    return unbound_parameter((size,), ops.dtype) if biased and not ops.packs_weights else None

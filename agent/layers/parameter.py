@@ -19,6 +19,7 @@ MINDSPORE_DTYPES = {
     "int8": ms.int8,
     "uint8": ms.uint8,
     "int32": ms.int32,
+    "int64": ms.int64,
 }
 
 

@@ -1,21 +1,25 @@
-"""Llama (Touvron et al. 2023; Llama 3, Grattafiori et al. 2024): RMSNorm, rotary, grouped-query attention, SwiGLU."""
+"""Llama (Touvron et al. 2023; Llama 3, Grattafiori et al. 2024): RMSNorm, rotary, grouped-query attention, SwiGLU.
+
+The other dense families are this network with a part more in each attention (``agent.layers.attention``); what a
+checkpoint calls its tensors is the same for all (``agent.models.names``).
+"""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 from mindspore import Tensor, nn
 
 from agent.backends.base import Operator, OpTable
-from agent.layers.attention import Attention
+from agent.layers.attention import Attention, attention_form
 from agent.layers.embedding import Embedding
+from agent.layers.experts import ExpertMLP
 from agent.layers.linear import Weight
 from agent.layers.mlp import GatedMLP
 from agent.layers.norm import NormWeight
 from agent.layers.rotary import rotary_tables
-from agent.weights import WeightKind, WeightPart, WeightSpec
+from agent.models.names import ignorable_suffixes, weight_specs
 from llm_serving.config import Config
-from llm_serving.model_shape import ModelShape
+
+__all__ = ["Llama", "build", "ignorable_suffixes", "weight_specs"]
 
 
 class Llama(nn.Cell):
@@ -25,8 +29,8 @@ class Llama(nn.Cell):
         super().__init__()
         shape, epsilon = config.shape, config.shape.rms_norm_eps
         self.embedding = Embedding(ops, shape.vocab_size, shape.hidden_size)
-        self.rotary = ops.rotary(*rotary_tables(shape, config.max_model_len))
-        self.layers = nn.CellList([DecoderLayer(config, ops, first=index == 0) for index in range(shape.num_layers)])
+        self.rotary = ops.rotary(*rotary_tables(shape, config.max_model_len), shape.sliding_window)
+        self.layers = nn.CellList([DecoderLayer(config, ops, layer=index) for index in range(shape.num_layers)])
         self.norm = NormWeight(ops, shape.hidden_size)
         self.shares_embedding = shape.tie_word_embeddings and not ops.packs_weights
         if not self.shares_embedding:
@@ -50,14 +54,19 @@ class Llama(nn.Cell):
 class DecoderLayer(nn.Cell):
     """Attention and MLP, each on the normalised residual stream. A block's output is added by the norm that follows."""
 
-    def __init__(self, config: Config, ops: OpTable, *, first: bool) -> None:
+    def __init__(self, config: Config, ops: OpTable, *, layer: int) -> None:
         super().__init__()
         shape, cache = config.shape, config.pa_config
-        self.input_norm = NormWeight(ops, shape.hidden_size)
-        self.attention = Attention(ops, shape, cache.num_blocks, cache.block_size, first=first)
-        self.post_attention_norm = NormWeight(ops, shape.hidden_size)
-        self.mlp = GatedMLP(ops, shape.hidden_size, shape.intermediate_size, shape.rms_norm_eps)
-        self.whole: Operator = ops.decoder_layer(shape.hidden_size, shape.rms_norm_eps, first=first)
+        hidden, epsilon = shape.hidden_size, shape.rms_norm_eps
+        self.input_norm = NormWeight(ops, hidden)
+        self.attention = Attention(ops, shape, cache.num_blocks, cache.block_size, layer=layer)
+        self.post_attention_norm = NormWeight(ops, hidden)
+        self.whole: Operator = None
+        if shape.experts is not None and shape.has_experts(layer):
+            self.mlp = ExpertMLP(ops, hidden, shape.experts, epsilon)
+        else:
+            self.mlp = GatedMLP(ops, hidden, shape.intermediate_size, epsilon)
+            self.whole = ops.decoder_layer(hidden, epsilon, attention_form(shape, layer), first=layer == 0)
         self.is_whole = self.whole is not None
 
     def construct(
@@ -74,7 +83,7 @@ class DecoderLayer(nn.Cell):
             norms = (self.input_norm.weight, self.post_attention_norm.weight)
             weights = (attention.qkv.weight, attention.output.weight, mlp.gate_up.weight, mlp.down.weight)
             caches = (attention.key_cache, attention.value_cache)
-            hidden, residual = self.whole(hidden, residual, norms, weights, rotary, caches, step)
+            hidden, residual = self.whole(hidden, residual, norms, attention.norms(), weights, rotary, caches, step)
             return hidden, residual
         hidden, residual = attention(hidden, residual, self.input_norm.weight, rotary, step, whole_prompts)
         hidden, residual = mlp(hidden, residual, self.post_attention_norm.weight, step)
@@ -84,53 +93,3 @@ class DecoderLayer(nn.Cell):
 def build(config: Config, ops: OpTable) -> Llama:
     """The Cell, its parameters without memory yet."""
     return Llama(config, ops)
-
-
-def weight_specs(shape: ModelShape) -> list[WeightSpec]:
-    """Every parameter to load, in the order of the layers; names as the parameters of ``Llama`` are called."""
-    hidden, vocab = shape.hidden_size, shape.vocab_size
-    specs = [_spec("embedding.weight", ("model.embed_tokens.weight", vocab, hidden))]
-    for index in range(shape.num_layers):
-        specs.extend(_layer_specs(shape, index))
-    specs.append(_spec("norm.weight", ("model.norm.weight", hidden)))
-    tied = shape.tie_word_embeddings
-    output = "model.embed_tokens.weight" if tied else "lm_head.weight"
-    specs.append(_spec("lm_head.weight", (output, vocab, hidden), kind="linear", packed_only=tied))
-    return specs
-
-
-def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
-    """Ends of names that a checkpoint may hold and the model does not need: rotary frequencies, which follow from
-    config.json, and the output weight where it is the embedding."""
-    return ("rotary_emb.inv_freq", "lm_head.weight") if shape.tie_word_embeddings else ("rotary_emb.inv_freq",)
-
-
-def _layer_specs(shape: ModelShape, index: int) -> Iterator[WeightSpec]:
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    ours, theirs = f"layers.{index}", f"model.layers.{index}"
-    yield _spec(f"{ours}.input_norm.weight", (f"{theirs}.input_layernorm.weight", hidden))
-    yield _spec(
-        f"{ours}.attention.qkv.weight",
-        (f"{theirs}.self_attn.q_proj.weight", query, hidden),
-        (f"{theirs}.self_attn.k_proj.weight", key, hidden),
-        (f"{theirs}.self_attn.v_proj.weight", key, hidden),
-        kind="linear",
-    )
-    yield _spec(f"{ours}.attention.output.weight", (f"{theirs}.self_attn.o_proj.weight", hidden, query), kind="linear")
-    yield _spec(f"{ours}.post_attention_norm.weight", (f"{theirs}.post_attention_layernorm.weight", hidden))
-    yield _spec(
-        f"{ours}.mlp.gate_up.weight",
-        (f"{theirs}.mlp.gate_proj.weight", inner, hidden),
-        (f"{theirs}.mlp.up_proj.weight", inner, hidden),
-        kind="gated_linear",
-    )
-    yield _spec(f"{ours}.mlp.down.weight", (f"{theirs}.mlp.down_proj.weight", hidden, inner), kind="linear")
-
-
-def _spec(
-    parameter: str, *parts: tuple[str | int, ...], kind: WeightKind = "plain", packed_only: bool = False
-) -> WeightSpec:
-    """Parts are (Hugging Face name, sizes ...)."""
-    tensors = tuple(WeightPart(str(name), tuple(int(size) for size in sizes)) for name, *sizes in parts)
-    return WeightSpec(parameter, tensors, kind, packed_only)

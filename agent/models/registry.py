@@ -12,7 +12,14 @@ from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 from llm_serving.model_shape import ModelShape
 
-_MODULES = {"LlamaForCausalLM": "agent.models.llama"}
+_MODULES = {
+    "LlamaForCausalLM": "agent.models.llama",
+    "MistralForCausalLM": "agent.models.mistral",
+    "Qwen2ForCausalLM": "agent.models.qwen2",
+    "Qwen3ForCausalLM": "agent.models.qwen3",
+    "Qwen3MoeForCausalLM": "agent.models.qwen3_moe",
+}
+"""The same as ``llm_serving.model_families.FAMILIES``, whose sizes the server knows; a test compares them."""
 
 
 class ModelDefinition(Protocol):

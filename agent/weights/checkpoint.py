@@ -73,7 +73,7 @@ class Checkpoint:
         assert self._decoder is not None, "only a quantised tensor is read as one"
         stem = stem_of(part.name)
         with self._naming_folder():
-            tensor = self._decoder.decode(part, StoredTensors(stem, self._files.read_optional))
+            tensor = self._decoder.decode(part, StoredTensors(stem, self._read_but_bias))
         for stored in self._decoder.stored(part):
             if stored.name in self._files:
                 self._files.release(stored.name)
@@ -97,6 +97,10 @@ class Checkpoint:
     def close(self) -> None:
         """Unmap the files."""
         self._files.close()
+
+    def _read_but_bias(self, name: str) -> tuple[Array, str] | None:
+        """A bias that the model has is a tensor by itself."""
+        return None if name in self._parts and name.endswith(".bias") else self._files.read_optional(name)
 
     def _dequantise_into(self, part: WeightPart, out: Array, dtype: str) -> None:
         tensor = self.read_quantised(part)

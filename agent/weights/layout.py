@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 WeightKind = Literal["plain", "linear", "gated_linear"]
@@ -27,8 +27,30 @@ class WeightSpec:
     kind: WeightKind = "plain"
     packed_only: bool = False
     """There is such a parameter only where weights are packed: a tied output layer, which is else the embedding."""
+    bias: tuple[WeightPart, ...] = ()
+    """Of a linear layer, one part for each of ``parts``: in the packed weight, or a parameter of its own."""
+    experts: int = 0
+    """So many weights of one shape in one parameter, their parts one expert after the other; 0: a weight by itself."""
+    float32: bool = False
+    """Kept in float32, whatever ``model_dtype`` and ``weight_format``: a router."""
+
+    @property
+    def tensors(self) -> tuple[WeightPart, ...]:
+        """All that a checkpoint must hold."""
+        return self.parts + self.bias
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """As one array; of experts, [experts, rows, ...]."""
         rows = sum(part.shape[0] for part in self.parts)
-        return (rows, *self.parts[0].shape[1:])
+        rest = self.parts[0].shape[1:]
+        return (self.experts, rows // self.experts, *rest) if self.experts else (rows, *rest)
+
+    def expert(self, index: int) -> WeightSpec:
+        """The weight of one expert by itself."""
+        each = len(self.parts) // self.experts
+        return replace(self, parts=self.parts[index * each : (index + 1) * each], experts=0)
+
+    def bias_spec(self) -> WeightSpec:
+        """The bias as a parameter of its own."""
+        return WeightSpec(f"{self.parameter.removesuffix('.weight')}.bias", self.bias)

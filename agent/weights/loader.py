@@ -27,7 +27,7 @@ def open_weights(
     assert folder is not None, "a config without a seed has a model folder"
     checkpoint = _open_folder(folder)
     try:
-        checkpoint.check([part for spec in specs for part in spec.parts], ignorable)
+        checkpoint.check([part for spec in specs for part in spec.tensors], ignorable)
     except BaseException:
         checkpoint.close()
         raise
@@ -43,11 +43,12 @@ def load_weights(
 ) -> dict[str, Array]:
     """Every parameter by its name. ``report`` gets (parameters done, of how many).
 
-    Without ``packing`` all are arrays of ``dtype``, quantised ones multiplied out. With one, the weights of linear
-    layers are blobs of bytes for the kernels. Raises CheckpointError, or ConfigError for a format that the stored
+    Without ``packing`` all are arrays of ``dtype``, quantised ones multiplied out, biases apart and an expert's weight
+    turned to [in, out], as grouped matrix products take it. With one, the weights of linear layers are blobs of bytes
+    for the kernels. Raises CheckpointError, or ConfigError for a format that the stored
     weights cannot be brought to.
     """
-    specs = [spec for spec in specs if packing is not None or not spec.packed_only]
+    specs = list(specs) if packing is not None else _unpacked(specs)
     packer = None if packing is None else LinearPacker(packing, source, dtype)
     if packer is not None:
         for spec in specs:
@@ -56,19 +57,35 @@ def load_weights(
     for done, spec in enumerate(specs):
         report(done, len(specs))
         if packer is None or spec.kind == "plain":
-            weights[spec.parameter] = _load_plain(spec, source, dtype)
+            weights[spec.parameter] = _load_plain(spec, source, "float32" if spec.float32 else dtype)
         else:
             weights[spec.parameter] = packer.pack(spec)
     report(len(specs), len(specs))
     return weights
 
 
+def _unpacked(specs: Sequence[WeightSpec]) -> list[WeightSpec]:
+    """The parameters there are without packing."""
+    kept = [spec for spec in specs if not spec.packed_only]
+    return [each for spec in kept for each in ((spec, spec.bias_spec()) if spec.bias else (spec,))]
+
+
 def _load_plain(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:
+    if spec.experts:
+        return _load_experts(spec, source, dtype)
     array = allocate(spec.shape, dtype)
     row = 0
     for part in spec.parts:
         source.read_into(part.name, array[row : row + part.shape[0]], dtype)
         row += part.shape[0]
+    return array
+
+
+def _load_experts(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:
+    experts, rows, depth = spec.shape
+    array = allocate((experts, depth, rows), dtype)
+    for index in range(experts):
+        array[index] = _load_plain(spec.expert(index), source, dtype).T
     return array
 
 

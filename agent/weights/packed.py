@@ -28,6 +28,7 @@ AUTO = "auto"
 FLOAT_FORMATS = ("float32", "float16", "bfloat16", "bf16")
 INT8_FORMATS = ("int8", "int8_weight_only")
 INT4 = "int4"
+_ALIGNMENT = 64
 OUTPUT_LAYER = "lm_head.weight"
 """The parameter that gives the logits."""
 
@@ -70,13 +71,25 @@ class LinearPacker:
     def check(self, spec: WeightSpec) -> None:
         """Raise ConfigError or CheckpointError unless ``spec`` can be packed. Reads no values."""
         if spec.kind != "plain":
-            self._plan(spec)
+            for each in _each_weight(spec):
+                self._plan(each)
 
     def pack(self, spec: WeightSpec) -> Array:
-        """uint8 [bytes]."""
+        """uint8 [bytes]; of experts, their blobs one after the other, all equally long and each on a cache line."""
+        weights = _each_weight(spec)
+        sizes = [self._blob_bytes(each) for each in weights]
+        stride = max(sizes) if len(sizes) == 1 else -(-max(sizes) // _ALIGNMENT) * _ALIGNMENT
+        blob = weight_blob(stride * len(weights))
+        for index, each in enumerate(weights):
+            self._pack_into(each, blob[index * stride : (index + 1) * stride])
+        return blob
+
+    def _blob_bytes(self, spec: WeightSpec) -> int:
         plan, (columns, depth) = self._plan(spec), spec.shape
-        blob = weight_blob(packed_weight_bytes(plan.format, columns, depth, plan.group))
-        gated = spec.kind == "gated_linear"
+        return packed_weight_bytes(plan.format, columns, depth, plan.group, biased=bool(spec.bias))
+
+    def _pack_into(self, spec: WeightSpec, blob: npt.NDArray[np.uint8]) -> None:
+        plan, gated, bias = self._plan(spec), spec.kind == "gated_linear", self._bias(spec)
         if plan.stored is None:
             values, dtype = self._floats(spec, plan)
             pack_weight(
@@ -87,6 +100,7 @@ class LinearPacker:
                 gated=gated,
                 asymmetric=self._packing.asymmetric and plan.format == INT4,
                 source_dtype=dtype,
+                bias=bias,
             )
         else:
             joined = self._join(spec, plan)
@@ -99,11 +113,22 @@ class LinearPacker:
                 source_dtype=self._dtype,
                 scales=joined.scales,
                 zeros=joined.zeros,
+                bias=bias,
             )
-        return blob
+
+    def _bias(self, spec: WeightSpec) -> Array | None:
+        """float32, exactly as stored."""
+        if not spec.bias:
+            return None
+        bias = np.empty(sum(part.shape[0] for part in spec.bias), np.float32)
+        for part, rows in _rows_of(spec.bias):
+            self._source.read_into(part.name, bias[rows], "float32")
+        return bias
 
     def _plan(self, spec: WeightSpec) -> _Plan:
         stored, wanted = self._stored_scheme(spec), self._packing.weight_format
+        if spec.float32:
+            return _Plan("float32", 0, None)
         if wanted in FLOAT_FORMATS or (stored is None and wanted == AUTO):
             return _Plan(self._dtype, 0, None)
         if stored is None:
@@ -131,7 +156,7 @@ class LinearPacker:
         """All rows, and their type: as they are stored where they are quantised here, so that they are rounded once."""
         kept = {self._source.float_dtype(part.name) for part in spec.parts}
         quantised_here = plan.format not in FLOAT_FORMATS
-        dtype = (kept.pop() if len(kept) == 1 else "float32") if quantised_here else self._dtype
+        dtype = (kept.pop() if len(kept) == 1 else "float32") if quantised_here else plan.format
         dtype = dtype or self._dtype
         values = self._memory(spec.shape, STORAGE_DTYPES[dtype])
         for part, rows in _rows_of(spec.parts):
@@ -164,6 +189,11 @@ class LinearPacker:
             self._scratch = allocate((num_bytes // 4 + 1,), "float32").view(np.uint8)
         memory: Array = self._scratch[:num_bytes].view(storage).reshape(shape)
         return memory
+
+
+def _each_weight(spec: WeightSpec) -> list[WeightSpec]:
+    """The weights by themselves."""
+    return [spec.expert(index) for index in range(spec.experts)] if spec.experts else [spec]
 
 
 def _rows_of(parts: Sequence[WeightPart]) -> list[tuple[WeightPart, slice]]:

@@ -114,7 +114,7 @@ class Config:
         return min(
             self.pa_config.decode_seq_length,
             self.model_config.max_generate_length,
-            self.shape.max_position_embeddings,
+            self.shape.max_positions,
         )
 
     @property

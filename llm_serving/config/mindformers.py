@@ -13,13 +13,12 @@ from llm_serving.model_shape import (
     MAX_HEADS,
     MAX_HIDDEN_SIZE,
     MAX_LAYERS,
-    MAX_POSITIONS,
     MAX_VOCAB_SIZE,
     ModelShape,
-    RopeScaling,
     check_head_sizes,
     head_dim_of,
 )
+from llm_serving.rope_scaling import MAX_POSITIONS, RopeScaling
 
 GRAPH_MODE = 0
 _DTYPES = ("float16", "bfloat16", "float32")

@@ -24,7 +24,12 @@ from llm_serving.errors import CheckpointError
 from llm_serving.model_shape import ModelShape
 from llm_serving.quantization import stored_weight_format
 
-_TOKENIZER_FILES = {"LlamaTokenizerFast": "tokenizer.json", "LlamaTokenizer": "tokenizer.model"}
+_TOKENIZER_FILES = (
+    ("LlamaTokenizerFast", "tokenizer.json"),
+    ("LlamaTokenizer", "tokenizer.model"),
+    ("LlamaTokenizerFast", "vocab.json"),
+)
+"""In order of preference."""
 _TORCH_PATTERNS = ("*.bin", "*.pt", "*.pth")
 _COMPARED_SIZES = (
     "hidden_size",
@@ -194,11 +199,11 @@ class Resolver:
         if path is None:
             raise self._raw.error(key, name, "there is no model_path to take the tokenizer from; name a file or folder")
         kind = self._tokenizer.type
-        for candidate, file_name in _TOKENIZER_FILES.items():
+        for candidate, file_name in _TOKENIZER_FILES:
             file = path / file_name if path.is_dir() else path
             if kind in ("auto", candidate) and file.is_file() and file.suffix == Path(file_name).suffix:
                 return TokenizerConfig(candidate, str(file))
-        wanted = _TOKENIZER_FILES.get(kind, " or ".join(_TOKENIZER_FILES.values()))
+        wanted = " or ".join(name for candidate, name in _TOKENIZER_FILES if kind in ("auto", candidate))
         raise self._raw.error("tokenizer.type", kind, f"{path} {'has' if path.is_dir() else 'is'} no {wanted}")
 
 
@@ -209,7 +214,8 @@ def _check_weights_present(folder: Path) -> None:
     if torch_files:
         raise CheckpointError(
             f"{folder / torch_files[0]}: PyTorch pickles are not loaded, as they can run code; convert the folder with "
-            "transformers: LlamaForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER, safe_serialization=True)"
+            "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER, "
+            "safe_serialization=True)"
         )
     raise CheckpointError(
         f"{folder}: there are no *.safetensors files; model_config.load_format=dummy serves random weights"

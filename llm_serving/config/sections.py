@@ -86,8 +86,9 @@ class TokenizerConfig:
 
     type: str = published(
         "auto",
-        "`LlamaTokenizer` reads a sentencepiece `tokenizer.model`, `LlamaTokenizerFast` a `tokenizer.json`; `auto` "
-        "takes `tokenizer.json` if it is there, else `tokenizer.model`.",
+        "`LlamaTokenizer` reads a sentencepiece `tokenizer.model`, `LlamaTokenizerFast` a `tokenizer.json` or, "
+        "without one, byte-level BPE in `vocab.json` and `merges.txt`; `auto` takes the first there is of "
+        "`tokenizer.json`, `tokenizer.model` and `vocab.json`.",
         choices=("auto", "LlamaTokenizer", "LlamaTokenizerFast"),
     )
     vocab_file: str | None = published(

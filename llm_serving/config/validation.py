@@ -109,6 +109,8 @@ def check_group(raw: RawConfig, config: Config) -> None:
         "intermediate size": shape.intermediate_size,
         "size of all heads": shape.num_attention_heads * shape.head_dim,
     }
+    if shape.experts is not None:
+        sizes["experts' intermediate size"] = shape.experts.intermediate_size
     for name, size in sizes.items():
         if group not in (32, 64, 128) or size % group:
             problem = f"must be 32, 64 or 128 and divide the model's {name} of {size}; or use int8"

@@ -1,7 +1,8 @@
 """Chat templates: Jinja programs that turn messages into a prompt, run as Hugging Face transformers runs them.
 
-A template comes with the model, so it is not trusted: it runs in Jinja's immutable sandbox, cannot load anything,
-and what it writes is bounded. User text that spells a special token is that special token to the tokenizer, as with
+A template comes with the model, so it is not trusted: it runs in Jinja's immutable sandbox, cannot load anything, and
+what it writes, how far it counts and how large a value it may make by ``*`` and ``**`` are bounded. User text that
+spells a special token is that special token to the tokenizer, as with
 transformers; see ``docs/http_api.md``.
 """
 
@@ -22,6 +23,12 @@ from llm_serving.errors import CheckpointError, RequestError
 
 __all__ = ["ChatTemplate"]
 
+
+MAX_COUNTED = 1_000_000
+"""Numbers that all ``range`` calls of one rendering give together: nested loops stay short."""
+MAX_REPEATED = 1_000_000
+"""Characters or items that ``text * number`` may make."""
+_MAX_BITS = 256
 
 _TEMPLATE_FAILURES = (
     jinja2.TemplateError,
@@ -68,10 +75,40 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
-    )
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Refuses products and powers that would take long or fill the memory."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        if numbers and isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > _MAX_BITS:
+                raise OverflowError(f"a number of more than {_MAX_BITS} bits")
+        elif not numbers:
+            length, times = (left, right) if isinstance(right, int) else (right, left)
+            if isinstance(times, int) and hasattr(length, "__len__") and len(length) * times > MAX_REPEATED:
+                raise OverflowError(f"a product of more than {MAX_REPEATED} characters or items")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Counter:
+    """``range`` of one rendering."""
+
+    def __init__(self) -> None:
+        self._left = MAX_COUNTED
+
+    def range(self, *limits: int) -> range:
+        numbers = range(*limits)
+        self._left -= len(numbers)
+        if self._left < 0:
+            raise OverflowError(f"loops over more than {MAX_COUNTED} numbers")
+        return numbers
+
+
+def _environment() -> _Sandbox:
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -100,7 +137,7 @@ class ChatTemplate:
         length = 0
         try:
             for piece in self._template.generate(
-                self._variables, messages=messages, tools=None, documents=None,
+                self._variables, messages=messages, tools=None, documents=None, range=_Counter().range,
                 add_generation_prompt=add_generation_prompt,
             ):  # fmt: skip
                 pieces.append(piece)

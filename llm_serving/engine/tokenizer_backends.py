@@ -9,8 +9,9 @@ from typing import Protocol
 import sentencepiece
 import tokenizers
 
+from llm_serving.engine.byte_level_bpe import byte_level_bpe
 from llm_serving.engine.token_table import DecodeRule, decode_rule, sentencepiece_rule
-from llm_serving.engine.tokenizer_files import AddedToken, TokenizerFiles
+from llm_serving.engine.tokenizer_files import BPE_FILE, AddedToken, TokenizerFiles
 from llm_serving.errors import CheckpointError
 
 __all__ = ["FastBackend", "SentencePieceBackend", "TokenizerBackend"]
@@ -40,15 +41,19 @@ class TokenizerBackend(Protocol):
 
 
 class FastBackend:
-    """``tokenizer.json``, through the ``tokenizers`` library. No truncation, no padding, whatever the file says."""
+    """``tokenizer.json``, or ``vocab.json`` with ``merges.txt``, through the ``tokenizers`` library. No truncation, no
+    padding, whatever the file says."""
 
     def __init__(self, files: TokenizerFiles) -> None:
         source = str(files.vocabulary)
         _check_size(files)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(source)
+            is_bpe = files.vocabulary.name == BPE_FILE
+            self._tokenizer = byte_level_bpe(files) if is_bpe else tokenizers.Tokenizer.from_file(source)
+        except CheckpointError:
+            raise
         except Exception as reason:  # the library raises plain Exception
-            raise CheckpointError(f"{source}: not a tokenizer.json: {reason}") from reason
+            raise CheckpointError(f"{source}: not a {files.vocabulary.name}: {reason}") from reason
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._add_missing(files)

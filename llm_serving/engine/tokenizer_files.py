@@ -17,6 +17,8 @@ MAX_SETTINGS_BYTES = 16 * 1024 * 1024
 MAX_TEMPLATE_BYTES = 256 * 1024
 MAX_ADDED_TOKENS = 100_000
 FAST_FILE, SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
+BPE_FILE, MERGES_FILE = "vocab.json", "merges.txt"
+"""Of byte-level BPE without a ``tokenizer.json``."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -57,8 +59,8 @@ def find_vocabulary(place: Path, kind: str = "auto") -> Path:
 
     ``kind`` is the config's ``tokenizer.type``. Raises CheckpointError when there is none.
     """
-    names = {"LlamaTokenizer": (SENTENCEPIECE_FILE,), "LlamaTokenizerFast": (FAST_FILE,)}.get(
-        kind, (FAST_FILE, SENTENCEPIECE_FILE)
+    names = {"LlamaTokenizer": (SENTENCEPIECE_FILE,), "LlamaTokenizerFast": (FAST_FILE, BPE_FILE)}.get(
+        kind, (FAST_FILE, SENTENCEPIECE_FILE, BPE_FILE)
     )
     if place.is_dir():
         for name in names:

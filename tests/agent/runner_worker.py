@@ -29,8 +29,8 @@ INVARIANCE_STEPS = 20
 def run_golden(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
     """All prompts as one batch: once going on from our own tokens, once fed with the oracle's."""
     cases = golden["cases"]
-    free = _generate(driver, cases, forced=False)
-    forced = _generate(driver, cases, forced=True)
+    free = generate(driver, cases, forced=False)
+    forced = generate(driver, cases, forced=True)
     whole = [[(step[i].top_ids, step[i].top_logits) for step in (forced[0], forced[-1])] for i in range(len(cases))]
     return {
         "free": [[step[i].token for step in free] for i in range(len(cases))],
@@ -39,7 +39,7 @@ def run_golden(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _generate(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> list[list[Any]]:
+def generate(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> list[list[Any]]:
     driver.runner.reset()
     prompts = [case["prompt"] for case in cases]
     blocks = [blocks_for(i, len(prompt) + len(cases[i]["tokens"])) for i, prompt in enumerate(prompts)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 from quantised_folders import CASES, LINEARS, SPECS, Case, Tensors, float_tensors, write_case
 
-from agent.weights import load_weights, open_weights
+from agent.kernels.direct_linear import linear
+from agent.weights import Packing, WeightPart, load_weights, open_weights
 from agent.weights.storage import Array, from_float32
 from llm_serving.errors import CheckpointError, LLMServingError
 
@@ -104,6 +106,33 @@ def test_optional_tensors_may_be_absent(tmp_path: Path) -> None:
 
     one, two = load(write_case(tmp_path / "1", CASES["gptq4"])), load(write_case(tmp_path / "2", CASES["gptq4"], strip))
     np.testing.assert_array_equal(one["qkv"], two["qkv"])
+
+
+@pytest.mark.parametrize("name", ["gptq4", "awq", "w8a8"])
+def test_a_bias_that_the_model_has_is_read(tmp_path: Path, name: str) -> None:
+    sizes = {part.name.removesuffix(".weight"): part.shape[0] for part in SPECS[1].parts}
+    bias = np.linspace(-1, 1, sum(sizes.values()), dtype=np.float16)
+    ends = np.cumsum(list(sizes.values()))
+
+    def add_biases(tensors: Tensors, config: dict[str, Any]) -> None:
+        for stem, values in zip(sizes, np.split(bias, ends[:-1]), strict=True):
+            tensors[f"{stem}.bias"] = values
+
+    folder = write_case(tmp_path / "biased", CASES[name], add_biases)
+    with pytest.raises(CheckpointError, match="bias"):
+        load(folder)
+    parts = tuple(WeightPart(f"{stem}.bias", (size,)) for stem, size in sizes.items())
+    specs = [*SPECS[:1], replace(SPECS[1], parameter="qkv.weight", bias=parts), *SPECS[2:]]
+    source = open_weights(folder, specs, seed=None)
+    weights = load_weights(specs, source, "float32", lambda done, of: None)
+    np.testing.assert_array_equal(weights["qkv.bias"], bias.astype(np.float32))
+    packed = load_weights(specs, source, "float32", lambda done, of: None, Packing("auto"))
+    source.close()
+    x = np.ones((1, specs[1].shape[1]), np.float32)
+    plain = load_weights(SPECS, open_weights(write_case(tmp_path / "plain", CASES[name]), SPECS, seed=None), "float32",
+                         lambda done, of: None, Packing("auto"))  # fmt: skip
+    without = linear(x, plain["qkv"], "float32")
+    np.testing.assert_array_equal(linear(x, packed["qkv.weight"], "float32"), without + bias.astype(np.float32))
 
 
 def tensor(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensors, dict[str, Any]], object]:

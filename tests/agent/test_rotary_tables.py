@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from agent.layers.rotary import rotary_frequencies, rotary_tables
-from llm_serving.model_shape import ModelShape, RopeScaling
+from llm_serving.model_shape import ModelShape
+from llm_serving.rope_scaling import RopeScaling
 from tools.seeded_model import VARIANTS, write_model
 
 LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
@@ -57,3 +58,40 @@ def test_tables_hold_every_angle_twice(shape: ModelShape) -> None:
     np.testing.assert_allclose(cos[:, :64], np.cos(angles), atol=3e-5)
     np.testing.assert_allclose(sin[:, 64:], np.sin(angles), atol=3e-5)
     np.testing.assert_array_equal(cos[0], 1.0)
+
+
+def test_dynamic_scaling_rotates_a_position_by_itself(shape: ModelShape) -> None:
+    """Up to the trained context nothing changes; beyond, the base grows with the position (NTK-aware scaling)."""
+    scaled = replace(shape, rope_scaling=RopeScaling("dynamic", 4.0, original_max_position_embeddings=100))
+    cos, sin = rotary_tables(scaled, 300)
+    plain, _ = rotary_tables(shape, 300)
+    np.testing.assert_array_equal(cos[:100], plain[:100])
+    for position in (100, 101, 299):
+        base = shape.rope_theta * ((4.0 * (position + 1) / 100) - 3.0) ** (128 / 126)
+        angles = position / base ** (np.arange(0, 128, 2) / 128)
+        np.testing.assert_allclose(cos[position, :64], np.cos(angles), atol=1e-4)
+        np.testing.assert_allclose(sin[position, 64:], np.sin(angles), atol=1e-4)
+    longer, _ = rotary_tables(scaled, 400)
+    np.testing.assert_array_equal(longer[:300], cos)
+
+
+YARN = RopeScaling("yarn", 8.0, original_max_position_embeddings=4096, attention_factor=1.25)
+
+
+def test_yarn_keeps_fast_frequencies_and_divides_slow_ones(shape: ModelShape) -> None:
+    exact = exact_frequencies(shape)
+    ratio = exact / rotary_frequencies(replace(shape, rope_scaling=YARN))
+    turns = 4096 * exact / (2 * np.pi)
+    np.testing.assert_allclose(ratio[turns > 40], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(ratio[turns < 0.7], 8.0, rtol=1e-6)
+    between = ratio[(turns <= 32) & (turns >= 1)]
+    assert between.size > 5
+    assert (np.diff(between) > 0).all()
+
+
+def test_yarn_scales_cosines_and_sines(shape: ModelShape) -> None:
+    cos, sin = rotary_tables(replace(shape, rope_scaling=YARN), 50)
+    plain = rotary_tables(replace(shape, rope_scaling=replace(YARN, attention_factor=1.0)), 50)
+    np.testing.assert_array_equal(cos, plain[0] * np.float32(1.25))
+    np.testing.assert_array_equal(sin, plain[1] * np.float32(1.25))
+    assert cos[0, 0] == np.float32(1.25)

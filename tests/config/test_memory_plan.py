@@ -68,6 +68,27 @@ def test_quantised_formats(tmp_path: Path) -> None:
     assert "in int8" in int8_cache.table()
 
 
+def test_experts_and_windows(tmp_path: Path) -> None:
+    def plan(op_table: str, **changes: object) -> MemoryPlan:
+        folder = write_model_folder(tmp_path / str(len(list(tmp_path.iterdir()))), **changes)  # type: ignore[arg-type]
+        overrides = ["model_config.model_dtype=bfloat16", f"model_config.op_table={op_table}"]
+        config = load_config("llama_tiny_cpu.yaml", [f"model_config.model_path={folder}", *overrides])
+        return estimate_memory(config, PLENTY)
+
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], **experts}
+    plain = plan("fused", architectures=["Qwen3ForCausalLM"], head_dim=16)
+    fused, native = plan("fused", **moe), plan("native", **moe)
+    assert fused.bytes_of("weights") - plain.bytes_of("weights") == 2 * 2 * (3 * 64 * (8 * 48 - 160) + 8 * 64)
+    grouped = 3 * ((64 + 48) * 2 + 64 * 4)
+    assert fused.bytes_of("activations") - plain.bytes_of("activations") == 256 * grouped, "256 rows at a time"
+    assert native.bytes_of("activations") - plain.bytes_of("activations") == 2048 * grouped
+    mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 100}
+    assert plan("fused", **mistral).bytes_of("activations") == plain.bytes_of("activations")
+    masks = plan("native", **mistral).bytes_of("activations") - plain.bytes_of("activations")
+    assert masks == 2048 * 2 * 2048 * 2
+
+
 def test_llama2_7b(tmp_path: Path) -> None:
     plan = plan_memory(llama2_7b(tmp_path), PLENTY)
     assert plan.bytes_of("weights") == 2 * 6_738_415_616

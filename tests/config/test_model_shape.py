@@ -8,7 +8,8 @@ import pytest
 from model_folders import write_model_folder
 
 from llm_serving.errors import CheckpointError
-from llm_serving.model_shape import ModelShape, RopeScaling
+from llm_serving.model_shape import ModelShape
+from llm_serving.rope_scaling import RopeScaling
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -115,9 +116,9 @@ BAD_VALUES = [
     ("max_position_embeddings", 0, "max_position_embeddings = 0: must be from 1"),
     ("tie_word_embeddings", "yes", "tie_word_embeddings = 'yes': must be true or false"),
     ("hidden_act", "gelu", "hidden_act = 'gelu': is not supported; only silu"),
-    ("attention_bias", True, "attention_bias = True: is not supported"),
+    ("attention_bias", 1, "attention_bias = 1: must be true or false"),
     ("mlp_bias", True, "mlp_bias = True: is not supported"),
-    ("num_local_experts", 8, "num_local_experts = 8: mixture-of-experts models are not supported"),
+    ("num_local_experts", 8, "num_local_experts = 8: LlamaForCausalLM has no experts; Qwen3Moe"),
     (
         "quantization_config",
         {"bits": 4},
@@ -130,8 +131,14 @@ BAD_VALUES = [
     ("eos_token_id", [2, "3"], "eos_token_id = [2, '3']: must be a token id or a list of token ids"),
     ("bos_token_id", -1, "bos_token_id = -1: every id must be from 0 to 299"),
     ("rope_scaling", "linear", "rope_scaling = 'linear': must be a mapping"),
-    ("rope_scaling", {"type": "yarn", "factor": 2.0}, "rope_scaling.type = 'yarn': is not supported; only default or"),
-    ("rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "rope_scaling.rope_type = 'dynamic': is not supported"),
+    ("rope_scaling", {"type": "longrope"}, "rope_scaling.type = 'longrope': is not supported; only default or none or"),
+    ("rope_scaling", {"type": "dynamic", "factor": 0.5}, "rope_scaling.factor = 0.5: must be at least 1"),
+    (
+        "rope_scaling",
+        {"type": "yarn", "factor": 2.0, "beta_fast": 1},
+        "rope_scaling.beta_fast = 1: must be above beta_slow = 1",
+    ),
+    ("rope_scaling", {"type": "yarn"}, "rope_scaling.factor = (absent): must be a number above 0"),
     ("rope_scaling", {"type": "linear"}, "rope_scaling.factor = (absent): must be a number above 0"),
     ("rope_scaling", {"type": "linear", "factor": "2"}, "rope_scaling.factor = '2': must be a number"),
     ("rope_scaling", {"type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor = (absent): must be a number"),
@@ -156,7 +163,7 @@ def test_bad_value_is_named(tmp_path: Path, key: str, value: object, message: st
 
 
 def test_unknown_model_type(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="model_type = 'gpt2': is not supported; only llama"):
+    with pytest.raises(CheckpointError, match="model_type = 'gpt2': is not supported; only llama or mistral"):
         shape_of(tmp_path, remove=("architectures",), model_type="gpt2")
 
 

@@ -86,11 +86,23 @@ def test_a_template_that_fails_is_told(source):
         "{{ messages.append(5) }}",
         "{% include '/etc/passwd' %}",
         "{{ range(1000000000) | list }}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 'a' * 999999999 }}",
+        "{{ 999999999 * [1] }}",
+        "{{ 9 ** 999999999 }}",
+        "{% set ns = namespace(x=9) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
     ],
 )
 def test_the_sandbox_holds(source):
     with pytest.raises(RequestError, match="chat template failed"):
         render(source, [user("a")])
+
+
+def test_ordinary_arithmetic_is_left_alone():
+    assert (
+        render("{{ '-' * 3 }}{{ 2 * 3 }}{{ 2 ** 10 }}{{ 1.5 * 2 }}{% for i in range(3) %}{{ i }}{% endfor %}")
+        == "---610243.0012"
+    )
 
 
 def test_the_sandbox_hides_attributes():

@@ -130,7 +130,7 @@ def test_the_config_names_file_and_end_tokens(folder):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({}, "holds no tokenizer.json and no tokenizer.model"),
+        ({}, "holds no tokenizer.json and no tokenizer.model and no vocab.json"),
         ({"tokenizer.json": "{"}, "tokenizer.json: not a tokenizer.json"),
         ({"tokenizer.model": "x"}, "tokenizer.model: not a sentencepiece model"),
         ({"tokenizer.json": "{}", "tokenizer_config.json": "[]"}, "must hold a JSON object, not list"),

@@ -35,12 +35,13 @@ double difference(WeightFormat format, const Case& shape, Epilogue epilogue) {
   const int64_t group = is_integer(format) ? shape.group : 0;
   const DType dtype = is_integer(format) ? DType::kFloat32 : static_cast<DType>(format);
   const std::vector<float> weights = random_floats(shape.columns * shape.depth);
-  const std::vector<float> floats = random_floats(shape.rows * shape.depth);
+  const std::vector<float> floats = random_floats(shape.rows * shape.depth), bias = random_floats(shape.columns);
   std::vector<char> x(floats.size() * 4), blob_memory, row_memory;
   for (size_t i = 0; i < floats.size(); ++i) reference::store_any(dtype, floats[i], x.data(), static_cast<int64_t>(i));
-  char* blob = aligned(&blob_memory, packed_weight_bytes(format, shape.columns, shape.depth, group));
+  char* blob = aligned(&blob_memory, packed_weight_bytes(format, shape.columns, shape.depth, group, true));
   const PackSource source{format,       DType::kFloat32,  shape.columns,  shape.depth, group,
-                          shape.gated, shape.asymmetric, weights.data(), nullptr,     nullptr};
+                          shape.gated, shape.asymmetric, weights.data(), nullptr,     nullptr,
+                          bias.data()};
   if (pack_weight(source, blob) != 0) std::exit(1);
   QuantizedRows rows{};
   if (wants_quantized_rows(blob)) {

@@ -58,6 +58,49 @@ class Ragged(nn.Cell):
         return self.primitive(query, keys, values, tables, context_lens, None, None, None, query_lens)
 
 
+class Banded(nn.Cell):
+    """Flash with a window and the compressed mask that goes with it."""
+
+    def __init__(self, window: int, dtype: Any) -> None:
+        super().__init__()
+        self.primitive = auto_generate.FlashAttentionScore(
+            HEADS, input_layout="TH", scale_value=DIM**-0.5, pre_tokens=window - 1, next_tokens=0, sparse_mode=4
+        )
+        self.mask = Tensor(np.triu(np.ones((2048, 2048)), 1), dtype)
+
+    def construct(self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor) -> Tensor:
+        return self.primitive(query, key, value, None, None, None, self.mask, None, lengths, lengths)[3]
+
+
+class Masked(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.primitive = auto_generate.PagedAttention(HEADS, DIM**-0.5, KV_HEADS)
+
+    def construct(
+        self, query: Any, keys: Any, values: Any, tables: Any, context_lens: Any, query_lens: Any, mask: Any
+    ) -> Any:
+        return self.primitive(query, keys, values, tables, context_lens, None, None, mask, query_lens)
+
+
+class Experts(nn.Cell):
+    """A mixture of experts' chain of primitives, without the activation."""
+
+    def __init__(self, experts: int, k: int) -> None:
+        super().__init__()
+        self.choose, self.order = auto_generate.MoeGatingTopKSoftmax(), auto_generate.MoeInitRoutingV2()
+        self.grouped, self.restore = auto_generate.GroupedMatmulV4(), auto_generate.MoeTokenUnpermute()
+        self.experts, self.k = experts, k
+
+    def construct(self, x: Tensor, logits: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        shares, chosen, rows = self.choose(logits, None, self.k)
+        ordered, places, counts, _ = self.order(x, chosen, 0, 0, self.experts, 0, 2, False)
+        none = (None, None, None, None, None, None)
+        products = self.grouped([ordered], [weight], *none, counts.astype(ms.int64), None, None, None, 3, 0, 1)[0]
+        out = self.restore(products, places, shares.astype(x.dtype), False, None)
+        return out, shares, chosen, rows, ordered, places, counts
+
+
 class NormThenMatMul(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
@@ -196,6 +239,71 @@ def check_attention(dtype: Any) -> None:
     RESULTS[f"attention finite {dtype}"] = bool(np.isfinite(whole).all() and np.abs(whole).max() > 0.1)
 
 
+def check_window(dtype: Any) -> None:
+    """Flash by its band and PagedAttention by a mask, whole, as chunk and as decode: equal bits, and less than all."""
+    length, window, block_size = 9, 4, 4
+    q = Tensor(floats(length, HEADS * DIM)).astype(dtype)
+    k, v = (Tensor(floats(length, KV_HEADS * DIM)).astype(dtype) for _ in range(2))
+    tables = np.array([[3, 5, 2]], np.int32)
+    slots = [tables[0, j // block_size] * block_size + j % block_size for j in range(length)]
+    caches = [Parameter(Tensor(np.zeros((8, block_size, KV_HEADS, DIM))).astype(dtype), name=n) for n in ("k", "v")]
+    Apply(auto_generate.ReshapeAndCache())(k, v, *caches, ints(slots))
+    whole = numpy_of(Banded(window, dtype)(q, k, v, ints([length])))
+    everything = numpy_of(Flash(scale_value=DIM**-0.5, next_tokens=0)(q, k, v, ints([length])))
+    RESULTS[f"band {dtype}"] = np.array_equal(whole[:4], everything[:4]) and not np.allclose(whole[5:], everything[5:])
+    heads = [numpy_of(t).reshape(length, -1, DIM).astype(np.float64) for t in (q, k, v)]
+    exact = np.zeros((length, HEADS, DIM))
+    for row in range(length):
+        seen = slice(max(0, row - window + 1), row + 1)
+        for head in range(HEADS):
+            weights = np.exp(heads[1][seen, head // 2] @ heads[0][row, head] * DIM**-0.5)
+            exact[row, head] = weights @ heads[2][seen, head // 2] / weights.sum()
+    close("band", Tensor(whole), exact.reshape(length, -1), dtype)
+    columns = np.arange(16)[None]
+    for name, begin, end in (("whole", 0, length), ("chunk", 3, length), ("decode", 8, 9)):
+        rows = np.arange(begin, end)[:, None]
+        mask = Tensor(((columns > rows) | (columns <= rows - window)) * -10000.0).astype(dtype)
+        part = Tensor(numpy_of(q)[begin:end]).astype(dtype)
+        out = Masked()(part, *caches, ints(tables), ints([end]), ints([end - begin]), mask)
+        RESULTS[f"mask {name} {dtype}"] = np.array_equal(numpy_of(out), whole[begin:end])
+    torn = Tensor((columns[:, :9] == 6) * -10000.0).astype(dtype)
+    last = Tensor(numpy_of(q)[8:9]).astype(dtype)
+    RESULTS[f"mask that is no run {dtype}"] = refusal(
+        lambda: Masked()(last, *caches, ints(tables), ints([9]), ints([1]), torn)
+    )
+
+
+def check_experts(dtype: Any) -> None:
+    """What the documentation of the four primitives says, in NumPy."""
+    tokens, experts, k, depth, width = 7, 5, 2, 24, 12
+    (x, xf), (w, wf) = rounded(floats(tokens, depth), dtype), rounded(floats(experts, depth, width), dtype)
+    logits = floats(tokens, experts)
+    out, shares, chosen, rows, ordered, places, counts = Experts(experts, k)(x, Tensor(logits), w)
+    exact = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    best = np.argsort(-exact, axis=1, kind="stable")[:, :k]
+    close("MoeGatingTopKSoftmax", shares, np.take_along_axis(exact, best, 1), ms.float32)
+    RESULTS[f"its choice {dtype}"] = np.array_equal(chosen.asnumpy(), best)
+    RESULTS[f"its rows {dtype}"] = np.array_equal(rows.asnumpy(), np.arange(tokens * k).reshape(k, tokens).T)
+    order = np.argsort(best.reshape(-1), kind="stable")
+    RESULTS[f"MoeInitRoutingV2 {dtype}"] = np.array_equal(numpy_of(ordered), xf[order // k])
+    RESULTS[f"its places {dtype}"] = np.array_equal(places.asnumpy()[order], np.arange(tokens * k))
+    RESULTS[f"its counts {dtype}"] = np.array_equal(counts.asnumpy(), np.bincount(best.reshape(-1), minlength=experts))
+    wanted = np.zeros((tokens, width))
+    for token in range(tokens):
+        for expert in best[token]:
+            wanted[token] += exact[token, expert] * (xf[token] @ wf[expert])
+    close("GroupedMatmulV4 and MoeTokenUnpermute", out, wanted, dtype)
+    alone = Experts(experts, k)(Tensor(numpy_of(x)[3:4]).astype(dtype), Tensor(logits[3:4]), w)[0]
+    RESULTS[f"a token alone {dtype}"] = np.array_equal(numpy_of(alone)[0], numpy_of(out)[3])
+
+
+def check_reshape() -> None:
+    values = RNG.integers(0, 2, (4, 6))
+    for dtype in (ms.float32, ms.bfloat16, ms.int64, ms.bool_):
+        out = Apply(ops.Reshape(), (3, 8))(Tensor(values).astype(dtype))
+        RESULTS[f"Reshape {dtype}"] = np.array_equal(out.astype(ms.float32).asnumpy(), values.reshape(3, 8))
+
+
 def check_dynamic_shapes() -> None:
     """One compiled graph for any number of tokens."""
     net = NormThenMatMul()
@@ -230,8 +338,11 @@ def main() -> None:
     for dtype in (ms.float16, ms.bfloat16):
         check_rotary(dtype, dtype)
         check_attention(dtype)
+        check_window(dtype)
+        check_experts(dtype)
     check_rotary(ms.float16, ms.float32)
     check_other_types()
+    check_reshape()
     check_dynamic_shapes()
     check_refusals()
     sys.stdout.write("\n" + json.dumps({name: bool(passed) for name, passed in RESULTS.items()}) + "\n")

@@ -12,7 +12,9 @@ import pytest
 from safetensors.numpy import load_file
 from small_configs import REPOSITORY
 
+from agent.models.names import weight_specs
 from agent.weights import WeightPart, WeightSpec, load_weights, open_weights
+from agent.weights.quantized import Scheme
 from agent.weights.storage import Array, from_float32, to_float32
 from agent.weights.tensor_files import TensorFiles
 from llm_serving.model_shape import ModelShape
@@ -22,6 +24,7 @@ from tools.quantization.gptq import DAMPING, gptq
 from tools.quantization.numpy_llama import NumpyLlama
 from tools.quantization.rounding import Settings, fit, round_to_nearest
 from tools.quantize import main
+from tools.seeded_families import FAMILY_VARIANTS
 from tools.seeded_model import VARIANTS, tensor_shapes, write_model
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -253,6 +256,23 @@ def test_refusals_say_why_and_leave_nothing(models: Path, tmp_path: Path, capsys
         assert main(arguments) == 1, name
         assert expected in capsys.readouterr().err, name
         assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [], name
+
+
+def test_another_family_is_rounded_but_not_calibrated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(FAMILY_VARIANTS["qwen3_moe"], tmp_path / "moe")
+    out, texts = tmp_path / "out", tmp_path / "texts.jsonl"
+    texts.write_text(json.dumps({"text": " ".join(f"t{i % 400}" for i in range(600))}) + "\n")
+    calibrated = ["--format", "int8", "--method", "gptq", "--calibration", str(texts), "--sequences", "1"]
+    assert main([str(tmp_path / "moe"), str(out), *calibrated]) == 1
+    assert "GPTQ calibrates plain Llamas only, this is Qwen3MoeForCausalLM" in capsys.readouterr().err
+    assert not out.exists()
+    assert main([str(tmp_path / "moe"), str(out), "--format", "int8"]) == 0
+    specs = weight_specs(ModelShape.from_hf_folder(out))
+    source = open_weights(out, specs, seed=None)
+    schemes = {part.name: source.scheme(part) for spec in specs for part in spec.parts}
+    source.close()
+    assert schemes["model.layers.0.mlp.experts.5.down_proj.weight"] == Scheme("int8", 0)
+    assert schemes["model.layers.0.mlp.gate.weight"] is None
 
 
 def test_a_quantised_folder_is_not_quantised_again(

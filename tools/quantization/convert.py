@@ -33,7 +33,7 @@ from tools.quantization.rounding import (
 Report = Callable[[str, int, int], None]
 """What is done now, how much of it is done, of how much."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
-_LINEAR = re.compile(r"(self_attn\.[qkvo]|mlp\.(gate|up|down))_proj")
+_LINEAR = re.compile(r"(self_attn\.[qkvo]|mlp\.(experts\.\d+\.)?(gate|up|down))_proj")
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
@@ -49,6 +49,10 @@ def quantise_folder(
     shape = ModelShape.from_hf_folder(folder)
     if checkpoint_quantization(folder) is not None:
         raise CheckpointError(f"{folder}: is quantised already; start from the model's floats")
+    if calibration is not None and not _is_plain_llama(shape):
+        raise CheckpointError(
+            f"{folder}: GPTQ calibrates plain Llamas only, this is {shape.architecture}; use --method rtn"
+        )
     if out.exists():
         raise CheckpointError(f"{out}: is there already; remove it or name another folder")
     partial = out.with_name(f"{out.name}.partial")
@@ -65,6 +69,12 @@ def quantise_folder(
         raise
     finally:
         files.close()
+
+
+def _is_plain_llama(shape: ModelShape) -> bool:
+    """Whether ``NumpyLlama`` is the whole of the model."""
+    biased = shape.attention_bias or shape.output_bias
+    return not (biased or shape.query_key_norm or shape.sliding_window or shape.experts)
 
 
 class _Conversion:

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 from mindspore import Parameter, Tensor, nn, ops
 
-from agent.backends.base import CacheLayout, Operator, OpTable
+from agent.backends.base import AttentionForm, CacheLayout, Operator, OpTable
 from agent.kernels import library_path
 from agent.layers.parameter import MINDSPORE_DTYPES, as_tensor, bind, unbound_parameter
 from agent.weights.storage import Array, allocate
 from llm_serving.config import Config
+from llm_serving.model_families import Experts
 
 KV_SCALE_BYTES = 4
 """Of a token's keys, or values, of one head in an int8 cache."""
@@ -43,6 +44,12 @@ class FusedCpuOps(OpTable):
     def linear_weight(self, in_features: int, out_features: int) -> Any:
         return unbound_parameter((1,), "uint8")  # its size comes with the packed weight: a checkpoint may mix formats
 
+    def router_weight(self, in_features: int, num_experts: int) -> Any:
+        return self.linear_weight(in_features, num_experts)
+
+    def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> Any:
+        return self.linear_weight(in_features, out_features)
+
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         if self._kv_format == "int8":
             return (num_blocks, num_kv_heads, block_size, head_dim + KV_SCALE_BYTES), "int8"
@@ -62,18 +69,22 @@ class FusedCpuOps(OpTable):
     def gated_mlp(self, width: int, epsilon: float) -> Operator:
         return _GatedMLP(self._rows("GatedMlp", width, width), epsilon)
 
-    def decoder_layer(self, width: int, epsilon: float, *, first: bool) -> Operator | None:
-        return _DecoderLayer(self._rows("FirstDecoderLayer" if first else "DecoderLayer", width, width), epsilon)
+    def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
+        return _ExpertMLP(self._rows("ExpertMlp", width, width), experts, epsilon)
+
+    def decoder_layer(self, width: int, epsilon: float, form: AttentionForm, *, first: bool) -> Operator | None:
+        layer = self._rows("FirstDecoderLayer" if first else "DecoderLayer", width, width)
+        return _DecoderLayer(layer, epsilon, form)
 
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
         best_ids = custom_operator("LmHead", [[self._max_seqs]], ["int32"])
         return _LMHead(best_ids, epsilon, self.logits)
 
-    def rotary(self, cos: Array, sin: Array) -> Operator:
+    def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
         return _RotaryTables(cos, sin)
 
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Operator:
-        return _Attention(self._rows("RotaryAttention", num_heads * head_dim))
+    def attention(self, form: AttentionForm) -> Operator:
+        return _Attention(self._rows("RotaryAttention", form.num_heads * form.head_dim), form)
 
     def _rows(self, name: str, *widths: int) -> Operator:
         """An operator that gives a matrix of ``dtype`` for each width, a row for each token."""
@@ -104,7 +115,7 @@ class _Linear(nn.Cell):
         super().__init__()
         self.linear = linear
 
-    def construct(self, x: Tensor, weight: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+    def construct(self, x: Tensor, weight: Tensor, bias: None, step: tuple[Tensor, ...]) -> Tensor:
         return self.linear(x, weight, step[4])
 
 
@@ -117,7 +128,7 @@ class _NormLinear(nn.Cell):
         self.epsilon = _epsilon(epsilon)
 
     def construct(
-        self, hidden: Tensor, residual: Tensor, gamma: Tensor, weight: Tensor, step: tuple[Tensor, ...]
+        self, hidden: Tensor, residual: Tensor, gamma: Tensor, weight: Tensor, bias: None, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         return self.norm_linear(hidden, gamma, self.epsilon, weight, step[4]), residual
 
@@ -129,7 +140,7 @@ class _AddNormLinear(nn.Cell):
         self.epsilon = _epsilon(epsilon)
 
     def construct(
-        self, hidden: Tensor, residual: Tensor, gamma: Tensor, weight: Tensor, step: tuple[Tensor, ...]
+        self, hidden: Tensor, residual: Tensor, gamma: Tensor, weight: Tensor, bias: None, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         out, total = self.norm_linear(hidden, residual, gamma, self.epsilon, weight, step[4])
         return out, total
@@ -155,48 +166,52 @@ class _GatedMLP(nn.Cell):
 
 
 class _DecoderLayer(nn.Cell):
-    def __init__(self, layer: Operator, epsilon: float) -> None:
+    """A window, and norms of query and key heads, which take the layer's epsilon, come last; a Llama has neither."""
+
+    def __init__(self, layer: Operator, epsilon: float, form: AttentionForm) -> None:
         super().__init__()
+        assert form.norm_epsilon in (None, epsilon), "one epsilon for all norms of a layer"
         self.layer = layer
         self.epsilon = _epsilon(epsilon)
+        self.window = _window(form)
 
     def construct(
         self,
         hidden: Tensor,
         residual: Tensor,
         norms: tuple[Tensor, Tensor],
+        head_norms: tuple[Tensor, ...],
         weights: tuple[Tensor, Tensor, Tensor, Tensor],
         rotary: tuple[Tensor, Tensor, Tensor],
         caches: tuple[Tensor, Tensor],
         step: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
-        input_norm, post_norm = norms
-        qkv, output, gate_up, down = weights
-        positions, cos, sin = rotary
-        keys, values = caches
-        slots, tables, context_lens, query_lens, counts = step
-        hidden, residual = self.layer(
-            hidden,
-            residual,
-            input_norm,
-            post_norm,
-            self.epsilon,
-            qkv,
-            output,
-            gate_up,
-            down,
-            positions,
-            cos,
-            sin,
-            keys,
-            values,
-            slots,
-            tables,
-            context_lens,
-            query_lens,
-            counts,
-        )
+        arguments = (*norms, self.epsilon, *weights, *rotary, *caches, *step)
+        if self.window is not None:
+            arguments = (*arguments, self.window, *head_norms)
+        hidden, residual = self.layer(hidden, residual, *arguments)
         return hidden, residual
+
+
+class _ExpertMLP(nn.Cell):
+    def __init__(self, mlp: Operator, experts: Experts, epsilon: float) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.epsilon = _epsilon(epsilon)
+        choice = np.array([experts.count, experts.per_token, experts.normalised], np.int32)
+        self.choice = Parameter(as_tensor(choice), name="choice", requires_grad=False)
+
+    def construct(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        weights: tuple[Tensor, Tensor, Tensor],
+        step: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor]:
+        router, gate_up, down = weights
+        out, total = self.mlp(hidden, residual, gamma, self.epsilon, router, gate_up, down, self.choice, step[4])
+        return out, total
 
 
 class _LMHead(nn.Cell):
@@ -234,26 +249,37 @@ class _RotaryTables(nn.Cell):
 
 
 class _Attention(nn.Cell):
-    """One operator: rotary, cache write and attention. It knows heads and scale from the cache's shape."""
+    """One operator: norms of heads, rotary, cache write and attention. It knows heads and scale from the cache's shape;
+    a window, and the norms' gammas and epsilon, come last."""
 
-    def __init__(self, attention: Operator) -> None:
+    def __init__(self, attention: Operator, form: AttentionForm) -> None:
         super().__init__()
         self.attention = attention
+        self.window = _window(form)
+        self.epsilon = None if form.norm_epsilon is None else _epsilon(form.norm_epsilon)
 
     def construct(
         self,
         qkv: Tensor,
+        head_norms: tuple[Tensor, ...],
         rotary: tuple[Tensor, Tensor, Tensor],
-        key_cache: Tensor,
-        value_cache: Tensor,
+        caches: tuple[Tensor, Tensor],
         step: tuple[Tensor, ...],
         whole_prompts: bool,
     ) -> Tensor:
-        positions, cos, sin = rotary
-        slots, tables, context_lens, query_lens, counts = step
-        return self.attention(
-            qkv, positions, cos, sin, key_cache, value_cache, slots, tables, context_lens, query_lens, counts
-        )
+        arguments = (*rotary, *caches, *step)
+        if self.window is not None:
+            arguments = (*arguments, self.window)
+        if self.epsilon is not None:
+            arguments = (*arguments, *head_norms, self.epsilon)
+        return self.attention(qkv, *arguments)
+
+
+def _window(form: AttentionForm) -> Parameter | None:
+    """None where the operator is called without: there is no window, and no norms that would come behind it."""
+    if form.window == 0 and form.norm_epsilon is None:
+        return None
+    return Parameter(as_tensor(np.full(1, form.window, np.int32)), name="window", requires_grad=False)
 
 
 def _epsilon(value: float) -> Parameter:

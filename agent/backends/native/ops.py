@@ -4,29 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import (
     AddRmsNorm,
-    ApplyRotaryPosEmb,
-    FlashAttentionScore,
-    PagedAttention,
-    ReshapeAndCache,
+    GroupedMatmulV4,
+    MoeGatingTopKSoftmax,
+    MoeInitRoutingV2,
+    MoeTokenUnpermute,
     RmsNorm,
-    SplitWithSize,
     Swiglu,
 )
 
-from agent.backends.base import CacheLayout, Operator, OpTable
-from agent.layers.parameter import MINDSPORE_DTYPES, as_tensor, unbound_parameter
-from agent.weights.storage import Array, from_float32
+from agent.backends.base import AttentionForm, CacheLayout, Operator, OpTable
+from agent.backends.native.attention import Attention, ChunkMask, Rotary, RotaryAndMask, causal_mask
+from agent.layers.parameter import MINDSPORE_DTYPES, unbound_parameter
+from agent.weights.storage import Array
+from llm_serving.model_families import Experts
 
-_ROTATE_HALVES = 2
-"""``cos_format``: an element is rotated with the one half a head away; cos and sin have a row a token."""
-_MASK_SIZE = 128
-"""Of the compressed mask of FlashAttentionScore, which stands for a causal one of any size."""
-_MASKED = -10000.0
-"""What a mask adds to the scores that are not seen. FlashAttentionScore takes a mask of 0 and 1 in bfloat16 instead."""
+_COUNTS = 2
+"""MoeInitRoutingV2: how many tokens each expert has, rather than running sums."""
 
 
 class NativeOps(OpTable):
@@ -41,9 +37,16 @@ class NativeOps(OpTable):
         """``max_positions`` is what the widest block table has room for."""
         super().__init__(dtype)
         self._max_positions = max_positions
+        self._masks: dict[bool, Tensor] = {}
 
     def linear_weight(self, in_features: int, out_features: int) -> Any:
         return unbound_parameter((out_features, in_features), self.dtype)
+
+    def router_weight(self, in_features: int, num_experts: int) -> Any:
+        return unbound_parameter((num_experts, in_features), "float32")
+
+    def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> Any:
+        return unbound_parameter((num_experts, in_features, out_features), self.dtype)
 
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         return (num_blocks, block_size, num_kv_heads, head_dim), self.dtype
@@ -60,17 +63,23 @@ class NativeOps(OpTable):
     def gated_mlp(self, width: int, epsilon: float) -> Operator:
         return _GatedMLP(epsilon)
 
+    def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
+        return _ExpertMLP(experts, epsilon, self.dtype)
+
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
         return _LMHead(epsilon)
 
-    def rotary(self, cos: Array, sin: Array) -> Operator:
-        return _Rotary(cos, sin, self.dtype)
+    def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
+        return Rotary(cos, sin, self.dtype) if window == 0 else RotaryAndMask(cos, sin, self.dtype, window)
 
     def chunk_mask(self) -> Operator:
-        return _ChunkMask(self._max_positions, self.dtype)
+        return ChunkMask(self._max_positions, self.dtype)
 
-    def attention(self, num_heads: int, num_kv_heads: int, head_dim: int) -> Operator:
-        return _Attention(num_heads, num_kv_heads, head_dim, self.dtype)
+    def attention(self, form: AttentionForm) -> Operator:
+        has_window = form.window > 0
+        if has_window not in self._masks:
+            self._masks[has_window] = causal_mask(form, self.dtype)
+        return Attention(form, self.dtype, self._masks[has_window])
 
 
 class _Embedding(nn.Cell):
@@ -86,9 +95,11 @@ class _Linear(nn.Cell):
     def __init__(self) -> None:
         super().__init__()
         self.matmul = ops.MatMul(transpose_b=True)
+        self.add = ops.Add()
 
-    def construct(self, x: Tensor, weight: Tensor, step: tuple[Tensor, ...]) -> Tensor:
-        return self.matmul(x, weight)
+    def construct(self, x: Tensor, weight: Tensor, bias: Tensor | None, step: tuple[Tensor, ...]) -> Tensor:
+        out = self.matmul(x, weight)
+        return out if bias is None else self.add(out, bias)
 
 
 class _NormLinear(nn.Cell):
@@ -97,12 +108,18 @@ class _NormLinear(nn.Cell):
     def __init__(self, epsilon: float) -> None:
         super().__init__()
         self.norm = RmsNorm(epsilon)
-        self.matmul = ops.MatMul(transpose_b=True)
+        self.linear = _Linear()
 
     def construct(
-        self, hidden: Tensor, residual: Tensor, gamma: Tensor, weight: Tensor, step: tuple[Tensor, ...]
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        step: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
-        return self.matmul(self.norm(hidden, gamma)[0], weight), residual
+        return self.linear(self.norm(hidden, gamma)[0], weight, bias, step), residual
 
 
 class _AddNormLinear(nn.Cell):
@@ -110,13 +127,19 @@ class _AddNormLinear(nn.Cell):
         super().__init__()
         self.add_norm = AddRmsNorm()
         self.epsilon = epsilon
-        self.matmul = ops.MatMul(transpose_b=True)
+        self.linear = _Linear()
 
     def construct(
-        self, hidden: Tensor, residual: Tensor, gamma: Tensor, weight: Tensor, step: tuple[Tensor, ...]
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        step: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
         normed, _, total = self.add_norm(hidden, residual, gamma, self.epsilon)
-        return self.matmul(normed, weight), total
+        return self.linear(normed, weight, bias, step), total
 
 
 class _GatedMLP(nn.Cell):
@@ -135,8 +158,54 @@ class _GatedMLP(nn.Cell):
         down: Tensor,
         step: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
-        both, total = self.gate_up(hidden, residual, gamma, gate_up, step)
+        both, total = self.gate_up(hidden, residual, gamma, gate_up, None, step)
         return self.matmul(self.activation(both), down), total
+
+
+class _ExpertMLP(nn.Cell):
+    """Rows are ordered by expert, go through two grouped matrix products, and come back weighted."""
+
+    def __init__(self, experts: Experts, epsilon: float, dtype: str) -> None:
+        super().__init__()
+        self.add_norm = AddRmsNorm()
+        self.epsilon = epsilon
+        self.matmul = ops.MatMul(transpose_b=True)
+        self.cast = ops.Cast()
+        self.choose = MoeGatingTopKSoftmax()
+        self.order = MoeInitRoutingV2()
+        self.grouped = GroupedMatmulV4()
+        self.activation = Swiglu()
+        self.restore = MoeTokenUnpermute()
+        self.sum = ops.ReduceSum(keep_dims=True)
+        self.divide = ops.RealDiv()
+        self.count, self.per_token, self.normalised = experts.count, experts.per_token, experts.normalised
+        self.dtype = MINDSPORE_DTYPES[dtype]
+        self.float32, self.int64 = MINDSPORE_DTYPES["float32"], MINDSPORE_DTYPES["int64"]
+
+    def construct(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        weights: tuple[Tensor, Tensor, Tensor],
+        step: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor]:
+        router, gate_up, down = weights
+        normed, _, total = self.add_norm(hidden, residual, gamma, self.epsilon)
+        logits = self.matmul(self.cast(normed, self.float32), router)
+        shares, experts, _ = self.choose(logits, None, self.per_token)
+        if self.normalised:
+            shares = self.divide(shares, self.sum(shares, -1))
+        ordered, places, counts, _ = self.order(normed, experts, 0, 0, self.count, 0, _COUNTS, False)
+        groups = self.cast(counts, self.int64)
+        inner = self.activation(self._multiply(ordered, gate_up, groups))
+        out = self.restore(self._multiply(inner, down, groups), places, self.cast(shares, self.dtype), False, None)
+        return out, total
+
+    def _multiply(self, rows: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
+        """One output (``split_item`` 3) of row groups (``group_type`` 0) of these sizes (``group_list_type`` 1)."""
+        none = (None, None, None, None, None, None)
+        return self.grouped([rows], [weights], *none, groups, None, None, None, 3, 0, 1)[0]
 
 
 class _LMHead(nn.Cell):
@@ -155,73 +224,4 @@ class _LMHead(nn.Cell):
         step: tuple[Tensor, ...],
     ) -> Tensor:
         hidden, residual = self.gather(hidden, last_tokens, 0), self.gather(residual, last_tokens, 0)
-        return self.norm_linear(hidden, residual, gamma, weight, step)[0]
-
-
-class _Rotary(nn.Cell):
-    """Rows of cos and sin for each token, in the model's type as the primitive wants them."""
-
-    def __init__(self, cos: Array, sin: Array, dtype: str) -> None:
-        super().__init__()
-        self.cos = _constant(from_float32(cos, dtype), "cos")
-        self.sin = _constant(from_float32(sin, dtype), "sin")
-        self.gather = ops.Gather()
-
-    def construct(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.gather(self.cos, positions, 0), self.gather(self.sin, positions, 0)
-
-
-class _ChunkMask(nn.Cell):
-    """PagedAttention's mask [T, positions] of steps where a sequence has several tokens: 0 where a token sees a
-    position, what hides it where it does not."""
-
-    def __init__(self, max_positions: int, dtype: str) -> None:
-        super().__init__()
-        self.columns = Tensor(np.arange(max_positions, dtype=np.int32)[None])
-        self.masked = Tensor(_MASKED, MINDSPORE_DTYPES[dtype])
-        self.dtype = MINDSPORE_DTYPES[dtype]
-        self.reshape, self.greater, self.cast, self.multiply = ops.Reshape(), ops.Greater(), ops.Cast(), ops.Mul()
-
-    def construct(self, positions: Tensor) -> Tensor:
-        hidden = self.greater(self.columns, self.reshape(positions, (-1, 1)))
-        return self.multiply(self.cast(hidden, self.dtype), self.masked)
-
-
-class _Attention(nn.Cell):
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str) -> None:
-        super().__init__()
-        scale = head_dim**-0.5
-        self.widths = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
-        self.split = SplitWithSize()
-        self.rotate = ApplyRotaryPosEmb(_ROTATE_HALVES)
-        self.write_cache = ReshapeAndCache()
-        self.flash = FlashAttentionScore(head_num=num_heads, scale_value=scale, input_layout="TH")
-        self.paged = PagedAttention(num_heads, scale, num_kv_heads)
-        # Both primitives are causal by their masks on an Ascend. Ours are causal by position and do not read them.
-        mask_dtype = MINDSPORE_DTYPES[dtype]
-        masked = 1.0 if dtype == "bfloat16" else _MASKED
-        self.causal_mask = Tensor(np.triu(np.ones((_MASK_SIZE, _MASK_SIZE)), 1) * masked, mask_dtype)
-        self.no_mask = Tensor(np.zeros((1, 1)), mask_dtype)
-
-    def construct(
-        self,
-        qkv: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        key_cache: Tensor,
-        value_cache: Tensor,
-        step: tuple[Tensor, ...],
-        whole_prompts: bool,
-    ) -> Any:
-        slot_mapping, block_tables, context_lens, query_lens = step[:4]
-        mask = step[4] if len(step) > 4 else self.no_mask
-        cos, sin = rotary
-        query, key, value = self.split(qkv, self.widths, -1)
-        query, key = self.rotate(query, key, cos, sin, context_lens)
-        query = ops.depend(query, self.write_cache(key, value, key_cache, value_cache, slot_mapping))
-        if whole_prompts:
-            return self.flash(query, key, value, None, None, None, self.causal_mask, None, query_lens, query_lens)[3]
-        return self.paged(query, key_cache, value_cache, block_tables, context_lens, None, None, mask, query_lens)
-
-
-def _constant(array: Array, name: str) -> Parameter:
-    return Parameter(as_tensor(array), name=name, requires_grad=False)
+        return self.norm_linear(hidden, residual, gamma, weight, None, step)[0]

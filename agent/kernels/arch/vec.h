@@ -4,7 +4,7 @@
 //   Vec                                16 floats
 //   zero() broadcast(x)                load(p) load_n(p, n) store(p, v) store_n(p, v, n)   p: float, half_t, bfloat_t
 //   add sub mul div fma(a, b, c) = a * b + c   maximum minimum (NaN in the second operand wins)
-//   keep_first(v, n, other)            lanes >= n replaced by `other`
+//   keep_first(v, n, other)            lanes >= n replaced by `other`; hide_first(v, n, other): lanes < n
 //   round_nearest(v)  scale_by_power(v, n) = v * 2^n   zero_below(v, x, limit): v where x >= limit, else 0
 //   sum(v)  largest(v)                 over the lanes, by the one tree below; sums(v[4 or 16], out): of each vector
 //   fused(a, b, c)                     as fma, but rounded once on every instruction set

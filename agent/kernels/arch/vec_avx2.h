@@ -76,6 +76,14 @@ LLMK_INLINE Vec keep_first(Vec v, int64_t n, float other) {
   return {_mm256_blendv_ps(fill, v.low, _mm256_castsi256_ps(_mm256_cmpgt_epi32(count, lane))),
           _mm256_blendv_ps(fill, v.high, _mm256_castsi256_ps(_mm256_cmpgt_epi32(count, lane8)))};
 }
+LLMK_INLINE Vec hide_first(Vec v, int64_t n, float other) {
+  const __m256i count = _mm256_set1_epi32(static_cast<int>(n));
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  const __m256i lane8 = _mm256_add_epi32(lane, _mm256_set1_epi32(8));
+  const __m256 fill = _mm256_set1_ps(other);
+  return {_mm256_blendv_ps(v.low, fill, _mm256_castsi256_ps(_mm256_cmpgt_epi32(count, lane))),
+          _mm256_blendv_ps(v.high, fill, _mm256_castsi256_ps(_mm256_cmpgt_epi32(count, lane8)))};
+}
 LLMK_INLINE Vec round_nearest(Vec v) {
   constexpr int kMode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(v.low, kMode), _mm256_round_ps(v.high, kMode)};

@@ -64,6 +64,9 @@ LLMK_INLINE Vec minimum(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 LLMK_INLINE Vec keep_first(Vec v, int64_t n, float other) {
   return {_mm512_mask_blend_ps(first_lanes(n), _mm512_set1_ps(other), v.v)};
 }
+LLMK_INLINE Vec hide_first(Vec v, int64_t n, float other) {
+  return {_mm512_mask_blend_ps(first_lanes(n), v.v, _mm512_set1_ps(other))};
+}
 LLMK_INLINE Vec round_nearest(Vec v) {
   return {_mm512_roundscale_ps(v.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }

@@ -50,6 +50,10 @@ LLMK_INLINE Vec keep_first(Vec v, int64_t n, float other) {
   const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return select(lane < static_cast<int32_t>(n), v, broadcast(other));
 }
+LLMK_INLINE Vec hide_first(Vec v, int64_t n, float other) {
+  const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return select(lane < static_cast<int32_t>(n), broadcast(other), v);
+}
 // For |v| < 2^22: adding 1.5 * 2^23 leaves the integer in the low mantissa bits, rounded to nearest even.
 LLMK_INLINE Vec round_nearest(Vec v) { return (v + 12582912.0f) - 12582912.0f; }
 LLMK_INLINE Vec scale_by_power(Vec v, Vec n) {

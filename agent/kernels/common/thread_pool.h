@@ -55,7 +55,8 @@ enum ScratchSlot : int {
   kScratchInner = 9,       // between the layers of an operator, by the caller
   kScratchBest = 10,       // largest logit of each row, by the caller
   kScratchLayer = 11,      // between the operators of a layer, by the caller
-  kScratchSlots = 12
+  kScratchExperts = 12,    // rows grouped by expert, by the caller
+  kScratchSlots = 13
 };
 
 }  // namespace llmk

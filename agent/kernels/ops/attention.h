@@ -5,6 +5,7 @@
 //   keys; its row i sits at position context - query_len + i and sees the keys of positions 0 .. that one.
 //   key j of sequence s:  paged   cache slot block_tables[s][j / block_size] * block_size + j % block_size
 //                         plain   row key_starts[s] + j
+//   with first_keys, row t of the query sees no key before position first_keys[t] (a sliding window)
 //   a slot or row holds kv_heads * dim elements; query head h uses kv head h / (heads / kv_heads)
 //
 // This file splits the work: a task is a few tokens of one sequence for one or a few kv heads and walks all their keys. attention_tile.h has the arithmetic and its order.
@@ -24,6 +25,7 @@ struct AttentionArgs {
   const int32_t* block_tables;  // paged only; null otherwise
   const int32_t* query_lens;
   const int32_t* context_lens;
+  const int64_t* first_keys;  // [tokens]; null: 0
   int64_t table_width, block_size;
   int64_t num_seqs, heads, kv_heads, dim;
   float scale;
@@ -77,10 +79,11 @@ static inline void locate_keys(const AttentionArgs& args, const AttentionWork& w
 
 template <class T>
 static inline void walk_keys(const AttentionArgs& args, const AttentionWork& work, AttentionTask<T>* tasks,
-                             int64_t last) {
+                             int64_t first, int64_t last) {
   KeyTile<T> tiles[2];
-  locate_keys(args, work, 0, last, &tiles[0]);
-  for (int64_t begin = 0, now = 0; begin < last; begin += kKeyTile, now ^= 1) {
+  first = first / kKeyTile * kKeyTile;
+  locate_keys(args, work, first, last, &tiles[0]);
+  for (int64_t begin = first, now = 0; begin < last; begin += kKeyTile, now ^= 1) {
     locate_keys(args, work, begin + kKeyTile, last, &tiles[now ^ 1]);
     const int64_t fetched = tasks[0].rows <= kFetchRows ? tiles[now ^ 1].count : 0;
     for (int64_t head = 0; head < work.kv_heads; ++head) {
@@ -92,19 +95,19 @@ static inline void walk_keys(const AttentionArgs& args, const AttentionWork& wor
 
 // Rows [begin, begin + task.rows) of the work's tokens times the query heads of kv head `kv_head`.
 template <class T>
-static inline int64_t place_rows(const AttentionArgs& args, const AttentionWork& work, int64_t kv_head, int64_t begin,
-                                 AttentionTask<T>* task) {
+static inline void place_rows(const AttentionArgs& args, const AttentionWork& work, int64_t kv_head, int64_t begin,
+                              AttentionTask<T>* task, int64_t* first, int64_t* last) {
   const int64_t group = args.heads / args.kv_heads;
-  int64_t last = 0;
   for (int64_t row = 0; row < task->rows; ++row) {
     const int64_t token = work.first + (begin + row) / group, head = kv_head * group + (begin + row) % group;
     const int64_t offset = ((args.query_starts[work.seq] + token) * args.heads + head) * args.dim;
     task->query[row] = static_cast<const T*>(args.query) + offset;
     task->out[row] = static_cast<T*>(args.out) + offset;
     task->visible[row] = args.context_lens[work.seq] - args.query_lens[work.seq] + token + 1;
-    last = larger(last, task->visible[row]);
+    task->first[row] = args.first_keys == nullptr ? 0 : args.first_keys[args.query_starts[work.seq] + token];
+    *first = smaller(*first, task->first[row]);
+    *last = larger(*last, task->visible[row]);
   }
-  return last;
 }
 
 template <class T>
@@ -115,7 +118,7 @@ static inline void attend(const AttentionArgs& args, const AttentionWork& work) 
   float* scratch = static_cast<float*>(thread_scratch(kScratchTile, floats * static_cast<int64_t>(sizeof(float))));
   AttentionTask<T> tasks[kTaskHeads];
   for (int64_t begin = 0; begin < rows; begin += kTaskRows) {
-    int64_t last = 0;
+    int64_t first = int64_t{1} << 62, last = 0;
     for (int64_t head = 0; head < work.kv_heads; ++head) {
       AttentionTask<T>& task = tasks[head];
       task.args = &args;
@@ -126,9 +129,9 @@ static inline void attend(const AttentionArgs& args, const AttentionWork& work) 
       task.key_group = reinterpret_cast<typename Packed<T>::Type*>(scratch + kKeyTile * kValueLanes * kLanes);
       task.sums = scratch + shared + head * kTaskRows * (padded_dim + kKeyTile);
       task.weights = task.sums + kTaskRows * padded_dim;
-      last = place_rows(args, work, work.kv_head + head, begin, &task);
+      place_rows(args, work, work.kv_head + head, begin, &task, &first, &last);
     }
-    walk_keys(args, work, tasks, last);
+    walk_keys(args, work, tasks, first, last);
     for (int64_t head = 0; head < work.kv_heads; ++head) finish_rows(tasks[head]);
   }
 }

@@ -32,7 +32,8 @@ struct AttentionTask {
   int64_t rows, dim, padded_dim;
   const T* query[kTaskRows];
   T* out[kTaskRows];
-  int64_t visible[kTaskRows];  // keys this row sees
+  int64_t first[kTaskRows];    // the first key this row sees
+  int64_t visible[kTaskRows];  // end of the keys this row sees
   float best[kTaskRows];       // running maximum of the scores
   float mass[kTaskRows];       // running sum of the weights
   float* sums;                 // [rows][padded_dim]
@@ -127,9 +128,10 @@ static inline void score_rows(AttentionTask<T>& task, const HeadTile<T>& tile) {
   if (row < task.rows) score_few_rows<1>(task, tile, row);
 }
 
-// Turns the scores of a row's `keys` visible keys of this tile into weights and rescales what was summed before.
+// Turns the scores of a row's first `keys` keys of this tile, less `hidden` at its start, into weights and rescales what
+// was summed before.
 template <class T>
-static inline void soften_row(AttentionTask<T>& task, int64_t row, int64_t keys, bool first_tile) {
+static inline void soften_row(AttentionTask<T>& task, int64_t row, int64_t keys, int64_t hidden, bool first_tile) {
   constexpr float kLowest = -3.4028235e38f;
   float* weights = task.weights + row * kKeyTile;
   const Vec scale = broadcast(task.args->scale);
@@ -138,6 +140,7 @@ static inline void soften_row(AttentionTask<T>& task, int64_t row, int64_t keys,
   for (int i = 0; i < kKeyTile / kLanes; ++i) {
     const int64_t n = larger(0, smaller(kLanes, keys - i * kLanes));
     scores[i] = mul(load_n(weights + i * kLanes, n), scale);
+    if (hidden > i * kLanes) scores[i] = hide_first(scores[i], hidden - i * kLanes, kLowest);
     top = maximum(top, keep_first(scores[i], n, kLowest));
   }
   const float previous = first_tile ? kLowest : task.best[row];
@@ -146,7 +149,8 @@ static inline void soften_row(AttentionTask<T>& task, int64_t row, int64_t keys,
   Vec total = zero();
   for (int i = 0; i < kKeyTile / kLanes; ++i) {
     const int64_t n = larger(0, smaller(kLanes, keys - i * kLanes));
-    const Vec weight = keep_first(exponential(sub(scores[i], broadcast(best))), n, 0.0f);
+    Vec weight = keep_first(exponential(sub(scores[i], broadcast(best))), n, 0.0f);
+    if (hidden > i * kLanes) weight = hide_first(weight, hidden - i * kLanes, 0.0f);
     store(weights + i * kLanes, weight);
     total = add(total, weight);
   }
@@ -192,8 +196,10 @@ LLMK_INLINE void add_values(AttentionTask<T>& task, int64_t row, int64_t d, int6
   for (int i = 0; i < R * V; ++i) store(sums + i / V * task.padded_dim + i % V * kLanes, total[i / V][i % V]);
 }
 
+// Where the keys that the row sees of a tile end; those before its first one weigh nothing.
 template <class T>
 static inline int64_t visible_in_tile(const AttentionTask<T>& task, int64_t row, int64_t tile) {
+  if (task.first[row] >= tile + kKeyTile) return 0;
   return larger(0, smaller(kKeyTile, task.visible[row] - tile));
 }
 
@@ -240,7 +246,8 @@ static inline void attend_tile(AttentionTask<T>& task, const HeadTile<T>& tile) 
   score_rows(task, tile);
   for (int64_t row = 0; row < task.rows; ++row) {
     const int64_t visible = visible_in_tile(task, row, begin);
-    if (visible > 0) soften_row(task, row, visible, begin == 0);
+    const int64_t first = task.first[row];
+    if (visible > 0) soften_row(task, row, visible, first - begin, begin == first / kKeyTile * kKeyTile);
   }
   constexpr int V = kValueLanes;
   int64_t d = 0;

@@ -1,6 +1,6 @@
 // Linear layers over weights packed once at load.
 //
-//   x [rows, depth]   weight blob (columns x depth)   ->   out[r][c] = sum over k of x[r][k] * w[c][k]
+//   x [rows, depth]   weight blob (columns x depth)   ->   out[r][c] = sum over k of x[r][k] * w[c][k] (+ bias[c])
 //
 // The blob: a 64-byte header, then panels of 64 columns, each depth step by depth step, so that one 64-byte load gives
 // 16 columns as lanes and the activations are broadcast:
@@ -10,6 +10,8 @@
 //   int8, int8_weight_only [panels][groups]{[group / 4][64][4] uint8 = w + 128, [64] float scales}
 //   int4                   [panels][groups]{[group / 8][64][4] bytes, [64] float scales, [64] uint8 zeros if asymmetric}
 //                          low nibbles of the 4 bytes: depths 0 to 3 of the step, high nibbles: 4 to 7
+//
+// A bias follows the panels as floats, in the order of their columns: [panels][64].
 //
 // Without groups one group spans the depth. Missing columns and depths are filled up with zeros. Of a gated weight,
 // vector 0 and 2 of a panel hold gate columns 32p and 32p + 16, vector 1 and 3 the up columns of the same numbers.
@@ -21,7 +23,7 @@
 //                     then total * x_scale
 //   int8_weight_only  as a float format with the integers as weights (a group at a time: total = fma(sum, scale,
 //                     total)); without groups sum * scale
-// int8 and int4 results are bit-identical over all instruction sets.
+// The bias is added last, in float32. int8 and int4 results are bit-identical over all instruction sets.
 #pragma once
 #include "../common/thread_pool.h"
 #include "../common/types.h"
@@ -47,7 +49,8 @@ struct PackedWeightHeader {
   int32_t gated;
   int64_t columns, depth, group;  // group 0: one scale a column
   int32_t asymmetric;             // zero points stored
-  int32_t reserved[5];
+  int32_t biased;                 // a bias stored
+  int32_t reserved[4];
 };
 static_assert(sizeof(PackedWeightHeader) == 64, "the header is one cache line");
 
@@ -65,10 +68,11 @@ struct PackSource {
   const void* values;
   const float* scales;
   const uint8_t* zeros;
+  const float* bias;  // [columns] in the order of `values`; null: none
 };
 
 // Size of a blob; 0 for sizes no blob can have (group not a multiple of 8, integer depth beyond 65536, ...).
-int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group);
+int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group, bool biased);
 
 // Writes a blob (64-byte aligned) with all threads. 0, or an error code after one line on standard error.
 int pack_weight(const PackSource& source, void* blob);
@@ -142,8 +146,20 @@ static inline WeightShape weight_shape(const PackedWeightHeader& header) {
                       header.asymmetric != 0);
 }
 
+// What the panels take; a bias lies behind them.
+static inline int64_t panels_bytes(const WeightShape& shape) { return shape.panels * shape.panel_bytes; }
+static inline int64_t bias_bytes(const WeightShape& shape) { return shape.panels * kPanelColumns * 4; }
+
 static inline const PackedWeightHeader& header_of(const void* blob) {
   return *static_cast<const PackedWeightHeader*>(blob);
+}
+
+// The bias of a blob, null without one.
+static inline const float* bias_of(const void* blob) {
+  const PackedWeightHeader& header = header_of(blob);
+  if (header.biased == 0) return nullptr;
+  const char* panels = static_cast<const char*>(blob) + sizeof(header);
+  return reinterpret_cast<const float*>(panels + panels_bytes(weight_shape(header)));
 }
 
 // The first column of vector v (16 lanes) of a panel, and the column it must stay below.

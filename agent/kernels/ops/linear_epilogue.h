@@ -1,4 +1,4 @@
-// What happens to the sums of a tile: scales, then store, SwiGLU or arg-max.
+// What happens to the sums of a tile: scales, bias, then store, SwiGLU or arg-max.
 #pragma once
 #include "../common/types.h"
 #include "linear.h"
@@ -14,6 +14,7 @@ struct LinearJob {
   PackedWeightHeader header;
   WeightShape shape;
   const uint8_t* panels;
+  const float* bias;  // null: none
   const void* x;     // as the step takes it
   int64_t x_stride;  // in its elements
   QuantizedRows rows;
@@ -98,6 +99,10 @@ static void finish_tile(const LinearJob& job, int64_t panel, int64_t row, int64_
   for (int64_t r = 0; r < count; ++r, ++row, sums += kPanelColumns) {
     Vec values[4];
     scale_row(job, row, scales, sums, values);
+    if (job.bias != nullptr) {
+      LLMK_UNROLL
+      for (int v = 0; v < 4; ++v) values[v] = add(values[v], load(job.bias + panel * kPanelColumns + v * kLanes));
+    }
     if (job.best != nullptr) {
       find_best(values, panel * kPanelColumns, job.header.columns - panel * kPanelColumns, job.best + row);
     }

@@ -135,14 +135,23 @@ void pack_panel(const PackSource& source, const PackedWeightHeader& header, cons
   }
 }
 
+void place_bias(const float* bias, const PackedWeightHeader& header, const WeightShape& shape, float* out) {
+  for (int64_t i = 0; i < shape.panels * kPanelColumns; ++i) {
+    const int v = static_cast<int>(i % kPanelColumns / 16);
+    const int64_t column = vector_column(header, i / kPanelColumns, v) + i % 16;
+    out[i] = column < vector_end(header, v) ? bias[column] : 0.0f;
+  }
+}
+
 }  // namespace
 
-int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group) {
+int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group, bool biased) {
   if (problem_of_sizes(format, columns, depth, group) != nullptr) return 0;
   // A gated weight may need a panel more, and zero points may be stored: room for both.
   const WeightShape plain = weight_shape(format, columns, depth, group, false, true);
   const WeightShape gated = weight_shape(format, columns, depth, group, true, true);
-  return static_cast<int64_t>(sizeof(PackedWeightHeader)) + larger(plain.panels, gated.panels) * plain.panel_bytes;
+  const WeightShape& most = gated.panels > plain.panels ? gated : plain;
+  return static_cast<int64_t>(sizeof(PackedWeightHeader)) + panels_bytes(most) + (biased ? bias_bytes(most) : 0);
 }
 
 int pack_weight(const PackSource& source, void* blob) {
@@ -166,12 +175,14 @@ int pack_weight(const PackSource& source, void* blob) {
   header.depth = source.depth;
   header.group = source.group;
   header.asymmetric = zeros ? 1 : 0;
+  header.biased = source.bias != nullptr ? 1 : 0;
   std::memcpy(blob, &header, sizeof(header));
   const WeightShape shape = weight_shape(header);
   uint8_t* panels = static_cast<uint8_t*>(blob) + sizeof(header);
   parallel_for(shape.panels, [&](int64_t panel) {
     pack_panel(source, header, shape, panel, panels + panel * shape.panel_bytes);
   });
+  if (source.bias != nullptr) place_bias(source.bias, header, shape, reinterpret_cast<float*>(panels + panels_bytes(shape)));
   return 0;
 }
 
@@ -194,7 +205,8 @@ int check_packed_weight(const char* op, const void* blob, int64_t bytes) {
   const char* problem = problem_of_sizes(header.format, header.columns, header.depth, header.group);
   if (problem != nullptr) return refuse_text(op, "the header of the packed weight is damaged: %s", problem);
   const WeightShape shape = weight_shape(header);
-  const int64_t needed = static_cast<int64_t>(sizeof(header)) + shape.panels * shape.panel_bytes;
+  const int64_t needed =
+      static_cast<int64_t>(sizeof(header)) + panels_bytes(shape) + (header.biased != 0 ? bias_bytes(shape) : 0);
   if (bytes < needed) {
     return refuse_text(op, "the packed weight has %lld bytes; its header asks for %lld", static_cast<long long>(bytes),
                        static_cast<long long>(needed));

@@ -55,6 +55,13 @@ struct LinearWeights {
     return reinterpret_cast<const float*>(scales(panel, g))[lane];
   }
 
+  float bias(int64_t column) const {
+    const uint8_t* panel;
+    int lane;
+    locate(column, &panel, &lane);
+    return bias_of(&header)[(panel - panels) / shape.panel_bytes * kPanelColumns + lane];
+  }
+
   const PackedWeightHeader& header;
   const WeightShape shape;
   const uint8_t* panels;
@@ -72,7 +79,7 @@ static inline void store_any(DType dtype, float value, void* out, int64_t index)
 }
 
 // Integer formats: the arithmetic of linear.h to the bit. Float formats: in double.
-static inline float linear_element(const LinearArgs& args, const LinearWeights& w, const QuantizedRows& rows,
+static inline float product_element(const LinearArgs& args, const LinearWeights& w, const QuantizedRows& rows,
                                    int64_t row, int64_t column) {
   const int64_t depth = w.header.depth, span = w.header.group == 0 ? depth : w.header.group;
   const bool integers = wants_quantized_rows(args.weight);
@@ -93,6 +100,12 @@ static inline float linear_element(const LinearArgs& args, const LinearWeights& 
     total = std::fma(static_cast<float>(sum), scale, total);
   }
   return integers ? total * rows.scales[row] : static_cast<float>(exact);
+}
+
+static inline float linear_element(const LinearArgs& args, const LinearWeights& w, const QuantizedRows& rows,
+                                   int64_t row, int64_t column) {
+  const float product = product_element(args, w, rows, row, column);
+  return w.header.biased != 0 ? product + w.bias(column) : product;
 }
 
 static inline float swiglu_element(float gate, float up) {

@@ -19,14 +19,15 @@ constexpr int64_t kTaskHeads = 16;
 struct PagedTask {
   int64_t seq, first_row, rows;
   int64_t head, heads;               // kv heads
-  int64_t first_part, end_part, parts;  // partitions; parts: all that the rows see
+  int64_t first_part, end_part;      // partitions of the context
+  int64_t seen, parts;               // all that the rows see: partitions [seen, parts)
   int64_t join;                      // -1: the task covers all partitions
 };
 
 // Tasks of the same rows: who finishes last folds.
 struct PagedJoin {
   int64_t waiting;
-  float* parts;  // [heads][rows][parts][part_floats]: best, mass, ..., sums
+  float* parts;  // [heads][rows][partitions seen][part_floats]: best, mass, ..., sums
 };
 
 struct PagedPlan {
@@ -39,11 +40,6 @@ struct PagedPlan {
 
 static inline int64_t part_floats(int64_t padded_dim) { return padded_dim + kLanes; }
 
-// Keys seen by row `row` (token * group + head) of a sequence.
-static inline int64_t visible_keys(const RotaryAttentionArgs& args, int64_t seq, int64_t row) {
-  return args.context_lens[seq] - args.query_lens[seq] + row / (args.heads / args.kv_heads) + 1;
-}
-
 // Work of one kv head, in about equal units.
 static inline int64_t task_cost(int64_t rows, int64_t parts) { return parts * (8 + rows); }
 
@@ -55,7 +51,8 @@ static inline void for_row_tiles(const RotaryAttentionArgs& args, const Function
     for (int64_t tile = ceil_div(rows, kTaskRows) - 1; tile >= 0; --tile) {  // those that see the most go first
       const int64_t count = smaller(kTaskRows, rows - tile * kTaskRows);
       const int64_t visible = visible_keys(args, seq, tile * kTaskRows + count - 1);
-      function(PagedTask{seq, tile * kTaskRows, count, 0, 0, 0, 0, ceil_div(visible, kPartition), -1});
+      const int64_t seen = first_key(args, seq, tile * kTaskRows) / kPartition;
+      function(PagedTask{seq, tile * kTaskRows, count, 0, 0, 0, 0, seen, ceil_div(visible, kPartition), -1});
     }
   }
 }
@@ -65,20 +62,20 @@ template <class Function>
 static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask task, int64_t total_cost, bool writes,
                                   const Function& add) {
   constexpr int64_t kTileBytes = 256 << 10;  // this tile and the next one in the second-level cache
-  const int64_t cost = task_cost(task.rows, task.parts) * args.kv_heads;
+  const int64_t parts = task.parts - task.seen, cost = task_cost(task.rows, parts) * args.kv_heads;
   const int64_t pieces = ceil_div(cost * 8 * num_threads(), larger(1, total_cost));
   const int64_t by_rows = smaller(kTaskHeads, 2 * kTaskRows / task.rows);
   const int64_t by_cache = kTileBytes * args.block_size / (2 * chunk_bytes(args) * kKeyTile);
   int64_t heads = larger(1, smaller(smaller(by_rows, by_cache), args.kv_heads));
-  const int64_t ranges = smaller(task.parts, ceil_div(pieces, ceil_div(args.kv_heads, heads)));
+  const int64_t ranges = smaller(parts, ceil_div(pieces, ceil_div(args.kv_heads, heads)));
   heads = larger(1, smaller(heads, args.kv_heads * ranges / pieces));
   int64_t written_part = task.parts;
   if (writes) written_part = (args.context_lens[task.seq] - args.query_lens[task.seq]) / kPartition;
   for (task.head = 0; task.head < args.kv_heads; task.head += heads) {
     task.heads = smaller(heads, args.kv_heads - task.head);
-    const int64_t per_range = ceil_div(task.parts, larger(1, ranges));
+    const int64_t per_range = ceil_div(parts, larger(1, ranges));
     task.join = ranges > 1 ? 0 : -1;
-    for (task.first_part = 0; task.first_part < task.parts; task.first_part = task.end_part) {
+    for (task.first_part = task.seen; task.first_part < task.parts; task.first_part = task.end_part) {
       task.end_part = smaller(task.parts, task.first_part + per_range);
       if (task.end_part > written_part) task.end_part = task.parts;  // what is written is read by the same task
       add(task);
@@ -111,7 +108,7 @@ static inline SoftmaxState place_state(PagedScratch* scratch, int64_t rows, int6
 
 template <class F>
 static inline int64_t task_scratch_bytes(int64_t all_rows, int64_t padded_dim, int64_t query_units) {
-  const int64_t per_row = F::kPasses * query_units + 2 * padded_dim + kLanes + 8;
+  const int64_t per_row = F::kPasses * query_units + 2 * padded_dim + kLanes + 10;
   return 4 * (all_rows * per_row + kKeyTile * (query_units + 2) * F::kPerUnit + kKeyTile * (padded_dim + 2)) + 8192;
 }
 
@@ -143,18 +140,24 @@ static inline void finish_row(const RotaryAttentionArgs& args, const PagedTask& 
   store_floats(args.dtype, sums, args.dim, static_cast<char*>(args.out) + place * size_of(args.dtype));
 }
 
+// Where a row's partition waits for the others.
+static inline float* joined_part(const PagedTask& task, const PagedJoin& join, int64_t h, int64_t row, int64_t part,
+                                 int64_t padded_dim) {
+  return join.parts + ((h * task.rows + row) * (task.parts - task.seen) + part - task.seen) * part_floats(padded_dim);
+}
+
 // Ends a partition: the rows that saw it fold it into their total, or leave it for the join.
 static inline void close_partition(const PagedTask& task, int64_t part, int64_t h, const HeadRows& head,
                                    const PagedJoin* join) {
   for (int64_t row = 0; row < head.rows; ++row) {
-    if (head.visible[row] <= part * kPartition) continue;
+    if (head.visible[row] <= part * kPartition || head.first_key(row) >= (part + 1) * kPartition) continue;
     const float mass = sum(load(head.partition.mass + row * kLanes));
     const float* sums = head.partition.sums + row * head.padded_dim;
     if (join == nullptr) {
-      fold_partition(head.partition.best[row], mass, sums, head.padded_dim, part == 0, head.total.best + row,
-                     head.total.mass + row, head.total.sums + row * head.padded_dim);
+      fold_partition(head.partition.best[row], mass, sums, head.padded_dim, part == head.first_key(row) / kPartition,
+                     head.total.best + row, head.total.mass + row, head.total.sums + row * head.padded_dim);
     } else {
-      float* out = join->parts + ((h * head.rows + row) * task.parts + part) * part_floats(head.padded_dim);
+      float* out = joined_part(task, *join, h, row, part, head.padded_dim);
       out[0] = head.partition.best[row];
       out[1] = mass;
       std::memcpy(out + kLanes, sums, static_cast<size_t>(head.padded_dim) * sizeof(float));
@@ -167,10 +170,10 @@ static inline void fold_joined(const RotaryAttentionArgs& args, const PagedTask&
                                int64_t h, const HeadRows& head) {
   for (int64_t row = 0; row < task.rows; ++row) {
     float best = 0, mass = 0;
-    const int64_t parts = ceil_div(head.visible[row], kPartition);
-    for (int64_t part = 0; part < parts; ++part) {
-      const float* from = join.parts + ((h * task.rows + row) * task.parts + part) * part_floats(head.padded_dim);
-      fold_partition(from[0], from[1], from + kLanes, head.padded_dim, part == 0, &best, &mass, head.total.sums);
+    const int64_t parts = ceil_div(head.visible[row], kPartition), first = head.first_key(row) / kPartition;
+    for (int64_t part = first; part < parts; ++part) {
+      const float* from = joined_part(task, join, h, row, part, head.padded_dim);
+      fold_partition(from[0], from[1], from + kLanes, head.padded_dim, part == first, &best, &mass, head.total.sums);
     }
     finish_row<F>(args, task, task.head + h, row, head.padded_dim, mass, head.total.sums);
   }
@@ -248,7 +251,11 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
   memory.scales = scratch.take<float>(2 * kKeyTile);
   float* buffer = scratch.take<float>(args.dim + kLanes);
   int64_t* visible = scratch.take<int64_t>(rows);
-  for (int64_t row = 0; row < rows; ++row) visible[row] = visible_keys(args, task.seq, task.first_row + row);
+  int64_t* first = args.window == 0 ? nullptr : scratch.take<int64_t>(rows);
+  for (int64_t row = 0; row < rows; ++row) {
+    visible[row] = visible_keys(args, task.seq, task.first_row + row);
+    if (first != nullptr) first[row] = first_key(args, task.seq, task.first_row + row);
+  }
   if (plan.writes && task.end_part == task.parts) {
     for (int64_t i = 0; i < args.query_lens[task.seq]; ++i) {
       write_token(args, args.query_starts[task.seq] + i, task.head, task.heads, buffer);
@@ -257,7 +264,7 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
   HeadRows heads[kTaskHeads];
   for (int64_t h = 0; h < task.heads; ++h) {
     HeadRows& head = heads[h];
-    head = HeadRows{rows, args.dim, padded_dim, query_units, visible, nullptr, nullptr, nullptr, {}, {}};
+    head = HeadRows{rows, args.dim, padded_dim, query_units, visible, first, nullptr, nullptr, nullptr, {}, {}};
     head.queries = scratch.take<Unit>(rows * F::kPasses * query_units);
     head.factors = scratch.take<float>(rows);
     head.offsets = scratch.take<int32_t>(rows);
@@ -282,16 +289,16 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
 // Counts (with tasks null) or fills the plan.
 static inline void plan_tasks(const RotaryAttentionArgs& args, int64_t padded_dim, PagedPlan* plan) {
   int64_t total = 0;
-  for_row_tiles(args, [&](const PagedTask& tile) { total += task_cost(tile.rows, tile.parts) * args.kv_heads; });
+  for_row_tiles(args, [&](const PagedTask& tile) { total += task_cost(tile.rows, tile.parts - tile.seen) * args.kv_heads; });
   const bool filling = plan->tasks != nullptr;
   plan->num_tasks = plan->num_joins = plan->num_part_floats = 0;
   for_row_tiles(args, [&](const PagedTask& tile) {
     split_row_tile(args, tile, total, plan->writes, [&](PagedTask task) {
       if (task.join >= 0) {
-        if (task.first_part == 0) {
+        if (task.first_part == task.seen) {
           if (filling) plan->joins[plan->num_joins] = PagedJoin{0, plan->parts + plan->num_part_floats};
           ++plan->num_joins;
-          plan->num_part_floats += task.heads * task.rows * task.parts * part_floats(padded_dim);
+          plan->num_part_floats += task.heads * task.rows * (task.parts - task.seen) * part_floats(padded_dim);
         }
         task.join = plan->num_joins - 1;
         if (filling) ++plan->joins[task.join].waiting;

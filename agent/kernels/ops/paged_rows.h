@@ -8,6 +8,9 @@
 //   partition  kPartition keys aligned to position 0 start from nothing; they are folded from the first to the last
 //            (as Flash-Decoding does, Dao et al. 2023), each with the same operations whoever computed them
 //
+// A window's first key only masks more: a tile of which a row sees nothing leaves its sums as they are, and a partition
+// of which it sees nothing is not folded.
+//
 // All of that depends on the row's own position: prefill, chunk and decode form give the same bits. Keys past the
 // sequence's context are never weighed, so what lies there (even NaN) cannot matter.
 #pragma once
@@ -33,11 +36,14 @@ struct SoftmaxState {
 
 struct HeadRows {
   int64_t rows, dim, padded_dim, query_units;  // units of one pass
-  const int64_t* visible;                      // keys each row sees; never falls from row to row
+  const int64_t* visible;                      // end of the keys each row sees; never falls from row to row
+  const int64_t* first;                        // the first of them; null: 0
   Unit* queries;                               // [rows][passes][query_units]
   float* factors;                              // [rows]: score -> power of two
   int32_t* offsets;                            // [rows]: Int8ScoreProduct
   SoftmaxState partition, total;
+
+  int64_t first_key(int64_t row) const { return first == nullptr ? 0 : first[row]; }
 };
 
 struct TilePanels {
@@ -105,14 +111,15 @@ LLMK_INLINE void soften_block(const HeadRows& head, const TilePanels& panels, in
   float before[kLanes] = {}, after[kLanes] = {};
   LLMK_UNROLL
   for (int r = 0; r < R; ++r) {
-    const int64_t visible = head.visible[row + r] - panels.begin;
+    const int64_t visible = head.visible[row + r] - panels.begin, hidden = head.first_key(row + r) - panels.begin;
     Vec top = broadcast(kLowest);
     LLMK_UNROLL
     for (int i = 0; i < kTileVectors; ++i) {
       Vec score = load(scores[r] + i * kLanes);
       if (panels.key_scales != nullptr) score = mul(score, load(panels.key_scales + i * kLanes));
+      if (hidden > i * kLanes) score = hide_first(score, hidden - i * kLanes, kLowest);
       if (visible < kKeyTile) score = keep_first(score, larger(0, visible - i * kLanes), kLowest);
-      if (panels.key_scales != nullptr || visible < kKeyTile) store(scores[r] + i * kLanes, score);
+      if (panels.key_scales != nullptr || visible < kKeyTile || hidden > i * kLanes) store(scores[r] + i * kLanes, score);
       top = maximum(top, score);
     }
     const float best = largest(top) * head.factors[row + r];
@@ -123,13 +130,14 @@ LLMK_INLINE void soften_block(const HeadRows& head, const TilePanels& panels, in
   store(decays, power_of_two<false>(sub(load(before), load(after))));
   LLMK_UNROLL
   for (int r = 0; r < R; ++r) {
-    const int64_t visible = head.visible[row + r] - panels.begin;
+    const int64_t visible = head.visible[row + r] - panels.begin, hidden = head.first_key(row + r) - panels.begin;
     const Vec factor = broadcast(head.factors[row + r]), least = broadcast(-after[r]);
     Vec p[kTileVectors];
     LLMK_UNROLL
     for (int i = 0; i < kTileVectors; ++i) {
       p[i] = power_of_two<F::kCoarse>(fma(load(scores[r] + i * kLanes), factor, least));
       if (visible < kKeyTile) p[i] = keep_first(p[i], larger(0, visible - i * kLanes), 0.0f);
+      if (hidden > i * kLanes) p[i] = hide_first(p[i], hidden - i * kLanes, 0.0f);
     }
     const Vec mass = F::pack_weights(p, panels.value_scales, weights[r], &steps[r]);
     float* sum = head.partition.mass + (row + r) * kLanes;

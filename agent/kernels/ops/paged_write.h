@@ -1,5 +1,7 @@
 // What comes before the attention of a token: its rotated query heads, and its key and value into the cache.
 #pragma once
+#include <cmath>
+
 #include "paged_panels.h"
 
 namespace llmk {
@@ -25,12 +27,27 @@ LLMK_INLINE void store_floats(DType dtype, const float* x, int64_t n, void* data
   }
 }
 
-// Head `head` of the token's row of qkv as floats, rotated; each product and sum rounds on its own (see rotary.h).
+// RMSNorm of one head in place: as rms_norm.h, not rounded.
+static inline void norm_head(const RotaryAttentionArgs& args, const void* gamma, float* x) {
+  Vec squares = zero();
+  for (int64_t d = 0; d < args.dim; d += kLanes) squares = fma(load_n(x + d, args.dim - d), load_n(x + d, args.dim - d), squares);
+  const Vec scale = broadcast(1.0f / std::sqrt(sum(squares) / static_cast<float>(args.dim) + args.epsilon));
+  float weights[kLanes];
+  for (int64_t d = 0; d < args.dim; d += kLanes) {
+    const int64_t n = args.dim - d;
+    load_floats(args.dtype, gamma, d, smaller(n, kLanes), weights);
+    store_n(x + d, mul(mul(load_n(x + d, n), scale), load_n(weights, n)), n);
+  }
+}
+
+// Head `head` of the token's row of qkv as floats, normed where there are gammas, and rotated; each product and sum
+// rounds on its own (see rotary.h).
 static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, int64_t head, float* out) {
   const int64_t half = args.dim / 2, first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
   const float* cos = args.cos + args.positions[token] * args.dim;
   const float* sin = args.sin + args.positions[token] * args.dim;
   load_floats(args.dtype, args.qkv, first, args.dim, out);
+  if (args.query_gamma != nullptr) norm_head(args, head < args.heads ? args.query_gamma : args.key_gamma, out);
   for (int64_t d = 0; d < half; d += kLanes) {
     const int64_t n = half - d;
     const Vec low = load_n(out + d, n), high = load_n(out + half + d, n);

@@ -23,10 +23,17 @@ void store_element(DType dtype, double value, void* data, int64_t i) {
 
 using Head = std::vector<double>;
 
+// Normed where it is a query or key that is to be.
 Head load_head(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
   Head x(static_cast<size_t>(args.dim));
   const int64_t first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
   for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_element(args.dtype, args.qkv, first + d);
+  const void* gamma = head < args.heads ? args.query_gamma : args.key_gamma;
+  if (gamma == nullptr || head >= args.heads + args.kv_heads) return x;
+  double squares = 0;
+  for (const double value : x) squares += value * value;
+  const double scale = 1 / std::sqrt(squares / static_cast<double>(args.dim) + args.epsilon);
+  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] *= scale * load_element(args.dtype, gamma, d);
   return x;
 }
 
@@ -72,7 +79,8 @@ Head read_cache(const RotaryAttentionArgs& args, const void* cache, const CacheP
 
 void attend(const RotaryAttentionArgs& args, int64_t seq, int64_t row, int64_t head) {
   const int64_t token = args.query_starts[seq] + row, kv_head = head / (args.heads / args.kv_heads);
-  const int64_t visible = args.context_lens[seq] - args.query_lens[seq] + row + 1;
+  const int64_t group = args.heads / args.kv_heads, first = first_key(args, seq, row * group);
+  const int64_t visible = visible_keys(args, seq, row * group);
   const Head query = rotate(args, token, load_head(args, token, head));
   const auto place = [&](int64_t position) {
     return cache_place(args, args.block_tables[seq * args.table_width + position / args.block_size],
@@ -80,7 +88,7 @@ void attend(const RotaryAttentionArgs& args, int64_t seq, int64_t row, int64_t h
   };
   std::vector<double> scores(static_cast<size_t>(visible));
   double best = -1e300, mass = 0;
-  for (int64_t j = 0; j < visible; ++j) {
+  for (int64_t j = first; j < visible; ++j) {
     const Head key = read_cache(args, args.key_cache, place(j), kv_head);
     double score = 0;
     for (size_t d = 0; d < key.size(); ++d) score += query[d] * key[d];
@@ -88,7 +96,7 @@ void attend(const RotaryAttentionArgs& args, int64_t seq, int64_t row, int64_t h
     best = std::fmax(best, score * args.scale);
   }
   Head sums(query.size());
-  for (int64_t j = 0; j < visible; ++j) {
+  for (int64_t j = first; j < visible; ++j) {
     const Head value = read_cache(args, args.value_cache, place(j), kv_head);
     const double weight = std::exp(scores[static_cast<size_t>(j)] - best);
     mass += weight;

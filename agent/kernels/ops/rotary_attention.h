@@ -8,6 +8,8 @@
 //   position j of sequence s lies in block block_tables[s * table_width + j / block_size], row j % block_size; the
 //   step's own keys and values are written to `slots` first and then read as the cache holds them
 //   query head h uses kv head h / (heads / kv_heads)
+//   with gammas, every query and key head goes through RMSNorm before it is rotated (Qwen3), in float32 throughout;
+//   with a window, a row sees the last `window` of those keys only, its own included (Mistral)
 //
 // Checks are in rotary_attention_checks.cc, the split into tasks in paged_attention.h, the arithmetic and its order
 // in paged_rows.h.
@@ -30,13 +32,25 @@ struct RotaryAttentionArgs {
   const int32_t* context_lens;  // [num_seqs]
   const int32_t* query_lens;    // [num_seqs]
   const int64_t* query_starts;  // [num_seqs], from the checks
+  const void* query_gamma;      // [dim] of dtype; null: no norm
+  const void* key_gamma;
   int64_t tokens, num_seqs, table_width, table_rows;
   int64_t num_blocks, block_size, heads, kv_heads, dim;
+  int64_t window;     // most keys a row sees; 0: all
+  float epsilon;      // of the norm
   float scale;        // of the scores
   DType dtype;        // of qkv and out
   bool int8_cache;    // else the cache holds dtype
   bool write_first;   // from the checks: some sequence may read what another one writes in this step
 };
+
+// Keys seen by row `row` (token * group + head) of a sequence are those of positions [first_key, visible_keys).
+static inline int64_t visible_keys(const RotaryAttentionArgs& args, int64_t seq, int64_t row) {
+  return args.context_lens[seq] - args.query_lens[seq] + row / (args.heads / args.kv_heads) + 1;
+}
+static inline int64_t first_key(const RotaryAttentionArgs& args, int64_t seq, int64_t row) {
+  return args.window == 0 ? 0 : larger(0, visible_keys(args, seq, row) - args.window);
+}
 
 // Bytes of one block of one head.
 static inline int64_t chunk_bytes(const RotaryAttentionArgs& args) {

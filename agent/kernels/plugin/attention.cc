@@ -17,8 +17,21 @@ static int check_heads(const Call& call, const AttentionArgs& args, int64_t quer
                      static_cast<long long>(key_width), static_cast<long long>(args.kv_heads));
 }
 
+// Position of each query's first visible key: the last `window` ones, its own included.
+static std::vector<int64_t> window_starts(const AttentionArgs& args, int64_t tokens, int64_t window) {
+  std::vector<int64_t> starts(static_cast<size_t>(tokens));
+  for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
+    for (int64_t row = 0; row < args.query_lens[seq]; ++row) {
+      const int64_t visible = args.context_lens[seq] - args.query_lens[seq] + row + 1;
+      starts[static_cast<size_t>(args.query_starts[seq] + row)] = larger(0, visible - window);
+    }
+  }
+  return starts;
+}
+
 // Layout TH: query [tokens, heads * dim], key and value [tokens, kv_heads * dim]; actual_seq_qlen and actual_seq_kvlen
-// are the lengths of the sequences (not running sums), zero allowed. Causal only.
+// are the lengths of the sequences (not running sums), zero allowed. Causal only; pre_tokens limits how far back a query
+// sees (the band of sparse_mode 4).
 int plugin_flash_attention(const Call& call) {
   enum { kAttnMask = 6, kQueryLens = 8, kKeyLens = 9, kHeadNum = 10, kKeepProb, kScale, kPreTokens, kNextTokens,
          kInnerPrecise, kLayout, kSparseMode };
@@ -28,7 +41,8 @@ int plugin_flash_attention(const Call& call) {
   }
   const int64_t sparse = call.integer(kSparseMode), layout = call.integer(kLayout);
   const bool causal = call.is_tensor(kAttnMask) || call.integer(kNextTokens) == 0 || sparse == 2 || sparse == 3;
-  if (!causal || layout != kLayoutTH || call.real(kKeepProb) != 1.0) {
+  const int64_t pre_tokens = call.integer(kPreTokens);
+  if (!causal || layout != kLayoutTH || call.real(kKeepProb) != 1.0 || pre_tokens < 0) {
     return refuse_text(call.op, "only causal attention (a mask, next_tokens=0 or sparse_mode 2 or 3) in layout TH "
                        "without dropout; layout is %lld", static_cast<long long>(layout));
   }
@@ -59,8 +73,47 @@ int plugin_flash_attention(const Call& call) {
   args.dtype = call.dtype(0);
   std::vector<int64_t> starts(2 * query_lens.size() + 1);
   error = check_attention(call.op, &args, tokens, 0, call.size(1) / key_width, starts.data());
-  if (error == 0) kernels().attention(args);
-  return error;
+  if (error != 0) return error;
+  std::vector<int64_t> first_keys;
+  if (pre_tokens < tokens) {
+    first_keys = window_starts(args, tokens, pre_tokens + 1);
+    args.first_keys = first_keys.data();
+  }
+  kernels().attention(args);
+  return 0;
+}
+
+static bool is_masked(const Call& call, int mask, int64_t index) {
+  if (call.dtype(mask) == DType::kFloat32) return call.as<float>(mask)[index] != 0;
+  return (call.as<uint16_t>(mask)[index] & 0x7FFF) != 0;  // float16 and bfloat16: any bit but the sign
+}
+
+// The first key each query sees, from a mask [tokens, positions] that is 0 where a key is seen: one run of keys that ends
+// at the query's own position. A mask of another shape says nothing: queries are causal by their position.
+static int read_mask(const Call& call, int mask, const AttentionArgs& args, int64_t tokens,
+                     std::vector<int64_t>* first_keys) {
+  int64_t longest = 0;
+  for (int64_t seq = 0; seq < args.num_seqs; ++seq) longest = larger(longest, args.context_lens[seq]);
+  if (!call.is_tensor(mask) || call.ndims[mask] != 2 || call.dim(mask, 0) != tokens || call.dim(mask, 1) < longest) return 0;
+  const int error = check_float(call, mask);
+  if (error != 0) return error;
+  first_keys->assign(static_cast<size_t>(tokens), 0);
+  for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
+    for (int64_t row = 0; row < args.query_lens[seq]; ++row) {
+      const int64_t token = args.query_starts[seq] + row, base = token * call.dim(mask, 1);
+      const int64_t visible = args.context_lens[seq] - args.query_lens[seq] + row + 1;
+      int64_t first = 0;
+      while (first < visible && is_masked(call, mask, base + first)) ++first;
+      for (int64_t key = first; key < visible || first == visible; ++key) {
+        if (first < visible && !is_masked(call, mask, base + key)) continue;
+        return refuse_text(call.op, "attn_mask of token %lld hides key %lld; it must leave one run of keys that ends at "
+                           "the token's own position %lld", static_cast<long long>(token), static_cast<long long>(key),
+                           static_cast<long long>(visible - 1));
+      }
+      (*first_keys)[static_cast<size_t>(token)] = first;
+    }
+  }
+  return 0;
 }
 
 int plugin_paged_attention(const Call& call) {
@@ -106,10 +159,13 @@ int plugin_paged_attention(const Call& call) {
   args.context_lens = context_lens.data();
   args.scale = static_cast<float>(call.real(kScale));
   args.dtype = call.dtype(kQuery);
-  std::vector<int64_t> starts(2 * context_lens.size() + 1);
+  std::vector<int64_t> starts(2 * context_lens.size() + 1), first_keys;
   error = check_attention(call.op, &args, tokens, call.dim(kKeyCache, 0), 0, starts.data());
-  if (error == 0) kernels().attention(args);
-  return error;
+  if (error == 0) error = read_mask(call, kAttnMask, args, tokens, &first_keys);
+  if (error != 0) return error;
+  args.first_keys = first_keys.empty() ? nullptr : first_keys.data();
+  kernels().attention(args);
+  return 0;
 }
 
 }  // namespace llmk

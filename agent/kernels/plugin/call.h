@@ -47,5 +47,9 @@ static inline std::vector<int32_t> integers(const Call& call, int argument) {
 int plugin_rotary(const Call& call);
 int plugin_flash_attention(const Call& call);
 int plugin_paged_attention(const Call& call);
+int plugin_moe_gating_top_k_softmax(const Call& call);
+int plugin_moe_init_routing(const Call& call);
+int plugin_grouped_matmul(const Call& call);
+int plugin_moe_token_unpermute(const Call& call);
 
 }  // namespace llmk

@@ -1,0 +1,144 @@
+"""Rotary embedding and attention of the native op table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops.auto_generate import (
+    ApplyRotaryPosEmb,
+    FlashAttentionScore,
+    PagedAttention,
+    ReshapeAndCache,
+    RmsNorm,
+    SplitWithSize,
+)
+
+from agent.backends.base import AttentionForm
+from agent.layers.parameter import MINDSPORE_DTYPES, as_tensor
+from agent.weights.storage import Array, from_float32
+
+_ROTATE_HALVES = 2
+"""``cos_format``: an element is rotated with the one half a head away; cos and sin have a row a token."""
+_MASK_SIZE = 128
+_BAND_MASK_SIZE = 2048
+"""Of the compressed mask that ``sparse_mode`` 4 wants."""
+_BAND = 4
+"""``sparse_mode``: between ``pre_tokens`` before a query and ``next_tokens`` behind it."""
+_MASKED = -10000.0
+"""What a mask adds to the scores that are not seen. FlashAttentionScore takes a mask of 0 and 1 in bfloat16 instead."""
+
+
+def causal_mask(form: AttentionForm, dtype: str) -> Tensor:
+    """The compressed mask that FlashAttentionScore wants for an attention."""
+    size, masked = (_MASK_SIZE, 1.0 if dtype == "bfloat16" else _MASKED) if form.window == 0 else (_BAND_MASK_SIZE, 1.0)
+    return Tensor(np.triu(np.ones((size, size), np.float32), 1) * masked, MINDSPORE_DTYPES[dtype])
+
+
+class Rotary(nn.Cell):
+    """Rows of cos and sin for each token, in the model's type as the primitive wants them."""
+
+    def __init__(self, cos: Array, sin: Array, dtype: str) -> None:
+        super().__init__()
+        self.cos = _constant(from_float32(cos, dtype), "cos")
+        self.sin = _constant(from_float32(sin, dtype), "sin")
+        self.gather = ops.Gather()
+
+    def construct(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.gather(self.cos, positions, 0), self.gather(self.sin, positions, 0)
+
+
+class RotaryAndMask(nn.Cell):
+    """The same, and for windows a mask [T, positions]: 0 where a token sees a position, else what hides it."""
+
+    def __init__(self, cos: Array, sin: Array, dtype: str, window: int) -> None:
+        super().__init__()
+        self.rotary = Rotary(cos, sin, dtype)
+        self.window = window
+        self.columns = Tensor(np.arange(len(cos), dtype=np.int32)[None])
+        self.reshape, self.cast = ops.Reshape(), ops.Cast()
+        self.at_most, self.above, self.either = ops.LessEqual(), ops.Greater(), ops.LogicalOr()
+        self.dtype = MINDSPORE_DTYPES[dtype]
+
+    def construct(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        cos, sin = self.rotary(positions)
+        rows = self.reshape(positions, (-1, 1))
+        too_old = self.at_most(self.columns, rows - self.window)
+        hidden = self.either(too_old, self.above(self.columns, rows))
+        return cos, sin, self.cast(hidden, self.dtype) * _MASKED
+
+
+class ChunkMask(nn.Cell):
+    """PagedAttention's mask [T, positions] of steps where a sequence has several tokens: 0 where a token sees a
+    position, what hides it where it does not."""
+
+    def __init__(self, max_positions: int, dtype: str) -> None:
+        super().__init__()
+        self.columns = Tensor(np.arange(max_positions, dtype=np.int32)[None])
+        self.masked = Tensor(_MASKED, MINDSPORE_DTYPES[dtype])
+        self.dtype = MINDSPORE_DTYPES[dtype]
+        self.reshape, self.greater, self.cast, self.multiply = ops.Reshape(), ops.Greater(), ops.Cast(), ops.Mul()
+
+    def construct(self, positions: Tensor) -> Tensor:
+        hidden = self.greater(self.columns, self.reshape(positions, (-1, 1)))
+        return self.multiply(self.cast(hidden, self.dtype), self.masked)
+
+
+class Attention(nn.Cell):
+    def __init__(self, form: AttentionForm, dtype: str, causal_mask: Tensor) -> None:
+        super().__init__()
+        scale = form.head_dim**-0.5
+        self.widths = tuple(heads * form.head_dim for heads in (form.num_heads, form.num_kv_heads, form.num_kv_heads))
+        self.split = SplitWithSize()
+        self.rotate = ApplyRotaryPosEmb(_ROTATE_HALVES)
+        self.write_cache = ReshapeAndCache()
+        self.paged = PagedAttention(form.num_heads, scale, form.num_kv_heads)
+        self.norm = None if form.norm_epsilon is None else _HeadNorm(form.head_dim, form.norm_epsilon)
+        self.has_window = form.window > 0
+        # On an Ascend the masks alone make both primitives causal. Ours are causal by position besides.
+        band = {"pre_tokens": form.window - 1, "next_tokens": 0, "sparse_mode": _BAND} if self.has_window else {}
+        self.flash = FlashAttentionScore(head_num=form.num_heads, scale_value=scale, input_layout="TH", **band)
+        self.causal_mask = causal_mask
+        self.no_mask = Tensor(np.zeros((1, 1)), MINDSPORE_DTYPES[dtype])
+
+    def construct(
+        self,
+        qkv: Tensor,
+        head_norms: tuple[Tensor, ...],
+        rotary: tuple[Tensor, ...],
+        caches: tuple[Tensor, Tensor],
+        step: tuple[Tensor, ...],
+        whole_prompts: bool,
+    ) -> Any:
+        slot_mapping, block_tables, context_lens, query_lens = step[:4]
+        keys, values = caches
+        query, key, value = self.split(qkv, self.widths, -1)
+        if self.norm is not None:
+            query, key = self.norm(query, head_norms[0]), self.norm(key, head_norms[1])
+        query, key = self.rotate(query, key, rotary[0], rotary[1], context_lens)
+        query = ops.depend(query, self.write_cache(key, value, keys, values, slot_mapping))
+        if whole_prompts:
+            return self.flash(query, key, value, None, None, None, self.causal_mask, None, query_lens, query_lens)[3]
+        mask = step[4] if len(step) > 4 else self.no_mask
+        if self.has_window:
+            mask = rotary[2]
+        return self.paged(query, keys, values, block_tables, context_lens, None, None, mask, query_lens)
+
+
+class _HeadNorm(nn.Cell):
+    """RMSNorm of every head."""
+
+    def __init__(self, head_dim: int, epsilon: float) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.reshape, self.norm, self.shape = ops.Reshape(), RmsNorm(epsilon), ops.Shape()
+
+    def construct(self, heads: Tensor, gamma: Tensor) -> Tensor:
+        """[T, heads x head_dim] -> the same, normed."""
+        width = self.shape(heads)[1]
+        return self.reshape(self.norm(self.reshape(heads, (-1, self.head_dim)), gamma)[0], (-1, width))
+
+
+def _constant(array: Array, name: str) -> Parameter:
+    return Parameter(as_tensor(array), name=name, requires_grad=False)

@@ -1,0 +1,238 @@
+// Entry of the custom op ExpertMlp: add, norm, router and the chosen experts' gated MLPs (ops/experts.h).
+//
+//   hidden, residual [Tm, width]   gamma [width]   epsilon [1]   router: packed float32 weight of `experts` columns
+//   gate_up, down: the packed weights of all experts, equally long   choice [3] = {experts, chosen, normalised}
+//   counts [4] = {T, ...}   ->   out, sum [Tm, width], of which the first T rows are written
+//
+// The normed row is rounded to the activations' type, as the native primitives round it; the router reads it as
+// float32. An expert's output stays float32 until the row's experts are summed up.
+#include <initializer_list>
+
+#include "common/check.h"
+#include "common/floating_point.h"
+#include "common/kernel_table.h"
+#include "common/thread_pool.h"
+#include "custom_ops.h"
+#include "ops/experts.h"
+
+namespace llmk {
+namespace {
+
+enum Argument {
+  kHidden, kResidual, kGamma, kEpsilon, kRouter, kGateUp, kDown, kChoice, kCounts, kOut, kSum, kArguments
+};
+
+constexpr int64_t kPieceRows = 256;  // rows go in pieces, each row once for every expert it chose
+
+struct ExpertJob {
+  const Tensors& t;
+  DType dtype;
+  int64_t width, inner, experts, chosen;
+  bool normalised;
+
+  const char* weight(int argument, int64_t expert) const {
+    return t.as<char>(argument) + expert * (t.size(argument) / experts);
+  }
+};
+
+// The memory of a piece of rows.
+struct PieceMemory {
+  char* normed;    // [rows, width] of dtype
+  float* floats;   // the same as float32
+  float* logits;   // [rows, experts]
+  float* weights;  // [rows, chosen]
+  int32_t* ids;
+  int64_t* starts;  // [experts + 1]
+  int64_t* place;   // [rows * chosen]
+  char* grouped;    // [rows * chosen, width] of dtype
+  char* inner;      // [rows * chosen, inner] of dtype
+  float* outputs;   // [rows * chosen, width]
+};
+
+PieceMemory piece_memory(const ExpertJob& job, int64_t rows) {
+  const int64_t choices = rows * job.chosen, element = size_of(job.dtype);
+  const int64_t sizes[] = {rows * job.width * element, rows * job.width * 4, rows * job.experts * 4, choices * 4,
+                           choices * 4, (job.experts + 1) * 8, choices * 8, choices * job.width * element,
+                           choices * job.inner * element, choices * job.width * 4};
+  int64_t total = 0;
+  for (const int64_t size : sizes) total += ceil_div(size, 64) * 64;
+  char* parts[sizeof(sizes) / sizeof(sizes[0])];
+  char* next = static_cast<char*>(thread_scratch(kScratchExperts, total));
+  for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); ++i) {
+    parts[i] = next;
+    next += ceil_div(sizes[i], 64) * 64;
+  }
+  return {parts[0], reinterpret_cast<float*>(parts[1]), reinterpret_cast<float*>(parts[2]),
+          reinterpret_cast<float*>(parts[3]), reinterpret_cast<int32_t*>(parts[4]), reinterpret_cast<int64_t*>(parts[5]),
+          reinterpret_cast<int64_t*>(parts[6]), parts[7], parts[8], reinterpret_cast<float*>(parts[9])};
+}
+
+int check_expert_weights(const ExpertJob& job, int argument, int64_t columns, int64_t depth, bool gated) {
+  const int64_t bytes = job.t.size(argument) / job.experts;
+  for (int64_t expert = 0; expert < job.experts; ++expert) {
+    const int error = check_packed_weight(job.t.op, job.weight(argument, expert), bytes);
+    if (error != 0) return error;
+    const PackedWeightHeader& header = header_of(job.weight(argument, expert));
+    if (header.columns == columns && header.depth == depth && (header.gated != 0) == gated) continue;
+    return refuse_text(job.t.op, "argument %d: the weight of expert %lld has %lld columns and depth %lld, gated %d; it "
+                       "must be %lld and %lld, gated %d", argument, static_cast<long long>(expert),
+                       static_cast<long long>(header.columns), static_cast<long long>(header.depth), header.gated,
+                       static_cast<long long>(columns), static_cast<long long>(depth), static_cast<int>(gated));
+  }
+  return 0;
+}
+
+int read_choice(const Tensors& t, ExpertJob* job) {
+  if (!t.has_dtype(kChoice, "int32") || t.size(kChoice) != 3) return refuse_text(t.op, "choice must be int32 [3]");
+  const int32_t* choice = t.as<int32_t>(kChoice);
+  if (choice[0] < 1 || choice[1] < 1 || choice[1] > choice[0]) {
+    return refuse_text(t.op, "%d experts of %d are chosen; it must be from 1 to all", choice[1], choice[0]);
+  }
+  job->experts = choice[0];
+  job->chosen = choice[1];
+  job->normalised = choice[2] != 0;
+  for (const int i : {kGateUp, kDown}) {
+    if (!t.has_dtype(i, "uint8") || t.size(i) % (64 * job->experts) != 0) {
+      return refuse_text(t.op, "argument %d has %lld bytes of %s; it must be uint8, a multiple of 64 for each of %lld "
+                         "experts", i, static_cast<long long>(t.size(i)), t.dtypes[i],
+                         static_cast<long long>(job->experts));
+    }
+  }
+  return 0;
+}
+
+int check_weights(const Tensors& t, ExpertJob* job) {
+  const PackedWeightHeader* router = packed_weight(t, kRouter);
+  if (router == nullptr) return kBadArgument;
+  if (router->format != WeightFormat::kFloat32 || router->columns != job->experts || router->depth != job->width ||
+      router->gated != 0) {
+    return refuse_text(t.op, "the router must be a float32 weight of %lld columns and depth %lld",
+                       static_cast<long long>(job->experts), static_cast<long long>(job->width));
+  }
+  int error = check_packed_weight(t.op, job->weight(kDown, 0), t.size(kDown) / job->experts);
+  if (error != 0) return error;
+  job->inner = header_of(job->weight(kDown, 0)).depth;
+  error = check_expert_weights(*job, kDown, job->width, job->inner, false);
+  return error != 0 ? error : check_expert_weights(*job, kGateUp, 2 * job->inner, job->width, true);
+}
+
+int run_linear(const ExpertJob& job, const void* weight, const void* x, DType dtype, int64_t rows, void* out,
+               int64_t out_width, Epilogue epilogue) {
+  LinearArgs args{};
+  args.weight = weight;
+  args.x = x;
+  args.dtype = dtype;
+  args.rows = rows;
+  args.x_stride = header_of(weight).depth;
+  args.out = out;
+  args.out_stride = out_width;
+  args.epilogue = epilogue;
+  const int error = check_linear(job.t.op, args);
+  if (error == 0) kernels().linear(args);
+  return error;
+}
+
+template <class T>
+void widen_rows(const char* from, int64_t count, float* to) {
+  const T* values = reinterpret_cast<const T*>(from);
+  for (int64_t i = 0; i < count; ++i) to[i] = to_float(values[i]);
+}
+
+// norm(hidden + residual) of rows from `first`, and the sum.
+void norm_piece(const ExpertJob& job, int64_t first, int64_t rows, const PieceMemory& memory) {
+  const Tensors& t = job.t;
+  const NormInput in{t.as<char>(kHidden), t.as<char>(kResidual), t.as<char>(kSum), t.data[kGamma],
+                     *t.as<float>(kEpsilon), job.width, job.dtype};
+  const int64_t bytes = job.width * size_of(job.dtype);
+  parallel_for(rows, [&](int64_t i) {
+    char* row = memory.normed + i * bytes;
+    norm_row(in, first + i, row);
+    float* floats = memory.floats + i * job.width;
+    if (job.dtype == DType::kFloat32) std::memcpy(floats, row, static_cast<size_t>(bytes));
+    if (job.dtype == DType::kFloat16) widen_rows<half_t>(row, job.width, floats);
+    if (job.dtype == DType::kBFloat16) widen_rows<bfloat_t>(row, job.width, floats);
+  });
+}
+
+int run_experts(const ExpertJob& job, const PieceMemory& memory) {
+  const int64_t element = size_of(job.dtype);
+  for (int64_t expert = 0; expert < job.experts; ++expert) {
+    const int64_t begin = memory.starts[expert], rows = memory.starts[expert + 1] - begin;
+    if (rows == 0) continue;
+    char* inner = memory.inner + begin * job.inner * element;
+    int error = run_linear(job, job.weight(kGateUp, expert), memory.grouped + begin * job.width * element, job.dtype,
+                           rows, inner, job.inner, Epilogue::kSwiglu);
+    if (error == 0) {
+      error = run_linear(job, job.weight(kDown, expert), inner, job.dtype, rows, memory.outputs + begin * job.width,
+                         job.width, Epilogue::kStoreFloat);
+    }
+    if (error != 0) return error;
+  }
+  return 0;
+}
+
+// out = sum over ranks, in order, of weight * output, rounded once.
+template <class T>
+void sum_row(const ExpertJob& job, const PieceMemory& memory, int64_t row, T* out) {
+  const float* weights = memory.weights + row * job.chosen;
+  const int64_t* place = memory.place + row * job.chosen;
+  for (int64_t d = 0; d < job.width; ++d) {
+    float total = 0;
+    for (int64_t rank = 0; rank < job.chosen; ++rank) {
+      total += weights[rank] * memory.outputs[place[rank] * job.width + d];
+    }
+    from_float(total, out + d);
+  }
+}
+
+void sum_piece(const ExpertJob& job, const PieceMemory& memory, int64_t first, int64_t rows) {
+  const Tensors& t = job.t;
+  parallel_for(rows, [&](int64_t i) {
+    const int64_t at = (first + i) * job.width;
+    if (job.dtype == DType::kFloat32) sum_row(job, memory, i, t.as<float>(kOut) + at);
+    if (job.dtype == DType::kFloat16) sum_row(job, memory, i, t.as<half_t>(kOut) + at);
+    if (job.dtype == DType::kBFloat16) sum_row(job, memory, i, t.as<bfloat_t>(kOut) + at);
+  });
+}
+
+int run_piece(const ExpertJob& job, int64_t first, int64_t rows) {
+  const PieceMemory memory = piece_memory(job, rows);
+  const int64_t choices = rows * job.chosen, bytes = job.width * size_of(job.dtype);
+  norm_piece(job, first, rows, memory);
+  int error = run_linear(job, job.t.data[kRouter], memory.floats, DType::kFloat32, rows, memory.logits, job.experts,
+                         Epilogue::kStoreFloat);
+  if (error != 0) return error;
+  route_tokens({memory.logits, memory.ids, memory.weights, rows, job.experts, job.chosen, job.normalised});
+  group_by_expert(memory.ids, choices, job.experts, memory.starts, memory.place);
+  for (int64_t i = 0; i < choices; ++i) {
+    std::memcpy(memory.grouped + memory.place[i] * bytes, memory.normed + i / job.chosen * bytes,
+                static_cast<size_t>(bytes));
+  }
+  error = run_experts(job, memory);
+  if (error == 0) sum_piece(job, memory, first, rows);
+  return error;
+}
+
+int expert_mlp(const Tensors& t) {
+  if (t.count != kArguments) return refuse_text(t.op, "got %d arguments; it takes 9 and gives 2", t.count);
+  int error = check_float_type(t, kHidden);
+  if (error != 0) return error;
+  ExpertJob job{t, t.dtype(kHidden), t.dim(kHidden, -1), 0, 0, 0, false};
+  const int64_t rows = rows_of(t, kCounts, 0, t.dim(kHidden, 0));
+  if (rows < 0) return kBadArgument;
+  error = check_gamma(t, kGamma, kEpsilon, job.width, job.dtype);
+  for (const int i : {kResidual, kOut, kSum}) {
+    if (error == 0) error = check_matrix(t, i, rows, job.width, job.dtype);
+  }
+  if (error == 0) error = read_choice(t, &job);
+  if (error == 0) error = check_weights(t, &job);
+  for (int64_t first = 0; error == 0 && first < rows; first += kPieceRows) {
+    error = run_piece(job, first, smaller(kPieceRows, rows - first));
+  }
+  return error;
+}
+
+}  // namespace
+}  // namespace llmk
+
+LLMK_CUSTOM_OP(ExpertMlp, expert_mlp(t))

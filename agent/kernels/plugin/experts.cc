@@ -1,0 +1,154 @@
+// The primitives of a mixture of experts, as MindFormers' inference layers chain them: MoeGatingTopKSoftmax,
+// MoeInitRoutingV2, GroupedMatmulV4, Swiglu, GroupedMatmulV4, MoeTokenUnpermute. Semantics as in the CANN documentation
+// of aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2, aclnnGroupedMatmulV4 and aclnnMoeTokenUnpermute.
+#include <initializer_list>
+#include <vector>
+
+#include "../common/dtype_bytes.h"
+#include "../common/thread_pool.h"
+#include "../common/types.h"
+#include "../ops/experts.h"
+#include "../ops/matmul_any.h"
+#include "call.h"
+
+namespace llmk {
+
+// x [rows, experts], finished (None), k -> y [rows, k] of x's type, expert_idx, row_idx int32 [rows, k]. Softmax, then
+// the k largest of it; row_idx counts column by column.
+int plugin_moe_gating_top_k_softmax(const Call& call) {
+  enum { kX, kFinished, kK, kY, kExpertIdx, kRowIdx };
+  const int64_t rows = call.dim(kX, 0), experts = call.dim(kX, 1), k = call.integer(kK);
+  if (call.ndims[kX] != 2 || call.is_tensor(kFinished) || !call.has_dtype(kX, "float32") || k < 1 || k > experts) {
+    return refuse_text(call.op, "takes float32 [rows, experts], no finished, and k from 1 to %lld; x is %s, k %lld",
+                       static_cast<long long>(experts), call.dtypes[kX], static_cast<long long>(k));
+  }
+  route_tokens({call.as<float>(kX), call.as<int32_t>(kExpertIdx), call.as<float>(kY), rows, experts, k, false});
+  for (int64_t i = 0; i < rows * k; ++i) call.as<int32_t>(kRowIdx)[i] = static_cast<int32_t>(i % k * rows + i / k);
+  return 0;
+}
+
+// x [rows, width], expert_idx int32 [rows, k], active_num, expert_capacity, expert_num, drop_pad_mode, flag, flag ->
+// expanded_x [rows * k, width] ordered by expert (stable), expanded_row_idx int32 [rows * k]: where choice row * k + i
+// went, expert_tokens_count_or_cumsum int32 [expert_num], and one not used without dropping. Nothing is dropped.
+int plugin_moe_init_routing(const Call& call) {
+  enum { kX, kExpertIdx, kActiveNum, kCapacity, kExpertNum, kDropPadMode, kCountOrCumsum, kBeforeCapacity, kExpandedX,
+         kExpandedRowIdx, kTokens };
+  const int64_t rows = call.dim(kX, 0), choices = call.size(kExpertIdx), experts = call.integer(kExpertNum);
+  const int64_t active = call.integer(kActiveNum), flag = call.integer(kCountOrCumsum);
+  const int64_t bytes = call.dim(kX, 1) * dtype_bytes(call.dtypes[kX]);
+  if (rows == 0) return 0;
+  if (call.integer(kDropPadMode) != 0 || (active != 0 && active < choices) || flag < 1 || flag > 2 || experts < 1 ||
+      bytes == 0 || choices % rows != 0 || !call.has_dtype(kExpertIdx, "int32")) {
+    return refuse_text(call.op, "drop_pad_mode %lld, active_num %lld, expert_num %lld, flag %lld; only 0, 0, at least 1, "
+                       "and 1 or 2, with int32 expert_idx", static_cast<long long>(call.integer(kDropPadMode)),
+                       static_cast<long long>(active), static_cast<long long>(experts), static_cast<long long>(flag));
+  }
+  const int32_t* ids = call.as<int32_t>(kExpertIdx);
+  for (int64_t i = 0; i < choices; ++i) {
+    if (ids[i] < 0 || ids[i] >= experts) return refuse_index(call.op, "expert_idx", i, ids[i], experts);
+  }
+  std::vector<int64_t> starts(static_cast<size_t>(experts) + 1), place(static_cast<size_t>(choices));
+  group_by_expert(ids, choices, experts, starts.data(), place.data());
+  const int64_t k = choices / rows;
+  for (int64_t i = 0; i < choices; ++i) {
+    const int64_t to = place[static_cast<size_t>(i)];
+    call.as<int32_t>(kExpandedRowIdx)[i] = static_cast<int32_t>(to);
+    std::memcpy(call.as<char>(kExpandedX) + to * bytes, call.as<char>(kX) + i / k * bytes, static_cast<size_t>(bytes));
+  }
+  for (size_t expert = 0; expert < static_cast<size_t>(experts); ++expert) {
+    const int64_t before = flag == 2 ? starts[expert] : 0;
+    call.as<int32_t>(kTokens)[expert] = static_cast<int32_t>(starts[expert + 1] - before);
+  }
+  return 0;
+}
+
+// x [rows, depth] and weight [groups, depth, columns], one tensor each, group_list int64 [groups] -> [rows, columns]:
+// the rows of a group times its weight. split_item 3 (one output), group_type 0 (rows); group_list_type 0: ends of the
+// groups, 1: their sizes.
+int plugin_grouped_matmul(const Call& call) {
+  enum { kX, kWeight, kGroupList = 8, kSplitItem = 12, kGroupType, kGroupListType, kActType, kOutputDtype, kOut };
+  for (int i = 2; i <= 11; ++i) {
+    if (i != kGroupList && call.is_tensor(i)) return refuse_text(call.op, "argument %d is not supported", i);
+  }
+  if (call.count != kOut + 1 || call.ndims[kX] != 2 || call.ndims[kWeight] != 3 || !call.is_tensor(kGroupList) ||
+      !call.has_dtype(kGroupList, "int64") || call.integer(kSplitItem) != 3 || call.integer(kGroupType) != 0 ||
+      call.integer(kActType) != 0 || std::strcmp(call.dtypes[kX], call.dtypes[kWeight]) != 0) {
+    return refuse_text(call.op, "takes one x [rows, depth], one weight [groups, depth, columns] of its type and an int64 "
+                       "group_list, with split_item 3, group_type 0, act_type 0");
+  }
+  const int64_t groups = call.dim(kWeight, 0), depth = call.dim(kWeight, 1), columns = call.dim(kWeight, 2);
+  const int64_t rows = call.dim(kX, 0), bytes = dtype_bytes(call.dtypes[kX]);
+  if (call.size(kGroupList) != groups || call.dim(kX, 1) != depth) {
+    return refuse_text(call.op, "%lld groups for %lld weights, depths %lld and %lld",
+                       static_cast<long long>(call.size(kGroupList)), static_cast<long long>(groups),
+                       static_cast<long long>(call.dim(kX, 1)), static_cast<long long>(depth));
+  }
+  int64_t begin = 0;
+  for (int64_t group = 0; group < groups; ++group) {
+    const int64_t given = call.as<int64_t>(kGroupList)[group], end = call.integer(kGroupListType) == 1 ? begin + given : given;
+    if (end < begin || end > rows) return refuse_index(call.op, "group_list", group, given, rows + 1);
+    if (end == begin) continue;
+    AnyMatMulArgs args{};
+    args.a = call.as<char>(kX) + begin * depth * bytes;
+    args.b = call.as<char>(kWeight) + group * depth * columns * bytes;
+    args.out = call.as<char>(kOut) + begin * columns * dtype_bytes(call.dtypes[kOut]);
+    args.rows = end - begin;
+    args.columns = columns;
+    args.depth = depth;
+    args.dtype = call.dtypes[kX];
+    args.out_dtype = call.dtypes[kOut];
+    const int error = any_matmul(call.op, args);
+    if (error != 0) return error;
+    begin = end;
+  }
+  std::memset(call.as<char>(kOut) + begin * columns * dtype_bytes(call.dtypes[kOut]), 0,
+              static_cast<size_t>((rows - begin) * columns * dtype_bytes(call.dtypes[kOut])));
+  return 0;
+}
+
+namespace {
+
+template <class T>
+void unpermute_row(const T* tokens, const int32_t* places, const T* probs, int64_t k, int64_t width, T* out) {
+  for (int64_t d = 0; d < width; ++d) {
+    float total = 0;
+    for (int64_t i = 0; i < k; ++i) total += to_float(probs[i]) * to_float(tokens[places[i] * width + d]);
+    from_float(total, out + d);
+  }
+}
+
+template <class T>
+void unpermute(const Call& call, int64_t rows, int64_t k, int64_t width) {
+  parallel_for(rows, [&](int64_t row) {
+    unpermute_row(call.as<T>(0), call.as<int32_t>(1) + row * k, call.as<T>(2) + row * k, k, width,
+                  call.as<T>(call.count - 1) + row * width);
+  });
+}
+
+}  // namespace
+
+// permuted_tokens [rows * k, width], sorted_indices int32 [rows * k], probs [rows, k] of the tokens' type ->
+// [rows, width]: the sum over i of probs[row][i] * permuted_tokens[sorted_indices[row * k + i]], in that order, in
+// float32. No padding.
+int plugin_moe_token_unpermute(const Call& call) {
+  enum { kTokens, kIndices, kProbs, kPaddedMode, kRestoreShape };
+  int error = call.is_tensor(kProbs) ? check_equal_dtype(call, kTokens, kProbs) : kBadArgument;
+  if (error != 0 || call.boolean(kPaddedMode) || !call.has_dtype(kIndices, "int32") || call.ndims[kTokens] != 2 ||
+      call.ndims[kProbs] != 2 || call.size(kIndices) != call.size(kProbs) || call.dim(kTokens, 0) != call.size(kProbs)) {
+    return refuse_text(call.op, "takes permuted_tokens [rows * k, width], int32 sorted_indices [rows * k] and probs "
+                       "[rows, k] of the tokens' type, not padded");
+  }
+  for (int64_t i = 0; i < call.size(kIndices); ++i) {
+    const int64_t index = call.as<int32_t>(kIndices)[i];
+    if (index < 0 || index >= call.dim(kTokens, 0)) {
+      return refuse_index(call.op, "sorted_indices", i, index, call.dim(kTokens, 0));
+    }
+  }
+  const int64_t rows = call.dim(kProbs, 0), k = call.dim(kProbs, 1), width = call.dim(kTokens, 1);
+  if (call.dtype(kTokens) == DType::kFloat32) unpermute<float>(call, rows, k, width);
+  if (call.dtype(kTokens) == DType::kFloat16) unpermute<half_t>(call, rows, k, width);
+  if (call.dtype(kTokens) == DType::kBFloat16) unpermute<bfloat_t>(call, rows, k, width);
+  return error;
+}
+
+}  // namespace llmk

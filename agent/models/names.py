@@ -1,0 +1,81 @@
+"""What Hugging Face checkpoints call the tensors of a decoder, and which of our parameters they make up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agent.weights import WeightKind, WeightPart, WeightSpec
+from llm_serving.model_shape import ModelShape
+
+
+def weight_specs(shape: ModelShape) -> list[WeightSpec]:
+    """Every parameter to load, in the order of the layers; names as the parameters of ``Llama`` are called."""
+    hidden, vocab = shape.hidden_size, shape.vocab_size
+    specs = [_plain("embedding.weight", "model.embed_tokens.weight", vocab, hidden)]
+    for layer in range(shape.num_layers):
+        ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
+        specs.append(_plain(f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight", hidden))
+        specs.extend(_attention_specs(shape, f"{ours}.attention", f"{theirs}.self_attn"))
+        specs.append(_plain(f"{ours}.post_attention_norm.weight", f"{theirs}.post_attention_layernorm.weight", hidden))
+        mlp_specs = _expert_specs if shape.has_experts(layer) else _mlp_specs
+        specs.extend(mlp_specs(shape, f"{ours}.mlp", f"{theirs}.mlp"))
+    specs.append(_plain("norm.weight", "model.norm.weight", hidden))
+    tied = shape.tie_word_embeddings
+    output = WeightPart("model.embed_tokens.weight" if tied else "lm_head.weight", (vocab, hidden))
+    specs.append(WeightSpec("lm_head.weight", (output,), "linear", packed_only=tied))
+    return specs
+
+
+def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
+    """Ends of names that a checkpoint may hold and the model does not need: rotary frequencies, which follow from
+    config.json, and the output weight where it is the embedding."""
+    return ("rotary_emb.inv_freq", "lm_head.weight") if shape.tie_word_embeddings else ("rotary_emb.inv_freq",)
+
+
+def _attention_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
+    hidden, head_dim = shape.hidden_size, shape.head_dim
+    query, key = shape.num_attention_heads * head_dim, shape.num_key_value_heads * head_dim
+    widths = {"q_proj": query, "k_proj": key, "v_proj": key}
+    parts = tuple(WeightPart(f"{theirs}.{name}.weight", (width, hidden)) for name, width in widths.items())
+    biases = tuple(WeightPart(f"{theirs}.{name}.bias", (width,)) for name, width in widths.items())
+    yield WeightSpec(f"{ours}.qkv.weight", parts, "linear", bias=biases if shape.attention_bias else ())
+    output = WeightPart(f"{theirs}.o_proj.weight", (hidden, query))
+    output_bias = (WeightPart(f"{theirs}.o_proj.bias", (hidden,)),) if shape.output_bias else ()
+    yield WeightSpec(f"{ours}.output.weight", (output,), "linear", bias=output_bias)
+    if shape.query_key_norm:
+        yield _plain(f"{ours}.query_norm.weight", f"{theirs}.q_norm.weight", head_dim)
+        yield _plain(f"{ours}.key_norm.weight", f"{theirs}.k_norm.weight", head_dim)
+
+
+def _mlp_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
+    gate_up, down = _gated_parts(theirs, shape.hidden_size, shape.intermediate_size)
+    yield WeightSpec(f"{ours}.gate_up.weight", gate_up, "gated_linear")
+    yield WeightSpec(f"{ours}.down.weight", down, "linear")
+
+
+def _expert_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
+    experts = shape.experts
+    assert experts is not None, "a layer with experts has a shape with experts"
+    router = WeightPart(f"{theirs}.gate.weight", (experts.count, shape.hidden_size))
+    yield WeightSpec(f"{ours}.router.weight", (router,), "linear", float32=True)
+    each = [
+        _gated_parts(f"{theirs}.experts.{index}", shape.hidden_size, experts.intermediate_size)
+        for index in range(experts.count)
+    ]
+    for name, place, kind in (("gate_up", 0, "gated_linear"), ("down", 1, "linear")):
+        parts = tuple(part for expert in each for part in expert[place])
+        yield WeightSpec(f"{ours}.{name}.weight", parts, _kind(kind), experts=experts.count)
+
+
+def _gated_parts(theirs: str, hidden: int, inner: int) -> tuple[tuple[WeightPart, ...], tuple[WeightPart, ...]]:
+    """Of gate and up as one, and of down."""
+    gate, up = (WeightPart(f"{theirs}.{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj"))
+    return (gate, up), (WeightPart(f"{theirs}.down_proj.weight", (hidden, inner)),)
+
+
+def _kind(name: str) -> WeightKind:
+    return "gated_linear" if name == "gated_linear" else "linear"
+
+
+def _plain(parameter: str, name: str, *sizes: int) -> WeightSpec:
+    return WeightSpec(parameter, (WeightPart(name, sizes),))

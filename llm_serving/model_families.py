@@ -1,0 +1,131 @@
+"""The model families that are served, by the ``architectures`` entry of ``config.json``, and what only they state.
+
+``agent/models/`` has a module for each; ``docs/models.md`` has the table for people.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llm_serving.formats.typed_fields import TypedFields
+
+MAX_EXPERTS = 4096
+MAX_WINDOW = 16 * 1024 * 1024
+_MAX_INTERMEDIATE_SIZE = 8 * 65_536
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What sets a family apart from a Llama."""
+
+    architecture: str
+    model_type: str
+    biases: Literal["stated", "query_key_value"] = "stated"
+    """Of the attention's linear layers: all four or none, as ``attention_bias`` states, or always q, k and v."""
+    query_key_norm: bool = False
+    """RMSNorm of every query and key head."""
+    window: Literal["none", "always", "switched"] = "none"
+    """``sliding_window``: not known; of every layer, where stated; with ``use_sliding_window``, of the upper layers."""
+    head_dim: int | None = None
+    """Where ``config.json`` states none; None: hidden size / heads."""
+    has_experts: bool = False
+
+
+FAMILIES = {
+    family.architecture: family
+    for family in (
+        Family("LlamaForCausalLM", "llama"),
+        Family("MistralForCausalLM", "mistral", window="always"),
+        Family("Qwen2ForCausalLM", "qwen2", biases="query_key_value", window="switched"),
+        Family("Qwen3ForCausalLM", "qwen3", query_key_norm=True, window="switched", head_dim=128),
+        Family("Qwen3MoeForCausalLM", "qwen3_moe", query_key_norm=True, window="switched", has_experts=True),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """A mixture of experts in place of the MLP: each token goes to a few of many small MLPs (Shazeer et al. 2017)."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    normalised: bool
+    """Whether a token's expert weights are divided by their sum (``norm_topk_prob``)."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have an ordinary MLP instead."""
+
+
+def family_of(fields: TypedFields) -> Family:
+    """By ``architectures`` or, where that is absent, ``model_type``. Raises the fields' error, listing the known."""
+    names = fields.names("architectures")
+    if not names:
+        by_type = {family.model_type: family for family in FAMILIES.values()}
+        return by_type[fields.text("model_type", "", tuple(by_type))]
+    for name in names:
+        if name in FAMILIES:
+            return FAMILIES[name]
+    raise fields.fail("architectures", f"is not supported; only {', '.join(FAMILIES)}")
+
+
+def read_biases(fields: TypedFields, family: Family) -> tuple[bool, bool]:
+    """Whether q, k and v, and whether the attention's output layer have a bias."""
+    if fields.boolean("mlp_bias", False):
+        raise fields.fail("mlp_bias", "is not supported; the MLP's linear layers have no bias")
+    if family.biases == "query_key_value":
+        return True, False
+    stated = fields.boolean("attention_bias", False)
+    return stated, stated
+
+
+def read_window(fields: TypedFields, family: Family, num_layers: int) -> tuple[int, tuple[int, ...]]:
+    """The sliding window in tokens, 0 for none, and the layers that see everything in spite of it."""
+    is_on = family.window == "always" or (family.window == "switched" and fields.boolean("use_sliding_window", False))
+    types = fields.names("layer_types")
+    if types and (len(types) != num_layers or not set(types) <= {_FULL, _SLIDING}):
+        raise fields.fail("layer_types", f"must be {num_layers} times {_FULL} or {_SLIDING}")
+    window = fields.integer("sliding_window", 0, 0, MAX_WINDOW) if is_on else 0
+    if window == 0:
+        if _SLIDING in types:
+            raise fields.fail("layer_types", "there is no sliding_window to go with it")
+        return 0, ()
+    if types:
+        full = tuple(index for index, kind in enumerate(types) if kind == _FULL)
+    elif family.window == "switched" and not family.has_experts:
+        full = tuple(range(min(num_layers, fields.integer("max_window_layers", 28, 0, 1 << 20))))
+    else:
+        full = ()
+    return (0, ()) if len(full) == num_layers else (window, full)
+
+
+def read_experts(fields: TypedFields, family: Family, num_layers: int) -> Experts | None:
+    """None for a family without, or where no layer has them."""
+    if not family.has_experts:
+        for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+            if fields.integer(key, 0, 0, 1 << 20) > 1:
+                raise fields.fail(key, f"{family.architecture} has no experts; Qwen3MoeForCausalLM has")
+        return None
+    count = fields.integer("num_experts", None, 1, MAX_EXPERTS)
+    step = fields.integer("decoder_sparse_step", 1, 1, 1 << 20)
+    named = _layer_indices(fields, "mlp_only_layers")
+    dense = tuple(index for index in range(num_layers) if index in named or (index + 1) % step)
+    if len(dense) == num_layers:
+        return None
+    return Experts(
+        count=count,
+        per_token=fields.integer("num_experts_per_tok", None, 1, count),
+        intermediate_size=fields.integer("moe_intermediate_size", None, 1, _MAX_INTERMEDIATE_SIZE),
+        normalised=fields.boolean("norm_topk_prob", False),
+        dense_layers=dense,
+    )
+
+
+def _layer_indices(fields: TypedFields, key: str) -> tuple[int, ...]:
+    value = fields.value(key)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(type(index) is int for index in value):
+        raise fields.fail(key, "must be a list of layer numbers")
+    return tuple(value)

@@ -1,0 +1,50 @@
+"""Runs every model of ``tools.seeded_families`` through ModelRunner, in one type and op table; prints JSON.
+
+python tests/agent/families_worker.py DTYPE OP_TABLE WEIGHT_FORMAT KV_FORMAT SCRATCH_FOLDER [MODEL ...]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from runner_worker import generate, run_invariance  # noqa: E402
+from step_driver import StepDriver  # noqa: E402
+
+from tools.make_golden import weights_digest  # noqa: E402
+from tools.seeded_families import FAMILY_VARIANTS  # noqa: E402
+from tools.seeded_model import write_model  # noqa: E402
+
+GOLDEN = ROOT / "tests" / "golden" / "families"
+
+
+def tokens(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> list[list[int]]:
+    """Greedy tokens of each case, going on from our own ones or from the oracle's."""
+    steps = generate(driver, cases, forced=forced)
+    return [[step[index].token for step in steps] for index in range(len(cases))]
+
+
+def main() -> None:
+    dtype, op_table, weights, kv, scratch, *models = sys.argv[1:]
+    results: dict[str, Any] = {}
+    for name in models or FAMILY_VARIANTS:
+        golden = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+        folder = Path(scratch) / name
+        write_model(FAMILY_VARIANTS[name], folder)
+        driver = StepDriver(folder, dtype, op_table, weights, kv)
+        results[name] = {
+            "free": tokens(driver, golden["cases"], forced=False) if dtype == "float32" else None,
+            "forced": tokens(driver, golden["cases"], forced=True),
+            "invariance": run_invariance(driver, golden),
+            "digest": weights_digest(folder),
+        }
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Every model family against Hugging Face transformers (tests/golden/families), each setup in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.models import registry
+from llm_serving.errors import AgentStartError
+from llm_serving.model_families import FAMILIES
+from tools.seeded_families import FAMILY_VARIANTS
+
+HERE = Path(__file__).resolve().parent
+GOLDEN = HERE.parent / "golden" / "families"
+MODELS = tuple(FAMILY_VARIANTS)
+FLOAT32 = ("float32", "fused", "auto", "auto")
+HALF_SETUPS = tuple(
+    (dtype, table, "auto", "auto") for table in ("fused", "native") for dtype in ("float16", "bfloat16")
+)
+QUANTISED_SETUPS = (
+    ("bfloat16", "fused", "int8", "auto"),
+    ("float32", "fused", "int4", "int8"),
+)
+SETUPS = (FLOAT32, *HALF_SETUPS, *QUANTISED_SETUPS)
+TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
+"""Times the standard deviation of the oracle's logits: two logits closer than that count as a tie."""
+MOST_TIES = 0.08
+"""Of all tokens of a model. Checkpoints in float16 lose bits as bfloat16, so this is more than for the Llamas."""
+LEAST_AGREEMENT = {"int8": 0.97, "int4": 0.55}
+"""Share of tokens among the oracle's best four, of 300 and more. Random weights are the hardest to round."""
+
+Results = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Results of a setup, computed when they are first asked for."""
+
+    @cache
+    def run(*setup: str) -> Results:
+        scratch = tmp_path_factory.mktemp("-".join(setup))
+        done = subprocess.run(
+            [sys.executable, str(HERE / "families_worker.py"), *setup, str(scratch)],
+            cwd=scratch,
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        answer: Results = json.loads(done.stdout.splitlines()[-1])
+        return answer
+
+    return run
+
+
+@cache
+def golden_of(model: str) -> Results:
+    document: Results = json.loads((GOLDEN / f"{model}.json").read_text(encoding="utf-8"))
+    return document
+
+
+def test_every_family_has_a_model() -> None:
+    assert {variant.config["architectures"][0] for variant in FAMILY_VARIANTS.values()} == set(FAMILIES)
+    assert sorted(path.stem for path in GOLDEN.glob("*.json")) == sorted(MODELS)
+
+
+def test_the_registry_has_every_family() -> None:
+    assert set(registry._MODULES) == set(FAMILIES)
+    with pytest.raises(AgentStartError, match="there are: LlamaForCausalLM, Mistral"):
+        registry.find_model("GPT2LMHeadModel")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_golden_files_are_of_these_weights(results: Any, model: str) -> None:
+    digest = results(*FLOAT32)[model]["digest"]
+    assert digest == golden_of(model)["weights_sha256"], f"run tools/make_golden.py {model} (see its text)"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_golden_text_is_worth_comparing(model: str) -> None:
+    """A model that says one thing for ever would prove little."""
+    for case in golden_of(model)["cases"]:
+        assert len(case["tokens"]) == 64
+        assert len(set(case["tokens"])) >= 5
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_float32_gives_the_oracles_tokens_exactly(results: Any, model: str) -> None:
+    result = results(*FLOAT32)[model]
+    expected = [case["tokens"] for case in golden_of(model)["cases"]]
+    assert result["free"] == expected
+    assert result["forced"] == expected
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("setup", HALF_SETUPS, ids="-".join)
+def test_half_types_differ_from_the_oracle_only_at_ties(results: Any, setup: tuple[str, ...], model: str) -> None:
+    """Fed with the oracle's tokens, every arg-max is the oracle's, or one whose logit is as good but for the margin."""
+    forced = results(*setup)[model]["forced"]
+    cases, margins = golden_of(model)["cases"], []
+    for case, tokens in zip(cases, forced, strict=True):
+        limit = TIE_MARGIN[setup[0]] * case["logit_std"]
+        for step, token in enumerate(tokens):
+            if token != case["tokens"][step]:
+                top_ids, top_logits = case["top_ids"][step], case["top_logits"][step]
+                assert token in top_ids, f"prompt of {len(case['prompt'])}, token {step}: {token} is not near the best"
+                margins.append(top_logits[0] - top_logits[top_ids.index(token)])
+                assert margins[-1] < limit, f"prompt of {len(case['prompt'])}, token {step}: {margins[-1]} >= {limit}"
+    total = sum(len(tokens) for tokens in forced)
+    print(f"{model} {'-'.join(setup)}: {len(margins)} ties in {total} tokens, widest {max(margins, default=0):.3f}")
+    assert len(margins) <= MOST_TIES * total
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("setup", QUANTISED_SETUPS, ids="-".join)
+def test_quantised_weights_say_nearly_the_same(results: Any, setup: tuple[str, ...], model: str) -> None:
+    forced = results(*setup)[model]["forced"]
+    near = [
+        token in best
+        for case, tokens in zip(golden_of(model)["cases"], forced, strict=True)
+        for token, best in zip(tokens, case["top_ids"], strict=True)
+    ]
+    assert sum(near) >= LEAST_AGREEMENT[setup[2]] * len(near)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("setup", SETUPS, ids="-".join)
+def test_a_position_gives_the_same_bits_however_it_is_computed(
+    results: Any, setup: tuple[str, ...], model: str
+) -> None:
+    """Alone, in a batch, in chunks, as prompt or as decode: token, logit, logsumexp and 32 best logits, bit for bit."""
+    digests = results(*setup)[model]["invariance"]
+    alone = digests["alone"]
+    assert len(set(alone)) == len(alone) == 21
+    assert digests["batched"] == alone
+    assert digests["together"] == alone[:1]
+    for pieces in ("chunked", "prefilled"):
+        by_step = dict(text.split() for text in digests[pieces])
+        assert len(by_step) >= 4
+        assert by_step == {step: alone[int(step)] for step in by_step}

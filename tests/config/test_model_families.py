@@ -1,0 +1,148 @@
+"""What each family reads from ``config.json`` beside a Llama's sizes, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from model_folders import write_model_folder
+
+from llm_serving.errors import CheckpointError
+from llm_serving.model_families import FAMILIES, Experts
+from llm_serving.model_shape import ModelShape
+from llm_serving.rope_scaling import RopeScaling
+
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48,
+}  # fmt: skip
+
+
+def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
+    return ModelShape.from_hf_folder(write_model_folder(tmp_path / "model", **changes))
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_by_architecture_or_model_type(tmp_path: Path, architecture: str) -> None:
+    needed = {key: value for key, value in MOE.items() if "Moe" in architecture and key != "architectures"}
+    assert shape_of(tmp_path, architectures=[architecture], **needed).architecture == architecture
+    model_type = FAMILIES[architecture].model_type
+    shape = shape_of(tmp_path / "type", remove=("architectures",), model_type=model_type, **needed)
+    assert shape.architecture == architecture
+
+
+def test_an_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        shape_of(tmp_path, architectures=["GPT2LMHeadModel"])
+    for architecture in FAMILIES:
+        assert architecture in str(caught.value)
+
+
+def test_biases(tmp_path: Path) -> None:
+    qwen2 = shape_of(tmp_path / "qwen2", architectures=["Qwen2ForCausalLM"])
+    assert (qwen2.attention_bias, qwen2.output_bias) == (True, False)
+    llama, plain = shape_of(tmp_path / "llama", attention_bias=True), shape_of(tmp_path / "plain")
+    assert (llama.attention_bias, llama.output_bias) == (True, True)
+    assert (plain.attention_bias, plain.output_bias) == (False, False)
+    assert qwen2.num_parameters - plain.num_parameters == 2 * (64 + 2 * 32)
+    assert llama.num_parameters - plain.num_parameters == 2 * (64 + 2 * 32 + 64)
+
+
+def test_norms_of_heads_and_their_size(tmp_path: Path) -> None:
+    qwen3 = shape_of(tmp_path / "stated", architectures=["Qwen3ForCausalLM"], head_dim=16)
+    assert qwen3.query_key_norm
+    assert qwen3.num_parameters - shape_of(tmp_path / "plain").num_parameters == 2 * 2 * 16
+    assert shape_of(tmp_path / "default", architectures=["Qwen3ForCausalLM"]).head_dim == 128
+    assert not shape_of(tmp_path / "qwen2", architectures=["Qwen2ForCausalLM"]).query_key_norm
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "windows"),
+    [
+        ("LlamaForCausalLM", {"sliding_window": 8}, [0, 0, 0, 0]),
+        ("MistralForCausalLM", {}, [0, 0, 0, 0]),
+        ("MistralForCausalLM", {"sliding_window": None}, [0, 0, 0, 0]),
+        ("MistralForCausalLM", {"sliding_window": 8}, [8, 8, 8, 8]),
+        ("Qwen2ForCausalLM", {"sliding_window": 8}, [0, 0, 0, 0]),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True}, [0, 0, 0, 0]),
+        ("Qwen2ForCausalLM", {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3}, [0, 0, 0, 8]),
+        (
+            "Qwen3ForCausalLM",
+            {
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            [8, 0, 8, 0],
+        ),
+        ("Qwen3MoeForCausalLM", {**MOE, "sliding_window": 8, "use_sliding_window": True}, [8, 8, 8, 8]),
+    ],
+)
+def test_windows(tmp_path: Path, architecture: str, changes: dict[str, Any], windows: list[int]) -> None:
+    values = {"num_hidden_layers": 4, **changes, "architectures": [architecture]}
+    shape = shape_of(tmp_path, **values)
+    assert [shape.window_of(layer) for layer in range(4)] == windows
+
+
+def test_experts(tmp_path: Path) -> None:
+    shape = shape_of(tmp_path, **MOE, num_hidden_layers=4, mlp_only_layers=[0], decoder_sparse_step=2)
+    assert shape.experts == Experts(8, 3, 48, normalised=False, dense_layers=(0, 2))
+    assert [shape.has_experts(layer) for layer in range(4)] == [False, True, False, True]
+    dense = 3 * 64 * 160
+    attention = 2 * 64 * 64 + 2 * 64 * 32 + 2 * 16 + 2 * 64
+    experts = 8 * 3 * 64 * 48 + 8 * 64
+    assert shape.num_parameters == 4 * attention + 2 * dense + 2 * experts + 64 + 2 * 300 * 64
+    normalised = shape_of(tmp_path / "normalised", **MOE, norm_topk_prob=True)
+    assert normalised.experts == Experts(8, 3, 48, normalised=True)
+    assert shape_of(tmp_path / "none", **MOE, mlp_only_layers=[0, 1]).experts is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({**MOE, "num_experts": None}, "num_experts = null: must be an integer from 1"),
+        ({**MOE, "num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be from 1 to 8"),
+        ({**MOE, "moe_intermediate_size": 0}, "moe_intermediate_size = 0: must be from 1"),
+        ({**MOE, "mlp_only_layers": "0"}, "mlp_only_layers = '0': must be a list of layer numbers"),
+        ({"architectures": ["Qwen2ForCausalLM"], "num_experts": 8}, "num_experts = 8: Qwen2ForCausalLM has no experts"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "layer_types": ["full_attention"]},
+            "layer_types = ['full_attention']:",
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "layer_types": ["sliding_attention"] * 2},
+            "layer_types = ['sliding_attention', 'sliding_attention']: there is no sliding_window to go with it",
+        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window = -1: must be from 0"),
+    ],
+)
+def test_bad_value_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        shape_of(tmp_path, **changes)
+    assert f"config.json: {message}" in str(caught.value)
+
+
+def test_dynamic_scaling_serves_beyond_the_trained_context(tmp_path: Path) -> None:
+    shape = shape_of(tmp_path, rope_scaling={"type": "dynamic", "factor": 3.0})
+    assert shape.rope_scaling == RopeScaling("dynamic", 3.0, original_max_position_embeddings=4096)
+    assert shape.max_positions == 3 * 4096
+    assert shape_of(tmp_path / "plain").max_positions == 4096
+    assert shape_of(tmp_path / "linear", rope_scaling={"type": "linear", "factor": 3.0}).max_positions == 4096
+
+
+def test_yarn(tmp_path: Path) -> None:
+    plain = shape_of(tmp_path / "plain", rope_scaling={"type": "yarn", "factor": 4.0})
+    assert plain.rope_scaling is not None
+    assert plain.rope_scaling.attention_factor == pytest.approx(0.1 * 1.3862943611 + 1)
+    assert (plain.rope_scaling.original_max_position_embeddings, plain.max_positions) == (4096, 4 * 4096)
+    stated = {"factor": 4.0, "original_max_position_embeddings": 512, "attention_factor": 0.5, "truncate": False}
+    shape = shape_of(tmp_path / "stated", rope_scaling={"rope_type": "yarn", "beta_fast": 16, "beta_slow": 2, **stated})
+    assert shape.rope_scaling == RopeScaling(
+        "yarn", 4.0, original_max_position_embeddings=512, beta_fast=16.0, beta_slow=2.0, truncate=False,
+        attention_factor=0.5,
+    )  # fmt: skip
+    assert shape.max_positions == 4096
+    ratio = {"mscale": 1.0, "mscale_all_dim": 0.5}
+    deepseek = shape_of(tmp_path / "ratio", rope_scaling={"rope_type": "yarn", "factor": 4.0, **ratio}).rope_scaling
+    assert deepseek is not None
+    assert deepseek.attention_factor == pytest.approx((0.1 * 1.3862943611 + 1) / (0.05 * 1.3862943611 + 1))

@@ -1,0 +1,39 @@
+"""Folders of other families through ``start_server.py``: text in, transformers' tokens out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from server_process import running_server
+from small_configs import REPOSITORY
+
+from tools.seeded_families import FAMILY_VARIANTS
+from tools.seeded_model import write_model
+
+GOLDEN = REPOSITORY / "tests" / "golden" / "families"
+
+
+@pytest.mark.parametrize(
+    ("model", "op_table"),
+    [("qwen2_tied", "fused"), ("qwen3_tied", "native"), ("mistral_window", "fused"), ("qwen3_moe", "fused")],
+)
+def test_a_folder_is_served_by_its_architecture(tmp_path: Path, model: str, op_table: str) -> None:
+    write_model(FAMILY_VARIANTS[model], tmp_path / model)
+    golden = json.loads((GOLDEN / f"{model}.json").read_text(encoding="utf-8"))
+    dtype = "float32" if op_table == "fused" else "float16"
+    overrides = [
+        f"model_config.model_path={tmp_path / model}",
+        f"model_config.model_dtype={dtype}",
+        f"model_config.op_table={op_table}",
+    ]
+    with running_server(tmp_path, overrides) as server:
+        architecture = FAMILY_VARIANTS[model].config["architectures"][0]
+        assert server.get("/server_info")["model"]["architecture"] == architecture
+        for case in golden["cases"]:
+            body = {"prompt": case["prompt"], "max_tokens": 64, "temperature": 0, "ignore_eos": True}
+            answer = server.post("/v1/completions", {**body, "return_token_ids": True})
+            tokens = answer["choices"][0]["token_ids"]
+            assert len(tokens) == 64
+            assert tokens == case["tokens"] if dtype == "float32" else tokens[:8] == case["tokens"][:8]
