@@ -20,6 +20,9 @@ const char* kOps[] = {"RmsNorm", "AddRmsNorm", "Swiglu", "ApplyRotaryPosEmb", "R
                       "FlashAttentionScore", "PagedAttention", "MatMul", "Gather", "Reshape", "MoeGatingTopKSoftmax",
                       "MoeInitRoutingV2", "GroupedMatmulV4", "InnerMoeTokenUnpermute"};
 
+// RmsNorm(x, gamma, epsilon) -> y, rstd and AddRmsNorm(x1, x2, gamma, epsilon) -> y, rstd, x1 + x2: y = x * rstd * gamma,
+// rstd = 1 / sqrt(mean(x^2) + epsilon) in float32 over the last axis. The sum is rounded to the type of x first, and the
+// norm is of what is stored, so the residual stream and its norm agree. y is rounded once.
 int rms_norm(const Call& call, bool with_residual) {
   const int gamma = with_residual ? 2 : 1, y = call.count - (with_residual ? 3 : 2);
   int error = with_residual ? check_equal_dtype(call, 0, 1) : check_float(call, 0);
@@ -46,6 +49,7 @@ int rms_norm(const Call& call, bool with_residual) {
   return 0;
 }
 
+// Swiglu(input, dim): silu(first half) * second half of axis `dim`, worked out in float32 and rounded once.
 int swiglu(const Call& call) {
   const int error = check_float(call, 0);
   if (error != 0) return error;
@@ -65,6 +69,9 @@ int swiglu(const Call& call) {
   return 0;
 }
 
+// ReshapeAndCache(key, value, key_cache, value_cache, slot_mapping): row t of key and value goes to slot slot_mapping[t] =
+// block * block_size + offset of caches [blocks, block_size, kv_heads, head_dim], in place, bit for bit; a negative slot is
+// padding and writes nothing. value may be missing. The output has the shape of key and means nothing: it only orders.
 int reshape_and_cache(const Call& call) {
   if (!call.is_tensor(2) || !call.is_tensor(4) || !call.has_dtype(4, "int32")) {
     return refuse_text(call.op, "key_cache and an int32 slot_mapping are needed");
@@ -89,6 +96,7 @@ int reshape_and_cache(const Call& call) {
   return 0;
 }
 
+// Gather(table, indices, axis, batch_dims): every type of 1 to 16 bytes an element; an index past the axis is an error.
 int gather(const Call& call) {
   GatherArgs args{};
   const int64_t bytes = dtype_bytes(call.dtypes[0]), dims = call.ndims[0];
@@ -116,6 +124,8 @@ int gather(const Call& call) {
   return gather_rows(call.op, args);
 }
 
+// MatMul(a, b, transpose_a, transpose_b) of matrices: floats are summed in float32, in an order fixed by the depth, and
+// rounded once.
 int matmul(const Call& call) {
   if (call.ndims[0] != 2 || call.ndims[1] != 2) {
     return refuse_text(call.op, "inputs of %d and %d dimensions; both must have 2", call.ndims[0], call.ndims[1]);

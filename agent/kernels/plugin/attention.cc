@@ -116,6 +116,10 @@ static int read_mask(const Call& call, int mask, const AttentionArgs& args, int6
   return 0;
 }
 
+// Query [tokens, heads * dim], caches [blocks, block_size, kv_heads, dim], block_tables int32 [sequences, width]. The last
+// q_seq_lens[s] of the context_lens[s] tokens of sequence s are its queries, one where q_seq_lens is missing; each sees
+// the keys up to its own position, which the cache holds already. Padding of block_tables is not read. An Ascend hides later
+// keys by attn_mask alone; here the position does.
 int plugin_paged_attention(const Call& call) {
   enum { kQuery, kKeyCache, kValueCache, kBlockTables, kContextLens, kAntiquantScale, kAntiquantOffset, kAttnMask,
          kQueryLens, kAlibi, kHeadNum, kScale, kKvHeadNum, kQuantMode, kMaskMode, kMlaDim };
