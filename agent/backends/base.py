@@ -139,6 +139,6 @@ class OpTable(ABC):
         ``head_norms`` are the gammas [D] of the norms of query and key heads, () without. Norms and rotates queries and
         keys, writes keys and values to the caches (in place, where ``slot_mapping`` is not -1) and attends causally, no
         further back than the window, scaled by 1 / sqrt(D). ``whole_prompts`` is a constant of the graph: True promises
-        that every context is its queries, so that the cache need not be read; ``query_lens`` then has a fixed length,
-        past S zero, and is int64 unless ``dynamic_prompts``.
+        that every context is its queries, so that the cache need not be read; ``query_lens`` then has a fixed
+        length, past S zero, and is int64 unless ``dynamic_prompts``.
         """

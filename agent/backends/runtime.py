@@ -32,7 +32,9 @@ def start_runtime(config: Config) -> None:
         set_threads(config.model_config.cpu_threads)
 
 
+@cache
 def _set_up_ascend(config: Config) -> None:
+    """Once a config: MindSpore refuses to have its memory set twice."""
     from agent.backends.ascend.context import prepare_environment, set_up_device
     from agent.backends.ascend.limits import check_limits
     from agent.backends.ascend.memory import check_device_memory

@@ -200,6 +200,14 @@ def test_what_the_attention_kernels_do_not_take(
         check_limits(replace(config, shape=shape))
 
 
+def test_a_window_that_sequences_outgrow() -> None:
+    config = published()
+    windowed = replace(config, shape=replace(config.shape, sliding_window=1024))
+    with pytest.raises(AgentStartError, match=r"sees 1024 tokens back, .* may have 4096; .* to 1024 at most"):
+        check_limits(windowed)
+    check_limits(replace(windowed, pa_config=replace(config.pa_config, decode_seq_length=1024)))
+
+
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_what_they_take(block_size: int) -> None:
     check_limits(published(f"pa_config.block_size={block_size}"))

@@ -21,6 +21,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import auto_generate
 
 from agent import step_graph
+from agent.backends.native import attention as native_attention
 from agent.backends.native import ops as native
 from tools.ascend_graph.front_end import ascend_config, compile_graphs, set_up
 from tools.ascend_graph.listing import list_graph
@@ -32,26 +33,28 @@ CONFIG = replace(TINY, shape=GQA)
 HEADS, KV_HEADS = GQA.num_attention_heads, GQA.num_key_value_heads
 SQUARE = replace(CONFIG, shape=replace(GQA, num_key_value_heads=HEADS))
 """As many key-value heads as query heads: many mistakes then fit all shapes."""
+QWEN2 = replace(CONFIG, shape=replace(GQA, architecture="Qwen2ForCausalLM", attention_bias=True))
+MISTRAL = replace(CONFIG, shape=replace(GQA, architecture="MistralForCausalLM", sliding_window=CONFIG.max_model_len))
+QWEN3 = replace(CONFIG, shape=replace(GQA, architecture="Qwen3ForCausalLM", query_key_norm=True))
 
 
-class Attention(native._Attention):
+class Attention(native_attention.Attention):
     """The table's own, to be changed."""
 
-    def construct(self, qkv: Any, rotary: Any, key_cache: Any, value_cache: Any, step: Any, whole_prompts: Any) -> Any:
+    def construct(self, qkv: Any, head_norms: Any, rotary: Any, caches: Any, step: Any, whole_prompts: Any) -> Any:
         slot_mapping, tables, context_lens, query_lens = step[:4]
         mask = step[4] if len(step) > 4 else self.no_mask
+        keys, values = caches
         query, key, value = self.split(qkv, self.widths, -1)
         query, key = self.rotate(query, key, rotary[0], rotary[1], context_lens)
-        written = self.write_cache(key, value, key_cache, value_cache, slot_mapping)
+        written = self.write_cache(key, value, keys, values, slot_mapping)
         if self.waits:
             query = ops.depend(query, written)
-        if whole_prompts:
-            return self.flash(query, key, value, None, None, None, self.causal_mask, None, query_lens, query_lens)[3]
         if self.swaps:
-            return self.paged(query, value_cache, key_cache, tables, context_lens, None, None, mask, query_lens)
+            return self.paged(query, values, keys, tables, context_lens, None, None, mask, query_lens)
         if self.knows_queries:
-            return self.paged(query, key_cache, value_cache, tables, context_lens, None, None, mask, query_lens)
-        return self.paged(query, key_cache, value_cache, tables, context_lens, None, None, mask, None)
+            return self.paged(query, keys, values, tables, context_lens, None, None, mask, query_lens)
+        return self.paged(query, keys, values, tables, context_lens, None, None, mask, None)
 
 
 def attention(**flags: bool) -> Callable[..., nn.Cell]:
@@ -66,7 +69,7 @@ def attention(**flags: bool) -> Callable[..., nn.Cell]:
     return make
 
 
-class Forgetful(native._ChunkMask):
+class Forgetful(native.ChunkMask):
     def construct(self, positions: Any) -> Any:
         return self.multiply(self.cast(positions, self.dtype), self.masked)
 
@@ -86,11 +89,19 @@ class OldNames(step_graph._DynamicStep):
 class TwoOutputs(native._LMHead):
     def construct(self, hidden: Any, residual: Any, gamma: Any, weight: Any, last_tokens: Any, step: Any) -> Any:
         hidden, residual = self.gather(hidden, last_tokens, 0), self.gather(residual, last_tokens, 0)
-        return self.norm_linear(hidden, residual, gamma, weight, step)
+        return self.norm_linear(hidden, residual, gamma, weight, None, step)
 
 
 def patched(name: str, replacement: Any) -> Any:
     return mock.patch.object(native, name, replacement)
+
+
+def in_attention(name: str, replacement: Any) -> Any:
+    return mock.patch.object(native_attention, name, replacement)
+
+
+def plain_linear() -> Any:
+    return mock.patch.object(native.NativeOps, "linear", side_effect=lambda width: WithoutTranspose())
 
 
 def inputs(position: int, tensor: Tensor) -> Any:
@@ -122,17 +133,12 @@ def other_cache(shape: tuple[int, ...] | None, dtype: str) -> Any:
 
 
 def ones_mask() -> Any:
-    real = native._Attention.__init__
-
-    def init(cell: Any, *arguments: Any) -> None:
-        real(cell, *arguments)
-        cell.causal_mask = Tensor(np.triu(np.ones((128, 128)), 1), ms.float16)
-
-    return mock.patch.object(native._Attention, "__init__", init)
+    mask = np.triu(np.ones((128, 128)), 1)
+    return patched("causal_mask", lambda form, dtype: Tensor(mask, ms.float16))
 
 
 def flash(**settings: Any) -> Any:
-    return patched("FlashAttentionScore", lambda **given: auto_generate.FlashAttentionScore(**(given | settings)))
+    return in_attention("FlashAttentionScore", lambda **given: auto_generate.FlashAttentionScore(**(given | settings)))
 
 
 MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
@@ -143,23 +149,23 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "key-value heads": (
         "decode",
         CONFIG,
-        lambda: patched("PagedAttention", lambda h, scale, kv: auto_generate.PagedAttention(h, scale, h)),
+        lambda: in_attention("PagedAttention", lambda h, scale, kv: auto_generate.PagedAttention(h, scale, h)),
     ),
     "scale": (
         "decode",
         CONFIG,
-        lambda: patched("PagedAttention", lambda h, scale, kv: auto_generate.PagedAttention(h, scale * scale, kv)),
+        lambda: in_attention("PagedAttention", lambda h, scale, kv: auto_generate.PagedAttention(h, scale * scale, kv)),
     ),
     "cache type": ("decode", CONFIG, lambda: other_cache(None, "bfloat16")),
     "cache layout": ("decode", CONFIG, lambda: other_cache((0, 2, 1, 3), "float16")),
     "slot mapping type": ("decode", CONFIG, lambda: inputs(3, Tensor(shape=(None,), dtype=ms.int64))),
     "block table rank": ("decode", CONFIG, lambda: inputs(4, Tensor(shape=(None,), dtype=ms.int32))),
-    "no wait for the cache": ("decode", CONFIG, lambda: patched("_Attention", attention(waits=False))),
-    "keys for values": ("decode", SQUARE, lambda: patched("_Attention", attention(swaps=True))),
-    "no query lengths": ("chunked", CONFIG, lambda: patched("_Attention", attention(knows_queries=False))),
-    "chunk mask": ("chunked", CONFIG, lambda: patched("_ChunkMask", Forgetful)),
-    "transposed weight that fits": ("decode", SQUARE, lambda: patched("_Linear", WithoutTranspose)),
-    "pairs for halves": ("decode", CONFIG, lambda: patched("_ROTATE_HALVES", 3)),
+    "no wait for the cache": ("decode", CONFIG, lambda: patched("Attention", attention(waits=False))),
+    "keys for values": ("decode", SQUARE, lambda: patched("Attention", attention(swaps=True))),
+    "no query lengths": ("chunked", CONFIG, lambda: patched("Attention", attention(knows_queries=False))),
+    "chunk mask": ("chunked", CONFIG, lambda: patched("ChunkMask", Forgetful)),
+    "transposed weight that fits": ("decode", SQUARE, plain_linear),
+    "pairs for halves": ("decode", CONFIG, lambda: in_attention("_ROTATE_HALVES", 3)),
     "names of inputs": ("decode", CONFIG, lambda: mock.patch.object(step_graph, "_DynamicStep", OldNames)),
     "vocabulary": ("decode", CONFIG, wider_vocabulary),
     "outputs": ("decode", CONFIG, lambda: patched("_LMHead", TwoOutputs)),
@@ -193,6 +199,16 @@ class Turned(nn.Cell):
         return query, value, key
 
 
+def only_on_one_device(kind: str) -> list[str]:
+    """Lines of a graph's listing that the CPU's native table has and the Ascend's has not, or the other way round."""
+    on_cpu = replace(CONFIG, model_config=replace(CONFIG.model_config, device_target="CPU"))
+    ascend, cpu = (list_graph(dict(compile_graphs(config, [kind]))[kind]) for config in (CONFIG, on_cpu))
+    return [
+        *(f"Ascend: {line}" for line in ascend if line not in cpu),
+        *(f"CPU: {line}" for line in cpu if line not in ascend),
+    ]
+
+
 def listing() -> list[str]:
     return list_graph(dict(compile_graphs(SQUARE, ["decode"]))["decode"])
 
@@ -200,10 +216,13 @@ def listing() -> list[str]:
 def main() -> None:
     set_up()
     kinds = ("prefill", "chunked", "decode")
-    right = [line for config in (CONFIG, SQUARE) for kind in kinds for line in findings(kind, config)]
+    right = [
+        line for config in (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3) for kind in kinds for line in findings(kind, config)
+    ]
     results = {"right": right} | {name: planted(name) for name in MISTAKES}
+    results |= {f"devices, {kind}": only_on_one_device(kind) for kind in kinds}
     plain = listing()
-    with patched("SplitWithSize", Turned):
+    with in_attention("SplitWithSize", Turned):
         turned = listing()
     results["listing"], results["turned listing"] = plain, turned
     sys.stdout.write("\n" + json.dumps(results) + "\n")

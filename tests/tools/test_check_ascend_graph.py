@@ -86,7 +86,21 @@ def test_a_planted_mistake_is_caught(findings: dict[str, list[str]], mistake: st
 
 
 def test_no_mistake_is_left_out(findings: dict[str, list[str]]) -> None:
-    assert set(findings) == set(CAUGHT) | {"right", "listing", "turned listing"}
+    others = {name for name in findings if name.startswith("devices, ")}
+    assert set(findings) == set(CAUGHT) | {"right", "listing", "turned listing"} | others
+
+
+@pytest.mark.parametrize("kind", ["chunked", "decode"])
+def test_the_cpu_runs_the_very_graph_of_an_ascend(findings: dict[str, list[str]], kind: str) -> None:
+    assert findings[f"devices, {kind}"] == []
+
+
+def test_only_the_lengths_of_whole_prompts_differ(findings: dict[str, list[str]]) -> None:
+    """The CPU takes a fixed number of them, 64 bits wide."""
+    different = findings["devices, prefill"]
+    assert {"Ascend:   q_seq_lens i32[-1]", "CPU:   q_seq_lens i64[16]"} <= set(different)
+    others = [line.split(" = ")[1].split("(")[0] for line in different if " = " in line]
+    assert set(others) <= {"Cast", "TensorToTuple", "FlashAttentionScore"}
 
 
 def test_what_no_rule_sees_changes_the_listing(findings: dict[str, list[str]]) -> None:

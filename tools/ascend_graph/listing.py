@@ -96,23 +96,22 @@ class _Lister:
         return [*lines, f"  logits {', '.join(map(str, self._graph.outputs))}"]
 
     def _find_sections(self) -> dict[str, str | int]:
-        """A node is of its layer, but where several layers share it or it belongs to none."""
-        users: dict[str, set[int | None]] = defaultdict(set)
+        """A node is of its layer; but what comes from the graph's inputs alone is of the step, as is what belongs to no
+        layer and is not behind one."""
+        from_inputs: dict[str, bool] = {}
         behind: dict[str, bool] = {}
-        for node in self._calls:
-            used = [each for each in map(self._wiring.node_of, node.operands) if each is not None]
-            behind[node.name] = node.layer is not None or any(behind[each.name] for each in used)
-            for each in used:
-                users[each.name].add(node.layer)
         sections: dict[str, str | int] = {}
         for node in self._calls:
-            from_inputs = all(
-                self._wiring.source(each)[0].kind in ("input", "constant") for each in self._wiring.operands(node)
+            sources = [self._wiring.source(each)[0] for each in self._wiring.operands(node)]
+            nodes = [each.name for each in sources if each.kind == "node"]
+            from_inputs[node.name] = all(
+                each.kind in ("input", "constant") or from_inputs.get(each.name, False) for each in sources
             )
-            if node.layer is not None and not (from_inputs and len(users[node.name]) > 1):
-                sections[node.name] = node.layer
-            else:
-                sections[node.name] = OUTPUT if node.layer is None and behind[node.name] else STEP
+            behind[node.name] = not from_inputs[node.name] and (
+                node.layer is not None or any(behind[name] for name in nodes)
+            )
+            of_layer = node.layer if behind[node.name] and node.layer is not None else None
+            sections[node.name] = of_layer if of_layer is not None else OUTPUT if behind[node.name] else STEP
         return sections
 
     def _section(self, section: str | int) -> list[str]:

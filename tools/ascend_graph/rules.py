@@ -15,6 +15,7 @@ from tools.ascend_graph.mind_ir import Graph, Node, Operand, TensorType
 
 PRIMITIVES = frozenset(
     {
+        "Add",
         "AddRmsNorm",
         "ApplyRotaryPosEmb",
         "Cast",
@@ -96,7 +97,9 @@ class _Rules:
         layers = self._shape.num_layers
         attention = "FlashAttentionScore" if self._kind == "prefill" else "PagedAttention"
         counts = {attention: layers, "ReshapeAndCache": layers, "ApplyRotaryPosEmb": layers, "Swiglu": layers}
-        counts |= {"RmsNorm": 1, "AddRmsNorm": 2 * layers, "MatMul": 4 * layers + 1}
+        norms = 1 + (2 * layers if self._shape.query_key_norm else 0)
+        biases = layers * (self._shape.attention_bias + self._shape.output_bias)
+        counts |= {"RmsNorm": norms, "AddRmsNorm": 2 * layers, "MatMul": 4 * layers + 1, "Add": biases}
         for name, count in counts.items():
             if names.count(name) != count:
                 yield f"{names.count(name)} x {name} for {layers} layers; there should be {count}"

@@ -30,6 +30,12 @@ def check_limits(config: Config) -> None:
             f"{group} query heads of the model share a key-value head; PagedAttention on an Ascend takes "
             f"{MAX_HEAD_GROUP} at most: {other_device}"
         )
+    window = shape.sliding_window
+    if 0 < window < config.max_model_len:
+        raise AgentStartError(
+            f"the model sees {window} tokens back, and sequences may have {config.max_model_len}; PagedAttention on an "
+            f"Ascend has no window: set pa_config.decode_seq_length to {window} at most, or {other_device}"
+        )
     sizes = [size for size in BLOCK_SIZES if size * head_dim <= MAX_BLOCK_ELEMENTS]
     if block_size not in sizes:
         raise AgentStartError(

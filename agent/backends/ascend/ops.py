@@ -1,14 +1,20 @@
-"""The Ascend's op table: the native one, with what its kernels take beyond what the CPU's do."""
+"""The Ascend's op table: the native one, with what its kernels take beyond what the CPU's do, and without what they
+have not."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from agent.backends.ascend.limits import check_limits
+from agent.backends.base import AttentionForm, Operator
 from agent.backends.native.ops import NativeOps
+from agent.weights.storage import Array
 from llm_serving.config import Config
 
 
 class AscendOps(NativeOps):
-    """The native table in the form an Ascend runs it: any number of prompts in a step of whole prompts."""
+    """The native table in the form an Ascend runs it: any number of prompts in a step of whole prompts, and no windows,
+    which no sequence outgrows (``check_limits``)."""
 
     dynamic_prompts = True
 
@@ -16,3 +22,9 @@ class AscendOps(NativeOps):
         """Raises AgentStartError when the kernels cannot do what ``config`` says."""
         check_limits(config)
         super().__init__(config.model_config.model_dtype, config.max_blocks_per_seq * config.pa_config.block_size)
+
+    def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
+        return super().rotary(cos, sin, 0)
+
+    def attention(self, form: AttentionForm) -> Operator:
+        return super().attention(replace(form, window=0))

@@ -32,10 +32,8 @@ _MASKED = -10000.0
 
 def causal_mask(form: AttentionForm, dtype: str) -> Tensor:
     """The compressed mask that FlashAttentionScore wants for an attention."""
-    if form.window > 0:  # the band's mask is of 0 and 1 in either type
-        return Tensor(np.triu(np.ones((_BAND_MASK_SIZE, _BAND_MASK_SIZE), np.float32), 1), MINDSPORE_DTYPES[dtype])
-    masked = 1.0 if dtype == "bfloat16" else _MASKED
-    return Tensor(np.triu(np.ones((_MASK_SIZE, _MASK_SIZE), np.float32), 1) * masked, MINDSPORE_DTYPES[dtype])
+    size, masked = (_MASK_SIZE, 1.0 if dtype == "bfloat16" else _MASKED) if form.window == 0 else (_BAND_MASK_SIZE, 1.0)
+    return Tensor(np.triu(np.ones((size, size), np.float32), 1) * masked, MINDSPORE_DTYPES[dtype])
 
 
 class Rotary(nn.Cell):
@@ -98,7 +96,7 @@ class Attention(nn.Cell):
         self.paged = PagedAttention(form.num_heads, scale, form.num_kv_heads)
         self.norm = None if form.norm_epsilon is None else _HeadNorm(form.head_dim, form.norm_epsilon)
         self.has_window = form.window > 0
-        # Both primitives are causal by these masks on an Ascend. Ours are causal by position and do not read them.
+        # On an Ascend the masks alone make both primitives causal. Ours are causal by position besides.
         band = {"pre_tokens": form.window - 1, "next_tokens": 0, "sparse_mode": _BAND} if self.has_window else {}
         self.flash = FlashAttentionScore(head_num=form.num_heads, scale_value=scale, input_layout="TH", **band)
         self.causal_mask = causal_mask
