@@ -260,3 +260,22 @@ def test_one_preempted_on_its_way_back_ends_or_starts_again(how: str) -> None:
     simulation.finish()
     ends = {"aborted": FinishReason.ABORT, "failed": FinishReason.ERROR, "lost": FinishReason.LENGTH}
     assert third.finish_reason is ends[how]
+
+
+def test_of_two_victims_that_are_about_to_leave_one_ends() -> None:
+    """Their last steps are answered, the moves that take them to the host are not scheduled yet."""
+    simulation = swapping(num_blocks=19, max_num_seqs=6, prefill_batch_size=6, decode_steps_ahead=1)
+    requests = [make_request(name, 5, 20) for name in "abcdef"]
+    simulation.add(*requests)
+    while not simulation.scheduler.num_preemptions:
+        simulation.schedule()
+        if not simulation.scheduler.num_preemptions:
+            simulation.answer()
+    assert [request.num_preemptions for request in requests] == [0, 0, 0, 0, 1, 1]
+    while simulation.answers or simulation.device.queue:
+        simulation.answer()
+    simulation.end("f")
+    (out,) = [step for step in simulation.schedule() if step.moves]
+    assert [move.destination for move in out.moves] == simulation.scheduler._running.leaving[0].host_table
+    simulation.finish()
+    assert simulation.ended["f"] is FinishReason.ABORT
