@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from llm_serving.config import Config, load_config
 from llm_serving.config.loader import find_config_file
@@ -47,7 +48,8 @@ def set_up() -> None:
     """Before MindSpore is imported."""
     os.environ["MS_DEV_PRECOMPILE_ONLY"] = "1"
     os.environ.setdefault("GLOG_v", "3")
-    os.environ.setdefault("MS_OM_PATH", tempfile.mkdtemp(prefix="ascend-graph-"))  # dumps of graphs that are refused
+    scratch = Path(tempfile.gettempdir()) / f"llm-serving-mindspore-{os.getuid()}"
+    os.environ.setdefault("MS_OM_PATH", str(scratch))  # dumps of graphs that are refused; made when they are written
     import mindspore as ms
 
     ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
