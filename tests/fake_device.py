@@ -100,6 +100,8 @@ class FakeDevice:
     queue: list[_Slot] = field(default_factory=list)
     ran: list[int] = field(default_factory=list)
     """Numbers of the steps run, in that order."""
+    begun: int | None = None
+    """Number of the step that is running: nothing overtakes it, nor can it be dropped any more."""
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -113,6 +115,7 @@ class FakeDevice:
         self.host = self._memory(self.limits.num_host_blocks)
         self.rows: dict[int, _Row] = {}
         self.queue.clear()
+        self.begun = None
         self._watch.clear()
 
     def _memory(self, num_blocks: int) -> list[int]:
@@ -130,19 +133,51 @@ class FakeDevice:
     def abort(self, seq: int) -> StepResult | None:
         """Drop a queued step; its answer, or None when it is not queued any more."""
         for place, slot in enumerate(self.queue):
-            if slot.seq == seq:
+            if slot.seq == seq and seq != self.begun:
                 del self.queue[place]
                 return StepResult(seq, aborted=True)
         return None
 
     def run_next(self) -> StepResult:
         """Run the first step in the order of the policy: moves alone before all others."""
+        return self._run(self._take_next())
+
+    def fail_next(self) -> int:
+        """The step that would run next fails halfway; its number."""
+        slot = self._take_next()
+        self._run(slot)
+        self._spoil(slot)
+        return slot.seq
+
+    def begin(self) -> None:
+        """The step that would run next is running from now on; it ends with the next ``run_next``."""
+        if self.queue:
+            self.begun = self._next().seq
+
+    def _next(self) -> _Slot:
         last = {"prefill_first": {StepKind.DECODE}, "decode_first": {StepKind.PREFILL, StepKind.MIXED}}
         run_last = last.get(self.limits.policy.value, set())
-        slot = min(self.queue, key=lambda s: (s.kind is not StepKind.MOVE, s.kind in run_last, s.seq))
+        return min(
+            self.queue, key=lambda s: (s.seq != self.begun, s.kind is not StepKind.MOVE, s.kind in run_last, s.seq)
+        )
+
+    def _take_next(self) -> _Slot:
+        slot = self._next()
         self.queue.remove(slot)
         self.ran.append(slot.seq)
-        return self._run(slot)
+        self.begun = None
+        return slot
+
+    def _spoil(self, slot: _Slot) -> None:
+        """Garbage wherever the step was to write."""
+        size = self.limits.block_size
+        for move in slot.moves:
+            memory = self.host if move.kind is MoveKind.SWAP_OUT else self.cache
+            for place in range(move.destination * size, (move.destination + 1) * size):
+                memory[place] = self._garbage.randrange(1 << 30)
+        for start, query_len, table in zip(slot.starts, slot.query_lens, slot.block_tables, strict=True):
+            for position in range(start, start + query_len):
+                self.cache[table[position // size] * size + position % size] = self._garbage.randrange(1 << 30)
 
     def _run(self, slot: _Slot) -> StepResult:
         result, offset = StepResult(slot.seq), 0
@@ -204,6 +239,7 @@ class FakeDevice:
         assert sum(step.query_lens) == step.num_tokens
         assert sum(len(history.token_ids) for history in step.histories) <= limits.max_step_history
         assert step.restarts == [] or len(step.restarts) == seqs
+        assert len(step.moves) <= limits.max_moves
         self._check_kind(step)
         self._check_restarts(step)
         assert all(len(set(table)) == len(table) for table in step.block_tables)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 
 from fakes import FakeDevice, expected_tokens
+from queue_watch import QueueWatch
+from salt_watch import SaltWatch
 
+from llm_serving.receipt import microseconds
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
+from llm_serving.scheduler.output import MoveKind, RequestUpdate, ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.scheduler.sequence import SequenceState
 
 
 class Simulation:
@@ -22,37 +26,83 @@ class Simulation:
         self.device = FakeDevice(limits)
         self.now = 0.0
         self.steps: list[ScheduledStep] = []
+        self.tables: list[list[list[int]]] = []
+        """Of each step, the block tables as they were handed over."""
         self.answers: deque[StepResult] = deque()
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, list[int]] = {}
         self.ended: dict[str, FinishReason] = {}
         self.cut: set[str] = set()
         """Requests that something else than their own text ended."""
+        self.seen: Counter[str] = Counter()
+        """What has happened, by name: a test of everything should know that it met everything."""
+        self._queue_watch = QueueWatch(limits)
+        self._salt_watch = SaltWatch(limits.block_size)
+        self._unanswered: dict[int, frozenset[int]] = {}
+        self._idle_until: float | None = None
 
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.scheduler.add_request(request)
             self.requests[request.request_id] = request
             self.streams[request.request_id] = []
+            self._queue_watch.arrived(request, self.now)
+        self._idle_until = None
 
     def schedule(self) -> list[ScheduledStep]:
-        """Everything that can be scheduled now. The oldest is not preempted, and nothing idles while there is work."""
+        """Everything that can be scheduled now. Nothing idles while there is work."""
         steps: list[ScheduledStep] = []
-        oldest = min(
-            (r for r in self.requests.values() if r.row >= 0 and not r.is_finished), key=self._age, default=None
-        )
-        before = oldest.num_preemptions if oldest is not None else 0
-        while (step := self.scheduler.schedule(self.now)) is not None:
+        while (step := self._next_step()) is not None:
             assert step.seq == len(self.steps)
-            self.device.submit(step)
+            self._watch(step)
             self.steps.append(step)
+            self.tables.append([list(table) for table in step.block_tables])
             steps.append(step)
+            assert len(steps) < 100, "there is always one more step"
         self._take_ended()
-        assert oldest is None or oldest.num_preemptions == before
-        if self.scheduler.num_steps_in_flight == 0:
-            assert self.scheduler.is_idle or self.scheduler.next_wakeup(self.now) is not None
+        self._check_busy()
         self.check()
         return steps
+
+    def _next_step(self) -> ScheduledStep | None:
+        """The scheduler's next step. The oldest of those that run is not preempted for it."""
+        oldest = min(self.scheduler._running, key=lambda sequence: sequence.arrival_index, default=None)
+        before = oldest.request.num_preemptions if oldest is not None else 0
+        coming_back = [sequence for sequence in self.scheduler._running if sequence.on_host]
+        step = self.scheduler.schedule(self.now)
+        self.seen["preemptions on the way back"] += sum(s.state is not SequenceState.RUNNING for s in coming_back)
+        assert oldest is None or oldest.request.num_preemptions == before, "the oldest was preempted"
+        return step
+
+    def _watch(self, step: ScheduledStep) -> None:
+        self.device.submit(step)
+        self._queue_watch.scheduled(step, self.now)
+        self._salt_watch.scheduled(step)
+        touched = {block for table in step.block_tables for block in table}
+        touched |= {move.source for move in step.moves if move.kind is not MoveKind.SWAP_IN}
+        touched |= {move.destination for move in step.moves if move.kind is not MoveKind.SWAP_OUT}
+        self._unanswered[step.seq] = frozenset(touched)
+        self.seen[f"{step.kind.value} steps"] += 1
+        self.seen.update(f"{move.kind.name} moves" for move in step.moves)
+        self.seen["chunks"] += step.kind is not StepKind.MOVE and step.do_sample.count(False)
+        self.seen["cached starts"] += sum(
+            restart and start > 0 for restart, start in zip(step.restarts, step.starts, strict=False)
+        )
+
+    def _check_busy(self) -> None:
+        """Nothing in flight: then there is no work, or a batch waits for company, for as long as it is told to."""
+        scheduler, limits = self.scheduler, self.limits
+        if scheduler.num_steps_in_flight or scheduler.is_idle:
+            self._idle_until = None
+            return
+        patience = limits.batch_waiting_time + limits.decode_batch_waiting_time
+        assert patience > 0.0, "the device is idle while requests are waiting"
+        if self._idle_until is None:
+            self._idle_until = self.now + patience
+        assert self.now <= self._idle_until, "a batch waits for longer than it is told to"
+        wakeup = scheduler.next_wakeup(self.now)
+        assert wakeup is not None, "the device is idle and nobody knows until when"
+        assert wakeup <= self._idle_until + 1e-9
 
     def _take_ended(self) -> None:
         updates = self.scheduler.take_ended()
@@ -61,6 +111,7 @@ class Simulation:
             assert update.request.deadline is not None
             assert update.request.deadline <= self.now
             self.cut.add(update.request.request_id)
+        self.seen["deadlines"] += len(updates)
         self.take(updates)
 
     def run(self) -> bool:
@@ -77,8 +128,14 @@ class Simulation:
         if not self.answers:
             self.run()
         result = self.answers.popleft()
+        return self.update(result)
+
+    def update(self, result: StepResult) -> list[RequestUpdate]:
+        """An answer reaches the scheduler."""
         updates = self.scheduler.update(result, self.now)
         self.device.answered(result.seq)
+        del self._unanswered[result.seq]
+        self._idle_until = None
         self.take(updates)
         self.check()
         return updates
@@ -109,16 +166,16 @@ class Simulation:
         if update is not None:
             self.cut.add(request_id)
             self.take([update])
+            self.seen["ends from outside"] += 1
+        self._idle_until = None
         self.check()
 
     def fail_step(self, error: str) -> list[RequestUpdate]:
-        """The step that would run next fails."""
-        result = self.device.run_next()
-        updates = self.scheduler.update(StepResult(result.seq, error=error), self.now)
-        self.device.answered(result.seq)
+        """The step that would run next fails halfway; nobody knows what is in the blocks it was to write."""
+        seq = self.device.fail_next()
+        updates = self.update(StepResult(seq, error=error))
         self.cut.update(update.request.request_id for update in updates)
-        self.take(updates)
-        self.check()
+        self.seen["failed steps"] += 1
         return updates
 
     def drop_void_steps(self) -> None:
@@ -127,9 +184,28 @@ class Simulation:
             result = self.device.abort(seq)
             if result is not None:
                 self.answers.append(result)
+                self.seen["void steps"] += 1
+
+    def skip_step(self) -> None:
+        """The step handed over last never runs, and is answered as such; unless it has begun."""
+        result = self.device.abort(max(slot.seq for slot in self.device.queue))
+        if result is not None:
+            self.update(result)
+            self.seen["skipped steps"] += 1
+
+    def fail_all(self) -> None:
+        """The engine gives up on every request."""
+        updates = self.scheduler.fail_all("the end", self.now)
+        self.cut.update(update.request.request_id for update in updates)
+        self.take(updates)
+        self._idle_until = None
+        self.check()
 
     def lose_agent(self) -> None:
         self.device.reset()
+        self._unanswered.clear()
+        self._idle_until = None
+        self.seen["agents lost"] += 1
         self.answers.clear()
         self.scheduler.agent_lost(self.now)
         assert self.scheduler.num_steps_in_flight == 0
@@ -142,22 +218,46 @@ class Simulation:
             assert request.request_id not in self.ended, "an update after the last one"
             if update.token_id is not None:
                 self.streams[request.request_id].append(update.token_id)
+                self._queue_watch.got_token(request)
             if request.is_finished:
                 assert request.finish_reason is not None
                 self.ended[request.request_id] = request.finish_reason
+                self._queue_watch.ended(request)
+                self._check_receipt(request)
 
-    def _age(self, request: Request) -> int:
-        return list(self.requests).index(request.request_id)
+    def _check_receipt(self, request: Request) -> None:
+        receipt = request.receipt
+        assert request.finish_time is not None
+        assert sum(receipt.phase_us) == microseconds(request.finish_time) - receipt.start_us
+        assert receipt.preemptions + receipt.swaps >= request.num_preemptions
+        self.seen["swaps"] += receipt.swaps
+        self.seen["preemptions"] += request.num_preemptions
 
     def check(self) -> None:
-        self.scheduler.check_integrity()
+        """What holds at any time: blocks and rows are conserved, and no block of an unanswered step is free."""
+        scheduler = self.scheduler
+        scheduler.check_integrity()
+        assert 0.0 <= scheduler.kv_waste <= 1.0
+        assert 0 <= scheduler.prefix_hit_tokens <= scheduler.prefix_query_tokens
+        for seq, blocks in self._unanswered.items():
+            free = [block for block in blocks if not self._is_held(block)]
+            assert not free, f"blocks {free} are free while step {seq} is in flight"
+
+    def _is_held(self, block: int) -> bool:
+        kv_cache = self.scheduler._kv_cache
+        contiguous = kv_cache._contiguous
+        return kv_cache._pool.ref_count(block) > 0 if contiguous is None else bool(contiguous._taken[block])
 
     def check_quiet(self) -> None:
         """Idle: everything is free, every request ended, and with the text it has when run alone."""
         scheduler = self.scheduler
         assert scheduler.is_idle
         assert scheduler.num_free_blocks == scheduler.num_blocks
-        assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_steps_in_flight) == (0, 0, 0)
+        assert scheduler._kv_cache.num_free_host_blocks == self.limits.num_host_blocks
+        scheduler._kv_cache.check_cache()
+        assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped) == (0, 0, 0)
+        assert scheduler.num_steps_in_flight == 0
+        assert scheduler.next_wakeup(self.now) is None
         assert self.ended.keys() == self.requests.keys()
         for name, request in self.requests.items():
             expected = expected_tokens(request, self.limits.max_model_len)

@@ -81,6 +81,11 @@ class KVCacheManager:
         return self._host_pool.num_free_blocks
 
     @property
+    def num_copies_under_way(self) -> int:
+        """Copies begun and not ended, each of which holds its source."""
+        return self._copies.num_under_way
+
+    @property
     def has_prefix_cache(self) -> bool:
         return self._prefix_cache is not None
 

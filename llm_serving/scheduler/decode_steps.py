@@ -64,6 +64,8 @@ class DecodeComposer:
                 return []
             if len(ready) > state.limits.decode_batch_size:
                 ready = self._take_turns(ready)
+            if state.limits.num_host_blocks:
+                ready = self._whose_history_fits(ready)
             self._held_since = None
             sequences = self._grow(ready, now)
             if sequences or state.in_flight.num_steps or state.running.num_leaving:
@@ -111,6 +113,18 @@ class DecodeComposer:
         for sequence in chosen:
             sequence.last_turn = next(self._turns)
         return sorted(chosen, key=lambda sequence: sequence.arrival_index)
+
+    def _whose_history_fits(self, ready: list[Sequence]) -> list[Sequence]:
+        """All but those back from the host whose histories are more than a step can carry; they are in a later one."""
+        room = self._state.limits.max_step_history
+        chosen = []
+        for sequence in ready:
+            if sequence.restarts and sequence.request.sampling.has_penalties:
+                if sequence.request.num_tokens > room:
+                    continue
+                room -= sequence.request.num_tokens
+            chosen.append(sequence)
+        return chosen
 
     def _grow(self, ready: list[Sequence], now: float) -> list[Sequence]:
         """Give each row the block its next token needs, oldest first, preempting from the latest when none is left.

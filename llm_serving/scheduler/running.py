@@ -59,8 +59,10 @@ class RunningSet:
 
     @property
     def num_leaving_blocks(self) -> int:
-        """Blocks that come back once the steps in flight are answered. (Shared ones may stay with others.)"""
-        return sum(len(sequence.block_table) for sequence in self._leaving.values())
+        """Blocks that come back once the steps in flight are answered: those of leaving sequences, and those that are
+        held to be copied. (Shared ones may stay with others.)"""
+        held = sum(len(sequence.block_table) for sequence in self._leaving.values())
+        return held + self._kv_cache.num_copies_under_way
 
     @property
     def victim(self) -> Sequence:

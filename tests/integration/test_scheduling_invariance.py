@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from typing import Any
 
-import aiohttp
 import pytest
+from completions_client import assert_same, run_alone, run_together
 from server_process import running_server
 
 NUM_REQUESTS = 200
@@ -53,71 +52,6 @@ def make_request(draw: random.Random, index: int) -> dict[str, Any]:
     return body
 
 
-async def complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[Any, ...]:
-    async with session.post(f"{url}/v1/completions", json=body) as response:
-        answer = await response.json()
-        assert response.status == 200, answer
-        choice = answer["choices"][0]
-        logprobs = choice["logprobs"]
-        return (
-            choice["text"],
-            choice["token_ids"],
-            logprobs["token_logprobs"],
-            logprobs["top_logprobs"],
-            choice["finish_reason"],
-        )
-
-
-async def stream(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any], leave_after: int | None = None
-) -> tuple[Any, ...] | None:
-    """The whole answer put together from its pieces; None when left after so many pieces."""
-    text, ids, logprobs, tops, reason, pieces = "", [], [], [], None, 0
-    async with session.post(f"{url}/v1/completions", json={**body, "stream": True}) as response:
-        assert response.status == 200, await response.text()
-        async for line in response.content:
-            if not line.startswith(b"data: ") or line.strip() == b"data: [DONE]":
-                continue
-            choice = json.loads(line[6:])["choices"][0]
-            text += choice["text"]
-            ids += choice["token_ids"]
-            if choice["logprobs"] is not None:
-                logprobs += choice["logprobs"]["token_logprobs"]
-                tops += choice["logprobs"]["top_logprobs"] or []
-            reason = choice["finish_reason"] or reason
-            pieces += 1
-            if leave_after is not None and pieces >= leave_after:
-                response.close()
-                return None
-    return text, ids, logprobs, tops or None, reason
-
-
-async def run_alone(url: str, bodies: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-    async with aiohttp.ClientSession() as session:
-        return [await complete(session, url, body) for body in bodies]
-
-
-async def run_together(url: str, bodies: list[dict[str, Any]], seed: int) -> list[tuple[Any, ...] | None]:
-    """All at once, in random order, in small waves; half of them streaming, one in ten left early."""
-    draw = random.Random(seed)
-    kinds = [draw.choice(["stream", "plain"]) if draw.random() > 0.1 else "leave" for _ in bodies]
-    answers: list[tuple[Any, ...] | None] = [None] * len(bodies)
-
-    async def one(index: int, session: aiohttp.ClientSession, delay: float) -> None:
-        await asyncio.sleep(delay)
-        if kinds[index] == "plain":
-            answers[index] = await complete(session, url, bodies[index])
-        else:
-            leave_after = draw.randrange(1, 6) if kinds[index] == "leave" else None
-            answers[index] = await stream(session, url, bodies[index], leave_after)
-
-    order = draw.sample(range(len(bodies)), len(bodies))
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await asyncio.gather(*(one(index, session, place * 0.002) for place, index in enumerate(order)))
-    assert sum(kind == "leave" for kind in kinds) >= 10
-    return answers
-
-
 @pytest.fixture(scope="module")
 def bodies():
     return make_requests(seed=7)
@@ -144,13 +78,3 @@ def test_concurrent_answers_equal_lone_ones(policy, ahead, bodies, alone, tmp_pa
             compared += 1
     assert compared >= 150
     assert engine["preemptions"] > 0, "the pool was meant to be too small"
-
-
-def assert_same(answer, expected, body):
-    text, ids, logprobs, tops, reason = answer
-    assert ids == expected[1], body
-    assert logprobs == expected[2], body
-    assert text == expected[0], body
-    assert reason == expected[4], body
-    if body["logprobs"]:
-        assert tops == expected[3], body

@@ -236,7 +236,7 @@ def test_an_answer_of_the_wrong_shape_ends_the_requests_of_its_step(answer: Step
     simulation = Simulation(make_limits(decode_steps_ahead=0))
     simulation.add(make_request("a"), make_request("b"))
     simulation.schedule()
-    updates = simulation.scheduler.update(answer, 0.0)
+    updates = simulation.update(answer)
     assert [update.request.finish_reason for update in updates] == [FinishReason.ERROR] * 2
     assert updates[0].error is not None
     assert updates[0].error.startswith("step 0 ")

@@ -216,3 +216,13 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     assert young.num_preemptions == 1
     again = [step for step in simulation.steps if step.kind is StepKind.PREFILL and young in step.requests][-1]
     assert again.starts[0] > 0
+
+
+def test_nobody_is_preempted_for_a_block_that_is_only_held_to_be_copied() -> None:
+    """The second request takes the whole pool, but for a moment one block is the source of its copy."""
+    simulation = sharing(num_blocks=11, block_size=2, max_model_len=20, decode_steps_ahead=1, policy=Policy.FCFS)
+    first, second = make_request("a", SYSTEM_PROMPT[:7], 2), make_request("b", [*SYSTEM_PROMPT, 30, 31], 2)
+    simulation.add(first, second)
+    simulation.finish()
+    assert second.num_cached_tokens == 7
+    assert second.num_preemptions == 0

@@ -1,153 +1,159 @@
-"""The scheduler under arbitrary interleavings: any order of arrivals, steps, answers, aborts and losses.
+"""The scheduler under arbitrary interleavings: any order of arrivals, steps, answers, aborts, failures and losses.
 
-``Simulation`` checks on the way that blocks and rows are conserved, that nothing is freed under a step in flight,
-that nothing idles while there is work and that the oldest is never preempted; and at the end that everything is
-free and every text is the text of the request run alone. The fake device would notice a block in wrong hands.
+``Simulation`` checks after every event that blocks and rows are conserved, that nothing is freed under a step in
+flight, that nothing idles while there is work, that the oldest is never preempted and nobody overtakes whom the queue
+promises to put first; and at the end that everything is free and every text is the text of the request run alone. The
+fake device would notice a block in wrong hands.
 
-All of it under every policy, batching mode, kind of preemption and admission, chunk size, with and without prefix
-cache and paged attention.
+All of it under every policy, batching mode, kind of preemption and admission, chunk size, block size, with and without
+prefix cache and paged attention. ``tests/long/scheduler_soak.py`` is the same for as long as one likes.
 """
 
 from __future__ import annotations
 
-import random
+from collections import Counter
+from typing import Any
 
 import pytest
-from fakes import make_limits, make_request
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from simulation import Simulation, random_run
-
-from llm_serving.request import FinishReason, Request
-from llm_serving.scheduler.batching.base import BatchingStrategy
-from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.policy import AdmissionKind, Policy, PreemptionKind
+from scheduler_scripts import Operation, Player, Script, minimise, play
+from script_drawing import BATCHINGS, BLOCK_SIZES, POLICIES, draw_script
 
 SHARED_TEXT = [2 + (7 * place) % 50 for place in range(64)]
-"""Prompts that begin alike are what the prefix cache is for."""
 
 
 @st.composite
-def limits(draw: st.DrawFn) -> SchedulerLimits:
-    """Limits from the tightest to the roomy; the pool holds at least one longest sequence."""
+def limits(draw: st.DrawFn) -> dict[str, Any]:
+    """Limits from the tightest legal ones to the roomy."""
     max_model_len = draw(st.sampled_from([4, 17, 40]))
     page_attention = draw(st.sampled_from([True, True, True, False]))
-    block_size = draw(st.sampled_from([1, 2, 3, 4, 8, 16, 128]))
+    block_size = draw(st.sampled_from(BLOCK_SIZES))
     longest = -(-(max_model_len - 1) // block_size)
-    return make_limits(
-        num_blocks=1 + longest + draw(st.sampled_from([0, 1, 2, 5, 40])),
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_prompt_len=max_model_len,
-        max_num_seqs=draw(st.integers(1, 6)),
-        max_num_batched_tokens=draw(st.sampled_from([1, 7, 40, 100])),
-        prefill_batch_size=draw(st.integers(1, 4)),
-        decode_batch_size=draw(st.sampled_from([1, 2, 6])),
-        policy=draw(st.sampled_from(list(Policy))),
-        chunk_tokens=draw(st.sampled_from([None, 1, 5, 20])),
-        batching=draw(st.sampled_from(list(BatchingStrategy))),
-        batch_size=draw(st.sampled_from([None, 1, 3])),
-        page_attention=page_attention,
-        prefix_cache=page_attention and draw(st.booleans()),
-        preemption=draw(st.sampled_from(list(PreemptionKind))),
-        num_host_blocks=draw(st.sampled_from([0, 2, 10, 100])),
-        admission=draw(st.sampled_from(list(AdmissionKind))),
-        predict_output_length=draw(st.booleans()),
-        ttft_objective=draw(st.sampled_from([0.001, 0.02, 2.0])),
-        tbt_objective=draw(st.sampled_from([0.0005, 0.002, 0.2])),
-        decode_steps_ahead=draw(st.integers(0, 3)),
-        batch_waiting_time=draw(st.sampled_from([0.0, 0.01])),
-        decode_batch_waiting_time=draw(st.sampled_from([0.0, 0.01])),
-    )
+    return {
+        "num_blocks": 1 + max(1, longest + draw(st.sampled_from([0, 1, 2, 5, 40, -1]))),
+        "block_size": block_size,
+        "max_model_len": max_model_len,
+        "max_prompt_len": max_model_len,
+        "max_num_seqs": draw(st.integers(1, 6)),
+        "max_num_batched_tokens": draw(st.sampled_from([100, 40, 7, 1])),
+        "prefill_batch_size": draw(st.integers(1, 4)),
+        "decode_batch_size": draw(st.sampled_from([6, 2, 1])),
+        "policy": draw(st.sampled_from(POLICIES)),
+        "chunk_tokens": draw(st.sampled_from([None, 1, 5, 20])),
+        "batching": draw(st.sampled_from(BATCHINGS)),
+        "batch_size": draw(st.sampled_from([None, 1, 3])),
+        "page_attention": page_attention,
+        "prefix_cache": page_attention and draw(st.booleans()),
+        "preemption": draw(st.sampled_from(["recompute", "swap", "auto"])),
+        "num_host_blocks": draw(st.sampled_from([0, 100, 10, 2])),
+        "admission": draw(st.sampled_from(["none", "router", "aimd"])),
+        "predict_output_length": draw(st.booleans()),
+        "ttft_objective": draw(st.sampled_from([2.0, 0.02, 0.001])),
+        "tbt_objective": draw(st.sampled_from([0.2, 0.002, 0.0005])),
+        "decode_steps_ahead": draw(st.integers(0, 3)),
+        "batch_waiting_time": draw(st.sampled_from([0.0, 0.01])),
+        "decode_batch_waiting_time": draw(st.sampled_from([0.0, 0.01])),
+        "max_waiting_requests": draw(st.sampled_from([1000, 2])),
+    }
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    """Requests that often begin alike, with everything a client may ask of order, sampling and privacy."""
+    length = draw(st.integers(1, 39))
+    own = [draw(st.integers(2, 40))] * length
+    return {
+        "prompt": SHARED_TEXT[:length] if draw(st.booleans()) else own,
+        "max_tokens": draw(st.integers(1, 25)),
+        "ignore_eos": draw(st.booleans()),
+        "presence_penalty": draw(st.sampled_from([0.0, 0.5])),
+        "stop_token_ids": draw(st.sampled_from([[], [7]])),
+        "priority": draw(st.sampled_from([0, 0, 1, -1])),
+        "tenant": draw(st.sampled_from(["a", "b"])),
+        "cache_salt": draw(st.sampled_from(["", "", "x"])),
+        "deadline": draw(st.sampled_from([None, None, None, 0.015])),
+        "ttft_objective": draw(st.sampled_from([None, 0.002])),
+        "tbt_objective": draw(st.sampled_from([None, 0.001])),
+    }
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    simulation: Simulation
+    player: Player
 
     @initialize(limits=limits())
-    def start(self, limits: SchedulerLimits) -> None:
-        self.simulation = Simulation(limits)
+    def start(self, limits: dict[str, Any]) -> None:
+        self.player = Player(limits)
+        self.num_requests = 0
 
-    @rule(
-        prompt=st.integers(1, 39),
-        max_tokens=st.integers(1, 25),
-        ignore_eos=st.booleans(),
-        penalty=st.sampled_from([0.0, 0.5]),
-        shared=st.booleans(),
-        deadline=st.sampled_from([None, None, 0.015]),
-    )
-    def add(
-        self, prompt: int, max_tokens: int, ignore_eos: bool, penalty: float, shared: bool, deadline: float | None
-    ) -> None:
-        prompt = min(prompt, self.simulation.limits.max_model_len - 1)
-        self.simulation.add(
-            make_request(
-                f"r{len(self.simulation.requests)}",
-                SHARED_TEXT[:prompt] if shared else prompt,
-                max_tokens,
-                deadline=None if deadline is None else self.simulation.now + deadline,
-                arrival=self.simulation.now,
-                ignore_eos=ignore_eos,
-                presence_penalty=penalty,
-                stop_token_ids=frozenset({7}) if max_tokens % 5 == 0 else frozenset(),
-            )
-        )
+    @rule(request=requests())
+    def submit(self, request: dict[str, Any]) -> None:
+        longest = self.player.simulation.limits.max_model_len - 1
+        self.player.add(f"r{self.num_requests}", {**request, "prompt": request["prompt"][:longest]})
+        self.num_requests += 1
 
     @rule()
     def schedule(self) -> None:
-        self.simulation.schedule()
+        self.player.schedule()
 
+    @precondition(lambda self: self.player.simulation.device.queue)
     @rule(times=st.integers(1, 4))
     def run(self, times: int) -> None:
-        for _ in range(times):
-            self.simulation.run()
+        self.player.run(times)
 
-    @precondition(lambda self: self.simulation.answers)
+    @rule()
+    def begin(self) -> None:
+        self.player.begin()
+
+    @precondition(lambda self: self.player.simulation.answers)
     @rule(times=st.integers(1, 4))
     def answer(self, times: int) -> None:
-        for _ in range(min(times, len(self.simulation.answers))):
-            self.simulation.answer()
+        self.player.answer(times)
+
+    @rule(number=st.integers(1, 5))
+    def rounds(self, number: int) -> None:
+        self.player.rounds(number)
 
     @rule(steps=st.integers(1, 10))
     def go_on(self, steps: int) -> None:
-        for _ in range(steps):
-            self.simulation.schedule()
-            if self.simulation.answers or self.simulation.device.queue:
-                self.simulation.answer()
+        self.player.go_on(steps)
 
-    @rule(seconds=st.sampled_from([0.001, 0.02]))
+    @rule(seconds=st.sampled_from([0.001, 0.02, 40.0]))
     def wait(self, seconds: float) -> None:
-        self.simulation.now += seconds
+        self.player.wait(seconds)
 
-    @precondition(lambda self: self.simulation.requests)
-    @rule(data=st.data(), reason=st.sampled_from([FinishReason.ABORT, FinishReason.STOP]), drop=st.booleans())
-    def end(self, data: st.DataObject, reason: FinishReason, drop: bool) -> None:
-        self.simulation.end(data.draw(st.sampled_from(list(self.simulation.requests))), reason)
-        if drop:
-            self.simulation.drop_void_steps()
+    @precondition(lambda self: self.player.simulation.requests)
+    @rule(data=st.data(), reason=st.sampled_from(["abort", "stop"]), drop=st.booleans())
+    def end(self, data: st.DataObject, reason: str, drop: bool) -> None:
+        self.player.end(data.draw(st.sampled_from(list(self.player.simulation.requests))), reason, drop)
 
-    @precondition(lambda self: self.simulation.device.queue)
+    @precondition(lambda self: self.player.simulation.device.queue)
     @rule()
     def fail_step(self) -> None:
-        self.simulation.fail_step("the step failed")
+        self.player.fail()
 
-    @precondition(lambda self: self.simulation.requests)
+    @precondition(lambda self: self.player.simulation.device.queue)
+    @rule()
+    def skip_step(self) -> None:
+        self.player.skip()
+
+    @precondition(lambda self: self.player.simulation.requests)
     @rule()
     def lose_agent(self) -> None:
-        self.simulation.lose_agent()
+        self.player.lose()
 
     @rule()
     def finish(self) -> None:
-        self.simulation.finish()
+        self.player.finish()
 
     def teardown(self) -> None:
-        if hasattr(self, "simulation"):
-            self.simulation.finish()
+        if hasattr(self, "player"):
+            self.player.finish()
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=300,
+    max_examples=120,
     stateful_step_count=40,
     deadline=None,
     database=None,
@@ -157,94 +163,58 @@ SchedulerMachine.TestCase.settings = settings(
 TestScheduler = SchedulerMachine.TestCase
 
 
-def random_limits(rng: random.Random, **changes: object) -> SchedulerLimits:
-    block_size = rng.choice([1, 2, 3, 4, 8, 16, 32, 64, 128])
-    max_model_len = rng.choice([8, 24, 64])
-    longest = -(-(max_model_len - 1) // block_size)
-    return make_limits(
-        num_blocks=1 + longest + rng.choice([0, 0, 1, 3, 10, 50]),
-        block_size=block_size,
-        max_model_len=max_model_len,
-        max_prompt_len=max_model_len,
-        max_num_seqs=rng.choice([1, 2, 5, 8]),
-        max_num_batched_tokens=rng.choice([4, 16, max_model_len, 200]),
-        prefill_batch_size=rng.choice([1, 2, 4]),
-        decode_batch_size=rng.choice([1, 2, 8]),
-        chunk_tokens=rng.choice([None, 1, 7, 32]),
-        ttft_objective=rng.choice([0.001, 0.02, 2.0]),
-        tbt_objective=rng.choice([0.0005, 0.002, 0.2]),
-        batch_waiting_time=rng.choice([0.0, 0.01]),
-        decode_batch_waiting_time=rng.choice([0.0, 0.01]),
-        **changes,
-    )
+def play_all(seeds: range, **changes: Any) -> Counter[str]:
+    """The scripts of these seeds with some limits changed; what they met."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        script = draw_script(seed)
+        limits = {**script.limits, **changes}
+        limits["prefix_cache"] = limits["prefix_cache"] and limits["page_attention"]
+        seen += play(Script(limits, script.operations)).seen
+    return seen
 
 
-def random_requests(rng: random.Random, max_model_len: int) -> list[Request]:
-    return [
-        make_request(
-            f"r{index}",
-            SHARED_TEXT[:length] if rng.random() < 0.4 else length,
-            rng.randrange(1, 25),
-            ignore_eos=rng.random() < 0.5,
-            repetition_penalty=rng.choice([1.0, 1.2]),
-            seed=index,
-        )
-        for index, length in enumerate(rng.choices(range(1, max_model_len), k=rng.randrange(1, 25)))
-    ]
+@pytest.mark.parametrize("part", range(10))
+def test_any_script(part: int) -> None:
+    seen = play_all(range(part * 30, part * 30 + 30))
+    for event in ("cached starts", "chunks", "preemptions", "refused for good"):
+        assert seen[event] > 0, event
 
 
-@pytest.mark.parametrize("policy", Policy)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-@pytest.mark.parametrize("aborts", [0.0, 0.03])
-def test_random_arrivals_give_the_tokens_of_each_request_alone(policy: Policy, ahead: int, aborts: float) -> None:
-    for seed in range(50):
-        rng = random.Random(seed)
-        limits = random_limits(rng, policy=policy, decode_steps_ahead=ahead)
-        simulation = Simulation(limits)
-        random_run(simulation, random_requests(rng, limits.max_model_len), rng, aborts=aborts)
+def test_every_policy_goes_with_any_number_of_steps_ahead(policy: str, ahead: int) -> None:
+    play_all(range(10_000, 10_010), policy=policy, decode_steps_ahead=ahead)
 
 
-@pytest.mark.parametrize("batching", BatchingStrategy)
-@pytest.mark.parametrize("policy", Policy)
-def test_every_batching_mode_goes_with_every_policy(policy: Policy, batching: BatchingStrategy) -> None:
-    for seed in range(25):
-        rng = random.Random(seed)
-        limits = random_limits(
-            rng, policy=policy, batching=batching, batch_size=rng.choice([None, 1, 4]), decode_steps_ahead=seed % 4
-        )
-        simulation = Simulation(limits)
-        random_run(simulation, random_requests(rng, limits.max_model_len), rng, aborts=0.02)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batching", sorted(set(BATCHINGS)))
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "contiguous"])
+def test_every_policy_goes_with_every_batching_mode(policy: str, batching: str, paged: bool) -> None:
+    seen = play_all(range(20_000, 20_006), policy=policy, batching=batching, page_attention=paged)
+    assert paged or seen["preemptions"] == 0
 
 
-@pytest.mark.parametrize("policy", Policy)
-@pytest.mark.parametrize("preemption", PreemptionKind)
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_preemption_and_prefix_cache_go_with_every_policy(
-    policy: Policy, preemption: PreemptionKind, prefix_cache: bool
-) -> None:
-    for seed in range(25):
-        rng = random.Random(seed)
-        limits = random_limits(
-            rng,
-            policy=policy,
-            preemption=preemption,
-            prefix_cache=prefix_cache,
-            num_host_blocks=rng.choice([2, 10, 100]),
-            admission=rng.choice(list(AdmissionKind)),
-            decode_steps_ahead=seed % 4,
-        )
-        simulation = Simulation(limits)
-        random_run(simulation, random_requests(rng, limits.max_model_len), rng, aborts=0.02)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize("cached", [False, True], ids=["uncached", "cached"])
+def test_every_policy_goes_with_every_kind_of_preemption(policy: str, preemption: str, cached: bool) -> None:
+    changes = {"page_attention": True, "prefix_cache": cached, "batching": "continuous", "num_host_blocks": 200}
+    seen = play_all(range(30_000, 30_008), policy=policy, preemption=preemption, **changes)
+    assert (seen["cached starts"] > 0) >= cached
+    assert (seen["swaps"] > 0) <= (preemption != "recompute")
 
 
-@pytest.mark.parametrize("policy", Policy)
-@pytest.mark.parametrize("batching", BatchingStrategy)
-def test_sequences_in_one_piece_go_with_every_policy_and_batching_mode(
-    policy: Policy, batching: BatchingStrategy
-) -> None:
-    for seed in range(15):
-        rng = random.Random(seed)
-        limits = random_limits(rng, policy=policy, batching=batching, page_attention=False, decode_steps_ahead=seed % 4)
-        simulation = Simulation(limits)
-        random_run(simulation, random_requests(rng, limits.max_model_len), rng, aborts=0.02)
-        assert simulation.scheduler.num_preemptions == 0
+def test_a_failing_script_is_made_small() -> None:
+    """What the long run prints when it has found something."""
+    script = draw_script(3)
+    wanted = next(operation for operation in script.operations if operation[0] == "add")
+
+    def fails(candidate: Script) -> bool:
+        operations: list[Operation] = candidate.operations
+        added = [operation[1] for operation in operations if operation[0] == "add"]
+        return wanted[1] in added and any(operation[0] == "schedule" for operation in operations)
+
+    small = minimise(script, fails)
+    assert sorted(operation[0] for operation in small.operations) == ["add", "schedule"]
+    assert Script.from_json(small.to_json()) == small

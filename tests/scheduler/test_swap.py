@@ -82,6 +82,21 @@ def test_with_penalties_the_history_comes_with_that_decode() -> None:
     assert [history.token_ids for history in back.histories] == [known]
 
 
+def test_of_histories_that_are_too_long_for_one_step_the_later_goes_with_the_next() -> None:
+    simulation = swapping(
+        num_blocks=19, block_size=3, max_model_len=40, max_num_batched_tokens=16, decode_steps_ahead=0
+    )
+    first = make_request("a", 2, 27)
+    second, third = make_request("b", 1, 26, presence_penalty=0.5), make_request("c", 5, 16, presence_penalty=0.5)
+    simulation.add(first, second, third)
+    simulation.finish()
+    back = [step for step in simulation.steps if step.kind is StepKind.DECODE and True in step.restarts]
+    histories = [(step.requests[h.index].request_id, len(h.token_ids)) for step in back for h in step.histories]
+    assert simulation.limits.max_step_history == 40
+    assert histories == [("b", 26), ("c", 20)]
+    assert back[1].seq == back[0].seq + 1
+
+
 def test_it_comes_back_before_anybody_new_starts() -> None:
     simulation = swapping()
     _, young = crowd(simulation)
@@ -174,6 +189,27 @@ def test_a_sequence_is_swapped_between_its_chunks_and_goes_on_behind_them() -> N
     assert starts == sorted(starts)
 
 
+def test_one_that_was_computing_its_tokens_again_when_it_was_swapped_goes_on_computing_them() -> None:
+    """It has output tokens already, so it looks as if it could decode."""
+    simulation = swapping(
+        num_blocks=13, max_num_batched_tokens=2, policy=Policy.FCFS, prefill_batch_size=1, decode_steps_ahead=0
+    )
+    old, young = make_request("old", 2, 22), make_request("young", 15, 12)
+    simulation.add(old, young)
+    for _ in range(22):
+        simulation.step()
+    simulation.lose_agent()
+    simulation.finish()
+    assert (young.num_preemptions, young.receipt.swaps) == (1, 1)
+    back = next(step.seq for step in simulation.steps if step.reason is StepReason.SWAP_IN)
+    kind, start, query_len = next(
+        (step.kind, step.starts[step.requests.index(young)], step.query_lens[step.requests.index(young)])
+        for step in simulation.steps[back:]
+        if young in step.requests
+    )
+    assert (kind, start, query_len) == (StepKind.PREFILL, 20, 2)
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("policy", Policy)
 def test_a_pool_of_one_longest_sequence_serves_any_number(policy: Policy, ahead: int) -> None:
@@ -198,3 +234,69 @@ def test_auto_takes_what_was_faster() -> None:
     assert choice.prefers_swap(sequence)
     choice.step_answered(move, StepResult(0, graph_us=20_000))  # 3 ms a block: 60 ms
     assert not choice.prefers_swap(sequence)
+
+
+def preempted_on_its_way_back() -> tuple[Simulation, Request]:
+    """The moves that bring ``c`` back are in flight when its blocks are needed again: two steps follow them at once."""
+    simulation = swapping(
+        num_blocks=14, block_size=1, max_model_len=13, max_num_batched_tokens=100, prefill_batch_size=4
+    )
+    third = make_request("c", 3, 12)
+    simulation.add(make_request("a", 1, 6), make_request("b", 2, 9), third)
+    while third.num_preemptions < 2:
+        simulation.schedule()
+        if third.num_preemptions < 2:
+            while simulation.device.queue or simulation.answers:
+                simulation.answer()
+    return simulation, third
+
+
+def moved(simulation: Simulation) -> list[list[tuple[str, int, int]]]:
+    return [[(m.kind.name, m.source, m.destination) for m in s.moves] for s in simulation.steps if s.moves]
+
+
+def test_one_preempted_on_its_way_back_is_still_on_the_host() -> None:
+    simulation, third = preempted_on_its_way_back()
+    simulation.finish()
+    out, back, back_again = moved(simulation)
+    assert out == [("SWAP_OUT", block, host) for host, block in enumerate([4, 5, 6, 9, 12])]
+    assert back == [("SWAP_IN", host, block) for host, block in enumerate([1, 7, 10, 13, 4])]
+    assert [move[:2] for move in back_again] == [move[:2] for move in back]
+    assert (third.receipt.swaps, third.receipt.preemptions) == (2, 0)
+
+
+@pytest.mark.parametrize("how", ["aborted", "failed", "lost"])
+def test_one_preempted_on_its_way_back_ends_or_starts_again(how: str) -> None:
+    simulation, third = preempted_on_its_way_back()
+    assert simulation.scheduler._kv_cache.num_free_host_blocks == 32 - 5
+    if how == "aborted":
+        simulation.end("c")
+        assert simulation.scheduler._kv_cache.num_free_host_blocks == 32 - 5  # moves in flight read them
+    elif how == "failed":
+        assert simulation.device.queue[0].moves
+        simulation.fail_step("the moves failed")
+    else:
+        simulation.lose_agent()
+        assert simulation.scheduler._kv_cache.num_free_host_blocks == 32
+    simulation.finish()
+    ends = {"aborted": FinishReason.ABORT, "failed": FinishReason.ERROR, "lost": FinishReason.LENGTH}
+    assert third.finish_reason is ends[how]
+
+
+def test_of_two_victims_that_are_about_to_leave_one_ends() -> None:
+    """Their last steps are answered, the moves that take them to the host are not scheduled yet."""
+    simulation = swapping(num_blocks=19, max_num_seqs=6, prefill_batch_size=6, decode_steps_ahead=1)
+    requests = [make_request(name, 5, 20) for name in "abcdef"]
+    simulation.add(*requests)
+    while not simulation.scheduler.num_preemptions:
+        simulation.schedule()
+        if not simulation.scheduler.num_preemptions:
+            simulation.answer()
+    assert [request.num_preemptions for request in requests] == [0, 0, 0, 0, 1, 1]
+    while simulation.answers or simulation.device.queue:
+        simulation.answer()
+    simulation.end("f")
+    (out,) = [step for step in simulation.schedule() if step.moves]
+    assert [move.destination for move in out.moves] == simulation.scheduler._running.leaving[0].host_table
+    simulation.finish()
+    assert simulation.ended["f"] is FinishReason.ABORT

@@ -1,0 +1,105 @@
+"""A cache that is far too small: 500 mixed requests through it have the tokens and log-probabilities, to the bit, that
+they have in a cache with room for all, whichever way the scheduler finds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from completions_client import assert_same, run_together
+from server_process import running_server
+
+NUM_REQUESTS = 500
+VOCAB = 1900
+BLOCK = 16
+
+ROOMY = ["model_config.max_generate_length=256", "model_config.decode_batch_size=[24]", "pa_config.num_blocks=2048"]
+TIGHT = ["model_config.max_generate_length=256", "model_config.decode_batch_size=[24]", "pa_config.num_blocks=30"]
+CACHE = "scheduler_config.prefix_cache=true"
+CHUNKED = ["scheduler_config.policy=chunked", "scheduler_config.chunk_tokens=40"]
+
+WAYS = {
+    "recompute": [],
+    "recompute, chunked, cached": ["scheduler_config.preemption=recompute", *CHUNKED, CACHE],
+    "swap": ["scheduler_config.preemption=swap", "pa_config.num_host_blocks=256"],
+    "swap, chunked, cached": ["scheduler_config.preemption=swap", "pa_config.num_host_blocks=256", *CHUNKED, CACHE],
+    "swap to a small host, decode_first, cached, 3 ahead": [
+        "scheduler_config.preemption=swap",
+        "pa_config.num_host_blocks=12",
+        "scheduler_config.policy=decode_first",
+        "scheduler_config.decode_steps_ahead=3",
+        CACHE,
+    ],
+    "auto, slo, cached": ["scheduler_config.preemption=auto", "scheduler_config.policy=slo", CACHE],
+}
+
+
+def make_requests(seed: int) -> list[dict[str, Any]]:
+    """Bodies for /v1/completions; prompts that begin alike, at and around block borders, and sampling of every kind."""
+    draw = random.Random(seed)
+    families = [[draw.randrange(300, VOCAB) for _ in range(3 * BLOCK)] for _ in range(6)]
+    return [make_request(draw, index, draw.choice(families)) for index in range(NUM_REQUESTS)]
+
+
+def make_request(draw: random.Random, index: int, family: list[int]) -> dict[str, Any]:
+    shared = draw.choice([0, BLOCK - 1, BLOCK, BLOCK + 1, 40, 3 * BLOCK])
+    own = draw.choice([0, 1, 1, 2, 7, BLOCK]) if shared else draw.choice([1, BLOCK, 30, 70])
+    body: dict[str, Any] = {
+        "prompt": family[:shared] + [draw.randrange(300, VOCAB) for _ in range(own)],
+        "max_tokens": draw.choice([1, BLOCK, 60, 120]),
+        "temperature": 0.0,
+        "logprobs": draw.choice([0, 3]),
+        "return_token_ids": True,
+        "ignore_eos": draw.random() < 0.7,
+    }
+    if draw.random() < 0.6:
+        body |= {"temperature": draw.choice([0.7, 1.0, 1.3]), "seed": index, "top_p": draw.choice([1.0, 0.9])}
+        body |= {"top_k": draw.choice([0, 20]), "min_p": draw.choice([0.0, 0.05])}
+    if draw.random() < 0.3:
+        body |= {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+    return body
+
+
+@pytest.fixture(scope="module")
+def bodies():
+    return make_requests(seed=4)
+
+
+@pytest.fixture(scope="module")
+def unpressed(bodies, tmp_path_factory):
+    """The same requests where nobody has to give way, nothing is cached and every prompt is computed whole."""
+    with running_server(tmp_path_factory.mktemp("roomy"), ROOMY) as server:
+        answers = asyncio.run(run_together(server.url, bodies, seed=1, leave=0.0))
+        engine = server.wait_until_idle()
+    assert (engine["preemptions"], engine["prefix_hit_tokens"]) == (0, 0)
+    return answers
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_are_the_same_to_the_bit_under_pressure(way, bodies, unpressed, tmp_path):
+    with running_server(tmp_path, [*TIGHT, *WAYS[way]]) as server:
+        answers = asyncio.run(run_together(server.url, bodies, seed=2))
+        engine = server.wait_until_idle()
+        ends = server.events("request_end")
+    compared = 0
+    for body, expected, answer in zip(bodies, unpressed, answers, strict=True):
+        if answer is not None:
+            assert_same(answer, expected, body)
+            compared += 1
+    assert compared >= 0.8 * NUM_REQUESTS
+    check_pressed(way, engine, ends)
+
+
+def check_pressed(way: str, engine: dict[str, Any], ends: list[dict[str, Any]]) -> None:
+    """What the test is about has happened, and often."""
+    assert engine["preemptions"] >= 20
+    if "swap" in way:
+        assert engine["swaps"] >= 10
+    if "recompute" in way:
+        assert engine["swaps"] == 0
+    if "cached" in way:
+        assert engine["prefix_hit_tokens"] >= 50 * BLOCK
+    if "chunked" in way:
+        assert sum(end["prefill_chunks"] > 1 + end["preemptions"] for end in ends) >= 50

@@ -1,0 +1,98 @@
+"""Are the tests worth anything? Each bug of ``planted_bugs`` is planted in a copy, and somebody has to find it.
+
+    python tests/long/find_planted_bugs.py [--only WORDS] [--jobs 2]
+
+First random scripts look, then, for what they do not find, the tests of scheduler and KV cache. Exits with 1 when a bug
+is not found, or is not a bug of the present code any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from planted_bugs import BUGS, PlantedBug  # noqa: E402
+
+NUM_SCRIPTS = 500
+TIMEOUT_S = 900
+COPIED = ("llm_serving", "tests", "pyproject.toml")
+LINKED = ("configs", "models", "agent", "performance", "tools")
+
+PLAY = f"""
+import sys
+sys.path[:0] = [".", "tests", "tests/long"]
+from scheduler_soak import draw_script, failure_of, play_seeds
+seed = play_seeds(range({NUM_SCRIPTS})).failed_seed
+if seed is not None:
+    print(f"script {{seed}}: {{failure_of(draw_script(seed))}}")
+    sys.exit(1)
+"""
+TESTS = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "tests/scheduler", "tests/kvcache"]
+
+
+def plant(bug: PlantedBug, folder: Path) -> None:
+    """Copy what the tests need, with the bug in it."""
+    for name in COPIED:
+        source = REPOSITORY / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, folder / name)
+    for name in LINKED:
+        (folder / name).symlink_to(REPOSITORY / name)
+    file = folder / bug.file
+    text = file.read_text()
+    if text.count(bug.old) != 1:
+        raise SystemExit(f"{bug.name}: {bug.file} has {text.count(bug.old)} times, not once:\n{bug.old}")
+    file.write_text(text.replace(bug.old, bug.new))
+
+
+def find(bug: PlantedBug) -> str | None:
+    """Who finds the bug; None when nobody does."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plant(bug, folder)
+        return _run(["-c", PLAY], folder) or _run(TESTS, folder)
+
+
+def _run(arguments: list[str], folder: Path) -> str | None:
+    """What the command says last if it fails."""
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return "never ends"
+    if done.returncode == 0:
+        return None
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("script ", "FAILED ", "ERROR "))]
+    if not lines:
+        raise SystemExit(f"the look-out itself failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return lines[0][:150]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Plants bugs in copies of the code and looks whether tests fail.")
+    parser.add_argument("--only", default="", help="bugs whose name contains this")
+    parser.add_argument("--jobs", type=int, default=2, help="bugs looked for at a time")
+    arguments = parser.parse_args()
+    bugs = [bug for bug in BUGS if arguments.only in bug.name]
+    missed = 0
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        for bug, finder in zip(bugs, pool.map(find, bugs), strict=True):
+            print(f"{bug.name}: {finder or 'NOT FOUND'}", flush=True)
+            missed += finder is None
+    print(f"{len(bugs) - missed} of {len(bugs)} planted bugs were found")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Holds the order in which requests start against the bounds that the queue states: nobody starves.
+
+The watch sees what a client could see: who arrived when, who started, who got a token. It keeps no heaps and no
+counters like the queue's own, so it may be slow, and right for other reasons than the queue is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from llm_serving.request import Request
+from llm_serving.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT
+from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.output import ScheduledStep
+from llm_serving.scheduler.policy import Policy
+from llm_serving.scheduler.queue_order import DEFAULT_AGEING_S
+from llm_serving.scheduler.slo_order import LATE_SHARE
+
+
+class QueueWatch:
+    """Everything wrong is an AssertionError."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._waiting: dict[str, Request] = {}
+        """By arrival."""
+        self._started: set[str] = set()
+        self._service: dict[int, Counter[str]] = {}
+        """By priority and tenant: what was charged."""
+        self._service_before: dict[str, Counter[str]] = {}
+        """By waiting request: its class's service when it arrived."""
+        self._starts_left: dict[str, int] = {}
+        """By waiting request that is late for its objective: starts of others that may still come before its own."""
+        most_held = limits.max_num_seqs * limits.max_model_len
+        self._fair_bound = 4 * max(INPUT_WEIGHT * limits.max_prompt_len, OUTPUT_WEIGHT * most_held)
+
+    def arrived(self, request: Request, now: float) -> None:
+        self._waiting[request.request_id] = request
+        self._service_before[request.request_id] = self._services(request.priority).copy()
+
+    def ended(self, request: Request) -> None:
+        self._forget(request.request_id)
+
+    def scheduled(self, step: ScheduledStep, now: float) -> None:
+        """Whoever is in a step for the first time has started, in the order of the step."""
+        self._drop_finished()
+        for request in step.requests:
+            if request.request_id in self._started:
+                continue
+            self._started.add(request.request_id)
+            if self._limits.policy is Policy.SLO:
+                self._check_late_share(request, now)
+            else:
+                self._check_order(request)
+            self._forget(request.request_id)
+            self._charge(request, INPUT_WEIGHT * len(request.prompt_token_ids))
+
+    def got_token(self, request: Request) -> None:
+        self._charge(request, OUTPUT_WEIGHT)
+
+    def _forget(self, name: str) -> None:
+        self._waiting.pop(name, None)
+        self._service_before.pop(name, None)
+        self._starts_left.pop(name, None)
+
+    def _drop_finished(self) -> None:
+        """Those whose deadline passed ended inside the scheduler."""
+        for name in [name for name, request in self._waiting.items() if request.is_finished]:
+            self._forget(name)
+
+    def _services(self, priority: int) -> Counter[str]:
+        return self._service.setdefault(priority, Counter())
+
+    def _tenant(self, request: Request) -> str:
+        return request.tenant if self._limits.fairness else ""
+
+    def _check_order(self, started: Request) -> None:
+        """Classes by the age of their oldest, a level of priority being worth some seconds; in the class a tenant's
+        requests by arrival, and everybody's where there are no tenants."""
+        oldest: dict[int, Request] = {}
+        for request in self._waiting.values():
+            oldest.setdefault(request.priority, request)
+        ages = {p: (request.arrival_time + DEFAULT_AGEING_S * p, p) for p, request in oldest.items()}
+        best = min(ages, key=ages.__getitem__)
+        assert started.priority == best, f"{started.request_id} starts before {oldest[best].request_id}"
+        before = next(
+            r
+            for r in self._waiting.values()
+            if r.priority == started.priority and self._tenant(r) == self._tenant(started)
+        )
+        assert before is started, f"{started.request_id} starts before {before.request_id}, which came earlier"
+
+    def _check_late_share(self, started: Request, now: float) -> None:
+        """Late requests of one priority and tenant start by arrival, one in so many starts at least."""
+        if len({(r.priority, self._tenant(r)) for r in self._waiting.values()}) > 1:
+            self._starts_left.clear()
+            return
+        for place, (name, request) in enumerate(self._waiting.items()):
+            objective = self._limits.ttft_objective if request.ttft_objective is None else request.ttft_objective
+            if request is started or now <= request.arrival_time + objective:
+                continue
+            left = self._starts_left.setdefault(name, LATE_SHARE * (place + 1))
+            assert left > 0, f"{name} is late and has been passed over too often"
+            self._starts_left[name] = left - 1
+
+    def _charge(self, request: Request, service: int) -> None:
+        """No tenant gets more, while a request of another waits in its class, than that one's and the bound."""
+        services, tenant = self._services(request.priority), self._tenant(request)
+        services[tenant] += service
+        for name, before in self._service_before.items():
+            waiting = self._waiting[name]
+            own = self._tenant(waiting)
+            if waiting.priority == request.priority and own != tenant:
+                ahead = services[tenant] - before[tenant] - (services[own] - before[own])
+                assert ahead <= self._fair_bound, f"{tenant!r} got {ahead} more than {own!r} while {name} waits"
