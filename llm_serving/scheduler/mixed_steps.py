@@ -9,7 +9,7 @@ from llm_serving.scheduler.decode_steps import DecodeComposer
 from llm_serving.scheduler.output import ScheduledStep, StepReason
 from llm_serving.scheduler.prefill_steps import PrefillComposer, continue_prompts, note_chunks
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.starting import Starter
+from llm_serving.scheduler.starting import Starter, StartGate
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import build_mixed
 
@@ -29,7 +29,7 @@ class _Offer:
 
     budget: int
     now: float
-    max_starts: int | None
+    gate: StartGate | None
     late: frozenset[Sequence]
 
 
@@ -51,15 +51,15 @@ class MixedComposer:
         now: float,
         reason: StepReason,
         *,
-        max_starts: int | None = None,
+        gate: StartGate | None = None,
         late: frozenset[Sequence] = frozenset(),
     ) -> ScheduledStep | None:
         """The next step of about ``budget`` tokens, rows first; None when there is nothing to run.
 
-        ``max_starts`` requests start in it at most. Prompts that are ``late`` go on when all others have what they
-        can use.
+        ``gate`` is asked about requests that start in it. Prompts that are ``late`` go on when all others have what
+        they can use.
         """
-        offer = _Offer(budget, now, max_starts, late)
+        offer = _Offer(budget, now, gate, late)
         if self._num_without_prompts >= _MOST_STEPS_WITHOUT_PROMPTS:
             self._num_without_prompts = 0
             plan = self._prompts(offer, [])
@@ -83,7 +83,7 @@ class MixedComposer:
             room = min(room, max(offer.budget - len(rows), _LEAST_CHUNK))
         plan = ChunkPlan(limits, room, _num_history_tokens(rows))
         continue_prompts(plan, state, skip=offer.late)
-        self._starter.fill(plan, offer.now, whole=False, max_starts=offer.max_starts)
+        self._starter.fill(plan, offer.now, whole=False, gate=offer.gate)
         if offer.late:
             continue_prompts(plan, state, skip=frozenset(plan.sequences))
         if room <= 0 and (state.running.prefilling or state.waiting):

@@ -60,6 +60,8 @@ class SloOrder:
         self._latest_starts: KeyedHeap[Sequence] = KeyedHeap()
         self._late = PriorityOrder(ageing_s, fairness=fairness)
         self._starts_before_late = 0
+        self.next_expected = 0.0
+        """By when another request was to come, if they come no rarer than once in the last one's objective."""
 
     def __len__(self) -> int:
         return len(self._on_time) + len(self._late)
@@ -68,6 +70,10 @@ class SloOrder:
     def num_late(self) -> int:
         """Those known to miss their objective; ``first`` finds out."""
         return len(self._late)
+
+    def is_spare(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence is late and it is not its turn: it would be first for want of others only."""
+        return sequence not in self._latest_starts and self._starts_before_late < LATE_SHARE - 1
 
     def learn(self, overhead_s: float, seconds_per_token: float) -> None:
         """What a prefill takes: a step with next to no tokens, and each token more. O(1) while it hardly changes."""
@@ -85,7 +91,9 @@ class SloOrder:
     def add(self, sequence: Sequence) -> None:
         request = sequence.request
         self._latest_starts.set(sequence, self.latest_start(sequence))
-        due = request.arrival_time + self._objective_s(request) + self._ageing_s * request.priority
+        due = request.arrival_time + self._objective_s(request)
+        self.next_expected = max(self.next_expected, due)
+        due += self._ageing_s * request.priority
         self._on_time.add(sequence, (due, sequence.arrival_index))
 
     def remove(self, sequence: Sequence) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import Protocol
 
 from llm_serving.receipt import MAX_BLOCKERS, BlockReason, Phase
 from llm_serving.request import RequestStatus
@@ -13,7 +14,17 @@ from llm_serving.scheduler.chunk_plan import ChunkPlan
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.state import SchedulerState
 
-__all__ = ["Starter"]
+__all__ = ["StartGate", "Starter"]
+
+
+class StartGate(Protocol):
+    """What a policy has to say about requests that never ran and could start in a step."""
+
+    def may_start(self, sequence: Sequence) -> bool:
+        """Whether the first in line may; if not, nobody does."""
+
+    def started(self, sequence: Sequence) -> None:
+        """It starts now, and leaves the queue."""
 
 
 class Starter:
@@ -28,26 +39,27 @@ class Starter:
         self._supply = supply
         self._admission = admission
 
-    def fill(self, plan: ChunkPlan, now: float, *, whole: bool, max_starts: int | None = None) -> None:
+    def fill(self, plan: ChunkPlan, now: float, *, whole: bool, gate: StartGate | None = None) -> None:
         """Start sequences and add them to the step, while both go on.
 
         ``whole``: a prompt that the rest of the step does not hold waits for the next one, unless it is the first.
-        ``max_starts``: so many at most; those who were preempted start nevertheless.
+        ``gate``: asked for each that never ran, and told of it; those who were preempted start nevertheless.
         """
-        waiting, num_started = self._state.waiting, 0
+        waiting = self._state.waiting
         while waiting and not plan.is_full:
             sequence = waiting.peek(now)
             obstacle = self._obstacle(sequence, plan, now, whole)
             is_new = sequence.request.first_scheduled_time is None
-            if obstacle is None and is_new and max_starts is not None and num_started >= max_starts:
+            if obstacle is None and is_new and gate is not None and not gate.may_start(sequence):
                 obstacle = BlockReason.POLICY
             if obstacle is not None:
                 self._note(sequence, obstacle, now)
                 return
+            if is_new and gate is not None:
+                gate.started(sequence)
             waiting.start(sequence, now)
             self._start(sequence, now)
             plan.add(sequence)
-            num_started += 1
 
     def _obstacle(self, sequence: Sequence, plan: ChunkPlan, now: float, whole: bool) -> BlockReason | None:
         """What keeps the first in line from being started in this step."""

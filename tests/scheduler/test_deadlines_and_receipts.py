@@ -77,7 +77,7 @@ def test_a_receipt_names_the_reason_and_the_request_in_the_way(changes: dict[str
 
 
 def test_router_admission_starts_the_next_when_the_peak_has_passed() -> None:
-    limits = make_limits(admission=AdmissionKind.ROUTER, max_total_tokens=60, prefill_batch_size=4)
+    limits = make_limits(admission=AdmissionKind.ROUTER, max_total_tokens=64, prefill_batch_size=4)
     simulation = Simulation(limits)
     simulation.add(*(make_request(name, 10, 20) for name in "abc"))
     simulation.step()

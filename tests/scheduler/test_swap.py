@@ -189,6 +189,27 @@ def test_a_sequence_is_swapped_between_its_chunks_and_goes_on_behind_them() -> N
     assert starts == sorted(starts)
 
 
+def test_one_that_was_computing_its_tokens_again_when_it_was_swapped_goes_on_computing_them() -> None:
+    """It has output tokens already, so it looks as if it could decode."""
+    simulation = swapping(
+        num_blocks=13, max_num_batched_tokens=2, policy=Policy.FCFS, prefill_batch_size=1, decode_steps_ahead=0
+    )
+    old, young = make_request("old", 2, 22), make_request("young", 15, 12)
+    simulation.add(old, young)
+    for _ in range(22):
+        simulation.step()
+    simulation.lose_agent()
+    simulation.finish()
+    assert (young.num_preemptions, young.receipt.swaps) == (1, 1)
+    back = next(step.seq for step in simulation.steps if step.reason is StepReason.SWAP_IN)
+    kind, start, query_len = next(
+        (step.kind, step.starts[step.requests.index(young)], step.query_lens[step.requests.index(young)])
+        for step in simulation.steps[back:]
+        if young in step.requests
+    )
+    assert (kind, start, query_len) == (StepKind.PREFILL, 20, 2)
+
+
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("policy", Policy)
 def test_a_pool_of_one_longest_sequence_serves_any_number(policy: Policy, ahead: int) -> None:

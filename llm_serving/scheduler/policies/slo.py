@@ -25,7 +25,8 @@ Order
 
 Load
     A request starts only if the rows will then still keep their pace: one that waits may miss its first token, one too
-    many makes every row miss its time between tokens. When nothing runs, somebody starts.
+    many makes every row miss its time between tokens. When nothing runs, somebody starts. Those that are late anyway
+    do not fill the room that others, who can be on time, are about to come for (``slo_starts``).
 
 What was never measured is not guessed: until steps were answered, it is ``chunked``.
 """
@@ -39,6 +40,7 @@ from llm_serving.scheduler.output import ScheduledStep, StepReason, StepResult
 from llm_serving.scheduler.policies.base import StepComposers
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo_order import LATE_SHARE, SloOrder
+from llm_serving.scheduler.slo_starts import SloStarts
 from llm_serving.scheduler.state import SchedulerState
 
 __all__ = ["LONGEST_STEP", "Slo"]
@@ -75,6 +77,7 @@ class Slo:
         if not isinstance(state.order, SloOrder):
             raise AssertionError("policy slo needs a queue in the order of slo")
         self._order = state.order
+        self._starts = SloStarts(state, state.order)
 
     def next_step(self, now: float) -> ScheduledStep | None:
         state, limits = self._state, self._state.limits
@@ -86,11 +89,12 @@ class Slo:
             return self._mixed.compose(limits.mixed_step_tokens, now, StepReason.BUDGET_SHARED)
         pace = self._pace(now)
         budget = self._budget(pace, now)
+        self._starts.begin_step(self._max_starts(pace, now), now)
         return self._mixed.compose(
             pace.num_rows + budget,
             now,
             StepReason.BUDGET_CUT,
-            max_starts=self._max_starts(pace, now),
+            gate=self._starts,
             late=self._late(now) if self._num_steps % LATE_SHARE else frozenset(),
         )
 
