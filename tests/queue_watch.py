@@ -107,6 +107,8 @@ class QueueWatch:
         """No tenant gets more, while a request of another waits in its class, than that one's and the bound."""
         services, tenant = self._services(request.priority), self._tenant(request)
         services[tenant] += service
+        if self._limits.policy is Policy.SLO:
+            return  # who is late goes behind all that are on time, whatever its tenant got; see _check_late_share
         for name, before in self._service_before.items():
             waiting = self._waiting[name]
             own = self._tenant(waiting)

@@ -87,7 +87,7 @@ class _Requests:
         self._rng = rng
         self._limits = limits
         self._answers: list[list[int]] = []
-        self._tenants = rng.choice([[""], ["a"], ["a", "b"], ["a", "b", "c"]])
+        self._tenants = rng.choice([[""], ["a"], ["", "a"], ["a", "b", "c"]])
         self._salts = rng.choice([[""], [""], ["x", "y"]])
         self._priorities = rng.choice([[0], [0], [0, 1], [-1, 0, 2]])
         self._deadlines = rng.choice([0.0, 0.0, 0.2])

@@ -55,13 +55,14 @@ class AnswerReader:
                 self._supply.answered(sequence, step.starts[index] + step.query_lens[index])
 
     def _note_token(self, sequence: Sequence, now: float) -> None:
-        """The first token, the first since a preemption, or any token of a tenant that pays."""
+        """The first token, the first since a preemption, or any token where tenants pay: where there is but one, that
+        of requests without a key, counting would change nothing."""
         request = sequence.request
         if request.first_token_time is None:
             request.first_token_time = now
         if sequence.state is SequenceState.RUNNING and request.receipt.phase is not Phase.DECODE:
             request.receipt.enter(Phase.DECODE, now)
-        pays = self._fairness and bool(request.tenant)
+        pays = self._fairness and self._waiting.has_tenants
         if pays:
             self._waiting.charge_output(sequence)
         sequence.notes_tokens = pays or request.receipt.phase is not Phase.DECODE

@@ -31,6 +31,8 @@ class RequestQueue:
         self._drain_rate = DrainRate()
         self.num_tokens = 0
         """Known tokens of the waiting sequences."""
+        self.has_tenants = False
+        """Whether a request of a named tenant has ever come. While there is none, everybody is the one tenant ""."""
 
     def __len__(self) -> int:
         return len(self._returned) + len(self._new)
@@ -73,6 +75,7 @@ class RequestQueue:
         if not self:
             self._drain_rate.filled(sequence.request.arrival_time)
         self._new.add(sequence)
+        self.has_tenants = self.has_tenants or bool(sequence.request.tenant)
         self._enter(sequence)
 
     def put_back(self, sequence: Sequence) -> None:

@@ -273,3 +273,15 @@ def test_tenants_take_turns_by_the_tokens_they_got() -> None:
     simulation.finish()
     started = [step.requests[0].request_id for step in simulation.steps if step.kind is StepKind.PREFILL]
     assert started == ["g0", "m0", "g1", "m1", "g2", "g3"]
+
+
+def test_clients_without_a_key_pay_for_their_tokens_like_those_with_one() -> None:
+    """Prompts of one token, answers of seven: were only the prompts counted, those without a key would go first."""
+    simulation = Simulation(make_limits(max_num_seqs=1, decode_steps_ahead=0, policy=Policy.FCFS))
+    for turn in range(8):
+        keyed = make_request(f"keyed {turn}", 1, 7)
+        keyed.tenant = "a"
+        simulation.add(make_request(f"anybody {turn}", 1, 7), keyed)
+    simulation.finish()
+    starts = [step.requests[0].request_id.split()[0] for step in simulation.steps if step.kind is StepKind.PREFILL]
+    assert starts == ["anybody", "keyed"] * 8

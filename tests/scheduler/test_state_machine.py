@@ -71,7 +71,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
         "presence_penalty": draw(st.sampled_from([0.0, 0.5])),
         "stop_token_ids": draw(st.sampled_from([[], [7]])),
         "priority": draw(st.sampled_from([0, 0, 1, -1])),
-        "tenant": draw(st.sampled_from(["a", "b"])),
+        "tenant": draw(st.sampled_from(["a", "b", ""])),
         "cache_salt": draw(st.sampled_from(["", "", "x"])),
         "deadline": draw(st.sampled_from([None, None, None, 0.015])),
         "ttft_objective": draw(st.sampled_from([None, 0.002])),
