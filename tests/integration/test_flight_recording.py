@@ -43,6 +43,8 @@ def test_a_servers_recording_replays_though_it_was_killed(tmp_path, settings):
         agent.kill()
         texts = [answer.result()["choices"][0]["text"] for answer in answers]
         last = [pool.submit(ask, server, number) for number in range(4)]
+        while not server.agents():  # the next one has not been started yet
+            time.sleep(0.05)
         time.sleep(0.2)
         [agent] = server.agents()
         os.kill(server.pid, signal.SIGKILL)
