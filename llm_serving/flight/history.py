@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from llm_serving.flight.reader import Added, AgentLost, Answered, FailedAll, Fin
 from llm_serving.flight.steps import RecordedStep
 from llm_serving.scheduler.output import StepKind
 
-__all__ = ["Arrival", "StepTiming", "arrivals", "step_timings"]
+__all__ = ["Arrival", "StepTiming", "answered_steps", "arrivals", "step_timings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,9 @@ class Arrival:
     """Pseudonyms of its output tokens, where they were recorded."""
 
 
-def step_timings(stretch: Stretch) -> list[StepTiming]:
-    """The steps that ran without fault, in the order of their answers."""
+def answered_steps(stretch: Stretch) -> Iterator[tuple[RecordedStep, float, Answered]]:
+    """The steps that ran without fault, in the order of their answers: each with when it was scheduled."""
     sent: dict[int, tuple[float, RecordedStep]] = {}
-    timings = []
     for event in stretch.events():
         if isinstance(event, Scheduled) and event.step is not None:
             sent[event.step.seq] = (event.now, event.step)
@@ -66,8 +66,12 @@ def step_timings(stretch: Stretch) -> list[StepTiming]:
         elif isinstance(event, Answered) and event.seq in sent:
             scheduled, step = sent.pop(event.seq)
             if event.fault is None:
-                timings.append(_timing(step, scheduled, event))
-    return timings
+                yield step, scheduled, event
+
+
+def step_timings(stretch: Stretch) -> list[StepTiming]:
+    """What each of ``answered_steps`` had to do, and its times."""
+    return [_timing(*answered) for answered in answered_steps(stretch)]
 
 
 def _timing(step: RecordedStep, scheduled: float, answer: Answered) -> StepTiming:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from llm_serving.config import Config
-from llm_serving.flight.history import arrivals
-from llm_serving.flight.reader import AgentLost, Answered, Scheduled, Stretch, read_recording
+from llm_serving.flight.history import answered_steps, arrivals
+from llm_serving.flight.reader import Stretch, read_recording
 from llm_serving.flight.steps import RecordedStep
 from llm_serving.scheduler.output import MoveKind
 from performance.load.errors import UsageError
@@ -52,19 +52,16 @@ class TimedStep:
 
 def timed_steps(stretch: Stretch) -> list[TimedStep]:
     """The steps that ran without fault, in the order of their answers."""
-    sent: dict[int, tuple[float, RecordedStep]] = {}
-    timed = []
-    for event in stretch.events():
-        if isinstance(event, Scheduled) and event.step is not None:
-            sent[event.step.seq] = (event.now, event.step)
-        elif isinstance(event, AgentLost):
-            sent.clear()
-        elif isinstance(event, Answered) and event.seq in sent:
-            scheduled, step = sent.pop(event.seq)
-            if event.fault is None:
-                run_s = (event.graph_us + event.sample_us) * MICROSECOND
-                timed.append(TimedStep(step, scheduled, event.now, event.queue_us * MICROSECOND, run_s))
-    return timed
+    return [
+        TimedStep(
+            step,
+            scheduled,
+            answer.now,
+            answer.queue_us * MICROSECOND,
+            (answer.graph_us + answer.sample_us) * MICROSECOND,
+        )
+        for step, scheduled, answer in answered_steps(stretch)
+    ]
 
 
 def fit_recording(path: Path, config: Config) -> StepFit:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason, StepResult
 from llm_serving.scheduler.policies.base import StepComposers
 from llm_serving.scheduler.state import SchedulerState
@@ -9,7 +11,7 @@ from llm_serving.scheduler.state import SchedulerState
 __all__ = ["PromptsFirst", "prefill_streak_limit"]
 
 
-class PromptsFirst:
+class PromptsFirst(ABC):
     """A prefill step as soon as the request at the head of the queue fits, a decode step over all rows that can
     advance; after ``prefill_streak_limit`` prefill steps that made running rows wait, a decode goes first."""
 
@@ -36,9 +38,9 @@ class PromptsFirst:
     def reset(self) -> None:
         self._streak = 0
 
+    @abstractmethod
     def _decode_is_due(self) -> bool:
         """Whether it is time to put the next decode step together."""
-        raise NotImplementedError
 
     def _prefill(self, now: float) -> ScheduledStep | None:
         step = self._prefills.compose(now, StepReason.PROMPT_READY)
