@@ -62,6 +62,7 @@ class Submitted:
     scheduling: SchedulingParams = DEFAULT_SCHEDULING
     num_pieces: int = 0
     streamed: bool = True
+    arrival_time: float | None = None
     finished: bool = False
     aborted: bool = False
     delivered: list[float] = field(default_factory=list)
@@ -210,7 +211,9 @@ class FakeEngine:
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         streamed: bool = True,
     ) -> FakeOpenRequest:
-        record = Submitted(request_id, list(prompt_token_ids), sampling, scheduling, streamed=streamed)
+        record = Submitted(
+            request_id, list(prompt_token_ids), sampling, scheduling, streamed=streamed, arrival_time=arrival_time
+        )
         refuse = self.refuse if len(self.submitted) >= (self.refuse_after or 0) else None
         if refuse is None:
             self.submitted.append(record)

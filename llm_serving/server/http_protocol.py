@@ -10,12 +10,14 @@ from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from llm_serving.server import request_start
 from llm_serving.server.limits import HEADER_TIMEOUT_S, MAX_HEADER_BYTES
 
 __all__ = ["RECEIVED_AT", "STREAM_CHANNEL", "BoundedHttpProtocol", "ChannelUser", "StreamChannel"]
 
 RECEIVED_AT = "llm_serving.received_at"
-"""Key of the ASGI scope: when the request's first byte was read, on the monotonic clock. Latency counts from there."""
+"""Key of the ASGI scope: when the request's first byte was read, or was sent by its own word (``X-Request-Start``), on
+the monotonic clock. Latency counts from there."""
 STREAM_CHANNEL = "llm_serving.stream_channel"
 """Key of the ASGI scope: the ``StreamChannel`` of the response."""
 
@@ -133,6 +135,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._headers_done()
+        for name, value in self.headers:
+            if name == request_start.HEADER:
+                sent = time.monotonic() - request_start.age_of(value, time.time())
+                self.scope[RECEIVED_AT] = min(self.scope[RECEIVED_AT], sent)  # type: ignore[literal-required]
         super().on_headers_complete()
         self.scope[STREAM_CHANNEL] = StreamChannel(self, self.cycle)  # type: ignore[literal-required]
 

@@ -139,6 +139,7 @@ class EventStream:
             if is_last:
                 data += self._format.last()
         if data:
+            now = time.monotonic()  # not after: the client that the write wakes may run before this thread goes on
             if self._started:
                 channel.write(data, is_last=is_last)
             else:
@@ -147,7 +148,7 @@ class EventStream:
             if channel.is_full:
                 self._unsent.add(choice.index)
             else:
-                self._generation.delivered(choice.index, time.monotonic())
+                self._generation.delivered(choice.index, now)
         if is_last:
             self._check_over()
 
