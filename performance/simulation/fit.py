@@ -2,9 +2,10 @@
 
 The time of a step is taken as a sum of terms that can only add time, each a count of the step times a coefficient:
 
-    a step; a step with prompt tokens; tokens, and tokens beyond each of some knots (weights are read once, so the
-    first tokens are cheap; the sum is convex and piecewise linear); sequences; rows sampled; keys read; pairs of a
-    query and a position beyond those; blocks swapped, blocks copied
+    a step; a step with prompt tokens; tokens, tokens up to each of some knots and tokens beyond each (weights are read
+    once, so tokens are cheap until arithmetic takes longer; a unit that multiplies 16 rows at a time, as AMX does, is
+    dear for the first of them: the sum is any curve that rises, piecewise linear); sequences; rows sampled; keys read;
+    pairs of a query and a position beyond those; blocks swapped, blocks copied
 
 Residuals are weighted by one over the time expected (by one over the measured one in the first round, which is biased
 to short steps but not led astray by single long ones), so that a small step counts as much as a large one, and steps
@@ -39,6 +40,7 @@ TERMS = (
     "step",
     "prompt_step",
     "tokens",
+    *(f"tokens_up_to_{knot}" for knot in KNOTS),
     *(f"tokens_beyond_{knot}" for knot in KNOTS),
     "sequences",
     "samples",
@@ -89,6 +91,7 @@ def terms_of(work: StepWork, swapped: int = 0, copied: int = 0) -> list[float]:
         1.0,
         float(work.kind in (StepKind.PREFILL, StepKind.MIXED)),
         tokens,
+        *(min(tokens, knot) for knot in KNOTS),
         *(max(0, tokens - knot) for knot in KNOTS),
         work.sequences,
         work.samples,
@@ -166,11 +169,12 @@ class FittedDevice:
 
     def __init__(self, fit: StepFit) -> None:
         self.name = str(fit.provenance.get("name", "fitted"))
-        coefficients = [fit.coefficients.get(name, 0.0) for name in TERMS]
-        self._step_s, self._prompt_s, self._token_s = coefficients[:3]
-        self._beyond = list(zip(KNOTS, coefficients[3 : 3 + len(KNOTS)], strict=True))
-        rest = coefficients[3 + len(KNOTS) :]
-        self._sequence_s, self._sample_s, self._context_s, self._pair_s, self._swap_s, self._copy_s = rest
+        seconds = fit.coefficients
+        self._step_s, self._prompt_s, self._token_s = seconds["step"], seconds["prompt_step"], seconds["tokens"]
+        self._curve = [(knot, seconds[f"tokens_up_to_{knot}"], seconds[f"tokens_beyond_{knot}"]) for knot in KNOTS]
+        self._sequence_s, self._sample_s = seconds["sequences"], seconds["samples"]
+        self._context_s, self._pair_s = seconds["context"], seconds["more_pairs"]
+        self._swap_s, self._copy_s = seconds["swapped_blocks"], seconds["copied_blocks"]
 
     def seconds(self, step: ScheduledStep) -> float:
         copies = sum(move.kind is MoveKind.COPY for move in step.moves)
@@ -183,10 +187,8 @@ class FittedDevice:
         """A step of ``work`` without moves."""
         tokens = work.tokens
         seconds = self._step_s + tokens * self._token_s + work.sequences * self._sequence_s
-        for knot, beyond_s in self._beyond:
-            if tokens <= knot:
-                break
-            seconds += (tokens - knot) * beyond_s
+        for knot, up_to_s, beyond_s in self._curve:
+            seconds += tokens * up_to_s if tokens <= knot else knot * up_to_s + (tokens - knot) * beyond_s
         if work.kind is not StepKind.DECODE:
             seconds += self._prompt_s
         return (

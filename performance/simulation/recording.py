@@ -2,7 +2,8 @@
 
 A step's time is what its agent measured (graph and sampler) and the agent's own share, which the recording shows where
 one step followed another at once: the time between their answers beyond what was measured. The rest of a step's way,
-from the scheduler to its answer, is the host's: it is halved between the way to the agent and the way back.
+from the scheduler to its answer, is the host's: it is halved between the way to the agent and the way back. How long
+requests took from their arrival to the queue is recorded, too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_serving.config import Config
-from llm_serving.flight.history import answered_steps, arrivals
+from llm_serving.flight.history import Arrival, answered_steps, arrivals
 from llm_serving.flight.reader import Stretch, read_recording
 from llm_serving.flight.steps import RecordedStep
 from llm_serving.scheduler.output import MoveKind
@@ -72,7 +73,8 @@ def fit_recording(path: Path, config: Config) -> StepFit:
     own_s = _agents_share(timed)
     steps = [_measured(each, own_s) for run in timed for each in run]
     fit = fit_steps(steps, identity(config) | _provenance(path, stretches, own_s))
-    return replace(fit, host=_host((each for run in timed for each in run), own_s))
+    host = _host((each for run in timed for each in run), own_s)
+    return replace(fit, host=_with_edge(host, [one for stretch in stretches for one in arrivals(stretch)]))
 
 
 def _agents_share(timed: Iterable[Sequence[TimedStep]]) -> float:
@@ -105,6 +107,14 @@ def _host(timed: Iterable[TimedStep], own_s: float) -> HostModel:
     ]  # fmt: skip
     way_s = max(0.0, statistics.median(ways)) / 2
     return replace(host, to_agent_s=way_s, from_agent_s=way_s)
+
+
+def _with_edge(host: HostModel, requests: Iterable[Arrival]) -> HostModel:
+    """What the event loop adds: to a request that came as long as it was recorded to, to a piece that leaves, of which
+    nothing is recorded, no less than waking another thread of this server took."""
+    waits = [one.facts["receipt_start"] - one.facts["arrival_time"] for one in requests if "receipt_start" in one.facts]
+    accept_s = statistics.fmean(waits) if waits else host.accept_s
+    return replace(host, accept_s=accept_s, deliver_s=max(host.deliver_s, host.from_agent_s))
 
 
 def _provenance(path: Path, stretches: Sequence[Stretch], own_s: float) -> dict[str, Any]:

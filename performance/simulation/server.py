@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from llm_serving.errors import ContextLengthError, QueueFullError
 from llm_serving.ipc.shm import NUM_SLOTS
+from llm_serving.receipt import Receipt
 from llm_serving.request import FinishReason, Request, SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind
@@ -154,6 +155,7 @@ class VirtualServer:
             tenant=wanted.tenant,
             ttft_objective=wanted.ttft_objective,
             tbt_objective=wanted.tbt_objective,
+            receipt=Receipt(due + self._host.accept_s),
         )
         try:
             self.scheduler.add_request(request)

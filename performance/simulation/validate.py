@@ -14,7 +14,7 @@ from llm_serving.text_table import format_number, format_table
 from performance.load.errors import UsageError
 from performance.simulation.runs import SimulatedRun
 
-__all__ = ["Compared", "compare", "comparison_text", "read_load_test"]
+__all__ = ["GOAL", "Compared", "compare", "comparison_text", "read_load_test"]
 
 GOAL = 0.10
 PERCENTS = (50, 95)

@@ -1,5 +1,6 @@
 """From a flight recording to a device: what a simulated device took is found again."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from performance.load.report import write_json
 from performance.simulation import setup
 from performance.simulation.device import RooflineDevice
 from performance.simulation.fit import FittedDevice
+from performance.simulation.host import HostModel
 from performance.simulation.main import main
 from performance.simulation.recording import fit_recording, of_recording, timed_steps
 from performance.simulation.runs import NOWHERE
@@ -36,9 +38,9 @@ class LinearDevice:
         return STEP_S + TOKEN_S * work.tokens + KEY_S * work.context
 
 
-def recorded(folder: Path, requests: list[SimulatedRequest], arrivals: list[float]) -> None:
+def recorded(folder: Path, requests: list[SimulatedRequest], arrivals: list[float], host: HostModel = NO_TIME) -> None:
     """The recording of a simulated run."""
-    server = VirtualServer(limits(), LinearDevice(), OpenLoop(requests, arrivals), NO_TIME)
+    server = VirtualServer(limits(), LinearDevice(), OpenLoop(requests, arrivals), host)
     errors: list[str] = []
     recorder = record(server.scheduler, folder, 1 << 20, on_error=errors.append)
     server.scheduler = recorder  # type: ignore[assignment]
@@ -52,6 +54,14 @@ def folder(tmp_path: Path) -> Path:
     requests = [ask(prompt, output) for prompt in (3, 9, 30) for output in (5, 17, 30)] * 3
     recorded(tmp_path / "flight", requests, [0.2 * index for index in range(len(requests))])
     return tmp_path / "flight"
+
+
+def test_the_way_into_the_queue_is_found_again(tmp_path: Path) -> None:
+    host = replace(NO_TIME, accept_s=0.002, from_agent_s=0.0005)
+    recorded(tmp_path / "flight", [ask(3, 9)] * 9, [0.2 * index for index in range(9)], host)
+    fit = fit_recording(tmp_path / "flight", CONFIG)
+    assert fit.host.accept_s == pytest.approx(0.002, abs=1e-5)
+    assert fit.host.deliver_s == fit.host.from_agent_s == pytest.approx(0.00025, abs=3e-5)  # half of both ways
 
 
 def test_steps_come_with_what_they_held_and_how_long_they_took(folder: Path) -> None:

@@ -1,0 +1,167 @@
+"""Fits the simulator to this machine and holds it against real runs that the fit has not seen.
+
+Servers of the configuration are started one after the other: one that is calibrated, one that is validated, and so on,
+a calibration last. The calibrations go through the sizes of steps (few and many rows, short and long prompts, a burst);
+their flight recordings together make the fit. Each validation is an open-loop load; the simulator then gets the same
+requests at the same moments. A machine's speed drifts: in turns, both kinds of run see the same drift.
+
+Rates suit a model of some hundred million parameters on two cores; --scale makes all of them smaller or larger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llm_serving.errors import LLMServingError
+from performance.load.client import LoadRun, run_load
+from performance.load.endpoint import parse_endpoint
+from performance.load.errors import LoadTestError
+from performance.load.options import LoadOptions, positive
+from performance.load.report import report_json, write_json
+from performance.load.server_process import START_SERVER, running_server
+from performance.load.statistics import measure
+from performance.simulation.fit import StepFit
+from performance.simulation.requests import of_load_test
+from performance.simulation.runs import NOWHERE, simulate
+from performance.simulation.setup import make_setup, simulated_config
+from performance.simulation.validate import GOAL, Compared, compare, comparison_text
+from performance.simulation.workload import OpenLoop
+
+__all__ = ["CALIBRATION", "VALIDATION", "Load", "main"]
+
+VOCAB = 1000
+WARM_UP = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests of random tokens, open loop."""
+
+    name: str
+    rate: float
+    duration: float
+    prompts: tuple[int, int]
+    outputs: tuple[int, int]
+    seed: int
+
+    def options(self, scale: float) -> LoadOptions:
+        """To nowhere yet. Fewer requests a second come for longer: as many in all."""
+        return LoadOptions(
+            NOWHERE, rate=self.rate * scale, duration=self.duration / scale, seed=self.seed, token_ids=True,
+            vocab_size=VOCAB, prompt_len=self.prompts, output_len=self.outputs, ignore_eos=True, return_token_ids=True,
+            warmup=WARM_UP, timeout_s=3600.0,
+        )  # fmt: skip
+
+
+CALIBRATION = (
+    Load("alone", 1, 5, (16, 64), (16, 64), 11),
+    Load("few", 4, 8, (16, 300), (16, 128), 12),
+    Load("many", 9, 8, (32, 64), (64, 192), 13),
+    Load("burst", 64, 1, (16, 512), (32, 96), 14),
+    Load("long prompts", 3, 5, (256, 1500), (16, 64), 15),
+)
+VALIDATION = (
+    Load("moderate", 4, 40, (16, 256), (16, 128), 1),
+    Load("many answers", 8, 40, (32, 64), (64, 192), 2),
+    Load("long prompts", 2, 40, (128, 1024), (32, 128), 3),
+)
+
+
+def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
+    """0; 1 when requests failed, 2 when a server did not start."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="validate_simulator_") as folder:
+            study = _Study(parsed, program, Path(folder))
+            return study.run()
+    except (LoadTestError, LLMServingError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+class _Study:
+    """One run of the program."""
+
+    def __init__(self, parsed: argparse.Namespace, program: Path, folder: Path) -> None:
+        self._parsed = parsed
+        self._program = program
+        self._folder = folder
+        self._recordings = folder / "recordings"
+        self._failed = 0
+
+    def run(self) -> int:
+        parsed = self._parsed
+        measured = []
+        for number, load in enumerate(VALIDATION):
+            self._serve(f"calibration {number}", CALIBRATION, keep=True)
+            measured += self._serve(load.name, [load], keep=False)
+        self._serve(f"calibration {len(VALIDATION)}", CALIBRATION, keep=True)
+        fit = self._fit()
+        results = [self._compare(load, run, fit) for load, run in zip(VALIDATION, measured, strict=True)]
+        rows = [row for _, rows in results for row in rows]
+        off = [abs(row.error) for row in rows]
+        within = sum(error <= GOAL for error in off)
+        print(f"all loads: {within} of {len(off)} figures within {GOAL:.0%}, the worst is off by {max(off):.0%}")
+        if parsed.save_fit is not None:
+            write_json(parsed.save_fit, fit.as_json())
+            print(f"  {parsed.save_fit}")
+        if parsed.json is not None:
+            write_json(parsed.json, {name: {row.name: row.as_json() for row in rows} for name, rows in results})
+        return 1 if self._failed else 0
+
+    def _serve(self, name: str, loads: Sequence[Load], *, keep: bool) -> list[LoadRun]:
+        """A server for some loads, one after the other; its flight recording is kept for the fit."""
+        parsed = self._parsed
+        place = self._folder / name.replace(" ", "_")
+        settings = ["serving_config.server_port=0", f"log_config.path={place}/server.log", *parsed.settings]
+        if keep:
+            settings.append(f"log_config.flight_recorder={self._recordings}")
+        command = ["--config", parsed.config, *(part for setting in settings for part in ("--set", setting))]
+        print(f"{name}: starting the server", file=sys.stderr)
+        runs = []
+        with running_server(name, command, place / "stderr", parsed.start_timeout, self._program) as url:
+            for load in loads:
+                run = run_load(replace(load.options(parsed.scale), endpoint=parse_endpoint(url)))
+                if run.interrupted:
+                    raise KeyboardInterrupt
+                failed = measure(run).failed
+                self._failed += failed
+                print(f"  {load.name}: {len(run.records)} requests, {failed} failed", file=sys.stderr)
+                runs.append(run)
+        return runs
+
+    def _fit(self) -> StepFit:
+        from performance.simulation.recording import fit_recording
+
+        return fit_recording(self._recordings, simulated_config(self._parsed.config, self._parsed.settings, "cpu"))
+
+    def _compare(self, load: Load, run: LoadRun, fit: StepFit) -> tuple[str, list[Compared]]:
+        measured: dict[str, Any] = report_json(run, measure(run))
+        setup = make_setup(self._parsed.config, self._parsed.settings, "cpu", fit)
+        arrivals = of_load_test(measured, run.options)
+        rows = compare(measured, simulate(load.name, setup, OpenLoop(arrivals.requests, arrivals.times), run.options))
+        options = run.options
+        print(
+            f"{load.name}: {options.rate:g} requests/s for {options.duration:g} s, prompts of {load.prompts[0]} to"
+            f" {load.prompts[1]} tokens, answers of {load.outputs[0]} to {load.outputs[1]}\n\n{comparison_text(rows)}\n"
+        )
+        return load.name, rows
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="for all")
+    parser.add_argument("--scale", type=positive, default=1.0, help="of all rates (default %(default)s)")
+    parser.add_argument("--start-timeout", type=positive, default=600.0, help="seconds for a server to be ready")
+    parser.add_argument("--save-fit", type=Path, metavar="FILE", help="write the fit here, for simulate.py --fit")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison here")
+    return parser

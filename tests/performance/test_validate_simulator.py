@@ -1,0 +1,43 @@
+"""The simulator held against real runs: servers in turns, a fit of all calibrations, each load compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from performance.simulation import reality
+from performance.simulation.fit import read_fit
+from performance.simulation.reality import CALIBRATION, VALIDATION, Load, main
+
+
+def test_no_load_is_both_fitted_and_compared() -> None:
+    fitted = {(load.rate, load.duration, load.prompts, load.outputs) for load in CALIBRATION}
+    assert not fitted & {(load.rate, load.duration, load.prompts, load.outputs) for load in VALIDATION}
+    assert not {load.seed for load in CALIBRATION} & {load.seed for load in VALIDATION}
+
+
+def test_scaled_loads_have_as_many_requests() -> None:
+    load = Load("some", 8.0, 10.0, (4, 8), (8, 16), 1)
+    assert load.options(0.5).count == load.options(1.0).count == 80
+    assert load.options(0.5).rate == 4.0
+
+
+def test_a_real_server_is_fitted_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(reality, "CALIBRATION", (Load("few", 20, 1, (4, 16), (8, 16), 11),))
+    monkeypatch.setattr(reality, "VALIDATION", (Load("others", 20, 1, (4, 16), (8, 16), 1),))
+    fit, result = tmp_path / "fit.json", tmp_path / "result.json"
+    assert main(["--config", "llama_tiny_cpu.yaml", "--save-fit", str(fit), "--json", str(result)]) == 0
+    assert read_fit(fit).provenance["model"] == "llama_tiny"
+    figures = json.loads(result.read_text())["others"]
+    assert figures["tokens/s"]["measured"] > 0
+    assert figures["TTFT ms p50"]["simulated"] > 0
+    assert "all loads: " in capsys.readouterr().out
+
+
+def test_a_server_that_does_not_start_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--set", "model_config.no_such_key=1"]) == 2
+    assert "no_such_key" in capsys.readouterr().err
