@@ -1,0 +1,204 @@
+"""What becomes of a server that is asked for many times what it can do.
+
+One server. First its peak: the goodput (requests a second that keep their objectives) at each of some rates. Then
+``--factor`` times the rate of the peak for ``--duration`` seconds: goodput, how fast what does not fit is told so
+(429), and the memory of all of the server's processes over time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+
+from llm_serving.errors import LLMServingError
+from llm_serving.statistics import percentile
+from llm_serving.text_table import format_number, format_table
+from performance.load.client import run_load
+from performance.load.endpoint import Endpoint, parse_endpoint
+from performance.load.errors import LoadTestError
+from performance.load.options import LoadOptions, parse_range, positive
+from performance.load.report import write_json
+from performance.load.server_process import START_SERVER, running_server
+from performance.load.statistics import LoadFigures, measure
+
+__all__ = ["MemoryWatch", "main"]
+
+MIB = 1 << 20
+REFUSED = "http 429"
+MEMORY_INTERVAL_S = 1.0
+
+
+class MemoryWatch:
+    """Resident memory of this process' children, theirs included, each second. A context manager around a run."""
+
+    def __init__(self) -> None:
+        self.mib: list[float] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
+
+    def __enter__(self) -> MemoryWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while True:
+            self.mib.append(_children_bytes() / MIB)
+            if self._stop.wait(MEMORY_INTERVAL_S):
+                return
+
+
+def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
+    """0; 2 when the server did not start, or failed requests otherwise than by refusing them."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench_overload_") as folder:
+            settings = [
+                "serving_config.server_port=0",
+                f"log_config.path={folder}/server.log",
+                "scheduler_config.policy=slo",
+                f"scheduler_config.ttft_objective_ms={parsed.slo_ttft_ms:g}",
+                f"scheduler_config.tbt_objective_ms={parsed.slo_tpot_ms:g}",
+                f"scheduler_config.max_waiting_requests={parsed.max_waiting}",
+                *parsed.settings,
+            ]
+            command = ["--config", parsed.config, *(part for setting in settings for part in ("--set", setting))]
+            print("starting the server", file=sys.stderr)
+            with running_server("overload", command, Path(folder) / "stderr", parsed.start_timeout, program) as url:
+                results = _study(parsed, parse_endpoint(url))
+    except (LoadTestError, LLMServingError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    print(_text(results))
+    if parsed.json is not None:
+        write_json(parsed.json, results)
+    return 0
+
+
+def _study(parsed: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
+    base = LoadOptions(
+        endpoint, seed=parsed.seed, token_ids=True, prompt_len=parsed.prompt_len, output_len=parsed.output_len,
+        ignore_eos=True, return_token_ids=True, warmup=4, timeout_s=3600.0,
+        slo_ttft_ms=parsed.slo_ttft_ms, slo_tpot_ms=parsed.slo_tpot_ms,
+    )  # fmt: skip
+    rows = []
+    for rate in parsed.rates:
+        figures = _load(replace(base, rate=rate, duration=parsed.peak_duration))
+        rows.append({"rate": rate, "goodput_per_s": figures.goodput_per_s, **_counts(figures)})
+        print(f"  {rate:g} requests/s: goodput {figures.goodput_per_s:.2f}/s", file=sys.stderr)
+    peak = max(rows, key=lambda row: float(row["goodput_per_s"]))
+    with MemoryWatch() as memory:
+        overload = replace(base, rate=parsed.factor * peak["rate"], duration=parsed.duration, seed=parsed.seed + 1)
+        figures = _load(overload)
+    refusals = sorted(_refusal_ms(figures))
+    third = max(1, len(memory.mib) // 3)
+    return {
+        "rates": rows,
+        "peak_rate": peak["rate"],
+        "peak_goodput_per_s": peak["goodput_per_s"],
+        "overload_rate": overload.rate,
+        "overload_duration_s": overload.duration,
+        "overload_goodput_per_s": figures.goodput_per_s,
+        "goodput_share_of_peak": figures.goodput_per_s / peak["goodput_per_s"] if peak["goodput_per_s"] else 0.0,
+        **_counts(figures),
+        "refusal_ms": {name: percentile(refusals, q) for name, q in (("p50", 50), ("p99", 99), ("max", 100))}
+        if refusals
+        else None,
+        "memory_mib": {
+            "start": memory.mib[0],
+            "first_third": max(memory.mib[:third]),
+            "last_third": max(memory.mib[-third:]),
+        },
+    }
+
+
+def _load(options: LoadOptions) -> LoadFigures:
+    time.sleep(1.0)  # what the load before left is over
+    run = run_load(options)
+    if run.interrupted:
+        raise KeyboardInterrupt
+    figures = measure(run)
+    others = {name: count for name, count in figures.failures.items() if name != REFUSED}
+    if others:
+        raise LoadTestError(f"requests failed otherwise than by being refused: {others}")
+    return figures
+
+
+def _counts(figures: LoadFigures) -> dict[str, int]:
+    return {"requests": figures.requests, "refused": figures.failures.get(REFUSED, 0), "good": figures.good_requests}
+
+
+def _refusal_ms(figures: LoadFigures) -> list[float]:
+    records = [one.record for one in figures.per_request]
+    return [(record.end - record.sent) * 1e3 for record in records if record.failure == REFUSED and record.end]
+
+
+def _children_bytes() -> int:
+    total = 0
+    for child in psutil.Process(os.getpid()).children(recursive=True):
+        try:
+            total += child.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def _text(results: dict[str, Any]) -> str:
+    rows = [[f"{row['rate']:g}", format_number(row["goodput_per_s"]), str(row["requests"]), str(row["refused"])]
+            for row in results["rates"]]  # fmt: skip
+    rate, seconds = results["overload_rate"], results["overload_duration_s"]
+    goodput = format_number(results["overload_goodput_per_s"])
+    rows.append([f"{rate:g}", goodput, str(results["requests"]), str(results["refused"])])
+    memory, refusal = results["memory_mib"], results["refusal_ms"]
+    lines = [
+        format_table(["requests/s", "goodput/s", "requests", "refused"], rows),
+        "",
+        f"  {rate:g} requests/s for {seconds:g} s: {results['goodput_share_of_peak']:.1%} of the peak's goodput",
+        f"  memory {memory['start']:.0f} MiB at the start, at most {memory['first_third']:.0f} in the first third and"
+        f" {memory['last_third']:.0f} in the last",
+    ]
+    if refusal is not None:
+        times = ", ".join(f"{refusal[name]:.1f} ({name})" for name in ("p50", "p99", "max"))
+        lines.append(f"  refused within ms: {times}")
+    return "\n".join(lines)
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    return tuple(positive(part) for part in text.split(","))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="its own")
+    parser.add_argument("--rates", type=_rates, default=(4.0, 6.0, 8.0, 10.0, 12.0), metavar="R,R", help="for the peak")
+    parser.add_argument("--peak-duration", type=positive, default=30.0, help="seconds at each rate")
+    parser.add_argument("--factor", type=positive, default=10.0, help="of the peak's rate (default %(default)s)")
+    parser.add_argument("--duration", type=positive, default=300.0, help="seconds of overload (default %(default)s)")
+    parser.add_argument("--prompt-len", type=parse_range, default=(32, 64), metavar="A:B")
+    parser.add_argument("--output-len", type=parse_range, default=(64, 192), metavar="A:B")
+    parser.add_argument("--max-waiting", type=int, default=64, help="requests that may wait (default %(default)s)")
+    parser.add_argument("--slo-ttft-ms", type=positive, default=1000.0, help="objective (default %(default)s)")
+    parser.add_argument("--slo-tpot-ms", type=positive, default=100.0, help="objective (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start-timeout", type=positive, default=600.0, help="seconds for the server to be ready")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    return parser

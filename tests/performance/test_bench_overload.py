@@ -1,0 +1,41 @@
+"""More requests than a server can take: the peak, what is refused and how fast, memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from performance.load.overload import MIB, MemoryWatch, main
+
+
+def test_a_small_queue_refuses_and_the_figures_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    options = ["--rates", "5,10", "--peak-duration", "1", "--duration", "2", "--factor", "30", "--max-waiting", "2"]
+    one_row = ["--set", "model_config.decode_batch_size=[1]", "--set", "model_config.prefill_batch_size=[1]"]
+    assert main(["--config", "llama_tiny_cpu.yaml", *options, *one_row, "--json", str(path)]) == 0
+    results = json.loads(path.read_text())
+    assert [row["rate"] for row in results["rates"]] == [5, 10]
+    assert results["peak_goodput_per_s"] == max(row["goodput_per_s"] for row in results["rates"]) > 0
+    assert results["overload_rate"] == 30 * results["peak_rate"]
+    assert 0 < results["refused"] < results["requests"]
+    assert 0 < results["refusal_ms"]["p50"] <= results["refusal_ms"]["p99"] <= results["refusal_ms"]["max"]
+    assert results["memory_mib"]["last_third"] > 100
+    assert f"{results['requests']}" in capsys.readouterr().out
+
+
+def test_memory_is_that_of_all_descendants() -> None:
+    grandchild = "import time; data = bytearray(64 << 20); print('ready', flush=True); time.sleep(60)"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        with MemoryWatch() as memory:
+            pass
+        subprocess.run(["pkill", "-P", str(process.pid)], check=True)
+        process.wait()
+    assert max(memory.mib) > 64
+    assert MIB == 1 << 20
