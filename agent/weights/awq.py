@@ -7,6 +7,8 @@ scales   float [groups, out]
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import numpy.typing as npt
 
@@ -22,6 +24,12 @@ class AWQDecoder(Decoder):
     """4 bits."""
 
     marker = "qweight"
+    axes: ClassVar = {
+        "qweight": ("in", "out_words"),
+        "qzeros": ("group", "out_words"),
+        "scales": ("group", "out"),
+        "bias": ("out",),
+    }
 
     def stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:
         (rows, depth), stem, groups = part.shape, stem_of(part.name), self.groups(part)
