@@ -10,8 +10,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from agent.weights.layout import WeightPart
 from agent.weights.cuts import TensorCut
+from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, to_float32
 from llm_serving.errors import CheckpointError
@@ -71,7 +71,7 @@ class StoredTensors:
 
 
 Axis = Literal["out", "in", "group", "out_words", "in_words"]
-"""What an axis of a stored tensor counts: outputs, inputs, groups of inputs, or int32 words of several of the first two."""
+"""What an axis of a stored tensor counts: outputs, inputs, groups of inputs, or int32 words of outputs or inputs."""
 
 
 class CutTensors(StoredTensors):
@@ -194,7 +194,7 @@ def uneven_groups(part: WeightPart, groups: int, tensors: StoredTensors, end: st
     if not tensors.has_all_columns:
         raise tensors.fail(
             end,
-            "is not in order (desc_act): its inputs cannot be divided among agents; use parallel_config.tensor_parallel 1",
+            "is not in order (desc_act): its inputs cannot be divided; set parallel_config.tensor_parallel: 1",
         )
     if int(stored.min()) < 0 or int(stored.max()) >= groups:
         raise tensors.fail(end, f"names a group that is not there; there are {groups}")

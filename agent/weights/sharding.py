@@ -1,9 +1,9 @@
 """Which part of which tensor an agent loads, for the parameters of a decoder (``agent.models.names``).
 
 Layers of queries, keys, values, gate and up are split by their outputs, those behind them (attention output, down) by
-their inputs, so that a product of the one goes straight into the other (Megatron-LM, Shoeybi et al. 2019). Embedding and
-output layer are split by the vocabulary; norms and routers are everybody's. A bias that is added after the sum over the
-agents belongs to the first of them.
+their inputs, so that a product of the one goes straight into the other (Megatron-LM, Shoeybi et al. 2019). Embedding
+and output layer are split by the vocabulary; norms and routers are everybody's. A bias that is added after the sum over
+the agents belongs to the first of them.
 """
 
 from __future__ import annotations

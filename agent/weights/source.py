@@ -25,8 +25,8 @@ class WeightSource(Protocol):
         """A tensor that has a ``scheme``, or a part of it, in memory of its own. Raises CheckpointError."""
 
     def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:
-        """Fill ``out``, a contiguous array that stores ``dtype``, with the tensor or a part of it, a quantised one being
-        multiplied out. Raises CheckpointError."""
+        """Fill ``out``, a contiguous array that stores ``dtype``, with the tensor or a part of it, a quantised one
+        being multiplied out. Raises CheckpointError."""
 
     def close(self) -> None:
         """Give back what reading needed."""

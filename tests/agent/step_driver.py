@@ -12,6 +12,7 @@ import numpy as np
 
 from agent.model_runner import ModelRunner
 from llm_serving.config import Config, load_config
+from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.shm import SlotLayout, StepSlot
 from llm_serving.request import MAX_TOP_LOGITS
 
@@ -35,7 +36,14 @@ GREEDY: dict[str, float] = {
 }
 
 
-def make_config(folder: Path, dtype: str, op_table: str, weights: str = "auto", kv: str = "auto") -> Config:
+def make_config(
+    folder: Path,
+    dtype: str,
+    op_table: str,
+    weights: str = "auto",
+    kv: str = "auto",
+    extra: dict[str, Any] | None = None,
+) -> Config:
     """Small limits, one thread's worth of model."""
     overrides = {
         "model_config.model_path": folder,
@@ -53,6 +61,7 @@ def make_config(folder: Path, dtype: str, op_table: str, weights: str = "auto", 
         "pa_config.num_host_blocks": NUM_HOST_BLOCKS,
         "pa_config.block_size": BLOCK_SIZE,
         "scheduler_config.max_num_batched_tokens": MAX_MODEL_LEN,
+        **(extra or {}),
     }
     return load_config("llama_tiny_cpu.yaml", [f"{key}={value}" for key, value in overrides.items()])
 
@@ -89,12 +98,12 @@ class Sampled:
 
 
 class StepDriver:
-    """A ready runner and one slot."""
+    """A ready runner and one slot. ``rank`` and ``exchange``: of an agent of a group."""
 
-    def __init__(self, folder: Path, dtype: str, op_table: str, weights: str = "auto", kv: str = "auto") -> None:
-        self.config = make_config(folder, dtype, op_table, weights, kv)
+    def __init__(self, config: Config, rank: int = 0, exchange: ExchangeMemory | None = None) -> None:
+        self.config = config
         self.stages: list[tuple[str, int, int]] = []
-        self.runner = ModelRunner(self.config, lambda *stage: self.stages.append(stage))
+        self.runner = ModelRunner(self.config, lambda *stage: self.stages.append(stage), rank, exchange)
         self.runner.load()
         self.runner.compile()
         self.runner.warm_up()
