@@ -1,7 +1,7 @@
 """An agent's side of its group's exchange (``llm_serving.ipc.exchange``): meeting, activations, sampled tokens.
 
-All agents of a group run the same steps in the same order, so each counts them for itself, and a counter in the exchange
-says how far its owner has come. Sums within a stage are the kernels' business (``agent/kernels/exchange``).
+All agents of a group run the same steps in the same order, so each counts them for itself, and a counter in the
+exchange says how far its owner has come. Sums within a stage are the kernels' business (``agent/kernels/exchange``).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Exchange:
         self._memory.mark_down()
 
     def send(self, stream: Array) -> None:
-        """Hand the residual stream [T, hidden_size] to the next stage; the first agent of a stage does. Returns before it
-        is taken, unless the next stage is ``RING_STEPS`` behind. Raises GroupDownError."""
+        """Hand the residual stream [T, hidden_size] to the next stage; the first agent of a stage does. Returns before
+        it is taken, unless the next stage is ``RING_STEPS`` behind. Raises GroupDownError."""
         border, size = self._part.place.pp_index, self._part.parallel.tensor_parallel
         if self._part.place.tp_index == 0:
             number = self._steps_sent

@@ -69,4 +69,5 @@ class SharedLastTokens:
         if not unknown.any():
             return np.empty(0, np.int32)
         row_of_token: Int32Array = rows if rows.size == token_ids.size else np.repeat(rows, query_lens)
-        return row_of_token[unknown]
+        asked: Int32Array = row_of_token[unknown]
+        return asked

@@ -37,9 +37,7 @@ class ModelRunner:
     Imports mindspore when constructed. Owns weights, KV cache and row table.
     """
 
-    def __init__(
-        self, config: Config, report: Report, rank: int = 0, exchange: ExchangeMemory | None = None
-    ) -> None:
+    def __init__(self, config: Config, report: Report, rank: int = 0, exchange: ExchangeMemory | None = None) -> None:
         """``rank`` among all agents, and the memory that those of its group share; None where the group is one agent.
 
         Raises AgentStartError where the two do not fit the config.
@@ -51,7 +49,6 @@ class ModelRunner:
                 f"{'without' if exchange is None else 'with'} an exchange"
             )
         start_runtime(config, rank)
-        self._whole = config
         self._config = config = self._part.narrow(config)
         self._report = report
         num_rows = config.max_num_seqs
@@ -206,7 +203,8 @@ class ModelRunner:
         What fails in the graph therefore ends this agent, and its group with it: the others wait for its part.
         """
         exchange, last_tokens = self._exchange, self._last_tokens
-        assert exchange is not None and last_tokens is not None
+        assert exchange is not None
+        assert last_tokens is not None
         try:
             entry = self._entry(inputs)
             if not self._part.shard.is_last_stage:
@@ -226,7 +224,8 @@ class ModelRunner:
 
     def _entry(self, inputs: StepInputs) -> Array:
         """What the graph begins with: token ids [T], or the stream of the stage before."""
-        assert self._exchange is not None and self._last_tokens is not None
+        assert self._exchange is not None
+        assert self._last_tokens is not None
         if self._part.shard.is_first_stage:
             return self._last_tokens.resolve(inputs.token_ids, inputs.rows, inputs.query_lens)
         stream: Array = self._stream[: inputs.token_ids.size]

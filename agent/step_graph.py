@@ -53,8 +53,8 @@ class StepGraph(ABC):
 
     @abstractmethod
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
-        """Run a step of the last stage. ``entry`` are the token ids [T] of ``inputs``, resolved, or in a later stage than
-        the first the stream [T, hidden_size] of the one before.
+        """Run a step of the last stage. ``entry`` are the token ids [T] of ``inputs``, resolved, or in a later stage
+        than the first the stream [T, hidden_size] of the one before.
 
         Raises RuntimeError when an operator refuses its inputs.
         """

@@ -5,7 +5,7 @@ first. Of prefill and decode the policy says which comes first: ``prefill_first`
 every other policy; they are then one class. Since every step has a slot of its own, the order changes who waits,
 never what is computed.
 
-Agents that share a model run every step together, so they must agree on the order: theirs is ``in_order``, the server's.
+Agents that share a model run every step together and must agree on the order: theirs is ``in_order``, the server's.
 """
 
 from __future__ import annotations

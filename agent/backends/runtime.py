@@ -40,8 +40,8 @@ def start_runtime(config: Config, rank: int = 0) -> None:
 
 
 def own_cores(cores: Sequence[int], rank: int, world_size: int) -> Sequence[int]:
-    """Those of ``cores`` that an agent gets: all agents' shares are equal, but for one, and apart where there are as many
-    cores as agents."""
+    """Those of ``cores`` that an agent gets: shares are equal but for one core, and apart where there are as many cores
+    as agents."""
     if len(cores) < world_size:
         return cores
     return cores[rank * len(cores) // world_size : (rank + 1) * len(cores) // world_size]

@@ -9,8 +9,8 @@ from llm_serving.errors import AgentStartError
 
 
 def select_op_table(config: Config, part: ModelPart | None = None) -> OpTable:
-    """The table of ``config.device`` and ``config.op_table`` for a part of the model, whose sizes ``config`` has; None is
-    the whole. Raises AgentStartError when there is none."""
+    """The table of ``config.device`` and ``config.op_table`` for a part of the model, whose sizes ``config`` has; None
+    is the whole. Raises AgentStartError when there is none."""
     if config.device == "Ascend":
         from agent.backends.ascend.ops import AscendOps
 

@@ -68,8 +68,9 @@ def _library() -> ctypes.CDLL:
     library = load_library()
     library.llmk_line_publish.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
     library.llmk_line_publish.restype = None
-    wait = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64]
-    library.llmk_line_wait.argtypes = wait
+    library.llmk_line_wait.argtypes = [
+        *(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64)
+    ]
     library.llmk_all_reduce.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     library.llmk_all_gather.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     return library
@@ -127,9 +128,7 @@ def gather_rows_to_first(own: npt.NDArray[Any], out: npt.NDArray[Any] | None, st
     _check(_library().llmk_gather_rows_to_first(ctypes.byref(args)))
 
 
-def sum_parts(
-    parts: list[npt.NDArray[Any]], dtype: str, *, use_reference: bool = False
-) -> npt.NDArray[Any]:
+def sum_parts(parts: list[npt.NDArray[Any]], dtype: str, *, use_reference: bool = False) -> npt.NDArray[Any]:
     """What ``all_reduce`` makes of the agents' arrays."""
     addresses = (ctypes.c_void_p * len(parts))(*[part.ctypes.data for part in parts])
     out = np.empty_like(parts[0])

@@ -9,8 +9,8 @@ from agent.layers.parameter import unbound_parameter
 
 
 class RowParallelLinear(nn.Cell):
-    """``y = x @ weight.T + bias``, where each agent of a stage has some columns of x and of the weight: the sum over the
-    agents, the bias being the first one's. Of an agent with all columns simply the linear layer."""
+    """``y = x @ weight.T + bias``, where each agent of a stage has some columns of x and of the weight: the sum over
+    the agents, the bias being the first one's. Of an agent with all columns simply the linear layer."""
 
     def __init__(self, ops: OpTable, in_features: int, out_features: int, *, biased: bool = False) -> None:
         super().__init__()

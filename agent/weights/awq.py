@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from agent.weights.decoder import FLOAT_TYPES, Decoder, StoredTensor, StoredTensors, check_zero, stem_of
+from agent.weights.decoder import FLOAT_TYPES, Axis, Decoder, StoredTensor, StoredTensors, check_zero, stem_of
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, bytes_of, without_usual_zeros
 from agent.weights.storage import Array
@@ -24,7 +24,7 @@ class AWQDecoder(Decoder):
     """4 bits."""
 
     marker = "qweight"
-    axes: ClassVar = {
+    axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
         "qweight": ("in", "out_words"),
         "qzeros": ("group", "out_words"),
         "scales": ("group", "out"),

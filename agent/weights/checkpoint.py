@@ -82,11 +82,12 @@ class Checkpoint:
         assert self._decoder is not None, "only a quantised tensor is read as one"
         stem = stem_of(part.name)
         with self._naming_folder():
-            stored = StoredTensors(stem, self._read_but_bias)
+            tensors = StoredTensors(stem, self._read_but_bias)
             if cut is not None:
-                stored = CutTensors(stored, cut, self._decoder, self._files.count)
-                part = WeightPart(part.name, cut.shape)
-            tensor = self._decoder.decode(part, stored)
+                tensors = CutTensors(tensors, cut, self._decoder, self._files.count)
+                tensor = self._decoder.decode(WeightPart(part.name, cut.shape), tensors)
+            else:
+                tensor = self._decoder.decode(part, tensors)
         for stored in self._decoder.stored(part):
             if stored.name in self._files:
                 self._files.release(stored.name)

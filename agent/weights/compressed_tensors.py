@@ -18,7 +18,16 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from agent.weights.decoder import FLOAT_TYPES, Decoder, StoredTensor, StoredTensors, check_zero, stem_of, uneven_groups
+from agent.weights.decoder import (
+    FLOAT_TYPES,
+    Axis,
+    Decoder,
+    StoredTensor,
+    StoredTensors,
+    check_zero,
+    stem_of,
+    uneven_groups,
+)
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import INT4_ZERO, QuantizedTensor, nibbles, signed, unpacked, without_usual_zeros
 
@@ -27,7 +36,7 @@ class IntQuantizedDecoder(Decoder):
     """8 bits, a byte each."""
 
     marker = "weight_scale"
-    axes: ClassVar = {
+    axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
         "weight": ("out", "in"),
         "weight_scale": ("out", "group"),
         "weight_zero_point": ("out", "group"),
@@ -56,7 +65,7 @@ class PackQuantizedDecoder(Decoder):
     """4 or 8 bits in words."""
 
     marker = "weight_packed"
-    axes: ClassVar = {
+    axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
         "weight_packed": ("out", "in_words"),
         "weight_scale": ("out", "group"),
         "weight_zero_point": ("out_words", "group"),

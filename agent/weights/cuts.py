@@ -60,7 +60,7 @@ class TensorCut:
 
 
 def copy_cut(source: Array, source_dtype: str, cut: TensorCut, out: Array, out_dtype: str) -> None:
-    """Copy a part of ``source`` into ``out``, looking at nothing else of it. Raises OverflowError as ``convert_into``."""
+    """Copy a part of ``source`` into ``out``, looking at nothing else of it. Raises as ``convert_into``."""
     part = cut.of(source)
     step = max(1, _PIECE_ELEMENTS // max(1, part[0].size)) if len(part) else 1
     for row in range(0, len(part), step):

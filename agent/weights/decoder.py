@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -126,7 +126,7 @@ def decoder_groups(decoder: Decoder, cut: TensorCut) -> slice:
 class Decoder(ABC):
     """Reads the tensors of one format. ``stem`` is a weight's name without ``.weight``."""
 
-    axes: dict[str, tuple[Axis, ...]]
+    axes: ClassVar[dict[str, tuple[Axis, ...]]]
     """Of the stored tensors, by the end of their name; what is not there is read whole."""
     marker: str
     """End of the name of a tensor that only a quantised weight has."""

@@ -12,7 +12,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from agent.weights.decoder import FLOAT_TYPES, Decoder, StoredTensor, StoredTensors, check_zero, stem_of, uneven_groups
+from agent.weights.decoder import (
+    FLOAT_TYPES,
+    Axis,
+    Decoder,
+    StoredTensor,
+    StoredTensors,
+    check_zero,
+    stem_of,
+    uneven_groups,
+)
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, signed, unpacked, without_usual_zeros
 
@@ -23,7 +32,7 @@ class GPTQDecoder(Decoder):
     """4 or 8 bits, with or without zero points (8 bits: without)."""
 
     marker = "qweight"
-    axes: ClassVar = {
+    axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
         "qweight": ("in_words", "out"),
         "qzeros": ("group", "out_words"),
         "scales": ("group", "out"),

@@ -61,9 +61,7 @@ def fill_seeded(name: str, out: Array, dtype: str, *, seed: int, std: float = DU
         _fill_chunk(table, flat[chunk * CHUNK_ELEMENTS : (chunk + 1) * CHUNK_ELEMENTS], f"{seed}/{name}/{chunk}")
 
 
-def fill_seeded_cut(
-    name: str, out: Array, dtype: str, cut: TensorCut, *, seed: int, std: float = DUMMY_STD
-) -> None:
+def fill_seeded_cut(name: str, out: Array, dtype: str, cut: TensorCut, *, seed: int, std: float = DUMMY_STD) -> None:
     """Fill ``out`` with a part of the tensor ``name``, drawing the chunks that the part's rows are in."""
     if name.endswith("norm.weight"):
         fill_seeded(name, out, dtype, seed=seed, std=std)

@@ -61,9 +61,7 @@ def _own_stage(spec: WeightSpec, part: ModelPart) -> WeightSpec | None:
     return replace(spec, packed_only=spec.packed_only and shard.is_first_stage)
 
 
-def _split(
-    spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], *, equal_vocabularies: bool
-) -> WeightSpec:
+def _split(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], *, equal_vocabularies: bool) -> WeightSpec:
     name = spec.parameter if spec.parameter in (_EMBEDDING, _OUTPUT, _NORM) else _end_of(spec.parameter)
     if name not in _RULES:
         raise AgentStartError(

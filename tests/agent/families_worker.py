@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from runner_worker import generate, run_invariance  # noqa: E402
-from step_driver import StepDriver, make_config  # noqa: E402
+from step_config import make_config  # noqa: E402
+from step_driver import StepDriver  # noqa: E402
 
 from tools.make_golden import weights_digest  # noqa: E402
 from tools.seeded_families import FAMILY_VARIANTS  # noqa: E402

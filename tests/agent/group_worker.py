@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from runner_worker import GOLDEN, run_golden, run_invariance  # noqa: E402
-from step_driver import StepDriver, make_config  # noqa: E402
+from step_config import make_config  # noqa: E402
+from step_driver import StepDriver  # noqa: E402
 
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory  # noqa: E402
 

@@ -1,7 +1,7 @@
 """The agents of a group on Ascends: HCCL's groups, which the communication primitives of the graph name.
 
-The server has put the agents into a cluster (``llm_serving/executor/hccl_cluster.py``); ``init`` joins it. An agent's rank
-in HCCL's world is its number in its group. Sources: docs/ascend.md.
+The server has put the agents into a cluster (``llm_serving/executor/hccl_cluster.py``); ``init`` joins it. An agent's
+rank in HCCL's world is its number in its group. Sources: docs/ascend.md.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Sum(nn.Cell):
 
 
 class Embedding(nn.Cell):
-    """A table of consecutive rows: tokens of other agents give zeros, and the sum over the agents is everybody's row."""
+    """A table of consecutive rows: tokens of other agents give zeros, and the sum over the agents is the row."""
 
     def __init__(self, part: ModelPart, dtype: str) -> None:
         super().__init__()

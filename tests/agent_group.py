@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from step_driver import make_config
+from step_config import make_config
 
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 
-FOLDER = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent / "agent"
 TIMEOUT_S = 300
 
 
@@ -41,9 +41,7 @@ class Job:
 
 def run_group(job: Job, worker: str = "group_worker.py") -> list[dict[str, Any]]:
     """What each agent printed, by rank. Fails with what they said when one does."""
-    config = make_config(
-        job.folder, job.dtype, job.op_table, job.weights, job.kv, extra={**job.parallel, **job.extra}
-    )
+    config = make_config(job.folder, job.dtype, job.op_table, job.weights, job.kv, extra={**job.parallel, **job.extra})
     exchange = ExchangeMemory.create(ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config))
     text = json.dumps({**job.__dict__, "folder": str(job.folder)})
     agents = []
