@@ -26,11 +26,13 @@ SCHEDULER_MODULE = "agent.cluster_scheduler"
 class HcclCluster:
     """One run of a group's cluster scheduler, and the environment that takes an agent to it."""
 
-    def __init__(self, host: str, num_agents: int, log_path: Path) -> None:
+    def __init__(self, host: str, num_agents: int, timeout_s: float, log_path: Path) -> None:
+        """``host``: a loopback address; all agents of a group are on one machine. ``timeout_s``: to find each other."""
         self._common = {
             "MS_WORKER_NUM": str(num_agents),
             "MS_SCHED_HOST": host,
             "MS_SCHED_PORT": str(_free_port(host)),
+            "MS_TOPO_TIMEOUT": str(max(1, int(timeout_s))),
         }
         log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, self._pipe = os.pipe()
@@ -59,7 +61,8 @@ class HcclCluster:
         num_agents = config.parallel_config.group_size
         if config.device != "Ascend" or num_agents == 1:
             return None
-        return cls(config.serving_config.agent_ip, num_agents, log_path)
+        settings = config.serving_config
+        return cls(settings.agent_ip, num_agents, settings.agent_start_timeout_s, log_path)
 
     @property
     def pid(self) -> int:
