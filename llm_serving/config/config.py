@@ -110,7 +110,10 @@ class Config:
     @property
     def kv_bytes_per_token(self) -> int:
         """Cache bytes a token takes over all layers, keys and values; ``int8`` has a float32 scale for each head."""
-        shape = self.shape
+        return self.kv_bytes_of(self.shape)
+
+    def kv_bytes_of(self, shape: ModelShape) -> int:
+        """The same of a part of the model's layers and heads, as ``shape`` has them."""
         per_head = shape.head_dim + 4 if self.kv_format == "int8" else shape.head_dim * self.dtype_bytes
         return 2 * shape.num_layers * shape.num_key_value_heads * per_head
 
