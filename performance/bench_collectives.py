@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Sums between two agents against the ceiling of the machine: ``python performance/bench_collectives.py [--json FILE]``.
+"""Sums between two agents, and the machine's ceiling: ``python performance/bench_collectives.py [--json FILE]``.
 
-Two processes, each on a core of its own where there are two. The ceiling is a ball that they throw to each other through
-two words of shared memory: nobody can hand over anything faster. Median and 99th percentile of each size.
+Two processes, each on a core of its own where there are two. The ceiling is a ball that they throw to each other
+through two words of shared memory: nobody can hand over anything faster. Median and 99th percentile of each size.
 """
 
 import sys

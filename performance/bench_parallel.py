@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Step times of a model on one agent and shared by several: ``python performance/bench_parallel.py [--json FILE]``.
 
-Decode steps through ModelRunner in agents of their own, without a server: the median step, how much of it the first agent
-spends in sums and gathers, and how much of that waiting for the others. ``--set`` changes the config as
+Decode steps through ModelRunner in agents of their own, without a server: the median step, how much of it the agent
+that answers spends in sums and gathers, and how much of that waiting for the others. ``--set`` changes the config as
 ``start_server.py`` does; the text of one prompt is compared with what one agent says.
 """
 

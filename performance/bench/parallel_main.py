@@ -79,12 +79,7 @@ def measure(arguments: argparse.Namespace, group: tuple[int, ...]) -> dict[str, 
             agent.kill()
             agent.wait()
     answering = outputs[(group[1] - 1) * group[0]]
-    return {
-        "group": list(group),
-        "text": answering["text"],
-        "steps": answering["steps"],
-        "threads": answering["threads"],
-    }
+    return {"group": list(group), **answering}
 
 
 def layout_of(config: Config) -> ExchangeLayout:
