@@ -101,8 +101,13 @@ class ExchangeLayout:
 
     @property
     def collective_buffers(self) -> int:
-        """[group_size, COLLECTIVE_BUFFERS, COLLECTIVE_BYTES], on a page's start."""
+        """[group_size, COLLECTIVE_BUFFERS, COLLECTIVE_BYTES], on a page's start; none without tensor parallelism."""
         return _to_pages(self.tokens + 4 * self.max_rows)
+
+    @property
+    def collective_member_bytes(self) -> int:
+        """Of one agent's buffers."""
+        return COLLECTIVE_BUFFERS * COLLECTIVE_BYTES if self.tensor_parallel > 1 else 0
 
     @property
     def ring_step_bytes(self) -> int:
@@ -111,9 +116,7 @@ class ExchangeLayout:
 
     def ring(self, border: int) -> int:
         """[RING_STEPS, ring_step_bytes] of a border between stages."""
-        after = self.collective_buffers
-        if self.tensor_parallel > 1:
-            after += self.group_size * COLLECTIVE_BUFFERS * COLLECTIVE_BYTES
+        after = self.collective_buffers + self.group_size * self.collective_member_bytes
         return after + border * RING_STEPS * self.ring_step_bytes
 
     @property

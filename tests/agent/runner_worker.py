@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from block_sharing import run_block_sharing, run_move_refusals  # noqa: E402
-from step_driver import BLOCK_SIZE, Part, StepDriver, blocks_for  # noqa: E402
+from step_config import BLOCK_SIZE, make_config  # noqa: E402
+from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
 from llm_serving.errors import AgentError, ProtocolError  # noqa: E402
 from llm_serving.ipc.shm import LAST_TOKEN  # noqa: E402
@@ -284,7 +285,7 @@ def main() -> None:
         if name in VARIANTS:
             folder = scratch / name
             write_model(VARIANTS[name], folder)
-        driver = StepDriver(folder, dtype, op_table, weights, kv)
+        driver = StepDriver(make_config(folder, dtype, op_table, weights, kv))
         result = {"golden": run_golden(driver, golden), "invariance": run_invariance(driver, golden)}
         result["sharing"] = run_block_sharing(driver, golden)
         result["digest"] = weights_digest(folder)
