@@ -117,6 +117,14 @@ class AgentExecutor:
             events += self._lose(error)
         return events
 
+    def fileno(self) -> int:
+        """The selector's own descriptor: epoll instances nest."""
+        return self._selector.fileno()
+
+    def next_due(self) -> float | None:
+        deadline = self._deadline()
+        return None if deadline is None else deadline[0]
+
     def wake(self) -> None:
         with contextlib.suppress(OSError, BlockingIOError):
             os.eventfd_write(self._wake, 1)

@@ -73,6 +73,14 @@ class Executor(Protocol):
         Returns an empty list after the timeout or a ``wake``.
         """
 
+    def fileno(self) -> int:
+        """A descriptor that is readable while ``poll`` has something to give, a ``wake`` among it: for whoever waits
+        for several executors at once."""
+
+    def next_due(self) -> float | None:
+        """When, by ``time.monotonic``, ``poll`` has something to do though nothing becomes readable: a step that was
+        not answered in time, a restart. None when nothing is due."""
+
     def wake(self) -> None:
         """Make the running ``poll``, or else the next one, return at once. Any thread may call it."""
 
