@@ -96,11 +96,10 @@ class _Launcher:
         def new_detokenizer(request: Request) -> IncrementalDetokenizer:
             return IncrementalDetokenizer.for_request(tokenizer, request.prompt_token_ids, request.sampling)
 
-        def record(scheduler: Scheduler) -> FlightRecorder | None:
+        def record(scheduler: Scheduler, replica: int) -> FlightRecorder | None:
             return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"))
 
-        [executor] = executors
-        engine = AsyncEngine(config, tokenizer, executor, new_detokenizer, log, metrics, record=record)
+        engine = AsyncEngine(config, tokenizer, executors, new_detokenizer, log, metrics, record=record)
         for executor in executors:
             executor.start()
         engine.start()

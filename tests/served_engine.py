@@ -52,7 +52,7 @@ class Served:
         raise AssertionError("it never came true")
 
     def is_idle(self) -> bool:
-        return self.engine._core._scheduler.is_idle
+        return self.engine._core._front.is_idle
 
 
 @asynccontextmanager
@@ -71,7 +71,7 @@ async def served(**limits: object) -> AsyncIterator[Served]:
         patch.setattr(async_engine.SchedulerLimits, "from_config", lambda config: sizes)
         executor, log = FakeExecutor(sizes), RecordingLog()
         tokenizer: Any = object()
-        engine = AsyncEngine(config, tokenizer, executor, FakeDetokenizer, log, RecordingMetrics())
+        engine = AsyncEngine(config, tokenizer, [executor], FakeDetokenizer, log, RecordingMetrics())
     engine.start()
     running = Served(engine, executor, log)
     try:
@@ -84,4 +84,4 @@ async def served(**limits: object) -> AsyncIterator[Served]:
         await engine.stop()
     assert not any(thread.name == "engine" for thread in threading.enumerate())
     assert engine._open == {}
-    engine._core._scheduler.check_integrity()
+    engine._core._front.check_integrity()

@@ -71,6 +71,11 @@ class Tag(enum.IntEnum):
     """sequence numbers."""
     RAISED = 9
     """tag of the call, name of what it raised: the scheduler failed."""
+    PLACE = 10
+    """A router's request. Fields of ``ADD``, but for the pseudonyms, which are those of prompt and output; arrival
+    index, number of output tokens it has."""
+    RELEASE = 11
+    """numbers of waiting requests that went elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
