@@ -97,7 +97,7 @@ class _Launcher:
             return IncrementalDetokenizer.for_request(tokenizer, request.prompt_token_ids, request.sampling)
 
         def record(scheduler: Scheduler, replica: int) -> FlightRecorder | None:
-            return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"))
+            return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"), replica)
 
         engine = AsyncEngine(config, tokenizer, executors, new_detokenizer, log, metrics, record=record)
         for executor in executors:

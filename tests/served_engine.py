@@ -64,6 +64,7 @@ async def served(**limits: object) -> AsyncIterator[Served]:
         max_model_len=sizes.max_model_len,
         shape=SimpleNamespace(vocab_size=VOCABULARY),
         end_token_ids=(END_TOKEN,),
+        parallel_config=SimpleNamespace(routing="prefix"),
         log_config=SimpleNamespace(state_interval_s=60.0),
         scheduler_config=SimpleNamespace(ttft_objective_ms=500.0, tbt_objective_ms=50.0),
     )

@@ -23,6 +23,7 @@ from llm_serving.errors import AgentLostError, QueueFullError, RequestError
 from llm_serving.executor.base import Executor
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.request import DEFAULT_SCHEDULING, Request, RequestOutput, SamplingParams, SchedulingParams
+from llm_serving.routing.placement import Routing
 from llm_serving.routing.router import Router
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.protocols import StepSource
@@ -71,7 +72,8 @@ class AsyncEngine:
         self._recorders: list[FlightRecorder] = []
         limits = SchedulerLimits.from_config(config)
         schedulers = [self._recorded(Scheduler(limits), index, record) for index in range(len(executors))]
-        router = Router(schedulers) if len(schedulers) > 1 else None
+        routing = Routing(config.parallel_config.routing)
+        router = Router(schedulers, routing) if len(schedulers) > 1 else None
         sources: list[StepSource] = [*(schedulers if router is None else router.replicas)]
         self._core = EngineCore(
             schedulers[0] if router is None else router,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llm_serving.flight.format import SUFFIX, FlightRecordingError, FrameReader, SegmentHeader, Tag
+from llm_serving.flight.format import SUFFIX, FlightRecordingError, FrameReader, SegmentHeader, Tag, replica_folders
 from llm_serving.flight.pseudonyms import PLAIN_TOKEN
 from llm_serving.flight.steps import RecordedStep, StepReader
 
@@ -185,10 +185,13 @@ class Stretch:
 
 
 def read_recording(path: Path) -> list[Stretch]:
-    """The stretches of a segment file or of a folder of them, the oldest first.
+    """The stretches of a segment file or of a folder of them, the oldest first; of a folder with the recordings of
+    several replicas, one replica after the other.
 
     Raises FlightRecordingError when there is none or a file is none of ours.
     """
+    if folders := replica_folders(path):
+        return [stretch for folder in folders for stretch in read_recording(folder)]
     files = [path] if path.is_file() else sorted(path.glob(f"*{SUFFIX}"))
     if not files:
         raise FlightRecordingError(f"{path}: no flight recording (no such file, or a folder without *{SUFFIX})")

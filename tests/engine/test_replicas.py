@@ -42,8 +42,8 @@ def test_tokens_equal_sequential_execution(
     """Random arrivals and aborts, too few blocks, replicas that die, some of them for a while."""
     rng = random.Random(f"{num_replicas}/{policy.value}/{preemption.value}/{prefix_cache}")
     engine = ReplicatedEngine(
-        num_replicas, seed=rng.randrange(1000), policy=policy, preemption=preemption, prefix_cache=prefix_cache, num_blocks=21,
-        num_host_blocks=16,
+        num_replicas, seed=rng.randrange(1000), policy=policy, preemption=preemption, prefix_cache=prefix_cache,
+        num_blocks=21, num_host_blocks=16,
     )  # fmt: skip
     aborted = set()
     for number in range(40):
