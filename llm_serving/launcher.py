@@ -61,7 +61,7 @@ class _Launcher:
     def __init__(self, launch: Launch) -> None:
         self._config: Config = launch.config
         self._plan = launch.plan
-        self._display = ProgressDisplay()
+        self._display = ProgressDisplay(num_agents=launch.config.parallel_config.world_size)
         self._stop = asyncio.Event()
         self._began = time.monotonic()
 
@@ -96,11 +96,10 @@ class _Launcher:
         def new_detokenizer(request: Request) -> IncrementalDetokenizer:
             return IncrementalDetokenizer.for_request(tokenizer, request.prompt_token_ids, request.sampling)
 
-        def record(scheduler: Scheduler) -> FlightRecorder | None:
-            return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"))
+        def record(scheduler: Scheduler, replica: int) -> FlightRecorder | None:
+            return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"), replica)
 
-        [executor] = executors
-        engine = AsyncEngine(config, tokenizer, executor, new_detokenizer, log, metrics, record=record)
+        engine = AsyncEngine(config, tokenizer, executors, new_detokenizer, log, metrics, record=record)
         for executor in executors:
             executor.start()
         engine.start()

@@ -26,6 +26,13 @@ class ParallelConfig:
     data_parallel: int = own(
         1, "Replicas of the whole model; a request is served by one of them.", unit="replicas", low=1, high=MAX_RANKS
     )
+    routing: str = own(
+        "prefix",
+        "Which replica a request goes to of those that can start it: `prefix` the one that has the most of its prompt "
+        "in its prefix cache, as long as it has not much more to do than the least loaded one; `least_loaded` the one "
+        "with the fewest tokens to compute; `round_robin` one after the other, for comparison.",
+        choices=("prefix", "least_loaded", "round_robin"),
+    )
 
     @property
     def group_size(self) -> int:

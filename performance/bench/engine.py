@@ -74,9 +74,10 @@ class OfflineEngine:
         self._recorder = _Recorder()
         self._outputs: list[EngineOutput] = []
         self._number = 0
+        scheduler = Scheduler(SchedulerLimits.from_config(config))
         self._core = EngineCore(
-            Scheduler(SchedulerLimits.from_config(config)),
-            executor,
+            scheduler,
+            [(scheduler, executor)],
             lambda request: _NoText(),
             log,
             self._recorder,
