@@ -5,56 +5,63 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from step_config import make_config
 
+from llm_serving.config import Config
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 
 FOLDER = Path(__file__).resolve().parent / "agent"
-TIMEOUT_S = 300
+TIMEOUT_S = 280
 
 
-@dataclass
-class Job:
-    """What the group does; see ``group_worker``."""
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How the group runs every model."""
 
-    folder: Path
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     dtype: str = "float32"
     op_table: str = "fused"
     weights: str = "auto"
     kv: str = "auto"
-    golden: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def parallel(self) -> dict[str, Any]:
-        return {
+    def config(self, folder: Path) -> Config:
+        parallel = {
             "parallel_config.tensor_parallel": self.tensor_parallel,
             "parallel_config.pipeline_parallel": self.pipeline_parallel,
         }
+        return make_config(folder, self.dtype, self.op_table, self.weights, self.kv, extra={**parallel, **self.extra})
+
+    def __str__(self) -> str:
+        parallel = f"tp{self.tensor_parallel}-pp{self.pipeline_parallel}"
+        return "-".join([parallel, self.dtype, self.op_table, self.weights, self.kv])
 
 
-def run_group(job: Job, worker: str = "group_worker.py") -> list[dict[str, Any]]:
-    """What each agent printed, by rank. Fails with what they said when one does."""
-    config = make_config(job.folder, job.dtype, job.op_table, job.weights, job.kv, extra={**job.parallel, **job.extra})
-    exchange = ExchangeMemory.create(ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config))
-    text = json.dumps({**job.__dict__, "folder": str(job.folder)})
-    agents = []
-    try:
-        for rank in range(config.parallel_config.group_size):
-            command = [sys.executable, str(FOLDER / worker), str(rank), exchange.name, text]
-            agents.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+def run_group(setup: Setup, folders: dict[str, Path], worker: str = "group_worker.py") -> list[dict[str, Any]]:
+    """What each agent printed, by rank, of the models by name. Fails with what the agents said when one does."""
+    with ExitStack() as stack:
+        models = []
+        for name, folder in folders.items():
+            config = setup.config(folder)
+            layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
+            exchange = ExchangeMemory.create(layout)
+            stack.callback(exchange.close)
+            models.append({"name": name, "folder": str(folder), "exchange": exchange.name})
+        job = json.dumps({"setup": asdict(setup), "models": models})
+        agents: list[subprocess.Popen[str]] = []
+        for rank in range(setup.tensor_parallel * setup.pipeline_parallel):
+            command = [sys.executable, str(FOLDER / worker), str(rank), job]
+            agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            stack.callback(agent.wait)
+            stack.callback(agent.kill)
+            agents.append(agent)
         outputs = [agent.communicate(timeout=TIMEOUT_S) for agent in agents]
-    finally:
-        exchange.close()
-        for agent in agents:
-            agent.kill()
-            agent.wait()
     problems = [err[-3000:] for agent, (_, err) in zip(agents, outputs, strict=True) if agent.returncode != 0]
     assert not problems, "\n".join(problems)
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]

@@ -142,6 +142,28 @@ def sum_parts(parts: list[npt.NDArray[Any]], dtype: str, *, use_reference: bool 
     return out
 
 
+def measure_all_reduce(array: npt.NDArray[Any], dtype: str, times: int) -> npt.NDArray[np.int64]:
+    """Nanoseconds of each of so many sums, one after the other. Raises as ``wait_for``."""
+    out, nanoseconds = np.empty_like(array), np.empty(times, np.int64)
+    function = _library().llmk_measure_all_reduce
+    function.argtypes = [
+        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+        *(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p),
+    ]
+    _check(function(_DTYPES[dtype], array.ctypes.data, out.ctypes.data, array.size, times, nanoseconds.ctypes.data))
+    return nanoseconds
+
+
+def measure_ping_pong(own: int, other: int, times: int, *, serves: bool) -> npt.NDArray[np.int64]:
+    """Nanoseconds of each of so many turns of a ball between two processes, by two flag lines that hold 0."""
+    nanoseconds = np.empty(times, np.int64)
+    function = _library().llmk_measure_ping_pong
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p]
+    function.restype = None
+    function(own, other, int(serves), times, nanoseconds.ctypes.data)
+    return nanoseconds
+
+
 def exchange_times() -> ExchangeTimes:
     """Since this process began."""
     times = _Times()

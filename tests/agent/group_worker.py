@@ -1,9 +1,9 @@
-"""One agent of a group, in a process of its own: runs the same steps as the others through ModelRunner and, where it
-answers, prints what came out as JSON.
+"""One agent of a group, in a process of its own: runs the same steps as the others through ModelRunner and prints what
+came out as JSON (which means something where it answers).
 
-python tests/agent/group_worker.py RANK EXCHANGE_NAME JSON
+python tests/agent/group_worker.py RANK JSON
 
-JSON: ``folders`` of models, ``dtype``, ``op_table``, ``weights``, ``kv``, ``tensor_parallel``, ``pipeline_parallel``.
+JSON: ``setup``, the fields of ``agent_group.Setup``, and ``models`` with name, folder and exchange each.
 """
 
 from __future__ import annotations
@@ -17,27 +17,57 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from runner_worker import GOLDEN, run_golden, run_invariance  # noqa: E402
-from step_config import make_config  # noqa: E402
+from agent_group import Setup  # noqa: E402
+from runner_worker import GOLDEN, expected_tokens, generate, penalised, run_invariance  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory  # noqa: E402
 
+PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.9}
+PROMPT, NUM_PENALISED = [5, 6, 7, 5, 9, 11], 12
+
+
+def golden_of(name: str) -> dict[str, Any]:
+    path = GOLDEN / f"{name}.json"
+    path = path if path.is_file() else GOLDEN / "families" / f"{name}.json"
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def run_model(setup: Setup, model: dict[str, str], rank: int) -> dict[str, Any]:
+    config, golden = setup.config(Path(model["folder"])), golden_of(model["name"])
+    layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
+    driver = StepDriver(config, rank, ExchangeMemory.attach(model["exchange"], layout))
+    result: dict[str, Any] = {"summary": driver.runner.summary()}
+    for way in ("free", "forced"):
+        steps = generate(driver, golden["cases"], forced=way == "forced")
+        result[way] = [[step[index].token for step in steps] for index in range(len(golden["cases"]))]
+    result["invariance"] = run_invariance(driver, golden)
+    result["penalised"] = run_penalised(driver)
+    return result
+
+
+def run_penalised(driver: StepDriver) -> dict[str, Any]:
+    """What was chosen, and, where this agent samples, what its logits and penalties make of it."""
+    sampler, captured = driver.runner._sampler, []
+    original = sampler.sample
+
+    def capture(logits: Any, slot: Any, best_ids: Any) -> None:
+        captured.append(logits.copy())
+        original(logits, slot, best_ids)
+
+    sampler.sample = capture  # type: ignore[method-assign]
+    driver.runner.reset()
+    chosen = penalised(driver, PROMPT, [], NUM_PENALISED, PENALTIES, row=3)
+    sampler.sample = original  # type: ignore[method-assign]
+    logits = [each[0] for each in captured[1:]]  # the first is of a chunk that does not sample
+    return {"chosen": chosen, "expected": expected_tokens(logits, PROMPT, PENALTIES)}
+
 
 def main() -> None:
-    rank, exchange_name, job = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    parallel = {f"parallel_config.{key}": job[key] for key in ("tensor_parallel", "pipeline_parallel")}
-    folder = Path(job["folder"])
-    options = (job["dtype"], job["op_table"], job["weights"], job["kv"])
-    config = make_config(folder, *options, extra={**parallel, **job.get("extra", {})})
-    layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
-    exchange = ExchangeMemory.attach(exchange_name, layout)
-    driver = StepDriver(config=config, rank=rank, exchange=exchange)
-    result: dict[str, Any] = {"summary": driver.runner.summary()}
-    if job["golden"] is not None:
-        golden = json.loads((GOLDEN / job["golden"]).read_text(encoding="utf-8"))
-        result |= {"golden": run_golden(driver, golden), "invariance": run_invariance(driver, golden)}
-    print(json.dumps(result), flush=True)
+    rank, job = int(sys.argv[1]), json.loads(sys.argv[2])
+    setup = Setup(**job["setup"])
+    print(json.dumps({model["name"]: run_model(setup, model, rank) for model in job["models"]}), flush=True)
     os._exit(0)
 
 

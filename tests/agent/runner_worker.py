@@ -140,11 +140,11 @@ def run_rows(driver: StepDriver) -> dict[str, Any]:
     runner.reset()
     prompt = [5, 6, 7, 5, 9, 11]
     sampling = {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.9}
-    tokens = _penalised(driver, prompt, [], 12, sampling, row=3)
+    tokens = penalised(driver, prompt, [], 12, sampling, row=3)
     logits = [each[0] for each in captured[1:]]  # the first is of the chunk that does not sample
-    resumed = _penalised(driver, prompt, tokens[:5], 12, sampling, row=4)
+    resumed = penalised(driver, prompt, tokens[:5], 12, sampling, row=4)
     swapped = _penalised_after_swap(driver, prompt, tokens[:5], 12, sampling, old_row=3, row=6)
-    plain = _penalised(driver, prompt, [], 12, {}, row=3)
+    plain = penalised(driver, prompt, [], 12, {}, row=3)
     runner._sampler.sample = original  # type: ignore[method-assign]
     return {
         "prompt": prompt,
@@ -157,7 +157,7 @@ def run_rows(driver: StepDriver) -> dict[str, Any]:
     }
 
 
-def _penalised(
+def penalised(
     driver: StepDriver, prompt: list[int], output: list[int], total: int, sampling: dict[str, float], row: int
 ) -> list[int]:
     """Sample up to ``total`` output tokens, ``output`` being known already; the history goes with the last chunk."""
