@@ -13,7 +13,9 @@ LLMServingError
 ├── ProtocolError             a peer broke the framing, the schema or the handshake
 └── AgentError                an agent could not do its work (an HTTP 5xx)
     ├── AgentStartError       it did not become ready; carries its traceback
-    └── AgentLostError        it died or stopped answering
+    ├── AgentLostError        it died or stopped answering
+    └── GroupDownError        another agent of its group did
+        └── GroupBrokenError  it did, in the middle of a step of its group
 """
 
 from __future__ import annotations
@@ -103,3 +105,11 @@ class AgentStartError(AgentError):
 
 class AgentLostError(AgentError):
     """An agent died or stopped answering while requests were in flight."""
+
+
+class GroupDownError(AgentError):
+    """Another agent of an agent's group is gone, or has not come in time: this one cannot go on either."""
+
+
+class GroupBrokenError(GroupDownError):
+    """An agent could not do its part of a step in which others of its group wait for it: they all end."""

@@ -9,6 +9,7 @@
 #include "common/floating_point.h"
 #include "common/thread_pool.h"
 #include "custom_ops.h"
+#include "exchange/collectives.h"
 
 namespace llmk {
 namespace {
@@ -20,8 +21,11 @@ enum Argument {
 
 // A matrix between two operators.
 struct Between {
-  void* data;
+  const char* dtype;
   int64_t shape[2];
+  void* data = nullptr;
+
+  int64_t bytes() const { return shape[0] * shape[1] * size_of(parse_dtype(dtype)); }
 };
 
 // The arguments of an inner operator: some of the layer's, some between.
@@ -32,7 +36,7 @@ class Call {
   Call& give(int argument) {
     return add(layer_.data[argument], layer_.ndims[argument], layer_.shapes[argument], layer_.dtypes[argument]);
   }
-  Call& give(Between* matrix) { return add(matrix->data, 2, matrix->shape, layer_.dtypes[kHidden]); }
+  Call& give(Between* matrix) { return add(matrix->data, 2, matrix->shape, matrix->dtype); }
 
   Tensors tensors() { return {op_, count_, data_, ndims_, shapes_, dtypes_}; }
 
@@ -57,8 +61,10 @@ class Call {
 };
 
 // Behind counts may come, where a model needs them, attention's window, or window and gammas of queries and keys.
-// `first`: the layer's input is the residual stream itself, and the argument residual is not read.
-int decoder_layer(const Tensors& t, bool first) {
+// `first`: the layer's input is the residual stream itself, and the argument residual is not read. `sharded`: the agents
+// of a stage have some heads and columns each, and what comes out of attention and MLP is summed over them. The sums are
+// in here for the same reason as everything else: two operators of their own would cost more than they do.
+int decoder_layer(const Tensors& t, bool first, bool sharded) {
   const bool has_window = t.count > kWindow + 2, has_norms = t.count > kKeyGamma + 2;
   if (t.count != kWindow + 2 && t.count != kQueryGamma + 2 && t.count != kKeyGamma + 3) {
     return refuse_text(t.op, "got %d arguments; it takes 19, 20 or 22 and gives 2", t.count);
@@ -73,15 +79,17 @@ int decoder_layer(const Tensors& t, bool first) {
   const PackedWeightHeader* qkv_weight = packed_weight(t, kQkv);
   const PackedWeightHeader* output_weight = packed_weight(t, kOutput);
   if (qkv_weight == nullptr || output_weight == nullptr) return kBadArgument;
-  Between qkv{nullptr, {rows, qkv_weight->columns}}, attended{nullptr, {rows, output_weight->depth}};
-  Between hidden{nullptr, {rows, width}}, residual{nullptr, {rows, width}};
+  const char* dtype = t.dtypes[kHidden];
+  Between qkv{dtype, {rows, qkv_weight->columns}}, attended{dtype, {rows, output_weight->depth}};
+  Between hidden{dtype, {rows, width}}, residual{dtype, {rows, width}};
+  Between own{"float32", {sharded ? rows : 0, width}};  // of a sum over the agents, not rounded before it is one
+  const auto all = {&own, &qkv, &attended, &hidden, &residual};
   int64_t bytes = 0;
-  for (const Between* matrix : {&qkv, &attended, &hidden, &residual}) bytes += matrix->shape[1];
-  bytes *= rows * size_of(t.dtype(kHidden));
+  for (const Between* matrix : all) bytes += matrix->bytes();
   char* memory = static_cast<char*>(thread_scratch(kScratchLayer, bytes));
-  for (Between* matrix : {&qkv, &attended, &hidden, &residual}) {
+  for (Between* matrix : all) {
     matrix->data = memory;
-    memory += rows * matrix->shape[1] * size_of(t.dtype(kHidden));
+    memory += matrix->bytes();
   }
   Call norm(first ? "NormLinear" : "AddNormLinear", t);
   norm.give(kHidden);
@@ -102,15 +110,25 @@ int decoder_layer(const Tensors& t, bool first) {
   error = rotary_attention(attention.give(&attended).tensors(), false);
   if (error != 0) return error;
   Call output("PackedLinear", t);
-  error = packed_linear(output.give(&attended).give(kOutput).give(kCounts).give(&hidden).tensors());
+  output.give(&attended).give(kOutput).give(kCounts).give(sharded ? &own : &hidden);
+  error = packed_linear(output.tensors());
+  const auto sum = [&](void* out) {
+    return all_reduce(t.op, DType::kFloat32, own.data, t.dtype(kHidden), out, rows * width);
+  };
+  if (error == 0 && sharded) error = sum(hidden.data);
   if (error != 0) return error;
   Call mlp("GatedMlp", t);
   mlp.give(&hidden).give(&residual).give(kPostGamma).give(kEpsilon).give(kGateUp).give(kDown).give(kCounts);
-  return gated_mlp(mlp.give(t.count - 2).give(t.count - 1).tensors());
+  const int out = t.count - 2;
+  sharded ? mlp.give(&own) : mlp.give(out);
+  error = gated_mlp(mlp.give(t.count - 1).tensors());
+  return error == 0 && sharded ? sum(t.data[out]) : error;
 }
 
 }  // namespace
 }  // namespace llmk
 
-LLMK_CUSTOM_OP(FirstDecoderLayer, decoder_layer(t, true))
-LLMK_CUSTOM_OP(DecoderLayer, decoder_layer(t, false))
+LLMK_CUSTOM_OP(FirstDecoderLayer, decoder_layer(t, true, false))
+LLMK_CUSTOM_OP(DecoderLayer, decoder_layer(t, false, false))
+LLMK_CUSTOM_OP(FirstShardedDecoderLayer, decoder_layer(t, true, true))
+LLMK_CUSTOM_OP(ShardedDecoderLayer, decoder_layer(t, false, true))
