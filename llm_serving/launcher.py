@@ -61,7 +61,7 @@ class _Launcher:
     def __init__(self, launch: Launch) -> None:
         self._config: Config = launch.config
         self._plan = launch.plan
-        self._display = ProgressDisplay()
+        self._display = ProgressDisplay(num_agents=launch.config.parallel_config.world_size)
         self._stop = asyncio.Event()
         self._began = time.monotonic()
 

@@ -107,6 +107,10 @@ class Config:
         parallel = self.parallel_config
         return shard_of(self.shape, place(rank, parallel), parallel, self.shard_group)
 
+    def agent_threads(self, num_cores: int) -> int:
+        """Threads of an agent's CPU operators where there are so many cores: as configured, or its share of them."""
+        return self.model_config.cpu_threads or max(1, num_cores // self.parallel_config.world_size)
+
     @property
     def kv_bytes_per_token(self) -> int:
         """Cache bytes a token takes over all layers, keys and values; ``int8`` has a float32 scale for each head."""

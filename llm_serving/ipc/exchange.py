@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import SHM_DIRECTORY, SHM_PREFIX, SlotLimits
+from llm_serving.ipc.shm import SHM_DIRECTORY, SHM_PREFIX, SlotLimits, new_segment_name
 
 if TYPE_CHECKING:
     from llm_serving.config import ParallelConfig
@@ -101,8 +100,13 @@ class ExchangeLayout:
 
     @property
     def collective_buffers(self) -> int:
-        """[group_size, COLLECTIVE_BUFFERS, COLLECTIVE_BYTES], on a page's start."""
+        """[group_size, COLLECTIVE_BUFFERS, COLLECTIVE_BYTES], on a page's start; none without tensor parallelism."""
         return _to_pages(self.tokens + 4 * self.max_rows)
+
+    @property
+    def collective_member_bytes(self) -> int:
+        """Of one agent's buffers."""
+        return COLLECTIVE_BUFFERS * COLLECTIVE_BYTES if self.tensor_parallel > 1 else 0
 
     @property
     def ring_step_bytes(self) -> int:
@@ -111,9 +115,7 @@ class ExchangeLayout:
 
     def ring(self, border: int) -> int:
         """[RING_STEPS, ring_step_bytes] of a border between stages."""
-        after = self.collective_buffers
-        if self.tensor_parallel > 1:
-            after += self.group_size * COLLECTIVE_BUFFERS * COLLECTIVE_BYTES
+        after = self.collective_buffers + self.group_size * self.collective_member_bytes
         return after + border * RING_STEPS * self.ring_step_bytes
 
     @property
@@ -140,7 +142,7 @@ class ExchangeMemory:
     @classmethod
     def create(cls, layout: ExchangeLayout) -> ExchangeMemory:
         """Make a new segment of zeros, its pages reserved now. Raises OSError when /dev/shm is too small."""
-        name = SHM_PREFIX + secrets.token_hex(8)
+        name = new_segment_name()
         path = os.path.join(SHM_DIRECTORY, name)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -159,7 +161,7 @@ class ExchangeMemory:
     def attach(cls, name: str, layout: ExchangeLayout) -> ExchangeMemory:
         """Map a segment the server made. Raises ProtocolError when name, size or header are not as agreed."""
         if not name.startswith(SHM_PREFIX) or not name.removeprefix(SHM_PREFIX).isalnum():
-            raise ProtocolError(f"{name!r} is not a name of an exchange segment ({SHM_PREFIX}<hex>)")
+            raise ProtocolError(f"{name!r} is not a name of an exchange segment ({SHM_PREFIX}PIDxHEX)")
         descriptor = os.open(os.path.join(SHM_DIRECTORY, name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             size = os.fstat(descriptor).st_size

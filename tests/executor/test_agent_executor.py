@@ -23,7 +23,7 @@ from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, Ste
 
 
 def shm_entries():
-    return {name for name in os.listdir(SHM_DIRECTORY) if name.startswith(SHM_PREFIX)}
+    return {name for name in os.listdir(SHM_DIRECTORY) if name.startswith(f"{SHM_PREFIX}{os.getpid()}x")}
 
 
 @pytest.fixture
