@@ -49,7 +49,7 @@ class ModelRunner:
 
         start = time.perf_counter()
         config, shape = self._config, self._config.shape
-        definition = find_model(shape.architecture)
+        definition = find_model(shape.architecture, config.model_config.model_type)
         specs = definition.weight_specs(shape)
         ignorable = definition.ignorable_suffixes(shape)
         self._ops = select_op_table(config)

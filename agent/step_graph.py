@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import mindspore as ms
 import numpy as np
@@ -31,6 +32,14 @@ class GraphKind(enum.Enum):
     """Any step, parts of prompts and decoding sequences mixed: attention over the cache, with a mask."""
     DECODE = "decode"
     """A token a sequence: attention over the cache, which needs no mask."""
+
+
+@runtime_checkable
+class TakesForms(Protocol):
+    """A model whose Cells must be told, before a graph is compiled, which kind they are to become."""
+
+    def take_form(self, *, whole_prompts: bool) -> None:
+        """For steps of whole prompts, or of anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +122,7 @@ class DynamicStepGraph(StepGraph):
 
     def __init__(self, model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_prompts: int) -> None:
         self._max_table_width = limits.max_blocks_per_seq
+        self._model = model
         self._graphs = {
             kind: _CompiledGraph(dynamic_step(model, ops, kind, max_whole_prompts))
             for kind in GraphKind
@@ -126,6 +136,8 @@ class DynamicStepGraph(StepGraph):
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         inputs = StepInputs(zero, zero, zero - 1, zero.reshape(1, 1), one, one, zero, zero, zero, whole_prompts=False)
         for kind, graph in self._graphs.items():
+            if isinstance(self._model, TakesForms):
+                self._model.take_form(whole_prompts=kind == GraphKind.PREFILL)
             graph.compile(self._tensors(kind, inputs, zero))
 
     def run(self, inputs: StepInputs, token_ids: Int32Array) -> StepLogits:
