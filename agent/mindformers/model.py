@@ -8,6 +8,7 @@ the last tokens only, and ``move_lens_to_cpu`` off, as nothing in these models r
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from agent.backends.native.attention import causal_mask, no_mask
 from agent.layers.attention import attention_form
 from agent.layers.parameter import unbound_parameter
 from agent.mindformers.families import inference_model, model_settings
-from agent.mindformers.names import ignorable_suffixes, parameter_shapes, weight_specs
+from agent.mindformers.names import mindformers_name, our_parameters
 from agent.mindformers.package import attribute, import_mindformers
+from agent.models.names import ignorable_suffixes, weight_specs
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 
@@ -88,19 +90,22 @@ def build(config: Config, ops_table: OpTable) -> MindFormersModel:
     with no_init_parameters():
         network = attribute(classes.network)(settings)
     network.set_train(False)
-    _check_parameters({name: parameter.shape for name, parameter in network.parameters_dict().items()}, config)
+    _rename_parameters(network.parameters_dict(), our_parameters(config.shape))
     return MindFormersModel(network, config, ops_table)
 
 
-def _check_parameters(found: dict[str, tuple[int, ...]], config: Config) -> None:
-    wanted = parameter_shapes(config.shape)
-    if found == wanted:
-        return
-    name = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))[0]
-    raise AgentStartError(
-        f"MindFormers' model has the parameter {name} with shape {found.get(name, 'none, it is missing')}; "
-        f"the checkpoint makes it {wanted.get(name, 'none, it is unknown')}"
-    )
+def _rename_parameters(found: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Give MindFormers' parameters the names of ours, by which they are loaded and bound."""
+    ours = {mindformers_name(name): name for name in wanted}
+    for name in sorted(found.keys() | ours.keys()):
+        shape = found[name].shape if name in found else "none"
+        loaded = wanted[ours[name]] if name in ours else "none"
+        if shape != loaded:
+            raise AgentStartError(
+                f"MindFormers' model has a parameter {name} of shape {shape}, and the model folder one of {loaded}"
+            )
+    for name, parameter in found.items():
+        parameter.name = ours[name]
 
 
 def _caches(name: str, num_layers: int, shape: tuple[int, ...], dtype: str) -> ParameterTuple:

@@ -1,19 +1,15 @@
 """What MindFormers calls the parameters of a decoder.
 
 They are laid out as ours are without packing: [out, in], q, k and v one after the other, gate before up. Only names
-differ, so checkpoints are read, checked and converted as for our own models."""
+differ, so checkpoints are read, checked and converted as for our own models.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
-from agent.models.names import ignorable_suffixes
-from agent.models.names import weight_specs as our_specs
-from agent.weights import WeightSpec
+from agent.models.names import weight_specs
 from llm_serving.model_shape import ModelShape
-
-__all__ = ["ignorable_suffixes", "mindformers_name", "parameter_shapes", "weight_specs"]
 
 _OUTSIDE_LAYERS = {
     "embedding.weight": "embedding.word_embeddings.weight",
@@ -42,14 +38,9 @@ def mindformers_name(parameter: str) -> str:
     return f"decoder.layers.{match[1]}.{_IN_A_LAYER[match[2]]}.{match[3]}"
 
 
-def parameter_shapes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Of every parameter that MindFormers' model must have, biases by themselves; an output weight that is the
-    embedding is none of its own."""
+def our_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter that is loaded, biases by themselves; an output weight that is the embedding is
+    none of its own."""
     specs = [spec for spec in weight_specs(shape) if not spec.packed_only]
     biases = [spec.bias_spec() for spec in specs if spec.bias]
     return {spec.parameter: spec.shape for spec in [*specs, *biases]}
-
-
-def weight_specs(shape: ModelShape) -> list[WeightSpec]:
-    """Every parameter to load, under MindFormers' names."""
-    return [replace(spec, parameter=mindformers_name(spec.parameter)) for spec in our_specs(shape)]
