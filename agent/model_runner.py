@@ -100,6 +100,7 @@ class ModelRunner:
         assert self._kv_cache is not None, "load() comes before summary()"
         summary: dict[str, str | int | float] = {
             "device": self._config.device,
+            "model_type": self._config.model_config.model_type,
             "op_table": self._ops.name,
             "dtype": self._ops.dtype,
             "weight_format": self._config.weight_format,

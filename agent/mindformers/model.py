@@ -21,7 +21,7 @@ from agent.layers.attention import attention_form
 from agent.layers.parameter import unbound_parameter
 from agent.mindformers.families import inference_model, model_settings
 from agent.mindformers.names import mindformers_name, our_parameters
-from agent.mindformers.package import attribute, import_mindformers
+from agent.mindformers.package import attribute, import_mindformers, without_prints
 from agent.models.names import ignorable_suffixes, weight_specs
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
@@ -87,7 +87,7 @@ def build(config: Config, ops_table: OpTable) -> MindFormersModel:
     import_mindformers(Path(config.log_config.path).parent)
     classes = inference_model(config.shape.architecture)
     settings = attribute(classes.config)(**model_settings(config))
-    with no_init_parameters():
+    with no_init_parameters(), without_prints():
         network = attribute(classes.network)(settings)
     network.set_train(False)
     _rename_parameters(network.parameters_dict(), our_parameters(config.shape))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,14 +30,15 @@ def environment(log_folder: Path) -> dict[str, str]:
 
 
 def import_mindformers(log_folder: Path, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Import the package, MindSpore being set up. Its log then holds errors only.
+    """Import the package, MindSpore being set up. From then on it logs errors only, and to its own file.
 
     Raises AgentStartError when it is not installed, or misses a package it needs itself.
     """
     variables.update(environment(log_folder))
     try:
-        tools = import_module("mindformers.tools.logger")
-        import_module("mindformers.models")
+        with without_prints():
+            tools = import_module("mindformers.tools.logger")
+            import_module("mindformers.models")
     except ImportError as error:
         raise AgentStartError(
             f"model_type mindformers: the package MindFormers cannot be imported: {error}; install it with "
@@ -43,6 +46,17 @@ def import_mindformers(log_folder: Path, variables: MutableMapping[str, str] = o
         ) from error
     log: logging.Logger = tools.get_logger()
     log.setLevel(logging.ERROR)
+    for handler in list(log.handlers):
+        if not isinstance(handler, logging.FileHandler):
+            log.removeHandler(handler)
+
+
+@contextmanager
+def without_prints() -> Iterator[None]:
+    """MindFormers prints a table of its settings when a model is made, and warns of what it could import and we do not
+    use. Errors are exceptions."""
+    with redirect_stdout(io.StringIO()):
+        yield
 
 
 def attribute(path: str) -> Any:

@@ -35,9 +35,12 @@ GREEDY: dict[str, float] = {
 }
 
 
-def make_config(folder: Path, dtype: str, op_table: str, weights: str = "auto", kv: str = "auto") -> Config:
+def make_config(
+    folder: Path, dtype: str, op_table: str, weights: str = "auto", kv: str = "auto", model_type: str = "dyn"
+) -> Config:
     """Small limits, one thread's worth of model."""
     overrides = {
+        "model_config.model_type": model_type,
         "model_config.model_path": folder,
         "model_config.model_dtype": dtype,
         "model_config.op_table": op_table,
@@ -91,8 +94,16 @@ class Sampled:
 class StepDriver:
     """A ready runner and one slot."""
 
-    def __init__(self, folder: Path, dtype: str, op_table: str, weights: str = "auto", kv: str = "auto") -> None:
-        self.config = make_config(folder, dtype, op_table, weights, kv)
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        op_table: str,
+        weights: str = "auto",
+        kv: str = "auto",
+        model_type: str = "dyn",
+    ) -> None:
+        self.config = make_config(folder, dtype, op_table, weights, kv, model_type)
         self.stages: list[tuple[str, int, int]] = []
         self.runner = ModelRunner(self.config, lambda *stage: self.stages.append(stage))
         self.runner.load()
