@@ -20,7 +20,10 @@ def check_mindformers(raw: RawConfig, config: Config) -> None:
     the folder says."""
     if config.model_config.model_type != MODEL_TYPE:
         return
-    key = "model_config.model_type"
+    key, wanted = "model_config.model_type", config.model_config.weight_format
+    if wanted not in ("auto", "bf16"):
+        problem = "MindFormers' linear layers hold floats; use auto, which multiplies out what is stored as integers"
+        raise raw.error("model_config.weight_format", wanted, problem)
     problem = _missing_part(config) or _missing_package()
     if problem:
         raise raw.error(key, MODEL_TYPE, problem)
