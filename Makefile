@@ -26,7 +26,7 @@ test: setup lint
 setup-mindformers: setup $(MINDFORMERS)
 
 test-mindformers: setup-mindformers
-	@$(BIN)/python -m pytest tests/mindformers $(ARGS)
+	@$(BIN)/python -m pytest tests/mindformers_models $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check .

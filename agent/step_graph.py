@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -17,8 +18,11 @@ from agent.backends.base import Operator, OpTable
 from agent.backends.cpu.ops import FusedCpuOps
 from agent.layers.parameter import as_float32_array, as_tensor
 from agent.step_inputs import Int32Array, StepInputs
+from llm_serving.errors import AgentStartError
 from llm_serving.ipc.shm import SlotLimits
 
+_NO_KERNEL = re.compile(r"Unsupported op \[(\w+)\]|operator\[(\w+)\] fail! Unsupported data type")
+"""MindSpore's words for a primitive without a kernel, at all or for these types."""
 _VECTOR = (None,)
 _MATRIX = (None, None)
 
@@ -181,8 +185,18 @@ class _CompiledGraph:
         self._phase = ""
 
     def compile(self, tensors: tuple[Tensor, ...]) -> None:
-        """Compile, and run with these inputs."""
-        self._cell(*tensors).asnumpy()
+        """Compile, and run with these inputs. Raises AgentStartError naming a primitive without a kernel."""
+        try:
+            self._cell(*tensors).asnumpy()
+        except (RuntimeError, TypeError) as error:
+            lacking = _NO_KERNEL.search(str(error))
+            if lacking is None:
+                raise
+            types = ", ".join(sorted({str(parameter.dtype) for parameter in self._cell.get_parameters()}))
+            raise AgentStartError(
+                f"the graph needs the primitive {lacking[1] or lacking[2]}, and this device has no kernel of it, or "
+                f"none for its types (the model's are {types}); docs/ascend.md has a table of the primitives there are"
+            ) from error
         self._phase = self._cell.phase_cache[self._cell.phase]
 
     def run(self, tensors: tuple[Tensor, ...]) -> Tensor:

@@ -57,8 +57,9 @@ def _missing_part(config: Config) -> str:
 
 
 def _missing_package() -> str:
-    """Empty where the package is there in the version that is known to work."""
-    if importlib.util.find_spec("mindformers") is None:
+    """Empty where the package is there in the version that is known to work. A folder of its name is no package."""
+    spec = importlib.util.find_spec("mindformers")
+    if spec is None or spec.origin is None:
         return f"the package mindformers is not installed; {_INSTALL}"
     try:
         version = importlib.metadata.version("mindformers")

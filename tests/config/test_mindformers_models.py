@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     def find_spec(name: str, package: str | None = None) -> ModuleSpec | None:
         if name != "mindformers":
             return find(name, package)
-        return None if version is None else ModuleSpec(name, None)
+        return None if version is None else ModuleSpec(name, None, origin="mindformers/__init__.py")
 
     def version_of(name: str) -> str:
         if name != "mindformers":
@@ -43,9 +44,7 @@ def load(tmp_path: Path, *overrides: str, remove: tuple[str, ...] = (), **change
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_its_models_run_over_the_primitives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str
-) -> None:
+def test_its_models_run_over_the_primitives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     installed(monkeypatch, "1.9.0")
     config = load(tmp_path, architectures=[architecture])
     assert (config.model_config.model_type, config.op_table, config.kv_format) == ("mindformers", "native", "float16")
@@ -85,6 +84,15 @@ def test_a_window_that_no_sequence_outgrows_is_served(tmp_path: Path, monkeypatc
 def test_a_missing_package_is_named_with_the_way_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, None)
     with pytest.raises(ConfigError, match=r"the package mindformers is not installed; .*make setup-mindformers"):
+        load(tmp_path)
+
+
+def test_a_folder_of_its_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "path" / "mindformers").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "path")])
+    monkeypatch.delitem(sys.modules, "mindformers", raising=False)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match="the package mindformers is not installed"):
         load(tmp_path)
 
 

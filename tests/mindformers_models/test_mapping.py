@@ -89,9 +89,7 @@ def test_settings_are_the_models_and_the_deployments(tmp_path: Path) -> None:
 
 def test_both_processes_know_the_same_architectures() -> None:
     assert tuple(INFERENCE_MODELS) == ARCHITECTURES
-    with pytest.raises(
-        AgentStartError, match="for architecture 'GPT2LMHeadModel'; there are: Qwen2"
-    ):
+    with pytest.raises(AgentStartError, match="for architecture 'GPT2LMHeadModel'; there are: Qwen2"):
         inference_model("GPT2LMHeadModel")
 
 

@@ -1,6 +1,6 @@
 """Runs small seeded models through ModelRunner, ours (op_table native) and MindFormers', in one type; prints JSON.
 
-python tests/mindformers/worker.py DTYPE SCRATCH_FOLDER
+python tests/mindformers_models/worker.py DTYPE SCRATCH_FOLDER
 """
 
 from __future__ import annotations
