@@ -8,15 +8,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from agent.backends.runtime import start_runtime
+from agent.exchange import Exchange
 from agent.kv_cache import KVCache
+from agent.last_tokens import SharedLastTokens
+from agent.model_part import ModelPart
 from agent.sampler import Sampler
-from agent.step_inputs import Int32Array, StepReader
+from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.warm_up import largest_steps, make_moves, make_step
 from agent.weights import Packing, load_weights, open_weights
-from agent.weights.storage import Array
+from agent.weights.cuts import CutSource
+from agent.weights.sharding import shard_specs
+from agent.weights.storage import STORAGE_DTYPES, Array
 from llm_serving.config import Config
-from llm_serving.errors import AgentError, CheckpointError, ProtocolError
+from llm_serving.errors import AgentError, AgentStartError, CheckpointError, GroupDownError, ProtocolError
+from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.shm import StepSlot
 
 Report = Callable[[str, int, int], None]
@@ -29,13 +37,32 @@ class ModelRunner:
     Imports mindspore when constructed. Owns weights, KV cache and row table.
     """
 
-    def __init__(self, config: Config, report: Report) -> None:
-        start_runtime(config)
-        self._config = config
+    def __init__(self, config: Config, report: Report, rank: int = 0, exchange: ExchangeMemory | None = None) -> None:
+        """``rank`` among all agents, and the memory that those of its group share; None where the group is one agent.
+
+        Raises AgentStartError where the two do not fit the config.
+        """
+        self._part = ModelPart.of(config, rank)
+        if (exchange is None) != self._part.is_alone:
+            raise AgentStartError(
+                f"an agent of a group of {config.parallel_config.group_size} was started "
+                f"{'without' if exchange is None else 'with'} an exchange"
+            )
+        start_runtime(config, rank)
+        self._config = config = self._part.narrow(config)
         self._report = report
         num_rows = config.max_num_seqs
         self._reader = StepReader(config, num_rows)
         self._sampler = Sampler(num_rows, config.max_model_len, config.shape.vocab_size)
+        self._exchange: Exchange | None = None
+        self._last_tokens: SharedLastTokens | None = None
+        if exchange is not None:
+            self._exchange = Exchange(exchange, self._part, config.serving_config.step_timeout_s)
+            self._last_tokens = SharedLastTokens(self._exchange, self._part, self._sampler.rows)
+        self._stream = np.empty((0, 0))
+        if not self._part.shard.is_first_stage:
+            shape = (config.max_num_batched_tokens, config.shape.hidden_size)
+            self._stream = np.zeros(shape, STORAGE_DTYPES[config.model_config.model_dtype])
         self._weights: dict[str, Array] = {}
         self._kv_cache: KVCache | None = None
         self._model: Any = None
@@ -48,16 +75,17 @@ class ModelRunner:
         from agent.models.registry import find_model
 
         start = time.perf_counter()
-        config, shape = self._config, self._config.shape
-        definition = find_model(shape.architecture, config.model_config.model_type)
-        specs = definition.weight_specs(shape)
-        ignorable = definition.ignorable_suffixes(shape)
-        self._ops = select_op_table(config)
+        config, whole = self._config, self._part.whole
+        definition = find_model(whole.architecture, config.model_config.model_type)
+        specs = definition.weight_specs(whole)
+        ignorable = definition.ignorable_suffixes(whole)
+        self._ops = select_op_table(config, self._part)
         source = open_weights(_folder(config), specs, seed=_seed(config), ignorable=ignorable)
+        own = shard_specs(specs, self._part, equal_vocabularies=not self._ops.packs_weights)
         try:
             self._weights = load_weights(
-                specs,
-                source,
+                own.specs,
+                CutSource(source, own.cuts) if own.cuts else source,
                 config.model_config.model_dtype,
                 lambda done, of: self._report("load", done, of),
                 _packing(config) if self._ops.packs_weights else None,
@@ -78,8 +106,12 @@ class ModelRunner:
         self._seconds["compile"] = time.perf_counter() - start
 
     def warm_up(self) -> None:
-        """Run the largest steps of the config, which proves that they fit, and forget them."""
+        """Run the largest steps of the config, which proves that they fit, and forget them. The agents of a group do it
+        together; raises GroupDownError when one of them does not come."""
         start = time.perf_counter()
+        if self._exchange is not None:
+            self._report("wait for the group", 0, 1)
+            self._exchange.meet(self._config.serving_config.agent_start_timeout_s)
         steps = largest_steps(self._config)
         for done, (kind, lens) in enumerate(steps.items()):
             self._report("warm up", done, len(steps))
@@ -111,6 +143,9 @@ class ModelRunner:
             "kv_cache_bytes": self._kv_cache.num_bytes,
             "host_kv_cache_bytes": self._kv_cache.num_host_bytes,
         }
+        if not self._part.is_alone:
+            place = self._part.place
+            summary |= {"rank": place.rank, "tp_index": place.tp_index, "pp_index": place.pp_index}
         summary.update({f"{stage}_seconds": round(seconds, 3) for stage, seconds in self._seconds.items()})
         return summary
 
@@ -138,23 +173,65 @@ class ModelRunner:
     def reset(self) -> None:
         """Forget every row's tokens. What the KV cache holds is the server's business."""
         self._sampler.rows.reset()
+        if self._last_tokens is not None:
+            self._last_tokens.reset()
 
     def _run(self, slot: StepSlot, *, decode: bool) -> tuple[int, int]:
         start = time.perf_counter_ns()
         inputs, moves = self._reader.read(slot, decode=decode), self._reader.read_moves(slot)
         rows = self._sampler.rows
         rows.start_rows(slot)
-        token_ids = rows.resolve(inputs.token_ids, inputs.rows, inputs.query_lens)
+        if self._last_tokens is None:
+            token_ids = rows.resolve(inputs.token_ids, inputs.rows, inputs.query_lens)
+        else:
+            self._last_tokens.check(inputs.token_ids, inputs.rows, inputs.query_lens)
         if moves.size:
             self._move(moves)
+        if self._last_tokens is not None:
+            return self._run_in_group(slot, inputs, start)
         try:
             logits = self._graph.run(inputs, token_ids)
         except RuntimeError as error:
             self._compile_graphs()  # MindSpore does not run a graph again once an operator of it has failed
-            raise AgentError(f"the graph failed: {str(error).strip().splitlines()[0]}") from error
+            raise AgentError(f"the graph failed: {_first_line(error)}") from error
         computed = time.perf_counter_ns()
         self._sampler.sample(logits.values, slot, logits.best_ids)
         return (computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000
+
+    def _run_in_group(self, slot: StepSlot, inputs: StepInputs, start: int) -> tuple[int, int]:
+        """A step that all agents of the group have found to be one they can run: from here on none may stay away.
+
+        What fails in the graph therefore ends this agent, and its group with it: the others wait for its part.
+        """
+        exchange, last_tokens = self._exchange, self._last_tokens
+        assert exchange is not None
+        assert last_tokens is not None
+        try:
+            entry = self._entry(inputs)
+            if not self._part.shard.is_last_stage:
+                exchange.send(self._graph.run_stage(inputs, entry))
+            else:
+                logits = self._graph.run(inputs, entry)
+        except RuntimeError as error:
+            exchange.give_up()
+            raise GroupDownError(f"the graph failed: {_first_line(error)}") from error
+        computed = time.perf_counter_ns()
+        try:
+            if self._part.answers:
+                self._sampler.sample(logits.values, slot, logits.best_ids)
+        finally:
+            last_tokens.step_done(slot)
+        return (computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000
+
+    def _entry(self, inputs: StepInputs) -> Array:
+        """What the graph begins with: token ids [T], or the stream of the stage before."""
+        assert self._exchange is not None
+        assert self._last_tokens is not None
+        if self._part.shard.is_first_stage:
+            return self._last_tokens.resolve(inputs.token_ids, inputs.rows, inputs.query_lens)
+        stream: Array = self._stream[: inputs.token_ids.size]
+        self._exchange.receive(stream)
+        return stream
 
     def _move(self, moves: Int32Array) -> None:
         assert self._kv_cache is not None, "load() comes before any step"
@@ -177,6 +254,10 @@ class ModelRunner:
         for layer, (keys, values) in enumerate(zip(self._kv_cache.keys, self._kv_cache.values, strict=True)):
             bind(parameters[f"layers.{layer}.attention.key_cache"], keys)
             bind(parameters[f"layers.{layer}.attention.value_cache"], values)
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[0]
 
 
 def _packing(config: Config) -> Packing:

@@ -16,9 +16,11 @@ from agent.worker import Runner, StartReport, Worker
 from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.bootstrap import BootstrapPipe
+from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.shm import NUM_SLOTS
 
-MakeRunner = Callable[[Config, StartReport], Runner]
+MakeRunner = Callable[[Config, StartReport, int, ExchangeMemory | None], Runner]
+"""Takes the config, where to report the start, the agent's rank and what it shares with others of its group."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -44,15 +46,18 @@ def run_agent(make_runner: MakeRunner) -> int:
         return 2
     pipe.exit_when_launcher_goes()
     config = Config.from_json(bootstrap.config_json)
-    queue = TaskQueue(config.scheduler_config.policy, max_steps=NUM_SLOTS)
+    is_alone = config.parallel_config.group_size == 1
+    queue = TaskQueue(config.scheduler_config.policy, max_steps=NUM_SLOTS, in_order=not is_alone)
+    limits = config.slot_limits()
     server = AgentServer(
         socket.socket(fileno=arguments.listen_fd),
         secret=bootstrap.secret,
         rank=bootstrap.rank,
-        limits=config.slot_limits(),
+        limits=limits,
         queue=queue,
+        exchange=None if is_alone else ExchangeLayout.of(config.shape, limits, config.parallel_config),
     )
     threading.Thread(target=server.serve, name="agent-socket", daemon=True).start()
-    code = Worker(lambda report: make_runner(config, report), queue, server).run()
+    code = Worker(lambda report: make_runner(config, report, bootstrap.rank, server.exchange), queue, server).run()
     logging.shutdown()
     os._exit(code)  # the device's own threads need not be waited for

@@ -22,6 +22,7 @@ from agent.task_queue import TaskQueue
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import Channel
+from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.messages import NONCE_BYTES, AgentMessage, ServerMessage, StepDone
 from llm_serving.ipc.shm import SlotLimits, SlotMemory
 
@@ -41,7 +42,7 @@ class _Stranger:
 
 
 class AgentServer:
-    """Owns the listening socket, the connection to the server and the mapping of the step slots."""
+    """Owns the listening socket, the connection to the server, the mappings of the step slots and of the exchange."""
 
     def __init__(
         self,
@@ -51,7 +52,9 @@ class AgentServer:
         rank: int,
         limits: SlotLimits,
         queue: TaskQueue,
+        exchange: ExchangeLayout | None = None,
     ) -> None:
+        """``exchange``: of this agent's group; None for an agent alone."""
         self._listener = listener
         self._secret = secret
         self._rank = rank
@@ -62,7 +65,9 @@ class AgentServer:
         self._server: Channel | None = None
         self._send_lock = threading.Lock()
         self._connected = threading.Event()
+        self._exchange_layout = exchange
         self.memory: SlotMemory | None = None
+        self.exchange: ExchangeMemory | None = None
 
     def serve(self) -> None:
         """Read frames until the server is gone, then end the process: an agent without its server is nothing."""
@@ -140,6 +145,7 @@ class AgentServer:
         if message.version != messages.PROTOCOL_VERSION:
             raise ProtocolError(f"protocol version {message.version}; this agent speaks {messages.PROTOCOL_VERSION}")
         self.memory = SlotMemory.attach(message.shm_name, self._limits, message.num_slots)
+        self.exchange = self._attach_exchange(message)
         self._strangers.pop(stranger.channel.fileno())
         self._server = stranger.channel
         self._server.set_timeout(None)
@@ -148,6 +154,16 @@ class AgentServer:
         proof = messages.prove(self._secret, "agent", message.nonce)
         self.send(messages.Connected(proof=proof, pid=os.getpid(), rank=self._rank))
         self._connected.set()
+
+    def _attach_exchange(self, message: messages.Connect) -> ExchangeMemory | None:
+        if (self._exchange_layout is None) != (message.exchange_name == ""):
+            raise ProtocolError(
+                f"the server names the exchange {message.exchange_name!r}; "
+                + ("an agent alone has none" if self._exchange_layout is None else "an agent of a group needs one")
+            )
+        if self._exchange_layout is None:
+            return None
+        return ExchangeMemory.attach(message.exchange_name, self._exchange_layout)
 
     def _turn_away(self, stranger: _Stranger) -> None:
         self._selector.unregister(stranger.channel)
@@ -179,7 +195,7 @@ class AgentServer:
             raise ProtocolError("connect came twice")
         else:
             self._check_slot(message)
-            if isinstance(message, messages.Reset):
+            if isinstance(message, messages.Reset) and not self._queue.in_order:  # others may have begun one of them
                 self._queue.remove_all_steps()
             self._queue.put(message)
 

@@ -16,8 +16,9 @@ from mindspore.graph.api import _cell_graph_executor
 
 from agent.backends.base import Operator, OpTable
 from agent.backends.cpu.ops import FusedCpuOps
-from agent.layers.parameter import as_float32_array, as_tensor
+from agent.layers.parameter import MINDSPORE_DTYPES, as_float32_array, as_tensor
 from agent.step_inputs import Int32Array, StepInputs
+from agent.weights.storage import STORAGE_DTYPES, Array
 from llm_serving.errors import AgentStartError
 from llm_serving.ipc.shm import SlotLimits
 
@@ -64,11 +65,16 @@ class StepGraph(ABC):
         """Compile, and run once."""
 
     @abstractmethod
-    def run(self, inputs: StepInputs, token_ids: Int32Array) -> StepLogits:
-        """Run a step. ``token_ids`` [T] are those of ``inputs``, resolved.
+    def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
+        """Run a step of the last stage. ``entry`` are the token ids [T] of ``inputs``, resolved, or in a later stage
+        than the first the stream [T, hidden_size] of the one before.
 
         Raises RuntimeError when an operator refuses its inputs.
         """
+
+    @abstractmethod
+    def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
+        """The same of an earlier stage: the stream [T, hidden_size] for the next one, valid until the next run."""
 
 
 def make_step_graph(model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_prompts: int) -> StepGraph:
@@ -84,13 +90,14 @@ class StaticStepGraph(StepGraph):
 
     def __init__(self, model: nn.Cell, ops: FusedCpuOps, limits: SlotLimits) -> None:
         tokens, seqs = limits.max_tokens, limits.max_seqs
-        self._logits = ops.logits
-        self._token_ids, self._positions, self._slot_mapping = (np.zeros(tokens, np.int32) for _ in range(3))
+        self._logits, self._stream = ops.logits, ops.stream
+        self._entry = _no_entry(ops, tokens)
+        self._positions, self._slot_mapping = (np.zeros(tokens, np.int32) for _ in range(2))
         self._last_tokens, self._context_lens, self._query_lens = (np.zeros(seqs, np.int32) for _ in range(3))
         self._block_tables = np.zeros(seqs * limits.max_blocks_per_seq, np.int32)
         self._counts = np.zeros(4, np.int32)
         buffers = (
-            self._token_ids,
+            self._entry,
             self._positions,
             self._last_tokens,
             self._slot_mapping,
@@ -107,9 +114,18 @@ class StaticStepGraph(StepGraph):
         self._counts[:] = 0
         self._graph.compile(self._tensors)
 
-    def run(self, inputs: StepInputs, token_ids: Int32Array) -> StepLogits:
-        tokens, (seqs, width) = token_ids.size, inputs.block_tables.shape
-        self._token_ids[:tokens] = token_ids
+    def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
+        best_ids = self._run(inputs, entry)
+        seqs = inputs.query_lens.size
+        return StepLogits(self._logits[:seqs], best_ids[:seqs])
+
+    def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
+        self._run(inputs, entry)
+        return self._stream[: len(entry)]
+
+    def _run(self, inputs: StepInputs, entry: Array) -> Int32Array:
+        tokens, (seqs, width) = len(entry), inputs.block_tables.shape
+        self._entry[:tokens] = entry
         self._positions[:tokens] = inputs.positions
         self._slot_mapping[:tokens] = inputs.slot_mapping
         self._last_tokens[:seqs] = inputs.sampled_tokens
@@ -117,14 +133,16 @@ class StaticStepGraph(StepGraph):
         self._query_lens[:seqs] = inputs.query_lens
         self._block_tables[: seqs * width] = inputs.block_tables.reshape(-1)
         self._counts[:3] = tokens, seqs, width
-        best_ids: Int32Array = self._graph.run(self._tensors).asnumpy()
-        return StepLogits(self._logits[:seqs], best_ids[:seqs])
+        result: Int32Array = self._graph.run(self._tensors).asnumpy()
+        return result
 
 
 class DynamicStepGraph(StepGraph):
     """A graph of each kind. That of whole prompts takes as many as ``max_whole_prompts`` of them."""
 
     def __init__(self, model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_prompts: int) -> None:
+        self._part = ops.part
+        self._no_entry = _no_entry(ops, 1)
         self._max_table_width = limits.max_blocks_per_seq
         self._model = model
         self._graphs = {
@@ -142,11 +160,24 @@ class DynamicStepGraph(StepGraph):
         for kind, graph in self._graphs.items():
             if isinstance(self._model, TakesForms):
                 self._model.take_form(whole_prompts=kind == GraphKind.PREFILL)
-            graph.compile(self._tensors(kind, inputs, zero))
+            graph.compile(self._tensors(kind, inputs, self._no_entry))
 
-    def run(self, inputs: StepInputs, token_ids: Int32Array) -> StepLogits:
+    def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
+        logits = as_float32_array(self._run(inputs, entry))
+        part = self._part
+        if part is not None and part.is_split:
+            if not part.answers:
+                return StepLogits(logits[:0], None)
+            return StepLogits(beside(logits, part.parallel.tensor_parallel, part.whole.vocab_size), None)
+        return StepLogits(logits, None)
+
+    def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
+        stream: Array = self._run(inputs, entry).asnumpy()
+        return stream.view(np.uint16) if stream.dtype.itemsize == 2 and stream.dtype != np.float16 else stream
+
+    def _run(self, inputs: StepInputs, entry: Array) -> Tensor:
         kind = self.kind_of(inputs)
-        return StepLogits(as_float32_array(self._graphs[kind].run(self._tensors(kind, inputs, token_ids))), None)
+        return self._graphs[kind].run(self._tensors(kind, inputs, entry))
 
     def kind_of(self, inputs: StepInputs) -> GraphKind:
         """Which graph takes the step."""
@@ -155,13 +186,13 @@ class DynamicStepGraph(StepGraph):
             return GraphKind.PREFILL
         return GraphKind.DECODE if inputs.positions.size == seqs else GraphKind.CHUNKED
 
-    def _tensors(self, kind: GraphKind, inputs: StepInputs, token_ids: Int32Array) -> tuple[Tensor, ...]:
+    def _tensors(self, kind: GraphKind, inputs: StepInputs, entry: Array) -> tuple[Tensor, ...]:
         query_lens: npt.NDArray[np.int32 | np.int64] = inputs.query_lens
         if kind == GraphKind.PREFILL and self._pads_prompts:
             query_lens = np.zeros(self._max_whole_prompts, np.int64)
             query_lens[: inputs.query_lens.size] = inputs.query_lens
         arrays = (
-            token_ids,
+            entry,
             inputs.positions,
             inputs.last_tokens,
             inputs.slot_mapping,
@@ -175,6 +206,24 @@ class DynamicStepGraph(StepGraph):
         """As wide as the mask of a step with parts of prompts: an Ascend's kernel compares the two."""
         missing = self._max_table_width - tables.shape[1]
         return np.pad(tables, ((0, 0), (0, missing))) if kind == GraphKind.CHUNKED and missing else tables
+
+
+def _no_entry(ops: OpTable, tokens: int) -> Array:
+    """Zeros of what a stage's graph begins with."""
+    if ops.part is None or ops.is_first_stage:
+        return np.zeros(tokens, np.int32)
+    return np.zeros((tokens, ops.part.whole.hidden_size), STORAGE_DTYPES[ops.dtype])
+
+
+def beside(parts: npt.NDArray[np.float32], size: int, vocab_size: int) -> npt.NDArray[np.float32]:
+    """[size * S, n], of each agent one after the other -> [S, vocab_size], its columns those of the agents in order;
+    what pads the last one's is left out."""
+    rows, columns = len(parts) // size, parts.shape[1]
+    logits = np.empty((rows, vocab_size), np.float32)
+    for index in range(size):
+        place = logits[:, index * columns : (index + 1) * columns]
+        place[:] = parts[index * rows : (index + 1) * rows, : place.shape[1]]
+    return logits
 
 
 class _CompiledGraph:
@@ -212,7 +261,10 @@ def dynamic_step(model: nn.Cell, ops: OpTable, kind: GraphKind, max_whole_prompt
     query_lens = vector
     if kind == GraphKind.PREFILL and not ops.dynamic_prompts:
         query_lens = Tensor(shape=(max_whole_prompts,), dtype=ms.int64)
-    cell.set_inputs(vector, vector, vector, vector, matrix, vector, query_lens)
+    entry = vector
+    if ops.part is not None and not ops.is_first_stage:
+        entry = Tensor(shape=(None, ops.part.whole.hidden_size), dtype=MINDSPORE_DTYPES[ops.dtype])
+    cell.set_inputs(entry, vector, vector, vector, matrix, vector, query_lens)
     return cell
 
 
@@ -235,7 +287,7 @@ class _DynamicStep(nn.Cell):
 
     def construct(
         self,
-        token_ids: Tensor,
+        entry: Tensor,
         positions: Tensor,
         last_tokens: Tensor,
         slot_mapping: Tensor,
@@ -246,7 +298,7 @@ class _DynamicStep(nn.Cell):
         step: tuple[Tensor, ...] = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
         if self.has_mask:
             step = (*step, self.chunk_mask(positions))
-        return self.model(token_ids, positions, last_tokens, step, self.whole_prompts)
+        return self.model(entry, positions, last_tokens, step, self.whole_prompts)
 
 
 class _StaticStep(nn.Cell):
@@ -259,7 +311,7 @@ class _StaticStep(nn.Cell):
 
     def construct(
         self,
-        token_ids: Tensor,
+        entry: Tensor,
         positions: Tensor,
         last_tokens: Tensor,
         slot_mapping: Tensor,
@@ -269,7 +321,7 @@ class _StaticStep(nn.Cell):
         counts: Tensor,
     ) -> Tensor:
         step = (slot_mapping, block_tables, context_lens, query_lens, counts)
-        return self.model(token_ids, positions, last_tokens, step, False)
+        return self.model(entry, positions, last_tokens, step, False)
 
 
 def _int32(shape: tuple[None, ...]) -> Tensor:

@@ -4,6 +4,8 @@ Control runs before block moves, moves before prefill and decode, and within a c
 first. Of prefill and decode the policy says which comes first: ``prefill_first``, ``decode_first``, or neither, in
 every other policy; they are then one class. Since every step has a slot of its own, the order changes who waits,
 never what is computed.
+
+Agents that share a model run every step together and must agree on the order: theirs is ``in_order``, the server's.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _POSTPONED = {"prefill_first": MessageClass.DECODE, "decode_first": MessageClass
 class TaskQueue:
     """A bounded, thread-safe priority queue of messages. One thread puts, one takes."""
 
-    def __init__(self, policy: str, max_steps: int) -> None:
+    def __init__(self, policy: str, max_steps: int, *, in_order: bool = False) -> None:
+        self.in_order = in_order
+        """Whether everything but the end waits for what the server sent before it."""
         self._postponed = _POSTPONED.get(policy)
         self._max_steps = max_steps
         self._heap: list[tuple[tuple[int, bool], int, QueuedMessage, int]] = []
@@ -89,5 +93,7 @@ class TaskQueue:
 
     def _priority(self, message: QueuedMessage) -> tuple[int, bool]:
         """Smaller is earlier: control, moves, the steps that compute, among those the postponed ones last."""
+        if self.in_order:
+            return int(not isinstance(message, Shutdown)), False
         kind = message_class(message)
         return min(kind, MessageClass.PREFILL), kind is self._postponed

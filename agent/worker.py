@@ -9,7 +9,7 @@ from typing import Protocol
 
 from agent.server import AgentServer
 from agent.task_queue import TaskQueue
-from llm_serving.errors import LLMServingError
+from llm_serving.errors import GroupDownError, LLMServingError
 from llm_serving.ipc.messages import (
     Decode,
     Failed,
@@ -78,8 +78,7 @@ class Worker:
             self._server.send(failed)
             return 1
         self._server.send(Ready(summary=runner.summary()))
-        self._serve(memory, runner)
-        return 0
+        return self._serve(memory, runner)
 
     def _start(self) -> Runner:
         runner = self._make_runner(
@@ -90,28 +89,41 @@ class Worker:
         runner.warm_up()
         return runner
 
-    def _serve(self, memory: SlotMemory, runner: Runner) -> None:
+    def _serve(self, memory: SlotMemory, runner: Runner) -> int:
+        """Until the end is asked for, 0, or the group is gone, 1."""
         while True:
             message, queue_us = self._queue.get()
             if isinstance(message, Shutdown):
-                return
+                return 0
             if isinstance(message, Reset):
                 runner.reset()
                 self._server.send(ResetDone(seq=message.seq))
-            else:
-                self._server.send(_run_step(message, queue_us, memory, runner))
+                continue
+            try:
+                answer = _run_step(message, queue_us, memory, runner)
+            except GroupDownError as error:
+                logger.error("step %d: %s; this agent ends with its group", message.seq, error)
+                self._server.send(_failure(message, str(error)))
+                return 1
+            self._server.send(answer)
 
 
 def _run_step(step: Step, queue_us: int, memory: SlotMemory, runner: Runner) -> StepDone | StepFailed:
-    """Run one step. Whatever goes wrong is this step's failure, not the agent's."""
+    """Run one step. Whatever goes wrong is this step's failure, not the agent's; but GroupDownError is the end."""
     try:
         slot = memory.slots[step.slot]
         slot.check_header(step.seq)
         run = {Prefill: runner.run_prefill, Decode: runner.run_decode, Move: runner.run_moves}[type(step)]
         graph_us, sample_us = run(slot)
+    except GroupDownError:
+        raise
     except Exception as error:
         expected = isinstance(error, LLMServingError)
         logger.log(logging.WARNING if expected else logging.ERROR, "step %d failed", step.seq, exc_info=not expected)
         text = str(error) if expected else f"{type(error).__name__}: {error}"
-        return StepFailed(seq=step.seq, slot=step.slot, error=text[:MAX_ERROR_CHARS])
+        return _failure(step, text)
     return StepDone(seq=step.seq, slot=step.slot, queue_us=queue_us, graph_us=graph_us, sample_us=sample_us)
+
+
+def _failure(step: Step, text: str) -> StepFailed:
+    return StepFailed(seq=step.seq, slot=step.slot, error=text[:MAX_ERROR_CHARS])

@@ -13,7 +13,8 @@ LLMServingError
 ├── ProtocolError             a peer broke the framing, the schema or the handshake
 └── AgentError                an agent could not do its work (an HTTP 5xx)
     ├── AgentStartError       it did not become ready; carries its traceback
-    └── AgentLostError        it died or stopped answering
+    ├── AgentLostError        it died or stopped answering
+    └── GroupDownError        another agent of its group did
 """
 
 from __future__ import annotations
@@ -103,3 +104,7 @@ class AgentStartError(AgentError):
 
 class AgentLostError(AgentError):
     """An agent died or stopped answering while requests were in flight."""
+
+
+class GroupDownError(AgentError):
+    """Another agent of an agent's group is gone, or has not come in time: this one cannot go on either."""

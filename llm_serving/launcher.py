@@ -1,9 +1,9 @@
 """Starts everything in order, shows how far it is, and stops everything in the reverse order.
 
-    config, memory plan ─▶ ports ─▶ agent process ─▶ engine thread ─▶ HTTP server ─▶ "ready http://HOST:PORT"
+    config, memory plan ─▶ ports ─▶ agent processes ─▶ engine thread ─▶ HTTP server ─▶ "ready http://HOST:PORT"
 
-The HTTP server answers from the beginning (503 until the agent is ready). SIGINT and SIGTERM end streams with an
-error event, then the engine, then the agent; a second signal ends the process at once.
+The HTTP server answers from the beginning (503 until the agents are ready). SIGINT and SIGTERM end streams with an
+error event, then the engine, then the agents; a second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from llm_serving import __version__
 from llm_serving.cli import EXIT_USAGE, Launch, launch_from_command_line
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError, ConfigError, LLMServingError
+from llm_serving.parallel import group_ranks
 from llm_serving.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from llm_serving.engine.async_engine import AsyncEngine
+    from llm_serving.executor.agent_executor import AgentExecutor
     from llm_serving.flight.recorder import FlightRecorder
     from llm_serving.log import EventLog
     from llm_serving.request import Request
@@ -59,7 +61,7 @@ class _Launcher:
     def __init__(self, launch: Launch) -> None:
         self._config: Config = launch.config
         self._plan = launch.plan
-        self._display = ProgressDisplay()
+        self._display = ProgressDisplay(num_agents=launch.config.parallel_config.world_size)
         self._stop = asyncio.Event()
         self._began = time.monotonic()
 
@@ -76,8 +78,6 @@ class _Launcher:
         from llm_serving.engine.async_engine import AsyncEngine
         from llm_serving.engine.detokenizer import IncrementalDetokenizer
         from llm_serving.engine.tokenizer import load_tokenizer
-        from llm_serving.executor.agent_executor import AgentExecutor
-        from llm_serving.executor.agent_process import bind_agent_port
         from llm_serving.flight.setup import recorder_of
         from llm_serving.log import EventLog
         from llm_serving.metrics import Metrics
@@ -87,23 +87,21 @@ class _Launcher:
         config = self._config
         settings = config.serving_config
         http_socket = owned.enter_context(bind_http_port(settings.server_ip, settings.server_port))
-        listener = owned.enter_context(bind_agent_port(settings.agent_ip, settings.agent_ports[0]))
+        executors = self._executors(owned)
         tokenizer = load_tokenizer(config)
         log = owned.enter_context(EventLog(config.log_config.path, config.log_config.level))
         log.event("server_start", version=__version__, pid=os.getpid(), config=asdict(config))
-        log_path = Path(config.log_config.path).with_name("agent_0.log")
-        executor = AgentExecutor(config, listener, log_path, self._display.update)
-        owned.callback(executor.close)
         metrics = Metrics()
 
         def new_detokenizer(request: Request) -> IncrementalDetokenizer:
             return IncrementalDetokenizer.for_request(tokenizer, request.prompt_token_ids, request.sampling)
 
-        def record(scheduler: Scheduler) -> FlightRecorder | None:
-            return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"))
+        def record(scheduler: Scheduler, replica: int) -> FlightRecorder | None:
+            return recorder_of(config, scheduler, partial(log.warning, event="flight_recorder"), replica)
 
-        engine = AsyncEngine(config, tokenizer, executor, new_detokenizer, log, metrics, record=record)
-        executor.start()
+        engine = AsyncEngine(config, tokenizer, executors, new_detokenizer, log, metrics, record=record)
+        for executor in executors:
+            executor.start()
         engine.start()
         stop_http = asyncio.Event()
         http = asyncio.create_task(serve(create_app(engine, log, metrics, config), http_socket, stop_http))
@@ -119,8 +117,30 @@ class _Launcher:
             await http
             await engine.stop()
 
+    def _executors(self, owned: ExitStack) -> list[AgentExecutor]:
+        """One for each replica, not started yet; they end, and their ports are free, with ``owned``."""
+        from llm_serving.executor.agent_executor import AgentExecutor
+        from llm_serving.executor.agent_process import bind_agent_ports
+
+        settings, parallel = self._config.serving_config, self._config.parallel_config
+        listeners = owned.enter_context(bind_agent_ports(settings.agent_ip, settings.agent_ports))
+        log_folder, executors = Path(self._config.log_config.path).parent, []
+        for replica in range(parallel.data_parallel):
+            ranks = group_ranks(replica, parallel)
+            executors.append(
+                AgentExecutor(
+                    self._config,
+                    listeners[ranks.start : ranks.stop],
+                    log_folder,
+                    self._display.update,
+                    replica=replica,
+                )
+            )
+            owned.callback(executors[-1].close)
+        return executors
+
     async def _wait_ready(self, engine: AsyncEngine) -> bool:
-        """Wait until the agent is ready; False when a signal came first. Raises AgentStartError when it cannot be."""
+        """Wait until the agents are ready; False when a signal came first. Raises AgentStartError when it cannot be."""
         while not self._stop.is_set():
             state = engine.status().state
             if state == "ready":

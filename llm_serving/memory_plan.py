@@ -19,37 +19,52 @@ I, H query and K key-value heads of size D, b bytes per element of ``model_dtype
 On a CPU all of it is taken from what the machine has free. On an Ascend the two processes and the host blocks live in
 the host's memory, where the blocks must fit, and the rest must fit ``context.max_device_memory`` of the MindFormers
 YAML, where that is stated.
+
+Of several agents (``llm_serving/parallel.py``) each has its own heads, columns, vocabulary rows and layers, so H, K, I,
+L and V are its own; the agent that samples has the logits of the whole vocabulary, and alone the token history.
+Each replica's group has an exchange, in shared memory. On a CPU all agents share the machine and the total counts; on
+Ascends each has a device to itself and the fullest one counts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from llm_serving.config import Config
 from llm_serving.errors import MemoryPlanError
 from llm_serving.machine import Machine
+from llm_serving.rank_memory import (
+    HOST_BLOCKS,
+    KV_CACHE,
+    WEIGHTS,
+    MemoryItem,
+    device_items,
+    format_bytes,
+    format_count,
+    host_block_items,
+    rank_kv_bytes_per_token,
+)
+
+__all__ = [
+    "GIB",
+    "HOST_BLOCKS",
+    "KV_CACHE",
+    "MIB",
+    "WEIGHTS",
+    "MemoryItem",
+    "MemoryPlan",
+    "estimate_memory",
+    "estimate_rank_memory",
+    "format_bytes",
+    "format_count",
+    "plan_memory",
+]
 
 GIB = 1024**3
 MIB = 1024**2
-EXPERT_PIECE_ROWS = 256
-"""``kPieceRows`` of agent/kernels/custom_ops_experts.cc."""
 AGENT_PROCESS_BYTES = 600 * MIB
 SERVER_PROCESS_BYTES = 200 * MIB
-FLOAT32_BYTES = 4
-INT32_BYTES = 4
-KV_CACHE = "KV cache"
-HOST_BLOCKS = "host blocks"
-WEIGHTS = "weights"
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryItem:
-    """One line of the plan."""
-
-    name: str
-    num_bytes: int
-    basis: str
-    """What the number comes from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +72,19 @@ class MemoryPlan:
     """The lines, and what there is to take them from."""
 
     items: tuple[MemoryItem, ...]
+    """All that is taken from what there is: of every agent on a machine, or of the fullest device."""
     available_bytes: int | None
     """None where it is not known (an Ascend without ``max_device_memory``): nothing is refused."""
     available_from: str
     num_blocks: int
     block_size: int
     kv_bytes_per_token: int
+    """In the cache of ``items``."""
     max_model_len: int
+    ranks: tuple[tuple[MemoryItem, ...], ...] = ()
+    """What each agent takes, in order of rank; empty with one agent, which takes ``items``."""
+    counted: str = ""
+    """Whose ``items`` are where there are several agents: ``all``, or ``fullest``."""
 
     def bytes_of(self, name: str) -> int:
         """Bytes of one line, 0 without it."""
@@ -80,7 +101,11 @@ class MemoryPlan:
     @property
     def without_host_blocks(self) -> MemoryPlan:
         """The same without swapping."""
-        return replace(self, items=tuple(each for each in self.items if each.name != HOST_BLOCKS))
+        return replace(
+            self,
+            items=_without(HOST_BLOCKS, self.items),
+            ranks=tuple(_without(HOST_BLOCKS, items) for items in self.ranks),
+        )
 
     @property
     def largest_num_blocks(self) -> int | None:
@@ -91,13 +116,30 @@ class MemoryPlan:
         return max((self.available_bytes - without_cache) // (self.kv_bytes_per_token * self.block_size), 0)
 
     def table(self) -> str:
-        """The plan as text, one line an item, the total against what there is."""
-        rows = [(each.name, format_bytes(each.num_bytes), each.basis) for each in self.items]
-        rows.append(("total", format_bytes(self.total_bytes), ""))
+        """The plan as text, one line an item, the total against what there is; before it a column for each kind of
+        agent, where there are several."""
+        rows = [(each.name, *self._cells(each.name), format_bytes(each.num_bytes), each.basis) for each in self.items]
+        kinds = self._kinds()
+        totals = [format_bytes(sum(item.num_bytes for item in self.ranks[ranks[0]])) for ranks in kinds]
+        rows.append(("total", *totals, format_bytes(self.total_bytes), ""))
         available = "not known" if self.available_bytes is None else format_bytes(self.available_bytes)
-        rows.append(("available", available, self.available_from))
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        return "\n".join(f"  {name:<{widths[0]}}  {size:>{widths[1]}}  {basis}".rstrip() for name, size, basis in rows)
+        rows.append(("available", *("" for _ in kinds), available, self.available_from))
+        if kinds:
+            rows.insert(0, ("", *(_name_ranks(ranks) for ranks in kinds), self.counted, ""))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+        return "\n".join(_line(row, widths) for row in rows)
+
+    def _kinds(self) -> list[list[int]]:
+        """Ranks that take the same, by their first."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, items in enumerate(self.ranks):
+            found.setdefault(tuple(item.num_bytes for item in items), []).append(rank)
+        return list(found.values())
+
+    def _cells(self, name: str) -> list[str]:
+        """A line of the table for each kind of agent."""
+        sizes = [sum(item.num_bytes for item in self.ranks[ranks[0]] if item.name == name) for ranks in self._kinds()]
+        return [format_bytes(size) if size else "-" for size in sizes]
 
 
 def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
@@ -116,55 +158,58 @@ def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
 
 def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
     """The plan, whether it fits or not."""
-    items, available, source = _device_items(config), config.context.max_device_memory_bytes, "max_device_memory"
+    world = range(config.parallel_config.world_size)
     if config.device == "CPU":
-        items += _host_items(config) + _process_items()
-        available, source = machine.available_bytes, machine.available_from
+        ranks = [(*device_items(config, n), *host_block_items(config, n), _agent_item()) for n in world]
+        items = (*_summed(ranks), *_exchange_items(config), _server_item())
+        return _plan(config, items, ranks, sum(rank_kv_bytes_per_token(config, n) for n in world), machine)
+    ranks = [device_items(config, n) for n in world]
+    fullest = max(world, key=lambda n: sum(item.num_bytes for item in ranks[n]))
+    available = Machine(config.context.max_device_memory_bytes or 0, "max_device_memory")
+    plan = _plan(config, ranks[fullest], ranks, rank_kv_bytes_per_token(config, fullest), available)
+    return plan if config.context.max_device_memory_bytes is not None else replace(plan, available_bytes=None)
+
+
+def estimate_rank_memory(config: Config, rank: int, device: Machine) -> MemoryPlan:
+    """What one agent takes of a device of its own; ``config`` is that of all of them."""
+    items = device_items(config, rank)
+    return _plan(config, items, [items], rank_kv_bytes_per_token(config, rank), device)
+
+
+def _plan(
+    config: Config,
+    items: tuple[MemoryItem, ...],
+    ranks: Sequence[tuple[MemoryItem, ...]],
+    kv_bytes_per_token: int,
+    available: Machine,
+) -> MemoryPlan:
     return MemoryPlan(
         items=items,
-        available_bytes=available,
-        available_from=source,
+        available_bytes=available.available_bytes,
+        available_from=available.available_from,
         num_blocks=config.pa_config.num_blocks,
         block_size=config.pa_config.block_size,
-        kv_bytes_per_token=config.kv_bytes_per_token,
+        kv_bytes_per_token=kv_bytes_per_token,
         max_model_len=config.max_model_len,
+        ranks=tuple(ranks) if len(ranks) > 1 else (),
+        counted="all" if config.device == "CPU" else "fullest",
     )
 
 
-def _device_items(config: Config) -> tuple[MemoryItem, ...]:
-    shape, cache = config.shape, config.pa_config
-    tokens, seqs, longest = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
-    per_token = config.kv_bytes_per_token
-    return (
-        MemoryItem(
-            WEIGHTS, _weight_bytes(config), f"{format_count(shape.num_parameters)} in {_weight_formats(config)}"
-        ),
-        MemoryItem(
-            KV_CACHE,
-            per_token * cache.block_size * cache.num_blocks,
-            f"{cache.num_blocks} blocks of {cache.block_size} tokens, {format_bytes(per_token)} a token "
-            f"in {config.kv_format}",
-        ),
-        MemoryItem("activations", _activation_bytes(config), f"a step of {tokens} tokens"),
-        MemoryItem("logits", _logit_bytes(config), f"{seqs} sequences, vocabulary of {shape.vocab_size}"),
-        MemoryItem("rotary tables", 2 * longest * shape.head_dim * FLOAT32_BYTES, f"{longest} positions"),
-        MemoryItem("token history", seqs * longest * INT32_BYTES, f"{seqs} sequences of {longest} tokens"),
+def _summed(ranks: Sequence[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:
+    """Line by line over all agents, which have the same lines."""
+    return tuple(
+        MemoryItem(lines[0].name, sum(line.num_bytes for line in lines), lines[0].basis)
+        for lines in zip(*ranks, strict=True)
     )
-
-
-def _host_items(config: Config) -> tuple[MemoryItem, ...]:
-    cache = config.pa_config
-    if config.num_host_blocks == 0:
-        return ()
-    num_bytes = config.kv_bytes_per_token * cache.block_size * config.num_host_blocks
-    return (MemoryItem(HOST_BLOCKS, num_bytes, f"{config.num_host_blocks} blocks for sequences that are swapped out"),)
 
 
 def _check_host_memory(config: Config, machine: Machine) -> None:
     """Where the device has a memory of its own, the blocks of the host are all there is to fit the host's."""
-    needed = sum(each.num_bytes for each in _host_items(config))
+    world = range(config.parallel_config.world_size)
+    needed = sum(item.num_bytes for rank in world for item in host_block_items(config, rank))
     if needed > machine.available_bytes:
-        block_bytes = config.kv_bytes_per_token * config.pa_config.block_size
+        block_bytes = needed // config.num_host_blocks
         raise MemoryPlanError(
             f"the host blocks need {format_bytes(needed)}, of {format_bytes(machine.available_bytes)} "
             f"({machine.available_from}): pa_config.num_host_blocks = {config.num_host_blocks} does not fit; "
@@ -172,55 +217,41 @@ def _check_host_memory(config: Config, machine: Machine) -> None:
         )
 
 
-def _process_items() -> tuple[MemoryItem, ...]:
-    return (
-        MemoryItem("agent process", AGENT_PROCESS_BYTES, "Python, MindSpore, graphs"),
-        MemoryItem("server process", SERVER_PROCESS_BYTES, "HTTP, scheduler, tokenizer"),
-    )
+def _exchange_items(config: Config) -> tuple[MemoryItem, ...]:
+    """Of every group; nothing for agents alone."""
+    from llm_serving.ipc.exchange import exchange_bytes  # imports numpy, which checking a config does not need
+
+    parallel = config.parallel_config
+    num_bytes = exchange_bytes(config.shape, config.slot_limits(), parallel) * parallel.data_parallel
+    groups = "1 group" if parallel.data_parallel == 1 else f"{parallel.data_parallel} groups"
+    return (MemoryItem("exchange", num_bytes, f"of {groups} of agents"),) if num_bytes else ()
 
 
-def _weight_bytes(config: Config) -> int:
-    shape, group = config.shape, config.model_config.weight_group
-    bits = {"int8": 8.0, "int8_weight_only": 8.0, "int4": 4.0 + (32 + 8) / group}.get(config.weight_format)
-    plain = shape.num_parameters * config.dtype_bytes
-    if config.op_table != "fused":
-        return plain
-    # The fused operators keep the output weight apart from the embedding: packed as the other linear layers.
-    untied = shape.vocab_size * shape.hidden_size if shape.tie_word_embeddings else 0
-    if bits is None:
-        return plain + untied * config.dtype_bytes
-    others = shape.num_parameters + untied - shape.num_linear_parameters
-    return others * config.dtype_bytes + int(shape.num_linear_parameters * bits / 8)
+def _agent_item() -> MemoryItem:
+    return MemoryItem("agent process", AGENT_PROCESS_BYTES, "Python, MindSpore, graphs")
 
 
-def _weight_formats(config: Config) -> str:
-    weights, dtype = config.weight_format, config.model_config.model_dtype
-    return dtype if weights == dtype else f"{weights}, embedding and norms in {dtype}"
+def _server_item() -> MemoryItem:
+    return MemoryItem("server process", SERVER_PROCESS_BYTES, "HTTP, scheduler, tokenizer")
 
 
-def _activation_bytes(config: Config) -> int:
-    shape = config.shape
-    query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    per_token = 2 * shape.hidden_size + (query + 2 * key_value) + 2 * query + 3 * shape.intermediate_size
-    if config.op_table == "native" and shape.sliding_window:
-        per_token += 2 * config.max_model_len  # the mask of the window, and what it is made of
-    return config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config)
+def _without(name: str, items: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]:
+    return tuple(each for each in items if each.name != name)
 
 
-def _expert_bytes(config: Config) -> int:
-    """Rows grouped by expert, as often as each is chosen; the fused operators take so many rows at a time."""
-    shape, rows = config.shape, config.max_num_batched_tokens
-    if shape.experts is None:
-        return 0
-    if config.op_table == "fused":
-        rows = min(rows, EXPERT_PIECE_ROWS)
-    per_row = (shape.hidden_size + shape.experts.intermediate_size) * config.dtype_bytes
-    return rows * shape.experts.per_token * (per_row + shape.hidden_size * FLOAT32_BYTES)
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """``agent 0``, ``agents 1-3``, ``agents 1, 3, 5``."""
+    if len(ranks) == 1:
+        return f"agent {ranks[0]}"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"agents {ranks[0]}-{ranks[-1]}"
+    return f"agents {', '.join(map(str, ranks))}"
 
 
-def _logit_bytes(config: Config) -> int:
-    per_logit = FLOAT32_BYTES + (0 if config.dtype_bytes == FLOAT32_BYTES else config.dtype_bytes)
-    return config.max_num_seqs * config.shape.vocab_size * per_logit
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    """Name to the left, sizes to the right, what it comes from after them."""
+    sizes = "  ".join(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True))
+    return f"  {row[0].ljust(widths[0])}  {sizes}  {row[-1]}".rstrip()
 
 
 def _advice(plan: MemoryPlan) -> str:
@@ -256,23 +287,3 @@ def _advice_on_host_blocks(plan: MemoryPlan) -> str:
     wanted = plan.bytes_of(HOST_BLOCKS) // block_bytes
     largest = (rest.available_bytes - rest.total_bytes) // block_bytes
     return f"pa_config.num_host_blocks = {wanted} does not fit; the largest that does is {largest}"
-
-
-def format_bytes(num_bytes: int) -> str:
-    """With the unit that leaves one to four digits before the point: ``512 B``, ``1.5 MiB``, ``12.6 GiB``."""
-    if num_bytes < 1024:
-        return f"{num_bytes} B"
-    size, unit = num_bytes / 1024, "KiB"
-    for larger in ("MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.1f} {unit}"
-
-
-def format_count(count: int) -> str:
-    """Parameters the way people say them: ``6.74 B``, ``3.7 M``."""
-    for size, unit, digits in ((10**9, "B", 2), (10**6, "M", 1), (10**3, "K", 1)):
-        if count >= size:
-            return f"{count / size:.{digits}f} {unit} parameters"
-    return f"{count} parameters"

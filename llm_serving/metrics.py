@@ -6,7 +6,7 @@ one process and nothing global is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -17,6 +17,7 @@ from llm_serving.receipt import BlockReason
 from llm_serving.request import PARTS, FinishReason, RequestOutput, RequestTimings
 
 if TYPE_CHECKING:
+    from llm_serving.engine.status import ReplicaStatus
     from llm_serving.scheduler.output import ScheduledStep, StepResult
     from llm_serving.server.engine_api import EngineStatus
 
@@ -249,7 +250,50 @@ class _EngineCollector(Collector):
             value=status.prefix_hit_tokens,
         )
         yield CounterMetricFamily("llm_serving_steps", "Steps answered.", value=status.steps)
+        yield from _replica_families(status.replicas)
         state = GaugeMetricFamily("llm_serving_engine_state", "1 for the state the engine is in.", labels=["state"])
         for name in _STATES:
             state.add_metric([name], float(name == status.state))
         yield state
+
+
+_REPLICA_GAUGES = {
+    "running": ("requests_running", "Requests in the replica's batch."),
+    "waiting": ("requests_waiting", "Requests placed at the replica that have no blocks there."),
+    "total_blocks": ("kv_blocks_total", "Cache blocks of the replica."),
+    "outstanding_tokens": (
+        "outstanding_tokens",
+        "Tokens the replica's requests may still take, at the last placement.",
+    ),
+}
+_REPLICA_COUNTERS = {
+    "steps": ("steps", "Steps the replica answered."),
+    "preemptions": ("preemptions", "Requests that lost their cache blocks there."),
+    "prefix_query_tokens": ("prefix_cache_query_tokens", "Prompt tokens looked up in the replica's prefix cache."),
+    "prefix_hit_tokens": ("prefix_cache_hit_tokens", "Prompt tokens found in the replica's prefix cache."),
+    "recalled": ("requests_recalled", "Requests that went from the replica to another."),
+}
+
+
+def _replica_families(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
+    """Each replica of the model, by the label ``replica``."""
+    ready = GaugeMetricFamily("llm_serving_replica_ready", "1 while the replica serves.", labels=["replica"])
+    used = GaugeMetricFamily("llm_serving_replica_kv_blocks_used", "Cache blocks in use there.", labels=["replica"])
+    placed = CounterMetricFamily(
+        "llm_serving_replica_requests_placed",
+        "Requests given to the replica, by why: it held most of the prompt, had the least to do, its turn, its group.",
+        labels=["replica", "reason"],
+    )
+    for one in replicas:
+        label = str(one.replica)
+        ready.add_metric([label], float(one.state == "ready"))
+        used.add_metric([label], one.total_blocks - one.free_blocks)
+        for reason, number in one.placed.items():
+            placed.add_metric([label, reason], number)
+    yield from (ready, used, placed)
+    for family, figures in ((GaugeMetricFamily, _REPLICA_GAUGES), (CounterMetricFamily, _REPLICA_COUNTERS)):
+        for field, (name, text) in figures.items():
+            values = family(f"llm_serving_replica_{name}", text, labels=["replica"])
+            for one in replicas:
+                values.add_metric([str(one.replica)], getattr(one, field))
+            yield values

@@ -5,58 +5,102 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from typing import TextIO
 
 _BAR_CHARS = 28
 _REDRAW_S = 0.05
+_ERASE = "\r\x1b[K"
+
+
+@dataclass(slots=True)
+class _Stage:
+    """What an agent is doing."""
+
+    name: str
+    began: float
+    done: int = 0
+    total: int = 1
 
 
 class ProgressDisplay:
-    """Shows stages of the start on a stream. Thread-safe; silent once closed."""
+    """Shows stages of the start on a stream. Thread-safe; silent once closed.
 
-    def __init__(self, stream: TextIO = sys.stderr) -> None:
+    Several agents go through the same stages side by side: a stage has one line, written when the last of them has left
+    it, with the time of the slowest.
+    """
+
+    def __init__(self, stream: TextIO = sys.stderr, num_agents: int = 1) -> None:
         self._stream = stream
         self._live = stream.isatty()
+        self._num_agents = num_agents
         self._lock = threading.Lock()
-        self._stage = ""
-        self._stage_start = 0.0
+        self._current: dict[int, _Stage] = {}
+        self._left: dict[str, dict[int, float]] = {}
+        """Seconds that a stage took each agent that has left it, until all have."""
+        self._is_drawn = False
         self._drawn_at = 0.0
         self._closed = False
 
     def note(self, text: str) -> None:
-        """A line of its own."""
+        """A line of its own; it ends the stages that are under way."""
         with self._lock:
-            self._end_stage()
+            self._end_all()
             self._write(f"{text}\n")
 
     def update(self, rank: int, stage: str, done: int, total: int) -> None:
         """``done`` of ``total`` units of a stage of agent ``rank``."""
         with self._lock:
-            label = f"agent {rank}: {stage}"
             now = time.monotonic()
-            if label != self._stage:
-                self._end_stage()
-                self._stage, self._stage_start = label, now
+            current = self._current.get(rank)
+            if current is None or current.name != stage:
+                if current is not None:
+                    self._leave(rank, current, now)
+                current = self._current[rank] = _Stage(stage, now)
+            current.done, current.total = done, max(total, 1)
             if self._live and (now - self._drawn_at >= _REDRAW_S or done >= total):
-                self._drawn_at = now
-                filled = _BAR_CHARS * done // max(total, 1)
-                bar = "█" * filled + "░" * (_BAR_CHARS - filled)
-                self._write(f"\r\x1b[K  {label:<34} {bar} {done}/{total}")
+                self._draw(now)
 
     def close(self) -> None:
-        """Finish the current stage's line and show nothing any more."""
+        """Finish the stages that are under way and show nothing any more."""
         with self._lock:
-            self._end_stage()
+            self._end_all()
             self._closed = True
 
-    def _end_stage(self) -> None:
-        if not self._stage:
-            return
-        seconds = time.monotonic() - self._stage_start
-        self._write(f"{chr(13) + chr(27) + '[K' if self._live else ''}  {self._stage:<34} {seconds:6.2f} s\n")
-        self._stage = ""
+    def _leave(self, rank: int, stage: _Stage, now: float) -> None:
+        left = self._left.setdefault(stage.name, {})
+        left[rank] = now - stage.began
+        if len(left) == self._num_agents:
+            self._write_stage(stage.name)
+
+    def _end_all(self) -> None:
+        now = time.monotonic()
+        for rank, stage in self._current.items():
+            self._leave(rank, stage, now)
+        self._current.clear()
+        for name in list(self._left):
+            self._write_stage(name)
+
+    def _write_stage(self, name: str) -> None:
+        seconds = self._left.pop(name)
+        slowest = max(seconds, key=lambda rank: seconds[rank])
+        label = f"agent {slowest}: {name}" if len(seconds) == 1 else f"{len(seconds)} agents: {name}"
+        which = f"  (agent {slowest})" if len(seconds) > 1 else ""
+        self._write(f"  {label:<34} {seconds[slowest]:6.2f} s{which}\n")
+
+    def _draw(self, now: float) -> None:
+        """The bar of the agent that is furthest behind: in the stage that was begun first, with the least done."""
+        self._drawn_at = now
+        rank, stage = min(self._current.items(), key=lambda each: (each[1].began, each[1].done / each[1].total))
+        filled = _BAR_CHARS * stage.done // stage.total
+        bar = "█" * filled + "░" * (_BAR_CHARS - filled)
+        label = f"agent {rank}: {stage.name}"
+        self._write(f"  {label:<34} {bar} {stage.done}/{stage.total}")
+        self._is_drawn = True
 
     def _write(self, text: str) -> None:
+        """In place of the bar."""
         if not self._closed:
-            self._stream.write(text)
+            self._stream.write(f"{_ERASE}{text}" if self._is_drawn else text)
             self._stream.flush()
+        self._is_drawn = False

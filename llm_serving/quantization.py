@@ -21,6 +21,8 @@ _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 _GGUF_FILE_TYPES = {2: "int4", 7: "int8"}
 """llama.cpp's numbers for files that are mostly Q4_0 and mostly Q8_0."""
+_GGUF_GROUP = 32
+"""Weights of a block of either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,14 @@ def stored_weight_format(folder: Path) -> str | None:
         return None
     file_type = read_gguf_uint32(files[0], "general.file_type")
     return None if file_type is None else _GGUF_FILE_TYPES.get(file_type)
+
+
+def stored_weight_group(folder: Path) -> int:
+    """Weights of a row that share a scale where a folder's weights are integers; 1: a whole row, or no integers."""
+    found = checkpoint_quantization(folder)
+    if found is not None:
+        return found.group or 1
+    return _GGUF_GROUP if stored_weight_format(folder) is not None else 1
 
 
 def read_quantization(fields: TypedFields) -> Quantization | None:

@@ -88,8 +88,9 @@ class Receipt:
     """Time in each phase, and what held the request up. ``start`` and ``now`` are seconds on one clock that never goes
     back; written by one thread, while others may read."""
 
-    __slots__ = ("_blocked_since", "_blockers", "_joined_at", "_line", "_reason", "_state", "blocked_us",
-                 "cached_tokens", "chunks", "num_blocked", "preemptions", "start_us", "swaps")  # fmt: skip
+    __slots__ = ("_blocked_before", "_blocked_since", "_blockers", "_joined_at", "_line", "_reason", "_state",
+                 "blocked_us", "cached_tokens", "chunks", "num_blocked", "preemptions", "start_us",
+                 "swaps")  # fmt: skip
 
     def __init__(self, start: float = 0.0) -> None:
         self.start_us = microseconds(start)
@@ -112,10 +113,15 @@ class Receipt:
         self._blocked_since = 0
         self._line: WaitingLine | None = None
         self._joined_at: dict[BlockReason, int] = {}
+        self._blocked_before: dict[BlockReason, int] = {}
+        """What it was held up by in the lines it was in before this one."""
 
-    def join(self, line: WaitingLine) -> None:
-        """It waits in this line, from its start until it enters another phase."""
-        self._line, self._joined_at = line, line.total(self.start_us)
+    def join(self, line: WaitingLine, now: float | None = None) -> None:
+        """It waits in this line, from its start, or from ``now`` on, until it enters another phase or line."""
+        now_us = self.start_us if now is None else microseconds(now)
+        if self._line is not None:
+            self._blocked_before = self._blocked_in_lines(now_us)
+        self._line, self._joined_at = line, line.total(now_us)
 
     def enter(self, phase: Phase, now: float) -> None:
         """The phase before ends. Entering PREEMPTED or SWAPPED counts a preemption or a swap."""
@@ -149,10 +155,7 @@ class Receipt:
 
     def blocked_until(self, now: float) -> dict[BlockReason, int]:
         """``blocked_us`` with the line it is in counted up to ``now``."""
-        line, joined_at = self._line, self._joined_at
-        if line is None:
-            return self.blocked_us.copy()
-        return _difference(line.total(microseconds(now)), joined_at)
+        return self.blocked_us.copy() if self._line is None else self._blocked_in_lines(microseconds(now))
 
     @property
     def phase(self) -> Phase:
@@ -196,14 +199,22 @@ class Receipt:
             self._reason = None
 
     def _leave(self, now_us: int) -> None:
-        line, self._line = self._line, None
+        line = self._line
         if line is None:
             return
-        self.blocked_us = _difference(line.total(now_us), self._joined_at)
-        self._joined_at = {}
+        self.blocked_us = self._blocked_in_lines(now_us)
+        self._line, self._joined_at, self._blocked_before = None, {}, {}
         if self.blocked_us and not self._blockers:  # it was never the first: who stood in the way of that one?
             for request_id in line.blockers:
                 self._note_blocker(request_id)
+
+    def _blocked_in_lines(self, now_us: int) -> dict[BlockReason, int]:
+        """By all the lines it was in, up to ``now_us``."""
+        line, joined_at, total = self._line, self._joined_at, self._blocked_before
+        if line is None:
+            return total.copy()
+        here = _difference(line.total(now_us), joined_at)
+        return {reason: total.get(reason, 0) + here.get(reason, 0) for reason in {**total, **here}} if total else here
 
     def _note_blocker(self, request_id: str) -> None:
         """Counts in bounded memory: a newcomer takes the place of the one seen least, and its count (Space-Saving,

@@ -88,6 +88,7 @@ class SchedulingParams:
     ttft_objective: float | None = None
     tbt_objective: float | None = None
     deadline: float | None = None
+    group: str = ""
 
 
 DEFAULT_SCHEDULING = SchedulingParams()
@@ -133,6 +134,10 @@ class Request:
     """When it is of no use any more: not prefilled by then, it is dropped (``FinishReason.ABORT``)."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at its first start."""
+    group: str = ""
+    """Requests of one group have their prompt in common and go to one replica of the model; empty: it is alone."""
+    replica: int | None = 0
+    """Replica of the model that serves it, or did last; None while none of several does."""
     receipt: Receipt = field(default_factory=Receipt)
 
     def __post_init__(self) -> None:

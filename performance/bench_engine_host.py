@@ -112,6 +112,12 @@ class InstantExecutor:
 
     def wake(self) -> None: ...
 
+    def fileno(self) -> int:
+        raise AssertionError("one executor alone is polled")
+
+    def next_due(self) -> float | None:
+        return None
+
     def abort(self, seq: int) -> None: ...
 
     def request_status(self) -> None: ...
@@ -219,7 +225,7 @@ def _engine(sequences: int, steps: int, stopwatch: Stopwatch) -> tuple[EngineCor
     scheduler = Scheduler(limits)
     core = EngineCore(
         scheduler,
-        executor,
+        [(scheduler, executor)],
         lambda request: IncrementalDetokenizer.for_request(tokenizer, request.prompt_token_ids, request.sampling),
         EventLog(None),
         Metrics(process=False),

@@ -227,12 +227,20 @@ CASES = [
         in_model("current_index: True"),
         f"{FILE}: model_config.current_index = True: graphs with a cursor input are not available",
     ),
-    Case(
-        "several agents",
-        with_section(SERVING + "{agent_ports: [16002, 16003]}"),
-        f"{FILE}: serving_config.agent_ports = [16002, 16003]: more than one agent (tensor parallel) is not available",
-    ),
     # Combinations.
+    Case(
+        "more ports than agents",
+        with_section(SERVING + "{agent_ports: [16002, 16003]}"),
+        f"{FILE}: serving_config.agent_ports = [16002, 16003]: there is 1 agent and 2 ports; give each agent one",
+    ),
+    Case(
+        "fewer ports than agents",
+        with_section(
+            SERVING + "{agent_ports: [16002, 16003]}\nparallel_config: {tensor_parallel: 2, data_parallel: 2}"
+        ),
+        f"{FILE}: serving_config.agent_ports = [16002, 16003]: there are 4 agents (tensor_parallel 2 x "
+        "pipeline_parallel 1 x data_parallel 2) and 2 ports; give each agent one, or [0] for any free ones",
+    ),
     Case(
         "port twice",
         with_section(SERVING + "{agent_ports: [16002, 16002]}"),

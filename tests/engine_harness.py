@@ -33,7 +33,7 @@ class Engine:
         self.now = 100.0
         self.core = EngineCore(
             self.scheduler,
-            self.executor,
+            [(self.scheduler, self.executor)],
             FakeDetokenizer,
             self.log,
             self.metrics,

@@ -13,6 +13,7 @@ from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.engine.open_request import PieceSink
 from llm_serving.engine.receipts import RequestReceipt
 from llm_serving.engine.search import SearchResult
+from llm_serving.engine.status import ReplicaStatus
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import QueueFullError
 from llm_serving.receipt import BlockReason
@@ -50,6 +51,7 @@ class FakeStatus:
     kv_waste: float = 0.0
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
+    replicas: list[ReplicaStatus] = field(default_factory=list)
 
 
 @dataclass

@@ -126,6 +126,12 @@ class FakeExecutor:
                     self.device.answered(event.seq)
             return events
 
+    def fileno(self) -> int:
+        raise AssertionError("a fake executor has no descriptor: several are waited for with a poll of the test's own")
+
+    def next_due(self) -> float | None:
+        return None
+
     def wake(self) -> None:
         with self._changed:
             self._woken = True

@@ -52,7 +52,7 @@ class Served:
         raise AssertionError("it never came true")
 
     def is_idle(self) -> bool:
-        return self.engine._core._scheduler.is_idle
+        return self.engine._core._front.is_idle
 
 
 @asynccontextmanager
@@ -64,6 +64,7 @@ async def served(**limits: object) -> AsyncIterator[Served]:
         max_model_len=sizes.max_model_len,
         shape=SimpleNamespace(vocab_size=VOCABULARY),
         end_token_ids=(END_TOKEN,),
+        parallel_config=SimpleNamespace(routing="prefix"),
         log_config=SimpleNamespace(state_interval_s=60.0),
         scheduler_config=SimpleNamespace(ttft_objective_ms=500.0, tbt_objective_ms=50.0),
     )
@@ -71,7 +72,7 @@ async def served(**limits: object) -> AsyncIterator[Served]:
         patch.setattr(async_engine.SchedulerLimits, "from_config", lambda config: sizes)
         executor, log = FakeExecutor(sizes), RecordingLog()
         tokenizer: Any = object()
-        engine = AsyncEngine(config, tokenizer, executor, FakeDetokenizer, log, RecordingMetrics())
+        engine = AsyncEngine(config, tokenizer, [executor], FakeDetokenizer, log, RecordingMetrics())
     engine.start()
     running = Served(engine, executor, log)
     try:
@@ -84,4 +85,4 @@ async def served(**limits: object) -> AsyncIterator[Served]:
         await engine.stop()
     assert not any(thread.name == "engine" for thread in threading.enumerate())
     assert engine._open == {}
-    engine._core._scheduler.check_integrity()
+    engine._core._front.check_integrity()

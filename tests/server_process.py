@@ -21,9 +21,10 @@ from small_configs import REPOSITORY, small_overrides
 SHM_DIRECTORY = Path("/dev/shm")
 
 
-def shm_entries() -> set[str]:
-    """Names of our shared-memory segments."""
-    return {path.name for path in SHM_DIRECTORY.glob("llm-serving-*")}
+def shm_entries(pid: int | None = None) -> set[str]:
+    """Names of the shared-memory segments that a server has made, or any."""
+    pattern = "llm-serving-*" if pid is None else f"llm-serving-{pid}x*"
+    return {path.name for path in SHM_DIRECTORY.glob(pattern)}
 
 
 class ServerProcess:
@@ -32,7 +33,6 @@ class ServerProcess:
     def __init__(self, folder: Path, overrides: Sequence[str] = (), config: str = "llama_tiny_cpu.yaml") -> None:
         self.folder = folder
         self.log = folder / "server.log"
-        self._shm_before = shm_entries()
         self._stderr = (folder / "stderr.txt").open("wb")
         sets = [part for override in small_overrides(folder, overrides) for part in ("--set", override)]
         self._process = subprocess.Popen(
@@ -109,7 +109,7 @@ class ServerProcess:
         for process in alive:
             process.kill()
         assert alive == [], f"processes outlived the server: {alive}"
-        assert shm_entries() <= self._shm_before, "shared memory was left behind"
+        assert shm_entries(self.pid) == set(), "shared memory was left behind"
         return code
 
     def _family(self) -> list[psutil.Process]:

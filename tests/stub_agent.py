@@ -83,4 +83,4 @@ class StubRunner:
 
 
 if __name__ == "__main__":
-    sys.exit(run_agent(StubRunner))
+    sys.exit(run_agent(lambda config, report, rank, exchange: StubRunner(config, report)))

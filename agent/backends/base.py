@@ -19,6 +19,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+from agent.model_part import ModelPart
 from agent.weights.storage import Array
 from llm_serving.model_families import Experts
 
@@ -57,9 +58,44 @@ class OpTable(ABC):
     """Whether linear weights are packed blobs (``agent.kernels.packing``) with their bias, the output weight apart from
     the embedding, or [out, in] as checkpoints have them."""
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, part: ModelPart | None = None) -> None:
         self.dtype = dtype
         """``float16``, ``bfloat16`` or ``float32``."""
+        self.part = part
+        """What of the model this agent has; None: all."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether other agents have parts of the same layers."""
+        return self.part is not None and self.part.is_split
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this agent is the first of those that have parts of the same layers."""
+        return self.part is None or self.part.place.tp_index == 0
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.part is None or self.part.shard.is_first_stage
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.part is None or self.part.shard.is_last_stage
+
+    def vocab_rows(self, vocab_size: int) -> int:
+        """Rows of this agent's embedding and output layer."""
+        if self.part is None or not self.is_split:
+            return vocab_size
+        return len(self.part.shard.vocab) if self.packs_weights else self.part.vocab_stride
+
+    @abstractmethod
+    def all_reduce(self, width: int) -> Operator:
+        """(x [T, width], step) -> the sum of x over the agents of the stage, added up in their order."""
+
+    @abstractmethod
+    def hand_over(self, width: int) -> Operator:
+        """(hidden [T, width], residual [T, width], step) -> what ``StepGraph`` takes their sum from, which is the
+        stream that the next stage begins with."""
 
     @abstractmethod
     def linear_weight(self, in_features: int, out_features: int) -> Any:
@@ -79,7 +115,8 @@ class OpTable(ABC):
 
     @abstractmethod
     def embedding(self, width: int) -> Operator:
-        """(table [vocabulary, width], token_ids [T], step) -> [T, width]."""
+        """(table [vocabulary, width], token_ids [T], step) -> [T, width]. Where the table is split, the sum over the
+        agents, whose part of the vocabulary a token is in."""
 
     @abstractmethod
     def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
@@ -110,14 +147,16 @@ class OpTable(ABC):
 
         (hidden [T, width], residual [T, width], norms, head_norms, weights, rotary, caches, step) -> hidden, residual.
         ``norms`` are the gammas before attention and MLP, ``head_norms`` as in ``attention``, ``weights`` those of qkv,
-        output, gate_up and down, ``caches`` of keys and values.
+        output, gate_up and down, ``caches`` of keys and values. Where the layer is split, the sums over the agents are
+        in it.
         """
         return None
 
     @abstractmethod
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
         """(hidden [T, in], residual [T, in], gamma [in], weight, last_tokens [S], step) -> what ``StepGraph`` makes
-        the logits [S, vocab_size] of RMSNorm(sum) at ``last_tokens`` from."""
+        the logits [S, vocab_size] of RMSNorm(sum) at ``last_tokens`` from. Where the vocabulary is split, the first
+        agent gets all of them."""
 
     @abstractmethod
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:

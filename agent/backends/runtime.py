@@ -5,36 +5,52 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from agent.model_part import ModelPart
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 
 _PLUGIN_PATH = "MS_OP_PLUGIN_PATH"
 
 
-def start_runtime(config: Config) -> None:
-    """Import MindSpore, set up for the device of ``config``. May be called again, for another config of the device.
+def start_runtime(config: Config, rank: int = 0) -> None:
+    """Import MindSpore, set up for the device of ``config`` as agent ``rank`` of all. May be called again, for another
+    config of the device.
 
     Raises AgentStartError when the device is not available, or MindSpore was imported before this was called.
     """
     if config.device == "Ascend":
-        _set_up_ascend(config)
+        _set_up_ascend(config, rank)
         return
     _give_way(config.model_config.cpu_nice)
     if config.model_config.cpu_cores:
-        os.sched_setaffinity(0, config.model_config.cpu_cores)  # before any thread of MindSpore or the kernels starts
+        cores = own_cores(config.model_config.cpu_cores, rank, config.parallel_config.world_size)
+        os.sched_setaffinity(0, cores)  # before any thread of MindSpore or the kernels starts
     _set_up_cpu(config.context.max_call_depth)
-    if config.model_config.cpu_threads:
+    threads = config.model_config.cpu_threads
+    if threads == 0 and config.parallel_config.world_size > 1 and not config.model_config.cpu_cores:
+        threads = max(1, len(os.sched_getaffinity(0)) // config.parallel_config.world_size)
+    if threads:
         from agent.kernels import set_threads
 
-        set_threads(config.model_config.cpu_threads)
+        set_threads(threads)
+
+
+def own_cores(cores: Sequence[int], rank: int, world_size: int) -> Sequence[int]:
+    """Those of ``cores`` that an agent gets: shares are equal but for one core, and apart where there are as many cores
+    as agents."""
+    if len(cores) < world_size:
+        return cores
+    return cores[rank * len(cores) // world_size : (rank + 1) * len(cores) // world_size]
 
 
 @cache
-def _set_up_ascend(config: Config) -> None:
+def _set_up_ascend(config: Config, rank: int) -> None:
     """Once a config: MindSpore refuses to have its memory set twice."""
+    from agent.backends.ascend.communication import join_group
     from agent.backends.ascend.context import prepare_environment, set_up_device
     from agent.backends.ascend.limits import check_limits
     from agent.backends.ascend.memory import check_device_memory
@@ -43,8 +59,9 @@ def _set_up_ascend(config: Config) -> None:
     prepare_environment(config)
     import mindspore as ms
 
-    set_up_device(config, ms)
-    check_device_memory(config, ms)
+    set_up_device(config, ms, rank)
+    check_device_memory(config, ms, rank)
+    join_group(ModelPart.of(config, rank), ms)
 
 
 @cache

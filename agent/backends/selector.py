@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from agent.backends.base import OpTable
+from agent.model_part import ModelPart
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 
 
-def select_op_table(config: Config) -> OpTable:
-    """The table of ``config.device`` and ``config.op_table``. Raises AgentStartError when there is none."""
+def select_op_table(config: Config, part: ModelPart | None = None) -> OpTable:
+    """The table of ``config.device`` and ``config.op_table`` for a part of the model, whose sizes ``config`` has; None
+    is the whole. Raises AgentStartError when there is none."""
     if config.device == "Ascend":
         from agent.backends.ascend.ops import AscendOps
 
-        return AscendOps(config)
+        return AscendOps(config, part)
     if config.op_table == "native":
         from agent.backends.native.ops import NativeOps
 
-        return NativeOps(config.model_config.model_dtype, config.max_blocks_per_seq * config.pa_config.block_size)
+        positions = config.max_blocks_per_seq * config.pa_config.block_size
+        return NativeOps(config.model_config.model_dtype, positions, part)
     if config.op_table == "fused":
         from agent.backends.cpu.ops import FusedCpuOps
 
-        return FusedCpuOps(config)
+        return FusedCpuOps(config, part)
     raise AgentStartError(f"op table {config.op_table!r} of device {config.device!r} is not known")

@@ -11,6 +11,15 @@ int packed_linear(const Tensors& t);
 int gated_mlp(const Tensors& t);
 int rotary_attention(const Tensors& t, bool use_reference);
 
+// Which argument is which in an operator of the output layer.
+struct LmHeadArguments {
+  int hidden, residual, gamma, epsilon, weight, last_tokens, logits, counts, best;
+};
+
+// Logits of each sampling sequence, the largest's token in `best` and its value in best_values [S]. The rows of logits may
+// be longer than the weight has columns.
+int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values);
+
 // What a norm reads and writes, whole matrices.
 struct NormInput {
   const char* x;

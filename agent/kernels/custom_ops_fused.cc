@@ -249,50 +249,67 @@ int gated_mlp(const Tensors& t) {
   return 0;
 }
 
-namespace {
-
 // Logits of the rows with last_tokens >= 0; the others' are left as they are, and their best id is -1.
-int lm_head(const Tensors& t) {
-  enum { kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kCounts, kBest };
-  if (t.count != 9) return refuse_text(t.op, "got %d arguments; it takes 8 and gives 1", t.count);
-  int error = check_float_type(t, kHidden);
+int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values) {
+  int error = check_float_type(t, at.hidden);
   if (error != 0) return error;
-  const DType dtype = t.dtype(kHidden);
-  const int64_t width = t.dim(kHidden, -1), vocab = t.dim(kLogits, -1);
-  const int64_t tokens = rows_of(t, kCounts, 0, t.dim(kHidden, 0)), seqs = rows_of(t, kCounts, 1, t.dim(kLogits, 0));
+  const DType dtype = t.dtype(at.hidden);
+  const int64_t width = t.dim(at.hidden, -1), stride = t.dim(at.logits, -1);
+  const int64_t tokens = rows_of(t, at.counts, 0, t.dim(at.hidden, 0));
+  const int64_t seqs = rows_of(t, at.counts, 1, t.dim(at.logits, 0));
   if (tokens < 0 || seqs < 0) return kBadArgument;
-  error = check_gamma(t, kGamma, kEpsilon, width, dtype);
-  if (error == 0) error = check_matrix(t, kResidual, tokens, width, dtype);
-  if (error == 0) error = check_weight(t, kWeight, vocab, width, false);
+  const PackedWeightHeader* weight = packed_weight(t, at.weight);
+  if (weight == nullptr || weight->columns > stride) {
+    return refuse_text(t.op, "logits of %lld tokens do not take the weight", static_cast<long long>(stride));
+  }
+  error = check_gamma(t, at.gamma, at.epsilon, width, dtype);
+  if (error == 0) error = check_matrix(t, at.residual, tokens, width, dtype);
+  if (error == 0) error = check_weight(t, at.weight, weight->columns, width, false);
   if (error != 0) return error;
-  if (!t.has_dtype(kLogits, "float32") || !t.has_dtype(kLastTokens, "int32") || !t.has_dtype(kBest, "int32") ||
-      t.size(kLastTokens) < seqs || t.size(kBest) < seqs) {
+  if (!t.has_dtype(at.logits, "float32") || !t.has_dtype(at.last_tokens, "int32") || !t.has_dtype(at.best, "int32") ||
+      t.size(at.last_tokens) < seqs || t.size(at.best) < seqs) {
     return refuse_text(t.op, "takes int32 last_tokens and float32 logits, and gives int32 ids, for %lld sequences",
                        static_cast<long long>(seqs));
   }
-  const int32_t* last = t.as<int32_t>(kLastTokens);
-  int32_t* best = t.as<int32_t>(kBest);
+  const int32_t* last = t.as<int32_t>(at.last_tokens);
+  int32_t* best = t.as<int32_t>(at.best);
   for (int64_t i = 0; i < seqs; ++i) {
     if (last[i] >= tokens) return refuse_index(t.op, "last_tokens", i, last[i], tokens);
     best[i] = -1;
   }
-  NormInput in{t.as<char>(kHidden), t.as<char>(kResidual), nullptr, t.data[kGamma], *t.as<float>(kEpsilon), width,
-               dtype};
+  NormInput in{t.as<char>(at.hidden), t.as<char>(at.residual), nullptr, t.data[at.gamma], *t.as<float>(at.epsilon),
+               width, dtype};
   in.sum = static_cast<char*>(thread_scratch(kScratchInner, tokens * row_bytes(dtype, width)));
-  float* values = static_cast<float*>(thread_scratch(kScratchBest, larger(1, seqs) * 4));
   for (int64_t begin = 0, end; begin < seqs; begin = end) {  // each run of sequences that sample
     end = begin + 1;
     if (last[begin] < 0) continue;
     while (end < seqs && last[end] >= 0) ++end;
     const NormedRows normed =
-        norm_rows(in, t.data[kWeight], end - begin, [last, begin](int64_t i) { return int64_t{last[begin + i]}; });
-    LinearArgs args = output(t.as<float>(kLogits) + begin * vocab, vocab, Epilogue::kStoreFloat);
+        norm_rows(in, t.data[at.weight], end - begin, [last, begin](int64_t i) { return int64_t{last[begin + i]}; });
+    LinearArgs args = output(t.as<float>(at.logits) + begin * stride, stride, Epilogue::kStoreFloat);
     args.best_ids = best + begin;
-    args.best_values = values;
-    error = run_linear(t, args, normed, kWeight, end - begin);
+    args.best_values = best_values + begin;
+    error = run_linear(t, args, normed, at.weight, end - begin);
     if (error != 0) return error;
   }
   return 0;
+}
+
+namespace {
+
+int lm_head(const Tensors& t) {
+  enum { kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kCounts, kBest };
+  if (t.count != 9) return refuse_text(t.op, "got %d arguments; it takes 8 and gives 1", t.count);
+  const int64_t seqs = rows_of(t, kCounts, 1, t.dim(kLogits, 0));
+  if (seqs < 0) return kBadArgument;
+  const PackedWeightHeader* weight = packed_weight(t, kWeight);
+  if (weight == nullptr) return kBadArgument;
+  if (weight->columns != t.dim(kLogits, -1)) {
+    return refuse_text(t.op, "a weight of %lld tokens for logits of %lld", static_cast<long long>(weight->columns),
+                       static_cast<long long>(t.dim(kLogits, -1)));
+  }
+  float* values = static_cast<float*>(thread_scratch(kScratchBest, larger(1, seqs) * 4));
+  return lm_head_rows(t, {kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kCounts, kBest}, values);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "common/floating_point.h"
 #include "common/thread_pool.h"
 #include "custom_ops.h"
+#include "exchange/collectives.h"
 
 namespace llmk {
 namespace {
@@ -57,8 +58,10 @@ class Call {
 };
 
 // Behind counts may come, where a model needs them, attention's window, or window and gammas of queries and keys.
-// `first`: the layer's input is the residual stream itself, and the argument residual is not read.
-int decoder_layer(const Tensors& t, bool first) {
+// `first`: the layer's input is the residual stream itself, and the argument residual is not read. `sharded`: the agents
+// of a stage have some heads and columns each, and what comes out of attention and MLP is summed over them. The sums are
+// in here for the same reason as everything else: two operators of their own would cost more than they do.
+int decoder_layer(const Tensors& t, bool first, bool sharded) {
   const bool has_window = t.count > kWindow + 2, has_norms = t.count > kKeyGamma + 2;
   if (t.count != kWindow + 2 && t.count != kQueryGamma + 2 && t.count != kKeyGamma + 3) {
     return refuse_text(t.op, "got %d arguments; it takes 19, 20 or 22 and gives 2", t.count);
@@ -103,14 +106,21 @@ int decoder_layer(const Tensors& t, bool first) {
   if (error != 0) return error;
   Call output("PackedLinear", t);
   error = packed_linear(output.give(&attended).give(kOutput).give(kCounts).give(&hidden).tensors());
+  const DType dtype = t.dtype(kHidden);
+  if (error == 0 && sharded) error = all_reduce(t.op, dtype, hidden.data, hidden.data, rows * width);
   if (error != 0) return error;
   Call mlp("GatedMlp", t);
   mlp.give(&hidden).give(&residual).give(kPostGamma).give(kEpsilon).give(kGateUp).give(kDown).give(kCounts);
-  return gated_mlp(mlp.give(t.count - 2).give(t.count - 1).tensors());
+  const int out = t.count - 2;
+  error = gated_mlp(mlp.give(out).give(t.count - 1).tensors());
+  if (error == 0 && sharded) error = all_reduce(t.op, dtype, t.data[out], t.data[out], rows * width);
+  return error;
 }
 
 }  // namespace
 }  // namespace llmk
 
-LLMK_CUSTOM_OP(FirstDecoderLayer, decoder_layer(t, true))
-LLMK_CUSTOM_OP(DecoderLayer, decoder_layer(t, false))
+LLMK_CUSTOM_OP(FirstDecoderLayer, decoder_layer(t, true, false))
+LLMK_CUSTOM_OP(DecoderLayer, decoder_layer(t, false, false))
+LLMK_CUSTOM_OP(FirstShardedDecoderLayer, decoder_layer(t, true, true))
+LLMK_CUSTOM_OP(ShardedDecoderLayer, decoder_layer(t, false, true))

@@ -18,7 +18,7 @@ namespace {
 
 const char* kOps[] = {"RmsNorm", "AddRmsNorm", "Swiglu", "SiLU", "MoveTo", "ApplyRotaryPosEmb", "ReshapeAndCache",
                       "FlashAttentionScore", "PagedAttention", "MatMul", "Gather", "Reshape", "MoeGatingTopKSoftmax",
-                      "MoeInitRoutingV2", "GroupedMatmulV4", "InnerMoeTokenUnpermute"};
+                      "MoeInitRoutingV2", "GroupedMatmulV4", "InnerMoeTokenUnpermute", "AllReduce", "AllGather"};
 
 // RmsNorm(x, gamma, epsilon) -> y, rstd and AddRmsNorm(x1, x2, gamma, epsilon) -> y, rstd, x1 + x2: y = x * rstd * gamma,
 // rstd = 1 / sqrt(mean(x^2) + epsilon) in float32 over the last axis. The sum is rounded to the type of x first, and the
@@ -209,5 +209,7 @@ LLMK_PLUGIN(MoeGatingTopKSoftmax, plugin_moe_gating_top_k_softmax(arguments))
 LLMK_PLUGIN(MoeInitRoutingV2, plugin_moe_init_routing(arguments))
 LLMK_PLUGIN(GroupedMatmulV4, plugin_grouped_matmul(arguments))
 LLMK_PLUGIN(InnerMoeTokenUnpermute, plugin_moe_token_unpermute(arguments))
+LLMK_PLUGIN(AllReduce, plugin_all_reduce(arguments))
+LLMK_PLUGIN(AllGather, plugin_all_gather(arguments))
 
 }  // extern "C"

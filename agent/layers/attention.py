@@ -5,7 +5,7 @@ from __future__ import annotations
 from mindspore import Tensor, nn
 
 from agent.backends.base import AttentionForm, OpTable
-from agent.layers.linear import Linear, NormLinear
+from agent.layers.linear import NormLinear, RowParallelLinear
 from agent.layers.norm import NormWeight
 from agent.layers.parameter import unbound_parameter
 from llm_serving.model_shape import ModelShape
@@ -25,7 +25,7 @@ class Attention(nn.Cell):
         self.qkv = NormLinear(
             ops, shape.hidden_size, qkv_width, shape.rms_norm_eps, first=layer == 0, biased=shape.attention_bias
         )
-        self.output = Linear(ops, heads * head_dim, shape.hidden_size, biased=shape.output_bias)
+        self.output = RowParallelLinear(ops, heads * head_dim, shape.hidden_size, biased=shape.output_bias)
         cache_shape, cache_dtype = ops.cache_layout(num_blocks, block_size, kv_heads, head_dim)
         self.key_cache = unbound_parameter(cache_shape, cache_dtype)
         self.value_cache = unbound_parameter(cache_shape, cache_dtype)

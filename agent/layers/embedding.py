@@ -9,7 +9,7 @@ from agent.layers.parameter import unbound_parameter
 
 
 class Embedding(nn.Cell):
-    """A row of the table for each token id."""
+    """A row of the table for each token id; the agents of a stage have some rows each."""
 
     def __init__(self, ops: OpTable, vocab_size: int, hidden_size: int) -> None:
         super().__init__()

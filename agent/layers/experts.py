@@ -10,7 +10,7 @@ from llm_serving.model_families import Experts
 
 class ExpertMLP(nn.Cell):
     """Each token goes through the ``per_token`` gated MLPs that the router likes best, weighted by its softmax over
-    all of them; router and weights are float32."""
+    all of them; router and weights are float32. Each agent of a stage has some columns of every expert."""
 
     def __init__(self, ops: OpTable, hidden_size: int, experts: Experts, epsilon: float) -> None:
         super().__init__()
@@ -19,6 +19,7 @@ class ExpertMLP(nn.Cell):
         self.gate_up = _Parameter(ops.expert_weight(experts.count, hidden_size, 2 * inner))
         self.down = _Parameter(ops.expert_weight(experts.count, inner, hidden_size))
         self.mlp = ops.expert_mlp(hidden_size, experts, epsilon)
+        self.sum = ops.all_reduce(hidden_size) if ops.is_split else None
 
     def construct(
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
@@ -26,7 +27,7 @@ class ExpertMLP(nn.Cell):
         """hidden, residual [T, hidden_size], gamma [hidden_size] -> the experts' sum of the normalised sum, the sum."""
         weights = (self.router.weight, self.gate_up.weight, self.down.weight)
         out, total = self.mlp(hidden, residual, gamma, weights, step)
-        return out, total
+        return (out if self.sum is None else self.sum(out, step)), total
 
 
 class _Parameter(nn.Cell):

@@ -8,18 +8,21 @@ from agent.backends.base import OpTable
 from agent.layers.parameter import unbound_parameter
 
 
-class Linear(nn.Cell):
-    """``y = x @ weight.T + bias``."""
+class RowParallelLinear(nn.Cell):
+    """``y = x @ weight.T + bias``, where each agent of a stage has some columns of x and of the weight: the sum over
+    the agents, the bias being the first one's. Of an agent with all columns simply the linear layer."""
 
     def __init__(self, ops: OpTable, in_features: int, out_features: int, *, biased: bool = False) -> None:
         super().__init__()
         self.weight = ops.linear_weight(in_features, out_features)
-        self.bias = _bias(ops, out_features, biased=biased)
+        self.bias = _bias(ops, out_features, biased=biased and ops.is_first)
         self.linear = ops.linear(out_features)
+        self.sum = ops.all_reduce(out_features) if ops.is_split else None
 
     def construct(self, x: Tensor, step: tuple[Tensor, ...]) -> Tensor:
         """x [T, in_features] -> [T, out_features]."""
-        return self.linear(x, self.weight, self.bias, step)
+        out = self.linear(x, self.weight, self.bias, step)
+        return out if self.sum is None else self.sum(out, step)
 
 
 class NormLinear(nn.Cell):

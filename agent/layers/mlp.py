@@ -9,17 +9,20 @@ from agent.layers.linear import Weight
 
 
 class GatedMLP(nn.Cell):
-    """``down(silu(gate(x)) * up(x))`` of the normalised residual stream, gate and up being one matrix product."""
+    """``down(silu(gate(x)) * up(x))`` of the normalised residual stream, gate and up being one matrix product.
+
+    Each agent of a stage has some of the columns between, and the sum over the agents is the result."""
 
     def __init__(self, ops: OpTable, hidden_size: int, intermediate_size: int, epsilon: float) -> None:
         super().__init__()
         self.gate_up = Weight(ops, hidden_size, 2 * intermediate_size)
         self.down = Weight(ops, intermediate_size, hidden_size)
         self.mlp = ops.gated_mlp(hidden_size, epsilon)
+        self.sum = ops.all_reduce(hidden_size) if ops.is_split else None
 
     def construct(
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """hidden, residual [T, hidden_size], gamma [hidden_size] -> the MLP of the normalised sum, the sum."""
         out, total = self.mlp(hidden, residual, gamma, self.gate_up.weight, self.down.weight, step)
-        return out, total
+        return (out if self.sum is None else self.sum(out, step)), total

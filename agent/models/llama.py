@@ -23,30 +23,39 @@ __all__ = ["Llama", "build", "ignorable_suffixes", "weight_specs"]
 
 
 class Llama(nn.Cell):
-    """Token ids to logits of each sequence's last token."""
+    """Token ids to logits of each sequence's last token. Of several stages the first has the embedding and the last the
+    output; between them goes the residual stream."""
 
     def __init__(self, config: Config, ops: OpTable) -> None:
         super().__init__()
         shape, epsilon = config.shape, config.shape.rms_norm_eps
-        self.embedding = Embedding(ops, shape.vocab_size, shape.hidden_size)
+        self.is_first_stage, self.is_last_stage = ops.is_first_stage, ops.is_last_stage
+        if self.is_first_stage:
+            self.embedding = Embedding(ops, ops.vocab_rows(shape.vocab_size), shape.hidden_size)
         self.rotary = ops.rotary(*rotary_tables(shape, config.max_model_len), shape.sliding_window)
         self.layers = nn.CellList([DecoderLayer(config, ops, layer=index) for index in range(shape.num_layers)])
+        if not self.is_last_stage:
+            self.hand_over = ops.hand_over(shape.hidden_size)
+            return
         self.norm = NormWeight(ops, shape.hidden_size)
-        self.shares_embedding = shape.tie_word_embeddings and not ops.packs_weights
+        self.shares_embedding = shape.tie_word_embeddings and self.is_first_stage and not ops.packs_weights
         if not self.shares_embedding:
-            self.lm_head = Weight(ops, shape.hidden_size, shape.vocab_size)
+            self.lm_head = Weight(ops, shape.hidden_size, ops.vocab_rows(shape.vocab_size))
         self.logits = ops.lm_head(shape.vocab_size, epsilon)
 
     def construct(
-        self, token_ids: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
+        self, entry: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
     ) -> Tensor:
-        """token_ids, positions [T]; last_tokens [S], the index in T of each sequence's last token; ``step`` and
-        ``whole_prompts`` as in ``OpTable`` -> what ``OpTable.lm_head`` gives for logits [S, vocab_size]."""
+        """entry: token ids [T], or the stream [T, hidden_size] of the stage before; positions [T]; last_tokens [S], the
+        index in T of each sequence's last token; ``step`` and ``whole_prompts`` as in ``OpTable`` -> what
+        ``OpTable.lm_head`` gives for logits [S, vocab_size], or ``OpTable.hand_over`` for the next stage."""
         rotary = self.rotary(positions)
-        hidden = self.embedding(token_ids, step)
+        hidden = self.embedding(entry, step) if self.is_first_stage else entry
         residual = hidden
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, rotary, step, whole_prompts)
+        if not self.is_last_stage:
+            return self.hand_over(hidden, residual, step)
         weight = self.embedding.weight if self.shares_embedding else self.lm_head.weight
         return self.logits(hidden, residual, self.norm.weight, weight, last_tokens, step)
 

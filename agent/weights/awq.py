@@ -7,10 +7,12 @@ scales   float [groups, out]
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import numpy.typing as npt
 
-from agent.weights.decoder import FLOAT_TYPES, Decoder, StoredTensor, StoredTensors, check_zero, stem_of
+from agent.weights.decoder import FLOAT_TYPES, Axis, Decoder, StoredTensor, StoredTensors, check_zero, stem_of
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, bytes_of, without_usual_zeros
 from agent.weights.storage import Array
@@ -22,6 +24,12 @@ class AWQDecoder(Decoder):
     """4 bits."""
 
     marker = "qweight"
+    axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
+        "qweight": ("in", "out_words"),
+        "qzeros": ("group", "out_words"),
+        "scales": ("group", "out"),
+        "bias": ("out",),
+    }
 
     def stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:
         (rows, depth), stem, groups = part.shape, stem_of(part.name), self.groups(part)

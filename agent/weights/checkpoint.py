@@ -8,7 +8,8 @@ from pathlib import Path
 
 from agent.weights.awq import AWQDecoder
 from agent.weights.compressed_tensors import IntQuantizedDecoder, PackQuantizedDecoder
-from agent.weights.decoder import Decoder, StoredTensor, StoredTensors, check_stored, stem_of
+from agent.weights.cuts import TensorCut, copy_cut
+from agent.weights.decoder import CutTensors, Decoder, StoredTensor, StoredTensors, check_stored, stem_of
 from agent.weights.gptq import GPTQDecoder
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, Scheme
@@ -56,6 +57,11 @@ class Checkpoint:
             if name in self._files:
                 self._check_stored(each)
 
+    @property
+    def bytes_read(self) -> int:
+        """Of tensors' values, as they are stored. What was read whole before it was cut counts whole."""
+        return self._files.bytes_read
+
     def names(self) -> tuple[str, ...]:
         """Every tensor of the folder."""
         return self._files.names()
@@ -68,25 +74,40 @@ class Checkpoint:
         """The type of a tensor stored as floats; None for a quantised one."""
         return None if self._is_quantised(name) else self._files.float_dtype(name)
 
-    def read_quantised(self, part: WeightPart) -> QuantizedTensor:
-        """A tensor that has a ``scheme``, in memory of its own. Raises CheckpointError when a value cannot be."""
+    def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
+        """A tensor that has a ``scheme``, or a part of it, in memory of its own.
+
+        Raises CheckpointError when a value cannot be, or the part cannot be had by itself.
+        """
         assert self._decoder is not None, "only a quantised tensor is read as one"
         stem = stem_of(part.name)
         with self._naming_folder():
-            tensor = self._decoder.decode(part, StoredTensors(stem, self._read_but_bias))
+            tensors = StoredTensors(stem, self._read_but_bias)
+            if cut is not None:
+                tensors = CutTensors(tensors, cut, self._decoder, self._files.count)
+                tensor = self._decoder.decode(WeightPart(part.name, cut.shape), tensors)
+            else:
+                tensor = self._decoder.decode(part, tensors)
         for stored in self._decoder.stored(part):
             if stored.name in self._files:
                 self._files.release(stored.name)
         return tensor
 
-    def read_into(self, name: str, out: Array, dtype: str) -> None:
-        """Copy a tensor, as elements of ``dtype``, into ``out``. Raises CheckpointError when a value does not fit."""
+    def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:
+        """Copy a tensor or a part of it, as elements of ``dtype``, into ``out``.
+
+        Raises CheckpointError when a value does not fit.
+        """
         try:
             if self._is_quantised(name):
-                self._dequantise_into(WeightPart(name, out.shape), out, dtype)
+                self._dequantise_into(WeightPart(name, out.shape if cut is None else cut.whole), cut, out, dtype)
             else:
                 source, source_dtype = self._files.read(name)
-                convert_into(source, source_dtype, out, dtype)
+                if cut is None:
+                    convert_into(source, source_dtype, out, dtype)
+                else:
+                    copy_cut(source, source_dtype, cut, out, dtype)
+                self._files.count(out.size * source.itemsize)
                 del source
                 self._files.release(name)
         except OverflowError as reason:
@@ -102,8 +123,8 @@ class Checkpoint:
         """A bias that the model has is a tensor by itself."""
         return None if name in self._parts and name.endswith(".bias") else self._files.read_optional(name)
 
-    def _dequantise_into(self, part: WeightPart, out: Array, dtype: str) -> None:
-        tensor = self.read_quantised(part)
+    def _dequantise_into(self, part: WeightPart, cut: TensorCut | None, out: Array, dtype: str) -> None:
+        tensor = self.read_quantised(part, cut)
         step = tensor.rows_at_once()
         for row in range(0, len(out), step):
             out[row : row + step] = from_float32(tensor.dequantise_rows(row, row + step), dtype)

@@ -13,10 +13,21 @@ A scale of the whole row is [out] or [out, 1], one of the whole tensor [1].
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import numpy.typing as npt
 
-from agent.weights.decoder import FLOAT_TYPES, Decoder, StoredTensor, StoredTensors, check_zero, stem_of, uneven_groups
+from agent.weights.decoder import (
+    FLOAT_TYPES,
+    Axis,
+    Decoder,
+    StoredTensor,
+    StoredTensors,
+    check_zero,
+    stem_of,
+    uneven_groups,
+)
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import INT4_ZERO, QuantizedTensor, nibbles, signed, unpacked, without_usual_zeros
 
@@ -25,6 +36,12 @@ class IntQuantizedDecoder(Decoder):
     """8 bits, a byte each."""
 
     marker = "weight_scale"
+    axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
+        "weight": ("out", "in"),
+        "weight_scale": ("out", "group"),
+        "weight_zero_point": ("out", "group"),
+        "weight_g_idx": ("in",),
+    }
 
     def stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:
         stem, groups = stem_of(part.name), self.groups(part)
@@ -48,6 +65,12 @@ class PackQuantizedDecoder(Decoder):
     """4 or 8 bits in words."""
 
     marker = "weight_packed"
+    axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
+        "weight_packed": ("out", "in_words"),
+        "weight_scale": ("out", "group"),
+        "weight_zero_point": ("out_words", "group"),
+        "weight_g_idx": ("in",),
+    }
 
     def stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:
         (rows, depth), stem, groups = part.shape, stem_of(part.name), self.groups(part)
@@ -65,8 +88,9 @@ class PackQuantizedDecoder(Decoder):
 
     def decode(self, part: WeightPart, tensors: StoredTensors) -> QuantizedTensor:
         rows, depth, groups, bits = *part.shape, self.groups(part), self.quantization.bits
-        if tensors.array("weight_shape").tolist() != [rows, depth]:
-            raise tensors.fail("weight_shape", f"is {tensors.array('weight_shape').tolist()}, not {[rows, depth]}")
+        whole = list(tensors.weight_shape or part.shape)
+        if tensors.array("weight_shape").tolist() != whole:
+            raise tensors.fail("weight_shape", f"is {tensors.array('weight_shape').tolist()}, not {whole}")
         values = np.ascontiguousarray(unpacked(tensors.array("weight_packed"), bits)[:, :depth])
         scales, group_of_input = _scales(part, groups, tensors), uneven_groups(part, groups, tensors, "weight_g_idx")
         if bits == 8:

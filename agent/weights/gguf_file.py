@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from agent.weights.cuts import TensorCut, copy_cut
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, convert_into, from_float32
@@ -89,8 +90,10 @@ class GGUFFile:
         """The type of a tensor stored as floats."""
         return _FLOATS.get(self._type_of(name), "float32")
 
-    def read_quantised(self, part: WeightPart) -> QuantizedTensor:
-        """A Q8_0 or Q4_0 tensor. Raises CheckpointError when a scale is not finite."""
+    def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
+        """A Q8_0 or Q4_0 tensor, or a part of it. Raises CheckpointError when a scale is not finite."""
+        if cut is not None:
+            return cut.of_quantised(self.read_quantised(WeightPart(part.name, cut.whole)))
         rows, type_name = part.shape[0], self._type_of(part.name)
         size = _Q8_0_BYTES if type_name == "Q8_0" else _Q4_0_BYTES
         blocks = self._data(part.name).reshape(rows, -1, size)[self._row_order(part)]
@@ -106,12 +109,15 @@ class GGUFFile:
         flat = values.reshape(rows, -1)
         return QuantizedTensor(_SCHEMES[type_name], flat.view(np.int8) if type_name == "Q8_0" else flat, scales)
 
-    def read_into(self, name: str, out: Array, dtype: str) -> None:
-        """Copy a tensor, as elements of ``dtype``, into ``out``. Raises CheckpointError when a value does not fit."""
-        part, type_name = WeightPart(name, out.shape), self._type_of(name)
+    def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:
+        """Copy a tensor or a part of it, as elements of ``dtype``, into ``out``.
+
+        Raises CheckpointError when a value does not fit.
+        """
+        part, type_name = WeightPart(name, out.shape if cut is None else cut.whole), self._type_of(name)
         try:
             if type_name in _SCHEMES:
-                tensor = self.read_quantised(part)
+                tensor = self.read_quantised(part, cut)
                 step = tensor.rows_at_once()
                 for row in range(0, len(out), step):
                     out[row : row + step] = from_float32(tensor.dequantise_rows(row, row + step), dtype)
@@ -119,7 +125,10 @@ class GGUFFile:
                 floats, stored = self._floats(name)
                 if len(part.shape) == 2:
                     floats = floats.reshape(part.shape)[self._row_order(part)]
-                convert_into(floats, stored, out, dtype)
+                if cut is None:
+                    convert_into(floats, stored, out, dtype)
+                else:
+                    copy_cut(floats, stored, cut, out, dtype)
         except OverflowError as reason:
             raise CheckpointError(
                 f"{self.path}: tensor {gguf_name(name)}: {reason}; use model_config.model_dtype bfloat16 or float32"

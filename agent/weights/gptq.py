@@ -8,9 +8,20 @@ g_idx    int32 [in]                       the group of each input; i // group_si
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 
-from agent.weights.decoder import FLOAT_TYPES, Decoder, StoredTensor, StoredTensors, check_zero, stem_of, uneven_groups
+from agent.weights.decoder import (
+    FLOAT_TYPES,
+    Axis,
+    Decoder,
+    StoredTensor,
+    StoredTensors,
+    check_zero,
+    stem_of,
+    uneven_groups,
+)
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, signed, unpacked, without_usual_zeros
 
@@ -21,6 +32,13 @@ class GPTQDecoder(Decoder):
     """4 or 8 bits, with or without zero points (8 bits: without)."""
 
     marker = "qweight"
+    axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
+        "qweight": ("in_words", "out"),
+        "qzeros": ("group", "out_words"),
+        "scales": ("group", "out"),
+        "g_idx": ("in",),
+        "bias": ("out",),
+    }
 
     def stored(self, part: WeightPart) -> tuple[StoredTensor, ...]:
         (rows, depth), stem, groups = part.shape, stem_of(part.name), self.groups(part)

@@ -34,6 +34,9 @@ class WeightSpec:
     float32: bool = False
     """Kept in float32, whatever ``model_dtype`` and ``weight_format``: a router."""
 
+    padded_rows: int = 0
+    """Rows of the parameter where that is more than its parts have: zeros follow."""
+
     @property
     def tensors(self) -> tuple[WeightPart, ...]:
         """All that a checkpoint must hold."""
@@ -42,7 +45,7 @@ class WeightSpec:
     @property
     def shape(self) -> tuple[int, ...]:
         """As one array; of experts, [experts, rows, ...]."""
-        rows = sum(part.shape[0] for part in self.parts)
+        rows = max(sum(part.shape[0] for part in self.parts), self.padded_rows)
         rest = self.parts[0].shape[1:]
         return (self.experts, rows // self.experts, *rest) if self.experts else (rows, *rest)
 

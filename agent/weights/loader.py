@@ -78,6 +78,7 @@ def _load_plain(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:
     for part in spec.parts:
         source.read_into(part.name, array[row : row + part.shape[0]], dtype)
         row += part.shape[0]
+    array[row:] = 0
     return array
 
 

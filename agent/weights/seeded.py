@@ -17,8 +17,10 @@ model fuses its weights, and 2**20 of them take about 2 ms.
 from __future__ import annotations
 
 import hashlib
+import math
 import statistics
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +28,9 @@ import numpy.typing as npt
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, from_float32
+
+if TYPE_CHECKING:
+    from agent.weights.cuts import TensorCut
 
 TABLE_SIZE = 1 << 16
 CHUNK_ELEMENTS = 1 << 20
@@ -56,6 +61,53 @@ def fill_seeded(name: str, out: Array, dtype: str, *, seed: int, std: float = DU
         _fill_chunk(table, flat[chunk * CHUNK_ELEMENTS : (chunk + 1) * CHUNK_ELEMENTS], f"{seed}/{name}/{chunk}")
 
 
+def fill_seeded_cut(name: str, out: Array, dtype: str, cut: TensorCut, *, seed: int, std: float = DUMMY_STD) -> None:
+    """Fill ``out`` with a part of the tensor ``name``, drawing the chunks that the part's rows are in."""
+    if name.endswith("norm.weight"):
+        fill_seeded(name, out, dtype, seed=seed, std=std)
+        return
+    table = _scaled_table(std, dtype)
+    total = math.prod(cut.whole)
+    width = total // cut.whole[0]
+    rows = max(1, CHUNK_ELEMENTS // width)
+    drawn = _DrawnChunk(table, f"{seed}/{name}", total)
+    for first in range(cut.rows.start, cut.rows.stop, rows):
+        last = min(first + rows, cut.rows.stop)
+        piece = drawn.read(first * width, last * width).reshape(last - first, *cut.whole[1:])
+        begin = first - cut.rows.start
+        out[begin : begin + last - first] = piece if cut.columns is None else piece[:, cut.columns.slice]
+
+
+class _DrawnChunk:
+    """A tensor's elements, the chunk that was drawn last being kept."""
+
+    def __init__(self, table: Array, key: str, total: int) -> None:
+        self._table = table
+        self._key = key
+        self._total = total
+        self._number = -1
+        self._chunk = np.empty(0, table.dtype)
+
+    def read(self, begin: int, end: int) -> Array:
+        """Elements of the flattened tensor, in memory of their own."""
+        out = np.empty(end - begin, self._table.dtype)
+        at = begin
+        while at < end:
+            number, offset = divmod(at, CHUNK_ELEMENTS)
+            self._draw(number)
+            count = min(end - at, CHUNK_ELEMENTS - offset)
+            out[at - begin : at - begin + count] = self._chunk[offset : offset + count]
+            at += count
+        return out
+
+    def _draw(self, number: int) -> None:
+        if number != self._number:
+            size = min(CHUNK_ELEMENTS, self._total - number * CHUNK_ELEMENTS)
+            self._chunk = np.empty(size, self._table.dtype)
+            _fill_chunk(self._table, self._chunk, f"{self._key}/{number}")
+            self._number = number
+
+
 def _fill_chunk(table: Array, out: Array, key: str) -> None:
     digest = hashlib.sha256(key.encode()).digest()
     generator = np.random.SFC64(int.from_bytes(digest[:16], "little"))
@@ -80,13 +132,16 @@ class SeededWeights:
         """They are made in any type."""
         return None
 
-    def read_quantised(self, part: WeightPart) -> QuantizedTensor:
+    def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
         """There are none."""
         raise AssertionError(f"{part.name} is not quantised")
 
-    def read_into(self, name: str, out: Array, dtype: str) -> None:
-        """Fill ``out`` with the tensor ``name``."""
-        fill_seeded(name, out, dtype, seed=self._seed, std=self._std)
+    def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:
+        """Fill ``out`` with the tensor ``name``, or that part of it."""
+        if cut is None:
+            fill_seeded(name, out, dtype, seed=self._seed, std=self._std)
+        else:
+            fill_seeded_cut(name, out, dtype, cut, seed=self._seed, std=self._std)
 
     def close(self) -> None:
         """Nothing is open."""

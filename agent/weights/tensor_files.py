@@ -24,6 +24,8 @@ class TensorFiles:
         self.folder = folder
         self._files: list[SafetensorsFile] = []
         self._file_of: dict[str, SafetensorsFile] = {}
+        self.bytes_read = 0
+        """Of values, see ``count``."""
         try:
             self._open()
         except BaseException:
@@ -54,6 +56,10 @@ class TensorFiles:
     def read_optional(self, name: str) -> tuple[Array, str] | None:
         """Elements and type, as the file spells it, of a tensor of floats or integers; None without such a tensor."""
         return self._file_of[name].read_stored(name) if name in self._file_of else None
+
+    def count(self, num_bytes: int) -> None:
+        """Note that so many bytes of a view were looked at."""
+        self.bytes_read += num_bytes
 
     def release(self, name: str) -> None:
         """Give back the pages that reading a tensor brought in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from llm_serving.config.convert import build_dataclass
@@ -14,6 +14,7 @@ from llm_serving.config.sections import (
     LogConfig,
     ModelConfig,
     PagedAttentionConfig,
+    ParallelConfig,
     SchedulerConfig,
     ServingConfig,
     TokenizerConfig,
@@ -21,6 +22,7 @@ from llm_serving.config.sections import (
 )
 from llm_serving.errors import ConfigError
 from llm_serving.model_shape import ModelShape
+from llm_serving.parallel import Shard, place, shard_of
 
 if TYPE_CHECKING:
     from llm_serving.ipc.shm import SlotLimits
@@ -51,6 +53,9 @@ class Config:
     """From the MindFormers YAML; defaults without one."""
     stored_weight_format: str | None = None
     """``int8`` or ``int4`` where the checkpoint's linear weights are quantised."""
+    stored_weight_group: int = 1
+    """Weights of a row that share a scale in the checkpoint's int4; 1 where a whole row does, or none."""
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     notes: tuple[str, ...] = ()
     """What was decided between contradicting values, for the log."""
 
@@ -91,9 +96,28 @@ class Config:
         return self.model_config.model_dtype if wanted in ("auto", "bf16") else wanted
 
     @property
+    def shard_group(self) -> int:
+        """Weights of a row that must stay on one agent: those that share a scale in int4."""
+        if self.stored_weight_format is not None:
+            return self.stored_weight_group
+        return self.model_config.weight_group if self.weight_format == "int4" else 1
+
+    def shard(self, rank: int) -> Shard:
+        """The part of the model that a rank holds."""
+        parallel = self.parallel_config
+        return shard_of(self.shape, place(rank, parallel), parallel, self.shard_group)
+
+    def agent_threads(self, num_cores: int) -> int:
+        """Threads of an agent's CPU operators where there are so many cores: as configured, or its share of them."""
+        return self.model_config.cpu_threads or max(1, num_cores // self.parallel_config.world_size)
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Cache bytes a token takes over all layers, keys and values; ``int8`` has a float32 scale for each head."""
-        shape = self.shape
+        return self.kv_bytes_of(self.shape)
+
+    def kv_bytes_of(self, shape: ModelShape) -> int:
+        """The same of a part of the model's layers and heads, as ``shape`` has them."""
         per_head = shape.head_dim + 4 if self.kv_format == "int8" else shape.head_dim * self.dtype_bytes
         return 2 * shape.num_layers * shape.num_key_value_heads * per_head
 

@@ -24,7 +24,7 @@ def load_config(path_or_name: str, overrides: Sequence[str] = (), *, ascend: boo
     file = find_config_file(path_or_name)
     raw = raw_config(file, read_yaml_mapping(file), overrides)
     sections = build_sections(raw)
-    check_serving(raw, sections["serving_config"])
+    check_serving(raw, sections["serving_config"], sections["parallel_config"])
     check_model_name(raw, sections["model_config"].model_name)
     check_cache(raw, sections["pa_config"])
     return Resolver(raw, sections, has_ascend(os.environ) if ascend is None else ascend).config()

@@ -24,6 +24,11 @@ def check_mindformers(raw: RawConfig, config: Config) -> None:
     if wanted not in ("auto", "bf16"):
         problem = "MindFormers' linear layers hold floats; use auto, which multiplies out what is stored as integers"
         raise raw.error("model_config.weight_format", wanted, problem)
+    for name in ("tensor_parallel", "pipeline_parallel"):
+        agents: int = getattr(config.parallel_config, name)
+        if agents > 1:
+            problem = "MindFormers' models are not split over agents; use 1, or data_parallel for replicas of the whole"
+            raise raw.error(f"parallel_config.{name}", agents, problem)
     problem = _missing_part(config) or _missing_package()
     if problem:
         raise raw.error(key, MODEL_TYPE, problem)

@@ -197,9 +197,15 @@ class ModelConfig:
     )
     cpu_cores: tuple[int, ...] | None = own(
         None,
-        "Cores the agent of a CPU keeps to, by their numbers.",
+        "Cores the agent of a CPU keeps to, by their numbers; of several agents each has its share.",
         low=0,
         high=4095,
         null="wherever the system puts it",
     )
-    cpu_threads: int = own(0, "Threads of the CPU operators; 0 uses every core.", unit="threads", low=0, high=1024)
+    cpu_threads: int = own(
+        0,
+        "Threads of an agent's CPU operators; 0 uses every core, of several agents each its share.",
+        unit="threads",
+        low=0,
+        high=1024,
+    )

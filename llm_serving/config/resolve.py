@@ -11,7 +11,7 @@ from llm_serving.config.config import Config
 from llm_serving.config.lookup import find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
 from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
-from llm_serving.config.sections import ModelConfig, TokenizerConfig
+from llm_serving.config.sections import ModelConfig, ServingConfig, TokenizerConfig
 from llm_serving.config.source import RawConfig
 from llm_serving.config.validation import (
     check_batches,
@@ -20,12 +20,13 @@ from llm_serving.config.validation import (
     check_formats,
     check_group,
     check_lengths,
+    check_parallel,
     check_sharing,
     check_stored_format,
 )
 from llm_serving.errors import CheckpointError
 from llm_serving.model_shape import ModelShape
-from llm_serving.quantization import stored_weight_format
+from llm_serving.quantization import stored_weight_format, stored_weight_group
 
 _TOKENIZER_FILES = (
     ("LlamaTokenizerFast", "tokenizer.json"),
@@ -79,12 +80,14 @@ class Resolver:
         check_formats(self._raw, model)
         check_cores(self._raw, model.cpu_cores)
         sections = self._sections | {"model_config": model, "tokenizer": self._find_tokenizer(folder)}
+        sections["serving_config"] = self._with_all_ports()
         config = Config(
             file=self._raw.file,
             **sections,
             shape=shape,
             context=context,
             stored_weight_format=stored_weight_format(folder) if folder and model.load_format != "dummy" else None,
+            stored_weight_group=stored_weight_group(folder) if folder and model.load_format != "dummy" else 1,
             notes=tuple(self._notes),
         )
         check_stored_format(self._raw, config)
@@ -92,8 +95,16 @@ class Resolver:
         check_lengths(self._raw, config)
         check_batches(self._raw, config)
         check_sharing(self._raw, config)
+        check_parallel(self._raw, config)
         check_mindformers(self._raw, config)
         return config
+
+    def _with_all_ports(self) -> ServingConfig:
+        """``[0]`` alone stands for any free port for each agent."""
+        serving: ServingConfig = self._sections["serving_config"]
+        if serving.agent_ports != (0,):
+            return serving
+        return replace(serving, agent_ports=(0,) * self._sections["parallel_config"].world_size)
 
     @property
     def _folder_is_overridden(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_serving.config.model_section import MAX_SEQS, MAX_TOKENS, ModelConfig
+from llm_serving.config.parallel_section import ParallelConfig
 from llm_serving.config.schema import own, published
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "LogConfig",
     "ModelConfig",
     "PagedAttentionConfig",
+    "ParallelConfig",
     "SchedulerConfig",
     "ServingConfig",
     "TokenizerConfig",
@@ -34,7 +36,8 @@ class ServingConfig:
 
     agent_ports: tuple[int, ...] = published(
         (16002,),
-        "Port of each agent, one a device; 0 takes any free one. More than one is not available yet.",
+        "Port of each agent, one a device, in order of rank; 0 takes any free one, and `[0]` alone stands for as "
+        "many as `parallel_config` asks for.",
         low=0,
         high=65535,
     )
@@ -268,6 +271,7 @@ SECTIONS: dict[str, type] = {
     "basic_inputs": BasicInputsConfig,
     "extra_inputs": ExtraInputsConfig,
     "warmup_inputs": WarmupInputsConfig,
+    "parallel_config": ParallelConfig,
     "scheduler_config": SchedulerConfig,
     "log_config": LogConfig,
 }

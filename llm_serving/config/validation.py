@@ -7,21 +7,26 @@ import os
 import re
 
 from llm_serving.config.config import Config
-from llm_serving.config.sections import ModelConfig, PagedAttentionConfig, ServingConfig
+from llm_serving.config.parallel_section import MAX_RANKS
+from llm_serving.config.sections import ModelConfig, PagedAttentionConfig, ParallelConfig, ServingConfig
 from llm_serving.config.source import RawConfig
+from llm_serving.parallel import find_obstacle
 
 MAX_CACHE_SLOTS = 2**31 - 1
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-def check_serving(raw: RawConfig, serving: ServingConfig) -> None:
+def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConfig) -> None:
     """Ports and addresses."""
+    if parallel.world_size > MAX_RANKS:
+        problem = f"{_product(parallel)} makes {parallel.world_size} agents; at most {MAX_RANKS}"
+        raise raw.error("parallel_config.data_parallel", parallel.data_parallel, problem)
     ports = [port for port in serving.agent_ports if port != 0]
     key, value = "serving_config.agent_ports", list(serving.agent_ports)
     if len(set(ports)) != len(ports):
         raise raw.error(key, value, "a port appears twice")
-    if len(value) > 1:
-        raise raw.error(key, value, "more than one agent (tensor parallel) is not available yet; give one port")
+    if len(value) != parallel.world_size and value != [0]:
+        raise raw.error(key, value, _ports_problem(len(value), parallel))
     if serving.server_port in ports:
         raise raw.error("serving_config.server_port", serving.server_port, "is the port of an agent too")
     if not _is_loopback(raw, "serving_config.agent_ip", serving.agent_ip):
@@ -29,6 +34,18 @@ def check_serving(raw: RawConfig, serving: ServingConfig) -> None:
     if not _is_loopback(raw, "serving_config.server_ip", serving.server_ip) and not serving.allow_remote:
         problem = "other machines could connect, and there is no authentication; set serving_config.allow_remote: true"
         raise raw.error("serving_config.server_ip", serving.server_ip, problem)
+
+
+def _ports_problem(num_ports: int, parallel: ParallelConfig) -> str:
+    agents = "is 1 agent" if parallel.world_size == 1 else f"are {parallel.world_size} agents ({_product(parallel)})"
+    return f"there {agents} and {num_ports} ports; give each agent one, or [0] for any free ones"
+
+
+def _product(parallel: ParallelConfig) -> str:
+    return (
+        f"tensor_parallel {parallel.tensor_parallel} x pipeline_parallel {parallel.pipeline_parallel} x "
+        f"data_parallel {parallel.data_parallel}"
+    )
 
 
 def _is_loopback(raw: RawConfig, key: str, address: str) -> bool:
@@ -115,6 +132,14 @@ def check_group(raw: RawConfig, config: Config) -> None:
         if group not in (32, 64, 128) or size % group:
             problem = f"must be 32, 64 or 128 and divide the model's {name} of {size}; or use int8"
             raise raw.error("model_config.weight_group", group, problem)
+
+
+def check_parallel(raw: RawConfig, config: Config) -> None:
+    """Whether the model can be split among so many agents."""
+    obstacle = find_obstacle(config.shape, config.parallel_config, config.shard_group)
+    if obstacle is not None:
+        key, problem = obstacle
+        raise raw.error(f"parallel_config.{key}", getattr(config.parallel_config, key), problem)
 
 
 def check_sharing(raw: RawConfig, config: Config) -> None:

@@ -23,7 +23,10 @@ from llm_serving.errors import AgentLostError, QueueFullError, RequestError
 from llm_serving.executor.base import Executor
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.request import DEFAULT_SCHEDULING, Request, RequestOutput, SamplingParams, SchedulingParams
+from llm_serving.routing.placement import Routing
+from llm_serving.routing.router import Router
 from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.protocols import StepSource
 from llm_serving.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -36,20 +39,21 @@ __all__ = ["AsyncEngine"]
 class AsyncEngine:
     """Runs an EngineCore in a thread of its own. Its methods belong to the event loop that called ``start``.
 
-    ``record`` may put a flight recorder before the scheduler; it is closed with the engine.
+    ``executors``: one for each replica of the model. ``record`` may put a flight recorder before the scheduler of
+    a replica, which it is given with its number; it is closed with the engine.
     """
 
     def __init__(
         self,
         config: Config,
         tokenizer: Tokenizer,
-        executor: Executor,
+        executors: Sequence[Executor],
         detokenizer: DetokenizerFactory,
         log: EngineLog,
         metrics: EngineMetrics,
         *,
         clock: Callable[[], float] = time.monotonic,
-        record: Callable[[Scheduler], FlightRecorder | None] | None = None,
+        record: Callable[[Scheduler, int], FlightRecorder | None] | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -65,11 +69,15 @@ class AsyncEngine:
         self._receipts = ReceiptBook()
         self._searches: dict[str, Request] = {}
         self._probes: list[asyncio.Future[bool]] = []
-        scheduler = Scheduler(SchedulerLimits.from_config(config))
-        self._recorder = None if record is None else record(scheduler)
+        self._recorders: list[FlightRecorder] = []
+        limits = SchedulerLimits.from_config(config)
+        schedulers = [self._recorded(Scheduler(limits), index, record) for index in range(len(executors))]
+        routing = Routing(config.parallel_config.routing)
+        router = Router(schedulers, routing) if len(schedulers) > 1 else None
+        sources: list[StepSource] = [*(schedulers if router is None else router.replicas)]
         self._core = EngineCore(
-            scheduler if self._recorder is None else as_scheduler(self._recorder),
-            executor,
+            schedulers[0] if router is None else router,
+            list(zip(sources, executors, strict=True)),
             detokenizer,
             log,
             metrics,
@@ -89,8 +97,9 @@ class AsyncEngine:
         if self._thread.is_alive():
             self._core.submit(Stop())
             await asyncio.to_thread(self._thread.join, timeout_s)
-        if self._recorder is not None and not self._thread.is_alive():
-            self._recorder.close()
+        if not self._thread.is_alive():
+            for recorder in self._recorders:
+                recorder.close()
         # What the thread has delivered last is still to be taken from the loop.
         await asyncio.sleep(0)
 
@@ -219,6 +228,19 @@ class AsyncEngine:
                     return
         finally:
             opened.close()
+
+    def _recorded(
+        self,
+        scheduler: Scheduler,
+        index: int,
+        record: Callable[[Scheduler, int], FlightRecorder | None] | None,
+    ) -> Scheduler:
+        """The scheduler of a replica, with its flight recorder before it where there is one."""
+        recorder = None if record is None else record(scheduler, index)
+        if recorder is None:
+            return scheduler
+        self._recorders.append(recorder)
+        return as_scheduler(recorder)
 
     def _closed(self, opened: OpenRequest) -> None:
         """The reader goes. If the engine has not ended the request, it is to do so, and the id is taken until then."""

@@ -1,7 +1,8 @@
-"""The step loop: one thread that asks the scheduler for steps, hands them to the executor and spreads the answers.
+"""The step loop: one thread that asks schedulers for steps, hands them to executors and spreads the answers.
 
-The thread sleeps in ``executor.poll`` whenever there is nothing to do. Everything else it has to know arrives
-through ``submit``: requests, aborts, probes.
+There is one scheduler and one executor for each replica of the model. The thread sleeps until one of the executors has
+something to give, so none waits for another; all else it has to know arrives through ``submit``: requests, aborts,
+probes.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llm_serving.engine.observer import EngineLog, EngineMetrics
 from llm_serving.engine.outputs import DetokenizerFactory, EngineOutput, ProbeAnswer, RequestRefused
+from llm_serving.engine.replica import Replica
 from llm_serving.engine.request_tracker import RequestTracker
 from llm_serving.engine.status import EngineState, EngineStatus, StateLine
-from llm_serving.errors import AgentLostError, LLMServingError, ProtocolError, QueueFullError, RequestError
-from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus, Executor, ExecutorEvent
+from llm_serving.errors import AgentLostError, LLMServingError, QueueFullError, RequestError
+from llm_serving.executor.base import AgentLost, AgentReady, Executor, ExecutorEvent
+from llm_serving.executor.waiting import Poll, poll_all
 from llm_serving.request import Request
-from llm_serving.scheduler.output import ScheduledStep, StepResult
-from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.routing.router import Router
+from llm_serving.scheduler.output import StepResult
+from llm_serving.scheduler.protocols import RequestFront, StepSource
 
 __all__ = ["Abort", "Add", "Command", "EngineCore", "Probe", "Stop"]
 
@@ -55,12 +59,16 @@ Command = Add | Abort | Probe | Stop
 
 
 class EngineCore:
-    """Owned by its thread, but for ``submit``, ``status`` and the public attributes, which any thread may use."""
+    """Owned by its thread, but for ``submit``, ``status`` and the public attributes, which any thread may use.
+
+    ``front`` takes requests in. ``replicas``: where each replica's steps come from and go to; a single one's scheduler
+    is the front itself, several stand behind a ``Router``. ``poll``: how to wait for their executors.
+    """
 
     def __init__(
         self,
-        scheduler: Scheduler,
-        executor: Executor,
+        front: RequestFront,
+        replicas: Sequence[tuple[StepSource, Executor]],
         detokenizer: DetokenizerFactory,
         log: EngineLog,
         metrics: EngineMetrics,
@@ -68,50 +76,50 @@ class EngineCore:
         *,
         state_interval_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
+        poll: Poll | None = None,
     ) -> None:
         self.state = EngineState.STARTING
         self.stop_reason = ""
         self.ended = False
         """What is submitted from now on may never be looked at: who submits looks here afterwards."""
-        self._scheduler = scheduler
-        self._executor = executor
+        self._front = front
+        self._router = front if isinstance(front, Router) else None
         self._log = log
         self._metrics = metrics
         self._deliver = deliver
         self._clock = clock
-        self._tracker = RequestTracker(scheduler, detokenizer, log)
-        self._state_line = StateLine(scheduler, state_interval_s)
+        self._tracker = RequestTracker(front, detokenizer, log)
+        self._state_line = StateLine(front, state_interval_s)
+        executors = [executor for _, executor in replicas]
+        self._poll = poll_all(executors) if poll is None else poll
+        self._wake = executors[0].wake
+        self._replicas = [
+            Replica(index, scheduler, executor, self._tracker, self._state_line, log, metrics, named=len(replicas) > 1)
+            for index, (scheduler, executor) in enumerate(replicas)
+        ]
         self._commands: deque[Command] = deque()
         self._outputs: list[EngineOutput] = []
-        self._sent: dict[int, tuple[ScheduledStep, float]] = {}
-        self._dropped: set[int] = set()
-        self._wakeup: float | None = None
+        self._probed: set[int] = set()
         self._running = True
         self._was_idle = True
-        self._num_steps = 0
-        self._num_answered = 0
-        self._num_just_sent = 0
-        self._preemptions_reported = 0
-        self._swaps_reported = 0
-        self._last_answer: float | None = None
 
     # Any thread
 
     def submit(self, command: Command) -> None:
         """Hand the engine thread something to do, and wake it."""
         self._commands.append(command)
-        self._executor.wake()
+        self._wake()
 
     def status(self) -> EngineStatus:
         """A picture of the moment; its numbers may be a step apart from one another."""
-        last = self._last_answer
-        age = None if last is None else max(0.0, self._clock() - last)
-        return EngineStatus.of(self.state, self._scheduler, self._executor.agents(), self._num_steps, age)
+        answers = [replica.last_answer for replica in self._replicas if replica.last_answer is not None]
+        age = max(0.0, self._clock() - max(answers)) if answers else None
+        return EngineStatus.of(self.state, self._front, self._replicas, age)
 
     def queue_full(self) -> QueueFullError | None:
         """Why one more request would be refused, as far as can be told without asking the scheduler's thread; None
         when it may be taken. Cheap, so that under overload a request need not be read to be refused."""
-        return self._scheduler.queue_full()
+        return self._front.queue_full()
 
     # The engine thread
 
@@ -133,23 +141,35 @@ class EngineCore:
 
     def step(self) -> None:
         """Wait for something to happen, then act on all of it and keep the agents supplied."""
-        events = self._executor.poll(self._poll_timeout())
+        events = self._poll(self._poll_timeout())
         now = self._clock()
+        replicas = self._replicas if self._commands else self._concerned(events, now)
         self._take_commands(now)
-        for event in events:
-            self._take_event(event, now)
-        if self._sent:
-            self._hand_over()  # the device is at work on another step: clients first
-        self._send_steps(now)
+        for index, event in events:
+            self._take_event(self._replicas[index], event, now)
+        if any(replica.is_at_work for replica in self._replicas):
+            self._hand_over()  # a device is at work on another step: clients first
+        self._send_steps(replicas, now)
         self._outputs += self._tracker.take_ended(now)
-        self._note_host_overhead(now)
+        for replica in replicas:
+            replica.note_host_overhead(now, self._clock)
         self._hand_over()
         self._look_after(now)
+
+    def _concerned(self, events: list[tuple[int, ExecutorEvent]], now: float) -> list[Replica]:
+        """Replicas for which there may be a step where there was none."""
+        replicas = self._replicas
+        if len(replicas) == 1:
+            return replicas
+        indices = {index for index, _ in events}
+        return [one for one in replicas if one.index in indices or (one.wakeup is not None and one.wakeup <= now)]
 
     def _poll_timeout(self) -> float | None:
         if self._commands:
             return 0.0
-        times = [due for due in (self._wakeup, self._state_line.due) if due is not None]
+        times = [replica.wakeup for replica in self._replicas if replica.wakeup is not None]
+        if (due := self._state_line.due) is not None:
+            times.append(due)
         return max(0.0, min(times) - self._clock()) if times else None
 
     def _take_commands(self, now: float) -> None:
@@ -162,73 +182,31 @@ class EngineCore:
                 self._outputs += self._tracker.abort(command.request_id, now)
                 aborts = True
             elif isinstance(command, Probe):
-                self._executor.request_status()
+                self._probe()
             else:
                 self._give_up(command.reason, now)
                 self._running = False
         if aborts:
-            self._drop_void_steps()
+            for replica in self._replicas:
+                replica.drop_void_steps()
 
-    def _take_event(self, event: ExecutorEvent, now: float) -> None:
+    def _take_event(self, replica: Replica, event: ExecutorEvent, now: float) -> None:
         if isinstance(event, StepResult):
-            self._take_result(event, now)
+            self._outputs += replica.take_result(event, now)
         elif isinstance(event, AgentReady):
-            self.state = EngineState.READY
-            self._log.event("agent_ready", summary=dict(event.summary))
+            self._agent_ready(replica, event)
         elif isinstance(event, AgentLost):
-            self._lose_agent(event, now)
-        elif isinstance(event, AgentStatus):
-            self._outputs.append(ProbeAnswer())
+            self._lose_agent(replica, event, now)
+        else:
+            self._answer_probe(replica)
 
-    def _take_result(self, result: StepResult, now: float) -> None:
-        try:
-            updates = self._scheduler.update(result, now)
-        except ProtocolError as error:
-            self._log.error(str(error), step=result.seq)
-            return
-        step, sent = self._sent.pop(result.seq)
-        self._dropped.discard(result.seq)
-        if result.error is not None:
-            self._log.error("a step failed", step=result.seq, reason=result.error)
-        outputs = self._tracker.outputs(updates, result, now)
-        self._outputs += outputs
-        if result.aborted:
-            return
-        self._metrics.step(step, result, now - sent)
-        self._num_answered += 1
-        if result.error is None:
-            self._num_steps += 1
-            self._last_answer = now
-            self._state_line.step(step, len(outputs), now)
-
-    def _send_steps(self, now: float) -> None:
-        """Hand over every step that can be scheduled. Without a free slot the next answer brings us back here."""
-        self._wakeup = None
-        self._num_just_sent = 0
-        if self.state is not EngineState.READY:
-            return
-        while self._executor.num_free_slots > 0:
-            step = self._scheduler.schedule(now)
-            if step is None:
-                self._wakeup = self._scheduler.next_wakeup(now)
-                return
-            self._sent[step.seq] = (step, now)
-            self._num_just_sent += 1
-            try:
-                self._executor.submit(step)
-            except Exception as error:
-                # The step's requests end, the others go on; not an error of the engine.
-                self._log.error("a step could not be sent", step=step.seq, traceback=traceback.format_exc())
-                self._take_result(StepResult(step.seq, error=f"the step could not be sent: {error}"), now)
-
-    def _note_host_overhead(self, now: float) -> None:
-        """One value for each step answered since ``now``, when ``poll`` returned."""
-        answered, self._num_answered = self._num_answered, 0
-        if not answered or not self._sent:
-            return
-        self._metrics.host_overhead(self._clock() - now if len(self._sent) == self._num_just_sent else 0.0)
-        for _ in range(answered - 1):
-            self._metrics.host_overhead(0.0)  # the device went on with the other
+    def _send_steps(self, replicas: Sequence[Replica], now: float) -> None:
+        for replica in replicas:
+            self._outputs += replica.send_steps(now)
+        # While steps were made for one replica, a request may have gone to another.
+        while self._router is not None and (placed := self._router.take_placed()):
+            for index in placed:
+                self._outputs += self._replicas[index].send_steps(now)
 
     def _hand_over(self) -> None:
         if self._outputs:
@@ -237,14 +215,9 @@ class EngineCore:
 
     def _look_after(self, now: float) -> None:
         """Integrity on going idle, and the periodic line."""
-        scheduler = self._scheduler
-        preemptions = scheduler.num_preemptions - self._preemptions_reported
-        swaps = scheduler.num_swaps - self._swaps_reported
-        if preemptions or swaps:
-            self._preemptions_reported += preemptions
-            self._swaps_reported += swaps
-            self._metrics.preemptions(preemptions, swaps)
-        idle = scheduler.is_idle
+        for replica in self._replicas:
+            replica.note_preemptions()
+        idle = self._front.is_idle
         if idle and not self._was_idle:
             self._check_integrity()
         self._was_idle = idle
@@ -254,11 +227,11 @@ class EngineCore:
 
     def _check_integrity(self) -> None:
         try:
-            self._scheduler.check_integrity()
+            self._front.check_integrity()
         except AssertionError as error:
             self._log.error("the scheduler leaks", reason=str(error))
 
-    # Requests and agents
+    # Requests
 
     def _add(self, request: Request, now: float) -> None:
         try:
@@ -278,22 +251,44 @@ class EngineCore:
         self._metrics.request_refused(error.code if isinstance(error, RequestError) else "internal_error")
         self._outputs.append(RequestRefused(request.request_id, error))
 
-    def _drop_void_steps(self) -> None:
-        for seq in self._scheduler.void_steps():
-            if seq not in self._dropped:
-                self._dropped.add(seq)
-                self._executor.abort(seq)
+    # Agents
 
-    def _lose_agent(self, event: AgentLost, now: float) -> None:
-        """Every step in flight is void; its requests wait to be recomputed, or end with the agent."""
-        self._sent.clear()
-        self._dropped.clear()
-        self._scheduler.agent_lost(now)
-        self._log.error(event.error, event="agent_lost", final=event.final, requests=self._scheduler.num_waiting)
-        if event.final:
+    def _probe(self) -> None:
+        """Ask those who are to answer: who serves, or where nobody does, all."""
+        asked = [replica for replica in self._replicas if replica.is_ready] or self._replicas
+        self._probed = {replica.index for replica in asked}
+        for replica in asked:
+            replica.executor.request_status()
+
+    def _answer_probe(self, replica: Replica) -> None:
+        """One is there, or gone; with the last of those asked the answer is complete."""
+        if replica.index in self._probed:
+            self._probed.remove(replica.index)
+            if not self._probed:
+                self._outputs.append(ProbeAnswer())
+
+    def _agent_ready(self, replica: Replica, event: AgentReady) -> None:
+        """Serves from now on. The engine is ready when every replica has been so once."""
+        replica.is_ready = replica.was_ready = True
+        if self._router is not None:
+            self._router.agent_ready(replica.index)
+        if self.state is not EngineState.STOPPED and all(other.was_ready for other in self._replicas):
+            self.state = EngineState.READY
+        self._log.event("agent_ready", summary=dict(event.summary), **replica.log_fields)
+
+    def _lose_agent(self, replica: Replica, event: AgentLost, now: float) -> None:
+        """Every step in flight there is void; its requests are computed again, by others or when it is back, or end
+        with the last replica. One that cannot even start says that none could."""
+        replica.lose(now, final=event.final)
+        self._log.error(
+            event.error, event="agent_lost", final=event.final, requests=self._front.num_waiting, **replica.log_fields
+        )
+        if event.final and (not replica.was_ready or all(other.is_given_up for other in self._replicas)):
             self._give_up(f"the agent was lost and is not restarted: {event.error}", now)
-        elif self.state is EngineState.READY:
+        elif self.state is EngineState.READY and not any(other.is_ready for other in self._replicas):
             self.state = EngineState.RECOVERING
+        if len(self._probed) > 1:
+            self._answer_probe(replica)
 
     def _give_up(self, reason: str, now: float) -> None:
         if self.state is not EngineState.STOPPED:

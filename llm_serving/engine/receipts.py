@@ -39,6 +39,8 @@ class RequestReceipt:
     num_prompt_tokens: int
     num_output_tokens: int
     timings: RequestTimings
+    replica: int | None = 0
+    """Of the model, which serves it or did last; None for one that has had none yet."""
 
     def to_json(self) -> dict[str, Any]:
         """As clients get it: times in milliseconds. ``parts_ms`` add up to ``e2e_ms``."""
@@ -48,6 +50,7 @@ class RequestReceipt:
             "state": self.state,
             "finish_reason": self.finish_reason,
             "priority": self.priority,
+            "replica": self.replica,
             "prompt_tokens": self.num_prompt_tokens,
             "cached_tokens": timings.num_cached_tokens,
             "output_tokens": self.num_output_tokens,
@@ -80,6 +83,7 @@ def receipt_of(request: Request, now: float, timings: RequestTimings | None = No
         num_prompt_tokens=len(request.prompt_token_ids),
         num_output_tokens=len(request.output_token_ids),
         timings=request_timings(request, now) if timings is None else timings,
+        replica=request.replica,
     )
 
 

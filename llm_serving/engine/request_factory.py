@@ -56,6 +56,7 @@ class RequestFactory:
             priority=scheduling.priority,
             tenant=scheduling.tenant,
             cache_salt=scheduling.cache_salt,
+            group=scheduling.group,
             ttft_objective=self._ttft_objective if ttft is None else ttft,
             tbt_objective=self._tbt_objective if tbt is None else tbt,
             deadline=None if scheduling.deadline is None else arrival + scheduling.deadline,

@@ -37,6 +37,7 @@ class RequestLog:
             "output_tokens": tokens,
             "total_tokens": output.num_prompt_tokens + tokens,
             "finish_reason": reason.value,
+            "replica": request.replica,
             **{f"{part}_ms": _ms(seconds) for part, seconds in timings.parts.items()},
             "ttft_ms": None if timings.ttft is None else _ms(timings.ttft),
             "tpot_ms": None if timings.tpot is None else _ms(timings.tpot),

@@ -10,7 +10,7 @@ from llm_serving.engine.outputs import DetokenizerFactory, RequestStream
 from llm_serving.receipt import Phase
 from llm_serving.request import FinishReason, Request, RequestOutput, RequestStatus
 from llm_serving.scheduler.output import RequestUpdate, StepResult
-from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.scheduler.protocols import RequestFront
 
 __all__ = ["RequestTracker"]
 
@@ -18,7 +18,7 @@ __all__ = ["RequestTracker"]
 class RequestTracker:
     """Stands between the scheduler, which knows tokens, and the streams, which are text."""
 
-    def __init__(self, scheduler: Scheduler, detokenizer: DetokenizerFactory, log: EngineLog) -> None:
+    def __init__(self, scheduler: RequestFront, detokenizer: DetokenizerFactory, log: EngineLog) -> None:
         self._scheduler = scheduler
         self._detokenizer = detokenizer
         self._log = log

@@ -43,7 +43,7 @@ class Search:
         self.whole = whole
         self._engine = engine
         self._params = params
-        self._scheduling = scheduling
+        self._scheduling = replace(scheduling, group=whole.request_id)
         self._clock = clock
         self._step = 0
         self._sampling = SamplingParams(
@@ -104,6 +104,7 @@ class Search:
     def _note(self, steps: Sequence[Request]) -> None:
         """What the requests of a step mean for the whole."""
         whole, receipt = self.whole, self.whole.receipt
+        whole.replica = steps[0].replica
         whole.num_preemptions += sum(step.num_preemptions for step in steps)
         if self._step > 0:
             return

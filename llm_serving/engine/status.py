@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from llm_serving.routing.replica import ReplicaScheduler
 from llm_serving.scheduler.output import ScheduledStep, StepKind
-from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.scheduler.protocols import RequestFront
 
-__all__ = ["EngineState", "EngineStatus", "StateLine"]
+if TYPE_CHECKING:
+    from llm_serving.engine.replica import Replica
+
+__all__ = ["EngineState", "EngineStatus", "ReplicaStatus", "StateLine"]
 
 
 class EngineState(enum.Enum):
@@ -22,6 +28,54 @@ class EngineState(enum.Enum):
     """An agent was lost and is being restarted; requests wait and will be recomputed."""
     STOPPED = "stopped"
     """For good; requests are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """One replica of the model. ``waiting`` are requests that have been placed there."""
+
+    replica: int
+    state: str
+    running: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+    steps: int
+    preemptions: int
+    swapped: int
+    prefix_hit_tokens: int
+    prefix_query_tokens: int
+    outstanding_tokens: int = 0
+    """Tokens to be computed for its requests if each gets all the output it may, when a request was last placed;
+    only where there are several replicas, as what follows."""
+    placed: Mapping[str, int] = field(default_factory=dict)
+    """Requests that were placed there, by why."""
+    recalled: int = 0
+    """Those that went elsewhere again."""
+
+    @classmethod
+    def of(cls, replica: Replica) -> ReplicaStatus:
+        """Read off, by any thread."""
+        scheduler = replica.scheduler
+        status = cls(
+            replica=replica.index,
+            state=replica.state,
+            running=scheduler.num_running,
+            waiting=max(0, scheduler.num_waiting),
+            free_blocks=scheduler.num_free_blocks,
+            total_blocks=scheduler.num_blocks,
+            steps=replica.num_steps,
+            preemptions=scheduler.num_preemptions,
+            swapped=scheduler.num_swapped,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+        )
+        if not isinstance(scheduler, ReplicaScheduler):
+            return status
+        placed = {why.value: number for why, number in scheduler.num_placed.items()}
+        return dataclasses.replace(
+            status, outstanding_tokens=scheduler.load, placed=placed, recalled=scheduler.num_recalled
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,39 +102,40 @@ class EngineStatus:
     prefix_hit_tokens: int = 0
     """Prompt tokens found in the prefix cache, of those looked up."""
     prefix_query_tokens: int = 0
+    replicas: list[ReplicaStatus] = field(default_factory=list)
 
     @classmethod
     def of(
         cls,
         state: EngineState,
-        scheduler: Scheduler,
-        agents: list[dict[str, object]],
-        steps: int,
+        scheduler: RequestFront,
+        replicas: Sequence[Replica],
         last_step_age_s: float | None,
     ) -> EngineStatus:
-        """Read off the scheduler, by any thread."""
+        """Read off the schedulers, by any thread."""
         return cls(
             state=state.value,
             running=scheduler.num_running,
             waiting=max(0, scheduler.num_waiting),
             free_blocks=scheduler.num_free_blocks,
             total_blocks=scheduler.num_blocks,
-            steps=steps,
+            steps=sum(replica.num_steps for replica in replicas),
             last_step_age_s=last_step_age_s,
-            agents=agents,
+            agents=[agent for replica in replicas for agent in replica.executor.agents()],
             preemptions=scheduler.num_preemptions,
             swapped=scheduler.num_swapped,
             swaps=scheduler.num_swaps,
             kv_waste=scheduler.kv_waste,
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             prefix_query_tokens=scheduler.prefix_query_tokens,
+            replicas=[ReplicaStatus.of(replica) for replica in replicas],
         )
 
 
 class StateLine:
     """Counts since the last ``engine_state`` line, and when the next is due: only if something has changed."""
 
-    def __init__(self, scheduler: Scheduler, interval_s: float) -> None:
+    def __init__(self, scheduler: RequestFront, interval_s: float) -> None:
         self._scheduler = scheduler
         self._interval_s = interval_s
         self._preemptions = 0

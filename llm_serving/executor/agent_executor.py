@@ -1,7 +1,7 @@
-"""The real executor: steps go through shared-memory slots to the agent, which is started again when it dies.
+"""The real executor: steps go through shared-memory slots to a group of agents, which is started again when one dies.
 
-Everything happens inside ``poll``, in the engine's thread: one selector watches the agent's socket, the end of its
-process and the wake-up descriptor, so an idle server sleeps until something happens.
+Everything happens inside ``poll``, in the engine's thread: one selector watches the agents' sockets, the ends of their
+processes and the wake-up descriptor, so an idle server sleeps until something happens.
 """
 
 from __future__ import annotations
@@ -11,53 +11,60 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentLostError, AgentStartError
+from llm_serving.executor.agent_group import AgentGroup
 from llm_serving.executor.agent_link import AgentLink, ProgressReport
 from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus, ExecutorEvent
 from llm_serving.executor.slot_io import SlotWriter, announcement, read_result
+from llm_serving.executor.step_join import StepJoin
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import AgentMessage
 from llm_serving.ipc.shm import NUM_SLOTS
+from llm_serving.parallel import group_ranks, place
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 
 FIRST_BACKOFF_S = 0.25
 LONGEST_BACKOFF_S = 10.0
 STABLE_AFTER_S = 60.0
-"""An agent that has been ready this long has earned a fresh count of restarts."""
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    slot: int
-    submitted_at: float
+"""Agents that have been ready this long have earned a fresh count of restarts."""
 
 
 class AgentExecutor:
-    """Owns the agent's link and the steps in flight. See ``base.Executor`` for the threads' rules."""
+    """Owns a replica's group of agents and the steps in flight. See ``base.Executor`` for the threads' rules.
+
+    ``listeners``: the listening socket of each of the replica's agents, in order of rank. Agents write their logs to
+    ``log_folder``, ``agent_RANK.log`` each.
+    """
 
     def __init__(
         self,
         config: Config,
-        listener: socket.socket,
-        log_path: Path,
+        listeners: Sequence[socket.socket],
+        log_folder: Path,
         report: ProgressReport | None = None,
         agent_module: str = "agent",
+        replica: int = 0,
     ) -> None:
         self._config = config
-        self._listener = listener
-        self._log_path = log_path
+        self._replica = replica
+        self._ranks = group_ranks(replica, config.parallel_config)
+        self._listeners = listeners
+        self._log_folder = log_folder
         self._agent_module = agent_module
         self._report: ProgressReport = report or (lambda rank, stage, done, total: None)
-        self._link: AgentLink | None = None
+        self._group: AgentGroup | None = None
+        self._ending: AgentGroup | None = None
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, int] = {}
+        """The slot of each step, by its number."""
+        self._join = StepJoin(len(self._ranks), self._ranks.start) if len(self._ranks) > 1 else None
         self._free_slots: list[int] = []
         self._writer = self._new_writer()
         self._control_seq = 0
@@ -68,11 +75,12 @@ class AgentExecutor:
         self._restarts = 0
         self._restarts_in_a_row = 0
         self._status_wanted = False
+        self._statuses: dict[int, messages.StatusReply] = {}
         self._given_up = False
 
     def start(self) -> None:
-        """Start the agent. ``AgentReady`` or a final ``AgentLost`` follows from ``poll``."""
-        self._start_link()
+        """Start the agents. ``AgentReady`` or a final ``AgentLost`` follows from ``poll``."""
+        self._start_group()
 
     @property
     def num_free_slots(self) -> int:
@@ -80,29 +88,31 @@ class AgentExecutor:
 
     def submit(self, step: ScheduledStep) -> None:
         """Write the step into a free slot and announce it."""
-        assert self._link is not None, "a step was submitted while no agent is ready"
+        assert self._group is not None, "a step was submitted while no agent is ready"
         slot_index = self._free_slots.pop()
         try:
-            self._writer.write(step, self._link.memory.slots[slot_index])
+            self._writer.write(step, self._group.memory.slots[slot_index])
         except BaseException:
             self._free_slots.append(slot_index)
             raise
         if not self._in_flight:
             self._last_answer = time.monotonic()
-        self._in_flight[step.seq] = _InFlight(slot_index, time.monotonic())
-        self._send(announcement(step, slot_index))
+        self._in_flight[step.seq] = slot_index
+        self._group.send(announcement(step, slot_index))
 
     def abort(self, seq: int) -> None:
-        if self._link is not None and seq in self._in_flight:
-            self._send(messages.Abort(seq=self._control_number(), step=seq))
+        """Only an agent alone can drop a step: in a group, one could have begun with it and another not."""
+        if self._group is not None and self._join is None and seq in self._in_flight:
+            self._group.send(messages.Abort(seq=self._control_number(), step=seq))
 
     def request_status(self) -> None:
         self._status_wanted = True
-        if self._link is not None and self._link.ready:
-            self._send(messages.Status(seq=self._control_number()))
+        self._statuses.clear()
+        if self._group is not None and self._group.is_ready:
+            self._group.send(messages.Status(seq=self._control_number()))
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
-        """Wait for the agent, the clock or a wake-up; whatever befalls the agent becomes an event."""
+        """Wait for the agents, the clock or a wake-up; whatever befalls an agent becomes an event."""
         events: list[ExecutorEvent] = []
         for key, _ in self._selector.select(self._wait_s(timeout_s)):
             handler: Callable[[], list[ExecutorEvent]] = key.data
@@ -117,123 +127,166 @@ class AgentExecutor:
             events += self._lose(error)
         return events
 
+    def fileno(self) -> int:
+        """The selector's own descriptor: epoll instances nest."""
+        return self._selector.fileno()
+
+    def next_due(self) -> float | None:
+        deadline = self._deadline()
+        return None if deadline is None else deadline[0]
+
     def wake(self) -> None:
         with contextlib.suppress(OSError, BlockingIOError):
             os.eventfd_write(self._wake, 1)
 
     def agents(self) -> list[dict[str, object]]:
-        link = self._link
-        state = (
-            "ready" if link and link.ready else "starting" if link else "stopped" if self._given_up else "restarting"
-        )
-        return [
-            {
-                "rank": 0,
-                "state": state,
-                "pid": link.process.pid if link else None,
-                "address": "{}:{}".format(*self._listener.getsockname()[:2]),
-                "restarts": self._restarts,
-                **({"summary": link.summary} if link and link.ready else {}),
-            }
-        ]
+        group = self._group
+        links = list(group.links) if group is not None else []
+        found: list[dict[str, object]] = []
+        for rank, listener in zip(self._ranks, self._listeners, strict=True):
+            link = next((each for each in links if each.rank == rank), None)
+            found.append(self._describe(rank, listener, link))
+        return found
 
     def close(self) -> None:
-        """End the agent and free everything. The listening socket is the caller's."""
-        if self._link is not None:
-            self._unregister(self._link)
-            self._link.shutdown(self._control_number())
-            self._link = None
+        """End the agents and free everything. The listening sockets are the caller's."""
+        if self._group is not None:
+            self._unregister(self._group)
+            self._group.shutdown(self._control_number())
+            self._group = None
+        self._end_last_group()
         self._selector.close()
         os.close(self._wake)
         self._wake = -1
 
-    def _start_link(self) -> None:
+    def _describe(self, rank: int, listener: socket.socket, link: AgentLink | None) -> dict[str, object]:
+        where = place(rank, self._config.parallel_config)
+        state = "ready" if link and link.is_ready else "starting" if link else self._state_without_link()
+        return {
+            "rank": rank,
+            "replica": self._replica,
+            "tensor_parallel_index": where.tp_index,
+            "pipeline_stage": where.pp_index,
+            "state": state,
+            "pid": link.process.pid if link else None,
+            "address": "{}:{}".format(*listener.getsockname()[:2]),
+            "restarts": self._restarts,
+            **({"summary": link.summary} if link and link.is_ready else {}),
+        }
+
+    def _state_without_link(self) -> str:
+        return "stopped" if self._given_up else "restarting" if self._restart_at is not None else "starting"
+
+    def _start_group(self) -> None:
         self._restart_at = None
-        self._link = AgentLink(self._config, 0, self._listener, self._log_path, self._report, self._agent_module)
-        self._selector.register(self._link.channel_descriptor, selectors.EVENT_READ, self._on_readable)
-        self._selector.register(self._link.process.exit_descriptor, selectors.EVENT_READ, self._on_exit)
+        self._end_last_group()
+        self._group = AgentGroup(
+            self._config, self._replica, self._listeners, self._log_folder, self._report, self._agent_module
+        )
+        for member, link in enumerate(self._group.links):
+            on_readable = partial(self._on_readable, member, link)
+            self._selector.register(link.channel_descriptor, selectors.EVENT_READ, on_readable)
+            on_exit = partial(self._on_exit, member, link)
+            self._selector.register(link.process.exit_descriptor, selectors.EVENT_READ, on_exit)
+
+    def _end_last_group(self) -> None:
+        """Wait for the processes of the group that was killed, so that its memory is free before the next one's is
+        asked for."""
+        if self._ending is not None:
+            self._ending.close()
+            self._ending = None
 
     def _on_wake(self) -> list[ExecutorEvent]:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         return []
 
-    def _on_exit(self) -> list[ExecutorEvent]:
-        assert self._link is not None
-        events = self._on_readable()  # its last words, usually the reason, come before its end
-        self._link.check_alive()
+    def _on_exit(self, member: int, link: AgentLink) -> list[ExecutorEvent]:
+        events = self._on_readable(member, link)  # its last words, usually the reason, come before its end
+        link.check_alive()
         return events
 
-    def _on_readable(self) -> list[ExecutorEvent]:
-        assert self._link is not None
-        was_ready = self._link.ready
-        events = [event for message in self._link.receive() if (event := self._on_message(message)) is not None]
-        if self._link.ready and not was_ready:
-            events.insert(0, self._on_ready())
+    def _on_readable(self, member: int, link: AgentLink) -> list[ExecutorEvent]:
+        assert self._group is not None
+        was_ready = self._group.is_ready
+        events = [event for message in link.receive() if (event := self._on_message(member, message)) is not None]
+        if not was_ready:
+            self._group.note_progress()
+            if self._group.is_ready:
+                events.insert(0, self._on_ready(self._group))
         return events
 
-    def _on_ready(self) -> AgentReady:
-        assert self._link is not None
+    def _on_ready(self, group: AgentGroup) -> AgentReady:
         self._ready_at = time.monotonic()
         self._has_been_ready = True
         self._free_slots = list(range(NUM_SLOTS))
         self._writer = self._new_writer()
         if self._status_wanted:
             self.request_status()
-        return AgentReady(self._link.summary)
+        return AgentReady(group.summary)
 
-    def _on_message(self, message: AgentMessage) -> ExecutorEvent | None:
-        if isinstance(message, messages.StepDone):
-            return self._finish(message)
-        if isinstance(message, messages.StepFailed):
-            self._release(message.seq, message.slot)
-            return StepResult(message.seq, error=message.error)
+    def _on_message(self, member: int, message: AgentMessage) -> ExecutorEvent | None:
+        if isinstance(message, messages.StepDone | messages.StepFailed):
+            if self._join is None:
+                return self._finish(message)
+            self._check_in_flight(self._ranks.start + member, message)
+            joined = self._join.add(member, message)
+            return None if joined is None else self._finish(joined)
         if isinstance(message, messages.StatusReply):
-            self._status_wanted = False
-            live = {"steps": message.steps, "queued": message.queued, "rss_bytes": message.rss_bytes}
-            return AgentStatus([{**self.agents()[0], **live}])
+            self._statuses[member] = message
+            return self._status() if len(self._statuses) == len(self._ranks) else None
         return None
 
-    def _finish(self, message: messages.StepDone) -> StepResult:
-        assert self._link is not None
-        self._check_in_flight(message.seq, message.slot)
-        times = (message.queue_us, message.graph_us, message.sample_us)
-        if message.aborted:
+    def _status(self) -> AgentStatus:
+        """Every agent has answered."""
+        self._status_wanted = False
+        replies = [self._statuses[member] for member in range(len(self._ranks))]
+        self._statuses.clear()
+        return AgentStatus(
+            [
+                {**agent, "steps": reply.steps, "queued": reply.queued, "rss_bytes": reply.rss_bytes}
+                for agent, reply in zip(self.agents(), replies, strict=True)
+            ]
+        )
+
+    def _finish(self, message: messages.StepDone | messages.StepFailed) -> StepResult:
+        """The answer of the agent, or of all of them."""
+        assert self._group is not None
+        self._check_in_flight(self._ranks.start, message)
+        if isinstance(message, messages.StepFailed):
+            result = StepResult(message.seq, error=message.error)
+        elif message.aborted:
             result = StepResult(message.seq, aborted=True)
         else:
-            result = read_result(self._link.memory.slots[message.slot], message.seq, times)
-        self._release(message.seq, message.slot)
+            times = (message.queue_us, message.graph_us, message.sample_us)
+            result = read_result(self._group.memory.slots[message.slot], message.seq, times)
+        del self._in_flight[message.seq]
+        self._free_slots.append(message.slot)
+        self._last_answer = time.monotonic()
         return result
 
-    def _release(self, seq: int, slot: int) -> None:
-        self._check_in_flight(seq, slot)
-        del self._in_flight[seq]
-        self._free_slots.append(slot)
-        self._last_answer = time.monotonic()
-
-    def _check_in_flight(self, seq: int, slot: int) -> None:
-        known = self._in_flight.get(seq)
-        if known is None or known.slot != slot:
-            raise AgentLostError(f"agent 0 answered step {seq} in slot {slot}, which is not in flight there")
-
-    def _send(self, message: messages.ServerMessage) -> None:
-        """A broken connection is not the sender's problem: ``poll`` sees it too, and reports the loss."""
-        assert self._link is not None
-        with contextlib.suppress(AgentLostError):
-            self._link.send(message)
+    def _check_in_flight(self, rank: int, message: messages.StepDone | messages.StepFailed) -> None:
+        if self._in_flight.get(message.seq) != message.slot:
+            raise AgentLostError(
+                f"agent {rank} answered step {message.seq} in slot {message.slot}, which is not in flight there"
+            )
 
     def _control_number(self) -> int:
         self._control_seq += 1
         return self._control_seq
 
     def _lose(self, error: AgentError) -> list[ExecutorEvent]:
-        """Clear the run away and plan the next, or give up."""
-        if self._link is not None:
-            self._unregister(self._link)
-            self._link.close()
-            self._link = None
+        """Clear the run away and plan the next, or give up. Steps that an agent had failed end with its error."""
+        failures = self._join.take_failures() if self._join is not None else []
+        events: list[ExecutorEvent] = [StepResult(seq, error=text) for seq, text in failures]
+        if self._group is not None:
+            self._unregister(self._group)
+            error = self._group.epitaph(error)
+            self._group.kill()
+            self._ending, self._group = self._group, None
         self._in_flight.clear()
         self._free_slots.clear()
+        self._statuses.clear()
         now = time.monotonic()
         if self._ready_at is not None and now - self._ready_at >= STABLE_AFTER_S:
             self._restarts_in_a_row = 0
@@ -241,24 +294,29 @@ class AgentExecutor:
         limit = self._config.serving_config.agent_restart_limit
         self._given_up = not self._has_been_ready or self._restarts_in_a_row >= limit
         if self._given_up:
+            self._end_last_group()
             suffix = f"; given up after {self._restarts_in_a_row} restarts" if self._has_been_ready else ""
-            return [AgentLost(f"{error}{suffix}", final=True)]
+            return [*events, AgentLost(f"{error}{suffix}", final=True)]
         backoff = min(FIRST_BACKOFF_S * 2**self._restarts_in_a_row, LONGEST_BACKOFF_S)
         self._restart_at = now + backoff
         self._restarts += 1
         self._restarts_in_a_row += 1
-        return [AgentLost(f"{error}; restarting it in {backoff:g} s")]
+        what = "it" if len(self._ranks) == 1 else f"agents {self._ranks.start} to {self._ranks.stop - 1}"
+        return [*events, AgentLost(f"{error}; restarting {what} in {backoff:g} s")]
 
-    def _unregister(self, link: AgentLink) -> None:
-        self._selector.unregister(link.channel_descriptor)
-        self._selector.unregister(link.process.exit_descriptor)
+    def _unregister(self, group: AgentGroup) -> None:
+        for link in group.links:
+            self._selector.unregister(link.channel_descriptor)
+            self._selector.unregister(link.process.exit_descriptor)
 
     def _deadline(self) -> tuple[float, str] | None:
         """When something is overdue next, and what it would be."""
         if self._restart_at is not None:
             return self._restart_at, "restart"
-        if self._link is not None and not self._link.ready:
-            return self._link.started_at + self._config.serving_config.agent_start_timeout_s, "start"
+        if self._group is not None and not self._group.is_ready:
+            return self._group.started_at + self._config.serving_config.agent_start_timeout_s, "start"
+        if self._join is not None and (due := self._join.overdue_at) is not None:
+            return due, "join"
         if self._in_flight:
             return self._last_answer + self._config.serving_config.step_timeout_s, "step"
         return None
@@ -271,23 +329,42 @@ class AgentExecutor:
         return until if timeout_s is None else min(until, timeout_s)
 
     def _check_deadlines(self) -> None:
+        if self._join is not None and self._join.torn is not None:
+            raise AgentLostError(self._join.torn)
         deadline = self._deadline()
-        if deadline is None or time.monotonic() < deadline[0]:
+        if deadline is None or (now := time.monotonic()) < deadline[0]:
             return
         settings = self._config.serving_config
         if deadline[1] == "restart":
-            self._start_link()
+            self._start_group()
+        elif deadline[1] == "join":
+            assert self._join is not None
+            self._join.check_overdue(now)
+            raise AgentLostError(str(self._join.torn))
         elif deadline[1] == "start":
             raise AgentStartError(
-                f"agent 0 was not ready after {settings.agent_start_timeout_s:g} s "
-                f"(serving_config.agent_start_timeout_s); its log is {self._log_path}"
+                f"{self._late_to_start()} not ready after {settings.agent_start_timeout_s:g} s "
+                f"(serving_config.agent_start_timeout_s); logs are in {self._log_folder}"
             )
         else:
             raise AgentLostError(
-                f"agent 0 did not answer step {min(self._in_flight)} within {settings.step_timeout_s:g} s "
+                f"{self._late_with_step(min(self._in_flight))} within {settings.step_timeout_s:g} s "
                 "(serving_config.step_timeout_s)"
             )
+
+    def _late_to_start(self) -> str:
+        assert self._group is not None
+        ranks = [link.rank for link in self._group.links if not link.is_ready]
+        return f"{_agents(ranks)} {'was' if len(ranks) == 1 else 'were'}"
+
+    def _late_with_step(self, seq: int) -> str:
+        ranks = list(self._ranks) if self._join is None else self._join.missing(seq)
+        return f"{_agents(ranks)} did not answer step {seq}"
 
     def _new_writer(self) -> SlotWriter:
         limits = self._config.slot_limits()
         return SlotWriter(limits, self._config.pa_config.block_size, limits.max_seqs)
+
+
+def _agents(ranks: Sequence[int]) -> str:
+    return f"agent{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from llm_serving.config import Config
 from llm_serving.errors import AgentLostError, AgentStartError, ProtocolError
-from llm_serving.executor.agent_process import AgentProcess
+from llm_serving.executor.agent_process import AgentProcess, describe_exit
+from llm_serving.executor.group_memory import GroupMemory
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import Channel
-from llm_serving.ipc.messages import NONCE_BYTES, AgentMessage, ServerMessage
-from llm_serving.ipc.shm import NUM_SLOTS, SlotMemory
+from llm_serving.ipc.messages import NONCE_BYTES, AgentMessage
+from llm_serving.ipc.shm import NUM_SLOTS
 
 ProgressReport = Callable[[int, str, int, int], None]
 """Called with rank, stage, units done, units in all."""
@@ -26,7 +26,7 @@ DYING_S = 0.25
 
 
 class AgentLink:
-    """One run of one agent, from its start to its end. Owns its process, socket and step slots.
+    """One run of one agent, from its start to its end. Owns its process and socket; the memory is its group's.
 
     ``receive`` turns what arrived into messages for the engine and handles the start's own messages itself.
     Raises AgentStartError or AgentLostError when the run is over; the link is then closed by its owner.
@@ -39,29 +39,27 @@ class AgentLink:
         listener: socket.socket,
         log_path: Path,
         report: ProgressReport,
+        memory: GroupMemory,
         agent_module: str = "agent",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.rank = rank
-        self.ready = False
+        self.is_connected = False
+        """It has proved itself, and mapped the shared memory."""
+        self.is_ready = False
         self.summary: dict[str, str | int | float] = {}
         self.started_at = time.monotonic()
-        self._config = config
         self._report = report
+        self._memory = memory
         self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._connected = False
-        self.memory = SlotMemory.create(config.slot_limits(), NUM_SLOTS)
-        try:
-            self.process = AgentProcess(listener, rank, config.to_json(), log_path, agent_module)
-            self._channel = self._connect(listener)
-        except BaseException:
-            self.memory.close()
-            raise
+        self.process = AgentProcess(listener, rank, config.to_json(), log_path, agent_module, environment)
+        self._channel = self._connect(listener)
 
     def _connect(self, listener: socket.socket) -> Channel:
         try:
             connection = socket.create_connection(listener.getsockname()[:2], timeout=CONNECT_TIMEOUT_S)
         except OSError as error:
-            self.process.kill()
+            self.process.close()
             raise AgentStartError(f"agent {self.rank}: cannot connect to its port: {error}") from error
         connection.settimeout(CONNECT_TIMEOUT_S)
         return Channel(connection)
@@ -70,10 +68,10 @@ class AgentLink:
     def channel_descriptor(self) -> int:
         return self._channel.fileno()
 
-    def send(self, message: ServerMessage) -> None:
-        """Send a message. Raises AgentLostError when the agent is gone."""
+    def send(self, payload: bytes) -> None:
+        """Send an encoded message. Raises AgentLostError when the agent is gone."""
         try:
-            self._channel.send(messages.encode(message))
+            self._channel.send(payload)
         except OSError as error:
             raise AgentLostError(self._epitaph(f"the connection broke: {error}")) from error
 
@@ -100,19 +98,14 @@ class AgentLink:
         if self.process.exit_code() is not None:
             raise self._over("its process ended")
 
-    def close(self) -> None:
-        """End the process at once and free everything that belongs to this run."""
+    def hang_up(self) -> None:
+        """Close the connection: the agent ends when it notices."""
         self._channel.close()
-        self.process.kill()
-        self.memory.close()
 
-    def shutdown(self, seq: int) -> None:
-        """Ask it to end, wait a little, then as ``close``."""
-        with contextlib.suppress(AgentLostError):
-            self.send(messages.Shutdown(seq=seq))
+    def close(self) -> None:
+        """End the process, wait until it has ended, and free everything that belongs to this run."""
         self._channel.close()
-        self.process.stop()
-        self.memory.close()
+        self.process.close()
 
     def _handle_start(self, message: AgentMessage) -> bool:
         """Take the messages of the start; False for those that are the engine's."""
@@ -120,14 +113,13 @@ class AgentLink:
             self._answer_challenge(message)
         elif isinstance(message, messages.Connected):
             messages.check_proof(self.process.secret, "agent", self._nonce, message.proof)
-            self._connected = True
-            self.memory.unlink()
-        elif not self._connected:
+            self.is_connected = True
+        elif not self.is_connected:
             raise ProtocolError(f"agent {self.rank} sent {type(message).__name__} before it had proved itself")
         elif isinstance(message, messages.Progress):
             self._report(self.rank, message.stage, message.done, message.total)
         elif isinstance(message, messages.Ready):
-            self.ready = True
+            self.is_ready = True
             self.summary = message.summary
         elif isinstance(message, messages.Failed):
             raise AgentStartError(f"agent {self.rank} could not start: {message.error}\n{message.traceback}")
@@ -136,25 +128,26 @@ class AgentLink:
         return True
 
     def _answer_challenge(self, challenge: messages.Challenge) -> None:
-        if self._connected:
+        if self.is_connected:
             raise ProtocolError(f"agent {self.rank} sent a second challenge")
-        self.send(
-            messages.Connect(
-                version=messages.PROTOCOL_VERSION,
-                nonce=self._nonce,
-                proof=messages.prove(self.process.secret, "server", challenge.nonce),
-                shm_name=self.memory.name,
-                shm_bytes=self.memory.num_bytes,
-                num_slots=NUM_SLOTS,
-            )
+        connect = messages.Connect(
+            version=messages.PROTOCOL_VERSION,
+            nonce=self._nonce,
+            proof=messages.prove(self.process.secret, "server", challenge.nonce),
+            shm_name=self._memory.slot_memory.name,
+            shm_bytes=self._memory.slot_memory.num_bytes,
+            num_slots=NUM_SLOTS,
+            exchange_name=self._memory.exchange_name,
+            exchange_bytes=self._memory.exchange_bytes,
         )
+        self.send(messages.encode(connect))
 
     def _over(self, reason: str) -> AgentStartError | AgentLostError:
-        return AgentLostError(self._epitaph(reason)) if self.ready else AgentStartError(self._epitaph(reason))
+        return AgentLostError(self._epitaph(reason)) if self.is_ready else AgentStartError(self._epitaph(reason))
 
     def _epitaph(self, reason: str) -> str:
-        code = self.process.exit_code(wait_s=DYING_S)
-        ended = "" if code is None else f" (signal {-code})" if code < 0 else f" (exit code {code})"
+        exit_text = describe_exit(self.process.exit_code(wait_s=DYING_S))
+        ended = f" ({exit_text})" if exit_text else ""
         text = f"agent {self.rank}, process {self.process.pid}: {reason}{ended}; its log is {self.process.log_path}"
-        tail = self.process.log_tail() if not self.ready else ""
+        tail = self.process.log_tail() if not self.is_ready else ""
         return f"{text}, and ends with:\n{tail}" if tail else text

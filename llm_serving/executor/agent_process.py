@@ -8,6 +8,7 @@ import secrets
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from llm_serving.errors import AgentStartError, ConfigError
@@ -34,19 +35,33 @@ def bind_agent_port(ip: str, port: int) -> socket.socket:
     return listener
 
 
+@contextlib.contextmanager
+def bind_agent_ports(ip: str, ports: Sequence[int]) -> Iterator[list[socket.socket]]:
+    """Listen on every agent's port, in order of rank; closed with the context. Raises ConfigError as above."""
+    with contextlib.ExitStack() as owned:
+        yield [owned.enter_context(bind_agent_port(ip, port)) for port in ports]
+
+
 class AgentProcess:
     """One run of an agent. Owns the process, its end of the bootstrap pipe and its log file.
 
     ``secret`` is new for every run; it never appears in an argument, an environment variable or a file.
-    ``module`` is what ``python -m`` runs: the agent, or a stand-in without a device.
+    ``module`` is what ``python -m`` runs: the agent, or a stand-in without a device. ``environment`` is added to ours.
     """
 
     def __init__(
-        self, listener: socket.socket, rank: int, config_json: str, log_path: Path, module: str = "agent"
+        self,
+        listener: socket.socket,
+        rank: int,
+        config_json: str,
+        log_path: Path,
+        module: str = "agent",
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.secret = secrets.token_bytes(SECRET_BYTES)
         self.rank = rank
         self._module = module
+        self._environment = dict(environment or {})
         self.log_path = log_path
         log_path.parent.mkdir(parents=True, exist_ok=True)
         read_end, self._pipe = os.pipe()
@@ -73,7 +88,7 @@ class AgentProcess:
             stdin=subprocess.DEVNULL,
             stdout=log_fd,
             stderr=log_fd,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, **self._environment, "PYTHONPATH": path},
             start_new_session=True,  # a signal to our group is ours: agents are ended in order
         )
 
@@ -95,20 +110,37 @@ class AgentProcess:
             log.seek(max(self._log_start, end - _LOG_TAIL_BYTES))
             return log.read().decode(errors="replace").strip()
 
+    def exit_text(self) -> str:
+        """How it ended, in a few words; empty while it runs."""
+        return describe_exit(self.exit_code())
+
     def kill(self) -> None:
-        """End it at once and free what belongs to it. May be called twice."""
-        self.stop(grace_s=0.0)
+        """End it at once, without waiting for it; ``close`` must follow. May be called twice."""
+        self._hang_up()
+        self._process.kill()
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """Close the bootstrap pipe, which asks it to end, wait, and kill it if it does not."""
-        if self._pipe >= 0:
-            os.close(self._pipe)
-            self._pipe = -1
+        self._hang_up()
         try:
-            self._process.wait(timeout=grace_s if grace_s > 0 else None if self.exit_code() is not None else 0)
+            self._process.wait(timeout=grace_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+
+    def close(self) -> None:
+        """End it, wait until it has, and free what belongs to it. May be called twice."""
+        self.kill()
+        self._process.wait()
         if self.exit_descriptor >= 0:
             os.close(self.exit_descriptor)
             self.exit_descriptor = -1
+
+    def _hang_up(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+
+def describe_exit(code: int | None) -> str:
+    """``signal 9`` or ``exit code 1``; empty for a process that runs."""
+    return "" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,5 +1,7 @@
 """The executor as the engine sees it: steps go in, results and news of the agents come out.
 
+There is one for each replica of the model; its agents are one group, ready together and lost together.
+
 One thread, the engine's, calls everything but ``wake`` and ``agents``, which any thread may call.
 """
 
@@ -27,7 +29,8 @@ class AgentReady:
 
 @dataclass(frozen=True, slots=True)
 class AgentLost:
-    """An agent died or stopped answering. Every step in flight is void and no result of one follows.
+    """An agent died or stopped answering, and the group was ended with it. Every step in flight is void and no result
+    of one follows.
 
     Unless ``final``, an ``AgentReady`` follows when the agents have been restarted; nothing is submitted before.
     """
@@ -72,6 +75,14 @@ class Executor(Protocol):
 
         Returns an empty list after the timeout or a ``wake``.
         """
+
+    def fileno(self) -> int:
+        """A descriptor that is readable while ``poll`` has something to give, a ``wake`` among it: for whoever waits
+        for several executors at once."""
+
+    def next_due(self) -> float | None:
+        """When, by ``time.monotonic``, ``poll`` has something to do though nothing becomes readable: a step that was
+        not answered in time, a restart. None when nothing is due."""
 
     def wake(self) -> None:
         """Make the running ``poll``, or else the next one, return at once. Any thread may call it."""

@@ -31,6 +31,8 @@ __all__ = [
     "SegmentHeader",
     "Tag",
     "encode_frame",
+    "replica_folder",
+    "replica_folders",
     "segment_name",
 ]
 
@@ -71,6 +73,11 @@ class Tag(enum.IntEnum):
     """sequence numbers."""
     RAISED = 9
     """tag of the call, name of what it raised: the scheduler failed."""
+    PLACE = 10
+    """A router's request. Fields of ``ADD``, but for the pseudonyms, which are those of prompt and output; arrival
+    index, number of output tokens it has."""
+    RELEASE = 11
+    """numbers of waiting requests that went elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +125,17 @@ class SegmentHeader:
 def segment_name(run: str, index: int) -> str:
     """File name of a segment; in order of time within a run, and between runs."""
     return f"{run}-{index:06d}{SUFFIX}"
+
+
+def replica_folder(folder: Path, replica: int) -> Path:
+    """Where the recording of one of several replicas is."""
+    return folder / f"replica_{replica}"
+
+
+def replica_folders(folder: Path) -> list[Path]:
+    """The recordings of the replicas in a folder, in order; empty where it is that of one alone."""
+    found = [path for path in folder.glob("replica_*") if path.is_dir() and path.name[8:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[8:]))
 
 
 def encode_frame(value: object) -> bytes:

@@ -9,7 +9,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from llm_serving.flight.reader import Added, AgentLost, Answered, FailedAll, Finished, Scheduled, Stretch, TookEnded
+from llm_serving.flight.reader import (
+    Added,
+    AgentLost,
+    Answered,
+    FailedAll,
+    Finished,
+    Released,
+    Scheduled,
+    Stretch,
+    TookEnded,
+)
 from llm_serving.flight.steps import RecordedStep
 from llm_serving.scheduler.output import StepKind
 
@@ -45,9 +55,10 @@ class Arrival:
     prompt: list[int] | None
     refusal: str | None
     num_output_tokens: int = 0
-    """Tokens that it was seen to get."""
+    """Tokens that it was seen to get, or came with."""
     end: str | None = None
-    """``stop``, ``length``, ``abort`` or ``error``; None when it had not ended."""
+    """``stop``, ``length``, ``abort`` or ``error``; ``moved`` when it went to another replica; None when it had not
+    ended."""
     end_time: float | None = None
     first_token_time: float | None = None
     token_times: list[float] = field(default_factory=list)
@@ -111,7 +122,13 @@ class _Arrivals:
         self._max_model_len = stretch.header.limits["max_model_len"]
         for event in stretch.events():
             if isinstance(event, Added):
-                self._found[event.number] = Arrival(event.number, event.facts, event.prompt, event.refusal)
+                self._found[event.number] = Arrival(
+                    event.number, event.facts, event.prompt, event.refusal, num_output_tokens=len(event.output or ())
+                )
+            elif isinstance(event, Released):
+                for number in event.numbers:
+                    if number in self._found:
+                        self._end(self._found[number], "moved", event.now)
             elif isinstance(event, Scheduled) and event.step is not None:
                 self._sent[event.step.seq] = event.step
             elif isinstance(event, Answered) and event.seq in self._sent:

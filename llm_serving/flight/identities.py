@@ -25,9 +25,11 @@ class Identities:
         self._steps: dict[Request, tuple[Callable[[bytes], None], Callable[[], bytes], Callable[[int], None]]] = {}
 
     def add(self, request: Request) -> bytes:
-        """A new request. The names of its prompt's tokens, packed as ``array('i')``."""
+        """A new request. The names of its known tokens, packed as ``array('i')``."""
         chain = self.pseudonyms.chain(request.cache_salt)
         names = self._names[request] = array("i", chain.extend(request.prompt_token_ids))
+        if request.output_token_ids:
+            names.extend(chain.extend(request.output_token_ids))
         self._steps[request] = (chain.update, chain.digest, names.append)
         return names.tobytes()
 

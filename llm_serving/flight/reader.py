@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llm_serving.flight.format import SUFFIX, FlightRecordingError, FrameReader, SegmentHeader, Tag
+from llm_serving.flight.format import SUFFIX, FlightRecordingError, FrameReader, SegmentHeader, Tag, replica_folders
+from llm_serving.flight.pseudonyms import PLAIN_TOKEN
 from llm_serving.flight.steps import RecordedStep, StepReader
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "FailedAll",
     "Finished",
     "Raised",
+    "Released",
     "Scheduled",
     "Segment",
     "Stretch",
@@ -37,7 +39,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """``add_request``. ``refusal``: the error it raised."""
+    """``add_request``, or ``place_request`` where it has an ``arrival_index``. ``refusal``: the error it raised."""
 
     now: float
     """The engine's time of the last call that had one."""
@@ -47,6 +49,17 @@ class Added:
     prompt: list[int] | None
     """Pseudonyms of the prompt's tokens."""
     refusal: str | None
+    arrival_index: int | None = None
+    output: list[int] | None = None
+    """Pseudonyms of the output it came with; zeros where none were recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """``release_requests``: they went to another replica."""
+
+    now: float
+    numbers: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +144,7 @@ class Raised:
     error: str
 
 
-Event = Added | Scheduled | Answered | Finished | AgentLost | FailedAll | TookEnded | VoidSteps | Raised
+Event = Added | Released | Scheduled | Answered | Finished | AgentLost | FailedAll | TookEnded | VoidSteps | Raised
 
 
 @dataclass(slots=True)
@@ -172,10 +185,13 @@ class Stretch:
 
 
 def read_recording(path: Path) -> list[Stretch]:
-    """The stretches of a segment file or of a folder of them, the oldest first.
+    """The stretches of a segment file or of a folder of them, the oldest first; of a folder with the recordings of
+    several replicas, one replica after the other.
 
     Raises FlightRecordingError when there is none or a file is none of ours.
     """
+    if folders := replica_folders(path):
+        return [stretch for folder in folders for stretch in read_recording(folder)]
     files = [path] if path.is_file() else sorted(path.glob(f"*{SUFFIX}"))
     if not files:
         raise FlightRecordingError(f"{path}: no flight recording (no such file, or a folder without *{SUFFIX})")
@@ -215,6 +231,15 @@ def _event(record: list[Any], now: float, steps: StepReader) -> Event:
         number, facts, names, refusal = fields
         prompt = None if names is None else array("i", names).tolist()
         return Added(now, number, facts, prompt, refusal)
+    if tag is Tag.PLACE:
+        number, facts, names, refusal, arrival_index, num_output_tokens = record[1:]
+        tokens = None if names is None else array("i", names).tolist()
+        num_prompt_tokens = facts["num_prompt_tokens"]
+        prompt = None if tokens is None else tokens[:num_prompt_tokens]
+        output = [PLAIN_TOKEN] * num_output_tokens if tokens is None else tokens[num_prompt_tokens:]
+        return Added(now, number, facts, prompt, refusal, arrival_index, output)
+    if tag is Tag.RELEASE:
+        return Released(now, record[1])
     if tag is Tag.SCHEDULE:
         step, wakeup, state = fields
         return Scheduled(now, None if step is None else steps.step(step), wakeup, state)

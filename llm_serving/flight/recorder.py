@@ -8,7 +8,7 @@ never reaches the engine: a full disk pauses the recording, anything else ends i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from llm_serving.flight.disguise import StateDisguise
@@ -24,7 +24,7 @@ from llm_serving.scheduler.scheduler import Scheduler
 
 __all__ = ["READ_ONLY_METHODS", "STATE_NAMES", "FlightRecorder", "as_scheduler", "state_of"]
 
-READ_ONLY_METHODS = frozenset({"check_integrity", "next_wakeup", "queue_full"})
+READ_ONLY_METHODS = frozenset({"check_integrity", "known_prefix", "next_wakeup", "queue_full", "start_room"})
 """Methods of the scheduler that change nothing and are not recorded."""
 
 PAUSE_S = 60.0
@@ -92,6 +92,22 @@ class FlightRecorder:
             raise
         finally:
             self._record(self._note_add, request, refusal)
+
+    def place_request(self, request: Request, arrival_index: int, now: float) -> None:
+        refusal: str | None = None
+        facts = request_facts(request)
+        try:
+            self._scheduler.place_request(request, arrival_index, now)
+        except Exception as error:
+            refusal = type(error).__name__
+            raise
+        finally:
+            self._record(self._note_place, request, facts, arrival_index, refusal, now)
+
+    def release_requests(self, request_ids: Iterable[str]) -> None:
+        request_ids = list(request_ids)
+        self._scheduler.release_requests(request_ids)
+        self._record(self._note_release, request_ids)
 
     def schedule(self, now: float) -> ScheduledStep | None:
         try:
@@ -179,16 +195,31 @@ class FlightRecorder:
             self._flush()
 
     def _note_add(self, request: Request, refusal: str | None) -> None:
+        number, names = self._know(request, refusal)
+        self._note([Tag.ADD, number, request_facts(request), names, refusal])
+
+    def _note_place(
+        self, request: Request, facts: dict[str, Any], arrival_index: int, refusal: str | None, now: float
+    ) -> None:
+        number, names = self._know(request, refusal)
+        self._note([Tag.PLACE, number, facts, names, refusal, arrival_index, len(request.output_token_ids)], now)
+
+    def _know(self, request: Request, refusal: str | None) -> tuple[int, bytes | None]:
+        """A new request's number, and the names of its tokens where there are any."""
         number = self._num_requests
         self._num_requests += 1
-        names = None
-        if refusal is None:
-            if len(self._requests) > 2 * (self._scheduler.num_running + self._scheduler.num_waiting) + _MAX_PENDING:
-                self._forget_ended()
-            self._requests[request.request_id] = (number, request)
-            self._endings |= ending_tokens(request)
-            names = None if self._identities is None else self._identities.add(request)
-        self._note([Tag.ADD, number, request_facts(request), names, refusal])
+        if refusal is not None:
+            return number, None
+        if len(self._requests) > 2 * (self._scheduler.num_running + self._scheduler.num_waiting) + _MAX_PENDING:
+            self._forget_ended()
+        self._requests[request.request_id] = (number, request)
+        self._endings |= ending_tokens(request)
+        return number, None if self._identities is None else self._identities.add(request)
+
+    def _note_release(self, request_ids: list[str]) -> None:
+        self._note([Tag.RELEASE, [self._requests[request_id][0] for request_id in request_ids]])
+        for request_id in request_ids:
+            self._forget(request_id)
 
     def _note_schedule(self, step: ScheduledStep | None, now: float) -> None:
         state = state_of(self._scheduler)
@@ -221,12 +252,15 @@ class FlightRecorder:
         return self._requests[request.request_id][0]
 
     def _forget_ended(self) -> None:
-        for request_id, (number, request) in list(self._requests.items()):
+        for request_id, (_, request) in list(self._requests.items()):
             if is_gone(request):
-                del self._requests[request_id]
-                self._steps.forget(number)
-                if self._identities is not None:
-                    self._identities.forget(request)
+                self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        number, request = self._requests.pop(request_id)
+        self._steps.forget(number)
+        if self._identities is not None:
+            self._identities.forget(request)
 
     # Files
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llm_serving import __version__
-from llm_serving.flight.format import FlightRecordingError, SegmentHeader
+from llm_serving.flight.format import FlightRecordingError, SegmentHeader, replica_folder
 from llm_serving.flight.recorder import FlightRecorder
 from llm_serving.flight.ring import SegmentRing
 from llm_serving.scheduler.limits import SchedulerLimits
@@ -31,17 +31,23 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _RECORDED_CODE = ("scheduler/**/*.py", "kvcache/*.py", "request.py", "receipt.py")
 
 
-def recorder_of(config: Config, scheduler: Scheduler, on_error: Callable[[str], None]) -> FlightRecorder | None:
-    """The recorder that a deployment's configuration asks for; None where it is switched off."""
+def recorder_of(
+    config: Config, scheduler: Scheduler, on_error: Callable[[str], None], replica: int = 0
+) -> FlightRecorder | None:
+    """The recorder that a deployment's configuration asks for; None where it is switched off. Where there are several
+    replicas of the model each has a folder of its own, and its part of the room."""
     settings = config.log_config
     if settings.flight_recorder_mib == 0:
         return None
     folder = Path(settings.flight_recorder or Path(settings.path).with_name("flight"))
+    num_replicas = config.parallel_config.data_parallel
+    if num_replicas > 1:
+        folder = replica_folder(folder, replica)
     digest = hashlib.blake2b(json.dumps(asdict(config), sort_keys=True, default=str).encode(), digest_size=16)
     return record(
         scheduler,
         folder,
-        settings.flight_recorder_mib * _MEBIBYTE,
+        settings.flight_recorder_mib * _MEBIBYTE // num_replicas,
         config_digest=digest.hexdigest(),
         on_error=on_error,
     )

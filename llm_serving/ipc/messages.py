@@ -7,7 +7,8 @@ is a ``ProtocolError``. There is no pickle anywhere.
     server                                agent
       | <------------------- Challenge -----|   a nonce
       |--- Connect ------------------------>|   proof of the launch secret, a nonce, the shared memory's name
-      | <------------------- Connected -----|   proof back; shared memory is mapped (the server unlinks it)
+      | <------------------- Connected -----|   proof back; shared memory is mapped (the server unlinks it
+      |                                     |   when every agent of the group has said so)
       | <------------------- Progress ... --|   loading, compiling, warming up
       | <------------------- Ready | Failed-|
       |--- Prefill | Decode | Move -------->|   "run slot s as step n"
@@ -26,7 +27,7 @@ import msgspec
 
 from llm_serving.errors import ProtocolError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 NONCE_BYTES = 16
 
 UInt = Annotated[int, msgspec.Meta(ge=0)]
@@ -56,7 +57,10 @@ class Challenge(Message, frozen=True, tag="challenge"):
 
 
 class Connect(Message, frozen=True, tag="connect"):
-    """Server to agent: proof over the agent's nonce, a nonce of its own, and where the step slots are."""
+    """Server to agent: proof over the agent's nonce, a nonce of its own, and where the step slots are.
+
+    An agent of a group is told of the group's exchange too; the name is empty for an agent alone.
+    """
 
     version: int
     nonce: Nonce
@@ -64,10 +68,12 @@ class Connect(Message, frozen=True, tag="connect"):
     shm_name: ShortText
     shm_bytes: UInt
     num_slots: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    exchange_name: ShortText = ""
+    exchange_bytes: UInt = 0
 
 
 class Connected(Message, frozen=True, tag="connected"):
-    """Agent to server: proof over the server's nonce. From here on both ends have the slots mapped."""
+    """Agent to server: proof over the server's nonce. The agent has the slots, and the exchange, mapped."""
 
     proof: Proof
     pid: UInt

@@ -257,6 +257,11 @@ def _check_size(name: str, value: int, low: int, high: int) -> None:
         raise ProtocolError(f"a step slot's {name} is {value}; it must be between {low} and {high}")
 
 
+def new_segment_name() -> str:
+    """A name that cannot be guessed and tells who made it: ``llm-serving-PIDxHEX``."""
+    return f"{SHM_PREFIX}{os.getpid()}x{secrets.token_hex(8)}"
+
+
 class SlotMemory:
     """A shared-memory segment of step slots. The server creates and unlinks it, an agent attaches to it."""
 
@@ -276,7 +281,7 @@ class SlotMemory:
     def create(cls, limits: SlotLimits, num_slots: int) -> SlotMemory:
         """Make a new segment, its pages reserved now. Raises OSError when /dev/shm is too small."""
         layout = SlotLayout.of(limits)
-        name = SHM_PREFIX + secrets.token_hex(8)
+        name = new_segment_name()
         path = os.path.join(SHM_DIRECTORY, name)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -294,7 +299,7 @@ class SlotMemory:
     def attach(cls, name: str, limits: SlotLimits, num_slots: int) -> SlotMemory:
         """Map a segment the server made. Raises ProtocolError when its name or size is not as agreed."""
         if not name.startswith(SHM_PREFIX) or not name.removeprefix(SHM_PREFIX).isalnum():
-            raise ProtocolError(f"{name!r} is not a name of a step-slot segment ({SHM_PREFIX}<hex>)")
+            raise ProtocolError(f"{name!r} is not a name of a step-slot segment ({SHM_PREFIX}PIDxHEX)")
         layout = SlotLayout.of(limits)
         descriptor = os.open(os.path.join(SHM_DIRECTORY, name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:

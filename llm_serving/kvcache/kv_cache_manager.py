@@ -150,6 +150,12 @@ class KVCacheManager:
         """What is cached of the chain's tokens, but for the last one. Nothing changes, nothing is held."""
         return self._prefixes.match(chain)
 
+    def known_prefix(self, hashes: Iterable[bytes]) -> tuple[int, int]:
+        """Of the full blocks with these chained hashes: how many, from the first, are cached or being computed, and
+        how many of those are held. (0, 0) without a prefix cache. A forecast for choosing between several caches:
+        ``match_prefix`` has the last word."""
+        return (0, 0) if self._prefix_cache is None else self._prefix_cache.known(hashes)
+
     def spare_blocks(self, match: PrefixMatch, num_tokens: int) -> int:
         """Free blocks that are left when a sequence of ``num_tokens`` tokens adopts a match; negative: too few."""
         blocks, _ = self._prefixes.current_part(match)

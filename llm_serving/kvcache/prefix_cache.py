@@ -6,7 +6,7 @@ cached, whoever holds it. It stays so while it is free, until it is given out ag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from llm_serving.kvcache.block_hash import BlockHash, root_hash
@@ -74,6 +74,18 @@ class PrefixCache:
         tail = self._match_tail(entries[-1] if entries else chain.salt, chain.tokens(start, min(start + size, usable)))
         num_tokens = start + (tail.num_tokens if tail is not None else 0)
         return PrefixMatch(blocks, entries, num_tokens, tail, self._num_pending_tokens(chain, len(chain.blocks)))
+
+    def known(self, hashes: Iterable[bytes]) -> tuple[int, int]:
+        """How many of the blocks with these chained hashes, from the first, are cached or being computed; and how
+        many of those a sequence holds. By their hashes alone: good enough for a forecast."""
+        num_known = num_held = 0
+        for block_hash in hashes:
+            block = self._index.block_of(block_hash)
+            if block is None and block_hash not in self._announced:
+                break
+            num_known += 1
+            num_held += block is None or self._pool.ref_count(block) > 0
+        return num_known, num_held
 
     def announce(self, chain: PrefixChain, end: int) -> None:
         """A step that computes the tokens before ``end`` is about to run."""

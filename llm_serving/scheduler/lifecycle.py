@@ -8,12 +8,13 @@ from llm_serving.errors import RequestError
 from llm_serving.receipt import Phase
 from llm_serving.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler.admission import Admission
+from llm_serving.scheduler.output import RequestUpdate
 from llm_serving.scheduler.preemption import PreemptionChoice
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.swapping import Swapper
 
-__all__ = ["Lifecycle"]
+__all__ = ["Lifecycle", "note_end", "note_expiry"]
 
 _ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -49,13 +50,35 @@ class Lifecycle:
         request.receipt.join(state.line)
         state.waiting.append(sequence)
 
+    def place(self, request: Request, arrival_index: int, now: float) -> None:
+        """Take in a request that a router sends here, which looked after the queue's bounds; it may have run before,
+        elsewhere. Raises RequestError when it can never be served, with nothing changed."""
+        state = self._state
+        sequence = Sequence(request, arrival_index, state.limits.max_output_tokens(request))
+        state.num_arrivals = max(state.num_arrivals, arrival_index + 1)
+        self.sequences[request.request_id] = sequence
+        if request.first_scheduled_time is not None:
+            state.num_started += 1
+            state.waiting.put_back(sequence)
+            return
+        if not state.waiting:
+            state.line.moved(now)
+        request.receipt.join(state.line, now)
+        state.waiting.append(sequence)
+
+    def release(self, request_id: str) -> None:
+        """A waiting request goes elsewhere: it is as if it had never been here."""
+        sequence = self.sequences[request_id]
+        if sequence.state is not SequenceState.WAITING:
+            raise AssertionError(f"{request_id} is {sequence.state.name}: only who waits can go elsewhere")
+        del self.sequences[request_id]
+        self._state.num_started -= sequence.request.first_scheduled_time is not None
+        self._leave_queue(sequence)
+
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """A request has ended. What it holds is free at once, or when steps in flight that touch it are answered."""
         state, request = self._state, sequence.request
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
-        request.finish_time = now
-        request.receipt.enter(Phase.DONE, now)
+        note_end(request, reason, now)
         del self.sequences[request.request_id]
         state.num_started -= request.first_scheduled_time is not None
         if reason in _ENDED_BY_ITSELF:
@@ -66,6 +89,7 @@ class Lifecycle:
             state.running.finish_leaving()
         else:
             self._leave_queue(sequence)
+            state.held_up = None  # it may have been the one there was no room for
         self.settle(sequence)
 
     def _leave_queue(self, sequence: Sequence) -> None:
@@ -159,3 +183,18 @@ class Lifecycle:
             )
         if state.num_started != sum(s.request.first_scheduled_time is not None for s in self.sequences.values()):
             raise AssertionError(f"{state.num_started} requests counted as started")
+
+
+def note_end(request: Request, reason: FinishReason, now: float) -> None:
+    """A request has ended."""
+    request.status = RequestStatus.FINISHED
+    request.finish_reason = reason
+    request.finish_time = now
+    request.receipt.enter(Phase.DONE, now)
+
+
+def note_expiry(request: Request, now: float) -> RequestUpdate:
+    """The last update of a request that has waited past its deadline."""
+    waited = now - request.arrival_time
+    error = f"the request's deadline passed before its first token: it waited for {waited:.3f} s"
+    return RequestUpdate(request, error=error)

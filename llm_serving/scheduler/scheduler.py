@@ -17,6 +17,8 @@ step comes next, the composers what is in it, ``Lifecycle`` what becomes of a se
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from llm_serving.errors import ProtocolError, QueueFullError
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.request import FinishReason, Request
@@ -24,14 +26,16 @@ from llm_serving.scheduler.answers import AnswerReader, shape_error
 from llm_serving.scheduler.batching.select import select_batching
 from llm_serving.scheduler.block_supply import make_block_supply
 from llm_serving.scheduler.in_flight import InFlightStep, InFlightSteps
-from llm_serving.scheduler.lifecycle import Lifecycle
+from llm_serving.scheduler.lifecycle import Lifecycle, note_expiry
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.policies.select import make_policy
 from llm_serving.scheduler.preemption import PreemptionChoice
 from llm_serving.scheduler.request_queue import RequestQueue
+from llm_serving.scheduler.room import StartRoom
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import Sequence, SequenceState
+from llm_serving.scheduler.slo_order import SloOrder
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.swapping import Swapper
@@ -164,6 +168,38 @@ class Scheduler:
         """End every request with ``FinishReason.ERROR``."""
         return self._end_all(list(self._lifecycle.sequences.values()), error, now)
 
+    # For a router that stands before several schedulers
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that have not ended."""
+        return len(self._lifecycle.sequences)
+
+    def place_request(self, request: Request, arrival_index: int, now: float) -> None:
+        """Take in a request that a router has chosen this scheduler for; ``arrival_index`` orders it among all
+        requests of the router. It may have run elsewhere, and goes on with the tokens it has. The router has looked
+        after the bounds of the queue, and knows that the id is not taken."""
+        self._lifecycle.place(request, arrival_index, now)
+
+    def release_requests(self, request_ids: Iterable[str]) -> None:
+        """Waiting requests go elsewhere; nothing is left of them here."""
+        for request_id in request_ids:
+            self._lifecycle.release(request_id)
+
+    def start_room(self) -> StartRoom:
+        """What is free for requests to start, and who waits for it. Changes nothing."""
+        return StartRoom.of(self._state)
+
+    def known_prefix(self, hashes: Iterable[bytes]) -> tuple[int, int]:
+        """See ``KVCacheManager.known_prefix``."""
+        return self._kv_cache.known_prefix(hashes)
+
+    @property
+    def prefill_estimate(self) -> tuple[float, float]:
+        """What policy ``slo`` has learnt of prefills, see ``SloOrder.estimate``; zeros under others."""
+        order = self._state.order
+        return order.estimate if isinstance(order, SloOrder) else (0.0, 0.0)
+
     # Steps
 
     def schedule(self, now: float) -> ScheduledStep | None:
@@ -260,6 +296,4 @@ class Scheduler:
         for sequence in self._waiting.pop_expired(now):
             sequence.state = SequenceState.GONE
             self._lifecycle.finish(sequence, FinishReason.ABORT, now)
-            waited = now - sequence.request.arrival_time
-            error = f"the request's deadline passed before its first token: it waited for {waited:.3f} s"
-            self._ended.append(RequestUpdate(sequence.request, error=error))
+            self._ended.append(note_expiry(sequence.request, now))

@@ -71,6 +71,15 @@ class SloOrder:
         """Those known to miss their objective; ``first`` finds out."""
         return len(self._late)
 
+    @property
+    def estimate(self) -> tuple[float, float]:
+        """What was last learnt: seconds of a step with next to no tokens, and of each token."""
+        return self._overhead_s, self._seconds_per_token
+
+    def is_late(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence was found to miss its objective."""
+        return sequence not in self._latest_starts
+
     def is_spare(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence is late and it is not its turn: it would be first for want of others only."""
         return sequence not in self._latest_starts and self._starts_before_late < LATE_SHARE - 1

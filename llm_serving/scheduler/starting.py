@@ -71,6 +71,7 @@ class Starter:
         obstacle = self._lack_of_room(sequence)
         if obstacle is not None:
             self._batching.held_up()
+            self._state.note_held_up()
             return obstacle
         cached = self._supply.look_up(sequence)
         if cached.is_pending:

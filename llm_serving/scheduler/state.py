@@ -36,6 +36,8 @@ class SchedulerState:
     """Requests taken in since the start; the arrival index of the next."""
     num_started: int = 0
     """Requests that have started and not ended, wherever they are now."""
+    held_up: tuple[int, int, int] | None = None
+    """Changes, free rows and free blocks when the first in line last found no room; see ``is_held_up``."""
     wakeup: float | None = None
     """When something that the last ``schedule`` held back has waited long enough."""
 
@@ -44,6 +46,23 @@ class SchedulerState:
         """Share of the blocks that sequences hold, 0 to 1."""
         usable = self.kv_cache.num_usable_blocks
         return (usable - self.kv_cache.num_free_blocks) / usable
+
+    def note_held_up(self) -> None:
+        """There is no room for the first in line."""
+        self.held_up = (self.running.num_changes, self.running.num_free_rows, self.kv_cache.num_free_blocks)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether nothing has changed for the better since the first in line found no room."""
+        if self.held_up is None:
+            return False
+        num_changes, rows, blocks = self.held_up
+        running = self.running
+        return (
+            num_changes == running.num_changes
+            and running.num_free_rows <= rows
+            and self.kv_cache.num_free_blocks <= blocks
+        )
 
     def goes_after_preempted(self, sequence: Sequence) -> bool:
         """Whether somebody who was preempted starts, or comes back from the host, before this waiting sequence."""

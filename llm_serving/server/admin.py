@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from starlette.requests import Request
@@ -84,7 +85,8 @@ async def server_info(state: ServerState, request: Request) -> Response:
 def _engine(status: Any) -> dict[str, Any]:
     names = ("state", "running", "waiting", "free_blocks", "total_blocks", "steps", "last_step_age_s", "preemptions",
              "swapped", "swaps", "kv_waste", "prefix_hit_tokens", "prefix_query_tokens")  # fmt: skip
-    return {**{name: getattr(status, name) for name in names}, "agents": status.agents}
+    replicas = [asdict(replica) for replica in status.replicas]
+    return {**{name: getattr(status, name) for name in names}, "agents": status.agents, "replicas": replicas}
 
 
 async def tokenize(state: ServerState, request: Request) -> Response:

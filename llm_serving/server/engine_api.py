@@ -9,6 +9,7 @@ from llm_serving.engine.beam_search import BeamSearchParams
 from llm_serving.engine.open_request import PieceSink
 from llm_serving.engine.receipts import RequestReceipt
 from llm_serving.engine.search import SearchResult
+from llm_serving.engine.status import ReplicaStatus
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import QueueFullError
 from llm_serving.request import DEFAULT_SCHEDULING, SamplingParams, SchedulingParams
@@ -33,6 +34,9 @@ class EngineStatus(Protocol):
 
     @property
     def total_blocks(self) -> int: ...
+
+    @property
+    def replicas(self) -> Sequence[ReplicaStatus]: ...
 
     @property
     def steps(self) -> int: ...

@@ -41,6 +41,8 @@ class Choice:
     request_id: str
     prompt: Prompt
     sampling: SamplingParams
+    group: str = ""
+    """Of the answers to one prompt, where there are several: they share the prompt's blocks."""
 
 
 @dataclass(slots=True)
@@ -79,7 +81,8 @@ def make_choices(
         for i in range(n):
             index = len(choices)
             name = request_id if len(prompts) * n == 1 else f"{request_id}-{index}"
-            choices.append(Choice(index, name, prompt, with_choice(params, max_tokens, prompt_seed, i)))
+            group = f"{request_id}/{index - i}" if n > 1 else ""
+            choices.append(Choice(index, name, prompt, with_choice(params, max_tokens, prompt_seed, i), group))
     return choices
 
 
@@ -203,10 +206,11 @@ class Generation:
         """
         for choice in self.choices:
             sink = _ChoiceSink(self, choice, taker)
+            scheduling = replace(self.scheduling, group=choice.group) if choice.group else self.scheduling
             try:
                 opened = self.state.engine.open(
                     choice.request_id, choice.prompt.token_ids, choice.sampling, sink, self._received_at,
-                    scheduling=self.scheduling, streamed=streamed,
+                    scheduling=scheduling, streamed=streamed,
                 )  # fmt: skip
             except RequestError as error:
                 self._log_arrival(choice)

@@ -18,7 +18,7 @@ from llm_serving.engine.outputs import EngineOutput
 from llm_serving.engine.status import EngineState
 from llm_serving.errors import AgentStartError, LLMServingError
 from llm_serving.executor.agent_executor import AgentExecutor
-from llm_serving.executor.agent_process import bind_agent_port
+from llm_serving.executor.agent_process import bind_agent_ports
 from llm_serving.log import EventLog
 from llm_serving.metrics import Metrics
 from llm_serving.request import Request, RequestOutput, SamplingParams
@@ -74,9 +74,10 @@ class OfflineEngine:
         self._recorder = _Recorder()
         self._outputs: list[EngineOutput] = []
         self._number = 0
+        scheduler = Scheduler(SchedulerLimits.from_config(config))
         self._core = EngineCore(
-            Scheduler(SchedulerLimits.from_config(config)),
-            executor,
+            scheduler,
+            [(scheduler, executor)],
             lambda request: _NoText(),
             log,
             self._recorder,
@@ -136,11 +137,11 @@ def offline_engine(config: Config) -> Iterator[OfflineEngine]:
     with ExitStack() as owned:
         folder = Path(owned.enter_context(tempfile.TemporaryDirectory(prefix="bench_engine_")))
         settings = config.serving_config
-        listener = owned.enter_context(bind_agent_port(settings.agent_ip, settings.agent_ports[0]))
+        listeners = owned.enter_context(bind_agent_ports(settings.agent_ip, settings.agent_ports))
         log = owned.enter_context(EventLog(str(folder / "engine.log"), "error"))
         # An agent that dies must end the benchmark instead of being started again under it.
         once = replace(config, serving_config=replace(settings, agent_restart_limit=0))
-        executor = AgentExecutor(once, listener, folder / "agent_0.log")
+        executor = AgentExecutor(once, listeners, folder)
         owned.callback(executor.close)
         engine = OfflineEngine(once, executor, log)
         executor.start()

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from step_driver import BLOCK_SIZE, NUM_HOST_BLOCKS, Part, Sampled, StepDriver, blocks_for
+from step_config import BLOCK_SIZE, NUM_HOST_BLOCKS
+from step_driver import Part, Sampled, StepDriver, blocks_for
 
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import LAST_TOKEN, MoveKind

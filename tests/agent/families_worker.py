@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from runner_worker import generate, run_invariance  # noqa: E402
+from step_config import make_config  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
 from tools.make_golden import weights_digest  # noqa: E402
@@ -36,7 +37,7 @@ def main() -> None:
         golden = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
         folder = Path(scratch) / name
         write_model(FAMILY_VARIANTS[name], folder)
-        driver = StepDriver(folder, dtype, op_table, weights, kv)
+        driver = StepDriver(make_config(folder, dtype, op_table, weights, kv))
         results[name] = {
             "free": tokens(driver, golden["cases"], forced=False) if dtype == "float32" else None,
             "forced": tokens(driver, golden["cases"], forced=True),

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from block_sharing import run_block_sharing, run_move_refusals  # noqa: E402
-from step_driver import BLOCK_SIZE, Part, StepDriver, blocks_for  # noqa: E402
+from step_config import BLOCK_SIZE, make_config  # noqa: E402
+from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
 from llm_serving.errors import AgentError, ProtocolError  # noqa: E402
 from llm_serving.ipc.shm import LAST_TOKEN  # noqa: E402
@@ -139,11 +140,11 @@ def run_rows(driver: StepDriver) -> dict[str, Any]:
     runner.reset()
     prompt = [5, 6, 7, 5, 9, 11]
     sampling = {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.9}
-    tokens = _penalised(driver, prompt, [], 12, sampling, row=3)
+    tokens = penalised(driver, prompt, [], 12, sampling, row=3)
     logits = [each[0] for each in captured[1:]]  # the first is of the chunk that does not sample
-    resumed = _penalised(driver, prompt, tokens[:5], 12, sampling, row=4)
+    resumed = penalised(driver, prompt, tokens[:5], 12, sampling, row=4)
     swapped = _penalised_after_swap(driver, prompt, tokens[:5], 12, sampling, old_row=3, row=6)
-    plain = _penalised(driver, prompt, [], 12, {}, row=3)
+    plain = penalised(driver, prompt, [], 12, {}, row=3)
     runner._sampler.sample = original  # type: ignore[method-assign]
     return {
         "prompt": prompt,
@@ -156,7 +157,7 @@ def run_rows(driver: StepDriver) -> dict[str, Any]:
     }
 
 
-def _penalised(
+def penalised(
     driver: StepDriver, prompt: list[int], output: list[int], total: int, sampling: dict[str, float], row: int
 ) -> list[int]:
     """Sample up to ``total`` output tokens, ``output`` being known already; the history goes with the last chunk."""
@@ -284,7 +285,7 @@ def main() -> None:
         if name in VARIANTS:
             folder = scratch / name
             write_model(VARIANTS[name], folder)
-        driver = StepDriver(folder, dtype, op_table, weights, kv)
+        driver = StepDriver(make_config(folder, dtype, op_table, weights, kv))
         result = {"golden": run_golden(driver, golden), "invariance": run_invariance(driver, golden)}
         result["sharing"] = run_block_sharing(driver, golden)
         result["digest"] = weights_digest(folder)

@@ -5,22 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from step_config import BLOCK_SIZE, MAX_MODEL_LEN
 
 from agent.model_runner import ModelRunner
-from llm_serving.config import Config, load_config
+from llm_serving.config import Config
+from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.shm import SlotLayout, StepSlot
 from llm_serving.request import MAX_TOP_LOGITS
-
-BLOCK_SIZE = 16
-NUM_BLOCKS = 256
-NUM_HOST_BLOCKS = 12
-MAX_MODEL_LEN = 256
-PREFILL_SEQS = 4
-DECODE_SEQS = 8
 
 GREEDY: dict[str, float] = {
     "temperature": 0.0,
@@ -33,31 +27,6 @@ GREEDY: dict[str, float] = {
     "seed": 0,
     "num_top_logits": MAX_TOP_LOGITS,
 }
-
-
-def make_config(
-    folder: Path, dtype: str, op_table: str, weights: str = "auto", kv: str = "auto", model_type: str = "dyn"
-) -> Config:
-    """Small limits, one thread's worth of model."""
-    overrides = {
-        "model_config.model_type": model_type,
-        "model_config.model_path": folder,
-        "model_config.model_dtype": dtype,
-        "model_config.op_table": op_table,
-        "model_config.weight_format": weights,
-        "model_config.weight_group": 32,
-        "model_config.kv_format": kv,
-        "model_config.device_target": "CPU",
-        "model_config.max_generate_length": MAX_MODEL_LEN,
-        "model_config.seq_length": [MAX_MODEL_LEN],
-        "model_config.prefill_batch_size": [PREFILL_SEQS],
-        "model_config.decode_batch_size": [DECODE_SEQS],
-        "pa_config.num_blocks": NUM_BLOCKS,
-        "pa_config.num_host_blocks": NUM_HOST_BLOCKS,
-        "pa_config.block_size": BLOCK_SIZE,
-        "scheduler_config.max_num_batched_tokens": MAX_MODEL_LEN,
-    }
-    return load_config("llama_tiny_cpu.yaml", [f"{key}={value}" for key, value in overrides.items()])
 
 
 Move = tuple[int, int, int]
@@ -92,20 +61,12 @@ class Sampled:
 
 
 class StepDriver:
-    """A ready runner and one slot."""
+    """A ready runner and one slot. ``rank`` and ``exchange``: of an agent of a group."""
 
-    def __init__(
-        self,
-        folder: Path,
-        dtype: str,
-        op_table: str,
-        weights: str = "auto",
-        kv: str = "auto",
-        model_type: str = "dyn",
-    ) -> None:
-        self.config = make_config(folder, dtype, op_table, weights, kv, model_type)
+    def __init__(self, config: Config, rank: int = 0, exchange: ExchangeMemory | None = None) -> None:
+        self.config = config
         self.stages: list[tuple[str, int, int]] = []
-        self.runner = ModelRunner(self.config, lambda *stage: self.stages.append(stage))
+        self.runner = ModelRunner(self.config, lambda *stage: self.stages.append(stage), rank, exchange)
         self.runner.load()
         self.runner.compile()
         self.runner.warm_up()

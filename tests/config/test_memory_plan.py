@@ -9,10 +9,21 @@ from model_folders import write_model_folder
 
 from llm_serving.config import Config, load_config
 from llm_serving.errors import MemoryPlanError
+from llm_serving.ipc.exchange import exchange_bytes
 from llm_serving.machine import Machine
-from llm_serving.memory_plan import GIB, MIB, MemoryPlan, estimate_memory, format_bytes, format_count, plan_memory
+from llm_serving.memory_plan import (
+    GIB,
+    MIB,
+    MemoryPlan,
+    estimate_memory,
+    estimate_rank_memory,
+    format_bytes,
+    format_count,
+    plan_memory,
+)
 
 PLENTY = Machine(1000 * GIB, "test machine")
+PORTS = "serving_config.agent_ports=[0]"
 
 
 def small(tmp_path: Path, *overrides: str, ascend: bool = False) -> Config:
@@ -216,6 +227,94 @@ def test_ascend_plans_for_its_own_memory(tmp_path: Path) -> None:
     mindformers.write_text('context: {max_device_memory: "0.01GB"}\n', encoding="utf-8")
     with pytest.raises(MemoryPlanError, match=r"of 10.2 MiB \(max_device_memory\)"):
         plan_memory(small(tmp_path, *overrides, ascend=True), Machine(GIB, "host"))
+
+
+def test_agents_have_their_own_parts(tmp_path: Path) -> None:
+    """Two stages of two agents: a layer, half the heads, columns and vocabulary each, twice."""
+    parallel = ["tensor_parallel=2", "pipeline_parallel=2", "data_parallel=2"]
+    config = small(tmp_path, *[f"parallel_config.{each}" for each in parallel], "pa_config.num_host_blocks=10")
+    plan = plan_memory(config, PLENTY)
+    assert len(plan.ranks) == 8
+    assert plan.ranks[:4] == plan.ranks[4:]
+    columns, rows = (96, 64), (160, 140)
+    kv = 2 * 1 * 1 * 16 * 4
+    for rank, items in enumerate(plan.ranks[:4]):
+        stage, index = divmod(rank, 2)
+        layer = 2 * 64 * 32 + 2 * 64 * 16 + 3 * 64 * columns[index] + 2 * 64
+        widths = 64 + 64 + (32 + 32) + 32 + 32 + 3 * columns[index]
+        answers = rank == 2
+        assert {item.name: item.num_bytes for item in items} == {
+            "weights": (layer + rows[index] * 64 + 64 * stage) * 4,
+            "KV cache": kv * 16 * 2048,
+            "activations": 2048 * widths * 4,
+            "logits": 64 * (300 if answers else rows[index]) * 4 * stage,
+            "rotary tables": 2 * 2048 * 16 * 4,
+            "token history": 64 * 2048 * 4 * answers,
+            "host blocks": kv * 16 * 10,
+            "agent process": 600 * MIB,
+        }, rank
+    limits = config.slot_limits()
+    exchange = 2 * exchange_bytes(config.shape, limits, config.parallel_config)
+    assert exchange > 0
+    assert plan.bytes_of("exchange") == exchange
+    parts = sum(item.num_bytes for items in plan.ranks for item in items)
+    assert plan.total_bytes == parts + exchange + 200 * MIB
+    assert plan.kv_bytes_per_token == 8 * kv
+    assert [line.split()[:3] for line in plan.without_host_blocks.table().splitlines()[1:3]] == [
+        ["weights", "136.5", "KiB"],
+        ["KV", "cache", "4.0"],
+    ]
+
+
+def test_table_of_a_group(tmp_path: Path) -> None:
+    plan = plan_memory(llama2_7b(tmp_path, "parallel_config.tensor_parallel=4", PORTS), Machine(64 * GIB, "free"))
+    assert plan.table().splitlines() == [
+        "                    agent 0  agents 1-3        all",
+        "  weights           3.1 GiB     3.1 GiB   12.6 GiB  6.74 B parameters in float16",
+        "  KV cache          2.0 GiB     2.0 GiB    8.0 GiB  1024 blocks of 16 tokens, 512.0 KiB a token in float16",
+        "  activations     168.5 MiB   168.5 MiB  674.0 MiB  a step of 4096 tokens",
+        "  logits           23.4 MiB     5.9 MiB   41.0 MiB  128 sequences, vocabulary of 32000",
+        "  rotary tables     4.0 MiB     4.0 MiB   16.0 MiB  4096 positions",
+        "  token history     2.0 MiB           -    2.0 MiB  128 sequences of 4096 tokens",
+        "  agent process   600.0 MiB   600.0 MiB    2.3 GiB  Python, MindSpore, graphs",
+        "  exchange                -           -    4.0 MiB  of 1 group of agents",
+        "  server process          -           -  200.0 MiB  HTTP, scheduler, tokenizer",
+        "  total             5.9 GiB     5.9 GiB   23.8 GiB",
+        "  available                               64.0 GiB  free",
+    ]
+
+
+def test_quarters_of_a_replicated_head(tmp_path: Path) -> None:
+    """Four agents and two key-value heads: each has one, so that the cache is twice the whole model's."""
+    plan = estimate_memory(small(tmp_path, "parallel_config.tensor_parallel=4"), PLENTY)
+    assert plan.bytes_of("KV cache") == 2 * estimate_memory(small(tmp_path), PLENTY).bytes_of("KV cache")
+
+
+def test_tied_embedding_of_two_stages(tmp_path: Path) -> None:
+    """The first and the last stage need it, so that it is there twice."""
+
+    def weights(tied: bool, *overrides: str) -> int:
+        folder = write_model_folder(tmp_path / f"{tied}", tie_word_embeddings=tied)
+        given = ["model_config.model_dtype=bfloat16", "model_config.op_table=native", *overrides]
+        config = load_config("llama_tiny_cpu.yaml", [f"model_config.model_path={folder}", *given], ascend=False)
+        return estimate_memory(config, PLENTY).bytes_of("weights")
+
+    stages = "parallel_config.pipeline_parallel=2"
+    assert weights(False) - weights(True) == 300 * 64 * 2
+    assert weights(True, stages) == weights(False, stages) == weights(False)
+
+
+def test_the_fullest_ascend_counts(tmp_path: Path) -> None:
+    mindformers = tmp_path / "mf.yaml"
+    mindformers.write_text('context: {max_device_memory: "0.02GB"}\n', encoding="utf-8")
+    overrides = ("model_config.model_dtype=float16", f"model_config.model_cfg_path={mindformers}")
+    config = small(tmp_path, *overrides, "parallel_config.tensor_parallel=2", ascend=True)
+    plan = plan_memory(config, Machine(0, "host"))
+    assert plan.items == plan.ranks[0] == estimate_rank_memory(config, 0, PLENTY).items
+    assert plan.ranks[1] == estimate_rank_memory(config, 1, PLENTY).items
+    assert plan.total_bytes > sum(item.num_bytes for item in plan.ranks[1])
+    assert plan.table().splitlines()[0].split() == ["agent", "0", "agent", "1", "fullest"]
+    assert plan.kv_bytes_per_token * 2 == config.kv_bytes_per_token
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,8 @@ REFUSED = [
     (["model_config.op_table=fused"], {}, "op_table = 'fused': with model_type mindformers use native or auto"),
     (["model_config.model_dtype=float32"], {}, "not with model_dtype float32"),
     (["model_config.kv_format=int8"], {}, "model_config.kv_format = 'int8'"),
+    (["parallel_config.tensor_parallel=2"], {}, "parallel_config.tensor_parallel = 2: MindFormers' models are not split"),
+    (["parallel_config.pipeline_parallel=2"], {}, "parallel_config.pipeline_parallel = 2: MindFormers' models are not"),
     (["model_config.weight_format=int8"], {}, "model_config.weight_format = 'int8'"),
     ([], {"architectures": ["LlamaForCausalLM"]}, "serves Qwen2ForCausalLM, Qwen3ForCausalLM; this is a Llama"),
     ([], {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "ignores sliding_window = 64"),

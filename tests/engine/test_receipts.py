@@ -132,9 +132,9 @@ def test_the_line_of_a_requests_end() -> None:
     assert log.named("request_end") == [
         {
             "request_id": "r", "prompt_tokens": 10, "cached_tokens": 8, "output_tokens": 3, "total_tokens": 13,
-            "finish_reason": "stop", "tokenise_ms": 1.0, "queue_ms": 2.0, "prefill_ms": 4.0, "decode_ms": 9.0,
+            "finish_reason": "stop", "replica": 0, "tokenise_ms": 1.0, "queue_ms": 2.0, "prefill_ms": 4.0,
             "preempted_ms": 16.0, "swapped_ms": 32.0, "delivery_ms": 0.0, "e2e_ms": 64.0,
-            "ttft_ms": 7.0, "tpot_ms": 28.5,
+            "decode_ms": 9.0, "ttft_ms": 7.0, "tpot_ms": 28.5,
             "preemptions": 1, "swaps": 1, "prefill_chunks": 2, "blocked_ms": {"blocks": 1.5, "rows": 0.5},
             "blocked_times": {"blocks": 1, "rows": 1}, "blocked_by": ["a", "b"], "tenant": "0011223344556677",
             "priority": -1, "objectives_met": {"ttft": False, "both": False},

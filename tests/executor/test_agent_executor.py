@@ -23,7 +23,7 @@ from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, Ste
 
 
 def shm_entries():
-    return {name for name in os.listdir(SHM_DIRECTORY) if name.startswith(SHM_PREFIX)}
+    return {name for name in os.listdir(SHM_DIRECTORY) if name.startswith(f"{SHM_PREFIX}{os.getpid()}x")}
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def make_executor(tmp_path, monkeypatch):
     def make(*overrides, report=None):
         config = small_config(tmp_path, overrides)
         listener = bind_agent_port("127.0.0.1", 0)
-        executor = AgentExecutor(config, listener, tmp_path / "agent_0.log", report, agent_module="stub_agent")
+        executor = AgentExecutor(config, [listener], tmp_path, report, agent_module="stub_agent")
         made.append((executor, listener))
         executor.start()
         return executor
@@ -304,7 +304,7 @@ def test_a_taken_agent_port_is_an_error_that_names_it():
 def test_the_secret_is_in_no_argument_and_no_environment(make_executor):
     executor = make_executor()
     events_until(executor, AgentReady)
-    secret = executor._link.process.secret
+    secret = executor._group.links[0].process.secret
     process = Path("/proc", str(pid_of(executor)))
     for name in ("cmdline", "environ"):
         content = (process / name).read_bytes()

@@ -13,7 +13,7 @@ LIMITS = SlotLimits(max_tokens=64, max_seqs=4, max_blocks_per_seq=8)
 
 
 def entries():
-    return {name for name in os.listdir(SHM_DIRECTORY) if name.startswith(SHM_PREFIX)}
+    return {name for name in os.listdir(SHM_DIRECTORY) if name.startswith(f"{SHM_PREFIX}{os.getpid()}x")}
 
 
 def test_fields_do_not_overlap_and_are_aligned():

@@ -15,6 +15,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "agent")]
 
 from mindformers_variants import VARIANTS  # noqa: E402
 from runner_worker import generate, run_invariance  # noqa: E402
+from step_config import make_config  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
 from tools.seeded_model import write_model  # noqa: E402
@@ -43,10 +44,11 @@ def main() -> None:
     for name, variant in VARIANTS.items():
         write_model(variant, scratch / name)
         cases = prompts(variant.config["vocab_size"])
-        ours = tokens(StepDriver(scratch / name, dtype, "native"), cases, forced=False)
+        ours = tokens(StepDriver(make_config(scratch / name, dtype, "native")), cases, forced=False)
         for case, steps in zip(cases, ours, strict=True):
             case["tokens"] = [token for token, _, _ in steps]
-        driver = StepDriver(scratch / name, dtype, "native", model_type="mindformers")
+        theirs = {"model_config.model_type": "mindformers"}
+        driver = StepDriver(make_config(scratch / name, dtype, "native", extra=theirs))
         results[name] = {
             "ours": ours,
             "theirs": [[step[0] for step in steps] for steps in tokens(driver, cases, forced=True)],

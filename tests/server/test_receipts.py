@@ -14,8 +14,9 @@ ALICE, BOB = {"Authorization": "Bearer alice"}, {"Authorization": "Bearer bob"}
 def sequence(request_id: str, **changes: object) -> dict[str, object]:
     """A receipt as the fake engine has it, in JSON."""
     return {
-        "request_id": request_id, "state": "done", "finish_reason": "stop", "priority": 0, "prompt_tokens": 2,
-        "cached_tokens": 2, "output_tokens": 6, "e2e_ms": 127.0, "ttft_ms": 7.0, "tpot_ms": 2.0, "parts_ms": PARTS_MS,
+        "request_id": request_id, "state": "done", "finish_reason": "stop", "priority": 0, "replica": 0,
+        "prompt_tokens": 2, "cached_tokens": 2, "output_tokens": 6,
+        "e2e_ms": 127.0, "ttft_ms": 7.0, "tpot_ms": 2.0, "parts_ms": PARTS_MS,
         "prefill_chunks": 3, "preemptions": 1, "swaps": 2,
         "blocked": [{"reason": "blocks", "times": 5, "ms": 1.5}], "blocked_by": ["cmpl-other"], **changes,
     }  # fmt: skip

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from small_configs import REPOSITORY, small_config
 
+from llm_serving.ipc.exchange import exchange_bytes
 from tools.diagnosis import cann, deployment, npu, resources, software, versions
 from tools.diagnosis.finding import Level
 from tools.diagnosis.host import CommandResult, Host, run_command
@@ -300,7 +301,7 @@ def test_memory_of_a_container(tmp_path):
 def test_shared_memory_too_small_and_left_behind(tmp_path):
     host = machine(tmp_path, {"/dev/shm/llm-serving-0123": "12345678"}, free_bytes=lambda path: 1024)
     assert brief(resources.check_shared_memory(host, 2048, 1)) == [
-        (PROBLEM, "step slots take 2.0 KiB for 1 agents; 1.0 KiB are free"),
+        (PROBLEM, "step slots of 1 agents take 2.0 KiB; 1.0 KiB are free"),
         (WARNING, "1 segments left by servers that were killed, 8 B"),
     ]
     (finding,) = resources.check_shared_memory(machine(tmp_path / "none"), 1, 1)
@@ -335,6 +336,27 @@ def test_more_threads_than_the_container_grants_are_told(tmp_path):
     assert (finding.level, finding.text) == (WARNING, expected)
     (finding,) = resources.check_cores(host, small_config(tmp_path, ["model_config.cpu_threads=2"]))
     assert finding.level is OK
+
+
+def test_agents_share_cores_and_memory(tmp_path):
+    """Two replicas of two agents each on eight cores, of which the control group grants two."""
+    parallel = ["parallel_config.tensor_parallel=2", "parallel_config.data_parallel=2"]
+    config = small_config(tmp_path, parallel)
+    (finding,) = deployment.check_agents(config)
+    assert (finding.level, finding.text) == (OK, "4: 2 replicas of 1 stages of 2 agents")
+    assert list(deployment.check_agents(small_config(tmp_path))) == []
+    alone, two = deployment.shared_bytes(small_config(tmp_path)), deployment.shared_bytes(config)
+    exchange = exchange_bytes(config.shape, config.slot_limits(), config.parallel_config)
+    assert two == 2 * (alone + exchange)
+    host = machine(tmp_path, {"/proc/cpuinfo": "processor\t: 0\n" * 8}, usable_cores=lambda: 8)
+    (finding,) = resources.check_cores(host, config)
+    assert (finding.level, finding.text) == (OK, "8 of 8 usable"), "two threads each"
+    (finding,) = resources.check_cores(host, small_config(tmp_path, [*parallel, "model_config.cpu_threads=3"]))
+    assert finding.text == "8 of 8 usable; the kernels would use 12 threads"
+    assert finding.advice.startswith("set model_config.cpu_threads=2:")
+    few = machine(tmp_path, {}, usable_cores=lambda: 2)
+    (finding,) = resources.check_cores(few, config)
+    assert (finding.level, finding.advice.split(" (")[0]) == (WARNING, "fewer agents")
 
 
 def test_huge_pages_and_open_files(tmp_path):

@@ -12,6 +12,7 @@ from llm_serving.config import Config, load_config
 from llm_serving.config.lookup import has_ascend
 from llm_serving.engine.tokenizer import load_tokenizer
 from llm_serving.errors import LLMServingError
+from llm_serving.ipc.exchange import exchange_bytes
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout
 from llm_serving.memory_plan import format_bytes
 from tools.diagnosis.finding import Finding, ok, problem, warning
@@ -55,13 +56,27 @@ def _refused(name: str, overrides: Sequence[str], ascend: bool, reason: str) -> 
 
 
 def num_agents(config: Config) -> int:
-    """One a port."""
-    return len(config.serving_config.agent_ports)
+    """Of all replicas."""
+    return config.parallel_config.world_size
 
 
-def slot_bytes(config: Config) -> int:
-    """Shared memory of the step slots of all agents."""
-    return SlotLayout.of(config.slot_limits()).slot_bytes * NUM_SLOTS * num_agents(config)
+def shared_bytes(config: Config) -> int:
+    """Shared memory of every replica's group of agents: step slots, and the exchange of more than one."""
+    limits, parallel = config.slot_limits(), config.parallel_config
+    slots = SlotLayout.of(limits).slot_bytes * NUM_SLOTS
+    return (slots + exchange_bytes(config.shape, limits, parallel)) * parallel.data_parallel
+
+
+def check_agents(config: Config) -> Iterator[Finding]:
+    """How the model is spread; nothing to say of one agent."""
+    parallel = config.parallel_config
+    if parallel.world_size == 1:
+        return
+    text = (
+        f"{parallel.world_size}: {parallel.data_parallel} replicas of {parallel.pipeline_parallel} stages of "
+        f"{parallel.tensor_parallel} agents"
+    )
+    yield ok("agents", text)
 
 
 def check_model(config: Config) -> Iterator[Finding]:

@@ -49,7 +49,8 @@ def _for_config(host: Host, config: Config, state: npu.NpuState, has_mindspore: 
     plan, findings = _attempt(lambda: resources.check_memory(host, config), None)
     agents = deployment.num_agents(config)
     checks: list[Callable[[], Iterable[Finding]]] = [
-        lambda: resources.check_shared_memory(host, deployment.slot_bytes(config), agents),
+        lambda: deployment.check_agents(config),
+        lambda: resources.check_shared_memory(host, deployment.shared_bytes(config), agents),
         lambda: resources.check_cores(host, config),
         lambda: resources.check_huge_pages(host, config),
         lambda: resources.check_open_files(host, config),

@@ -53,13 +53,13 @@ def check_memory(host: Host, config: Config) -> tuple[MemoryPlan | None, list[Fi
 
 
 def check_shared_memory(host: Host, needed_bytes: int, num_agents: int) -> Iterator[Finding]:
-    """Room for the step slots of every agent."""
+    """Room for the step slots, and what else agents share."""
     place = host.path(SHM)
     if not place.is_dir() or not os.access(place, os.W_OK):
         yield problem(SHM, "is not there or not writable", "mount a tmpfs there; in a container give it --shm-size=1g")
         return
     free = host.free_bytes(place)
-    text = f"step slots take {format_bytes(needed_bytes)} for {num_agents} agents; {format_bytes(free)} are free"
+    text = f"step slots of {num_agents} agents take {format_bytes(needed_bytes)}; {format_bytes(free)} are free"
     if needed_bytes > free:
         advice = "docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm; or lower decode_batch_size"
         yield problem(SHM, text, advice)
@@ -78,13 +78,15 @@ def check_cores(host: Host, config: Config | None) -> Iterator[Finding]:
     total = len(re.findall(r"(?m)^processor\s*:", host.read("/proc/cpuinfo") or "")) or cores
     limited = f", the control group grants {quota:.1f} of them" if quota is not None else ""
     text = f"{cores} of {total} usable{limited}"
-    threads = config.model_config.cpu_threads if config is not None and config.device == "CPU" else None
     granted = cores if quota is None else min(cores, quota)
-    if threads is not None and (threads or cores) > granted + 0.5:
-        advice = (
-            f"set model_config.cpu_threads={max(1, int(granted))}: threads that wait for their share hold the others"
-        )
-        yield warning("cores", f"{text}; the kernels would use {threads or cores} threads", advice)
+    agents = config.parallel_config.world_size if config is not None and config.device == "CPU" else 0
+    threads = agents * (config.agent_threads(cores) if config is not None else 0)
+    if threads > granted + 0.5:
+        fewer = max(1, int(granted) // agents)
+        advice = f"set model_config.cpu_threads={fewer}: threads that wait for their share hold the others"
+        if agents > granted:
+            advice = "fewer agents (parallel_config): those that wait for a core hold the others of their group"
+        yield warning("cores", f"{text}; the kernels would use {threads} threads", advice)
     elif granted < 2:
         advice = "two or more keep the server responsive while the model computes"
         yield warning("cores", text, advice)

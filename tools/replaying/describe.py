@@ -12,6 +12,7 @@ from llm_serving.flight.reader import (
     FailedAll,
     Finished,
     Raised,
+    Released,
     Scheduled,
     TookEnded,
     VoidSteps,
@@ -36,8 +37,10 @@ def _what(event: Event) -> str:
         refused = f": refused, {event.refusal}" if event.refusal else ""
         return (
             f"add request {event.number} {facts['request_id']!r}: {facts['num_prompt_tokens']} prompt tokens,"
-            f" max_tokens {facts['max_tokens']}{refused}"
+            f" max_tokens {facts['max_tokens']}{', with output' if event.output else ''}{refused}"
         )
+    if isinstance(event, Released):
+        return f"requests {shorten(event.numbers)} go to another replica"
     if isinstance(event, Scheduled):
         state = describe_state(event.state)
         if event.step is None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llm_serving.errors import LLMServingError
-from llm_serving.flight.format import FlightRecordingError
+from llm_serving.flight.format import FlightRecordingError, replica_folders
 from llm_serving.flight.reader import Stretch, read_recording
 from performance.load.errors import UsageError
 from tools.replaying.describe import shorten
@@ -32,6 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     changes = [*options.set, *([f"policy={options.policy}"] if options.policy else [])]
     try:
+        replicas = replica_folders(options.recording)
+        if replicas and not (changes or options.html or options.trace):
+            return max(_replay_replica(folder, options) for folder in replicas)
+        if replicas:
+            raise UsageError(f"{options.recording} has the recordings of several replicas: name one, {replicas[0]}")
         stretches = _chosen(read_recording(options.recording), all_runs=options.all)
         if changes:
             shown = _what_if(stretches[-1], changes)
@@ -49,13 +54,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _replay_replica(folder: Path, options: argparse.Namespace) -> int:
+    print(f"{folder.name}:")
+    return _replay_all(_chosen(read_recording(folder), all_runs=options.all))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="replay.py",
         description="Run a flight recording again through the scheduler, and compare every decision.",
         epilog=EPILOG,
     )
-    parser.add_argument("recording", type=Path, help="a folder of segments, or one of them")
+    parser.add_argument(
+        "recording", type=Path, help="a folder of segments, one of them, or a folder with one for each replica"
+    )
     parser.add_argument("--policy", help="what if the policy had been another one")
     parser.add_argument(
         "--set",

@@ -20,6 +20,7 @@ from llm_serving.flight.reader import (
     FailedAll,
     Finished,
     Raised,
+    Released,
     Scheduled,
     Segment,
     Stretch,
@@ -170,6 +171,8 @@ class _Replayer:
     def _replay(self, event: Event) -> None:
         if isinstance(event, Added):
             self._add(event)
+        elif isinstance(event, Released):
+            self._scheduler.release_requests([self._requests[number].request_id for number in event.numbers])
         elif isinstance(event, Scheduled):
             self._schedule(event)
         elif isinstance(event, Answered):
@@ -197,7 +200,11 @@ class _Replayer:
         request, refusal = make_request(event.facts, event.prompt), None
         request.end_token_ids = EndingNames()
         try:
-            self._scheduler.add_request(request)
+            if event.arrival_index is None:
+                self._scheduler.add_request(request)
+            else:
+                request.output_token_ids += event.output or []
+                self._scheduler.place_request(request, event.arrival_index, event.now)
         except LLMServingError as error:
             refusal = type(error).__name__
         else:

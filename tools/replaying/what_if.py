@@ -166,7 +166,9 @@ class _VirtualRun:
 
     def _add(self, arrival: Arrival) -> None:
         try:
-            self._recorder.add_request(make_request(arrival.facts, arrival.prompt))
+            request = make_request(arrival.facts, arrival.prompt)
+            request.first_scheduled_time = request.first_token_time = None  # it may have run before, elsewhere
+            self._recorder.add_request(request)
         except LLMServingError:
             return  # it is refused, as its record says
 

@@ -10,7 +10,7 @@ from agent.backends.ascend.context import device_id
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 from llm_serving.machine import Machine
-from llm_serving.memory_plan import MemoryPlan, estimate_memory, format_bytes
+from llm_serving.memory_plan import MemoryPlan, estimate_rank_memory, format_bytes
 
 logger = logging.getLogger("agent.ascend")
 
@@ -30,10 +30,9 @@ def check_device_memory(config: Config, mindspore: Any, rank: int = 0) -> Memory
     source = f"free memory of Ascend device {device}"
     if limit is not None and limit <= free:
         free, source = limit, "max_device_memory"
-    plan = estimate_memory(config, Machine(free, source))
+    plan = estimate_rank_memory(config, rank, Machine(free, source))
     if free == 0:
-        return plan
-    plan = replace(plan, available_bytes=free, available_from=source)
+        return replace(plan, available_bytes=None)
     if not plan.fits:
         raise AgentStartError(
             f"the memory plan needs {format_bytes(plan.total_bytes)}, of {format_bytes(free)} ({source}); the largest "

@@ -17,6 +17,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from agent.backends.base import AttentionForm, CacheLayout, Operator, OpTable
 from agent.kernels import library_path
 from agent.layers.parameter import MINDSPORE_DTYPES, as_tensor, bind, unbound_parameter
+from agent.model_part import ModelPart
 from agent.weights.storage import Array, allocate
 from llm_serving.config import Config
 from llm_serving.model_families import Experts
@@ -26,20 +27,24 @@ KV_SCALE_BYTES = 4
 
 
 class FusedCpuOps(OpTable):
-    """Every operator is a custom one. ``logits`` is filled by the graph's run, [sequences, vocabulary]."""
+    """Every operator is a custom one. ``logits``, of the last stage, is filled by the graph's run, [sequences,
+    vocabulary]; of the others ``stream`` is, [tokens, hidden_size]."""
 
     name = "fused"
     static_shapes = True
     has_whole_prompts = False
     packs_weights = True
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config.model_config.model_dtype)
+    def __init__(self, config: Config, part: ModelPart | None = None) -> None:
+        super().__init__(config.model_config.model_dtype, part)
         self._max_tokens = config.max_num_batched_tokens
         self._max_seqs = config.max_num_seqs
         self._hidden_size = config.shape.hidden_size
         self._kv_format = config.kv_format
-        self.logits: npt.NDArray[np.float32] = allocate((self._max_seqs, config.shape.vocab_size), "float32")
+        vocab_size = config.shape.vocab_size if self.is_first else self.vocab_rows(config.shape.vocab_size)
+        seqs, tokens = (self._max_seqs, 0) if self.is_last_stage else (0, self._max_tokens)
+        self.logits: npt.NDArray[np.float32] = allocate((seqs, vocab_size), "float32")
+        self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
 
     def linear_weight(self, in_features: int, out_features: int) -> Any:
         return unbound_parameter((1,), "uint8")  # its size comes with the packed weight: a checkpoint may mix formats
@@ -56,7 +61,16 @@ class FusedCpuOps(OpTable):
         return (num_blocks, num_kv_heads, block_size, head_dim), self.dtype
 
     def embedding(self, width: int) -> Operator:
+        if self.is_split:
+            vocabulary = self._vocabulary()[:2]
+            return _ShardedEmbedding(self._rows("ShardedEmbedTokens", width), vocabulary)
         return _Embedding(self._rows("EmbedTokens", width))
+
+    def all_reduce(self, width: int) -> Operator:
+        return _Sum(self._rows("AllReduceRows", width))
+
+    def hand_over(self, width: int) -> Operator:
+        return _HandOver(custom_operator("HandOver", [[1]], ["int32"]), self.stream, self.dtype)
 
     def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
         if first:
@@ -73,10 +87,14 @@ class FusedCpuOps(OpTable):
         return _ExpertMLP(self._rows("ExpertMlp", width, width), experts, epsilon)
 
     def decoder_layer(self, width: int, epsilon: float, form: AttentionForm, *, first: bool) -> Operator | None:
-        layer = self._rows("FirstDecoderLayer" if first else "DecoderLayer", width, width)
+        name = ("First" if first else "") + ("Sharded" if self.is_split else "") + "DecoderLayer"
+        layer = self._rows(name, width, width)
         return _DecoderLayer(layer, epsilon, form)
 
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
+        if self.is_split:
+            best_ids = custom_operator("ShardedLmHead", [[self._max_seqs]], ["int32"])
+            return _ShardedLMHead(best_ids, epsilon, self.logits, self._vocabulary())
         best_ids = custom_operator("LmHead", [[self._max_seqs]], ["int32"])
         return _LMHead(best_ids, epsilon, self.logits)
 
@@ -85,6 +103,11 @@ class FusedCpuOps(OpTable):
 
     def attention(self, form: AttentionForm) -> Operator:
         return _Attention(self._rows("RotaryAttention", form.num_heads * form.head_dim), form)
+
+    def _vocabulary(self) -> tuple[int, int, int]:
+        """First token of this agent's part, tokens in all, tokens of an agent's part."""
+        assert self.part is not None, "an agent alone has the whole vocabulary"
+        return self.part.shard.vocab.start, self.part.whole.vocab_size, self.part.vocab_stride
 
     def _rows(self, name: str, *widths: int) -> Operator:
         """An operator that gives a matrix of ``dtype`` for each width, a row for each token."""
@@ -108,6 +131,40 @@ class _Embedding(nn.Cell):
 
     def construct(self, table: Tensor, token_ids: Tensor, step: tuple[Tensor, ...]) -> Tensor:
         return self.embed(token_ids, table, step[4])
+
+
+class _ShardedEmbedding(nn.Cell):
+    """The sum over the agents is in the operator."""
+
+    def __init__(self, embed: Operator, vocabulary: tuple[int, ...]) -> None:
+        super().__init__()
+        self.embed = embed
+        self.vocabulary = _integers("vocabulary", vocabulary)
+
+    def construct(self, table: Tensor, token_ids: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        return self.embed(token_ids, table, self.vocabulary, step[4])
+
+
+class _Sum(nn.Cell):
+    def __init__(self, all_reduce: Operator) -> None:
+        super().__init__()
+        self.all_reduce = all_reduce
+
+    def construct(self, x: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        return self.all_reduce(x, step[4])
+
+
+class _HandOver(nn.Cell):
+    """Writes the stream to ``stream``; what it gives means nothing."""
+
+    def __init__(self, hand_over: Operator, stream: Array, dtype: str) -> None:
+        super().__init__()
+        self.hand_over = hand_over
+        self.stream = unbound_parameter(stream.shape, dtype)
+        bind(self.stream, stream)
+
+    def construct(self, hidden: Tensor, residual: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        return self.hand_over(hidden, residual, self.stream, step[4])
 
 
 class _Linear(nn.Cell):
@@ -236,6 +293,31 @@ class _LMHead(nn.Cell):
         return self.head(hidden, residual, gamma, self.epsilon, weight, last_tokens, self.logits, step[4])
 
 
+class _ShardedLMHead(nn.Cell):
+    """The same for a part of the vocabulary; the first agent's ``logits`` are of all of it."""
+
+    def __init__(self, head: Operator, epsilon: float, logits: Array, vocabulary: tuple[int, ...]) -> None:
+        super().__init__()
+        self.head = head
+        self.epsilon = _epsilon(epsilon)
+        self.vocabulary = _integers("vocabulary", vocabulary)
+        self.logits = unbound_parameter(logits.shape, "float32")
+        bind(self.logits, logits)
+
+    def construct(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        weight: Tensor,
+        last_tokens: Tensor,
+        step: tuple[Tensor, ...],
+    ) -> Tensor:
+        return self.head(
+            hidden, residual, gamma, self.epsilon, weight, last_tokens, self.logits, self.vocabulary, step[4]
+        )
+
+
 class _RotaryTables(nn.Cell):
     """The whole float32 tables and the positions: the operator looks the rows up itself."""
 
@@ -280,6 +362,10 @@ def _window(form: AttentionForm) -> Parameter | None:
     if form.window == 0 and form.norm_epsilon is None:
         return None
     return Parameter(as_tensor(np.full(1, form.window, np.int32)), name="window", requires_grad=False)
+
+
+def _integers(name: str, values: tuple[int, ...]) -> Parameter:
+    return Parameter(as_tensor(np.array(values, np.int32)), name=name, requires_grad=False)
 
 
 def _epsilon(value: float) -> Parameter:

@@ -16,8 +16,10 @@ from mindspore.ops.auto_generate import (
 )
 
 from agent.backends.base import AttentionForm, CacheLayout, Operator, OpTable
+from agent.backends.native import parallel
 from agent.backends.native.attention import Attention, ChunkMask, Rotary, RotaryAndMask, causal_mask
 from agent.layers.parameter import MINDSPORE_DTYPES, unbound_parameter
+from agent.model_part import ModelPart
 from agent.weights.storage import Array
 from llm_serving.model_families import Experts
 
@@ -33,9 +35,9 @@ class NativeOps(OpTable):
     has_whole_prompts = True
     packs_weights = False
 
-    def __init__(self, dtype: str, max_positions: int) -> None:
+    def __init__(self, dtype: str, max_positions: int, part: ModelPart | None = None) -> None:
         """``max_positions`` is what the widest block table has room for."""
-        super().__init__(dtype)
+        super().__init__(dtype, part)
         self._max_positions = max_positions
         self._masks: dict[bool, Tensor] = {}
 
@@ -52,7 +54,13 @@ class NativeOps(OpTable):
         return (num_blocks, block_size, num_kv_heads, head_dim), self.dtype
 
     def embedding(self, width: int) -> Operator:
-        return _Embedding()
+        return _Embedding() if not self.is_split or self.part is None else parallel.Embedding(self.part, self.dtype)
+
+    def all_reduce(self, width: int) -> Operator:
+        return parallel.Sum()
+
+    def hand_over(self, width: int) -> Operator:
+        return parallel.HandOver()
 
     def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
         return _NormLinear(epsilon) if first else _AddNormLinear(epsilon)
@@ -67,7 +75,8 @@ class NativeOps(OpTable):
         return _ExpertMLP(experts, epsilon, self.dtype)
 
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
-        return _LMHead(epsilon)
+        head = _LMHead(epsilon)
+        return head if not self.is_split or self.part is None else parallel.GatheredLogits(head, self.part)
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
         return Rotary(cos, sin, self.dtype) if window == 0 else RotaryAndMask(cos, sin, self.dtype, window)

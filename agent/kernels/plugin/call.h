@@ -53,5 +53,7 @@ int plugin_moe_gating_top_k_softmax(const Call& call);
 int plugin_moe_init_routing(const Call& call);
 int plugin_grouped_matmul(const Call& call);
 int plugin_moe_token_unpermute(const Call& call);
+int plugin_all_reduce(const Call& call);
+int plugin_all_gather(const Call& call);
 
 }  // namespace llmk

@@ -1,0 +1,89 @@
+"""What the native op table needs where several agents share a model: MindSpore's communication primitives.
+
+On an Ascend HCCL executes them, on a CPU our kernels do, over shared memory (``agent/kernels/plugin/collectives.cc``):
+there they need neither ``mindspore.communication.init`` nor ``msrun``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from mindspore import Tensor, nn, ops
+
+from agent.backends.base import Operator
+from agent.backends.native.groups import STAGE_GROUP
+from agent.layers.parameter import MINDSPORE_DTYPES
+from agent.model_part import ModelPart
+
+
+def all_gather(size: int) -> Operator:
+    """(x [n, ...]) -> [size * n, ...]. The primitive's Python class would ask the communication library, which need not
+    be there, for the group's size."""
+    primitive = ops.Primitive("AllGather")
+    for name, value in (("rank_size", size), ("group", STAGE_GROUP), ("fusion", 0), ("no_eliminate", True)):
+        primitive.add_prim_attr(name, value)
+    primitive.add_prim_attr("mean_flag", False)
+    return primitive
+
+
+class Sum(nn.Cell):
+    """(x, step) -> the sum over the agents of the stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all_reduce = ops.AllReduce(ops.ReduceOp.SUM, STAGE_GROUP)
+
+    def construct(self, x: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        return self.all_reduce(x)
+
+
+class Embedding(nn.Cell):
+    """A table of consecutive rows: tokens of other agents give zeros, and the sum over the agents is the row."""
+
+    def __init__(self, part: ModelPart, dtype: str) -> None:
+        super().__init__()
+        vocab = part.shard.vocab
+        self.first = Tensor(np.array([vocab.start], np.int32))
+        self.zero = Tensor(np.zeros(1, np.int32))
+        self.last = Tensor(np.array([len(vocab) - 1], np.int32))
+        self.gather, self.equal, self.cast, self.expand = ops.Gather(), ops.Equal(), ops.Cast(), ops.Reshape()
+        self.minimum, self.maximum = ops.Minimum(), ops.Maximum()
+        self.subtract, self.multiply = ops.Sub(), ops.Mul()
+        self.dtype = MINDSPORE_DTYPES[dtype]
+        self.sum = Sum()
+
+    def construct(self, table: Tensor, token_ids: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        places = self.subtract(token_ids, self.first)
+        own = self.minimum(self.maximum(places, self.zero), self.last)
+        is_own = self.expand(self.cast(self.equal(places, own), self.dtype), (-1, 1))
+        return self.sum(self.multiply(self.gather(table, own, 0), is_own), step)
+
+
+class GatheredLogits(nn.Cell):
+    """Of all agents' parts of the vocabulary, [agents * S, part]: ``StepGraph`` puts them side by side."""
+
+    def __init__(self, head: Operator, part: ModelPart) -> None:
+        super().__init__()
+        self.head = head
+        self.gather = all_gather(part.parallel.tensor_parallel)
+
+    def construct(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        weight: Tensor,
+        last_tokens: Tensor,
+        step: tuple[Tensor, ...],
+    ) -> Tensor:
+        return self.gather(self.head(hidden, residual, gamma, weight, last_tokens, step))
+
+
+class HandOver(nn.Cell):
+    """(hidden, residual, step) -> their sum, rounded as AddRmsNorm rounds it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add = ops.Add()
+
+    def construct(self, hidden: Tensor, residual: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        return self.add(hidden, residual)

@@ -1,0 +1,178 @@
+"""The exchange's C++ side through ctypes: flag lines, sums and gathers among the agents of a stage."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels.library import KernelError, load_library
+from llm_serving.errors import GroupDownError
+
+_DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
+"""llmk::DType."""
+_GROUP_DOWN = 3
+
+
+class _ExchangeArgs(ctypes.Structure):
+    """llmk::ExchangeArgs of exchange/collectives.h, field for field."""
+
+    _fields_ = (
+        ("base", ctypes.c_void_p),
+        ("down", ctypes.c_int64),
+        ("lines", ctypes.c_int64),
+        ("buffers", ctypes.c_int64),
+        ("piece_bytes", ctypes.c_int64),
+        ("timeout_ms", ctypes.c_int64),
+        ("size", ctypes.c_int32),
+        ("index", ctypes.c_int32),
+    )
+
+
+class _GatherRowsArgs(ctypes.Structure):
+    """llmk::GatherRowsArgs of exchange/collectives.h, field for field."""
+
+    _fields_ = (
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("in_width", ctypes.c_int64),
+        ("stride", ctypes.c_int64),
+        ("whole", ctypes.c_int64),
+        ("out_stride", ctypes.c_int64),
+    )
+
+
+class _Times(ctypes.Structure):
+    """llmk::ExchangeTimes of exchange/collectives.h, field for field."""
+
+    _fields_ = (("total_ns", ctypes.c_int64), ("waiting_ns", ctypes.c_int64), ("pieces", ctypes.c_int64))
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeTimes:
+    """What sums and gathers have taken in this process."""
+
+    total_ns: int
+    waiting_ns: int
+    """Of them, for the other agents."""
+    pieces: int
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = load_library()
+    library.llmk_line_publish.argtypes = [ctypes.c_void_p, ctypes.c_uint32]
+    library.llmk_line_publish.restype = None
+    library.llmk_line_wait.argtypes = [
+        *(ctypes.c_char_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int64)
+    ]
+    library.llmk_all_reduce.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    library.llmk_all_gather.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    return library
+
+
+def open_exchange(
+    base: int, *, down: int, lines: int, buffers: int, piece_bytes: int, timeout_s: float, size: int, index: int
+) -> None:
+    """Make this process agent ``index`` of the ``size`` of its stage; see exchange/collectives.h for the offsets.
+
+    Raises KernelError for a place that cannot be.
+    """
+    args = _ExchangeArgs(base, down, lines, buffers, piece_bytes, int(timeout_s * 1000), size, index)
+    if _library().llmk_exchange_open(ctypes.byref(args)) != 0:
+        raise KernelError("the exchange was refused; the reason is on standard error")
+
+
+def publish(line: int, value: int) -> None:
+    """Set the counter of the flag line at an address, and wake who waits for it."""
+    _library().llmk_line_publish(line, value & 0xFFFFFFFF)
+
+
+def wait_for(what: str, line: int, target: int, down: int, timeout_s: float) -> None:
+    """Wait until the counter of a line has reached ``target``, without the GIL.
+
+    Raises GroupDownError when the word at ``down`` is set, and after ``timeout_s``, setting it.
+    """
+    if _library().llmk_line_wait(what.encode(), line, target & 0xFFFFFFFF, down, int(timeout_s * 1000)) != 0:
+        raise GroupDownError(f"{what}: another agent of this group is gone or has not come within {timeout_s:g} s")
+
+
+def all_reduce(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
+    """The sum over the agents of the stage of arrays of ``dtype`` (bfloat16 as its bits). Raises as ``wait_for``."""
+    array = np.ascontiguousarray(array)
+    out = np.empty_like(array)
+    _check(_library().llmk_all_reduce(_DTYPES[dtype], array.ctypes.data, out.ctypes.data, array.size))
+    return out
+
+
+def all_gather(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
+    """The arrays of all agents of the stage, [size, ...]. Raises as ``wait_for``."""
+    array = np.ascontiguousarray(array)
+    out = np.empty((size, *array.shape), array.dtype)
+    _check(_library().llmk_all_gather(array.ctypes.data, out.ctypes.data, array.nbytes))
+    return out
+
+
+def gather_rows_to_first(own: npt.NDArray[Any], out: npt.NDArray[Any] | None, stride: int, whole: int) -> None:
+    """Columns of 4-byte elements [rows, own] of every agent, ``stride`` of each and ``whole`` in all, into ``out``
+    [rows, whole] of the first, which has put its own there already."""
+    own_width = own.shape[1]
+    args = _GatherRowsArgs(
+        own.ctypes.data, None if out is None else out.ctypes.data, len(own), own_width, stride, whole, whole
+    )
+    _check(_library().llmk_gather_rows_to_first(ctypes.byref(args)))
+
+
+def sum_parts(parts: list[npt.NDArray[Any]], dtype: str, *, use_reference: bool = False) -> npt.NDArray[Any]:
+    """What ``all_reduce`` makes of the agents' arrays."""
+    addresses = (ctypes.c_void_p * len(parts))(*[part.ctypes.data for part in parts])
+    out = np.empty_like(parts[0])
+    function = _library().llmk_test_sum_parts
+    function.argtypes = [
+        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int),
+        *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),
+    ]
+    function.restype = None
+    function(_DTYPES[dtype], addresses, len(parts), out.ctypes.data, out.size, int(use_reference))
+    return out
+
+
+def measure_all_reduce(array: npt.NDArray[Any], dtype: str, times: int) -> npt.NDArray[np.int64]:
+    """Nanoseconds of each of so many sums, one after the other. Raises as ``wait_for``."""
+    out, nanoseconds = np.empty_like(array), np.empty(times, np.int64)
+    function = _library().llmk_measure_all_reduce
+    function.argtypes = [
+        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
+        *(ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p),
+    ]
+    _check(function(_DTYPES[dtype], array.ctypes.data, out.ctypes.data, array.size, times, nanoseconds.ctypes.data))
+    return nanoseconds
+
+
+def measure_ping_pong(own: int, other: int, times: int, *, serves: bool) -> npt.NDArray[np.int64]:
+    """Nanoseconds of each of so many turns of a ball between two processes, by two flag lines that hold 0."""
+    nanoseconds = np.empty(times, np.int64)
+    function = _library().llmk_measure_ping_pong
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p]
+    function.restype = None
+    function(own, other, int(serves), times, nanoseconds.ctypes.data)
+    return nanoseconds
+
+
+def exchange_times() -> ExchangeTimes:
+    """Since this process began."""
+    times = _Times()
+    _library().llmk_exchange_times(ctypes.byref(times))
+    return ExchangeTimes(times.total_ns, times.waiting_ns, times.pieces)
+
+
+def _check(code: int) -> None:
+    if code == _GROUP_DOWN:
+        raise GroupDownError("another agent of this group is gone or has not come in time")
+    if code != 0:
+        raise KernelError(f"the exchange refused its arguments (code {code}); the reason is on standard error")

@@ -1,0 +1,157 @@
+// Entries of the fused graph's custom ops for a model that several agents share: AllReduceRows, ShardedEmbedTokens,
+// ShardedLmHead among the agents of a stage, HandOver between stages. (Sharded decoder layers: custom_ops_layer.cc.)
+//
+// As in custom_ops_fused.cc tensors have the size of the largest step, and `counts` says how much of them there is.
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+
+#include "common/check.h"
+#include "common/floating_point.h"
+#include "common/thread_pool.h"
+#include "custom_ops.h"
+#include "exchange/collectives.h"
+#include "exchange/sum.h"
+#include "ops/gather.h"
+
+namespace llmk {
+namespace {
+
+int64_t bytes_of(DType dtype, int64_t rows, int64_t width) { return size_of(dtype) * rows * width; }
+
+// x [T, width], counts -> its sum over the agents.
+int all_reduce_rows(const Tensors& t) {
+  enum { kX, kCounts, kOut };
+  if (t.count != 3) return refuse_text(t.op, "got %d arguments; it takes 2 and gives 1", t.count);
+  int error = check_float_type(t, kX);
+  if (error != 0) return error;
+  const int64_t width = t.dim(kX, -1), rows = rows_of(t, kCounts, 0, t.dim(kX, 0));
+  if (rows < 0) return kBadArgument;
+  error = check_matrix(t, kOut, rows, width, t.dtype(kX));
+  return error != 0 ? error : all_reduce(t.op, t.dtype(kX), t.data[kX], t.data[kOut], rows * width);
+}
+
+// ids [T], table [own vocabulary, width], vocabulary [2] = {its first id, size of the whole}, counts -> the rows. An agent
+// gives zeros for the ids of others, so that the sum over the agents is the row.
+int sharded_embed_tokens(const Tensors& t) {
+  enum { kIds, kTable, kVocabulary, kCounts, kOut };
+  if (t.count != 5) return refuse_text(t.op, "got %d arguments; it takes 4 and gives 1", t.count);
+  const int64_t rows = rows_of(t, kCounts, 0, t.dim(kOut, 0));
+  if (rows < 0) return kBadArgument;
+  if (!t.has_dtype(kIds, "int32") || t.size(kIds) < rows || t.ndims[kTable] != 2 || t.ndims[kOut] != 2 ||
+      t.dim(kTable, 1) != t.dim(kOut, 1) || t.dtype(kTable) != t.dtype(kOut) || check_float_type(t, kTable) != 0 ||
+      !t.has_dtype(kVocabulary, "int32") || t.size(kVocabulary) != 2) {
+    return refuse_text(t.op, "takes int32 ids, a table [vocabulary, width], int32 vocabulary [2] and counts");
+  }
+  const int32_t* ids = t.as<int32_t>(kIds);
+  const int64_t first = t.as<int32_t>(kVocabulary)[0], whole = t.as<int32_t>(kVocabulary)[1];
+  const int64_t width = t.dim(kTable, 1), bytes = bytes_of(t.dtype(kTable), 1, width);
+  for (int64_t i = 0; i < rows; ++i) {
+    if (ids[i] < 0 || ids[i] >= whole) return refuse_index(t.op, "ids", i, ids[i], whole);
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    char* out = t.as<char>(kOut) + i * bytes;
+    const int64_t own = ids[i] - first;
+    if (own >= 0 && own < t.dim(kTable, 0)) {
+      std::memcpy(out, t.as<char>(kTable) + own * bytes, static_cast<size_t>(bytes));
+    } else {
+      std::memset(out, 0, static_cast<size_t>(bytes));
+    }
+  }
+  return all_reduce(t.op, t.dtype(kOut), t.data[kOut], t.data[kOut], rows * width);
+}
+
+// The largest of each row's logits in an agent's part of the vocabulary, and its token.
+struct Best {
+  float value;
+  int32_t id;
+};
+static_assert(sizeof(Best) == 8, "two elements of gather_rows_to_first");
+
+// best[i]: the largest of all agents' where last_tokens says that the row samples, the smaller id on a tie.
+int best_of_all(const char* op, int64_t seqs, const int32_t* last, const Best* own, int32_t* best) {
+  const int size = exchange_size();
+  Best* all = static_cast<Best*>(thread_scratch(kScratchRows, seqs * size * static_cast<int64_t>(sizeof(Best))));
+  GatherRowsArgs args{own, all, seqs, 2, 2, 2 * size, 2 * size};
+  const int error = gather_rows_to_first(op, args);
+  if (error != 0 || exchange_index() != 0) return error;
+  for (int64_t i = 0; i < seqs; ++i) {
+    if (last[i] < 0) continue;
+    Best top = own[i];
+    for (int r = 1; r < size; ++r) {
+      if (all[i * size + r].value > top.value) top = all[i * size + r];
+    }
+    best[i] = top.id;
+  }
+  return 0;
+}
+
+// As LmHead, but that the weight has the agent's part of the vocabulary {first, whole, rows of every agent but the last}.
+// The first agent's logits [S, whole] are everybody's, the others' [S, own part] their own; so is the best token.
+int sharded_lm_head(const Tensors& t) {
+  enum { kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kVocabulary, kCounts, kBest };
+  if (t.count != 10) return refuse_text(t.op, "got %d arguments; it takes 9 and gives 1", t.count);
+  if (!t.has_dtype(kVocabulary, "int32") || t.size(kVocabulary) != 3) {
+    return refuse_text(t.op, "vocabulary must be int32 [3]");
+  }
+  const PackedWeightHeader* weight = packed_weight(t, kWeight);
+  if (weight == nullptr) return kBadArgument;
+  const bool first_agent = exchange_index() == 0;
+  const int32_t* vocabulary = t.as<int32_t>(kVocabulary);
+  const int64_t first = vocabulary[0], whole = vocabulary[1], stride = vocabulary[2], own = weight->columns;
+  const int64_t out_stride = t.dim(kLogits, -1), seqs = rows_of(t, kCounts, 1, t.dim(kLogits, 0));
+  if (seqs < 0) return kBadArgument;
+  if (out_stride != (first_agent ? whole : own) || first != stride * exchange_index() || own > stride ||
+      first + own > whole) {
+    return refuse_text(t.op, "tokens %lld to %lld of %lld, %lld an agent, do not fit logits of %lld",
+                       static_cast<long long>(first), static_cast<long long>(first + own),
+                       static_cast<long long>(whole), static_cast<long long>(stride),
+                       static_cast<long long>(out_stride));
+  }
+  if (!t.has_dtype(kLastTokens, "int32") || t.size(kLastTokens) < seqs || t.size(kBest) < seqs) {
+    return refuse_text(t.op, "takes int32 last_tokens and gives int32 ids, for %lld sequences",
+                       static_cast<long long>(seqs));
+  }
+  Best* best = static_cast<Best*>(thread_scratch(kScratchHistory, larger(1, seqs) * static_cast<int64_t>(sizeof(Best))));
+  float* values = static_cast<float*>(thread_scratch(kScratchBest, larger(1, seqs) * 4));
+  int error = lm_head_rows(t, {kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kCounts, kBest}, values);
+  if (error != 0) return error;
+  const int32_t* last = t.as<int32_t>(kLastTokens);
+  int32_t* ids = t.as<int32_t>(kBest);
+  for (int64_t i = 0; i < seqs; ++i) best[i] = {values[i], static_cast<int32_t>(first + ids[i])};
+  error = best_of_all(t.op, seqs, last, best, ids);
+  for (int64_t begin = 0, end; begin < seqs && error == 0; begin = end) {  // each run of sequences that sample
+    end = begin + 1;
+    if (last[begin] < 0) continue;
+    while (end < seqs && last[end] >= 0) ++end;
+    float* logits = t.as<float>(kLogits) + begin * out_stride;
+    error = gather_rows_to_first(t.op, {logits, logits, end - begin, own, stride, whole, out_stride});
+  }
+  return error;
+}
+
+// hidden [T, width], residual [T, width], stream [T, width], counts -> int32 [1] that means nothing: stream becomes the sum
+// of the two, which the next stage begins with.
+int hand_over(const Tensors& t) {
+  enum { kHidden, kResidual, kStream, kCounts, kOut };
+  if (t.count != 5) return refuse_text(t.op, "got %d arguments; it takes 4 and gives 1", t.count);
+  int error = check_float_type(t, kHidden);
+  if (error != 0) return error;
+  const int64_t width = t.dim(kHidden, -1), rows = rows_of(t, kCounts, 0, t.dim(kHidden, 0));
+  if (rows < 0) return kBadArgument;
+  for (const int i : {static_cast<int>(kResidual), static_cast<int>(kStream)}) {
+    if (error == 0) error = check_matrix(t, i, rows, width, t.dtype(kHidden));
+  }
+  if (error != 0) return error;
+  const void* parts[] = {t.data[kHidden], t.data[kResidual]};
+  sum_parts(t.dtype(kHidden), parts, 2, t.data[kStream], rows * width);
+  return 0;
+}
+
+}  // namespace
+}  // namespace llmk
+
+LLMK_CUSTOM_OP(AllReduceRows, all_reduce_rows(t))
+LLMK_CUSTOM_OP(ShardedEmbedTokens, sharded_embed_tokens(t))
+LLMK_CUSTOM_OP(ShardedLmHead, sharded_lm_head(t))
+LLMK_CUSTOM_OP(HandOver, hand_over(t))

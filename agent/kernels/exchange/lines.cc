@@ -1,0 +1,75 @@
+#include "lines.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <climits>
+
+#include "../common/check.h"
+
+namespace llmk {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+constexpr auto kSpinTime = std::chrono::microseconds(50);
+constexpr long kSleepNanoseconds = 20'000'000;  // between two looks at the word that says the group is down
+
+// Not FUTEX_PRIVATE: the word is in memory that processes share.
+void sleep_on(std::atomic<uint32_t>* word, uint32_t expected) {
+  const timespec timeout{0, kSleepNanoseconds};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, expected, &timeout, nullptr, 0);
+}
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+bool spin(const FlagLine& line, uint32_t target) {
+  const auto deadline = Clock::now() + kSpinTime;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (has_reached(line, target)) return true;
+      pause_cpu();
+    }
+  } while (Clock::now() < deadline);
+  return false;
+}
+
+}  // namespace
+
+void publish(FlagLine* line, uint32_t value) {
+  line->value.store(value, std::memory_order_seq_cst);
+  if (line->sleepers.load(std::memory_order_seq_cst) > 0) {
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&line->value), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+}
+
+int wait_for(const char* op, FlagLine* line, uint32_t target, std::atomic<uint32_t>* down, int64_t timeout_ms) {
+  if (has_reached(*line, target) || spin(*line, target)) return 0;
+  const auto deadline = Clock::now() + std::chrono::milliseconds(timeout_ms);
+  for (;;) {
+    line->sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = line->value.load(std::memory_order_seq_cst);
+    if (static_cast<int32_t>(seen - target) < 0) sleep_on(&line->value, seen);
+    line->sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (has_reached(*line, target)) return 0;
+    if (down->load(std::memory_order_acquire) != 0) {
+      refuse_text(op, "an agent of this group is gone");
+      return kGroupDown;
+    }
+    if (Clock::now() >= deadline) {
+      down->store(1, std::memory_order_release);
+      refuse_text(op, "another agent of this group has not come within %lld ms", static_cast<long long>(timeout_ms));
+      return kGroupDown;
+    }
+  }
+}
+
+}  // namespace llmk

@@ -1,0 +1,16 @@
+// The sum of several arrays, element by element in their order, in float32, rounded once to their type.
+#pragma once
+#include <cstdint>
+
+#include "../common/types.h"
+
+namespace llmk {
+
+// parts[0..num_parts) and out have `count` elements; out may be one of the parts.
+void sum_parts(DType dtype, const void* const* parts, int num_parts, void* out, int64_t count);
+
+namespace reference {
+void sum_parts(DType dtype, const void* const* parts, int num_parts, void* out, int64_t count);
+}
+
+}  // namespace llmk

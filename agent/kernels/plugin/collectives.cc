@@ -1,0 +1,29 @@
+// The communication primitives AllReduce and AllGather among the agents of a stage, over shared memory, where an Ascend
+// has HCCL. The group a primitive names is always that of the stage: there is no other.
+#include "../exchange/collectives.h"
+#include "call.h"
+
+#include "../common/dtype_bytes.h"
+
+namespace llmk {
+
+// AllReduce(x) -> the sum of x over the ranks, each element added up in the order of the ranks in float32, rounded once.
+int plugin_all_reduce(const Call& call) {
+  const int error = check_float(call, 0);
+  if (error != 0) return error;
+  return all_reduce(call.op, call.dtype(0), call.data[0], call.data[call.count - 1], call.size(0));
+}
+
+// AllGather(x [n, ...]) -> [size * n, ...], the ranks' x one after the other; any type.
+int plugin_all_gather(const Call& call) {
+  const int64_t bytes = dtype_bytes(call.dtypes[0]) * call.size(0);
+  const int out = call.count - 1;
+  if (bytes == 0 || call.size(out) != call.size(0) * exchange_size()) {
+    return refuse_text(call.op, "%lld elements of %s of %d agents do not make %lld",
+                       static_cast<long long>(call.size(0)), call.dtypes[0], exchange_size(),
+                       static_cast<long long>(call.size(out)));
+  }
+  return all_gather(call.op, call.data[0], call.data[out], bytes);
+}
+
+}  // namespace llmk

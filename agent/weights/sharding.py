@@ -1,0 +1,149 @@
+"""Which part of which tensor an agent loads, for the parameters of a decoder (``agent.models.names``).
+
+Layers of queries, keys, values, gate and up are split by their outputs, those behind them (attention output, down) by
+their inputs, so that a product of the one goes straight into the other (Megatron-LM, Shoeybi et al. 2019). Embedding
+and output layer are split by the vocabulary; norms and routers are everybody's. A bias that is added after the sum over
+the agents belongs to the first of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from agent.model_part import ModelPart
+from agent.weights.cuts import TensorCut
+from agent.weights.layout import WeightPart, WeightSpec
+from llm_serving.errors import AgentStartError
+from llm_serving.parallel import Span
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_EMBEDDING, _OUTPUT, _NORM = "embedding.weight", "lm_head.weight", "norm.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedSpecs:
+    """The parameters of an agent, and where in its tensors they come from; tensors without a cut are read whole."""
+
+    specs: tuple[WeightSpec, ...]
+    cuts: dict[str, TensorCut]
+
+
+def shard_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabularies: bool) -> ShardedSpecs:
+    """Those of ``part``, its layers counted from 0, of the whole model's ``specs``.
+
+    ``equal_vocabularies``: every agent's part of the vocabulary is as long as the first one's, zeros behind the last.
+    Raises AgentStartError for a parameter that there is no rule for.
+    """
+    cuts: dict[str, TensorCut] = {}
+    kept = []
+    for spec in specs:
+        own = _own_stage(spec, part)
+        if own is not None:
+            kept.append(_split(own, part, cuts, equal_vocabularies=equal_vocabularies) if part.is_split else own)
+    return ShardedSpecs(tuple(kept), cuts)
+
+
+def _own_stage(spec: WeightSpec, part: ModelPart) -> WeightSpec | None:
+    """Under its name in this stage; None where another stage has it."""
+    shard, layer = part.shard, _LAYER.fullmatch(spec.parameter)
+    if layer is not None:
+        number = int(layer[1])
+        if number not in shard.layers:
+            return None
+        return replace(spec, parameter=f"layers.{number - shard.layers.start}.{layer[2]}")
+    if spec.parameter == _EMBEDDING:
+        return spec if shard.is_first_stage else None
+    if not shard.is_last_stage:
+        return None
+    # A tied output layer is the embedding only where the stage has that.
+    return replace(spec, packed_only=spec.packed_only and shard.is_first_stage)
+
+
+def _split(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], *, equal_vocabularies: bool) -> WeightSpec:
+    name = spec.parameter if spec.parameter in (_EMBEDDING, _OUTPUT, _NORM) else _end_of(spec.parameter)
+    if name not in _RULES:
+        raise AgentStartError(
+            f"the parameter {spec.parameter} cannot be divided among {part.parallel.tensor_parallel} agents; "
+            "set parallel_config.tensor_parallel: 1"
+        )
+    spec = _RULES[name](spec, part, cuts)
+    if equal_vocabularies and spec.parameter in (_EMBEDDING, _OUTPUT):
+        return replace(spec, padded_rows=part.vocab_stride)
+    return spec
+
+
+def _end_of(parameter: str) -> str:
+    """``attention.qkv.weight`` of ``layers.3.attention.qkv.weight``."""
+    layer = _LAYER.fullmatch(parameter)
+    return parameter if layer is None else layer[2]
+
+
+Rule = Callable[[WeightSpec, ModelPart, dict[str, TensorCut]], WeightSpec]
+
+
+def _whole(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
+    return spec
+
+
+def _heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
+    """The rows of q, k and v, and of their biases."""
+    query, key_value = (_of_heads(span, part) for span in (part.shard.query_heads, part.shard.key_value_heads))
+    rows = (query, key_value, key_value)
+    parts = tuple(_cut(each, cuts, span) for each, span in zip(spec.parts, rows, strict=True))
+    biases = tuple(_cut(each, cuts, span) for each, span in zip(spec.bias, rows, strict=False))
+    return replace(spec, parts=parts, bias=biases)
+
+
+def _from_heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
+    return _columns(spec, part, cuts, _of_heads(part.shard.query_heads, part))
+
+
+def _to_intermediate(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
+    """The rows of gate and up, of every expert."""
+    span = _intermediate(spec, part)
+    return replace(spec, parts=tuple(_cut(each, cuts, span) for each in spec.parts))
+
+
+def _from_intermediate(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
+    return _columns(spec, part, cuts, _intermediate(spec, part))
+
+
+def _vocabulary(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
+    return replace(spec, parts=tuple(_cut(each, cuts, part.shard.vocab) for each in spec.parts))
+
+
+_RULES: dict[str, Rule] = {
+    _EMBEDDING: _vocabulary,
+    _OUTPUT: _vocabulary,
+    _NORM: _whole,
+    "input_norm.weight": _whole,
+    "post_attention_norm.weight": _whole,
+    "attention.query_norm.weight": _whole,
+    "attention.key_norm.weight": _whole,
+    "attention.qkv.weight": _heads,
+    "attention.output.weight": _from_heads,
+    "mlp.router.weight": _whole,
+    "mlp.gate_up.weight": _to_intermediate,
+    "mlp.down.weight": _from_intermediate,
+}
+
+
+def _of_heads(span: Span, part: ModelPart) -> Span:
+    return Span(span.start * part.whole.head_dim, span.stop * part.whole.head_dim)
+
+
+def _intermediate(spec: WeightSpec, part: ModelPart) -> Span:
+    return part.shard.expert_intermediate if spec.experts else part.shard.intermediate
+
+
+def _columns(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], span: Span) -> WeightSpec:
+    """Of a layer whose products are summed over the agents: its bias is the first one's."""
+    parts = tuple(_cut(each, cuts, Span(0, each.shape[0]), span) for each in spec.parts)
+    return replace(spec, parts=parts, bias=spec.bias if part.place.tp_index == 0 else ())
+
+
+def _cut(whole: WeightPart, cuts: dict[str, TensorCut], rows: Span, columns: Span | None = None) -> WeightPart:
+    cut = cuts[whole.name] = TensorCut(whole.shape, rows, columns)
+    return WeightPart(whole.name, cut.shape)

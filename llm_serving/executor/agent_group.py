@@ -1,0 +1,118 @@
+"""The server's end of one replica's agents: their links, and the shared memory that they map in common."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llm_serving.config import Config
+from llm_serving.errors import AgentError, AgentLostError, AgentStartError
+from llm_serving.executor.agent_link import AgentLink, ProgressReport
+from llm_serving.executor.agent_process import STOP_GRACE_S
+from llm_serving.executor.group_memory import GroupMemory
+from llm_serving.executor.hccl_cluster import HcclCluster
+from llm_serving.ipc import messages
+from llm_serving.ipc.messages import ServerMessage
+from llm_serving.parallel import answering_rank, group_ranks
+
+
+class AgentGroup:
+    """One run of the agents of a replica, from their start to their end: they live and die together.
+
+    Owns the links and the shared memory. ``listeners`` and ``links`` are in order of rank.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        replica: int,
+        listeners: Sequence[socket.socket],
+        log_folder: Path,
+        report: ProgressReport,
+        agent_module: str,
+    ) -> None:
+        ranks = group_ranks(replica, config.parallel_config)
+        self.links: list[AgentLink] = []
+        self.is_ready = False
+        """Every agent is."""
+        self._answering = answering_rank(replica, config.parallel_config) - ranks.start
+        self.memory = GroupMemory.create(config)
+        self._cluster: HcclCluster | None = None
+        try:
+            self._cluster = HcclCluster.of(config, log_folder / f"cluster_{replica}.log")
+            for rank, listener in zip(ranks, listeners, strict=True):
+                log_path = log_folder / f"agent_{rank}.log"
+                environment = self._cluster.environment(rank - ranks.start) if self._cluster else {}
+                self.links.append(
+                    AgentLink(config, rank, listener, log_path, report, self.memory, agent_module, environment)
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def started_at(self) -> float:
+        """By ``time.monotonic``."""
+        return self.links[0].started_at
+
+    @property
+    def summary(self) -> dict[str, object]:
+        """What the agent that answers said of itself; for several, how many there are besides."""
+        size = {"agents": len(self.links)} if len(self.links) > 1 else {}
+        return {**self.links[self._answering].summary, **size}
+
+    def note_progress(self) -> None:
+        """After a message of the start. Once every agent has mapped the shared memory, its name goes."""
+        if all(link.is_connected for link in self.links):
+            self.memory.unlink()
+            self.is_ready = all(link.is_ready for link in self.links)
+
+    def send(self, message: ServerMessage) -> None:
+        """Send to every agent. A broken connection is not the sender's problem: it is seen as readable, too."""
+        payload = messages.encode(message)
+        for link in self.links:
+            with contextlib.suppress(AgentLostError):
+                link.send(payload)
+
+    def epitaph(self, noticed: AgentError) -> AgentError:
+        """The end that was noticed, with those of agents that ended by themselves just then: one may be the cause."""
+        others = [
+            f"agent {link.rank} ended too ({code})"
+            for link in self.links
+            if not str(noticed).startswith((f"agent {link.rank},", f"agent {link.rank} "))
+            and (code := link.process.exit_text())
+        ]
+        if not others:
+            return noticed
+        kind = AgentStartError if isinstance(noticed, AgentStartError) else AgentLostError
+        return kind(f"{noticed}; {', '.join(others)}")
+
+    def kill(self) -> None:
+        """End all of them at once, without waiting for it; ``close`` must follow."""
+        self.memory.mark_down()
+        for link in self.links:
+            link.process.kill()
+        if self._cluster is not None:
+            self._cluster.kill()
+
+    def close(self) -> None:
+        """End all of them, wait until they have, and free everything."""
+        self.kill()
+        for link in self.links:
+            link.close()
+        if self._cluster is not None:
+            self._cluster.close()
+        self.memory.close()
+
+    def shutdown(self, seq: int) -> None:
+        """Ask all of them to end, wait a little, then as ``close``."""
+        self.send(messages.Shutdown(seq=seq))
+        for link in self.links:
+            link.hang_up()
+        until = time.monotonic() + STOP_GRACE_S
+        for link in self.links:
+            link.process.stop(max(0.0, until - time.monotonic()))
+        self.close()

@@ -1,0 +1,108 @@
+"""The benchmark of sums between agents; ``performance/bench_collectives.py`` runs it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agent.kernels import collectives
+from agent.weights.storage import STORAGE_DTYPES
+from llm_serving.ipc.exchange import COLLECTIVE_BYTES, DOWN_WORD, ExchangeLayout, ExchangeMemory
+from llm_serving.text_table import format_table
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = (256, 4096, 65_536, 1_048_576)
+"""Bytes."""
+CALLS = {256: 20_000, 4096: 20_000, 65_536: 5_000, 1_048_576: 500}
+TURNS = 50_000
+WARM_CALLS = 200
+LAYOUT = ExchangeLayout(2, 1, hidden_size=64, max_tokens=1, max_rows=1)
+
+
+def main() -> int:
+    """Measure and print; with ``--json`` also write the figures there."""
+    parser = argparse.ArgumentParser(description="Sums between two agents over shared memory.")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
+    parser.add_argument("--agent", nargs=2, metavar=("EXCHANGE", "INDEX"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.agent is not None:
+        print(json.dumps(run_agent(arguments.agent[0], int(arguments.agent[1]), arguments.dtype)), flush=True)
+        os._exit(0)
+    figures = measure(arguments.dtype)
+    print(table(figures))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def measure(dtype: str) -> dict[str, Any]:
+    """Of two processes; each call counts as long as the slower one of the two had it."""
+    memory = ExchangeMemory.create(LAYOUT)
+    agents = []
+    try:
+        for index in (0, 1):
+            command = [sys.executable, str(ROOT / "performance" / "bench_collectives.py"), "--dtype", dtype]
+            command += ["--agent", memory.name, str(index)]
+            agents.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        outputs = [agent.communicate(timeout=120)[0] for agent in agents]
+    finally:
+        memory.close()
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    first, second = (json.loads(output) for output in outputs)
+    one_way = first["turn_ns"] / 2000
+    sizes = {}
+    for size in SIZES:
+        slower = max(first["sums"][str(size)], second["sums"][str(size)], key=lambda each: float(each["median_us"]))
+        sizes[str(size)] = {**slower, "times_one_way": slower["median_us"] / one_way}
+    return {"dtype": dtype, "one_way_us": one_way, "sums": sizes}
+
+
+def run_agent(name: str, index: int, dtype: str) -> dict[str, Any]:
+    """One of the two processes."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) > 1:
+        os.sched_setaffinity(0, {cores[index]})
+    memory = ExchangeMemory.attach(name, LAYOUT)
+    base = int(np.frombuffer(memory.mapping, np.uint8).ctypes.data)
+    collectives.open_exchange(
+        base,
+        down=4 * DOWN_WORD,
+        lines=LAYOUT.collective_line(0),
+        buffers=LAYOUT.collective_buffers,
+        piece_bytes=COLLECTIVE_BYTES,
+        timeout_s=60.0,
+        size=2,
+        index=index,
+    )
+    collectives.all_reduce(np.zeros(1, np.float32), "float32")  # both are here
+    lines = [base + LAYOUT.arrival_line(each) for each in (0, 1)]
+    turns = collectives.measure_ping_pong(lines[index], lines[1 - index], TURNS, serves=index == 0)
+    sums = {}
+    for size in SIZES:
+        array = np.ones(size // np.dtype(STORAGE_DTYPES[dtype]).itemsize, STORAGE_DTYPES[dtype])
+        times = collectives.measure_all_reduce(array, dtype, CALLS[size] + WARM_CALLS)[WARM_CALLS:]
+        sums[str(size)] = {
+            "median_us": float(np.median(times)) / 1000,
+            "p99_us": float(np.percentile(times, 99)) / 1000,
+        }
+    return {"turn_ns": float(np.median(turns)), "sums": sums}
+
+
+def table(figures: dict[str, Any]) -> str:
+    """For people."""
+    rows = []
+    for size, each in figures["sums"].items():
+        rows.append([size, f"{each['median_us']:.2f}", f"{each['p99_us']:.2f}", f"{each['times_one_way']:.1f}"])
+    one_way = f"a word handed from process to process: {figures['one_way_us']:.2f} us (half of a turn there and back)"
+    header = ["bytes", "median us", "p99 us", "times one way"]
+    return f"{one_way}\nsums of {figures['dtype']}:\n{format_table(header, rows)}"

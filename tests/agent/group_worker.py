@@ -1,0 +1,75 @@
+"""One agent of a group, in a process of its own: runs the same steps as the others through ModelRunner and prints what
+came out as JSON (which means something where it answers).
+
+python tests/agent/group_worker.py RANK JSON
+
+JSON: ``setup``, the fields of ``agent_group.Setup``, and ``models`` with name, folder and exchange each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from agent_group import Setup  # noqa: E402
+from runner_worker import GOLDEN, expected_tokens, generate, penalised, run_invariance  # noqa: E402
+from step_driver import StepDriver  # noqa: E402
+
+from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory  # noqa: E402
+
+PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.9}
+PROMPT, NUM_PENALISED = [5, 6, 7, 5, 9, 11], 12
+
+
+def golden_of(name: str) -> dict[str, Any]:
+    path = GOLDEN / f"{name}.json"
+    path = path if path.is_file() else GOLDEN / "families" / f"{name}.json"
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def run_model(setup: Setup, model: dict[str, str], rank: int) -> dict[str, Any]:
+    config, golden = setup.config(Path(model["folder"])), golden_of(model["name"])
+    layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
+    driver = StepDriver(config, rank, ExchangeMemory.attach(model["exchange"], layout))
+    result: dict[str, Any] = {"summary": driver.runner.summary()}
+    for way in ("free", "forced"):
+        steps = generate(driver, golden["cases"], forced=way == "forced")
+        result[way] = [[step[index].token for step in steps] for index in range(len(golden["cases"]))]
+    result["invariance"] = run_invariance(driver, golden)
+    result["penalised"] = run_penalised(driver)
+    return result
+
+
+def run_penalised(driver: StepDriver) -> dict[str, Any]:
+    """What was chosen, and, where this agent samples, what its logits and penalties make of it."""
+    sampler, captured = driver.runner._sampler, []
+    original = sampler.sample
+
+    def capture(logits: Any, slot: Any, best_ids: Any) -> None:
+        captured.append(logits.copy())
+        original(logits, slot, best_ids)
+
+    sampler.sample = capture  # type: ignore[method-assign]
+    driver.runner.reset()
+    chosen = penalised(driver, PROMPT, [], NUM_PENALISED, PENALTIES, row=3)
+    sampler.sample = original  # type: ignore[method-assign]
+    logits = [each[0] for each in captured[1:]]  # the first is of a chunk that does not sample
+    return {"chosen": chosen, "expected": expected_tokens(logits, PROMPT, PENALTIES)}
+
+
+def main() -> None:
+    rank, job = int(sys.argv[1]), json.loads(sys.argv[2])
+    setup = Setup(**job["setup"])
+    print(json.dumps({model["name"]: run_model(setup, model, rank) for model in job["models"]}), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

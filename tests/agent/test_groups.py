@@ -1,0 +1,147 @@
+"""Groups of agents that share a model, against Hugging Face's tokens: tensor parallel, pipeline parallel and both.
+
+Every setup is a group of real processes, which goes through all models of the golden files.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_group import Setup, run_group
+
+from tools.seeded_families import FAMILY_VARIANTS
+from tools.seeded_model import VARIANTS, write_model
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden"
+SEEDED = {**VARIANTS, **FAMILY_VARIANTS}
+MODELS = ("tiny_llama", *SEEDED)
+FLOAT32_SETUPS = (Setup(2, 1), Setup(1, 2), Setup(2, 2))
+HALF_SETUPS = (
+    Setup(2, 1, "bfloat16", "native"),
+    Setup(1, 2, "float16", "native"),
+    Setup(2, 2, "bfloat16", "fused"),
+    Setup(2, 1, "float16", "fused"),
+)
+QUANTISED_SETUPS = (
+    Setup(2, 1, "bfloat16", "fused", "int8", "int8"),
+    Setup(2, 1, "float32", "fused", "int4"),
+    Setup(1, 2, "bfloat16", "fused", "int4", "int8"),
+)
+SETUPS = (*FLOAT32_SETUPS, *HALF_SETUPS, *QUANTISED_SETUPS)
+TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
+"""Times the standard deviation of the oracle's logits, as for one agent (``test_families``)."""
+MOST_TIES = 0.08
+LEAST_AGREEMENT = {"int8": 0.97, "int4": 0.55}
+
+Results = dict[str, Any]
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of every model."""
+    scratch = tmp_path_factory.mktemp("tp-groups")
+    for name, variant in SEEDED.items():
+        write_model(variant, scratch / name)
+    return {"tiny_llama": ROOT / "models" / "tiny_llama", **{name: scratch / name for name in SEEDED}}
+
+
+@pytest.fixture(scope="session")
+def results(folders: dict[str, Path]) -> Any:
+    """What the agents of a setup printed, by rank and model, computed when it is first asked for."""
+    known: dict[str, list[Results]] = {}
+
+    def run(setup: Setup) -> list[Results]:
+        if str(setup) not in known:
+            known[str(setup)] = run_group(setup, folders)
+        return known[str(setup)]
+
+    return run
+
+
+@cache
+def golden_of(model: str) -> Results:
+    path = GOLDEN / f"{model}.json"
+    path = path if path.is_file() else GOLDEN / "families" / f"{model}.json"
+    document: Results = json.loads(path.read_text(encoding="utf-8"))
+    return document
+
+
+def answer(results: Any, setup: Setup, model: str) -> Results:
+    """Of the agent that samples."""
+    rank = (setup.pipeline_parallel - 1) * setup.tensor_parallel
+    found: Results = results(setup)[rank][model]
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("setup", FLOAT32_SETUPS, ids=str)
+def test_float32_gives_the_oracles_tokens_exactly(results: Any, setup: Setup, model: str) -> None:
+    result = answer(results, setup, model)
+    expected = [case["tokens"] for case in golden_of(model)["cases"]]
+    assert result["free"] == expected, "each token fed to the next step by the agents themselves"
+    assert result["forced"] == expected
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("setup", HALF_SETUPS, ids=str)
+def test_half_types_differ_from_the_oracle_only_at_ties(results: Any, setup: Setup, model: str) -> None:
+    forced, ties = answer(results, setup, model)["forced"], 0
+    for case, tokens in zip(golden_of(model)["cases"], forced, strict=True):
+        limit = TIE_MARGIN[setup.dtype] * case["logit_std"]
+        for step, token in enumerate(tokens):
+            if token != case["tokens"][step]:
+                top_ids, top_logits = case["top_ids"][step], case["top_logits"][step]
+                assert token in top_ids, f"prompt of {len(case['prompt'])}, token {step}: {token} is not near the best"
+                assert top_logits[0] - top_logits[top_ids.index(token)] < limit, f"token {step}"
+                ties += 1
+    total = sum(map(len, forced))
+    print(f"{model} {setup}: {ties} ties in {total} tokens")
+    assert ties <= MOST_TIES * total
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("setup", QUANTISED_SETUPS, ids=str)
+def test_quantised_weights_say_nearly_the_same(results: Any, setup: Setup, model: str) -> None:
+    near = [
+        token in best
+        for case, tokens in zip(golden_of(model)["cases"], answer(results, setup, model)["forced"], strict=True)
+        for token, best in zip(tokens, case["top_ids"], strict=True)
+    ]
+    assert sum(near) >= LEAST_AGREEMENT[setup.weights] * len(near)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_a_position_gives_the_same_bits_however_it_is_computed(results: Any, setup: Setup, model: str) -> None:
+    """Alone, in a batch, in chunks, as prompt or as decode: token, logit, logsumexp and 32 best logits, bit for bit."""
+    digests = answer(results, setup, model)["invariance"]
+    alone = digests["alone"]
+    assert len(set(alone)) == len(alone) == 21
+    assert digests["batched"] == alone
+    assert digests["together"] == alone[:1]
+    for pieces in ("chunked", "prefilled"):
+        by_step = dict(text.split() for text in digests[pieces])
+        assert len(by_step) >= 4
+        assert by_step == {step: alone[int(step)] for step in by_step}
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_penalties_see_what_was_sampled(results: Any, setup: Setup) -> None:
+    for model in MODELS:
+        penalised = answer(results, setup, model)["penalised"]
+        assert penalised["chosen"] == penalised["expected"]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_agents_take_a_part_each(results: Any, setup: Setup) -> None:
+    """No agent has much more of the weights or the cache than the others."""
+    agents = results(setup)
+    assert [agent["tiny_llama"]["summary"]["rank"] for agent in agents] == list(range(len(agents)))
+    for key in ("weight_bytes", "kv_cache_bytes"):
+        parts = [agent["tiny_llama"]["summary"][key] for agent in agents]
+        assert max(parts) < 1.35 * sum(parts) / len(parts), (key, parts)

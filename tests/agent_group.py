@@ -1,0 +1,67 @@
+"""Starts the agents of a group as processes, each with a driver of its own that goes through the same steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from step_config import make_config
+
+from llm_serving.config import Config
+from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+
+FOLDER = Path(__file__).resolve().parent / "agent"
+TIMEOUT_S = 280
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How the group runs every model."""
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    dtype: str = "float32"
+    op_table: str = "fused"
+    weights: str = "auto"
+    kv: str = "auto"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, folder: Path) -> Config:
+        parallel = {
+            "parallel_config.tensor_parallel": self.tensor_parallel,
+            "parallel_config.pipeline_parallel": self.pipeline_parallel,
+        }
+        return make_config(folder, self.dtype, self.op_table, self.weights, self.kv, extra={**parallel, **self.extra})
+
+    def __str__(self) -> str:
+        parallel = f"tp{self.tensor_parallel}-pp{self.pipeline_parallel}"
+        return "-".join([parallel, self.dtype, self.op_table, self.weights, self.kv])
+
+
+def run_group(setup: Setup, folders: dict[str, Path], worker: str = "group_worker.py") -> list[dict[str, Any]]:
+    """What each agent printed, by rank, of the models by name. Fails with what the agents said when one does."""
+    with ExitStack() as stack:
+        models = []
+        for name, folder in folders.items():
+            config = setup.config(folder)
+            layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
+            exchange = ExchangeMemory.create(layout)
+            stack.callback(exchange.close)
+            models.append({"name": name, "folder": str(folder), "exchange": exchange.name})
+        job = json.dumps({"setup": asdict(setup), "models": models})
+        agents: list[subprocess.Popen[str]] = []
+        for rank in range(setup.tensor_parallel * setup.pipeline_parallel):
+            command = [sys.executable, str(FOLDER / worker), str(rank), job]
+            agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            stack.callback(agent.wait)
+            stack.callback(agent.kill)
+            agents.append(agent)
+        outputs = [agent.communicate(timeout=TIMEOUT_S) for agent in agents]
+    problems = [err[-3000:] for agent, (_, err) in zip(agents, outputs, strict=True) if agent.returncode != 0]
+    assert not problems, "\n".join(problems)
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]

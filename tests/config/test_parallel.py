@@ -1,0 +1,260 @@
+"""What each rank holds: every part of a model belongs to one rank, keys and values to one at least."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from model_folders import write_model_folder
+
+from llm_serving.config import Config, ParallelConfig, load_config
+from llm_serving.errors import ConfigError
+from llm_serving.model_families import Experts
+from llm_serving.model_shape import ModelShape
+from llm_serving.parallel import (
+    Shard,
+    Span,
+    answering_rank,
+    find_obstacle,
+    group_ranks,
+    local_shape,
+    place,
+    shard_of,
+    split_evenly,
+    split_heads,
+    split_vocab,
+)
+
+
+def shape_of(tmp_path: Path, **changes: object) -> ModelShape:
+    return ModelShape.from_hf_folder(write_model_folder(tmp_path / "model", **changes))  # type: ignore[arg-type]
+
+
+def shards(shape: ModelShape, parallel: ParallelConfig, group: int = 1) -> list[Shard]:
+    return [shard_of(shape, place(rank, parallel), parallel, group) for rank in group_ranks(0, parallel)]
+
+
+def assert_tiles(spans: list[Span], total: int) -> None:
+    assert spans[0].start == 0
+    assert spans[-1].stop == total
+    assert all(a.stop == b.start for a, b in pairwise(spans))
+    assert all(len(span) > 0 for span in spans)
+
+
+def test_ranks_count_tensor_then_stage_then_replica() -> None:
+    parallel = ParallelConfig(tensor_parallel=2, pipeline_parallel=3, data_parallel=2)
+    assert (parallel.group_size, parallel.world_size) == (6, 12)
+    assert [(p.tp_index, p.pp_index, p.dp_index) for p in (place(rank, parallel) for rank in (0, 1, 2, 5, 6, 11))] == [
+        (0, 0, 0),
+        (1, 0, 0),
+        (0, 1, 0),
+        (1, 2, 0),
+        (0, 0, 1),
+        (1, 2, 1),
+    ]
+    assert list(group_ranks(1, parallel)) == [6, 7, 8, 9, 10, 11]
+    assert (answering_rank(0, parallel), answering_rank(1, parallel)) == (4, 10)
+    assert answering_rank(0, ParallelConfig(tensor_parallel=4)) == 0
+    for rank in (-1, 12):
+        with pytest.raises(ValueError, match=f"no rank {rank} of 12"):
+            place(rank, parallel)
+
+
+def test_uneven_heads_go_by_whole_groups(tmp_path: Path) -> None:
+    """12 query heads in 6 groups of 2, on 4 ranks."""
+    shape = shape_of(tmp_path, num_attention_heads=12, num_key_value_heads=6, head_dim=8)
+    found = shards(shape, ParallelConfig(tensor_parallel=4))
+    assert [(len(each.query_heads), len(each.key_value_heads)) for each in found] == [(4, 2), (4, 2), (2, 1), (2, 1)]
+    assert found[1].query_heads == Span(4, 8)
+    assert found[3].key_value_heads == Span(5, 6)
+
+
+def test_key_value_heads_are_replicated() -> None:
+    """8 query heads over 2 key-value heads on 3, 4 and 8 ranks: (query span, key-value head)."""
+    found = {
+        parts: [(q.start, q.stop, kv.start) for q, kv in (split_heads(8, 2, parts, i) for i in range(parts))]
+        for parts in (3, 4, 8)
+    }
+    assert found[3] == [(0, 2, 0), (2, 4, 0), (4, 8, 1)]
+    assert found[4] == [(0, 2, 0), (2, 4, 0), (4, 6, 1), (6, 8, 1)]
+    assert found[8] == [(i, i + 1, i // 4) for i in range(8)]
+
+
+@given(
+    key_value=st.integers(1, 16),
+    per_group=st.integers(1, 8),
+    parts=st.integers(1, 32),
+    columns=st.integers(1, 3000),
+    vocab=st.integers(1, 5000),
+    layers=st.integers(1, 40),
+    stages=st.integers(1, 8),
+    group=st.sampled_from([1, 32, 64, 128]),
+)
+def test_parts_tile_the_model(
+    key_value: int, per_group: int, parts: int, columns: int, vocab: int, layers: int, stages: int, group: int
+) -> None:
+    shape = replace(
+        SHAPE,
+        num_key_value_heads=key_value,
+        num_attention_heads=key_value * per_group,
+        head_dim=group,
+        intermediate_size=columns * group,
+        vocab_size=vocab,
+        num_layers=layers,
+    )
+    parallel = ParallelConfig(tensor_parallel=parts, pipeline_parallel=stages)
+    if find_obstacle(shape, parallel, group) is not None:
+        impossible = parts > key_value * per_group or stages > layers or columns < parts
+        uneven_groups = parts > key_value and any(
+            not all(split_heads(key_value * per_group, key_value, parts, i)) for i in range(parts)
+        )
+        assert impossible or uneven_groups or vocab <= (parts - 1) * -(-vocab // parts)
+        return
+    found = shards(shape, parallel, group)
+    first = found[:parts]
+    assert_tiles([each.query_heads for each in first], shape.num_attention_heads)
+    assert_tiles([each.intermediate for each in first], shape.intermediate_size)
+    assert_tiles([each.vocab for each in first], vocab)
+    assert_tiles([each.layers for each in found[::parts]], layers)
+    assert [each.vocab.start for each in first] == [i * first[0].vocab_stride for i in range(parts)]
+    assert all(each.intermediate.start % group == 0 for each in found)
+    assert [each.is_first_stage for each in found] == [True] * parts + [False] * (parts * (stages - 1))
+    assert [each.is_last_stage for each in found] == [False] * (parts * (stages - 1)) + [True] * parts
+    held = {head for each in first for head in range(each.key_value_heads.start, each.key_value_heads.stop)}
+    assert held == set(range(key_value))
+    for each in first:
+        queries_of = {query // per_group for query in range(each.query_heads.start, each.query_heads.stop)}
+        assert queries_of == set(range(each.key_value_heads.start, each.key_value_heads.stop))
+
+
+@given(total=st.integers(1, 500), parts=st.integers(1, 50))
+def test_parts_differ_by_one_at_most(total: int, parts: int) -> None:
+    sizes = [len(split_evenly(total, parts, index)) for index in range(parts)]
+    assert sum(sizes) == total
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_vocabulary_is_padded_at_the_end_only() -> None:
+    assert [split_vocab(32_000, 2, index) for index in (0, 1)] == [
+        (Span(0, 16_000), 16_000),
+        (Span(16_000, 32_000), 16_000),
+    ]
+    assert [split_vocab(32_003, 3, index)[0] for index in range(3)] == [
+        Span(0, 10688),
+        Span(10688, 21376),
+        Span(21376, 32003),
+    ]
+    assert split_vocab(300, 2, 1) == (Span(160, 300), 160)
+
+
+def test_local_shape_counts_layers_from_zero(tmp_path: Path) -> None:
+    shape = replace(
+        shape_of(tmp_path, num_hidden_layers=5),
+        sliding_window=7,
+        full_attention_layers=(1, 3),
+        experts=Experts(8, 2, 64, True, dense_layers=(0, 4)),
+    )
+    parallel = ParallelConfig(tensor_parallel=2, pipeline_parallel=2)
+    first, last = (local_shape(shape, shards(shape, parallel)[rank]) for rank in (0, 3))
+    assert (first.num_layers, last.num_layers) == (3, 2)
+    assert (first.full_attention_layers, last.full_attention_layers) == ((1,), (0,))
+    assert first.experts is not None
+    assert last.experts is not None
+    assert (first.experts.dense_layers, last.experts.dense_layers) == ((0,), (1,))
+    assert first.experts.intermediate_size == 32
+    assert (first.num_attention_heads, first.num_key_value_heads, first.intermediate_size) == (2, 1, 96)
+    assert last.intermediate_size == 64
+
+
+def test_one_agent_holds_everything(tmp_path: Path) -> None:
+    shape = shape_of(tmp_path)
+    (only,) = shards(shape, ParallelConfig())
+    assert local_shape(shape, only) == shape
+    assert only.is_first_stage
+    assert only.is_last_stage
+    assert only.vocab == Span(0, shape.vocab_size)
+
+
+def load(folder: Path, *settings: str) -> Config:
+    return load_config("llama_tiny_cpu.yaml", [f"model_config.model_path={folder}", *settings], ascend=False)
+
+
+def test_any_free_port_for_every_agent(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    config = load(folder, "parallel_config.tensor_parallel=2", "parallel_config.data_parallel=2")
+    assert config.serving_config.agent_ports == (0, 0, 0, 0)
+    assert config.parallel_config.world_size == 4
+    assert Config.from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "message"),
+    [
+        (
+            ["tensor_parallel=5"],
+            {},
+            "tensor_parallel = 5: the model has 4 query heads: at most 4 agents can share them",
+        ),
+        (["pipeline_parallel=3"], {}, "pipeline_parallel = 3: the model has 2 layers, and each stage needs one"),
+        (
+            ["tensor_parallel=4"],
+            {"intermediate_size": 3},
+            "tensor_parallel = 4: the model has 3 intermediate columns: at most 3 agents can share them",
+        ),
+        (
+            ["tensor_parallel=3"],
+            {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 4, "bos_token_id": None},
+            "tensor_parallel = 3: a vocabulary of 4 leaves some of 3 agents nothing",
+        ),
+        (
+            ["tensor_parallel=16", "data_parallel=17"],
+            {},
+            "data_parallel = 17: tensor_parallel 16 x pipeline_parallel 1 x",
+        ),
+        (["tensor_parallel=0"], {}, "tensor_parallel = 0: must be at least 1"),
+    ],
+)
+def test_splits_there_are_not(tmp_path: Path, settings: list[str], changes: dict[str, object], message: str) -> None:
+    folder = write_model_folder(tmp_path / "model", **changes)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:
+        load(folder, *[f"parallel_config.{each}" for each in settings])
+    assert f"--set: parallel_config.{message}" in str(caught.value)
+
+
+def test_int4_groups_stay_whole(tmp_path: Path) -> None:
+    """Heads of 16 end within a group of 32 weights; two of them do not."""
+    folder = write_model_folder(tmp_path / "model", num_key_value_heads=4)
+    formats = ["model_config.weight_format=int4", "model_config.weight_group=32"]
+    assert load(folder, *formats, "parallel_config.tensor_parallel=2").shard_group == 32
+    with pytest.raises(
+        ConfigError, match=r"groups of 32 weights do not end where the heads \(of 16\) of the agents do"
+    ):
+        load(folder, *formats, "parallel_config.tensor_parallel=4")
+
+
+SHAPE = ModelShape(
+    architecture="LlamaForCausalLM",
+    hidden_size=64,
+    intermediate_size=160,
+    num_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=300,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    rope_scaling=None,
+    tie_word_embeddings=False,
+    max_position_embeddings=4096,
+    hidden_act="silu",
+    attention_bias=False,
+    mlp_bias=False,
+    bos_token_id=1,
+    eos_token_ids=(2,),
+    pad_token_id=None,
+)

@@ -1,0 +1,233 @@
+"""The step loop over several replicas: texts as of one alone, no replica waits for another, none lost is missed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine_harness import text_of
+from fakes import expected_tokens
+from replicas_harness import ReplicatedEngine
+
+from llm_serving.engine.core import Probe, Stop
+from llm_serving.engine.outputs import ProbeAnswer
+from llm_serving.executor.base import AgentReady
+from llm_serving.request import FinishReason
+from llm_serving.scheduler.policy import Policy, PreemptionKind
+
+POLICIES = list(Policy)
+KINDS = [PreemptionKind.RECOMPUTE, PreemptionKind.SWAP, PreemptionKind.AUTO]
+BEGINNINGS = [[2 + (7 * place + 11 * family) % 50 for place in range(24)] for family in range(4)]
+
+
+def check_texts(engine: ReplicatedEngine, *, cut: frozenset[str] = frozenset()) -> None:
+    for name, request in engine.asked.items():
+        expected = expected_tokens(request, engine.limits.max_model_len)
+        whole = engine.whole(name)
+        if name in cut:
+            assert list(whole.token_ids) == expected[: len(whole.token_ids)]
+            continue
+        assert list(whole.token_ids) == expected, name
+        text = expected[:-1] if whole.finish_reason is FinishReason.STOP else expected
+        assert whole.text == text_of(text)
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("preemption", KINDS)
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_tokens_equal_sequential_execution(
+    num_replicas: int, policy: Policy, preemption: PreemptionKind, prefix_cache: bool
+) -> None:
+    """Random arrivals and aborts, too few blocks, replicas that die, some of them for a while."""
+    rng = random.Random(f"{num_replicas}/{policy.value}/{preemption.value}/{prefix_cache}")
+    engine = ReplicatedEngine(
+        num_replicas, seed=rng.randrange(1000), policy=policy, preemption=preemption, prefix_cache=prefix_cache,
+        num_blocks=21, num_host_blocks=16,
+    )  # fmt: skip
+    aborted = set()
+    for number in range(40):
+        prompt = [*rng.choice(BEGINNINGS)[: rng.randint(1, 24)], rng.randrange(2, 50)]
+        engine.request(f"r{number}", prompt, rng.randint(1, 30), ignore_eos=rng.random() < 0.5)
+        engine.step(rng.randint(0, 3))
+        if rng.random() < 0.1:
+            name = rng.choice(list(engine.asked))
+            engine.abort(name)
+            aborted.add(name)
+        if rng.random() < 0.1:
+            rng.choice(engine.executors).lose_agent()
+    engine.finish()
+    check_texts(engine, cut=frozenset(aborted))
+    assert engine.log.named("agent_lost")
+    used = {line["replica"] for line in engine.log.named("request_end")}
+    assert used - {None} == set(range(num_replicas)), "None: aborted before it had one"
+
+
+def test_requests_of_a_replica_that_stays_away_go_on_elsewhere() -> None:
+    engine = ReplicatedEngine(2)
+    for number in range(6):
+        engine.request(f"r{number}", 5, 20, ignore_eos=True)
+    engine.step(6)
+    there = [request for request in engine.asked.values() if request.replica == 0]
+    assert 0 < len(there) < 6
+    assert all(request.output_token_ids for request in there)
+    engine.executors[0].lose_agent(ready=False)
+    engine.finish()
+    check_texts(engine)
+    assert [request.replica for request in there] == [1] * len(there)
+    assert engine.core.status().state == "ready"
+    assert [replica.state for replica in engine.core.status().replicas] == ["recovering", "ready"]
+    assert engine.router.replicas[0].num_recalled == len(there)
+    engine.executors[0].push(AgentReady())
+    engine.step(2)
+    for number in range(6, 10):
+        engine.request(f"r{number}", 5, 20)
+    engine.finish()
+    check_texts(engine)
+    assert {request.replica for name, request in engine.asked.items() if name >= "r6"} == {0, 1}
+
+
+def test_all_replicas_lost_and_one_comes_back() -> None:
+    engine = ReplicatedEngine(2)
+    for number in range(4):
+        engine.request(f"r{number}", 5, 20, ignore_eos=True)
+    engine.step(5)
+    for executor in engine.executors:
+        executor.lose_agent(ready=False)
+    engine.step(4)
+    assert engine.core.status().state == "recovering"
+    assert engine.router.num_unplaced == 4
+    engine.request("late", 5, 5)
+    engine.step(3)
+    engine.executors[1].push(AgentReady())
+    engine.finish()
+    check_texts(engine)
+    assert engine.core.status().state == "ready"
+    assert {request.replica for request in engine.asked.values()} == {1}
+
+
+def test_a_replica_given_up_leaves_the_others() -> None:
+    engine = ReplicatedEngine(2)
+    for number in range(4):
+        engine.request(f"r{number}", 5, 20, ignore_eos=True)
+    engine.step(5)
+    engine.executors[0].lose_agent(final=True)
+    engine.finish()
+    check_texts(engine)
+    assert engine.core.status().state == "ready"
+    engine.request("late", 5, 20)
+    engine.step(2)
+    engine.executors[1].lose_agent(final=True)
+    engine.step(3)
+    assert engine.core.status().state == "stopped"
+    assert engine.whole("late").finish_reason is FinishReason.ERROR
+    assert [replica.state for replica in engine.core.status().replicas] == ["stopped", "stopped"]
+
+
+def test_a_replica_that_cannot_start_ends_the_start() -> None:
+    engine = ReplicatedEngine(2, ready=False)
+    engine.executors[1].push(AgentReady())
+    engine.step(2)
+    assert engine.core.status().state == "starting"
+    engine.executors[0].lose_agent(final=True)
+    engine.step(2)
+    assert engine.core.status().state == "stopped"
+    assert "killed" in engine.core.stop_reason
+
+
+def test_one_that_is_ready_serves_while_another_starts() -> None:
+    engine = ReplicatedEngine(2, ready=False)
+    engine.executors[1].push(AgentReady())
+    engine.request("early", 5, 20)
+    engine.finish()
+    assert engine.asked["early"].replica == 1
+    assert engine.core.status().state == "starting"
+    engine.executors[0].push(AgentReady())
+    engine.step(2)
+    assert engine.core.status().state == "ready"
+
+
+def test_a_replica_at_work_does_not_hold_up_another() -> None:
+    """The device of replica 0 hangs; what is on replica 1 ends, and what comes then goes there as long as it may."""
+    engine = ReplicatedEngine(2, max_num_seqs=2)
+    engine.request("a", 5, 30, ignore_eos=True)
+    engine.step(3)
+    engine.executors[engine.asked["a"].replica or 0].hold(True)
+    for number in range(5):
+        engine.request(f"r{number}", 5, 3, ignore_eos=True)
+    engine.step(60)
+    done = [name for name in engine.outputs if engine.whole(name).finished]
+    assert len(done) >= 4
+    engine.executors[engine.asked["a"].replica or 0].hold(False)
+    engine.finish()
+    check_texts(engine)
+
+
+def test_a_probe_asks_those_who_serve() -> None:
+    engine = ReplicatedEngine(3)
+    engine.step(4)
+    answers: list[object] = []
+    engine.core._deliver = answers.extend  # type: ignore[method-assign]
+    engine.core.submit(Probe())
+    engine.step(6)
+    assert answers == [ProbeAnswer()]
+    engine.executors[0].lose_agent(ready=False)
+    engine.step(3)
+    engine.core.submit(Probe())
+    engine.step(6)
+    assert answers == [ProbeAnswer()] * 2
+
+
+def test_samples_of_one_prompt_share_its_blocks() -> None:
+    engine = ReplicatedEngine(3, prefix_cache=True, num_blocks=65)
+    engine.step(4)
+    for number in range(4):
+        for sample in range(3):
+            prompt = [*BEGINNINGS[number], 3]
+            engine.request(f"r{number}-{sample}", prompt, 10, group=f"r{number}", seed=sample, ignore_eos=True)
+    engine.finish()
+    check_texts(engine)
+    homes = []
+    for number in range(4):
+        samples = [engine.asked[f"r{number}-{sample}"] for sample in range(3)]
+        [home] = {request.replica for request in samples}
+        homes.append(home)
+        assert sum(request.num_cached_tokens >= 24 for request in samples) == 2
+    assert len(set(homes)) == 3
+
+
+def test_stop_ends_all() -> None:
+    engine = ReplicatedEngine(2, max_num_seqs=1)
+    for number in range(6):
+        engine.request(f"r{number}", 5, 20, ignore_eos=True)
+    engine.step(3)
+    engine.core.submit(Stop())
+    engine.step()
+    assert all(engine.whole(name).finish_reason is FinishReason.ERROR for name in engine.asked)
+
+
+def test_the_queue_is_one() -> None:
+    """Bounded over all replicas; a refusal says when to come back."""
+    engine = ReplicatedEngine(2, max_num_seqs=1, max_waiting_requests=3)
+    engine.step(3)
+    for number in range(6):
+        engine.request(f"r{number}", 5, 20)
+        engine.step(2)
+    assert len(engine.refused) == 1
+    engine.finish()
+
+
+def test_a_step_that_cannot_be_sent_ends_its_requests_only() -> None:
+    engine = ReplicatedEngine(2)
+    engine.step(3)
+    engine.executors[0].submit_error = ValueError("no")
+    for number in range(4):
+        engine.request(f"r{number}", 5, 10, ignore_eos=True)
+    for _ in range(2000):
+        engine.step()
+        if engine.router.is_idle:
+            break
+    reasons = [engine.whole(name).finish_reason for name in engine.asked]
+    assert FinishReason.ERROR in reasons
+    assert FinishReason.LENGTH in reasons
+    assert {line["replica"] for line in engine.log.named("error")} == {0}

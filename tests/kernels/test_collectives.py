@@ -1,0 +1,129 @@
+"""Sums and gathers between agents, by real processes over a real exchange."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from collective_values import DTYPES, SIZES, contribution
+
+from agent.kernels.collectives import sum_parts
+from agent.weights.storage import from_float32, to_float32
+from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+
+WORKER = Path(__file__).resolve().parent / "collective_worker.py"
+
+
+@contextmanager
+def exchange(size: int) -> Iterator[ExchangeMemory]:
+    memory = ExchangeMemory.create(ExchangeLayout(size, 1, hidden_size=64, max_tokens=16, max_rows=4))
+    try:
+        yield memory
+    finally:
+        memory.close()
+
+
+def start(memory: ExchangeMemory, index: int, what: str, timeout_s: float = 60.0) -> subprocess.Popen[str]:
+    layout = json.dumps(asdict(memory.layout))
+    command = [sys.executable, str(WORKER), memory.name, layout, str(index), what, str(timeout_s)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(agents: list[subprocess.Popen[str]]) -> list[dict[str, Any]]:
+    """What each printed last; none may outlive this."""
+    results = []
+    try:
+        for agent in agents:
+            out, err = agent.communicate(timeout=120)
+            assert agent.returncode == 0, err
+            results.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    return results
+
+
+def run(size: int, what: str) -> list[dict[str, Any]]:
+    with exchange(size) as memory:
+        return finish([start(memory, index, what) for index in range(size)])
+
+
+def digest(array: np.ndarray[Any, Any]) -> str:
+    return hashlib.sha256(array.tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_sum_is_of_the_agents_in_order_and_the_same_for_all(size: int) -> None:
+    results = run(size, "sums")
+    for dtype in DTYPES:
+        for count in SIZES:
+            total = to_float32(contribution(0, dtype, count), dtype).copy()
+            for index in range(1, size):
+                total += to_float32(contribution(index, dtype, count), dtype)
+            expected = digest(from_float32(total, dtype))
+            assert [result[f"{dtype} {count}"] for result in results] == [expected] * size, (dtype, count)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_gathers(size: int) -> None:
+    results = run(size, "gathers")
+    for count in (1, 100, 300_001):
+        whole = np.stack([contribution(index, "float32", count) for index in range(size)])
+        assert {result[f"all {count}"] for result in results} == {digest(whole)}
+    rows = {key: value for key, value in results[0].items() if key.startswith("rows")}
+    assert len(rows) == 3
+    assert all(rows.values())
+
+
+def test_calls_never_mix() -> None:
+    assert run(2, "race") == [{"wrong": None}] * 2
+    assert run(3, "race") == [{"wrong": None}] * 3
+
+
+def test_an_agent_whose_peer_never_comes_gives_up_in_time_and_hardly_computes_meanwhile() -> None:
+    with exchange(2) as memory:
+        (result,) = finish([start(memory, 0, "lonely", timeout_s=1.5)])
+        assert memory.is_down, "whoever comes later must not wait either"
+    assert "gone" in result["error"]
+    assert 1.4 < result["seconds"] < 3.0
+    assert result["processor_seconds"] < 0.2
+
+
+def test_a_group_that_goes_down_frees_its_waiting_agents_at_once() -> None:
+    with exchange(2) as memory:
+        agent = start(memory, 1, "lonely", timeout_s=60.0)
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == "open\n"
+        time.sleep(0.3)
+        memory.mark_down()
+        (result,) = finish([agent])
+    assert result["seconds"] < 2.0
+    assert "gone" in result["error"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_fast_sum_is_the_plain_one(dtype: str) -> None:
+    """Of every 16-bit pattern, infinities and NaNs of either sign among them, and of odd lengths."""
+    storage = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[dtype]
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    first = patterns.view(storage) if dtype != "float32" else (patterns.astype(np.uint32) << 16).view(np.float32)
+    for shift in (0, 1, 4096, 40_000):
+        for count in (len(first), 13, 8, 3):
+            parts = [first[:count].copy(), np.roll(first, shift)[:count].copy()]
+            fast, plain = (sum_parts(parts, dtype, use_reference=use) for use in (False, True))
+            width = np.uint32 if dtype == "float32" else np.uint16
+            same = fast.view(width) == plain.view(width)
+            values = to_float32(plain, dtype)
+            assert (same | np.isnan(values)).all()
+            assert np.isnan(to_float32(fast, dtype)[np.isnan(values)]).all()

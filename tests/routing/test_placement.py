@@ -1,0 +1,82 @@
+"""Which replica a request goes to."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llm_serving.routing.placement import Candidate, Placed, Routing, choose, is_balanced
+
+
+def replica(index: int, load: int, cached: int = 0, *, holds: bool = True, is_open: bool = True) -> Candidate:
+    return Candidate(index, load, cached, holds, is_open and holds)
+
+
+@pytest.mark.parametrize(
+    ("candidates", "chosen"),
+    [
+        # Nothing is cached anywhere: the least loaded, the first of equals.
+        ([replica(0, 70), replica(1, 50)], (1, Placed.LOAD)),
+        ([replica(0, 50), replica(1, 50)], (0, Placed.LOAD)),
+        # The most cached, as long as loads differ by no more than 100 tokens, or half of the least.
+        ([replica(0, 0, 16), replica(1, 100, 64)], (1, Placed.PREFIX)),
+        ([replica(0, 0, 16), replica(1, 101, 64)], (0, Placed.LOAD)),
+        ([replica(0, 1000, 16), replica(1, 1500, 64)], (1, Placed.PREFIX)),
+        ([replica(0, 1000), replica(1, 1501, 64)], (0, Placed.LOAD)),
+        # The second best, where the best has too much to do.
+        ([replica(0, 0), replica(1, 101, 64), replica(2, 50, 32)], (2, Placed.PREFIX)),
+        # All hold as much: the least loaded.
+        ([replica(0, 70, 64), replica(1, 50, 64)], (1, Placed.LOAD)),
+        # It may wait where its prefix is, behind more than a step takes, but not where there is no room.
+        ([replica(0, 0), replica(1, 50, 64, is_open=False)], (1, Placed.PREFIX)),
+        ([replica(0, 0), replica(1, 50, 64, holds=False)], (0, Placed.LOAD)),
+        # Of equals rather one where it starts at once.
+        ([replica(0, 0, 64, is_open=False), replica(1, 50, 64)], (1, Placed.LOAD)),
+        # Nobody can start it: it waits for whoever can first.
+        ([replica(0, 0, is_open=False), replica(1, 50, is_open=False)], None),
+        ([replica(0, 0, is_open=False), replica(1, 50, 64, holds=False)], None),
+    ],
+)
+def test_by_prefix(candidates: list[Candidate], chosen: tuple[int, Placed] | None) -> None:
+    assert choose(candidates, Routing.PREFIX, 100) == chosen
+
+
+def test_by_load_alone() -> None:
+    candidates = [replica(0, 60, 64), replica(1, 50), replica(2, 10, is_open=False)]
+    assert choose(candidates, Routing.LEAST_LOADED, 100) == (1, Placed.LOAD)
+
+
+def test_one_after_the_other() -> None:
+    candidates = [replica(0, 60, 64), replica(1, 50), replica(2, 10, is_open=False)]
+    turns = [choose(candidates, Routing.ROUND_ROBIN, 100, turn) for turn in range(3)]
+    assert turns == [(0, Placed.TURN), (1, Placed.TURN), (0, Placed.TURN)]
+
+
+@st.composite
+def some_candidates(draw: st.DrawFn) -> list[Candidate]:
+    number = draw(st.integers(1, 5))
+    return [
+        replica(index, draw(st.integers(0, 400)), 16 * draw(st.integers(0, 4)), holds=draw(st.booleans()),
+                is_open=draw(st.booleans()))
+        for index in range(number)
+    ]  # fmt: skip
+
+
+@given(some_candidates(), st.sampled_from(Routing), st.integers(0, 200), st.integers(0, 4))
+def test_what_holds_for_any_replicas(
+    candidates: list[Candidate], routing: Routing, balance_tokens: int, turn: int
+) -> None:
+    choice = choose(candidates, routing, balance_tokens, turn)
+    if choice is None:
+        assert not any(one.is_open for one in candidates), "somebody could have started it"
+        return
+    chosen, why = candidates[choice[0]], choice[1]
+    assert chosen.holds
+    assert chosen.is_open or (routing is Routing.PREFIX and chosen.cached_tokens)
+    least = min(one.load for one in candidates)
+    if not is_balanced(chosen.load, least, balance_tokens) and routing is not Routing.ROUND_ROBIN:
+        assert all(chosen.load <= one.load for one in candidates if one.is_open), "a longer way for nothing"
+    if why is Placed.PREFIX:
+        better = [one for one in candidates if one.cached_tokens > chosen.cached_tokens and one.is_open]
+        assert not any(is_balanced(one.load, least, balance_tokens) for one in better)

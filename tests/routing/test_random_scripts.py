@@ -1,0 +1,45 @@
+"""The router under arbitrary interleavings: the scheduler's random scripts, played on two and three replicas.
+
+``RoutedSimulation`` checks after every event that each request is in exactly one place, that schedulers are whole, and
+that no replica idles while a request waits for one; at the end that everything is free and every text is the text of
+the request run alone, whichever replicas it was computed by, and however often it lost them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from routed_simulation import play_routed
+from script_drawing import draw_script
+
+from llm_serving.routing.placement import Routing
+
+SCRIPTS = 120
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_texts_do_not_depend_on_replicas(num_replicas: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(SCRIPTS):
+        routed = play_routed(draw_script(9000 * num_replicas + seed), num_replicas, seed)
+        seen.update(routed.seen)
+        seen["requests of several replicas"] += sum(len(by) > 1 for by in routed.served_by.values())
+        seen["replicas used"] += len(set().union(*routed.served_by.values()))
+        for replica in routed.router.replicas:
+            seen.update({f"placed by {why.value}": number for why, number in replica.num_placed.items()})
+            seen["recalled"] += replica.num_recalled
+    missing = [name for name in EXPECTED if not seen[name]]
+    assert not missing, (missing, seen)
+
+
+EXPECTED = (
+    "agents lost", "deadlines", "ends from outside", "failed steps", "placed by load", "placed by prefix",
+    "preemptions", "recalled", "requests of several replicas", "requests that lost their replica", "swaps",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("routing", [Routing.LEAST_LOADED, Routing.ROUND_ROBIN])
+def test_under_every_rule(routing: Routing) -> None:
+    for seed in range(30):
+        play_routed(draw_script(500 + seed), 3, seed, routing)

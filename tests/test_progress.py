@@ -1,0 +1,65 @@
+"""The display of the start, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+import re
+
+from llm_serving.progress import ProgressDisplay
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def lines_of(stream: io.StringIO) -> list[str]:
+    """What was written, seconds as S."""
+    return [re.sub(r" +\d+\.\d\d s", " S", line).strip() for line in stream.getvalue().splitlines()]
+
+
+def test_one_agents_stages() -> None:
+    stream = io.StringIO()
+    display = ProgressDisplay(stream)
+    display.note("hello")
+    for stage, done in (("load", 1), ("load", 2), ("compile", 1)):
+        display.update(0, stage, done, 2)
+    display.note("ready")
+    display.close()
+    display.note("too late")
+    assert lines_of(stream) == ["hello", "agent 0: load S", "agent 0: compile S", "ready"]
+
+
+def test_a_stage_of_several_agents_is_one_line() -> None:
+    """Written when the last has left it, however they are mixed."""
+    stream = io.StringIO()
+    display = ProgressDisplay(stream, num_agents=3)
+    for rank in (2, 0, 1, 0):
+        display.update(rank, "load", 1, 2)
+    display.update(1, "compile", 0, 1)
+    display.update(1, "warm up", 0, 1)
+    display.update(0, "compile", 0, 1)
+    assert lines_of(stream) == []
+    display.update(2, "compile", 0, 1)
+    assert lines_of(stream) == ["3 agents: load S  (agent 2)"], "which began first"
+    display.update(0, "warm up", 0, 1)
+    display.note("stopping")
+    assert lines_of(stream)[1:] == [
+        "3 agents: compile S  (agent 0)",
+        "2 agents: warm up S  (agent 1)",
+        "stopping",
+    ]
+
+
+def test_a_bar_on_a_terminal_is_written_over() -> None:
+    stream = Terminal()
+    display = ProgressDisplay(stream, num_agents=2)
+    display.update(0, "load", 0, 4)
+    display.update(1, "load", 4, 4)
+    display.update(0, "load", 4, 4)
+    display.note("ready")
+    first, second, *rest = stream.getvalue().split("\r\x1b[K")
+    assert first.split() == ["agent", "0:", "load", "░" * 28, "0/4"]
+    assert second.split()[-1] == "0/4", "the one that is behind"
+    assert rest[0].split()[-2:] == ["█" * 28, "4/4"]
+    assert re.fullmatch(r"  2 agents: load +0\.00 s  \(agent [01]\)\nready\n", rest[1])
