@@ -10,7 +10,7 @@ from llm_serving.config.source import RawConfig
 
 MODEL_TYPE = "mindformers"
 VERSION = "1.9"
-ARCHITECTURES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Of ``config.json``. ``agent.mindformers.families`` has the classes."""
 _INSTALL = "install it with `make setup-mindformers` or `pip install 'llm-serving[mindformers]'`"
 
@@ -55,6 +55,10 @@ def _missing_part(config: Config) -> str:
         return (
             f"rope_scaling {shape.rope_scaling.type} is not served with it, only plain rotary embedding: "
             "use model_type dyn"
+        )
+    if shape.architecture == "LlamaForCausalLM" and shape.head_dim * shape.num_attention_heads != shape.hidden_size:
+        return (
+            f"MindFormers' Llama has heads of hidden size / heads, and this one of {shape.head_dim}: use model_type dyn"
         )
     if shape.output_bias:
         return "MindFormers' output layer of attention has no bias, and attention_bias asks for one: use model_type dyn"

@@ -14,7 +14,10 @@ from model_folders import write_model_folder
 from llm_serving.config import Config, load_config
 from llm_serving.config.mindformers_models import ARCHITECTURES
 from llm_serving.errors import ConfigError
+from llm_serving.machine import Machine
+from llm_serving.memory_plan import MINDFORMERS_BYTES, estimate_memory
 
+MACHINE = Machine(1024**4, "test machine")
 QWEN3: dict[str, object] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
 
 
@@ -57,10 +60,11 @@ REFUSED = [
     (["model_config.op_table=fused"], {}, "op_table = 'fused': with model_type mindformers use native or auto"),
     (["model_config.model_dtype=float32"], {}, "not with model_dtype float32"),
     (["model_config.kv_format=int8"], {}, "model_config.kv_format = 'int8'"),
-    (["parallel_config.tensor_parallel=2"], {}, "parallel_config.tensor_parallel = 2: MindFormers' models are not split"),
+    (["parallel_config.tensor_parallel=2"], {}, "parallel_config.tensor_parallel = 2: MindFormers' models are not"),
     (["parallel_config.pipeline_parallel=2"], {}, "parallel_config.pipeline_parallel = 2: MindFormers' models are not"),
     (["model_config.weight_format=int8"], {}, "model_config.weight_format = 'int8'"),
-    ([], {"architectures": ["LlamaForCausalLM"]}, "serves Qwen2ForCausalLM, Qwen3ForCausalLM; this is a Llama"),
+    ([], {"architectures": ["MistralForCausalLM"]}, "serves LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
+    ([], {"architectures": ["LlamaForCausalLM"], "head_dim": 32}, "Llama has heads of hidden size / heads"),
     ([], {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "ignores sliding_window = 64"),
     ([], {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling linear is not served with it"),
     ([], {"attention_bias": True}, "output layer of attention has no bias"),
@@ -107,6 +111,14 @@ def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_nobody_else_needs_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, None)
     assert load(tmp_path, "model_config.model_type=dyn").model_config.model_type == "dyn"
+
+
+def test_the_memory_plan_has_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "1.9.0")
+    own = ["model_config.model_type=dyn", "model_config.op_table=native"]
+    plans = [estimate_memory(load(tmp_path, *overrides), MACHINE) for overrides in ([], own)]
+    assert plans[0].bytes_of("agent process") - plans[1].bytes_of("agent process") == MINDFORMERS_BYTES
+    assert plans[0].total_bytes - plans[1].total_bytes == MINDFORMERS_BYTES
 
 
 def test_the_config_of_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

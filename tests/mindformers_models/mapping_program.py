@@ -33,6 +33,28 @@ class Gpt:
         return hidden
 
 
+class Llama:
+    """Stands for the older library's ``LlamaModel``, in the same way; 64 is the hidden size."""
+
+    def __init__(self) -> None:
+        self.call: dict[str, Any] = {}
+
+    def __call__(self, token_ids: Any, **inputs: Any) -> Any:
+        from mindspore import Tensor
+
+        self.call = {"token_ids": token_ids, **inputs}
+        return Tensor([[[float(row)] * 64 for row in range(token_ids.shape[1])]])
+
+
+class LlamaNetwork:
+    def __init__(self) -> None:
+        self.model, self.lm_head = Llama(), lambda hidden: hidden
+        self.flags: list[dict[str, bool]] = []
+
+    def add_flags_custom(self, **flags: bool) -> None:
+        self.flags.append(flags)
+
+
 class Network:
     def __init__(self) -> None:
         self.model = Gpt()
@@ -58,10 +80,13 @@ def main() -> None:
     from mindspore import Tensor
 
     from agent.backends.selector import select_op_table
-    from agent.mindformers.model import MindFormersModel
+    from agent.mindformers.gpt import GptAdapter
+    from agent.mindformers.llama import LlamaAdapter
 
     network = Network()
-    model = MindFormersModel(network, config, select_op_table(config))
+    model = GptAdapter(network, config, select_op_table(config))
+    llama_network = LlamaNetwork()
+    llama = LlamaAdapter(llama_network, config, select_op_table(config))
 
     def int32(*values: Any) -> Tensor:
         return Tensor(np.array(values, np.int32))
@@ -69,7 +94,7 @@ def main() -> None:
     token_ids, positions, last_tokens = int32(5, 6, 7, 8, 9), int32(0, 1, 2, 0, 1), int32(2, 4)
     slots, tables, contexts, queries = int32(16, 17, 18, 32, 33), int32([1, 0], [2, 0]), int32(3, 2), int32(3, 2)
     mask = Tensor([[7.0]])
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"llama": {}}
     steps = {
         "prefill": ((slots, tables, contexts, int32(3, 2, 0, 0)), True),
         "chunked": ((slots, tables, contexts, queries, mask), False),
@@ -87,6 +112,10 @@ def main() -> None:
             "caches": [[parameter.name for parameter in each] for each in caches],
             **{key: plain(value) for key, value in call.items() if key != "attention_mask"},
         }
+        llama.take_form(whole_prompts=whole_prompts)
+        logits = llama.construct(token_ids, positions, last_tokens, step, whole_prompts)
+        inputs = {key: plain(value) for key, value in llama_network.model.call.items()}
+        results["llama"][name] = {"flags": llama_network.flags[-1:], "logits": plain(logits), **inputs}
     results["switches"] = [network.model.return_hidden_states, network.model.move_lens_to_cpu]
     results["cache_shape"] = list(model.key_caches[0].shape)
     print(json.dumps(results))

@@ -12,8 +12,8 @@ import pytest
 from mindformers_variants import VARIANTS
 from model_folders import write_model_folder
 
-from agent.mindformers.families import INFERENCE_MODELS, inference_model, model_settings
-from agent.mindformers.names import mindformers_name, our_parameters
+from agent.mindformers.families import INFERENCE_MODELS, gpt_settings, inference_model, llama_settings
+from agent.mindformers.names import cache_names, names_of, our_parameters
 from agent.mindformers.package import environment, import_mindformers
 from llm_serving.config import load_config
 from llm_serving.config.mindformers_models import ARCHITECTURES
@@ -23,7 +23,7 @@ from tools.seeded_model import tensor_shapes, write_model
 
 PROGRAM = Path(__file__).with_name("mapping_program.py")
 
-TO_MINDFORMERS = {
+QWEN = {
     "model.embed_tokens.": "embedding.word_embeddings.",
     ".self_attn.q_proj.": ".self_attention.linear_qkv.",
     ".self_attn.k_proj.": ".self_attention.linear_qkv.",
@@ -42,8 +42,24 @@ TO_MINDFORMERS = {
 """``weight_mapping`` of mindformers/models/qwen3/utils.py, stacked as ``generate_mapping`` says (MindFormers 1.9.0)."""
 
 
-def theirs(checkpoint_name: str) -> str:
-    for hugging_face, mindformers in TO_MINDFORMERS.items():
+LLAMA = {
+    "embed_tokens.weight": "tok_embeddings.embedding_weight",
+    ".self_attn.q_proj.": ".attention.wq.",
+    ".self_attn.k_proj.": ".attention.wk.",
+    ".self_attn.v_proj.": ".attention.wv.",
+    ".self_attn.o_proj.": ".attention.wo.",
+    ".mlp.gate_proj.": ".feed_forward.w1.",
+    ".mlp.down_proj.": ".feed_forward.w2.",
+    ".mlp.up_proj.": ".feed_forward.w3.",
+    ".input_layernorm.": ".attention_norm.",
+    ".post_attention_layernorm.": ".ffn_norm.",
+    ".norm.": ".norm_out.",
+}
+"""``LlamaForCausalLM.convert_name`` of mindformers/models/llama/llama.py."""
+
+
+def theirs(checkpoint_name: str, architecture: str) -> str:
+    for hugging_face, mindformers in (LLAMA if architecture == "LlamaForCausalLM" else QWEN).items():
         checkpoint_name = checkpoint_name.replace(hugging_face, mindformers)
     return checkpoint_name
 
@@ -52,17 +68,26 @@ def theirs(checkpoint_name: str) -> str:
 def test_every_tensor_of_a_checkpoint_goes_where_mindformers_has_it(tmp_path: Path, model: str) -> None:
     config = VARIANTS[model].config_json()
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    parameters = our_parameters(ModelShape.from_hf_folder(tmp_path))
+    (architecture,) = config["architectures"]
+    parameters, names = our_parameters(ModelShape.from_hf_folder(tmp_path)), names_of(architecture)
     rows: dict[str, int] = {}
     for name, shape in tensor_shapes(config).items():
-        rows[theirs(name)] = rows.get(theirs(name), 0) + shape[0]
-    assert {mindformers_name(name): shape[0] for name, shape in parameters.items()} == rows
+        place = theirs(name, architecture)
+        rows[place] = rows.get(place, 0) + shape[0]
+    assert {names.theirs(name): shape[0] for name, shape in parameters.items()} == rows
+
+
+def test_the_caches_of_its_llama_are_its_layers() -> None:
+    ((key, value),) = cache_names(1)
+    names = names_of("LlamaForCausalLM")
+    manager = "model.layers.0.attention.infer_attention.paged_attention_mgr"
+    assert (names.theirs(key), names.theirs(value)) == (f"{manager}.key_cache", f"{manager}.value_cache")
 
 
 def test_settings_are_the_models_and_the_deployments(tmp_path: Path) -> None:
     write_model(VARIANTS["qwen3_untied"], tmp_path)
     overrides = [f"model_config.model_path={tmp_path}", "model_config.model_dtype=bfloat16", "pa_config.num_blocks=99"]
-    settings = model_settings(load_config("llama_tiny_cpu.yaml", [*overrides, "pa_config.decode_seq_length=200"]))
+    settings = gpt_settings(load_config("llama_tiny_cpu.yaml", [*overrides, "pa_config.decode_seq_length=200"]))
     assert settings == {
         "vocab_size": 419,
         "hidden_size": 96,
@@ -87,9 +112,35 @@ def test_settings_are_the_models_and_the_deployments(tmp_path: Path) -> None:
     }
 
 
+def test_settings_of_its_llama(tmp_path: Path) -> None:
+    write_model(VARIANTS["llama_untied"], tmp_path)
+    overrides = [f"model_config.model_path={tmp_path}", "model_config.model_dtype=float16", "pa_config.num_blocks=99"]
+    settings = llama_settings(load_config("llama_tiny_cpu.yaml", [*overrides, "pa_config.decode_seq_length=200"]))
+    assert (
+        settings
+        | {
+            "seq_length": 200,
+            "max_position_embedding": 200,
+            "hidden_size": 128,
+            "intermediate_size": 352,
+            "num_layers": 4,
+            "num_heads": 4,
+            "n_kv_heads": 2,
+            "theta": 10000.0,
+            "num_blocks": 99,
+            "tie_word_embeddings": False,
+            "compute_dtype": "float16",
+            "use_past": True,
+            "is_dynamic": True,
+            "use_flash_attention": True,
+        }
+        == settings
+    )
+
+
 def test_both_processes_know_the_same_architectures() -> None:
     assert tuple(INFERENCE_MODELS) == ARCHITECTURES
-    with pytest.raises(AgentStartError, match="for architecture 'GPT2LMHeadModel'; there are: Qwen2"):
+    with pytest.raises(AgentStartError, match="for architecture 'GPT2LMHeadModel'; there are: Llama"):
         inference_model("GPT2LMHeadModel")
 
 
@@ -144,3 +195,16 @@ def test_other_steps_attend_over_the_cache(calls: Any, kind: str, mask: list[int
 def test_switches_and_cache(calls: Any) -> None:
     assert calls["switches"] == [True, False], "hidden states come back, and no length goes through MoveTo"
     assert calls["cache_shape"] == [256, 16, 2, 16]
+
+
+@pytest.mark.parametrize("kind", ["prefill", "chunked", "decode"])
+def test_its_llama_gets_a_batch_of_one(calls: Any, kind: str) -> None:
+    call, is_prefill = calls["llama"][kind], kind == "prefill"
+    assert call["flags"] == [{"is_first_iteration": is_prefill}]
+    assert call["token_ids"] == [[5, 6, 7, 8, 9]]
+    assert call["position_ids"] == [0, 1, 2, 0, 1]
+    assert call["slot_mapping"] == [16, 17, 18, 32, 33]
+    assert call["block_tables"] == [[1, 0], [2, 0]]
+    assert call["batch_valid_length"] == ([3, 2, 0, 0] if is_prefill else [3, 2])
+    assert call["attention_mask"] == ([[7.0]] if kind == "chunked" else [[0.0]])
+    assert call["logits"] == [[2.0] * 64, [4.0] * 64], "of the last tokens only"
