@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from llm_serving.agent_metrics import agent_families
 from llm_serving.receipt import BlockReason
 from llm_serving.request import PARTS, FinishReason, RequestOutput, RequestTimings
 
@@ -251,6 +252,7 @@ class _EngineCollector(Collector):
         )
         yield CounterMetricFamily("llm_serving_steps", "Steps answered.", value=status.steps)
         yield from _replica_families(status.replicas)
+        yield from agent_families(status.agents)
         state = GaugeMetricFamily("llm_serving_engine_state", "1 for the state the engine is in.", labels=["state"])
         for name in _STATES:
             state.add_metric([name], float(name == status.state))

@@ -182,6 +182,23 @@ def test_metrics(server, engine):
     assert samples["llm_serving_engine_state", (("state", "stopped"),)] == 0
 
 
+def test_metrics_of_every_agent(server, engine):
+    summary = {"weight_bytes": 100, "kv_cache_bytes": 200}
+    ready = {"rank": 2, "replica": 1, "state": "ready", "restarts": 3, "summary": summary}
+    engine.current.agents = [ready, {"rank": 3, "replica": 1, "state": "restarting", "restarts": 3}]
+    text = server.http.get("/metrics").text
+    for line in (
+        'llm_serving_agent_state{rank="2",replica="1",state="ready"} 1.0',
+        'llm_serving_agent_state{rank="2",replica="1",state="restarting"} 0.0',
+        'llm_serving_agent_state{rank="3",replica="1",state="restarting"} 1.0',
+        'llm_serving_agent_restarts_total{rank="3",replica="1"} 3.0',
+        'llm_serving_agent_weight_bytes{rank="2",replica="1"} 100.0',
+        'llm_serving_agent_kv_cache_bytes{rank="2",replica="1"} 200.0',
+    ):
+        assert line in text.splitlines()
+    assert 'llm_serving_agent_weight_bytes{rank="3"' not in text
+
+
 def test_the_engines_metrics():
     metrics = Metrics(process=False)
     step = ScheduledStep(seq=1, kind=StepKind.PREFILL, rows=[0, 1], token_ids=[5, 6, 7])
