@@ -11,7 +11,9 @@ STAMP   := $(VENV)/.installed
 KERNELS := agent/kernels/libllm_kernels.so
 SOURCES := setup.py $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernels/*/*.cc agent/kernels/*/*.h)
 
-.PHONY: setup serve test lint bench docs clean help
+MINDFORMERS := $(VENV)/.mindformers-installed
+
+.PHONY: setup setup-mindformers test-mindformers serve test lint bench docs clean help
 
 setup: $(STAMP) $(KERNELS)
 
@@ -20,6 +22,11 @@ serve: setup
 
 test: setup lint
 	@$(BIN)/python -m pytest $(ARGS)
+
+setup-mindformers: setup $(MINDFORMERS)
+
+test-mindformers: setup-mindformers
+	@$(BIN)/python -m pytest tests/mindformers_models $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check .
@@ -39,7 +46,9 @@ help:
 	  'make serve [CONFIG=llama_tiny_cpu.yaml] [ARGS="--set section.key=value"]' \
 	  'make test [ARGS="-k scheduler"]      lint, types and tests' \
 	  'make setup                           virtual environment, pinned packages, kernels' \
-	  'make bench                           kernels against the hardware ceilings' \
+	  'make setup-mindformers               and the packages that MindFormers'"'"' models need (0.6 GB)' \
+  'make test-mindformers                and their tests' \
+  'make bench                           kernels against the hardware ceilings' \
 	  'make docs                            write docs/configuration.md from the code' \
 	  'make clean                           remove what was built (not the virtual environment)'
 
@@ -51,6 +60,11 @@ $(STAMP): requirements.lock pyproject.toml
 	@echo "installing pinned packages into $(VENV) (once; a few minutes)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+
+$(MINDFORMERS): requirements-mindformers.lock | $(STAMP)
+	@echo "installing MindFormers into $(VENV) (once; about a minute)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock -r requirements-mindformers.lock
 	@touch $@
 
 $(KERNELS): $(SOURCES) | $(STAMP)

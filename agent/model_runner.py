@@ -83,7 +83,7 @@ class ModelRunner:
 
         start = time.perf_counter()
         config, whole = self._config, self._part.whole
-        definition = find_model(whole.architecture)
+        definition = find_model(whole.architecture, config.model_config.model_type)
         specs = definition.weight_specs(whole)
         ignorable = definition.ignorable_suffixes(whole)
         self._ops = select_op_table(config, self._part)
@@ -139,6 +139,7 @@ class ModelRunner:
         assert self._kv_cache is not None, "load() comes before summary()"
         summary: dict[str, str | int | float] = {
             "device": self._config.device,
+            "model_type": self._config.model_config.model_type,
             "op_table": self._ops.name,
             "dtype": self._ops.dtype,
             "weight_format": self._config.weight_format,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import enum
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import mindspore as ms
 import numpy as np
@@ -17,8 +19,11 @@ from agent.backends.cpu.ops import FusedCpuOps
 from agent.layers.parameter import MINDSPORE_DTYPES, as_float32_array, as_tensor
 from agent.step_inputs import Int32Array, StepInputs
 from agent.weights.storage import STORAGE_DTYPES, Array
+from llm_serving.errors import AgentStartError
 from llm_serving.ipc.shm import SlotLimits
 
+_NO_KERNEL = re.compile(r"Unsupported op \[(\w+)\]|operator\[(\w+)\] fail! Unsupported data type")
+"""MindSpore's words for a primitive without a kernel, at all or for these types."""
 _VECTOR = (None,)
 _MATRIX = (None, None)
 
@@ -32,6 +37,14 @@ class GraphKind(enum.Enum):
     """Any step, parts of prompts and decoding sequences mixed: attention over the cache, with a mask."""
     DECODE = "decode"
     """A token a sequence: attention over the cache, which needs no mask."""
+
+
+@runtime_checkable
+class TakesForms(Protocol):
+    """A model whose Cells must be told, before a graph is compiled, which kind they are to become."""
+
+    def take_form(self, *, whole_prompts: bool) -> None:
+        """For steps of whole prompts, or of anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +144,7 @@ class DynamicStepGraph(StepGraph):
         self._part = ops.part
         self._no_entry = _no_entry(ops, 1)
         self._max_table_width = limits.max_blocks_per_seq
+        self._model = model
         self._graphs = {
             kind: _CompiledGraph(dynamic_step(model, ops, kind, max_whole_prompts))
             for kind in GraphKind
@@ -144,6 +158,8 @@ class DynamicStepGraph(StepGraph):
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         inputs = StepInputs(zero, zero, zero - 1, zero.reshape(1, 1), one, one, zero, zero, zero, whole_prompts=False)
         for kind, graph in self._graphs.items():
+            if isinstance(self._model, TakesForms):
+                self._model.take_form(whole_prompts=kind == GraphKind.PREFILL)
             graph.compile(self._tensors(kind, inputs, self._no_entry))
 
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
@@ -218,8 +234,18 @@ class _CompiledGraph:
         self._phase = ""
 
     def compile(self, tensors: tuple[Tensor, ...]) -> None:
-        """Compile, and run with these inputs."""
-        self._cell(*tensors).asnumpy()
+        """Compile, and run with these inputs. Raises AgentStartError naming a primitive without a kernel."""
+        try:
+            self._cell(*tensors).asnumpy()
+        except (RuntimeError, TypeError) as error:
+            lacking = _NO_KERNEL.search(str(error))
+            if lacking is None:
+                raise
+            types = ", ".join(sorted({str(parameter.dtype) for parameter in self._cell.get_parameters()}))
+            raise AgentStartError(
+                f"the graph needs the primitive {lacking[1] or lacking[2]}, and this device has no kernel of it, or "
+                f"none for its types (the model's are {types}); docs/ascend.md has a table of the primitives there are"
+            ) from error
         self._phase = self._cell.phase_cache[self._cell.phase]
 
     def run(self, tensors: tuple[Tensor, ...]) -> Tensor:

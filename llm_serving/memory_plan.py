@@ -13,7 +13,7 @@ I, H query and K key-value heads of size D, b bytes per element of ``model_dtype
     logits           S x V x 4 (float32), and S x V x b more where ``model_dtype`` is another type
     rotary tables    2 x P x D x 4, cosine and sine
     token history    S x P x 4, for penalties
-    agent process    Python, MindSpore, compiled graphs
+    agent process    Python, MindSpore, compiled graphs; MindFormers where it is asked for
     server process   HTTP, scheduler, tokenizer
 
 On a CPU all of it is taken from what the machine has free. On an Ascend the two processes and the host blocks live in
@@ -64,6 +64,8 @@ __all__ = [
 GIB = 1024**3
 MIB = 1024**2
 AGENT_PROCESS_BYTES = 600 * MIB
+MINDFORMERS_BYTES = 250 * MIB
+"""Its package and all it imports, beside MindSpore."""
 SERVER_PROCESS_BYTES = 200 * MIB
 
 
@@ -160,7 +162,7 @@ def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
     """The plan, whether it fits or not."""
     world = range(config.parallel_config.world_size)
     if config.device == "CPU":
-        ranks = [(*device_items(config, n), *host_block_items(config, n), _agent_item()) for n in world]
+        ranks = [(*device_items(config, n), *host_block_items(config, n), _agent_item(config)) for n in world]
         items = (*_summed(ranks), *_exchange_items(config), _server_item())
         return _plan(config, items, ranks, sum(rank_kv_bytes_per_token(config, n) for n in world), machine)
     ranks = [device_items(config, n) for n in world]
@@ -227,7 +229,10 @@ def _exchange_items(config: Config) -> tuple[MemoryItem, ...]:
     return (MemoryItem("exchange", num_bytes, f"of {groups} of agents"),) if num_bytes else ()
 
 
-def _agent_item() -> MemoryItem:
+def _agent_item(config: Config) -> MemoryItem:
+    if config.model_config.model_type == "mindformers":
+        num_bytes = AGENT_PROCESS_BYTES + MINDFORMERS_BYTES
+        return MemoryItem("agent process", num_bytes, "Python, MindSpore, MindFormers, graphs")
     return MemoryItem("agent process", AGENT_PROCESS_BYTES, "Python, MindSpore, graphs")
 
 

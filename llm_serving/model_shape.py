@@ -114,7 +114,7 @@ class ModelShape:
         generation: dict[str, object] = {}
         if generation_file.exists():
             generation = read_json_object(generation_file, MAX_CONFIG_JSON_BYTES, CheckpointError)
-        return _shape_of(
+        return shape_of_fields(
             TypedFields(str(folder / "config.json"), values, CheckpointError),
             TypedFields(str(generation_file), generation, CheckpointError),
         )
@@ -147,9 +147,16 @@ def head_dim_of(fields: TypedFields, hidden_size: int, num_heads: int, heads: st
     return fields.integer("head_dim", hidden_size // num_heads, 1, MAX_HEAD_DIM)
 
 
-def _shape_of(fields: TypedFields, generation: TypedFields) -> ModelShape:
+def shape_of_fields(
+    fields: TypedFields, generation: TypedFields, *, activations: tuple[str, ...] = ("silu",)
+) -> ModelShape:
+    """What ``config.json``, or a section with its names, says of a model; the end tokens of ``generation`` win.
+
+    ``activations`` are the names it may have for SwiGLU. Raises the fields' error.
+    """
     family = family_of(fields)
     _refuse_unsupported(fields)
+    fields.text("hidden_act", "silu", activations)
     hidden = fields.integer("hidden_size", None, 1, MAX_HIDDEN_SIZE)
     heads = fields.integer("num_attention_heads", None, 1, MAX_HEADS)
     num_layers = fields.integer("num_hidden_layers", None, 1, MAX_LAYERS)
@@ -174,7 +181,7 @@ def _shape_of(fields: TypedFields, generation: TypedFields) -> ModelShape:
         rope_scaling=read_rope_scaling(rope, positions),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         max_position_embeddings=positions,
-        hidden_act=fields.text("hidden_act", "silu", ("silu",)),
+        hidden_act="silu",
         attention_bias=biases[0],
         mlp_bias=False,
         bos_token_id=first[0] if first else None,

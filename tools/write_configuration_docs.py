@@ -51,7 +51,9 @@ MINDFORMERS = """\
 ## The MindFormers YAML (`model_config.model_cfg_path`)
 
 A YAML in the format of MindFormers, such as `configs/llama/predict_llama2_7b.yaml`. Only these keys are read, and their
-types checked; the rest is MindFormers' business.
+types checked; the rest is MindFormers' business. Files of MindFormers 1.9's other models, such as
+`configs/mindformers/predict_qwen3_0_6b.yaml`, have their sizes in the names of `config.json` (`architectures`,
+`num_hidden_layers`, ...), or none, which are then those of `model_path`; both are read.
 
 | Key | Meaning |
 |---|---|

@@ -48,6 +48,11 @@ struct SwigluReference {
 };
 
 template <class T>
+struct SiluReference {
+  static void run(const SiluArgs& args) { reference::silu<T>(args); }
+};
+
+template <class T>
 struct MatMulReference {
   static void run(const MatMulArgs& args) { reference::matmul<T>(args); }
 };
@@ -92,6 +97,12 @@ LLMK_ENTRY int llmk_test_rms_norm(const llmk::RmsNormArgs* args, int use_referen
 LLMK_ENTRY int llmk_test_swiglu(const llmk::SwigluArgs* args, int use_reference) {
   const llmk::StandardFloatingPoint scope;
   use_reference != 0 ? llmk::run_reference<llmk::SwigluReference>(*args) : llmk::kernels().swiglu(*args);
+  return 0;
+}
+
+LLMK_ENTRY int llmk_test_silu(const llmk::SiluArgs* args, int use_reference) {
+  const llmk::StandardFloatingPoint scope;
+  use_reference != 0 ? llmk::run_reference<llmk::SiluReference>(*args) : llmk::kernels().silu(*args);
   return 0;
 }
 

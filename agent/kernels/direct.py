@@ -52,6 +52,7 @@ def _struct(name: str, layout: str) -> type[ctypes.Structure]:
 
 RmsNormArgs = _struct("RmsNormArgs", "p: x residual gamma y rstd sum; i: rows width; f: epsilon; d: dtype gamma_dtype")
 SwigluArgs = _struct("SwigluArgs", "p: input out; i: outer inner; d: dtype")
+SiluArgs = _struct("SiluArgs", "p: input out; i: count; d: dtype")
 RotaryArgs = _struct(
     "RotaryArgs",
     "p: x out cos sin positions; i: tokens heads dim x_stride out_stride; d: dtype table_dtype; b: interleaved",
@@ -113,6 +114,13 @@ def swiglu(x: Array, dtype: str, *, reference: bool = False) -> Array:
     out = np.empty((rows, width // 2), x.dtype)
     args = _fill(SwigluArgs, input=x, out=out, outer=rows, inner=width // 2, dtype=dtype)
     load_library().llmk_test_swiglu(ctypes.byref(args), int(reference))
+    return out
+
+
+def silu(x: Array, dtype: str, *, reference: bool = False) -> Array:
+    out = np.empty_like(x)
+    args = _fill(SiluArgs, input=x, out=out, count=x.size, dtype=dtype)
+    load_library().llmk_test_silu(ctypes.byref(args), int(reference))
     return out
 
 

@@ -16,7 +16,7 @@
 namespace llmk {
 namespace {
 
-const char* kOps[] = {"RmsNorm", "AddRmsNorm", "Swiglu", "ApplyRotaryPosEmb", "ReshapeAndCache",
+const char* kOps[] = {"RmsNorm", "AddRmsNorm", "Swiglu", "SiLU", "MoveTo", "ApplyRotaryPosEmb", "ReshapeAndCache",
                       "FlashAttentionScore", "PagedAttention", "MatMul", "Gather", "Reshape", "MoeGatingTopKSoftmax",
                       "MoeInitRoutingV2", "GroupedMatmulV4", "InnerMoeTokenUnpermute", "AllReduce", "AllGather"};
 
@@ -196,6 +196,8 @@ LLMK_ENTRY bool IsKernelRegistered(const char* name) {
 LLMK_PLUGIN(RmsNorm, rms_norm(arguments, false))
 LLMK_PLUGIN(AddRmsNorm, rms_norm(arguments, true))
 LLMK_PLUGIN(Swiglu, swiglu(arguments))
+LLMK_PLUGIN(SiLU, plugin_silu(arguments))
+LLMK_PLUGIN(MoveTo, plugin_move_to(arguments))
 LLMK_PLUGIN(ApplyRotaryPosEmb, plugin_rotary(arguments))
 LLMK_PLUGIN(ReshapeAndCache, reshape_and_cache(arguments))
 LLMK_PLUGIN(FlashAttentionScore, plugin_flash_attention(arguments))

@@ -21,6 +21,8 @@ _MODULES = {
 }
 """The same as ``llm_serving.model_families.FAMILIES``, whose sizes the server knows; a test compares them."""
 
+_MINDFORMERS = "agent.mindformers.model"
+
 
 class ModelDefinition(Protocol):
     """What a model's module offers."""
@@ -35,10 +37,11 @@ class ModelDefinition(Protocol):
         """The Cell, its parameters without memory yet."""
 
 
-def find_model(architecture: str) -> ModelDefinition:
-    """The module of a model. Raises AgentStartError for an architecture that is not served."""
+def find_model(architecture: str, model_type: str = "dyn") -> ModelDefinition:
+    """The module of a model: ours, or MindFormers' where ``model_type`` says so. Raises AgentStartError for an
+    architecture that is not served."""
     if architecture not in _MODULES:
         raise AgentStartError(f"no model for architecture {architecture!r}; there are: {', '.join(_MODULES)}")
-    module: Any = import_module(_MODULES[architecture])
+    module: Any = import_module(_MINDFORMERS if model_type == "mindformers" else _MODULES[architecture])
     definition: ModelDefinition = module
     return definition

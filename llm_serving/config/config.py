@@ -172,8 +172,8 @@ class Config:
     def cache_namespace(self) -> bytes:
         """What keys and values depend on besides tokens: the model, how it is computed, how they are stored."""
         model = self.model_config
-        parts = (self.model_name, model.model_path, model.load_format, model.seed, model.model_dtype, self.op_table)
-        return json.dumps([*parts, self.weight_format, self.kv_format]).encode()
+        parts = (self.model_name, model.model_type, model.model_path, model.load_format, model.seed)
+        return json.dumps([*parts, model.model_dtype, self.op_table, self.weight_format, self.kv_format]).encode()
 
     @property
     def num_host_blocks(self) -> int:

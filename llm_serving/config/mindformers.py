@@ -17,11 +17,14 @@ from llm_serving.model_shape import (
     ModelShape,
     check_head_sizes,
     head_dim_of,
+    shape_of_fields,
 )
 from llm_serving.rope_scaling import MAX_POSITIONS, RopeScaling
 
 GRAPH_MODE = 0
 _DTYPES = ("float16", "bfloat16", "float32")
+
+_LLAMA_SIZES = ("type", "hidden_size", "num_layers", "num_heads", "vocab_size")
 
 KEYS_READ = {
     "context.mode": "0, graph mode; 1 is not available",
@@ -57,7 +60,8 @@ KEYS_READ = {
     "model.model_config.compute_dtype": "checked; `model_config.model_dtype` decides",
     "model.model_config.param_init_type": "checked; `model_config.model_dtype` decides",
 }
-"""Keys of a MindFormers YAML that are read, with their meaning. All others are ignored."""
+"""Keys of a MindFormers YAML that are read, with their meaning, the sizes in the names of its Llama. All others are
+ignored. A ``model.model_config`` with ``num_hidden_layers`` or ``num_attention_heads`` is read as a ``config.json``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,7 @@ class MindFormersFile:
 
     context: MindSporeContext
     shape: ModelShape | None
-    """None when the file has no ``model.model_config``."""
+    """None when the file has no ``model.model_config``, or one without sizes."""
 
 
 def read_mindformers_yaml(path: Path) -> MindFormersFile:
@@ -119,7 +123,30 @@ def _memory(fields: TypedFields, key: str) -> int | None:
     return int(float(match[1]) * 1024**3)
 
 
-def _shape(fields: TypedFields, arch: TypedFields) -> ModelShape:
+def _shape(fields: TypedFields, arch: TypedFields) -> ModelShape | None:
+    """In the names of MindFormers' Llama or, as MindFormers 1.9 writes its other models, in those of ``config.json``.
+    None where there are no sizes but only types: the model folder has the sizes then."""
+    if "num_hidden_layers" in fields or "num_attention_heads" in fields:
+        return _shape_in_hugging_face_names(fields)
+    if not any(key in fields for key in _LLAMA_SIZES):
+        _check_types(fields)
+        return None
+    return _llama_shape(fields, arch)
+
+
+def _shape_in_hugging_face_names(fields: TypedFields) -> ModelShape:
+    _check_types(fields)
+    if "seq_length" in fields:
+        fields.integer("seq_length", None, 1, MAX_POSITIONS)
+    return shape_of_fields(fields, TypedFields(fields.source, {}, ConfigError), activations=("silu", "swiglu"))
+
+
+def _check_types(fields: TypedFields) -> None:
+    for key in ("compute_dtype", "params_dtype"):
+        fields.text(key, "float16", _DTYPES)
+
+
+def _llama_shape(fields: TypedFields, arch: TypedFields) -> ModelShape:
     fields.text("type", "LlamaConfig", ("LlamaConfig",))
     hidden = fields.integer("hidden_size", None, 1, MAX_HIDDEN_SIZE)
     heads = fields.integer("num_heads", None, 1, MAX_HEADS)

@@ -70,8 +70,10 @@ class ModelConfig:
     )
     model_type: str = published(
         "dyn",
-        "Shapes of the graphs: dynamic.",
-        choices=("dyn", "static"),
+        "Whose model, and the shapes of its graphs: `dyn` the classes of this project, `mindformers` the inference "
+        "model of MindFormers 1.9 for the same architecture (Llama, Qwen2, Qwen3; see `docs/mindformers.md`), both "
+        "dynamic.",
+        choices=("dyn", "mindformers", "static"),
         unavailable=(("static", "static graphs are not available; use dyn"),),
     )
     seq_type: str = published(

@@ -10,6 +10,7 @@ from typing import Any
 from llm_serving.config.config import Config
 from llm_serving.config.lookup import find_path
 from llm_serving.config.mindformers import MindFormersFile, MindSporeContext, read_mindformers_yaml
+from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers, check_op_table
 from llm_serving.config.sections import ModelConfig, ServingConfig, TokenizerConfig
 from llm_serving.config.source import RawConfig
 from llm_serving.config.validation import (
@@ -95,6 +96,7 @@ class Resolver:
         check_batches(self._raw, config)
         check_sharing(self._raw, config)
         check_parallel(self._raw, config)
+        check_mindformers(self._raw, config)
         return config
 
     def _with_all_ports(self) -> ServingConfig:
@@ -124,8 +126,11 @@ class Resolver:
             raise self._raw.error("model_config.device_target", wanted, problem)
         device = ("Ascend" if self._ascend else "CPU") if wanted == "auto" else wanted
         op_table = self._model.op_table
+        theirs = self._model.model_type == MODEL_TYPE
         if op_table == "auto":
-            op_table = "native" if device == "Ascend" else "fused"
+            op_table = "native" if device == "Ascend" or theirs else "fused"
+        if theirs:
+            check_op_table(self._raw, op_table)
         check_device(self._raw, device, op_table, self._model.model_dtype, self._model.backend)
         return device, op_table
 

@@ -165,6 +165,62 @@ def test_bad_size_is_named(tmp_path: Path, changes: dict[str, object], message: 
     assert str(caught.value).startswith(f"{file}: model.model_config.{message}")
 
 
+QWEN3 = """
+model:
+  model_config:
+    architectures: ["Qwen3ForCausalLM"]
+    vocab_size: 300
+    hidden_size: 64
+    intermediate_size: 96
+    num_hidden_layers: 3
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    head_dim: 32
+    hidden_act: 'swiglu'
+    max_position_embeddings: 512
+    seq_length: 256
+    rope_theta: 1000000.
+    eos_token_id: 7
+    compute_dtype: "bfloat16"
+    layernorm_compute_dtype: "float32"
+"""
+
+
+def test_sizes_in_the_names_of_config_json(tmp_path: Path) -> None:
+    """As MindFormers 1.9 writes those of Qwen3."""
+    shape = ModelShape.from_mindformers_yaml(write(tmp_path, QWEN3))
+    assert (shape.architecture, shape.query_key_norm, shape.hidden_act) == ("Qwen3ForCausalLM", True, "silu")
+    assert (shape.num_layers, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim) == (3, 4, 2, 32)
+    assert (shape.max_position_embeddings, shape.rope_theta, shape.eos_token_ids) == (512, 1e6, (7,))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("num_hidden_layers: 3", "num_hidden_layers: x", "num_hidden_layers = 'x': must be an integer"),
+        ("Qwen3ForCausalLM", "GPT2LMHeadModel", "architectures = ['GPT2LMHeadModel']: is not supported"),
+        ("'swiglu'", "'gelu'", "hidden_act = 'gelu': is not supported; only silu or swiglu"),
+        ('"bfloat16"', '"int8"', "compute_dtype = 'int8': is not supported"),
+        ("seq_length: 256", "seq_length: no", "seq_length = 'no': must be an integer"),
+        ("num_key_value_heads: 2", "num_key_value_heads: 3", "num_key_value_heads = 3: must divide"),
+    ],
+)
+def test_bad_size_in_the_names_of_config_json_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in QWEN3
+    file = write(tmp_path, QWEN3.replace(old, new))
+    with pytest.raises(ConfigError) as caught:
+        read_mindformers_yaml(file)
+    assert str(caught.value).startswith(f"{file}: model.model_config.{message}")
+
+
+def test_types_without_sizes_leave_them_to_the_model_folder(tmp_path: Path) -> None:
+    """MindFormers' own configs/qwen3/predict_qwen3.yaml."""
+    text = "model:\n  model_config:\n    compute_dtype: bfloat16\n    rotary_dtype: bfloat16\n"
+    assert read_mindformers_yaml(write(tmp_path, text)).shape is None
+    with pytest.raises(ConfigError, match="compute_dtype = 'int4': is not supported"):
+        read_mindformers_yaml(write(tmp_path, text.replace("compute_dtype: bfloat16", "compute_dtype: int4")))
+
+
 def test_no_sizes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"there is no model.model_config section"):
         ModelShape.from_mindformers_yaml(write(tmp_path, "context: {}"))

@@ -7,10 +7,14 @@ import shutil
 import socket
 import struct
 import time
+from importlib.util import find_spec
 
 import pytest
 from server_process import run_start_server, shm_entries
 from small_configs import TINY_LLAMA, small_overrides
+
+from tools.seeded_families import FAMILY_VARIANTS
+from tools.seeded_model import write_model
 
 
 def start(tmp_path, *overrides, config="llama_tiny_cpu.yaml"):
@@ -146,6 +150,18 @@ def odd_heads(folder):
 def unknown_architecture(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "architectures": ["GPT5ForCausalLM"]}))
+
+
+@pytest.mark.skipif(find_spec("mindformers") is not None, reason="the package mindformers is installed")
+def test_mindformers_without_the_package_is_refused_at_once(tmp_path):
+    folder = tmp_path / "model"
+    write_model(FAMILY_VARIANTS["qwen3_tied"], folder)
+    overrides = [f"model_config.model_path={folder}", "model_config.model_dtype=float16"]
+    run, seconds = start(tmp_path, *overrides, "model_config.model_type=mindformers")
+    assert run.returncode == 2, run.stderr
+    assert "the package mindformers is not installed; install it with `make setup-mindformers`" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert seconds < 2.0
 
 
 BAD_CHECKPOINTS = [

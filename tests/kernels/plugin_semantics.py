@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_calls import EPSILON, attention_rendering
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.ops import auto_generate
 
 ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
@@ -157,6 +157,32 @@ def test_swiglu(dtype: str, seed: int, rows: int, half: int) -> None:
     x, x_exact = values(np.random.default_rng(seed), rows, 2 * half, dtype=dtype)
     gate, value = np.split(x_exact, 2, -1)
     assert_rounded(swiglu_graph(dtype)(x), gate / (1 + np.exp(-gate)) * value, dtype, slack=1e-6)
+
+
+class MindFormersExtras(nn.Cell):
+    """SiLU as MindFormers calls it, and its copy of lengths to the host."""
+
+    def construct(self, x: Any, lengths: Any) -> Any:
+        return mint.nn.functional.silu(x), ops.move_to(lengths, "CPU")
+
+
+@cache
+def extras_graph(dtype: str) -> nn.Cell:
+    graph = MindFormersExtras()
+    graph.set_inputs(dynamic(None, None, dtype=DTYPES[dtype]), dynamic(None, dtype=ms.int32))
+    return graph
+
+
+@examples
+@given(any_dtype, seeds, st.integers(1, 9), st.integers(1, 150))
+def test_silu_and_move_to(dtype: str, seed: int, rows: int, width: int) -> None:
+    """x / (1 + exp(-x)); and the same integers again."""
+    rng = np.random.default_rng(seed)
+    x, x_exact = values(rng, rows, width, dtype=dtype)
+    lengths = rng.integers(0, 2**31 - 1, rows, np.int32)
+    activated, moved = extras_graph(dtype)(x, Tensor(lengths))
+    assert_rounded(activated, x_exact / (1 + np.exp(-x_exact)), dtype, slack=1e-6)
+    np.testing.assert_array_equal(moved.asnumpy(), lengths)
 
 
 @cache

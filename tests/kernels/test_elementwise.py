@@ -1,4 +1,4 @@
-"""RmsNorm, AddRmsNorm, Swiglu, rotary embedding and the fused rotary-and-cache against float64."""
+"""RmsNorm, AddRmsNorm, Swiglu, SiLU, rotary embedding and the fused rotary-and-cache against float64."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from kernel_calls import EPSILON, random_tensor
 
-from agent.kernels.direct import DTYPES, Array, load, rms_norm, rotary, rotary_cache, store, swiglu
+from agent.kernels.direct import DTYPES, Array, load, rms_norm, rotary, rotary_cache, silu, store, swiglu
 from agent.kernels.library import num_threads, set_threads
 
 
@@ -59,6 +59,26 @@ def test_swiglu_of_extreme_gates() -> None:
     gates = np.array([-1e30, -200, -88, 0, 88, 200, 1e30, np.nan], np.float32)
     out = swiglu(np.concatenate([gates, np.ones(8, np.float32)])[None], "float32")[0]
     np.testing.assert_allclose(out[3:7], gates[3:7], rtol=1e-6)
+    assert (np.abs(out[:3]) < 1e-6).all()
+    assert np.isnan(out[7])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 15, 64, 40_003])
+def test_silu(dtype: str, count: int) -> None:
+    x = store(np.random.default_rng(4).standard_normal(count).astype(np.float32) * 4, dtype)
+    exact = load(x, dtype)
+    for reference in (False, True):
+        assert_rounded(silu(x, dtype, reference=reference), exact / (1 + np.exp(-exact)), dtype)
+    whole = silu(x, dtype)
+    for start in {0, count // 3, count - 1}:
+        np.testing.assert_array_equal(silu(x[start : start + 21].copy(), dtype), whole[start : start + 21])
+
+
+def test_silu_of_extreme_values() -> None:
+    values = np.array([-1e30, -200, -88, 0, 88, 200, 1e30, np.nan], np.float32)
+    out = silu(values, "float32")
+    np.testing.assert_allclose(out[3:7], values[3:7], rtol=1e-6)
     assert (np.abs(out[:3]) < 1e-6).all()
     assert np.isnan(out[7])
 

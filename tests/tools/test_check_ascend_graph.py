@@ -58,6 +58,12 @@ def test_the_small_configs_pass(tmp_path: Path) -> None:
     assert lines[-1] == "2 configs, 0 graphs failed"
 
 
+def test_a_model_of_mindformers_is_skipped_with_a_word(tmp_path: Path) -> None:
+    process = run("tools/check_ascend_graph.py", "qwen3_mindformers.yaml", folder=tmp_path)
+    assert process.returncode == 0, process.stdout + process.stderr[-2000:]
+    assert process.stdout.startswith("skip qwen3_mindformers: model_type mindformers")
+
+
 def test_a_config_that_no_ascend_takes_fails(tmp_path: Path) -> None:
     text = (ROOT / "configs/llama/llama_tiny_cpu.yaml").read_text(encoding="utf-8")
     assert "block_size: 16" in text

@@ -36,6 +36,11 @@ def causal_mask(form: AttentionForm, dtype: str) -> Tensor:
     return Tensor(np.triu(np.ones((size, size), np.float32), 1) * masked, MINDSPORE_DTYPES[dtype])
 
 
+def no_mask(dtype: str) -> Tensor:
+    """What stands for PagedAttention's mask where every sequence has one token."""
+    return Tensor(np.zeros((1, 1)), MINDSPORE_DTYPES[dtype])
+
+
 class Rotary(nn.Cell):
     """Rows of cos and sin for each token, in the model's type as the primitive wants them."""
 
@@ -100,7 +105,7 @@ class Attention(nn.Cell):
         band = {"pre_tokens": form.window - 1, "next_tokens": 0, "sparse_mode": _BAND} if self.has_window else {}
         self.flash = FlashAttentionScore(head_num=form.num_heads, scale_value=scale, input_layout="TH", **band)
         self.causal_mask = causal_mask
-        self.no_mask = Tensor(np.zeros((1, 1)), MINDSPORE_DTYPES[dtype])
+        self.no_mask = no_mask(dtype)
 
     def construct(
         self,

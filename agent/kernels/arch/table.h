@@ -10,6 +10,7 @@ const KernelTable LLMK_TABLE = {
     LLMK_ISA_NAME,
     LLMK_ARCH::rms_norm,
     LLMK_ARCH::swiglu,
+    LLMK_ARCH::silu,
     LLMK_ARCH::rotary,
     LLMK_ARCH::rotary_cache,
     LLMK_ARCH::matmul,

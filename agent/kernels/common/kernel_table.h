@@ -8,6 +8,7 @@
 #include "../ops/rms_norm.h"
 #include "../ops/rotary.h"
 #include "../ops/rotary_attention.h"
+#include "../ops/silu.h"
 #include "../ops/swiglu.h"
 
 namespace llmk {
@@ -16,6 +17,7 @@ struct KernelTable {
   const char* isa;
   void (*rms_norm)(const RmsNormArgs&);
   void (*swiglu)(const SwigluArgs&);
+  void (*silu)(const SiluArgs&);
   void (*rotary)(const RotaryArgs&);
   void (*rotary_cache)(const RotaryCacheArgs&);
   void (*matmul)(const MatMulArgs&);

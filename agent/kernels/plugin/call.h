@@ -44,6 +44,8 @@ static inline std::vector<int32_t> integers(const Call& call, int argument) {
 }
 
 // The entries that are more than a few lines; 0 or an error code.
+int plugin_silu(const Call& call);
+int plugin_move_to(const Call& call);
 int plugin_rotary(const Call& call);
 int plugin_flash_attention(const Call& call);
 int plugin_paged_attention(const Call& call);

@@ -1,0 +1,57 @@
+// SiLU (Elfwing et al. 2018): out = x / (1 + exp(-x)), worked out in float32 and rounded once. An element's result depends
+// on nothing but the element: not on its place, nor on how many there are.
+#pragma once
+#include <cmath>
+
+#include "../common/thread_pool.h"
+#include "../common/types.h"
+
+namespace llmk {
+
+struct SiluArgs {
+  const void* input;
+  void* out;
+  int64_t count;
+  DType dtype;
+};
+
+namespace reference {
+
+template <class T>
+static inline void silu(const SiluArgs& args) {
+  for (int64_t i = 0; i < args.count; ++i) {
+    const double x = to_float(static_cast<const T*>(args.input)[i]);
+    from_float(static_cast<float>(x / (1 + std::exp(-x))), static_cast<T*>(args.out) + i);
+  }
+}
+
+}  // namespace reference
+
+#ifdef LLMK_ARCH
+namespace LLMK_ARCH {
+
+static inline Vec silu_lanes(Vec x) { return div(x, add(broadcast(1.0f), exponential(sub(zero(), x)))); }
+
+template <class T>
+static inline void silu_span(const SiluArgs& args) {
+  constexpr int64_t kSpan = 16384;  // elements of a task
+  const T* input = static_cast<const T*>(args.input);
+  T* out = static_cast<T*>(args.out);
+  parallel_for(ceil_div(args.count, kSpan), [&](int64_t task) {
+    const int64_t end = smaller((task + 1) * kSpan, args.count);
+    int64_t i = task * kSpan;
+    for (; i + kLanes <= end; i += kLanes) store(out + i, silu_lanes(load(input + i)));
+    if (i < end) store_n(out + i, silu_lanes(load_n(input + i, end - i)), end - i);
+  });
+}
+
+static void silu(const SiluArgs& args) {
+  if (args.dtype == DType::kFloat32) silu_span<float>(args);
+  if (args.dtype == DType::kFloat16) silu_span<half_t>(args);
+  if (args.dtype == DType::kBFloat16) silu_span<bfloat_t>(args);
+}
+
+}  // namespace LLMK_ARCH
+#endif
+
+}  // namespace llmk

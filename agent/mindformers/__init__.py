@@ -1,0 +1,1 @@
+"""The inference models of MindFormers (the extra ``[mindformers]``), run as our own are; docs/mindformers.md."""

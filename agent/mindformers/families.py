@@ -1,0 +1,111 @@
+"""Which of MindFormers' inference models serves which ``architectures`` entry, and its settings. Imports neither."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from llm_serving.config import Config
+from llm_serving.errors import AgentStartError
+
+Settings = dict[str, object]
+
+
+def gpt_settings(config: Config) -> Settings:
+    """What the configuration classes of its newer models take: the sizes of ``config.json``, positions up to the
+    longest sequence served (the rotary tables have a row for each), and every type the model's.
+
+    Norms in ``model_dtype`` are float32 inside the primitive and rounded once, as they are where MindFormers casts to
+    float32 before and back after; rotary tables are made in float32 and rounded once.
+    """
+    shape, dtype = config.shape, config.model_config.model_dtype
+    return {
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_theta": shape.rope_theta,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "attention_bias": shape.attention_bias,
+        "hidden_act": shape.hidden_act,
+        "max_position_embeddings": config.max_model_len,
+        "block_size": config.pa_config.block_size,
+        "num_blocks": config.pa_config.num_blocks,
+        "params_dtype": dtype,
+        "compute_dtype": dtype,
+        "layernorm_compute_dtype": dtype,
+        "rotary_dtype": dtype,
+        "softmax_compute_dtype": "float32",
+    }
+
+
+def llama_settings(config: Config) -> Settings:
+    """What ``LlamaConfig`` takes. "Parallel decoding" is the form in which its model is given positions, masks and
+    query lengths from outside, which chunks and mixed steps need."""
+    shape, dtype = config.shape, config.model_config.model_dtype
+    return {
+        "batch_size": 1,
+        "seq_length": config.max_model_len,
+        "max_position_embedding": config.max_model_len,
+        "vocab_size": shape.vocab_size,
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "num_layers": shape.num_layers,
+        "num_heads": shape.num_attention_heads,
+        "n_kv_heads": shape.num_key_value_heads,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "theta": shape.rope_theta,
+        "tie_word_embeddings": shape.tie_word_embeddings,
+        "block_size": config.pa_config.block_size,
+        "num_blocks": config.pa_config.num_blocks,
+        "param_init_type": dtype,
+        "compute_dtype": dtype,
+        "layernorm_compute_type": dtype,
+        "rotary_dtype": dtype,
+        "softmax_compute_type": "float32",
+        "use_past": True,
+        "is_dynamic": True,
+        "use_flash_attention": True,
+        "parallel_decoding_params": {"parallel_decoding": "la"},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceModel:
+    """The classes of a family in MindFormers 1.9, by their full names, and ours that runs them."""
+
+    config: str
+    network: str
+    adapter: str = "agent.mindformers.gpt.GptAdapter"
+    settings: Callable[[Config], Settings] = gpt_settings
+
+
+_LLAMA, _QWEN2, _QWEN3 = (f"mindformers.models.{name}" for name in ("llama", "qwen2", "qwen3"))
+
+INFERENCE_MODELS = {
+    "LlamaForCausalLM": InferenceModel(
+        f"{_LLAMA}.llama_config.LlamaConfig",
+        f"{_LLAMA}.llama.LlamaForCausalLM",
+        "agent.mindformers.llama.LlamaAdapter",
+        llama_settings,
+    ),
+    "Qwen2ForCausalLM": InferenceModel(
+        f"{_QWEN2}.configuration_qwen2.Qwen2Config", f"{_QWEN2}.modeling_qwen2_infer.InferenceQwen2ForCausalLM"
+    ),
+    "Qwen3ForCausalLM": InferenceModel(
+        f"{_QWEN3}.configuration_qwen3.Qwen3Config", f"{_QWEN3}.modeling_qwen3_infer.InferenceQwen3ForCausalLM"
+    ),
+}
+"""By architecture: those of ``llm_serving.config.mindformers_models``, which the server checks (a test compares)."""
+
+
+def inference_model(architecture: str) -> InferenceModel:
+    """Raises AgentStartError for an architecture without one."""
+    if architecture not in INFERENCE_MODELS:
+        known = ", ".join(INFERENCE_MODELS)
+        raise AgentStartError(f"no MindFormers model for architecture {architecture!r}; there are: {known}")
+    return INFERENCE_MODELS[architecture]

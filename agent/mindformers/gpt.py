@@ -1,0 +1,82 @@
+"""MindFormers' newer inference models with the inputs and outputs of ``agent.models.llama.Llama``.
+
+``InferenceQwen3ForCausalLM`` and its like build a ``GPTModel`` and only hand their arguments on to it. It is called
+here directly, with two of the switches it has for servers: ``return_hidden_states``, so that logits are worked out for
+the last tokens only, and ``move_lens_to_cpu`` off, as nothing in these models reads the copies of the lengths that
+``MoveTo`` makes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspore import ParameterTuple, Tensor, nn, ops
+
+from agent.backends.base import OpTable
+from agent.backends.native.attention import causal_mask, no_mask
+from agent.layers.attention import attention_form
+from agent.layers.parameter import unbound_parameter
+from agent.mindformers.names import cache_names
+from llm_serving.config import Config
+
+
+class GptAdapter(nn.Cell):
+    """Token ids to logits of each sequence's last token. Owns the parameters of the KV cache, which MindFormers takes
+    as arguments; ``take_form`` must be called before a graph is compiled."""
+
+    owns_caches = False
+    """Whether the caches are parameters of MindFormers' layers."""
+
+    def __init__(self, network: Any, config: Config, ops_table: OpTable) -> None:
+        super().__init__(auto_prefix=False)
+        shape, cache = config.shape, config.pa_config
+        self.gpt = network.model
+        self.gpt.return_hidden_states = True
+        self.gpt.move_lens_to_cpu = False
+        self._network = (network,)  # not a child: it would be a second parent of the same Cells
+        layout = ops_table.cache_layout(cache.num_blocks, cache.block_size, shape.num_key_value_heads, shape.head_dim)
+        keys, values = zip(*cache_names(shape.num_layers), strict=True)
+        self.key_caches = ParameterTuple([_cache(name, *layout) for name in keys])
+        self.value_caches = ParameterTuple([_cache(name, *layout) for name in values])
+        self.causal_mask = causal_mask(attention_form(shape, 0), ops_table.dtype)
+        self.no_mask = no_mask(ops_table.dtype)
+        self.gather = ops.Gather()
+
+    def take_form(self, *, whole_prompts: bool) -> None:
+        """Choose the attention that the next graph to be compiled is made of: among the tokens of the step, or over the
+        cache. Rotary always takes a row of cosines and sines for each token, as it does for MindFormers' chunks."""
+        (network,) = self._network
+        network.add_flags_custom_mcore(is_prefill=whole_prompts)
+        network.add_flags_chunked(is_chunked=True)
+
+    def construct(
+        self, token_ids: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
+    ) -> Tensor:
+        """token_ids, positions [T]; last_tokens [S], the index in T of each sequence's last token; ``step`` and
+        ``whole_prompts`` as in ``OpTable`` -> logits [S, vocab_size]."""
+        slot_mapping, block_tables, context_lens, query_lens = step[:4]
+        mask = self.no_mask
+        if whole_prompts:
+            mask = self.causal_mask
+        elif len(step) > 4:
+            mask = step[4]
+        hidden = self.gpt(
+            token_ids,
+            positions=positions,
+            # FlashAttentionScore takes them for the lengths of the queries, which those of whole prompts are.
+            batch_valid_length=query_lens if whole_prompts else context_lens,
+            context_lens_tensor=context_lens,
+            q_seq_lens=query_lens,
+            block_tables=block_tables,
+            slot_mapping=slot_mapping,
+            attention_mask=mask,
+            key_cache=self.key_caches,
+            value_cache=self.value_caches,
+        )
+        return self.gpt.output_layer(self.gather(hidden, last_tokens, 0))
+
+
+def _cache(name: str, shape: tuple[int, ...], dtype: str) -> Any:
+    parameter = unbound_parameter(shape, dtype)
+    parameter.name = name
+    return parameter

@@ -1,0 +1,53 @@
+"""MindFormers' Llama, of its older library, with the inputs and outputs of ``agent.models.llama.Llama``.
+
+It is built for parallel decoding (``families.llama_settings``): whole prompts go through ``FlashAttentionScore``, all
+else through ``PagedAttention`` with a mask. Tokens are a batch of one sequence, [1, T]. Its ``LlamaModel`` is called
+directly, so that logits are worked out for the last tokens only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspore import Tensor, nn, ops
+
+from agent.backends.base import OpTable
+from agent.backends.native.attention import no_mask
+from llm_serving.config import Config
+
+
+class LlamaAdapter(nn.Cell):
+    """Token ids to logits of each sequence's last token; ``take_form`` must be called before a graph is compiled."""
+
+    owns_caches = True
+    """Whether the caches are parameters of MindFormers' layers."""
+
+    def __init__(self, network: Any, config: Config, ops_table: OpTable) -> None:
+        super().__init__(auto_prefix=False)
+        self.llama, self.lm_head = network.model, network.lm_head
+        self._network = (network,)  # not a child: it would be a second parent of the same Cells
+        self.hidden_size = config.shape.hidden_size
+        self.no_mask = no_mask(ops_table.dtype)
+        self.gather, self.reshape = ops.Gather(), ops.Reshape()
+
+    def take_form(self, *, whole_prompts: bool) -> None:
+        """As ``GptAdapter``."""
+        (network,) = self._network
+        network.add_flags_custom(is_first_iteration=whole_prompts)
+
+    def construct(
+        self, token_ids: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
+    ) -> Tensor:
+        """As ``GptAdapter``."""
+        slot_mapping, block_tables, context_lens, query_lens = step[:4]
+        hidden = self.llama(
+            self.reshape(token_ids, (1, -1)),
+            batch_valid_length=query_lens if whole_prompts else context_lens,
+            block_tables=block_tables,
+            slot_mapping=slot_mapping,
+            attention_mask=step[4] if len(step) > 4 else self.no_mask,
+            position_ids=positions,
+            q_seq_lens=query_lens,
+        )
+        hidden = self.reshape(hidden, (-1, self.hidden_size))
+        return self.lm_head(self.gather(hidden, last_tokens, 0))

@@ -1,0 +1,117 @@
+"""What MindFormers calls the parameters of a decoder.
+
+They are laid out as ours are without packing, [out, in], q, k and v one after the other and gate before up, but for its
+Llama, which has those apart. Checkpoints are read, checked and converted as for our own models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from agent.models.names import weight_specs as our_specs
+from agent.weights import WeightSpec
+from llm_serving.model_shape import ModelShape
+
+_LAYER_PARAMETER = re.compile(r"layers\.(\d+)\.(.+)\.([a-z_]+)")
+_STACKED = {"qkv": ("query", "key", "value"), "gate_up": ("gate", "up")}
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Of one kind of model; by our names."""
+
+    outside: Mapping[str, str]
+    layers: str
+    """What the layers are under."""
+    inside: Mapping[str, str]
+    """Of a layer, without the kind (``weight``, ``bias``) that both have at the end."""
+    stacked: bool
+    """Whether q, k and v are one weight, and gate and up."""
+
+    def theirs(self, parameter: str) -> str:
+        """MindFormers' name of one of our parameters."""
+        if parameter in self.outside:
+            return self.outside[parameter]
+        match = _LAYER_PARAMETER.fullmatch(parameter)
+        assert match is not None, f"{parameter} is neither inside nor outside of a layer"
+        return f"{self.layers}.{match[1]}.{self.inside[match[2]]}.{match[3]}"
+
+
+GPT_NAMES = Names(
+    outside={
+        "embedding.weight": "embedding.word_embeddings.weight",
+        "norm.weight": "decoder.final_layernorm.weight",
+        "lm_head.weight": "output_layer.weight",
+    },
+    layers="decoder.layers",
+    inside={
+        "input_norm": "input_layernorm",
+        "attention.qkv": "self_attention.linear_qkv",
+        "attention.output": "self_attention.linear_proj",
+        "attention.query_norm": "self_attention.q_layernorm",
+        "attention.key_norm": "self_attention.k_layernorm",
+        "post_attention_norm": "pre_mlp_layernorm",
+        "mlp.gate_up": "mlp.linear_fc1",
+        "mlp.down": "mlp.linear_fc2",
+    },
+    stacked=True,
+)
+"""Of ``GPTModel``, which all its newer models are."""
+
+LLAMA_NAMES = Names(
+    outside={
+        "embedding.weight": "model.tok_embeddings.embedding_weight",
+        "norm.weight": "model.norm_out.weight",
+        "lm_head.weight": "lm_head.weight",
+    },
+    layers="model.layers",
+    inside={
+        "input_norm": "attention_norm",
+        "attention.query": "attention.wq",
+        "attention.key": "attention.wk",
+        "attention.value": "attention.wv",
+        "attention.output": "attention.wo",
+        "attention": "attention.infer_attention.paged_attention_mgr",
+        "post_attention_norm": "ffn_norm",
+        "mlp.gate": "feed_forward.w1",
+        "mlp.up": "feed_forward.w3",
+        "mlp.down": "feed_forward.w2",
+    },
+    stacked=False,
+)
+"""Of its older library's Llama, whose layers own the KV cache."""
+
+
+def names_of(architecture: str) -> Names:
+    """By the ``architectures`` entry."""
+    return LLAMA_NAMES if architecture == "LlamaForCausalLM" else GPT_NAMES
+
+
+def weight_specs(shape: ModelShape) -> list[WeightSpec]:
+    """Every parameter to load, under our names; of what MindFormers does not stack, each part by itself."""
+    specs = our_specs(shape)
+    return specs if names_of(shape.architecture).stacked else [part for spec in specs for part in _apart(spec)]
+
+
+def our_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter that is loaded, biases by themselves; an output weight that is the embedding is
+    none of its own."""
+    specs = [spec for spec in weight_specs(shape) if not spec.packed_only]
+    biases = [spec.bias_spec() for spec in specs if spec.bias]
+    return {spec.parameter: spec.shape for spec in [*specs, *biases]}
+
+
+def cache_names(num_layers: int) -> list[tuple[str, str]]:
+    """Our names of each layer's key and value cache."""
+    return [(f"layers.{i}.attention.key_cache", f"layers.{i}.attention.value_cache") for i in range(num_layers)]
+
+
+def _apart(spec: WeightSpec) -> Iterator[WeightSpec]:
+    stem, _, name = spec.parameter.removesuffix(".weight").rpartition(".")
+    if name not in _STACKED:
+        yield spec
+        return
+    for part, of in zip(spec.parts, _STACKED[name], strict=True):
+        yield replace(spec, parameter=f"{stem}.{of}.weight", parts=(part,), kind="linear")

@@ -1,0 +1,210 @@
+"""How a step, the parameters and the settings reach MindFormers; the package itself is not needed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mindformers_variants import VARIANTS
+from model_folders import write_model_folder
+
+from agent.mindformers.families import INFERENCE_MODELS, gpt_settings, inference_model, llama_settings
+from agent.mindformers.names import cache_names, names_of, our_parameters
+from agent.mindformers.package import environment, import_mindformers
+from llm_serving.config import load_config
+from llm_serving.config.mindformers_models import ARCHITECTURES
+from llm_serving.errors import AgentStartError
+from llm_serving.model_shape import ModelShape
+from tools.seeded_model import tensor_shapes, write_model
+
+PROGRAM = Path(__file__).with_name("mapping_program.py")
+
+QWEN = {
+    "model.embed_tokens.": "embedding.word_embeddings.",
+    ".self_attn.q_proj.": ".self_attention.linear_qkv.",
+    ".self_attn.k_proj.": ".self_attention.linear_qkv.",
+    ".self_attn.v_proj.": ".self_attention.linear_qkv.",
+    ".self_attn.o_proj.": ".self_attention.linear_proj.",
+    ".self_attn.q_norm.": ".self_attention.q_layernorm.",
+    ".self_attn.k_norm.": ".self_attention.k_layernorm.",
+    ".mlp.gate_proj.": ".mlp.linear_fc1.",
+    ".mlp.up_proj.": ".mlp.linear_fc1.",
+    ".mlp.down_proj.": ".mlp.linear_fc2.",
+    ".post_attention_layernorm.": ".pre_mlp_layernorm.",
+    "model.norm.": "decoder.final_layernorm.",
+    "lm_head.": "output_layer.",
+    "model.layers.": "decoder.layers.",
+}
+"""``weight_mapping`` of mindformers/models/qwen3/utils.py, stacked as ``generate_mapping`` says (MindFormers 1.9.0)."""
+
+
+LLAMA = {
+    "embed_tokens.weight": "tok_embeddings.embedding_weight",
+    ".self_attn.q_proj.": ".attention.wq.",
+    ".self_attn.k_proj.": ".attention.wk.",
+    ".self_attn.v_proj.": ".attention.wv.",
+    ".self_attn.o_proj.": ".attention.wo.",
+    ".mlp.gate_proj.": ".feed_forward.w1.",
+    ".mlp.down_proj.": ".feed_forward.w2.",
+    ".mlp.up_proj.": ".feed_forward.w3.",
+    ".input_layernorm.": ".attention_norm.",
+    ".post_attention_layernorm.": ".ffn_norm.",
+    ".norm.": ".norm_out.",
+}
+"""``LlamaForCausalLM.convert_name`` of mindformers/models/llama/llama.py."""
+
+
+def theirs(checkpoint_name: str, architecture: str) -> str:
+    for hugging_face, mindformers in (LLAMA if architecture == "LlamaForCausalLM" else QWEN).items():
+        checkpoint_name = checkpoint_name.replace(hugging_face, mindformers)
+    return checkpoint_name
+
+
+@pytest.mark.parametrize("model", VARIANTS)
+def test_every_tensor_of_a_checkpoint_goes_where_mindformers_has_it(tmp_path: Path, model: str) -> None:
+    config = VARIANTS[model].config_json()
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    (architecture,) = config["architectures"]
+    parameters, names = our_parameters(ModelShape.from_hf_folder(tmp_path)), names_of(architecture)
+    rows: dict[str, int] = {}
+    for name, shape in tensor_shapes(config).items():
+        place = theirs(name, architecture)
+        rows[place] = rows.get(place, 0) + shape[0]
+    assert {names.theirs(name): shape[0] for name, shape in parameters.items()} == rows
+
+
+def test_the_caches_of_its_llama_are_its_layers() -> None:
+    ((key, value),) = cache_names(1)
+    names = names_of("LlamaForCausalLM")
+    manager = "model.layers.0.attention.infer_attention.paged_attention_mgr"
+    assert (names.theirs(key), names.theirs(value)) == (f"{manager}.key_cache", f"{manager}.value_cache")
+
+
+def test_settings_are_the_models_and_the_deployments(tmp_path: Path) -> None:
+    write_model(VARIANTS["qwen3_untied"], tmp_path)
+    overrides = [f"model_config.model_path={tmp_path}", "model_config.model_dtype=bfloat16", "pa_config.num_blocks=99"]
+    settings = gpt_settings(load_config("llama_tiny_cpu.yaml", [*overrides, "pa_config.decode_seq_length=200"]))
+    assert settings == {
+        "vocab_size": 419,
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "max_position_embeddings": 200,
+        "block_size": 16,
+        "num_blocks": 99,
+        "params_dtype": "bfloat16",
+        "compute_dtype": "bfloat16",
+        "layernorm_compute_dtype": "bfloat16",
+        "rotary_dtype": "bfloat16",
+        "softmax_compute_dtype": "float32",
+    }
+
+
+def test_settings_of_its_llama(tmp_path: Path) -> None:
+    write_model(VARIANTS["llama_untied"], tmp_path)
+    overrides = [f"model_config.model_path={tmp_path}", "model_config.model_dtype=float16", "pa_config.num_blocks=99"]
+    settings = llama_settings(load_config("llama_tiny_cpu.yaml", [*overrides, "pa_config.decode_seq_length=200"]))
+    assert (
+        settings
+        | {
+            "seq_length": 200,
+            "max_position_embedding": 200,
+            "hidden_size": 128,
+            "intermediate_size": 352,
+            "num_layers": 4,
+            "num_heads": 4,
+            "n_kv_heads": 2,
+            "theta": 10000.0,
+            "num_blocks": 99,
+            "tie_word_embeddings": False,
+            "compute_dtype": "float16",
+            "use_past": True,
+            "is_dynamic": True,
+            "use_flash_attention": True,
+        }
+        == settings
+    )
+
+
+def test_both_processes_know_the_same_architectures() -> None:
+    assert tuple(INFERENCE_MODELS) == ARCHITECTURES
+    with pytest.raises(AgentStartError, match="for architecture 'GPT2LMHeadModel'; there are: Llama"):
+        inference_model("GPT2LMHeadModel")
+
+
+def test_a_package_that_cannot_be_imported_is_a_start_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mindformers", None)
+    variables: dict[str, str] = {"RUN_MODE": "train"}
+    with pytest.raises(AgentStartError, match=r"cannot be imported: .*make setup-mindformers"):
+        import_mindformers(tmp_path, variables)
+    assert variables == environment(tmp_path)
+    assert variables["RUN_MODE"] == "predict"
+    assert variables["LOG_MF_PATH"] == str(tmp_path / "mindformers")
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = write_model_folder(tmp_path_factory.mktemp("mapping") / "model")
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(folder)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", ["prefill", "chunked", "decode"])
+def test_a_step_reaches_the_model_as_it_is(calls: Any, kind: str) -> None:
+    call = calls[kind]
+    assert call["token_ids"] == [5, 6, 7, 8, 9]
+    assert call["positions"] == [0, 1, 2, 0, 1]
+    assert call["slot_mapping"] == [16, 17, 18, 32, 33]
+    assert call["block_tables"] == [[1, 0], [2, 0]]
+    assert call["context_lens_tensor"] == [3, 2]
+    assert call["logits"] == [[2.0], [4.0]], "of the last tokens only"
+    assert call["caches"] == [[f"layers.{i}.attention.{name}" for i in (0, 1)] for name in ("key_cache", "value_cache")]
+
+
+def test_whole_prompts_attend_among_themselves(calls: Any) -> None:
+    call = calls["prefill"]
+    assert call["flags"] == [{"is_prefill": True}, {"is_chunked": True}]
+    assert call["batch_valid_length"] == call["q_seq_lens"] == [3, 2, 0, 0], "as many as FlashAttentionScore was given"
+    assert call["mask_shape"] == [128, 128]
+
+
+@pytest.mark.parametrize(("kind", "mask"), [("chunked", [1, 1]), ("decode", [1, 1])])
+def test_other_steps_attend_over_the_cache(calls: Any, kind: str, mask: list[int]) -> None:
+    call = calls[kind]
+    assert call["flags"] == [{"is_prefill": False}, {"is_chunked": True}]
+    assert call["batch_valid_length"] == [3, 2]
+    assert call["q_seq_lens"] == [3, 2]
+    assert call["mask_shape"] == mask
+
+
+def test_switches_and_cache(calls: Any) -> None:
+    assert calls["switches"] == [True, False], "hidden states come back, and no length goes through MoveTo"
+    assert calls["cache_shape"] == [256, 16, 2, 16]
+
+
+@pytest.mark.parametrize("kind", ["prefill", "chunked", "decode"])
+def test_its_llama_gets_a_batch_of_one(calls: Any, kind: str) -> None:
+    call, is_prefill = calls["llama"][kind], kind == "prefill"
+    assert call["flags"] == [{"is_first_iteration": is_prefill}]
+    assert call["token_ids"] == [[5, 6, 7, 8, 9]]
+    assert call["position_ids"] == [0, 1, 2, 0, 1]
+    assert call["slot_mapping"] == [16, 17, 18, 32, 33]
+    assert call["block_tables"] == [[1, 0], [2, 0]]
+    assert call["batch_valid_length"] == ([3, 2, 0, 0] if is_prefill else [3, 2])
+    assert call["attention_mask"] == ([[7.0]] if kind == "chunked" else [[0.0]])
+    assert call["logits"] == [[2.0] * 64, [4.0] * 64], "of the last tokens only"

@@ -1,0 +1,84 @@
+"""MindFormers' Qwen3, Qwen2 and Llama against our own over the same primitives: tokens equal but for ties, which are
+counted, and a position that gives the same bits however it is computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mindformers_variants import VARIANTS, needs_mindformers
+
+pytestmark = needs_mindformers
+
+WORKER = Path(__file__).with_name("worker.py")
+DTYPES = ("float16", "bfloat16")
+TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
+"""Times the standard deviation of the logits, as in tests/agent/test_families.py."""
+MOST_TIES = 0.05
+"""Of all tokens of a model. MindFormers rounds SiLU before it multiplies; ours rounds once."""
+
+
+@pytest.fixture(scope="session")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Results of a type, computed when they are first asked for."""
+
+    @cache
+    def run(dtype: str) -> Any:
+        scratch = tmp_path_factory.mktemp(f"mindformers-{dtype}")
+        done = subprocess.run(
+            [sys.executable, str(WORKER), dtype, str(scratch)],
+            cwd=scratch,
+            env={**os.environ, "PYTHONWARNINGS": "ignore"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return run
+
+
+@pytest.mark.parametrize("model", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_are_ours(results: Any, dtype: str, model: str) -> None:
+    """Fed with our tokens, MindFormers chooses them too, or ones whose logits are as good but for the margin."""
+    result, margins = results(dtype)[model], []
+    limit = TIE_MARGIN[dtype] * VARIANTS[model].logit_scale
+    assert len({token for steps in result["ours"] for token, _, _ in steps}) >= 16, "text worth comparing"
+    for ours, theirs in zip(result["ours"], result["theirs"], strict=True):
+        for step, ((token, top_ids, top_logits), their_token) in enumerate(zip(ours, theirs, strict=True)):
+            if their_token != token:
+                assert their_token in top_ids, f"token {step}: {their_token} is not near the best"
+                margins.append(top_logits[0] - top_logits[top_ids.index(their_token)])
+                assert margins[-1] < limit, f"token {step}: {margins[-1]} >= {limit}"
+    total = sum(len(theirs) for theirs in result["theirs"])
+    print(f"{model} {dtype}: {len(margins)} ties in {total} tokens, widest {max(margins, default=0):.3f}")
+    assert len(margins) <= MOST_TIES * total
+
+
+@pytest.mark.parametrize("model", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_position_gives_the_same_bits_however_it_is_computed(results: Any, dtype: str, model: str) -> None:
+    """Alone, in a batch, in chunks, as prompt or as decode: token, logit, logsumexp and 32 best logits, bit for bit."""
+    digests = results(dtype)[model]["invariance"]
+    alone = digests["alone"]
+    assert len(set(alone)) == len(alone) == 21
+    assert digests["batched"] == alone
+    assert digests["together"] == alone[:1]
+    for pieces in ("chunked", "prefilled"):
+        by_step = dict(text.split() for text in digests[pieces])
+        assert len(by_step) >= 4
+        assert by_step == {step: alone[int(step)] for step in by_step}
+
+
+def test_the_agent_says_whose_model_it_is(results: Any) -> None:
+    summary = results("float16")["qwen3_tied"]["summary"]
+    assert (summary["model_type"], summary["op_table"], summary["dtype"]) == ("mindformers", "native", "float16")

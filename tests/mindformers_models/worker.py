@@ -1,0 +1,62 @@
+"""Runs small seeded models through ModelRunner, ours (op_table native) and MindFormers', in one type; prints JSON.
+
+python tests/mindformers_models/worker.py DTYPE SCRATCH_FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "agent")]
+
+from mindformers_variants import VARIANTS  # noqa: E402
+from runner_worker import generate, run_invariance  # noqa: E402
+from step_config import make_config  # noqa: E402
+from step_driver import StepDriver  # noqa: E402
+
+from tools.seeded_model import write_model  # noqa: E402
+
+PROMPT_LENS = (3, 17, 33, 75)
+NUM_TOKENS = 64
+
+
+def prompts(vocab_size: int) -> list[dict[str, Any]]:
+    """Cases as ``runner_worker`` takes them, their tokens not known yet."""
+    return [
+        {"prompt": [(7 + 31 * i * (length + i)) % vocab_size for i in range(length)], "tokens": [0] * NUM_TOKENS}
+        for length in PROMPT_LENS
+    ]
+
+
+def tokens(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> list[list[Any]]:
+    """Of each case and step: token, best ids and their logits."""
+    steps = generate(driver, cases, forced=forced)
+    return [[(step[i].token, step[i].top_ids, step[i].top_logits) for step in steps] for i in range(len(cases))]
+
+
+def main() -> None:
+    dtype, scratch = sys.argv[1], Path(sys.argv[2])
+    results: dict[str, Any] = {}
+    for name, variant in VARIANTS.items():
+        write_model(variant, scratch / name)
+        cases = prompts(variant.config["vocab_size"])
+        ours = tokens(StepDriver(make_config(scratch / name, dtype, "native")), cases, forced=False)
+        for case, steps in zip(cases, ours, strict=True):
+            case["tokens"] = [token for token, _, _ in steps]
+        theirs = {"model_config.model_type": "mindformers"}
+        driver = StepDriver(make_config(scratch / name, dtype, "native", extra=theirs))
+        results[name] = {
+            "ours": ours,
+            "theirs": [[step[0] for step in steps] for steps in tokens(driver, cases, forced=True)],
+            "invariance": run_invariance(driver, {"cases": cases}),
+            "summary": driver.runner.summary(),
+        }
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
