@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from agent.kv_cache import KVCache
 from agent.sampler import Sampler
 from agent.step_inputs import Int32Array, StepReader
 from agent.warm_up import largest_steps, make_moves, make_step
-from agent.weights import Packing, load_weights, open_weights
+from agent.weights import LinearForms, Packing, WeightSource, WeightSpec, linear_forms, load_weights, open_weights
 from agent.weights.storage import Array
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, CheckpointError, ProtocolError
@@ -52,21 +52,24 @@ class ModelRunner:
         definition = find_model(shape.architecture)
         specs = definition.weight_specs(shape)
         ignorable = definition.ignorable_suffixes(shape)
-        self._ops = select_op_table(config)
         source = open_weights(_folder(config), specs, seed=_seed(config), ignorable=ignorable)
         try:
+            forms = _forms(config, specs, source)
+            self._ops = select_op_table(config, forms)
             self._weights = load_weights(
                 specs,
                 source,
                 config.model_config.model_dtype,
                 lambda done, of: self._report("load", done, of),
                 _packing(config) if self._ops.packs_weights else None,
+                forms,
             )
         finally:
             source.close()
         self._kv_cache = KVCache(config, self._ops)
         self._model = definition.build(config, self._ops)
         self._bind_parameters()
+        self._ops.take_weights(self._weights, tied=shape.tie_word_embeddings)
         self._seconds["load"] = time.perf_counter() - start
 
     def compile(self) -> None:
@@ -171,8 +174,8 @@ class ModelRunner:
 
         assert self._kv_cache is not None
         parameters = self._model.parameters_dict()
-        for name, array in self._weights.items():
-            bind(parameters[name], array)
+        for name, array in list(self._weights.items()):
+            self._weights[name] = bind(parameters[name], array)
         for layer, (keys, values) in enumerate(zip(self._kv_cache.keys, self._kv_cache.values, strict=True)):
             bind(parameters[f"layers.{layer}.attention.key_cache"], keys)
             bind(parameters[f"layers.{layer}.attention.value_cache"], values)
@@ -180,6 +183,11 @@ class ModelRunner:
 
 def _packing(config: Config) -> Packing:
     return Packing(config.model_config.weight_format, config.model_config.weight_group)
+
+
+def _forms(config: Config, specs: Sequence[WeightSpec], source: WeightSource) -> LinearForms | None:
+    """Of the native op tables; None where weights are packed."""
+    return linear_forms(specs, source, _packing(config)) if config.op_table == "native" else None
 
 
 def _folder(config: Config) -> Path | None:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from agent.backends.base import OpTable
+from agent.weights.forms import LinearForms
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 
 
-def select_op_table(config: Config) -> OpTable:
-    """The table of ``config.device`` and ``config.op_table``. Raises AgentStartError when there is none."""
+def select_op_table(config: Config, forms: LinearForms | None = None) -> OpTable:
+    """The table of ``config.device`` and ``config.op_table``, for weights in these ``forms`` (native tables; None:
+    floats). Raises AgentStartError when there is none."""
     if config.device == "Ascend":
         from agent.backends.ascend.ops import AscendOps
 
-        return AscendOps(config)
+        return AscendOps(config, forms)
     if config.op_table == "native":
-        from agent.backends.native.ops import NativeOps
+        from agent.backends.cpu.native import NativeCpuOps
 
-        return NativeOps(config.model_config.model_dtype, config.max_blocks_per_seq * config.pa_config.block_size)
+        positions = config.max_blocks_per_seq * config.pa_config.block_size
+        return NativeCpuOps(config.model_config.model_dtype, positions, forms)
     if config.op_table == "fused":
         from agent.backends.cpu.ops import FusedCpuOps
 

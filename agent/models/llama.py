@@ -34,7 +34,7 @@ class Llama(nn.Cell):
         self.norm = NormWeight(ops, shape.hidden_size)
         self.shares_embedding = shape.tie_word_embeddings and not ops.packs_weights
         if not self.shares_embedding:
-            self.lm_head = Weight(ops, shape.hidden_size, shape.vocab_size)
+            self.lm_head = Weight(ops, shape.hidden_size, shape.vocab_size, output=True)
         self.logits = ops.lm_head(shape.vocab_size, epsilon)
 
     def construct(
@@ -47,7 +47,7 @@ class Llama(nn.Cell):
         residual = hidden
         for layer in self.layers:
             hidden, residual = layer(hidden, residual, rotary, step, whole_prompts)
-        weight = self.embedding.weight if self.shares_embedding else self.lm_head.weight
+        weight = self.embedding.weight if self.shares_embedding else self.lm_head.operands()
         return self.logits(hidden, residual, self.norm.weight, weight, last_tokens, step)
 
 

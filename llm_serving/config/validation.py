@@ -76,9 +76,12 @@ def check_formats(raw: RawConfig, model: ModelConfig) -> None:
         if value == "bf16" and model.model_dtype != "bfloat16":
             problem = f"needs model_dtype bfloat16, which is {model.model_dtype}; set it, or use auto"
             raise raw.error(f"model_config.{key}", value, problem)
-        if value not in ("auto", "bf16") and model.op_table != "fused":
-            problem = f"the op table {model.op_table} has no quantised operators; use op_table fused (CPU), or auto"
-            raise raw.error(f"model_config.{key}", value, problem)
+    if model.kv_format == "int8" and model.op_table != "fused":
+        problem = (
+            "PagedAttention takes int8 keys and values with calibrated scales of channels, which there are none "
+            "of; use op_table fused (CPU), whose scales are per token and head, or auto"
+        )
+        raise raw.error("model_config.kv_format", model.kv_format, problem)
 
 
 def check_stored_format(raw: RawConfig, config: Config) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from agent.backends.ascend.limits import check_limits
 from agent.backends.base import AttentionForm, Operator
 from agent.backends.native.ops import NativeOps
+from agent.weights.forms import LinearForms
 from agent.weights.storage import Array
 from llm_serving.config import Config
 
@@ -18,10 +19,11 @@ class AscendOps(NativeOps):
 
     dynamic_prompts = True
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, forms: LinearForms | None = None) -> None:
         """Raises AgentStartError when the kernels cannot do what ``config`` says."""
         check_limits(config)
-        super().__init__(config.model_config.model_dtype, config.max_blocks_per_seq * config.pa_config.block_size)
+        positions = config.max_blocks_per_seq * config.pa_config.block_size
+        super().__init__(config.model_config.model_dtype, positions, forms)
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
         return super().rotary(cos, sin, 0)

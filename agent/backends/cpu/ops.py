@@ -41,7 +41,7 @@ class FusedCpuOps(OpTable):
         self._kv_format = config.kv_format
         self.logits: npt.NDArray[np.float32] = allocate((self._max_seqs, config.shape.vocab_size), "float32")
 
-    def linear_weight(self, in_features: int, out_features: int) -> Any:
+    def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
         return unbound_parameter((1,), "uint8")  # its size comes with the packed weight: a checkpoint may mix formats
 
     def router_weight(self, in_features: int, num_experts: int) -> Any:
