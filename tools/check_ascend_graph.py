@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from llm_serving.config import Config
 from llm_serving.errors import LLMServingError
 from llm_serving.formats.strict_yaml import read_yaml_mapping
-from tools.ascend_graph.front_end import ascend_config, compile_graphs, set_up
+from tools.ascend_graph.front_end import ascend_config, compile_graphs, forms_of, set_up
 from tools.ascend_graph.listing import list_graph
 from tools.ascend_graph.mind_ir import Graph
 from tools.ascend_graph.rules import check_graph
@@ -70,7 +70,7 @@ def check_config(name: str, *, write: bool = False) -> int:
 
 def problems_of(stem: str, kind: str, graph: Graph, config: Config, *, write: bool) -> list[str]:
     """Broken rules, and lines that are not the golden ones."""
-    problems = check_graph(kind, graph, config)
+    problems = check_graph(kind, graph, config, forms_of(config))
     lines, golden = list_graph(graph), GOLDEN / f"{stem}.{kind}.txt"
     if write and not problems:
         golden.parent.mkdir(exist_ok=True)

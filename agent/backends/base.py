@@ -76,7 +76,7 @@ class OpTable(ABC):
         return None
 
     def take_weights(self, weights: Mapping[str, Array], *, tied: bool) -> None:
-        """Make of the loaded weights, by the parameters' names, what the device wants, before the first graph. ``tied``:
+        """Make of the loaded weights, by their names, what the device wants, before the first graph. ``tied``: that
         the embedding is the output's weight. The arrays live as long as the table."""
         del weights, tied
 

@@ -18,7 +18,7 @@ namespace {
 const char* kOps[] = {"RmsNorm", "AddRmsNorm", "Swiglu", "ApplyRotaryPosEmb", "ReshapeAndCache",
                       "FlashAttentionScore", "PagedAttention", "MatMul", "Gather", "Reshape", "MoeGatingTopKSoftmax",
                       "MoeInitRoutingV2", "GroupedMatmulV4", "InnerMoeTokenUnpermute", "DynamicQuantExt", "QuantBatchMatmul",
-                      "WeightQuantBatchMatmul"};
+                      "WeightQuantBatchMatmul", "SplitWithSize"};
 
 // RmsNorm(x, gamma, epsilon) -> y, rstd and AddRmsNorm(x1, x2, gamma, epsilon) -> y, rstd, x1 + x2: y = x * rstd * gamma,
 // rstd = 1 / sqrt(mean(x^2) + epsilon) in float32 over the last axis. The sum is rounded to the type of x first, and the
@@ -182,5 +182,6 @@ LLMK_PLUGIN(InnerMoeTokenUnpermute, plugin_moe_token_unpermute(arguments))
 LLMK_PLUGIN(DynamicQuantExt, plugin_dynamic_quant(arguments))
 LLMK_PLUGIN(QuantBatchMatmul, plugin_quant_matmul(arguments))
 LLMK_PLUGIN(WeightQuantBatchMatmul, plugin_weight_quant_matmul(arguments))
+LLMK_PLUGIN(SplitWithSize, plugin_split(arguments))
 
 }  // extern "C"

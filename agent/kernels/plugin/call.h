@@ -52,6 +52,7 @@ int plugin_moe_init_routing(const Call& call);
 int plugin_grouped_matmul(const Call& call);
 int plugin_moe_token_unpermute(const Call& call);
 int plugin_matmul(const Call& call);
+int plugin_split(const Call& call);
 int plugin_dynamic_quant(const Call& call);
 int plugin_quant_matmul(const Call& call);
 int plugin_weight_quant_matmul(const Call& call);
