@@ -3,8 +3,8 @@
 With T tokens and S sequences in the largest step, V tokens of vocabulary, L layers, hidden size h, intermediate size
 I, H query and K key-value heads of size D, b bytes per element of ``model_dtype``, and P the longest sequence:
 
-    weights          parameters x b, a tied embedding counted once (twice with the fused operators, which pack the
-                     output weight apart); in a quantised format the linear layers take 8 bits a parameter, or 4 and
+    weights          parameters x b, a tied embedding counted once (twice on a CPU, whose kernels have the output
+                     weight packed apart); in a quantised format the linear layers take 8 bits a parameter, or 4 and
                      their group's share of 40 for scale and zero point
     KV cache         2 x L x K x D x b x block_size x num_blocks; (D + 4) in place of D x b in int8
     host blocks      the same with num_host_blocks, for sequences that are swapped out
@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from llm_serving.config import Config
 from llm_serving.errors import MemoryPlanError
 from llm_serving.machine import Machine
+from llm_serving.quantization import MAX_WEIGHT_ONLY_SIZE
 
 GIB = 1024**3
 MIB = 1024**2
@@ -180,17 +181,31 @@ def _process_items() -> tuple[MemoryItem, ...]:
 
 
 def _weight_bytes(config: Config) -> int:
-    shape, group = config.shape, config.model_config.weight_group
-    bits = {"int8": 8.0, "int8_weight_only": 8.0, "int4": 4.0 + (32 + 8) / group}.get(config.weight_format)
-    plain = shape.num_parameters * config.dtype_bytes
-    if config.op_table != "fused":
-        return plain
-    # The fused operators keep the output weight apart from the embedding: packed as the other linear layers.
-    untied = shape.vocab_size * shape.hidden_size if shape.tie_word_embeddings else 0
+    shape, bits = config.shape, _linear_bits(config)
+    # The kernels of a CPU have packed weights: that of the output apart from the embedding.
+    output = shape.vocab_size * shape.hidden_size
+    tied = output if shape.tie_word_embeddings else 0
+    all_parameters = shape.num_parameters + (tied if config.device == "CPU" else 0)
     if bits is None:
-        return plain + untied * config.dtype_bytes
-    others = shape.num_parameters + untied - shape.num_linear_parameters
-    return others * config.dtype_bytes + int(shape.num_linear_parameters * bits / 8)
+        return all_parameters * config.dtype_bytes
+    quantised = shape.num_linear_parameters
+    if config.op_table == "native" and (tied or _output_stays_float(config)):
+        quantised -= output
+    return (all_parameters - quantised) * config.dtype_bytes + int(quantised * bits / 8)
+
+
+def _linear_bits(config: Config) -> float | None:
+    """Of a weight of a linear layer with its share of scales and zero points; None: as ``model_dtype``. Behind the
+    native primitives of a CPU, int4 is packed as int8 with the scales of its groups."""
+    group = config.model_config.weight_group
+    int4 = 4.0 + (32 + 8) / group
+    if config.op_table == "native":
+        int4 = 8.0 + 32 / group if config.device == "CPU" else 4.0 + (16 + 16) / group
+    return {"int8": 8.0, "int8_weight_only": 8.0, "int4": int4}.get(config.weight_format)
+
+
+def _output_stays_float(config: Config) -> bool:
+    return config.weight_format != "int8" and config.shape.vocab_size > MAX_WEIGHT_ONLY_SIZE
 
 
 def _weight_formats(config: Config) -> str:

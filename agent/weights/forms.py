@@ -20,9 +20,8 @@ from agent.weights.packed import FLOAT_FORMATS, INT4, OUTPUT_LAYER, Packing
 from agent.weights.quantized import Scheme
 from agent.weights.source import WeightSource
 from llm_serving.errors import ConfigError
+from llm_serving.quantization import MAX_WEIGHT_ONLY_SIZE
 
-MAX_WEIGHT_ONLY_SIZE = 65_535
-"""WeightQuantBatchMatmul: inputs and outputs, at most."""
 GROUP_MULTIPLE = 32
 """WeightQuantBatchMatmul: groups are multiples of this, and smaller than the inputs."""
 

@@ -9,6 +9,7 @@ import re
 from llm_serving.config.config import Config
 from llm_serving.config.sections import ModelConfig, PagedAttentionConfig, ServingConfig
 from llm_serving.config.source import RawConfig
+from llm_serving.quantization import MAX_WEIGHT_ONLY_SIZE
 
 MAX_CACHE_SLOTS = 2**31 - 1
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -118,6 +119,28 @@ def check_group(raw: RawConfig, config: Config) -> None:
         if group not in (32, 64, 128) or size % group:
             problem = f"must be 32, 64 or 128 and divide the model's {name} of {size}; or use int8"
             raise raw.error("model_config.weight_group", group, problem)
+
+
+def check_native_weights(raw: RawConfig, config: Config) -> None:
+    """Limits of the native primitives of quantised products (docs/ascend.md)."""
+    key, wanted, shape = "model_config.weight_format", config.model_config.weight_format, config.shape
+    if config.op_table != "native" or wanted in ("auto", "bf16"):
+        return
+    if shape.experts is not None:
+        problem = "the native operators have experts in floats only; use auto, or op_table fused (CPU)"
+        raise raw.error(key, wanted, problem)
+    query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    inputs = (shape.hidden_size, shape.intermediate_size, query)
+    widest = max(*inputs, query + 2 * key_value, 2 * shape.intermediate_size)
+    if wanted != "int8" and widest > MAX_WEIGHT_ONLY_SIZE:
+        problem = (
+            f"a layer of the model is {widest} wide; WeightQuantBatchMatmul takes {MAX_WEIGHT_ONLY_SIZE}; use int8"
+        )
+        raise raw.error(key, wanted, problem)
+    group = config.model_config.weight_group
+    if wanted == "int4" and config.stored_weight_format is None and group >= min(inputs):
+        problem = f"must be smaller than the inputs of every layer with native operators; one has {min(inputs)}"
+        raise raw.error("model_config.weight_group", group, problem)
 
 
 def check_sharing(raw: RawConfig, config: Config) -> None:

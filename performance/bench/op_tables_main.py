@@ -1,8 +1,8 @@
 """The native op table, MindSpore's inference primitives as an Ascend runs them, against the fused one of a CPU.
 
-Two engines with real agents, one of each table, measure each row in turn: the machine's mood is the same for both. A row
-is a decode of --batch prompts of --prompt tokens, or a prefill; its figure is the time of a step (bench_engine.py), and
-its ratio the native time over the fused one. Exit code 1 when a ratio is above --limit.
+Two engines with real agents, one of each table, measure each row in turn: the machine's mood is the same for both. A
+row is a decode of --batch prompts of --prompt tokens, or a prefill; its figure is the time of a step (bench_engine.py),
+and its ratio the native time over the fused one. Exit code 1 when a ratio is above --limit.
 """
 
 from __future__ import annotations
