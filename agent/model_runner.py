@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from agent.model_part import ModelPart
 from agent.sampler import Sampler
 from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.warm_up import largest_steps, make_moves, make_step
-from agent.weights import Packing, load_weights, open_weights
+from agent.weights import LinearForms, Packing, WeightSource, WeightSpec, linear_forms, load_weights, open_weights
 from agent.weights.cuts import CutSource
 from agent.weights.sharding import shard_specs
 from agent.weights.storage import STORAGE_DTYPES, Array
@@ -86,22 +86,26 @@ class ModelRunner:
         definition = find_model(whole.architecture, config.model_config.model_type)
         specs = definition.weight_specs(whole)
         ignorable = definition.ignorable_suffixes(whole)
-        self._ops = select_op_table(config, self._part)
         source = open_weights(_folder(config), specs, seed=_seed(config), ignorable=ignorable)
-        own = shard_specs(specs, self._part, equal_vocabularies=not self._ops.packs_weights)
         try:
+            forms = _forms(config, specs, source)
+            self._ops = select_op_table(config, self._part, forms=forms)
+            own = shard_specs(specs, self._part, equal_vocabularies=not self._ops.packs_weights)
             self._weights = load_weights(
                 own.specs,
                 CutSource(source, own.cuts) if own.cuts else source,
                 config.model_config.model_dtype,
                 lambda done, of: self._report("load", done, of),
                 _packing(config) if self._ops.packs_weights else None,
+                forms,
             )
         finally:
             source.close()
         self._kv_cache = KVCache(config, self._ops)
         self._model = definition.build(config, self._ops)
         self._bind_parameters()
+        is_whole = self._ops.is_first_stage and self._ops.is_last_stage
+        self._ops.take_weights(self._weights, tied=whole.tie_word_embeddings and is_whole)
         self._seconds["load"] = time.perf_counter() - start
 
     def compile(self) -> None:
@@ -258,8 +262,8 @@ class ModelRunner:
 
         assert self._kv_cache is not None
         parameters = self._model.parameters_dict()
-        for name, array in self._weights.items():
-            bind(parameters[name], array)
+        for name, array in list(self._weights.items()):
+            self._weights[name] = bind(parameters[name], array)
         for layer, (keys, values) in enumerate(zip(self._kv_cache.keys, self._kv_cache.values, strict=True)):
             bind(parameters[f"layers.{layer}.attention.key_cache"], keys)
             bind(parameters[f"layers.{layer}.attention.value_cache"], values)
@@ -271,6 +275,11 @@ def _first_line(error: RuntimeError) -> str:
 
 def _packing(config: Config) -> Packing:
     return Packing(config.model_config.weight_format, config.model_config.weight_group)
+
+
+def _forms(config: Config, specs: Sequence[WeightSpec], source: WeightSource) -> LinearForms | None:
+    """Of the native op tables; None where weights are packed."""
+    return linear_forms(specs, source, _packing(config)) if config.op_table == "native" else None
 
 
 def _folder(config: Config) -> Path | None:

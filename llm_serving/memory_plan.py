@@ -3,8 +3,8 @@
 With T tokens and S sequences in the largest step, V tokens of vocabulary, L layers, hidden size h, intermediate size
 I, H query and K key-value heads of size D, b bytes per element of ``model_dtype``, and P the longest sequence:
 
-    weights          parameters x b, a tied embedding counted once (twice with the fused operators, which pack the
-                     output weight apart); in a quantised format the linear layers take 8 bits a parameter, or 4 and
+    weights          parameters x b, a tied embedding counted once (twice on a CPU, whose kernels have the output
+                     weight packed apart); in a quantised format the linear layers take 8 bits a parameter, or 4 and
                      their group's share of 40 for scale and zero point
     KV cache         2 x L x K x D x b x block_size x num_blocks; (D + 4) in place of D x b in int8
     host blocks      the same with num_host_blocks, for sequences that are swapped out

@@ -16,6 +16,8 @@ from llm_serving.formats.typed_fields import TypedFields
 
 MAX_CONFIG_BYTES = 1024 * 1024
 MAX_GROUP = 65_536
+MAX_WEIGHT_ONLY_SIZE = 65_535
+"""WeightQuantBatchMatmul of the native operators: inputs and outputs of a layer, at most (docs/ascend.md)."""
 _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where AutoGPTQ and AutoAWQ wrote the same values before ``config.json`` had a place for them."""
 

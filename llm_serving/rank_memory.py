@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from llm_serving.config import Config
 from llm_serving.model_shape import ModelShape
 from llm_serving.parallel import Shard, answering_rank, local_shape, place
+from llm_serving.quantization import MAX_WEIGHT_ONLY_SIZE
 
 EXPERT_PIECE_ROWS = 256
 """``kPieceRows`` of agent/kernels/custom_ops_experts.cc."""
@@ -81,22 +82,39 @@ def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
 
 def _weight_bytes(config: Config, part: _Part) -> int:
     """The linear layers in their format, norms and embedding in ``model_dtype``."""
-    shape, group = part.shape, config.model_config.weight_group
-    fused = config.op_table == "fused"
-    bits = {"int8": 8.0, "int8_weight_only": 8.0, "int4": 4.0 + (32 + 8) / group}.get(config.weight_format)
+    shape, bits = part.shape, _linear_bits(config)
     rows = len(part.shard.vocab) * shape.hidden_size
     whole_vocab = shape.vocab_size * shape.hidden_size
     layers = shape.num_linear_parameters - whole_vocab
     others = shape.num_parameters - shape.num_linear_parameters - (0 if shape.tie_word_embeddings else whole_vocab)
     others -= 0 if part.shard.is_last_stage else shape.hidden_size
     output = rows if part.shard.is_last_stage else 0
-    # The fused operators keep the output weight apart from the embedding: packed as the other linear layers.
-    is_shared = shape.tie_word_embeddings and not fused and part.shard.is_last_stage
+    # The kernels of a CPU have packed weights: that of the output apart from the embedding.
+    is_shared = shape.tie_word_embeddings and config.device != "CPU" and part.shard.is_last_stage
     embedding = rows if part.shard.is_first_stage and not is_shared else 0
-    linear_bytes = (layers + output) * config.dtype_bytes
-    if fused and bits is not None:
-        linear_bytes = int((layers + output) * bits / 8)
-    return linear_bytes + (embedding + others) * config.dtype_bytes
+    if bits is None:
+        return (layers + output + embedding + others) * config.dtype_bytes
+    quantised = layers if _output_stays_float(config) else layers + output
+    floats = layers + output - quantised + embedding + others
+    return floats * config.dtype_bytes + int(quantised * bits / 8)
+
+
+def _linear_bits(config: Config) -> float | None:
+    """Of a weight of a linear layer with its share of scales and zero points; None: as ``model_dtype``. Behind the
+    native primitives of a CPU, int4 is packed as int8 with the scales of its groups."""
+    group = config.model_config.weight_group
+    int4 = 4.0 + (32 + 8) / group
+    if config.op_table == "native":
+        int4 = 8.0 + 32 / group if config.device == "CPU" else 4.0 + (16 + 16) / group
+    return {"int8": 8.0, "int8_weight_only": 8.0, "int4": int4}.get(config.weight_format)
+
+
+def _output_stays_float(config: Config) -> bool:
+    """Native primitives share a tied one with the embedding, and multiply only so wide a one by weights alone."""
+    if config.op_table != "native":
+        return False
+    too_wide = config.weight_format != "int8" and config.shape.vocab_size > MAX_WEIGHT_ONLY_SIZE
+    return config.shape.tie_word_embeddings or too_wide
 
 
 def _weight_formats(config: Config) -> str:

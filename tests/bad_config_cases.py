@@ -42,14 +42,9 @@ CASES = [
         f"{FILE}: model_config.weight_format = 'bf16': needs model_dtype bfloat16, which is float16",
     ),
     Case(
-        "int8 weights with the native operators",
-        in_model("model_dtype: float16, op_table: native, weight_format: int8"),
-        f"{FILE}: model_config.weight_format = 'int8': the op table native has no quantised operators",
-    ),
-    Case(
         "int8 KV cache with the native operators",
         in_model("model_dtype: float16, op_table: native, kv_format: int8"),
-        f"{FILE}: model_config.kv_format = 'int8': the op table native has no quantised operators",
+        f"{FILE}: model_config.kv_format = 'int8': PagedAttention takes int8 keys and values with calibrated scales",
     ),
     Case(
         "groups that do not fill a row",

@@ -24,7 +24,7 @@ from llm_serving.config import Config
 from llm_serving.config.lookup import find_config_file
 from llm_serving.errors import LLMServingError
 from llm_serving.formats.strict_yaml import read_yaml_mapping
-from tools.ascend_graph.front_end import ascend_config, compile_graphs, set_up
+from tools.ascend_graph.front_end import ascend_config, compile_graphs, forms_of, set_up
 from tools.ascend_graph.listing import list_graph
 from tools.ascend_graph.mind_ir import Graph
 from tools.ascend_graph.rules import check_graph
@@ -83,7 +83,7 @@ def _is_mindformers(name: str) -> bool:
 
 def problems_of(stem: str, kind: str, graph: Graph, config: Config, *, write: bool) -> list[str]:
     """Broken rules, and lines that are not the golden ones."""
-    problems = check_graph(kind, graph, config)
+    problems = check_graph(kind, graph, config, forms_of(config))
     lines, golden = list_graph(graph), GOLDEN / f"{stem}.{kind}.txt"
     if write and not problems:
         golden.parent.mkdir(exist_ok=True)

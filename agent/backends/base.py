@@ -16,6 +16,7 @@ depend on what else is in the step, nor on whether it came in a prompt, a chunk 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,8 +99,22 @@ class OpTable(ABC):
         stream that the next stage begins with."""
 
     @abstractmethod
-    def linear_weight(self, in_features: int, out_features: int) -> Any:
-        """The Parameter of a linear layer, without memory yet."""
+    def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
+        """The Parameter of a linear layer, without memory yet; ``output``: that to the vocabulary."""
+
+    def linear_scale(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
+        """The Parameter of its scales; None where there are none, or the weight holds them. Where there are some, the
+        operators take (weight, scale) for ``weight``, or with offsets (weight, scale, offset)."""
+        return None
+
+    def linear_offset(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
+        """The Parameter of what is added to integers before they are scaled; None as above."""
+        return None
+
+    def take_weights(self, weights: Mapping[str, Array], *, tied: bool) -> None:
+        """Make of the loaded weights, by their names, what the device wants, before the first graph. ``tied``: that
+        the embedding is the output's weight. The arrays live as long as the table."""
+        del weights, tied
 
     @abstractmethod
     def router_weight(self, in_features: int, num_experts: int) -> Any:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from agent.backends.base import OpTable
 from agent.model_part import ModelPart
+from agent.weights.forms import LinearForms
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 
 
-def select_op_table(config: Config, part: ModelPart | None = None) -> OpTable:
-    """The table of ``config.device`` and ``config.op_table`` for a part of the model, whose sizes ``config`` has; None
-    is the whole. Raises AgentStartError when there is none."""
+def select_op_table(
+    config: Config, part: ModelPart | None = None, *, forms: LinearForms | None = None
+) -> OpTable:
+    """The table of ``config.device`` and ``config.op_table`` for a part of the model, whose sizes ``config`` has (None:
+    the whole), and for weights in these ``forms`` (native tables; None: floats). Raises AgentStartError when there is
+    none."""
     if config.device == "Ascend":
         from agent.backends.ascend.ops import AscendOps
 
-        return AscendOps(config, part)
+        return AscendOps(config, part, forms)
     if config.op_table == "native":
-        from agent.backends.native.ops import NativeOps
+        from agent.backends.cpu.native import NativeCpuOps
 
         positions = config.max_blocks_per_seq * config.pa_config.block_size
-        return NativeOps(config.model_config.model_dtype, positions, part)
+        return NativeCpuOps(config.model_config.model_dtype, positions, part, forms)
     if config.op_table == "fused":
         from agent.backends.cpu.ops import FusedCpuOps
 

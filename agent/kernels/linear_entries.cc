@@ -5,6 +5,7 @@
 #include "common/floating_point.h"
 #include "common/kernel_table.h"
 #include "ops/linear_reference.h"
+#include "ops/primitive_weight.h"
 
 namespace llmk {
 namespace {
@@ -57,6 +58,18 @@ LLMK_ENTRY int llmk_pack_weight(const llmk::PackSource* source, void* blob, int6
 LLMK_ENTRY int llmk_check_packed_weight(const void* blob, int64_t blob_bytes) {
   return llmk::check_packed_weight("check_packed_weight", blob, blob_bytes);
 }
+
+// Bytes of the packed form of a primitive's weight, and what keeps and forgets one (ops/primitive_weight.h).
+LLMK_ENTRY int64_t llmk_primitive_blob_bytes(const llmk::PrimitiveWeight* weight) {
+  return llmk::primitive_blob_bytes(*weight);
+}
+
+LLMK_ENTRY int llmk_keep_primitive(const llmk::PrimitiveWeight* weight, void* blob, int64_t blob_bytes) {
+  const llmk::StandardFloatingPoint scope;
+  return llmk::keep_primitive(*weight, blob, blob_bytes);
+}
+
+LLMK_ENTRY void llmk_forget_primitive(const void* values) { llmk::forget_primitive(values); }
 
 // mode 0: the kernel quantises x itself; 1: rows quantised first, as a fused operator does; 2: the scalar reference.
 LLMK_ENTRY int llmk_test_linear(const llmk::LinearArgs* given, int64_t blob_bytes, int mode) {

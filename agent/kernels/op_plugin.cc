@@ -9,7 +9,6 @@
 #include "common/kernel_table.h"
 #include "ops/checks.h"
 #include "ops/gather.h"
-#include "ops/matmul_any.h"
 #include "ops/reshape_and_cache.h"
 #include "plugin/call.h"
 
@@ -18,7 +17,8 @@ namespace {
 
 const char* kOps[] = {"RmsNorm", "AddRmsNorm", "Swiglu", "SiLU", "MoveTo", "ApplyRotaryPosEmb", "ReshapeAndCache",
                       "FlashAttentionScore", "PagedAttention", "MatMul", "Gather", "Reshape", "MoeGatingTopKSoftmax",
-                      "MoeInitRoutingV2", "GroupedMatmulV4", "InnerMoeTokenUnpermute", "AllReduce", "AllGather"};
+                      "MoeInitRoutingV2", "GroupedMatmulV4", "InnerMoeTokenUnpermute", "AllReduce", "AllGather",
+                      "DynamicQuantExt", "QuantBatchMatmul", "WeightQuantBatchMatmul", "SplitWithSize"};
 
 // RmsNorm(x, gamma, epsilon) -> y, rstd and AddRmsNorm(x1, x2, gamma, epsilon) -> y, rstd, x1 + x2: y = x * rstd * gamma,
 // rstd = 1 / sqrt(mean(x^2) + epsilon) in float32 over the last axis. The sum is rounded to the type of x first, and the
@@ -124,34 +124,6 @@ int gather(const Call& call) {
   return gather_rows(call.op, args);
 }
 
-// MatMul(a, b, transpose_a, transpose_b) of matrices: floats are summed in float32, in an order fixed by the depth, and
-// rounded once.
-int matmul(const Call& call) {
-  if (call.ndims[0] != 2 || call.ndims[1] != 2) {
-    return refuse_text(call.op, "inputs of %d and %d dimensions; both must have 2", call.ndims[0], call.ndims[1]);
-  }
-  if (std::strcmp(call.dtypes[0], call.dtypes[1]) != 0) {
-    return refuse_text(call.op, "inputs of %s and %s; they must be the same", call.dtypes[0], call.dtypes[1]);
-  }
-  const bool transpose_a = call.boolean(2), transpose_b = call.boolean(3);
-  AnyMatMulArgs args{};
-  args.a = call.data[0];
-  args.b = call.data[1];
-  args.out = call.data[call.count - 1];
-  args.rows = call.dim(0, transpose_a ? 1 : 0);
-  args.depth = call.dim(0, transpose_a ? 0 : 1);
-  args.columns = call.dim(1, transpose_b ? 0 : 1);
-  args.transpose_a = transpose_a;
-  args.transpose_b = transpose_b;
-  args.dtype = call.dtypes[0];
-  args.out_dtype = call.dtypes[call.count - 1];
-  if (call.dim(1, transpose_b ? 1 : 0) != args.depth) {
-    return refuse_text(call.op, "inner dimensions %lld and %lld differ", static_cast<long long>(args.depth),
-                       static_cast<long long>(call.dim(1, transpose_b ? 1 : 0)));
-  }
-  return any_matmul(call.op, args);
-}
-
 // The same elements under another shape, which MindSpore has worked out.
 int reshape(const Call& call) {
   const int out = call.count - 1;
@@ -202,7 +174,7 @@ LLMK_PLUGIN(ApplyRotaryPosEmb, plugin_rotary(arguments))
 LLMK_PLUGIN(ReshapeAndCache, reshape_and_cache(arguments))
 LLMK_PLUGIN(FlashAttentionScore, plugin_flash_attention(arguments))
 LLMK_PLUGIN(PagedAttention, plugin_paged_attention(arguments))
-LLMK_PLUGIN(MatMul, matmul(arguments))
+LLMK_PLUGIN(MatMul, plugin_matmul(arguments))
 LLMK_PLUGIN(Gather, gather(arguments))
 LLMK_PLUGIN(Reshape, reshape(arguments))
 LLMK_PLUGIN(MoeGatingTopKSoftmax, plugin_moe_gating_top_k_softmax(arguments))
@@ -211,5 +183,9 @@ LLMK_PLUGIN(GroupedMatmulV4, plugin_grouped_matmul(arguments))
 LLMK_PLUGIN(InnerMoeTokenUnpermute, plugin_moe_token_unpermute(arguments))
 LLMK_PLUGIN(AllReduce, plugin_all_reduce(arguments))
 LLMK_PLUGIN(AllGather, plugin_all_gather(arguments))
+LLMK_PLUGIN(DynamicQuantExt, plugin_dynamic_quant(arguments))
+LLMK_PLUGIN(QuantBatchMatmul, plugin_quant_matmul(arguments))
+LLMK_PLUGIN(WeightQuantBatchMatmul, plugin_weight_quant_matmul(arguments))
+LLMK_PLUGIN(SplitWithSize, plugin_split(arguments))
 
 }  // extern "C"

@@ -1,6 +1,9 @@
-"""Linear layers. A bias lies in the weight where weights are packed, and is a parameter of its own elsewhere."""
+"""Linear layers. A bias lies in the weight where weights are packed, and is a parameter of its own elsewhere; so are
+the scales of integers."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from mindspore import Tensor, nn
 
@@ -8,32 +11,46 @@ from agent.backends.base import OpTable
 from agent.layers.parameter import unbound_parameter
 
 
-class RowParallelLinear(nn.Cell):
+class Weight(nn.Cell):
+    """A linear layer's weight alone, for an operator that runs several layers at once."""
+
+    def __init__(self, ops: OpTable, in_features: int, out_features: int, *, output: bool = False) -> None:
+        super().__init__()
+        self.weight = ops.linear_weight(in_features, out_features, output=output)
+        self.scale = ops.linear_scale(in_features, out_features, output=output)
+        self.offset = ops.linear_offset(in_features, out_features, output=output)
+
+    def operands(self) -> Any:
+        """What the op table's operators take as the weight: it alone, or with its scales and offsets."""
+        if self.scale is None:
+            return self.weight
+        return (self.weight, self.scale) if self.offset is None else (self.weight, self.scale, self.offset)
+
+
+class RowParallelLinear(Weight):
     """``y = x @ weight.T + bias``, where each agent of a stage has some columns of x and of the weight: the sum over
     the agents, the bias being the first one's. Of an agent with all columns simply the linear layer."""
 
     def __init__(self, ops: OpTable, in_features: int, out_features: int, *, biased: bool = False) -> None:
-        super().__init__()
-        self.weight = ops.linear_weight(in_features, out_features)
+        super().__init__(ops, in_features, out_features)
         self.bias = _bias(ops, out_features, biased=biased and ops.is_first)
         self.linear = ops.linear(out_features)
         self.sum = ops.all_reduce(out_features) if ops.is_split else None
 
     def construct(self, x: Tensor, step: tuple[Tensor, ...]) -> Tensor:
         """x [T, in_features] -> [T, out_features]."""
-        out = self.linear(x, self.weight, self.bias, step)
+        out = self.linear(x, self.operands(), self.bias, step)
         return out if self.sum is None else self.sum(out, step)
 
 
-class NormLinear(nn.Cell):
+class NormLinear(Weight):
     """Adds a block's output to the residual stream, normalises the sum (``gamma`` comes from outside) and multiplies:
     ``y = RMSNorm(hidden + residual) @ weight.T + bias``."""
 
     def __init__(
         self, ops: OpTable, in_features: int, out_features: int, epsilon: float, *, first: bool, biased: bool = False
     ) -> None:
-        super().__init__()
-        self.weight = ops.linear_weight(in_features, out_features)
+        super().__init__(ops, in_features, out_features)
         self.bias = _bias(ops, out_features, biased=biased)
         self.norm_linear = ops.norm_linear(out_features, epsilon, first=first)
 
@@ -41,16 +58,8 @@ class NormLinear(nn.Cell):
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """hidden, residual [T, in_features], gamma [in_features] -> [T, out_features], the sum [T, in_features]."""
-        out, total = self.norm_linear(hidden, residual, gamma, self.weight, self.bias, step)
+        out, total = self.norm_linear(hidden, residual, gamma, self.operands(), self.bias, step)
         return out, total
-
-
-class Weight(nn.Cell):
-    """A linear layer's weight alone, for an operator that runs several layers at once."""
-
-    def __init__(self, ops: OpTable, in_features: int, out_features: int) -> None:
-        super().__init__()
-        self.weight = ops.linear_weight(in_features, out_features)
 
 
 def _bias(ops: OpTable, size: int, *, biased: bool) -> Tensor | None:

@@ -24,5 +24,5 @@ class GatedMLP(nn.Cell):
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """hidden, residual [T, hidden_size], gamma [hidden_size] -> the MLP of the normalised sum, the sum."""
-        out, total = self.mlp(hidden, residual, gamma, self.gate_up.weight, self.down.weight, step)
+        out, total = self.mlp(hidden, residual, gamma, self.gate_up.operands(), self.down.operands(), step)
         return (out if self.sum is None else self.sum(out, step)), total

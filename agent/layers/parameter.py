@@ -20,6 +20,7 @@ MINDSPORE_DTYPES = {
     "uint8": ms.uint8,
     "int32": ms.int32,
     "int64": ms.int64,
+    "int4": ms.qint4x2,
 }
 
 
@@ -29,15 +30,27 @@ def unbound_parameter(shape: tuple[int, ...], dtype: str) -> Parameter:
         return Parameter(initializer("zeros", shape, MINDSPORE_DTYPES[dtype]), requires_grad=False)
 
 
-def bind(parameter: Parameter, array: Array) -> None:
-    """Let ``parameter`` live in ``array`` (see ``agent.weights.storage``), which must stay alive.
+def bind(parameter: Parameter, array: Array) -> Array:
+    """Let ``parameter`` live in ``array`` (see ``agent.weights.storage``), which must stay alive. Gives the array whose
+    memory it is: another one for int4 (pairs in the bytes of an int8 array), which MindSpore takes as a copy only.
 
     Packed weights, uint8, decide their size themselves; before the graph is compiled the parameter takes it over.
     """
     packed = array.dtype == np.uint8
     assert packed or parameter.shape == array.shape, f"{parameter.name}: {parameter.shape} is bound to {array.shape}"
-    parameter.set_data(as_tensor(array), slice_shape=packed)
+    pairs = parameter.dtype == ms.qint4x2
+    tensor = Tensor(array, dtype=ms.qint4x2) if pairs else as_tensor(array)
+    parameter.set_data(tensor, slice_shape=packed)
     parameter.init_mode = None
+    return np.asarray(_Memory(tensor, array.shape)) if pairs else array
+
+
+class _Memory:
+    """The bytes of a tensor of int4 pairs, which NumPy has no type for. An array over it keeps the tensor alive."""
+
+    def __init__(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {"version": 3, "typestr": "|i1", "shape": shape, "data": (tensor.data_ptr(), False)}
 
 
 def as_tensor(array: Array) -> Tensor:

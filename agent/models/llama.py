@@ -40,7 +40,7 @@ class Llama(nn.Cell):
         self.norm = NormWeight(ops, shape.hidden_size)
         self.shares_embedding = shape.tie_word_embeddings and self.is_first_stage and not ops.packs_weights
         if not self.shares_embedding:
-            self.lm_head = Weight(ops, shape.hidden_size, ops.vocab_rows(shape.vocab_size))
+            self.lm_head = Weight(ops, shape.hidden_size, ops.vocab_rows(shape.vocab_size), output=True)
         self.logits = ops.lm_head(shape.vocab_size, epsilon)
 
     def construct(
@@ -56,7 +56,7 @@ class Llama(nn.Cell):
             hidden, residual = layer(hidden, residual, rotary, step, whole_prompts)
         if not self.is_last_stage:
             return self.hand_over(hidden, residual, step)
-        weight = self.embedding.weight if self.shares_embedding else self.lm_head.weight
+        weight = self.embedding.weight if self.shares_embedding else self.lm_head.operands()
         return self.logits(hidden, residual, self.norm.weight, weight, last_tokens, step)
 
 

@@ -1,8 +1,20 @@
 """Weights of a model: where they come from, how they are checked and converted. Imports no mindspore."""
 
+from agent.weights.forms import LinearForm, LinearForms, linear_forms
 from agent.weights.layout import WeightKind, WeightPart, WeightSpec
 from agent.weights.loader import load_weights, open_weights
 from agent.weights.packed import Packing
 from agent.weights.source import WeightSource
 
-__all__ = ["Packing", "WeightKind", "WeightPart", "WeightSource", "WeightSpec", "load_weights", "open_weights"]
+__all__ = [
+    "LinearForm",
+    "LinearForms",
+    "Packing",
+    "WeightKind",
+    "WeightPart",
+    "WeightSource",
+    "WeightSpec",
+    "linear_forms",
+    "load_weights",
+    "open_weights",
+]

@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from agent.weights.checkpoint import Checkpoint
+from agent.weights.forms import LinearForm, LinearForms
 from agent.weights.gguf_file import GGUFFile, find_gguf
 from agent.weights.layout import WeightSpec
-from agent.weights.packed import LinearPacker, Packing
+from agent.weights.packed import OUTPUT_LAYER, LinearPacker, Packing
+from agent.weights.primitive import load_primitive
 from agent.weights.seeded import SeededWeights
 from agent.weights.source import WeightSource
 from agent.weights.storage import Array, allocate
@@ -40,13 +42,14 @@ def load_weights(
     dtype: str,
     report: Callable[[int, int], None],
     packing: Packing | None = None,
+    forms: LinearForms | None = None,
 ) -> dict[str, Array]:
     """Every parameter by its name. ``report`` gets (parameters done, of how many).
 
-    Without ``packing`` all are arrays of ``dtype``, quantised ones multiplied out, biases apart and an expert's weight
-    turned to [in, out], as grouped matrix products take it. With one, the weights of linear layers are blobs of bytes
-    for the kernels. Raises CheckpointError, or ConfigError for a format that the stored
-    weights cannot be brought to.
+    Without ``packing`` they are as the native primitives take them in ``forms``: floats are arrays of ``dtype``,
+    quantised ones multiplied out, biases apart and an expert's weight turned to [in, out], as grouped matrix products
+    take it; integers come with their scales. With ``packing``, the weights of linear layers are blobs of bytes for the
+    kernels. Raises CheckpointError, or ConfigError for a format that the stored weights cannot be brought to.
     """
     specs = list(specs) if packing is not None else _unpacked(specs)
     packer = None if packing is None else LinearPacker(packing, source, dtype)
@@ -56,10 +59,13 @@ def load_weights(
     weights: dict[str, Array] = {}
     for done, spec in enumerate(specs):
         report(done, len(specs))
-        if packer is None or spec.kind == "plain":
-            weights[spec.parameter] = _load_plain(spec, source, "float32" if spec.float32 else dtype)
-        else:
+        form = _form_of(spec, forms)
+        if packer is not None and spec.kind != "plain":
             weights[spec.parameter] = packer.pack(spec)
+        elif form.format != "float":
+            weights |= load_primitive(spec, form, source, dtype)
+        else:
+            weights[spec.parameter] = _load_plain(spec, source, "float32" if spec.float32 else dtype)
     report(len(specs), len(specs))
     return weights
 
@@ -68,6 +74,12 @@ def _unpacked(specs: Sequence[WeightSpec]) -> list[WeightSpec]:
     """The parameters there are without packing."""
     kept = [spec for spec in specs if not spec.packed_only]
     return [each for spec in kept for each in ((spec, spec.bias_spec()) if spec.bias else (spec,))]
+
+
+def _form_of(spec: WeightSpec, forms: LinearForms | None) -> LinearForm:
+    if forms is None or spec.kind == "plain":
+        return LinearForm()
+    return forms.output if spec.parameter == OUTPUT_LAYER else forms.layers
 
 
 def _load_plain(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:

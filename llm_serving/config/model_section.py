@@ -167,7 +167,8 @@ class ModelConfig:
         "auto",
         "How the weights of the linear layers are stored: `bf16` (with model_dtype bfloat16), `int8` (a scale for each "
         "output channel, activations quantised for each token), `int8_weight_only`, `int4` (a scale for each group of "
-        "`weight_group`); `auto`: as the checkpoint has them, else in `model_dtype`. `fused` operators only.",
+        "`weight_group`); `auto`: as the checkpoint has them, else in `model_dtype`; with `native` operators always in "
+        "`model_dtype`.",
         choices=("auto", "bf16", "int8", "int8_weight_only", "int4"),
     )
     weight_group: int = own(

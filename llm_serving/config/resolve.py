@@ -20,6 +20,7 @@ from llm_serving.config.validation import (
     check_formats,
     check_group,
     check_lengths,
+    check_native_weights,
     check_parallel,
     check_sharing,
     check_stored_format,
@@ -92,6 +93,7 @@ class Resolver:
         )
         check_stored_format(self._raw, config)
         check_group(self._raw, config)
+        check_native_weights(self._raw, config)
         check_lengths(self._raw, config)
         check_batches(self._raw, config)
         check_sharing(self._raw, config)

@@ -11,6 +11,7 @@ from llm_serving.config.parallel_section import MAX_RANKS
 from llm_serving.config.sections import ModelConfig, PagedAttentionConfig, ParallelConfig, ServingConfig
 from llm_serving.config.source import RawConfig
 from llm_serving.parallel import find_obstacle
+from llm_serving.quantization import MAX_WEIGHT_ONLY_SIZE
 
 MAX_CACHE_SLOTS = 2**31 - 1
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -93,9 +94,12 @@ def check_formats(raw: RawConfig, model: ModelConfig) -> None:
         if value == "bf16" and model.model_dtype != "bfloat16":
             problem = f"needs model_dtype bfloat16, which is {model.model_dtype}; set it, or use auto"
             raise raw.error(f"model_config.{key}", value, problem)
-        if value not in ("auto", "bf16") and model.op_table != "fused":
-            problem = f"the op table {model.op_table} has no quantised operators; use op_table fused (CPU), or auto"
-            raise raw.error(f"model_config.{key}", value, problem)
+    if model.kv_format == "int8" and model.op_table != "fused":
+        problem = (
+            "PagedAttention takes int8 keys and values with calibrated scales of channels, which there are none "
+            "of; use op_table fused (CPU), whose scales are per token and head, or auto"
+        )
+        raise raw.error("model_config.kv_format", model.kv_format, problem)
 
 
 def check_stored_format(raw: RawConfig, config: Config) -> None:
@@ -140,6 +144,34 @@ def check_parallel(raw: RawConfig, config: Config) -> None:
     if obstacle is not None:
         key, problem = obstacle
         raise raw.error(f"parallel_config.{key}", getattr(config.parallel_config, key), problem)
+
+
+def check_native_weights(raw: RawConfig, config: Config) -> None:
+    """Limits of the native primitives of quantised products (docs/ascend.md)."""
+    key, wanted, shape = "model_config.weight_format", config.model_config.weight_format, config.shape
+    if config.op_table != "native" or wanted in ("auto", "bf16"):
+        return
+    if config.parallel_config.tensor_parallel > 1:
+        problem = (
+            "the native operators' quantised weights cannot be divided among agents; use auto, op_table fused (CPU), or"
+            " parallel_config.tensor_parallel 1"
+        )
+        raise raw.error(key, wanted, problem)
+    if shape.experts is not None:
+        problem = "the native operators have experts in floats only; use auto, or op_table fused (CPU)"
+        raise raw.error(key, wanted, problem)
+    query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    inputs = (shape.hidden_size, shape.intermediate_size, query)
+    widest = max(*inputs, query + 2 * key_value, 2 * shape.intermediate_size)
+    if wanted != "int8" and widest > MAX_WEIGHT_ONLY_SIZE:
+        problem = (
+            f"a layer of the model is {widest} wide; WeightQuantBatchMatmul takes {MAX_WEIGHT_ONLY_SIZE}; use int8"
+        )
+        raise raw.error(key, wanted, problem)
+    group = config.model_config.weight_group
+    if wanted == "int4" and config.stored_weight_format is None and group >= min(inputs):
+        problem = f"must be smaller than the inputs of every layer with native operators; one has {min(inputs)}"
+        raise raw.error("model_config.weight_group", group, problem)
 
 
 def check_sharing(raw: RawConfig, config: Config) -> None:

@@ -323,6 +323,22 @@ def test_matmul(dtype: str, seed: int, rows: int, depth: int, columns: int) -> N
     assert_rounded(matmul_graph(dtype)(x, w), xx @ wx.T, dtype, slack=1e-5)
 
 
+@cache
+def split_graph() -> nn.Cell:
+    graph = Apply(auto_generate.SplitWithSize(), (3, 5, 8), -1)
+    graph.set_inputs(dynamic(None, 16, dtype=ms.float16))
+    return graph
+
+
+@examples
+@given(seeds, st.integers(1, 300))
+def test_split_with_size(seed: int, rows: int) -> None:
+    """The pieces along the axis, bit for bit."""
+    x, x_exact = values(np.random.default_rng(seed), rows, 16, dtype="float16")
+    for piece, wanted in zip(split_graph()(x), np.split(x_exact, [3, 8], -1), strict=True):
+        np.testing.assert_array_equal(exact(piece), wanted)
+
+
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_rows_of_no_sequence_are_refused(dtype: str, capfd: pytest.CaptureFixture[str]) -> None:
     """More query rows than q_seq_lens say: an error, not a guess."""

@@ -8,17 +8,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_primitives_do_what_their_documentation_says(tmp_path: Path) -> None:
-    program = Path(__file__).with_name("plugin_semantics.py")
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+@pytest.mark.parametrize(("program", "tests"), [("plugin_semantics.py", 11), ("plugin_quantised.py", 8)])
+def test_the_primitives_do_what_their_documentation_says(tmp_path: Path, program: str, tests: int) -> None:
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/kernels")))
     process = subprocess.run(
-        [sys.executable, "-m", "pytest", str(program), "-q", "--no-header", "-p", "no:cacheprovider",
+        [sys.executable, "-m", "pytest", str(ROOT / "tests/kernels" / program), "-q", "--no-header",
+         "-p", "no:cacheprovider",
          "--import-mode=importlib", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT)],
         capture_output=True, text=True, cwd=tmp_path, timeout=280, check=False,
         env={**os.environ, "PYTHONPATH": path, "GLOG_v": "3", "MS_OM_PATH": str(tmp_path)},
     )  # fmt: skip
     assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-2000:]
-    assert re.search(r"^11 passed", process.stdout, re.MULTILINE), process.stdout[-500:]
+    assert re.search(rf"^{tests} passed", process.stdout, re.MULTILINE), process.stdout[-500:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+
 from llm_serving.server.request_start import MAX_AGE_S, age_of
 
 NOW = 1_763_740_800.5

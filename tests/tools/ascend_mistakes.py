@@ -22,8 +22,10 @@ from mindspore.ops import auto_generate
 
 from agent import step_graph
 from agent.backends.native import attention as native_attention
+from agent.backends.native import linear as native_linear
 from agent.backends.native import ops as native
-from tools.ascend_graph.front_end import ascend_config, compile_graphs, set_up
+from agent.weights.forms import LinearForm
+from tools.ascend_graph.front_end import ascend_config, compile_graphs, forms_of, set_up
 from tools.ascend_graph.listing import list_graph
 from tools.ascend_graph.rules import check_graph
 
@@ -35,6 +37,10 @@ SQUARE = replace(CONFIG, shape=replace(GQA, num_key_value_heads=HEADS))
 """As many key-value heads as query heads: many mistakes then fit all shapes."""
 QWEN2 = replace(CONFIG, shape=replace(GQA, architecture="Qwen2ForCausalLM", attention_bias=True))
 MISTRAL = replace(CONFIG, shape=replace(GQA, architecture="MistralForCausalLM", sliding_window=CONFIG.max_model_len))
+INT8, INT4, INT8_WEIGHTS = (
+    replace(SQUARE, model_config=replace(CONFIG.model_config, weight_format=name))
+    for name in ("int8", "int4", "int8_weight_only")
+)
 QWEN3 = replace(CONFIG, shape=replace(GQA, architecture="Qwen3ForCausalLM", query_key_norm=True))
 
 
@@ -76,8 +82,52 @@ class Forgetful(native.ChunkMask):
 
 class WithoutTranspose(native._Linear):
     def __init__(self) -> None:
-        super().__init__()
-        self.matmul = ops.MatMul(transpose_b=False)
+        super().__init__(LinearForm(), "float16")
+        self.product = ops.MatMul(transpose_b=False)
+
+
+class WithoutTokenScales(native_linear._DynamicProduct):
+    def construct(self, x: Any, weight: Any) -> Any:
+        integers, _ = self.quantise(x, None)
+        return self.multiply(integers, weight[0], weight[1], None, None, None)
+
+
+class ScaledTwice(native_linear._DynamicProduct):
+    """The scales of tokens that were quantised already."""
+
+    def construct(self, x: Any, weight: Any) -> Any:
+        integers, scales = self.quantise(x, None)
+        _, others = self.quantise(x * 2, None)
+        return self.multiply(integers, weight[0], weight[1], None, None, scales * 0 + others)
+
+
+class ScaleForOffset(native_linear._WeightOnlyProduct):
+    def construct(self, x: Any, weight: Any) -> Any:
+        return self.multiply(x, weight[0], weight[1], weight[1], None, None, None)
+
+
+def weight_only(**settings: Any) -> Any:
+    """The primitive with other settings than the weights are made for."""
+
+    def make(**given: Any) -> Any:
+        return auto_generate.WeightQuantBatchMatmul(**(given | settings))
+
+    return mock.patch.object(native_linear, "WeightQuantBatchMatmul", make)
+
+
+def in_linear(name: str, replacement: Any) -> Any:
+    return mock.patch.object(native_linear, name, replacement)
+
+
+def other_parameters(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Weights, scales or offsets of another shape or type, the graph as it should be."""
+    real = native_linear.linear_parameters
+    return patched("linear_parameters", lambda *given: change(real(*given)))
+
+
+def short_scales(found: dict[str, Any]) -> dict[str, Any]:
+    (groups, columns), dtype = found["scale"][0], found["scale"][1]
+    return found | {"scale": ((columns, groups), dtype)}
 
 
 class OldNames(step_graph._DynamicStep):
@@ -117,8 +167,8 @@ def inputs(position: int, tensor: Tensor) -> Any:
 def wider_vocabulary() -> Any:
     real = native.NativeOps.linear_weight
 
-    def linear_weight(table: Any, width: int, out: int) -> Parameter:
-        return real(table, width, out + 16 if out == GQA.vocab_size else out)
+    def linear_weight(table: Any, width: int, out: int, *, output: bool) -> Parameter:
+        return real(table, width, out + 16 if output else out, output=output)
 
     return mock.patch.object(native.NativeOps, "linear_weight", linear_weight)
 
@@ -168,6 +218,27 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "pairs for halves": ("decode", CONFIG, lambda: in_attention("_ROTATE_HALVES", 3)),
     "names of inputs": ("decode", CONFIG, lambda: mock.patch.object(step_graph, "_DynamicStep", OldNames)),
     "vocabulary": ("decode", CONFIG, wider_vocabulary),
+    "int8, no scales of tokens": ("decode", INT8, lambda: in_linear("_DynamicProduct", WithoutTokenScales)),
+    "int8, scales of other tokens": ("decode", INT8, lambda: in_linear("_DynamicProduct", ScaledTwice)),
+    "int8, type of scales": (
+        "decode",
+        INT8,
+        lambda: other_parameters(lambda found: found | {"scale": (found["scale"][0], "bfloat16")}),
+    ),
+    "int4, transposed weight that fits": ("decode", INT4, lambda: weight_only(transpose_weight=True)),
+    "int4, group size": ("decode", INT4, lambda: weight_only(antiquant_group_size=32)),
+    "int4, scales turned round": ("decode", INT4, lambda: other_parameters(short_scales)),
+    "int4, bytes for pairs": (
+        "decode",
+        INT4,
+        lambda: other_parameters(lambda found: found | {"weight": (found["weight"][0], "int8")}),
+    ),
+    "int8 weights, scales for offsets": (
+        "decode",
+        INT8_WEIGHTS,
+        lambda: in_linear("_WeightOnlyProduct", ScaleForOffset),
+    ),
+    "int8 weights, no transpose that fits": ("decode", INT8_WEIGHTS, lambda: weight_only(transpose_weight=False)),
     "outputs": ("decode", CONFIG, lambda: patched("_LMHead", TwoOutputs)),
 }
 
@@ -178,7 +249,7 @@ def findings(kind: str, config: Any) -> list[str]:
         graph = dict(compile_graphs(config, [kind]))[kind]
     except (RuntimeError, TypeError, ValueError) as error:
         return [f"refused: {str(error).strip().splitlines()[0]}"]
-    return check_graph(kind, graph, config)
+    return check_graph(kind, graph, config, forms_of(config))
 
 
 def planted(name: str) -> list[str]:
@@ -217,7 +288,10 @@ def main() -> None:
     set_up()
     kinds = ("prefill", "chunked", "decode")
     right = [
-        line for config in (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3) for kind in kinds for line in findings(kind, config)
+        line
+        for config in (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3, INT8, INT4, INT8_WEIGHTS)
+        for kind in kinds
+        for line in findings(kind, config)
     ]
     results = {"right": right} | {name: planted(name) for name in MISTAKES}
     results |= {f"devices, {kind}": only_on_one_device(kind) for kind in kinds}

@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from agent.weights import LinearForms, Packing, linear_forms
+from agent.weights.seeded import SeededWeights
 from llm_serving.config import Config, load_config
 from llm_serving.config.loader import find_config_file
 from llm_serving.formats.strict_yaml import read_yaml_mapping
@@ -22,13 +24,12 @@ from tools.ascend_graph.mind_ir import Graph, read_graph
 def ascend_config(name: str, overrides: Sequence[str] = ()) -> Config:
     """A config as an Ascend would load it, weights and tokenizer from nowhere: neither decides a graph.
 
-    What stores weights for the CPU's fused operators does not apply there and is set to ``auto``.
+    A cache in int8 is the CPU's fused operators' alone and is set to ``auto``.
     """
     given = [
         "model_config.device_target=Ascend",
         "model_config.op_table=native",
         "model_config.load_format=dummy",
-        "model_config.weight_format=auto",
         "model_config.kv_format=auto",
         "tokenizer.type=auto",
         "tokenizer.vocab_file=models/shapes/tokenizer",
@@ -36,6 +37,15 @@ def ascend_config(name: str, overrides: Sequence[str] = ()) -> Config:
     if _dtype(name) not in ("float16", "bfloat16"):
         given.append("model_config.model_dtype=bfloat16")
     return load_config(name, [*given, *overrides], ascend=True)
+
+
+def forms_of(config: Config) -> LinearForms:
+    """Of the weights of linear layers, made from floats."""
+    from agent.models.registry import find_model
+
+    specs = find_model(config.shape.architecture).weight_specs(config.shape)
+    model = config.model_config
+    return linear_forms(specs, SeededWeights(0), Packing(model.weight_format, model.weight_group))
 
 
 def _dtype(name: str) -> str:
@@ -71,7 +81,7 @@ def compile_graphs(config: Config, kinds: Sequence[str] | None = None) -> Iterat
 
     part = ModelPart.of(config)
     config = part.narrow(config)
-    ops = select_op_table(config, part)
+    ops = select_op_table(config, part, forms=forms_of(config))
     model = find_model(config.shape.architecture).build(config, ops)
     for kind in map(GraphKind, kinds) if kinds else GraphKind:
         cell = dynamic_step(model, ops, kind, config.max_prefill_seqs)

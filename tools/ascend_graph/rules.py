@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from agent.weights.forms import LinearForms
 from llm_serving.config import Config
 from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Graph, Node, Operand, TensorType
+from tools.ascend_graph.products import PRODUCT, TYPES, ProductRules
 
 PRIMITIVES = frozenset(
     {
@@ -20,23 +22,25 @@ PRIMITIVES = frozenset(
         "ApplyRotaryPosEmb",
         "Cast",
         "Depend",
+        "DynamicQuantExt",
         "FlashAttentionScore",
         "Gather",
         "Greater",
         "MatMul",
         "Mul",
         "PagedAttention",
+        "QuantBatchMatmul",
         "Reshape",
         "ReshapeAndCache",
         "RmsNorm",
         "SplitWithSize",
         "Swiglu",
         "TensorToTuple",
+        "WeightQuantBatchMatmul",
     }
 )
 """Every primitive the graphs may have: each is in the table of docs/ascend.md."""
 
-_DTYPES = {"float16": "f16", "bfloat16": "bf16"}
 _INPUTS = {
     "token_ids": 1,
     "positions": 1,
@@ -51,17 +55,19 @@ _TH = 5
 _MASKED = -10000.0
 
 
-def check_graph(kind: str, graph: Graph, config: Config) -> list[str]:
-    """What is wrong, a line each; nothing when all is right."""
-    return list(_Rules(kind, graph, config).problems())
+def check_graph(kind: str, graph: Graph, config: Config, forms: LinearForms) -> list[str]:
+    """What is wrong, a line each; nothing when all is right. ``forms``: of the weights of the linear layers."""
+    return list(_Rules(kind, graph, config, forms).problems())
 
 
 class _Rules:
-    def __init__(self, kind: str, graph: Graph, config: Config) -> None:
+    def __init__(self, kind: str, graph: Graph, config: Config, forms: LinearForms) -> None:
         self._kind, self._graph, self._config, self._shape = kind, graph, config, config.shape
         self._wiring = Wiring(graph)
         self._calls = list(self._wiring.calls())
-        self._dtype = _DTYPES[config.model_config.model_dtype]
+        self._dtype = TYPES[config.model_config.model_dtype]
+        self._products = ProductRules(self._wiring, forms, config.model_config.model_dtype)
+        self._floats = forms.layers.format == "float"
         heads, kv_heads, dim = self._shape.num_attention_heads, self._shape.num_key_value_heads, self._shape.head_dim
         self._query, self._key = heads * dim, kv_heads * dim
 
@@ -74,9 +80,8 @@ class _Rules:
             "PagedAttention": self._check_paged_attention,
             "FlashAttentionScore": self._check_flash_attention,
             "ApplyRotaryPosEmb": self._check_rotary,
-            "MatMul": self._check_matmul,
             "AddRmsNorm": self._check_norm,
-        }
+        } | dict.fromkeys(PRODUCT.values(), self._products.problems)
         for node in self._calls:
             if node.primitive in checks:
                 for problem in checks[node.primitive](node):
@@ -99,21 +104,22 @@ class _Rules:
         counts = {attention: layers, "ReshapeAndCache": layers, "ApplyRotaryPosEmb": layers, "Swiglu": layers}
         norms = 1 + (2 * layers if self._shape.query_key_norm else 0)
         biases = layers * (self._shape.attention_bias + self._shape.output_bias)
-        counts |= {"RmsNorm": norms, "AddRmsNorm": 2 * layers, "MatMul": 4 * layers + 1, "Add": biases}
+        counts |= {"RmsNorm": norms, "AddRmsNorm": 2 * layers, "Add": biases}
+        counts |= self._products.counts(layers)
         for name, count in counts.items():
             if names.count(name) != count:
                 yield f"{names.count(name)} x {name} for {layers} layers; there should be {count}"
 
     def _check_parameters(self) -> Iterator[str]:
         shape = self._shape
-        weights = {
+        weights: dict[str, tuple[int, ...]] = {
             "attention.qkv.weight": (self._query + 2 * self._key, shape.hidden_size),
             "attention.output.weight": (shape.hidden_size, self._query),
             "mlp.gate_up.weight": (2 * shape.intermediate_size, shape.hidden_size),
             "mlp.down.weight": (shape.hidden_size, shape.intermediate_size),
-            "input_norm.weight": (shape.hidden_size,),
-            "post_attention_norm.weight": (shape.hidden_size,),
         }
+        weights = weights if self._floats else {}  # integers: where they are multiplied by
+        weights |= {"input_norm.weight": (shape.hidden_size,), "post_attention_norm.weight": (shape.hidden_size,)}
         for layer in range(shape.num_layers):
             for name, sizes in weights.items():
                 full = f"layers.{layer}.{name}"
@@ -172,17 +178,6 @@ class _Rules:
             yield from _differs("an operand", self._type(operand), TensorType(self._dtype, (-1, width)))
         if cos_format.value != 2:
             yield f"cos_format is {cos_format.value}; halves of a head, with a row of cosines a token, is 2"
-
-    def _check_matmul(self, node: Node) -> Iterator[str]:
-        weight, _ = self._wiring.source(node.operands[1])
-        if (
-            weight.kind != "parameter"
-            or weight.type is None
-            or [each.value for each in node.operands[2:4]] != [False, True]
-        ):
-            yield "must multiply by a weight [out, in] with transpose_b"
-        elif node.results != (TensorType(self._dtype, (-1, weight.type.shape[0])),):
-            yield f"gives {node.results[0]} with the weight {weight.type}"
 
     def _check_norm(self, node: Node) -> Iterator[str]:
         epsilon = self._wiring.operands(node)[3].value

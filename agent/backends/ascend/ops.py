@@ -9,6 +9,7 @@ from agent.backends.ascend.limits import check_limits
 from agent.backends.base import AttentionForm, Operator
 from agent.backends.native.ops import NativeOps
 from agent.model_part import ModelPart
+from agent.weights.forms import LinearForms
 from agent.weights.storage import Array
 from llm_serving.config import Config
 
@@ -19,11 +20,11 @@ class AscendOps(NativeOps):
 
     dynamic_prompts = True
 
-    def __init__(self, config: Config, part: ModelPart | None = None) -> None:
+    def __init__(self, config: Config, part: ModelPart | None = None, forms: LinearForms | None = None) -> None:
         """Raises AgentStartError when the kernels cannot do what ``config`` says."""
         check_limits(config)
         positions = config.max_blocks_per_seq * config.pa_config.block_size
-        super().__init__(config.model_config.model_dtype, positions, part)
+        super().__init__(config.model_config.model_dtype, positions, part, forms)
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
         return super().rotary(cos, sin, 0)

@@ -46,7 +46,7 @@ class FusedCpuOps(OpTable):
         self.logits: npt.NDArray[np.float32] = allocate((seqs, vocab_size), "float32")
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
 
-    def linear_weight(self, in_features: int, out_features: int) -> Any:
+    def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
         return unbound_parameter((1,), "uint8")  # its size comes with the packed weight: a checkpoint may mix formats
 
     def router_weight(self, in_features: int, num_experts: int) -> Any:

@@ -18,8 +18,10 @@ from mindspore.ops.auto_generate import (
 from agent.backends.base import AttentionForm, CacheLayout, Operator, OpTable
 from agent.backends.native import parallel
 from agent.backends.native.attention import Attention, ChunkMask, Rotary, RotaryAndMask, causal_mask
+from agent.backends.native.linear import linear_parameters, matrix_product
 from agent.layers.parameter import MINDSPORE_DTYPES, unbound_parameter
 from agent.model_part import ModelPart
+from agent.weights.forms import LinearForm, LinearForms
 from agent.weights.storage import Array
 from llm_serving.model_families import Experts
 
@@ -35,14 +37,23 @@ class NativeOps(OpTable):
     has_whole_prompts = True
     packs_weights = False
 
-    def __init__(self, dtype: str, max_positions: int, part: ModelPart | None = None) -> None:
+    def __init__(
+        self, dtype: str, max_positions: int, part: ModelPart | None = None, forms: LinearForms | None = None
+    ) -> None:
         """``max_positions`` is what the widest block table has room for."""
         super().__init__(dtype, part)
+        self.forms = forms or LinearForms()
         self._max_positions = max_positions
         self._masks: dict[bool, Tensor] = {}
 
-    def linear_weight(self, in_features: int, out_features: int) -> Any:
-        return unbound_parameter((out_features, in_features), self.dtype)
+    def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
+        return self._parameter("weight", in_features, out_features, output=output)
+
+    def linear_scale(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
+        return self._parameter("scale", in_features, out_features, output=output)
+
+    def linear_offset(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
+        return self._parameter("offset", in_features, out_features, output=output)
 
     def router_weight(self, in_features: int, num_experts: int) -> Any:
         return unbound_parameter((num_experts, in_features), "float32")
@@ -63,19 +74,19 @@ class NativeOps(OpTable):
         return parallel.HandOver()
 
     def norm_linear(self, out_features: int, epsilon: float, *, first: bool) -> Operator:
-        return _NormLinear(epsilon) if first else _AddNormLinear(epsilon)
+        return (_NormLinear if first else _AddNormLinear)(epsilon, self.forms.layers, self.dtype)
 
     def linear(self, out_features: int) -> Operator:
-        return _Linear()
+        return _Linear(self.forms.layers, self.dtype)
 
     def gated_mlp(self, width: int, epsilon: float) -> Operator:
-        return _GatedMLP(epsilon)
+        return _GatedMLP(epsilon, self.forms.layers, self.dtype)
 
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
         return _ExpertMLP(experts, epsilon, self.dtype)
 
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
-        head = _LMHead(epsilon)
+        head = _LMHead(epsilon, self.forms.output, self.dtype)
         return head if not self.is_split or self.part is None else parallel.GatheredLogits(head, self.part)
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
@@ -90,6 +101,11 @@ class NativeOps(OpTable):
             self._masks[has_window] = causal_mask(form, self.dtype)
         return Attention(form, self.dtype, self._masks[has_window])
 
+    def _parameter(self, name: str, in_features: int, out_features: int, *, output: bool) -> Any:
+        form = self.forms.output if output else self.forms.layers
+        found = linear_parameters(form, in_features, out_features, self.dtype).get(name)
+        return None if found is None else unbound_parameter(*found)
+
 
 class _Embedding(nn.Cell):
     def __init__(self) -> None:
@@ -101,30 +117,30 @@ class _Embedding(nn.Cell):
 
 
 class _Linear(nn.Cell):
-    def __init__(self) -> None:
+    def __init__(self, form: LinearForm, dtype: str) -> None:
         super().__init__()
-        self.matmul = ops.MatMul(transpose_b=True)
+        self.product = matrix_product(form, dtype)
         self.add = ops.Add()
 
-    def construct(self, x: Tensor, weight: Tensor, bias: Tensor | None, step: tuple[Tensor, ...]) -> Tensor:
-        out = self.matmul(x, weight)
+    def construct(self, x: Tensor, weight: Any, bias: Tensor | None, step: tuple[Tensor, ...]) -> Tensor:
+        out = self.product(x, weight)
         return out if bias is None else self.add(out, bias)
 
 
 class _NormLinear(nn.Cell):
     """The first of a model: ``residual`` is ``hidden``."""
 
-    def __init__(self, epsilon: float) -> None:
+    def __init__(self, epsilon: float, form: LinearForm, dtype: str) -> None:
         super().__init__()
         self.norm = RmsNorm(epsilon)
-        self.linear = _Linear()
+        self.linear = _Linear(form, dtype)
 
     def construct(
         self,
         hidden: Tensor,
         residual: Tensor,
         gamma: Tensor,
-        weight: Tensor,
+        weight: Any,
         bias: Tensor | None,
         step: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
@@ -132,18 +148,18 @@ class _NormLinear(nn.Cell):
 
 
 class _AddNormLinear(nn.Cell):
-    def __init__(self, epsilon: float) -> None:
+    def __init__(self, epsilon: float, form: LinearForm, dtype: str) -> None:
         super().__init__()
         self.add_norm = AddRmsNorm()
         self.epsilon = epsilon
-        self.linear = _Linear()
+        self.linear = _Linear(form, dtype)
 
     def construct(
         self,
         hidden: Tensor,
         residual: Tensor,
         gamma: Tensor,
-        weight: Tensor,
+        weight: Any,
         bias: Tensor | None,
         step: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
@@ -152,23 +168,23 @@ class _AddNormLinear(nn.Cell):
 
 
 class _GatedMLP(nn.Cell):
-    def __init__(self, epsilon: float) -> None:
+    def __init__(self, epsilon: float, form: LinearForm, dtype: str) -> None:
         super().__init__()
-        self.gate_up = _AddNormLinear(epsilon)
+        self.gate_up = _AddNormLinear(epsilon, form, dtype)
         self.activation = Swiglu()
-        self.matmul = ops.MatMul(transpose_b=True)
+        self.product = matrix_product(form, dtype)
 
     def construct(
         self,
         hidden: Tensor,
         residual: Tensor,
         gamma: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Any,
+        down: Any,
         step: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
         both, total = self.gate_up(hidden, residual, gamma, gate_up, None, step)
-        return self.matmul(self.activation(both), down), total
+        return self.product(self.activation(both), down), total
 
 
 class _ExpertMLP(nn.Cell):
@@ -218,17 +234,17 @@ class _ExpertMLP(nn.Cell):
 
 
 class _LMHead(nn.Cell):
-    def __init__(self, epsilon: float) -> None:
+    def __init__(self, epsilon: float, form: LinearForm, dtype: str) -> None:
         super().__init__()
         self.gather = ops.Gather()
-        self.norm_linear = _AddNormLinear(epsilon)
+        self.norm_linear = _AddNormLinear(epsilon, form, dtype)
 
     def construct(
         self,
         hidden: Tensor,
         residual: Tensor,
         gamma: Tensor,
-        weight: Tensor,
+        weight: Any,
         last_tokens: Tensor,
         step: tuple[Tensor, ...],
     ) -> Tensor:

@@ -55,5 +55,10 @@ int plugin_grouped_matmul(const Call& call);
 int plugin_moe_token_unpermute(const Call& call);
 int plugin_all_reduce(const Call& call);
 int plugin_all_gather(const Call& call);
+int plugin_matmul(const Call& call);
+int plugin_split(const Call& call);
+int plugin_dynamic_quant(const Call& call);
+int plugin_quant_matmul(const Call& call);
+int plugin_weight_quant_matmul(const Call& call);
 
 }  // namespace llmk

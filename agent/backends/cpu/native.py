@@ -1,0 +1,52 @@
+"""The native op table on a CPU: the primitives, behind which our kernels multiply by packed copies of the weights."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+from agent.backends.native.ops import NativeOps
+from agent.kernels.primitive_weights import KeptWeights, PrimitiveWeight
+from agent.model_part import ModelPart
+from agent.weights.forms import LinearForm, LinearForms
+from agent.weights.packed import OUTPUT_LAYER
+from agent.weights.storage import Array
+
+_EMBEDDING = "embedding.weight"
+_LINEAR_WEIGHTS = ("qkv.weight", "output.weight", "gate_up.weight", "down.weight", OUTPUT_LAYER)
+"""Ends of the names of what is multiplied by. Of experts, which have three dimensions, it is not kept."""
+
+
+class NativeCpuOps(NativeOps):
+    """Owns the packed copies."""
+
+    def __init__(
+        self, dtype: str, max_positions: int, part: ModelPart | None = None, forms: LinearForms | None = None
+    ) -> None:
+        super().__init__(dtype, max_positions, part, forms)
+        self._kept = KeptWeights()
+        weakref.finalize(self, self._kept.close)
+
+    def take_weights(self, weights: Mapping[str, Array], *, tied: bool) -> None:
+        for name, array in weights.items():
+            if name.endswith(_LINEAR_WEIGHTS) and array.ndim == 2:
+                form = self.forms.output if name == OUTPUT_LAYER else self.forms.layers
+                self._kept.keep(self._described(name, form, weights), release=True)
+        if tied:
+            self._kept.keep(PrimitiveWeight(weights[_EMBEDDING], self.dtype), release=False)
+
+    def _described(self, name: str, form: LinearForm, weights: Mapping[str, Array]) -> PrimitiveWeight:
+        stem = name.removesuffix(".weight")
+        if form.format == "float":
+            return PrimitiveWeight(weights[name], self.dtype)
+        weight_only = form.format != "int8"
+        return PrimitiveWeight(
+            values=weights[name],
+            type="int4" if form.format == "int4" else "int8",
+            transposed=form.format != "int4",
+            scales=weights[f"{stem}.scale"],
+            offsets=weights.get(f"{stem}.offset"),
+            scale_type=self.dtype if weight_only else "float32",
+            group=form.group,
+            float_products=weight_only,
+        )

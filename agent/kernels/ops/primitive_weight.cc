@@ -1,0 +1,172 @@
+#include "primitive_weight.h"
+
+#include <cmath>
+#include <mutex>
+#include <shared_mutex>
+#include <unordered_map>
+#include <vector>
+
+#include "../common/check.h"
+#include "../common/thread_pool.h"
+
+namespace llmk {
+namespace {
+
+struct Kept {
+  PrimitiveWeight weight;
+  const void* blob;
+};
+
+std::shared_mutex kept_mutex;
+std::unordered_map<const void*, Kept>& kept_weights() {
+  static auto* weights = new std::unordered_map<const void*, Kept>;  // lives as long as the threads of the library
+  return *weights;
+}
+
+bool is_float(ValueType type) { return type < ValueType::kInt8; }
+
+WeightFormat blob_format(const PrimitiveWeight& weight) {
+  if (is_float(weight.type)) return static_cast<WeightFormat>(weight.type);
+  return weight.float_products != 0 ? WeightFormat::kInt8WeightOnly : WeightFormat::kInt8;
+}
+
+int64_t groups_of(const PrimitiveWeight& weight) {
+  return weight.group == 0 ? 1 : ceil_div(weight.depth, weight.group);
+}
+
+float float_at(const void* values, int32_t type, int64_t index) {
+  if (type == static_cast<int32_t>(DType::kFloat32)) return static_cast<const float*>(values)[index];
+  if (type == static_cast<int32_t>(DType::kFloat16)) return to_float(static_cast<const half_t*>(values)[index]);
+  return to_float(static_cast<const bfloat_t*>(values)[index]);
+}
+
+// [columns, groups] floats, whichever way they lie.
+std::vector<float> column_floats(const PrimitiveWeight& weight, const void* values) {
+  const int64_t groups = groups_of(weight);
+  std::vector<float> out(static_cast<size_t>(weight.columns * groups));
+  for (int64_t column = 0; column < weight.columns; ++column) {
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t from = weight.transposed != 0 ? column * groups + g : g * weight.columns + column;
+      out[static_cast<size_t>(column * groups + g)] = float_at(values, weight.scale_type, from);
+    }
+  }
+  return out;
+}
+
+int stored_integer(const PrimitiveWeight& weight, int64_t index) {
+  if (weight.type == ValueType::kInt8) return static_cast<const int8_t*>(weight.values)[index];
+  const int nibble = static_cast<const uint8_t*>(weight.values)[index / 2] >> (index % 2 * 4) & 15;
+  return nibble < 8 ? nibble : nibble - 16;
+}
+
+constexpr int64_t kTile = 64;
+
+// [columns, depth] int8 of value + offset.
+std::vector<int8_t> column_integers(const PrimitiveWeight& weight, const std::vector<float>& offsets) {
+  std::vector<int8_t> out(static_cast<size_t>(weight.columns * weight.depth));
+  const int64_t groups = groups_of(weight), group = weight.group == 0 ? weight.depth : weight.group;
+  parallel_for(ceil_div(weight.columns, kTile), [&](int64_t tile) {
+    const int64_t end = smaller(weight.columns, (tile + 1) * kTile);
+    for (int64_t from = 0; from < weight.depth; from += kTile) {
+      for (int64_t column = tile * kTile; column < end; ++column) {
+        for (int64_t k = from; k < smaller(weight.depth, from + kTile); ++k) {
+          const int64_t index = weight.transposed != 0 ? column * weight.depth + k : k * weight.columns + column;
+          const int offset =
+              offsets.empty() ? 0 : static_cast<int>(offsets[static_cast<size_t>(column * groups + k / group)]);
+          out[static_cast<size_t>(column * weight.depth + k)] =
+              static_cast<int8_t>(stored_integer(weight, index) + offset);
+        }
+      }
+    }
+  });
+  return out;
+}
+
+// What offsets may be, so that an int4 and its offset are an int8, and an int8 has none.
+int check_offsets(const char* op, const PrimitiveWeight& weight, const std::vector<float>& offsets) {
+  for (const float offset : offsets) {
+    const bool whole = offset == std::nearbyint(offset) && std::fabs(offset) <= 112;
+    if (!whole || (weight.type == ValueType::kInt8 && offset != 0)) {
+      return refuse_text(op, "an offset is %g; offsets are whole numbers from -112 to 112 with int4 and 0 with int8",
+                         static_cast<double>(offset));
+    }
+  }
+  return 0;
+}
+
+bool same(const PrimitiveWeight& a, const PrimitiveWeight& b) {
+  return a.values == b.values && a.scales == b.scales && a.offsets == b.offsets && a.type == b.type &&
+         a.scale_type == b.scale_type && a.transposed == b.transposed && a.float_products == b.float_products &&
+         a.columns == b.columns && a.depth == b.depth && a.group == b.group;
+}
+
+}  // namespace
+
+int64_t primitive_blob_bytes(const PrimitiveWeight& weight) {
+  return packed_weight_bytes(blob_format(weight), weight.columns, weight.depth, weight.group, false);
+}
+
+int pack_primitive(const char* op, const PrimitiveWeight& weight, void* blob) {
+  PackSource source{};
+  source.format = blob_format(weight);
+  source.columns = weight.columns;
+  source.depth = weight.depth;
+  source.group = weight.group;
+  if (is_float(weight.type)) {
+    if (weight.transposed == 0) return refuse_text(op, "a weight of floats must be [columns, depth]");
+    source.source_dtype = static_cast<DType>(weight.type);
+    source.values = weight.values;
+    return pack_weight(source, blob);
+  }
+  const std::vector<float> scales = column_floats(weight, weight.scales);
+  const std::vector<float> offsets =
+      weight.offsets == nullptr ? std::vector<float>() : column_floats(weight, weight.offsets);
+  const int error = check_offsets(op, weight, offsets);
+  if (error != 0) return error;
+  std::vector<int8_t> integers;
+  source.values = weight.values;
+  if (weight.type == ValueType::kInt4 || weight.transposed == 0) {
+    integers = column_integers(weight, offsets);
+    source.values = integers.data();
+  }
+  source.scales = scales.data();
+  return pack_weight(source, blob);
+}
+
+int keep_primitive(const PrimitiveWeight& weight, void* blob, int64_t blob_bytes) {
+  const int64_t needed = primitive_blob_bytes(weight);
+  if (needed == 0 || blob_bytes < needed) {
+    return refuse_text("keep_primitive", "the blob has %lld bytes; the weight [%lld, %lld] needs %lld",
+                       static_cast<long long>(blob_bytes), static_cast<long long>(weight.columns),
+                       static_cast<long long>(weight.depth), static_cast<long long>(needed));
+  }
+  const int error = pack_primitive("keep_primitive", weight, blob);
+  if (error != 0) return error;
+  const std::unique_lock<std::shared_mutex> lock(kept_mutex);
+  if (!kept_weights().emplace(weight.values, Kept{weight, blob}).second) {
+    return refuse_text("keep_primitive", "the weight at %p is kept already", weight.values);
+  }
+  return 0;
+}
+
+void forget_primitive(const void* values) {
+  const std::unique_lock<std::shared_mutex> lock(kept_mutex);
+  kept_weights().erase(values);
+}
+
+const void* kept_blob(const char* op, const PrimitiveWeight& weight, int* error) {
+  const std::shared_lock<std::shared_mutex> lock(kept_mutex);
+  const auto found = kept_weights().find(weight.values);
+  *error = 0;
+  if (found == kept_weights().end()) return nullptr;
+  if (same(found->second.weight, weight)) return found->second.blob;
+  *error = refuse_text(op, "the weight at %p, [%lld, %lld] with groups of %lld, is kept as [%lld, %lld] with groups of %lld, "
+                       "or with other scales",
+                       weight.values, static_cast<long long>(weight.columns), static_cast<long long>(weight.depth),
+                       static_cast<long long>(weight.group), static_cast<long long>(found->second.weight.columns),
+                       static_cast<long long>(found->second.weight.depth),
+                       static_cast<long long>(found->second.weight.group));
+  return nullptr;
+}
+
+}  // namespace llmk

@@ -1,0 +1,262 @@
+// Matrix products with weights: MatMul, DynamicQuantExt with QuantBatchMatmul, WeightQuantBatchMatmul. Semantics as in the
+// CANN documentation of aclnnDynamicQuant, aclnnQuantMatmulV4 and aclnnWeightQuantBatchMatmulV2 (docs/ascend.md).
+//
+// Whatever the weight, the product is that of linear.h over its packed form: every element is added up in an order fixed by
+// the weight, not by the other rows. A weight that is kept (ops/primitive_weight.h) is packed already.
+#include <vector>
+
+#include "../common/kernel_table.h"
+#include "../common/thread_pool.h"
+#include "../ops/matmul_any.h"
+#include "../ops/primitive_weight.h"
+#include "call.h"
+
+namespace llmk {
+namespace {
+
+int64_t aligned(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
+
+// The packed form for one call: the kept one, or one made here.
+class Blob {
+ public:
+  int find(const char* op, const PrimitiveWeight& weight) {
+    int error = 0;
+    data_ = kept_blob(op, weight, &error);
+    if (error != 0 || data_ != nullptr) return error;
+    const int64_t bytes = primitive_blob_bytes(weight);
+    if (bytes == 0) {
+      return refuse_text(op, "a weight of %lld columns, depth %lld and groups of %lld cannot be; groups are multiples of 8",
+                         static_cast<long long>(weight.columns), static_cast<long long>(weight.depth),
+                         static_cast<long long>(weight.group));
+    }
+    own_.resize(static_cast<size_t>(bytes) + 64);
+    void* start = own_.data() + (64 - reinterpret_cast<uintptr_t>(own_.data()) % 64) % 64;
+    data_ = start;
+    return pack_primitive(op, weight, start);
+  }
+  const void* data() const { return data_; }
+
+ private:
+  const void* data_ = nullptr;
+  std::vector<char> own_;
+};
+
+LinearArgs linear_args(const void* blob, DType dtype, int64_t rows, void* out) {
+  LinearArgs args{};
+  args.weight = blob;
+  args.dtype = dtype;
+  args.rows = rows;
+  args.x_stride = header_of(blob).depth;
+  args.out_stride = header_of(blob).columns;
+  args.out = out;
+  return args;
+}
+
+// Integers and scales of a weight argument, whose type is int8 or int4; `transposed` as in PrimitiveWeight.
+int quantised_weight(const Call& call, int values, int scales, bool transposed, PrimitiveWeight* weight) {
+  const bool int4 = call.has_dtype(values, "int4");
+  if (call.ndims[values] != 2 || !(int4 || call.has_dtype(values, "int8")) || !call.is_tensor(scales) ||
+      call.dtype(scales) == DType::kUnsupported) {
+    return refuse_text(call.op, "takes an int8 or int4 weight of 2 dimensions, with scales of floats; it is %s of %d",
+                       call.dtypes[values], call.ndims[values]);
+  }
+  const int64_t outer = call.dim(values, 0), inner = call.dim(values, 1) * (int4 ? 2 : 1);
+  weight->values = call.data[values];
+  weight->scales = call.data[scales];
+  weight->type = int4 ? ValueType::kInt4 : ValueType::kInt8;
+  weight->scale_type = static_cast<int32_t>(call.dtype(scales));
+  weight->transposed = transposed ? 1 : 0;
+  weight->columns = transposed ? outer : inner;
+  weight->depth = transposed ? inner : outer;
+  return 0;
+}
+
+int check_depth(const Call& call, int x, const PrimitiveWeight& weight) {
+  if (call.ndims[x] == 2 && call.dim(x, 1) == weight.depth) return 0;
+  return refuse_text(call.op, "x has %d dimensions, the last of %lld; it must be [rows, %lld] as the weight is",
+                     call.ndims[x], static_cast<long long>(call.dim(x, -1)), static_cast<long long>(weight.depth));
+}
+
+int32_t sum_of(const int8_t* values, int64_t count) {
+  int32_t total = 0;
+  for (int64_t k = 0; k < count; ++k) total += values[k];
+  return total;
+}
+
+// Calls function(row) for every row of `depth` elements, over threads where that pays.
+template <class Function>
+void for_rows(int64_t rows, int64_t depth, const Function& function) {
+  const int64_t rows_per_task = larger(1, (1 << 15) / larger(depth, 1));
+  parallel_for(ceil_div(rows, rows_per_task), [&](int64_t task) {
+    for (int64_t row = task * rows_per_task; row < smaller(rows, (task + 1) * rows_per_task); ++row) function(row);
+  });
+}
+
+// Rows quantised by a primitive, as the linear kernel takes them: whole cache lines, with the sum of each.
+QuantizedRows given_rows(const int8_t* x, const float* scales, int64_t rows, int64_t depth) {
+  const int64_t stride = aligned(depth);
+  const bool direct = stride == depth;
+  char* memory = static_cast<char*>(
+      thread_scratch(kScratchQuantized, aligned(rows * 4) + (direct ? 0 : rows * stride)));
+  QuantizedRows result{};
+  result.stride = stride;
+  result.groups = 1;
+  result.scales = const_cast<float*>(scales);
+  result.sums = reinterpret_cast<int32_t*>(memory);
+  int8_t* copies = reinterpret_cast<int8_t*>(memory + aligned(rows * 4));
+  result.values = direct ? const_cast<int8_t*>(x) : copies;
+  for_rows(rows, depth, [&](int64_t row) {
+    result.sums[row] = sum_of(x + row * depth, depth);
+    if (direct) return;
+    std::memcpy(copies + row * stride, x + row * depth, static_cast<size_t>(depth));
+    std::memset(copies + row * stride + depth, 0, static_cast<size_t>(stride - depth));
+  });
+  return result;
+}
+
+}  // namespace
+
+// MatMul(a, b, transpose_a, transpose_b) of matrices: floats are summed in float32, in an order fixed by the depth, and
+// rounded once.
+int plugin_matmul(const Call& call) {
+  enum { kA, kB, kTransposeA, kTransposeB };
+  if (call.ndims[kA] != 2 || call.ndims[kB] != 2) {
+    return refuse_text(call.op, "inputs of %d and %d dimensions; both must have 2", call.ndims[kA], call.ndims[kB]);
+  }
+  if (std::strcmp(call.dtypes[kA], call.dtypes[kB]) != 0) {
+    return refuse_text(call.op, "inputs of %s and %s; they must be the same", call.dtypes[kA], call.dtypes[kB]);
+  }
+  AnyMatMulArgs args{};
+  args.a = call.data[kA];
+  args.b = call.data[kB];
+  args.out = call.data[call.count - 1];
+  args.transpose_a = call.boolean(kTransposeA);
+  args.transpose_b = call.boolean(kTransposeB);
+  args.rows = call.dim(kA, args.transpose_a ? 1 : 0);
+  args.depth = call.dim(kA, args.transpose_a ? 0 : 1);
+  args.columns = call.dim(kB, args.transpose_b ? 0 : 1);
+  args.dtype = call.dtypes[kA];
+  args.out_dtype = call.dtypes[call.count - 1];
+  if (call.dim(kB, args.transpose_b ? 1 : 0) != args.depth) {
+    return refuse_text(call.op, "inner dimensions %lld and %lld differ", static_cast<long long>(args.depth),
+                       static_cast<long long>(call.dim(kB, args.transpose_b ? 1 : 0)));
+  }
+  const DType dtype = call.dtype(kA);
+  if (dtype == DType::kUnsupported || args.transpose_a || !args.transpose_b) return any_matmul(call.op, args);
+  PrimitiveWeight weight{};
+  weight.values = args.b;
+  weight.type = static_cast<ValueType>(dtype);
+  weight.transposed = 1;
+  weight.columns = args.columns;
+  weight.depth = args.depth;
+  int error = 0;
+  const void* blob = kept_blob(call.op, weight, &error);
+  if (error != 0) return error;
+  if (blob == nullptr) return any_matmul(call.op, args);
+  LinearArgs linear = linear_args(blob, dtype, args.rows, args.out);
+  linear.x = args.a;
+  kernels().linear(linear);
+  return 0;
+}
+
+// DynamicQuantExt(x [rows, depth], smooth_scales) -> y int8 of x's shape, scale float32 [rows]: scale = max|x| / 127, y =
+// round(x / scale) to nearest, ties to even, worked out as x * (127 / max|x|); a row of zeros has scale 0.
+int plugin_dynamic_quant(const Call& call) {
+  enum { kX, kSmoothScales, kY, kScale };
+  const int error = check_float(call, kX);
+  if (error != 0) return error;
+  if (call.is_tensor(kSmoothScales)) return refuse_text(call.op, "takes no smooth_scales");
+  const int64_t depth = call.dim(kX, -1), rows = depth == 0 ? 0 : call.size(kX) / depth;
+  if (rows == 0) return 0;
+  PackedWeightHeader header{};
+  header.format = WeightFormat::kInt8;
+  header.depth = depth;
+  const int64_t stride = aligned(depth);
+  const bool direct = stride == depth;
+  char* memory = static_cast<char*>(
+      thread_scratch(kScratchQuantized, aligned(rows * 4) + (direct ? 0 : rows * stride)));
+  QuantizedRows result{};
+  result.stride = stride;
+  result.groups = 1;
+  result.scales = call.as<float>(kScale);
+  result.sums = reinterpret_cast<int32_t*>(memory);
+  result.values = direct ? call.as<int8_t>(kY) : reinterpret_cast<int8_t*>(memory + aligned(rows * 4));
+  const int64_t row_bytes = depth * size_of(call.dtype(kX));
+  for_rows(rows, depth, [&](int64_t row) {
+    kernels().quantize_row(call.dtype(kX), call.as<char>(kX) + row * row_bytes, result, row, &header);
+    if (!direct) {
+      std::memcpy(call.as<int8_t>(kY) + row * depth, result.values + row * stride, static_cast<size_t>(depth));
+    }
+  });
+  return 0;
+}
+
+// QuantBatchMatmul(x1 int8 [rows, depth], x2 int8, scale [columns], offset, bias, pertoken_scale [rows], transpose_x1,
+// transpose_x2, dtype) -> (x1 @ x2) * scale * pertoken_scale of dtype: exact integers, the products in float32, one rounding.
+int plugin_quant_matmul(const Call& call) {
+  enum { kX1, kX2, kScale, kOffset, kBias, kPerToken, kTransposeX1, kTransposeX2, kDtype, kOut };
+  if (!call.has_dtype(kX1, "int8") || !call.has_dtype(kX2, "int8") || call.is_tensor(kOffset) || call.is_tensor(kBias) ||
+      call.boolean(kTransposeX1) || !call.is_tensor(kPerToken) || !call.has_dtype(kPerToken, "float32")) {
+    return refuse_text(call.op, "takes int8 x1 [rows, depth] and x2, a float32 scale a row, no offset and no bias; x1 is %s, "
+                       "x2 %s", call.dtypes[kX1], call.dtypes[kX2]);
+  }
+  PrimitiveWeight weight{};
+  int error = quantised_weight(call, kX2, kScale, call.boolean(kTransposeX2), &weight);
+  if (error == 0) error = check_depth(call, kX1, weight);
+  if (error == 0) error = check_float(call, kOut);
+  if (error != 0) return error;
+  const int64_t rows = call.dim(kX1, 0);
+  if (call.size(kScale) != weight.columns || call.size(kPerToken) != rows) {
+    return refuse_text(call.op, "%lld scales and %lld scales of rows; there are %lld columns and %lld rows",
+                       static_cast<long long>(call.size(kScale)), static_cast<long long>(call.size(kPerToken)),
+                       static_cast<long long>(weight.columns), static_cast<long long>(rows));
+  }
+  Blob blob;
+  error = blob.find(call.op, weight);
+  if (error != 0 || rows == 0) return error;
+  const QuantizedRows quantized = given_rows(call.as<int8_t>(kX1), call.as<float>(kPerToken), rows, weight.depth);
+  LinearArgs linear = linear_args(blob.data(), call.dtype(kOut), rows, call.data[kOut]);
+  linear.quantized = &quantized;
+  kernels().linear(linear);
+  return 0;
+}
+
+// WeightQuantBatchMatmul(x [rows, depth], weight int8 or int4, antiquant_scale, antiquant_offset, quant_scale, quant_offset,
+// bias, transpose_x, transpose_weight, antiquant_group_size) -> x @ ((weight + offset) * scale) of x's type. The scale is
+// multiplied in after the sum over its group, in float32; rounded once. Offsets are whole numbers.
+int plugin_weight_quant_matmul(const Call& call) {
+  enum { kX, kWeight, kScale, kOffset, kQuantScale, kQuantOffset, kBias, kTransposeX, kTransposeWeight, kGroup, kOut };
+  int error = check_equal_dtype(call, kX, kOut);
+  if (error != 0) return error;
+  if (call.is_tensor(kQuantScale) || call.is_tensor(kQuantOffset) || call.is_tensor(kBias) || call.boolean(kTransposeX)) {
+    return refuse_text(call.op, "takes x [rows, depth], no quant_scale, no quant_offset and no bias");
+  }
+  PrimitiveWeight weight{};
+  error = quantised_weight(call, kWeight, kScale, call.boolean(kTransposeWeight), &weight);
+  if (error == 0) error = check_depth(call, kX, weight);
+  if (error == 0) error = check_equal_dtype(call, kX, kScale);
+  if (error == 0 && call.is_tensor(kOffset)) error = check_equal_dtype(call, kScale, kOffset);
+  if (error != 0) return error;
+  weight.float_products = 1;
+  weight.group = call.integer(kGroup);
+  weight.offsets = call.is_tensor(kOffset) ? call.data[kOffset] : nullptr;
+  const int64_t groups = weight.group <= 0 ? 1 : ceil_div(weight.depth, weight.group);
+  if (weight.group < 0 || call.size(kScale) != groups * weight.columns ||
+      (weight.offsets != nullptr && call.size(kOffset) != call.size(kScale)) ||
+      (groups > 1 && call.dim(kScale, weight.transposed != 0 ? 0 : 1) != weight.columns)) {
+    return refuse_text(call.op, "%lld scales for %lld columns of depth %lld in groups of %lld; there must be %lld, as many "
+                       "offsets, and the columns along the weight's own axis",
+                       static_cast<long long>(call.size(kScale)), static_cast<long long>(weight.columns),
+                       static_cast<long long>(weight.depth), static_cast<long long>(weight.group),
+                       static_cast<long long>(groups * weight.columns));
+  }
+  Blob blob;
+  error = blob.find(call.op, weight);
+  if (error != 0 || call.dim(kX, 0) == 0) return error;
+  LinearArgs linear = linear_args(blob.data(), call.dtype(kX), call.dim(kX, 0), call.data[kOut]);
+  linear.x = call.data[kX];
+  kernels().linear(linear);
+  return 0;
+}
+
+}  // namespace llmk

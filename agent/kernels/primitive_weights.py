@@ -1,0 +1,167 @@
+"""Weights of the native primitives on a CPU: packed once, known to the kernels by their address.
+
+A primitive of the op plugin reads a weight where the checkpoint's numbers lie, in the layout of its documentation. What
+the kernels multiply by is a packed copy (ops/linear.h), and the numbers themselves are not read again: their memory is
+given back, and touching it is a fault rather than a wrong number.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels.library import KernelError, load_library
+from agent.kernels.packing import Blob, weight_blob
+
+Array = npt.NDArray[Any]
+
+VALUE_TYPES = ("float32", "float16", "bfloat16", "int8", "int4")
+"""Names of llmk::ValueType, in its order."""
+_SCALE_TYPES = VALUE_TYPES[:3]
+_STORAGE: dict[str, Any] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,
+    "int8": np.int8,
+    "int4": np.int8,
+}
+_PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
+
+
+@dataclass(frozen=True, slots=True)
+class PrimitiveWeight:
+    """A weight in the layout of its primitive (ops/primitive_weight.h). int4: two to a byte, the even one in the low
+    half."""
+
+    values: Array
+    type: str
+    """One of ``VALUE_TYPES``."""
+    transposed: bool = True
+    """[out, in], scales [out] or [out, groups]; or else [in, out], scales [out] or [groups, out]."""
+    scales: Array | None = None
+    offsets: Array | None = None
+    scale_type: str = "float32"
+    group: int = 0
+    """Inputs that share a scale; 0: all."""
+    float_products: bool = False
+    """Integers that multiply activations that stay floats (WeightQuantBatchMatmul)."""
+
+
+class _PrimitiveWeight(ctypes.Structure):
+    """llmk::PrimitiveWeight, field for field."""
+
+    _fields_ = (
+        ("values", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("type", ctypes.c_int32),
+        ("scale_type", ctypes.c_int32),
+        ("transposed", ctypes.c_int32),
+        ("float_products", ctypes.c_int32),
+        ("columns", ctypes.c_int64),
+        ("depth", ctypes.c_int64),
+        ("group", ctypes.c_int64),
+    )
+
+
+class KeptWeights:
+    """Packs weights and owns the copies; ``close`` lets the kernels forget them and gives the originals their memory
+    back, zeroed. The arrays must live until then."""
+
+    def __init__(self) -> None:
+        self._library = load_library()
+        self._library.llmk_primitive_blob_bytes.restype = ctypes.c_int64
+        self._library.llmk_forget_primitive.argtypes = [ctypes.c_void_p]
+        self._library.llmk_keep_primitive.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+        self._kept: dict[int, tuple[PrimitiveWeight, Blob]] = {}
+        self._released: list[tuple[int, int]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the packed copies."""
+        return sum(blob.nbytes for _, blob in self._kept.values())
+
+    def keep(self, weight: PrimitiveWeight, *, release: bool) -> None:
+        """Pack a weight that will not change. ``release``: nothing else reads its values; their memory is given back.
+
+        Raises ValueError for arrays that are not as the layout says, KernelError for a weight the kernels refuse.
+        """
+        described = _described(weight)
+        num_bytes = int(self._library.llmk_primitive_blob_bytes(ctypes.byref(described)))
+        if num_bytes == 0:
+            raise ValueError(
+                f"no {weight.type} weight can have {described.columns} outputs, {described.depth} inputs and groups "
+                f"of {weight.group}"
+            )
+        blob = weight_blob(num_bytes)
+        if self._library.llmk_keep_primitive(ctypes.byref(described), blob.ctypes.data, blob.size) != 0:
+            raise KernelError(f"packing a {weight.type} weight failed; the reason is on standard error")
+        self._kept[weight.values.ctypes.data] = (weight, blob)
+        if release:
+            self._release(weight.values)
+
+    def close(self) -> None:
+        """May be called twice."""
+        for address in self._kept:
+            self._library.llmk_forget_primitive(address)
+        for start, size in self._released:
+            _protect(start, size, _PROT_READ_WRITE)
+        self._released.clear()
+        self._kept.clear()  # last: the arrays' memory must be writeable when it is freed
+
+    def _release(self, values: Array) -> None:
+        """Whole pages only; what they share with other arrays stays."""
+        start = -(-values.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = (values.ctypes.data + values.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
+        if size > 0:
+            _system("madvise", start, size, mmap.MADV_DONTNEED)
+            _protect(start, size, _PROT_NONE)
+            self._released.append((start, size))
+
+
+def _described(weight: PrimitiveWeight) -> _PrimitiveWeight:
+    if weight.values.ndim != 2 or weight.values.dtype != _STORAGE[weight.type]:
+        raise ValueError(f"a weight of {weight.type} is {weight.values.dtype} {weight.values.shape}")
+    outer, inner = weight.values.shape
+    inner *= 2 if weight.type == "int4" else 1
+    columns, depth = (outer, inner) if weight.transposed else (inner, outer)
+    groups = -(-depth // weight.group) if weight.group else 1
+    for array in (weight.values, weight.scales, weight.offsets):
+        if array is None:
+            continue
+        if not array.flags.c_contiguous:
+            raise ValueError("the arrays of a weight must be contiguous")
+        if array is not weight.values and (
+            array.size != columns * groups or array.dtype != _STORAGE[weight.scale_type]
+        ):
+            raise ValueError(f"scales and offsets are {columns * groups} of {weight.scale_type}, not {array.shape}")
+    if (weight.scales is None) != (weight.type in _SCALE_TYPES):
+        raise ValueError(f"a weight of {weight.type} {'needs' if weight.scales is None else 'has no'} scales")
+    return _PrimitiveWeight(
+        values=weight.values.ctypes.data,
+        scales=None if weight.scales is None else weight.scales.ctypes.data,
+        offsets=None if weight.offsets is None else weight.offsets.ctypes.data,
+        type=VALUE_TYPES.index(weight.type),
+        scale_type=_SCALE_TYPES.index(weight.scale_type) if weight.scales is not None else 0,
+        transposed=weight.transposed,
+        float_products=weight.float_products,
+        columns=columns,
+        depth=depth,
+        group=weight.group,
+    )
+
+
+def _protect(start: int, size: int, protection: int) -> None:
+    _system("mprotect", start, size, protection)
+
+
+def _system(name: str, start: int, size: int, value: int) -> None:
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    if function(start, size, value) != 0:
+        raise OSError(ctypes.get_errno(), f"{name} of {size} bytes failed")

@@ -1,0 +1,129 @@
+"""Weights of linear layers as the native primitives take them (``agent.weights.forms``): integers, scales, offsets.
+
+Floats are quantised here: int8 with scale = max|w| / 127, int4 with max|w| / 7 of each group, to nearest. Where scales
+are kept in ``model_dtype`` they are rounded to it first, so that the integers fit the scale that is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.weights.forms import LinearForm
+from agent.weights.layout import WeightPart, WeightSpec
+from agent.weights.quantized import INT4_ZERO, QuantizedTensor
+from agent.weights.source import WeightSource
+from agent.weights.storage import Array, allocate, from_float32, to_float32
+from llm_serving.errors import CheckpointError
+
+_PIECE_ROWS = 256
+_LARGEST = {"int8": 127, "int8_weight_only": 127, "int4": 7}
+
+
+def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str) -> dict[str, Array]:
+    """The parameters of one linear layer by their names: ``weight``, ``scale``, and ``offset`` where the form has it.
+
+    Raises CheckpointError for stored integers whose groups are not consecutive inputs.
+    """
+    columns, depth = spec.shape
+    groups = -(-depth // form.group) if form.group else 1
+    integers = allocate((columns, depth), "int8")
+    scales = np.empty((columns, groups), np.float32)
+    offsets = np.zeros((columns, groups), np.float32)
+    for part, rows in _rows_of(spec.parts):
+        if form.stored is None:
+            _quantise(source, part, form, dtype, integers[rows], scales[rows])
+        else:
+            _take(source.read_quantised(part), part, integers[rows], scales[rows], offsets[rows])
+    return _laid_out(spec, form, dtype, integers, scales, offsets)
+
+
+def _laid_out(
+    spec: WeightSpec,
+    form: LinearForm,
+    dtype: str,
+    integers: Array,
+    scales: npt.NDArray[np.float32],
+    offsets: npt.NDArray[np.float32],
+) -> dict[str, Array]:
+    stem = spec.parameter.removesuffix(".weight")
+    scale_type = "float32" if form.format == "int8" else dtype
+    weight = integers
+    if form.format == "int4":
+        weight, scales, offsets = _pairs(integers), scales.T, offsets.T
+    if form.group == 0:
+        scales, offsets = scales.reshape(-1), offsets.reshape(-1)
+    named = {f"{stem}.weight": weight, f"{stem}.scale": _stored(scales, scale_type)}
+    return named | {f"{stem}.offset": _stored(offsets, scale_type)} if form.has_offsets else named
+
+
+def _quantise(
+    source: WeightSource,
+    part: WeightPart,
+    form: LinearForm,
+    dtype: str,
+    integers: Array,
+    scales: npt.NDArray[np.float32],
+) -> None:
+    rows, depth = part.shape
+    kept = source.float_dtype(part.name) or dtype
+    values, largest = allocate((rows, depth), kept), np.float32(_LARGEST[form.format])
+    source.read_into(part.name, values, kept)
+    group = form.group or depth
+    for start in range(0, rows, _PIECE_ROWS):
+        piece = slice(start, start + _PIECE_ROWS)
+        floats = to_float32(values[piece], kept)
+        found = np.maximum.reduceat(np.abs(floats), np.arange(0, depth, group), axis=1) / largest
+        if form.format != "int8":
+            found = to_float32(from_float32(found, dtype), dtype)
+        scales[piece] = found
+        with np.errstate(divide="ignore"):
+            inverse = np.float32(1) / found
+        inverse[~np.isfinite(inverse)] = 0
+        floats = floats * np.repeat(inverse, group, axis=1)[:, :depth]
+        integers[piece] = np.clip(np.rint(floats), -largest, largest)
+
+
+def _take(
+    tensor: QuantizedTensor,
+    part: WeightPart,
+    integers: Array,
+    scales: npt.NDArray[np.float32],
+    offsets: npt.NDArray[np.float32],
+) -> None:
+    """value = (integer - zero) * scale, int4 as 0 to 15, becomes (integer - 8 + offset) * scale."""
+    if tensor.group_of_input is not None:
+        raise CheckpointError(
+            f"tensor {part.name}: its groups are not consecutive inputs (GPTQ's desc_act), which "
+            "WeightQuantBatchMatmul cannot take; model_config.weight_format = auto multiplies it out"
+        )
+    scales[:] = tensor.scales
+    if tensor.scheme.format == "int8":
+        integers[:] = tensor.values
+        return
+    integers[:] = tensor.values.astype(np.int8) - np.int8(INT4_ZERO)
+    if tensor.zeros is not None:
+        offsets[:] = INT4_ZERO - tensor.zeros.astype(np.float32)
+
+
+def _pairs(integers: Array) -> Array:
+    """[out, in] from -8 to 7 -> int8 [in, out / 2], the even output in the low half of a byte."""
+    columns, depth = integers.shape
+    out = allocate((depth, columns // 2), "int8")
+    for start in range(0, columns, _PIECE_ROWS):
+        low, high = integers[start : start + _PIECE_ROWS : 2], integers[start + 1 : start + _PIECE_ROWS : 2]
+        out[:, start // 2 : start // 2 + len(low)] = ((low & 15) | (high << 4)).T
+    return out
+
+
+def _stored(values: npt.NDArray[np.float32], dtype: str) -> Array:
+    out = allocate(values.shape, dtype)
+    out[...] = from_float32(np.ascontiguousarray(values), dtype)
+    return out
+
+
+def _rows_of(parts: Sequence[WeightPart]) -> list[tuple[WeightPart, slice]]:
+    starts = np.cumsum([0, *(part.shape[0] for part in parts)]).tolist()
+    return [(part, slice(starts[i], starts[i + 1])) for i, part in enumerate(parts)]

@@ -1,0 +1,99 @@
+"""The native op table, MindSpore's inference primitives as an Ascend runs them, against the fused one of a CPU.
+
+Two engines with real agents, one of each table, measure each row in turn: the machine's mood is the same for both. A
+row is a decode of --batch prompts of --prompt tokens, or a prefill; its figure is the time of a step (bench_engine.py),
+and its ratio the native time over the fused one. Exit code 1 when a ratio is above --limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from llm_serving.cli import config_as_yaml
+from llm_serving.config import Config, load_config
+from llm_serving.errors import LLMServingError
+from llm_serving.text_table import format_number, format_table
+from performance.bench.ceilings import Ceilings, measure_ceilings
+from performance.bench.engine import OfflineEngine, offline_engine
+from performance.bench.engine_rows import Case, decode_case, measure_case, numbers_of, prefill_case
+from performance.bench.numbers import parse_count, parse_counts, write_json
+
+TABLES = ("fused", "native")
+_FIGURES = ("step_ms", "graph_ms", "sample_ms", "decode_tokens_per_s", "prefill_tokens_per_s")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0, 1 when a ratio is above the limit, or 2 when a config is wrong or an engine does not start."""
+    parsed = build_parser().parse_args(arguments)
+    try:
+        results = [compare(name, weights, parsed) for name in parsed.config for weights in parsed.weights]
+    except LLMServingError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if parsed.json is not None:
+        write_json(parsed.json, {"limit": parsed.limit, "repeats": parsed.repeats, "models": results})
+    above = [row for result in results for row in result["rows"] if row["ratio"] > parsed.limit]
+    print(f"{len(above)} ratios above {parsed.limit}")
+    return 1 if above else 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", nargs="+", default=["llama_160m_cpu.yaml", "llama_1b_cpu.yaml"])
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override")
+    parser.add_argument("--weights", nargs="+", default=["auto"], help="model_config.weight_format (default auto)")
+    parser.add_argument("--batch", type=parse_counts, default=(1, 8, 32, 64), help="default 1,8,32,64")
+    parser.add_argument("--prompt", type=parse_count, default=64, help="tokens of a prompt (default %(default)s)")
+    parser.add_argument("--new", type=parse_count, default=32, help="tokens to generate (default %(default)s)")
+    parser.add_argument("--prefill", type=parse_counts, default=(1024,), help="tokens of prefill rows (default 1024)")
+    parser.add_argument("--repeats", type=parse_count, default=3, help="default %(default)s")
+    parser.add_argument("--threads", type=int, default=0, help="of the agents; 0 (default): one for each processor")
+    parser.add_argument("--limit", type=float, default=1.5, help="ratio that is still good (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows here")
+    return parser
+
+
+def compare(name: str, weights: str, parsed: argparse.Namespace) -> dict[str, Any]:
+    """Measure one model in one weight format with both tables, and print the rows."""
+    configs = {table: _config(name, weights, table, parsed) for table in TABLES}
+    config, ceilings = configs["native"], measure_ceilings(parsed.threads)
+    longest = min(config.max_prompt_len, config.max_model_len - 1)
+    cases = [
+        *(decode_case(batch, parsed.prompt, parsed.new) for batch in parsed.batch),
+        *(prefill_case(tokens, longest) for tokens in parsed.prefill),
+    ]
+    with offline_engine(configs["fused"]) as fused, offline_engine(configs["native"]) as native:
+        engines = {"fused": fused, "native": native}
+        rows = [_row(case, engines, configs, ceilings, parsed.repeats) for case in cases]
+    print(f"{config.model_name}, weights {config.weight_format}, {ceilings.threads} threads")
+    print(format_table(["", "fused step ms", "native step ms", "ratio"], [_line(row) for row in rows]), flush=True)
+    return {
+        "model": config.model_name,
+        "numbers": asdict(numbers_of(config)),
+        "ceilings": asdict(ceilings),
+        "rows": rows,
+        "config": config_as_yaml(config),
+    }
+
+
+def _config(name: str, weights: str, table: str, parsed: argparse.Namespace) -> Config:
+    settings = [f"model_config.op_table={table}", f"model_config.weight_format={weights}"]
+    settings += [f"model_config.cpu_threads={parsed.threads}"] if parsed.threads else []
+    return load_config(name, ["serving_config.agent_ports=[0]", *settings, *parsed.settings])
+
+
+def _row(
+    case: Case, engines: dict[str, OfflineEngine], configs: dict[str, Config], ceilings: Ceilings, repeats: int
+) -> dict[str, Any]:
+    measured = {table: measure_case(engines[table], case, configs[table], ceilings, repeats) for table in TABLES}
+    figures = {table: {key: row[key] for key in _FIGURES} for table, row in measured.items()}
+    return {"name": case.name, **figures, "ratio": figures["native"]["step_ms"] / figures["fused"]["step_ms"]}
+
+
+def _line(row: dict[str, Any]) -> list[str]:
+    return [row["name"], *(format_number(row[table]["step_ms"]) for table in TABLES), f"{row['ratio']:.2f}"]

@@ -1,0 +1,143 @@
+"""The forms of the native primitives' weights, and their numbers: from floats and from stored integers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from agent.weights import LinearForm, LinearForms, Packing, WeightPart, WeightSpec, linear_forms, load_weights
+from agent.weights.layout import WeightKind
+from agent.weights.quantized import QuantizedTensor, Scheme
+from agent.weights.seeded import SeededWeights
+from agent.weights.storage import Array, to_float32
+from llm_serving.errors import CheckpointError, ConfigError
+
+DEPTH, COLUMNS, VOCABULARY = 128, 6, 70_000
+
+
+def spec(name: str, columns: int, depth: int, kind: WeightKind = "linear") -> WeightSpec:
+    return WeightSpec(f"{name}.weight", (WeightPart(f"theirs.{name}.weight", (columns, depth)),), kind)
+
+
+LAYER = spec("layers.0.attention.qkv", COLUMNS, DEPTH)
+OUTPUT = spec("lm_head", VOCABULARY, DEPTH)
+
+
+class Stored(SeededWeights):
+    """Some tensors are integers."""
+
+    def __init__(self, tensors: dict[str, QuantizedTensor]) -> None:
+        super().__init__(0)
+        self._tensors = tensors
+
+    def scheme(self, part: WeightPart) -> Scheme | None:
+        return self._tensors[part.name].scheme if part.name in self._tensors else None
+
+    def read_quantised(self, part: WeightPart) -> QuantizedTensor:
+        return self._tensors[part.name]
+
+
+def int4_tensor(*, group: int = 32, zeros: bool = True) -> QuantizedTensor:
+    rng = np.random.default_rng(1)
+    shape = (COLUMNS, DEPTH // group)
+    return QuantizedTensor(
+        Scheme("int4", group),
+        rng.integers(0, 16, (COLUMNS, DEPTH)).astype(np.uint8),
+        rng.uniform(0.01, 0.1, shape).astype(np.float16).astype(np.float32),
+        rng.integers(0, 16, shape).astype(np.uint8) if zeros else None,
+    )
+
+
+def test_the_form_of_each_format() -> None:
+    source, specs = SeededWeights(0), [LAYER, OUTPUT]
+    assert linear_forms(specs, source, Packing("auto")) == LinearForms()
+    both = LinearForm("int8")
+    assert linear_forms(specs, source, Packing("int8")) == LinearForms(both, both)
+    assert linear_forms(specs, source, Packing("int8_weight_only")) == LinearForms(LinearForm("int8_weight_only"))
+    assert linear_forms(specs, source, Packing("int4", 64)) == LinearForms(LinearForm("int4", 64))
+    tied = [LAYER, replace(OUTPUT, packed_only=True)]
+    assert linear_forms(tied, source, Packing("int8")) == LinearForms(both)
+
+
+def test_stored_int4_has_offsets() -> None:
+    tensor = int4_tensor()
+    form = LinearForm("int4", 32, has_offsets=True, stored=tensor.scheme)
+    assert linear_forms([LAYER], Stored({"theirs.layers.0.attention.qkv.weight": tensor}), Packing("int4")) == (
+        LinearForms(form)
+    )
+
+
+@pytest.mark.parametrize(
+    ("specs", "packing", "problem"),
+    [
+        ([spec("layers.0.a", 4, 32)], Packing("int4", 32), "groups of 32 of its 32 inputs"),
+        ([spec("layers.0.a", 5, 128)], Packing("int4", 32), "5 outputs; two int4 share a byte"),
+        ([spec("layers.0.a", 65_536, 128)], Packing("int8_weight_only"), "WeightQuantBatchMatmul takes 65535"),
+        ([replace(LAYER, experts=2)], Packing("int8"), "experts have no quantised primitives"),
+    ],
+)
+def test_what_the_primitives_cannot_do(specs: list[WeightSpec], packing: Packing, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        linear_forms(specs, SeededWeights(0), packing)
+
+
+def test_formats_that_do_not_fit_what_is_stored() -> None:
+    names = [f"theirs.layers.{i}.a.weight" for i in range(2)]
+    specs, tensor = [spec(f"layers.{i}.a", COLUMNS, DEPTH) for i in range(2)], int4_tensor()
+    with pytest.raises(ConfigError, match="is stored as int4; use int4 or auto"):
+        linear_forms(specs, Stored(dict.fromkeys(names, tensor)), Packing("int8"))
+    with pytest.raises(ConfigError, match=r"layers.1.a.weight is stored otherwise than the linear layers before it"):
+        linear_forms(specs, Stored({names[0]: tensor}), Packing("int4"))
+    grouped = replace(tensor, scheme=Scheme("int8", 32))
+    with pytest.raises(ConfigError, match="QuantBatchMatmul has one scale an output"):
+        linear_forms(specs, Stored(dict.fromkeys(names, grouped)), Packing("int8"))
+
+
+def int4_of(weight: Array) -> np.ndarray:
+    """[in, out / 2] bytes -> [out, in] from -8 to 7."""
+    low, high = (weight << 4).astype(np.int8) >> 4, weight >> 4
+    return np.stack([low, high], -1).reshape(len(weight), -1).T.astype(int)
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+def test_stored_int4_keeps_its_values(zeros: bool) -> None:
+    tensor = int4_tensor(zeros=zeros)
+    source = Stored({"theirs.layers.0.attention.qkv.weight": tensor})
+    forms = linear_forms([LAYER], source, Packing("int4"))
+    weights = load_weights([LAYER], source, "float16", lambda *_: None, forms=forms)
+    stem = "layers.0.attention.qkv"
+    assert {name: array.shape for name, array in weights.items()} == {
+        f"{stem}.weight": (DEPTH, COLUMNS // 2), f"{stem}.scale": (4, COLUMNS), f"{stem}.offset": (4, COLUMNS),
+    }  # fmt: skip
+    spread = [np.repeat(weights[f"{stem}.{name}"].T.astype(np.float32), 32, 1) for name in ("scale", "offset")]
+    value = (int4_of(weights[f"{stem}.weight"]) + spread[1]) * spread[0]
+    np.testing.assert_array_equal(value, tensor.dequantise_rows(0, COLUMNS))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("fmt", "step"), [("int8", 127), ("int8_weight_only", 127), ("int4", 7)])
+def test_floats_are_rounded_to_the_nearest_step(fmt: str, step: int, dtype: str) -> None:
+    source, packing = SeededWeights(5, std=0.3), Packing(fmt, 32)
+    forms = linear_forms([LAYER], source, packing)
+    weights = load_weights([LAYER], source, dtype, lambda *_: None, forms=forms)
+    plain = to_float32(load_weights([LAYER], source, dtype, lambda *_: None)["layers.0.attention.qkv.weight"], dtype)
+    weight, scale = weights["layers.0.attention.qkv.weight"], weights["layers.0.attention.qkv.scale"]
+    integers = int4_of(weight) if fmt == "int4" else weight.astype(int)
+    scales = to_float32(scale, "float32" if fmt == "int8" else dtype)
+    group = 32 if fmt == "int4" else DEPTH
+    scales = scales.T if fmt == "int4" else scales.reshape(COLUMNS, 1)
+    largest = np.abs(plain.reshape(COLUMNS, -1, group)).max(-1)
+    np.testing.assert_allclose(scales, largest / step, rtol=1e-6 if fmt == "int8" else 2**-8)
+    error = np.abs(integers * np.repeat(scales, group, 1) - plain)
+    assert np.abs(integers).max() <= step
+    # Half a step, and at the ends what rounding the scale took away.
+    assert (error <= np.repeat(scales, group, 1) * (0.5 + step * 2**-8 + 1e-5)).all()
+
+
+def test_groups_that_are_not_consecutive_are_refused() -> None:
+    tensor = replace(int4_tensor(), group_of_input=np.zeros(DEPTH, np.int32))
+    source = Stored({"theirs.layers.0.attention.qkv.weight": tensor})
+    with pytest.raises(CheckpointError, match="desc_act"):
+        load_weights([LAYER], source, "float16", lambda *_: None, forms=linear_forms([LAYER], source, Packing("int4")))

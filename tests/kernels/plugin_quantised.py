@@ -1,0 +1,199 @@
+"""Run by test_plugin_semantics.py under pytest in a process of its own, which has the op plugin: the primitives of
+quantised products against plain NumPy renderings of their documentation (docs/ascend.md names the pages)."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mindspore import Tensor, nn
+from mindspore.ops import auto_generate
+from plugin_semantics import DTYPES, Apply, any_dtype, assert_rounded, dynamic, exact, examples, ints, seeds, values
+
+from agent.kernels.primitive_weights import KeptWeights, PrimitiveWeight
+from agent.weights.storage import from_float32
+
+
+class DynamicQuant(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.primitive = auto_generate.DynamicQuantExt()
+
+    def construct(self, x: Any) -> Any:
+        return self.primitive(x, None)
+
+
+class QuantMatmul(nn.Cell):
+    def __init__(self, dtype: str, *, transpose: bool) -> None:
+        super().__init__()
+        self.primitive = auto_generate.QuantBatchMatmul(False, transpose, DTYPES[dtype])
+
+    def construct(self, x: Any, weight: Any, scale: Any, token_scale: Any) -> Any:
+        return self.primitive(x, weight, scale, None, None, token_scale)
+
+
+class WeightQuantMatmul(nn.Cell):
+    """The weight is a constant: types of four bits are no type of an input."""
+
+    def __init__(self, weight: Tensor, group: int, *, transpose: bool) -> None:
+        super().__init__()
+        self.primitive = auto_generate.WeightQuantBatchMatmul(False, transpose, group)
+        self.weight = ms.Parameter(weight, name="weight", requires_grad=False)
+
+    def construct(self, x: Any, scale: Any, offset: Any) -> Any:
+        return self.primitive(x, self.weight, scale, offset, None, None, None)
+
+
+class WithoutOffset(WeightQuantMatmul):
+    def construct(self, x: Any, scale: Any) -> Any:
+        return self.primitive(x, self.weight, scale, None, None, None, None)
+
+
+@cache
+def dynamic_quant_graph(dtype: str) -> nn.Cell:
+    graph = DynamicQuant()
+    graph.set_inputs(dynamic(None, None, dtype=DTYPES[dtype]))
+    return graph
+
+
+@examples
+@given(any_dtype, seeds, st.integers(1, 40), st.integers(1, 300))
+def test_dynamic_quant(dtype: str, seed: int, rows: int, depth: int) -> None:
+    """scale = max|x| / 127 of each row, y = round(x / scale); to nearest, so within half a step but for the rounding of
+    the quotient. A row of zeros gives zeros."""
+    rng = np.random.default_rng(seed)
+    x, x_exact = values(rng, rows, depth, dtype=dtype)
+    if rows > 1:
+        x = Tensor(np.where(np.arange(rows)[:, None] == 1, 0, x_exact).astype(np.float32)).astype(DTYPES[dtype])
+        x_exact = exact(x)
+    y, scale = dynamic_quant_graph(dtype)(x)
+    assert (y.dtype, scale.dtype, tuple(scale.shape)) == (ms.int8, ms.float32, (rows,))
+    wanted = np.abs(x_exact).max(-1) / 127
+    np.testing.assert_allclose(scale.asnumpy(), wanted, rtol=1e-6)
+    quotient = x_exact / np.where(wanted == 0, 1, wanted)[:, None]
+    assert (np.abs(y.asnumpy() - quotient) <= 0.5 + 1e-4).all()
+    assert np.abs(y.asnumpy().astype(int)).max() <= 127
+
+
+@cache
+def quant_matmul_graph(dtype: str, scale_type: Any, transpose: bool) -> nn.Cell:
+    graph = QuantMatmul(dtype, transpose=transpose)
+    bytes_, scales = dynamic(None, None, dtype=ms.int8), dynamic(None, dtype=scale_type)
+    graph.set_inputs(bytes_, bytes_, scales, dynamic(None, dtype=ms.float32))
+    return graph
+
+
+@examples
+@given(any_dtype, st.booleans(), seeds, st.integers(1, 20), st.integers(1, 200), st.integers(1, 90))
+def test_quant_batch_matmul(dtype: str, transpose: bool, seed: int, rows: int, depth: int, columns: int) -> None:
+    """(x1 @ x2) * scale * pertoken_scale: exact integers, then float32, rounded once."""
+    rng = np.random.default_rng(seed)
+    x, w = (rng.integers(-128, 128, (count, depth)).astype(np.int8) for count in (rows, columns))
+    scale, token_scale = (rng.uniform(1e-4, 0.1, count).astype(np.float32) for count in (columns, rows))
+    scale_type = ms.bfloat16 if dtype == "bfloat16" and seed % 2 else ms.float32
+    scales = Tensor(scale).astype(scale_type)
+    weight = w if transpose else np.ascontiguousarray(w.T)
+    graph = quant_matmul_graph(dtype, scale_type, transpose)
+    out = graph(Tensor(x), Tensor(weight), scales, Tensor(token_scale))
+    wanted = x.astype(np.float64) @ w.T.astype(np.float64) * exact(scales) * token_scale[:, None]
+    assert_rounded(out, wanted, dtype, slack=1e-6)
+
+
+def pairs(integers: np.ndarray) -> Tensor:
+    """[rows, columns] of int4 as the primitive has them: two along the last axis in a byte, the even one low."""
+    low, high = integers[:, 0::2], integers[:, 1::2]
+    return Tensor(((low & 15) | (high << 4)).astype(np.int8), dtype=ms.qint4x2)
+
+
+def dequantised(w: np.ndarray, scale: np.ndarray, offset: np.ndarray | int, group: int) -> np.ndarray:
+    """[columns, depth] floats of integers; scale and offset [columns, groups]: (w + offset) * scale."""
+    spread = [np.repeat(a, group or w.shape[1], 1)[:, : w.shape[1]] if np.ndim(a) else a for a in (scale, offset)]
+    out: np.ndarray = (w + spread[1]) * spread[0]
+    return out
+
+
+@examples
+@given(
+    any_dtype, seeds, st.integers(1, 20), st.integers(1, 5), st.integers(1, 45), st.booleans(), st.booleans(),
+    st.sampled_from([0, 32, 64]), st.booleans(),
+)  # fmt: skip
+def test_weight_quant_batch_matmul(
+    dtype: str, seed: int, rows: int, units: int, half_columns: int, int4: bool, transpose: bool, group: int,
+    with_offset: bool,
+) -> None:  # fmt: skip
+    """x @ ((weight + offset) * scale). Groups lie along the depth; transposed, weight and scales are both [n, ...]."""
+    rng = np.random.default_rng(seed)
+    depth, columns, with_offset = 32 * units, 2 * half_columns, with_offset and int4
+    groups = -(-depth // group) if group else 1
+    low, high = (-8, 8) if int4 else (-128, 128)
+    w = rng.integers(low, high, (columns, depth))
+    x, x_exact = values(rng, rows, depth, dtype=dtype)
+    scale = Tensor(rng.uniform(0.001, 0.1, (columns, groups)).astype(np.float32)).astype(DTYPES[dtype])
+    offset = ints(rng.integers(-7, 9, (columns, groups)), np.float32).astype(DTYPES[dtype])
+
+    def laid_out(array: Tensor) -> Tensor:
+        numbers = exact(array) if transpose else exact(array).T
+        return Tensor((numbers if group else numbers.reshape(-1)).astype(np.float32)).astype(DTYPES[dtype])
+
+    weight = w if transpose else np.ascontiguousarray(w.T)
+    stored = pairs(weight) if int4 else Tensor(weight.astype(np.int8))
+    if with_offset:
+        out = WeightQuantMatmul(stored, group, transpose=transpose)(x, laid_out(scale), laid_out(offset))
+    else:
+        out = WithoutOffset(stored, group, transpose=transpose)(x, laid_out(scale))
+    wanted = x_exact @ dequantised(w, exact(scale), exact(offset) if with_offset else 0, group).T
+    assert_rounded(out, wanted, dtype, slack=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_a_kept_weight_is_the_same_weight(dtype: str, rows: int) -> None:
+    """MatMul by a weight that was packed before, whose numbers cannot be read any more; then forgotten."""
+    rng = np.random.default_rng(3)
+    w = from_float32(rng.standard_normal((80, 4096)).astype(np.float32), dtype)
+    x, x_exact = values(rng, rows, 4096, dtype=dtype)
+    from agent.layers.parameter import as_tensor
+
+    tensor = as_tensor(w)
+    w_exact = exact(tensor)
+    graph = Apply(ms.ops.MatMul(transpose_b=True))
+    kept = KeptWeights()
+    kept.keep(PrimitiveWeight(w, dtype), release=True)
+    try:
+        assert_rounded(graph(x, tensor), x_exact @ w_exact.T, dtype, slack=1e-5)
+        with pytest.raises(Exception, match="packing a"):
+            kept.keep(PrimitiveWeight(w, dtype), release=False)
+    finally:
+        kept.close()
+    assert np.count_nonzero(w) < w.size / 2, "the memory was given back"
+
+
+def test_a_kept_weight_with_other_scales_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(4)
+    w, scale = rng.integers(-128, 128, (16, 64)).astype(np.int8), np.full(16, 0.5, np.float32)
+    kept = KeptWeights()
+    kept.keep(PrimitiveWeight(w, "int8", scales=scale), release=False)
+    x, token_scale = Tensor(np.ones((2, 64), np.int8)), Tensor(np.ones(2, np.float32))
+    graph, same, other = QuantMatmul("float16", transpose=True), Tensor.from_numpy(scale), Tensor(scale)
+    try:
+        np.testing.assert_allclose(
+            exact(graph(x, Tensor.from_numpy(w), same, token_scale)), np.tile(w.sum(1) * 0.5, (2, 1)), rtol=1e-3
+        )
+        with pytest.raises(RuntimeError):
+            graph(x, Tensor.from_numpy(w), other, token_scale).asnumpy()
+        assert "or with other scales" in capfd.readouterr().err
+    finally:
+        kept.close()
+
+
+def test_offsets_that_are_no_whole_numbers_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    half = Tensor(np.full(4, 0.5, np.float16))
+    graph = WeightQuantMatmul(pairs(np.zeros((32, 4), np.int64)), 0, transpose=False)
+    with pytest.raises(RuntimeError):
+        graph(Tensor(np.ones((1, 32), np.float16)), half, half).asnumpy()
+    assert "an offset is 0.5" in capfd.readouterr().err

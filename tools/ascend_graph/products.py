@@ -1,0 +1,127 @@
+"""The rules for matrix products with weights: floats, or integers in the forms of ``agent.weights.forms``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from agent.backends.native.linear import linear_parameters
+from agent.weights.forms import LinearForm, LinearForms
+from tools.ascend_graph.listing import Wiring
+from tools.ascend_graph.mind_ir import Node, Operand, TensorType
+
+TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "int8": "i8", "int4": "i4"}
+"""Of the graph's listing, by the names of ``agent.weights.storage``."""
+PRODUCT = {
+    "float": "MatMul",
+    "int8": "QuantBatchMatmul",
+    "int8_weight_only": "WeightQuantBatchMatmul",
+    "int4": "WeightQuantBatchMatmul",
+}
+"""The primitive of each form."""
+
+
+class ProductRules:
+    """What is wrong with one product."""
+
+    def __init__(self, wiring: Wiring, forms: LinearForms, dtype: str) -> None:
+        """``dtype``: of the activations, as ``model_dtype`` names it."""
+        self._wiring, self._forms, self._dtype = wiring, forms, dtype
+
+    def form_of(self, node: Node) -> LinearForm:
+        """The output to the vocabulary belongs to no layer."""
+        return self._forms.output if node.layer is None else self._forms.layers
+
+    def counts(self, layers: int) -> dict[str, int]:
+        """How many there are of each primitive: four products a layer, and the output."""
+        counts = dict.fromkeys([*PRODUCT.values(), "DynamicQuantExt"], 0)
+        for form, times in ((self._forms.layers, 4 * layers), (self._forms.output, 1)):
+            counts[PRODUCT[form.format]] += times
+            counts["DynamicQuantExt"] += times if form.format == "int8" else 0
+        return counts
+
+    def problems(self, node: Node) -> Iterator[str]:
+        """Of any of the primitives above."""
+        form = self.form_of(node)
+        if node.primitive != PRODUCT[form.format]:
+            yield f"the weight's form is {form.format}, whose primitive is {PRODUCT[form.format]}"
+        elif form.format == "float":
+            yield from self._float_problems(node)
+        elif form.format == "int8":
+            yield from self._dynamic_problems(node, form)
+        else:
+            yield from self._weight_only_problems(node, form)
+
+    def _float_problems(self, node: Node) -> Iterator[str]:
+        weight, _ = self._wiring.source(node.operands[1])
+        flags = [each.value for each in node.operands[2:4]]
+        if weight.kind != "parameter" or weight.type is None or flags != [False, True]:
+            yield "must multiply by a weight [out, in] with transpose_b"
+        elif node.results != (TensorType(TYPES[self._dtype], (-1, weight.type.shape[0])),):
+            yield f"gives {node.results[0]} with the weight {weight.type}"
+
+    def _dynamic_problems(self, node: Node, form: LinearForm) -> Iterator[str]:
+        """x1, x2, scale, offset, bias, pertoken_scale, transpose_x1, transpose_x2, dtype."""
+        operands = self._wiring.operands(node)
+        integers, index = self._wiring.source(operands[0])
+        scales, scales_index = self._wiring.source(operands[5])
+        quantised = self._wiring.node_of(operands[0])
+        if quantised is None or quantised.primitive != "DynamicQuantExt" or (index or 0) != 0:
+            yield "x1 does not come from DynamicQuantExt"
+        elif scales.name != integers.name or scales_index != 1:
+            yield "the scales of the tokens are not those of the DynamicQuantExt that x1 comes from"
+        elif self._wiring.operands(quantised)[1].value is not None:
+            yield "smooth_scales are given; the weights are not made for them"
+        if [each.value for each in operands[6:8]] != [False, True]:
+            yield "must multiply by a weight [out, in] with transpose_x2"
+        yield from self._none_problems({"offset": operands[3], "bias": operands[4]})
+        yield from self._parameter_problems(node, form, {"weight": operands[1], "scale": operands[2]})
+
+    def _weight_only_problems(self, node: Node, form: LinearForm) -> Iterator[str]:
+        """x, weight, scale, offset, quant_scale, quant_offset, bias, transpose_x, transpose_weight, group_size."""
+        operands = self._wiring.operands(node)
+        transposed = form.format != "int4"
+        if [each.value for each in operands[7:9]] != [False, transposed]:
+            shape = "[out, in] with" if transposed else "[in, out] without"
+            yield f"must multiply by a weight {shape} transpose_weight"
+        if operands[9].value != form.group:
+            yield f"antiquant_group_size is {operands[9].value}; the weight's groups are of {form.group}"
+        absent = {"quant_scale": operands[4], "quant_offset": operands[5], "bias": operands[6]}
+        given = {"weight": operands[1], "scale": operands[2]}
+        if form.has_offsets:
+            given["offset"] = operands[3]
+        else:
+            absent["offset"] = operands[3]
+        yield from self._none_problems(absent)
+        yield from self._parameter_problems(node, form, given)
+
+    def _none_problems(self, absent: dict[str, Operand]) -> Iterator[str]:
+        for name, operand in absent.items():
+            if operand.kind != "constant" or operand.value is not None:
+                yield f"{name} is given; there is none"
+
+    def _parameter_problems(self, node: Node, form: LinearForm, given: dict[str, Operand]) -> Iterator[str]:
+        """All of one layer, of the shapes and types of the form."""
+        columns = node.results[0].shape[-1]
+        x = self._wiring.operands(node)[0]
+        depth = self._width(x)
+        wanted = linear_parameters(form, depth, columns, self._dtype)
+        stems = set()
+        for name, operand in given.items():
+            source, _ = self._wiring.source(operand)
+            shape, dtype = wanted[name]
+            if source.kind != "parameter" or source.type != TensorType(TYPES[dtype], shape):
+                yield f"{name} is {source.type or source.kind}; it must be {TensorType(TYPES[dtype], shape)}"
+            elif not source.name.endswith(f".{name}"):
+                yield f"{name} is the parameter {source.name}"
+            stems.add(source.name.rpartition(".")[0])
+        if len(stems) > 1:
+            yield f"weight and scales are of different layers: {', '.join(sorted(stems))}"
+        if node.results != (TensorType(TYPES[self._dtype], (-1, columns)),):
+            yield f"gives {node.results[0]}, not {TYPES[self._dtype]}"
+
+    def _width(self, operand: Operand) -> int:
+        source, index = self._wiring.source(operand)
+        node = self._wiring.node_of(source)
+        assert node is not None, "x is worked out"
+        width: int = node.results[index or 0].shape[-1]
+        return width
