@@ -64,6 +64,13 @@ class Load:
         for thread in self._threads:
             thread.join()
 
+    def wait_for_more(self, timeout_s: float = 30.0) -> None:
+        """Until a request more has been answered: the next kill then finds others in the middle."""
+        answered, deadline = self.answered, time.monotonic() + timeout_s
+        while self.answered == answered:
+            assert time.monotonic() < deadline, f"no answer within {timeout_s} s"
+            time.sleep(0.01)
+
     def _run(self, client: int) -> None:
         turn = client
         while not self._stopping.is_set():

@@ -63,6 +63,7 @@ def run(server: ServerProcess, num_agents: int, num_kills: int) -> tuple[Load, l
     group_size = num_agents // len({agent["replica"] for agent in engine_of(server)["agents"]})
     with Load(server) as load:
         for number in range(num_kills):
+            load.wait_for_more()
             rank = number % num_agents
             replica = rank // group_size
             kill = kill_agent(server, rank, restarts.get(replica, 0))
