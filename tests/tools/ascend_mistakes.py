@@ -23,6 +23,7 @@ from mindspore.ops import auto_generate
 from agent import step_graph
 from agent.backends.native import attention as native_attention
 from agent.backends.native import ops as native
+from llm_serving.config import ParallelConfig
 from tools.ascend_graph.front_end import ascend_config, compile_graphs, set_up
 from tools.ascend_graph.listing import list_graph
 from tools.ascend_graph.rules import check_graph
@@ -36,6 +37,8 @@ SQUARE = replace(CONFIG, shape=replace(GQA, num_key_value_heads=HEADS))
 QWEN2 = replace(CONFIG, shape=replace(GQA, architecture="Qwen2ForCausalLM", attention_bias=True))
 MISTRAL = replace(CONFIG, shape=replace(GQA, architecture="MistralForCausalLM", sliding_window=CONFIG.max_model_len))
 QWEN3 = replace(CONFIG, shape=replace(GQA, architecture="Qwen3ForCausalLM", query_key_norm=True))
+PAIR = replace(CONFIG, parallel_config=ParallelConfig(tensor_parallel=2))
+STAGES = replace(CONFIG, parallel_config=ParallelConfig(pipeline_parallel=2))
 
 
 class Attention(native_attention.Attention):
@@ -90,6 +93,13 @@ class TwoOutputs(native._LMHead):
     def construct(self, hidden: Any, residual: Any, gamma: Any, weight: Any, last_tokens: Any, step: Any) -> Any:
         hidden, residual = self.gather(hidden, last_tokens, 0), self.gather(residual, last_tokens, 0)
         return self.norm_linear(hidden, residual, gamma, weight, None, step)
+
+
+class OwnPart(nn.Cell):
+    """In place of the sum over the agents."""
+
+    def construct(self, x: Any, step: Any) -> Any:
+        return x
 
 
 def patched(name: str, replacement: Any) -> Any:
@@ -169,6 +179,7 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "names of inputs": ("decode", CONFIG, lambda: mock.patch.object(step_graph, "_DynamicStep", OldNames)),
     "vocabulary": ("decode", CONFIG, wider_vocabulary),
     "outputs": ("decode", CONFIG, lambda: patched("_LMHead", TwoOutputs)),
+    "sums of an agent's part": ("decode", PAIR, lambda: mock.patch.object(native.parallel, "Sum", OwnPart)),
 }
 
 
@@ -217,7 +228,10 @@ def main() -> None:
     set_up()
     kinds = ("prefill", "chunked", "decode")
     right = [
-        line for config in (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3) for kind in kinds for line in findings(kind, config)
+        line
+        for config in (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3, PAIR, STAGES)
+        for kind in kinds
+        for line in findings(kind, config)
     ]
     results = {"right": right} | {name: planted(name) for name in MISTAKES}
     results |= {f"devices, {kind}": only_on_one_device(kind) for kind in kinds}
