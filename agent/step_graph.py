@@ -273,7 +273,8 @@ class _DynamicStep(nn.Cell):
 
     On an Ascend the attention kernels take the lengths of sequences from the graph's inputs of the names
     ``batch_valid_length`` and ``q_seq_lens`` (MindSpore's "LLMManager"), and weight formats may depend on the phase
-    being called ``prefill`` or ``increment``: the names are part of the interface.
+    being called ``prefill`` or ``increment``: the names are part of the interface. Of a later
+    stage ``token_ids`` is the stream of the one before.
     """
 
     def __init__(self, model: nn.Cell, ops: OpTable, kind: GraphKind) -> None:
@@ -287,7 +288,7 @@ class _DynamicStep(nn.Cell):
 
     def construct(
         self,
-        entry: Tensor,
+        token_ids: Tensor,
         positions: Tensor,
         last_tokens: Tensor,
         slot_mapping: Tensor,
@@ -298,7 +299,7 @@ class _DynamicStep(nn.Cell):
         step: tuple[Tensor, ...] = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
         if self.has_mask:
             step = (*step, self.chunk_mask(positions))
-        return self.model(entry, positions, last_tokens, step, self.whole_prompts)
+        return self.model(token_ids, positions, last_tokens, step, self.whole_prompts)
 
 
 class _StaticStep(nn.Cell):
@@ -311,7 +312,7 @@ class _StaticStep(nn.Cell):
 
     def construct(
         self,
-        entry: Tensor,
+        token_ids: Tensor,
         positions: Tensor,
         last_tokens: Tensor,
         slot_mapping: Tensor,
@@ -321,7 +322,7 @@ class _StaticStep(nn.Cell):
         counts: Tensor,
     ) -> Tensor:
         step = (slot_mapping, block_tables, context_lens, query_lens, counts)
-        return self.model(entry, positions, last_tokens, step, False)
+        return self.model(token_ids, positions, last_tokens, step, False)
 
 
 def _int32(shape: tuple[None, ...]) -> Tensor:

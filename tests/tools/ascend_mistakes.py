@@ -25,6 +25,7 @@ from agent.backends.native import attention as native_attention
 from agent.backends.native import linear as native_linear
 from agent.backends.native import ops as native
 from agent.weights.forms import LinearForm
+from llm_serving.config import ParallelConfig
 from tools.ascend_graph.front_end import ascend_config, compile_graphs, forms_of, set_up
 from tools.ascend_graph.listing import list_graph
 from tools.ascend_graph.rules import check_graph
@@ -42,6 +43,8 @@ INT8, INT4, INT8_WEIGHTS = (
     for name in ("int8", "int4", "int8_weight_only")
 )
 QWEN3 = replace(CONFIG, shape=replace(GQA, architecture="Qwen3ForCausalLM", query_key_norm=True))
+PAIR = replace(CONFIG, parallel_config=ParallelConfig(tensor_parallel=2))
+STAGES = replace(CONFIG, parallel_config=ParallelConfig(pipeline_parallel=2))
 
 
 class Attention(native_attention.Attention):
@@ -142,6 +145,13 @@ class TwoOutputs(native._LMHead):
         return self.norm_linear(hidden, residual, gamma, weight, None, step)
 
 
+class OwnPart(nn.Cell):
+    """In place of the sum over the agents."""
+
+    def construct(self, x: Any, step: Any) -> Any:
+        return x
+
+
 def patched(name: str, replacement: Any) -> Any:
     return mock.patch.object(native, name, replacement)
 
@@ -240,6 +250,7 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     ),
     "int8 weights, no transpose that fits": ("decode", INT8_WEIGHTS, lambda: weight_only(transpose_weight=False)),
     "outputs": ("decode", CONFIG, lambda: patched("_LMHead", TwoOutputs)),
+    "sums of an agent's part": ("decode", PAIR, lambda: mock.patch.object(native.parallel, "Sum", OwnPart)),
 }
 
 
@@ -289,7 +300,7 @@ def main() -> None:
     kinds = ("prefill", "chunked", "decode")
     right = [
         line
-        for config in (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3, INT8, INT4, INT8_WEIGHTS)
+        for config in (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3, INT8, INT4, INT8_WEIGHTS, PAIR, STAGES)
         for kind in kinds
         for line in findings(kind, config)
     ]

@@ -33,6 +33,7 @@ CAUGHT = {
     "pairs for halves": "cos_format is 3",
     "names of inputs": "context_lens i32[-1], query_lens i32[-1]; an Ascend's are",
     "vocabulary": "the graph gives ['f16[-1,2064]']; the logits are f16[-1,2048]",
+    "sums of an agent's part": "0 x AllReduce for 2 layers; there should be 5",
     "outputs": "the graph gives ['f16[-1,2048]', 'f16[-1,256]']",
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from agent.model_part import ModelPart
 from agent.weights.forms import LinearForms
 from llm_serving.config import Config
 from tools.ascend_graph.listing import Wiring
@@ -40,6 +41,8 @@ PRIMITIVES = frozenset(
     }
 )
 """Every primitive the graphs may have: each is in the table of docs/ascend.md."""
+SHARING_PRIMITIVES = frozenset({"AllGather", "AllReduce", "Equal", "Maximum", "Minimum", "Sub"})
+"""Those of a model that several agents share (docs/parallel.md): sums, gathers, tokens of other agents' rows."""
 
 _INPUTS = {
     "token_ids": 1,
@@ -56,13 +59,16 @@ _MASKED = -10000.0
 
 
 def check_graph(kind: str, graph: Graph, config: Config, forms: LinearForms) -> list[str]:
-    """What is wrong, a line each; nothing when all is right. ``forms``: of the weights of the linear layers."""
+    """What is wrong, a line each; nothing when all is right. The graph is the first agent's; ``forms``: of the weights
+    of the linear layers."""
     return list(_Rules(kind, graph, config, forms).problems())
 
 
 class _Rules:
     def __init__(self, kind: str, graph: Graph, config: Config, forms: LinearForms) -> None:
-        self._kind, self._graph, self._config, self._shape = kind, graph, config, config.shape
+        self._kind, self._graph, self._config = kind, graph, config
+        self._part = ModelPart.of(config)
+        self._shape = self._part.narrow(config).shape
         self._wiring = Wiring(graph)
         self._calls = list(self._wiring.calls())
         self._dtype = TYPES[config.model_config.model_dtype]
@@ -91,21 +97,25 @@ class _Rules:
         wanted = {name: TensorType("i32", (-1,) * rank) for name, rank in _INPUTS.items()}
         if self._graph.inputs != wanted:
             yield f"the graph's inputs are {_types(self._graph.inputs)}; an Ascend's are {_types(wanted)}"
-        logits = (TensorType(self._dtype, (-1, self._shape.vocab_size)),)
-        if self._graph.outputs != logits:
-            yield f"the graph gives {list(map(str, self._graph.outputs))}; the logits are {logits[0]}"
+        is_last = self._part.shard.is_last_stage
+        width = self._part.vocab_stride if is_last else self._shape.hidden_size
+        name, wanted_outputs = "logits are" if is_last else "stream is", (TensorType(self._dtype, (-1, width)),)
+        if self._graph.outputs != wanted_outputs:
+            yield f"the graph gives {list(map(str, self._graph.outputs))}; the {name} {wanted_outputs[0]}"
 
     def _check_primitives(self) -> Iterator[str]:
         names = [node.primitive for node in self._calls]
-        for name in sorted(set(names) - PRIMITIVES):
+        for name in sorted(set(names) - PRIMITIVES - (SHARING_PRIMITIVES if self._part.is_split else frozenset())):
             yield f"the primitive {name} is not one whose kernels are known to be right on an Ascend"
         layers = self._shape.num_layers
         attention = "FlashAttentionScore" if self._kind == "prefill" else "PagedAttention"
         counts = {attention: layers, "ReshapeAndCache": layers, "ApplyRotaryPosEmb": layers, "Swiglu": layers}
         norms = 1 + (2 * layers if self._shape.query_key_norm else 0)
-        biases = layers * (self._shape.attention_bias + self._shape.output_bias)
-        counts |= {"RmsNorm": norms, "AddRmsNorm": 2 * layers, "Add": biases}
-        counts |= self._products.counts(layers)
+        is_last, is_split = self._part.shard.is_last_stage, self._part.is_split
+        adds = layers * (self._shape.attention_bias + self._shape.output_bias) + (not is_last)
+        counts |= {"RmsNorm": norms, "AddRmsNorm": 2 * layers - (not is_last), "Add": adds}
+        counts |= {"AllReduce": (2 * layers + 1) * is_split, "AllGather": int(is_last and is_split)}
+        counts |= self._products.counts(layers, with_output=is_last)
         for name, count in counts.items():
             if names.count(name) != count:
                 yield f"{names.count(name)} x {name} for {layers} layers; there should be {count}"
@@ -124,7 +134,7 @@ class _Rules:
             for name, sizes in weights.items():
                 full = f"layers.{layer}.{name}"
                 yield from _differs(full, self._graph.parameters.get(full), TensorType(self._dtype, sizes))
-        table = TensorType(self._dtype, (shape.vocab_size, shape.hidden_size))
+        table = TensorType(self._dtype, (self._part.vocab_stride, shape.hidden_size))
         yield from _differs("embedding.weight", self._graph.parameters.get("embedding.weight"), table)
 
     def _check_cache_write(self, node: Node) -> Iterator[str]:
