@@ -150,6 +150,16 @@ class RoutedSimulation:
             self.run(replica)
         self.update(replica, replica.answers.popleft())
 
+    def step_all(self) -> None:
+        """Schedule; each device runs a step, and its answer arrives."""
+        self.schedule()
+        self.now += 0.001
+        for replica in self.replicas:
+            if not replica.answers and replica.device.queue:
+                self.run(replica)
+            if replica.answers:
+                self.update(replica, replica.answers.popleft())
+
     def update(self, replica: FakeReplica, result: StepResult) -> list[RequestUpdate]:
         updates = replica.scheduler.update(result, self.now)
         replica.device.answered(result.seq)

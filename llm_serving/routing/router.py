@@ -23,12 +23,13 @@ from collections.abc import Iterable, Sequence
 from llm_serving.errors import QueueFullError, RequestError
 from llm_serving.receipt import MAX_BLOCKERS, BlockReason, WaitingLine
 from llm_serving.request import FinishReason, Request
-from llm_serving.routing.placement import Placed, Routing, choose
+from llm_serving.routing.placement import Candidate, Placed, Routing, choose
 from llm_serving.routing.replica import Entry, ReplicaScheduler, Survey
 from llm_serving.scheduler.lifecycle import note_end, note_expiry
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate
 from llm_serving.scheduler.request_queue import RequestQueue
+from llm_serving.scheduler.room import StartRoom
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.sequence import Sequence as QueuedSequence
 from llm_serving.scheduler.slo_order import SloOrder
@@ -61,6 +62,8 @@ class Router:
         self._ended: list[RequestUpdate] = []
         self._num_arrivals = 0
         self._turn = 0
+        self._blocked: tuple[Entry, bool, list[StartRoom]] | None = None
+        """The first in line that no replica could start, whether it was late, and how replicas stood."""
 
     # What others look at; any thread may, at numbers a step apart from one another. See ``Scheduler``.
 
@@ -258,9 +261,14 @@ class Router:
         surveys: dict[int, Survey] = {}
         while self._queue:
             entry = self._entries[self._queue.peek(now).request.request_id]
-            choice = self._of_group(entry) or self._choose(entry, live, surveys)
+            choice = self._of_group(entry)
             if choice is None:
-                self._note_blocked(live, now)
+                if not surveys and self._is_blocked_still(entry, live):
+                    return
+                candidates = self._candidates(entry, live, surveys)
+                choice = self._choose(entry, candidates)
+            if choice is None:
+                self._note_blocked(entry, live, candidates, now)
                 return
             replica, why = choice
             surveys.pop(replica.index, None)
@@ -271,15 +279,17 @@ class Router:
         replica = self._groups.get(entry.request.group)
         return None if replica is None or not replica.is_live else (replica, Placed.GROUP)
 
-    def _choose(
-        self, entry: Entry, live: list[ReplicaScheduler], surveys: dict[int, Survey]
-    ) -> tuple[ReplicaScheduler, Placed] | None:
-        is_late = isinstance(self._order, SloOrder) and not entry.has_run and self._order.is_late(entry.sequence)
-        candidates = []
+    def _candidates(self, entry: Entry, live: list[ReplicaScheduler], surveys: dict[int, Survey]) -> list[Candidate]:
+        is_late = self._is_late(entry)
         for replica in live:
             if replica.index not in surveys:
                 surveys[replica.index] = replica.survey()
-            candidates.append(replica.candidate(entry, surveys[replica.index], is_late=is_late))
+        return [replica.candidate(entry, surveys[replica.index], is_late=is_late) for replica in live]
+
+    def _is_late(self, entry: Entry) -> bool:
+        return isinstance(self._order, SloOrder) and not entry.has_run and self._order.is_late(entry.sequence)
+
+    def _choose(self, entry: Entry, candidates: list[Candidate]) -> tuple[ReplicaScheduler, Placed] | None:
         choice = choose(candidates, self._routing, self._balance_tokens, self._turn)
         if choice is None:
             return None
@@ -317,7 +327,7 @@ class Router:
                 continue
             stuck = [entry for entry in replica.entries.values() if not entry.has_run and not entry.request.group]
             others = [other for other in live if other is not replica]
-            if stuck and self._choose(stuck[0], others, {}) is not None:
+            if stuck and self._choose(stuck[0], self._candidates(stuck[0], others, {})) is not None:
                 self.recall(replica, stuck, now)
                 recalled = True
         return recalled
@@ -329,14 +339,29 @@ class Router:
             if known:
                 self._order.learn(*min(known))
 
-    def _note_blocked(self, live: list[ReplicaScheduler], now: float) -> None:
-        """Nobody can start the first in line: for want of rows, or else of blocks."""
-        no_rows = all(not replica.scheduler.start_room().num_free_rows for replica in live)
+    def _note_blocked(
+        self, entry: Entry, live: list[ReplicaScheduler], candidates: list[Candidate], now: float
+    ) -> None:
+        """No replica can start the first in line: the steps are full, or there are no rows, or else no blocks."""
+        rooms = [replica.scheduler.start_room() for replica in live]
+        reason = BlockReason.BLOCKS
+        if any(one.holds for one in candidates):
+            reason = BlockReason.BATCH
+        elif all(room.num_free_rows <= room.num_all for room in rooms):
+            reason = BlockReason.ROWS
         by = [request_id for replica in live for request_id in list(replica.entries)[:MAX_BLOCKERS]][:MAX_BLOCKERS]
-        reason = BlockReason.ROWS if no_rows else BlockReason.BLOCKS
-        sequence = self._queue.peek(now)
-        sequence.request.receipt.blocked(reason, by, now)
+        entry.request.receipt.blocked(reason, by, now)
         self._line.blocked(reason, by, now)
+        self._blocked = (entry, self._is_late(entry), rooms)
+
+    def _is_blocked_still(self, entry: Entry, live: list[ReplicaScheduler]) -> bool:
+        """Whether it is still the same request that is first in line, and nothing has changed for the better: there
+        is no need to look again. What asks for a step asks often, and mostly in vain."""
+        if self._blocked is None or self._blocked[0] is not entry or self._blocked[1] != self._is_late(entry):
+            return False
+        rooms = [replica.scheduler.start_room() for replica in live]
+        before = self._blocked[2]
+        return len(rooms) == len(before) and not any(map(StartRoom.has_gained, rooms, before))
 
     def _end_expired(self, now: float) -> None:
         for sequence in self._queue.pop_expired(now):

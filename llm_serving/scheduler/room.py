@@ -46,6 +46,22 @@ class StartRoom:
             is_idle=not (waiting or len(running) or running.num_leaving or state.swapped),
         )
 
+    @property
+    def num_all(self) -> int:
+        """Requests that wait here."""
+        return self.num_returned + self.num_waiting + self.num_late
+
+    def has_gained(self, before: StartRoom) -> bool:
+        """Whether somebody may find room here who found none before."""
+        return (
+            self.is_idle
+            or self.num_free_rows > before.num_free_rows
+            or self.num_free_blocks > before.num_free_blocks
+            or self.num_waiting_blocks < before.num_waiting_blocks
+            or self.num_all < before.num_all
+            or self.is_held_up < before.is_held_up
+        )
+
     def num_ahead(self, *, is_late: bool, has_run: bool) -> int:
         """How many of those that wait here go before one more request. ``is_late``: it misses its objective anyway;
         ``has_run``: it was preempted, or ran elsewhere."""
@@ -60,6 +76,5 @@ class StartRoom:
             return True
         if self.is_held_up:
             return False
-        num_all = self.num_returned + self.num_waiting + self.num_late
-        ahead_blocks = self.num_waiting_blocks * num_ahead // num_all if num_all else 0
+        ahead_blocks = self.num_waiting_blocks * num_ahead // self.num_all if self.num_all else 0
         return self.num_free_rows > num_ahead and self.num_free_blocks >= num_blocks + ahead_blocks

@@ -33,6 +33,8 @@ examples
   simulate.py --config llama_160m_cpu.yaml --device cpu --recording output/flight.bin -X 5 -T 60 --json FILE
   simulate.py --config C --device ascend-910b --find-rate --slo-ttft-ms 2000 --slo-tbt-ms 50
   simulate.py --config C --device ascend-910b --sweep pa_config.num_blocks=512,1024,2048 --sweep rate=5,10
+  simulate.py --config C --device ascend-910b --beginnings 64x1000 --set scheduler_config.prefix_cache=true \\
+      --set parallel_config.data_parallel=4 --sweep parallel_config.routing=prefix,least_loaded,round_robin
   simulate.py --config C --recording F --validate LOADTEST.json       how far off is the simulation?
 
 settings are those of the server, beside device.RATE and host.TIME (fields of DeviceRates and HostModel); a sweep takes
@@ -69,6 +71,10 @@ class SimulationOptions:
     find_rate: bool
     json_path: Path | None
     plot_dir: Path | None
+    num_beginnings: int = 0
+    """Common beginnings of prompts; each prompt has one of them."""
+    beginning_len: int = 0
+    """Tokens of each."""
 
     def variants(self) -> list[Variant]:
         """Every combination of policy and swept values, in the order given. Policies go by their own name."""
@@ -92,6 +98,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> SimulationOptions:
         raise UsageError(f"-X {parsed.rate:g} for -T {parsed.duration:g} seconds makes no request: raise one of them")
     if parsed.recording is not None and parsed.device != "cpu":
         raise UsageError(f"--recording fits a device from its steps; --device {parsed.device} has rates of its own")
+    if parsed.beginnings[0] and parsed.trace is not None:
+        raise UsageError("--beginnings goes before generated prompts; a trace has its own")
     if parsed.find_rate and parsed.trace is not None:
         raise UsageError("--find-rate changes the rate of generated arrivals; a trace has its own")
     load = LoadOptions(
@@ -120,6 +128,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> SimulationOptions:
         find_rate=parsed.find_rate,
         json_path=parsed.json,
         plot_dir=parsed.plots,
+        num_beginnings=parsed.beginnings[0],
+        beginning_len=parsed.beginnings[1],
     )
 
 
@@ -142,6 +152,13 @@ def _parser() -> argparse.ArgumentParser:
     add_workload_options(parser)
     parser.set_defaults(token_ids=True, vocab_size=32_000, prompt_len=(32, 64), output_len=(64, 504), ignore_eos=True)
     parser.add_argument("--text-prompts", dest="token_ids", action="store_false", help="words instead of token ids")
+    parser.add_argument(
+        "--beginnings",
+        type=_beginnings,
+        default=(0, 0),
+        metavar="NxL",
+        help="each prompt begins with one of N common beginnings of L tokens (for prefix caches), before --prompt-len",
+    )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests and their times, see below")
     result = parser.add_argument_group("result")
     result.add_argument("--find-rate", action="store_true", help="the rate at which p99 keeps the objectives")
@@ -158,6 +175,14 @@ def _sweep(text: str) -> tuple[str, tuple[str, ...]]:
     if not key or not equals or not values:
         raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=V1,V2")
     return key, tuple(re.split(r",(?![^\[]*\])", values))
+
+
+def _beginnings(text: str) -> tuple[int, int]:
+    """``64x1000``."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of beginnings and their tokens, such as 64x1000")
+    return int(found[1]), int(found[2])
 
 
 def _rate(text: str) -> float:

@@ -24,6 +24,7 @@ COLUMNS = (
     "failed",
     "preempted",
     "KV waste %",
+    "found %",
     "device %",
 )
 
@@ -47,6 +48,12 @@ def run_text(simulated: SimulatedRun) -> str:
         f"cache    {outcome.preemptions} preemptions ({outcome.swaps} by swap); {outcome.prefix_hit_tokens} prompt "
         f"tokens found; {100 * outcome.kv_waste:.1f} % of what running sequences held "
         f"was empty; at most {outcome.peak_running} ran and {outcome.peak_waiting} waited",
+        *(
+            f"replica {index}: {sum(placed.values())} requests placed ("
+            + ", ".join(f"{number} by {why}" for why, number in placed.items())
+            + ")"
+            for index, placed in enumerate(outcome.placed)
+        ),
     ]
     parts = [
         run_title(simulated),
@@ -78,6 +85,7 @@ def comparison_table(runs: Sequence[SimulatedRun]) -> str:
                 str(figures.failed),
                 str(each.outcome.preemptions),
                 format_number(100 * each.outcome.kv_waste),
+                format_number(100 * each.outcome.prefix_hit_share),
                 format_number(100 * each.device_share),
             ]
         )

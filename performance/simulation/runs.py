@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from llm_serving.routing.placement import Routing
 from performance.load.client import LoadRun
 from performance.load.endpoint import Endpoint
 from performance.load.options import LoadOptions
@@ -35,8 +36,8 @@ class SimulatedRun:
 
     @property
     def device_share(self) -> float:
-        """Share of the run's time in which the device was busy."""
-        total = self.figures.total_time_s
+        """Share of the run's time in which the devices were busy."""
+        total = self.figures.total_time_s * self.outcome.num_replicas
         return self.outcome.device_busy_s / total if total > 0 else 0.0
 
     def as_json(self, *, per_request: bool = True) -> dict[str, Any]:
@@ -52,6 +53,8 @@ class SimulatedRun:
             "swaps": outcome.swaps,
             "prefix_hit_tokens": outcome.prefix_hit_tokens,
             "kv_waste": outcome.kv_waste,
+            "prefix_hit_share": outcome.prefix_hit_share,
+            "replicas": outcome.placed,
             "peak_running": outcome.peak_running,
             "peak_waiting": outcome.peak_waiting,
             "device_busy_share": self.device_share,
@@ -64,7 +67,17 @@ class SimulatedRun:
 def simulate(name: str, setup: Setup, source: Source, options: LoadOptions) -> SimulatedRun:
     """Run ``source`` against ``setup`` to its end."""
     start = time.process_time()
-    server = VirtualServer(setup.limits, setup.device, source, setup.host, setup.spread, options.seed)
+    parallel = setup.config.parallel_config
+    server = VirtualServer(
+        setup.limits,
+        setup.device,
+        source,
+        setup.host,
+        setup.spread,
+        options.seed,
+        parallel.data_parallel,
+        Routing(parallel.routing),
+    )
     outcome = server.run()
     run = LoadRun(options, setup.config.model_name, outcome.records, 0.0, 0.0, 0.0, interrupted=False)
     figures = measure(run)

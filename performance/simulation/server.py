@@ -1,21 +1,26 @@
 """The server on a virtual clock: the real scheduler, driven as the engine thread drives it.
 
-Virtual time passes in three places that run side by side, as in the real thing: the edge (requests come in, pieces go
-out), the engine thread (one loop: take what has happened, then send steps), the agent (one step after the other). What
-each does and when is ``engine/core.py`` and ``agent/worker.py``; what it costs is ``HostModel`` and the device's cost
-model. Nothing here looks at a real clock, so a run depends on its inputs alone.
+Virtual time passes in places that run side by side, as in the real thing: the edge (requests come in, pieces go out),
+the engine thread (one loop: take what has happened, then send steps), the agents (each one step after the other; one
+for each replica of the model, behind the real router). What each does and when is ``engine/core.py`` and
+``agent/worker.py``; what it costs is ``HostModel`` and the device's cost model. Nothing here looks at a real clock, so
+a run depends on its inputs alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llm_serving.errors import ContextLengthError, QueueFullError
 from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.request import FinishReason, Request, SamplingParams
+from llm_serving.routing.placement import Routing
+from llm_serving.routing.router import Router
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind
+from llm_serving.scheduler.protocols import RequestFront, StepSource
 from llm_serving.scheduler.scheduler import Scheduler
 from performance.load.stream import RequestRecord
 from performance.simulation.agent import Spread, VirtualAgent
@@ -45,15 +50,35 @@ class Outcome:
     """Preemptions whose blocks went to the host."""
     prefix_hit_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+    prefix_query_tokens: int = 0
+    """Of so many that sequences started with."""
     kv_waste: float = 0.0
     """Mean share of the token slots held by running sequences that hold no token."""
     peak_running: int = 0
     peak_waiting: int = 0
     device_busy_s: float = 0.0
+    """Of all devices together."""
+    num_replicas: int = 1
+    placed: list[dict[str, int]] = field(default_factory=list)
+    """By replica, where there are several: requests that were placed there, by why."""
     steps: dict[str, int] = field(default_factory=dict)
     """Number of steps by kind."""
     step_s: dict[str, float] = field(default_factory=dict)
     """Device time by kind."""
+
+    @property
+    def prefix_hit_share(self) -> float:
+        """Share of the prompt tokens that were found, 0 to 1."""
+        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
+
+
+@dataclass(slots=True)
+class _Replica:
+    """Where steps come from, and the device they run on."""
+
+    source: StepSource
+    agent: VirtualAgent
+    num_in_flight: int = 0
 
 
 class VirtualServer:
@@ -67,19 +92,37 @@ class VirtualServer:
         host: HostModel | None = None,
         spread: Spread | None = None,
         seed: int = 0,
+        num_replicas: int = 1,
+        routing: Routing = Routing.PREFIX,
     ) -> None:
-        self.scheduler = Scheduler(limits)
+        schedulers = [Scheduler(limits) for _ in range(num_replicas)]
+        self._router = Router(schedulers, routing) if num_replicas > 1 else None
+        self.scheduler: RequestFront = self._router or schedulers[0]
         self._limits = limits
         self._source = source
         self._host = host or HostModel()
-        self._agent = VirtualAgent(
-            device, limits.policy.value, self._sample, spread, seed, answer_delay_s=self._host.from_agent_s
-        )
+        sources: Sequence[StepSource] = schedulers if self._router is None else self._router.replicas
+        self._replicas = [
+            _Replica(
+                each,
+                VirtualAgent(
+                    device,
+                    limits.policy.value,
+                    self._sample,
+                    spread,
+                    seed + index,
+                    answer_delay_s=self._host.from_agent_s,
+                ),
+            )
+            for index, each in enumerate(sources)
+        ]
+        if self._router is not None:
+            for index in range(num_replicas):
+                self._router.agent_ready(index)
         self._records: dict[str, RequestRecord] = {}
         self._ends: dict[str, int] = {}
         self._arriving: deque[tuple[float, int]] = deque()
         self._free_at = 0.0
-        self._num_in_flight = 0
         self._num_decodes = 0
         self._waste_sum = 0.0
         self._waste_count = 0
@@ -104,23 +147,33 @@ class VirtualServer:
         return self._finish()
 
     def _finish(self) -> Outcome:
-        outcome, agent = self._outcome, self._agent
+        outcome = self._outcome
         outcome.records = list(self._records.values())
         outcome.preemptions, outcome.swaps = self.scheduler.num_preemptions, self.scheduler.num_swaps
         outcome.prefix_hit_tokens = self.scheduler.prefix_hit_tokens
+        outcome.prefix_query_tokens = self.scheduler.prefix_query_tokens
         outcome.kv_waste = self._waste_sum / self._waste_count if self._waste_count else 0.0
-        outcome.device_busy_s, outcome.steps, outcome.step_s = agent.busy_s, agent.num_steps, agent.kind_s
+        outcome.num_replicas = len(self._replicas)
+        for replica in self._replicas:
+            agent = replica.agent
+            outcome.device_busy_s += agent.busy_s
+            for kind, number in agent.num_steps.items():
+                outcome.steps[kind] = outcome.steps.get(kind, 0) + number
+                outcome.step_s[kind] = outcome.step_s.get(kind, 0.0) + agent.kind_s[kind]
+        if self._router is not None:
+            outcome.placed = [
+                {why.value: number for why, number in replica.num_placed.items() if number}
+                for replica in self._router.replicas
+            ]
         return outcome
 
     def _next_event(self) -> float | None:
         """When the engine thread is woken next: a request, an answer, or a batch that has waited long enough."""
-        due, answer = self._source.next_due(), self._agent.next_answer()
+        due = self._source.next_due()
         times = [] if due is None else [due + self._host.accept_s]
-        if answer is not None:
-            times.append(answer)
-        wakeup = self.scheduler.next_wakeup(self._free_at)
-        if wakeup is not None:
-            times.append(wakeup)
+        for replica in self._replicas:
+            moments = (replica.agent.next_answer(), replica.source.next_wakeup(self._free_at))
+            times += [moment for moment in moments if moment is not None]
         return min(times, default=None)
 
     def _step(self, now: float) -> None:
@@ -163,25 +216,35 @@ class VirtualServer:
 
     def _take_answers(self, now: float, clock: float) -> float:
         host = self._host
-        for _, result in self._agent.run_until(now):
-            updates = self.scheduler.update(result, now)
-            clock += host.answer_s + host.answer_seq_s * len(result.sampled_ids)
-            self._num_in_flight -= 1
-            self._deliver(updates, clock)
+        for replica in self._replicas:
+            for _, result in replica.agent.run_until(now):
+                updates = replica.source.update(result, now)
+                clock += host.answer_s + host.answer_seq_s * len(result.sampled_ids)
+                replica.num_in_flight -= 1
+                self._deliver(updates, clock)
         return clock
 
     def _send_steps(self, now: float, clock: float) -> float:
         host, scheduler, outcome = self._host, self.scheduler, self._outcome
-        while self._num_in_flight < NUM_SLOTS and (step := scheduler.schedule(now)) is not None:
-            clock += host.send_s + host.send_seq_s * len(step.rows)
-            self._num_in_flight += 1
-            self._agent.submit(step, clock + host.to_agent_s)
-            if step.kind is StepKind.DECODE:
-                self._look_at_blocks(step)
+        for replica in self._replicas:
+            clock = self._send_to(replica, now, clock)
+        while self._router is not None and (placed := self._router.take_placed()):
+            for index in placed:
+                clock = self._send_to(self._replicas[index], now, clock)
         for update in scheduler.take_ended():
             self._end(self._records[update.request.request_id], update.request, update, clock + host.deliver_s)
         outcome.peak_running = max(outcome.peak_running, scheduler.num_running)
         outcome.peak_waiting = max(outcome.peak_waiting, scheduler.num_waiting)
+        return clock
+
+    def _send_to(self, replica: _Replica, now: float, clock: float) -> float:
+        host = self._host
+        while replica.num_in_flight < NUM_SLOTS and (step := replica.source.schedule(now)) is not None:
+            clock += host.send_s + host.send_seq_s * len(step.rows)
+            replica.num_in_flight += 1
+            replica.agent.submit(step, clock + host.to_agent_s)
+            if step.kind is StepKind.DECODE:
+                self._look_at_blocks(step)
         return clock
 
     def _deliver(self, updates: list[RequestUpdate], clock: float) -> None:

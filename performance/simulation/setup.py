@@ -36,6 +36,8 @@ WITHOUT_FILES = (
     f"tokenizer.vocab_file={STAND_IN_TOKENIZER}",
     "tokenizer.type=auto",
 )
+ANY_PORTS = "serving_config.agent_ports=[0]"
+"""As many as there are agents: nothing listens here."""
 OWN_SECTIONS = ("device", "host")
 """Sections of ``--set`` and ``--sweep`` that are the simulator's, beside the configuration's."""
 
@@ -59,6 +61,7 @@ def simulated_config(name: str, settings: Sequence[str], device: str) -> Config:
     """``load_config`` as the device would see it. Where weights or a tokenizer are not here, which a simulation does
     not need, the sizes alone are taken. Raises ConfigError or CheckpointError when those are not known either."""
     ascend = device != "cpu"
+    settings = [ANY_PORTS, *settings]
     try:
         return load_config(name, settings, ascend=ascend)
     except (CheckpointError, ConfigError):

@@ -159,3 +159,29 @@ def test_a_wrong_line_of_a_trace_is_named(tmp_path: Path, capsys: pytest.Capture
         trace.write_text('{"arrival_s": 0, "prompt_tokens": 2, "output_tokens": 2}\n' + line)
         assert main([*PUBLISHED, "--trace", str(trace)]) == 2
         assert f"{trace}{message}" in capsys.readouterr().err
+
+
+def test_prefixes_find_their_replica(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "result.json"
+    sets = ["scheduler_config.prefix_cache=true", "parallel_config.data_parallel=4", "pa_config.num_blocks=2048"]
+    arguments = [*PUBLISHED, "-X", "20", "-T", "10", "--output-len", "16:32", "--beginnings", "64x500"]
+    arguments += [part for one in sets for part in ("--set", one)]
+    sweep = ["--sweep", "parallel_config.routing=prefix,least_loaded,round_robin"]
+    assert main([*arguments, *sweep, "--json", str(path)]) == 0
+    runs = json.loads(path.read_text())["policies"]
+    found = {name.removeprefix("routing="): run["prefix_hit_share"] for name, run in runs.items()}
+    assert found["prefix"] > 1.3 * found["least_loaded"]
+    assert found["prefix"] > 1.3 * found["round_robin"]
+    for run in runs.values():
+        assert (run["requests"], run["failed"]) == (200, 0)
+        assert sum(sum(placed.values()) for placed in run["replicas"]) == 200
+        assert all(placed for placed in run["replicas"])
+    assert main([*arguments]) == 0
+    assert "replica 3: " in capsys.readouterr().out
+
+
+def test_beginnings_are_for_generated_prompts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main([*PUBLISHED, "--trace", str(tmp_path / "x.jsonl"), "--beginnings", "4x100"]) == 2
+    assert "--beginnings" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*PUBLISHED, *SHORT, "--beginnings", "4"])

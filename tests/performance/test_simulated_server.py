@@ -124,3 +124,19 @@ def test_time_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(server.scheduler, "next_wakeup", lambda now: 0.0)
     with pytest.raises(AssertionError, match=r"virtual time stands still at 0\.0"):
         server.run()
+
+
+def test_two_replicas_serve_two_at_a_time() -> None:
+    """What one server does one after the other, two do side by side; with one request they are one."""
+    requests = [ask(5, 4), ask(5, 4)]
+    alone = VirtualServer(limits(max_num_seqs=1), FlatDevice(), OpenLoop(requests, [0.0, 0.0]), NO_TIME).run()
+    beside = VirtualServer(
+        limits(max_num_seqs=1), FlatDevice(), OpenLoop(requests, [0.0, 0.0]), NO_TIME, num_replicas=2
+    ).run()
+    end = PREFILL_S + 3 * DECODE_S
+    assert [record.end for record in alone.records] == [end, 2 * end]
+    assert [record.end for record in beside.records] == [end, end]
+    assert beside.device_busy_s == 2 * end
+    assert beside.steps == {"prefill": 2, "decode": 6}
+    assert (beside.num_replicas, beside.placed) == (2, [{"load": 1}, {"load": 1}])
+    assert (alone.num_replicas, alone.placed) == (1, [])

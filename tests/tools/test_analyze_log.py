@@ -184,6 +184,7 @@ def test_the_json_of_a_small_log_is_exact(maker: LogMaker) -> None:
             "prefix_hit_tokens": 32,
             "prefix_query_tokens": 128,
         },
+        "replicas": {},
         "agents": {"ready": 1, "lost": 0, "restarts": 0},
         "errors": 0,
         "warnings": 0,
@@ -490,3 +491,16 @@ def test_a_timeline_doubles_its_buckets_and_loses_nothing() -> None:
 def test_an_analysis_of_nothing_has_all_figures() -> None:
     assert LogAnalysis().total_time_s == 0.0
     assert LogAnalysis().slowest == []
+
+
+def test_what_each_replica_served(maker: LogMaker) -> None:
+    for number, replica in enumerate((0, 1, 1, None)):
+        maker.event(
+            number, "request_end", request_id=f"r{number}", finish_reason="stop", replica=replica, prompt_tokens=100,
+            cached_tokens=50 * number, output_tokens=7, total_tokens=107, e2e_ms=10.0,
+        )  # fmt: skip
+    replicas = analyzed(maker.path)["replicas"]
+    assert {name: (one["requests"], one["cached_tokens"], one["output_tokens"]) for name, one in replicas.items()} == {
+        "0": (1, 0, 7),
+        "1": (2, 150, 14),
+    }

@@ -20,6 +20,7 @@ SLOWEST = 10
 KEPT_MESSAGES = 20
 MAX_NAMES = 200
 """Different event names, APIs and finish reasons counted apart; more share one line."""
+MAX_REPLICAS = 256
 MAX_OPEN_REQUESTS = 200_000
 
 
@@ -31,6 +32,26 @@ class Message:
     level: str
     event: str
     text: str
+
+
+@dataclass(slots=True)
+class ReplicaShare:
+    """What one replica of the model served, by where requests were when they ended."""
+
+    requests: int = 0
+    completed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    preemptions: int = 0
+
+    def add(self, end: RequestEnd) -> None:
+        self.requests += 1
+        self.completed += end.is_completed
+        self.prompt_tokens += end.prompt_tokens
+        self.cached_tokens += end.cached_tokens
+        self.output_tokens += end.output_tokens
+        self.preemptions += end.preemptions
 
 
 @dataclass(slots=True)
@@ -62,6 +83,8 @@ class LogAnalysis:
     preemptions: int = 0
     preempted_requests: int = 0
     swaps: int = 0
+    replicas: dict[int, ReplicaShare] = field(default_factory=dict)
+    """By replica of the model; empty where the log does not tell."""
     active_seconds: float = 0.0
     unfinished: int = 0
     refused: int = 0
@@ -145,6 +168,8 @@ class LogAnalysis:
         self.preempted_requests += end.preemptions > 0
         self.swaps += end.swaps
         self.cached_tokens += end.cached_tokens
+        if end.replica is not None and (end.replica in self.replicas or len(self.replicas) < MAX_REPLICAS):
+            self.replicas.setdefault(end.replica, ReplicaShare()).add(end)
         if end.objectives_met:
             _count(self.objectives, "met" if end.objectives_met.get("both") else "missed")
         if end.total_tokens > self.max_token_len:

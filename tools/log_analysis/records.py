@@ -36,6 +36,7 @@ class RequestEnd(msgspec.Struct):
     e2e_ms: Milliseconds | None = None
     preemptions: Count = 0
     swaps: Count = 0
+    replica: Count | None = None
     blocked_ms: dict[str, Milliseconds] = {}
     blocked_by: list[str] = []
     objectives_met: dict[str, bool] = {}

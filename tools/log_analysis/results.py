@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from llm_serving.request import PARTS
@@ -41,6 +42,7 @@ def to_json(analysis: LogAnalysis, reader: LogReader) -> dict[str, Any]:
         "preempted_requests": analysis.preempted_requests,
         "swaps": analysis.swaps,
         "objectives": {name: analysis.objectives[name] for name in ("met", "missed")},
+        "replicas": {str(replica): asdict(share) for replica, share in sorted(analysis.replicas.items())},
         "engine": _engine_json(analysis),
         "agents": {
             "ready": analysis.events.get("agent_ready", 0),

@@ -16,6 +16,7 @@ from tools.log_analysis.timeline import Timeline
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 60
 REQUEST_COLUMNS = ("request", "e2e (s)", "queue", "prefill", "decode", "prompt", "output", "preempted", "reason")
+REPLICA_COLUMNS = ("replica", "requests", "completed", "prompt tokens", "output tokens", "preempted", "found %")
 
 
 def format_report(analysis: LogAnalysis, reader: LogReader) -> str:
@@ -24,6 +25,8 @@ def format_report(analysis: LogAnalysis, reader: LogReader) -> str:
         parts.append(_counts(analysis))
     if analysis.completed:
         parts += [_latencies(analysis), _slowest(analysis.slowest)]
+    if len(analysis.replicas) > 1:
+        parts.append(_replicas(analysis))
     if analysis.engine.lines:
         parts.append(_engine(analysis))
     if analysis.messages:
@@ -42,6 +45,15 @@ def _counts(analysis: LogAnalysis) -> str:
         ["preemptions", str(analysis.preemptions)],
     ]
     return format_table(rows[0], rows[1:])
+
+
+def _replicas(analysis: LogAnalysis) -> str:
+    rows = []
+    for replica, share in sorted(analysis.replicas.items()):
+        found = 100 * share.cached_tokens / share.prompt_tokens if share.prompt_tokens else 0.0
+        figures = (share.requests, share.completed, share.prompt_tokens, share.output_tokens, share.preemptions)
+        rows.append([str(replica), *map(str, figures), format_number(found)])
+    return format_table(REPLICA_COLUMNS, rows)
 
 
 def _latencies(analysis: LogAnalysis) -> str:

@@ -1,0 +1,92 @@
+"""Two replicas of the tiny model behind one server: texts as of one, both used, none of their losses is a request's."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_process import ServerProcess, running_server
+
+from tools.replaying.main import main as replay
+
+BEGINNINGS = ["Once upon a time there was a little fox. " * 4, "The sum of three and four is seven. " * 4]
+PROMPTS = [f"{beginning}{number} and" for number in range(6) for beginning in BEGINNINGS]
+REPLICAS = ["parallel_config.data_parallel=2", "scheduler_config.prefix_cache=true"]
+
+
+def body(prompt: str, max_tokens: int = 40, **more: object) -> dict[str, object]:
+    return {
+        "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.8, "seed": 7, "ignore_eos": True,
+        "return_token_ids": True, **more,
+    }  # fmt: skip
+
+
+def ids_of(answer: Any) -> list[int]:
+    assert "choices" in answer, answer
+    ids: list[int] = answer["choices"][0]["token_ids"]
+    return ids
+
+
+def ask_all(server: ServerProcess, bodies: list[dict[str, object]]) -> list[Any]:
+    with concurrent.futures.ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(lambda one: server.post("/v1/completions", one), bodies))
+
+
+def wait_for(condition: Any, timeout_s: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[list[int]]]:
+    """The answers of one replica, by ``max_tokens``."""
+    with running_server(tmp_path_factory.mktemp("one")) as server:
+        return {
+            length: [ids_of(server.post("/v1/completions", body(p, length))) for p in PROMPTS] for length in (40, 300)
+        }
+
+
+def test_texts_are_those_of_one_replica_and_both_are_used(tmp_path: Path, expected: dict[int, list[list[int]]]) -> None:
+    with running_server(tmp_path, REPLICAS) as server:
+        assert len(server.agents()) == 2
+        for round_number in range(2):
+            answers = ask_all(server, [body(prompt) for prompt in PROMPTS])
+            assert [ids_of(answer) for answer in answers] == expected[40], round_number
+        several = server.post("/v1/completions", body(PROMPTS[0], n=4))
+        assert len(several["choices"]) == 4
+        engine = server.wait_until_idle()
+        ends = server.events("request_end")
+        assert {event["replica"] for event in ends} == {0, 1}
+        assert len({event["replica"] for event in ends[-4:]}) == 1, "samples of one prompt go to one replica"
+        assert [one["state"] for one in engine["replicas"]] == ["ready", "ready"]
+        assert all(one["steps"] > 0 for one in engine["replicas"])
+        assert sum(sum(one["placed"].values()) for one in engine["replicas"]) == len(ends) == 2 * len(PROMPTS) + 4
+        assert engine["replicas"][0]["placed"]["prefix"] + engine["replicas"][1]["placed"]["prefix"] > 0
+        assert [agent["rank"] for agent in engine["agents"]] == [0, 1]
+    assert replay([str(tmp_path / "flight")]) == 0
+    assert sorted(path.name for path in (tmp_path / "flight").iterdir()) == ["replica_0", "replica_1"]
+
+
+def test_a_killed_replica_loses_nothing(tmp_path: Path, expected: dict[int, list[list[int]]]) -> None:
+    """Each of the two in turn, under load. What it had goes on at the other, which never stops."""
+    with running_server(tmp_path, REPLICAS) as server:
+        for round_number in range(2):
+            with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:
+                asked = [pool.submit(server.post, "/v1/completions", body(prompt, 300)) for prompt in PROMPTS]
+                wait_for(lambda: server.get("/server_info")["engine"]["running"] >= 8)
+                victim = sorted(server.agents(), key=lambda agent: agent.pid)[0]
+                victim.kill()
+                wait_for(lambda number=round_number: len(server.events("agent_lost")) == number + 1)
+                assert server.get("/server_info")["engine"]["state"] == "ready"
+                assert [ids_of(answer.result()) for answer in asked] == expected[300]
+            wait_for(lambda: all(one["state"] == "ready" for one in server.get("/server_info")["engine"]["replicas"]))
+        engine = server.wait_until_idle()
+        assert [event for event in server.events("request_end") if event["finish_reason"] == "error"] == []
+        assert len({event["replica"] for event in server.events("agent_lost")}) == 2
+        assert sum(one["recalled"] for one in engine["replicas"]) > 0
+    assert replay([str(tmp_path / "flight")]) == 0

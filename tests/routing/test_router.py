@@ -1,0 +1,234 @@
+"""The router alone: whom it serves first, where, and that nobody is forgotten."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import make_limits, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from routed_simulation import RoutedSimulation
+
+from llm_serving.errors import ContextLengthError, QueueFullError, RequestError
+from llm_serving.receipt import BlockReason
+from llm_serving.request import FinishReason, Request
+from llm_serving.routing.placement import Placed, Routing
+from llm_serving.scheduler.policy import Policy
+
+SHARED = [[2 + (7 * place + 11 * family) % 50 for place in range(40)] for family in range(3)]
+
+
+def routed(num_replicas: int = 2, **limits: object) -> RoutedSimulation:
+    return RoutedSimulation(make_limits(**limits), num_replicas)
+
+
+def started(simulation: RoutedSimulation) -> list[str]:
+    return [name for name, request in simulation.requests.items() if request.first_scheduled_time is not None]
+
+
+def ask(name: str, prompt: int | list[int] = 5, max_tokens: int = 8, **fields: object) -> Request:
+    request = make_request(name, prompt, max_tokens)
+    for field, value in fields.items():
+        setattr(request, field, value)
+    return request
+
+
+def test_a_request_waits_in_the_one_queue_until_a_replica_can_start_it() -> None:
+    simulation = routed(max_num_seqs=1)
+    simulation.add(*(ask(f"r{number}") for number in range(5)))
+    simulation.schedule()
+    assert started(simulation) == ["r0", "r1"]
+    assert [request.replica for request in simulation.requests.values()] == [0, 1, None, None, None]
+    assert simulation.router.num_unplaced == 3
+    blocked = simulation.requests["r2"].receipt.num_blocked
+    assert list(blocked) == [BlockReason.ROWS]
+    simulation.finish()
+
+
+def test_the_next_goes_where_a_row_is_free_first() -> None:
+    simulation = routed(max_num_seqs=1)
+    simulation.add(ask("long", 5, 40), ask("short", 5, 2), ask("next", 5, 2))
+    simulation.finish()
+    assert simulation.requests["next"].replica == simulation.requests["short"].replica != 0
+
+
+def test_the_queue_is_bounded_as_a_whole() -> None:
+    simulation = routed(max_num_seqs=1, max_waiting_requests=2)
+    simulation.add(*(ask(f"r{number}") for number in range(4)))
+    assert simulation.router.queue_full() is not None
+    with pytest.raises(QueueFullError, match="max_waiting_requests") as refused:
+        simulation.router.add_request(ask("more"))
+    assert refused.value.retry_after_s >= 1.0
+    simulation.schedule()
+    assert simulation.router.queue_full() is not None
+    simulation.finish()
+    assert simulation.router.queue_full() is None
+
+
+def test_rows_of_a_replica_that_is_away_do_not_count() -> None:
+    simulation = routed(max_num_seqs=1, max_waiting_requests=2)
+    simulation.lose(0)
+    simulation.add(*(ask(f"r{number}") for number in range(3)))
+    with pytest.raises(QueueFullError):
+        simulation.router.add_request(ask("more"))
+    simulation.finish()
+
+
+def test_what_can_never_be_served_is_refused_and_ids_are_unique() -> None:
+    simulation = routed()
+    with pytest.raises(ContextLengthError):
+        simulation.router.add_request(ask("endless", 60))
+    simulation.add(ask("a"))
+    with pytest.raises(RequestError, match="is being served"):
+        simulation.router.add_request(ask("a"))
+    simulation.schedule()
+    with pytest.raises(RequestError, match="is being served"):
+        simulation.router.add_request(ask("a"))
+    simulation.finish()
+
+
+def test_deadlines_pass_in_the_queue() -> None:
+    simulation = routed(max_num_seqs=1)
+    simulation.add(ask("a", 5, 30), ask("b", 5, 30), ask("late", deadline=0.5))
+    simulation.schedule()
+    assert simulation.replicas[0].scheduler.next_wakeup(0.0) == 0.5
+    simulation.now = 0.6
+    simulation.schedule()
+    assert simulation.ended == {"late": FinishReason.ABORT}
+    simulation.finish()
+
+
+def test_priority_goes_first_wherever_it_is_served() -> None:
+    simulation = routed(max_num_seqs=1)
+    simulation.add(ask("a", 5, 20), ask("b", 5, 20), ask("plain"), ask("urgent", priority=-1))
+    simulation.finish()
+    urgent, plain = simulation.requests["urgent"], simulation.requests["plain"]
+    assert urgent.first_scheduled_time is not None
+    assert plain.first_scheduled_time is not None
+    assert urgent.receipt.phase_us[0] <= plain.receipt.phase_us[0]
+
+
+def test_a_tenant_pays_for_what_it_gets_on_any_replica() -> None:
+    """One tenant keeps both replicas busy with long answers: the next start is the other's."""
+    simulation = routed(max_num_seqs=2)
+    greedy = [ask(f"greedy{number}", 5, 20, tenant="greedy") for number in range(12)]
+    simulation.add(*greedy)
+    for _ in range(30):
+        simulation.step_all()
+    modest = ask("modest", 5, 4, tenant="modest")
+    simulation.add(modest)
+    waiting = [one for one in greedy if one.first_scheduled_time is None]
+    assert waiting
+    while modest.first_scheduled_time is None:
+        simulation.step_all()
+    assert all(one.first_scheduled_time is None for one in waiting)
+    simulation.finish()
+
+
+def test_a_prompt_goes_to_the_replica_that_holds_it() -> None:
+    simulation = routed(3, prefix_cache=True, num_blocks=65)
+    for round_number in range(3):
+        for family, shared in enumerate(SHARED):
+            simulation.add(ask(f"{round_number}.{family}", [*shared[:24], 3 + round_number], 3))
+        simulation.finish()
+    homes = [{simulation.requests[f"{number}.{family}"].replica for number in range(3)} for family in range(3)]
+    assert [len(found) for found in homes] == [1, 1, 1]
+    assert len(set.union(*homes)) == 3
+    placed = [replica.num_placed for replica in simulation.router.replicas]
+    assert sum(numbers[Placed.PREFIX] for numbers in placed) == 6
+    assert simulation.router.prefix_hit_tokens == 6 * 24
+
+
+def test_a_prompt_follows_one_that_is_being_computed() -> None:
+    simulation = routed(2, prefix_cache=True, num_blocks=65)
+    simulation.add(ask("first", [*SHARED[0][:24], 3]))
+    simulation.schedule()
+    simulation.add(ask("second", [*SHARED[0][:24], 4]))
+    simulation.finish()
+    assert simulation.requests["second"].replica == simulation.requests["first"].replica
+    assert simulation.requests["second"].num_cached_tokens == 24
+
+
+def test_too_much_load_goes_before_a_prefix() -> None:
+    """A cache has 256 tokens: an eighth, 32, is too little for 40 more at one replica than at the other."""
+    simulation = routed(2, prefix_cache=True, num_blocks=65)
+    simulation.add(ask("first", [*SHARED[0][:24], 3], 40))
+    simulation.schedule()
+    simulation.add(ask("second", [*SHARED[0][:24], 4], 8))
+    simulation.schedule()
+    assert simulation.requests["second"].replica != simulation.requests["first"].replica
+    simulation.finish()
+
+
+def test_salts_keep_apart() -> None:
+    simulation = routed(2, prefix_cache=True, num_blocks=65)
+    simulation.add(ask("first", [*SHARED[0][:24], 3], 2))
+    simulation.finish()
+    simulation.add(ask("other", [*SHARED[0][:24], 3], 2, cache_salt=b"x"))
+    simulation.finish()
+    assert simulation.requests["other"].num_cached_tokens == 0
+    assert sum(replica.num_placed[Placed.PREFIX] for replica in simulation.router.replicas) == 0
+
+
+def test_a_group_stays_together_and_moves_together() -> None:
+    simulation = routed(2, max_num_seqs=1)
+    simulation.add(*(ask(f"s{number}", 6, 6, group="g") for number in range(4)), ask("alone", 6, 6))
+    simulation.schedule()
+    assert [simulation.requests[f"s{number}"].replica for number in range(4)] == [0] * 4
+    assert simulation.requests["alone"].replica == 1
+    simulation.lose(0)
+    simulation.schedule()
+    assert {simulation.requests[f"s{number}"].replica for number in range(4)} <= {1, None}
+    simulation.finish()
+    assert {simulation.requests[f"s{number}"].replica for number in range(4)} == {1}
+
+
+def test_round_robin() -> None:
+    simulation = RoutedSimulation(make_limits(), 3, routing=Routing.ROUND_ROBIN)
+    simulation.add(*(ask(f"r{number}", 3 + number) for number in range(6)))
+    simulation.schedule()
+    assert [request.replica for request in simulation.requests.values()] == [0, 1, 2] * 2
+    simulation.finish()
+
+
+def test_what_a_lost_replica_had_goes_first_elsewhere() -> None:
+    simulation = routed(2, max_num_seqs=1)
+    simulation.add(ask("a", 5, 20), ask("b", 5, 20), ask("waits"))
+    for _ in range(6):
+        simulation.step_all()
+    assert simulation.requests["a"].output_token_ids
+    simulation.lose(0)
+    simulation.finish()
+    a, waits = simulation.requests["a"], simulation.requests["waits"]
+    assert waits.first_token_time is not None
+    assert a.finish_time is not None
+    assert a.receipt.preemptions == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_replicas=st.integers(2, 4),
+    policy=st.sampled_from(Policy),
+    prefix_cache=st.booleans(),
+    max_num_seqs=st.integers(1, 4),
+    asked=st.lists(
+        st.tuples(st.integers(0, 2), st.integers(1, 24), st.integers(1, 12), st.integers(0, 4)), min_size=1, max_size=40
+    ),
+)
+def test_nobody_starves(
+    num_replicas: int,
+    policy: Policy,
+    prefix_cache: bool,
+    max_num_seqs: int,
+    asked: list[tuple[int, int, int, int]],
+) -> None:
+    """Where all are equal, requests leave the queue in the order in which they came, whatever the caches hold: one
+    whose prefix nobody has is never overtaken there. Each is in one place at any time, and all end."""
+    limits = make_limits(policy=policy, prefix_cache=prefix_cache, max_num_seqs=max_num_seqs, ttft_objective=1e6)
+    simulation = RoutedSimulation(limits, num_replicas)
+    for number, (family, length, max_tokens, steps) in enumerate(asked):
+        simulation.add(ask(f"r{number}", [*SHARED[family][:length], 3], max_tokens))
+        for _ in range(steps):
+            simulation.step_all()
+            placed = [request.replica is not None for request in simulation.requests.values()]
+            assert placed == sorted(placed, reverse=True), "somebody was overtaken"
+    simulation.finish()
