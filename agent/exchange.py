@@ -55,6 +55,11 @@ class Exchange:
         for member in range(layout.group_size):
             self._wait("start of the group", layout.arrival_line(member), arrivals, timeout_s)
 
+    @property
+    def is_down(self) -> bool:
+        """Whether an agent of the group is gone, or was waited for in vain."""
+        return self._memory.is_down
+
     def give_up(self) -> None:
         """Tell the others that this agent ends: nobody need wait for it."""
         self._memory.mark_down()

@@ -23,7 +23,14 @@ from agent.weights.cuts import CutSource
 from agent.weights.sharding import shard_specs
 from agent.weights.storage import STORAGE_DTYPES, Array
 from llm_serving.config import Config
-from llm_serving.errors import AgentError, AgentStartError, CheckpointError, GroupDownError, ProtocolError
+from llm_serving.errors import (
+    AgentError,
+    AgentStartError,
+    CheckpointError,
+    GroupBrokenError,
+    GroupDownError,
+    ProtocolError,
+)
 from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.shm import StepSlot
 
@@ -212,8 +219,10 @@ class ModelRunner:
             else:
                 logits = self._graph.run(inputs, entry)
         except RuntimeError as error:
+            if exchange.is_down:
+                raise GroupDownError("another agent of this group is gone or has not come in time") from error
             exchange.give_up()
-            raise GroupDownError(f"the graph failed: {_first_line(error)}") from error
+            raise GroupBrokenError(f"the graph failed: {_first_line(error)}") from error
         computed = time.perf_counter_ns()
         try:
             if self._part.answers:

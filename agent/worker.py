@@ -9,7 +9,7 @@ from typing import Protocol
 
 from agent.server import AgentServer
 from agent.task_queue import TaskQueue
-from llm_serving.errors import GroupDownError, LLMServingError
+from llm_serving.errors import GroupBrokenError, GroupDownError, LLMServingError
 from llm_serving.ipc.messages import (
     Decode,
     Failed,
@@ -103,7 +103,8 @@ class Worker:
                 answer = _run_step(message, queue_us, memory, runner)
             except GroupDownError as error:
                 logger.error("step %d: %s; this agent ends with its group", message.seq, error)
-                self._server.send(_failure(message, str(error)))
+                if isinstance(error, GroupBrokenError):  # else the step is not to blame, and may be computed again
+                    self._server.send(_failure(message, str(error)))
                 return 1
             self._server.send(answer)
 

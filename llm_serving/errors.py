@@ -15,6 +15,7 @@ LLMServingError
     ├── AgentStartError       it did not become ready; carries its traceback
     ├── AgentLostError        it died or stopped answering
     └── GroupDownError        another agent of its group did
+        └── GroupBrokenError  it did, in the middle of a step of its group
 """
 
 from __future__ import annotations
@@ -108,3 +109,7 @@ class AgentLostError(AgentError):
 
 class GroupDownError(AgentError):
     """Another agent of an agent's group is gone, or has not come in time: this one cannot go on either."""
+
+
+class GroupBrokenError(GroupDownError):
+    """An agent could not do its part of a step in which others of its group wait for it: they all end."""

@@ -11,7 +11,7 @@ from small_configs import REPOSITORY
 
 HTTP = ("starlette", "uvicorn", "uvloop", "httptools", "asyncio", "aiohttp", "httpx", "requests")
 AGENT_MAY = ("llm_serving.config", "llm_serving.ipc", "llm_serving.log", "llm_serving.errors", "llm_serving.request")
-SHAPES = ("llm_serving.model_shape", "llm_serving.model_families", "llm_serving.rope_scaling")
+SHAPES = ("llm_serving.model_shape", "llm_serving.parallel", "llm_serving.model_families", "llm_serving.rope_scaling")
 AGENT_MAY_TOO = (*SHAPES, "llm_serving.quantization", "llm_serving.formats")
 AGENT_MAY_TOO += ("llm_serving.machine", "llm_serving.memory_plan")
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agent.kernels.library import KernelError, load_library
+from agent.weights.storage import STORAGE_DTYPES
 from llm_serving.errors import GroupDownError
 
 _DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
@@ -128,17 +129,20 @@ def gather_rows_to_first(own: npt.NDArray[Any], out: npt.NDArray[Any] | None, st
     _check(_library().llmk_gather_rows_to_first(ctypes.byref(args)))
 
 
-def sum_parts(parts: list[npt.NDArray[Any]], dtype: str, *, use_reference: bool = False) -> npt.NDArray[Any]:
-    """What ``all_reduce`` makes of the agents' arrays."""
+def sum_parts(
+    parts: list[npt.NDArray[Any]], dtype: str, out_dtype: str = "", *, use_reference: bool = False
+) -> npt.NDArray[Any]:
+    """What ``all_reduce`` makes of the agents' arrays; ``out_dtype`` may be another than float32 parts have."""
     addresses = (ctypes.c_void_p * len(parts))(*[part.ctypes.data for part in parts])
-    out = np.empty_like(parts[0])
+    out = np.empty(parts[0].shape, STORAGE_DTYPES[out_dtype or dtype])
     function = _library().llmk_test_sum_parts
     function.argtypes = [
-        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int),
+        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int),
         *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_int),
     ]
     function.restype = None
-    function(_DTYPES[dtype], addresses, len(parts), out.ctypes.data, out.size, int(use_reference))
+    numbers = (_DTYPES[dtype], _DTYPES[out_dtype or dtype])
+    function(numbers[0], addresses, len(parts), numbers[1], out.ctypes.data, out.size, int(use_reference))
     return out
 
 

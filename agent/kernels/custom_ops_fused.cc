@@ -143,6 +143,15 @@ int run_linear(const Tensors& t, LinearArgs args, const NormedRows& in, int weig
   return error;
 }
 
+// Of the activations' type, or float32: sums as they are, for a sum over agents that rounds them once.
+int check_sums(const Tensors& t, int i, int64_t rows, int64_t width, DType dtype) {
+  return check_matrix(t, i, rows, width, t.dtype(i) == DType::kFloat32 ? DType::kFloat32 : dtype);
+}
+
+Epilogue epilogue_of(const Tensors& t, int out) {
+  return t.dtype(out) == DType::kFloat32 ? Epilogue::kStoreFloat : Epilogue::kStore;
+}
+
 LinearArgs output(void* out, int64_t stride, Epilogue epilogue) {
   LinearArgs args{};
   args.out = out;
@@ -205,12 +214,12 @@ int packed_linear(const Tensors& t) {
   const DType dtype = t.dtype(kX);
   const int64_t width = t.dim(kX, -1), columns = t.dim(kOut, -1), rows = rows_of(t, kCounts, 0, t.dim(kX, 0));
   if (rows < 0) return kBadArgument;
-  error = check_matrix(t, kOut, rows, columns, dtype);
+  error = check_sums(t, kOut, rows, columns, dtype);
   if (error == 0) error = check_weight(t, kWeight, columns, width, false);
   if (error != 0 || rows == 0) return error;
   NormedRows x;
   x.values = t.data[kX];
-  return run_linear(t, output(t.data[kOut], columns, Epilogue::kStore), x, kWeight, rows);
+  return run_linear(t, output(t.data[kOut], columns, epilogue_of(t, kOut)), x, kWeight, rows);
 }
 
 int gated_mlp(const Tensors& t) {
@@ -222,9 +231,10 @@ int gated_mlp(const Tensors& t) {
   const int64_t width = t.dim(kHidden, -1), rows = rows_of(t, kCounts, 0, t.dim(kHidden, 0));
   if (rows < 0) return kBadArgument;
   error = check_gamma(t, kGamma, kEpsilon, width, dtype);
-  for (const int i : {kResidual, kOut, kSum}) {
+  for (const int i : {kResidual, kSum}) {
     if (error == 0) error = check_matrix(t, i, rows, width, dtype);
   }
+  if (error == 0) error = check_sums(t, kOut, rows, width, dtype);
   if (error != 0) return error;
   const PackedWeightHeader* down = packed_weight(t, kDown);
   if (down == nullptr) return kBadArgument;
@@ -232,7 +242,7 @@ int gated_mlp(const Tensors& t) {
   error = check_weight(t, kDown, width, inner, false);
   if (error == 0) error = check_weight(t, kGateUp, 2 * inner, width, true);
   if (error != 0) return error;
-  const int64_t bytes = row_bytes(dtype, width);
+  const int64_t out_bytes = row_bytes(t.dtype(kOut), width);
   void* activated = thread_scratch(kScratchInner, smaller(rows, kMlpRows) * row_bytes(dtype, inner));
   for (int64_t first = 0; first < rows; first += kMlpRows) {
     const int64_t count = smaller(kMlpRows, rows - first);
@@ -243,7 +253,8 @@ int gated_mlp(const Tensors& t) {
     if (error != 0) return error;
     NormedRows product;
     product.values = activated;
-    error = run_linear(t, output(t.as<char>(kOut) + first * bytes, width, Epilogue::kStore), product, kDown, count);
+    void* out = t.as<char>(kOut) + first * out_bytes;
+    error = run_linear(t, output(out, width, epilogue_of(t, kOut)), product, kDown, count);
     if (error != 0) return error;
   }
   return 0;

@@ -21,8 +21,11 @@ enum Argument {
 
 // A matrix between two operators.
 struct Between {
-  void* data;
+  const char* dtype;
   int64_t shape[2];
+  void* data = nullptr;
+
+  int64_t bytes() const { return shape[0] * shape[1] * size_of(parse_dtype(dtype)); }
 };
 
 // The arguments of an inner operator: some of the layer's, some between.
@@ -33,7 +36,7 @@ class Call {
   Call& give(int argument) {
     return add(layer_.data[argument], layer_.ndims[argument], layer_.shapes[argument], layer_.dtypes[argument]);
   }
-  Call& give(Between* matrix) { return add(matrix->data, 2, matrix->shape, layer_.dtypes[kHidden]); }
+  Call& give(Between* matrix) { return add(matrix->data, 2, matrix->shape, matrix->dtype); }
 
   Tensors tensors() { return {op_, count_, data_, ndims_, shapes_, dtypes_}; }
 
@@ -76,15 +79,17 @@ int decoder_layer(const Tensors& t, bool first, bool sharded) {
   const PackedWeightHeader* qkv_weight = packed_weight(t, kQkv);
   const PackedWeightHeader* output_weight = packed_weight(t, kOutput);
   if (qkv_weight == nullptr || output_weight == nullptr) return kBadArgument;
-  Between qkv{nullptr, {rows, qkv_weight->columns}}, attended{nullptr, {rows, output_weight->depth}};
-  Between hidden{nullptr, {rows, width}}, residual{nullptr, {rows, width}};
+  const char* dtype = t.dtypes[kHidden];
+  Between qkv{dtype, {rows, qkv_weight->columns}}, attended{dtype, {rows, output_weight->depth}};
+  Between hidden{dtype, {rows, width}}, residual{dtype, {rows, width}};
+  Between own{"float32", {sharded ? rows : 0, width}};  // of a sum over the agents, not rounded before it is one
+  const auto all = {&own, &qkv, &attended, &hidden, &residual};
   int64_t bytes = 0;
-  for (const Between* matrix : {&qkv, &attended, &hidden, &residual}) bytes += matrix->shape[1];
-  bytes *= rows * size_of(t.dtype(kHidden));
+  for (const Between* matrix : all) bytes += matrix->bytes();
   char* memory = static_cast<char*>(thread_scratch(kScratchLayer, bytes));
-  for (Between* matrix : {&qkv, &attended, &hidden, &residual}) {
+  for (Between* matrix : all) {
     matrix->data = memory;
-    memory += rows * matrix->shape[1] * size_of(t.dtype(kHidden));
+    memory += matrix->bytes();
   }
   Call norm(first ? "NormLinear" : "AddNormLinear", t);
   norm.give(kHidden);
@@ -105,16 +110,19 @@ int decoder_layer(const Tensors& t, bool first, bool sharded) {
   error = rotary_attention(attention.give(&attended).tensors(), false);
   if (error != 0) return error;
   Call output("PackedLinear", t);
-  error = packed_linear(output.give(&attended).give(kOutput).give(kCounts).give(&hidden).tensors());
-  const DType dtype = t.dtype(kHidden);
-  if (error == 0 && sharded) error = all_reduce(t.op, dtype, hidden.data, hidden.data, rows * width);
+  output.give(&attended).give(kOutput).give(kCounts).give(sharded ? &own : &hidden);
+  error = packed_linear(output.tensors());
+  const auto sum = [&](void* out) {
+    return all_reduce(t.op, DType::kFloat32, own.data, t.dtype(kHidden), out, rows * width);
+  };
+  if (error == 0 && sharded) error = sum(hidden.data);
   if (error != 0) return error;
   Call mlp("GatedMlp", t);
   mlp.give(&hidden).give(&residual).give(kPostGamma).give(kEpsilon).give(kGateUp).give(kDown).give(kCounts);
   const int out = t.count - 2;
-  error = gated_mlp(mlp.give(out).give(t.count - 1).tensors());
-  if (error == 0 && sharded) error = all_reduce(t.op, dtype, t.data[out], t.data[out], rows * width);
-  return error;
+  sharded ? mlp.give(&own) : mlp.give(out);
+  error = gated_mlp(mlp.give(t.count - 1).tensors());
+  return error == 0 && sharded ? sum(t.data[out]) : error;
 }
 
 }  // namespace

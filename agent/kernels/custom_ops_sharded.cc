@@ -28,7 +28,7 @@ int all_reduce_rows(const Tensors& t) {
   const int64_t width = t.dim(kX, -1), rows = rows_of(t, kCounts, 0, t.dim(kX, 0));
   if (rows < 0) return kBadArgument;
   error = check_matrix(t, kOut, rows, width, t.dtype(kX));
-  return error != 0 ? error : all_reduce(t.op, t.dtype(kX), t.data[kX], t.data[kOut], rows * width);
+  return error != 0 ? error : all_reduce(t.op, t.dtype(kX), t.data[kX], t.dtype(kOut), t.data[kOut], rows * width);
 }
 
 // ids [T], table [own vocabulary, width], vocabulary [2] = {its first id, size of the whole}, counts -> the rows. An agent
@@ -58,7 +58,7 @@ int sharded_embed_tokens(const Tensors& t) {
       std::memset(out, 0, static_cast<size_t>(bytes));
     }
   }
-  return all_reduce(t.op, t.dtype(kOut), t.data[kOut], t.data[kOut], rows * width);
+  return all_reduce(t.op, t.dtype(kOut), t.data[kOut], t.dtype(kOut), t.data[kOut], rows * width);
 }
 
 // The largest of each row's logits in an agent's part of the vocabulary, and its token.
@@ -144,7 +144,7 @@ int hand_over(const Tensors& t) {
   }
   if (error != 0) return error;
   const void* parts[] = {t.data[kHidden], t.data[kResidual]};
-  sum_parts(t.dtype(kHidden), parts, 2, t.data[kStream], rows * width);
+  sum_parts(t.dtype(kHidden), parts, 2, t.dtype(kHidden), t.data[kStream], rows * width);
   return 0;
 }
 

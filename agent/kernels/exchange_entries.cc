@@ -34,7 +34,8 @@ LLMK_ENTRY void llmk_exchange_times(llmk::ExchangeTimes* out) { *out = llmk::exc
 
 LLMK_ENTRY int llmk_all_reduce(int dtype, const void* in, void* out, int64_t count) {
   const llmk::StandardFloatingPoint scope;
-  return llmk::all_reduce("AllReduce", static_cast<llmk::DType>(dtype), in, out, count);
+  const auto type = static_cast<llmk::DType>(dtype);
+  return llmk::all_reduce("AllReduce", type, in, type, out, count);
 }
 
 LLMK_ENTRY int llmk_all_gather(const void* in, void* out, int64_t bytes) {
@@ -49,9 +50,10 @@ LLMK_ENTRY int llmk_gather_rows_to_first(const llmk::GatherRowsArgs* args) {
 LLMK_ENTRY int llmk_measure_all_reduce(int dtype, const void* in, void* out, int64_t count, int64_t times,
                                        int64_t* nanoseconds) {
   const llmk::StandardFloatingPoint scope;
+  const auto type = static_cast<llmk::DType>(dtype);
   for (int64_t i = 0; i < times; ++i) {
     const int64_t start = now_ns();
-    const int error = llmk::all_reduce("AllReduce", static_cast<llmk::DType>(dtype), in, out, count);
+    const int error = llmk::all_reduce("AllReduce", type, in, type, out, count);
     if (error != 0) return error;
     nanoseconds[i] = now_ns() - start;
   }
@@ -74,12 +76,12 @@ LLMK_ENTRY void llmk_measure_ping_pong(void* own, void* other, int serves, int64
   }
 }
 
-LLMK_ENTRY void llmk_test_sum_parts(int dtype, const void* const* parts, int num_parts, void* out, int64_t count,
-                                    int use_reference) {
+LLMK_ENTRY void llmk_test_sum_parts(int dtype, const void* const* parts, int num_parts, int out_dtype, void* out,
+                                    int64_t count, int use_reference) {
   const llmk::StandardFloatingPoint scope;
-  const auto type = static_cast<llmk::DType>(dtype);
-  use_reference != 0 ? llmk::reference::sum_parts(type, parts, num_parts, out, count)
-                     : llmk::sum_parts(type, parts, num_parts, out, count);
+  const auto in = static_cast<llmk::DType>(dtype), to = static_cast<llmk::DType>(out_dtype);
+  use_reference != 0 ? llmk::reference::sum_parts(in, parts, num_parts, to, out, count)
+                     : llmk::sum_parts(in, parts, num_parts, to, out, count);
 }
 
 }  // extern "C"

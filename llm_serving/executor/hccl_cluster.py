@@ -2,8 +2,8 @@
 
 Each agent is a worker of the cluster and joins it in ``mindspore.communication.init()``, by environment variables; one
 more process, the cluster's scheduler, lets them find each other. ``msrun`` does the same for training jobs. Source:
-"Dynamic Cluster Startup", https://www.mindspore.cn/tutorials/en/r2.9.0/parallel/dynamic_cluster.html; rank tables,
-the other way, are deprecated since MindSpore 2.4 ("Distributed Parallel Startup Methods", same place).
+"Dynamic Cluster Startup", https://www.mindspore.cn/tutorials/en/r2.8.0/parallel/dynamic_cluster.html; rank tables,
+the other way, are deprecated since MindSpore 2.4 (docs/ascend.md).
 
 Every group is a cluster of its own, so that one may be started again while the others serve. On a CPU agents meet in
 shared memory (``llm_serving/ipc/exchange.py``) and none of this is used.
@@ -28,6 +28,7 @@ class HcclCluster:
 
     def __init__(self, host: str, num_agents: int, timeout_s: float, log_path: Path) -> None:
         """``host``: a loopback address; all agents of a group are on one machine. ``timeout_s``: to find each other."""
+        host = "127.0.0.1" if host == "localhost" else host  # MindSpore takes addresses only
         self._common = {
             "MS_WORKER_NUM": str(num_agents),
             "MS_SCHED_HOST": host,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from llm_serving.errors import AgentLostError
 from llm_serving.ipc.messages import StepDone, StepFailed
@@ -51,7 +52,7 @@ class StepJoin:
         del self._failed[answer.seq]
         if len(failures) < self._num_agents:
             self.torn = f"{self._who_failed(answers)} failed step {answer.seq}, and the rest of the group did not"
-        return failures[min(failures)]
+        return StepFailed(seq=answer.seq, slot=answer.slot, error=_text(failures.values()))
 
     def missing(self, seq: int) -> list[int]:
         """Ranks that have not answered a step."""
@@ -73,10 +74,7 @@ class StepJoin:
 
     def take_failures(self) -> list[tuple[int, str]]:
         """Steps that an agent has failed and others have not answered, with the error; forgets everything."""
-        found = [
-            (seq, next(each.error for each in self._answers[seq].values() if isinstance(each, StepFailed)))
-            for seq in sorted(self._failed)
-        ]
+        found = [(seq, _text(self._failures(self._answers[seq]).values())) for seq in sorted(self._failed)]
         self._answers.clear()
         self._failed.clear()
         self.torn = None
@@ -90,6 +88,11 @@ class StepJoin:
         failed = self._failures(answers)
         ranks = ", ".join(str(self._first_rank + member) for member in sorted(failed))
         return f"agent{'s' if len(failed) > 1 else ''} {ranks}"
+
+
+def _text(failures: Iterable[StepFailed]) -> str:
+    """What the agents said, each thing once."""
+    return "; ".join(dict.fromkeys(each.error for each in failures))
 
 
 def _longest(answers: list[StepDone]) -> StepDone:

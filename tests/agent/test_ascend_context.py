@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from agent.backends.ascend.communication import join_group
 from agent.backends.ascend.context import environment, jit_config, prepare_environment, set_up_device
 from agent.backends.ascend.limits import check_limits
 from agent.backends.ascend.memory import check_device_memory
+from agent.model_part import ModelPart
 from llm_serving.config import Config, load_config
 from llm_serving.errors import AgentStartError
 
@@ -211,3 +213,42 @@ def test_a_window_that_sequences_outgrow() -> None:
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_what_they_take(block_size: int) -> None:
     check_limits(published(f"pa_config.block_size={block_size}"))
+
+
+class Cluster:
+    """As much of ``mindspore.communication`` as is called."""
+
+    def __init__(self, refusal: Exception | None = None) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._refusal = refusal
+        self.communication = self
+
+    def init(self, backend: str) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+        self.calls.append(("init", backend))
+
+    def create_group(self, name: str, ranks: list[int]) -> None:
+        self.calls.append(("create_group", name, ranks))
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "rank", "wanted"),
+    [
+        (1, 1, 0, []),
+        (2, 1, 1, [("init", "hccl"), ("create_group", "stage", [0, 1])]),
+        (2, 2, 3, [("init", "hccl"), ("create_group", "stage", [2, 3])]),
+        (1, 2, 1, [("init", "hccl")]),
+    ],
+)
+def test_agents_of_a_stage_are_a_group_of_hccl(tp: int, pp: int, rank: int, wanted: list[Any]) -> None:
+    parallel = [f"parallel_config.tensor_parallel={tp}", f"parallel_config.pipeline_parallel={pp}"]
+    cluster = Cluster()
+    join_group(ModelPart.of(published(*parallel, "serving_config.agent_ports=[0]"), rank), cluster)
+    assert cluster.calls == wanted
+
+
+def test_agents_that_hccl_cannot_connect_do_not_start() -> None:
+    part = ModelPart.of(published("parallel_config.tensor_parallel=2", "serving_config.agent_ports=[0]"), 0)
+    with pytest.raises(AgentStartError, match="HCCL cannot connect the 2 agents of this group: EJ0001: no device"):
+        join_group(part, Cluster(RuntimeError("EJ0001: no device\nmore")))

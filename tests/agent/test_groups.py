@@ -29,7 +29,7 @@ HALF_SETUPS = (
 )
 QUANTISED_SETUPS = (
     Setup(2, 1, "bfloat16", "fused", "int8", "int8"),
-    Setup(2, 1, "float32", "fused", "int4"),
+    Setup(2, 1, "float32", "fused", "int4", extra={"model_config.weight_group": 8}),  # heads of 24 end with a group
     Setup(1, 2, "bfloat16", "fused", "int4", "int8"),
 )
 SETUPS = (*FLOAT32_SETUPS, *HALF_SETUPS, *QUANTISED_SETUPS)

@@ -111,3 +111,12 @@ def test_get_waits_for_a_message_and_tells_how_long_it_was_queued():
     message, waited_us = taken[0]
     assert message == Decode(seq=1, slot=0)
     assert 0 <= waited_us < 5_000_000
+
+
+@pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "fcfs"])
+def test_agents_of_a_group_keep_to_the_servers_order(policy):
+    """Whatever arrives together: all but the end waits its turn, so that every agent runs the same steps in turn."""
+    queue = TaskQueue(policy, max_steps=8, in_order=True)
+    for message in (*MIXED[:4], Move(seq=5, slot=4), Reset(seq=6), Prefill(seq=7, slot=5), Shutdown(seq=8)):
+        queue.put(message)
+    assert [message.seq for message in drain(queue)] == [8, 1, 2, 3, 4, 5, 6, 7]

@@ -7,70 +7,16 @@ import struct
 import time
 from pathlib import Path
 
-import psutil
 import pytest
-from small_configs import REPOSITORY, small_config
+from executor_steps import events_until, prefill, shm_entries
 from stub_agent import DIE, HANG, RAISE, REFUSE, SLOW, stub_token
 
 from llm_serving.errors import ConfigError
-from llm_serving.executor.agent_executor import AgentExecutor
 from llm_serving.executor.agent_process import bind_agent_port
 from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus
 from llm_serving.ipc import messages
-from llm_serving.ipc.shm import NUM_SLOTS, SHM_DIRECTORY, SHM_PREFIX
-from llm_serving.request import Request, SamplingParams
+from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepResult
-
-
-def shm_entries():
-    return {name for name in os.listdir(SHM_DIRECTORY) if name.startswith(f"{SHM_PREFIX}{os.getpid()}x")}
-
-
-@pytest.fixture
-def make_executor(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}")
-    before, made = shm_entries(), []
-
-    def make(*overrides, report=None):
-        config = small_config(tmp_path, overrides)
-        listener = bind_agent_port("127.0.0.1", 0)
-        executor = AgentExecutor(config, [listener], tmp_path, report, agent_module="stub_agent")
-        made.append((executor, listener))
-        executor.start()
-        return executor
-
-    yield make
-    children = psutil.Process().children(recursive=True)
-    for executor, listener in made:
-        executor.close()
-        listener.close()
-    assert [child for child in children if child.is_running()] == []
-    assert shm_entries() == before
-
-
-def events_until(executor, kind, timeout_s=20.0):
-    """Poll until an event of the kind comes; all events so far."""
-    deadline, events = time.monotonic() + timeout_s, []
-    while time.monotonic() < deadline:
-        events += executor.poll(0.5)
-        if any(isinstance(event, kind) for event in events):
-            return events
-    raise AssertionError(f"no {kind} within {timeout_s} s; got {events}")
-
-
-def prefill(seq, token, row=0, **sampling):
-    return ScheduledStep(
-        seq,
-        StepKind.PREFILL,
-        requests=[Request(f"r{seq}", [token], SamplingParams(**sampling), 0.0)],
-        rows=[row],
-        token_ids=[token],
-        query_lens=[1],
-        starts=[0],
-        block_tables=[[1]],
-        do_sample=[True],
-        sample_positions=[0],
-    )
 
 
 def pid_of(executor):

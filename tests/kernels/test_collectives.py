@@ -127,3 +127,12 @@ def test_the_fast_sum_is_the_plain_one(dtype: str) -> None:
             values = to_float32(plain, dtype)
             assert (same | np.isnan(values)).all()
             assert np.isnan(to_float32(fast, dtype)[np.isnan(values)]).all()
+
+
+@pytest.mark.parametrize("out_dtype", ["float16", "bfloat16"])
+def test_sums_of_float32_are_rounded_once(out_dtype: str) -> None:
+    generator = np.random.default_rng(3)
+    parts = [generator.standard_normal(1003).astype(np.float32) for _ in range(3)]
+    expected = from_float32(parts[0] + parts[1] + parts[2], out_dtype)
+    for use in (False, True):
+        np.testing.assert_array_equal(sum_parts(parts, "float32", out_dtype, use_reference=use), expected)

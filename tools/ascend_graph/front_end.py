@@ -57,17 +57,21 @@ def set_up() -> None:
 
 
 def compile_graphs(config: Config, kinds: Sequence[str] | None = None) -> Iterator[tuple[str, Graph]]:
-    """(kind, graph) of each of the config's graphs, or of some kinds, over the op table of the config's device.
+    """(kind, graph) of each of the config's graphs, or of some kinds, over the op table of the config's device. Where
+    several agents share the model, those of the first.
 
     Raises what the front end raises when types or shapes do not fit.
     """
     from mindspore.graph.api import _cell_graph_executor
 
     from agent.backends.selector import select_op_table
+    from agent.model_part import ModelPart
     from agent.models.registry import find_model
     from agent.step_graph import GraphKind, dynamic_step
 
-    ops = select_op_table(config)
+    part = ModelPart.of(config)
+    config = part.narrow(config)
+    ops = select_op_table(config, part)
     model = find_model(config.shape.architecture).build(config, ops)
     for kind in map(GraphKind, kinds) if kinds else GraphKind:
         cell = dynamic_step(model, ops, kind, config.max_prefill_seqs)

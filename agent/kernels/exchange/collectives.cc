@@ -94,10 +94,12 @@ int exchange_size() { return stage.size(); }
 int exchange_index() { return stage.index(); }
 ExchangeTimes exchange_times() { return stage.times(); }
 
-int all_reduce(const char* op, DType dtype, const void* in, void* out, int64_t count) {
+int all_reduce(const char* op, DType dtype, const void* in, DType out_dtype, void* out, int64_t count) {
   int error = stage.check_open(op);
   if (error != 0) return error;
-  if (dtype == DType::kUnsupported) return refuse_text(op, "sums float32, float16 and bfloat16 only");
+  if (dtype == DType::kUnsupported || (out_dtype != dtype && dtype != DType::kFloat32)) {
+    return refuse_text(op, "sums float32, float16 and bfloat16 only, and float32 alone to another type");
+  }
   const int64_t element = size_of(dtype), per_piece = stage.piece_bytes() / element;
   const void* parts[kMostAgents];
   for (int64_t begin = 0; begin < count; begin += per_piece) {
@@ -110,7 +112,7 @@ int all_reduce(const char* op, DType dtype, const void* in, void* out, int64_t c
     error = stage.wait_for_piece(op);
     if (error != 0) return error;
     for (int r = 0; r < stage.size(); ++r) parts[r] = r == stage.index() ? own : stage.buffer(r);
-    sum_parts(dtype, parts, stage.size(), static_cast<char*>(out) + begin * element, piece);
+    sum_parts(dtype, parts, stage.size(), out_dtype, static_cast<char*>(out) + begin * size_of(out_dtype), piece);
     stage.end_piece();
   }
   return 0;

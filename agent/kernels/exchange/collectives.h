@@ -32,8 +32,9 @@ int open_exchange(const ExchangeArgs& args);
 int exchange_size();
 int exchange_index();
 
-// out = the sum over the agents of `in`; the two may be one. 0, or an error code after a line on standard error.
-int all_reduce(const char* op, DType dtype, const void* in, void* out, int64_t count);
+// out = the sum over the agents of `in`, of the same type, or any where that is float32; the two may be one where the
+// types are. 0, or an error code after a line on standard error.
+int all_reduce(const char* op, DType dtype, const void* in, DType out_dtype, void* out, int64_t count);
 
 // out [size, bytes] = `in` of every agent in order.
 int all_gather(const char* op, const void* in, void* out, int64_t bytes);

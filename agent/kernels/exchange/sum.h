@@ -1,4 +1,4 @@
-// The sum of several arrays, element by element in their order, in float32, rounded once to their type.
+// The sum of several arrays, element by element in their order, in float32, rounded once.
 #pragma once
 #include <cstdint>
 
@@ -6,11 +6,12 @@
 
 namespace llmk {
 
-// parts[0..num_parts) and out have `count` elements; out may be one of the parts.
-void sum_parts(DType dtype, const void* const* parts, int num_parts, void* out, int64_t count);
+// parts[0..num_parts) and out have `count` elements; out may be one of the parts. Its type is that of the parts, or any
+// where they are float32.
+void sum_parts(DType dtype, const void* const* parts, int num_parts, DType out_dtype, void* out, int64_t count);
 
 namespace reference {
-void sum_parts(DType dtype, const void* const* parts, int num_parts, void* out, int64_t count);
+void sum_parts(DType dtype, const void* const* parts, int num_parts, DType out_dtype, void* out, int64_t count);
 }
 
 }  // namespace llmk

@@ -11,7 +11,8 @@ namespace llmk {
 int plugin_all_reduce(const Call& call) {
   const int error = check_float(call, 0);
   if (error != 0) return error;
-  return all_reduce(call.op, call.dtype(0), call.data[0], call.data[call.count - 1], call.size(0));
+  const int out = call.count - 1;
+  return all_reduce(call.op, call.dtype(0), call.data[0], call.dtype(out), call.data[out], call.size(0));
 }
 
 // AllGather(x [n, ...]) -> [size * n, ...], the ranks' x one after the other; any type.

@@ -1,0 +1,121 @@
+"""Where LAST_TOKEN comes from in a group: agents of two ranks in one process, their exchange real."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from small_configs import TINY_LLAMA
+from some_machine import SHAPE
+from step_config import make_config
+
+from agent.exchange import Exchange
+from agent.last_tokens import SharedLastTokens
+from agent.model_part import ModelPart
+from agent.sampler import RowTable
+from agent.warm_up import make_step
+from llm_serving.config import Config, ParallelConfig
+from llm_serving.errors import GroupDownError, ProtocolError
+from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+from llm_serving.ipc.shm import LAST_TOKEN, StepSlot
+from llm_serving.parallel import place, shard_of
+
+LAST, ONE = np.full(1, LAST_TOKEN, np.int32), np.ones(1, np.int32)
+
+
+class Pair:
+    """The first stage and the last one, which samples."""
+
+    def __init__(self) -> None:
+        parallel = ParallelConfig(1, 2, 1)
+        self.config: Config = make_config(TINY_LLAMA, "float32", "fused")
+        layout = ExchangeLayout.of(SHAPE, self.config.slot_limits(), parallel)
+        self.memory = ExchangeMemory.create(layout)
+        self.tables = [RowTable(layout.max_rows, 64, 100) for _ in range(2)]
+        parts = [self._part(rank, parallel) for rank in range(2)]
+        attached = [ExchangeMemory.attach(self.memory.name, layout) for _ in range(2)]
+        self.exchanges = [Exchange(each, part, 0.2) for each, part in zip(attached, parts, strict=True)]
+        self.first, self.last = (
+            SharedLastTokens(exchange, part, table)
+            for exchange, part, table in zip(self.exchanges, parts, self.tables, strict=True)
+        )
+
+    @staticmethod
+    def _part(rank: int, parallel: ParallelConfig) -> ModelPart:
+        where = place(rank, parallel)
+        return ModelPart(parallel, where, shard_of(SHAPE, where, parallel), SHAPE)
+
+    def step(self, rows: list[int], sampled: list[bool]) -> StepSlot:
+        slot = make_step(self.config, [1] * len(rows), [1] * len(rows))
+        slot.rows[: len(rows)], slot.do_sample[: len(rows)] = rows, sampled
+        return slot
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.memory.close()
+
+
+def row(number: int) -> Any:
+    return np.full(1, number, np.int32)
+
+
+def test_the_first_stage_gets_what_the_last_one_sampled(pair: Pair) -> None:
+    slot = pair.step([3, 1], [True, False])
+    pair.first.step_done(slot)
+    pair.tables[1].last_token[3] = 42
+    pair.last.step_done(slot)
+    for agent in (pair.first, pair.last):
+        agent.check(LAST, row(3), ONE)
+    assert pair.first.resolve(LAST, row(3), ONE).tolist() == [42]
+    mixed = np.array([7, LAST_TOKEN, 8], np.int32)
+    assert pair.first.resolve(mixed, np.array([5, 3], np.int32), np.array([1, 2], np.int32)).tolist() == [7, 42, 8]
+
+
+def test_both_refuse_a_row_that_has_sampled_nothing(pair: Pair) -> None:
+    slot = pair.step([3, 1], [True, False])
+    for agent in (pair.first, pair.last):
+        agent.step_done(slot)
+        with pytest.raises(ProtocolError, match="the last token of row 1, which has not sampled one"):
+            agent.check(LAST, row(1), ONE)
+        agent.reset()
+        with pytest.raises(ProtocolError, match="row 3"):
+            agent.check(LAST, row(3), ONE)
+
+
+def test_it_waits_for_the_step_that_samples_and_gives_up(pair: Pair) -> None:
+    pair.first.step_done(pair.step([3], [True]))
+    pair.first.check(LAST, row(3), ONE)
+    with pytest.raises(GroupDownError, match="tokens of the last stage"):
+        pair.first.resolve(LAST, row(3), ONE)
+    assert pair.memory.is_down
+
+
+def test_a_failed_sampling_gives_a_token_that_can_be_computed_with(pair: Pair) -> None:
+    """The step's requests end, but the next step with their rows may be on its way."""
+    slot = pair.step([3], [True])
+    pair.first.step_done(slot)
+    pair.last.step_done(slot)
+    assert pair.first.resolve(LAST, row(3), ONE).tolist() == [0]
+
+
+def test_streams_go_from_stage_to_stage_in_order(pair: Pair) -> None:
+    sender, receiver = pair.exchanges
+    width, out = SHAPE.hidden_size, np.zeros((2, SHAPE.hidden_size), np.float32)
+    streams = [np.full((2, width), number, np.float32) for number in range(4)]
+    sender.send(streams[0])
+    sender.send(streams[1])
+    receiver.receive(out)
+    assert (out == 0).all()
+    sender.send(streams[2])
+    for number in (1, 2):
+        receiver.receive(out)
+        assert (out == number).all()
+    sender.send(streams[3])
+    sender.send(streams[0])
+    with pytest.raises(GroupDownError, match="activations for the next stage"):
+        sender.send(streams[1])  # two steps ahead already

@@ -1,0 +1,39 @@
+"""Executors over stub agents that leave nothing behind."""
+
+from __future__ import annotations
+
+import os
+
+import psutil
+import pytest
+from executor_steps import shm_entries
+from small_configs import REPOSITORY, small_config
+
+from llm_serving.executor.agent_executor import AgentExecutor
+from llm_serving.executor.agent_process import bind_agent_ports
+from llm_serving.parallel import group_ranks
+
+
+@pytest.fixture
+def make_executor(tmp_path, monkeypatch):
+    """Makes and starts the executor of a replica; ``overrides`` are the config's."""
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}")
+    before, made = shm_entries(), []
+
+    def make(*overrides, report=None, replica=0):
+        config = small_config(tmp_path, overrides)
+        ranks = group_ranks(replica, config.parallel_config)
+        ports = bind_agent_ports("127.0.0.1", [0] * len(ranks))
+        listeners = ports.__enter__()
+        executor = AgentExecutor(config, listeners, tmp_path, report, agent_module="stub_agent", replica=replica)
+        made.append((executor, ports))
+        executor.start()
+        return executor
+
+    yield make
+    children = psutil.Process().children(recursive=True)
+    for executor, ports in made:
+        executor.close()
+        ports.__exit__(None, None, None)
+    assert [child for child in children if child.is_running()] == []
+    assert shm_entries() == before

@@ -1,0 +1,102 @@
+"""The exchange of a group: its layout, and who may map it."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from some_machine import SHAPE
+
+from llm_serving.config import ParallelConfig
+from llm_serving.errors import ProtocolError
+from llm_serving.ipc.exchange import (
+    COLLECTIVE_BUFFERS,
+    COLLECTIVE_BYTES,
+    LINE_BYTES,
+    RING_STEPS,
+    ExchangeLayout,
+    ExchangeMemory,
+    exchange_bytes,
+)
+from llm_serving.ipc.shm import SlotLimits
+
+LIMITS = SlotLimits(max_tokens=300, max_seqs=9, max_blocks_per_seq=4)
+SIZES = [(2, 1), (1, 2), (3, 1), (2, 2), (2, 3), (1, 4)]
+
+
+def layout_of(tp: int, pp: int) -> ExchangeLayout:
+    return ExchangeLayout.of(SHAPE, LIMITS, ParallelConfig(tp, pp, 1))
+
+
+@pytest.mark.parametrize(("tp", "pp"), SIZES)
+def test_nothing_overlaps(tp: int, pp: int) -> None:
+    layout, size = layout_of(tp, pp), tp * pp
+    lines = [0, layout.token_line]
+    lines += [place(member) for member in range(size) for place in (layout.collective_line, layout.arrival_line)]
+    lines += [layout.ring_read_line(member) for member in range(size)]
+    lines += [layout.ring_written_line(border) for border in range(pp - 1)]
+    regions = [(line, line + LINE_BYTES) for line in lines]
+    regions.append((layout.tokens, layout.tokens + 4 * LIMITS.max_seqs))
+    if tp > 1:
+        each = COLLECTIVE_BUFFERS * COLLECTIVE_BYTES
+        starts = [layout.collective_buffers + member * layout.collective_member_bytes for member in range(size)]
+        regions += [(start, start + each) for start in starts]
+    for border in range(pp - 1):
+        step = LIMITS.max_tokens * SHAPE.hidden_size * 4
+        starts = [layout.ring(border) + number * layout.ring_step_bytes for number in range(RING_STEPS)]
+        regions += [(start, start + step) for start in starts]
+    regions.sort()
+    assert all(end <= start for (_, end), (start, _) in pairwise(regions))
+    assert regions[-1][1] <= layout.num_bytes
+    assert all(line % LINE_BYTES == 0 for line in lines)
+
+
+def test_sizes() -> None:
+    assert exchange_bytes(SHAPE, LIMITS, ParallelConfig(1, 1, 1)) == 0
+    assert exchange_bytes(SHAPE, LIMITS, ParallelConfig(1, 1, 4)) == 0, "replicas exchange nothing"
+    ring = RING_STEPS * -(-300 * SHAPE.hidden_size * 4 // 4096) * 4096
+    assert exchange_bytes(SHAPE, LIMITS, ParallelConfig(1, 2, 1)) == 4096 + ring
+    buffers = COLLECTIVE_BUFFERS * COLLECTIVE_BYTES
+    assert exchange_bytes(SHAPE, LIMITS, ParallelConfig(2, 1, 1)) == 4096 + 2 * buffers
+    assert exchange_bytes(SHAPE, LIMITS, ParallelConfig(2, 2, 8)) == 4096 + 4 * buffers + ring
+
+
+def test_an_agent_sees_what_the_server_writes_and_the_name_goes_once_it_is_mapped() -> None:
+    created = ExchangeMemory.create(layout_of(2, 2))
+    attached = ExchangeMemory.attach(created.name, layout_of(2, 2))
+    created.unlink()
+    assert not Path("/dev/shm", created.name).exists()
+    assert not attached.is_down
+    created.mark_down()
+    assert attached.is_down
+    attached.close()
+    created.close()
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="is not a name of an exchange segment"):
+        ExchangeMemory.attach("llm-serving-../../etc/passwd", layout_of(2, 1))
+    memory = ExchangeMemory.create(layout_of(2, 1))
+    try:
+        with pytest.raises(ProtocolError, match=r"has \d+ bytes, the layout needs \d+"):
+            ExchangeMemory.attach(memory.name, layout_of(3, 1))
+        memory.header[1] = 77
+        with pytest.raises(ProtocolError, match="begins with"):
+            ExchangeMemory.attach(memory.name, layout_of(2, 1))
+    finally:
+        memory.close()
+    assert not Path("/dev/shm", memory.name).exists()
+
+
+def test_its_pages_are_there_from_the_start() -> None:
+    """A full /dev/shm is found when the group starts, not by a step."""
+    memory = ExchangeMemory.create(layout_of(2, 1))
+    try:
+        status = os.stat(Path("/dev/shm", memory.name))
+        assert status.st_blocks * 512 >= memory.layout.num_bytes
+        assert not np.frombuffer(memory.mapping, np.uint8)[LINE_BYTES:].any()
+    finally:
+        memory.close()

@@ -1,0 +1,87 @@
+"""Kills agents of a parallel deployment under load, again and again, and says how its groups came back.
+
+    python tests/long/kill_agents.py --kills 20 [--set parallel_config.tensor_parallel=2 ...]
+
+Every kill is a SIGKILL to the next rank in turn while clients ask for texts whose tokens are known. A line a kill: how
+long until it was noticed, until its group served again, and what of that was the pause that grows with each kill. Exits
+with 1 when an answer was neither the expected tokens nor a clear error, a group was not back within its pause and three
+times what the first start took, or a process, port or segment of shared memory was left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+
+from agent_kills import Kill, Load, engine_of, kill_agent  # noqa: E402
+from server_process import ServerProcess, running_server  # noqa: E402
+
+START_FACTOR = 3.0
+"""A start under load may take so many times the first one's seconds."""
+
+
+def main() -> int:
+    """The exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--config", default="llama_tiny_cpu.yaml")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    parsed = parser.parse_args()
+    overrides = parsed.overrides or ["parallel_config.tensor_parallel=2"]
+    limit = f"serving_config.agent_restart_limit={parsed.kills}"
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kill_agents_") as folder:
+        with running_server(Path(folder), [*overrides, limit], parsed.config) as server:
+            start_s = time.monotonic() - began
+            agents = engine_of(server)["agents"]
+            print(f"{len(agents)} agents ready in {start_s:.1f} s; {' '.join(overrides)}")
+            load, kills = run(server, len(agents), parsed.kills)
+            server.wait_until_idle()
+        open_ports = [agent["address"] for agent in agents if is_open(agent["address"])]
+    late = [kill for kill in kills if kill.start_s > START_FACTOR * start_s]
+    print(f"{load.answered} requests answered with their tokens, {len(load.failed)} ended with an error")
+    for text in [*dict.fromkeys(load.failed), *load.wrong, *map(str, late), *open_ports]:
+        print(f"  {text}")
+    slowest = max(kill.start_s for kill in kills)
+    print(f"noticed within {max(kill.noticed_s for kill in kills):.3f} s; back within {slowest:.1f} s and the pause")
+    is_good = not (load.wrong or late or open_ports) and len(kills) == parsed.kills and load.answered > 0
+    print("nothing was left: no process, port or shared memory" if is_good else "FAILED")
+    return 0 if is_good else 1
+
+
+def run(server: ServerProcess, num_agents: int, num_kills: int) -> tuple[Load, list[Kill]]:
+    """The kills, ranks in turn, with load all the time."""
+    kills = []
+    restarts: dict[int, int] = {}
+    group_size = num_agents // len({agent["replica"] for agent in engine_of(server)["agents"]})
+    with Load(server) as load:
+        for number in range(num_kills):
+            rank = number % num_agents
+            replica = rank // group_size
+            kill = kill_agent(server, rank, restarts.get(replica, 0))
+            restarts[replica] = restarts.get(replica, 0) + 1
+            kills.append(kill)
+            print(
+                f"kill {number + 1:3}: agent {rank}, noticed after {kill.noticed_s:.3f} s, serving after "
+                f"{kill.ready_s:5.2f} s (pause {kill.backoff_s:5.2f} s); {load.answered} answered",
+                flush=True,
+            )
+    return load, kills
+
+
+def is_open(address: str) -> bool:
+    """Whether somebody still listens there."""
+    host, port = address.rsplit(":", 1)
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
