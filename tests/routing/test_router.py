@@ -178,7 +178,11 @@ def test_a_group_stays_together_and_moves_together() -> None:
     assert [simulation.requests[f"s{number}"].replica for number in range(4)] == [0] * 4
     assert simulation.requests["alone"].replica == 1
     simulation.lose(0)
-    simulation.schedule()
+    while "alone" not in simulation.ended:
+        simulation.step_all()
+    simulation.step_all()
+    assert {simulation.requests[f"s{number}"].replica for number in range(4)} == {1}
+    simulation.revive(0)
     simulation.finish()
     assert {simulation.requests[f"s{number}"].replica for number in range(4)} == {1}
 
