@@ -137,7 +137,7 @@ class Request:
     group: str = ""
     """Requests of one group have their prompt in common and go to one replica of the model; empty: it is alone."""
     replica: int | None = 0
-    """Replica of the model that serves it, or did last; None while none of several does."""
+    """Replica of the model that serves it, or did last; None before it had one of several."""
     receipt: Receipt = field(default_factory=Receipt)
 
     def __post_init__(self) -> None:

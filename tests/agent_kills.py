@@ -15,6 +15,8 @@ from llm_serving.executor.agent_executor import FIRST_BACKOFF_S, LONGEST_BACKOFF
 
 PROMPTS = ("Once upon a time", "The dog", "One day, a girl", "There was a bird")
 MAX_TOKENS = (40, 120, 200)
+REQUEST_TIMEOUT_S = 600.0
+"""A request may live through many kills: between two, its group serves for a moment only."""
 
 
 @dataclass
@@ -76,7 +78,10 @@ class Load:
         while not self._stopping.is_set():
             prompt, length = PROMPTS[turn % len(PROMPTS)], MAX_TOKENS[turn % len(MAX_TOKENS)]
             turn += 1
-            answer = self._ask(prompt, length)
+            try:
+                answer = self._ask(prompt, length)
+            except OSError as error:  # no answer is a wrong one
+                answer = {"no answer": repr(error)}
             with self._lock:
                 self._judge(answer, (prompt, length))
 
@@ -92,7 +97,7 @@ class Load:
 
     def _ask(self, prompt: str, length: int) -> dict[str, Any]:
         body = {"prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-        answer: dict[str, Any] = self.server.post("/v1/completions", body)
+        answer: dict[str, Any] = self.server.post("/v1/completions", body, timeout_s=REQUEST_TIMEOUT_S)
         return answer
 
 

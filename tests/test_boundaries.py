@@ -16,6 +16,9 @@ AGENT_MAY_TOO = (*SHAPES, "llm_serving.quantization", "llm_serving.formats")
 AGENT_MAY_TOO += ("llm_serving.machine", "llm_serving.memory_plan")
 
 
+CLOCKS_AND_IO = ("time", "datetime", "threading", "socket", "selectors", "os", "io", "pathlib", "random", "subprocess")
+
+
 def python_files(package):
     return sorted((REPOSITORY / package).rglob("*.py"))
 
@@ -44,6 +47,13 @@ def test_the_agent_imports_no_http_and_little_of_the_control_plane(path):
     assert [name for name in names if inside(name, HTTP)] == []
     ours = [name for name in names if inside(name, ("llm_serving",))]
     assert [name for name in ours if not inside(name, AGENT_MAY + AGENT_MAY_TOO)] == []
+
+
+@pytest.mark.parametrize("package", ["scheduler", "kvcache", "routing"])
+def test_who_decides_has_no_clock_and_no_io(package):
+    """So that a run can be simulated, and replayed bit for bit."""
+    for path in python_files(f"llm_serving/{package}"):
+        assert [name for name in imports_of(path) if inside(name, (*CLOCKS_AND_IO, *HTTP))] == [], path
 
 
 @pytest.mark.parametrize("package", ["llm_serving", "agent"])

@@ -313,12 +313,8 @@ int lm_head(const Tensors& t) {
   if (t.count != 9) return refuse_text(t.op, "got %d arguments; it takes 8 and gives 1", t.count);
   const int64_t seqs = rows_of(t, kCounts, 1, t.dim(kLogits, 0));
   if (seqs < 0) return kBadArgument;
-  const PackedWeightHeader* weight = packed_weight(t, kWeight);
-  if (weight == nullptr) return kBadArgument;
-  if (weight->columns != t.dim(kLogits, -1)) {
-    return refuse_text(t.op, "a weight of %lld tokens for logits of %lld", static_cast<long long>(weight->columns),
-                       static_cast<long long>(t.dim(kLogits, -1)));
-  }
+  const int error = check_weight(t, kWeight, t.dim(kLogits, -1), t.dim(kHidden, -1), false);
+  if (error != 0) return error;
   float* values = static_cast<float*>(thread_scratch(kScratchBest, larger(1, seqs) * 4));
   return lm_head_rows(t, {kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kCounts, kBest}, values);
 }

@@ -157,9 +157,9 @@ class EngineCore:
         self._look_after(now)
 
     def _concerned(self, events: list[tuple[int, ExecutorEvent]], now: float) -> list[Replica]:
-        """Replicas for which there may be a step where there was none."""
+        """Replicas for which there may be a step where there was none. What one has lost may be for any other."""
         replicas = self._replicas
-        if len(replicas) == 1:
+        if len(replicas) == 1 or any(isinstance(event, AgentLost) for _, event in events):
             return replicas
         indices = {index for index, _ in events}
         return [one for one in replicas if one.index in indices or (one.wakeup is not None and one.wakeup <= now)]

@@ -220,6 +220,7 @@ class FlightRecorder:
         self._note([Tag.RELEASE, [self._requests[request_id][0] for request_id in request_ids]])
         for request_id in request_ids:
             self._forget(request_id)
+        self._steps.renumber()  # one that comes back has another number
 
     def _note_schedule(self, step: ScheduledStep | None, now: float) -> None:
         state = state_of(self._scheduler)

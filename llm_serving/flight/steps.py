@@ -83,6 +83,10 @@ class StepWriter:
         """A request has ended."""
         self._tables.pop(number, None)
 
+    def renumber(self) -> None:
+        """Requests may have other numbers from now on: what comes is told whole."""
+        self._last.clear()
+
     def record(self, step: ScheduledStep, number_of: Callable[[Request], int]) -> list[object]:
         """The step as a record."""
         last = self._last.get(step.kind)

@@ -87,6 +87,19 @@ def test_requests_of_a_replica_that_stays_away_go_on_elsewhere() -> None:
     assert {request.replica for name, request in engine.asked.items() if name >= "r6"} == {0, 1}
 
 
+def test_an_idle_replica_takes_over_at_once() -> None:
+    """Nothing else happens that would make anybody look."""
+    engine = ReplicatedEngine(2)
+    request = engine.request("alone", 5, 20, ignore_eos=True)
+    engine.step(5)
+    assert (request.replica, engine.router.replicas[1].num_running) == (0, 0)
+    engine.executors[0].lose_agent(ready=False)
+    engine.step(3)
+    assert (request.replica, engine.router.replicas[1].num_running) == (1, 1)
+    engine.finish()
+    check_texts(engine)
+
+
 def test_all_replicas_lost_and_one_comes_back() -> None:
     engine = ReplicatedEngine(2)
     for number in range(4):

@@ -22,7 +22,7 @@ from tools.replaying.replayer import replay
 
 
 def record_routed(
-    folder: Path, seed: int, *, ring_bytes: int = RING_BYTES, count: int = 60, **limits: object
+    folder: Path, seed: int, *, ring_bytes: int = RING_BYTES, count: int = 150, **limits: object
 ) -> RoutedSimulation:
     """Random arrivals, steps, aborts and losses over three replicas, each with a recorder."""
     recorders: list[FlightRecorder] = []
@@ -43,7 +43,7 @@ def record_routed(
         elif choice < 0.64 and routed.requests:
             routed.end(rng.choice(list(routed.requests)))
             routed.drop_void_steps()
-        elif choice < 0.66:
+        elif choice < 0.665:
             routed.lose(rng.randrange(3))
         elif choice < 0.7:
             routed.revive(rng.randrange(3))

@@ -120,7 +120,9 @@ def test_a_tenant_pays_for_what_it_gets_on_any_replica() -> None:
     assert waiting
     while modest.first_scheduled_time is None:
         simulation.step_all()
-    assert all(one.first_scheduled_time is None for one in waiting)
+    assert all(one.first_scheduled_time in (None, modest.first_scheduled_time) for one in waiting)
+    overtaken = [one for one in waiting if one.first_scheduled_time is None]
+    assert len(overtaken) > len(waiting) - 4, "four rows: modest is not behind all that came before"
     simulation.finish()
 
 
@@ -176,8 +178,11 @@ def test_a_group_stays_together_and_moves_together() -> None:
     assert [simulation.requests[f"s{number}"].replica for number in range(4)] == [0] * 4
     assert simulation.requests["alone"].replica == 1
     simulation.lose(0)
-    simulation.schedule()
-    assert {simulation.requests[f"s{number}"].replica for number in range(4)} <= {1, None}
+    while "alone" not in simulation.ended:
+        simulation.step_all()
+    simulation.step_all()
+    assert {simulation.requests[f"s{number}"].replica for number in range(4)} == {1}
+    simulation.revive(0)
     simulation.finish()
     assert {simulation.requests[f"s{number}"].replica for number in range(4)} == {1}
 

@@ -1,0 +1,40 @@
+"""The benchmarks of agents that share a model, as they are started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from small_configs import REPOSITORY
+
+
+def run(program: str, tmp_path: Path, *arguments: str) -> Any:
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(REPOSITORY / "performance" / program), "--json", str(figures), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(figures.read_text())
+
+
+def test_sums_are_measured_against_the_ceiling(tmp_path: Path) -> None:
+    figures = run("bench_collectives.py", tmp_path, "--dtype", "float32")
+    assert figures["one_way_us"] > 0
+    medians = [figures["sums"][size]["median_us"] for size in ("256", "4096", "65536", "1048576")]
+    assert medians == sorted(medians), "more bytes take longer"
+    for each in figures["sums"].values():
+        assert each["p99_us"] >= each["median_us"] > figures["one_way_us"], "nothing beats a word handed over"
+
+
+def test_steps_of_one_agent_and_of_two_say_the_same(tmp_path: Path) -> None:
+    small = ["model_config.model_dtype=float32", "model_config.op_table=fused"]
+    sets = [part for each in small for part in ("--set", each)]
+    one, two = run("bench_parallel.py", tmp_path, "--config", "llama_tiny_cpu.yaml", "--groups", "1x1,2x1", *sets)
+    assert one["text"] == two["text"]
+    assert len(set(one["text"])) > 3
+    for batch in one["steps"]:
+        assert one["steps"][batch]["communication_share"] == 0
+        assert 0 < two["steps"][batch]["communication_share"] < 1
+        assert two["steps"][batch]["waiting_share"] <= two["steps"][batch]["communication_share"]
