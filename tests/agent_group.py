@@ -16,7 +16,7 @@ from llm_serving.config import Config
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 
 FOLDER = Path(__file__).resolve().parent / "agent"
-TIMEOUT_S = 280
+TIMEOUT_S = 850
 
 
 @dataclass(frozen=True, slots=True)

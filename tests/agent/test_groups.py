@@ -17,6 +17,9 @@ from llm_serving.errors import ConfigError
 from tools.seeded_families import FAMILY_VARIANTS
 from tools.seeded_model import VARIANTS, write_model
 
+pytestmark = pytest.mark.timeout(900)
+"""A setup's first test runs all models."""
+
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 SEEDED = {**VARIANTS, **FAMILY_VARIANTS}
