@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from mindformers_variants import VARIANTS, needs_mindformers
 
-pytestmark = needs_mindformers
+pytestmark = [needs_mindformers, pytest.mark.timeout(700)]
 
 WORKER = Path(__file__).with_name("worker.py")
 DTYPES = ("float16", "bfloat16")
@@ -29,21 +29,24 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Results of a type, computed when they are first asked for."""
 
     @cache
-    def run(dtype: str) -> Any:
+    def run(dtype: str) -> subprocess.CompletedProcess[str]:
         scratch = tmp_path_factory.mktemp(f"mindformers-{dtype}")
-        done = subprocess.run(
+        return subprocess.run(
             [sys.executable, str(WORKER), dtype, str(scratch)],
             cwd=scratch,
             env={**os.environ, "PYTHONWARNINGS": "ignore"},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
             check=False,
         )
+
+    def result(dtype: str) -> Any:
+        done = run(dtype)
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout.splitlines()[-1])
 
-    return run
+    return result
 
 
 @pytest.mark.parametrize("model", VARIANTS)
