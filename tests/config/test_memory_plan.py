@@ -80,6 +80,22 @@ def test_quantised_formats(tmp_path: Path) -> None:
     assert "in int8" in int8_cache.table()
 
 
+def test_quantised_formats_of_the_native_operators(tmp_path: Path) -> None:
+    """On a CPU int4 is packed as bytes with the scales of groups; an Ascend has the primitive's pairs and offsets."""
+    linear, output = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 300 * 64
+    others = 2 * 2 * 64 + 64 + 300 * 64
+
+    def weights(fmt: str, *overrides: str, ascend: bool = False) -> int:
+        given = ["model_dtype=bfloat16", "op_table=native", "weight_group=32", f"weight_format={fmt}"]
+        config = small(tmp_path, *(f"model_config.{each}" for each in given), *overrides, ascend=ascend)
+        return estimate_memory(config, PLENTY).bytes_of("weights")
+
+    assert weights("int8") == weights("int8_weight_only") == linear + output + 2 * others
+    assert weights("int4") == (linear + output) * 9 // 8 + 2 * others
+    ascend = weights("int4", "model_config.device_target=Ascend", ascend=True)
+    assert ascend == (linear + output) * 5 // 8 + 2 * others
+
+
 def test_experts_and_windows(tmp_path: Path) -> None:
     def plan(op_table: str, **changes: object) -> MemoryPlan:
         folder = write_model_folder(tmp_path / str(len(list(tmp_path.iterdir()))), **changes)  # type: ignore[arg-type]

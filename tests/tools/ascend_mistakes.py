@@ -235,7 +235,7 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
         INT8,
         lambda: other_parameters(lambda found: found | {"scale": (found["scale"][0], "bfloat16")}),
     ),
-    "int4, transposed weight that fits": ("decode", INT4, lambda: weight_only(transpose_weight=True)),
+    "int4, transposed weight": ("decode", INT4, lambda: weight_only(transpose_weight=True)),
     "int4, group size": ("decode", INT4, lambda: weight_only(antiquant_group_size=32)),
     "int4, scales turned round": ("decode", INT4, lambda: other_parameters(short_scales)),
     "int4, bytes for pairs": (
@@ -248,7 +248,7 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
         INT8_WEIGHTS,
         lambda: in_linear("_WeightOnlyProduct", ScaleForOffset),
     ),
-    "int8 weights, no transpose that fits": ("decode", INT8_WEIGHTS, lambda: weight_only(transpose_weight=False)),
+    "int8 weights, no transpose": ("decode", INT8_WEIGHTS, lambda: weight_only(transpose_weight=False)),
     "outputs": ("decode", CONFIG, lambda: patched("_LMHead", TwoOutputs)),
     "sums of an agent's part": ("decode", PAIR, lambda: mock.patch.object(native.parallel, "Sum", OwnPart)),
 }

@@ -35,6 +35,15 @@ CAUGHT = {
     "vocabulary": "the graph gives ['f16[-1,2064]']; the logits are f16[-1,2048]",
     "sums of an agent's part": "0 x AllReduce for 2 layers; there should be 5",
     "outputs": "the graph gives ['f16[-1,2048]', 'f16[-1,256]']",
+    "int8, no scales of tokens": "the scales of the tokens are not those of the DynamicQuantExt that x1 comes from",
+    "int8, scales of other tokens": "18 x DynamicQuantExt for 2 layers; there should be 9",
+    "int8, type of scales": "QuantBatchMatmul of layer 0: scale is bf16[768]; it must be f32[768]",
+    "int4, transposed weight": "refused: ",
+    "int4, group size": "antiquant_group_size is 32; the weight's groups are of 64",
+    "int4, scales turned round": "WeightQuantBatchMatmul of layer 0: scale is f16[768,4]; it must be f16[4,768]",
+    "int4, bytes for pairs": "refused: ",
+    "int8 weights, scales for offsets": "WeightQuantBatchMatmul of layer 0: offset is given; there is none",
+    "int8 weights, no transpose": "refused: ",
 }
 
 

@@ -21,7 +21,7 @@
 //   int8              exact integers, then float(sum) * x_scale * w_scale; by groups: as int4 with zero 128
 //   int4              total = fma(float(sum over the group of (w - zero) * x), group scale, total) in group order,
 //                     then total * x_scale
-//   int8_weight_only  as a float format with the integers as weights (a group at a time: total = fma(sum, scale,
+//   int8_weight_only  as a float format with the integers as weights, bfloat16 where the activations are (a group at a time: total = fma(sum, scale,
 //                     total)); without groups sum * scale
 // The bias is added last, in float32. int8 and int4 results are bit-identical over all instruction sets.
 #pragma once

@@ -150,6 +150,21 @@ struct TiledForm {
   }
 };
 
+// A block of int8 weights that linear_weight_only.h has unpacked to bfloat16, whose steps take as many bytes as those of
+// int8. One row or many: as with weights that are stored so.
+struct TiledBlock {
+  using Step = BFloatDotStep;
+  static bool fits(const LinearJob& job) {
+    return job.header.depth % BFloatTiles16::kDepth == 0 && job.header.group % BFloatTiles16::kDepth == 0;
+  }
+  static void multiply(const LinearJob& job, const uint8_t* block, int64_t begin, int64_t end, bool first, int64_t row,
+                       int64_t rows, float* sums) {
+    const auto nothing = [](int64_t, int64_t, const float*) {};
+    const Piece piece{block, begin / BFloatTiles16::kDepth, end / BFloatTiles16::kDepth, 0, first};
+    TiledForm<BFloatTiles16>::pass(job, piece, row, rows, sums, nothing);
+  }
+};
+
 // Weights with a scale a group: the integer sums of a group come from tiles, then everything is as in GroupedForm.
 template <class Step>
 struct GroupedTiles {

@@ -313,12 +313,15 @@ static void run_job(LinearJob* job) {
 #ifdef LLMK_AMX
     if (!weight_only && fits_tiles(*job)) return run_panels<TiledForm<BFloatTiles16>>(*job);
 #endif
-    if (weight_only) return run_weight_only<BFloatDotStep>(*job);
+#ifdef LLMK_AMX
+    if (weight_only && TiledBlock::fits(*job)) return run_weight_only<TiledBlock>(*job);
+#endif
+    if (weight_only) return run_weight_only<RegisterBlock<BFloatDotStep>>(*job);
     return run_panels<RegisterRows<PlainForm<BFloatDotStep>>>(*job);
   }
 #endif
   rows_as_floats(job);
-  if (weight_only) return run_weight_only<FloatStep<float>>(*job);
+  if (weight_only) return run_weight_only<RegisterBlock<FloatStep<float>>>(*job);
   if (format == WeightFormat::kFloat32) return run_panels<RegisterRows<PlainForm<FloatStep<float>>>>(*job);
   if (format == WeightFormat::kFloat16) return run_panels<RegisterRows<PlainForm<FloatStep<half_t>>>>(*job);
 #ifndef LLMK_BF16_DOT

@@ -50,24 +50,34 @@ static inline void fold_group(const float* sums, const float* scales, int64_t ro
   }
 }
 
-template <class Step>
+// How an unpacked block is multiplied by rows: in registers.
+template <class S>
+struct RegisterBlock {
+  using Step = S;
+  static void multiply(const LinearJob& job, const uint8_t* block, int64_t begin, int64_t end, bool first, int64_t row,
+                       int64_t rows, float* sums) {
+    const auto nothing = [](int64_t, int64_t, const float*) {};
+    const Piece piece{block, begin / Step::kDepth, end / Step::kDepth, 0, first};
+    piece_rows<PlainForm<Step>>(job, piece, row, rows, sums, nothing);
+  }
+};
+
+template <class Block>
 static void weight_only_task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
-  using X = typename Step::X;
+  using X = typename Block::Step::X;
   const WeightShape& shape = job.shape;
   const int64_t rows = row_end - row, size = rows * kPanelColumns;
   alignas(64) X unpacked[kUnpackSteps * 4 * kPanelColumns];
   float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, 2 * size * 4));
   float* totals = sums + size;
-  const auto nothing = [](int64_t, int64_t, const float*) {};
   const uint8_t* w = job.panels + panel * shape.panel_bytes;
   for (int64_t g = 0; g < shape.groups; ++g) {
     const int64_t first = g * shape.group_steps, end = smaller(first + shape.group_steps, shape.steps);
     for (int64_t step = first; step < end; step += kUnpackSteps) {
-      const int64_t count = smaller(kUnpackSteps, end - step), ratio = 4 / Step::kDepth;
+      const int64_t count = smaller(kUnpackSteps, end - step);
       unpack_block(w, count, unpacked);
-      const Piece piece{reinterpret_cast<const uint8_t*>(unpacked), step * ratio, (step + count) * ratio, 0,
-                        step == first};
-      piece_rows<PlainForm<Step>>(job, piece, row, rows, sums, nothing);
+      const uint8_t* block = reinterpret_cast<const uint8_t*>(unpacked);
+      Block::multiply(job, block, 4 * step, 4 * (step + count), step == first, row, rows, sums);
       w += count * shape.step_bytes;
     }
     if (job.scaling == Scaling::kNone) fold_group(sums, reinterpret_cast<const float*>(w), rows, g == 0, totals);
@@ -76,10 +86,10 @@ static void weight_only_task(const LinearJob& job, int64_t panel, int64_t row, i
   finish_tile(job, panel, row, rows, job.scaling == Scaling::kNone ? totals : sums);
 }
 
-template <class Step>
+template <class Block>
 static void run_weight_only(const LinearJob& job) {
   for_panels(job, [&](int64_t panel, int64_t row, int64_t row_end) {
-    weight_only_task<Step>(job, panel, row, row_end);
+    weight_only_task<Block>(job, panel, row, row_end);
   });
 }
 

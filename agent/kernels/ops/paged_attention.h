@@ -50,7 +50,11 @@ static inline void for_row_tiles(const RotaryAttentionArgs& args, const Function
     for (int64_t tile = ceil_div(rows, kTaskRows) - 1; tile >= 0; --tile) {  // those that see the most go first
       const int64_t count = smaller(kTaskRows, rows - tile * kTaskRows);
       const int64_t visible = visible_keys(args, seq, tile * kTaskRows + count - 1);
-      const int64_t seen = first_key(args, seq, tile * kTaskRows) / kPartition;
+      int64_t first = first_key(args, seq, tile * kTaskRows);
+      for (int64_t row = 1; args.first_keys != nullptr && row < count; ++row) {
+        first = smaller(first, first_key(args, seq, tile * kTaskRows + row));
+      }
+      const int64_t seen = first / kPartition;
       function(PagedTask{seq, tile * kTaskRows, count, 0, 0, 0, 0, seen, ceil_div(visible, kPartition), -1});
     }
   }
@@ -211,13 +215,13 @@ template <class F, class C>
 static inline void walk_tiles(const RotaryAttentionArgs& args, const PagedTask& task, const PagedTask* next,
                               const HeadRows* heads, const PagedJoin* join, const TileMemory& memory,
                               TileFetch* fetch) {
-  const int64_t chunk = chunk_bytes(args), end = task_end(args, task);
+  const int64_t stride = head_bytes(args), end = task_end(args, task);
   for (int64_t begin = task.first_part * kPartition; begin < end; begin += kKeyTile) {
     PagedTile tile;
     locate_tile(args, task.seq, begin, end, &tile);
     fetch_next<F>(args, task, begin, next, fetch);
     for (int64_t h = 0; h < task.heads; ++h) {
-      const int64_t offset = (task.head + h) * chunk;
+      const int64_t offset = (task.head + h) * stride;
       const HeadTile now{&tile, static_cast<const char*>(args.key_cache) + offset,
                          static_cast<const char*>(args.value_cache) + offset};
       TilePanels panels{begin, 0, memory.keys, memory.values, nullptr, nullptr};
@@ -250,7 +254,7 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
   memory.scales = scratch.take<float>(2 * kKeyTile);
   float* buffer = scratch.take<float>(args.dim + kLanes);
   int64_t* visible = scratch.take<int64_t>(rows);
-  int64_t* first = args.window == 0 ? nullptr : scratch.take<int64_t>(rows);
+  int64_t* first = args.window == 0 && args.first_keys == nullptr ? nullptr : scratch.take<int64_t>(rows);
   for (int64_t row = 0; row < rows; ++row) {
     visible[row] = visible_keys(args, task.seq, task.first_row + row);
     if (first != nullptr) first[row] = first_key(args, task.seq, task.first_row + row);
@@ -312,9 +316,9 @@ template <class F, class C>
 static inline void attend_paged(const RotaryAttentionArgs& args) {
   const int64_t padded_dim = ceil_div(args.dim, F::kDimStep) * F::kDimStep, group = args.heads / args.kv_heads;
   PagedPlan plan{};
-  plan.writes = !args.write_first;
+  plan.writes = !args.write_first && !args.ready;
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) plan.writes = plan.writes && args.query_lens[seq] * group <= kTaskRows;
-  if (!plan.writes) write_all_tokens(args);
+  if (!plan.writes && !args.ready) write_all_tokens(args);
   plan_tasks(args, padded_dim, &plan);
   if (plan.num_tasks == 0) return;
   const int64_t part_bytes = ceil_div(plan.num_part_floats * 4, 64) * 64;

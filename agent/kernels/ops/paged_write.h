@@ -40,9 +40,10 @@ static inline void norm_head(const RotaryAttentionArgs& args, const void* gamma,
   }
 }
 
-// Head `head` of the token's row of qkv as floats, normed where there are gammas, and rotated; each product and sum
+// Head `head` of the token's row of qkv as floats; unless it is ready, normed where there are gammas, and rotated: each product and sum
 // rounds on its own (see rotary.h).
 static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, int64_t head, float* out) {
+  if (args.ready) return load_floats(args.dtype, args.qkv, (token * args.heads + head) * args.dim, args.dim, out);
   const int64_t half = args.dim / 2, first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
   const float* cos = args.cos + args.positions[token] * args.dim;
   const float* sin = args.sin + args.positions[token] * args.dim;

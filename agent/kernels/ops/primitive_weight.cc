@@ -140,12 +140,16 @@ int keep_primitive(const PrimitiveWeight& weight, void* blob, int64_t blob_bytes
                        static_cast<long long>(blob_bytes), static_cast<long long>(weight.columns),
                        static_cast<long long>(weight.depth), static_cast<long long>(needed));
   }
+  {
+    const std::shared_lock<std::shared_mutex> lock(kept_mutex);
+    if (kept_weights().count(weight.values) != 0) {  // its values may not be there any more
+      return refuse_text("keep_primitive", "the weight at %p is kept already", weight.values);
+    }
+  }
   const int error = pack_primitive("keep_primitive", weight, blob);
   if (error != 0) return error;
   const std::unique_lock<std::shared_mutex> lock(kept_mutex);
-  if (!kept_weights().emplace(weight.values, Kept{weight, blob}).second) {
-    return refuse_text("keep_primitive", "the weight at %p is kept already", weight.values);
-  }
+  kept_weights().emplace(weight.values, Kept{weight, blob});
   return 0;
 }
 

@@ -9,6 +9,10 @@
 //   step's own keys and values are written to `slots` first and then read as the cache holds them
 //   query head h uses kv head h / (heads / kv_heads)
 //   with gammas, every query and key head goes through RMSNorm before it is rotated (Qwen3), in float32 throughout;
+//   ready: the attention alone, for the native primitives. `qkv` is the rotated query [tokens, heads * dim]; keys and
+//   values are there already, a token's heads side by side: cache [num_blocks][block_size][kv_heads][dim], or without
+//   block_tables rows [kv_heads][dim], those of sequence s from key_starts[s] on. Nothing is written.
+//   with first_keys, a token sees no key before position first_keys[token]
 //   with a window, a row sees the last `window` of those keys only, its own included (Mistral)
 //
 // Checks are in rotary_attention_checks.cc, the split into tasks in paged_attention.h, the arithmetic and its order
@@ -42,6 +46,9 @@ struct RotaryAttentionArgs {
   DType dtype;        // of qkv and out
   bool int8_cache;    // else the cache holds dtype
   bool write_first;   // from the checks: some sequence may read what another one writes in this step
+  bool ready;
+  const int64_t* key_starts;  // ready only, [num_seqs]
+  const int64_t* first_keys;  // ready only, [tokens]; null: 0
 };
 
 // Keys seen by row `row` (token * group + head) of a sequence are those of positions [first_key, visible_keys).
@@ -49,12 +56,30 @@ static inline int64_t visible_keys(const RotaryAttentionArgs& args, int64_t seq,
   return args.context_lens[seq] - args.query_lens[seq] + row / (args.heads / args.kv_heads) + 1;
 }
 static inline int64_t first_key(const RotaryAttentionArgs& args, int64_t seq, int64_t row) {
+  if (args.first_keys != nullptr) return args.first_keys[args.query_starts[seq] + row / (args.heads / args.kv_heads)];
   return args.window == 0 ? 0 : larger(0, visible_keys(args, seq, row) - args.window);
 }
 
 // Bytes of one block of one head.
 static inline int64_t chunk_bytes(const RotaryAttentionArgs& args) {
   return args.block_size * (args.int8_cache ? args.dim + 4 : args.dim * size_of(args.dtype));
+}
+
+// From one head to the next.
+static inline int64_t head_bytes(const RotaryAttentionArgs& args) {
+  return args.ready ? args.dim * size_of(args.dtype) : chunk_bytes(args);
+}
+
+// Where the keys (or values) of a position start, all heads; ready only.
+static inline int64_t ready_place(const RotaryAttentionArgs& args, int64_t seq, int64_t position) {
+  int64_t row = position;
+  if (args.block_tables == nullptr) {
+    row += args.key_starts[seq];
+  } else {
+    const int64_t block = args.block_tables[seq * args.table_width + position / args.block_size];
+    row = block * args.block_size + position % args.block_size;
+  }
+  return row * args.kv_heads * args.dim * size_of(args.dtype);
 }
 
 // Where a token (or a key) lies from the start of the cache, for kv head 0; head h is h * chunk_bytes further.

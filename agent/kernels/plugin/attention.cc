@@ -1,4 +1,4 @@
-// FlashAttentionScore and PagedAttention: from the primitives' arguments to ops/attention.h.
+// FlashAttentionScore and PagedAttention: from the primitives' arguments to ops/rotary_attention.h.
 #include <vector>
 
 #include "../common/kernel_table.h"
@@ -15,6 +15,34 @@ static int check_heads(const Call& call, const AttentionArgs& args, int64_t quer
   return refuse_text(call.op, "query width %lld of %lld heads, key width %lld of %lld heads do not fit",
                      static_cast<long long>(query_width), static_cast<long long>(args.heads),
                      static_cast<long long>(key_width), static_cast<long long>(args.kv_heads));
+}
+
+// The kernel of RotaryAttention over queries, keys and values that are ready: one arithmetic for prompts, chunks and decodes.
+static void attend(const AttentionArgs& args, int64_t tokens) {
+  RotaryAttentionArgs ready{};
+  ready.ready = true;
+  ready.qkv = args.query;
+  ready.out = args.out;
+  ready.key_cache = const_cast<void*>(args.keys);
+  ready.value_cache = const_cast<void*>(args.values);
+  ready.block_tables = args.block_tables;
+  ready.key_starts = args.key_starts;
+  ready.context_lens = args.context_lens;
+  ready.query_lens = args.query_lens;
+  ready.query_starts = args.query_starts;
+  ready.tokens = tokens;
+  ready.num_seqs = args.num_seqs;
+  ready.table_width = args.table_width;
+  ready.block_size = args.block_tables == nullptr ? 64 : args.block_size;
+  ready.heads = args.heads;
+  ready.kv_heads = args.kv_heads;
+  ready.dim = args.dim;
+  ready.scale = args.scale;
+  ready.dtype = args.dtype;
+  for (int64_t token = 0; args.first_keys != nullptr && token < tokens; ++token) {
+    if (args.first_keys[token] > 0) ready.first_keys = args.first_keys;
+  }
+  kernels().rotary_attention(ready);
 }
 
 // Position of each query's first visible key: the last `window` ones, its own included.
@@ -79,7 +107,7 @@ int plugin_flash_attention(const Call& call) {
     first_keys = window_starts(args, tokens, pre_tokens + 1);
     args.first_keys = first_keys.data();
   }
-  kernels().attention(args);
+  attend(args, tokens);
   return 0;
 }
 
@@ -168,7 +196,7 @@ int plugin_paged_attention(const Call& call) {
   if (error == 0) error = read_mask(call, kAttnMask, args, tokens, &first_keys);
   if (error != 0) return error;
   args.first_keys = first_keys.empty() ? nullptr : first_keys.data();
-  kernels().attention(args);
+  attend(args, tokens);
   return 0;
 }
 
