@@ -14,7 +14,7 @@ from agent.sampler import Sampler
 from agent.step_inputs import Int32Array, StepReader
 from agent.warm_up import largest_steps, make_moves, make_step
 from agent.weights import Packing, load_weights, open_weights
-from agent.weights.storage import Array
+from agent.weights.storage import Array, huge_page_bytes
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, CheckpointError, ProtocolError
 from llm_serving.ipc.shm import StepSlot
@@ -109,6 +109,7 @@ class ModelRunner:
             "weight_bytes": sum(array.nbytes for array in self._weights.values()),
             "kv_cache_bytes": self._kv_cache.num_bytes,
             "host_kv_cache_bytes": self._kv_cache.num_host_bytes,
+            "huge_page_bytes": huge_page_bytes(),
         }
         summary.update({f"{stage}_seconds": round(seconds, 3) for stage, seconds in self._seconds.items()})
         return summary
