@@ -21,7 +21,7 @@ from agent.warm_up import largest_steps, make_moves, make_step
 from agent.weights import LinearForms, Packing, WeightSource, WeightSpec, linear_forms, load_weights, open_weights
 from agent.weights.cuts import CutSource
 from agent.weights.sharding import shard_specs
-from agent.weights.storage import STORAGE_DTYPES, Array
+from agent.weights.storage import STORAGE_DTYPES, Array, huge_page_bytes
 from llm_serving.config import Config
 from llm_serving.errors import (
     AgentError,
@@ -153,6 +153,7 @@ class ModelRunner:
             "weight_bytes": sum(array.nbytes for array in self._weights.values()),
             "kv_cache_bytes": self._kv_cache.num_bytes,
             "host_kv_cache_bytes": self._kv_cache.num_host_bytes,
+            "huge_page_bytes": huge_page_bytes(),
         }
         if not self._part.is_alone:
             place = self._part.place

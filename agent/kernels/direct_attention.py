@@ -12,29 +12,45 @@ import numpy.typing as npt
 
 from agent.kernels.direct import Array, load
 from agent.kernels.library import load_library
+from agent.weights.storage import allocate
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_GROUP_KEYS = 16
 
 
 def cache_array(num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: str) -> Array:
-    """A zeroed key or value cache; ``dtype`` "int8" or a float type. A block of a head of an int8 one holds its values
-    first and then its scales (see agent/kernels/ops/rotary_attention.h)."""
-    storage = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "int8": np.int8}[dtype]
-    return np.zeros((num_blocks, kv_heads, block_size, head_dim + (4 if dtype == "int8" else 0)), storage)
+    """A zeroed key or value cache in memory as an agent's; ``dtype`` "int8" or a float type. The layout is in
+    agent/kernels/ops/rotary_attention.h: a head of a block of an int8 one holds its values first, then its scales."""
+    cache = allocate((num_blocks, kv_heads, block_size, head_dim + (4 if dtype == "int8" else 0)), dtype)
+    cache.fill(0)
+    return cache
 
 
-def read_cache(cache: Array, dtype: str) -> npt.NDArray[np.float64]:
-    """What a cache holds: [num_blocks, kv_heads, block_size, head_dim]."""
+def read_cache(cache: Array, dtype: str, *, keys: bool) -> npt.NDArray[np.float64]:
+    """What a key cache, or a value cache, holds: [num_blocks, kv_heads, block_size, head_dim]."""
     if dtype != "int8":
-        return load(cache, dtype)
+        return load(_in_rows(cache, keys) if dtype == "bfloat16" else cache, dtype)
     blocks, heads, block_size, width = cache.shape
     chunks = cache.reshape(blocks, heads, block_size * width)
-    values = chunks[..., : block_size * (width - 4)].reshape(blocks, heads, block_size, width - 4)
+    held = chunks[..., : block_size * (width - 4)].reshape(blocks, heads, block_size, width - 4)
+    values = _in_rows(held, keys)
     scales = chunks[..., block_size * (width - 4) :].copy().view(np.float32)
     return values.astype(np.float64) * scales[..., None].astype(np.float64)
+
+
+def _in_rows(cache: Array, keys: bool) -> Array:
+    """Undoes the layout in units of 4 bytes, where the cache has it: [num_blocks, kv_heads, block_size, head_dim]."""
+    blocks, heads, block_size, dim = cache.shape
+    if block_size % _GROUP_KEYS or dim % _GROUP_KEYS:
+        return cache
+    per, groups = 4 // cache.itemsize, block_size // _GROUP_KEYS
+    if keys:
+        units = cache.reshape(blocks, heads, groups, dim // per, _GROUP_KEYS, per).transpose(0, 1, 2, 4, 3, 5)
+        rows = units.reshape(cache.shape)
+        return (rows.view(np.uint8) ^ np.uint8(128)).view(np.int8) if cache.dtype == np.int8 else rows
+    return cache.reshape(blocks, heads, block_size // per, dim, per).swapaxes(3, 4).reshape(cache.shape)
 
 
 @dataclass

@@ -5,6 +5,7 @@ Conversions round to nearest, ties to even. A value that the wanted type cannot 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,16 @@ def allocate(shape: tuple[int, ...], dtype: str) -> Array:
     raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + num_bytes].view(storage).reshape(shape)
+
+
+def huge_page_bytes() -> int:
+    """How much of this process's memory huge pages back: with 4 KiB pages attention reads a tenth slower. 0 where the
+    system does not tell."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages:"))
 
 
 def convert_into(source: Array, source_dtype: str, out: Array, out_dtype: str) -> None:

@@ -293,4 +293,5 @@ def test_progress_and_summary(results: Any, dtype: str, op_table: str) -> None:
     assert summary["weight_bytes"] == 1_475_904 * element + packed
     assert summary["kv_cache_bytes"] == 3 * 2 * 256 * 16 * 2 * 32 * element
     assert summary["host_kv_cache_bytes"] == 3 * 2 * 12 * 16 * 2 * 32 * element
+    assert summary["huge_page_bytes"] >= 0
     assert summary.keys() >= {"kernel_isa", "cpu_threads", "load_seconds", "compile_seconds", "warm_up_seconds"}

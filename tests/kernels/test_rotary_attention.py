@@ -31,9 +31,12 @@ CASES = [
     (Shape(3, 3, 34, 100), [(600, 700), (511, 513)]),
 ]
 
+LAYOUTS = [Shape(4, 2, 24, 4), Shape(4, 2, 24, 16), Shape(4, 2, 48, 32)]
+"""The last one lies in units of 4 bytes in narrow caches."""
 
-def written(cache: Array, cache_dtype: str) -> np.ndarray:
-    return np.nan_to_num(read_cache(cache, cache_dtype))
+
+def written(cache: Array, cache_dtype: str, *, keys: bool) -> np.ndarray:
+    return np.nan_to_num(read_cache(cache, cache_dtype, keys=keys))
 
 
 @pytest.mark.parametrize("formats", FORMATS)
@@ -53,20 +56,23 @@ def test_equals_float64(formats: tuple[str, str], case: tuple[Shape, list[tuple[
 
 
 @pytest.mark.parametrize("formats", FORMATS)
-def test_the_reference_writes_the_same_cache(formats: tuple[str, str]) -> None:
-    made = Sequences(Shape(4, 2, 24, 4), [9], formats)
+@pytest.mark.parametrize("shape", LAYOUTS)
+def test_the_reference_writes_the_same_cache(formats: tuple[str, str], shape: Shape) -> None:
+    made = Sequences(shape, [39], formats)
     caches, copies = made.new_caches(), made.new_caches()
     made.whole(caches)
-    made.run([(0, 0, 9)], copies, reference=True)
+    made.run([(0, 0, 39)], copies, reference=True)
     # A value half way between two may be rounded either way; the largest is below 4.
     unit = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2, "int8": 4 / 127}[formats[1]]
-    for cache, copy in zip(caches, copies, strict=True):
-        np.testing.assert_allclose(written(cache, formats[1]), written(copy, formats[1]), rtol=0, atol=unit)
+    for cache, copy, keys in zip(caches, copies, (True, False), strict=True):
+        held = [written(which, formats[1], keys=keys) for which in (cache, copy)]
+        np.testing.assert_allclose(held[0], held[1], rtol=0, atol=unit)
 
 
 @pytest.mark.parametrize("formats", FORMATS)
-def test_the_cache_holds_rotated_keys_and_plain_values(formats: tuple[str, str]) -> None:
-    shape, length = Shape(4, 2, 24, 4), 9
+@pytest.mark.parametrize("shape", LAYOUTS)
+def test_the_cache_holds_rotated_keys_and_plain_values(formats: tuple[str, str], shape: Shape) -> None:
+    length = 39
     made = Sequences(shape, [length], formats)
     caches = made.new_caches()
     made.whole(caches)
@@ -74,8 +80,8 @@ def test_the_cache_holds_rotated_keys_and_plain_values(formats: tuple[str, str])
     turned = np.concatenate([-heads[..., shape.dim // 2 :], heads[..., : shape.dim // 2]], -1)
     rotated = heads * made.cos[:length, None] + turned * made.sin[:length, None]
     slots = made.slots(0, 0, length)
-    for cache, exact in zip(caches, (rotated[:, 4:6], heads[:, 6:8]), strict=True):
-        held = read_cache(cache, formats[1])[slots // 4, :, slots % 4]
+    for cache, exact, keys in zip(caches, (rotated[:, 4:6], heads[:, 6:8]), (True, False), strict=True):
+        held = read_cache(cache, formats[1], keys=keys)[slots // shape.block_size, :, slots % shape.block_size]
         largest = np.abs(exact).max(-1, keepdims=True)
         error = {"float32": 2e-7, "float16": 2.0**-11, "bfloat16": 2.0**-8, "int8": 0.5001 / 127}[formats[1]]
         assert (np.abs(held - exact) <= error * largest + 1e-7).all()
@@ -105,10 +111,11 @@ def test_prefill_chunks_and_decode_agree_bit_for_bit(formats: tuple[str, str], s
 
 
 @pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("block_size", [1, 2, 5, 16, 63, 64, 65, 127, 128])
-def test_block_size_changes_no_bit(formats: tuple[str, str], block_size: int) -> None:
-    [wanted] = Sequences(Shape(4, 2, 24, 32), [300], formats).whole()
-    [out] = Sequences(Shape(4, 2, 24, block_size), [300], formats).whole()
+@pytest.mark.parametrize("block_size", [1, 2, 5, 16, 48, 63, 64, 65, 127, 128])
+@pytest.mark.parametrize("dim", [24, 64])
+def test_block_size_changes_no_bit(formats: tuple[str, str], block_size: int, dim: int) -> None:
+    [wanted] = Sequences(Shape(4, 2, dim, 32), [300], formats).whole()
+    [out] = Sequences(Shape(4, 2, dim, block_size), [300], formats).whole()
     np.testing.assert_array_equal(out, wanted)
 
 

@@ -116,7 +116,7 @@ def test_the_cache_holds_normed_keys() -> None:
     assert made.gammas is not None
     keys = made.qkv[0][:, 32:48].astype(np.float64)
     normed = keys / np.sqrt((keys * keys).mean(-1, keepdims=True) + 1e-6) * made.gammas[1]
-    held = read_cache(caches[0], "float32")[made.tables[0, 0], 0, :5]
+    held = read_cache(caches[0], "float32", keys=True)[made.tables[0, 0], 0, :5]
     np.testing.assert_allclose(np.linalg.norm(held, axis=1), np.linalg.norm(normed, axis=1), rtol=1e-6)
 
 

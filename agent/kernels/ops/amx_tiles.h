@@ -19,8 +19,11 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
+// Costs tens of cycles and clears all tiles.
+static inline void load_config(const TileConfig& config) { __asm__ volatile("ldtilecfg %0" ::"m"(config)); }
+
 // Tiles 0 and 1: sums of `upper` rows, 2 and 3: of `lower` rows; 4 and 5: their activations; 6 and 7: weights. Without
-// lower rows tiles 0 to 3 are sums of the upper. Costs tens of cycles and clears all tiles.
+// lower rows tiles 0 to 3 are sums of the upper.
 static inline void configure_tiles(int64_t upper, int64_t lower) {
   TileConfig config;
   const int64_t rows[8] = {upper, upper, lower > 0 ? lower : upper, lower > 0 ? lower : upper,
@@ -29,7 +32,7 @@ static inline void configure_tiles(int64_t upper, int64_t lower) {
     config.row_bytes[tile] = 64;
     config.rows[tile] = static_cast<uint8_t>(rows[tile]);
   }
-  __asm__ volatile("ldtilecfg %0" ::"m"(config));
+  load_config(config);
 }
 
 // The processor stops saving the tiles of this thread, and may sleep deeply again.

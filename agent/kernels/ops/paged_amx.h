@@ -1,6 +1,7 @@
 // A tile of keys for up to 16 rows at once, both products on AMX tiles (amx_tiles.h): the panels of paged_units.h are
-// laid out as they take them. int8 gives the integers it gives in registers. bfloat16 adds up 16 units at a time from
-// zero, one row or 16, so every product with such a cache is made here.
+// laid out as they take them, in the cache already where that holds units. int8 gives the integers it gives in
+// registers. bfloat16 adds up 16 units of dims, or the units of 16 keys, from zero, one row or 16, so every product with
+// such a cache is made here.
 #pragma once
 
 #ifdef LLMK_AMX
@@ -18,6 +19,7 @@ struct TileProducts {
 template <>
 struct TileProducts<BFloat16Form> {
   static constexpr int64_t kLeastRows = 1;
+  static constexpr int64_t kValueUnits = kGroupKeys / BFloat16Form::kPerUnit;  // of keys in a product
   template <int S, int X, int W>
   LLMK_INLINE void score() {
     multiply_bfloats<S, X, W>();
@@ -30,7 +32,8 @@ struct TileProducts<BFloat16Form> {
 
 template <>
 struct TileProducts<Int8Form> {
-  static constexpr int64_t kLeastRows = 4;  // fewer are faster in registers
+  static constexpr int64_t kLeastRows = 4;    // fewer are faster in registers
+  static constexpr int64_t kValueUnits = kAmxSteps;  // the whole tile's, in one piece
   template <int S, int X, int W>
   LLMK_INLINE void score() {
     multiply_bytes<S, X, W>();
@@ -42,47 +45,111 @@ struct TileProducts<Int8Form> {
 };
 
 template <class F>
-static inline bool fits_tiles(const HeadRows& head) {
-  return head.rows >= TileProducts<F>::kLeastRows && head.dim % (F::kPerUnit * kAmxSteps) == 0;
+constexpr bool kHasTiles = TileProducts<F>::kLeastRows <= kTaskRows;
+
+// Whether a tile that `rows` rows of each head see is multiplied here.
+template <class F>
+static inline bool uses_tiles(int64_t dim, int64_t rows) {
+  return rows >= TileProducts<F>::kLeastRows && dim % (F::kPerUnit * kAmxSteps) == 0;
 }
 
-// out[rows][64] of 32 bits = rows of `steps` times 16 units by 64 columns of a panel. kValues: the second product.
-template <class F, bool kValues>
-LLMK_INLINE void multiply_panel(const Unit* rows, int64_t row_units, const Unit* panel, int64_t panel_units,
-                                int64_t steps, TileFetch* fetch, void* out) {
-  using P = TileProducts<F>;
+// Values of all groups in one piece, for products of more units than a group has.
+template <class F>
+static inline void join_values(int64_t dim, Unit* out, TilePanels* panels) {
+  if constexpr (F::kFloatUnits) return;
+  const int64_t units = kGroupKeys / F::kPerUnit * dim;
+  if (panels->value_stride != dim) return;  // a packed panel
+  for (int64_t g = 0; g < panels->groups; ++g) {
+    std::memcpy(out + g * units, panels->values[g], static_cast<size_t>(units) * sizeof(Unit));
+  }
+  panels->values[0] = out;
+}
+
+// Tiles 0 to 3: sums of `rows` rows; 4 and 5: rows of the score and the value product; 6 and 7: their panels.
+template <class F>
+static inline void configure_products(int64_t rows) {
+  constexpr int64_t kUnits = TileProducts<F>::kValueUnits;
+  TileConfig config;
+  for (int tile = 0; tile < 8; ++tile) {
+    config.row_bytes[tile] = tile == 5 ? kUnits * 4 : 64;
+    config.rows[tile] = static_cast<uint8_t>(tile < 6 ? rows : tile == 6 ? kAmxSteps : kUnits);
+  }
+  load_config(config);
+}
+
+// Sums of `count` (1 to 4) tiles.
+LLMK_INLINE void store_sums(void* out, int64_t count) {
+  char* sums = static_cast<char*>(out);
+  store_tile<0>(sums, 256);
+  if (count > 1) store_tile<1>(sums + 64, 256);
+  if (count > 2) store_tile<2>(sums + 128, 256);
+  if (count > 3) store_tile<3>(sums + 192, 256);
+}
+
+LLMK_INLINE void clear_sums() {
   clear_tile<0>();
   clear_tile<1>();
   clear_tile<2>();
   clear_tile<3>();
-  const int64_t stride = panel_units * 4;
-  for (int64_t s = 0; s < steps; ++s, rows += kAmxSteps, panel += kAmxSteps * panel_units) {
-    if (fetch != nullptr) fetch->some();
+}
+
+// out[rows][64] of 32 bits = the rows of a pass by the keys of a tile.
+template <class F>
+LLMK_INLINE void multiply_keys(const Unit* rows, int64_t row_units, const TilePanels& panels, int64_t steps,
+                               TileFetch* fetch, void* out) {
+  using P = TileProducts<F>;
+  clear_sums();
+  const int64_t stride = panels.key_stride * 4, groups = panels.groups;
+  for (int64_t s = 0; s < steps; ++s, rows += kAmxSteps) {
+    const int64_t offset = s * kAmxSteps * panels.key_stride;
+    if (fetch != nullptr) fetch->some(kAmxSteps * groups);
     load_tile<4>(rows, row_units * 4);
-    load_tile<6>(panel, stride);
-    load_tile<7>(panel + kLanes, stride);
-    if constexpr (kValues) {
-      P::template value<0, 4, 6>();
-      P::template value<1, 4, 7>();
-    } else {
-      P::template score<0, 4, 6>();
-      P::template score<1, 4, 7>();
+    load_tile<6>(panels.keys[0] + offset, stride);
+    P::template score<0, 4, 6>();
+    if (groups > 1) {
+      load_tile<6>(panels.keys[1] + offset, stride);
+      P::template score<1, 4, 6>();
     }
-    load_tile<6>(panel + 2 * kLanes, stride);
-    load_tile<7>(panel + 3 * kLanes, stride);
-    if constexpr (kValues) {
-      P::template value<2, 4, 6>();
-      P::template value<3, 4, 7>();
-    } else {
+    if (groups > 2) {
+      load_tile<6>(panels.keys[2] + offset, stride);
       P::template score<2, 4, 6>();
-      P::template score<3, 4, 7>();
+    }
+    if (groups > 3) {
+      load_tile<6>(panels.keys[3] + offset, stride);
+      P::template score<3, 4, 6>();
     }
   }
-  char* sums = static_cast<char*>(out);
-  store_tile<0>(sums, 256);
-  store_tile<1>(sums + 64, 256);
-  store_tile<2>(sums + 128, 256);
-  store_tile<3>(sums + 192, 256);
+  store_sums(out, groups);
+}
+
+// out[rows][64] of 32 bits = the weights of a pass by `vectors` (1 to 4) times 16 dims of the values, from dim d on.
+template <class F>
+LLMK_INLINE void multiply_values(const Unit* weights, int64_t row_units, const TilePanels& panels, int64_t d,
+                                 int64_t vectors, TileFetch* fetch, void* out) {
+  using P = TileProducts<F>;
+  constexpr int64_t kUnits = P::kValueUnits;
+  clear_sums();
+  const int64_t stride = panels.value_stride * 4, parts = kUnits == kAmxSteps ? 1 : panels.groups;
+  for (int64_t part = 0; part < parts; ++part, weights += kUnits) {
+    const Unit* values = panels.values[part] + d;
+    if (fetch != nullptr) fetch->some(kUnits * vectors);
+    load_tile<5>(weights, row_units * 4);
+    load_tile<7>(values, stride);
+    P::template value<0, 5, 7>();
+    if (vectors > 1) {
+      load_tile<7>(values + kLanes, stride);
+      P::template value<1, 5, 7>();
+    }
+    if (vectors > 2) {
+      load_tile<7>(values + 2 * kLanes, stride);
+      P::template value<2, 5, 7>();
+    }
+    if (vectors > 3) {
+      load_tile<7>(values + 3 * kLanes, stride);
+      P::template value<3, 5, 7>();
+    }
+  }
+  store_sums(out, vectors);
 }
 
 // The sums of a form's passes as floats.
@@ -91,102 +158,57 @@ LLMK_INLINE Vec join_passes(const Unit* high, const Unit* low, int32_t offset) {
   if constexpr (F::kPasses == 1) {
     return load(reinterpret_cast<const float*>(high));
   } else {
-    return P::result(_mm512_add_epi32(P::shift(_mm512_load_si512(high), offset), _mm512_load_si512(low)));
+    return P::result(P::join(P::shift(_mm512_load_si512(high), offset), _mm512_load_si512(low)));
   }
 }
 
-using TileSums = Unit[kAmxRows][kKeyTile];
+using TileSums = Unit[kBlockRows][kKeyTile];
 
+// As score_rows.
 template <class F>
-static inline void score_rows(const HeadRows& head, const TilePanels& panels, int64_t row, int64_t rows,
-                              TileFetch* fetch, float (&scores)[kAmxRows][kKeyTile]) {
+static inline void score_tiles(const TaskRows& all, const TilePanels& panels, int64_t row, int64_t rows,
+                               TileFetch* fetch, float (*scores)[kKeyTile]) {
+  const int64_t stride = F::kPasses * all.query_units, steps = all.dim / (F::kPerUnit * kAmxSteps);
+  const Unit* queries = all.queries + row * stride;
+  if constexpr (F::kPasses == 1) return multiply_keys<F>(queries, stride, panels, steps, fetch, scores);
   alignas(64) TileSums sums[F::kPasses];
-  const int64_t stride = F::kPasses * head.query_units, steps = head.dim / (F::kPerUnit * kAmxSteps);
   for (int pass = 0; pass < F::kPasses; ++pass) {
-    multiply_panel<F, false>(head.queries + row * stride + pass * head.query_units, stride, panels.keys, kKeyTile,
-                             steps, fetch, sums[pass]);
+    multiply_keys<F>(queries + pass * all.query_units, stride, panels, steps, pass == 0 ? fetch : nullptr, sums[pass]);
   }
   for (int64_t r = 0; r < rows; ++r) {
-    LLMK_UNROLL
-    for (int i = 0; i < kTileVectors; ++i) {
+    for (int64_t i = 0; i < panels.groups; ++i) {
       const Unit *high = sums[0][r] + i * kLanes, *low = sums[F::kPasses - 1][r] + i * kLanes;
-      store(scores[r] + i * kLanes, join_passes<F, typename F::ScoreProduct>(high, low, head.offsets[row + r]));
+      store(scores[r] + i * kLanes, join_passes<F, typename F::ScoreProduct>(high, low, all.offsets[row + r]));
     }
   }
 }
 
-constexpr int kSoftRows = 4;
-
+// The values' part of attend_block.
 template <class F>
-using TileWeights = Unit[kAmxRows][F::kPasses * kKeyTile / F::kPerUnit];
-
-template <class F, int R>
-LLMK_INLINE void soften_some(const HeadRows& head, const TilePanels& panels, int64_t row, int64_t r, bool fresh,
-                             float (&scores)[kAmxRows][kKeyTile], TileWeights<F>& weights, float* decays,
-                             float* steps) {
-  alignas(64) float decay[kLanes];
-  auto& some_scores = reinterpret_cast<float(&)[R][kKeyTile]>(scores[r]);
-  auto& some_weights = reinterpret_cast<Unit(&)[R][F::kPasses * kKeyTile / F::kPerUnit]>(weights[r]);
-  float step[R];
-  soften_block<F, R>(head, panels, row + r, fresh, some_scores, some_weights, decay, step);
-  for (int i = 0; i < R; ++i) {
-    decays[r + i] = decay[i];
-    steps[r + i] = step[i];
-  }
-}
-
-template <class F>
-static inline void add_value_rows(const HeadRows& head, const TilePanels& panels, int64_t row, int64_t rows,
-                                  bool fresh, const TileWeights<F>& weights, const float* decays, const float* steps,
-                                  TileFetch* fetch) {
+static inline void value_tiles(const TaskRows& all, const TilePanels* panels, const RowBlock& block, bool fresh,
+                               const BlockWeights<F>& weights, const float* decays, const float* steps,
+                               TileFetch* fetch) {
   constexpr int64_t kPass = kKeyTile / F::kPerUnit;
   alignas(64) TileSums sums[F::kPasses];
-  const int64_t products = ceil_div(panels.value_units, kAmxSteps);
-  for (int64_t d = 0; d < head.padded_dim; d += kKeyTile) {
-    for (int pass = 0; pass < F::kPasses; ++pass) {
-      multiply_panel<F, true>(weights[0] + pass * kPass, F::kPasses * kPass, panels.values + d, head.padded_dim,
-                              products, fetch, sums[pass]);
+  for (int64_t d = 0; d < all.padded_dim; d += kKeyTile) {
+    const int64_t vectors = smaller(kTileVectors, (all.padded_dim - d) / kLanes);
+    for (int64_t h = 0; h < block.heads; ++h) {
+      const int64_t at = h * block.rows;
+      for (int pass = 0; pass < F::kPasses; ++pass) {
+        multiply_values<F>(weights[at] + pass * kPass, F::kPasses * kPass, panels[h], d, vectors,
+                           pass == 0 ? fetch : nullptr, sums[pass][at]);
+      }
     }
-    for (int64_t r = 0; r < rows; ++r) {
-      float* totals = head.partition.sums + (row + r) * head.padded_dim + d;
-      for (int64_t i = 0; i < smaller(kKeyTile, head.padded_dim - d); i += kLanes) {
+    for (int64_t r = 0; r < block.count(); ++r) {
+      const int64_t number = (block.head + r / block.rows) * all.rows + block.first + r % block.rows;
+      float* totals = all.partition.sums + number * all.padded_dim + d;
+      for (int64_t i = 0; i < vectors * kLanes; i += kLanes) {
         Vec part = join_passes<F, typename F::ValueProduct>(sums[0][r] + i, sums[F::kPasses - 1][r] + i, 0);
         if (F::kPasses > 1) part = mul(part, broadcast(steps[r]));
         store(totals + i, fresh ? part : fma(load(totals + i), broadcast(decays[r]), part));
       }
     }
   }
-}
-
-// attend_block for up to 16 rows.
-template <class F>
-static inline void attend_rows(const HeadRows& head, const TilePanels& panels, int64_t row, int64_t rows,
-                               TileFetch* fetch) {
-  alignas(64) float scores[kAmxRows][kKeyTile];
-  alignas(64) TileWeights<F> weights;
-  float decays[kAmxRows], steps[kAmxRows];
-  const bool fresh = panels.begin % kPartition == 0;
-  score_rows<F>(head, panels, row, rows, fetch, scores);
-  int64_t r = 0;
-  for (; r + kSoftRows <= rows; r += kSoftRows) {
-    soften_some<F, kSoftRows>(head, panels, row, r, fresh, scores, weights, decays, steps);
-  }
-  for (; r < rows; ++r) soften_some<F, 1>(head, panels, row, r, fresh, scores, weights, decays, steps);
-  add_value_rows<F>(head, panels, row, rows, fresh, weights, decays, steps, fetch);
-}
-
-// attend_tile from `row` on.
-template <class F>
-static inline void attend_tiles(const HeadRows& head, const TilePanels& panels, int64_t row, TileFetch* fetch) {
-  int64_t configured = 0;
-  for (int block = 0; row < head.rows; ++block) {
-    const int64_t left = head.rows - row, size = ceil_div(left, ceil_div(left, kAmxRows));
-    if (size != configured) configure_tiles(size, 0);
-    configured = size;
-    attend_rows<F>(head, panels, row, size, block < kFetchBlocks ? fetch : nullptr);
-    row += size;
-  }
-  release_tiles();
 }
 
 }  // namespace paged

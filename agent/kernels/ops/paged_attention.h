@@ -86,11 +86,11 @@ static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask tas
   }
 }
 
-// Panels of the tile in work.
+// Of the tile in work, for each head of a block.
 struct TileMemory {
-  Unit* keys;
-  Unit* values;
-  float* scales;  // of keys, then of values
+  Unit* keys;     // a panel; one head at a time where the cache is not read directly
+  Unit* values;   // [heads][value_panel_units]
+  float* scales;  // [heads][2][kKeyTile]: of keys, of values
 };
 
 struct PagedScratch {
@@ -109,36 +109,30 @@ static inline SoftmaxState place_state(PagedScratch* scratch, int64_t rows, int6
   return {scratch->take<float>(rows), scratch->take<float>(rows * masses), scratch->take<float>(rows * padded_dim)};
 }
 
-template <class F>
-static inline int64_t task_scratch_bytes(int64_t all_rows, int64_t padded_dim, int64_t query_units) {
-  const int64_t per_row = F::kPasses * query_units + 2 * padded_dim + kLanes + 10;
-  return 4 * (all_rows * per_row + kKeyTile * (query_units + 2) * F::kPerUnit + kKeyTile * (padded_dim + 2)) + 8192;
-}
-
 // Rotates and packs the queries of one kv head's rows.
 template <class F>
-static inline void place_queries(const RotaryAttentionArgs& args, const PagedTask& task, int64_t kv_head,
-                                 float* buffer, HeadRows* head) {
+static inline void place_queries(const RotaryAttentionArgs& args, const PagedTask& task, int64_t h, float* buffer,
+                                 TaskRows* all) {
   const int64_t group = args.heads / args.kv_heads;
   for (int64_t row = 0; row < task.rows; ++row) {
-    const int64_t token = args.query_starts[task.seq] + (task.first_row + row) / group;
-    load_rotated(args, token, kv_head * group + (task.first_row + row) % group, buffer);
-    head->factors[row] = args.scale * kLog2E;
-    F::pack_query(buffer, args.dim, head->queries + row * F::kPasses * head->query_units, head->query_units,
-                  head->factors + row, head->offsets + row);
+    const int64_t token = args.query_starts[task.seq] + (task.first_row + row) / group, number = h * task.rows + row;
+    load_rotated(args, token, (task.head + h) * group + (task.first_row + row) % group, buffer);
+    all->factors[number] = args.scale * kLog2E;
+    F::pack_query(buffer, args.dim, all->queries + number * F::kPasses * all->query_units, all->query_units,
+                  all->factors + number, all->offsets + number);
   }
 }
 
 template <class F>
 static inline void finish_row(const RotaryAttentionArgs& args, const PagedTask& task, int64_t kv_head, int64_t row,
-                              int64_t padded_dim, float mass, float* sums) {
+                              int64_t padded_dim, bool in_order, float mass, float* sums) {
   const int64_t group = args.heads / args.kv_heads, position = task.first_row + row;
   const int64_t token = args.query_starts[task.seq] + position / group;
   // + 0: a sum of nothing but zeros may have either sign
   for (int64_t d = 0; d < padded_dim; d += kLanes) {
     store(sums + d, add(div(load(sums + d), broadcast(mass)), zero()));
   }
-  for (int64_t d = 0; d < padded_dim; d += F::kDimStep) F::restore_order(sums + d);
+  for (int64_t d = 0; d < padded_dim && !in_order; d += F::kDimStep) F::restore_order(sums + d);
   const int64_t place = (token * args.heads + kv_head * group + position % group) * args.dim;
   store_floats(args.dtype, sums, args.dim, static_cast<char*>(args.out) + place * size_of(args.dtype));
 }
@@ -150,35 +144,36 @@ static inline float* joined_part(const PagedTask& task, const PagedJoin& join, i
 }
 
 // Ends a partition: the rows that saw it fold it into their total, or leave it for the join.
-static inline void close_partition(const PagedTask& task, int64_t part, int64_t h, const HeadRows& head,
-                                   const PagedJoin* join) {
-  for (int64_t row = 0; row < head.rows; ++row) {
-    if (head.visible[row] <= part * kPartition || head.first_key(row) >= (part + 1) * kPartition) continue;
-    const float mass = sum(load(head.partition.mass + row * kLanes));
-    const float* sums = head.partition.sums + row * head.padded_dim;
+static inline void close_partition(const PagedTask& task, int64_t part, const TaskRows& all, const PagedJoin* join) {
+  for (int64_t i = 0; i < all.heads * all.rows; ++i) {
+    const int64_t row = i % all.rows;
+    if (all.visible[row] <= part * kPartition || all.first_key(row) >= (part + 1) * kPartition) continue;
+    const float mass = sum(load(all.partition.mass + i * kLanes));
+    const float* sums = all.partition.sums + i * all.padded_dim;
     if (join == nullptr) {
-      fold_partition(head.partition.best[row], mass, sums, head.padded_dim, part == head.first_key(row) / kPartition,
-                     head.total.best + row, head.total.mass + row, head.total.sums + row * head.padded_dim);
+      fold_partition(all.partition.best[i], mass, sums, all.padded_dim, part == all.first_key(row) / kPartition,
+                     all.total.best + i, all.total.mass + i, all.total.sums + i * all.padded_dim);
     } else {
-      float* out = joined_part(task, *join, h, row, part, head.padded_dim);
-      out[0] = head.partition.best[row];
+      float* out = joined_part(task, *join, i / all.rows, row, part, all.padded_dim);
+      out[0] = all.partition.best[i];
       out[1] = mass;
-      std::memcpy(out + kLanes, sums, static_cast<size_t>(head.padded_dim) * sizeof(float));
+      std::memcpy(out + kLanes, sums, static_cast<size_t>(all.padded_dim) * sizeof(float));
     }
   }
 }
 
 template <class F>
 static inline void fold_joined(const RotaryAttentionArgs& args, const PagedTask& task, const PagedJoin& join,
-                               int64_t h, const HeadRows& head) {
-  for (int64_t row = 0; row < task.rows; ++row) {
+                               const TaskRows& all, bool in_order) {
+  for (int64_t i = 0; i < all.heads * all.rows; ++i) {
+    const int64_t h = i / all.rows, row = i % all.rows;
     float best = 0, mass = 0;
-    const int64_t parts = ceil_div(head.visible[row], kPartition), first = head.first_key(row) / kPartition;
+    const int64_t parts = ceil_div(all.visible[row], kPartition), first = all.first_key(row) / kPartition;
     for (int64_t part = first; part < parts; ++part) {
-      const float* from = joined_part(task, join, h, row, part, head.padded_dim);
-      fold_partition(from[0], from[1], from + kLanes, head.padded_dim, part == first, &best, &mass, head.total.sums);
+      const float* from = joined_part(task, join, h, row, part, all.padded_dim);
+      fold_partition(from[0], from[1], from + kLanes, all.padded_dim, part == first, &best, &mass, all.total.sums);
     }
-    finish_row<F>(args, task, task.head + h, row, head.padded_dim, mass, head.total.sums);
+    finish_row<F>(args, task, task.head + h, row, all.padded_dim, in_order, mass, all.total.sums);
   }
 }
 
@@ -186,106 +181,175 @@ static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask&
   return smaller(task.end_part * kPartition, visible_keys(args, task.seq, task.first_row + task.rows - 1));
 }
 
-// How often TileFetch::some is called while a tile is worked on.
-template <class F>
-static inline int64_t fetch_calls(const RotaryAttentionArgs& args, const PagedTask& task) {
-  const int64_t blocks = smaller(kFetchBlocks, ceil_div(task.rows, kRowBlock));
-  const int64_t scores = ceil_div(ceil_div(args.dim, F::kPerUnit), kFetchUnits) * (kTileVectors / kBlockVectors);
-  const int64_t values = kKeyTile / F::kPerUnit / kFetchUnits * ceil_div(args.dim, kBlockVectors * kLanes);
-  return task.heads * (2 * kTileVectors + blocks * F::kPasses * (scores + values));
-}
-
 // Fetches the tile after `begin`: of this task or, at its end, the first of the thread's next task (null: none).
-template <class F>
 static inline void fetch_next(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin,
                               const PagedTask* next, TileFetch* fetch) {
-  const int64_t end = task_end(args, task), calls = fetch_calls<F>(args, task);
+  const int64_t end = task_end(args, task);
   fetch->rest();
   fetch->stop();
   if (begin + kKeyTile < end) {
-    fetch->start(args, task.seq, begin + kKeyTile, smaller(end, begin + 2 * kKeyTile), task.head, task.heads, calls);
+    fetch->start(args, task.seq, begin + kKeyTile, smaller(end, begin + 2 * kKeyTile), task.head, task.heads);
   } else if (next != nullptr) {
     const int64_t first = next->first_part * kPartition;
-    fetch->start(args, next->seq, first, smaller(first + kKeyTile, task_end(args, *next)), next->head, next->heads,
-                 calls);
+    fetch->start(args, next->seq, first, smaller(first + kKeyTile, task_end(args, *next)), next->head, next->heads);
+  }
+}
+
+// The panels of a tile for one head; h: its place in `memory`.
+template <class F, class C>
+static inline TilePanels make_panels(const RotaryAttentionArgs& args, const PagedTile& tile, int64_t head, int64_t h,
+                                     const TaskRows& all, bool tiles, const TileMemory& memory) {
+  const int64_t offset = head * head_bytes(args);
+  const HeadTile now{&tile, static_cast<const char*>(args.key_cache) + offset,
+                     static_cast<const char*>(args.value_cache) + offset};
+  TilePanels panels{tile.begin, ceil_div(tile.count, kGroupKeys), kKeyTile, all.padded_dim, {}, {}, nullptr, nullptr};
+  if (sizeof(C) == 1) {
+    float* scales = memory.scales + h * 2 * kKeyTile;
+    gather_scales(tile, now.keys, scales);
+    gather_scales(tile, now.values, scales + kKeyTile);
+    panels.key_scales = scales;
+    panels.value_scales = scales + kKeyTile;
+  }
+  Unit* values = memory.values + h * value_panel_units(all.padded_dim);
+  if (reads_cache<F, C>(args)) {
+    point_at_cache<F>(now, args.dim, values, &panels);
+#ifdef LLMK_AMX
+    if (tiles) join_values<F>(args.dim, values, &panels);
+#endif
+    return panels;
+  }
+  static_cast<void>(tiles);
+  if (cache_has_units(args)) {
+    if constexpr (F::kPerUnit == 1) widen_units<C>(now, args.dim, all.padded_dim, memory.keys, values);
+  } else {
+    pack_keys<F, C>(now, args.dim, memory.keys);
+    pack_values<F, C>(now, args.dim, all.padded_dim, values);
+  }
+  for (int64_t g = 0; g < kTileGroups; ++g) {
+    panels.keys[g] = memory.keys + g * kGroupKeys;
+    panels.values[g] = values + g * (kGroupKeys / F::kPerUnit) * all.padded_dim;
+  }
+  return panels;
+}
+
+// A tile for the rows of each head from `skip` on, which see any of it.
+template <class F, class C>
+static inline void attend_tile(const RotaryAttentionArgs& args, const PagedTask& task, const PagedTile& tile,
+                               const TaskRows& all, int64_t skip, const TileMemory& memory, int64_t* configured,
+                               TileFetch* fetch) {
+  const int64_t rows = all.rows - skip;
+  const int64_t span = reads_cache<F, C>(args) ? larger(1, kBlockRows / rows) : 1;  // heads in a block
+  bool tiles = false;
+#ifdef LLMK_AMX
+  if constexpr (kHasTiles<F>) tiles = uses_tiles<F>(all.dim, rows);
+#endif
+  TilePanels panels[kBlockRows];
+  for (int64_t head = 0; head < all.heads; head += span) {
+    const int64_t heads = smaller(span, all.heads - head);
+    for (int64_t h = 0; h < heads; ++h) {
+      panels[h] = make_panels<F, C>(args, tile, task.head + head + h, h, all, tiles, memory);
+    }
+    for (int64_t row = skip; row < all.rows;) {
+      const int64_t left = all.rows - row, size = ceil_div(left, ceil_div(left, kBlockRows));
+#ifdef LLMK_AMX
+      if constexpr (kHasTiles<F>) {
+        if (tiles && *configured != size) configure_products<F>(size);
+        if (tiles) *configured = size;
+      }
+#endif
+      attend_block<F>(all, panels, {head, heads, row, size}, tiles, row == skip ? fetch : nullptr);
+      row += size;
+    }
+  }
+  static_cast<void>(configured);
+}
+
+// The task's own tokens into the cache.
+static inline void write_tokens(const RotaryAttentionArgs& args, const PagedTask& task, float* buffer) {
+  for (int64_t i = 0; i < args.query_lens[task.seq]; ++i) {
+    write_token(args, args.query_starts[task.seq] + i, task.head, task.heads, buffer);
   }
 }
 
 template <class F, class C>
-static inline void walk_tiles(const RotaryAttentionArgs& args, const PagedTask& task, const PagedTask* next,
-                              const HeadRows* heads, const PagedJoin* join, const TileMemory& memory,
-                              TileFetch* fetch) {
-  const int64_t stride = head_bytes(args), end = task_end(args, task);
+static inline void walk_tiles(const RotaryAttentionArgs& args, const PagedPlan& plan, const PagedTask& task,
+                              const PagedTask* next, const TaskRows& all, const PagedJoin* join,
+                              const TileMemory& memory, float* buffer, TileFetch* fetch) {
+  const int64_t end = task_end(args, task);
+  // Written just before they are read, when their lines have been fetched.
+  bool writes = plan.writes && task.end_part == task.parts;
+  const int64_t written = args.context_lens[task.seq] - args.query_lens[task.seq];
+  int64_t configured = 0, skip = 0;
   for (int64_t begin = task.first_part * kPartition; begin < end; begin += kKeyTile) {
+    if (writes && written < begin + kKeyTile) {
+      write_tokens(args, task, buffer);
+      writes = false;
+    }
+    while (skip < all.rows && all.visible[skip] <= begin) ++skip;
+    fetch_next(args, task, begin, next, fetch);
     PagedTile tile;
     locate_tile(args, task.seq, begin, end, &tile);
-    fetch_next<F>(args, task, begin, next, fetch);
-    for (int64_t h = 0; h < task.heads; ++h) {
-      const int64_t offset = (task.head + h) * stride;
-      const HeadTile now{&tile, static_cast<const char*>(args.key_cache) + offset,
-                         static_cast<const char*>(args.value_cache) + offset};
-      TilePanels panels{begin, 0, memory.keys, memory.values, nullptr, nullptr};
-      if (sizeof(C) == 1) {
-        gather_scales(tile, now.keys, memory.scales);
-        gather_scales(tile, now.values, memory.scales + kKeyTile);
-        panels.key_scales = memory.scales;
-        panels.value_scales = memory.scales + kKeyTile;
-      }
-      pack_keys<F, C>(now, fetch, args.dim, memory.keys);
-      panels.value_units = pack_values<F, C>(now, fetch, args.dim, heads[0].padded_dim, memory.values);
-      attend_tile<F>(heads[h], panels, fetch);
-    }
-    if ((begin + kKeyTile) % kPartition == 0 || begin + kKeyTile >= end) {
-      for (int64_t h = 0; h < task.heads; ++h) close_partition(task, begin / kPartition, h, heads[h], join);
-    }
+    attend_tile<F, C>(args, task, tile, all, skip, memory, &configured, fetch);
+    if ((begin + kKeyTile) % kPartition == 0 || begin + kKeyTile >= end) close_partition(task, begin / kPartition, all, join);
   }
+#ifdef LLMK_AMX
+  if (configured > 0) release_tiles();
+#endif
+}
+
+// Memory of a task; with none, how much it takes.
+template <class F>
+static inline TaskRows place_task(const RotaryAttentionArgs& args, const PagedTask& task, int64_t padded_dim,
+                                  PagedScratch* scratch, TileMemory* memory, float** buffer, int64_t** visible,
+                                  int64_t** first) {
+  const int64_t query_units = ceil_div(ceil_div(args.dim, F::kPerUnit), kLanes) * kLanes;
+  const int64_t rows = task.rows, all_rows = task.heads * rows;
+  memory->keys = scratch->take<Unit>(key_panel_units(query_units, F::kPerUnit));
+  memory->values = scratch->take<Unit>(kBlockRows * value_panel_units(padded_dim));
+  memory->scales = scratch->take<float>(kBlockRows * 2 * kKeyTile);
+  *buffer = scratch->take<float>(write_buffer_floats(args));
+  *visible = scratch->take<int64_t>(rows);
+  *first = args.window == 0 && args.first_keys == nullptr ? nullptr : scratch->take<int64_t>(rows);
+  TaskRows all{task.heads, rows, args.dim, padded_dim, query_units, *visible, *first, nullptr, nullptr, nullptr, {}, {}};
+  all.queries = scratch->take<Unit>(all_rows * F::kPasses * query_units);
+  all.factors = scratch->take<float>(all_rows);
+  all.offsets = scratch->take<int32_t>(all_rows);
+  all.partition = place_state(scratch, all_rows, kLanes, padded_dim);
+  all.total = place_state(scratch, all_rows, 1, padded_dim);
+  return all;
+}
+
+template <class F, class C>
+static inline int64_t padded_dim_of(const RotaryAttentionArgs& args) {
+  return reads_cache<F, C>(args) ? args.dim : ceil_div(args.dim, F::kDimStep) * F::kDimStep;
 }
 
 template <class F, class C>
 static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& plan, const PagedTask& task,
                             const PagedTask* next, TileFetch* fetch) {
-  const int64_t padded_dim = ceil_div(args.dim, F::kDimStep) * F::kDimStep;
-  const int64_t query_units = ceil_div(ceil_div(args.dim, F::kPerUnit), kLanes) * kLanes, rows = task.rows;
-  const int64_t bytes = task_scratch_bytes<F>(task.heads * (rows + 32), padded_dim, query_units);
-  PagedScratch scratch{static_cast<char*>(thread_scratch(kScratchTile, bytes))};
+  const int64_t padded_dim = padded_dim_of<F, C>(args);
+  const bool in_order = reads_cache<F, C>(args);
   TileMemory memory{};
-  memory.keys = scratch.take<Unit>(query_units * kKeyTile);
-  memory.values = scratch.take<Unit>(kKeyTile * padded_dim);
-  memory.scales = scratch.take<float>(2 * kKeyTile);
-  float* buffer = scratch.take<float>(args.dim + kLanes);
-  int64_t* visible = scratch.take<int64_t>(rows);
-  int64_t* first = args.window == 0 && args.first_keys == nullptr ? nullptr : scratch.take<int64_t>(rows);
-  for (int64_t row = 0; row < rows; ++row) {
+  float* buffer;
+  int64_t *visible, *first;
+  PagedScratch measured{nullptr};
+  place_task<F>(args, task, padded_dim, &measured, &memory, &buffer, &visible, &first);
+  PagedScratch scratch{static_cast<char*>(thread_scratch(kScratchTile, measured.used))};
+  TaskRows all = place_task<F>(args, task, padded_dim, &scratch, &memory, &buffer, &visible, &first);
+  for (int64_t row = 0; row < task.rows; ++row) {
     visible[row] = visible_keys(args, task.seq, task.first_row + row);
     if (first != nullptr) first[row] = first_key(args, task.seq, task.first_row + row);
   }
-  if (plan.writes && task.end_part == task.parts) {
-    for (int64_t i = 0; i < args.query_lens[task.seq]; ++i) {
-      write_token(args, args.query_starts[task.seq] + i, task.head, task.heads, buffer);
-    }
-  }
-  HeadRows heads[kTaskHeads];
-  for (int64_t h = 0; h < task.heads; ++h) {
-    HeadRows& head = heads[h];
-    head = HeadRows{rows, args.dim, padded_dim, query_units, visible, first, nullptr, nullptr, nullptr, {}, {}};
-    head.queries = scratch.take<Unit>(rows * F::kPasses * query_units);
-    head.factors = scratch.take<float>(rows);
-    head.offsets = scratch.take<int32_t>(rows);
-    head.partition = place_state(&scratch, rows, kLanes, padded_dim);
-    head.total = place_state(&scratch, rows, 1, padded_dim);
-    place_queries<F>(args, task, task.head + h, buffer, &head);
-  }
+  for (int64_t h = 0; h < task.heads; ++h) place_queries<F>(args, task, h, buffer, &all);
   PagedJoin* join = task.join < 0 ? nullptr : plan.joins + task.join;
-  walk_tiles<F, C>(args, task, next, heads, join, memory, fetch);
+  walk_tiles<F, C>(args, plan, task, next, all, join, memory, buffer, fetch);
   if (join == nullptr) {
-    for (int64_t h = 0; h < task.heads; ++h) {
-      for (int64_t row = 0; row < rows; ++row) {
-        finish_row<F>(args, task, task.head + h, row, padded_dim, heads[h].total.mass[row],
-                      heads[h].total.sums + row * padded_dim);
-      }
+    for (int64_t i = 0; i < all.heads * all.rows; ++i) {
+      finish_row<F>(args, task, task.head + i / all.rows, i % all.rows, padded_dim, in_order, all.total.mass[i],
+                    all.total.sums + i * padded_dim);
     }
   } else if (__atomic_sub_fetch(&join->waiting, 1, __ATOMIC_ACQ_REL) == 0) {
-    for (int64_t h = 0; h < task.heads; ++h) fold_joined<F>(args, task, *join, h, heads[h]);
+    fold_joined<F>(args, task, *join, all, in_order);
   }
 }
 
@@ -314,7 +378,7 @@ static inline void plan_tasks(const RotaryAttentionArgs& args, int64_t padded_di
 
 template <class F, class C>
 static inline void attend_paged(const RotaryAttentionArgs& args) {
-  const int64_t padded_dim = ceil_div(args.dim, F::kDimStep) * F::kDimStep, group = args.heads / args.kv_heads;
+  const int64_t padded_dim = padded_dim_of<F, C>(args), group = args.heads / args.kv_heads;
   PagedPlan plan{};
   plan.writes = !args.write_first && !args.ready;
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) plan.writes = plan.writes && args.query_lens[seq] * group <= kTaskRows;

@@ -1,4 +1,5 @@
-// A tile of kKeyTile keys of one sequence: where they lie, and how they are packed into the panels of paged_units.h.
+// A tile of kKeyTile keys of one sequence: where they lie, and how they become the panels of paged_units.h. Where the
+// cache holds units (rotary_attention.h) of the form's products, the cache itself is the panel; FloatForm widens them.
 #pragma once
 #include "rotary_attention.h"
 
@@ -57,10 +58,9 @@ LLMK_INLINE void pack_key_square(const HeadTile& now, int64_t first, int64_t d, 
 }
 
 template <class F, class C>
-static inline void pack_keys(const HeadTile& now, TileFetch* fetch, int64_t dim, Unit* panel) {
+static inline void pack_keys(const HeadTile& now, int64_t dim, Unit* panel) {
   constexpr int64_t kStep = kLanes * F::kPerUnit;
   for (int64_t first = 0; first < kKeyTile; first += kLanes) {
-    fetch->some();
     if (first >= now.tile->count) continue;
     for (int64_t d = 0; d < dim; d += kStep) {
       if (first + kLanes <= now.tile->count && d + kStep <= dim) {
@@ -83,29 +83,52 @@ LLMK_INLINE void pack_value_unit(const HeadTile& now, int64_t key, int64_t d, in
   F::template pack_values<kWhole>(rows, n, out);
 }
 
-// Rows of units of keys; the last unit is filled up with zeros. Returns how many.
+// Rows of units of keys; the last group is filled up with zeros: a weight of zero times what lay there may be NaN.
 template <class F, class C>
-static inline int64_t pack_values(const HeadTile& now, TileFetch* fetch, int64_t dim, int64_t padded_dim,
-                                  Unit* panel) {
+static inline void pack_values(const HeadTile& now, int64_t dim, int64_t padded_dim, Unit* panel) {
   constexpr int kPer = F::kPerUnit;
-  for (int64_t first = 0; first < kKeyTile; first += kLanes) {
-    fetch->some();
-    const int64_t last = smaller(first + kLanes, now.tile->count);
-    for (int64_t key = first; key < last; key += kPer) {
-      Unit* out = panel + key / kPer * padded_dim;
-      const int64_t whole = key + kPer <= last ? dim : 0;
-      int64_t d = 0;
-      for (; d + F::kDimStep <= whole; d += F::kDimStep) pack_value_unit<true, F, C>(now, key, d, dim - d, out + d);
-      for (; d < dim; d += F::kDimStep) pack_value_unit<false, F, C>(now, key, d, dim - d, out + d);
+  const int64_t count = now.tile->count;
+  for (int64_t key = 0; key < count; key += kPer) {
+    Unit* out = panel + key / kPer * padded_dim;
+    const int64_t whole = key + kPer <= count ? dim : 0;
+    int64_t d = 0;
+    for (; d + F::kDimStep <= whole; d += F::kDimStep) pack_value_unit<true, F, C>(now, key, d, dim - d, out + d);
+    for (; d < dim; d += F::kDimStep) pack_value_unit<false, F, C>(now, key, d, dim - d, out + d);
+  }
+  const int64_t units = ceil_div(count, kPer), filled = ceil_div(count, kGroupKeys) * (kGroupKeys / kPer);
+  std::memset(panel + units * padded_dim, 0, static_cast<size_t>((filled - units) * padded_dim) * sizeof(Unit));
+}
+
+// Element `i` of a unit of the cache.
+template <class C>
+LLMK_INLINE float widen(Unit unit, int i) {
+  if constexpr (sizeof(C) == 1) return static_cast<float>(static_cast<int32_t>(unit << (24 - 8 * i)) >> 24);
+  if constexpr (sizeof(C) == 2) return bits_to_float(unit >> (16 * i) << 16);
+  return bits_to_float(unit);
+}
+
+template <class C>
+static inline void widen_units(const HeadTile& now, int64_t dim, int64_t padded_dim, Unit* keys, Unit* values) {
+  constexpr int kPer = 4 / sizeof(C);
+  for (int64_t first = 0; first < now.tile->count; first += kGroupKeys) {
+    const Unit* from = reinterpret_cast<const Unit*>(now.keys + now.tile->values[first]);
+    for (int64_t u = 0; u < dim / kPer; ++u, from += kGroupKeys) {
+      Unit unbiased[kGroupKeys];
+      for (int64_t j = 0; j < kGroupKeys; ++j) unbiased[j] = from[j] ^ (sizeof(C) == 1 ? kKeyBias : 0);
+      for (int i = 0; i < kPer; ++i) {
+        float* out = reinterpret_cast<float*>(keys) + (u * kPer + i) * kKeyTile + first;
+        for (int64_t j = 0; j < kGroupKeys; ++j) out[j] = widen<C>(unbiased[j], i);
+      }
+    }
+    from = reinterpret_cast<const Unit*>(now.values + now.tile->values[first]);
+    for (int64_t key = first; key < first + kGroupKeys; key += kPer, from += dim) {
+      for (int i = 0; i < kPer; ++i) {
+        float* out = reinterpret_cast<float*>(values) + (key + i) * padded_dim;
+        const bool there = key + i < now.tile->count;
+        for (int64_t d = 0; d < dim; ++d) out[d] = there ? widen<C>(from[d], i) : 0.0f;
+      }
     }
   }
-  const int64_t units = ceil_div(now.tile->count, kPer);
-#ifdef LLMK_AMX
-  // Tiles take 16 units at a time; a weight of zero times what lay there may be NaN.
-  const int64_t filled = ceil_div(units, kLanes) * kLanes;
-  std::memset(panel + units * padded_dim, 0, static_cast<size_t>((filled - units) * padded_dim) * sizeof(Unit));
-#endif
-  return units;
 }
 
 // out[kKeyTile]; zeros past the tile's keys.
@@ -121,6 +144,48 @@ static inline void gather_scales(const PagedTile& tile, const char* base, float*
       if (j < count) std::memcpy(out + first + j, base + tile.scales[first + j], sizeof(float));
     }
   }
+}
+
+// What the products of a tile and a head read.
+struct TilePanels {
+  int64_t begin, groups;             // of kGroupKeys keys that exist
+  int64_t key_stride, value_stride;  // from a unit to the next
+  const Unit* keys[kTileGroups];     // [unit of dims][kGroupKeys]; past `groups` the first
+  const Unit* values[kTileGroups];   // [unit of keys][dim]
+  const float* key_scales;           // int8 caches; null otherwise
+  const float* value_scales;
+};
+
+// True where the products read the cache itself.
+template <class F, class C>
+static inline bool reads_cache(const RotaryAttentionArgs& args) {
+  return F::kPerUnit > 1 && F::kPerUnit * sizeof(C) == 4 && cache_has_units(args);
+}
+
+// Units of the memory for a head's panels.
+static inline int64_t key_panel_units(int64_t query_units, int64_t per_unit) { return query_units * per_unit * kKeyTile; }
+static inline int64_t value_panel_units(int64_t padded_dim) { return kKeyTile * padded_dim; }
+
+// The cache as panels. The end of the last group may hold anything, even NaN: it is copied without that to `tail`.
+template <class F>
+static inline void point_at_cache(const HeadTile& now, int64_t dim, Unit* tail, TilePanels* panels) {
+  constexpr int kPer = F::kPerUnit;
+  for (int64_t g = 0; g < kTileGroups; ++g) {
+    const int64_t place = now.tile->values[g < panels->groups ? g * kGroupKeys : 0];
+    panels->keys[g] = reinterpret_cast<const Unit*>(now.keys + place);
+    panels->values[g] = reinterpret_cast<const Unit*>(now.values + place);
+  }
+  panels->key_stride = kGroupKeys;
+  panels->value_stride = dim;
+  const int64_t last = now.tile->count % kGroupKeys;  // (zero times a byte is zero)
+  if (!F::kFloatUnits || last == 0) return;
+  const Unit* from = panels->values[panels->groups - 1];
+  for (int64_t key = 0; key < kGroupKeys; key += kPer) {
+    const int64_t there = larger(0, smaller(kPer, last - key));
+    const Unit mask = there == kPer ? ~Unit{0} : (Unit{1} << (32 / kPer * there)) - 1;
+    for (int64_t d = 0; d < dim; ++d) tail[key / kPer * dim + d] = from[key / kPer * dim + d] & mask;
+  }
+  panels->values[panels->groups - 1] = tail;
 }
 
 }  // namespace paged

@@ -7,10 +7,11 @@
 //                 weights 16 (scale per row and tile), each as two bytes: products of the high bytes, a shift, then of
 //                 the low bytes
 //
-// Panels: keys [unit][kKeyTile] (lanes over keys), values [unit of keys][padded dim] (lanes over dim).
+// Panels: keys [unit][16 or kKeyTile] (lanes over keys), values [unit of keys][dim] (lanes over dim), see paged_panels.h.
 #pragma once
 #include "../common/types.h"
 #include "dot.h"
+#include "rotary_attention.h"
 
 namespace llmk {
 namespace LLMK_ARCH {
@@ -20,6 +21,8 @@ using Unit = uint32_t;
 
 constexpr int kKeyTile = 64;
 constexpr int kTileVectors = kKeyTile / kLanes;
+constexpr int kTileGroups = kKeyTile / static_cast<int>(kGroupKeys);
+static_assert(kGroupKeys == kLanes, "a vector of a key panel is a group");
 constexpr float kLog2E = 1.44269504088896341f;
 
 // 2^x for x <= 0 (and slightly above), 2^-126 below that. Minimax polynomials: relative error 7.5e-8, coarse 7.5e-5,
@@ -96,6 +99,7 @@ struct FloatProduct {
   static inline Operand spread(const Unit* p) { return broadcast(bits_to_float(*p)); }
   static inline Acc step(Operand a, Operand b, Acc total) { return fma(a, b, total); }
   static inline Acc shift(Acc total, int32_t) { return total; }
+  static inline Acc join(Acc, Acc low) { return low; }
   static inline Vec result(Acc total) { return total; }
 };
 
@@ -104,7 +108,7 @@ struct FloatForm {
   using ValueProduct = FloatProduct;
   static constexpr int kPerUnit = 1, kPasses = 1;
   static constexpr int64_t kDimStep = kLanes;  // dim is padded to whole multiples
-  static constexpr bool kCoarse = false;
+  static constexpr bool kCoarse = false, kFloatUnits = true;
 
   // 16 units of a row of the cache, of which `n` elements exist; kWhole: all of them.
   template <bool kWhole, class C>

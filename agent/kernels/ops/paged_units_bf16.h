@@ -17,6 +17,7 @@ struct BFloat16Product {
   }
   static inline Acc step(Operand a, Operand b, Acc total) { return {_mm512_dpbf16_ps(total.v, b, a)}; }
   static inline Acc shift(Acc total, int32_t) { return total; }
+  static inline Acc join(Acc, Acc low) { return low; }
   static inline Vec result(Acc total) { return total; }
 };
 
@@ -25,7 +26,7 @@ struct BFloat16Form {
   using ValueProduct = BFloat16Product;
   static constexpr int kPerUnit = 2, kPasses = 1;
   static constexpr int64_t kDimStep = 2 * kLanes;
-  static constexpr bool kCoarse = true;
+  static constexpr bool kCoarse = true, kFloatUnits = true;
 
   template <bool kWhole>
   static inline __attribute__((always_inline)) Vec load_key(const bfloat_t* p, int64_t n) {

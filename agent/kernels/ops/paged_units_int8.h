@@ -24,6 +24,7 @@ struct Int8ScoreProduct {
   static inline Acc shift(Acc total, int32_t offset) {
     return _mm512_add_epi32(_mm512_slli_epi32(total, kShift), _mm512_set1_epi32(offset));
   }
+  static inline Acc join(Acc high, Acc low) { return _mm512_add_epi32(high, low); }
   static inline Vec result(Acc total) { return {_mm512_cvtepi32_ps(total)}; }
 };
 
@@ -39,7 +40,7 @@ struct Int8Form {
   using ValueProduct = Int8ValueProduct;
   static constexpr int kPerUnit = 4, kPasses = 2;
   static constexpr int64_t kDimStep = 4 * kLanes;
-  static constexpr bool kCoarse = false;
+  static constexpr bool kCoarse = false, kFloatUnits = false;
   static constexpr float kLargestQuery = 16319.0f;  // 127 * 2^7 + 63
   static constexpr float kLargestWeight = 65535.0f;
 

@@ -86,35 +86,66 @@ static inline void quantize_head(const float* x, int64_t dim, char* values, char
   std::memcpy(scale, &unit, sizeof(unit));
 }
 
-static inline void write_head(const RotaryAttentionArgs& args, const float* x, void* cache, const CachePlace& place,
-                              int64_t head) {
-  char* base = static_cast<char*>(cache) + head * chunk_bytes(args);
-  if (args.int8_cache) {
-    quantize_head(x, args.dim, base + place.values, base + place.scale);
-  } else {
-    store_floats(args.dtype, x, args.dim, base + place.values);
+// Spreads a token's row over the units it has a part in (rotary_attention.h).
+static inline void scatter_key(const RotaryAttentionArgs& args, const char* row, int64_t index, char* chunk) {
+  char* out = chunk + key_element(args, index, 0) * cache_element_bytes(args);
+  const int64_t units = args.dim * cache_element_bytes(args) / 4;
+  const uint32_t bias = args.int8_cache ? kKeyBias : 0;
+  for (int64_t u = 0; u < units; ++u) {
+    uint32_t unit;
+    std::memcpy(&unit, row + u * 4, 4);
+    unit ^= bias;
+    std::memcpy(out + u * kGroupKeys * 4, &unit, 4);
   }
 }
+template <class C>
+static inline void scatter_value(const RotaryAttentionArgs& args, const char* row, int64_t index, char* chunk) {
+  C* out = reinterpret_cast<C*>(chunk) + value_element(args, index, 0);
+  const C* in = reinterpret_cast<const C*>(row);
+  for (int64_t d = 0; d < args.dim; ++d) out[d * static_cast<int64_t>(4 / sizeof(C))] = in[d];
+}
 
-// Keys and values of kv heads [head, head + heads) of a token. `buffer`: dim floats.
+// A key or value into row `index` of its chunk. `buffer`: dim floats.
+static inline void write_head(const RotaryAttentionArgs& args, const float* x, char* chunk, int64_t index, bool is_key,
+                              float* buffer) {
+  const int64_t row_bytes = args.dim * cache_element_bytes(args);
+  const bool units = cache_has_units(args);
+  char* row = units ? reinterpret_cast<char*>(buffer) : chunk + index * row_bytes;
+  if (args.int8_cache) {
+    quantize_head(x, args.dim, row, chunk + args.block_size * row_bytes + index * 4);
+  } else {
+    store_floats(args.dtype, x, args.dim, row);
+  }
+  if (!units) return;
+  if (is_key) return scatter_key(args, row, index, chunk);
+  if (args.int8_cache) return scatter_value<int8_t>(args, row, index, chunk);
+  scatter_value<uint16_t>(args, row, index, chunk);
+}
+
+// Floats a buffer for write_token has.
+static inline int64_t write_buffer_floats(const RotaryAttentionArgs& args) { return 2 * (args.dim + kLanes); }
+
+// Keys and values of kv heads [head, head + heads) of a token.
 static inline void write_token(const RotaryAttentionArgs& args, int64_t token, int64_t head, int64_t heads,
                                float* buffer) {
   const int64_t slot = args.slots[token];
   if (slot < 0) return;
-  const CachePlace place = cache_place(args, slot / args.block_size, slot % args.block_size);
+  const int64_t index = slot % args.block_size, chunk = chunk_bytes(args);
   const int64_t row = token * (args.heads + 2 * args.kv_heads) + args.heads + args.kv_heads;
+  float* second = buffer + args.dim + kLanes;
   for (int64_t h = head; h < head + heads; ++h) {
+    const int64_t offset = (slot / args.block_size * args.kv_heads + h) * chunk;
     load_rotated(args, token, args.heads + h, buffer);
-    write_head(args, buffer, args.key_cache, place, h);
+    write_head(args, buffer, static_cast<char*>(args.key_cache) + offset, index, true, second);
     load_floats(args.dtype, args.qkv, (row + h) * args.dim, args.dim, buffer);
-    write_head(args, buffer, args.value_cache, place, h);
+    write_head(args, buffer, static_cast<char*>(args.value_cache) + offset, index, false, second);
   }
 }
 
 static inline void write_all_tokens(const RotaryAttentionArgs& args) {
-  const int64_t per_task = larger(1, 8192 / (2 * args.kv_heads * args.dim));
+  const int64_t per_task = larger(kGroupKeys, 8192 / (2 * args.kv_heads * args.dim));
   parallel_for(ceil_div(args.tokens, per_task), [&](int64_t task) {
-    float* buffer = static_cast<float*>(thread_scratch(kScratchTile, (args.dim + kLanes) * 4));
+    float* buffer = static_cast<float*>(thread_scratch(kScratchTile, write_buffer_floats(args) * 4));
     const int64_t end = smaller((task + 1) * per_task, args.tokens);
     for (int64_t token = task * per_task; token < end; ++token) write_token(args, token, 0, args.kv_heads, buffer);
   });

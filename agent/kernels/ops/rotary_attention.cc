@@ -49,30 +49,52 @@ Head rotate(const RotaryAttentionArgs& args, int64_t token, const Head& x) {
   return out;
 }
 
-void write_cache(const RotaryAttentionArgs& args, const Head& x, void* cache, const CachePlace& place, int64_t head) {
-  char* base = static_cast<char*>(cache) + head * chunk_bytes(args);
+// Where the elements of a token's key, or value, of a head lie.
+struct Held {
+  int64_t chunk, row, head;
+  bool is_key;
+
+  int64_t element(const RotaryAttentionArgs& args, int64_t d) const {
+    return is_key ? key_element(args, row, d) : value_element(args, row, d);
+  }
+  // What the bits of an int8 are flipped by.
+  char bias(const RotaryAttentionArgs& args) const {
+    return static_cast<char>(is_key && cache_has_units(args) ? kKeyBias & 0xFF : 0);
+  }
+  int64_t scale(const RotaryAttentionArgs& args) const { return args.block_size * args.dim + row * 4; }
+};
+
+Held held(const RotaryAttentionArgs& args, int64_t slot, int64_t head, bool is_key) {
+  const int64_t block = slot / args.block_size;
+  return {(block * args.kv_heads + head) * chunk_bytes(args), slot % args.block_size, head, is_key};
+}
+
+void write_cache(const RotaryAttentionArgs& args, const Head& x, const Held& at) {
+  char* base = static_cast<char*>(at.is_key ? args.key_cache : args.value_cache) + at.chunk;
   if (!args.int8_cache) {
-    for (size_t d = 0; d < x.size(); ++d) store_element(args.dtype, x[d], base + place.values, static_cast<int64_t>(d));
+    for (int64_t d = 0; d < args.dim; ++d) store_element(args.dtype, x[static_cast<size_t>(d)], base, at.element(args, d));
     return;
   }
   double most = 0;
   for (const double value : x) most = std::fmax(most, std::fabs(value));
   const float scale = static_cast<float>(most / 127);
-  for (size_t d = 0; d < x.size(); ++d) {
-    base[place.values + static_cast<int64_t>(d)] =
-        static_cast<char>(most > 0 ? static_cast<int>(std::nearbyint(x[d] * 127 / most)) : 0);
+  for (int64_t d = 0; d < args.dim; ++d) {
+    const double value = x[static_cast<size_t>(d)];
+    const int whole = most > 0 ? static_cast<int>(std::nearbyint(value * 127 / most)) : 0;
+    base[at.element(args, d)] = static_cast<char>(whole ^ at.bias(args));
   }
-  std::memcpy(base + place.scale, &scale, sizeof(scale));
+  std::memcpy(base + at.scale(args), &scale, sizeof(scale));
 }
 
-Head read_cache(const RotaryAttentionArgs& args, const void* cache, const CachePlace& place, int64_t head) {
-  const char* base = static_cast<const char*>(cache) + head * chunk_bytes(args);
+Head read_cache(const RotaryAttentionArgs& args, const Held& at) {
+  const char* base = static_cast<const char*>(at.is_key ? args.key_cache : args.value_cache) + at.chunk;
   Head x(static_cast<size_t>(args.dim));
   float scale = 1;
-  if (args.int8_cache) std::memcpy(&scale, base + place.scale, sizeof(scale));
+  if (args.int8_cache) std::memcpy(&scale, base + at.scale(args), sizeof(scale));
   for (int64_t d = 0; d < args.dim; ++d) {
-    x[static_cast<size_t>(d)] = args.int8_cache ? scale * double{static_cast<float>(static_cast<int8_t>(base[place.values + d]))}
-                                                : load_element(args.dtype, base + place.values, d);
+    const int64_t i = at.element(args, d);
+    x[static_cast<size_t>(d)] = args.int8_cache ? scale * double{static_cast<float>(static_cast<int8_t>(base[i] ^ at.bias(args)))}
+                                                : load_element(args.dtype, base, i);
   }
   return x;
 }
@@ -82,14 +104,14 @@ void attend(const RotaryAttentionArgs& args, int64_t seq, int64_t row, int64_t h
   const int64_t group = args.heads / args.kv_heads, first = first_key(args, seq, row * group);
   const int64_t visible = visible_keys(args, seq, row * group);
   const Head query = rotate(args, token, load_head(args, token, head));
-  const auto place = [&](int64_t position) {
-    return cache_place(args, args.block_tables[seq * args.table_width + position / args.block_size],
-                       position % args.block_size);
+  const auto slot = [&](int64_t position) {
+    return args.block_tables[seq * args.table_width + position / args.block_size] * args.block_size +
+           position % args.block_size;
   };
   std::vector<double> scores(static_cast<size_t>(visible));
   double best = -1e300, mass = 0;
   for (int64_t j = first; j < visible; ++j) {
-    const Head key = read_cache(args, args.key_cache, place(j), kv_head);
+    const Head key = read_cache(args, held(args, slot(j), kv_head, true));
     double score = 0;
     for (size_t d = 0; d < key.size(); ++d) score += query[d] * key[d];
     scores[static_cast<size_t>(j)] = score * args.scale;
@@ -97,7 +119,7 @@ void attend(const RotaryAttentionArgs& args, int64_t seq, int64_t row, int64_t h
   }
   Head sums(query.size());
   for (int64_t j = first; j < visible; ++j) {
-    const Head value = read_cache(args, args.value_cache, place(j), kv_head);
+    const Head value = read_cache(args, held(args, slot(j), kv_head, false));
     const double weight = std::exp(scores[static_cast<size_t>(j)] - best);
     mass += weight;
     for (size_t d = 0; d < value.size(); ++d) sums[d] += weight * value[d];
@@ -112,10 +134,10 @@ void attend(const RotaryAttentionArgs& args, int64_t seq, int64_t row, int64_t h
 void rotary_attention(const RotaryAttentionArgs& args) {
   for (int64_t token = 0; token < args.tokens; ++token) {
     if (args.slots[token] < 0) continue;
-    const CachePlace place = cache_place(args, args.slots[token] / args.block_size, args.slots[token] % args.block_size);
     for (int64_t head = 0; head < args.kv_heads; ++head) {
-      write_cache(args, rotate(args, token, load_head(args, token, args.heads + head)), args.key_cache, place, head);
-      write_cache(args, load_head(args, token, args.heads + args.kv_heads + head), args.value_cache, place, head);
+      write_cache(args, rotate(args, token, load_head(args, token, args.heads + head)),
+                  held(args, args.slots[token], head, true));
+      write_cache(args, load_head(args, token, args.heads + args.kv_heads + head), held(args, args.slots[token], head, false));
     }
   }
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) {

@@ -3,8 +3,13 @@
 //
 //   qkv [tokens, (heads + 2 * kv_heads) * dim], out [tokens, heads * dim]; sequence s owns query_lens[s] rows from
 //   query_starts[s], the last ones of its context_lens[s] positions, and sees the keys of positions 0 .. its own
-//   cache  [num_blocks][kv_heads] chunks; float: [block_size][dim] of the type of qkv; int8: [block_size][dim] int8,
-//          then [block_size] float32 scales, value = scale * int8, scale = max|x| / 127 of that token and head
+//   cache  [num_blocks][kv_heads] chunks; float: block_size * dim of the type of qkv; int8: block_size * dim int8,
+//          then [block_size] float32 scales, value = scale * int8, scale = max|x| / 127 of that token and head;
+//          bfloat16 and int8 lie as the products take them, 4 bytes (a unit) at a time, in groups of 16 tokens:
+//            keys    [block_size / 16][dim / per][16 tokens][per dims]        per = 2 bfloat16, 4 int8
+//            values  [block_size / 16][16 / per][dim][per tokens]
+//          (keys of int8 as unsigned bytes, 128 added)
+//          where block_size and dim are multiples of 16; other shapes, float32 and float16: [block_size][dim]
 //   position j of sequence s lies in block block_tables[s * table_width + j / block_size], row j % block_size; the
 //   step's own keys and values are written to `slots` first and then read as the cache holds them
 //   query head h uses kv head h / (heads / kv_heads)
@@ -82,13 +87,39 @@ static inline int64_t ready_place(const RotaryAttentionArgs& args, int64_t seq, 
   return row * args.kv_heads * args.dim * size_of(args.dtype);
 }
 
+constexpr int64_t kGroupKeys = 16;  // tokens of a block that lie together in units
+
+static inline int64_t cache_element_bytes(const RotaryAttentionArgs& args) {
+  return args.int8_cache ? 1 : size_of(args.dtype);
+}
+
+static inline bool cache_has_units(const RotaryAttentionArgs& args) {
+  const bool narrow = args.int8_cache || args.dtype == DType::kBFloat16;
+  return !args.ready && narrow && args.block_size % kGroupKeys == 0 && args.dim % 16 == 0;
+}
+
+// Flips the sign bit of bytes: adds 128 to int8, as unsigned.
+constexpr uint32_t kKeyBias = 0x80808080u;
+
+// Elements from the start of a chunk to dim `d` of the key, or the value, in row `row` of the block.
+static inline int64_t key_element(const RotaryAttentionArgs& args, int64_t row, int64_t d) {
+  if (!cache_has_units(args)) return row * args.dim + d;
+  const int64_t per = 4 / cache_element_bytes(args);
+  return row / kGroupKeys * kGroupKeys * args.dim + (d / per * kGroupKeys + row % kGroupKeys) * per + d % per;
+}
+static inline int64_t value_element(const RotaryAttentionArgs& args, int64_t row, int64_t d) {
+  if (!cache_has_units(args)) return row * args.dim + d;
+  const int64_t per = 4 / cache_element_bytes(args);
+  return (row / per * args.dim + d) * per + row % per;
+}
+
 // Where a token (or a key) lies from the start of the cache, for kv head 0; head h is h * chunk_bytes further.
 struct CachePlace {
-  int64_t values, scale;  // scale: int8 caches only
+  int64_t values, scale;  // its row, or the group of a first row of one; scale: int8 caches only
 };
 static inline CachePlace cache_place(const RotaryAttentionArgs& args, int64_t block, int64_t row) {
   const int64_t chunk = block * args.kv_heads * chunk_bytes(args);
-  const int64_t row_bytes = args.dim * (args.int8_cache ? 1 : size_of(args.dtype));
+  const int64_t row_bytes = args.dim * cache_element_bytes(args);
   return {chunk + row * row_bytes, chunk + args.block_size * row_bytes + row * 4};
 }
 
