@@ -6,6 +6,7 @@ VENV    ?= .venv
 PYTHON  ?= $(shell command -v python3.11 || command -v python3.10 || command -v python3)
 CONFIG  ?= llama_tiny_cpu.yaml
 ARGS    ?=
+WORKERS ?= 2
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 KERNELS := agent/kernels/libllm_kernels.so
@@ -13,7 +14,7 @@ SOURCES := setup.py $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernel
 
 MINDFORMERS := $(VENV)/.mindformers-installed
 
-.PHONY: setup setup-mindformers test-mindformers serve test lint bench docs clean help
+.PHONY: setup setup-mindformers test-mindformers serve test test-sweeps lint bench docs clean help
 
 setup: $(STAMP) $(KERNELS)
 
@@ -21,12 +22,15 @@ serve: setup
 	@$(BIN)/python start_server.py --config $(CONFIG) $(ARGS)
 
 test: setup lint
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 setup-mindformers: setup $(MINDFORMERS)
 
 test-mindformers: setup-mindformers
 	@$(BIN)/python -m pytest tests/mindformers_models $(ARGS)
+
+test-sweeps: setup
+	@$(BIN)/python -m pytest -m sweep $(ARGS)
 
 lint: setup
 	@$(BIN)/ruff check .
@@ -45,6 +49,7 @@ help:
 	@printf '%s\n' \
 	  'make serve [CONFIG=llama_tiny_cpu.yaml] [ARGS="--set section.key=value"]' \
 	  'make test [ARGS="-k scheduler"]      lint, types and tests' \
+	  'make test-sweeps                     more combinations, which make test leaves out' \
 	  'make setup                           virtual environment, pinned packages, kernels' \
 	  'make setup-mindformers               and the packages that MindFormers'"'"' models need (0.6 GB)' \
   'make test-mindformers                and their tests' \

@@ -10,8 +10,9 @@ a run depends on its inputs alone.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from llm_serving.errors import ContextLengthError, QueueFullError
 from llm_serving.ipc.shm import NUM_SLOTS
@@ -128,6 +129,15 @@ class VirtualServer:
         self._waste_sum = 0.0
         self._waste_count = 0
         self._outcome = Outcome([])
+
+    def put_before(self, recorder: Callable[[Scheduler], Any]) -> Any:
+        """What ``recorder`` makes of the only scheduler stands before it from now on: a flight recorder. Returns it."""
+        [replica] = self._replicas
+        if not isinstance(self.scheduler, Scheduler):
+            raise TypeError("something stands before the scheduler already")
+        recording = recorder(self.scheduler)
+        self.scheduler = replica.source = recording
+        return recording
 
     def run(self) -> Outcome:
         """Until every request has ended. Raises AssertionError when the scheduler stands still before that."""

@@ -37,6 +37,8 @@ QUANTISED_SETUPS = (
     Setup(1, 2, "bfloat16", "fused", "int4", "int8"),
 )
 SETUPS = (*FLOAT32_SETUPS, *HALF_SETUPS, *QUANTISED_SETUPS)
+SWEPT = (HALF_SETUPS[1], HALF_SETUPS[3], QUANTISED_SETUPS[1])
+"""Run by ``make test-sweeps`` alone."""
 TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
 """Times the standard deviation of the oracle's logits, as for one agent (``test_families``)."""
 MOST_TIES = 0.08
@@ -50,8 +52,16 @@ def models_of(setup: Setup) -> tuple[str, ...]:
     return tuple(model for model in MODELS if model not in refused)
 
 
+def marks_of(setup: Setup) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.sweep] if setup in SWEPT else []
+
+
 def pairs(setups: tuple[Setup, ...]) -> list[Any]:
-    return [pytest.param(setup, model, id=f"{setup}-{model}") for setup in setups for model in models_of(setup)]
+    return [
+        pytest.param(setup, model, id=f"{setup}-{model}", marks=marks_of(setup))
+        for setup in setups
+        for model in models_of(setup)
+    ]
 
 
 Results = dict[str, Any]
@@ -142,14 +152,14 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(results: Any, set
         assert by_step == {step: alone[int(step)] for step in by_step}
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@pytest.mark.parametrize("setup", [pytest.param(each, marks=marks_of(each), id=str(each)) for each in SETUPS])
 def test_penalties_see_what_was_sampled(results: Any, setup: Setup) -> None:
     for model in models_of(setup):
         penalised = answer(results, setup, model)["penalised"]
         assert penalised["chosen"] == penalised["expected"]
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@pytest.mark.parametrize("setup", [pytest.param(each, marks=marks_of(each), id=str(each)) for each in SETUPS])
 def test_agents_take_a_part_each(results: Any, setup: Setup) -> None:
     """No agent has much more of the weights or the cache than the others."""
     agents = results(setup)

@@ -58,7 +58,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Results of a setup, computed when they are first asked for."""
 
     @cache
-    def run(dtype: str, op_table: str, weights: str = "auto", kv: str = "auto") -> Results:
+    def computed(dtype: str, op_table: str, weights: str, kv: str) -> Results:
         scratch = tmp_path_factory.mktemp(f"{dtype}-{op_table}-{weights}-{kv}")
         done = subprocess.run(
             [sys.executable, str(HERE / "runner_worker.py"), dtype, op_table, weights, kv, str(scratch / "models")],
@@ -74,6 +74,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
         assert littered == [], f"a run left {littered} in the working directory"
         answer: Results = json.loads(done.stdout.splitlines()[-1])
         return answer
+
+    def run(dtype: str, op_table: str, weights: str = "auto", kv: str = "auto") -> Results:
+        return computed(dtype, op_table, weights, kv)
 
     return run
 

@@ -42,8 +42,7 @@ def recorded(folder: Path, requests: list[SimulatedRequest], arrivals: list[floa
     """The recording of a simulated run."""
     server = VirtualServer(limits(), LinearDevice(), OpenLoop(requests, arrivals), host)
     errors: list[str] = []
-    recorder = record(server.scheduler, folder, 1 << 20, on_error=errors.append)
-    server.scheduler = recorder  # type: ignore[assignment]
+    recorder = server.put_before(lambda scheduler: record(scheduler, folder, 1 << 20, on_error=errors.append))
     server.run()
     recorder.close()
     assert errors == []
