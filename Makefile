@@ -22,7 +22,7 @@ serve: setup
 	@$(BIN)/python start_server.py --config $(CONFIG) $(ARGS)
 
 test: setup lint
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
 
 setup-mindformers: setup $(MINDFORMERS)
 

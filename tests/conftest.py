@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
-WHOLE_MACHINE = ("executor", "integration", "ipc", "performance", "agent/test_groups.py")
+WHOLE_MACHINE = ("tests/executor", "tests/integration", "tests/ipc", "tests/performance", "tests/agent/test_groups")
 """They start servers or agents, and look at what all processes have left in /dev/shm: one after the other."""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """One group of tests is run by one process: a file, or all that look at the whole machine."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        path = item.path.relative_to(HERE).as_posix() if item.path.is_relative_to(HERE) else item.path.name
-        group = "machine" if path.startswith(WHOLE_MACHINE) else path
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A process runs whole files, so that what a file sets up is set up once, and one runs all of ``WHOLE_MACHINE``."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "machine" if nodeid.startswith(WHOLE_MACHINE) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
