@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mindspore import Tensor, nn
 from mindspore.graph.api import _cell_graph_executor
 
-from agent.backends.base import Operator, OpTable
+from agent.backends.base import OpTable
 from agent.backends.cpu.ops import FusedCpuOps
 from agent.layers.parameter import MINDSPORE_DTYPES, as_float32_array, as_tensor
 from agent.step_inputs import Int32Array, StepInputs
@@ -281,8 +281,7 @@ class _DynamicStep(nn.Cell):
         super().__init__(auto_prefix=False)
         self.model = model
         self.whole_prompts = kind == GraphKind.PREFILL
-        self.has_mask = kind == GraphKind.CHUNKED
-        self.chunk_mask: Operator = ops.chunk_mask() if self.has_mask else None
+        self.chunk_mask = ops.chunk_mask() if kind == GraphKind.CHUNKED else None
         self.set_train(False)
         self.phase = "prefill" if self.whole_prompts else "increment"
 
@@ -297,7 +296,7 @@ class _DynamicStep(nn.Cell):
         q_seq_lens: Tensor,
     ) -> Tensor:
         step: tuple[Tensor, ...] = (slot_mapping, block_tables, batch_valid_length, q_seq_lens)
-        if self.has_mask:
+        if self.chunk_mask is not None:
             step = (*step, self.chunk_mask(positions))
         return self.model(token_ids, positions, last_tokens, step, self.whole_prompts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -27,11 +28,14 @@ class ProgressDisplay:
     """Shows stages of the start on a stream. Thread-safe; silent once closed.
 
     Several agents go through the same stages side by side: a stage has one line, written when the last of them has left
-    it, with the time of the slowest.
+    it, with the time of the slowest. ``clock`` gives seconds.
     """
 
-    def __init__(self, stream: TextIO = sys.stderr, num_agents: int = 1) -> None:
+    def __init__(
+        self, stream: TextIO = sys.stderr, num_agents: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._stream = stream
+        self._clock = clock
         self._live = stream.isatty()
         self._num_agents = num_agents
         self._lock = threading.Lock()
@@ -51,7 +55,7 @@ class ProgressDisplay:
     def update(self, rank: int, stage: str, done: int, total: int) -> None:
         """``done`` of ``total`` units of a stage of agent ``rank``."""
         with self._lock:
-            now = time.monotonic()
+            now = self._clock()
             current = self._current.get(rank)
             if current is None or current.name != stage:
                 if current is not None:
@@ -74,7 +78,7 @@ class ProgressDisplay:
             self._write_stage(stage.name)
 
     def _end_all(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         for rank, stage in self._current.items():
             self._leave(rank, stage, now)
         self._current.clear()

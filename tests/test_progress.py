@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import re
 
 from llm_serving.progress import ProgressDisplay
@@ -31,9 +32,9 @@ def test_one_agents_stages() -> None:
 
 
 def test_a_stage_of_several_agents_is_one_line() -> None:
-    """Written when the last has left it, however they are mixed."""
+    """Written when the last has left it, with the time of the slowest, however they are mixed."""
     stream = io.StringIO()
-    display = ProgressDisplay(stream, num_agents=3)
+    display = ProgressDisplay(stream, num_agents=3, clock=itertools.count().__next__)
     for rank in (2, 0, 1, 0):
         display.update(rank, "load", 1, 2)
     display.update(1, "compile", 0, 1)

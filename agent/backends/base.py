@@ -181,10 +181,10 @@ class OpTable(ABC):
         the layers that have one, else 0.
         """
 
-    def chunk_mask(self) -> Operator:
-        """(positions [T]) -> what ``attention`` takes as the mask of a step with parts of prompts, made once a step.
-        Tables of static shapes have none."""
-        raise NotImplementedError(f"the op table {self.name} has no masks")
+    def chunk_mask(self) -> Operator | None:
+        """(positions [T]) -> what ``attention`` takes as the mask of a step with parts of prompts, made once a step;
+        None where it takes none."""
+        return None
 
     @abstractmethod
     def attention(self, form: AttentionForm) -> Operator:

@@ -9,9 +9,7 @@ from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 
 
-def select_op_table(
-    config: Config, part: ModelPart | None = None, *, forms: LinearForms | None = None
-) -> OpTable:
+def select_op_table(config: Config, part: ModelPart | None = None, *, forms: LinearForms | None = None) -> OpTable:
     """The table of ``config.device`` and ``config.op_table`` for a part of the model, whose sizes ``config`` has (None:
     the whole), and for weights in these ``forms`` (native tables; None: floats). Raises AgentStartError when there is
     none."""

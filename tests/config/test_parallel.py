@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from model_folders import write_model_folder
+from small_configs import TINY_LLAMA
 
 from llm_serving.config import Config, ParallelConfig, load_config
 from llm_serving.errors import ConfigError
@@ -28,6 +29,8 @@ from llm_serving.parallel import (
     split_heads,
     split_vocab,
 )
+
+WHOLE = ModelShape.from_hf_folder(TINY_LLAMA)
 
 
 def shape_of(tmp_path: Path, **changes: object) -> ModelShape:
@@ -98,7 +101,7 @@ def test_parts_tile_the_model(
     key_value: int, per_group: int, parts: int, columns: int, vocab: int, layers: int, stages: int, group: int
 ) -> None:
     shape = replace(
-        SHAPE,
+        WHOLE,
         num_key_value_heads=key_value,
         num_attention_heads=key_value * per_group,
         head_dim=group,
@@ -235,26 +238,3 @@ def test_int4_groups_stay_whole(tmp_path: Path) -> None:
         ConfigError, match=r"groups of 32 weights do not end where the heads \(of 16\) of the agents do"
     ):
         load(folder, *formats, "parallel_config.tensor_parallel=4")
-
-
-SHAPE = ModelShape(
-    architecture="LlamaForCausalLM",
-    hidden_size=64,
-    intermediate_size=160,
-    num_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    vocab_size=300,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    tie_word_embeddings=False,
-    max_position_embeddings=4096,
-    hidden_act="silu",
-    attention_bias=False,
-    mlp_bias=False,
-    bos_token_id=1,
-    eos_token_ids=(2,),
-    pad_token_id=None,
-)

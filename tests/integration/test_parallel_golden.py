@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
-from server_process import ServerProcess, running_server
+from oracle_ties import MOST_TIES, TIE_MARGIN, complete, find_ties
+from server_process import running_server
 from small_configs import REPOSITORY, TINY_LLAMA
 
 GOLDEN = json.loads((REPOSITORY / "tests" / "golden" / "tiny_llama.json").read_text())
 GROUPS = [(2, 1), (1, 2), (2, 2)]
-TIE_MARGIN = {"float16": 0.02, "bfloat16": 0.35}
-"""As for one agent (``test_golden_tokens``)."""
-MOST_TIES = {"float16": 0.01, "bfloat16": 0.05}
 
 
 def overrides(tp: int, pp: int, dtype: str, op_table: str) -> list[str]:
@@ -25,13 +22,6 @@ def overrides(tp: int, pp: int, dtype: str, op_table: str) -> list[str]:
         f"parallel_config.tensor_parallel={tp}",
         f"parallel_config.pipeline_parallel={pp}",
     ]
-
-
-def complete(server: ServerProcess, prompt: list[int], count: int, **sampling: Any) -> list[int]:
-    body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    answer = server.post("/v1/completions", {**body, **sampling})
-    tokens: list[int] = answer["choices"][0]["token_ids"]
-    return tokens
 
 
 @pytest.mark.parametrize(("tp", "pp"), GROUPS)
@@ -72,25 +62,6 @@ def test_sampling_and_penalties_say_what_one_agent_says(tmp_path):
 def test_half_precision_is_exact_but_for_ties(tmp_path, tp, pp, dtype, op_table):
     cases = GOLDEN["cases"]
     with running_server(tmp_path, overrides(tp, pp, dtype, op_table)) as server:
-        ties = sum(count_ties(server, case, TIE_MARGIN[dtype]) for case in cases)
-    print(f"tp {tp} pp {pp} {dtype} {op_table}: {ties} ties in {64 * len(cases)} tokens")
-    assert ties <= MOST_TIES[dtype] * 64 * len(cases)
-
-
-def count_ties(server: ServerProcess, case: dict[str, Any], margin: float) -> int:
-    """Positions where the choice was not the oracle's, each as good but for the margin; after one the sequence goes on
-    from the oracle's tokens."""
-    ties, done = 0, 0
-    while done < 64:
-        ours = complete(server, case["prompt"] + case["tokens"][:done], 64 - done)
-        expected = case["tokens"][done:]
-        differing = [index for index, pair in enumerate(zip(ours, expected, strict=True)) if pair[0] != pair[1]]
-        if not differing:
-            break
-        position = done + differing[0]
-        ids, logits = case["top_ids"][position], case["top_logits"][position]
-        token = ours[differing[0]]
-        assert token in ids, f"position {position}: token {token} is not among the oracle's best {ids}"
-        assert logits[0] - logits[ids.index(token)] < margin, f"position {position}: {ids[0]} is better than {token}"
-        ties, done = ties + 1, position + 1
-    return ties
+        ties = [tie for case in cases for tie in find_ties(server, case, TIE_MARGIN[dtype])]
+    print(f"tp {tp} pp {pp} {dtype} {op_table}: {len(ties)} ties in {64 * len(cases)} tokens: {ties}")
+    assert len(ties) <= MOST_TIES[dtype] * 64 * len(cases)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from completions_client import assert_same, run_together
+from request_mixes import mixed_body
 from server_process import running_server
 
 NUM_REQUESTS = 500
@@ -46,20 +47,8 @@ def make_requests(seed: int) -> list[dict[str, Any]]:
 def make_request(draw: random.Random, index: int, family: list[int]) -> dict[str, Any]:
     shared = draw.choice([0, BLOCK - 1, BLOCK, BLOCK + 1, 40, 3 * BLOCK])
     own = draw.choice([0, 1, 1, 2, 7, BLOCK]) if shared else draw.choice([1, BLOCK, 30, 70])
-    body: dict[str, Any] = {
-        "prompt": family[:shared] + [draw.randrange(300, VOCAB) for _ in range(own)],
-        "max_tokens": draw.choice([1, BLOCK, 60, 120]),
-        "temperature": 0.0,
-        "logprobs": draw.choice([0, 3]),
-        "return_token_ids": True,
-        "ignore_eos": draw.random() < 0.7,
-    }
-    if draw.random() < 0.6:
-        body |= {"temperature": draw.choice([0.7, 1.0, 1.3]), "seed": index, "top_p": draw.choice([1.0, 0.9])}
-        body |= {"top_k": draw.choice([0, 20]), "min_p": draw.choice([0.0, 0.05])}
-    if draw.random() < 0.3:
-        body |= {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
-    return body
+    prompt = family[:shared] + [draw.randrange(300, VOCAB) for _ in range(own)]
+    return mixed_body(draw, index, prompt, [1, BLOCK, 60, 120])
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from completions_client import assert_same, run_alone, run_together
+from request_mixes import mixed_body
 from server_process import running_server
 
 NUM_REQUESTS = 200
@@ -36,20 +37,7 @@ def make_request(draw: random.Random, index: int) -> dict[str, Any]:
         prompt: object = draw.choice(PROMPTS)
     else:
         prompt = [draw.randrange(300, VOCAB) for _ in range(draw.choice([1, 2, 15, 16, 17, 40, 120]))]
-    body: dict[str, Any] = {
-        "prompt": prompt,
-        "max_tokens": draw.choice([1, 2, 16, 33, 64]),
-        "temperature": 0.0,
-        "logprobs": draw.choice([0, 3]),
-        "return_token_ids": True,
-        "ignore_eos": draw.random() < 0.7,
-    }
-    if draw.random() < 0.6:
-        body |= {"temperature": draw.choice([0.7, 1.0, 1.3]), "seed": index, "top_p": draw.choice([1.0, 0.9])}
-        body |= {"top_k": draw.choice([0, 20]), "min_p": draw.choice([0.0, 0.05])}
-    if draw.random() < 0.3:
-        body |= {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
-    return body
+    return mixed_body(draw, index, prompt, [1, 2, 16, 33, 64])
 
 
 @pytest.fixture(scope="module")

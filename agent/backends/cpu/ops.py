@@ -94,9 +94,9 @@ class FusedCpuOps(OpTable):
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
         if self.is_split:
             best_ids = custom_operator("ShardedLmHead", [[self._max_seqs]], ["int32"])
-            return _ShardedLMHead(best_ids, epsilon, self.logits, self._vocabulary())
+            return _LMHead(best_ids, epsilon, self.logits, self._vocabulary())
         best_ids = custom_operator("LmHead", [[self._max_seqs]], ["int32"])
-        return _LMHead(best_ids, epsilon, self.logits)
+        return _LMHead(best_ids, epsilon, self.logits, None)
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
         return _RotaryTables(cos, sin)
@@ -272,12 +272,14 @@ class _ExpertMLP(nn.Cell):
 
 
 class _LMHead(nn.Cell):
-    """Writes the logits to ``logits`` and gives the best token of each sequence."""
+    """Writes the logits to ``logits`` and gives the best token of each sequence. ``vocabulary``: of a part of it, whose
+    first agent's ``logits`` are of all."""
 
-    def __init__(self, head: Operator, epsilon: float, logits: Array) -> None:
+    def __init__(self, head: Operator, epsilon: float, logits: Array, vocabulary: tuple[int, ...] | None) -> None:
         super().__init__()
         self.head = head
         self.epsilon = _epsilon(epsilon)
+        self.vocabulary = None if vocabulary is None else _integers("vocabulary", vocabulary)
         self.logits = unbound_parameter(logits.shape, "float32")
         bind(self.logits, logits)
 
@@ -290,32 +292,10 @@ class _LMHead(nn.Cell):
         last_tokens: Tensor,
         step: tuple[Tensor, ...],
     ) -> Tensor:
-        return self.head(hidden, residual, gamma, self.epsilon, weight, last_tokens, self.logits, step[4])
-
-
-class _ShardedLMHead(nn.Cell):
-    """The same for a part of the vocabulary; the first agent's ``logits`` are of all of it."""
-
-    def __init__(self, head: Operator, epsilon: float, logits: Array, vocabulary: tuple[int, ...]) -> None:
-        super().__init__()
-        self.head = head
-        self.epsilon = _epsilon(epsilon)
-        self.vocabulary = _integers("vocabulary", vocabulary)
-        self.logits = unbound_parameter(logits.shape, "float32")
-        bind(self.logits, logits)
-
-    def construct(
-        self,
-        hidden: Tensor,
-        residual: Tensor,
-        gamma: Tensor,
-        weight: Tensor,
-        last_tokens: Tensor,
-        step: tuple[Tensor, ...],
-    ) -> Tensor:
-        return self.head(
-            hidden, residual, gamma, self.epsilon, weight, last_tokens, self.logits, self.vocabulary, step[4]
-        )
+        arguments: tuple[Any, ...] = (gamma, self.epsilon, weight, last_tokens, self.logits)
+        if self.vocabulary is not None:
+            arguments = (*arguments, self.vocabulary)
+        return self.head(hidden, residual, *arguments, step[4])
 
 
 class _RotaryTables(nn.Cell):

@@ -1,0 +1,25 @@
+"""Bodies of completions with sampling of every kind, drawn by seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+
+def mixed_body(draw: random.Random, index: int, prompt: object, max_tokens: Sequence[int]) -> dict[str, Any]:
+    """Greedy or sampled, with and without penalties and log-probabilities, to an end token or past it."""
+    body: dict[str, Any] = {
+        "prompt": prompt,
+        "max_tokens": draw.choice(max_tokens),
+        "temperature": 0.0,
+        "logprobs": draw.choice([0, 3]),
+        "return_token_ids": True,
+        "ignore_eos": draw.random() < 0.7,
+    }
+    if draw.random() < 0.6:
+        body |= {"temperature": draw.choice([0.7, 1.0, 1.3]), "seed": index, "top_p": draw.choice([1.0, 0.9])}
+        body |= {"top_k": draw.choice([0, 20]), "min_p": draw.choice([0.0, 0.05])}
+    if draw.random() < 0.3:
+        body |= {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2}
+    return body
