@@ -27,13 +27,12 @@ from typing import Any
 from llm_serving.errors import LLMServingError
 from llm_serving.text_table import format_number, format_table
 from performance.load.closed_loop import run_closed_loop
-from performance.load.endpoint import parse_endpoint
 from performance.load.errors import LoadTestError, UsageError
 from performance.load.metric_watch import MetricWatch
 from performance.load.options import LoadOptions, positive
 from performance.load.progress import progress_display
 from performance.load.report import write_json
-from performance.load.server_process import START_SERVER, running_server
+from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import LoadFigures, measure
 from performance.load.workload import LoadRequest, study_workload
 from performance.simulation.presets import PRESETS
@@ -124,20 +123,15 @@ def mode_settings(mode: str, batch_size: int, batch_wait_s: float) -> list[str]:
 def _measure(mode: str, requests: Sequence[LoadRequest], parsed: argparse.Namespace, program: Path) -> Measured:
     with tempfile.TemporaryDirectory(prefix="compare_batching_") as folder:
         print(f"starting the server for {mode}", file=sys.stderr)
-        settings = [
-            *mode_settings(mode, parsed.batch_size, parsed.batch_wait),
-            "serving_config.server_port=0",
-            "serving_config.agent_ports=[0]",
-            f"log_config.path={folder}/{mode}.log",
-            *parsed.settings,
-        ]
-        command = ["--config", parsed.config, *(part for setting in settings for part in ("--set", setting))]
-        with running_server(mode, command, Path(folder) / "stderr", parsed.start_timeout, program) as url:
+        settings = [*mode_settings(mode, parsed.batch_size, parsed.batch_wait), *parsed.settings]
+        server = configured_server(mode, parsed.config, settings, Path(folder), parsed.start_timeout, program)
+        with server as endpoint:
             options = LoadOptions(
-                parse_endpoint(url),
+                endpoint,
                 seed=parsed.seed,
                 token_ids=True,
                 ignore_eos=True,
+                keep_text=True,
                 warmup=WARM_UP,
                 timeout_s=parsed.timeout,
             )

@@ -127,7 +127,9 @@ class LoadClient:
         return self._batch(requests, self._options.arrival_times())
 
     def _batch(self, requests: Sequence[LoadRequest], arrivals: Sequence[float]) -> Batch:
-        return Batch(self._pool, self._api, arrivals, self._encoder(requests), self._options.timeout_s, self._stop)
+        batch = Batch(self._pool, self._api, arrivals, self._encoder(requests), self._options.timeout_s, self._stop)
+        batch.keep_text = self._options.keep_text
+        return batch
 
     def _encoder(self, requests: Sequence[LoadRequest]) -> Callable[[int], bytes]:
         def encode(index: int) -> bytes:

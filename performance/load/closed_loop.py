@@ -53,7 +53,7 @@ class ClosedLoopBatch(Batch):
 
 
 class ClosedLoopClient(LoadClient):
-    """The load client with its own requests. The answers' texts are kept."""
+    """The load client with its own requests."""
 
     def __init__(
         self, options: LoadOptions, requests: Sequence[LoadRequest], clients: int, display: Display | None
@@ -74,7 +74,7 @@ class ClosedLoopClient(LoadClient):
             self._options.timeout_s,
             self._stop,
         )
-        batch.clients, batch.keep_text = self._clients, True
+        batch.clients, batch.keep_text = self._clients, self._options.keep_text
         return batch
 
 

@@ -1,4 +1,4 @@
-"""A gauge of a server's ``/metrics``, looked at now and then during a run."""
+"""A server's ``/metrics``: all of them at a moment, or one looked at now and then during a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 from performance.load.endpoint import Endpoint
 
-__all__ = ["MetricWatch", "read_gauges"]
+__all__ = ["MetricWatch", "fetch_metrics", "read_metrics"]
 
 INTERVAL_S = 0.5
 TIMEOUT_S = 5.0
@@ -38,28 +38,30 @@ class MetricWatch:
 
     def _watch(self) -> None:
         while not self._stop.wait(INTERVAL_S):
-            gauges = self._gauges()
+            gauges = fetch_metrics(self._endpoint)
             if gauges.get(self._while_above, 0.0) > 0 and self._gauge in gauges:
                 self._values.append(gauges[self._gauge])
 
-    def _gauges(self) -> dict[str, float]:
-        """Empty when the server does not answer: the run itself will tell why."""
-        connection = http.client.HTTPConnection(self._endpoint.host, self._endpoint.port, timeout=TIMEOUT_S)
-        try:
-            connection.request("GET", f"{self._endpoint.prefix}/metrics")
-            response = connection.getresponse()
-            return read_gauges(response.read().decode()) if response.status == 200 else {}
-        except (OSError, http.client.HTTPException, UnicodeDecodeError):
-            return {}
-        finally:
-            connection.close()
+
+def fetch_metrics(endpoint: Endpoint) -> dict[str, float]:
+    """All values by name and labels. Empty when the server has none, or does not answer: the run itself will tell."""
+    connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", f"{endpoint.prefix}/metrics")
+        response = connection.getresponse()
+        is_exposition = response.status == 200 and response.getheader("Content-Type", "").startswith("text/plain")
+        return read_metrics(response.read().decode()) if is_exposition else {}
+    except (OSError, http.client.HTTPException, UnicodeDecodeError):
+        return {}
+    finally:
+        connection.close()
 
 
-def read_gauges(text: str) -> dict[str, float]:
-    """Values without labels of Prometheus' text format."""
-    gauges = {}
+def read_metrics(text: str) -> dict[str, float]:
+    """Values of Prometheus' text format by name with labels, as ``name{label="value"}``."""
+    metrics = {}
     for line in text.splitlines():
-        name, _, value = line.partition(" ")
-        if value and not line.startswith("#") and "{" not in name:
-            gauges[name] = float(value)
-    return gauges
+        name, _, value = line.rpartition(" ")
+        if name and not line.startswith("#"):
+            metrics[name] = float(value)
+    return metrics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from performance.load.workload import (
     dataset_workload,
     text_workload,
     token_workload,
+    with_beginnings,
 )
 
 DESCRIPTION = """\
@@ -34,6 +36,7 @@ WORKLOAD_FIELDS = (
     "temperature",
     "ignore_eos",
     "return_token_ids",
+    "beginnings",
 )
 
 EPILOG = """\
@@ -61,6 +64,10 @@ class LoadOptions:
     temperature: float = 0.0
     ignore_eos: bool = False
     return_token_ids: bool = False
+    beginnings: tuple[int, int] = (0, 0)
+    """Common beginnings of prompts, and how many words or tokens each has."""
+    keep_text: bool = False
+    """Records hold the answers."""
     api_key: str | None = None
     warmup: int = 0
     timeout_s: float = 600.0
@@ -89,8 +96,10 @@ class LoadOptions:
         if self.dataset is not None:
             return dataset_workload(self.dataset, count, seed, self.output_len)
         if self.token_ids:
-            return token_workload(count, seed, self.prompt_len, self.output_len, self.vocab_size)
-        return text_workload(count, seed, self.prompt_len, self.output_len)
+            made = token_workload(count, seed, self.prompt_len, self.output_len, self.vocab_size)
+        else:
+            made = text_workload(count, seed, self.prompt_len, self.output_len)
+        return with_beginnings(made, *self.beginnings, seed, self.vocab_size) if self.beginnings[0] else made
 
 
 def parse_range(text: str) -> Range:
@@ -105,6 +114,14 @@ def parse_range(text: str) -> Range:
     return bounds
 
 
+def parse_values(text: str) -> tuple[str, tuple[str, ...]]:
+    """A setting and some values of it, ``KEY=V1,V2``; commas inside brackets belong to a value."""
+    key, equals, values = text.partition("=")
+    if not key or not equals or not values:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=V1,V2")
+    return key, tuple(re.split(r",(?![^\[]*\])", values))
+
+
 def positive(text: str) -> float:
     try:
         value = float(text)
@@ -113,6 +130,14 @@ def positive(text: str) -> float:
     if not 0.0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
     return value
+
+
+def _beginnings(text: str) -> tuple[int, int]:
+    """``64x1000``."""
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of beginnings and their length, such as 64x1000")
+    return int(found[1]), int(found[2])
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -167,6 +192,13 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output-len", type=parse_range, default=(16, 64), metavar="A:B", help="max_tokens (default 16:64)"
     )
+    group.add_argument(
+        "--beginnings",
+        type=_beginnings,
+        default=(0, 0),
+        metavar="NxL",
+        help="each prompt has one of N common beginnings of L words, or token ids, before its own (for prefix caches)",
+    )
     group.add_argument("--temperature", type=float, default=0.0, help="default %(default)s: greedy")
     group.add_argument("--ignore-eos", action="store_true", help="always generate max_tokens tokens")
     group.add_argument("--return-token-ids", action="store_true", help="have the server send token ids; count those")
@@ -209,5 +241,8 @@ def options_of(parsed: argparse.Namespace) -> LoadOptions:
 
 
 def workload_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The fields of ``LoadOptions`` that ``add_workload_options`` defines."""
+    """The fields of ``LoadOptions`` that ``add_workload_options`` defines. Raises ``UsageError`` on a wrong
+    combination."""
+    if parsed.dataset is not None and parsed.beginnings[0]:
+        raise UsageError("--beginnings goes before generated prompts; a data set has its own")
     return {field: getattr(parsed, field) for field in WORKLOAD_FIELDS}

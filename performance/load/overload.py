@@ -25,11 +25,11 @@ from llm_serving.errors import LLMServingError
 from llm_serving.statistics import percentile
 from llm_serving.text_table import format_number, format_table
 from performance.load.client import run_load
-from performance.load.endpoint import Endpoint, parse_endpoint
+from performance.load.endpoint import Endpoint
 from performance.load.errors import LoadTestError
 from performance.load.options import LoadOptions, parse_range, positive
 from performance.load.report import write_json
-from performance.load.server_process import START_SERVER, running_server
+from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import LoadFigures, measure
 
 __all__ = ["MemoryWatch", "main"]
@@ -70,18 +70,16 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
     try:
         with tempfile.TemporaryDirectory(prefix="bench_overload_") as folder:
             settings = [
-                "serving_config.server_port=0",
-                f"log_config.path={folder}/server.log",
                 "scheduler_config.policy=slo",
                 f"scheduler_config.ttft_objective_ms={parsed.slo_ttft_ms:g}",
                 f"scheduler_config.tbt_objective_ms={parsed.slo_tpot_ms:g}",
                 f"scheduler_config.max_waiting_requests={parsed.max_waiting}",
                 *parsed.settings,
             ]
-            command = ["--config", parsed.config, *(part for setting in settings for part in ("--set", setting))]
             print("starting the server", file=sys.stderr)
-            with running_server("overload", command, Path(folder) / "stderr", parsed.start_timeout, program) as url:
-                results = _study(parsed, parse_endpoint(url))
+            server = configured_server("overload", parsed.config, settings, Path(folder), parsed.start_timeout, program)
+            with server as endpoint:
+                results = _study(parsed, endpoint)
     except (LoadTestError, LLMServingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -189,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="its own")
-    parser.add_argument("--rates", type=_rates, default=(4.0, 6.0, 8.0, 10.0, 12.0), metavar="R,R", help="for the peak")
+    parser.add_argument("--rates", type=_rates, default=(8.0, 12.0, 16.0, 20.0), metavar="R,R", help="for the peak")
     parser.add_argument("--peak-duration", type=positive, default=30.0, help="seconds at each rate")
     parser.add_argument("--factor", type=positive, default=10.0, help="of the peak's rate (default %(default)s)")
     parser.add_argument("--duration", type=positive, default=300.0, help="seconds of overload (default %(default)s)")

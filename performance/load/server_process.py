@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from performance.load.endpoint import Endpoint, parse_endpoint
 from performance.load.errors import LoadTestError
 
 START_SERVER = Path(__file__).resolve().parent.parent.parent / "start_server.py"
@@ -25,6 +26,18 @@ SHOWN_LINES = 20
 
 class ServerStartError(LoadTestError):
     """The server ended, or took too long, before it was ready."""
+
+
+@contextmanager
+def configured_server(
+    name: str, config: str, settings: Sequence[str], folder: Path, timeout_s: float, program: Path = START_SERVER
+) -> Iterator[Endpoint]:
+    """A server of ``config`` with ``settings`` (KEY=VALUE, the last of a key counts) on ports that are free, its log in
+    ``folder``. Raises as ``running_server`` does."""
+    own = ["serving_config.server_port=0", "serving_config.agent_ports=[0]", f"log_config.path={folder}/server.log"]
+    arguments = ["--config", config, *(part for setting in [*own, *settings] for part in ("--set", setting))]
+    with running_server(name, arguments, folder / "stderr", timeout_s, program) as url:
+        yield parse_endpoint(url)
 
 
 @contextmanager

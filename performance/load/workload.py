@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from performance.load.errors import UsageError
 
@@ -70,6 +71,23 @@ def token_workload(count: int, seed: int, prompt_len: Range, output_len: Range, 
     return _workload(count, seed, output_len, prompt)
 
 
+def with_beginnings(
+    requests: Sequence[LoadRequest], number: int, length: int, seed: int, vocab_size: int
+) -> list[LoadRequest]:
+    """Each prompt after one of ``number`` common beginnings of ``length`` words or tokens, such as system prompts are;
+    all as often. Equal seeds give equal beginnings, whatever the prompts."""
+    generator = random.Random(f"beginnings/{seed}")
+    is_text = any(request.text is not None for request in requests)
+    words = [_prompt(generator, length) for _ in range(number)] if is_text else []
+    tokens = [] if is_text else [_tokens(generator, length, vocab_size) for _ in range(number)]
+    return [
+        replace(request, text=f"{generator.choice(words)} {request.text}")
+        if is_text
+        else replace(request, token_ids=(*generator.choice(tokens), *(request.token_ids or ())))
+        for request in requests
+    ]
+
+
 def study_workload(count: int, seed: int, prompt_len: Range, outputs: Sequence[int], vocab: int) -> list[LoadRequest]:
     """Prompts of random token ids, each with one of the lengths ``outputs``: the same for everybody they are given
     to in turn."""
@@ -104,6 +122,10 @@ def _workload(
 ) -> list[LoadRequest]:
     generator = random.Random(f"workload/{seed}")
     return [LoadRequest(max_tokens=generator.randint(*output_len), **prompt(generator)) for _ in range(count)]
+
+
+def _tokens(generator: random.Random, length: int, vocab_size: int) -> tuple[int, ...]:
+    return tuple(generator.choices(range(FIRST_PLAIN_TOKEN, vocab_size), k=length))
 
 
 def _prompt(generator: random.Random, words: int) -> str:

@@ -16,7 +16,7 @@ from performance.simulation.fit import StepFit, read_fit
 from performance.simulation.options import SimulationOptions, Variant, parse_options
 from performance.simulation.rate import find_rate
 from performance.simulation.report import comparison_table, result_json, run_text, run_title
-from performance.simulation.requests import Arrivals, generated, of_load_test, of_trace, with_beginnings
+from performance.simulation.requests import Arrivals, generated, of_load_test, of_trace
 from performance.simulation.runs import SimulatedRun, simulate
 from performance.simulation.setup import Setup, make_setup, simulated_config, split_settings
 from performance.simulation.validate import compare, comparison_text, read_load_test
@@ -88,10 +88,7 @@ def _arrivals(options: SimulationOptions, load: LoadOptions, setup: Setup) -> Ar
         return of_recording(options.trace, load)
     if options.trace is not None:
         return of_trace(options.trace, load)
-    made = generated(load, setup.config)
-    if not options.num_beginnings:
-        return made
-    return with_beginnings(made, options.num_beginnings, options.beginning_len, load.seed)
+    return generated(load, setup.config)
 
 
 def _write(options: SimulationOptions, runs: Sequence[SimulatedRun], rates: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -16,6 +15,7 @@ from performance.load.options import (
     add_arrival_options,
     add_objective_options,
     add_workload_options,
+    parse_values,
     workload_options,
 )
 from performance.simulation.presets import PRESETS
@@ -71,10 +71,6 @@ class SimulationOptions:
     find_rate: bool
     json_path: Path | None
     plot_dir: Path | None
-    num_beginnings: int = 0
-    """Common beginnings of prompts; each prompt has one of them."""
-    beginning_len: int = 0
-    """Tokens of each."""
 
     def variants(self) -> list[Variant]:
         """Every combination of policy and swept values, in the order given. Policies go by their own name."""
@@ -128,8 +124,6 @@ def parse_options(arguments: Sequence[str] | None = None) -> SimulationOptions:
         find_rate=parsed.find_rate,
         json_path=parsed.json,
         plot_dir=parsed.plots,
-        num_beginnings=parsed.beginnings[0],
-        beginning_len=parsed.beginnings[1],
     )
 
 
@@ -146,19 +140,12 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--save-fit", type=Path, metavar="FILE", help="write the fit here")
     what.add_argument("--policy", metavar="P[,P...]", help="scheduling policies to compare (default: the config's)")
     what.add_argument(
-        "--sweep", action="append", default=[], type=_sweep, metavar="KEY=V1,V2", help="values to compare"
+        "--sweep", action="append", default=[], type=parse_values, metavar="KEY=V1,V2", help="values to compare"
     )
     add_arrival_options(parser)
     add_workload_options(parser)
     parser.set_defaults(token_ids=True, vocab_size=32_000, prompt_len=(32, 64), output_len=(64, 504), ignore_eos=True)
     parser.add_argument("--text-prompts", dest="token_ids", action="store_false", help="words instead of token ids")
-    parser.add_argument(
-        "--beginnings",
-        type=_beginnings,
-        default=(0, 0),
-        metavar="NxL",
-        help="each prompt begins with one of N common beginnings of L tokens (for prefix caches), before --prompt-len",
-    )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests and their times, see below")
     result = parser.add_argument_group("result")
     result.add_argument("--find-rate", action="store_true", help="the rate at which p99 keeps the objectives")
@@ -167,22 +154,6 @@ def _parser() -> argparse.ArgumentParser:
     result.add_argument("--plots", type=Path, metavar="FOLDER", help="write a picture of each run here")
     add_objective_options(result)
     return parser
-
-
-def _sweep(text: str) -> tuple[str, tuple[str, ...]]:
-    """``key=v1,v2``; commas inside brackets belong to a value."""
-    key, equals, values = text.partition("=")
-    if not key or not equals or not values:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=V1,V2")
-    return key, tuple(re.split(r",(?![^\[]*\])", values))
-
-
-def _beginnings(text: str) -> tuple[int, int]:
-    """``64x1000``."""
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of beginnings and their tokens, such as 64x1000")
-    return int(found[1]), int(found[2])
 
 
 def _rate(text: str) -> float:

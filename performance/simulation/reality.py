@@ -20,11 +20,10 @@ from typing import Any
 
 from llm_serving.errors import LLMServingError
 from performance.load.client import LoadRun, run_load
-from performance.load.endpoint import parse_endpoint
 from performance.load.errors import LoadTestError
 from performance.load.options import LoadOptions, positive
 from performance.load.report import report_json, write_json
-from performance.load.server_process import START_SERVER, running_server
+from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import measure
 from performance.simulation.fit import StepFit
 from performance.simulation.requests import of_load_test
@@ -121,15 +120,13 @@ class _Study:
         """A server for some loads, one after the other; its flight recording is kept for the fit."""
         parsed = self._parsed
         place = self._folder / name.replace(" ", "_")
-        settings = ["serving_config.server_port=0", f"log_config.path={place}/server.log", *parsed.settings]
-        if keep:
-            settings.append(f"log_config.flight_recorder={self._recordings}")
-        command = ["--config", parsed.config, *(part for setting in settings for part in ("--set", setting))]
+        settings = [*parsed.settings, *([f"log_config.flight_recorder={self._recordings}"] if keep else [])]
         print(f"{name}: starting the server", file=sys.stderr)
         runs = []
-        with running_server(name, command, place / "stderr", parsed.start_timeout, self._program) as url:
+        server = configured_server(name, parsed.config, settings, place, parsed.start_timeout, self._program)
+        with server as endpoint:
             for load in loads:
-                run = run_load(replace(load.options(parsed.scale), endpoint=parse_endpoint(url)))
+                run = run_load(replace(load.options(parsed.scale), endpoint=endpoint))
                 if run.interrupted:
                     raise KeyboardInterrupt
                 failed = measure(run).failed

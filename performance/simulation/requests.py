@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from performance.load.options import LoadOptions
 from performance.load.workload import FIRST_PLAIN_TOKEN, LoadRequest
 from performance.simulation.workload import SimulatedRequest
 
-__all__ = ["Arrivals", "generated", "of_load_test", "of_trace", "some_tokens", "with_beginnings"]
+__all__ = ["Arrivals", "generated", "of_load_test", "of_trace", "some_tokens"]
 
 Encode = Callable[[LoadRequest], Sequence[int]]
 
@@ -52,18 +52,6 @@ def generated(options: LoadOptions, config: Config) -> Arrivals:
     asked = options.requests(options.count, options.seed)
     encode = _encoder(config) if any(each.token_ids is None for each in asked) else None
     return Arrivals([_request(each, encode, options) for each in asked], options.arrival_times())
-
-
-def with_beginnings(arrivals: Arrivals, number: int, length: int, seed: int) -> Arrivals:
-    """Before each prompt one of ``number`` common beginnings of ``length`` tokens, such as system prompts are; all as
-    often."""
-    generator = random.Random(f"beginnings/{seed}")
-    beginnings = [some_tokens(length, generator) for _ in range(number)]
-    requests = [
-        replace(each, prompt_token_ids=(*generator.choice(beginnings), *each.prompt_token_ids))
-        for each in arrivals.requests
-    ]
-    return Arrivals(requests, arrivals.times)
 
 
 def _request(asked: LoadRequest, encode: Encode | None, options: LoadOptions) -> SimulatedRequest:

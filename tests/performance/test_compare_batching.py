@@ -9,7 +9,7 @@ from fake_openai_server import Reply, fake_openai_server
 from performance.load.batching import MODES, main, mode_settings
 from performance.load.closed_loop import run_closed_loop
 from performance.load.endpoint import Endpoint
-from performance.load.metric_watch import read_gauges
+from performance.load.metric_watch import read_metrics
 from performance.load.options import LoadOptions
 from performance.load.statistics import measure
 from performance.load.workload import study_workload
@@ -48,7 +48,7 @@ def test_so_many_clients_and_no_more_are_under_way() -> None:
 
     requests = study_workload(25, 0, (2, 4), (3, 5), 100)
     with fake_openai_server(script) as server:
-        run = run_closed_loop(LoadOptions(Endpoint("127.0.0.1", server.port)), requests, clients=4)
+        run = run_closed_loop(LoadOptions(Endpoint("127.0.0.1", server.port), keep_text=True), requests, clients=4)
         assert (len(server.requests), server.connections) == (25, 4)
     figures = measure(run)
     assert (figures.requests, figures.failed, max(under_way)) == (25, 0, 4)
@@ -114,6 +114,6 @@ def test_modes_as_settings() -> None:
     assert list(MODES) == ["none", "static", "dynamic", "continuous", "paged"]
 
 
-def test_gauges_of_an_exposition() -> None:
+def test_values_of_an_exposition() -> None:
     text = '# HELP a b\n# TYPE a gauge\na 0.5\nb{x="1"} 3.0\nc_total 2e3\n'
-    assert read_gauges(text) == {"a": 0.5, "c_total": 2000.0}
+    assert read_metrics(text) == {"a": 0.5, 'b{x="1"}': 3.0, "c_total": 2000.0}

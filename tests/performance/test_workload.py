@@ -6,7 +6,7 @@ import pytest
 
 from performance.load.apis import APIS, Generation, Piece
 from performance.load.errors import UsageError
-from performance.load.workload import LoadRequest, dataset_workload, text_workload, token_workload
+from performance.load.workload import LoadRequest, dataset_workload, text_workload, token_workload, with_beginnings
 
 
 def test_text_prompts_have_the_lengths_asked_for_and_follow_the_seed() -> None:
@@ -25,6 +25,21 @@ def test_token_prompts_stay_within_the_vocabulary() -> None:
     requests = token_workload(300, 1, (4, 4), (2, 2), vocab_size=20)
     assert {len(request.token_ids) for request in requests} == {4}
     assert {token for request in requests for token in request.token_ids} == set(range(10, 20))
+
+
+def test_prompts_after_common_beginnings() -> None:
+    plain = token_workload(40, 3, (2, 5), (1, 4), 50)
+    made = with_beginnings(plain, 3, 7, 3, 50)
+    beginnings = {(request.token_ids or ())[:7] for request in made}
+    assert len(beginnings) == 3
+    assert all(10 <= token < 50 for each in beginnings for token in each)
+    assert [(request.token_ids or ())[7:] for request in made] == [request.token_ids for request in plain]
+    assert [request.max_tokens for request in made] == [request.max_tokens for request in plain]
+    other_prompts = with_beginnings(token_workload(40, 4, (2, 5), (1, 4), 50), 3, 7, 3, 50)
+    assert {(request.token_ids or ())[:7] for request in other_prompts} == beginnings
+    first, second = with_beginnings(text_workload(2, 0, (1, 1), (1, 1)), 1, 9, 0, 50)
+    assert (first.text or "").split()[:9] == (second.text or "").split()[:9]
+    assert len((first.text or "").split()) == 10
 
 
 def test_a_dataset_is_read_in_order_and_again(tmp_path: Path) -> None:

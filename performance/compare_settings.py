@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compare the scheduling policies under one load: ``python performance/compare_policies.py -X 30 -T 10``."""
+"""Compare the values of a setting under one load: ``python performance/compare_settings.py -X 30 -T 10``."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from llm_serving.own_python import use_own_python
 
 use_own_python()
 
-from performance.load.policies import main
+from performance.load.variants import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,251 @@
+"""The values of a setting under the same load: a server for each, one after the other."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llm_serving.text_table import format_number, format_table
+from performance.load.client import run_load
+from performance.load.errors import LoadTestError
+from performance.load.metric_watch import fetch_metrics
+from performance.load.options import (
+    LoadOptions,
+    add_arrival_options,
+    add_objective_options,
+    add_workload_options,
+    options_of,
+    parse_values,
+    positive,
+)
+from performance.load.report import write_json
+from performance.load.server_process import START_SERVER, configured_server
+from performance.load.statistics import LoadFigures, measure
+
+__all__ = ["Measurement", "main"]
+
+POLICIES = ("scheduler_config.policy", ("fcfs", "prefill_first"))
+
+DESCRIPTION = """\
+Starts a server for each value of a setting, one after the other, gives all the same seeded load, and prints what each
+value made of it, with the server's own counts of preempted requests, of prompt tokens found in the prefix cache and of
+seconds spent in steps that compute prompts. With --repeats each value has as many servers, in turns, each repeat with
+the next seed. Where decoding is greedy the answers must be the same under every value: exit code 1 when they are not,
+or when requests failed.
+
+  --vary scheduler_config.policy=prefill_first,fcfs,decode_first,chunked,slo
+  --vary scheduler_config.prefix_cache=false,true --beginnings 1x1000"""
+
+COLUMNS = (
+    "total s", "tokens/s", "TTFT mean ms", "p50", "p99", "TBT p50 ms", "p99", "TPOT mean ms", "goodput %", "preempted",
+    "found %", "prompt steps s",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """The load under one value."""
+
+    value: str
+    seed: int
+    figures: LoadFigures
+    metrics: Mapping[str, float]
+    """The server's own, at the end."""
+    texts: tuple[str | None, ...]
+
+    @property
+    def preemptions(self) -> float:
+        return self._sum("llm_serving_preemptions_total")
+
+    @property
+    def found(self) -> float:
+        """Share of prompt tokens that the prefix cache had."""
+        asked = self._sum("llm_serving_prefix_cache_query_tokens_total")
+        return self._sum("llm_serving_prefix_cache_hit_tokens_total") / asked if asked else 0.0
+
+    @property
+    def prompt_steps_s(self) -> float:
+        """Seconds of steps that computed parts of prompts, alone or beside rows that decode."""
+        kinds = ("prefill", "mixed")
+        return sum(self.metrics.get(f'llm_serving_step_seconds_sum{{kind="{kind}"}}', 0.0) for kind in kinds)
+
+    def _sum(self, name: str) -> float:
+        """Over all labels."""
+        return sum(value for each, value in self.metrics.items() if each.partition("{")[0] == name)
+
+    def columns(self) -> tuple[float, ...]:
+        """The numbers of ``COLUMNS``; infinite where no request succeeded, so that no ratio flatters."""
+        figures = self.figures
+        latencies = (
+            figures.ttft_ms.mean, figures.ttft_ms.p50, figures.ttft_ms.p99, figures.tbt_ms.p50, figures.tbt_ms.p99,
+            figures.tpot_ms.mean,
+        )  # fmt: skip
+        return (
+            figures.total_time_s,
+            figures.output_tokens_per_s,
+            *(float("inf") if value is None else value for value in latencies),
+            100 * figures.goodput_fraction,
+            self.preemptions,
+            100 * self.found,
+            self.prompt_steps_s,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        figures = self.figures
+        return {
+            "seed": self.seed,
+            "requests": figures.requests,
+            "failed": figures.failed,
+            "total_time_s": figures.total_time_s,
+            "output_tokens_per_s": figures.output_tokens_per_s,
+            "ttft_ms": figures.ttft_ms.as_dict(),
+            "tbt_ms": figures.tbt_ms.as_dict(),
+            "tpot_ms": figures.tpot_ms.as_dict(),
+            "e2e_s": figures.e2e_s.as_dict(),
+            "goodput": figures.goodput_fraction,
+            "preemptions": self.preemptions,
+            "prefix_cache_found": self.found,
+            "prompt_steps_s": self.prompt_steps_s,
+        }
+
+
+def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
+    """0, or 1 when a request failed or answers differ, or 2 when a server did not start or an option is wrong."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        base = replace(options_of(parsed), keep_text=True, plot=False)
+        measurements = _measure_all(parsed, base, program)
+    except LoadTestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    results = results_json(measurements, parsed)
+    print(format_results(measurements, results))
+    if parsed.json is not None:
+        write_json(parsed.json, results)
+    has_failed = any(measurement.figures.failed for measurement in measurements)
+    return 1 if has_failed or results["texts_identical"] is False else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="llama_tiny_cpu.yaml", help="default %(default)s")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override for all servers"
+    )
+    key, values = POLICIES
+    parser.add_argument(
+        "--vary", type=parse_values, default=POLICIES, metavar="KEY=V1,V2", help=f"default {key}={','.join(values)}"
+    )
+    parser.add_argument("--repeats", type=int, default=1, help="servers for each value (default %(default)s)")
+    parser.add_argument("--start-timeout", type=positive, default=600.0, help="seconds for a server to be ready")
+    parser.add_argument("--timeout", type=positive, default=3600.0, help="seconds for one request")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    add_arrival_options(parser)
+    add_workload_options(parser)
+    add_objective_options(parser.add_argument_group("objectives"))
+    parser.set_defaults(
+        port=0, host="127.0.0.1", base_url=None, model=None, api="openai", api_key=None, warmup=0, output_dir=Path(),
+        no_plot=True,
+    )  # fmt: skip
+    return parser
+
+
+def _measure_all(parsed: argparse.Namespace, base: LoadOptions, program: Path) -> list[Measurement]:
+    """Which value goes first changes from repeat to repeat."""
+    key, values = parsed.vary
+    measurements = []
+    with tempfile.TemporaryDirectory(prefix="compare_settings_") as folder:
+        for repeat in range(parsed.repeats):
+            for value in values if repeat % 2 == 0 else reversed(values):
+                settings = [f"{key}={value}", *parsed.settings]
+                place = Path(folder)
+                with configured_server(
+                    value, parsed.config, settings, place, parsed.start_timeout, program
+                ) as endpoint:
+                    measured = _measure(value, replace(base, endpoint=endpoint, seed=base.seed + repeat))
+                measurements.append(measured)
+                print(_progress_line(measured, repeat, parsed.repeats), file=sys.stderr)
+    return measurements
+
+
+def _measure(value: str, options: LoadOptions) -> Measurement:
+    run = run_load(options)
+    if run.interrupted:
+        raise KeyboardInterrupt
+    texts = tuple(record.text for record in run.records)
+    return Measurement(value, options.seed, measure(run), fetch_metrics(options.endpoint), texts)
+
+
+def _progress_line(measurement: Measurement, repeat: int, repeats: int) -> str:
+    figures = measurement.figures
+    return (
+        f"repeat {repeat + 1}/{repeats} {measurement.value}: mean TTFT {format_number(figures.ttft_ms.mean)} ms, "
+        f"{figures.failed} of {figures.requests} failed"
+    )
+
+
+def results_json(measurements: Sequence[Measurement], parsed: argparse.Namespace) -> dict[str, Any]:
+    """``values``: the runs of each. ``ratio_mean_ttft`` and the like: the first value over each other one, of each
+    repeat, which shares its load, and the median. ``texts_identical`` is None where decoding is not greedy."""
+    key, values = parsed.vary
+    runs = {value: [one for one in measurements if one.value == value] for value in values}
+    for each in runs.values():
+        each.sort(key=lambda one: one.seed)
+    greedy = parsed.temperature == 0.0
+    return {
+        "config": parsed.config,
+        "settings": parsed.settings,
+        "vary": key,
+        "rate": parsed.rate,
+        "duration_s": parsed.duration,
+        "ratio_mean_ttft": _ratios(runs, "TTFT mean ms"),
+        "ratio_mean_tpot": _ratios(runs, "TPOT mean ms"),
+        "ratio_total_time": _ratios(runs, "total s"),
+        "ratio_prompt_steps": _ratios(runs, "prompt steps s"),
+        "texts_identical": _texts_identical(runs) if greedy else None,
+        "values": {value: [one.as_json() for one in runs[value]] for value in values},
+    }
+
+
+def _ratios(runs: Mapping[str, Sequence[Measurement]], column: str) -> dict[str, dict[str, Any]]:
+    index = COLUMNS.index(column)
+    first, *others = runs
+    found = {}
+    for other in others:
+        pairs = zip(runs[first], runs[other], strict=True)
+        ratios = [_ratio(one.columns()[index], another.columns()[index]) for one, another in pairs]
+        found[f"{first}/{other}"] = {"median": statistics.median(ratios), "per_repeat": ratios}
+    return found
+
+
+def _ratio(amount: float, other: float) -> float:
+    return amount / other if other else float("inf")
+
+
+def _texts_identical(runs: Mapping[str, Sequence[Measurement]]) -> bool:
+    first, *others = runs.values()
+    return all(one.texts == another.texts for other in others for one, another in zip(first, other, strict=True))
+
+
+def format_results(measurements: Sequence[Measurement], results: Mapping[str, Any]) -> str:
+    repeats = len(next(iter(results["values"].values())))
+    rows = []
+    for value in results["values"]:
+        columns = zip(*(one.columns() for one in measurements if one.value == value), strict=True)
+        rows.append([value, *(format_number(statistics.median(column)) for column in columns)])
+    lines = [format_table([results["vary"] + (", medians" if repeats > 1 else ""), *COLUMNS], rows), ""]
+    for name, ratio in results["ratio_mean_ttft"].items():
+        each = ", ".join(f"{value:.2f}" for value in ratio["per_repeat"])
+        lines.append(f"  mean TTFT {name}: {ratio['median']:.2f}" + (f" (median of {each})" if repeats > 1 else ""))
+    if results["texts_identical"] is not None:
+        same = "the same under every value" if results["texts_identical"] else "NOT the same under every value"
+        lines.append(f"  answers: {same}")
+    return "\n".join(lines)
