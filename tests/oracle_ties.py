@@ -1,4 +1,4 @@
-"""Greedy tokens of a running server held against an oracle's, where rounding may turn a tie round."""
+"""Greedy tokens held against an oracle's, where rounding may turn a tie round."""
 
 from __future__ import annotations
 
@@ -13,6 +13,27 @@ NUM_TOKENS = 64
 TIE_MARGIN = {"float16": 0.02, "bfloat16": 0.35}
 MOST_TIES = {"float16": 0.01, "bfloat16": 0.05}
 """Of all positions."""
+RELATIVE_TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
+"""The same for any model: times the standard deviation of the oracle's logits."""
+
+
+def check_forced(
+    cases: list[dict[str, Any]], forced: list[list[int]], dtype: str, most_ties: float, label: str
+) -> None:
+    """Of a model fed with the oracle's tokens every arg-max is the oracle's, or one whose logit is as good but for the
+    margin, which are at most ``most_ties`` of all."""
+    margins = []
+    for case, tokens in zip(cases, forced, strict=True):
+        limit = RELATIVE_TIE_MARGIN[dtype] * case["logit_std"]
+        for step, token in enumerate(tokens):
+            if token != case["tokens"][step]:
+                top_ids, top_logits = case["top_ids"][step], case["top_logits"][step]
+                assert token in top_ids, f"prompt of {len(case['prompt'])}, token {step}: {token} is not near the best"
+                margins.append(top_logits[0] - top_logits[top_ids.index(token)])
+                assert margins[-1] < limit, f"prompt of {len(case['prompt'])}, token {step}: {margins[-1]} >= {limit}"
+    total = sum(len(tokens) for tokens in forced)
+    print(f"{label}: {len(margins)} ties in {total} tokens, widest {max(margins, default=0):.3f}")
+    assert len(margins) <= most_ties * total
 
 
 def complete(server: ServerProcess, prompt: list[int], count: int, **sampling: Any) -> list[int]:

@@ -6,16 +6,16 @@ The same operations as ``simulation.Simulation``; which replica's device runs, a
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from fakes import FakeDevice, expected_tokens
+from fakes import FakeDevice
 from salt_watch import SaltWatch
 from scheduler_scripts import Operation, Player, Script, make_script_limits
+from simulated_clients import SimulatedClients
 
-from llm_serving.receipt import microseconds
-from llm_serving.request import FinishReason, Request
+from llm_serving.request import Request
 from llm_serving.routing.placement import Routing
 from llm_serving.routing.replica import ReplicaScheduler
 from llm_serving.routing.router import Router
@@ -42,7 +42,7 @@ class FakeReplica:
         return bool(self.answers or self.device.queue)
 
 
-class RoutedSimulation:
+class RoutedSimulation(SimulatedClients):
     """``record`` may put a flight recorder before each scheduler."""
 
     def __init__(
@@ -53,38 +53,30 @@ class RoutedSimulation:
         routing: Routing = Routing.PREFIX,
         record: Callable[[Scheduler, int], Scheduler] | None = None,
     ) -> None:
-        self.limits = limits
         schedulers = [Scheduler(limits) for _ in range(num_replicas)]
         self.inner = schedulers
         self.router = Router(
             schedulers if record is None else [record(one, index) for index, one in enumerate(schedulers)], routing
         )
+        super().__init__(self.router)
+        self.limits = limits
         self.replicas = [FakeReplica(scheduler, limits) for scheduler in self.router.replicas]
         for index in range(num_replicas):
             self.router.agent_ready(index)
         self.rng = random.Random(seed)
-        self.now = 0.0
-        self.requests: dict[str, Request] = {}
-        self.streams: dict[str, list[int]] = {}
-        self.ended: dict[str, FinishReason] = {}
-        self.cut: set[str] = set()
-        self.seen: Counter[str] = Counter()
         self.served_by: dict[str, set[int]] = {}
         """Replicas that a request was in a step of."""
 
     def add(self, *requests: Request) -> None:
-        for request in requests:
-            self.router.add_request(request)
-            self.requests[request.request_id] = request
-            self.streams[request.request_id] = []
-            self.served_by[request.request_id] = set()
+        super().add(*requests)
+        self.served_by.update((request.request_id, set()) for request in requests)
 
     def schedule(self) -> int:
         """Everything that can be scheduled now, as the engine does it. Nothing idles while there is work."""
         number = sum(self._schedule(index) for index in range(len(self.replicas)))
         while placed := self.router.take_placed():
             number += sum(self._schedule(index) for index in placed)
-        self._take_ended()
+        self.take_ended()
         self._check_busy()
         self.check()
         return number
@@ -108,16 +100,6 @@ class RoutedSimulation:
         if self.router.num_unplaced:
             for index, replica in enumerate(self.replicas):
                 assert not (replica.is_ready and replica.scheduler.is_idle), f"replica {index} idles"
-
-    def _take_ended(self) -> None:
-        updates = self.router.take_ended()
-        for update in updates:
-            assert update.error is not None
-            assert update.request.deadline is not None
-            assert update.request.deadline <= self.now
-            self.cut.add(update.request.request_id)
-        self.seen["deadlines"] += len(updates)
-        self.take(updates)
 
     def _some(self, condition: Callable[[FakeReplica], Any]) -> FakeReplica | None:
         able = [replica for replica in self.replicas if condition(replica)]
@@ -183,15 +165,6 @@ class RoutedSimulation:
         assert self.router.is_idle, "the devices are idle while requests are waiting"
         self.check_quiet()
 
-    def end(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        update = self.router.finish_request(request_id, reason, self.now)
-        assert (update is None) == (request_id in self.ended)
-        if update is not None:
-            self.cut.add(request_id)
-            self.take([update])
-            self.seen["ends from outside"] += 1
-        self.check()
-
     def fail_step(self) -> None:
         if (replica := self._some(lambda one: one.device.queue)) is not None:
             updates = self.update(replica, StepResult(replica.device.fail_next(), error="it failed"))
@@ -209,12 +182,6 @@ class RoutedSimulation:
             result = replica.device.abort(max(slot.seq for slot in replica.device.queue))
             if result is not None:
                 self.update(replica, result)
-
-    def fail_all(self) -> None:
-        updates = self.router.fail_all("the end", self.now)
-        self.cut.update(update.request.request_id for update in updates)
-        self.take(updates)
-        self.check()
 
     def lose(self, index: int) -> None:
         """A replica's agents die, and stay away until ``revive``."""
@@ -235,24 +202,9 @@ class RoutedSimulation:
             self.replicas[index].is_ready = True
             self.router.agent_ready(index)
 
-    def take(self, updates: list[RequestUpdate]) -> None:
-        for update in updates:
-            request = update.request
-            assert request.request_id not in self.ended, "an update after the last one"
-            if update.token_id is not None:
-                self.streams[request.request_id].append(update.token_id)
-            if request.is_finished:
-                assert request.finish_reason is not None
-                self.ended[request.request_id] = request.finish_reason
-                self.seen["preemptions"] += request.num_preemptions
-                self.seen["swaps"] += request.receipt.swaps
-                assert request.finish_time is not None
-                spent = microseconds(request.finish_time) - request.receipt.start_us
-                assert sum(request.receipt.phase_us) == spent
-
     def check(self) -> None:
         """Every request is in exactly one place, and every scheduler is whole."""
-        self.router.check_integrity()
+        super().check()
         assert self.router.num_waiting >= 0
         assert len(self.requests) - len(self.ended) == len(self.router._entries)
 
@@ -264,13 +216,7 @@ class RoutedSimulation:
             assert scheduler._kv_cache.num_free_host_blocks == self.limits.num_host_blocks
             scheduler._kv_cache.check_cache()
         assert (router.num_running, router.num_waiting, router.num_swapped, router.num_unplaced) == (0, 0, 0, 0)
-        assert self.ended.keys() == self.requests.keys()
-        for name, request in self.requests.items():
-            expected = expected_tokens(request, self.limits.max_model_len)
-            if name in self.cut:
-                expected = expected[: len(self.streams[name])]
-            assert self.streams[name] == expected, name
-            assert self.streams[name] == request.output_token_ids
+        self.check_texts(self.limits.max_model_len)
 
 
 class RoutedPlayer(Player):
@@ -279,7 +225,6 @@ class RoutedPlayer(Player):
     def __init__(self, limits: dict[str, Any], num_replicas: int, seed: int, routing: Routing = Routing.PREFIX) -> None:
         self.routed = RoutedSimulation(make_script_limits(limits), num_replicas, seed, routing)
         self.simulation: Any = self.routed
-        self.routed.scheduler = self.routed.router  # type: ignore[attr-defined]
 
     def do(self, operation: Operation) -> None:
         for index in range(len(self.routed.replicas)):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import deque
 
-from fakes import FakeDevice, expected_tokens
+from fakes import FakeDevice
 from queue_watch import QueueWatch
 from salt_watch import SaltWatch
+from simulated_clients import SimulatedClients
 
-from llm_serving.receipt import microseconds
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import MoveKind, RequestUpdate, ScheduledStep, StepKind, StepResult
@@ -17,25 +17,17 @@ from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.sequence import SequenceState
 
 
-class Simulation:
+class Simulation(SimulatedClients):
     """One server's worth of scheduler and device on a clock that is turned by hand."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
+        super().__init__(Scheduler(limits))
         self.limits = limits
-        self.scheduler = Scheduler(limits)
         self.device = FakeDevice(limits)
-        self.now = 0.0
         self.steps: list[ScheduledStep] = []
         self.tables: list[list[list[int]]] = []
         """Of each step, the block tables as they were handed over."""
         self.answers: deque[StepResult] = deque()
-        self.requests: dict[str, Request] = {}
-        self.streams: dict[str, list[int]] = {}
-        self.ended: dict[str, FinishReason] = {}
-        self.cut: set[str] = set()
-        """Requests that something else than their own text ended."""
-        self.seen: Counter[str] = Counter()
-        """What has happened, by name: a test of everything should know that it met everything."""
         self._queue_watch = QueueWatch(limits)
         self._salt_watch = SaltWatch(limits.block_size)
         self._unanswered: dict[int, frozenset[int]] = {}
@@ -43,9 +35,7 @@ class Simulation:
 
     def add(self, *requests: Request) -> None:
         for request in requests:
-            self.scheduler.add_request(request)
-            self.requests[request.request_id] = request
-            self.streams[request.request_id] = []
+            super().add(request)
             self._queue_watch.arrived(request, self.now)
         self._idle_until = None
 
@@ -59,7 +49,7 @@ class Simulation:
             self.tables.append([list(table) for table in step.block_tables])
             steps.append(step)
             assert len(steps) < 100, "there is always one more step"
-        self._take_ended()
+        self.take_ended()
         self._check_busy()
         self.check()
         return steps
@@ -103,16 +93,6 @@ class Simulation:
         wakeup = scheduler.next_wakeup(self.now)
         assert wakeup is not None, "the device is idle and nobody knows until when"
         assert wakeup <= self._idle_until + 1e-9
-
-    def _take_ended(self) -> None:
-        updates = self.scheduler.take_ended()
-        for update in updates:
-            assert update.error is not None
-            assert update.request.deadline is not None
-            assert update.request.deadline <= self.now
-            self.cut.add(update.request.request_id)
-        self.seen["deadlines"] += len(updates)
-        self.take(updates)
 
     def run(self) -> bool:
         """The device runs one step; its answer waits for ``answer``."""
@@ -160,15 +140,8 @@ class Simulation:
         self.check_quiet()
 
     def end(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
-        """End a request from outside."""
-        update = self.scheduler.finish_request(request_id, reason, self.now)
-        assert (update is None) == (request_id in self.ended)
-        if update is not None:
-            self.cut.add(request_id)
-            self.take([update])
-            self.seen["ends from outside"] += 1
+        super().end(request_id, reason)
         self._idle_until = None
-        self.check()
 
     def fail_step(self, error: str) -> list[RequestUpdate]:
         """The step that would run next fails halfway; nobody knows what is in the blocks it was to write."""
@@ -194,12 +167,8 @@ class Simulation:
             self.seen["skipped steps"] += 1
 
     def fail_all(self) -> None:
-        """The engine gives up on every request."""
-        updates = self.scheduler.fail_all("the end", self.now)
-        self.cut.update(update.request.request_id for update in updates)
-        self.take(updates)
+        super().fail_all()
         self._idle_until = None
-        self.check()
 
     def lose_agent(self) -> None:
         self.device.reset()
@@ -213,30 +182,17 @@ class Simulation:
         self.check()
 
     def take(self, updates: list[RequestUpdate]) -> None:
+        super().take(updates)
         for update in updates:
-            request = update.request
-            assert request.request_id not in self.ended, "an update after the last one"
             if update.token_id is not None:
-                self.streams[request.request_id].append(update.token_id)
-                self._queue_watch.got_token(request)
-            if request.is_finished:
-                assert request.finish_reason is not None
-                self.ended[request.request_id] = request.finish_reason
-                self._queue_watch.ended(request)
-                self._check_receipt(request)
-
-    def _check_receipt(self, request: Request) -> None:
-        receipt = request.receipt
-        assert request.finish_time is not None
-        assert sum(receipt.phase_us) == microseconds(request.finish_time) - receipt.start_us
-        assert receipt.preemptions + receipt.swaps >= request.num_preemptions
-        self.seen["swaps"] += receipt.swaps
-        self.seen["preemptions"] += request.num_preemptions
+                self._queue_watch.got_token(update.request)
+            if update.request.is_finished:
+                self._queue_watch.ended(update.request)
 
     def check(self) -> None:
         """What holds at any time: blocks and rows are conserved, and no block of an unanswered step is free."""
+        super().check()
         scheduler = self.scheduler
-        scheduler.check_integrity()
         assert 0.0 <= scheduler.kv_waste <= 1.0
         assert 0 <= scheduler.prefix_hit_tokens <= scheduler.prefix_query_tokens
         for seq, blocks in self._unanswered.items():
@@ -258,13 +214,7 @@ class Simulation:
         assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped) == (0, 0, 0)
         assert scheduler.num_steps_in_flight == 0
         assert scheduler.next_wakeup(self.now) is None
-        assert self.ended.keys() == self.requests.keys()
-        for name, request in self.requests.items():
-            expected = expected_tokens(request, self.limits.max_model_len)
-            if name in self.cut:
-                expected = expected[: len(self.streams[name])]
-            assert self.streams[name] == expected, name
-            assert self.streams[name] == request.output_token_ids
+        self.check_texts(self.limits.max_model_len)
 
 
 def random_run(simulation: Simulation, requests: list[Request], rng: random.Random, *, aborts: float = 0.0) -> None:

@@ -31,7 +31,7 @@ from performance.load.errors import LoadTestError, UsageError
 from performance.load.metric_watch import MetricWatch
 from performance.load.options import LoadOptions, positive
 from performance.load.progress import progress_display
-from performance.load.report import write_json
+from performance.load.report import figures_json, write_json
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import LoadFigures, measure
 from performance.load.workload import LoadRequest, study_workload
@@ -71,18 +71,7 @@ class Measured:
     """Answers in order of the requests; none in a simulation."""
 
     def as_json(self) -> dict[str, Any]:
-        figures = self.figures
-        return {
-            "requests_per_s": figures.qps,
-            "kv_waste": self.kv_waste,
-            "requests": figures.requests,
-            "failed": figures.failed,
-            "total_time_s": figures.total_time_s,
-            "output_tokens_per_s": figures.output_tokens_per_s,
-            "ttft_ms": figures.ttft_ms.as_dict(),
-            "tbt_ms": figures.tbt_ms.as_dict(),
-            "e2e_s": figures.e2e_s.as_dict(),
-        }
+        return {"requests_per_s": self.figures.qps, "kv_waste": self.kv_waste, **figures_json(self.figures)}
 
 
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:

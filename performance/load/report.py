@@ -103,24 +103,31 @@ def _failure_text(figures: LoadFigures) -> str:
     return "\n".join(lines)
 
 
+def figures_json(figures: LoadFigures) -> dict[str, Any]:
+    """What a comparison of runs keeps of each."""
+    return {
+        "requests": figures.requests,
+        "failed": figures.failed,
+        "total_time_s": figures.total_time_s,
+        "qps": figures.qps,
+        "output_tokens_per_s": figures.output_tokens_per_s,
+        "ttft_ms": figures.ttft_ms.as_dict(),
+        "tbt_ms": figures.tbt_ms.as_dict(),
+        "tpot_ms": figures.tpot_ms.as_dict(),
+        "e2e_s": figures.e2e_s.as_dict(),
+    }
+
+
 def report_json(run: LoadRun, figures: LoadFigures) -> dict[str, Any]:
     """The run for programs; ``requests`` is a count, the requests themselves are in ``per_request``."""
     options = run.options
     return {
-        "requests": figures.requests,
+        **figures_json(figures),
         "completed": figures.completed,
-        "failed": figures.failed,
         "failures": figures.failures,
-        "total_time_s": figures.total_time_s,
-        "qps": figures.qps,
         "prompt_tokens": figures.prompt_tokens,
         "output_tokens": figures.output_tokens,
-        "output_tokens_per_s": figures.output_tokens_per_s,
-        "ttft_ms": figures.ttft_ms.as_dict(),
         "ttft_from_due_ms": figures.ttft_from_due_ms.as_dict(),
-        "tbt_ms": figures.tbt_ms.as_dict(),
-        "tpot_ms": figures.tpot_ms.as_dict(),
-        "e2e_s": figures.e2e_s.as_dict(),
         "e2e_from_due_s": figures.e2e_from_due_s.as_dict(),
         "normalized_latency_ms": figures.normalized_latency_ms.as_dict(),
         "goodput": {

@@ -24,7 +24,7 @@ from performance.load.options import (
     parse_values,
     positive,
 )
-from performance.load.report import write_json
+from performance.load.report import figures_json, write_json
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import LoadFigures, measure
 
@@ -97,18 +97,10 @@ class Measurement:
         )
 
     def as_json(self) -> dict[str, Any]:
-        figures = self.figures
         return {
             "seed": self.seed,
-            "requests": figures.requests,
-            "failed": figures.failed,
-            "total_time_s": figures.total_time_s,
-            "output_tokens_per_s": figures.output_tokens_per_s,
-            "ttft_ms": figures.ttft_ms.as_dict(),
-            "tbt_ms": figures.tbt_ms.as_dict(),
-            "tpot_ms": figures.tpot_ms.as_dict(),
-            "e2e_s": figures.e2e_s.as_dict(),
-            "goodput": figures.goodput_fraction,
+            **figures_json(self.figures),
+            "goodput": self.figures.goodput_fraction,
             "preemptions": self.preemptions,
             "prefix_cache_found": self.found,
             "prompt_steps_s": self.prompt_steps_s,

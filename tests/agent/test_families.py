@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from oracle_ties import check_forced
 
 from agent.models import registry
 from llm_serving.errors import AgentStartError
@@ -29,8 +30,6 @@ QUANTISED_SETUPS = (
     ("float32", "fused", "int4", "int8"),
 )
 SETUPS = (FLOAT32, *HALF_SETUPS, *QUANTISED_SETUPS)
-TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
-"""Times the standard deviation of the oracle's logits: two logits closer than that count as a tie."""
 MOST_TIES = 0.08
 """Of all tokens of a model. Checkpoints in float16 lose bits as bfloat16, so this is more than for the Llamas."""
 LEAST_AGREEMENT = {"int8": 0.97, "int4": 0.55}
@@ -104,20 +103,8 @@ def test_float32_gives_the_oracles_tokens_exactly(results: Any, model: str) -> N
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("setup", HALF_SETUPS, ids="-".join)
 def test_half_types_differ_from_the_oracle_only_at_ties(results: Any, setup: tuple[str, ...], model: str) -> None:
-    """Fed with the oracle's tokens, every arg-max is the oracle's, or one whose logit is as good but for the margin."""
-    forced = results(*setup)[model]["forced"]
-    cases, margins = golden_of(model)["cases"], []
-    for case, tokens in zip(cases, forced, strict=True):
-        limit = TIE_MARGIN[setup[0]] * case["logit_std"]
-        for step, token in enumerate(tokens):
-            if token != case["tokens"][step]:
-                top_ids, top_logits = case["top_ids"][step], case["top_logits"][step]
-                assert token in top_ids, f"prompt of {len(case['prompt'])}, token {step}: {token} is not near the best"
-                margins.append(top_logits[0] - top_logits[top_ids.index(token)])
-                assert margins[-1] < limit, f"prompt of {len(case['prompt'])}, token {step}: {margins[-1]} >= {limit}"
-    total = sum(len(tokens) for tokens in forced)
-    print(f"{model} {'-'.join(setup)}: {len(margins)} ties in {total} tokens, widest {max(margins, default=0):.3f}")
-    assert len(margins) <= MOST_TIES * total
+    cases, forced = golden_of(model)["cases"], results(*setup)[model]["forced"]
+    check_forced(cases, forced, setup[0], MOST_TIES, f"{model} {'-'.join(setup)}")
 
 
 @pytest.mark.parametrize("model", MODELS)

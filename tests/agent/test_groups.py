@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from agent_group import Setup, run_group
+from oracle_ties import check_forced
 
 from llm_serving.errors import ConfigError
 from tools.seeded_families import FAMILY_VARIANTS
@@ -39,8 +40,6 @@ QUANTISED_SETUPS = (
 SETUPS = (*FLOAT32_SETUPS, *HALF_SETUPS, *QUANTISED_SETUPS)
 SWEPT = (HALF_SETUPS[1], HALF_SETUPS[3], QUANTISED_SETUPS[1])
 """Run by ``make test-sweeps`` alone."""
-TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
-"""Times the standard deviation of the oracle's logits, as for one agent (``test_families``)."""
 MOST_TIES = 0.08
 LEAST_AGREEMENT = {"int8": 0.97, "int4": 0.55}
 INDIVISIBLE = ("mistral_full", "qwen2_tied")
@@ -114,18 +113,8 @@ def test_float32_gives_the_oracles_tokens_exactly(results: Any, setup: Setup, mo
 
 @pytest.mark.parametrize(("setup", "model"), pairs(HALF_SETUPS))
 def test_half_types_differ_from_the_oracle_only_at_ties(results: Any, setup: Setup, model: str) -> None:
-    forced, ties = answer(results, setup, model)["forced"], 0
-    for case, tokens in zip(golden_of(model)["cases"], forced, strict=True):
-        limit = TIE_MARGIN[setup.dtype] * case["logit_std"]
-        for step, token in enumerate(tokens):
-            if token != case["tokens"][step]:
-                top_ids, top_logits = case["top_ids"][step], case["top_logits"][step]
-                assert token in top_ids, f"prompt of {len(case['prompt'])}, token {step}: {token} is not near the best"
-                assert top_logits[0] - top_logits[top_ids.index(token)] < limit, f"token {step}"
-                ties += 1
-    total = sum(map(len, forced))
-    print(f"{model} {setup}: {ties} ties in {total} tokens")
-    assert ties <= MOST_TIES * total
+    cases, forced = golden_of(model)["cases"], answer(results, setup, model)["forced"]
+    check_forced(cases, forced, setup.dtype, MOST_TIES, f"{model} {setup}")
 
 
 @pytest.mark.parametrize(("setup", "model"), pairs(QUANTISED_SETUPS))

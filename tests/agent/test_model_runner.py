@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from oracle_ties import check_forced
 
 from llm_serving.request import MAX_TOP_LOGITS
 
@@ -43,8 +44,6 @@ FUSED_PARTNERS = {
 }
 """The same arithmetic of the products, other roundings between them."""
 ALL_SETUPS = (*((*setup, "auto", "auto") for setup in SETUPS), *QUANTISED_SETUPS)
-TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
-"""Times the standard deviation of the oracle's logits: two logits closer than that count as a tie."""
 MOST_TIES = 0.06
 """Of all tokens of a model: more would be an error, not ties."""
 LOGIT_TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.15}
@@ -105,20 +104,8 @@ def test_float32_gives_the_oracles_tokens_exactly(results: Any, model: str) -> N
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("dtype", "op_table"), HALF_SETUPS)
 def test_half_types_differ_from_the_oracle_only_at_ties(results: Any, dtype: str, op_table: str, model: str) -> None:
-    """Fed with the oracle's tokens, every arg-max is the oracle's, or one whose logit is as good but for the margin."""
     forced = results(dtype, op_table)["models"][model]["golden"]["forced"]
-    cases, margins = golden_of(model)["cases"], []
-    for case, tokens in zip(cases, forced, strict=True):
-        limit = TIE_MARGIN[dtype] * case["logit_std"]
-        for step, token in enumerate(tokens):
-            if token != case["tokens"][step]:
-                top_ids, top_logits = case["top_ids"][step], case["top_logits"][step]
-                assert token in top_ids, f"prompt of {len(case['prompt'])}, token {step}: {token} is not near the best"
-                margins.append(top_logits[0] - top_logits[top_ids.index(token)])
-                assert margins[-1] < limit, f"prompt of {len(case['prompt'])}, token {step}: {margins[-1]} >= {limit}"
-    total = sum(len(tokens) for tokens in forced)
-    print(f"{model} {dtype} {op_table}: {len(margins)} ties in {total} tokens, widest {max(margins, default=0):.3f}")
-    assert len(margins) <= MOST_TIES * total
+    check_forced(golden_of(model)["cases"], forced, dtype, MOST_TIES, f"{model} {dtype} {op_table}")
 
 
 @pytest.mark.parametrize("model", MODELS)
