@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Host time of a step, without a device: ``python performance/bench_engine_host.py --json host.json``.
 
-The real scheduler, engine core, detokenizer, slot writer and message codec run decode steps over a fake device that
-answers at once; the time of the fake device is taken off. What is left is what the engine thread adds to a step.
+The real scheduler with its flight recorder, engine core, detokenizer, slot writer and message codec run decode steps
+over a fake device that answers at once; the time of the fake device is taken off. What is left is what the engine
+thread adds to a step.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import gc
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.engine.tokenizer import load_tokenizer
 from llm_serving.executor.base import AgentReady, ExecutorEvent
 from llm_serving.executor.slot_io import SlotWriter, announcement, read_result
+from llm_serving.flight.recorder import FlightRecorder, as_scheduler
+from llm_serving.flight.setup import record
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import FrameBuffer, frame
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, SlotLimits, StepSlot
@@ -47,7 +51,8 @@ BLOCK_SIZE = 16
 WARM_UP_STEPS = 20
 FIRST_TOKEN_ID = 300
 """Sampled ids are from here on: pieces of plain text in the embedded model's vocabulary."""
-PARTS = ("schedule", "write", "read", "update", "text", "other")
+PARTS = ("schedule", "write", "read", "update", "text", "recorder", "other")
+RECORDING_BYTES = 64 << 20
 
 
 class Stopwatch:
@@ -183,8 +188,13 @@ def measure(sequences: int, steps: int, repeats: int) -> Figures:
 
 
 def _run(sequences: int, steps: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="bench_engine_host_") as folder:
+        return _run_recorded(sequences, steps, Path(folder))
+
+
+def _run_recorded(sequences: int, steps: int, folder: Path) -> dict[str, float]:
     stopwatch = Stopwatch()
-    core, executor = _engine(sequences, steps, stopwatch)
+    core, executor, recorder = _engine(sequences, steps, stopwatch, folder)
     while executor.last_kind is not StepKind.DECODE:
         core.step()
     for _ in range(WARM_UP_STEPS):
@@ -192,18 +202,23 @@ def _run(sequences: int, steps: int) -> dict[str, float]:
     gc.collect()
     gc.disable()
     stopwatch.seconds.clear()
+    recorder.seconds = 0.0
     executor.device_seconds = 0.0
     start = time.perf_counter()
     for _ in range(steps):
         core.step()
     total = time.perf_counter() - start - executor.device_seconds
     gc.enable()
+    recorder.close()
+    stopwatch.seconds["recorder"] = recorder.seconds
     named = {name: 1e6 * stopwatch.seconds.get(name, 0.0) / steps for name in PARTS[:-1]}
     total_us = 1e6 * total / steps
     return {**named, "other": total_us - sum(named.values()), "total": total_us}
 
 
-def _engine(sequences: int, steps: int, stopwatch: Stopwatch) -> tuple[EngineCore, InstantExecutor]:
+def _engine(
+    sequences: int, steps: int, stopwatch: Stopwatch, folder: Path
+) -> tuple[EngineCore, InstantExecutor, FlightRecorder]:
     """An engine with ``sequences`` requests that will not end before all steps are measured."""
     max_tokens = steps + 2 * WARM_UP_STEPS
     max_model_len = PROMPT_TOKENS + max_tokens + BLOCK_SIZE
@@ -223,23 +238,28 @@ def _engine(sequences: int, steps: int, stopwatch: Stopwatch) -> tuple[EngineCor
     )
     tokenizer = load_tokenizer(load_config("llama_tiny_cpu.yaml"))
     scheduler = Scheduler(limits)
+    scheduler.schedule = stopwatch.wrap("schedule", scheduler.schedule)  # type: ignore[method-assign]
+    scheduler.update = stopwatch.wrap("update", scheduler.update)  # type: ignore[method-assign]
+    recorder = record(scheduler, folder, RECORDING_BYTES, on_error=_fail)
     core = EngineCore(
-        scheduler,
-        [(scheduler, executor)],
+        as_scheduler(recorder),
+        [(as_scheduler(recorder), executor)],
         lambda request: IncrementalDetokenizer.for_request(tokenizer, request.prompt_token_ids, request.sampling),
         EventLog(None),
         Metrics(process=False),
         lambda outputs: None,
         state_interval_s=1e9,
     )
-    scheduler.schedule = stopwatch.wrap("schedule", scheduler.schedule)  # type: ignore[method-assign]
-    scheduler.update = stopwatch.wrap("update", scheduler.update)  # type: ignore[method-assign]
     core._tracker.outputs = stopwatch.wrap("text", core._tracker.outputs)  # type: ignore[method-assign]
     for index in range(sequences):
         prompt = [FIRST_TOKEN_ID + (index + place) % 1000 for place in range(PROMPT_TOKENS)]
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         core.submit(Add(Request(f"cmpl-{index}", prompt, params, 0.0)))
-    return core, executor
+    return core, executor, recorder
+
+
+def _fail(message: str) -> None:
+    raise RuntimeError(message)
 
 
 def linear_fit(figures: Sequence[Figures]) -> tuple[float, float]:
