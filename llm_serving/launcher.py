@@ -9,6 +9,7 @@ error event, then the engine, then the agents; a second signal ends the process 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -108,6 +109,7 @@ class _Launcher:
         try:
             started = await self._wait_ready(engine)
             if started:
+                _keep_what_there_is()
                 self._say_ready("http://{}:{}".format(*http_socket.getsockname()[:2]), log)
                 await self._stop.wait()
             log.event("server_stop")
@@ -185,3 +187,10 @@ def bind_http_port(ip: str, port: int) -> socket.socket:
             "choose another port, or 0 for any free one"
         ) from error
     return http_socket
+
+
+def _keep_what_there_is() -> None:
+    """The start's objects live as long as the server: the collector need not walk all of them again and again, which
+    would hold every request up for 50 to 150 ms."""
+    gc.collect()
+    gc.freeze()
