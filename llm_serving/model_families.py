@@ -17,6 +17,16 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertKeys:
+    """Where ``config.json`` states a family's experts."""
+
+    count: str
+    intermediate_size: str
+    normalised: bool = False
+    """A token's expert weights sum to 1 whatever ``norm_topk_prob`` says, and every layer has experts."""
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """What sets a family apart from a Llama."""
 
@@ -30,7 +40,8 @@ class Family:
     """``sliding_window``: not known; of every layer, where stated; with ``use_sliding_window``, of the upper layers."""
     head_dim: int | None = None
     """Where ``config.json`` states none; None: hidden size / heads."""
-    has_experts: bool = False
+    experts: ExpertKeys | None = None
+    """None: no layer has any."""
 
 
 FAMILIES = {
@@ -38,9 +49,21 @@ FAMILIES = {
     for family in (
         Family("LlamaForCausalLM", "llama"),
         Family("MistralForCausalLM", "mistral", window="always"),
+        Family(
+            "MixtralForCausalLM",
+            "mixtral",
+            window="always",
+            experts=ExpertKeys("num_local_experts", "intermediate_size", normalised=True),
+        ),
         Family("Qwen2ForCausalLM", "qwen2", biases="query_key_value", window="switched"),
         Family("Qwen3ForCausalLM", "qwen3", query_key_norm=True, window="switched", head_dim=128),
-        Family("Qwen3MoeForCausalLM", "qwen3_moe", query_key_norm=True, window="switched", has_experts=True),
+        Family(
+            "Qwen3MoeForCausalLM",
+            "qwen3_moe",
+            query_key_norm=True,
+            window="switched",
+            experts=ExpertKeys("num_experts", "moe_intermediate_size"),
+        ),
     )
 }
 
@@ -93,7 +116,7 @@ def read_window(fields: TypedFields, family: Family, num_layers: int) -> tuple[i
         return 0, ()
     if types:
         full = tuple(index for index, kind in enumerate(types) if kind == _FULL)
-    elif family.window == "switched" and not family.has_experts:
+    elif family.window == "switched" and family.experts is None:
         full = tuple(range(min(num_layers, fields.integer("max_window_layers", 28, 0, 1 << 20))))
     else:
         full = ()
@@ -102,24 +125,30 @@ def read_window(fields: TypedFields, family: Family, num_layers: int) -> tuple[i
 
 def read_experts(fields: TypedFields, family: Family, num_layers: int) -> Experts | None:
     """None for a family without, or where no layer has them."""
-    if not family.has_experts:
+    keys = family.experts
+    if keys is None:
         for key in ("num_local_experts", "num_experts", "n_routed_experts"):
             if fields.integer(key, 0, 0, 1 << 20) > 1:
-                raise fields.fail(key, f"{family.architecture} has no experts; Qwen3MoeForCausalLM has")
+                known = " and ".join(name for name, each in FAMILIES.items() if each.experts is not None)
+                raise fields.fail(key, f"{family.architecture} has no experts; {known} have")
         return None
-    count = fields.integer("num_experts", None, 1, MAX_EXPERTS)
-    step = fields.integer("decoder_sparse_step", 1, 1, 1 << 20)
-    named = _layer_indices(fields, "mlp_only_layers")
-    dense = tuple(index for index in range(num_layers) if index in named or (index + 1) % step)
+    count = fields.integer(keys.count, None, 1, MAX_EXPERTS)
+    dense = () if keys.normalised else _dense_layers(fields, num_layers)
     if len(dense) == num_layers:
         return None
     return Experts(
         count=count,
         per_token=fields.integer("num_experts_per_tok", None, 1, count),
-        intermediate_size=fields.integer("moe_intermediate_size", None, 1, _MAX_INTERMEDIATE_SIZE),
-        normalised=fields.boolean("norm_topk_prob", False),
+        intermediate_size=fields.integer(keys.intermediate_size, None, 1, _MAX_INTERMEDIATE_SIZE),
+        normalised=keys.normalised or fields.boolean("norm_topk_prob", False),
         dense_layers=dense,
     )
+
+
+def _dense_layers(fields: TypedFields, num_layers: int) -> tuple[int, ...]:
+    step = fields.integer("decoder_sparse_step", 1, 1, 1 << 20)
+    named = _layer_indices(fields, "mlp_only_layers")
+    return tuple(index for index in range(num_layers) if index in named or (index + 1) % step)
 
 
 def _layer_indices(fields: TypedFields, key: str) -> tuple[int, ...]:

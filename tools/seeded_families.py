@@ -71,6 +71,19 @@ FAMILY_VARIANTS: dict[str, Variant] = {
         seed=15,
         dtype="bfloat16",
     ),
+    "mixtral": Variant(
+        _config(
+            "MixtralForCausalLM",
+            "mixtral",
+            num_local_experts=6,
+            num_experts_per_tok=2,
+            sliding_window=48,
+            rope_theta=1e6,
+        ),
+        seed=133,
+        num_shards=2,
+        dtype="bfloat16",
+    ),
     "qwen2_tied": Variant(
         _qwen2(hidden_size=96, num_attention_heads=6, tie_word_embeddings=True, vocab_size=401),
         seed=16,

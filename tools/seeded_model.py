@@ -119,7 +119,10 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes[f"{layer}.input_layernorm.weight"] = (hidden,)
         shapes |= _attention_shapes(config, f"{layer}.self_attn")
         shapes[f"{layer}.post_attention_layernorm.weight"] = (hidden,)
-        shapes |= _mlp_shapes(config, index, f"{layer}.mlp")
+        if config.get("model_type") == "mixtral":
+            shapes |= _mixtral_shapes(config, f"{layer}.block_sparse_moe")
+        else:
+            shapes |= _mlp_shapes(config, index, f"{layer}.mlp")
     shapes["model.norm.weight"] = (hidden,)
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (vocab, hidden)
@@ -157,6 +160,15 @@ def _mlp_shapes(config: Mapping[str, Any], layer: int, name: str) -> dict[str, t
     return shapes
 
 
+def _mixtral_shapes(config: Mapping[str, Any], name: str) -> dict[str, tuple[int, ...]]:
+    hidden, inner, experts = config["hidden_size"], config["intermediate_size"], config["num_local_experts"]
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.gate.weight": (experts, hidden)}
+    for index in range(experts):
+        for matrix, shape in (("w1", (inner, hidden)), ("w2", (hidden, inner)), ("w3", (inner, hidden))):
+            shapes[f"{name}.experts.{index}.{matrix}.weight"] = shape
+    return shapes
+
+
 def _gated_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
     return {
         f"{name}.gate_proj.weight": (inner, hidden),
@@ -170,11 +182,13 @@ def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         tied_or_head = variant.config["tie_word_embeddings"] or name == "lm_head.weight"
         return float(variant.logit_scale * shape[1] ** -0.5) if tied_or_head else 0.3
-    if name.endswith(".mlp.gate.weight"):  # a router sure enough of itself that rounding seldom changes its mind
+    if name.endswith(
+        (".mlp.gate.weight", "moe.gate.weight")
+    ):  # a router so sure of itself that rounding seldom changes its mind
         return float(3.0 * shape[1] ** -0.5)
     if name.endswith(".bias"):  # smaller than what they are added to: text must depend on its context
         return 0.4 if name.endswith(("q_proj.bias", "k_proj.bias")) else 0.15
-    gain = 2.0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.2
+    gain = 2.0 if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight")) else 1.2
     return float(gain * shape[1] ** -0.5) if len(shape) == 2 else 1.0
 
 

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from agent.weights import WeightKind, WeightPart, WeightSpec
 from llm_serving.model_shape import ModelShape
 
 
-def weight_specs(shape: ModelShape) -> list[WeightSpec]:
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What a family's checkpoints call the block of experts, and the three matrices of each."""
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+_USUAL = ExpertNames()
+
+
+def weight_specs(shape: ModelShape, experts: ExpertNames = _USUAL) -> list[WeightSpec]:
     """Every parameter to load, in the order of the layers; names as the parameters of ``Llama`` are called."""
     hidden, vocab = shape.hidden_size, shape.vocab_size
     specs = [_plain("embedding.weight", "model.embed_tokens.weight", vocab, hidden)]
@@ -17,8 +31,10 @@ def weight_specs(shape: ModelShape) -> list[WeightSpec]:
         specs.append(_plain(f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight", hidden))
         specs.extend(_attention_specs(shape, f"{ours}.attention", f"{theirs}.self_attn"))
         specs.append(_plain(f"{ours}.post_attention_norm.weight", f"{theirs}.post_attention_layernorm.weight", hidden))
-        mlp_specs = _expert_specs if shape.has_experts(layer) else _mlp_specs
-        specs.extend(mlp_specs(shape, f"{ours}.mlp", f"{theirs}.mlp"))
+        if shape.has_experts(layer):
+            specs.extend(_expert_specs(shape, f"{ours}.mlp", f"{theirs}.{experts.block}", experts))
+        else:
+            specs.extend(_mlp_specs(shape, f"{ours}.mlp", f"{theirs}.mlp"))
     specs.append(_plain("norm.weight", "model.norm.weight", hidden))
     tied = shape.tie_word_embeddings
     output = WeightPart("model.embed_tokens.weight" if tied else "lm_head.weight", (vocab, hidden))
@@ -48,18 +64,18 @@ def _attention_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[Weig
 
 
 def _mlp_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
-    gate_up, down = _gated_parts(theirs, shape.hidden_size, shape.intermediate_size)
+    gate_up, down = _gated_parts(theirs, shape.hidden_size, shape.intermediate_size, _USUAL)
     yield WeightSpec(f"{ours}.gate_up.weight", gate_up, "gated_linear")
     yield WeightSpec(f"{ours}.down.weight", down, "linear")
 
 
-def _expert_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightSpec]:
+def _expert_specs(shape: ModelShape, ours: str, theirs: str, names: ExpertNames) -> Iterator[WeightSpec]:
     experts = shape.experts
     assert experts is not None, "a layer with experts has a shape with experts"
     router = WeightPart(f"{theirs}.gate.weight", (experts.count, shape.hidden_size))
     yield WeightSpec(f"{ours}.router.weight", (router,), "linear", float32=True)
     each = [
-        _gated_parts(f"{theirs}.experts.{index}", shape.hidden_size, experts.intermediate_size)
+        _gated_parts(f"{theirs}.experts.{index}", shape.hidden_size, experts.intermediate_size, names)
         for index in range(experts.count)
     ]
     for name, place, kind in (("gate_up", 0, "gated_linear"), ("down", 1, "linear")):
@@ -67,10 +83,12 @@ def _expert_specs(shape: ModelShape, ours: str, theirs: str) -> Iterator[WeightS
         yield WeightSpec(f"{ours}.{name}.weight", parts, _kind(kind), experts=experts.count)
 
 
-def _gated_parts(theirs: str, hidden: int, inner: int) -> tuple[tuple[WeightPart, ...], tuple[WeightPart, ...]]:
+def _gated_parts(
+    theirs: str, hidden: int, inner: int, names: ExpertNames
+) -> tuple[tuple[WeightPart, ...], tuple[WeightPart, ...]]:
     """Of gate and up as one, and of down."""
-    gate, up = (WeightPart(f"{theirs}.{name}.weight", (inner, hidden)) for name in ("gate_proj", "up_proj"))
-    return (gate, up), (WeightPart(f"{theirs}.down_proj.weight", (hidden, inner)),)
+    gate, up = (WeightPart(f"{theirs}.{name}.weight", (inner, hidden)) for name in (names.gate, names.up))
+    return (gate, up), (WeightPart(f"{theirs}.{names.down}.weight", (hidden, inner)),)
 
 
 def _kind(name: str) -> WeightKind:

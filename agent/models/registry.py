@@ -15,6 +15,7 @@ from llm_serving.model_shape import ModelShape
 _MODULES = {
     "LlamaForCausalLM": "agent.models.llama",
     "MistralForCausalLM": "agent.models.mistral",
+    "MixtralForCausalLM": "agent.models.mixtral",
     "Qwen2ForCausalLM": "agent.models.qwen2",
     "Qwen3ForCausalLM": "agent.models.qwen3",
     "Qwen3MoeForCausalLM": "agent.models.qwen3_moe",

@@ -18,13 +18,17 @@ MOE = {
 }  # fmt: skip
 
 
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6, "num_experts_per_tok": 2}
+NEEDED = {each["architectures"][0]: each for each in (MOE, MIXTRAL)}  # type: ignore[index]
+
+
 def shape_of(tmp_path: Path, **changes: Any) -> ModelShape:
     return ModelShape.from_hf_folder(write_model_folder(tmp_path / "model", **changes))
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_by_architecture_or_model_type(tmp_path: Path, architecture: str) -> None:
-    needed = {key: value for key, value in MOE.items() if "Moe" in architecture and key != "architectures"}
+    needed = {key: value for key, value in NEEDED.get(architecture, {}).items() if key != "architectures"}
     assert shape_of(tmp_path, architectures=[architecture], **needed).architecture == architecture
     model_type = FAMILIES[architecture].model_type
     shape = shape_of(tmp_path / "type", remove=("architectures",), model_type=model_type, **needed)
@@ -76,6 +80,8 @@ def test_norms_of_heads_and_their_size(tmp_path: Path) -> None:
             [8, 0, 8, 0],
         ),
         ("Qwen3MoeForCausalLM", {**MOE, "sliding_window": 8, "use_sliding_window": True}, [8, 8, 8, 8]),
+        ("MixtralForCausalLM", {**MIXTRAL, "sliding_window": 8}, [8, 8, 8, 8]),
+        ("MixtralForCausalLM", {**MIXTRAL, "sliding_window": None}, [0, 0, 0, 0]),
     ],
 )
 def test_windows(tmp_path: Path, architecture: str, changes: dict[str, Any], windows: list[int]) -> None:
@@ -95,6 +101,9 @@ def test_experts(tmp_path: Path) -> None:
     normalised = shape_of(tmp_path / "normalised", **MOE, norm_topk_prob=True)
     assert normalised.experts == Experts(8, 3, 48, normalised=True)
     assert shape_of(tmp_path / "none", **MOE, mlp_only_layers=[0, 1]).experts is None
+    mixtral = shape_of(tmp_path / "mixtral", **MIXTRAL, num_hidden_layers=4)
+    assert mixtral.experts == Experts(6, 2, 160, normalised=True)
+    assert mixtral.num_parameters == 4 * (attention - 2 * 16 + 6 * 3 * 64 * 160 + 6 * 64) + 64 + 2 * 300 * 64
 
 
 @pytest.mark.parametrize(
@@ -103,6 +112,7 @@ def test_experts(tmp_path: Path) -> None:
         ({**MOE, "num_experts": None}, "num_experts = null: must be an integer from 1"),
         ({**MOE, "num_experts_per_tok": 9}, "num_experts_per_tok = 9: must be from 1 to 8"),
         ({**MOE, "moe_intermediate_size": 0}, "moe_intermediate_size = 0: must be from 1"),
+        ({**MIXTRAL, "num_local_experts": None}, "num_local_experts = null: must be an integer from 1"),
         ({**MOE, "mlp_only_layers": "0"}, "mlp_only_layers = '0': must be a list of layer numbers"),
         ({"architectures": ["Qwen2ForCausalLM"], "num_experts": 8}, "num_experts = 8: Qwen2ForCausalLM has no experts"),
         (

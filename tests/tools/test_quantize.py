@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from small_configs import REPOSITORY
 
-from agent.models.names import weight_specs
+from agent.models.registry import find_model
 from agent.weights import WeightPart, WeightSpec, load_weights, open_weights
 from agent.weights.quantized import Scheme
 from agent.weights.storage import Array, from_float32, to_float32
@@ -258,21 +258,27 @@ def test_refusals_say_why_and_leave_nothing(models: Path, tmp_path: Path, capsys
         assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [], name
 
 
-def test_another_family_is_rounded_but_not_calibrated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_model(FAMILY_VARIANTS["qwen3_moe"], tmp_path / "moe")
+@pytest.mark.parametrize(
+    ("model", "block", "down"), [("qwen3_moe", "mlp", "down_proj"), ("mixtral", "block_sparse_moe", "w2")]
+)
+def test_another_family_is_rounded_but_not_calibrated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, block: str, down: str
+) -> None:
+    write_model(FAMILY_VARIANTS[model], tmp_path / "moe")
     out, texts = tmp_path / "out", tmp_path / "texts.jsonl"
     texts.write_text(json.dumps({"text": " ".join(f"t{i % 400}" for i in range(600))}) + "\n")
     calibrated = ["--format", "int8", "--method", "gptq", "--calibration", str(texts), "--sequences", "1"]
     assert main([str(tmp_path / "moe"), str(out), *calibrated]) == 1
-    assert "GPTQ calibrates plain Llamas only, this is Qwen3MoeForCausalLM" in capsys.readouterr().err
+    architecture = FAMILY_VARIANTS[model].config["architectures"][0]
+    assert f"GPTQ calibrates plain Llamas only, this is {architecture}" in capsys.readouterr().err
     assert not out.exists()
     assert main([str(tmp_path / "moe"), str(out), "--format", "int8"]) == 0
-    specs = weight_specs(ModelShape.from_hf_folder(out))
+    specs = find_model(architecture).weight_specs(ModelShape.from_hf_folder(out))
     source = open_weights(out, specs, seed=None)
     schemes = {part.name: source.scheme(part) for spec in specs for part in spec.parts}
     source.close()
-    assert schemes["model.layers.0.mlp.experts.5.down_proj.weight"] == Scheme("int8", 0)
-    assert schemes["model.layers.0.mlp.gate.weight"] is None
+    assert schemes[f"model.layers.0.{block}.experts.5.{down}.weight"] == Scheme("int8", 0)
+    assert schemes[f"model.layers.0.{block}.gate.weight"] is None
 
 
 def test_a_quantised_folder_is_not_quantised_again(

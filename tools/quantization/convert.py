@@ -33,7 +33,9 @@ from tools.quantization.rounding import (
 Report = Callable[[str, int, int], None]
 """What is done now, how much of it is done, of how much."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
-_LINEAR = re.compile(r"(self_attn\.[qkvo]|mlp\.(experts\.\d+\.)?(gate|up|down))_proj")
+_LINEAR = re.compile(
+    r"(self_attn\.[qkvo]|mlp\.(experts\.\d+\.)?(gate|up|down))_proj|block_sparse_moe\.experts\.\d+\.w[123]"
+)
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
