@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from agent.backends.base import BlockMoves, CacheLayout
+from agent.backends.cpu.blocks import HostBlockMoves
 from agent.backends.native.ops import NativeOps
 from agent.kernels.primitive_weights import KeptWeights, PrimitiveWeight
 from agent.model_part import ModelPart
@@ -26,6 +29,9 @@ class NativeCpuOps(NativeOps):
         super().__init__(dtype, max_positions, part, forms)
         self._kept = KeptWeights()
         weakref.finalize(self, self._kept.close)
+
+    def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
+        return HostBlockMoves(arrays, host)
 
     def take_weights(self, weights: Mapping[str, Array], *, tied: bool) -> None:
         for name, array in weights.items():
