@@ -168,7 +168,7 @@ class ModelRunner:
         the moves before it) and sampler.
 
         Raises ProtocolError, with nothing moved or computed, when the slot is not such a step; AgentError when an
-        operator failed (the graphs are then compiled anew, and the next step may run).
+        operator failed and the next step may run; GroupBrokenError when it may not.
         """
         return self._run(slot, decode=False)
 
@@ -206,13 +206,26 @@ class ModelRunner:
         try:
             logits = self._graph.run(inputs, token_ids)
         except RuntimeError as error:
-            if self._config.captured_batch_sizes:  # what MindSpore captured of this graph it would replay for the next
-                raise GroupBrokenError(f"the graph failed: {_first_line(error)}") from error
-            self._compile_graphs()  # MindSpore does not run a graph again once an operator of it has failed
-            raise AgentError(f"the graph failed: {_first_line(error)}") from error
+            raise self._after_failure(error) from error
         computed = time.perf_counter_ns()
         self._sampler.sample(logits.values, slot, logits.best_ids)
         return (computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000
+
+    def _after_failure(self, error: RuntimeError) -> AgentError:
+        """What a failed graph means for the step, or for the agent: MindSpore does not run it again, nor always what is
+        compiled in its place, for which it would replay what it captured of this one."""
+        from agent.step_graph import OperatorRefusedError
+
+        text = f"the graph failed: {_first_line(error)}"
+        if isinstance(error, OperatorRefusedError):
+            return AgentError(text)
+        if self._config.captured_batch_sizes:
+            return GroupBrokenError(text)
+        try:
+            self._compile_graphs()
+        except RuntimeError:
+            return GroupBrokenError(text)
+        return AgentError(text)
 
     def _run_in_group(self, slot: StepSlot, inputs: StepInputs, start: int) -> tuple[int, int]:
         """A step that all agents of the group have found to be one they can run: from here on none may stay away.

@@ -29,6 +29,10 @@ _VECTOR = (None,)
 _MATRIX = (None, None)
 
 
+class OperatorRefusedError(RuntimeError):
+    """An operator refused its inputs; the graph is as good as before."""
+
+
 class GraphKind(enum.Enum):
     """The dynamic graphs. Each takes the steps its device's attention primitives have a form for."""
 
@@ -147,7 +151,7 @@ class DynamicStepGraph(StepGraph):
     def __init__(
         self, model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_prompts: int, decode_sizes: Sequence[int] = ()
     ) -> None:
-        self._part = ops.part
+        self._part, self._ops = ops.part, ops
         self._no_entry = _no_entry(ops, 1)
         self._max_table_width = limits.max_blocks_per_seq
         self._model = model
@@ -164,13 +168,16 @@ class DynamicStepGraph(StepGraph):
         """With one padding token."""
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         inputs = StepInputs(zero, zero, zero - 1, zero.reshape(1, 1), one, one, zero, zero, zero, whole_prompts=False)
+        self._ops.failed_operator()  # forgotten, if it is of a graph that failed for another reason
         for kind, graph in self._graphs.items():
             if isinstance(self._model, TakesForms):
                 self._model.take_form(whole_prompts=kind == GraphKind.PREFILL)
             graph.compile(self._tensors(kind, inputs, self._no_entry))
+            self._check_operators()
 
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
         logits = as_float32_array(self._run(inputs, entry))
+        self._check_operators()
         part = self._part
         if part is not None and part.is_split:
             if not part.answers:
@@ -180,6 +187,7 @@ class DynamicStepGraph(StepGraph):
 
     def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
         stream: Array = self._run(inputs, entry).asnumpy()
+        self._check_operators()
         return stream.view(np.uint16) if stream.dtype.itemsize == 2 and stream.dtype != np.float16 else stream
 
     def _run(self, inputs: StepInputs, entry: Array) -> Tensor:
@@ -195,6 +203,11 @@ class DynamicStepGraph(StepGraph):
         if inputs.whole_prompts and seqs <= self._max_whole_prompts:
             return GraphKind.PREFILL
         return GraphKind.DECODE if inputs.positions.size == seqs else GraphKind.CHUNKED
+
+    def _check_operators(self) -> None:
+        failed = self._ops.failed_operator()
+        if failed is not None:
+            raise OperatorRefusedError(f"{failed} refused its inputs; the reason is in the agent's log")
 
     def _tensors(self, kind: GraphKind, inputs: StepInputs, entry: Array) -> tuple[Tensor, ...]:
         query_lens: npt.NDArray[np.int32 | np.int64] = inputs.query_lens

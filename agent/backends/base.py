@@ -133,6 +133,11 @@ class OpTable(ABC):
         the embedding is the output's weight. The arrays live as long as the table."""
         del weights, tied
 
+    def failed_operator(self) -> str | None:
+        """The operator that refused its inputs in the graph that ran last, where the device keeps that from MindSpore;
+        None where none did. What the graph gave then means nothing."""
+        return None
+
     @abstractmethod
     def router_weight(self, in_features: int, num_experts: int) -> Any:
         """The Parameter of a router, float32."""

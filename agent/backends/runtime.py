@@ -79,9 +79,9 @@ def _set_up_cpu(max_call_depth: int) -> None:
 
     ms.set_context(
         mode=ms.GRAPH_MODE,
-        # "kbk": kernel by kernel, what dynamic shapes and the op plugin need. Without the Ascend's infer_boost, whose
-        # traced memory is broken for all graphs once an operator has failed; the rest of it saves nothing here.
-        jit_config={"jit_level": "O0"},
+        # "kbk": kernel by kernel, what dynamic shapes and the op plugin need. With infer_boost, as on an Ascend, a step
+        # whose shapes are those of the one before works out none of them again, and its memory lies where it lay.
+        jit_config={"jit_level": "O0", "infer_boost": "on"},
         max_call_depth=max_call_depth,
     )
     ms.set_device("CPU")
