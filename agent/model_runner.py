@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from agent.backends.base import BlockMoves
 from agent.backends.runtime import start_runtime
 from agent.exchange import Exchange
 from agent.kv_cache import KVCache
@@ -17,7 +18,7 @@ from agent.last_tokens import SharedLastTokens
 from agent.model_part import ModelPart
 from agent.sampler import Sampler
 from agent.step_inputs import Int32Array, StepInputs, StepReader
-from agent.warm_up import largest_steps, make_moves, make_step
+from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
 from agent.weights import LinearForms, Packing, WeightSource, WeightSpec, linear_forms, load_weights, open_weights
 from agent.weights.cuts import CutSource
 from agent.weights.sharding import shard_specs
@@ -72,6 +73,7 @@ class ModelRunner:
             self._stream = np.zeros(shape, STORAGE_DTYPES[config.model_config.model_dtype])
         self._weights: dict[str, Array] = {}
         self._kv_cache: KVCache | None = None
+        self._moves: BlockMoves | None = None
         self._model: Any = None
         self._graph: Any = None
         self._seconds: dict[str, float] = {}
@@ -123,13 +125,12 @@ class ModelRunner:
         if self._exchange is not None:
             self._report("wait for the group", 0, 1)
             self._exchange.meet(self._config.serving_config.agent_start_timeout_s)
-        steps = largest_steps(self._config)
-        for done, (kind, lens) in enumerate(steps.items()):
+        steps = [(kind == "decode", lens) for kind, lens in largest_steps(self._config).items()]
+        steps += [(True, lens) for lens in captured_steps(self._config)]
+        for done, (decode, lens) in enumerate(steps):
             self._report("warm up", done, len(steps))
-            self._run(make_step(self._config, *lens), decode=kind == "decode")
-        moves = make_moves(self._config)
-        if moves is not None:
-            self.run_moves(moves)
+            self._run(make_step(self._config, *lens), decode=decode)
+        self.run_moves(make_moves(self._config))
         self._report("warm up", len(steps), len(steps))
         self.reset()
         gc.collect()
@@ -141,6 +142,7 @@ class ModelRunner:
         from agent.kernels import kernel_isa, num_threads
 
         assert self._kv_cache is not None, "load() comes before summary()"
+        assert self._moves is not None
         summary: dict[str, str | int | float] = {
             "device": self._config.device,
             "model_type": self._config.model_config.model_type,
@@ -152,7 +154,7 @@ class ModelRunner:
             "cpu_threads": num_threads(),
             "weight_bytes": sum(array.nbytes for array in self._weights.values()),
             "kv_cache_bytes": self._kv_cache.num_bytes,
-            "host_kv_cache_bytes": self._kv_cache.num_host_bytes,
+            "host_kv_cache_bytes": self._moves.num_host_bytes,
             "huge_page_bytes": huge_page_bytes(),
         }
         if not self._part.is_alone:
@@ -166,7 +168,7 @@ class ModelRunner:
         the moves before it) and sampler.
 
         Raises ProtocolError, with nothing moved or computed, when the slot is not such a step; AgentError when an
-        operator failed (the graphs are then compiled anew, and the next step may run).
+        operator failed and the next step may run; GroupBrokenError when it may not.
         """
         return self._run(slot, decode=False)
 
@@ -204,11 +206,26 @@ class ModelRunner:
         try:
             logits = self._graph.run(inputs, token_ids)
         except RuntimeError as error:
-            self._compile_graphs()  # MindSpore does not run a graph again once an operator of it has failed
-            raise AgentError(f"the graph failed: {_first_line(error)}") from error
+            raise self._after_failure(error) from error
         computed = time.perf_counter_ns()
         self._sampler.sample(logits.values, slot, logits.best_ids)
         return (computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000
+
+    def _after_failure(self, error: RuntimeError) -> AgentError:
+        """What a failed graph means for the step, or for the agent: MindSpore does not run it again, nor always what is
+        compiled in its place, for which it would replay what it captured of this one."""
+        from agent.step_graph import OperatorRefusedError
+
+        text = f"the graph failed: {_first_line(error)}"
+        if isinstance(error, OperatorRefusedError):
+            return AgentError(text)
+        if self._config.captured_batch_sizes:
+            return GroupBrokenError(text)
+        try:
+            self._compile_graphs()
+        except RuntimeError:
+            return GroupBrokenError(text)
+        return AgentError(text)
 
     def _run_in_group(self, slot: StepSlot, inputs: StepInputs, start: int) -> tuple[int, int]:
         """A step that all agents of the group have found to be one they can run: from here on none may stay away.
@@ -248,14 +265,16 @@ class ModelRunner:
         return stream
 
     def _move(self, moves: Int32Array) -> None:
-        assert self._kv_cache is not None, "load() comes before any step"
-        self._kv_cache.move(moves)
+        assert self._moves is not None, "load() comes before any step"
+        self._moves.run(moves)
 
     def _compile_graphs(self) -> None:
         from agent.step_graph import make_step_graph
 
         config = self._config
-        self._graph = make_step_graph(self._model, self._ops, config.slot_limits(), config.max_prefill_seqs)
+        self._graph = make_step_graph(
+            self._model, self._ops, config.slot_limits(), config.max_prefill_seqs, config.captured_batch_sizes
+        )
         self._graph.compile()
 
     def _bind_parameters(self) -> None:
@@ -265,9 +284,9 @@ class ModelRunner:
         parameters = self._model.parameters_dict()
         for name, array in list(self._weights.items()):
             self._weights[name] = bind(parameters[name], array)
-        for layer, (keys, values) in enumerate(zip(self._kv_cache.keys, self._kv_cache.values, strict=True)):
-            bind(parameters[f"layers.{layer}.attention.key_cache"], keys)
-            bind(parameters[f"layers.{layer}.attention.value_cache"], values)
+        for name, array in self._kv_cache.arrays.items():
+            bind(parameters[name], array)
+        self._moves = self._kv_cache.block_moves([parameters[name] for name in self._kv_cache.arrays])
 
 
 def _first_line(error: RuntimeError) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import mindspore as ms
@@ -20,12 +21,16 @@ from agent.layers.parameter import MINDSPORE_DTYPES, as_float32_array, as_tensor
 from agent.step_inputs import Int32Array, StepInputs
 from agent.weights.storage import STORAGE_DTYPES, Array
 from llm_serving.errors import AgentStartError
-from llm_serving.ipc.shm import SlotLimits
+from llm_serving.ipc.shm import PADDING_SLOT, SlotLimits
 
 _NO_KERNEL = re.compile(r"Unsupported op \[(\w+)\]|operator\[(\w+)\] fail! Unsupported data type")
 """MindSpore's words for a primitive without a kernel, at all or for these types."""
 _VECTOR = (None,)
 _MATRIX = (None, None)
+
+
+class OperatorRefusedError(RuntimeError):
+    """An operator refused its inputs; the graph is as good as before."""
 
 
 class GraphKind(enum.Enum):
@@ -77,11 +82,13 @@ class StepGraph(ABC):
         """The same of an earlier stage: the stream [T, hidden_size] for the next one, valid until the next run."""
 
 
-def make_step_graph(model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_prompts: int) -> StepGraph:
-    """The kind of graph the op table's operators are for, not compiled yet."""
+def make_step_graph(
+    model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_prompts: int, decode_sizes: Sequence[int] = ()
+) -> StepGraph:
+    """The kind of graph the op table's operators are for, not compiled yet; ``decode_sizes`` of a dynamic one."""
     if isinstance(ops, FusedCpuOps):
         return StaticStepGraph(model, ops, limits)
-    return DynamicStepGraph(model, ops, limits, max_whole_prompts)
+    return DynamicStepGraph(model, ops, limits, max_whole_prompts, decode_sizes)
 
 
 class StaticStepGraph(StepGraph):
@@ -138,45 +145,56 @@ class StaticStepGraph(StepGraph):
 
 
 class DynamicStepGraph(StepGraph):
-    """A graph of each kind. That of whole prompts takes as many as ``max_whole_prompts`` of them."""
+    """A graph of each kind. That of whole prompts takes as many as ``max_whole_prompts`` of them; decodes are padded to
+    one of ``decode_sizes``, rising, so that MindSpore finds the shapes that it has captured. Empty: they are not."""
 
-    def __init__(self, model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_prompts: int) -> None:
-        self._part = ops.part
+    def __init__(
+        self, model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_prompts: int, decode_sizes: Sequence[int] = ()
+    ) -> None:
+        self._part, self._ops = ops.part, ops
         self._no_entry = _no_entry(ops, 1)
         self._max_table_width = limits.max_blocks_per_seq
         self._model = model
         self._graphs = {
-            kind: _CompiledGraph(dynamic_step(model, ops, kind, max_whole_prompts))
+            kind: _CompiledGraph(dynamic_step(model, ops, kind, max_whole_prompts, captures=bool(decode_sizes)))
             for kind in GraphKind
             if kind != GraphKind.PREFILL or ops.has_whole_prompts
         }
         self._max_whole_prompts = max_whole_prompts if ops.has_whole_prompts else 0
         self._pads_prompts = not ops.dynamic_prompts
+        self._decode_sizes = tuple(decode_sizes)
 
     def compile(self) -> None:
         """With one padding token."""
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         inputs = StepInputs(zero, zero, zero - 1, zero.reshape(1, 1), one, one, zero, zero, zero, whole_prompts=False)
+        self._ops.failed_operator()  # forgotten, if it is of a graph that failed for another reason
         for kind, graph in self._graphs.items():
             if isinstance(self._model, TakesForms):
                 self._model.take_form(whole_prompts=kind == GraphKind.PREFILL)
             graph.compile(self._tensors(kind, inputs, self._no_entry))
+            self._check_operators()
 
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
         logits = as_float32_array(self._run(inputs, entry))
+        self._check_operators()
         part = self._part
         if part is not None and part.is_split:
             if not part.answers:
                 return StepLogits(logits[:0], None)
             return StepLogits(beside(logits, part.parallel.tensor_parallel, part.whole.vocab_size), None)
-        return StepLogits(logits, None)
+        return StepLogits(logits[: inputs.query_lens.size], None)
 
     def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
         stream: Array = self._run(inputs, entry).asnumpy()
+        self._check_operators()
         return stream.view(np.uint16) if stream.dtype.itemsize == 2 and stream.dtype != np.float16 else stream
 
     def _run(self, inputs: StepInputs, entry: Array) -> Tensor:
         kind = self.kind_of(inputs)
+        if kind == GraphKind.DECODE and self._decode_sizes:
+            size = next(size for size in self._decode_sizes if size >= inputs.query_lens.size)
+            inputs, entry = padded_decode(inputs, entry, size, self._max_table_width)
         return self._graphs[kind].run(self._tensors(kind, inputs, entry))
 
     def kind_of(self, inputs: StepInputs) -> GraphKind:
@@ -185,6 +203,11 @@ class DynamicStepGraph(StepGraph):
         if inputs.whole_prompts and seqs <= self._max_whole_prompts:
             return GraphKind.PREFILL
         return GraphKind.DECODE if inputs.positions.size == seqs else GraphKind.CHUNKED
+
+    def _check_operators(self) -> None:
+        failed = self._ops.failed_operator()
+        if failed is not None:
+            raise OperatorRefusedError(f"{failed} refused its inputs; the reason is in the agent's log")
 
     def _tensors(self, kind: GraphKind, inputs: StepInputs, entry: Array) -> tuple[Tensor, ...]:
         query_lens: npt.NDArray[np.int32 | np.int64] = inputs.query_lens
@@ -206,6 +229,26 @@ class DynamicStepGraph(StepGraph):
         """As wide as the mask of a step with parts of prompts: an Ascend's kernel compares the two."""
         missing = self._max_table_width - tables.shape[1]
         return np.pad(tables, ((0, 0), (0, missing))) if kind == GraphKind.CHUNKED and missing else tables
+
+
+def padded_decode(inputs: StepInputs, entry: Array, size: int, table_width: int) -> tuple[StepInputs, Array]:
+    """A decode step, and its token ids, with rows up to ``size`` that read the block that pads and write nothing."""
+    rows = size - inputs.query_lens.size
+
+    def longer(array: Int32Array, value: int) -> Int32Array:
+        return np.pad(array, (0, rows), constant_values=value)
+
+    tables = np.pad(inputs.block_tables, ((0, rows), (0, table_width - inputs.block_tables.shape[1])))
+    padded = replace(
+        inputs,
+        positions=longer(inputs.positions, 0),
+        slot_mapping=longer(inputs.slot_mapping, PADDING_SLOT),
+        block_tables=tables,
+        context_lens=longer(inputs.context_lens, 1),
+        query_lens=longer(inputs.query_lens, 1),
+        last_tokens=np.arange(size, dtype=np.int32),
+    )
+    return padded, longer(entry, 0)
 
 
 def _no_entry(ops: OpTable, tokens: int) -> Array:
@@ -254,9 +297,11 @@ class _CompiledGraph:
         return _cell_graph_executor._graph_executor(tensors, self._phase)
 
 
-def dynamic_step(model: nn.Cell, ops: OpTable, kind: GraphKind, max_whole_prompts: int) -> nn.Cell:
-    """The outermost Cell of a graph, its inputs' types and shapes set."""
-    cell = _DynamicStep(model, ops, kind)
+def dynamic_step(
+    model: nn.Cell, ops: OpTable, kind: GraphKind, max_whole_prompts: int, *, captures: bool = False
+) -> nn.Cell:
+    """The outermost Cell of a graph, its inputs' types and shapes set; ``captures``: decodes' launches are captured."""
+    cell = _DynamicStep(model, ops, kind, captures=captures)
     vector, matrix = _int32(_VECTOR), _int32(_MATRIX)
     query_lens = vector
     if kind == GraphKind.PREFILL and not ops.dynamic_prompts:
@@ -275,15 +320,19 @@ class _DynamicStep(nn.Cell):
     ``batch_valid_length`` and ``q_seq_lens`` (MindSpore's "LLMManager"), and weight formats may depend on the phase
     being called ``prefill`` or ``increment``: the names are part of the interface. Of a later
     stage ``token_ids`` is the stream of the one before.
+
+    MindSpore captures the launches of any ``increment`` graph, and knows them by the inputs' shapes alone: where it
+    captures, only one graph may be called that.
     """
 
-    def __init__(self, model: nn.Cell, ops: OpTable, kind: GraphKind) -> None:
+    def __init__(self, model: nn.Cell, ops: OpTable, kind: GraphKind, *, captures: bool) -> None:
         super().__init__(auto_prefix=False)
         self.model = model
         self.whole_prompts = kind == GraphKind.PREFILL
         self.chunk_mask = ops.chunk_mask() if kind == GraphKind.CHUNKED else None
         self.set_train(False)
-        self.phase = "prefill" if self.whole_prompts else "increment"
+        names = {GraphKind.PREFILL: "prefill", GraphKind.CHUNKED: "chunked" if captures else "increment"}
+        self.phase = names.get(kind, "increment")
 
     def construct(
         self,

@@ -26,6 +26,13 @@ def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
     }
 
 
+def captured_steps(config: Config) -> list[tuple[list[int], list[int]]]:
+    """The same of decodes whose launches are captured, the largest first: MindSpore captures a step whose shapes are
+    those of the step before it."""
+    sizes = reversed(config.captured_batch_sizes)
+    return [([1] * size, [config.max_model_len] * size) for size in sizes for _ in range(2)]
+
+
 def _prompt_lens(tokens: int, max_seqs: int, longest: int) -> list[int]:
     lens: list[int] = []
     while tokens > 0 and len(lens) < max_seqs:
@@ -53,13 +60,15 @@ def make_step(config: Config, query_lens: Sequence[int], context_lens: Sequence[
     return slot
 
 
-def make_moves(config: Config) -> StepSlot | None:
-    """A slot of as many moves as one holds, out and in again in turn; None where nothing is swapped."""
+def make_moves(config: Config) -> StepSlot:
+    """A slot of as many moves as one holds, out and in again in turn; where nothing is swapped a block onto itself."""
     limits, cache = config.slot_limits(), config.pa_config
-    if config.num_host_blocks == 0:
-        return None
     layout = SlotLayout.of(limits)
     slot = StepSlot(layout, bytearray(layout.slot_bytes))
+    if config.num_host_blocks == 0:
+        slot.moves[:MOVE_WIDTH] = (MoveKind.COPY, 1, 1)
+        slot.write_header(0, num_tokens=0, num_seqs=0, table_width=0, history_len=0, num_moves=1)
+        return slot
     for index, move in enumerate(slot.moves.reshape(-1, MOVE_WIDTH)):
         block, host_block = 1 + index // 2 % (cache.num_blocks - 1), index // 2 % config.num_host_blocks
         move[:] = (MoveKind.SWAP_IN, host_block, block) if index % 2 else (MoveKind.SWAP_OUT, block, host_block)

@@ -52,6 +52,16 @@ CASES = [
         f"{FILE}: model_config.weight_group = 128: must be 32, 64 or 128 and divide the model's hidden size of 64",
     ),
     Case(
+        "an Ascend's layout of weights on a CPU",
+        in_model("weight_format: int8, weight_layout: nz"),
+        f"{FILE}: model_config.weight_layout = 'nz': is for an Ascend, and the device is CPU; use nd",
+    ),
+    Case(
+        "captured launches on a CPU",
+        in_model("capture_launches: true"),
+        f"{FILE}: model_config.capture_launches = True: is for an Ascend, and the device is CPU; use False",
+    ),
+    Case(
         "a core that is not there",
         in_model("cpu_cores: [0, 4095]"),
         f"{FILE}: model_config.cpu_cores = [0, 4095]: there is no core 4095 for this process",

@@ -16,11 +16,12 @@ depend on what else is in the step, nor on whether it came in a prompt, a chunk 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from agent.model_part import ModelPart
+from agent.step_inputs import Int32Array
 from agent.weights.storage import Array
 from llm_serving.model_families import Experts
 
@@ -42,6 +43,22 @@ class AttentionForm:
     """Tokens a token sees, itself included; 0: all before it."""
     norm_epsilon: float | None = None
     """Of the RMSNorm of query and key heads; None: there is none."""
+
+
+class BlockMoves(ABC):
+    """Copies of cache blocks over all layers: within the cache, and between it and a pool of blocks in host memory,
+    where a block is as good as on the device but no graph reads it. Owns the pool."""
+
+    num_host_bytes: int
+    """Of the pool."""
+
+    @abstractmethod
+    def run(self, moves: Int32Array) -> None:
+        """``moves`` [M, 3] int32, contiguous: ``MoveKind``, source block, destination block; in this order. The cache
+        must have been through a graph once, and no graph may be running.
+
+        Raises AgentError or KernelError when a kind or a block does not exist; nothing is copied then.
+        """
 
 
 class OpTable(ABC):
@@ -116,6 +133,11 @@ class OpTable(ABC):
         the embedding is the output's weight. The arrays live as long as the table."""
         del weights, tied
 
+    def failed_operator(self) -> str | None:
+        """The operator that refused its inputs in the graph that ran last, where the device keeps that from MindSpore;
+        None where none did. What the graph gave then means nothing."""
+        return None
+
     @abstractmethod
     def router_weight(self, in_features: int, num_experts: int) -> Any:
         """The Parameter of a router, float32."""
@@ -127,6 +149,11 @@ class OpTable(ABC):
     @abstractmethod
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         """Shape and type of a layer's key cache, and of its value cache. The first axis is the block."""
+
+    @abstractmethod
+    def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
+        """Moves between the blocks of the caches, whose memory was made as ``arrays`` and belongs to ``parameters``, in
+        the same order, and of a pool whose part for each of them has the layout ``host``."""
 
     @abstractmethod
     def embedding(self, width: int) -> Operator:

@@ -79,13 +79,16 @@ def _set_up_cpu(max_call_depth: int) -> None:
 
     ms.set_context(
         mode=ms.GRAPH_MODE,
-        jit_config={"jit_level": "O0"},  # "kbk": kernel by kernel, what dynamic shapes and the op plugin need
+        # "kbk": kernel by kernel, what dynamic shapes and the op plugin need. With infer_boost, as on an Ascend, a step
+        # whose shapes are those of the one before works out none of them again, and its memory lies where it lay.
+        jit_config={"jit_level": "O0", "infer_boost": "on"},
         max_call_depth=max_call_depth,
     )
     ms.set_device("CPU")
-    # Graph-kernel fusion (context.enable_graph_kernel) is for static shapes; this graph's are dynamic. More than one
-    # dispatching thread makes every operator an order of magnitude slower where there are few cores.
-    ms.runtime.dispatch_threads_num(1)
+    # Graph-kernel fusion (context.enable_graph_kernel) is for static shapes; this graph's are dynamic. With one thread
+    # MindSpore sends its actors two messages and more for each operator, 30 us once the weights have passed through the
+    # caches; with two it launches all of a graph in a loop.
+    ms.runtime.dispatch_threads_num(2)
 
 
 def _set_environment() -> None:
@@ -96,6 +99,8 @@ def _set_environment() -> None:
         raise AgentStartError(f"mindspore was imported before start_runtime could set {_PLUGIN_PATH}={library}")
     os.environ[_PLUGIN_PATH] = library
     os.environ.setdefault("GLOG_v", "3")  # errors only
+    # Operators are launched by a thread that sleeps while there are none; the newer one spins, on a core of ours.
+    os.environ.setdefault("MS_DEV_RUNTIME_CONF", "new_pipeline:False")
     os.environ.setdefault("MS_OM_PATH", str(_scratch_folder()))  # dumps of graphs that fail to compile
 
 

@@ -6,10 +6,12 @@ from agent.kernels.library import (
     SampleCall,
     SampleInputs,
     SampleOutputs,
+    hold_failures,
     kernel_isa,
     library_path,
     num_threads,
     set_threads,
+    take_failure,
 )
 
 __all__ = [
@@ -18,8 +20,10 @@ __all__ = [
     "SampleCall",
     "SampleInputs",
     "SampleOutputs",
+    "hold_failures",
     "kernel_isa",
     "library_path",
     "num_threads",
     "set_threads",
+    "take_failure",
 ]

@@ -53,6 +53,9 @@ def load_library() -> ctypes.CDLL:
     library.llmk_isa.restype = ctypes.c_char_p
     library.llmk_sample.argtypes = [ctypes.POINTER(_SampleArgs)]
     library.llmk_sample.restype = ctypes.c_int
+    library.llmk_hold_failures.argtypes = [ctypes.c_int]
+    library.llmk_hold_failures.restype = None
+    library.llmk_take_failure.restype = ctypes.c_char_p
     library.llmk_copy_blocks.argtypes = [ctypes.c_void_p]
     library.llmk_copy_blocks.restype = ctypes.c_int
     return library
@@ -72,6 +75,18 @@ def kernel_isa() -> str:
     """The instruction set in use, from portable to avx512_amx (the environment's ``LLM_KERNELS_ISA`` forces one)."""
     name: bytes = load_library().llmk_isa()
     return name.decode()
+
+
+def hold_failures(hold: bool) -> None:
+    """Whether primitives that refuse their inputs are kept from MindSpore, whose graph would not run again, and left to
+    ``take_failure``; after one, none does anything."""
+    load_library().llmk_hold_failures(hold)
+
+
+def take_failure() -> str | None:
+    """The primitive that refused since this was last called, or None; the reason is on standard error."""
+    name: bytes | None = load_library().llmk_take_failure()
+    return None if name is None else name.decode()
 
 
 @dataclass(frozen=True, slots=True)

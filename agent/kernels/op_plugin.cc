@@ -3,6 +3,8 @@
 // MindSpore calls <Primitive>(nparam, params, ndims, shapes, dtypes, stream, extra): the inputs in the order of the
 // primitive, then the outputs; `extra` gives the inputs that are not tensors. A kernel given here takes precedence
 // over MindSpore's own of the same name, so MatMul, Gather and Reshape take every dtype and shape the primitive allows.
+#include <atomic>
+
 #include "common/check.h"
 #include "common/dtype_bytes.h"
 #include "common/floating_point.h"
@@ -136,6 +138,18 @@ int reshape(const Call& call) {
   return 0;
 }
 
+// What MindSpore is told of a kernel's error. A graph whose kernel reports one does not run again, and the memory that
+// MindSpore keeps for its next run is lost. So a caller may have errors held back: from the first on no kernel does
+// anything until the caller, after the graph, takes the name of the operator.
+std::atomic<bool> holds_failures{false};
+std::atomic<const char*> held_failure{nullptr};
+
+int answer(const char* op, int error) {
+  if (error == 0 || !holds_failures.load(std::memory_order_relaxed)) return error;
+  held_failure.store(op, std::memory_order_release);
+  return 0;
+}
+
 Call make_call(const char* op, int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void* extra) {
   return {{op, count, data, ndims, shapes, dtypes}, static_cast<KernelInputInfo*>(extra)};
 }
@@ -147,9 +161,10 @@ Call make_call(const char* op, int count, void** data, int* ndims, int64_t** sha
 #define LLMK_PLUGIN(name, call)                                                                          \
   LLMK_ENTRY int name(int nparam, void** params, int* ndims, int64_t** shapes, const char** dtypes, void*, \
                       void* extra) {                                                                     \
+    if (llmk::held_failure.load(std::memory_order_acquire) != nullptr) return 0;                         \
     const llmk::StandardFloatingPoint scope;                                                             \
     const llmk::Call arguments = llmk::make_call(#name, nparam, params, ndims, shapes, dtypes, extra);   \
-    return llmk::call;                                                                                   \
+    return llmk::answer(#name, llmk::call);                                                              \
   }
 
 extern "C" {
@@ -164,6 +179,9 @@ LLMK_ENTRY bool IsKernelRegistered(const char* name) {
   }
   return false;
 }
+
+LLMK_ENTRY void llmk_hold_failures(int hold) { llmk::holds_failures.store(hold != 0, std::memory_order_relaxed); }
+LLMK_ENTRY const char* llmk_take_failure() { return llmk::held_failure.exchange(nullptr, std::memory_order_acq_rel); }
 
 LLMK_PLUGIN(RmsNorm, rms_norm(arguments, false))
 LLMK_PLUGIN(AddRmsNorm, rms_norm(arguments, true))

@@ -176,6 +176,14 @@ class Config:
         return json.dumps([*parts, model.model_dtype, self.op_table, self.weight_format, self.kv_format]).encode()
 
     @property
+    def captured_batch_sizes(self) -> tuple[int, ...]:
+        """Sequences of the decode steps whose launches an Ascend captures, rising; empty where it captures none."""
+        if not self.model_config.capture_launches:
+            return ()
+        smaller = {size for size in self.model_config.decode_batch_size if size < self.max_decode_seqs}
+        return (*sorted(smaller), self.max_decode_seqs)
+
+    @property
     def num_host_blocks(self) -> int:
         """Blocks of host memory for sequences that are swapped out."""
         wanted = self.pa_config.num_host_blocks

@@ -184,6 +184,17 @@ class ModelConfig:
         "`auto`: in `model_dtype`. `int8` with `fused` operators only.",
         choices=("auto", "bf16", "int8"),
     )
+    weight_layout: str = own(
+        "nd",
+        "How an Ascend keeps the integers of `weight_format: int8`: `nd` as they are loaded, `nz` in the blocks that "
+        "its matrix unit reads, converted once at the start. Not tried on a device yet.",
+        choices=("nd", "nz"),
+    )
+    capture_launches: bool = own(
+        False,
+        "Ascend: capture what a decode step launches, once for each size of `decode_batch_size`, and replay it; steps "
+        "are padded to the next size. Not tried on a device yet.",
+    )
     device_target: str | None = own(
         None,
         "Device the model runs on; `auto` picks Ascend where there is one, else CPU.",

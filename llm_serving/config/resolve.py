@@ -14,6 +14,7 @@ from llm_serving.config.mindformers_models import MODEL_TYPE, check_mindformers,
 from llm_serving.config.sections import ModelConfig, ServingConfig, TokenizerConfig
 from llm_serving.config.source import RawConfig
 from llm_serving.config.validation import (
+    check_ascend_options,
     check_batches,
     check_cores,
     check_device,
@@ -94,6 +95,7 @@ class Resolver:
         check_stored_format(self._raw, config)
         check_group(self._raw, config)
         check_native_weights(self._raw, config)
+        check_ascend_options(self._raw, config)
         check_lengths(self._raw, config)
         check_batches(self._raw, config)
         check_sharing(self._raw, config)

@@ -174,6 +174,34 @@ def check_native_weights(raw: RawConfig, config: Config) -> None:
         raise raw.error("model_config.weight_group", group, problem)
 
 
+def check_ascend_options(raw: RawConfig, config: Config) -> None:
+    """What only an Ascend has, and what it is for (docs/ascend.md)."""
+    model, context = config.model_config, config.context
+    if model.weight_layout == "nz":
+        _check_ascend_only(raw, config, "weight_layout", "nz", "nd")
+        if config.weight_format != "int8":
+            problem = f"is for the products of weight_format int8, and it is {config.weight_format}; use nd"
+            raise raw.error("model_config.weight_layout", "nz", problem)
+    if not model.capture_launches:
+        return
+    _check_ascend_only(raw, config, "capture_launches", True, "False")
+    obstacles = {
+        "model_config.backend ge, which runs the whole graph by itself": model.backend != "kbk",
+        "context.enable_graph_kernel, which turns MindSpore's inference mode off": context.enable_graph_kernel,
+        "model_type mindformers": model.model_type == "mindformers",
+        "agents that share a model, as HCCL's launches have not been tried": config.parallel_config.group_size > 1,
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            raise raw.error("model_config.capture_launches", True, f"not with {obstacle}; use False")
+
+
+def _check_ascend_only(raw: RawConfig, config: Config, key: str, value: object, instead: str) -> None:
+    if config.device != "Ascend":
+        problem = f"is for an Ascend, and the device is {config.device}; use {instead}"
+        raise raw.error(f"model_config.{key}", value, problem)
+
+
 def check_sharing(raw: RawConfig, config: Config) -> None:
     """What goes with keys and values in one piece."""
     if config.scheduler_config.prefix_cache and not config.model_config.page_attention:

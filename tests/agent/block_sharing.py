@@ -11,6 +11,7 @@ from typing import Any
 from step_config import BLOCK_SIZE, NUM_HOST_BLOCKS
 from step_driver import Part, Sampled, StepDriver, blocks_for
 
+from agent.backends.cpu.blocks import HostBlockMoves
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import LAST_TOKEN, MoveKind
 
@@ -201,6 +202,7 @@ def _refusal(driver: StepDriver, run: str, parts: list[Part], moves: list[tuple[
 
 
 def _cache_bytes(driver: StepDriver) -> bytes:
-    cache = driver.runner._kv_cache
+    cache, moves = driver.runner._kv_cache, driver.runner._moves
     assert cache is not None
-    return b"".join(array.tobytes() for array in (*cache.keys, *cache.values, *cache._host))
+    assert isinstance(moves, HostBlockMoves)
+    return b"".join(array.tobytes() for array in (*cache.keys, *cache.values, *moves.pool))

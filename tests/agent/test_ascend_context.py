@@ -17,8 +17,9 @@ from agent.backends.ascend.context import environment, jit_config, prepare_envir
 from agent.backends.ascend.limits import check_limits
 from agent.backends.ascend.memory import check_device_memory
 from agent.model_part import ModelPart
+from agent.warm_up import captured_steps
 from llm_serving.config import Config, load_config
-from llm_serving.errors import AgentStartError
+from llm_serving.errors import AgentStartError, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +33,10 @@ class Recorder:
         self.calls: list[tuple[Any, ...]] = []
         self._devices, self._refusal = devices, refusal
         self.device_context = SimpleNamespace(ascend=SimpleNamespace(device_count=lambda: self._devices))
-        self.runtime = SimpleNamespace(set_memory=lambda **given: self.calls.append(("set_memory", given)))
+        self.runtime = SimpleNamespace(
+            set_memory=lambda **given: self.calls.append(("set_memory", given)),
+            set_kernel_launch_capture=lambda wanted: self.calls.append(("set_kernel_launch_capture", wanted)),
+        )
 
     def set_device(self, target: str, device: int) -> None:
         if self._refusal is not None:
@@ -97,6 +101,48 @@ def test_flags_of_fusion_go_with_fusion_only(tmp_path: Path) -> None:
     assert "MS_DEV_GRAPH_KERNEL_FLAGS" not in environment(published())
     fused = environment(with_context(tmp_path, enable_graph_kernel="True"))
     assert fused["MS_DEV_GRAPH_KERNEL_FLAGS"] == "--enable_parallel_fusion=true --reduce_fuse_depth=8"
+
+
+def test_captured_launches_are_of_the_decode_sizes(tmp_path: Path) -> None:
+    config = published("model_config.capture_launches=True", "model_config.decode_batch_size=[1, 128, 16]")
+    assert config.captured_batch_sizes == (1, 16, 128)
+    assert environment(config)["MS_DEV_RUNTIME_CONF"] == "graph_capture_max_number:3"
+    mindspore = Recorder()
+    set_up_device(config, mindspore)
+    assert ("set_kernel_launch_capture", True) in mindspore.calls
+    assert [lens for lens, _ in captured_steps(config)] == [[1] * size for size in (128, 128, 16, 16, 1, 1)]
+    assert published().captured_batch_sizes == ()
+    assert "MS_DEV_RUNTIME_CONF" not in environment(published())
+
+
+def test_weights_in_blocks_are_those_of_the_integer_product() -> None:
+    config = published("model_config.weight_format=int8", "model_config.weight_layout=nz")
+    assert environment(config)["MS_INTERNAL_ENABLE_NZ_OPS"] == "QuantBatchMatmul"
+    assert "MS_INTERNAL_ENABLE_NZ_OPS" not in environment(published("model_config.weight_format=int8"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("weight_layout=nz",),
+            "model_config.weight_layout = 'nz': is for the products of weight_format int8, and it is",
+        ),
+        (("capture_launches=True", "backend=ge"), "capture_launches = True: not with model_config.backend ge, which"),
+    ],
+)
+def test_options_that_do_not_go_together(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        published(*[f"model_config.{each}" for each in overrides])
+
+
+def test_captured_launches_want_a_graph_of_ones_own(tmp_path: Path) -> None:
+    wanted = "model_config.capture_launches=True"
+    with pytest.raises(ConfigError, match="not with agents that share a model"):
+        published(wanted, "parallel_config.tensor_parallel=2", "serving_config.agent_ports=[0]")
+    with_context(tmp_path, enable_graph_kernel="True")
+    with pytest.raises(ConfigError, match="which turns MindSpore's inference mode off"):
+        published(wanted, f"model_config.model_cfg_path={tmp_path / 'predict.yaml'}")
 
 
 def test_variables_that_are_set_stay() -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from model_folders import write_model_folder
 
-from agent.backends.base import CacheLayout
+from agent.backends.base import BlockMoves, CacheLayout
+from agent.backends.cpu.blocks import HostBlockMoves
 from agent.kv_cache import KVCache
+from agent.weights.storage import Array
 from llm_serving.config import Config, load_config
-from llm_serving.errors import AgentError, AgentStartError
 from llm_serving.ipc.shm import MoveKind
 
 MOVES = np.array(
@@ -26,17 +29,15 @@ class Layout:
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         return (num_blocks, num_kv_heads, block_size, head_dim + 4), "int8"
 
+    def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
+        return HostBlockMoves(arrays, host)
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     folder = write_model_folder(tmp_path / "model")
     overrides = [f"model_config.model_path={folder}", "pa_config.num_blocks=160", "pa_config.num_host_blocks=2"]
     return load_config("llama_tiny_cpu.yaml", overrides, ascend=False)
-
-
-def on_an_ascend(config: Config, num_host_blocks: int) -> Config:
-    cache = replace(config.pa_config, num_host_blocks=num_host_blocks)
-    return replace(config, model_config=replace(config.model_config, device_target="Ascend"), pa_config=cache)
 
 
 def test_every_layer_moves_keys_and_values(config: Config) -> None:
@@ -46,23 +47,22 @@ def test_every_layer_moves_keys_and_values(config: Config) -> None:
     for array in arrays:
         array[:] = rng.integers(-128, 128, array.shape)
     before = [array.copy() for array in arrays]
-    cache.move(MOVES)
+    cache.block_moves([]).run(MOVES)
     for array, old in zip(arrays, before, strict=True):
         old[[3, 4]] = old[[4, 3]]
         assert array.tobytes() == old.tobytes()
 
 
+def test_arrays_have_the_names_of_the_models_parameters(config: Config) -> None:
+    cache, last = KVCache(config, Layout()), config.shape.num_layers - 1
+    assert len(cache.arrays) == 2 * config.shape.num_layers
+    assert cache.arrays["layers.0.attention.key_cache"] is cache.keys[0]
+    assert cache.arrays[f"layers.{last}.attention.value_cache"] is cache.values[last]
+
+
 def test_the_hosts_pool_has_blocks_of_the_same_size(config: Config) -> None:
     cache = KVCache(config, Layout())
     assert cache.num_bytes == 160 * 16 * 2 * (16 + 4) * 2 * config.shape.num_layers
-    assert cache.num_host_bytes * 80 == cache.num_bytes
+    assert cache.block_moves([]).num_host_bytes * 80 == cache.num_bytes
     without = replace(config, pa_config=replace(config.pa_config, num_host_blocks=0))
-    assert KVCache(without, Layout()).num_host_bytes == 0
-
-
-def test_a_device_with_its_own_memory_refuses_moves(config: Config) -> None:
-    with pytest.raises(AgentStartError, match=r"cannot copy its blocks; set pa_config\.num_host_blocks: 0"):
-        KVCache(on_an_ascend(config, 2), Layout())
-    cache = KVCache(on_an_ascend(config, 0), Layout())
-    with pytest.raises(AgentError, match=r"the cache of device Ascend is not .* scheduler_config\.prefix_cache: false"):
-        cache.move(MOVES[1:2])
+    assert KVCache(without, Layout()).block_moves([]).num_host_bytes == 0

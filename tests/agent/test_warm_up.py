@@ -47,10 +47,8 @@ def test_a_warm_up_step_writes_nothing(config: Config) -> None:
 
 
 def test_warm_up_moves_blocks_out_and_in_again(config: Config) -> None:
-    assert make_moves(config) is None
     cache = replace(config.pa_config, num_blocks=3, num_host_blocks=3, decode_seq_length=96)
     slot = make_moves(replace(config, pa_config=cache))
-    assert slot is not None
     slot.check_header(0)
     assert (slot.num_tokens, slot.num_seqs, slot.num_moves) == (0, 0, 14)
     assert slot.moves.reshape(-1, 3)[:8].tolist() == [
@@ -63,6 +61,13 @@ def test_warm_up_moves_blocks_out_and_in_again(config: Config) -> None:
         [1, 2, 0],
         [2, 0, 2],
     ]
+
+
+def test_warm_up_copies_a_block_where_nothing_is_swapped(config: Config) -> None:
+    slot = make_moves(config)
+    slot.check_header(0)
+    assert (slot.num_tokens, slot.num_seqs, slot.num_moves) == (0, 0, 1)
+    assert slot.moves[:3].tolist() == [0, 1, 1]
 
 
 def test_mindspore_must_not_be_imported_before(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:

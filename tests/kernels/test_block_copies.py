@@ -4,58 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cache_blocks import COPY, IN, OUT, after_moves, bits, make_caches, random_moves
 
 from agent.kernels import BlockCopies
 from agent.kernels.library import KernelError
-from llm_serving.ipc.shm import MoveKind
-
-COPY, OUT, IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN
-Arrays = list[np.ndarray]
-
-
-def make(num_arrays: int, dtype: str, tail: tuple[int, ...], seed: int = 0) -> tuple[Arrays, Arrays]:
-    """A cache of 9 blocks and a pool of 4, random bytes."""
-    rng = np.random.default_rng(seed)
-    size = int(np.prod(tail)) * np.dtype(dtype).itemsize
-
-    def pool(blocks: int) -> Arrays:
-        return [
-            np.frombuffer(bytearray(rng.bytes(blocks * size)), dtype).reshape(blocks, *tail) for _ in range(num_arrays)
-        ]
-
-    return pool(9), pool(4)
-
-
-def bits(arrays: Arrays) -> list[bytes]:
-    return [array.tobytes() for array in arrays]
-
-
-def expected(device: Arrays, host: Arrays, moves: np.ndarray) -> tuple[Arrays, Arrays]:
-    device, host = [array.copy() for array in device], [array.copy() for array in host]
-    for on_device, on_host in zip(device, host, strict=True):
-        for kind, source, destination in moves.tolist():
-            from_array = on_host if kind == IN else on_device
-            to_array = on_host if kind == OUT else on_device
-            to_array[destination] = from_array[source]
-    return device, host
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "uint16", "int8"])
 @pytest.mark.parametrize(("num_arrays", "tail"), [(1, (1,)), (2, (3, 5, 7)), (13, (2, 16, 36))])
 def test_random_moves_in_order(dtype: str, num_arrays: int, tail: tuple[int, ...]) -> None:
-    device, host = make(num_arrays, dtype, tail)
-    rng = np.random.default_rng(1)
-    kinds = rng.integers(0, 3, 60)
-    sources = rng.integers(0, np.where(kinds == IN, 4, 9))
-    destinations = rng.integers(0, np.where(kinds == OUT, 4, 9))
-    moves = np.stack([kinds, sources, destinations], 1).astype(np.int32)
-    wanted = expected(device, host, moves)
+    device, host = make_caches(num_arrays, dtype, tail)
+    moves = random_moves(60)
+    wanted = after_moves(device, host, moves)
     BlockCopies(device, host).run(moves)
     assert (bits(device), bits(host)) == (bits(wanted[0]), bits(wanted[1]))
 
 
 def test_two_blocks_change_places_through_the_host() -> None:
-    device, host = make(3, "float16", (4, 8))
+    device, host = make_caches(3, "float16", (4, 8))
     before = [array.copy() for array in device]
     BlockCopies(device, host).run(np.array([(OUT, 1, 0), (COPY, 2, 1), (IN, 0, 2), (COPY, 3, 3)], np.int32))
     for array, old in zip(device, before, strict=True):
@@ -64,7 +30,7 @@ def test_two_blocks_change_places_through_the_host() -> None:
 
 
 def test_no_moves_and_no_pool() -> None:
-    device, _ = make(2, "int8", (3,))
+    device, _ = make_caches(2, "int8", (3,))
     copies = BlockCopies(device, [array[:0] for array in device])
     copies.run(np.zeros((0, 3), np.int32))
     copies.run(np.array([(COPY, 1, 2)], np.int32))
@@ -85,7 +51,7 @@ def test_no_moves_and_no_pool() -> None:
     ],
 )
 def test_a_wrong_move_moves_nothing(move: tuple[int, int, int], reason: str, capfd: pytest.CaptureFixture[str]) -> None:
-    device, host = make(2, "float32", (5,))
+    device, host = make_caches(2, "float32", (5,))
     before = bits(device), bits(host)
     with pytest.raises(KernelError, match="block copies were refused"):
         BlockCopies(device, host).run(np.array([(COPY, 1, 2), move], np.int32))
@@ -99,13 +65,13 @@ def test_a_wrong_move_moves_nothing(move: tuple[int, int, int], reason: str, cap
     ids=["type", "flat", "narrow", "strided"],
 )
 def test_moves_of_another_layout_are_refused(moves: np.ndarray) -> None:
-    device, host = make(1, "int8", (3,))
+    device, host = make_caches(1, "int8", (3,))
     with pytest.raises(ValueError, match=r"they must be contiguous int32 \[moves, 3\]"):
         BlockCopies(device, host).run(moves)
 
 
 def test_arrays_that_are_not_alike_are_refused() -> None:
-    device, host = make(2, "int8", (3,))
+    device, host = make_caches(2, "int8", (3,))
     with pytest.raises(ValueError, match="blocks of one kind"):
         BlockCopies(device, [array.view(np.uint8) for array in host])
     with pytest.raises(ValueError, match="contiguous"):

@@ -27,6 +27,10 @@ def environment(config: Config) -> dict[str, str]:
         "RUN_MODE": "predict",  # MindFormers' models read it
         "MS_ALLOC_CONF": "enable_vmm:True",  # the device's memory without fragments between pools
     }
+    if config.model_config.weight_layout == "nz":
+        variables["MS_INTERNAL_ENABLE_NZ_OPS"] = "QuantBatchMatmul"
+    if config.captured_batch_sizes:
+        variables["MS_DEV_RUNTIME_CONF"] = f"graph_capture_max_number:{len(config.captured_batch_sizes)}"
     if config.context.enable_graph_kernel and config.context.graph_kernel_flags:
         variables["MS_DEV_GRAPH_KERNEL_FLAGS"] = config.context.graph_kernel_flags
     return variables
@@ -76,6 +80,8 @@ def set_up_device(config: Config, mindspore: Any, rank: int = 0) -> None:
         )
     mindspore.set_context(mode=mindspore.GRAPH_MODE, jit_config=jit_config(config))
     mindspore.set_recursion_limit(config.context.max_call_depth)
+    if config.captured_batch_sizes:
+        mindspore.runtime.set_kernel_launch_capture(True)
     limit = config.context.max_device_memory_bytes
     if limit is not None:
         mindspore.runtime.set_memory(max_size=f"{limit / GIB:g}GB")

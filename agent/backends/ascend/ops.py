@@ -3,10 +3,13 @@ have not."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from agent.backends.ascend.blocks import DeviceBlockMoves
 from agent.backends.ascend.limits import check_limits
-from agent.backends.base import AttentionForm, Operator
+from agent.backends.base import AttentionForm, BlockMoves, CacheLayout, Operator
 from agent.backends.native.ops import NativeOps
 from agent.model_part import ModelPart
 from agent.weights.forms import LinearForms
@@ -25,6 +28,9 @@ class AscendOps(NativeOps):
         check_limits(config)
         positions = config.max_blocks_per_seq * config.pa_config.block_size
         super().__init__(config.model_config.model_dtype, positions, part, forms)
+
+    def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
+        return DeviceBlockMoves(parameters, host)
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
         return super().rotary(cos, sin, 0)

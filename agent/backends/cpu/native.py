@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from agent.backends.base import BlockMoves, CacheLayout
+from agent.backends.cpu.blocks import HostBlockMoves
 from agent.backends.native.ops import NativeOps
+from agent.kernels import hold_failures, take_failure
 from agent.kernels.primitive_weights import KeptWeights, PrimitiveWeight
 from agent.model_part import ModelPart
 from agent.weights.forms import LinearForm, LinearForms
@@ -26,6 +30,13 @@ class NativeCpuOps(NativeOps):
         super().__init__(dtype, max_positions, part, forms)
         self._kept = KeptWeights()
         weakref.finalize(self, self._kept.close)
+        hold_failures(True)
+
+    def failed_operator(self) -> str | None:
+        return take_failure()
+
+    def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
+        return HostBlockMoves(arrays, host)
 
     def take_weights(self, weights: Mapping[str, Array], *, tied: bool) -> None:
         for name, array in weights.items():

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from mindspore import Parameter, Tensor, nn, ops
 
-from agent.backends.base import AttentionForm, CacheLayout, Operator, OpTable
+from agent.backends.base import AttentionForm, BlockMoves, CacheLayout, Operator, OpTable
+from agent.backends.cpu.blocks import HostBlockMoves
 from agent.kernels import library_path
 from agent.layers.parameter import MINDSPORE_DTYPES, as_tensor, bind, unbound_parameter
 from agent.model_part import ModelPart
@@ -59,6 +60,9 @@ class FusedCpuOps(OpTable):
         if self._kv_format == "int8":
             return (num_blocks, num_kv_heads, block_size, head_dim + KV_SCALE_BYTES), "int8"
         return (num_blocks, num_kv_heads, block_size, head_dim), self.dtype
+
+    def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
+        return HostBlockMoves(arrays, host)
 
     def embedding(self, width: int) -> Operator:
         if self.is_split:

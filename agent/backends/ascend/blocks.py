@@ -1,0 +1,118 @@
+"""Block moves of a cache in a device's memory, by MindSpore's ``swap_cache``. Sources: docs/ascend.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mindspore import Tensor
+from mindspore._c_expression import swap_cache
+
+from agent.backends.base import BlockMoves, CacheLayout
+from agent.layers.parameter import as_tensor
+from agent.step_inputs import Int32Array
+from agent.weights.storage import Array, zeros
+from llm_serving.errors import AgentError
+from llm_serving.ipc.shm import MoveKind
+
+Pair = tuple[int, int]
+
+STAGING_BLOCKS = 16
+"""Blocks of the buffer in host memory through which blocks are copied within the cache."""
+
+
+class DeviceBlockMoves(BlockMoves):
+    """``swap_cache(host, device, mapping, is_device_to_host)`` waits for all streams, copies the blocks that the rows
+    of ``mapping`` name, source and destination, one after the other, and waits for the copies. It knows no copy within
+    the device, which goes through a buffer in host memory here, and checks neither blocks nor whether a copy failed.
+    """
+
+    def __init__(self, parameters: Sequence[Any], host: CacheLayout, *, pinned: bool = True) -> None:
+        """``pinned``: in host memory that the device copies from and to directly, which only an Ascend can make."""
+        (num_host_blocks, *block), dtype = host
+        self._caches, self._pinned = list(parameters), pinned
+        self._num_blocks, self._num_host_blocks = int(self._caches[0].shape[0]), num_host_blocks
+        pools = self._caches if num_host_blocks else []
+        self._pool = [self._tensor(zeros((num_host_blocks, *block), dtype)) for _ in pools]
+        self._staging = self._tensor(zeros((STAGING_BLOCKS, *block), dtype))
+        self._one_block = zeros((1, *block), dtype)
+        self.num_host_bytes = self._one_block.nbytes * num_host_blocks * len(pools)
+        self._is_proven = False
+
+    def run(self, moves: Int32Array) -> None:
+        for move in moves.tolist():
+            self._check(*move)
+        if not self._is_proven:
+            self._prove()
+        for kind, pairs in batches(moves):
+            if kind == MoveKind.COPY:
+                for start in range(0, len(pairs), STAGING_BLOCKS):
+                    self._copy_within(pairs[start : start + STAGING_BLOCKS])
+                continue
+            mapping = _mapping(pairs)
+            for pool, cache in zip(self._pool, self._caches, strict=True):
+                swap_cache(pool, cache, mapping, kind == MoveKind.SWAP_OUT)
+
+    def _copy_within(self, pairs: Sequence[Pair]) -> None:
+        out = _mapping([(source, place) for place, (source, _) in enumerate(pairs)])
+        back = _mapping([(place, destination) for place, (_, destination) in enumerate(pairs)])
+        for cache in self._caches:
+            swap_cache(self._staging, cache, out, True)
+            swap_cache(self._staging, cache, back, False)
+
+    def _check(self, kind: int, source: int, destination: int) -> None:
+        if kind not in list(MoveKind):
+            raise AgentError(f"a move is of kind {kind}; kinds are 0 to {max(MoveKind)}")
+        source_limit = self._num_host_blocks if kind == MoveKind.SWAP_IN else self._num_blocks
+        destination_limit = self._num_host_blocks if kind == MoveKind.SWAP_OUT else self._num_blocks
+        for name, block, limit in (("source", source, source_limit), ("destination", destination, destination_limit)):
+            if not 0 <= block < limit:
+                raise AgentError(f"a move's {name} is block {block}; there are {limit} there")
+
+    def _prove(self) -> None:
+        """That a block comes back from the device as it went there, in the first cache and the last. It is the block
+        that pads, and gets back what it held. Raises AgentError where one does not: a cache would be lost unseen."""
+        kept, returned = self._tensor(self._one_block.copy()), self._tensor(self._one_block.copy())
+        pattern = self._one_block.copy()
+        pattern.view(np.uint8).reshape(-1)[:] = np.arange(pattern.nbytes) % 251
+        sent, block = self._tensor(pattern), _mapping([(0, 0)])
+        for number in (0, len(self._caches) - 1):
+            cache = self._caches[number]
+            swap_cache(kept, cache, block, True)
+            swap_cache(sent, cache, block, False)
+            swap_cache(returned, cache, block, True)
+            swap_cache(kept, cache, block, False)
+            if returned.asnumpy().tobytes() != pattern.tobytes():
+                raise AgentError(
+                    f"a block that was copied to cache {number} of the device and back is not the same: MindSpore's "
+                    "swap_cache does not work here; set pa_config.num_host_blocks: 0 and "
+                    "scheduler_config.prefix_cache: false"
+                )
+        self._is_proven = True
+
+    def _tensor(self, array: Array) -> Tensor:
+        tensor = as_tensor(array)
+        return tensor.pin_memory() if self._pinned else tensor
+
+
+def batches(moves: Int32Array) -> Iterator[tuple[MoveKind, list[Pair]]]:
+    """Moves of one kind that follow each other. Of copies within the cache all sources are read before anything is
+    written: one that reads what an earlier one writes begins another batch."""
+    kind = MoveKind.COPY
+    pairs: list[Pair] = []
+    for code, source, destination in moves.tolist():
+        reads_written = kind == MoveKind.COPY and any(source == written for _, written in pairs)
+        if pairs and (code != kind or reads_written):
+            yield kind, pairs
+            pairs = []
+        kind = MoveKind(code)
+        pairs.append((source, destination))
+    if pairs:
+        yield kind, pairs
+
+
+def _mapping(pairs: Sequence[Pair]) -> Tensor:
+    array: npt.NDArray[np.int64] = np.array(pairs, np.int64)
+    return Tensor(array)

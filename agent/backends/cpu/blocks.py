@@ -1,0 +1,22 @@
+"""Block moves of a cache in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from agent.backends.base import BlockMoves, CacheLayout
+from agent.kernels import BlockCopies
+from agent.step_inputs import Int32Array
+from agent.weights.storage import Array, zeros
+
+
+class HostBlockMoves(BlockMoves):
+    """One call of a kernel for all moves of a step."""
+
+    def __init__(self, arrays: Sequence[Array], host: CacheLayout) -> None:
+        self.pool = [zeros(*host) for _ in arrays]
+        self.num_host_bytes = sum(array.nbytes for array in self.pool)
+        self._copies = BlockCopies(arrays, self.pool)
+
+    def run(self, moves: Int32Array) -> None:
+        self._copies.run(moves)

@@ -1,0 +1,176 @@
+"""Run by test_ascend_on_cpu.py in a process of its own: what of the Ascend's side a CPU's MindSpore executes as well.
+Prints what came out as JSON.
+
+python tests/agent/ascend_program.py moves|refusals|sharing|padded|capture
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "agent")]
+
+from cache_blocks import COPY, HOST_BLOCKS, IN, OUT, Arrays, after_moves, bits, make_caches, random_moves  # noqa: E402
+from step_config import make_config  # noqa: E402
+
+from agent.backends.runtime import start_runtime  # noqa: E402
+from llm_serving.errors import AgentError  # noqa: E402
+
+FOLDER = ROOT / "models" / "tiny_llama"
+TAIL = (2, 16, 36)
+
+
+def bound(device: Arrays) -> list[Any]:
+    """Parameters that live in the arrays, and have been through a graph."""
+    from mindspore import Parameter, Tensor, ops
+
+    from agent.layers.parameter import bind, unbound_parameter
+
+    types = {2: "bfloat16", 1: "int8"}
+    caches: list[Parameter] = [unbound_parameter(array.shape, types[array.itemsize]) for array in device]
+    gather = ops.Gather()
+    for cache, array in zip(caches, device, strict=True):
+        bind(cache, array)
+        gather(cache, Tensor(np.zeros(1, np.int32)), 0).asnumpy()
+    return caches
+
+
+def run_moves() -> dict[str, bool]:
+    """Whether random moves of two types do what NumPy does, one run after the other."""
+    from agent.backends.ascend.blocks import DeviceBlockMoves
+
+    same = {}
+    for dtype, name in (("uint16", "bfloat16"), ("int8", "int8")):
+        device, host = make_caches(5, dtype, TAIL)
+        host = [np.zeros_like(array) for array in host]
+        moves = DeviceBlockMoves(bound(device), ((HOST_BLOCKS, *TAIL), name), pinned=False)
+        assert moves.num_host_bytes == sum(array.nbytes for array in host)
+        for seed in range(4):
+            chosen = random_moves(60, seed)
+            device_wanted, host = after_moves(device, host, chosen)
+            moves.run(chosen)
+            same[f"{name} {seed}"] = bits(device) == bits(device_wanted)
+        without = DeviceBlockMoves(bound(device), ((0, *TAIL), name), pinned=False)
+        many = np.array([(COPY, 1 + n % 4, 5 + n % 4) for n in range(40)], np.int32)
+        device_wanted, _ = after_moves(device, host, many)
+        without.run(many)
+        same[f"{name} without a pool"] = bits(device) == bits(device_wanted) and without.num_host_bytes == 0
+    return same
+
+
+def run_refusals() -> dict[str, Any]:
+    """Errors of wrong moves after a right one, and of a device that loses what is copied to it."""
+    from agent.backends.ascend import blocks
+
+    device, _ = make_caches(2, "uint16", TAIL)
+    before, layout = bits(device), ((HOST_BLOCKS, *TAIL), "bfloat16")
+    caches = bound(device)
+    moves = blocks.DeviceBlockMoves(caches, layout, pinned=False)
+    wrong = {"kind": (3, 1, 1), "source": (COPY, 9, 1), "host source": (IN, 4, 1), "host destination": (OUT, 1, -1)}
+    errors = {
+        name: _error_of(lambda move=move: moves.run(np.array([(COPY, 1, 2), move], np.int32)))
+        for name, move in wrong.items()
+    }
+    real, calls = blocks.swap_cache, []
+
+    def loses_the_last(host: Any, cache: Any, mapping: Any, is_device_to_host: bool) -> None:
+        calls.append(is_device_to_host)
+        if is_device_to_host or cache is not caches[-1]:
+            real(host, cache, mapping, is_device_to_host)
+
+    blocks.swap_cache = loses_the_last
+    errors["lost"] = _error_of(lambda: blocks.DeviceBlockMoves(caches, layout, pinned=False).run(random_moves(3)))
+    return {"errors": errors, "unharmed": bits(device) == before, "calls": len(calls)}
+
+
+def _error_of(run: Callable[[], None]) -> str:
+    try:
+        run()
+    except AgentError as error:
+        return str(error)
+    return "no error"
+
+
+def run_sharing() -> dict[str, Any]:
+    """A model's sequences shared, copied and swapped, its cache moved as an Ascend's is."""
+    from block_sharing import run_block_sharing
+    from step_driver import StepDriver
+
+    from agent.backends.ascend.blocks import DeviceBlockMoves
+    from agent.backends.cpu.native import NativeCpuOps
+
+    def block_moves(self: NativeCpuOps, arrays: Any, parameters: Any, host: Any) -> DeviceBlockMoves:
+        return DeviceBlockMoves(parameters, host, pinned=False)
+
+    NativeCpuOps.block_moves = block_moves  # type: ignore[method-assign]
+    driver = StepDriver(make_config(FOLDER, "bfloat16", "native"))
+    golden = json.loads((ROOT / "tests" / "golden" / "tiny_llama.json").read_text(encoding="utf-8"))
+    return {"sharing": run_block_sharing(driver, golden), "summary": driver.runner.summary()}
+
+
+def run_padded() -> dict[str, Any]:
+    """Digests of sequences that decode alone and beside others, in decodes of any size and in padded ones."""
+    from step_driver import Part, StepDriver, blocks_for
+
+    from agent.step_graph import make_step_graph
+
+    driver = StepDriver(make_config(FOLDER, "bfloat16", "native"))
+    runner, limits = driver.runner, driver.config.slot_limits()
+
+    def decode() -> list[list[str]]:
+        runner.reset()
+        digests = []
+        for count in (1, 2, 3, 8, 5):
+            driver.prefill(*[Part([5 + row, 9, 11], 0, blocks_for(row), row) for row in range(min(count, 4))])
+            for row in range(4, count):
+                driver.prefill(Part([5 + row, 9, 11], 0, blocks_for(row), row))
+            for step in range(2):
+                parts = [Part([7 + row], 3 + step, blocks_for(row), row) for row in range(count)]
+                digests.append([output.digest for output in driver.decode(*parts)])
+        return digests
+
+    plain = decode()
+    runner._graph = make_step_graph(runner._model, runner._ops, limits, driver.config.max_prefill_seqs, (1, 4, 8))
+    runner._graph.compile()
+    sizes: list[int] = []
+    original = runner._graph._tensors
+    runner._graph._tensors = lambda kind, inputs, entry: (
+        sizes.append(inputs.query_lens.size) if kind.value == "decode" else None,
+        original(kind, inputs, entry),
+    )[1]
+    return {"plain": plain, "padded": decode(), "sizes": sizes, "phases": _phases(runner._graph)}
+
+
+def _phases(graph: Any) -> dict[str, str]:
+    return {kind.value: compiled._cell.phase for kind, compiled in graph._graphs.items()}
+
+
+def run_capture() -> dict[str, Any]:
+    """MindSpore's switch of the capture, as the context sets it."""
+    import mindspore as ms
+    from mindspore._c_expression import RuntimeConf
+
+    conf = RuntimeConf.get_instance()
+    before = conf.get_enable_kernel_launch_capture()
+    ms.runtime.set_kernel_launch_capture(True)
+    return {"before": before, "after": conf.get_enable_kernel_launch_capture()}
+
+
+PARTS: dict[str, Callable[[], Any]] = {
+    "moves": run_moves,
+    "refusals": run_refusals,
+    "sharing": run_sharing,
+    "padded": run_padded,
+    "capture": run_capture,
+}
+
+if __name__ == "__main__":
+    start_runtime(make_config(FOLDER, "bfloat16", "native"))
+    print(json.dumps(PARTS[sys.argv[1]]()))

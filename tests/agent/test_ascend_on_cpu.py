@@ -1,0 +1,60 @@
+"""The Ascend's side as far as a CPU executes it: block moves by MindSpore's own swap_cache, which copies between
+tensors of a CPU too; decodes padded to the sizes whose launches are captured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PROGRAM = Path(__file__).with_name("ascend_program.py")
+
+
+def run(part: str, folder: Path) -> Any:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), part], capture_output=True, text=True, timeout=300, check=False, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+def test_random_moves_in_order(tmp_path: Path) -> None:
+    same = run("moves", tmp_path)
+    assert len(same) == 10
+    assert all(same.values()), same
+
+
+def test_shared_copied_and_swapped_blocks_change_no_bit(tmp_path: Path) -> None:
+    result = run("sharing", tmp_path)
+    plain = result["sharing"].pop("plain")
+    assert len(result["sharing"]) == 7
+    for way, digests in result["sharing"].items():
+        both = way in ("prefix of another row", "copied tail")  # the row and the one that it shares with
+        assert digests == (plain * 2 if both else plain), way
+    assert result["summary"]["host_kv_cache_bytes"] > 0
+
+
+def test_wrong_moves_and_a_device_that_loses_blocks_are_refused(tmp_path: Path) -> None:
+    result = run("refusals", tmp_path)
+    errors = result["errors"]
+    assert errors["kind"] == "a move is of kind 3; kinds are 0 to 2"
+    assert errors["source"] == "a move's source is block 9; there are 9 there"
+    assert errors["host source"] == "a move's source is block 4; there are 4 there"
+    assert errors["host destination"] == "a move's destination is block -1; there are 4 there"
+    assert errors["lost"].startswith("a block that was copied to cache 1 of the device and back is not the same")
+    assert result["unharmed"]
+    assert result["calls"] == 8, "nothing is moved where the first and last cache are not as they should be"
+
+
+def test_padded_decodes_change_no_bit(tmp_path: Path) -> None:
+    result = run("padded", tmp_path)
+    assert result["padded"] == result["plain"]
+    assert result["sizes"] == [1, 1, 4, 4, 4, 4, 8, 8, 8, 8]
+    assert "increment" in result["phases"]["decode"]
+    assert all("increment" not in result["phases"][kind] for kind in ("prefill", "chunked")), "one graph is captured"
+
+
+def test_mindspore_has_the_switch_of_the_capture(tmp_path: Path) -> None:
+    assert run("capture", tmp_path) == {"before": False, "after": True}
