@@ -2,8 +2,8 @@
 // the cache already where that holds units. int8 gives the integers it gives in registers. bfloat16 adds up 16 units of
 // dims, or of keys, from zero, one row or 16, so every product with such a cache is made here.
 //
-// What bounds them is the way of a panel's tile into the registers (from the second-level cache it takes longer than a
-// product), so each is multiplied with two tiles of rows: bfloat16 has two times 16 rows, int8 the two passes of 16.
+// A panel's tile is multiplied with two tiles of rows, so that half as many are loaded: bfloat16 has two times 16 rows,
+// int8 the two passes of 16.
 #pragma once
 
 #ifdef LLMK_AMX

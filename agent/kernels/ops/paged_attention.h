@@ -45,34 +45,37 @@ template <class Function>
 static inline void for_row_tiles(const RotaryAttentionArgs& args, const Function& function) {
   const int64_t group = args.heads / args.kv_heads;
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
-    const int64_t rows = args.query_lens[seq] * group;
-    for (int64_t tile = ceil_div(rows, kTaskRows) - 1; tile >= 0; --tile) {  // those that see the most go first
+    const int64_t rows = args.query_lens[seq] * group, tiles = ceil_div(rows, kTaskRows);
+    // The rows of several tiles read a head one after the other, while it is in the second-level cache.
+    const int64_t heads = tiles > 1 ? 1 : args.kv_heads;
+    for (int64_t i = 0; i < args.kv_heads / heads * tiles; ++i) {
+      const int64_t tile = tiles - 1 - i % tiles;  // those that see the most go first
       const int64_t count = smaller(kTaskRows, rows - tile * kTaskRows);
       const int64_t visible = visible_keys(args, seq, tile * kTaskRows + count - 1);
       int64_t first = first_key(args, seq, tile * kTaskRows);
       for (int64_t row = 1; args.first_keys != nullptr && row < count; ++row) {
         first = smaller(first, first_key(args, seq, tile * kTaskRows + row));
       }
-      const int64_t seen = first / kPartition;
-      function(PagedTask{seq, tile * kTaskRows, count, 0, 0, 0, 0, seen, ceil_div(visible, kPartition), -1});
+      const int64_t seen = first / kPartition, parts = ceil_div(visible, kPartition);
+      function(PagedTask{seq, tile * kTaskRows, count, i / tiles, heads, 0, 0, seen, parts, -1});
     }
   }
 }
 
-// Splits heads and context of one row tile; `add(task)` takes each.
+// Splits the heads and the context of one row tile; `add(task)` takes each.
 template <class Function>
 static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask task, int64_t total_cost, bool writes,
                                   const Function& add) {
-  const int64_t parts = task.parts - task.seen, cost = task_cost(task.rows, parts) * args.kv_heads;
+  const int64_t parts = task.parts - task.seen, cost = task_cost(task.rows, parts) * task.heads;
   const int64_t pieces = ceil_div(cost * 8 * num_threads(), larger(1, total_cost));
-  const int64_t by_rows = smaller(kTaskHeads, 2 * kTaskRows / task.rows);
-  int64_t heads = larger(1, smaller(by_rows, args.kv_heads));
-  const int64_t ranges = smaller(parts, ceil_div(pieces, ceil_div(args.kv_heads, heads)));
-  heads = larger(1, smaller(heads, args.kv_heads * ranges / pieces));
+  const int64_t by_rows = smaller(kTaskHeads, kTaskRows / task.rows), end_head = task.head + task.heads;
+  int64_t heads = smaller(by_rows, task.heads);
+  const int64_t ranges = smaller(parts, ceil_div(pieces, ceil_div(task.heads, heads)));
+  heads = larger(1, smaller(heads, task.heads * ranges / pieces));
   int64_t written_part = task.parts;
   if (writes) written_part = (args.context_lens[task.seq] - args.query_lens[task.seq]) / kPartition;
-  for (task.head = 0; task.head < args.kv_heads; task.head += heads) {
-    task.heads = smaller(heads, args.kv_heads - task.head);
+  for (; task.head < end_head; task.head += heads) {
+    task.heads = smaller(heads, end_head - task.head);
     const int64_t per_range = ceil_div(parts, larger(1, ranges));
     task.join = ranges > 1 ? 0 : -1;
     for (task.first_part = task.seen; task.first_part < task.parts; task.first_part = task.end_part) {
@@ -113,7 +116,9 @@ static inline void place_queries(const RotaryAttentionArgs& args, const PagedTas
   const int64_t group = args.heads / args.kv_heads;
   for (int64_t row = 0; row < task.rows; ++row) {
     const int64_t token = args.query_starts[task.seq] + (task.first_row + row) / group, number = h * task.rows + row;
-    load_rotated(args, token, (task.head + h) * group + (task.first_row + row) % group, buffer);
+    const int64_t head = (task.head + h) * group + (task.first_row + row) % group;
+    if (row + kLoadAhead * group < task.rows) prefetch_head(args, token + kLoadAhead, head);
+    load_rotated(args, token, head, buffer);
     all->factors[number] = args.scale * kLog2E;
     F::pack_query(buffer, args.dim, all->queries + number * F::kPasses * all->query_units, all->query_units,
                   all->factors + number, all->offsets + number);
@@ -251,11 +256,11 @@ struct TaskMemory {
   TaskRows all;
   PanelMemory panels;
   BlockMemory block;
-  float* buffer;            // of write_token and load_rotated
+  float* buffer;            // of write_tokens and load_rotated
   int64_t *visible, *first;  // [rows]; first: null where all keys are seen
 };
 
-// What a block of rows reads: it fetches ahead and places values, both for the first of the blocks that read the same.
+// What a block of rows reads: it fetches ahead and places values.
 template <class F, class C>
 struct BlockSource {
   const RotaryAttentionArgs& args;
@@ -265,8 +270,8 @@ struct BlockSource {
   const TaskMemory& memory;
   TilePanels* panels;
   int64_t head, heads;
-  bool tiles;
-  TileFetch* fetch;  // null: not the first
+  bool tiles, first;  // of the blocks that read the same
+  TileFetch* fetch;   // null: nothing is fetched
 
   // Before groups of keys, or of values, are read: fetches those after them.
   void begin(bool keys, GroupRange groups) const {
@@ -281,7 +286,7 @@ struct BlockSource {
 
   // A head alone has all its values placed at once.
   void place_values(int64_t h, GroupRange groups) const {
-    if (fetch == nullptr) return;
+    if (!first) return;
     if (heads == 1) groups = {0, panels->groups, true};
     const HeadTile now = head_tile(args, tile, task.head + head + h);
     paged::place_values<F, C>(args, now, memory.all, tiles, groups, memory.panels, panels + h);
@@ -318,21 +323,15 @@ static inline void attend_partition(const RotaryAttentionArgs& args, const Paged
       }
 #endif
       const RowBlock block{head, heads, row, size};
-      TileFetch* fetching = row == skip ? fetch : nullptr;
-      const BlockSource<F, C> source{args, task, next, tile, memory, panels, head, heads, tiles, fetching};
+      const bool first = row == skip;
+      TileFetch* fetching = all.rows <= kTileRows ? fetch : nullptr;  // more rows work longer than reading takes
+      const BlockSource<F, C> source{args, task, next, tile, memory, panels, head, heads, tiles, first, fetching};
       attend_block<F>(all, panels, block, tiles, memory.block, fetching, source);
       close_block(task, tile.begin / kPartition, all, block, memory.block.part, join);
       row += size;
     }
   }
   static_cast<void>(configured);
-}
-
-// The task's own tokens into the cache.
-static inline void write_tokens(const RotaryAttentionArgs& args, const PagedTask& task, float* buffer) {
-  for (int64_t i = 0; i < args.query_lens[task.seq]; ++i) {
-    write_token(args, args.query_starts[task.seq] + i, task.head, task.heads, buffer);
-  }
 }
 
 template <class F, class C>
@@ -347,7 +346,9 @@ static inline void walk_partitions(const RotaryAttentionArgs& args, const PagedP
   int64_t configured = 0, skip = 0;
   for (int64_t begin = task.first_part * kPartition; begin < end; begin += kPartition) {
     if (writes && written < begin + kPartition) {
-      write_tokens(args, task, memory.buffer);
+      const int64_t first_token = args.query_starts[task.seq];
+      write_tokens(args, first_token, first_token + args.query_lens[task.seq], task.head, task.heads,
+                   write_buffer(args, memory.buffer));
       writes = false;
     }
     while (skip < all.rows && all.visible[skip] <= begin) ++skip;
@@ -422,7 +423,7 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
 // Counts (with tasks null) or fills the plan.
 static inline void plan_tasks(const RotaryAttentionArgs& args, int64_t padded_dim, PagedPlan* plan) {
   int64_t total = 0;
-  for_row_tiles(args, [&](const PagedTask& tile) { total += task_cost(tile.rows, tile.parts - tile.seen) * args.kv_heads; });
+  for_row_tiles(args, [&](const PagedTask& tile) { total += task_cost(tile.rows, tile.parts - tile.seen) * tile.heads; });
   const bool filling = plan->tasks != nullptr;
   plan->num_tasks = plan->num_joins = plan->num_part_floats = 0;
   for_row_tiles(args, [&](const PagedTask& tile) {

@@ -24,7 +24,7 @@ namespace llmk {
 namespace LLMK_ARCH {
 namespace paged {
 
-constexpr int64_t kTaskRows = 96;
+constexpr int64_t kTaskRows = 192;
 constexpr int64_t kTileRows = 16;   // rows that a partition is worked on for together
 constexpr int64_t kBlockRows = 32;  // where two tiles of rows are: twice as many
 constexpr int64_t kChunkGroups = 4;  // of all heads together, where a block has several
@@ -194,7 +194,7 @@ static inline void score_rows(const TaskRows& all, const TilePanels& panels, Gro
 struct RowView {
   int64_t hidden, visible, whole;
 
-  RowView(const TaskRows& all, const TilePanels& panels, int64_t row)
+  LLMK_MEMBER RowView(const TaskRows& all, const TilePanels& panels, int64_t row)
       : hidden(larger(0, all.first_key(row) - panels.begin)),
         visible(smaller(kPartition, all.visible[row] - panels.begin)),
         whole(hidden > 0 ? 0 : visible / (2 * kGroupKeys) * 2) {}
@@ -223,9 +223,15 @@ LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float
                             float* scores, Unit* weights, float* step) {
   const Vec scale = broadcast(factor), least = broadcast(-best);
   typename F::Weights out{panels.value_scales, scores, weights};
-  for (int64_t g = 0; g < view.whole; g += 2) {
+  const auto put = [&](int64_t g) __attribute__((always_inline)) {
     const float* pair = scores + g * kLanes;
     out.put(g, F::power(fma(load(pair), scale, least)), F::power(fma(load(pair + kLanes), scale, least)));
+  };
+  if (view.whole == kPartGroups) {  // most rows: no loop, so that sums stay in registers
+    LLMK_UNROLL
+    for (int g = 0; g < kPartGroups; g += 2) put(g);
+  } else {
+    for (int64_t g = 0; g < view.whole; g += 2) put(g);
   }
   for (int64_t g = view.whole; g < groups; g += 2) {
     const float* pair = scores + g * kLanes;
@@ -233,25 +239,28 @@ LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float
     out.put(g, view.mask(first, g, 0.0f), view.mask(second, g + 1, 0.0f));
   }
   *step = out.finish(groups);
-  return sum(out.mass);
+  return sum(out.mass());
 }
 
 // Scores -> weights, best and mass of the partition for the rows of a block.
 template <class F>
 static inline void soften_block(const TaskRows& all, const TilePanels* panels, const RowBlock& block, int64_t groups,
                                 const BlockMemory& memory) {
-  for (int64_t i = 0; i < block.count(); ++i) {
-    const int64_t h = i / block.rows, row = block.first + i % block.rows;
-    const float factor = all.factors[(block.head + h) * all.rows + row];
-    memory.part.best[i] = largest_score(RowView(all, panels[h], row), memory.scores + i * kPartition) * factor;
-  }
-  for (int64_t i = 0; i < block.count(); ++i) {
-    const int64_t h = i / block.rows, row = block.first + i % block.rows;
-    const float factor = all.factors[(block.head + h) * all.rows + row];
-    memory.part.mass[i] =
-        weigh_row<F>(RowView(all, panels[h], row), panels[h], factor, memory.part.best[i], groups,
-                     memory.scores + i * kPartition, memory.weights + i * kWeightUnits<F>, memory.steps + i);
-  }
+  const auto for_rows = [&](const auto& function) {
+    for (int64_t h = 0, i = 0; h < block.heads; ++h) {
+      const float* factors = all.factors + (block.head + h) * all.rows;
+      for (int64_t row = block.first; row < block.first + block.rows; ++row, ++i) {
+        function(i, panels[h], RowView(all, panels[h], row), factors[row]);
+      }
+    }
+  };
+  for_rows([&](int64_t i, const TilePanels&, const RowView& view, float factor) {
+    memory.part.best[i] = largest_score(view, memory.scores + i * kPartition) * factor;
+  });
+  for_rows([&](int64_t i, const TilePanels& panel, const RowView& view, float factor) {
+    memory.part.mass[i] = weigh_row<F>(view, panel, factor, memory.part.best[i], groups, memory.scores + i * kPartition,
+                                       memory.weights + i * kWeightUnits<F>, memory.steps + i);
+  });
 }
 
 // Adds what was summed before (`sums`, as the product left it, unless `fresh`) and, with `done`, makes it floats.

@@ -41,7 +41,7 @@ LLMK_INLINE Vec power_of_two(Vec x) {
 }
 
 #ifdef LLMK_VEC_AVX512
-// The same to 7.5e-5 (kDegree 3) or 2.6e-6 (4), 0.99992521 and 1.0000026 for x = 0, with the fraction and the scaling of the instruction set.
+// The same to 7.5e-5 (kDegree 3) or 2.6e-6 (4), for x = 0 too: the instruction set takes the fraction and scales.
 template <int kDegree>
 LLMK_INLINE Vec coarse_power_of_two(Vec x) {
   const __m512 clamped = maximum(broadcast(-126.0f), x).v;
@@ -155,10 +155,10 @@ struct FloatForm {
     const float* value_scales;  // [kPartition]; null: none
     float* scaled;              // [kPartition], for forms that need all of them first
     Unit* out;
-    Vec mass = zero();          // sums of the weights by lane
+    Vec masses = zero();        // by lane
 
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
-      mass = add(add(mass, first), second);
+      masses = add(masses, add(first, second));
       put_one(group, first);
       put_one(group + 1, second);
     }
@@ -166,6 +166,7 @@ struct FloatForm {
       const Vec weight = value_scales == nullptr ? p : mul(p, load(value_scales + group * kLanes));
       store(reinterpret_cast<float*>(out) + group * kLanes, weight);
     }
+    LLMK_MEMBER Vec mass() const { return masses; }
     // After the last of `groups`; returns what a product of the weights is to be multiplied by.
     LLMK_MEMBER float finish(int64_t) { return 1.0f; }
   };

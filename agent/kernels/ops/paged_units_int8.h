@@ -106,10 +106,10 @@ struct Int8Form {
     const float* value_scales;
     float* scaled;
     Unit* out;
-    Vec mass = zero(), top = zero();
+    Vec masses = zero(), top = zero();
 
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
-      mass = add(add(mass, first), second);
+      masses = add(masses, add(first, second));
       put_one(group, first);
       put_one(group + 1, second);
     }
@@ -118,6 +118,7 @@ struct Int8Form {
       store(scaled + group * kLanes, weight);
       top = maximum(top, weight);
     }
+    LLMK_MEMBER Vec mass() const { return masses; }
     LLMK_MEMBER float finish(int64_t groups) {
       const float most = largest(top);
       const Vec inverse = broadcast(most > 0 ? kLargestWeight / most : 0.0f);
