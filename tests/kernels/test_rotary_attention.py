@@ -31,8 +31,8 @@ CASES = [
     (Shape(3, 3, 34, 100), [(600, 700), (511, 513)]),
 ]
 
-LAYOUTS = [Shape(4, 2, 24, 4), Shape(4, 2, 24, 16), Shape(4, 2, 48, 32)]
-"""The last one lies in units of 4 bytes in narrow caches."""
+LAYOUTS = [Shape(4, 2, 24, 4), Shape(4, 2, 24, 16), Shape(4, 2, 48, 32), Shape(4, 2, 64, 16)]
+"""The last two lie in units of 4 bytes in narrow caches; whole groups of the last one are written together."""
 
 
 def written(cache: Array, cache_dtype: str, *, keys: bool) -> np.ndarray:
@@ -89,7 +89,8 @@ def test_the_cache_holds_rotated_keys_and_plain_values(formats: tuple[str, str],
 
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize(
-    "shape", [Shape(4, 4, 48, 16), Shape(8, 2, 64, 16), Shape(7, 1, 20, 5), Shape(12, 4, 128, 128)]
+    "shape",
+    [Shape(4, 4, 48, 16), Shape(8, 2, 64, 16), Shape(7, 1, 20, 5), Shape(12, 4, 128, 128), Shape(10, 10, 64, 32)],
 )
 def test_prefill_chunks_and_decode_agree_bit_for_bit(formats: tuple[str, str], shape: Shape) -> None:
     length = 270  # more than a partition

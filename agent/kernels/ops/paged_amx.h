@@ -1,7 +1,9 @@
-// A tile of keys for up to 16 rows at once, both products on AMX tiles (amx_tiles.h): the panels of paged_units.h are
-// laid out as they take them, in the cache already where that holds units. int8 gives the integers it gives in
-// registers. bfloat16 adds up 16 units of dims, or the units of 16 keys, from zero, one row or 16, so every product with
-// such a cache is made here.
+// Both products of a partition on AMX tiles (amx_tiles.h): the panels of paged_units.h are laid out as they take them, in
+// the cache already where that holds units. int8 gives the integers it gives in registers. bfloat16 adds up 16 units of
+// dims, or of keys, from zero, one row or 16, so every product with such a cache is made here.
+//
+// A panel's tile is multiplied with two tiles of rows, so that half as many are loaded: bfloat16 has two times 16 rows,
+// int8 the two passes of 16.
 #pragma once
 
 #ifdef LLMK_AMX
@@ -19,27 +21,27 @@ struct TileProducts {
 template <>
 struct TileProducts<BFloat16Form> {
   static constexpr int64_t kLeastRows = 1;
-  static constexpr int64_t kValueUnits = kGroupKeys / BFloat16Form::kPerUnit;  // of keys in a product
+  static constexpr int64_t kRows = 2 * kAmxRows;  // of a block
   template <int S, int X, int W>
-  LLMK_INLINE void score() {
+  static LLMK_MEMBER void score() {
     multiply_bfloats<S, X, W>();
   }
   template <int S, int X, int W>
-  LLMK_INLINE void value() {
+  static LLMK_MEMBER void value() {
     multiply_bfloats<S, X, W>();
   }
 };
 
 template <>
 struct TileProducts<Int8Form> {
-  static constexpr int64_t kLeastRows = 4;    // fewer are faster in registers
-  static constexpr int64_t kValueUnits = kAmxSteps;  // the whole tile's, in one piece
+  static constexpr int64_t kLeastRows = 4;  // fewer are faster in registers
+  static constexpr int64_t kRows = kAmxRows;
   template <int S, int X, int W>
-  LLMK_INLINE void score() {
+  static LLMK_MEMBER void score() {
     multiply_bytes<S, X, W>();
   }
   template <int S, int X, int W>
-  LLMK_INLINE void value() {
+  static LLMK_MEMBER void value() {
     multiply_unsigned_bytes<S, X, W>();
   }
 };
@@ -47,43 +49,52 @@ struct TileProducts<Int8Form> {
 template <class F>
 constexpr bool kHasTiles = TileProducts<F>::kLeastRows <= kTaskRows;
 
-// Whether a tile that `rows` rows of each head see is multiplied here.
+// Whether a partition that `rows` rows of each head see is multiplied here.
 template <class F>
 static inline bool uses_tiles(int64_t dim, int64_t rows) {
   return rows >= TileProducts<F>::kLeastRows && dim % (F::kPerUnit * kAmxSteps) == 0;
 }
 
-// Values of all groups in one piece, for products of more units than a group has.
+// The two tiles of rows of a block: those of the second, 0 where there is none.
 template <class F>
-static inline void join_values(int64_t dim, Unit* out, TilePanels* panels) {
-  if constexpr (F::kFloatUnits) return;
-  const int64_t units = kGroupKeys / F::kPerUnit * dim;
-  if (panels->value_stride != dim) return;  // a packed panel
-  for (int64_t g = 0; g < panels->groups; ++g) {
-    std::memcpy(out + g * units, panels->values[g], static_cast<size_t>(units) * sizeof(Unit));
-  }
-  panels->values[0] = out;
+static inline int64_t lower_rows(int64_t rows) {
+  return F::kPasses > 1 ? rows : larger(0, rows - kAmxRows);
 }
 
-// Tiles 0 to 3: sums of `rows` rows; 4 and 5: rows of the score and the value product; 6 and 7: their panels.
 template <class F>
 static inline void configure_products(int64_t rows) {
-  constexpr int64_t kUnits = TileProducts<F>::kValueUnits;
-  TileConfig config;
-  for (int tile = 0; tile < 8; ++tile) {
-    config.row_bytes[tile] = tile == 5 ? kUnits * 4 : 64;
-    config.rows[tile] = static_cast<uint8_t>(tile < 6 ? rows : tile == 6 ? kAmxSteps : kUnits);
-  }
-  load_config(config);
+  configure_tiles(smaller(rows, kAmxRows), lower_rows<F>(rows));
 }
 
-// Sums of `count` (1 to 4) tiles.
-LLMK_INLINE void store_sums(void* out, int64_t count) {
-  char* sums = static_cast<char*>(out);
-  store_tile<0>(sums, 256);
-  if (count > 1) store_tile<1>(sums + 64, 256);
-  if (count > 2) store_tile<2>(sums + 128, 256);
-  if (count > 3) store_tile<3>(sums + 192, 256);
+template <class F, bool kScores, int S, int X, int W>
+LLMK_INLINE void multiply_tile() {
+  if constexpr (kScores) TileProducts<F>::template score<S, X, W>();
+  if constexpr (!kScores) TileProducts<F>::template value<S, X, W>();
+}
+
+// Tiles 0 to 3 = rows by two panels (tile 0 and 1: the upper rows, 2 and 3: the lower), or by up to four where there
+// are no lower rows. at(step, column): a panel's 16 units of that step, `stride` bytes apart.
+template <class F, bool kScores, bool kLower, class At>
+LLMK_INLINE void multiply_tiles(const Unit* upper, const Unit* lower, int64_t row_units, int64_t begin, int64_t end,
+                                int64_t columns, int64_t stride, TileFetch* fetch, const At& at) {
+  for (int64_t s = begin; s < end; ++s) {
+    if (fetch != nullptr) fetch->some(kAmxSteps * columns);
+    load_tile<4>(upper + s * kAmxSteps, row_units * 4);
+    load_tile<6>(at(s, 0), stride);
+    multiply_tile<F, kScores, 0, 4, 6>();
+    if constexpr (kLower) {
+      load_tile<5>(lower + s * kAmxSteps, row_units * 4);
+      multiply_tile<F, kScores, 2, 5, 6>();
+    }
+    load_tile<7>(at(s, 1), stride);
+    multiply_tile<F, kScores, 1, 4, 7>();
+    if constexpr (kLower) multiply_tile<F, kScores, 3, 5, 7>();
+    if (kLower || columns < 4) continue;
+    load_tile<6>(at(s, 2), stride);
+    multiply_tile<F, kScores, 2, 4, 6>();
+    load_tile<7>(at(s, 3), stride);
+    multiply_tile<F, kScores, 3, 4, 7>();
+  }
 }
 
 LLMK_INLINE void clear_sums() {
@@ -93,121 +104,105 @@ LLMK_INLINE void clear_sums() {
   clear_tile<3>();
 }
 
-// out[rows][64] of 32 bits = the rows of a pass by the keys of a tile.
-template <class F>
-LLMK_INLINE void multiply_keys(const Unit* rows, int64_t row_units, const TilePanels& panels, int64_t steps,
-                               TileFetch* fetch, void* out) {
-  using P = TileProducts<F>;
-  clear_sums();
-  const int64_t stride = panels.key_stride * 4, groups = panels.groups;
-  for (int64_t s = 0; s < steps; ++s, rows += kAmxSteps) {
-    const int64_t offset = s * kAmxSteps * panels.key_stride;
-    if (fetch != nullptr) fetch->some(kAmxSteps * groups);
-    load_tile<4>(rows, row_units * 4);
-    load_tile<6>(panels.keys[0] + offset, stride);
-    P::template score<0, 4, 6>();
-    if (groups > 1) {
-      load_tile<6>(panels.keys[1] + offset, stride);
-      P::template score<1, 4, 6>();
-    }
-    if (groups > 2) {
-      load_tile<6>(panels.keys[2] + offset, stride);
-      P::template score<2, 4, 6>();
-    }
-    if (groups > 3) {
-      load_tile<6>(panels.keys[3] + offset, stride);
-      P::template score<3, 4, 6>();
-    }
-  }
-  store_sums(out, groups);
+// Where the sums of two tiles side by side go: rows `stride` bytes apart.
+LLMK_INLINE void store_upper(void* out, int64_t stride) {
+  store_tile<0>(out, stride);
+  store_tile<1>(static_cast<char*>(out) + 64, stride);
+}
+LLMK_INLINE void store_lower(void* out, int64_t stride) {
+  store_tile<2>(out, stride);
+  store_tile<3>(static_cast<char*>(out) + 64, stride);
 }
 
-// out[rows][64] of 32 bits = the weights of a pass by `vectors` (1 to 4) times 16 dims of the values, from dim d on.
-template <class F>
-LLMK_INLINE void multiply_values(const Unit* weights, int64_t row_units, const TilePanels& panels, int64_t d,
-                                 int64_t vectors, TileFetch* fetch, void* out) {
-  using P = TileProducts<F>;
-  constexpr int64_t kUnits = P::kValueUnits;
-  clear_sums();
-  const int64_t stride = panels.value_stride * 4, parts = kUnits == kAmxSteps ? 1 : panels.groups;
-  for (int64_t part = 0; part < parts; ++part, weights += kUnits) {
-    const Unit* values = panels.values[part] + d;
-    if (fetch != nullptr) fetch->some(kUnits * vectors);
-    load_tile<5>(weights, row_units * 4);
-    load_tile<7>(values, stride);
-    P::template value<0, 5, 7>();
-    if (vectors > 1) {
-      load_tile<7>(values + kLanes, stride);
-      P::template value<1, 5, 7>();
-    }
-    if (vectors > 2) {
-      load_tile<7>(values + 2 * kLanes, stride);
-      P::template value<2, 5, 7>();
-    }
-    if (vectors > 3) {
-      load_tile<7>(values + 3 * kLanes, stride);
-      P::template value<3, 5, 7>();
-    }
-  }
-  store_sums(out, vectors);
+// Sums of a block of rows by two (with lower rows) or `columns` vectors, each row `stride` floats from the next.
+LLMK_INLINE void store_sums(float* out, int64_t stride, bool lower, int64_t columns) {
+  store_upper(out, stride * 4);
+  if (lower || columns > 2) store_lower(lower ? out + kAmxRows * stride : out + 2 * kLanes, stride * 4);
+}
+LLMK_INLINE void restore_sums(const float* from, int64_t stride, bool lower, int64_t columns) {
+  load_tile<0>(from, stride * 4);
+  load_tile<1>(from + kLanes, stride * 4);
+  if (!lower && columns <= 2) return;
+  const float* second = lower ? from + kAmxRows * stride : from + 2 * kLanes;
+  load_tile<2>(second, stride * 4);
+  load_tile<3>(second + kLanes, stride * 4);
 }
 
-// The sums of a form's passes as floats.
-template <class F, class P>
-LLMK_INLINE Vec join_passes(const Unit* high, const Unit* low, int32_t offset) {
-  if constexpr (F::kPasses == 1) {
-    return load(reinterpret_cast<const float*>(high));
-  } else {
-    return P::result(P::join(P::shift(_mm512_load_si512(high), offset), _mm512_load_si512(low)));
-  }
-}
-
-using TileSums = Unit[kBlockRows][kKeyTile];
-
-// As score_rows.
-template <class F>
-static inline void score_tiles(const TaskRows& all, const TilePanels& panels, int64_t row, int64_t rows,
-                               TileFetch* fetch, float (*scores)[kKeyTile]) {
-  const int64_t stride = F::kPasses * all.query_units, steps = all.dim / (F::kPerUnit * kAmxSteps);
-  const Unit* queries = all.queries + row * stride;
-  if constexpr (F::kPasses == 1) return multiply_keys<F>(queries, stride, panels, steps, fetch, scores);
-  alignas(64) TileSums sums[F::kPasses];
-  for (int pass = 0; pass < F::kPasses; ++pass) {
-    multiply_keys<F>(queries + pass * all.query_units, stride, panels, steps, pass == 0 ? fetch : nullptr, sums[pass]);
-  }
+// Two vectors of each row, the passes of Int8Form in tiles 0 to 3 joined. emit(row, i, sums) takes each.
+template <class P, class Emit>
+LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& emit) {
+  alignas(64) Unit high[kAmxRows][2 * kLanes], low[kAmxRows][2 * kLanes];
+  store_upper(high, sizeof(high[0]));
+  store_lower(low, sizeof(low[0]));
   for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t i = 0; i < panels.groups; ++i) {
-      const Unit *high = sums[0][r] + i * kLanes, *low = sums[F::kPasses - 1][r] + i * kLanes;
-      store(scores[r] + i * kLanes, join_passes<F, typename F::ScoreProduct>(high, low, all.offsets[row + r]));
+    const int32_t offset = offsets == nullptr ? 0 : offsets[r];
+    LLMK_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const __m512i upper = _mm512_load_si512(high[r] + i * kLanes), under = _mm512_load_si512(low[r] + i * kLanes);
+      emit(r, i, P::join(P::shift(upper, offset), under));
     }
   }
 }
 
-// The values' part of attend_block.
+// As score_rows, for all rows of a block at once.
 template <class F>
-static inline void value_tiles(const TaskRows& all, const TilePanels* panels, const RowBlock& block, bool fresh,
-                               const BlockWeights<F>& weights, const float* decays, const float* steps,
-                               TileFetch* fetch) {
-  constexpr int64_t kPass = kKeyTile / F::kPerUnit;
-  alignas(64) TileSums sums[F::kPasses];
-  for (int64_t d = 0; d < all.padded_dim; d += kKeyTile) {
-    const int64_t vectors = smaller(kTileVectors, (all.padded_dim - d) / kLanes);
-    for (int64_t h = 0; h < block.heads; ++h) {
-      const int64_t at = h * block.rows;
-      for (int pass = 0; pass < F::kPasses; ++pass) {
-        multiply_values<F>(weights[at] + pass * kPass, F::kPasses * kPass, panels[h], d, vectors,
-                           pass == 0 ? fetch : nullptr, sums[pass][at]);
-      }
+static inline void score_tiles(const TaskRows& all, const TilePanels& panels, GroupRange groups, int64_t row,
+                               int64_t rows, TileFetch* fetch, float* scores) {
+  using P = typename F::ScoreProduct;
+  const int64_t stride = F::kPasses * all.query_units, steps = all.dim / (F::kPerUnit * kAmxSteps);
+  const Unit* upper = all.queries + row * stride;
+  const Unit* lower = F::kPasses > 1 ? upper + all.query_units : upper + kAmxRows * stride;
+  const bool both = lower_rows<F>(rows) > 0;
+  for (int64_t g = groups.begin; g < groups.end; g += both ? 2 : 4) {
+    const auto at = [&](int64_t s, int64_t i) { return panels.keys[g + i] + s * kAmxSteps * kGroupKeys; };
+    float* out = scores + g * kLanes;
+    clear_sums();
+    if (both) {
+      multiply_tiles<F, true, true>(upper, lower, stride, 0, steps, 2, kGroupKeys * 4, fetch, at);
+    } else {
+      multiply_tiles<F, true, false>(upper, nullptr, stride, 0, steps, 4, kGroupKeys * 4, fetch, at);
     }
-    for (int64_t r = 0; r < block.count(); ++r) {
-      const int64_t number = (block.head + r / block.rows) * all.rows + block.first + r % block.rows;
-      float* totals = all.partition.sums + number * all.padded_dim + d;
-      for (int64_t i = 0; i < vectors * kLanes; i += kLanes) {
-        Vec part = join_passes<F, typename F::ValueProduct>(sums[0][r] + i, sums[F::kPasses - 1][r] + i, 0);
-        if (F::kPasses > 1) part = mul(part, broadcast(steps[r]));
-        store(totals + i, fresh ? part : fma(load(totals + i), broadcast(decays[r]), part));
-      }
+    if constexpr (F::kPasses == 1) {
+      store_sums(out, kPartition, both, 4);
+    } else {
+      join_passes<P>(rows, all.offsets + row, [&](int64_t r, int i, typename P::Acc total) {
+        const Vec scales = load(panels.key_scales + (g + i) * kLanes);
+        store(out + r * kPartition + i * kLanes, mul(P::result(total), scales));
+      });
     }
+  }
+}
+
+// As value_rows, for all rows of a block at once.
+template <class F>
+static inline void value_tiles(const TilePanels& panels, GroupRange groups, int64_t rows, int64_t padded_dim,
+                               const Unit* weights, const float* steps, TileFetch* fetch, float* sums) {
+  using P = typename F::ValueProduct;
+  const int64_t stride = kWeightUnits<F>, first = groups.begin / F::kPerUnit, last = ceil_div(groups.end, F::kPerUnit);
+  const Unit* lower = weights + (F::kPasses > 1 ? kPartition / F::kPerUnit : kAmxRows * stride);
+  const bool both = lower_rows<F>(rows) > 0, fresh = groups.begin == 0;
+  for (int64_t d = 0; d < padded_dim;) {
+    const auto at = [&](int64_t s, int64_t i) { return panels.values[s] + d + i * kLanes; };
+    const int64_t columns = both ? 2 : smaller(4, (padded_dim - d) / kLanes);
+    float* out = sums + d;
+    if (fresh || F::kPasses > 1) {
+      clear_sums();
+    } else {
+      restore_sums(out, padded_dim, both, columns);
+    }
+    if (both) {
+      multiply_tiles<F, false, true>(weights, lower, stride, first, last, 2, panels.value_stride * 4, fetch, at);
+    } else {
+      multiply_tiles<F, false, false>(weights, nullptr, stride, first, last, columns, panels.value_stride * 4, fetch, at);
+    }
+    if constexpr (F::kPasses == 1) {
+      store_sums(out, padded_dim, both, columns);
+    } else {
+      join_passes<P>(rows, nullptr, [&](int64_t r, int i, typename P::Acc total) {
+        store_values<F>(total, fresh, groups.done, steps[r], out + r * padded_dim + i * kLanes);
+      });
+    }
+    d += columns * kLanes;
   }
 }
 

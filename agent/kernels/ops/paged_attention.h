@@ -1,7 +1,6 @@
 // The split of RotaryAttention into tasks. A task is some rows of one sequence (tokens x the query heads of a kv head)
-// for one or a few kv heads over a range of partitions of the context, and walks the tiles of it; the heads of a block
-// lie side by side, so decode tasks take several of them tile by tile. Where the context is split, the task that ends
-// last folds the partitions of all, in order.
+// for one or a few kv heads over a range of partitions of the context, one after the other. Where the context is split,
+// the task that ends last folds the partitions of all, in order.
 //
 // A task rotates its queries itself. It also writes its tokens' keys and values, so that a decode step is one parallel
 // loop, unless a sequence has more rows than one task or reads what another one writes: then all are written before.
@@ -46,36 +45,37 @@ template <class Function>
 static inline void for_row_tiles(const RotaryAttentionArgs& args, const Function& function) {
   const int64_t group = args.heads / args.kv_heads;
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
-    const int64_t rows = args.query_lens[seq] * group;
-    for (int64_t tile = ceil_div(rows, kTaskRows) - 1; tile >= 0; --tile) {  // those that see the most go first
+    const int64_t rows = args.query_lens[seq] * group, tiles = ceil_div(rows, kTaskRows);
+    // The rows of several tiles read a head one after the other, while it is in the second-level cache.
+    const int64_t heads = tiles > 1 ? 1 : args.kv_heads;
+    for (int64_t i = 0; i < args.kv_heads / heads * tiles; ++i) {
+      const int64_t tile = tiles - 1 - i % tiles;  // those that see the most go first
       const int64_t count = smaller(kTaskRows, rows - tile * kTaskRows);
       const int64_t visible = visible_keys(args, seq, tile * kTaskRows + count - 1);
       int64_t first = first_key(args, seq, tile * kTaskRows);
       for (int64_t row = 1; args.first_keys != nullptr && row < count; ++row) {
         first = smaller(first, first_key(args, seq, tile * kTaskRows + row));
       }
-      const int64_t seen = first / kPartition;
-      function(PagedTask{seq, tile * kTaskRows, count, 0, 0, 0, 0, seen, ceil_div(visible, kPartition), -1});
+      const int64_t seen = first / kPartition, parts = ceil_div(visible, kPartition);
+      function(PagedTask{seq, tile * kTaskRows, count, i / tiles, heads, 0, 0, seen, parts, -1});
     }
   }
 }
 
-// Splits heads and context of one row tile; `add(task)` takes each.
+// Splits the heads and the context of one row tile; `add(task)` takes each.
 template <class Function>
 static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask task, int64_t total_cost, bool writes,
                                   const Function& add) {
-  constexpr int64_t kTileBytes = 256 << 10;  // this tile and the next one in the second-level cache
-  const int64_t parts = task.parts - task.seen, cost = task_cost(task.rows, parts) * args.kv_heads;
+  const int64_t parts = task.parts - task.seen, cost = task_cost(task.rows, parts) * task.heads;
   const int64_t pieces = ceil_div(cost * 8 * num_threads(), larger(1, total_cost));
-  const int64_t by_rows = smaller(kTaskHeads, 2 * kTaskRows / task.rows);
-  const int64_t by_cache = kTileBytes * args.block_size / (2 * chunk_bytes(args) * kKeyTile);
-  int64_t heads = larger(1, smaller(smaller(by_rows, by_cache), args.kv_heads));
-  const int64_t ranges = smaller(parts, ceil_div(pieces, ceil_div(args.kv_heads, heads)));
-  heads = larger(1, smaller(heads, args.kv_heads * ranges / pieces));
+  const int64_t by_rows = smaller(kTaskHeads, kTaskRows / task.rows), end_head = task.head + task.heads;
+  int64_t heads = smaller(by_rows, task.heads);
+  const int64_t ranges = smaller(parts, ceil_div(pieces, ceil_div(task.heads, heads)));
+  heads = larger(1, smaller(heads, task.heads * ranges / pieces));
   int64_t written_part = task.parts;
   if (writes) written_part = (args.context_lens[task.seq] - args.query_lens[task.seq]) / kPartition;
-  for (task.head = 0; task.head < args.kv_heads; task.head += heads) {
-    task.heads = smaller(heads, args.kv_heads - task.head);
+  for (; task.head < end_head; task.head += heads) {
+    task.heads = smaller(heads, end_head - task.head);
     const int64_t per_range = ceil_div(parts, larger(1, ranges));
     task.join = ranges > 1 ? 0 : -1;
     for (task.first_part = task.seen; task.first_part < task.parts; task.first_part = task.end_part) {
@@ -86,11 +86,11 @@ static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask tas
   }
 }
 
-// Of the tile in work, for each head of a block.
-struct TileMemory {
-  Unit* keys;     // a panel; one head at a time where the cache is not read directly
-  Unit* values;   // [heads][value_panel_units]
-  float* scales;  // [heads][2][kKeyTile]: of keys, of values
+// Of the partition in work.
+struct PanelMemory {
+  Unit* keys;     // of one head, where the cache is not read directly
+  Unit* values;   // of one head
+  float* scales;  // [kTaskHeads][2][kPartition]: of keys, of values
 };
 
 struct PagedScratch {
@@ -105,8 +105,8 @@ struct PagedScratch {
   }
 };
 
-static inline SoftmaxState place_state(PagedScratch* scratch, int64_t rows, int64_t masses, int64_t padded_dim) {
-  return {scratch->take<float>(rows), scratch->take<float>(rows * masses), scratch->take<float>(rows * padded_dim)};
+static inline SoftmaxState place_state(PagedScratch* scratch, int64_t rows, int64_t padded_dim) {
+  return {scratch->take<float>(rows), scratch->take<float>(rows), scratch->take<float>(rows * padded_dim)};
 }
 
 // Rotates and packs the queries of one kv head's rows.
@@ -116,7 +116,9 @@ static inline void place_queries(const RotaryAttentionArgs& args, const PagedTas
   const int64_t group = args.heads / args.kv_heads;
   for (int64_t row = 0; row < task.rows; ++row) {
     const int64_t token = args.query_starts[task.seq] + (task.first_row + row) / group, number = h * task.rows + row;
-    load_rotated(args, token, (task.head + h) * group + (task.first_row + row) % group, buffer);
+    const int64_t head = (task.head + h) * group + (task.first_row + row) % group;
+    if (row + kLoadAhead * group < task.rows) prefetch_head(args, token + kLoadAhead, head);
+    load_rotated(args, token, head, buffer);
     all->factors[number] = args.scale * kLog2E;
     F::pack_query(buffer, args.dim, all->queries + number * F::kPasses * all->query_units, all->query_units,
                   all->factors + number, all->offsets + number);
@@ -143,21 +145,21 @@ static inline float* joined_part(const PagedTask& task, const PagedJoin& join, i
   return join.parts + ((h * task.rows + row) * (task.parts - task.seen) + part - task.seen) * part_floats(padded_dim);
 }
 
-// Ends a partition: the rows that saw it fold it into their total, or leave it for the join.
-static inline void close_partition(const PagedTask& task, int64_t part, const TaskRows& all, const PagedJoin* join) {
-  for (int64_t i = 0; i < all.heads * all.rows; ++i) {
-    const int64_t row = i % all.rows;
-    if (all.visible[row] <= part * kPartition || all.first_key(row) >= (part + 1) * kPartition) continue;
-    const float mass = sum(load(all.partition.mass + i * kLanes));
-    const float* sums = all.partition.sums + i * all.padded_dim;
+// Ends a partition for a block of rows: they fold it into their totals, or leave it for the join.
+static inline void close_block(const PagedTask& task, int64_t part, const TaskRows& all, const RowBlock& block,
+                               const SoftmaxState& state, const PagedJoin* join) {
+  for (int64_t h = 0; h < block.heads; ++h) {
+    const int64_t at = h * block.rows, number = (block.head + h) * all.rows + block.first;
+    const SoftmaxState rows = rows_from(state, at, all.padded_dim);
     if (join == nullptr) {
-      fold_partition(all.partition.best[i], mass, sums, all.padded_dim, part == all.first_key(row) / kPartition,
-                     all.total.best + i, all.total.mass + i, all.total.sums + i * all.padded_dim);
-    } else {
-      float* out = joined_part(task, *join, i / all.rows, row, part, all.padded_dim);
-      out[0] = all.partition.best[i];
-      out[1] = mass;
-      std::memcpy(out + kLanes, sums, static_cast<size_t>(all.padded_dim) * sizeof(float));
+      fold_partition(rows, block.rows, all.padded_dim, rows_from(all.total, number, all.padded_dim));
+      continue;
+    }
+    for (int64_t r = 0; r < block.rows; ++r) {
+      float* out = joined_part(task, *join, block.head + h, block.first + r, part, all.padded_dim);
+      out[0] = rows.best[r];
+      out[1] = rows.mass[r];
+      std::memcpy(out + kLanes, rows.sums + r * all.padded_dim, static_cast<size_t>(all.padded_dim) * sizeof(float));
     }
   }
 }
@@ -167,13 +169,12 @@ static inline void fold_joined(const RotaryAttentionArgs& args, const PagedTask&
                                const TaskRows& all, bool in_order) {
   for (int64_t i = 0; i < all.heads * all.rows; ++i) {
     const int64_t h = i / all.rows, row = i % all.rows;
-    float best = 0, mass = 0;
-    const int64_t parts = ceil_div(all.visible[row], kPartition), first = all.first_key(row) / kPartition;
-    for (int64_t part = first; part < parts; ++part) {
-      const float* from = joined_part(task, join, h, row, part, all.padded_dim);
-      fold_partition(from[0], from[1], from + kLanes, all.padded_dim, part == first, &best, &mass, all.total.sums);
+    const SoftmaxState total = rows_from(all.total, i, all.padded_dim);
+    for (int64_t part = all.first_key(row) / kPartition; part * kPartition < all.visible[row]; ++part) {
+      float* from = joined_part(task, join, h, row, part, all.padded_dim);
+      fold_partition({from, from + 1, from + kLanes}, 1, all.padded_dim, total);
     }
-    finish_row<F>(args, task, task.head + h, row, all.padded_dim, in_order, mass, all.total.sums);
+    finish_row<F>(args, task, task.head + h, row, all.padded_dim, in_order, *total.mass, total.sums);
   }
 }
 
@@ -181,116 +182,179 @@ static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask&
   return smaller(task.end_part * kPartition, visible_keys(args, task.seq, task.first_row + task.rows - 1));
 }
 
-// Fetches the tile after `begin`: of this task or, at its end, the first of the thread's next task (null: none).
-static inline void fetch_next(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin,
-                              const PagedTask* next, TileFetch* fetch) {
-  const int64_t end = task_end(args, task);
-  fetch->rest();
-  fetch->stop();
-  if (begin + kKeyTile < end) {
-    fetch->start(args, task.seq, begin + kKeyTile, smaller(end, begin + 2 * kKeyTile), task.head, task.heads);
-  } else if (next != nullptr) {
-    const int64_t first = next->first_part * kPartition;
-    fetch->start(args, next->seq, first, smaller(first + kKeyTile, task_end(args, *next)), next->head, next->heads);
-  }
+// Heads whose rows are a block.
+static inline int64_t heads_together(const PagedTask& task) { return larger(1, kTileRows / task.rows); }
+
+// Fetches the first keys of `task` in the partition from `begin` on, for heads from `head` on.
+static inline void fetch_keys(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
+                              TileFetch* fetch) {
+  const int64_t heads = smaller(heads_together(task), task.heads - head);
+  const int64_t end = begin + (heads > 1 ? kChunkGroups * kGroupKeys : kPartition);
+  fetch->start(args, true, task.seq, begin, smaller(end, task_end(args, task)), task.head + head, heads);
 }
 
-// The panels of a tile for one head; h: its place in `memory`.
-template <class F, class C>
-static inline TilePanels make_panels(const RotaryAttentionArgs& args, const PagedTile& tile, int64_t head, int64_t h,
-                                     const TaskRows& all, bool tiles, const TileMemory& memory) {
+// Fetches what comes after heads [.., head) of the partition at `begin`: further heads, the next partition or, at the end
+// of the task, the thread's next one (null: none).
+static inline void fetch_next(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
+                              const PagedTask* next, TileFetch* fetch) {
+  if (head < task.heads) return fetch_keys(args, task, begin, head, fetch);
+  if (begin + kPartition < task_end(args, task)) return fetch_keys(args, task, begin + kPartition, 0, fetch);
+  if (next != nullptr) fetch_keys(args, *next, next->first_part * kPartition, 0, fetch);
+}
+
+static inline HeadTile head_tile(const RotaryAttentionArgs& args, const PagedTile& tile, int64_t head) {
   const int64_t offset = head * head_bytes(args);
-  const HeadTile now{&tile, static_cast<const char*>(args.key_cache) + offset,
-                     static_cast<const char*>(args.value_cache) + offset};
-  TilePanels panels{tile.begin, ceil_div(tile.count, kGroupKeys), kKeyTile, all.padded_dim, {}, {}, nullptr, nullptr};
+  return {&tile, static_cast<const char*>(args.key_cache) + offset,
+          static_cast<const char*>(args.value_cache) + offset};
+}
+
+// The panels of a head but for its values; h: its place in `memory`.
+template <class F, class C>
+static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadTile& now, int64_t h, const TaskRows& all,
+                                    const PanelMemory& memory) {
+  TilePanels panels{now.tile->begin, ceil_div(now.tile->count, kGroupKeys), all.padded_dim, {}, {}, nullptr, nullptr};
   if (sizeof(C) == 1) {
-    float* scales = memory.scales + h * 2 * kKeyTile;
-    gather_scales(tile, now.keys, scales);
-    gather_scales(tile, now.values, scales + kKeyTile);
+    float* scales = memory.scales + h * 2 * kPartition;
+    gather_scales(*now.tile, now.keys, scales);
+    gather_scales(*now.tile, now.values, scales + kPartition);
     panels.key_scales = scales;
-    panels.value_scales = scales + kKeyTile;
+    panels.value_scales = scales + kPartition;
   }
-  Unit* values = memory.values + h * value_panel_units(all.padded_dim);
   if (reads_cache<F, C>(args)) {
-    point_at_cache<F>(now, args.dim, values, &panels);
-#ifdef LLMK_AMX
-    if (tiles) join_values<F>(args.dim, values, &panels);
-#endif
+    point_at_keys(now, &panels);
     return panels;
   }
-  static_cast<void>(tiles);
   if (cache_has_units(args)) {
-    if constexpr (F::kPerUnit == 1) widen_units<C>(now, args.dim, all.padded_dim, memory.keys, values);
+    if constexpr (F::kPerUnit == 1) widen_keys<C>(now, args.dim, memory.keys);
   } else {
-    pack_keys<F, C>(now, args.dim, memory.keys);
-    pack_values<F, C>(now, args.dim, all.padded_dim, values);
+    pack_keys<F, C>(now, args.dim, all.query_units, memory.keys);
   }
-  for (int64_t g = 0; g < kTileGroups; ++g) {
-    panels.keys[g] = memory.keys + g * kGroupKeys;
-    panels.values[g] = values + g * (kGroupKeys / F::kPerUnit) * all.padded_dim;
+  for (int64_t g = 0; g < kPartGroups; ++g) {
+    panels.keys[g] = memory.keys + (g < panels.groups ? g : 0) * kGroupKeys * all.query_units;
   }
   return panels;
 }
 
-// A tile for the rows of each head from `skip` on, which see any of it.
 template <class F, class C>
-static inline void attend_tile(const RotaryAttentionArgs& args, const PagedTask& task, const PagedTile& tile,
-                               const TaskRows& all, int64_t skip, const TileMemory& memory, int64_t* configured,
-                               TileFetch* fetch) {
-  const int64_t rows = all.rows - skip;
-  const int64_t span = reads_cache<F, C>(args) ? larger(1, kBlockRows / rows) : 1;  // heads in a block
+static inline void place_values(const RotaryAttentionArgs& args, const HeadTile& now, const TaskRows& all, bool tiles,
+                                GroupRange groups, const PanelMemory& memory, TilePanels* panels) {
+  const int64_t product_groups = tiles ? F::kPerUnit : 1;
+  if (reads_cache<F, C>(args)) {
+    return point_at_values<F>(now, groups.begin, groups.end, args.dim, product_groups, memory.values, panels);
+  }
+  if (cache_has_units(args)) {
+    if constexpr (F::kPerUnit == 1) widen_values<C>(now, args.dim, all.padded_dim, memory.values);
+  } else {
+    pack_values<F, C>(now, args.dim, all.padded_dim, product_groups, memory.values);
+  }
+  const int64_t piece_units = product_groups * kGroupKeys / F::kPerUnit * all.padded_dim;
+  for (int64_t i = 0; i * product_groups < panels->groups; ++i) panels->values[i] = memory.values + i * piece_units;
+}
+
+// What a thread works with.
+struct TaskMemory {
+  TaskRows all;
+  PanelMemory panels;
+  BlockMemory block;
+  float* buffer;            // of write_tokens and load_rotated
+  int64_t *visible, *first;  // [rows]; first: null where all keys are seen
+};
+
+// What a block of rows reads: it fetches ahead and places values.
+template <class F, class C>
+struct BlockSource {
+  const RotaryAttentionArgs& args;
+  const PagedTask& task;
+  const PagedTask* next;
+  const PagedTile& tile;
+  const TaskMemory& memory;
+  TilePanels* panels;
+  int64_t head, heads;
+  bool tiles, first;  // of the blocks that read the same
+  TileFetch* fetch;   // null: nothing is fetched
+
+  // Before groups of keys, or of values, are read: fetches those after them.
+  void begin(bool keys, GroupRange groups) const {
+    if (fetch == nullptr) return;
+    fetch->rest();
+    fetch->stop();
+    if (!keys && groups.done) return fetch_next(args, task, tile.begin, head + heads, next, fetch);
+    const int64_t chunk = heads > 1 ? kChunkGroups * kGroupKeys : kPartition;
+    const int64_t first = groups.done ? 0 : groups.end * kGroupKeys, end = smaller(tile.count, first + chunk);
+    fetch->start(args, keys && !groups.done, task.seq, tile.begin + first, tile.begin + end, task.head + head, heads);
+  }
+
+  // A head alone has all its values placed at once.
+  void place_values(int64_t h, GroupRange groups) const {
+    if (!first) return;
+    if (heads == 1) groups = {0, panels->groups, true};
+    const HeadTile now = head_tile(args, tile, task.head + head + h);
+    paged::place_values<F, C>(args, now, memory.all, tiles, groups, memory.panels, panels + h);
+  }
+};
+
+// A partition for the rows of each head from `skip` on, which see any of it.
+template <class F, class C>
+static inline void attend_partition(const RotaryAttentionArgs& args, const PagedTask& task, const PagedTask* next,
+                                    const PagedTile& tile, const TaskMemory& memory, int64_t skip,
+                                    const PagedJoin* join, int64_t* configured, TileFetch* fetch) {
+  const TaskRows& all = memory.all;
+  const int64_t span = reads_cache<F, C>(args) ? heads_together(task) : 1;
+  int64_t block_rows = kTileRows;
   bool tiles = false;
 #ifdef LLMK_AMX
-  if constexpr (kHasTiles<F>) tiles = uses_tiles<F>(all.dim, rows);
+  if constexpr (kHasTiles<F>) {
+    tiles = uses_tiles<F>(all.dim, all.rows - skip);
+    if (tiles) block_rows = TileProducts<F>::kRows;
+  }
 #endif
-  TilePanels panels[kBlockRows];
+  TilePanels panels[kTaskHeads];
   for (int64_t head = 0; head < all.heads; head += span) {
     const int64_t heads = smaller(span, all.heads - head);
     for (int64_t h = 0; h < heads; ++h) {
-      panels[h] = make_panels<F, C>(args, tile, task.head + head + h, h, all, tiles, memory);
+      panels[h] = place_keys<F, C>(args, head_tile(args, tile, task.head + head + h), h, all, memory.panels);
     }
     for (int64_t row = skip; row < all.rows;) {
-      const int64_t left = all.rows - row, size = ceil_div(left, ceil_div(left, kBlockRows));
+      const int64_t left = all.rows - row, size = ceil_div(left, ceil_div(left, block_rows));
 #ifdef LLMK_AMX
       if constexpr (kHasTiles<F>) {
         if (tiles && *configured != size) configure_products<F>(size);
         if (tiles) *configured = size;
       }
 #endif
-      attend_block<F>(all, panels, {head, heads, row, size}, tiles, row == skip ? fetch : nullptr);
+      const RowBlock block{head, heads, row, size};
+      const bool first = row == skip;
+      TileFetch* fetching = all.rows <= kTileRows ? fetch : nullptr;  // more rows work longer than reading takes
+      const BlockSource<F, C> source{args, task, next, tile, memory, panels, head, heads, tiles, first, fetching};
+      attend_block<F>(all, panels, block, tiles, memory.block, fetching, source);
+      close_block(task, tile.begin / kPartition, all, block, memory.block.part, join);
       row += size;
     }
   }
   static_cast<void>(configured);
 }
 
-// The task's own tokens into the cache.
-static inline void write_tokens(const RotaryAttentionArgs& args, const PagedTask& task, float* buffer) {
-  for (int64_t i = 0; i < args.query_lens[task.seq]; ++i) {
-    write_token(args, args.query_starts[task.seq] + i, task.head, task.heads, buffer);
-  }
-}
-
 template <class F, class C>
-static inline void walk_tiles(const RotaryAttentionArgs& args, const PagedPlan& plan, const PagedTask& task,
-                              const PagedTask* next, const TaskRows& all, const PagedJoin* join,
-                              const TileMemory& memory, float* buffer, TileFetch* fetch) {
+static inline void walk_partitions(const RotaryAttentionArgs& args, const PagedPlan& plan, const PagedTask& task,
+                                   const PagedTask* next, const PagedJoin* join, const TaskMemory& memory,
+                                   TileFetch* fetch) {
+  const TaskRows& all = memory.all;
   const int64_t end = task_end(args, task);
   // Written just before they are read, when their lines have been fetched.
   bool writes = plan.writes && task.end_part == task.parts;
   const int64_t written = args.context_lens[task.seq] - args.query_lens[task.seq];
   int64_t configured = 0, skip = 0;
-  for (int64_t begin = task.first_part * kPartition; begin < end; begin += kKeyTile) {
-    if (writes && written < begin + kKeyTile) {
-      write_tokens(args, task, buffer);
+  for (int64_t begin = task.first_part * kPartition; begin < end; begin += kPartition) {
+    if (writes && written < begin + kPartition) {
+      const int64_t first_token = args.query_starts[task.seq];
+      write_tokens(args, first_token, first_token + args.query_lens[task.seq], task.head, task.heads,
+                   write_buffer(args, memory.buffer));
       writes = false;
     }
     while (skip < all.rows && all.visible[skip] <= begin) ++skip;
-    fetch_next(args, task, begin, next, fetch);
     PagedTile tile;
     locate_tile(args, task.seq, begin, end, &tile);
-    attend_tile<F, C>(args, task, tile, all, skip, memory, &configured, fetch);
-    if ((begin + kKeyTile) % kPartition == 0 || begin + kKeyTile >= end) close_partition(task, begin / kPartition, all, join);
+    attend_partition<F, C>(args, task, next, tile, memory, skip, join, &configured, fetch);
   }
 #ifdef LLMK_AMX
   if (configured > 0) release_tiles();
@@ -299,24 +363,28 @@ static inline void walk_tiles(const RotaryAttentionArgs& args, const PagedPlan& 
 
 // Memory of a task; with none, how much it takes.
 template <class F>
-static inline TaskRows place_task(const RotaryAttentionArgs& args, const PagedTask& task, int64_t padded_dim,
-                                  PagedScratch* scratch, TileMemory* memory, float** buffer, int64_t** visible,
-                                  int64_t** first) {
+static inline TaskMemory place_task(const RotaryAttentionArgs& args, const PagedTask& task, int64_t padded_dim,
+                                    PagedScratch* scratch) {
   const int64_t query_units = ceil_div(ceil_div(args.dim, F::kPerUnit), kLanes) * kLanes;
   const int64_t rows = task.rows, all_rows = task.heads * rows;
-  memory->keys = scratch->take<Unit>(key_panel_units(query_units, F::kPerUnit));
-  memory->values = scratch->take<Unit>(kBlockRows * value_panel_units(padded_dim));
-  memory->scales = scratch->take<float>(kBlockRows * 2 * kKeyTile);
-  *buffer = scratch->take<float>(write_buffer_floats(args));
-  *visible = scratch->take<int64_t>(rows);
-  *first = args.window == 0 && args.first_keys == nullptr ? nullptr : scratch->take<int64_t>(rows);
-  TaskRows all{task.heads, rows, args.dim, padded_dim, query_units, *visible, *first, nullptr, nullptr, nullptr, {}, {}};
+  TaskMemory memory{};
+  memory.panels.keys = scratch->take<Unit>(key_panel_units(query_units));
+  memory.panels.values = scratch->take<Unit>(value_panel_units(padded_dim) / F::kPerUnit);
+  memory.panels.scales = scratch->take<float>(kTaskHeads * 2 * kPartition);
+  memory.buffer = scratch->take<float>(write_buffer_floats(args));
+  memory.visible = scratch->take<int64_t>(rows);
+  memory.first = args.window == 0 && args.first_keys == nullptr ? nullptr : scratch->take<int64_t>(rows);
+  memory.block.scores = scratch->take<float>(kBlockRows * kPartition);
+  memory.block.weights = scratch->take<Unit>(kBlockRows * kWeightUnits<F>);
+  memory.block.steps = scratch->take<float>(kBlockRows);
+  memory.block.part = place_state(scratch, kBlockRows, padded_dim);
+  TaskRows& all = memory.all;
+  all = {task.heads, rows, args.dim, padded_dim, query_units, memory.visible, memory.first, nullptr, nullptr, nullptr, {}};
   all.queries = scratch->take<Unit>(all_rows * F::kPasses * query_units);
   all.factors = scratch->take<float>(all_rows);
   all.offsets = scratch->take<int32_t>(all_rows);
-  all.partition = place_state(scratch, all_rows, kLanes, padded_dim);
-  all.total = place_state(scratch, all_rows, 1, padded_dim);
-  return all;
+  all.total = place_state(scratch, all_rows, padded_dim);
+  return memory;
 }
 
 template <class F, class C>
@@ -329,20 +397,19 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
                             const PagedTask* next, TileFetch* fetch) {
   const int64_t padded_dim = padded_dim_of<F, C>(args);
   const bool in_order = reads_cache<F, C>(args);
-  TileMemory memory{};
-  float* buffer;
-  int64_t *visible, *first;
   PagedScratch measured{nullptr};
-  place_task<F>(args, task, padded_dim, &measured, &memory, &buffer, &visible, &first);
+  place_task<F>(args, task, padded_dim, &measured);
   PagedScratch scratch{static_cast<char*>(thread_scratch(kScratchTile, measured.used))};
-  TaskRows all = place_task<F>(args, task, padded_dim, &scratch, &memory, &buffer, &visible, &first);
+  TaskMemory memory = place_task<F>(args, task, padded_dim, &scratch);
+  TaskRows& all = memory.all;
   for (int64_t row = 0; row < task.rows; ++row) {
-    visible[row] = visible_keys(args, task.seq, task.first_row + row);
-    if (first != nullptr) first[row] = first_key(args, task.seq, task.first_row + row);
+    memory.visible[row] = visible_keys(args, task.seq, task.first_row + row);
+    if (memory.first != nullptr) memory.first[row] = first_key(args, task.seq, task.first_row + row);
   }
-  for (int64_t h = 0; h < task.heads; ++h) place_queries<F>(args, task, h, buffer, &all);
+  for (int64_t h = 0; h < task.heads; ++h) place_queries<F>(args, task, h, memory.buffer, &all);
+  clear_state(all.total, all.heads * all.rows, padded_dim);
   PagedJoin* join = task.join < 0 ? nullptr : plan.joins + task.join;
-  walk_tiles<F, C>(args, plan, task, next, all, join, memory, buffer, fetch);
+  walk_partitions<F, C>(args, plan, task, next, join, memory, fetch);
   if (join == nullptr) {
     for (int64_t i = 0; i < all.heads * all.rows; ++i) {
       finish_row<F>(args, task, task.head + i / all.rows, i % all.rows, padded_dim, in_order, all.total.mass[i],
@@ -356,7 +423,7 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
 // Counts (with tasks null) or fills the plan.
 static inline void plan_tasks(const RotaryAttentionArgs& args, int64_t padded_dim, PagedPlan* plan) {
   int64_t total = 0;
-  for_row_tiles(args, [&](const PagedTask& tile) { total += task_cost(tile.rows, tile.parts - tile.seen) * args.kv_heads; });
+  for_row_tiles(args, [&](const PagedTask& tile) { total += task_cost(tile.rows, tile.parts - tile.seen) * tile.heads; });
   const bool filling = plan->tasks != nullptr;
   plan->num_tasks = plan->num_joins = plan->num_part_floats = 0;
   for_row_tiles(args, [&](const PagedTask& tile) {
@@ -393,7 +460,7 @@ static inline void attend_paged(const RotaryAttentionArgs& args) {
   plan.tasks = reinterpret_cast<PagedTask*>(memory + part_bytes);
   plan.joins = reinterpret_cast<PagedJoin*>(memory + part_bytes + task_bytes);
   plan_tasks(args, padded_dim, &plan);
-  // A thread claims its next task early, to fetch the first tile of it.
+  // A thread claims its next task early, to fetch the first keys of it.
   int64_t claimed = 0;
   const auto claim = [&] {
     const int64_t i = __atomic_fetch_add(&claimed, 1, __ATOMIC_RELAXED);

@@ -1,6 +1,6 @@
-// Brings the next tile into the second-level cache while this one is worked on: block tables are beyond the hardware's
-// prefetchers. Lines are asked for in the order in which they will be read, one for each line that is read meanwhile:
-// a core has a limited number of misses under way, which should neither run dry nor make it wait.
+// Brings what is read next into the second-level cache while something else is worked on: block tables are beyond the
+// hardware's prefetchers. Lines are asked for in the order in which they will be read, one for each line that is read
+// meanwhile: a core has a limited number of misses under way, which should neither run dry nor make it wait.
 #pragma once
 #include "rotary_attention.h"
 
@@ -10,24 +10,25 @@ namespace paged {
 
 class TileFetch {
  public:
-  // Keys [begin, end) of a sequence for kv heads [head, head + heads): all keys come before all values. A group of
-  // keys is a whole one where the cache holds them in units.
-  void start(const RotaryAttentionArgs& args, int64_t seq, int64_t begin, int64_t end, int64_t head, int64_t heads) {
-    if (args.ready) return start_ready(args, seq, begin, end, head, heads);
+  // The keys, or the values, of positions [begin, end) of a sequence for kv heads [head, head + heads), head after head. A
+  // group of keys is a whole one where the cache holds them in units.
+  void start(const RotaryAttentionArgs& args, bool keys, int64_t seq, int64_t begin, int64_t end, int64_t head,
+             int64_t heads) {
+    const auto base = reinterpret_cast<uintptr_t>(keys ? args.key_cache : args.value_cache);
+    count_ = piece_ = 0;
+    if (args.ready) return start_ready(args, base, seq, begin, end, head, heads);
     const int64_t chunk = chunk_bytes(args), row_bytes = args.dim * cache_element_bytes(args);
     const int32_t* table = args.block_tables + seq * args.table_width;
-    count_ = piece_ = 0;
     if (cache_has_units(args)) end = ceil_div(end, kGroupKeys) * kGroupKeys;
-    const void* const caches[] = {args.key_cache, args.value_cache};
-    for (const void* cache : caches) {
-      for (int64_t h = 0; h < heads; ++h) {
-        for (int64_t j = begin; j < end;) {
-          const int64_t row = j % args.block_size, rows = smaller(args.block_size - row, end - j);
-          const int64_t offset = (table[j / args.block_size] * args.kv_heads + head + h) * chunk + row * row_bytes;
-          const bool whole = rows == args.block_size;  // with its scales
-          add(reinterpret_cast<uintptr_t>(cache) + static_cast<uintptr_t>(offset), whole ? chunk : rows * row_bytes);
-          j += rows;
-        }
+    for (int64_t h = 0; h < heads; ++h) {
+      int64_t row = begin % args.block_size;
+      const int32_t* block = table + begin / args.block_size;
+      for (int64_t j = begin; j < end; row = 0, ++block) {
+        const int64_t rows = smaller(args.block_size - row, end - j);
+        const int64_t offset = (*block * args.kv_heads + head + h) * chunk + row * row_bytes;
+        const bool whole = rows == args.block_size;  // with its scales
+        add(base + static_cast<uintptr_t>(offset), whole ? chunk : rows * row_bytes);
+        j += rows;
       }
     }
   }
@@ -50,15 +51,11 @@ class TileFetch {
 
  private:
   // Every key is a piece: its heads lie side by side.
-  void start_ready(const RotaryAttentionArgs& args, int64_t seq, int64_t begin, int64_t end, int64_t head,
-                   int64_t heads) {
-    count_ = piece_ = 0;
-    const void* const caches[] = {args.key_cache, args.value_cache};
-    for (const void* cache : caches) {
-      for (int64_t j = begin; j < end; ++j) {
-        const int64_t offset = ready_place(args, seq, j) + head * head_bytes(args);
-        add(reinterpret_cast<uintptr_t>(cache) + static_cast<uintptr_t>(offset), heads * head_bytes(args));
-      }
+  void start_ready(const RotaryAttentionArgs& args, uintptr_t base, int64_t seq, int64_t begin, int64_t end,
+                   int64_t head, int64_t heads) {
+    for (int64_t j = begin; j < end; ++j) {
+      const int64_t offset = ready_place(args, seq, j) + head * head_bytes(args);
+      add(base + static_cast<uintptr_t>(offset), heads * head_bytes(args));
     }
   }
 

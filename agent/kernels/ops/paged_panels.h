@@ -1,4 +1,4 @@
-// A tile of kKeyTile keys of one sequence: where they lie, and how they become the panels of paged_units.h. Where the
+// The keys of a partition of one sequence: where they lie, and how they become the panels of paged_units.h. Where the
 // cache holds units (rotary_attention.h) of the form's products, the cache itself is the panel; FloatForm widens them.
 #pragma once
 #include "rotary_attention.h"
@@ -13,14 +13,14 @@ namespace paged {
 // Keys [begin, begin + count) of a sequence: offsets from the start of a cache, for kv head 0.
 struct PagedTile {
   int64_t begin, count;
-  int64_t values[kKeyTile];
-  int64_t scales[kKeyTile];  // int8 caches only
+  int64_t values[kPartition];
+  int64_t scales[kPartition];  // int8 caches only
 };
 
 static inline void locate_tile(const RotaryAttentionArgs& args, int64_t seq, int64_t begin, int64_t end,
                                PagedTile* tile) {
   tile->begin = begin;
-  tile->count = larger(0, smaller(kKeyTile, end - begin));
+  tile->count = larger(0, smaller(kPartition, end - begin));
   for (int64_t i = 0; args.ready && i < tile->count; ++i) tile->values[i] = ready_place(args, seq, begin + i);
   if (args.ready) return;
   const int32_t* table = args.block_tables + seq * args.table_width;
@@ -44,7 +44,7 @@ struct HeadTile {
   const char* values;
 };
 
-// kLanes keys from `first` on, 16 units of dim from `d` on.
+// kLanes keys from `first` on, 16 units of dim from `d` on, into the panel of these keys.
 template <bool kWhole, class F, class C>
 LLMK_INLINE void pack_key_square(const HeadTile& now, int64_t first, int64_t d, int64_t dim, Unit* panel) {
   const PagedTile& tile = *now.tile;
@@ -54,14 +54,14 @@ LLMK_INLINE void pack_key_square(const HeadTile& now, int64_t first, int64_t d, 
     const C* key = reinterpret_cast<const C*>(now.keys + tile.values[first + j]) + d;
     rows[j] = kWhole || first + j < tile.count ? F::template load_key<kWhole>(key, dim - d) : zero();
   }
-  store_transposed(rows, panel + d / F::kPerUnit * kKeyTile + first, kKeyTile);
+  store_transposed(rows, panel + d / F::kPerUnit * kGroupKeys, kGroupKeys);
 }
 
+// panel [group][query_units][kGroupKeys]
 template <class F, class C>
-static inline void pack_keys(const HeadTile& now, int64_t dim, Unit* panel) {
+static inline void pack_keys(const HeadTile& now, int64_t dim, int64_t query_units, Unit* panel) {
   constexpr int64_t kStep = kLanes * F::kPerUnit;
-  for (int64_t first = 0; first < kKeyTile; first += kLanes) {
-    if (first >= now.tile->count) continue;
+  for (int64_t first = 0; first < now.tile->count; first += kGroupKeys, panel += query_units * kGroupKeys) {
     for (int64_t d = 0; d < dim; d += kStep) {
       if (first + kLanes <= now.tile->count && d + kStep <= dim) {
         pack_key_square<true, F, C>(now, first, d, dim, panel);
@@ -83,9 +83,10 @@ LLMK_INLINE void pack_value_unit(const HeadTile& now, int64_t key, int64_t d, in
   F::template pack_values<kWhole>(rows, n, out);
 }
 
-// Rows of units of keys; the last group is filled up with zeros: a weight of zero times what lay there may be NaN.
+// Rows of units of keys; the last product's are filled up with zeros: a weight of zero times what lay there may be NaN.
 template <class F, class C>
-static inline void pack_values(const HeadTile& now, int64_t dim, int64_t padded_dim, Unit* panel) {
+static inline void pack_values(const HeadTile& now, int64_t dim, int64_t padded_dim, int64_t product_groups,
+                               Unit* panel) {
   constexpr int kPer = F::kPerUnit;
   const int64_t count = now.tile->count;
   for (int64_t key = 0; key < count; key += kPer) {
@@ -95,7 +96,8 @@ static inline void pack_values(const HeadTile& now, int64_t dim, int64_t padded_
     for (; d + F::kDimStep <= whole; d += F::kDimStep) pack_value_unit<true, F, C>(now, key, d, dim - d, out + d);
     for (; d < dim; d += F::kDimStep) pack_value_unit<false, F, C>(now, key, d, dim - d, out + d);
   }
-  const int64_t units = ceil_div(count, kPer), filled = ceil_div(count, kGroupKeys) * (kGroupKeys / kPer);
+  const int64_t product = product_groups * kGroupKeys, units = ceil_div(count, kPer);
+  const int64_t filled = ceil_div(count, product) * (product / kPer);
   std::memset(panel + units * padded_dim, 0, static_cast<size_t>((filled - units) * padded_dim) * sizeof(Unit));
 }
 
@@ -107,23 +109,31 @@ LLMK_INLINE float widen(Unit unit, int i) {
   return bits_to_float(unit);
 }
 
+// Keys of a cache of units as floats: panel [group][dim][kGroupKeys].
 template <class C>
-static inline void widen_units(const HeadTile& now, int64_t dim, int64_t padded_dim, Unit* keys, Unit* values) {
+static inline void widen_keys(const HeadTile& now, int64_t dim, Unit* panel) {
   constexpr int kPer = 4 / sizeof(C);
+  float* out = reinterpret_cast<float*>(panel);
   for (int64_t first = 0; first < now.tile->count; first += kGroupKeys) {
     const Unit* from = reinterpret_cast<const Unit*>(now.keys + now.tile->values[first]);
     for (int64_t u = 0; u < dim / kPer; ++u, from += kGroupKeys) {
       Unit unbiased[kGroupKeys];
       for (int64_t j = 0; j < kGroupKeys; ++j) unbiased[j] = from[j] ^ (sizeof(C) == 1 ? kKeyBias : 0);
-      for (int i = 0; i < kPer; ++i) {
-        float* out = reinterpret_cast<float*>(keys) + (u * kPer + i) * kKeyTile + first;
+      for (int i = 0; i < kPer; ++i, out += kGroupKeys) {
         for (int64_t j = 0; j < kGroupKeys; ++j) out[j] = widen<C>(unbiased[j], i);
       }
     }
-    from = reinterpret_cast<const Unit*>(now.values + now.tile->values[first]);
+  }
+}
+
+template <class C>
+static inline void widen_values(const HeadTile& now, int64_t dim, int64_t padded_dim, Unit* panel) {
+  constexpr int kPer = 4 / sizeof(C);
+  for (int64_t first = 0; first < now.tile->count; first += kGroupKeys) {
+    const Unit* from = reinterpret_cast<const Unit*>(now.values + now.tile->values[first]);
     for (int64_t key = first; key < first + kGroupKeys; key += kPer, from += dim) {
       for (int i = 0; i < kPer; ++i) {
-        float* out = reinterpret_cast<float*>(values) + (key + i) * padded_dim;
+        float* out = reinterpret_cast<float*>(panel) + (key + i) * padded_dim;
         const bool there = key + i < now.tile->count;
         for (int64_t d = 0; d < dim; ++d) out[d] = there ? widen<C>(from[d], i) : 0.0f;
       }
@@ -131,9 +141,9 @@ static inline void widen_units(const HeadTile& now, int64_t dim, int64_t padded_
   }
 }
 
-// out[kKeyTile]; zeros past the tile's keys.
+// out[kPartition]; zeros past the tile's keys.
 static inline void gather_scales(const PagedTile& tile, const char* base, float* out) {
-  for (int64_t first = 0; first < kKeyTile; first += kLanes) {
+  for (int64_t first = 0; first < kPartition; first += kLanes) {
     const int64_t count = larger(0, smaller(kLanes, tile.count - first));
     if (count == kLanes && tile.scales[first + kLanes - 1] == tile.scales[first] + 4 * (kLanes - 1)) {
       std::memcpy(out + first, base + tile.scales[first], kLanes * sizeof(float));
@@ -146,13 +156,14 @@ static inline void gather_scales(const PagedTile& tile, const char* base, float*
   }
 }
 
-// What the products of a tile and a head read.
+// What the products of a tile and a head read. Values come in the pieces of a product: of a group, or of the groups a
+// tile register holds, one after the other.
 struct TilePanels {
-  int64_t begin, groups;             // of kGroupKeys keys that exist
-  int64_t key_stride, value_stride;  // from a unit to the next
-  const Unit* keys[kTileGroups];     // [unit of dims][kGroupKeys]; past `groups` the first
-  const Unit* values[kTileGroups];   // [unit of keys][dim]
-  const float* key_scales;           // int8 caches; null otherwise
+  int64_t begin, groups;            // of kGroupKeys keys that exist
+  int64_t value_stride;             // from a unit to the next; of keys it is kGroupKeys
+  const Unit* keys[kPartGroups];    // [unit of dims][kGroupKeys]; past `groups` the first
+  const Unit* values[kPartGroups];  // of each piece: [unit of keys][dim]
+  const float* key_scales;          // [kPartition], int8 caches; null otherwise
   const float* value_scales;
 };
 
@@ -163,29 +174,50 @@ static inline bool reads_cache(const RotaryAttentionArgs& args) {
 }
 
 // Units of the memory for a head's panels.
-static inline int64_t key_panel_units(int64_t query_units, int64_t per_unit) { return query_units * per_unit * kKeyTile; }
-static inline int64_t value_panel_units(int64_t padded_dim) { return kKeyTile * padded_dim; }
+static inline int64_t key_panel_units(int64_t query_units) { return query_units * kPartition; }
+static inline int64_t value_panel_units(int64_t padded_dim) { return kPartition * padded_dim; }
 
-// The cache as panels. The end of the last group may hold anything, even NaN: it is copied without that to `tail`.
+static inline void point_at_keys(const HeadTile& now, TilePanels* panels) {
+  for (int64_t g = 0; g < kPartGroups; ++g) {
+    panels->keys[g] = reinterpret_cast<const Unit*>(now.keys + now.tile->values[g < panels->groups ? g * kGroupKeys : 0]);
+  }
+}
+
+// The first `there` keys of a group of values, and zeros: what else lies there may be NaN.
 template <class F>
-static inline void point_at_cache(const HeadTile& now, int64_t dim, Unit* tail, TilePanels* panels) {
+static inline void copy_group(const Unit* from, int64_t there, int64_t dim, Unit* out) {
   constexpr int kPer = F::kPerUnit;
-  for (int64_t g = 0; g < kTileGroups; ++g) {
-    const int64_t place = now.tile->values[g < panels->groups ? g * kGroupKeys : 0];
-    panels->keys[g] = reinterpret_cast<const Unit*>(now.keys + place);
-    panels->values[g] = reinterpret_cast<const Unit*>(now.values + place);
+  const int64_t whole = smaller(there, kGroupKeys) / kPer;
+  for (int64_t i = 0; i < whole * dim; i += kLanes) {
+    store(reinterpret_cast<float*>(out) + i, load(reinterpret_cast<const float*>(from) + i));
   }
-  panels->key_stride = kGroupKeys;
-  panels->value_stride = dim;
-  const int64_t last = now.tile->count % kGroupKeys;  // (zero times a byte is zero)
-  if (!F::kFloatUnits || last == 0) return;
-  const Unit* from = panels->values[panels->groups - 1];
-  for (int64_t key = 0; key < kGroupKeys; key += kPer) {
-    const int64_t there = larger(0, smaller(kPer, last - key));
-    const Unit mask = there == kPer ? ~Unit{0} : (Unit{1} << (32 / kPer * there)) - 1;
-    for (int64_t d = 0; d < dim; ++d) tail[key / kPer * dim + d] = from[key / kPer * dim + d] & mask;
+  for (int64_t key = whole * kPer; key < kGroupKeys; key += kPer) {
+    const int64_t rest = larger(0, smaller(kPer, there - key));
+    const Unit mask = (Unit{1} << (32 / kPer * rest)) - 1;  // rest < kPer
+    for (int64_t d = 0; d < dim; ++d) out[key / kPer * dim + d] = rest > 0 ? from[key / kPer * dim + d] & mask : 0;
   }
-  panels->values[panels->groups - 1] = tail;
+}
+
+// Groups [begin, end) of the cache's values in pieces of `product_groups`: as they lie, or copied to `buffer` where a piece
+// is not whole or its groups lie apart.
+template <class F>
+static inline void point_at_values(const HeadTile& now, int64_t begin, int64_t end, int64_t dim, int64_t product_groups,
+                                   Unit* buffer, TilePanels* panels) {
+  const PagedTile& tile = *now.tile;
+  const int64_t units = kGroupKeys / F::kPerUnit * dim;
+  for (int64_t g = begin; g < end; g += product_groups) {
+    const int64_t there = tile.count - g * kGroupKeys, first = tile.values[g * kGroupKeys];
+    bool lies = there >= product_groups * kGroupKeys;
+    for (int64_t i = 1; i < product_groups && lies; ++i) {
+      lies = tile.values[(g + i) * kGroupKeys] == first + i * units * static_cast<int64_t>(sizeof(Unit));
+    }
+    panels->values[g / product_groups] = lies ? reinterpret_cast<const Unit*>(now.values + first) : buffer;
+    for (int64_t i = 0; i < product_groups && !lies; ++i, buffer += units) {
+      const int64_t keys = there - i * kGroupKeys;
+      const int64_t place = keys > 0 ? tile.values[(g + i) * kGroupKeys] : 0;
+      copy_group<F>(reinterpret_cast<const Unit*>(now.values + place), larger(0, keys), dim, buffer);
+    }
+  }
 }
 
 }  // namespace paged

@@ -1,17 +1,16 @@
-// The rows (query heads x tokens) that share a kv head, and what a tile of keys does to them. THE canonical order:
+// The rows (query heads x tokens) that share a kv head, and what a partition of keys does to them. THE canonical order:
 //
-//   score    units of dim in order, one accumulator per (row, key); then the key's scale, masked past the row's position
-//   tile     kKeyTile keys aligned to position 0: m' = max(m, largest score * factor), p = 2^(score * factor - m'),
-//            l' = l * 2^(m - m') + p (16 lanes: keys = lane mod 16; pairs for BFloat16Form),
-//            o' = o * 2^(m - m') + sum of weight * value over units of keys in order from 0
-//            (online softmax of FlashAttention, Dao et al. 2022, in powers of two)
-//   partition  kPartition keys aligned to position 0 start from nothing; they are folded from the first to the last
-//            (as Flash-Decoding does, Dao et al. 2023), each with the same operations whoever computed them
+//   score      units of dim in order, one accumulator per (row, key); then the key's scale, masked past the row's position
+//   partition  kPartition keys aligned to position 0: m = largest score * factor, p = 2^(score * factor - m),
+//              l = sum of p (16 lanes: keys = lane mod 16; pairs for BFloat16Form),
+//              o = sum of weight * value over units of keys in order from 0
+//   total      from nothing, partition after partition: m' = max(m, m of the partition),
+//              l' = l * 2^(m - m') + l of the partition * 2^(its m - m'), o' as l'
+//              (online softmax of FlashAttention, Dao et al. 2022, in powers of two; split as Flash-Decoding does, 2023)
 //
-// A window's first key only masks more: a tile of which a row sees nothing leaves its sums as they are, and a partition
-// of which it sees nothing is not folded.
+// A window's first key only masks more: a partition of which a row sees nothing leaves its total as it is.
 //
-// On AMX the products of bfloat16 add up from zero 16 units of dims at a time and the 8 units of 16 keys, then add
+// On AMX the products of bfloat16 add up from zero 16 units of dims at a time and the 16 units of 32 keys, then add
 // that up in order (amx_tiles.h).
 //
 // All of that depends on the row's own position: prefill, chunk and decode form give the same bits. Keys past the
@@ -25,19 +24,22 @@ namespace llmk {
 namespace LLMK_ARCH {
 namespace paged {
 
-constexpr int kPartition = 256;
-constexpr int64_t kTaskRows = 96;
-constexpr int kFetchUnits = 8;  // units multiplied between two calls of TileFetch
+constexpr int64_t kTaskRows = 192;
+constexpr int64_t kTileRows = 16;   // rows that a partition is worked on for together
+constexpr int64_t kBlockRows = 32;  // where two tiles of rows are: twice as many
+constexpr int64_t kChunkGroups = 4;  // of all heads together, where a block has several
+constexpr int kFetchUnits = 8;      // units multiplied between two calls of TileFetch
+constexpr float kLowest = -3.4028235e38f;
 #ifdef LLMK_VEC_AVX512
 constexpr int kRowBlock = 6, kBlockVectors = 4;  // rows and vectors of a panel multiplied together
 #else
 constexpr int kRowBlock = 2, kBlockVectors = 2;
 #endif
 
-// Running softmax of some rows: over a partition, or over all partitions so far.
+// Softmax of some rows over what they have seen so far.
 struct SoftmaxState {
   float* best;  // [rows], in powers of two
-  float* mass;  // partition: [rows][kLanes]; total: [rows]
+  float* mass;  // [rows]
   float* sums;  // [rows][padded_dim]
 };
 
@@ -49,12 +51,10 @@ struct TaskRows {
   Unit* queries;                                      // [heads * rows][passes][query_units]
   float* factors;                                     // [heads * rows]: score -> power of two
   int32_t* offsets;                                   // [heads * rows]: Int8ScoreProduct
-  SoftmaxState partition, total;
+  SoftmaxState total;                                 // [heads * rows]; without a join
 
   int64_t first_key(int64_t row) const { return first == nullptr ? 0 : first[row]; }
 };
-
-constexpr int kBlockRows = 16;
 
 // Rows [first, first + rows) of heads [head, head + heads), up to kBlockRows together.
 struct RowBlock {
@@ -63,36 +63,60 @@ struct RowBlock {
   int64_t count() const { return heads * rows; }
 };
 
-using BlockScores = float[kBlockRows][kKeyTile];
-template <class F>
-using BlockWeights = Unit[kBlockRows][F::kPasses * kKeyTile / F::kPerUnit];
+// Groups [begin, end) of a partition; done: the last that a block of rows sees.
+struct GroupRange {
+  int64_t begin, end;
+  bool done;
+};
 
-// sums[r][v] = sum over units of row r and panel vectors v: `parts` pieces of `units` each, at(part, v) the first one of a
-// piece. With two passes (of int8) the second one's products are added to the shifted first.
+// Of the block in work; row r of its head h is h * rows + r.
+struct BlockMemory {
+  float* scores;      // [rows][kPartition]
+  Unit* weights;      // [rows][passes][kPartition / per unit]
+  float* steps;       // [rows]: what products of the weights are multiplied by
+  SoftmaxState part;  // of this partition alone
+};
+
+template <class F>
+constexpr int64_t kWeightUnits = F::kPasses * kPartition / F::kPerUnit;  // of a row
+// Groups of keys whose weights come together: a product of tiles takes kAmxSteps units.
+template <class F>
+constexpr int64_t kWeightGroups = F::kPerUnit > 2 ? F::kPerUnit : 2;
+
+// The rows of a product, where they lie.
+struct ProductRows {
+  const Unit* units;
+  int64_t stride, pass_stride;
+};
+
+// total[r][v] = sum over units of row r and panel vectors v: pieces [begin, end) of `units` each, at(piece, v) the first
+// one of a piece. With two passes (of int8) the second one's products are added to the shifted first. Float sums go on
+// from what `total` holds.
 template <class P, int kPasses, int R, int V, class At>
-LLMK_INLINE void multiply(const Unit* rows, int64_t row_stride, int64_t pass_stride, int64_t parts, int64_t units,
-                          int64_t panel_stride, const At& at, const int32_t* offsets, TileFetch* fetch,
-                          typename P::Acc (&total)[R][V]) {
+LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, int64_t units, int64_t panel_stride,
+                          const At& at, const int32_t* offsets, TileFetch* fetch, typename P::Acc (&total)[R][V]) {
   constexpr int kSide = kPasses * R * V <= 16 ? kPasses : 1;  // passes side by side
   for (int pass = 0; pass < kPasses; pass += kSide) {
     typename P::Acc sums[kSide][R][V];
     LLMK_UNROLL
-    for (int i = 0; i < kSide * R * V; ++i) sums[i / (R * V)][i / V % R][i % V] = P::clear();
-    for (int64_t part = 0; part < parts; ++part) {
+    for (int i = 0; i < kSide * R * V; ++i) {
+      sums[i / (R * V)][i / V % R][i % V] = kPasses == 1 ? total[i / V % R][i % V] : P::clear();
+    }
+    for (int64_t piece = begin; piece < end; ++piece) {
       const Unit* panel[V];
       LLMK_UNROLL
-      for (int v = 0; v < V; ++v) panel[v] = at(part, v);
-      const Unit* row = rows + pass * pass_stride + part * units;
+      for (int v = 0; v < V; ++v) panel[v] = at(piece, v);
+      const Unit* row = rows.units + pass * rows.pass_stride + piece * units;
       for (int64_t k = 0; k < units;) {
-        const int64_t end = smaller(units, k + kFetchUnits);
-        if (fetch != nullptr && pass == 0) fetch->some(V * (end - k));
-        for (; k < end; ++k) {
+        const int64_t last = smaller(units, k + kFetchUnits);
+        if (fetch != nullptr && pass == 0) fetch->some(V * (last - k));
+        for (; k < last; ++k) {
           typename P::Operand lanes[V];
           LLMK_UNROLL
           for (int v = 0; v < V; ++v) lanes[v] = P::lanes(panel[v] + k * panel_stride);
           LLMK_UNROLL
           for (int i = 0; i < kSide * R; ++i) {
-            const typename P::Operand x = P::spread(row + i % R * row_stride + i / R * pass_stride + k);
+            const typename P::Operand x = P::spread(row + i % R * rows.stride + i / R * rows.pass_stride + k);
             LLMK_UNROLL
             for (int v = 0; v < V; ++v) sums[i / R][i % R][v] = P::step(x, lanes[v], sums[i / R][i % R][v]);
           }
@@ -129,128 +153,201 @@ LLMK_INLINE void for_row_blocks(int64_t rows, const Function& function) {
   }
 }
 
+template <class P, int R, int V>
+LLMK_INLINE void clear_sums(typename P::Acc (&total)[R][V]) {
+  LLMK_UNROLL
+  for (int i = 0; i < R * V; ++i) total[i / V][i % V] = P::clear();
+}
+
+// The scores of some rows with V groups from `group` on, from registers.
+template <class P, int R, int V>
+LLMK_INLINE void store_scores(const typename P::Acc (&total)[R][V], const float* key_scales, int64_t group, float* scores) {
+  LLMK_UNROLL
+  for (int i = 0; i < R * V; ++i) {
+    const int64_t key = (group + i % V) * kLanes;
+    const Vec score = P::result(total[i / V][i % V]);
+    store(scores + i / V * kPartition + key, key_scales == nullptr ? score : mul(score, load(key_scales + key)));
+  }
+}
+
 // Scores of `rows` rows of one head from number `row` on.
 template <class F>
-static inline void score_rows(const TaskRows& all, const TilePanels& panels, int64_t row, int64_t rows,
-                              TileFetch* fetch, float (*scores)[kKeyTile]) {
+static inline void score_rows(const TaskRows& all, const TilePanels& panels, GroupRange groups, int64_t row,
+                              int64_t rows, TileFetch* fetch, float* scores) {
   using P = typename F::ScoreProduct;
   const int64_t units = ceil_div(all.dim, F::kPerUnit), stride = F::kPasses * all.query_units;
   for_row_blocks(rows, [&](int64_t r, auto size) {
     constexpr int R = decltype(size)::value;
-    for (int g = 0; g < kTileGroups; g += kBlockVectors) {
+    const ProductRows queries{all.queries + (row + r) * stride, stride, all.query_units};
+    for (int64_t g = groups.begin; g < groups.end; g += kBlockVectors) {
       typename P::Acc total[R][kBlockVectors];
+      clear_sums<P>(total);
       multiply<P, F::kPasses, R, kBlockVectors>(
-          all.queries + (row + r) * stride, stride, all.query_units, 1, units, panels.key_stride,
-          [&](int64_t, int v) { return panels.keys[g + v]; }, all.offsets + row + r, r == 0 ? fetch : nullptr, total);
-      LLMK_UNROLL
-      for (int i = 0; i < R * kBlockVectors; ++i) {
-        store(scores[r + i / kBlockVectors] + (g + i % kBlockVectors) * kLanes,
-              P::result(total[i / kBlockVectors][i % kBlockVectors]));
-      }
+          queries, 0, 1, units, kGroupKeys, [&](int64_t, int v) { return panels.keys[g + v]; }, all.offsets + row + r,
+          r == 0 ? fetch : nullptr, total);
+      store_scores<P>(total, panels.key_scales, g, scores + r * kPartition);
     }
   });
 }
 
-// The first `hidden` lanes become `other`: keys before a window, of which a row meets few tiles.
-static inline __attribute__((noinline)) Vec hide_lanes(Vec v, int64_t hidden, float other) {
-  float lanes[kLanes];
-  store(lanes, v);
-  for (int64_t i = 0; i < smaller(hidden, kLanes); ++i) lanes[i] = other;
-  return load(lanes);
-}
+// What a row sees of a partition: keys [hidden, visible) of it; groups [0, whole) are even in number and need no mask.
+struct RowView {
+  int64_t hidden, visible, whole;
 
-struct BlockRow {
-  int64_t number, row;  // of TaskRows; within its head
-  const TilePanels* panels;
+  LLMK_MEMBER RowView(const TaskRows& all, const TilePanels& panels, int64_t row)
+      : hidden(larger(0, all.first_key(row) - panels.begin)),
+        visible(smaller(kPartition, all.visible[row] - panels.begin)),
+        whole(hidden > 0 ? 0 : visible / (2 * kGroupKeys) * 2) {}
+
+  LLMK_MEMBER Vec mask(Vec v, int64_t group, float other) const {
+    v = keep_first(v, larger(0, visible - group * kLanes), other);
+    return hide_first(v, larger(0, hidden - group * kLanes), other);
+  }
 };
 
-// Scores -> weights; updates best and mass; `decays`: by what the earlier sums shrink.
-template <class F, int R>
-LLMK_INLINE void soften_rows(const TaskRows& all, const BlockRow* rows, bool fresh, float (*scores)[kKeyTile],
-                             Unit (*weights)[F::kPasses * kKeyTile / F::kPerUnit], float* decays, float* steps) {
-  constexpr float kLowest = -3.4028235e38f;
-  alignas(64) float before[kLanes] = {}, after[kLanes] = {}, decay[kLanes];
-  LLMK_UNROLL
-  for (int r = 0; r < R; ++r) {
-    const BlockRow& row = rows[r];
-    const TilePanels& panels = *row.panels;
-    const int64_t visible = all.visible[row.row] - panels.begin, hidden = all.first_key(row.row) - panels.begin;
-    Vec top = broadcast(kLowest);
-    LLMK_UNROLL
-    for (int i = 0; i < kTileVectors; ++i) {
-      Vec score = load(scores[r] + i * kLanes);
-      if (panels.key_scales != nullptr) score = mul(score, load(panels.key_scales + i * kLanes));
-      if (hidden > i * kLanes) score = hide_first(score, hidden - i * kLanes, kLowest);
-      if (visible < kKeyTile) score = keep_first(score, larger(0, visible - i * kLanes), kLowest);
-      if (panels.key_scales != nullptr || visible < kKeyTile || hidden > i * kLanes) store(scores[r] + i * kLanes, score);
-      top = maximum(top, score);
-    }
-    const float best = largest(top) * all.factors[row.number];
-    before[r] = fresh ? best : all.partition.best[row.number];
-    after[r] = before[r] > best ? before[r] : best;
-    all.partition.best[row.number] = after[r];
+LLMK_INLINE float largest_score(const RowView& view, const float* scores) {
+  Vec top = broadcast(kLowest), second = top;
+  for (int64_t g = 0; g < view.whole; g += 2) {
+    top = maximum(top, load(scores + g * kLanes));
+    second = maximum(second, load(scores + (g + 1) * kLanes));
   }
-  store(decay, power_of_two<false>(sub(load(before), load(after))));
-  LLMK_UNROLL
-  for (int r = 0; r < R; ++r) {
-    const BlockRow& row = rows[r];
-    const TilePanels& panels = *row.panels;
-    const int64_t visible = all.visible[row.row] - panels.begin, hidden = all.first_key(row.row) - panels.begin;
-    const Vec factor = broadcast(all.factors[row.number]), least = broadcast(-after[r]);
-    Vec p[kTileVectors];
+  for (int64_t g = view.whole; g * kLanes < view.visible; ++g) {
+    top = maximum(top, view.mask(load(scores + g * kLanes), g, kLowest));
+  }
+  return largest(maximum(top, second));
+}
+
+// Scores -> weights of `groups` groups (an even number), those the row does not see 0; returns the sum of the weights.
+template <class F>
+LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float factor, float best, int64_t groups,
+                            float* scores, Unit* weights, float* step) {
+  const Vec scale = broadcast(factor), least = broadcast(-best);
+  typename F::Weights out{panels.value_scales, scores, weights};
+  const auto put = [&](int64_t g) __attribute__((always_inline)) {
+    const float* pair = scores + g * kLanes;
+    out.put(g, F::power(fma(load(pair), scale, least)), F::power(fma(load(pair + kLanes), scale, least)));
+  };
+  if (view.whole == kPartGroups) {  // most rows: no loop, so that sums stay in registers
     LLMK_UNROLL
-    for (int i = 0; i < kTileVectors; ++i) {
-      p[i] = power_of_two<F::kCoarse>(fma(load(scores[r] + i * kLanes), factor, least));
-      if (visible < kKeyTile) p[i] = keep_first(p[i], larger(0, visible - i * kLanes), 0.0f);
-      if (hidden > i * kLanes) p[i] = hide_first(p[i], hidden - i * kLanes, 0.0f);
+    for (int g = 0; g < kPartGroups; g += 2) put(g);
+  } else {
+    for (int64_t g = 0; g < view.whole; g += 2) put(g);
+  }
+  for (int64_t g = view.whole; g < groups; g += 2) {
+    const float* pair = scores + g * kLanes;
+    const Vec first = F::power(fma(load(pair), scale, least)), second = F::power(fma(load(pair + kLanes), scale, least));
+    out.put(g, view.mask(first, g, 0.0f), view.mask(second, g + 1, 0.0f));
+  }
+  *step = out.finish(groups);
+  return sum(out.mass());
+}
+
+// Scores -> weights, best and mass of the partition for the rows of a block.
+template <class F>
+static inline void soften_block(const TaskRows& all, const TilePanels* panels, const RowBlock& block, int64_t groups,
+                                const BlockMemory& memory) {
+  const auto for_rows = [&](const auto& function) {
+    for (int64_t h = 0, i = 0; h < block.heads; ++h) {
+      const float* factors = all.factors + (block.head + h) * all.rows;
+      for (int64_t row = block.first; row < block.first + block.rows; ++row, ++i) {
+        function(i, panels[h], RowView(all, panels[h], row), factors[row]);
+      }
     }
-    const Vec mass = F::pack_weights(p, panels.value_scales, weights[r], &steps[r]);
-    float* sum = all.partition.mass + row.number * kLanes;
-    store(sum, fresh ? mass : fma(load(sum), broadcast(decay[r]), mass));
-    decays[r] = decay[r];
+  };
+  for_rows([&](int64_t i, const TilePanels&, const RowView& view, float factor) {
+    memory.part.best[i] = largest_score(view, memory.scores + i * kPartition) * factor;
+  });
+  for_rows([&](int64_t i, const TilePanels& panel, const RowView& view, float factor) {
+    memory.part.mass[i] = weigh_row<F>(view, panel, factor, memory.part.best[i], groups, memory.scores + i * kPartition,
+                                       memory.weights + i * kWeightUnits<F>, memory.steps + i);
+  });
+}
+
+// Adds what was summed before (`sums`, as the product left it, unless `fresh`) and, with `done`, makes it floats.
+template <class F>
+LLMK_INLINE void store_values(typename F::ValueProduct::Acc total, bool fresh, bool done, float step, float* sums) {
+  using P = typename F::ValueProduct;
+  if constexpr (F::kPasses == 1) {
+    store(sums, P::result(total));
+  } else {
+    if (!fresh) total = P::join(total, P::restore(sums));
+    if (done) return store(sums, mul(P::result(total), broadcast(step)));
+    P::keep(total, sums);
   }
 }
 
 template <class F, int R, int V>
-LLMK_INLINE void add_values(const TaskRows& all, const TilePanels& panels, int64_t row, int64_t d, bool fresh,
-                            const Unit* weights, const float* decays, const float* steps, TileFetch* fetch) {
+LLMK_INLINE void add_values(const TilePanels& panels, GroupRange groups, int64_t d, int64_t padded_dim,
+                            const Unit* weights, const float* steps, TileFetch* fetch, float* sums) {
   using P = typename F::ValueProduct;
-  constexpr int64_t kPass = kKeyTile / F::kPerUnit;
+  constexpr int64_t kPass = kPartition / F::kPerUnit;
+  const bool fresh = groups.begin == 0;
   typename P::Acc total[R][V];
+  clear_sums<P>(total);
+  LLMK_UNROLL
+  for (int i = 0; i < R * V && F::kPasses == 1; ++i) {
+    if (!fresh) total[i / V][i % V] = P::restore(sums + i / V * padded_dim + d + i % V * kLanes);
+  }
   multiply<P, F::kPasses, R, V>(
-      weights, F::kPasses * kPass, kPass, panels.groups, kGroupKeys / F::kPerUnit, panels.value_stride,
+      {weights, F::kPasses * kPass, kPass}, groups.begin, groups.end, kGroupKeys / F::kPerUnit, panels.value_stride,
       [&](int64_t g, int v) { return panels.values[g] + d + v * kLanes; }, nullptr, fetch, total);
   LLMK_UNROLL
-  for (int r = 0; r < R; ++r) {
-    float* sums = all.partition.sums + (row + r) * all.padded_dim + d;
-    LLMK_UNROLL
-    for (int v = 0; v < V; ++v) {
-      Vec part = P::result(total[r][v]);
-      if (F::kPasses > 1) part = mul(part, broadcast(steps[r]));
-      store(sums + v * kLanes, fresh ? part : fma(load(sums + v * kLanes), broadcast(decays[r]), part));
-    }
+  for (int i = 0; i < R * V; ++i) {
+    store_values<F>(total[i / V][i % V], fresh, groups.done, steps[i / V], sums + i / V * padded_dim + d + i % V * kLanes);
   }
 }
 
-// The values' part for `rows` rows of one head from number `row` on.
+// Adds the weights of `rows` rows of one head times the values.
 template <class F>
-static inline void value_rows(const TaskRows& all, const TilePanels& panels, int64_t row, int64_t rows, bool fresh,
-                              const Unit (*weights)[F::kPasses * kKeyTile / F::kPerUnit], const float* decays,
-                              const float* steps, TileFetch* fetch) {
+static inline void value_rows(const TilePanels& panels, GroupRange groups, int64_t rows, int64_t padded_dim,
+                              const Unit* weights, const float* steps, TileFetch* fetch, float* sums) {
   for_row_blocks(rows, [&](int64_t r, auto size) {
     constexpr int R = decltype(size)::value, V = kBlockVectors;
+    const Unit* from = weights + r * kWeightUnits<F>;
+    float* out = sums + r * padded_dim;
     TileFetch* fetching = r == 0 ? fetch : nullptr;
     int64_t d = 0;
-    for (; d + V * kLanes <= all.padded_dim; d += V * kLanes) {
-      add_values<F, R, V>(all, panels, row + r, d, fresh, weights[r], decays + r, steps + r, fetching);
+    for (; d + V * kLanes <= padded_dim; d += V * kLanes) {
+      add_values<F, R, V>(panels, groups, d, padded_dim, from, steps + r, fetching, out);
     }
-    for (; V > 2 && d + 2 * kLanes <= all.padded_dim; d += 2 * kLanes) {
-      add_values<F, R, 2>(all, panels, row + r, d, fresh, weights[r], decays + r, steps + r, fetching);
+    for (; V > 2 && d + 2 * kLanes <= padded_dim; d += 2 * kLanes) {
+      add_values<F, R, 2>(panels, groups, d, padded_dim, from, steps + r, fetching, out);
     }
-    if (d < all.padded_dim) {
-      add_values<F, R, 1>(all, panels, row + r, d, fresh, weights[r], decays + r, steps + r, fetching);
-    }
+    if (d < padded_dim) add_values<F, R, 1>(panels, groups, d, padded_dim, from, steps + r, fetching, out);
   });
+}
+
+LLMK_INLINE SoftmaxState rows_from(const SoftmaxState& state, int64_t row, int64_t padded_dim) {
+  return {state.best + row, state.mass + row, state.sums + row * padded_dim};
+}
+
+LLMK_INLINE void clear_state(const SoftmaxState& state, int64_t rows, int64_t padded_dim) {
+  for (int64_t i = 0; i < rows; ++i) state.best[i] = kLowest;
+  std::memset(state.mass, 0, static_cast<size_t>(rows) * sizeof(float));
+  std::memset(state.sums, 0, static_cast<size_t>(rows * padded_dim) * sizeof(float));
+}
+
+// Adds the results of a partition to the totals of the partitions before it.
+static inline void fold_partition(const SoftmaxState& part, int64_t rows, int64_t padded_dim, const SoftmaxState& total) {
+  for (int64_t first = 0; first < rows; first += kLanes) {
+    const int64_t n = smaller(kLanes, rows - first);
+    const Vec before = load_n(total.best + first, n), now = load_n(part.best + first, n), best = maximum(before, now);
+    const Vec old_share = power_of_two(sub(before, best)), share = power_of_two(sub(now, best));
+    const Vec mass = add(mul(load_n(total.mass + first, n), old_share), mul(load_n(part.mass + first, n), share));
+    store_n(total.best + first, best, n);
+    store_n(total.mass + first, mass, n);
+    float old_shares[kLanes], shares[kLanes];
+    store(old_shares, old_share);
+    store(shares, share);
+    for (int64_t i = 0; i < n; ++i) {
+      const float* from = part.sums + (first + i) * padded_dim;
+      float* sums = total.sums + (first + i) * padded_dim;
+      const Vec shrink = broadcast(old_shares[i]), weight = broadcast(shares[i]);
+      for (int64_t d = 0; d < padded_dim; d += kLanes) {
+        store(sums + d, fma(load(from + d), weight, mul(load(sums + d), shrink)));
+      }
+    }
+  }
 }
 
 }  // namespace paged
@@ -263,74 +360,46 @@ namespace llmk {
 namespace LLMK_ARCH {
 namespace paged {
 
-#ifdef LLMK_VEC_AVX512
-constexpr int kSoftRows = 4;
-#else
-constexpr int kSoftRows = 2;
-#endif
-
-// What a tile of keys does to a block of rows: all scores, then all weights, then all sums, so that no step waits for
-// the one before. `panels`: of the block's heads; `tiles`: AMX makes the products.
-template <class F>
+// What a partition does to a block of rows: all scores, then all weights, then all sums, so that no step waits for the
+// one before. Several heads are read chunk by chunk of keys, as they lie side by side in memory, and source.begin(keys,
+// groups) tells of each; source.place_values(h, groups) is called before values of head h are read. `panels`: of the
+// block's heads; `tiles`: AMX makes the products.
+template <class F, class Source>
 static inline void attend_block(const TaskRows& all, const TilePanels* panels, const RowBlock& block, bool tiles,
-                                TileFetch* fetch) {
-  alignas(64) BlockScores scores;
-  alignas(64) BlockWeights<F> weights;
-  float decays[kBlockRows], steps[kBlockRows];
-  BlockRow rows[kBlockRows];
-  const bool fresh = panels->begin % kPartition == 0;
-  for (int64_t h = 0; h < block.heads; ++h) {
-    const int64_t number = (block.head + h) * all.rows + block.first, at = h * block.rows;
-    for (int64_t r = 0; r < block.rows; ++r) rows[at + r] = {number + r, block.first + r, panels + h};
+                                const BlockMemory& memory, TileFetch* fetch, const Source& source) {
+  const int64_t seen = all.visible[block.first + block.rows - 1] - panels->begin;
+  const int64_t groups = smaller(panels->groups, ceil_div(seen, kGroupKeys));
+  const int64_t chunk = block.heads > 1 ? kChunkGroups : kPartGroups;
+  const auto for_chunks = [&](bool keys, const auto& function) {
+    for (int64_t g = 0; g < groups; g += chunk) {
+      const GroupRange range{g, smaller(g + chunk, groups), g + chunk >= groups};
+      source.begin(keys, range);
+      for (int64_t h = 0; h < block.heads; ++h) function(range, h, h * block.rows);
+    }
+  };
+  for_chunks(true, [&](GroupRange range, int64_t h, int64_t at) {
+    const int64_t number = (block.head + h) * all.rows + block.first;
+    float* scores = memory.scores + at * kPartition;
 #ifdef LLMK_AMX
     if constexpr (kHasTiles<F>) {
-      if (tiles) {
-        score_tiles<F>(all, panels[h], number, block.rows, fetch, scores + at);
-        continue;
-      }
+      if (tiles) return score_tiles<F>(all, panels[h], range, number, block.rows, fetch, scores);
     }
 #endif
-    score_rows<F>(all, panels[h], number, block.rows, fetch, scores + at);
-  }
-  int64_t r = 0;
-  for (const int64_t count = block.count(); r < count;) {
-    if (r + kSoftRows <= count) {
-      soften_rows<F, kSoftRows>(all, rows + r, fresh, scores + r, weights + r, decays + r, steps + r);
-      r += kSoftRows;
-    } else {
-      soften_rows<F, 1>(all, rows + r, fresh, scores + r, weights + r, decays + r, steps + r);
-      ++r;
-    }
-  }
+    score_rows<F>(all, panels[h], range, number, block.rows, fetch, scores);
+  });
+  soften_block<F>(all, panels, block, ceil_div(groups, kWeightGroups<F>) * kWeightGroups<F>, memory);
+  for_chunks(false, [&](GroupRange range, int64_t h, int64_t at) {
+    source.place_values(h, range);
+    const Unit* weights = memory.weights + at * kWeightUnits<F>;
+    float* sums = memory.part.sums + at * all.padded_dim;
 #ifdef LLMK_AMX
-  if constexpr (kHasTiles<F>) {
-    if (tiles) return value_tiles<F>(all, panels, block, fresh, weights, decays, steps, fetch);
-  }
+    if constexpr (kHasTiles<F>) {
+      if (tiles) return value_tiles<F>(panels[h], range, block.rows, all.padded_dim, weights, memory.steps + at, fetch, sums);
+    }
 #endif
+    value_rows<F>(panels[h], range, block.rows, all.padded_dim, weights, memory.steps + at, fetch, sums);
+  });
   static_cast<void>(tiles);
-  for (int64_t h = 0; h < block.heads; ++h) {
-    const int64_t at = h * block.rows;
-    value_rows<F>(all, panels[h], rows[at].number, block.rows, fresh, weights + at, decays + at, steps + at, fetch);
-  }
-}
-
-// Adds a partition's result to the total of the partitions before it.
-LLMK_INLINE void fold_partition(float part_best, float part_mass, const float* part, int64_t padded_dim, bool first,
-                                float* best, float* mass, float* sums) {
-  if (first) {
-    *best = part_best;
-    *mass = part_mass;
-    std::memcpy(sums, part, static_cast<size_t>(padded_dim) * sizeof(float));
-    return;
-  }
-  const float top = *best > part_best ? *best : part_best;
-  alignas(64) float shrink[kLanes] = {*best - top, part_best - top};
-  store(shrink, power_of_two<false>(load(shrink)));
-  *best = top;
-  *mass = *mass * shrink[0] + part_mass * shrink[1];
-  for (int64_t d = 0; d < padded_dim; d += kLanes) {
-    store(sums + d, fma(load(part + d), broadcast(shrink[1]), mul(load(sums + d), broadcast(shrink[0]))));
-  }
 }
 
 }  // namespace paged

@@ -7,7 +7,7 @@
 //                 weights 16 (scale per row and tile), each as two bytes: products of the high bytes, a shift, then of
 //                 the low bytes
 //
-// Panels: keys [unit][16 or kKeyTile] (lanes over keys), values [unit of keys][dim] (lanes over dim), see paged_panels.h.
+// Panels: keys [16 keys][unit][16] (lanes over keys), values [unit of keys][dim] (lanes over dim), see paged_panels.h.
 #pragma once
 #include "../common/types.h"
 #include "dot.h"
@@ -19,24 +19,19 @@ namespace paged {
 
 using Unit = uint32_t;
 
-constexpr int kKeyTile = 64;
-constexpr int kTileVectors = kKeyTile / kLanes;
-constexpr int kTileGroups = kKeyTile / static_cast<int>(kGroupKeys);
+// As LLMK_INLINE, in a class.
+#define LLMK_MEMBER inline __attribute__((always_inline))
+
+constexpr int kPartition = 256;  // keys that share a softmax
+constexpr int kPartGroups = kPartition / static_cast<int>(kGroupKeys);
 static_assert(kGroupKeys == kLanes, "a vector of a key panel is a group");
 constexpr float kLog2E = 1.44269504088896341f;
 
-// 2^x for x <= 0 (and slightly above), 2^-126 below that. Minimax polynomials: relative error 7.5e-8, coarse 7.5e-5,
-// which is far below the rounding of a weight to bfloat16.
-template <bool kCoarse>
+// 2^x for x <= 0 (and slightly above), 2^-126 below that; 2^0 is 1. Minimax polynomial: relative error 7.5e-8.
 LLMK_INLINE Vec power_of_two(Vec x) {
   const Vec clamped = maximum(broadcast(-126.0f), x);
   const Vec n = round_nearest(clamped);
   const Vec r = sub(clamped, n);
-  if (kCoarse) {
-    Vec p = fma(broadcast(0.05517167f), r, broadcast(0.24261112f));
-    p = fma(p, r, broadcast(0.69326099f));
-    return scale_by_power(fma(p, r, broadcast(0.99992807f)), n);
-  }
   Vec p = fma(broadcast(1.53458120e-4f), r, broadcast(1.33999312e-3f));
   p = fma(p, r, broadcast(9.61848896e-3f));
   p = fma(p, r, broadcast(5.55032878e-2f));
@@ -44,6 +39,27 @@ LLMK_INLINE Vec power_of_two(Vec x) {
   p = fma(p, r, broadcast(6.93147206e-1f));
   return scale_by_power(fma(p, r, broadcast(1.0f)), n);
 }
+
+#ifdef LLMK_VEC_AVX512
+// The same to 7.5e-5 (kDegree 3) or 2.6e-6 (4), for x = 0 too: the instruction set takes the fraction and scales.
+template <int kDegree>
+LLMK_INLINE Vec coarse_power_of_two(Vec x) {
+  const __m512 clamped = maximum(broadcast(-126.0f), x).v;
+  const Vec r = {_mm512_reduce_ps(clamped, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};  // x - floor(x)
+  Vec p;
+  if (kDegree == 3) {
+    p = fma(broadcast(0.0780245226f), r, broadcast(0.226067155f));
+    p = fma(p, r, broadcast(0.69583354f));
+    p = fma(p, r, broadcast(0.999925219f));
+  } else {
+    p = fma(broadcast(0.0135341679f), r, broadcast(0.0520114606f));
+    p = fma(p, r, broadcast(0.241442757f));
+    p = fma(p, r, broadcast(0.693003834f));
+    p = fma(p, r, broadcast(1.00000259f));
+  }
+  return {_mm512_scalef_ps(p.v, clamped)};  // by 2^floor(x)
+}
+#endif
 
 LLMK_INLINE Vec load_int8(const int8_t* p, int64_t n) {
 #ifdef LLMK_VEC_AVX512
@@ -100,6 +116,7 @@ struct FloatProduct {
   static inline Acc step(Operand a, Operand b, Acc total) { return fma(a, b, total); }
   static inline Acc shift(Acc total, int32_t) { return total; }
   static inline Acc join(Acc, Acc low) { return low; }
+  static inline Acc restore(const float* sums) { return load(sums); }
   static inline Vec result(Acc total) { return total; }
 };
 
@@ -108,7 +125,9 @@ struct FloatForm {
   using ValueProduct = FloatProduct;
   static constexpr int kPerUnit = 1, kPasses = 1;
   static constexpr int64_t kDimStep = kLanes;  // dim is padded to whole multiples
-  static constexpr bool kCoarse = false, kFloatUnits = true;
+  static constexpr bool kFloatUnits = true;
+
+  static inline Vec power(Vec x) { return power_of_two(x); }
 
   // 16 units of a row of the cache, of which `n` elements exist; kWhole: all of them.
   template <bool kWhole, class C>
@@ -131,17 +150,26 @@ struct FloatForm {
     *offset = 0;
   }
 
-  // Writes the weights of a tile, scaled by the values' scales where there are any; returns the sums of `p` by lane.
-  static inline Vec pack_weights(Vec (&p)[kTileVectors], const float* value_scales, Unit* out, float* step) {
-    Vec mass = p[0];
-    for (int i = 1; i < kTileVectors; ++i) mass = add(mass, p[i]);
-    for (int i = 0; i < kTileVectors; ++i) {
-      const Vec weight = value_scales == nullptr ? p[i] : mul(p[i], load(value_scales + i * kLanes));
-      store(reinterpret_cast<float*>(out) + i * kLanes, weight);
+  // The weights of a row, two groups of keys at a time, scaled by the values' scales where there are any.
+  struct Weights {
+    const float* value_scales;  // [kPartition]; null: none
+    float* scaled;              // [kPartition], for forms that need all of them first
+    Unit* out;
+    Vec masses = zero();        // by lane
+
+    LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
+      masses = add(masses, add(first, second));
+      put_one(group, first);
+      put_one(group + 1, second);
     }
-    *step = 1.0f;
-    return mass;
-  }
+    LLMK_MEMBER void put_one(int64_t group, Vec p) {
+      const Vec weight = value_scales == nullptr ? p : mul(p, load(value_scales + group * kLanes));
+      store(reinterpret_cast<float*>(out) + group * kLanes, weight);
+    }
+    LLMK_MEMBER Vec mass() const { return masses; }
+    // After the last of `groups`; returns what a product of the weights is to be multiplied by.
+    LLMK_MEMBER float finish(int64_t) { return 1.0f; }
+  };
 
   static inline void restore_order(float*) {}
 };

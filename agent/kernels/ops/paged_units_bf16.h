@@ -18,6 +18,7 @@ struct BFloat16Product {
   static inline Acc step(Operand a, Operand b, Acc total) { return {_mm512_dpbf16_ps(total.v, b, a)}; }
   static inline Acc shift(Acc total, int32_t) { return total; }
   static inline Acc join(Acc, Acc low) { return low; }
+  static inline Acc restore(const float* sums) { return load(sums); }
   static inline Vec result(Acc total) { return total; }
 };
 
@@ -26,7 +27,10 @@ struct BFloat16Form {
   using ValueProduct = BFloat16Product;
   static constexpr int kPerUnit = 2, kPasses = 1;
   static constexpr int64_t kDimStep = 2 * kLanes;
-  static constexpr bool kCoarse = true, kFloatUnits = true;
+  static constexpr bool kFloatUnits = true;
+
+  // Far more exact than a weight of bfloat16.
+  static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<3>(x); }
 
   template <bool kWhole>
   static inline __attribute__((always_inline)) Vec load_key(const bfloat_t* p, int64_t n) {
@@ -55,18 +59,21 @@ struct BFloat16Form {
   }
 
   // The mass adds up the rounded weights, so that rounding does not move the mean.
-  static inline Vec pack_weights(Vec (&p)[kTileVectors], const float*, Unit* out, float* step) {
-    const __m512bh ones = reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3F80));
-    Vec mass = zero();
-    LLMK_UNROLL
-    for (int i = 0; i < kTileVectors; i += 2) {
-      const __m512bh pairs = _mm512_cvtne2ps_pbh(p[i + 1].v, p[i].v);
-      _mm512_storeu_si512(out + i / 2 * kLanes, reinterpret_cast<__m512i>(pairs));
-      mass = {_mm512_dpbf16_ps(mass.v, pairs, ones)};
+  struct Weights {
+    const float* value_scales;
+    float* scaled;
+    Unit* out;
+    Vec masses[2] = {zero(), zero()};  // of pairs of groups in turn
+
+    LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
+      const __m512bh pairs = _mm512_cvtne2ps_pbh(second.v, first.v);
+      _mm512_storeu_si512(out + group / 2 * kLanes, reinterpret_cast<__m512i>(pairs));
+      Vec& mass = masses[group / 2 % 2];
+      mass = {_mm512_dpbf16_ps(mass.v, pairs, reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3F80)))};
     }
-    *step = 1.0f;
-    return mass;
-  }
+    LLMK_MEMBER Vec mass() const { return add(masses[0], masses[1]); }
+    LLMK_MEMBER float finish(int64_t) { return 1.0f; }
+  };
 
   static inline void restore_order(float*) {}
 };

@@ -25,6 +25,9 @@ struct Int8ScoreProduct {
     return _mm512_add_epi32(_mm512_slli_epi32(total, kShift), _mm512_set1_epi32(offset));
   }
   static inline Acc join(Acc high, Acc low) { return _mm512_add_epi32(high, low); }
+  // Sums on the way, in the place of the floats they will be.
+  static inline Acc restore(const float* sums) { return _mm512_loadu_si512(sums); }
+  static inline void keep(Acc total, float* sums) { _mm512_storeu_si512(sums, total); }
   static inline Vec result(Acc total) { return {_mm512_cvtepi32_ps(total)}; }
 };
 
@@ -40,7 +43,10 @@ struct Int8Form {
   using ValueProduct = Int8ValueProduct;
   static constexpr int kPerUnit = 4, kPasses = 2;
   static constexpr int64_t kDimStep = 4 * kLanes;
-  static constexpr bool kCoarse = false, kFloatUnits = false;
+  static constexpr bool kFloatUnits = false;
+
+  // As exact as a weight.
+  static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<4>(x); }
   static constexpr float kLargestQuery = 16319.0f;  // 127 * 2^7 + 63
   static constexpr float kLargestWeight = 65535.0f;
 
@@ -94,29 +100,39 @@ struct Int8Form {
     *factor *= most / kLargestQuery;
   }
 
-  // The scale of a tile's weights is that of the largest one, so each is right to 2^-17 of it.
-  static inline Vec pack_weights(Vec (&p)[kTileVectors], const float* value_scales, Unit* out, float* step) {
-    const Vec mass = add(add(p[0], p[1]), add(p[2], p[3]));
-    Vec top = zero();
-    LLMK_UNROLL
-    for (int i = 0; i < kTileVectors; ++i) {
-      p[i] = mul(p[i], load(value_scales + i * kLanes));
-      top = maximum(top, p[i]);
+  // The scale of a partition's weights is that of the largest one, so each is right to 2^-17 of it. A sum of kPartition
+  // weights times values is below 2^31.
+  struct Weights {
+    const float* value_scales;
+    float* scaled;
+    Unit* out;
+    Vec masses = zero(), top = zero();
+
+    LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
+      masses = add(masses, add(first, second));
+      put_one(group, first);
+      put_one(group + 1, second);
     }
-    const float most = largest(top);
-    const Vec inverse = broadcast(most > 0 ? kLargestWeight / most : 0.0f);
-    uint8_t* high = reinterpret_cast<uint8_t*>(out);
-    uint8_t* low = high + kKeyTile;
-    LLMK_UNROLL
-    for (int i = 0; i < kTileVectors; ++i) {
-      const __m512i weight = _mm512_cvtps_epi32(mul(p[i], inverse).v);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(low + i * kLanes), _mm512_cvtepi32_epi8(weight));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(high + i * kLanes),
-                       _mm512_cvtepi32_epi8(_mm512_srli_epi32(weight, 8)));
+    LLMK_MEMBER void put_one(int64_t group, Vec p) {
+      const Vec weight = mul(p, load(value_scales + group * kLanes));
+      store(scaled + group * kLanes, weight);
+      top = maximum(top, weight);
     }
-    *step = most / kLargestWeight;
-    return mass;
-  }
+    LLMK_MEMBER Vec mass() const { return masses; }
+    LLMK_MEMBER float finish(int64_t groups) {
+      const float most = largest(top);
+      const Vec inverse = broadcast(most > 0 ? kLargestWeight / most : 0.0f);
+      uint8_t* high = reinterpret_cast<uint8_t*>(out);
+      uint8_t* low = high + kPartition;
+      for (int64_t key = 0; key < groups * kGroupKeys; key += kGroupKeys) {
+        const __m512i weight = _mm512_cvtps_epi32(mul(load(scaled + key), inverse).v);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(low + key), _mm512_cvtepi32_epi8(weight));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(high + key), _mm512_cvtepi32_epi8(_mm512_srli_epi32(weight, 8)));
+      }
+      return most / kLargestWeight;
+    }
+  };
+  static_assert(int64_t{kPartition} * 65535 * 127 < int64_t{1} << 31, "a sum of weights times values is an int32");
 
   // Turns the 64 sums of pack_values' order back.
   static inline void restore_order(float* sums) {

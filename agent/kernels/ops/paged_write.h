@@ -8,23 +8,24 @@ namespace llmk {
 namespace LLMK_ARCH {
 namespace paged {
 
+template <class T>
+LLMK_INLINE void load_floats(const T* from, int64_t n, float* out) {
+  for (int64_t d = 0; d < n; d += kLanes) store_n(out + d, load_n(from + d, n - d), n - d);
+}
 LLMK_INLINE void load_floats(DType dtype, const void* data, int64_t first, int64_t n, float* out) {
-  for (int64_t d = 0; d < n; d += kLanes) {
-    if (dtype == DType::kFloat32) store_n(out + d, load_n(static_cast<const float*>(data) + first + d, n - d), n - d);
-    if (dtype == DType::kFloat16) store_n(out + d, load_n(static_cast<const half_t*>(data) + first + d, n - d), n - d);
-    if (dtype == DType::kBFloat16) {
-      store_n(out + d, load_n(static_cast<const bfloat_t*>(data) + first + d, n - d), n - d);
-    }
-  }
+  if (dtype == DType::kFloat32) load_floats(static_cast<const float*>(data) + first, n, out);
+  if (dtype == DType::kFloat16) load_floats(static_cast<const half_t*>(data) + first, n, out);
+  if (dtype == DType::kBFloat16) load_floats(static_cast<const bfloat_t*>(data) + first, n, out);
 }
 
+template <class T>
+LLMK_INLINE void store_floats(const float* x, int64_t n, T* out) {
+  for (int64_t d = 0; d < n; d += kLanes) store_n(out + d, load_n(x + d, n - d), n - d);
+}
 LLMK_INLINE void store_floats(DType dtype, const float* x, int64_t n, void* data) {
-  for (int64_t d = 0; d < n; d += kLanes) {
-    const Vec v = load_n(x + d, n - d);
-    if (dtype == DType::kFloat32) store_n(static_cast<float*>(data) + d, v, n - d);
-    if (dtype == DType::kFloat16) store_n(static_cast<half_t*>(data) + d, v, n - d);
-    if (dtype == DType::kBFloat16) store_n(static_cast<bfloat_t*>(data) + d, v, n - d);
-  }
+  if (dtype == DType::kFloat32) store_floats(x, n, static_cast<float*>(data));
+  if (dtype == DType::kFloat16) store_floats(x, n, static_cast<half_t*>(data));
+  if (dtype == DType::kBFloat16) store_floats(x, n, static_cast<bfloat_t*>(data));
 }
 
 // RMSNorm of one head in place: as rms_norm.h, not rounded.
@@ -38,6 +39,15 @@ static inline void norm_head(const RotaryAttentionArgs& args, const void* gamma,
     load_floats(args.dtype, gamma, d, smaller(n, kLanes), weights);
     store_n(x + d, mul(mul(load_n(x + d, n), scale), load_n(weights, n)), n);
   }
+}
+
+constexpr int64_t kLoadAhead = 8;  // tokens
+
+// Brings head `head` of a token's row of qkv nearer: the rows of a head's tokens lie too far apart for the hardware.
+LLMK_INLINE void prefetch_head(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
+  const int64_t width = args.ready ? args.heads : args.heads + 2 * args.kv_heads, bytes = args.dim * size_of(args.dtype);
+  const char* from = static_cast<const char*>(args.qkv) + (token * width + head) * bytes;
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
 // Head `head` of the token's row of qkv as floats; unless it is ready, normed where there are gammas, and rotated: each product and sum
@@ -90,13 +100,7 @@ static inline void quantize_head(const float* x, int64_t dim, char* values, char
 static inline void scatter_key(const RotaryAttentionArgs& args, const char* row, int64_t index, char* chunk) {
   char* out = chunk + key_element(args, index, 0) * cache_element_bytes(args);
   const int64_t units = args.dim * cache_element_bytes(args) / 4;
-  const uint32_t bias = args.int8_cache ? kKeyBias : 0;
-  for (int64_t u = 0; u < units; ++u) {
-    uint32_t unit;
-    std::memcpy(&unit, row + u * 4, 4);
-    unit ^= bias;
-    std::memcpy(out + u * kGroupKeys * 4, &unit, 4);
-  }
+  for (int64_t u = 0; u < units; ++u) std::memcpy(out + u * kGroupKeys * 4, row + u * 4, 4);
 }
 template <class C>
 static inline void scatter_value(const RotaryAttentionArgs& args, const char* row, int64_t index, char* chunk) {
@@ -105,49 +109,126 @@ static inline void scatter_value(const RotaryAttentionArgs& args, const char* ro
   for (int64_t d = 0; d < args.dim; ++d) out[d * static_cast<int64_t>(4 / sizeof(C))] = in[d];
 }
 
-// A key or value into row `index` of its chunk. `buffer`: dim floats.
-static inline void write_head(const RotaryAttentionArgs& args, const float* x, char* chunk, int64_t index, bool is_key,
-                              float* buffer) {
+// A key or value as the cache's elements; int8: its scale too.
+static inline void narrow_head(const RotaryAttentionArgs& args, const float* x, bool is_key, char* row, char* scale) {
+  if (!args.int8_cache) return store_floats(args.dtype, x, args.dim, row);
+  quantize_head(x, args.dim, row, scale);
+  const uint8_t bias = is_key && cache_has_units(args) ? kKeyBias & 0xFF : 0;
+  for (int64_t d = 0; d < args.dim; ++d) row[d] = static_cast<char>(row[d] ^ bias);
+}
+
+// Head `head` of a token's keys or values, as floats.
+static inline void load_head(const RotaryAttentionArgs& args, int64_t token, int64_t head, bool is_key, float* out) {
+  if (is_key) return load_rotated(args, token, args.heads + head, out);
+  const int64_t width = args.heads + 2 * args.kv_heads;
+  load_floats(args.dtype, args.qkv, (token * width + args.heads + args.kv_heads + head) * args.dim, args.dim, out);
+}
+
+// Memory for writing: a head as floats, and rows of the cache.
+struct WriteBuffer {
+  float* head;  // [dim]
+  char* rows;   // [kGroupKeys][dim] of the cache's elements
+};
+static inline int64_t write_buffer_floats(const RotaryAttentionArgs& args) {
+  return args.dim + kLanes + kGroupKeys * args.dim;
+}
+static inline WriteBuffer write_buffer(const RotaryAttentionArgs& args, float* memory) {
+  return {memory, reinterpret_cast<char*>(memory + args.dim + kLanes)};
+}
+
+// The key or value of a token's head into row `index` of its chunk.
+static inline void write_head(const RotaryAttentionArgs& args, int64_t token, int64_t head, bool is_key, int64_t index,
+                              const WriteBuffer& buffer, char* chunk) {
   const int64_t row_bytes = args.dim * cache_element_bytes(args);
   const bool units = cache_has_units(args);
-  char* row = units ? reinterpret_cast<char*>(buffer) : chunk + index * row_bytes;
-  if (args.int8_cache) {
-    quantize_head(x, args.dim, row, chunk + args.block_size * row_bytes + index * 4);
-  } else {
-    store_floats(args.dtype, x, args.dim, row);
-  }
+  char* row = units ? buffer.rows : chunk + index * row_bytes;
+  load_head(args, token, head, is_key, buffer.head);
+  narrow_head(args, buffer.head, is_key, row, chunk + args.block_size * row_bytes + index * 4);
   if (!units) return;
   if (is_key) return scatter_key(args, row, index, chunk);
   if (args.int8_cache) return scatter_value<int8_t>(args, row, index, chunk);
   scatter_value<uint16_t>(args, row, index, chunk);
 }
 
-// Floats a buffer for write_token has.
-static inline int64_t write_buffer_floats(const RotaryAttentionArgs& args) { return 2 * (args.dim + kLanes); }
+// out[unit][kGroupKeys] = the keys of a group, row after row.
+static inline void place_key_group(const char* rows, int64_t row_bytes, Unit* out) {
+  const int64_t units = row_bytes / 4;
+  for (int64_t u = 0; u < units; u += kLanes) {
+    Vec square[kLanes];
+    LLMK_UNROLL
+    for (int j = 0; j < kLanes; ++j) square[j] = load(reinterpret_cast<const float*>(rows + j * row_bytes) + u);
+    store_transposed(square, out + u * kGroupKeys, kGroupKeys);
+  }
+}
 
-// Keys and values of kv heads [head, head + heads) of a token.
-static inline void write_token(const RotaryAttentionArgs& args, int64_t token, int64_t head, int64_t heads,
-                               float* buffer) {
+// out[unit of keys][dim] = the values of a group, row after row.
+template <class C>
+static inline void place_value_group(const char* rows, int64_t dim, Unit* out) {
+  constexpr int kPer = 4 / sizeof(C);
+  const C* in = reinterpret_cast<const C*>(rows);
+  for (int64_t key = 0; key < kGroupKeys; key += kPer, in += kPer * dim, out += dim) {
+    for (int64_t d = 0; d < dim; ++d) {
+      Unit unit = 0;
+      LLMK_UNROLL
+      for (int i = 0; i < kPer; ++i) unit |= Unit{in[i * dim + d]} << (32 / kPer * i);
+      out[d] = unit;
+    }
+  }
+}
+
+// Whether tokens from `token` on fill a group of units, whose rows are whole vectors of them.
+static inline bool fills_group(const RotaryAttentionArgs& args, int64_t token, int64_t end) {
   const int64_t slot = args.slots[token];
-  if (slot < 0) return;
-  const int64_t index = slot % args.block_size, chunk = chunk_bytes(args);
-  const int64_t row = token * (args.heads + 2 * args.kv_heads) + args.heads + args.kv_heads;
-  float* second = buffer + args.dim + kLanes;
-  for (int64_t h = head; h < head + heads; ++h) {
-    const int64_t offset = (slot / args.block_size * args.kv_heads + h) * chunk;
-    load_rotated(args, token, args.heads + h, buffer);
-    write_head(args, buffer, static_cast<char*>(args.key_cache) + offset, index, true, second);
-    load_floats(args.dtype, args.qkv, (row + h) * args.dim, args.dim, buffer);
-    write_head(args, buffer, static_cast<char*>(args.value_cache) + offset, index, false, second);
+  if (!cache_has_units(args) || args.dim * cache_element_bytes(args) % (kLanes * 4) != 0) return false;
+  if (slot < 0 || slot % kGroupKeys != 0 || token + kGroupKeys > end) return false;
+  for (int64_t i = 1; i < kGroupKeys; ++i) {
+    if (args.slots[token + i] != slot + i) return false;
+  }
+  return true;
+}
+
+// A group of tokens: its units are written whole.
+static inline void write_group(const RotaryAttentionArgs& args, int64_t token, int64_t head, bool is_key, int64_t index,
+                               const WriteBuffer& buffer, char* chunk) {
+  const int64_t row_bytes = args.dim * cache_element_bytes(args);
+  for (int64_t i = 0; i < kGroupKeys; ++i) {
+    // A row of qkv holds the keys of all heads, then the values.
+    if (head + 1 < args.kv_heads) prefetch_head(args, token + i, args.heads + (is_key ? 0 : args.kv_heads) + head + 1);
+    load_head(args, token + i, head, is_key, buffer.head);
+    narrow_head(args, buffer.head, is_key, buffer.rows + i * row_bytes,
+                chunk + args.block_size * row_bytes + (index + i) * 4);
+  }
+  Unit* out = reinterpret_cast<Unit*>(chunk + index * row_bytes);
+  if (is_key) return place_key_group(buffer.rows, row_bytes, out);
+  if (args.int8_cache) return place_value_group<uint8_t>(buffer.rows, args.dim, out);
+  place_value_group<uint16_t>(buffer.rows, args.dim, out);
+}
+
+// Keys and values of kv heads [head, head + heads) of tokens [token, end).
+static inline void write_tokens(const RotaryAttentionArgs& args, int64_t token, int64_t end, int64_t head,
+                                int64_t heads, const WriteBuffer& buffer) {
+  void* const caches[] = {args.key_cache, args.value_cache};
+  for (int64_t count = 1; token < end; token += count) {
+    const int64_t slot = args.slots[token], index = slot % args.block_size;
+    const bool whole = fills_group(args, token, end);
+    count = whole ? kGroupKeys : 1;
+    if (slot < 0) continue;
+    for (int64_t h = head; h < head + heads; ++h) {
+      for (void* cache : caches) {
+        const bool is_key = cache == args.key_cache;
+        char* chunk = static_cast<char*>(cache) + (slot / args.block_size * args.kv_heads + h) * chunk_bytes(args);
+        (whole ? write_group : write_head)(args, token, h, is_key, index, buffer, chunk);
+      }
+    }
   }
 }
 
 static inline void write_all_tokens(const RotaryAttentionArgs& args) {
-  const int64_t per_task = larger(kGroupKeys, 8192 / (2 * args.kv_heads * args.dim));
+  const int64_t per_task = larger(kGroupKeys, 8192 / (2 * args.kv_heads * args.dim) / kGroupKeys * kGroupKeys);
   parallel_for(ceil_div(args.tokens, per_task), [&](int64_t task) {
-    float* buffer = static_cast<float*>(thread_scratch(kScratchTile, write_buffer_floats(args) * 4));
-    const int64_t end = smaller((task + 1) * per_task, args.tokens);
-    for (int64_t token = task * per_task; token < end; ++token) write_token(args, token, 0, args.kv_heads, buffer);
+    float* memory = static_cast<float*>(thread_scratch(kScratchTile, write_buffer_floats(args) * 4));
+    const int64_t first = task * per_task, end = smaller(first + per_task, args.tokens);
+    write_tokens(args, first, end, 0, args.kv_heads, write_buffer(args, memory));
   });
 }
 
