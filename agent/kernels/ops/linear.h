@@ -8,9 +8,10 @@
 //
 //   float32, float16       [panels][2 halves][steps / 16][2 vectors][16 steps][16]
 //   bfloat16               [panels][2][steps / 16][2][16 steps][16][2 depths]
-//   int8, int8_weight_only [panels][groups]{[2][steps / 16][2][16 steps][16][4 depths] uint8 = w + 128, [64] float scales}
-//   int4                   [panels][groups]{[2][steps / 16][2][16 steps][16][4] bytes, [64] float scales, [64] uint8 zeros
-//                          if asymmetric}; low nibbles: depths 0 to 3 of a step, high nibbles: 4 to 7
+//   int8, int8_weight_only [panels][groups]{[2][steps / 16][2][16 steps][16][4 depths] uint8 = w + 128,
+//                          [64] float scales}
+//   int4                   [panels][groups]{[2][steps / 16][2][16 steps][16][4] bytes, [64] float scales,
+//                          [64] uint8 zeros if asymmetric}; low nibbles: depths 0 to 3 of a step, high nibbles: 4 to 7
 //
 // The last tiles of a group, or of the depth, have only the steps that are left (step_offset() below).
 //

@@ -2,10 +2,10 @@
 // its own order of adding (amx_tiles.h), so every product with such a weight is made here, one row or many.
 //
 // A product of tiles takes 16 cycles, a load of a tile 10 from the first-level cache and 20 from the second. So some
-// weights of half a panel, a chunk, stay in the first-level cache while all blocks of rows pass, each with two sums of its
-// own, so that a block begins while the sums of the one before are stored. What else there is to do runs between the
-// products, which leave the rest of the core idle: scales, SwiGLU and arg-max of the rows before, and fetching the chunk
-// that follows in memory.
+// weights of half a panel, a chunk, stay in the first-level cache while all blocks of 16 rows pass. Blocks have two sums
+// each, in tiles 0 and 1 or 2 and 3 by turns, so that one begins while the sums of the one before are stored. What else
+// there is to do runs between the products, which leave most of the core idle: scales, SwiGLU and arg-max of the rows
+// before, and fetching the chunk that follows in memory.
 #pragma once
 #include "amx_tiles.h"
 #include "linear_epilogue.h"
@@ -47,9 +47,9 @@ static inline bool fits_tiles(const LinearJob& job) {
 struct Fetch {
   const uint8_t *next, *end;
 
-  void lines(int count) {
+  void lines(int64_t count) {
     if (next >= end) return;
-    for (int i = 0; i < count; ++i) __builtin_prefetch(next + i * 64, 0, 2);
+    for (int64_t i = 0; i < count; ++i) __builtin_prefetch(next + i * 64, 0, 2);
     next += count * 64;
   }
 };
@@ -132,7 +132,6 @@ struct TiledForm {
 
  private:
   static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights, and as many of two blocks of rows
-  static constexpr int kFetchLines = 2;
 
   struct Chunk {
     const uint8_t* weights;  // tiles of the half's first and second vector in turn
@@ -151,6 +150,7 @@ struct TiledForm {
     const int64_t blocks = ceil_div(rows, kAmxRows), units = chunk.end - chunk.begin;
     const uint8_t* behind = chunk.weights + units * 2 * kTileBytes;
     Fetch fetch{behind, behind + units * 2 * kTileBytes};
+    const int64_t lines = larger(2, smaller(8, 2 * kTileBytes / 64 / blocks));
     int64_t configured = -1;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t begin = rows * b / blocks, count = rows * (b + 1) / blocks - begin;
@@ -163,7 +163,7 @@ struct TiledForm {
         if (b == 0) {
           for (int64_t i = 0; i < 2 * kTileBytes; i += 64) __builtin_prefetch(at + kFetchAhead + i, 0, 3);
         } else {
-          fetch.lines(kFetchLines);
+          fetch.lines(lines);
         }
         finishing->some(step);
       };

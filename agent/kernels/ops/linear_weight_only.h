@@ -19,8 +19,8 @@ LLMK_INLINE void unpack_four(const uint8_t* from, Vec (&out)[4]) {
   out[3] = to_floats(add(shift_right<24>(bytes), zero_point));
 }
 
-// Tiles of `steps` steps of 4 depths, [2][steps][16][4] uint8 of either half, to steps of float32 or pairs of bfloat16 as
-// linear.h has them for a whole group.
+// Tiles of `steps` steps of 4 depths, [2][steps][16][4] uint8 of either half, to steps of float32 or pairs of bfloat16
+// as linear.h has them for a whole group.
 static inline void unpack_block(const uint8_t* w, int64_t half_bytes, int64_t steps, float* to) {
   for (int v = 0; v < 4; ++v) {
     const uint8_t* from = w + v / 2 * half_bytes + v % 2 * steps * 64;
