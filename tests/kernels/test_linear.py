@@ -124,6 +124,18 @@ def test_pieces_of_the_depth_change_no_bit(fmt: str, dtype: str, depth: int) -> 
         np.testing.assert_array_equal(linear(x[begin:end].copy(), blob, dtype), whole[begin:end])
 
 
+@pytest.mark.parametrize(("fmt", "dtype"), [("bfloat16", "bfloat16"), ("int8", "bfloat16"), ("int4", "bfloat16")])
+@pytest.mark.parametrize("depth", [768, 3072])
+def test_blocks_of_rows_change_no_bit(fmt: str, dtype: str, depth: int) -> None:
+    """With tiles a row is in one of many blocks, and its sums come from one chunk of the depth or from several."""
+    x, _, blob = operands(fmt, dtype, (530, 134, depth, 64 if fmt == "int4" else 0, True, False))
+    for epilogue in ("store", "swiglu"):
+        whole = linear(x, blob, dtype, epilogue=epilogue)
+        for begin, end in [(0, 1), (16, 33), (100, 420), (529, 530)]:
+            part = linear(x[begin:end].copy(), blob, dtype, epilogue=epilogue)
+            np.testing.assert_array_equal(part, whole[begin:end])
+
+
 @pytest.mark.parametrize(("fmt", "dtype"), FORMATS)
 def test_threads_change_no_bit(fmt: str, dtype: str) -> None:
     x, _, blob = operands(fmt, dtype, (300, 200, 256, 64, False, False))

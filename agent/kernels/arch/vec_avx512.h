@@ -24,6 +24,13 @@ LLMK_INLINE __m256i narrow(__m512 v, half_t*) {
   return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 }
 LLMK_INLINE __m256i narrow(__m512 v, bfloat_t*) {
+#ifdef LLMK_BF16_DOT
+  // VCVTNEPS2BF16 makes zeros of denormal numbers and is otherwise the same.
+  constexpr int kDenormal = 0x20;
+  if (__builtin_expect(_mm512_fpclass_ps_mask(v, kDenormal) == 0, 1)) {
+    return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
+  }
+#endif
   const __m512i bits = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);

@@ -60,6 +60,10 @@ LLMK_INLINE void multiply_unsigned_bytes() {
   __asm__ volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
 }
 template <int S, int X, int W>
+LLMK_INLINE void multiply_signed_bytes() {
+  __asm__ volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
+}
+template <int S, int X, int W>
 LLMK_INLINE void multiply_bfloats() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(S), "i"(X), "i"(W));
 }

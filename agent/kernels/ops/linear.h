@@ -2,14 +2,18 @@
 //
 //   x [rows, depth]   weight blob (columns x depth)   ->   out[r][c] = sum over k of x[r][k] * w[c][k] (+ bias[c])
 //
-// The blob: a 64-byte header, then panels of 64 columns, each depth step by depth step, so that one 64-byte load gives
-// 16 columns as lanes and the activations are broadcast:
+// The blob: a 64-byte header, then panels of 64 columns, each four vectors: one load gives a step of the depth of 16
+// columns as lanes, and the activations are broadcast. A half is two vectors, which lie together as tiles of the matrix
+// unit: 16 steps of the first, 1 KB, then the same of the second.
 //
-//   float32, float16       [panels][depth][64]
-//   bfloat16               [panels][depth / 2][64][2]
-//   int8, int8_weight_only [panels][groups]{[group / 4][64][4] uint8 = w + 128, [64] float scales}
-//   int4                   [panels][groups]{[group / 8][64][4] bytes, [64] float scales, [64] uint8 zeros if asymmetric}
-//                          low nibbles of the 4 bytes: depths 0 to 3 of the step, high nibbles: 4 to 7
+//   float32, float16       [panels][2 halves][steps / 16][2 vectors][16 steps][16]
+//   bfloat16               [panels][2][steps / 16][2][16 steps][16][2 depths]
+//   int8, int8_weight_only [panels][groups]{[2][steps / 16][2][16 steps][16][4 depths] uint8 = w + 128,
+//                          [64] float scales}
+//   int4                   [panels][groups]{[2][steps / 16][2][16 steps][16][4] bytes, [64] float scales,
+//                          [64] uint8 zeros if asymmetric}; low nibbles: depths 0 to 3 of a step, high nibbles: 4 to 7
+//
+// The last tiles of a group, or of the depth, have only the steps that are left (step_offset() below).
 //
 // A bias follows the panels as floats, in the order of their columns: [panels][64].
 //
@@ -40,7 +44,7 @@ enum class WeightFormat : int32_t {
 };
 
 constexpr uint32_t kPackedWeightMagic = 0x4B50574C;  // "LWPK"
-constexpr int32_t kPackedWeightLayout = 1;           // panels of 64 columns; one family for every instruction set so far
+constexpr int32_t kPackedWeightLayout = 2;           // halves of panels as tiles; one for every instruction set
 
 struct PackedWeightHeader {
   uint32_t magic;
@@ -116,6 +120,7 @@ int check_linear(const char* op, const LinearArgs& args);
 
 // The parts of a blob.
 constexpr int64_t kPanelColumns = 64;
+constexpr int64_t kTileSteps = 16;
 
 struct WeightShape {
   int64_t panels, step_depth, step_bytes;  // depths in one step of a panel, and its bytes
@@ -139,6 +144,12 @@ static inline WeightShape weight_shape(WeightFormat format, int64_t columns, int
   shape.scale_bytes = is_integer(format) ? kPanelColumns * 4 + (nibbles && asymmetric ? kPanelColumns : 0) : 0;
   shape.panel_bytes = shape.steps * shape.step_bytes + shape.groups * shape.scale_bytes;
   return shape;
+}
+
+// Where a step of vector v lies behind the first of a group's (or the depth's) `steps` steps.
+static inline int64_t step_offset(int64_t steps, int64_t step, int v, int64_t vector_bytes) {
+  const int64_t first = step / kTileSteps * kTileSteps;  // of the tile
+  return (v / 2 * 2 * steps + 2 * first + v % 2 * smaller(kTileSteps, steps - first) + step - first) * vector_bytes;
 }
 
 static inline WeightShape weight_shape(const PackedWeightHeader& header) {

@@ -1,6 +1,11 @@
-// The inner loops of linear.h on AMX tiles: two blocks of rows by two vectors of a panel at a time, or, up to 16 rows,
-// one block by all four. int8 gives the integers of any other instruction set. bfloat16 has its own order of adding
-// (amx_tiles.h), so every product with such a weight is made here, one row or many.
+// The inner loops of linear.h on AMX tiles. int8 and int4 give the integers of any other instruction set. bfloat16 has
+// its own order of adding (amx_tiles.h), so every product with such a weight is made here, one row or many.
+//
+// A product of tiles takes 16 cycles, a load of a tile 10 from the first-level cache and 20 from the second. So some
+// weights of half a panel, a chunk, stay in the first-level cache while all blocks of 16 rows pass. Blocks have two sums
+// each, in tiles 0 and 1 or 2 and 3 by turns, so that one begins while the sums of the one before are stored. What else
+// there is to do runs between the products, which leave most of the core idle: scales, SwiGLU and arg-max of the rows
+// before, and fetching the chunk that follows in memory.
 #pragma once
 #include "amx_tiles.h"
 #include "linear_epilogue.h"
@@ -8,6 +13,9 @@
 
 namespace llmk {
 namespace LLMK_ARCH {
+
+constexpr int64_t kTileBytes = kAmxSteps * 64;
+static_assert(kTileSteps == kAmxSteps, "16 steps of a vector are a tile");
 
 struct ByteTiles16 {
   using X = int8_t;
@@ -35,118 +43,171 @@ static inline bool fits_tiles(const LinearJob& job) {
   return job.header.depth % (kAmxSteps * job.shape.step_depth) == 0;
 }
 
-// How the weights to come are fetched while those of a piece are multiplied: `lines` cache lines a unit from `next`.
+// Weights to come, fetched into the second-level cache a few lines at a time: more would keep the loads waiting.
 struct Fetch {
-  const uint8_t* next;
-  int64_t lines;
+  const uint8_t *next, *end;
+
+  void lines(int64_t count) {
+    if (next >= end) return;
+    for (int64_t i = 0; i < count; ++i) __builtin_prefetch(next + i * 64, 0, 2);
+    next += count * 64;
+  }
 };
 
-LLMK_INLINE void fetch_lines(const Fetch& fetch, int64_t unit) {
-  const uint8_t* at = fetch.next + unit * fetch.lines * 64;
-  for (int64_t i = 0; i < fetch.lines; ++i) __builtin_prefetch(at + i * 64, 0, 2);
+// Rows of half a panel whose sums are complete, finished a few at a time.
+class Finishing {
+ public:
+  Finishing(const LinearJob& job, int64_t panel) : job_(job), panel_(panel) {}
+
+  void begin(int half, int64_t row, int64_t rows, const float* sums) {
+    some(rows_);
+    half_ = half;
+    row_ = row;
+    rows_ = rows;
+    sums_ = sums;
+  }
+
+  void some(int64_t count) {
+    if (rows_ == 0) return;
+    count = smaller(count, rows_);
+    job_.finish(job_, panel_, half_, row_, count, sums_);
+    row_ += count;
+    rows_ -= count;
+    sums_ += count * kPanelColumns;
+  }
+
+ private:
+  const LinearJob& job_;
+  const int64_t panel_;
+  int half_ = 0;
+  int64_t row_ = 0, rows_ = 0;
+  const float* sums_ = nullptr;
+};
+
+template <int T>
+LLMK_INLINE void start_tile(bool first, const float* sums) {
+  if (first) {
+    clear_tile<T>();
+  } else {
+    load_tile<T>(sums, kPanelColumns * 4);
+  }
 }
 
 template <class Kind>
 struct TiledForm {
-  static constexpr int64_t kSumsStride = kPanelColumns * 4, kWeightStride = kPanelColumns * 4;
   using X = typename Kind::X;
 
-  // One block of rows passes over the weights once; for more, a piece of them stays in the first-level cache.
-  static int64_t piece_bytes(int64_t rows) { return rows <= kAmxRows ? 384 << 10 : 32 << 10; }
-  static int64_t units(const WeightShape& shape) { return shape.steps / kAmxSteps; }
-  static int64_t unit_bytes(const WeightShape& shape) { return kAmxSteps * shape.step_bytes; }
+  // The rows of a block: `x_bytes` from one to the next.
+  struct Rows {
+    const X* x;
+    int64_t x_bytes;
+  };
 
-  // Up to 16 rows, all 64 columns.
-  static void one_block(const X* x, int64_t x_bytes, const uint8_t* w, int64_t units, int64_t unit_bytes,
-                        const Fetch& fetch, bool first, float* sums) {
-    start_tile<0>(first, sums);
-    start_tile<1>(first, sums + 16);
-    start_tile<2>(first, sums + 32);
-    start_tile<3>(first, sums + 48);
-    for (int64_t u = 0; u < units; ++u, x += Kind::kDepth, w += unit_bytes) {
-      fetch_lines(fetch, u);
-      load_tile<4>(x, x_bytes);
-      load_tile<6>(w, kWeightStride);
-      Kind::template multiply_tiles<0, 4, 6>();
-      load_tile<7>(w + 64, kWeightStride);
-      Kind::template multiply_tiles<1, 4, 7>();
-      load_tile<6>(w + 128, kWeightStride);
-      Kind::template multiply_tiles<2, 4, 6>();
-      load_tile<7>(w + 192, kWeightStride);
-      Kind::template multiply_tiles<3, 4, 7>();
-    }
-    store_tile<0>(sums, kSumsStride);
-    store_tile<1>(sums + 16, kSumsStride);
-    store_tile<2>(sums + 32, kSumsStride);
-    store_tile<3>(sums + 48, kSumsStride);
-  }
-
-  // Two blocks of rows, `lower_x` and `lower_sums` being those of the second; 32 columns.
-  static void two_blocks(const X* x, const X* lower_x, int64_t x_bytes, const uint8_t* w, int64_t units,
-                         int64_t unit_bytes, const Fetch& fetch, bool first, float* sums, float* lower_sums) {
-    start_tile<0>(first, sums);
-    start_tile<1>(first, sums + 16);
-    start_tile<2>(first, lower_sums);
-    start_tile<3>(first, lower_sums + 16);
-    for (int64_t u = 0; u < units; ++u, x += Kind::kDepth, lower_x += Kind::kDepth, w += unit_bytes) {
-      fetch_lines(fetch, u);
-      load_tile<4>(x, x_bytes);
-      load_tile<6>(w, kWeightStride);
-      Kind::template multiply_tiles<0, 4, 6>();
-      load_tile<7>(w + 64, kWeightStride);
-      Kind::template multiply_tiles<1, 4, 7>();
-      load_tile<5>(lower_x, x_bytes);
-      Kind::template multiply_tiles<2, 5, 6>();
-      Kind::template multiply_tiles<3, 5, 7>();
-    }
-    store_tile<0>(sums, kSumsStride);
-    store_tile<1>(sums + 16, kSumsStride);
-    store_tile<2>(lower_sums, kSumsStride);
-    store_tile<3>(lower_sums + 16, kSumsStride);
-  }
-
-  template <int T>
-  LLMK_INLINE void start_tile(bool first, const float* sums) {
-    if (first) {
-      clear_tile<T>();
-    } else {
-      load_tile<T>(sums, kSumsStride);
-    }
-  }
-
-  // A piece of a panel with the rows of a task, in pairs of blocks of nearly the same height.
-  template <class Finish>
-  static void pass(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
-                   const Finish& finish) {
-    const int64_t turns = ceil_div(rows, 2 * kAmxRows), bytes = unit_bytes(job.shape), units = piece.end - piece.begin;
-    const int64_t fetching = piece.bytes == 0 ? 0 : turns >= 4 ? 4 : turns >= 2 ? 2 : 1;
-    int64_t configured = -1;
-    for (int64_t t = 0; t < turns; ++t) {
-      const int64_t begin = rows * t / turns, count = rows * (t + 1) / turns - begin;
-      const bool paired = count > kAmxRows;
-      const int64_t upper = paired ? (count + 1) / 2 : count;
-      if (count != configured) configure_tiles(upper, count - upper);
-      configured = count;
-      float* at = sums + begin * kPanelColumns;
-      const X* x = static_cast<const X*>(job.x) + (row + begin) * job.x_stride + piece.begin * Kind::kDepth;
-      const int64_t x_bytes = job.x_stride * static_cast<int64_t>(sizeof(X)), lines = bytes / 64;
-      if (!paired) {
-        const Fetch own{piece.weights + kFetchAhead, fetching > 0 ? lines : 0};
-        one_block(x, x_bytes, piece.weights, units, bytes, own, piece.first, at);
-      } else {
-        // Half of the lines with either half of the columns.
-        const int64_t share = t < fetching ? lines / fetching / 2 : 0;
-        const uint8_t* next = piece.weights + piece.bytes + t * 2 * share * 64 * units;
-        const X* lower_x = x + upper * job.x_stride;
-        float* lower = at + upper * kPanelColumns;
-        two_blocks(x, lower_x, x_bytes, piece.weights, units, bytes, {next, share}, piece.first, at, lower);
-        next += share * 64 * units;
-        two_blocks(x, lower_x, x_bytes, piece.weights + 128, units, bytes, {next, share}, piece.first, at + 32,
-                   lower + 32);
+  static void task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
+    if (row_end - row <= kAmxRows) return one_block_task(job, panel, row, row_end - row);
+    const int64_t rows = row_end - row, units = job.shape.steps / kAmxSteps, chunks = ceil_div(units, kChunkUnits);
+    // Sums wait for the next chunk, or else only while the next block is multiplied.
+    const int64_t kept = chunks == 1 ? 2 * kAmxRows : rows;
+    float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, kept * kPanelColumns * 4));
+    const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
+    Finishing finishing(job, panel);
+    for (int half = 0; half < 2; ++half) {
+      for (int64_t c = 0; c < chunks; ++c) {
+        const int64_t begin = units * c / chunks, end = units * (c + 1) / chunks;
+        const Chunk chunk{weights + (half * units + begin) * 2 * kTileBytes, half, begin, end, c == 0, c == chunks - 1};
+        multiply_chunk(job, chunk, row, rows, sums, chunks == 1, &finishing);
       }
-      finish(row + begin, count, at);
     }
+    finishing.some(kAmxRows);
     release_tiles();
+  }
+
+  // All rows of a task by `units` units of weights of a half panel, whose sums are begun or added to.
+  static void add(const LinearJob& job, const uint8_t* weights, int half, int64_t begin, int64_t end, bool first,
+                  int64_t row, int64_t rows, float* sums) {
+    Finishing finishing(job, 0);
+    multiply_chunk(job, {weights, half, begin, end, first, false}, row, rows, sums, false, &finishing);
+    release_tiles();
+  }
+
+ private:
+  static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights, and as many of two blocks of rows
+
+  struct Chunk {
+    const uint8_t* weights;  // tiles of the half's first and second vector in turn
+    int half;
+    int64_t begin, end;  // units
+    bool first, last;
+  };
+
+  static Rows rows_at(const LinearJob& job, int64_t row, int64_t unit) {
+    return {static_cast<const X*>(job.x) + row * job.x_stride + unit * Kind::kDepth,
+            job.x_stride * static_cast<int64_t>(sizeof(X))};
+  }
+
+  static void multiply_chunk(const LinearJob& job, const Chunk& chunk, int64_t row, int64_t rows, float* sums,
+                             bool alternate, Finishing* finishing) {
+    const int64_t blocks = ceil_div(rows, kAmxRows), units = chunk.end - chunk.begin;
+    const uint8_t* behind = chunk.weights + units * 2 * kTileBytes;
+    Fetch fetch{behind, behind + units * 2 * kTileBytes};
+    const int64_t lines = larger(2, smaller(8, 2 * kTileBytes / 64 / blocks));
+    int64_t configured = -1;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t begin = rows * b / blocks, count = rows * (b + 1) / blocks - begin;
+      if (count != configured) configure_tiles(count, 0);
+      configured = count;
+      float* to = sums + (alternate ? b % 2 * kAmxRows : begin) * kPanelColumns + chunk.half * 2 * kLanes;
+      const Rows x = rows_at(job, row + begin, chunk.begin);
+      const int64_t step = ceil_div(kAmxRows, units);
+      const auto meanwhile = [&](const uint8_t* at) {
+        if (b == 0) {
+          for (int64_t i = 0; i < 2 * kTileBytes; i += 64) __builtin_prefetch(at + kFetchAhead + i, 0, 3);
+        } else {
+          fetch.lines(lines);
+        }
+        finishing->some(step);
+      };
+      if (b % 2 == 0) {
+        multiply_block<0, 4>(x, chunk.weights, units, chunk.first, to, meanwhile);
+      } else {
+        multiply_block<2, 5>(x, chunk.weights, units, chunk.first, to, meanwhile);
+      }
+      if (chunk.last) finishing->begin(chunk.half, row + begin, count, to);
+    }
+  }
+
+  // A block of rows by 32 columns, with the sums in tiles S and S + 1.
+  template <int S, int A, class Meanwhile>
+  LLMK_INLINE void multiply_block(Rows x, const uint8_t* w, int64_t units, bool first, float* sums,
+                                  const Meanwhile& meanwhile) {
+    start_tile<S>(first, sums);
+    start_tile<S + 1>(first, sums + 16);
+    for (int64_t u = 0; u < units; ++u, x.x += Kind::kDepth, w += 2 * kTileBytes) {
+      load_tile<A>(x.x, x.x_bytes);
+      load_tile<6>(w, 64);
+      Kind::template multiply_tiles<S, A, 6>();
+      load_tile<7>(w + kTileBytes, 64);
+      Kind::template multiply_tiles<S + 1, A, 7>();
+      meanwhile(w);
+    }
+    store_tile<S>(sums, kPanelColumns * 4);
+    store_tile<S + 1>(sums + 16, kPanelColumns * 4);
+  }
+
+  // Up to 16 rows by all 64 columns: weights are read once.
+  static void one_block_task(const LinearJob& job, int64_t panel, int64_t row, int64_t rows) {
+    alignas(64) float sums[kAmxRows * kPanelColumns];
+    const int64_t units = job.shape.steps / kAmxSteps;
+    const uint8_t* w = job.panels + panel * job.shape.panel_bytes;
+    configure_tiles(rows, 0);
+    Rows x = rows_at(job, row, 0);
+    const auto fetch = [](const uint8_t* at) {
+      for (int64_t i = 0; i < 2 * kTileBytes; i += 64) __builtin_prefetch(at + kFetchAhead + i, 0, 2);
+    };
+    multiply_block<0, 4>(x, w, units, true, sums, fetch);
+    multiply_block<2, 5>(x, w + units * 2 * kTileBytes, units, true, sums + 2 * kLanes, fetch);
+    release_tiles();
+    finish_tile(job, panel, row, rows, sums);
   }
 };
 
@@ -154,128 +215,144 @@ struct TiledForm {
 // int8. One row or many: as with weights that are stored so.
 struct TiledBlock {
   using Step = BFloatDotStep;
+  using Form = TiledForm<BFloatTiles16>;
   static bool fits(const LinearJob& job) {
     return job.header.depth % BFloatTiles16::kDepth == 0 && job.header.group % BFloatTiles16::kDepth == 0;
   }
   static void multiply(const LinearJob& job, const uint8_t* block, int64_t begin, int64_t end, bool first, int64_t row,
                        int64_t rows, float* sums) {
-    const auto nothing = [](int64_t, int64_t, const float*) {};
-    const Piece piece{block, begin / BFloatTiles16::kDepth, end / BFloatTiles16::kDepth, 0, first};
-    TiledForm<BFloatTiles16>::pass(job, piece, row, rows, sums, nothing);
+    begin /= BFloatTiles16::kDepth;
+    end /= BFloatTiles16::kDepth;
+    for (int half = 0; half < 2; ++half, block += (end - begin) * 2 * kTileBytes) {
+      Form::add(job, block, half, begin, end, first, row, rows, sums);
+    }
   }
 };
 
-// Weights with a scale a group: the integer sums of a group come from tiles, then everything is as in GroupedForm.
+// Weights with a scale a group: a panel is unpacked to signed bytes less their zeros, tiles give the integer sums of a
+// group of 16 rows by 16 columns, and these are scaled and added up in registers while the next are multiplied.
 template <class Step>
 struct GroupedTiles {
+  using X = int8_t;
+
   static bool fits(const LinearJob& job) {
     const int64_t group = job.header.group;
-    return job.args.rows >= kLeastGroupedRows && group > 0 && group % (4 * kAmxSteps) == 0 &&
-           job.header.depth % group == 0;
-  }
-  static int64_t piece_bytes(int64_t) { return 384 << 10; }
-  static int64_t units(const WeightShape& shape) { return shape.groups; }
-  static int64_t unit_bytes(const WeightShape& shape) {
-    return shape.group_steps * shape.step_bytes + shape.scale_bytes;
+    return job.args.rows >= kLeastGroupedRows && group > 0 && group % kTileDepth == 0 && job.header.depth % group == 0;
   }
 
-  template <class Finish>
-  static void pass(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
-                   const Finish& finish) {
-    const WeightShape& shape = job.shape;
-    const int64_t depth = shape.group_steps * Step::kDepth;
-    uint8_t* bytes = static_cast<uint8_t*>(thread_scratch(kScratchTile, depth * kPanelColumns));
-    const uint8_t* w = piece.weights;
-    for (int64_t g = piece.begin; g < piece.end; ++g, w += unit_bytes(shape)) {
-      const Group group{g, unpack(w, shape.group_steps, bytes), w + shape.group_steps * shape.step_bytes, depth,
-                        piece.first && g == piece.begin};
-      add_group(job, group, row, rows, sums);
-    }
-    release_tiles();
-    finish(row, rows, sums);
-  }
-
- private:
-  static constexpr int64_t kLeastGroupedRows = 8;  // as kLeastTiledRows
-
-  struct Group {
-    int64_t index;
-    const uint8_t* bytes;   // [depth / 4][64][4]
-    const uint8_t* scales;  // [64] floats, then [64] zeros if asymmetric
-    int64_t depth;
-    bool first;
-  };
-
-  // The bytes themselves, or nibbles as bytes: depths 0 to 3 of a step, then 4 to 7.
-  static const uint8_t* unpack(const uint8_t* from, int64_t steps, uint8_t* to) {
-    if (Step::kDepth == 4) return from;
-    const Ints nibble = broadcast_int(0x0F0F0F0F);
-    for (int64_t s = 0; s < steps; ++s, from += 4 * kPanelColumns, to += 8 * kPanelColumns) {
-      for (int v = 0; v < 4; ++v) {
-        const Ints pairs = load_ints(from + v * 64);
-        __builtin_prefetch(from + v * 64 + kFetchAhead, 0, 3);
-        store_ints(to + v * 64, {_mm512_and_si512(pairs.v, nibble.v)});
-        store_ints(to + 4 * kPanelColumns + v * 64, {_mm512_and_si512(shift_right<4>(pairs).v, nibble.v)});
-      }
-    }
-    return to - steps * 8 * kPanelColumns;
-  }
-
-  static void add_group(const LinearJob& job, const Group& group, int64_t row, int64_t rows, float* sums) {
-    const int64_t blocks = ceil_div(rows, kAmxRows);
+  static void task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
+    const int64_t rows = row_end - row, blocks = ceil_div(rows, kAmxRows);
+    uint8_t* bytes = static_cast<uint8_t*>(thread_scratch(kScratchTile, job.header.depth * kPanelColumns));
+    const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
+    const uint8_t* behind = weights + job.shape.panel_bytes;
+    Fetch fetch{behind, behind + job.shape.panel_bytes};
+    unpack(job, weights, bytes);
+    alignas(64) float sums[kAmxRows * kPanelColumns];
     int64_t configured = -1;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t begin = rows * b / blocks, count = rows * (b + 1) / blocks - begin;
       if (count != configured) configure_tiles(count, 0);
       configured = count;
-      alignas(64) int32_t products[kAmxRows][kPanelColumns];
-      multiply(static_cast<const int8_t*>(job.x) + (row + begin) * job.x_stride + group.index * group.depth,
-               job.x_stride, group, products);
-      for (int64_t r = 0; r < count; ++r) {
-        fold(job, group, row + begin + r, products[r], sums + (begin + r) * kPanelColumns);
+      const int8_t* x = static_cast<const int8_t*>(job.x) + (row + begin) * job.x_stride;
+      for (int v = 0; v < 4; ++v) add_groups(job, x, bytes, weights, v, &fetch, sums + v * kLanes);
+      finish_tile(job, panel, row + begin, count, sums);
+    }
+    release_tiles();
+  }
+
+ private:
+  static constexpr int64_t kLeastGroupedRows = 8;  // as kLeastTiledRows
+  static constexpr int64_t kTileDepth = 4 * kAmxSteps;
+
+  static int64_t group_bytes(const LinearJob& job) {
+    return job.shape.group_steps * job.shape.step_bytes + job.shape.scale_bytes;
+  }
+  static const float* scales_of(const LinearJob& job, const uint8_t* group) {
+    return reinterpret_cast<const float*>(group + job.shape.group_steps * job.shape.step_bytes);
+  }
+
+  // [4 vectors][depth / 4][16][4] bytes.
+  static void unpack(const LinearJob& job, const uint8_t* group, uint8_t* to) {
+    const int64_t steps = job.shape.group_steps, vector_bytes = job.header.depth * kLanes;
+    for (int64_t g = 0; g < job.shape.groups; ++g, group += group_bytes(job), to += steps * Step::kDepth * kLanes) {
+      const uint8_t* zeros = reinterpret_cast<const uint8_t*>(scales_of(job, group) + kPanelColumns);
+      for (int v = 0; v < 4; ++v) {
+        const Ints column_zeros =
+            job.header.asymmetric != 0 ? load_unsigned_bytes(zeros + v * kLanes) : broadcast_int(Step::kZero);
+        const Ints zero_points = multiply(column_zeros, broadcast_int(0x01010101));
+        uint8_t* out = to + v * vector_bytes;
+        for (int64_t s = 0; s < steps; ++s, out += Step::kDepth * kLanes) {
+          const uint8_t* from = group + step_offset(steps, s, v, 64);
+          __builtin_prefetch(from + kFetchAhead, 0, 3);
+          unpack_step(load_ints(from), zero_points, out);
+        }
       }
     }
   }
 
-  static void multiply(const int8_t* x, int64_t x_stride, const Group& group, int32_t (&out)[kAmxRows][kPanelColumns]) {
-    clear_tile<0>();
-    clear_tile<1>();
-    clear_tile<2>();
-    clear_tile<3>();
-    const uint8_t* w = group.bytes;
-    for (int64_t k = 0; k < group.depth; k += 4 * kAmxSteps, w += kAmxSteps * 4 * kPanelColumns) {
-      load_tile<4>(x + k, x_stride);
-      load_tile<6>(w, 4 * kPanelColumns);
-      multiply_bytes<0, 4, 6>();
-      load_tile<7>(w + 64, 4 * kPanelColumns);
-      multiply_bytes<1, 4, 7>();
-      load_tile<6>(w + 128, 4 * kPanelColumns);
-      multiply_bytes<2, 4, 6>();
-      load_tile<7>(w + 192, 4 * kPanelColumns);
-      multiply_bytes<3, 4, 7>();
+  LLMK_INLINE void unpack_step(Ints step, Ints zeros, uint8_t* to) {
+    if constexpr (Step::kDepth == 4) {
+      store_ints(to, {_mm512_sub_epi8(step.v, zeros.v)});
+    } else {
+      const __m512i nibble = _mm512_set1_epi8(15);
+      store_ints(to, {_mm512_sub_epi8(_mm512_and_si512(step.v, nibble), zeros.v)});
+      store_ints(to + 64, {_mm512_sub_epi8(_mm512_and_si512(shift_right<4>(step).v, nibble), zeros.v)});
     }
-    store_tile<0>(out[0], sizeof(out[0]));
-    store_tile<1>(out[0] + 16, sizeof(out[0]));
-    store_tile<2>(out[0] + 32, sizeof(out[0]));
-    store_tile<3>(out[0] + 48, sizeof(out[0]));
   }
 
-  LLMK_INLINE void fold(const LinearJob& job, const Group& group, int64_t row, const int32_t* products, float* total) {
-    const int32_t x_sum = job.rows.sums[row * job.shape.groups + group.index];
-    const float* scales = reinterpret_cast<const float*>(group.scales);
-    const uint8_t* zeros = group.scales + kPanelColumns * 4;
+  using Products = int32_t[kAmxRows][kLanes];
+
+  // total = fma(float(sum of a group), scale, total) in the order of the groups, for a vector of columns.
+  static void add_groups(const LinearJob& job, const int8_t* x, const uint8_t* bytes, const uint8_t* group, int v,
+                         Fetch* fetch, float* sums) {
+    const int64_t tiles = job.header.group / kTileDepth, groups = job.shape.groups;
+    const uint8_t* w = bytes + v * job.header.depth * kLanes;
+    alignas(64) Products products[2] = {};
+    Vec total[kAmxRows];
     LLMK_UNROLL
-    for (int v = 0; v < kPanelColumns; v += kLanes) {
-      const Ints excess = job.header.asymmetric != 0
-                              ? multiply_ints(load_unsigned_bytes(zeros + v), broadcast_int(-x_sum))
-                              : broadcast_int(-Step::kZero * x_sum);
-      const Vec part = to_floats(add(load_ints(products + v), excess));
-      store(total + v, fused(part, load(scales + v), group.first ? zero() : load(total + v)));
+    for (int r = 0; r < kAmxRows; ++r) total[r] = zero();
+    const auto fold = [&](const Products& part) {
+      const Vec scale = load(scales_of(job, group) + v * kLanes);
+      LLMK_UNROLL
+      for (int r = 0; r < kAmxRows; ++r) total[r] = fused(to_floats(load_ints(part[r])), scale, total[r]);
+      group += group_bytes(job);
+    };
+    for (int64_t g = 0; g < groups; g += 2) {
+      multiply_group<0>(&x, job.x_stride, &w, tiles, products[0]);
+      fetch->lines(2);
+      if (g > 0) fold(products[1]);
+      if (g + 1 < groups) multiply_group<1>(&x, job.x_stride, &w, tiles, products[1]);
+      fold(products[0]);
     }
+    if (groups % 2 == 0) fold(products[1]);
+    LLMK_UNROLL
+    for (int r = 0; r < kAmxRows; ++r) store(sums + r * kPanelColumns, total[r]);
   }
 
-  LLMK_INLINE Ints multiply_ints(Ints a, Ints b) { return LLMK_ARCH::multiply(a, b); }
+  template <int S>
+  LLMK_INLINE void multiply_group(const int8_t** x, int64_t x_stride, const uint8_t** w, int64_t tiles, Products& out) {
+    clear_tile<S>();
+    for (int64_t i = 0; i < tiles; ++i, *x += kTileDepth, *w += kTileBytes) {
+      load_tile<4 + S>(*x, x_stride);
+      load_tile<6 + S>(*w, 64);
+      multiply_signed_bytes<S, 4 + S, 6 + S>();
+    }
+    store_tile<S>(out, sizeof(out[0]));
+  }
 };
+
+// Blocks of rows that stay in the second-level cache, one after the other with all panels.
+template <class Form>
+static void run_tiles(const LinearJob& job) {
+  constexpr int64_t kBlockBytes = 3 << 19, kMostBlockRows = 512, kLeastBlockRows = 64;
+  const int64_t row_bytes = job.x_stride * static_cast<int64_t>(sizeof(typename Form::X)), rows = job.args.rows;
+  const int64_t block_rows = larger(kLeastBlockRows, smaller(kMostBlockRows, kBlockBytes / row_bytes));
+  const int64_t blocks = ceil_div(rows, block_rows);
+  spread(job, job.shape.panels * blocks, [&](int64_t i) {
+    const int64_t panel = i % job.shape.panels, block = i / job.shape.panels;
+    Form::task(job, panel, rows * block / blocks, rows * (block + 1) / blocks);
+  });
+}
 
 }  // namespace LLMK_ARCH
 }  // namespace llmk

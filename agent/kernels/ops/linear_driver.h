@@ -16,10 +16,12 @@ namespace llmk {
 namespace LLMK_ARCH {
 
 constexpr int64_t kBlockRows = 256;
+constexpr int64_t kPieceBytes = 384 << 10;
 
 // A piece of a panel in units: steps, or groups.
 struct Piece {
   const uint8_t* weights;
+  int64_t half_bytes;  // from the first half of a panel's steps to the second
   int64_t begin, end, bytes;
   bool first;
 };
@@ -28,12 +30,16 @@ struct Piece {
 template <class S>
 struct PlainForm {
   using Step = S;
+  static constexpr int64_t kWholeUnits = kTileSteps;  // pieces begin at multiples of it
   static int64_t units(const WeightShape& shape) { return shape.steps; }
   static int64_t unit_bytes(const WeightShape& shape) { return shape.step_bytes; }
+  // From one unit to the next within half a panel; groups have their halves within.
+  static int64_t unit_stride(const WeightShape& shape) { return shape.step_bytes / 2; }
 
   template <int R, int kLines>
   static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const uint8_t* next) {
-    constexpr int C = Step::columns(R);
+    // One row passes over the weights in the order they lie in memory: half a panel, then the other.
+    constexpr int C = R == 1 && Step::columns(1) > 2 ? 2 : Step::columns(R);
     const typename Step::X* x =
         static_cast<const typename Step::X*>(job.x) + row * job.x_stride + piece.begin * Step::kDepth;
     for (int v = 0; v < 4; v += C) {
@@ -47,8 +53,8 @@ struct PlainForm {
           start(job, row + i / C, &total[i / C][i % C]);
         }
       }
-      sum_steps<Step, R, C, kLines>(piece.weights + v * Step::kVectorBytes, x, job.x_stride,
-                                       piece.end - piece.begin, next, total);
+      sum_steps<Step, R, C, kLines>(piece.weights, piece.half_bytes, v, x, job.x_stride, piece.end - piece.begin, next,
+                                    total);
       LLMK_UNROLL
       for (int i = 0; i < R * C; ++i) {
         store_sum(sums + i / C * kPanelColumns + (v + i % C) * kLanes, total[i / C][i % C]);
@@ -67,10 +73,12 @@ struct PlainForm {
 template <class S>
 struct GroupedForm {
   using Step = S;
+  static constexpr int64_t kWholeUnits = 1;
   static int64_t units(const WeightShape& shape) { return shape.groups; }
   static int64_t unit_bytes(const WeightShape& shape) {
     return shape.group_steps * shape.step_bytes + shape.scale_bytes;
   }
+  static int64_t unit_stride(const WeightShape& shape) { return unit_bytes(shape); }
 
   template <int R, int kLines>
   static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const uint8_t* next) {
@@ -100,7 +108,7 @@ struct GroupedForm {
               asymmetric ? multiply(load_unsigned_bytes(zeros + (v + i % C) * kLanes), broadcast_int(-x_sum))
                          : broadcast_int(-Step::kZero * x_sum);
         }
-        sum_steps<Step, R, C, kLines>(w + v * Step::kVectorBytes, x, job.x_stride, steps, next, part);
+        sum_steps<Step, R, C, kLines>(w, steps * shape.step_bytes / 2, v, x, job.x_stride, steps, next, part);
         LLMK_UNROLL
         for (int i = 0; i < R * C; ++i) {
           const Vec scale = load(scales + (v + i % C) * kLanes);
@@ -154,43 +162,29 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
   }
 }
 
-// What goes over the rows of a task: tiles of registers (piece_rows), or what the form brings itself.
-template <class Form>
-struct RegisterRows {
-  static int64_t piece_bytes(int64_t) { return 384 << 10; }
-  template <class Finish>
-  static void pass(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
-                   const Finish& finish) {
-    piece_rows<Form>(job, piece, row, rows, sums, finish);
-  }
-  static int64_t units(const WeightShape& shape) { return Form::units(shape); }
-  static int64_t unit_bytes(const WeightShape& shape) { return Form::unit_bytes(shape); }
-};
-
 template <class Form>
 static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
   const int64_t units = Form::units(job.shape), unit_bytes = Form::unit_bytes(job.shape);
-  const int64_t pieces = larger(1, smaller(units, ceil_div(job.shape.panel_bytes, Form::piece_bytes(row_end - row))));
+  const int64_t pieces = larger(1, smaller(units, ceil_div(job.shape.panel_bytes, kPieceBytes)));
   const int64_t rows = row_end - row;
   float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, rows * kPanelColumns * 4));
   const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
+  const auto start = [&](int64_t p) {
+    return p == pieces ? units : units * p / pieces / Form::kWholeUnits * Form::kWholeUnits;
+  };
   for (int64_t p = 0; p < pieces; ++p) {
-    const int64_t begin = units * p / pieces, end = units * (p + 1) / pieces;
-    const Piece piece{weights + begin * unit_bytes, begin, end, (end - begin) * unit_bytes, p == 0};
-    Form::pass(job, piece, row, rows, sums, [&](int64_t first, int64_t count, const float* tile_sums) {
+    const int64_t begin = start(p), end = start(p + 1);
+    const Piece piece{weights + begin * Form::unit_stride(job.shape), job.shape.steps * job.shape.step_bytes / 2,
+                      begin, end, (end - begin) * unit_bytes, p == 0};
+    piece_rows<Form>(job, piece, row, rows, sums, [&](int64_t first, int64_t count, const float* tile_sums) {
       if (p == pieces - 1) finish_tile(job, panel, first, count, tile_sums);
     });
   }
 }
 
-template <class Task>
-static inline void for_panels(const LinearJob& job, const Task& task) {
-  const int64_t row_blocks = ceil_div(job.args.rows, kBlockRows);
-  const auto run = [&](int64_t i) {
-    const int64_t panel = i / row_blocks, block = i % row_blocks;
-    task(panel, job.args.rows * block / row_blocks, job.args.rows * (block + 1) / row_blocks);
-  };
-  const int64_t tasks = job.shape.panels * row_blocks;
+// Calls run(i) for every task, in order of memory by each thread.
+template <class Run>
+static inline void spread(const LinearJob& job, int64_t tasks, const Run& run) {
   const bool small = job.shape.panels * job.shape.panel_bytes < (256 << 10) &&
                      job.args.rows * job.header.columns * job.header.depth < (1 << 20);
   if (small) {  // not worth a second thread
@@ -198,6 +192,15 @@ static inline void for_panels(const LinearJob& job, const Task& task) {
   } else {
     parallel_stretches(tasks, run);
   }
+}
+
+template <class Task>
+static inline void for_panels(const LinearJob& job, const Task& task) {
+  const int64_t row_blocks = ceil_div(job.args.rows, kBlockRows);
+  spread(job, job.shape.panels * row_blocks, [&](int64_t i) {
+    const int64_t panel = i / row_blocks, block = i % row_blocks;
+    task(panel, job.args.rows * block / row_blocks, job.args.rows * (block + 1) / row_blocks);
+  });
 }
 
 template <class Form>
@@ -287,22 +290,22 @@ static void run_job(LinearJob* job) {
     job->finish = choose_finish(*job);
 #ifdef LLMK_AMX
     if (format == WeightFormat::kInt4 && GroupedTiles<NibbleStep>::fits(*job)) {
-      return run_panels<GroupedTiles<NibbleStep>>(*job);
+      return run_tiles<GroupedTiles<NibbleStep>>(*job);
     }
     if (format == WeightFormat::kInt8 && grouped && GroupedTiles<ByteStep>::fits(*job)) {
-      return run_panels<GroupedTiles<ByteStep>>(*job);
+      return run_tiles<GroupedTiles<ByteStep>>(*job);
     }
 #endif
-    if (format == WeightFormat::kInt4) return run_panels<RegisterRows<GroupedForm<NibbleStep>>>(*job);
-    if (grouped) return run_panels<RegisterRows<GroupedForm<ByteStep>>>(*job);
+    if (format == WeightFormat::kInt4) return run_panels<GroupedForm<NibbleStep>>(*job);
+    if (grouped) return run_panels<GroupedForm<ByteStep>>(*job);
 #ifdef LLMK_AMX
     if (job->args.rows >= kLeastTiledRows && fits_tiles(*job)) {
       job->scaling = Scaling::kUnsignedBoth;
       job->finish = choose_finish(*job);
-      return run_panels<TiledForm<ByteTiles16>>(*job);
+      return run_tiles<TiledForm<ByteTiles16>>(*job);
     }
 #endif
-    return run_panels<RegisterRows<PlainForm<ByteStep>>>(*job);
+    return run_panels<PlainForm<ByteStep>>(*job);
   }
   const bool weight_only = format == WeightFormat::kInt8WeightOnly;
   job->scaling = weight_only && !grouped ? Scaling::kColumn : Scaling::kNone;
@@ -311,21 +314,21 @@ static void run_job(LinearJob* job) {
   if (job->args.dtype == DType::kBFloat16) {
     rows_as_bfloats(job);
 #ifdef LLMK_AMX
-    if (!weight_only && fits_tiles(*job)) return run_panels<TiledForm<BFloatTiles16>>(*job);
+    if (!weight_only && fits_tiles(*job)) return run_tiles<TiledForm<BFloatTiles16>>(*job);
 #endif
 #ifdef LLMK_AMX
     if (weight_only && TiledBlock::fits(*job)) return run_weight_only<TiledBlock>(*job);
 #endif
     if (weight_only) return run_weight_only<RegisterBlock<BFloatDotStep>>(*job);
-    return run_panels<RegisterRows<PlainForm<BFloatDotStep>>>(*job);
+    return run_panels<PlainForm<BFloatDotStep>>(*job);
   }
 #endif
   rows_as_floats(job);
   if (weight_only) return run_weight_only<RegisterBlock<FloatStep<float>>>(*job);
-  if (format == WeightFormat::kFloat32) return run_panels<RegisterRows<PlainForm<FloatStep<float>>>>(*job);
-  if (format == WeightFormat::kFloat16) return run_panels<RegisterRows<PlainForm<FloatStep<half_t>>>>(*job);
+  if (format == WeightFormat::kFloat32) return run_panels<PlainForm<FloatStep<float>>>(*job);
+  if (format == WeightFormat::kFloat16) return run_panels<PlainForm<FloatStep<half_t>>>(*job);
 #ifndef LLMK_BF16_DOT
-  return run_panels<RegisterRows<PlainForm<BFloatStep>>>(*job);
+  return run_panels<PlainForm<BFloatStep>>(*job);
 #endif
 }
 

@@ -21,7 +21,8 @@ struct LinearJob {
   QuantizedRows rows;
   uint64_t* best;  // [rows], see best_key()
   Scaling scaling;
-  void (*finish)(const LinearJob&, int64_t panel, int64_t row, int64_t count, const float* sums);
+  // Half a panel: vectors 2 * half and 2 * half + 1, a gate and its up where there are such.
+  void (*finish)(const LinearJob&, int64_t panel, int half, int64_t row, int64_t count, const float* sums);
 };
 
 // Orders by value, then by lowest index: a float's bits made to count upwards, and the index counting down.
@@ -42,16 +43,16 @@ static inline void raise_best(uint64_t* best, uint64_t key) {
   }
 }
 
-static inline void find_best(const Vec (&values)[4], int64_t column, int64_t count, uint64_t* best) {
-  Vec masked[4];
+static inline void find_best(const Vec (&values)[2], int64_t column, int64_t count, uint64_t* best) {
+  Vec masked[2];
   LLMK_UNROLL
-  for (int v = 0; v < 4; ++v) {
+  for (int v = 0; v < 2; ++v) {
     // maximum(NaN, x) is x: a NaN never wins.
     masked[v] = maximum(keep_first(values[v], larger(count - v * kLanes, 0), -INFINITY), broadcast(-INFINITY));
   }
-  const float most = largest(maximum(maximum(masked[0], masked[1]), maximum(masked[2], masked[3])));
+  const float most = largest(maximum(masked[0], masked[1]));
   if (best_key(most, column) <= __atomic_load_n(best, __ATOMIC_RELAXED)) return;
-  for (int v = 0; v < 4; ++v) {
+  for (int v = 0; v < 2; ++v) {
     const int lane = first_lane_equal(masked[v], most);
     if (lane < kLanes) return raise_best(best, best_key(most, column + v * kLanes + lane));
   }
@@ -79,40 +80,42 @@ LLMK_INLINE Vec scaled(const float* sum, Vec row_scale, Ints excess, const float
   return load(sum);
 }
 
-// One way to finish the rows of a tile: all that is the same for a whole product is a template argument.
+// One way to finish rows of half a panel, whose sums are 64 floats apart: all that is the same for a whole product is a
+// template argument.
 template <Scaling kScaling, bool kSwiglu, bool kBest, class T>
-static void finish_rows(const LinearJob& job, int64_t panel, int64_t row, int64_t count, const float* sums) {
+static void finish_rows(const LinearJob& job, int64_t panel, int half, int64_t row, int64_t count, const float* sums) {
   const LinearArgs& args = job.args;
+  const int64_t first = 2 * half * kLanes;  // of the panel's columns
   const uint8_t* end = job.panels + panel * job.shape.panel_bytes + job.shape.steps * job.shape.step_bytes;
-  const float* scales = reinterpret_cast<const float*>(end);  // read only without groups
-  constexpr int kStep = kSwiglu ? 2 : 1;
-  const float* bias = job.bias == nullptr ? nullptr : job.bias + panel * kPanelColumns;
-  int64_t column[4], width[4];
-  bool whole = true;
-  for (int v = 0; v < 4; v += kStep) {
-    column[v] = vector_column(job.header, panel, v);
-    width[v] = vector_end(job.header, v) - column[v];
-    whole = whole && width[v] >= kLanes;
+  const float* scales = reinterpret_cast<const float*>(end) + first;  // read only without groups
+  constexpr int kStores = kSwiglu ? 1 : 2;
+  const float* bias = job.bias == nullptr ? nullptr : job.bias + panel * kPanelColumns + first;
+  int64_t column[2], width[2];
+  for (int v = 0; v < kStores; ++v) {
+    column[v] = vector_column(job.header, panel, 2 * half + v);
+    width[v] = vector_end(job.header, 2 * half + v) - column[v];
   }
+  const bool whole = width[kStores - 1] >= kLanes && width[0] >= kLanes;
   for (int64_t r = 0; r < count; ++r, ++row, sums += kPanelColumns) {
     constexpr bool kByRow = kScaling != Scaling::kNone && kScaling != Scaling::kColumn;
     const Vec row_scale = broadcast(kByRow ? job.rows.scales[row] : 1.0f);
     const Ints excess = broadcast_int(kScaling == Scaling::kUnsignedBoth ? -128 * job.rows.sums[row] : 0);
-    Vec values[4];
+    Vec values[2];
     LLMK_UNROLL
-    for (int v = 0; v < 4; ++v) values[v] = scaled<kScaling>(sums + v * kLanes, row_scale, excess, scales + v * kLanes);
+    for (int v = 0; v < 2; ++v) values[v] = scaled<kScaling>(sums + v * kLanes, row_scale, excess, scales + v * kLanes);
     if (bias != nullptr) {
       LLMK_UNROLL
-      for (int v = 0; v < 4; ++v) values[v] = add(values[v], load(bias + v * kLanes));
+      for (int v = 0; v < 2; ++v) values[v] = add(values[v], load(bias + v * kLanes));
     }
     if constexpr (kBest) {
-      find_best(values, panel * kPanelColumns, job.header.columns - panel * kPanelColumns, job.best + row);
+      const int64_t from = panel * kPanelColumns + first;
+      find_best(values, from, job.header.columns - from, job.best + row);
       if (args.out == nullptr) continue;
     }
     T* out = static_cast<T*>(args.out) + row * args.out_stride;
     LLMK_UNROLL
-    for (int v = 0; v < 4; v += kStep) {
-      const Vec value = kSwiglu ? swiglu_lanes(values[v], values[v + 1]) : values[v];
+    for (int v = 0; v < kStores; ++v) {
+      const Vec value = kSwiglu ? swiglu_lanes(values[0], values[1]) : values[v];
       if (whole) {
         store(out + column[v], value);
       } else {
@@ -122,7 +125,7 @@ static void finish_rows(const LinearJob& job, int64_t panel, int64_t row, int64_
   }
 }
 
-using FinishRows = void (*)(const LinearJob&, int64_t panel, int64_t row, int64_t count, const float* sums);
+using FinishRows = decltype(LinearJob::finish);
 
 template <Scaling kScaling, class T>
 static inline FinishRows choose_epilogue(const LinearJob& job) {
@@ -153,7 +156,7 @@ static inline FinishRows choose_finish(const LinearJob& job) {
 
 // sums: [count][64], of rows from `row`.
 static inline void finish_tile(const LinearJob& job, int64_t panel, int64_t row, int64_t count, const float* sums) {
-  job.finish(job, panel, row, count, sums);
+  for (int half = 0; half < 2; ++half) job.finish(job, panel, half, row, count, sums + 2 * half * kLanes);
 }
 
 }  // namespace LLMK_ARCH

@@ -78,13 +78,12 @@ void copy_group(const PackSource& source, int64_t column, int64_t group, int64_t
   out->zero = nibbles && source.zeros != nullptr ? source.zeros[column * groups + group] : nibbles ? 8 : 128;
 }
 
-void place_codes(const GroupCodes& from, int64_t depth, bool nibbles, int lane, uint8_t* steps) {
-  uint8_t* column = steps + lane * 4;
-  for (int64_t k = 0; k < depth; ++k) {
-    if (nibbles) {
-      column[k / 8 * 256 + k % 4] |= static_cast<uint8_t>(from.codes[k] << (k % 8 < 4 ? 0 : 4));
-    } else {
-      column[k / 4 * 256 + k % 4] = from.codes[k];
+void place_codes(const GroupCodes& from, int64_t depth, int64_t step_depth, int lane, uint8_t* group) {
+  const int64_t steps = ceil_div(depth, step_depth);
+  for (int64_t step = 0; step < steps; ++step) {
+    uint8_t* to = group + step_offset(steps, step, lane / 16, 64) + lane % 16 * 4;
+    for (int64_t k = step * step_depth; k < smaller(depth, (step + 1) * step_depth); ++k) {
+      to[k % 4] |= static_cast<uint8_t>(from.codes[k] << (k % step_depth < 4 ? 0 : 4));
     }
   }
 }
@@ -100,22 +99,26 @@ void pack_integer_column(const PackSource& source, const WeightShape& shape, int
       copy_group(source, column, g, shape.groups, begin, end, work);
     }
     uint8_t* steps = panel + g * (shape.group_steps * shape.step_bytes + shape.scale_bytes);
-    place_codes(*work, end - begin, source.format == WeightFormat::kInt4, lane, steps);
+    place_codes(*work, end - begin, shape.step_depth, lane, steps);
     uint8_t* scales = steps + ceil_div(end - begin, shape.step_depth) * shape.step_bytes;
     std::memcpy(scales + lane * 4, &work->scale, 4);
     if (zeros) scales[kPanelColumns * 4 + lane] = work->zero;
   }
 }
 
-void pack_float_column(const PackSource& source, int64_t column, int lane, uint8_t* panel) {
-  for (int64_t k = 0; k < source.depth; ++k) {
-    const float value = source_value(source, column * source.depth + k);
-    if (source.format == WeightFormat::kFloat32) {
-      from_float(value, reinterpret_cast<float*>(panel) + k * kPanelColumns + lane);
-    } else if (source.format == WeightFormat::kFloat16) {
-      from_float(value, reinterpret_cast<half_t*>(panel) + k * kPanelColumns + lane);
-    } else {
-      from_float(value, reinterpret_cast<bfloat_t*>(panel) + (k / 2 * kPanelColumns + lane) * 2 + k % 2);
+void pack_float_column(const PackSource& source, const WeightShape& shape, int64_t column, int lane, uint8_t* panel) {
+  const int64_t lane_bytes = shape.step_bytes / kPanelColumns;
+  for (int64_t k = 0, step = 0; step < shape.steps; ++step) {
+    uint8_t* to = panel + step_offset(shape.steps, step, lane / 16, 16 * lane_bytes) + lane % 16 * lane_bytes;
+    for (const int64_t end = smaller(source.depth, k + shape.step_depth); k < end; ++k) {
+      const float value = source_value(source, column * source.depth + k);
+      if (source.format == WeightFormat::kFloat32) {
+        from_float(value, reinterpret_cast<float*>(to));
+      } else if (source.format == WeightFormat::kFloat16) {
+        from_float(value, reinterpret_cast<half_t*>(to));
+      } else {
+        from_float(value, reinterpret_cast<bfloat_t*>(to) + k % 2);
+      }
     }
   }
 }
@@ -130,7 +133,7 @@ void pack_panel(const PackSource& source, const PackedWeightHeader& header, cons
     if (is_integer(source.format)) {
       pack_integer_column(source, shape, column, lane, header.asymmetric != 0, out, work);
     } else {
-      pack_float_column(source, column, lane, out);
+      pack_float_column(source, shape, column, lane, out);
     }
   }
 }

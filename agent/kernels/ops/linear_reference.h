@@ -37,15 +37,15 @@ struct LinearWeights {
     const uint8_t* panel;
     int lane;
     locate(column, &panel, &lane);
-    if (header.format == WeightFormat::kFloat32) return reinterpret_cast<const float*>(panel)[k * 64 + lane];
-    if (header.format == WeightFormat::kFloat16) return to_float(reinterpret_cast<const half_t*>(panel)[k * 64 + lane]);
-    if (header.format == WeightFormat::kBFloat16) {
-      return to_float(reinterpret_cast<const bfloat_t*>(panel)[(k / 2 * 64 + lane) * 2 + k % 2]);
-    }
-    const int64_t g = k / group_depth(), within = k % group_depth();
-    const uint8_t* steps = group(panel, g);
-    if (header.format != WeightFormat::kInt4) return steps[(within / 4 * 64 + lane) * 4 + within % 4] - 128;
-    const int code = steps[(within / 8 * 64 + lane) * 4 + within % 4] >> (within % 8 < 4 ? 0 : 4) & 15;
+    const int64_t g = k / group_depth(), within = k % group_depth(), lane_bytes = shape.step_bytes / kPanelColumns;
+    const int64_t steps = smaller(shape.group_steps, shape.steps - g * shape.group_steps);
+    const uint8_t* at = group(panel, g) + lane % 16 * lane_bytes +
+                        step_offset(steps, within / shape.step_depth, lane / 16, 16 * lane_bytes);
+    if (header.format == WeightFormat::kFloat32) return *reinterpret_cast<const float*>(at);
+    if (header.format == WeightFormat::kFloat16) return to_float(*reinterpret_cast<const half_t*>(at));
+    if (header.format == WeightFormat::kBFloat16) return to_float(reinterpret_cast<const bfloat_t*>(at)[k % 2]);
+    if (header.format != WeightFormat::kInt4) return at[within % 4] - 128;
+    const int code = at[within % 4] >> (within % 8 < 4 ? 0 : 4) & 15;
     return code - (header.asymmetric != 0 ? scales(panel, g)[kPanelColumns * 4 + lane] : 8);
   }
   float scale(int64_t column, int64_t g) const {

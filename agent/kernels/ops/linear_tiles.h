@@ -118,27 +118,36 @@ LLMK_INLINE void load_sum(const float* p, Ints* total) { *total = load_ints(p); 
 LLMK_INLINE void store_sum(float* p, Vec total) { store(p, total); }
 LLMK_INLINE void store_sum(float* p, Ints total) { store_ints(p, total); }
 
-// total[r][c] += the products of `steps` steps. w: vector 0 of the tile in the first step.
+// total[r][c] += the products of vectors v + c. w: the first of `steps` steps, which begin a tile; half_bytes: how far
+// the second half of the panel lies behind the first.
 template <class Step, int R, int C, int kLines>
-LLMK_INLINE void sum_steps(const uint8_t* w, const typename Step::X* x, int64_t x_stride, int64_t steps,
-                           const uint8_t* next, typename Step::Sum (&total)[R][C]) {
-  for (int64_t s = 0; s < steps; ++s, w += 4 * Step::kVectorBytes, x += Step::kDepth) {
-    typename Step::Weight weight[C];
+LLMK_INLINE void sum_steps(const uint8_t* w, int64_t half_bytes, int v, const typename Step::X* x, int64_t x_stride,
+                           int64_t steps, const uint8_t* next, typename Step::Sum (&total)[R][C]) {
+  for (int64_t first = 0; first < steps; first += kTileSteps) {
+    const int64_t count = smaller(kTileSteps, steps - first), tile = count * Step::kVectorBytes;
+    const uint8_t* at[C];
     LLMK_UNROLL
-    for (int c = 0; c < C; ++c) {
-      weight[c] = Step::weight(w + c * Step::kVectorBytes);
-      if (kLines == 4) __builtin_prefetch(w + c * Step::kVectorBytes + kFetchAhead, 0, 3);
-    }
-    if (kLines == 1 || kLines == 2) {
-      __builtin_prefetch(next, 0, 2);
-      if (kLines == 2) __builtin_prefetch(next + 64, 0, 2);
-      next += kLines * 64;
-    }
-    LLMK_UNROLL
-    for (int r = 0; r < R; ++r) {
-      const auto activation = Step::activation(x + r * x_stride);
+    for (int c = 0; c < C; ++c) at[c] = w + (v + c) / 2 * half_bytes + (v + c) % 2 * tile;
+    w += 2 * tile;
+    for (int64_t s = 0; s < count; ++s, x += Step::kDepth) {
+      typename Step::Weight weight[C];
       LLMK_UNROLL
-      for (int c = 0; c < C; ++c) total[r][c] = Step::step(total[r][c], weight[c], activation);
+      for (int c = 0; c < C; ++c) {
+        weight[c] = Step::weight(at[c]);
+        if (kLines == 4) __builtin_prefetch(at[c] + kFetchAhead, 0, 3);
+        at[c] += Step::kVectorBytes;
+      }
+      if (kLines == 1 || kLines == 2) {
+        __builtin_prefetch(next, 0, 2);
+        if (kLines == 2) __builtin_prefetch(next + 64, 0, 2);
+        next += kLines * 64;
+      }
+      LLMK_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const auto activation = Step::activation(x + r * x_stride);
+        LLMK_UNROLL
+        for (int c = 0; c < C; ++c) total[r][c] = Step::step(total[r][c], weight[c], activation);
+      }
     }
   }
 }

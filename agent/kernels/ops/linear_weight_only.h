@@ -8,7 +8,7 @@
 namespace llmk {
 namespace LLMK_ARCH {
 
-constexpr int64_t kUnpackSteps = 16;  // of 4 depths: 16 KB as float32, 8 KB as bfloat16
+constexpr int64_t kUnpackSteps = kTileSteps;  // of 4 depths: 16 KB as float32, 8 KB as bfloat16
 
 // 4 depths of 16 columns as floats.
 LLMK_INLINE void unpack_four(const uint8_t* from, Vec (&out)[4]) {
@@ -19,25 +19,31 @@ LLMK_INLINE void unpack_four(const uint8_t* from, Vec (&out)[4]) {
   out[3] = to_floats(add(shift_right<24>(bytes), zero_point));
 }
 
-// [steps][64][4] uint8 to [4 * steps][64] float32 or [2 * steps][64][2] bfloat16.
-static inline void unpack_block(const uint8_t* from, int64_t steps, float* to) {
-  for (int64_t i = 0; i < steps * 4; ++i, from += 64) {
-    __builtin_prefetch(from + kFetchAhead, 0, 3);
-    Vec four[4];
-    unpack_four(from, four);
-    float* out = to + i / 4 * 4 * kPanelColumns + i % 4 * kLanes;
-    for (int k = 0; k < 4; ++k) store(out + k * kPanelColumns, four[k]);
+// Tiles of `steps` steps of 4 depths, [2][steps][16][4] uint8 of either half, to steps of float32 or pairs of bfloat16
+// as linear.h has them for a whole group.
+static inline void unpack_block(const uint8_t* w, int64_t half_bytes, int64_t steps, float* to) {
+  for (int v = 0; v < 4; ++v) {
+    const uint8_t* from = w + v / 2 * half_bytes + v % 2 * steps * 64;
+    for (int64_t step = 0; step < 4 * steps; step += 4, from += 64) {
+      __builtin_prefetch(from + kFetchAhead, 0, 3);
+      Vec four[4];
+      unpack_four(from, four);
+      for (int k = 0; k < 4; ++k) store(to + step_offset(4 * steps, step + k, v, kLanes), four[k]);
+    }
   }
 }
 #ifdef LLMK_BF16_DOT
-static inline void unpack_block(const uint8_t* from, int64_t steps, bfloat_t* to) {
-  for (int64_t i = 0; i < steps * 4; ++i, from += 64) {
-    __builtin_prefetch(from + kFetchAhead, 0, 3);
-    Vec four[4];
-    unpack_four(from, four);
-    bfloat_t* out = to + (i / 4 * 4 * kPanelColumns + i % 4 * 2 * kLanes);
-    store_ints(out, pair_bfloats(four[0], four[1]));
-    store_ints(out + 2 * kPanelColumns, pair_bfloats(four[2], four[3]));
+static inline void unpack_block(const uint8_t* w, int64_t half_bytes, int64_t steps, bfloat_t* to) {
+  for (int v = 0; v < 4; ++v) {
+    const uint8_t* from = w + v / 2 * half_bytes + v % 2 * steps * 64;
+    for (int64_t step = 0; step < 2 * steps; step += 2, from += 64) {
+      __builtin_prefetch(from + kFetchAhead, 0, 3);
+      Vec four[4];
+      unpack_four(from, four);
+      bfloat_t* out = to + step_offset(2 * steps, step, v, 2 * kLanes);
+      store_ints(out, pair_bfloats(four[0], four[1]));
+      store_ints(out + 2 * kLanes, pair_bfloats(four[2], four[3]));
+    }
   }
 }
 #endif
@@ -57,7 +63,8 @@ struct RegisterBlock {
   static void multiply(const LinearJob& job, const uint8_t* block, int64_t begin, int64_t end, bool first, int64_t row,
                        int64_t rows, float* sums) {
     const auto nothing = [](int64_t, int64_t, const float*) {};
-    const Piece piece{block, begin / Step::kDepth, end / Step::kDepth, 0, first};
+    const int64_t steps = (end - begin) / Step::kDepth;
+    const Piece piece{block, steps * 2 * Step::kVectorBytes, begin / Step::kDepth, end / Step::kDepth, 0, first};
     piece_rows<PlainForm<Step>>(job, piece, row, rows, sums, nothing);
   }
 };
@@ -73,13 +80,15 @@ static void weight_only_task(const LinearJob& job, int64_t panel, int64_t row, i
   const uint8_t* w = job.panels + panel * shape.panel_bytes;
   for (int64_t g = 0; g < shape.groups; ++g) {
     const int64_t first = g * shape.group_steps, end = smaller(first + shape.group_steps, shape.steps);
+    const int64_t half_bytes = (end - first) * shape.step_bytes / 2;
     for (int64_t step = first; step < end; step += kUnpackSteps) {
       const int64_t count = smaller(kUnpackSteps, end - step);
-      unpack_block(w, count, unpacked);
+      unpack_block(w, half_bytes, count, unpacked);
       const uint8_t* block = reinterpret_cast<const uint8_t*>(unpacked);
       Block::multiply(job, block, 4 * step, 4 * (step + count), step == first, row, rows, sums);
-      w += count * shape.step_bytes;
+      w += count * shape.step_bytes / 2;
     }
+    w += half_bytes;
     if (job.scaling == Scaling::kNone) fold_group(sums, reinterpret_cast<const float*>(w), rows, g == 0, totals);
     w += shape.scale_bytes;
   }
