@@ -138,7 +138,7 @@ def test_quantised_native_differs_from_fused_only_at_ties(results: Any, setup: t
         f"{model} {'-'.join(setup)}: {len(gaps)} ties in {total} tokens, widest {max(gaps, default=0):.2f} deviations"
     )
     assert max(gaps, default=0) < 0.3
-    assert len(gaps) <= 0.1 * total
+    assert len(gaps) <= 0.15 * total
 
 
 def test_native_int4_says_what_the_trained_model_says(results: Any) -> None:

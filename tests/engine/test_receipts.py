@@ -246,9 +246,8 @@ def test_a_full_queue_is_known_without_asking_the_engines_thread() -> None:
             opened = [open_one(serving, Sink(), name) for name in "abcd"]
             assert engine.queue_full() is None
             opened.append(open_one(serving, Sink(), "e"))
-            await serving.until(lambda: engine.status().running == 2)
+            await serving.until(lambda: engine.status().running == 2 and engine.queue_full() is not None)
             full = engine.queue_full()
-            assert full is not None
             assert "3 requests are waiting and 0 can start; the queue takes 3" in str(full)
             sink = Sink()
             opened.append(open_one(serving, sink, "f"))

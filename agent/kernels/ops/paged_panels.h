@@ -145,6 +145,10 @@ static inline void widen_values(const HeadTile& now, int64_t dim, int64_t padded
 static inline void gather_scales(const PagedTile& tile, const char* base, float* out) {
   for (int64_t first = 0; first < kPartition; first += kLanes) {
     const int64_t count = larger(0, smaller(kLanes, tile.count - first));
+    if (count == 0) {
+      store(out + first, zero());
+      continue;
+    }
     if (count == kLanes && tile.scales[first + kLanes - 1] == tile.scales[first] + 4 * (kLanes - 1)) {
       std::memcpy(out + first, base + tile.scales[first], kLanes * sizeof(float));
       continue;
