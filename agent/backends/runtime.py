@@ -14,6 +14,8 @@ from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 
 _PLUGIN_PATH = "MS_OP_PLUGIN_PATH"
+_cpu_set_up: list[str] = []
+"""The op table for which this process has been set up, once it has."""
 
 
 def start_runtime(config: Config, rank: int = 0) -> None:
@@ -29,7 +31,9 @@ def start_runtime(config: Config, rank: int = 0) -> None:
     if config.model_config.cpu_cores:
         cores = own_cores(config.model_config.cpu_cores, rank, config.parallel_config.world_size)
         os.sched_setaffinity(0, cores)  # before any thread of MindSpore or the kernels starts
-    _set_up_cpu(config.context.max_call_depth)
+    if not _cpu_set_up:  # MindSpore takes some settings one time only: the first config's are the process's
+        _cpu_set_up.append(config.op_table)
+        _set_up_cpu(config.context.max_call_depth, config.op_table == "native")
     threads = config.model_config.cpu_threads
     if threads == 0 and config.parallel_config.world_size > 1 and not config.model_config.cpu_cores:
         threads = max(1, len(os.sched_getaffinity(0)) // config.parallel_config.world_size)
@@ -71,27 +75,26 @@ def _give_way(nice: int) -> None:
     os.nice(nice)
 
 
-@cache
-def _set_up_cpu(max_call_depth: int) -> None:
-    """Once a process: MindSpore takes some settings one time only."""
-    _set_environment()
+def _set_up_cpu(max_call_depth: int, many_operators: bool) -> None:
+    """``many_operators``: a step has more than a hundred, as with the native table, and not some fifteen.
+
+    With one dispatching thread MindSpore sends its actors two messages and more for each operator, 30 us once the
+    weights have passed through the caches; with two it launches all of a graph in a loop, and with infer_boost, as on
+    an Ascend, a step whose shapes are those of the one before works out none of them again. That costs 0.5 ms once a
+    step, which few operators do not bring in again.
+    """
+    _set_environment(many_operators)
     import mindspore as ms
 
-    ms.set_context(
-        mode=ms.GRAPH_MODE,
-        # "kbk": kernel by kernel, what dynamic shapes and the op plugin need. With infer_boost, as on an Ascend, a step
-        # whose shapes are those of the one before works out none of them again, and its memory lies where it lay.
-        jit_config={"jit_level": "O0", "infer_boost": "on"},
-        max_call_depth=max_call_depth,
-    )
+    # "kbk": kernel by kernel, what dynamic shapes and the op plugin need.
+    jit_config = {"jit_level": "O0", **({"infer_boost": "on"} if many_operators else {})}
+    ms.set_context(mode=ms.GRAPH_MODE, jit_config=jit_config, max_call_depth=max_call_depth)
     ms.set_device("CPU")
-    # Graph-kernel fusion (context.enable_graph_kernel) is for static shapes; this graph's are dynamic. With one thread
-    # MindSpore sends its actors two messages and more for each operator, 30 us once the weights have passed through the
-    # caches; with two it launches all of a graph in a loop.
-    ms.runtime.dispatch_threads_num(2)
+    # Graph-kernel fusion (context.enable_graph_kernel) is for static shapes; this graph's are dynamic.
+    ms.runtime.dispatch_threads_num(2 if many_operators else 1)
 
 
-def _set_environment() -> None:
+def _set_environment(many_operators: bool) -> None:
     from agent.kernels import library_path
 
     library = str(library_path())
@@ -99,8 +102,8 @@ def _set_environment() -> None:
         raise AgentStartError(f"mindspore was imported before start_runtime could set {_PLUGIN_PATH}={library}")
     os.environ[_PLUGIN_PATH] = library
     os.environ.setdefault("GLOG_v", "3")  # errors only
-    # Operators are launched by a thread that sleeps while there are none; the newer one spins, on a core of ours.
-    os.environ.setdefault("MS_DEV_RUNTIME_CONF", "new_pipeline:False")
+    if many_operators:  # launched by a thread that sleeps while there are none; the newer one spins, on a core of ours
+        os.environ.setdefault("MS_DEV_RUNTIME_CONF", "new_pipeline:False")
     os.environ.setdefault("MS_OM_PATH", str(_scratch_folder()))  # dumps of graphs that fail to compile
 
 
