@@ -39,7 +39,7 @@ const PackedWeightHeader* packed_weight(const Tensors& t, int i) {
 
 namespace {
 
-constexpr int64_t kMlpRows = 512;  // gate, up and down take the rows in pieces, whose activations stay in cache
+constexpr int64_t kMlpRows = 256;  // gate, up and down take the rows in pieces, whose activations stay in cache
 
 int64_t row_bytes(DType dtype, int64_t width) { return size_of(dtype) * width; }
 

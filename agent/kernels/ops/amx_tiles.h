@@ -43,6 +43,11 @@ template <int T>
 LLMK_INLINE void load_tile(const void* from, int64_t row_stride) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_stride), "i"(T) : "memory");
 }
+// With the hint that it will not be loaded again soon: other lines stay in the first-level cache.
+template <int T>
+LLMK_INLINE void load_tile_once(const void* from, int64_t row_stride) {
+  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_stride), "i"(T) : "memory");
+}
 template <int T>
 LLMK_INLINE void store_tile(void* to, int64_t row_stride) {
   __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(row_stride), "i"(T) : "memory");

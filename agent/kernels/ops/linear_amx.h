@@ -1,11 +1,12 @@
 // The inner loops of linear.h on AMX tiles. int8 and int4 give the integers of any other instruction set. bfloat16 has
 // its own order of adding (amx_tiles.h), so every product with such a weight is made here, one row or many.
 //
-// A product of tiles takes 16 cycles, a load of a tile 10 from the first-level cache and 20 from the second. So some
-// weights of half a panel, a chunk, stay in the first-level cache while all blocks of 16 rows pass. Blocks have two sums
-// each, in tiles 0 and 1 or 2 and 3 by turns, so that one begins while the sums of the one before are stored. What else
-// there is to do runs between the products, which leave most of the core idle: scales, SwiGLU and arg-max of the rows
-// before, and fetching the chunk that follows in memory.
+// A product of tiles takes 16 cycles, a load of a tile 8 from the first-level cache and 20 from the second. So some
+// weights of half a panel, a chunk, stay in the first-level cache while all blocks of 32 rows pass, each tile of either
+// being multiplied twice. Rows are loaded with the hint that they will not be used again soon: they would push the chunk
+// out otherwise, and every load of weights would come from the second level. What else there is to do runs between the
+// products, which leave most of the core idle: scales, SwiGLU and arg-max of the block before, and fetching the chunk
+// that follows in memory.
 #pragma once
 #include "amx_tiles.h"
 #include "linear_epilogue.h"
@@ -20,6 +21,7 @@ static_assert(kTileSteps == kAmxSteps, "16 steps of a vector are a tile");
 struct ByteTiles16 {
   using X = int8_t;
   static constexpr int64_t kDepth = 4 * kAmxSteps;  // of one product of tiles
+  static constexpr Scaling kScaling = Scaling::kUnsignedBoth;
   template <int S, int A, int W>
   LLMK_INLINE void multiply_tiles() {
     multiply_bytes<S, A, W>();
@@ -29,6 +31,7 @@ struct ByteTiles16 {
 struct BFloatTiles16 {
   using X = bfloat_t;
   static constexpr int64_t kDepth = 2 * kAmxSteps;
+  static constexpr Scaling kScaling = Scaling::kNone;
   template <int S, int A, int W>
   LLMK_INLINE void multiply_tiles() {
     multiply_bfloats<S, A, W>();
@@ -43,34 +46,51 @@ static inline bool fits_tiles(const LinearJob& job) {
   return job.header.depth % (kAmxSteps * job.shape.step_depth) == 0;
 }
 
-// Weights to come, fetched into the second-level cache a few lines at a time: more would keep the loads waiting.
-struct Fetch {
-  const uint8_t *next, *end;
+// A chunk of weights to come, fetched into the second-level cache a few lines at a time: more would keep the loads waiting.
+// Four pages advance together: the processor fetches ahead within each page by itself, at most 20 lines, which is less
+// than the time memory takes at the rate it could deliver.
+class Fetch {
+ public:
+  static constexpr int kStreams = 4;
 
+  Fetch(const uint8_t* begin, int64_t bytes) : next_(begin), stream_bytes_(bytes / kStreams), left_(stream_bytes_ / 64) {}
+
+  // `count` lines of each stream.
   void lines(int64_t count) {
-    if (next >= end) return;
-    for (int64_t i = 0; i < count; ++i) __builtin_prefetch(next + i * 64, 0, 2);
-    next += count * 64;
+    count = smaller(count, left_);
+    left_ -= count;
+    for (int64_t i = 0; i < count; ++i, next_ += 64) {
+      LLMK_UNROLL
+      for (int stream = 0; stream < kStreams; ++stream) __builtin_prefetch(next_ + stream * stream_bytes_, 0, 2);
+    }
   }
+
+ private:
+  const uint8_t* next_;
+  const int64_t stream_bytes_;
+  int64_t left_;
 };
 
 // Rows of half a panel whose sums are complete, finished a few at a time.
+template <class Finish>
 class Finishing {
  public:
-  Finishing(const LinearJob& job, int64_t panel) : job_(job), panel_(panel) {}
+  Finishing(const LinearJob& job, int64_t panel)
+      : job_(job), halves_{{job, panel, 0, Finish::kStores}, {job, panel, 1, Finish::kStores}} {}
 
   void begin(int half, int64_t row, int64_t rows, const float* sums) {
     some(rows_);
-    half_ = half;
+    half_ = &halves_[half];
     row_ = row;
     rows_ = rows;
     sums_ = sums;
   }
 
-  void some(int64_t count) {
+  // Not inlined: between products of tiles it would take their registers.
+  __attribute__((noinline)) void some(int64_t count) {
     if (rows_ == 0) return;
     count = smaller(count, rows_);
-    job_.finish(job_, panel_, half_, row_, count, sums_);
+    Finish::finish_rows(job_, *half_, row_, count, sums_);
     row_ += count;
     rows_ -= count;
     sums_ += count * kPanelColumns;
@@ -78,10 +98,16 @@ class Finishing {
 
  private:
   const LinearJob& job_;
-  const int64_t panel_;
-  int half_ = 0;
+  const HalfPanel halves_[2];
+  const HalfPanel* half_ = nullptr;
   int64_t row_ = 0, rows_ = 0;
   const float* sums_ = nullptr;
+};
+
+// What takes the place of Finishing where sums are wanted.
+struct NoFinishing {
+  void begin(int, int64_t, int64_t, const float*) {}
+  void some(int64_t) {}
 };
 
 template <int T>
@@ -89,7 +115,7 @@ LLMK_INLINE void start_tile(bool first, const float* sums) {
   if (first) {
     clear_tile<T>();
   } else {
-    load_tile<T>(sums, kPanelColumns * 4);
+    load_tile_once<T>(sums, kPanelColumns * 4);
   }
 }
 
@@ -97,20 +123,19 @@ template <class Kind>
 struct TiledForm {
   using X = typename Kind::X;
 
-  // The rows of a block: `x_bytes` from one to the next.
-  struct Rows {
-    const X* x;
-    int64_t x_bytes;
-  };
+  static auto choose_task(const LinearJob& job) {
+    return choose_finish<Kind::kScaling>(job, [](auto finish) { return &task<decltype(finish)>; });
+  }
 
+  template <class Finish>
   static void task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
-    if (row_end - row <= kAmxRows) return one_block_task(job, panel, row, row_end - row);
+    if (row_end - row <= kAmxRows) return one_block_task<Finish>(job, panel, row, row_end - row);
     const int64_t rows = row_end - row, units = job.shape.steps / kAmxSteps, chunks = ceil_div(units, kChunkUnits);
     // Sums wait for the next chunk, or else only while the next block is multiplied.
-    const int64_t kept = chunks == 1 ? 2 * kAmxRows : rows;
+    const int64_t kept = chunks == 1 ? 2 * kBlockOfRows : rows;
     float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, kept * kPanelColumns * 4));
     const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
-    Finishing finishing(job, panel);
+    Finishing<Finish> finishing(job, panel);
     for (int half = 0; half < 2; ++half) {
       for (int64_t c = 0; c < chunks; ++c) {
         const int64_t begin = units * c / chunks, end = units * (c + 1) / chunks;
@@ -118,20 +143,27 @@ struct TiledForm {
         multiply_chunk(job, chunk, row, rows, sums, chunks == 1, &finishing);
       }
     }
-    finishing.some(kAmxRows);
+    finishing.some(kBlockOfRows);
     release_tiles();
   }
 
   // All rows of a task by `units` units of weights of a half panel, whose sums are begun or added to.
   static void add(const LinearJob& job, const uint8_t* weights, int half, int64_t begin, int64_t end, bool first,
                   int64_t row, int64_t rows, float* sums) {
-    Finishing finishing(job, 0);
+    NoFinishing finishing;
     multiply_chunk(job, {weights, half, begin, end, first, false}, row, rows, sums, false, &finishing);
     release_tiles();
   }
 
  private:
-  static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights, and as many of two blocks of rows
+  static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights
+  static constexpr int64_t kBlockOfRows = 2 * kAmxRows;
+
+  // The rows of a block, in two tiles: `stride` bytes from one to the next.
+  struct Rows {
+    const X *upper, *lower;
+    int64_t stride;
+  };
 
   struct Chunk {
     const uint8_t* weights;  // tiles of the half's first and second vector in turn
@@ -140,74 +172,85 @@ struct TiledForm {
     bool first, last;
   };
 
-  static Rows rows_at(const LinearJob& job, int64_t row, int64_t unit) {
-    return {static_cast<const X*>(job.x) + row * job.x_stride + unit * Kind::kDepth,
-            job.x_stride * static_cast<int64_t>(sizeof(X))};
+  static Rows rows_at(const LinearJob& job, int64_t row, int64_t upper, int64_t unit) {
+    const X* x = static_cast<const X*>(job.x) + row * job.x_stride + unit * Kind::kDepth;
+    return {x, x + upper * job.x_stride, job.x_stride * static_cast<int64_t>(sizeof(X))};
   }
 
+  template <class Finishing>
   static void multiply_chunk(const LinearJob& job, const Chunk& chunk, int64_t row, int64_t rows, float* sums,
                              bool alternate, Finishing* finishing) {
-    const int64_t blocks = ceil_div(rows, kAmxRows), units = chunk.end - chunk.begin;
-    const uint8_t* behind = chunk.weights + units * 2 * kTileBytes;
-    Fetch fetch{behind, behind + units * 2 * kTileBytes};
-    const int64_t lines = larger(2, smaller(8, 2 * kTileBytes / 64 / blocks));
+    const int64_t blocks = ceil_div(rows, kBlockOfRows), units = chunk.end - chunk.begin;
+    Fetch fetch(chunk.weights + units * 2 * kTileBytes, units * 2 * kTileBytes);
+    const int64_t lines = ceil_div(2 * kTileBytes / 64, blocks * Fetch::kStreams), finished = ceil_div(kBlockOfRows, units);
     int64_t configured = -1;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t begin = rows * b / blocks, count = rows * (b + 1) / blocks - begin;
-      if (count != configured) configure_tiles(count, 0);
+      const int64_t upper = count > kAmxRows ? ceil_div(count, 2) : count;
+      if (count != configured) configure_tiles(upper, count - upper);
       configured = count;
-      float* to = sums + (alternate ? b % 2 * kAmxRows : begin) * kPanelColumns + chunk.half * 2 * kLanes;
-      const Rows x = rows_at(job, row + begin, chunk.begin);
-      const int64_t step = ceil_div(kAmxRows, units);
-      const auto meanwhile = [&](const uint8_t* at) {
-        if (b == 0) {
-          for (int64_t i = 0; i < 2 * kTileBytes; i += 64) __builtin_prefetch(at + kFetchAhead + i, 0, 3);
-        } else {
-          fetch.lines(lines);
-        }
-        finishing->some(step);
+      float* to = sums + (alternate ? b % 2 * kBlockOfRows : begin) * kPanelColumns + chunk.half * 2 * kLanes;
+      const auto meanwhile = [&] {
+        fetch.lines(lines);
+        finishing->some(finished);
       };
-      if (b % 2 == 0) {
-        multiply_block<0, 4>(x, chunk.weights, units, chunk.first, to, meanwhile);
+      if (count > upper) {
+        multiply_block<true>(rows_at(job, row + begin, upper, chunk.begin), chunk.weights, units, chunk.first, to,
+                             to + upper * kPanelColumns, meanwhile);
       } else {
-        multiply_block<2, 5>(x, chunk.weights, units, chunk.first, to, meanwhile);
+        multiply_block<false>(rows_at(job, row + begin, upper, chunk.begin), chunk.weights, units, chunk.first, to,
+                              nullptr, meanwhile);
       }
       if (chunk.last) finishing->begin(chunk.half, row + begin, count, to);
     }
   }
 
-  // A block of rows by 32 columns, with the sums in tiles S and S + 1.
-  template <int S, int A, class Meanwhile>
-  LLMK_INLINE void multiply_block(Rows x, const uint8_t* w, int64_t units, bool first, float* sums,
+  // One or two tiles of rows by 32 columns.
+  template <bool kBoth, class Meanwhile>
+  LLMK_INLINE void multiply_block(Rows x, const uint8_t* w, int64_t units, bool first, float* upper, float* lower,
                                   const Meanwhile& meanwhile) {
-    start_tile<S>(first, sums);
-    start_tile<S + 1>(first, sums + 16);
-    for (int64_t u = 0; u < units; ++u, x.x += Kind::kDepth, w += 2 * kTileBytes) {
-      load_tile<A>(x.x, x.x_bytes);
-      load_tile<6>(w, 64);
-      Kind::template multiply_tiles<S, A, 6>();
-      load_tile<7>(w + kTileBytes, 64);
-      Kind::template multiply_tiles<S + 1, A, 7>();
-      meanwhile(w);
+    start_tile<0>(first, upper);
+    start_tile<1>(first, upper + kLanes);
+    if constexpr (kBoth) {
+      start_tile<2>(first, lower);
+      start_tile<3>(first, lower + kLanes);
     }
-    store_tile<S>(sums, kPanelColumns * 4);
-    store_tile<S + 1>(sums + 16, kPanelColumns * 4);
+    for (int64_t u = 0; u < units; ++u, x.upper += Kind::kDepth, x.lower += Kind::kDepth, w += 2 * kTileBytes) {
+      load_tile_once<4>(x.upper, x.stride);
+      load_tile<6>(w, 64);
+      Kind::template multiply_tiles<0, 4, 6>();
+      load_tile<7>(w + kTileBytes, 64);
+      Kind::template multiply_tiles<1, 4, 7>();
+      if constexpr (kBoth) {
+        load_tile_once<5>(x.lower, x.stride);
+        Kind::template multiply_tiles<2, 5, 6>();
+      }
+      meanwhile();
+      if constexpr (kBoth) Kind::template multiply_tiles<3, 5, 7>();
+    }
+    store_tile<0>(upper, kPanelColumns * 4);
+    store_tile<1>(upper + kLanes, kPanelColumns * 4);
+    if constexpr (kBoth) {
+      store_tile<2>(lower, kPanelColumns * 4);
+      store_tile<3>(lower + kLanes, kPanelColumns * 4);
+    }
   }
 
   // Up to 16 rows by all 64 columns: weights are read once.
+  template <class Finish>
   static void one_block_task(const LinearJob& job, int64_t panel, int64_t row, int64_t rows) {
     alignas(64) float sums[kAmxRows * kPanelColumns];
     const int64_t units = job.shape.steps / kAmxSteps;
     const uint8_t* w = job.panels + panel * job.shape.panel_bytes;
     configure_tiles(rows, 0);
-    Rows x = rows_at(job, row, 0);
-    const auto fetch = [](const uint8_t* at) {
-      for (int64_t i = 0; i < 2 * kTileBytes; i += 64) __builtin_prefetch(at + kFetchAhead + i, 0, 2);
-    };
-    multiply_block<0, 4>(x, w, units, true, sums, fetch);
-    multiply_block<2, 5>(x, w + units * 2 * kTileBytes, units, true, sums + 2 * kLanes, fetch);
+    const Rows x = rows_at(job, row, 0, 0);
+    for (int half = 0; half < 2; ++half, w += units * 2 * kTileBytes) {
+      Fetch fetch(w + units * 2 * kTileBytes, units * 2 * kTileBytes);
+      multiply_block<false>(x, w, units, true, sums + half * 2 * kLanes, nullptr,
+                            [&] { fetch.lines(2 * kTileBytes / 64 / Fetch::kStreams); });
+    }
     release_tiles();
-    finish_tile(job, panel, row, rows, sums);
+    for (int half = 0; half < 2; ++half) Finish::finish_half(job, panel, half, row, rows, sums + half * 2 * kLanes);
   }
 };
 
@@ -240,12 +283,13 @@ struct GroupedTiles {
     return job.args.rows >= kLeastGroupedRows && group > 0 && group % kTileDepth == 0 && job.header.depth % group == 0;
   }
 
+  static auto choose_task(const LinearJob&) { return &task; }
+
   static void task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
     const int64_t rows = row_end - row, blocks = ceil_div(rows, kAmxRows);
     uint8_t* bytes = static_cast<uint8_t*>(thread_scratch(kScratchTile, job.header.depth * kPanelColumns));
     const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
-    const uint8_t* behind = weights + job.shape.panel_bytes;
-    Fetch fetch{behind, behind + job.shape.panel_bytes};
+    Fetch fetch(weights + job.shape.panel_bytes, job.shape.panel_bytes);
     unpack(job, weights, bytes);
     alignas(64) float sums[kAmxRows * kPanelColumns];
     int64_t configured = -1;
@@ -319,7 +363,7 @@ struct GroupedTiles {
     };
     for (int64_t g = 0; g < groups; g += 2) {
       multiply_group<0>(&x, job.x_stride, &w, tiles, products[0]);
-      fetch->lines(2);
+      fetch->lines(1);
       if (g > 0) fold(products[1]);
       if (g + 1 < groups) multiply_group<1>(&x, job.x_stride, &w, tiles, products[1]);
       fold(products[0]);
@@ -344,13 +388,14 @@ struct GroupedTiles {
 // Blocks of rows that stay in the second-level cache, one after the other with all panels.
 template <class Form>
 static void run_tiles(const LinearJob& job) {
-  constexpr int64_t kBlockBytes = 3 << 19, kMostBlockRows = 512, kLeastBlockRows = 64;
+  constexpr int64_t kBlockBytes = 3 << 18, kMostBlockRows = 256, kLeastBlockRows = 64;
   const int64_t row_bytes = job.x_stride * static_cast<int64_t>(sizeof(typename Form::X)), rows = job.args.rows;
   const int64_t block_rows = larger(kLeastBlockRows, smaller(kMostBlockRows, kBlockBytes / row_bytes));
   const int64_t blocks = ceil_div(rows, block_rows);
+  const auto task = Form::choose_task(job);
   spread(job, job.shape.panels * blocks, [&](int64_t i) {
     const int64_t panel = i % job.shape.panels, block = i / job.shape.panels;
-    Form::task(job, panel, rows * block / blocks, rows * (block + 1) / blocks);
+    task(job, panel, rows * block / blocks, rows * (block + 1) / blocks);
   });
 }
 

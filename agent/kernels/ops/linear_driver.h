@@ -286,8 +286,7 @@ static void run_job(LinearJob* job) {
   const bool grouped = job->header.group != 0 || format == WeightFormat::kInt4;
   if (wants_quantized_rows(job->args.weight)) {
     rows_as_bytes(job);
-    job->scaling = grouped ? Scaling::kRow : Scaling::kIntegerBoth;
-    job->finish = choose_finish(*job);
+    grouped ? set_finish<Scaling::kRow>(job) : set_finish<Scaling::kIntegerBoth>(job);
 #ifdef LLMK_AMX
     if (format == WeightFormat::kInt4 && GroupedTiles<NibbleStep>::fits(*job)) {
       return run_tiles<GroupedTiles<NibbleStep>>(*job);
@@ -299,17 +298,12 @@ static void run_job(LinearJob* job) {
     if (format == WeightFormat::kInt4) return run_panels<GroupedForm<NibbleStep>>(*job);
     if (grouped) return run_panels<GroupedForm<ByteStep>>(*job);
 #ifdef LLMK_AMX
-    if (job->args.rows >= kLeastTiledRows && fits_tiles(*job)) {
-      job->scaling = Scaling::kUnsignedBoth;
-      job->finish = choose_finish(*job);
-      return run_tiles<TiledForm<ByteTiles16>>(*job);
-    }
+    if (job->args.rows >= kLeastTiledRows && fits_tiles(*job)) return run_tiles<TiledForm<ByteTiles16>>(*job);
 #endif
     return run_panels<PlainForm<ByteStep>>(*job);
   }
   const bool weight_only = format == WeightFormat::kInt8WeightOnly;
-  job->scaling = weight_only && !grouped ? Scaling::kColumn : Scaling::kNone;
-  job->finish = choose_finish(*job);
+  weight_only && !grouped ? set_finish<Scaling::kColumn>(job) : set_finish<Scaling::kNone>(job);
 #ifdef LLMK_BF16_DOT
   if (job->args.dtype == DType::kBFloat16) {
     rows_as_bfloats(job);
@@ -337,7 +331,7 @@ static void linear(const LinearArgs& args) {
   const PackedWeightHeader& header = header_of(args.weight);
   LinearJob job{args,    header, weight_shape(header), static_cast<const uint8_t*>(args.weight) + sizeof(header),
                 bias_of(args.weight), nullptr, 0,      QuantizedRows{},      nullptr,
-                Scaling::kNone, nullptr};
+                nullptr};
   if (args.best_ids != nullptr) {
     job.best = static_cast<uint64_t*>(thread_scratch(kScratchLinearBest, args.rows * 8));
     for (int64_t row = 0; row < args.rows; ++row) job.best[row] = best_key(-INFINITY, 0);

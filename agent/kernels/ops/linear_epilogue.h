@@ -20,7 +20,6 @@ struct LinearJob {
   int64_t x_stride;  // in its elements
   QuantizedRows rows;
   uint64_t* best;  // [rows], see best_key()
-  Scaling scaling;
   // Half a panel: vectors 2 * half and 2 * half + 1, a gate and its up where there are such.
   void (*finish)(const LinearJob&, int64_t panel, int half, int64_t row, int64_t count, const float* sums);
 };
@@ -80,78 +79,94 @@ LLMK_INLINE Vec scaled(const float* sum, Vec row_scale, Ints excess, const float
   return load(sum);
 }
 
+// Half of a panel: what its columns are scaled by, and where they go.
+struct HalfPanel {
+  const float* scales;  // read only without groups
+  const float* bias;    // null: none
+  int64_t first;        // of the columns as they are stored
+  int64_t column[2], width[2];  // where each vector goes, and how many columns there are from there on
+  bool whole;
+
+  HalfPanel(const LinearJob& job, int64_t panel, int half, int stores) : first(panel * kPanelColumns + 2 * half * kLanes) {
+    const uint8_t* end = job.panels + panel * job.shape.panel_bytes + job.shape.steps * job.shape.step_bytes;
+    scales = reinterpret_cast<const float*>(end) + 2 * half * kLanes;
+    bias = job.bias == nullptr ? nullptr : job.bias + first;
+    for (int v = 0; v < 2; ++v) {
+      column[v] = vector_column(job.header, panel, 2 * half + v);
+      width[v] = vector_end(job.header, 2 * half + v) - column[v];
+    }
+    whole = width[stores - 1] >= kLanes && width[0] >= kLanes;
+  }
+};
+
 // One way to finish rows of half a panel, whose sums are 64 floats apart: all that is the same for a whole product is a
 // template argument.
 template <Scaling kScaling, bool kSwiglu, bool kBest, class T>
-static void finish_rows(const LinearJob& job, int64_t panel, int half, int64_t row, int64_t count, const float* sums) {
-  const LinearArgs& args = job.args;
-  const int64_t first = 2 * half * kLanes;  // of the panel's columns
-  const uint8_t* end = job.panels + panel * job.shape.panel_bytes + job.shape.steps * job.shape.step_bytes;
-  const float* scales = reinterpret_cast<const float*>(end) + first;  // read only without groups
-  constexpr int kStores = kSwiglu ? 1 : 2;
-  const float* bias = job.bias == nullptr ? nullptr : job.bias + panel * kPanelColumns + first;
-  int64_t column[2], width[2];
-  for (int v = 0; v < kStores; ++v) {
-    column[v] = vector_column(job.header, panel, 2 * half + v);
-    width[v] = vector_end(job.header, 2 * half + v) - column[v];
-  }
-  const bool whole = width[kStores - 1] >= kLanes && width[0] >= kLanes;
-  for (int64_t r = 0; r < count; ++r, ++row, sums += kPanelColumns) {
+struct Finish {
+  static constexpr int kStores = kSwiglu ? 1 : 2;
+
+  // Everything a row needs is a local variable: what is stored could be any of the job's, for all the compiler knows.
+  static void finish_rows(const LinearJob& job, const HalfPanel& to, int64_t row, int64_t count, const float* sums) {
     constexpr bool kByRow = kScaling != Scaling::kNone && kScaling != Scaling::kColumn;
-    const Vec row_scale = broadcast(kByRow ? job.rows.scales[row] : 1.0f);
-    const Ints excess = broadcast_int(kScaling == Scaling::kUnsignedBoth ? -128 * job.rows.sums[row] : 0);
-    Vec values[2];
-    LLMK_UNROLL
-    for (int v = 0; v < 2; ++v) values[v] = scaled<kScaling>(sums + v * kLanes, row_scale, excess, scales + v * kLanes);
-    if (bias != nullptr) {
+    const float *scales = to.scales, *bias = to.bias, *row_scales = job.rows.scales;
+    const int32_t* row_sums = job.rows.sums;
+    const int64_t columns[2] = {to.column[0], to.column[1]}, out_stride = job.args.out_stride;
+    const bool whole = to.whole, stores = job.args.out != nullptr;
+    T* out = static_cast<T*>(job.args.out) + row * out_stride;
+    for (const int64_t end = row + count; row < end; ++row, sums += kPanelColumns, out += out_stride) {
+      const Vec row_scale = broadcast(kByRow ? row_scales[row] : 1.0f);
+      const Ints excess = broadcast_int(kScaling == Scaling::kUnsignedBoth ? -128 * row_sums[row] : 0);
+      Vec values[2];
       LLMK_UNROLL
-      for (int v = 0; v < 2; ++v) values[v] = add(values[v], load(bias + v * kLanes));
-    }
-    if constexpr (kBest) {
-      const int64_t from = panel * kPanelColumns + first;
-      find_best(values, from, job.header.columns - from, job.best + row);
-      if (args.out == nullptr) continue;
-    }
-    T* out = static_cast<T*>(args.out) + row * args.out_stride;
-    LLMK_UNROLL
-    for (int v = 0; v < kStores; ++v) {
-      const Vec value = kSwiglu ? swiglu_lanes(values[0], values[1]) : values[v];
-      if (whole) {
-        store(out + column[v], value);
-      } else {
-        store_part(out + column[v], value, width[v]);
+      for (int v = 0; v < 2; ++v) {
+        values[v] = scaled<kScaling>(sums + v * kLanes, row_scale, excess, scales + v * kLanes);
+      }
+      if (bias != nullptr) {
+        LLMK_UNROLL
+        for (int v = 0; v < 2; ++v) values[v] = add(values[v], load(bias + v * kLanes));
+      }
+      if constexpr (kBest) {
+        find_best(values, to.first, job.header.columns - to.first, job.best + row);
+        if (!stores) continue;
+      }
+      LLMK_UNROLL
+      for (int v = 0; v < kStores; ++v) {
+        const Vec value = kSwiglu ? swiglu_lanes(values[0], values[1]) : values[v];
+        if (whole) {
+          store(out + columns[v], value);
+        } else {
+          store_part(out + columns[v], value, to.width[v]);
+        }
       }
     }
   }
-}
 
-using FinishRows = decltype(LinearJob::finish);
-
-template <Scaling kScaling, class T>
-static inline FinishRows choose_epilogue(const LinearJob& job) {
-  return job.args.epilogue == Epilogue::kSwiglu ? finish_rows<kScaling, true, false, T>
-                                                : finish_rows<kScaling, false, false, T>;
-}
-
-template <Scaling kScaling>
-static inline FinishRows choose_type(const LinearJob& job) {
-  if (job.best != nullptr) return finish_rows<kScaling, false, true, float>;
-  if (job.args.epilogue == Epilogue::kStoreFloat || job.args.dtype == DType::kFloat32) {
-    return choose_epilogue<kScaling, float>(job);
+  static void finish_half(const LinearJob& job, int64_t panel, int half, int64_t row, int64_t count, const float* sums) {
+    finish_rows(job, HalfPanel(job, panel, half, kStores), row, count, sums);
   }
-  return job.args.dtype == DType::kFloat16 ? choose_epilogue<kScaling, half_t>(job)
-                                           : choose_epilogue<kScaling, bfloat_t>(job);
+};
+
+// visit(Finish<...>()) for a product whose sums are scaled so.
+template <Scaling kScaling, class T, class Visit>
+static inline auto choose_epilogue(const LinearJob& job, const Visit& visit) {
+  return job.args.epilogue == Epilogue::kSwiglu ? visit(Finish<kScaling, true, false, T>())
+                                                : visit(Finish<kScaling, false, false, T>());
+}
+
+template <Scaling kScaling, class Visit>
+static inline auto choose_finish(const LinearJob& job, const Visit& visit) {
+  if (job.best != nullptr) return visit(Finish<kScaling, false, true, float>());
+  if (job.args.epilogue == Epilogue::kStoreFloat || job.args.dtype == DType::kFloat32) {
+    return choose_epilogue<kScaling, float>(job, visit);
+  }
+  return job.args.dtype == DType::kFloat16 ? choose_epilogue<kScaling, half_t>(job, visit)
+                                           : choose_epilogue<kScaling, bfloat_t>(job, visit);
 }
 
 // Once a product.
-static inline FinishRows choose_finish(const LinearJob& job) {
-  if (job.scaling == Scaling::kRow) return choose_type<Scaling::kRow>(job);
-  if (job.scaling == Scaling::kColumn) return choose_type<Scaling::kColumn>(job);
-  if (job.scaling == Scaling::kIntegerBoth) return choose_type<Scaling::kIntegerBoth>(job);
-#ifdef LLMK_AMX
-  if (job.scaling == Scaling::kUnsignedBoth) return choose_type<Scaling::kUnsignedBoth>(job);
-#endif
-  return choose_type<Scaling::kNone>(job);
+template <Scaling kScaling>
+static inline void set_finish(LinearJob* job) {
+  job->finish = choose_finish<kScaling>(*job, [](auto finish) { return &decltype(finish)::finish_half; });
 }
 
 // sums: [count][64], of rows from `row`.

@@ -244,15 +244,18 @@ bool wants_quantized_rows(const void* blob) {
 
 static int64_t round_up(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
 
+// An odd number of cache lines: rows at a power of two of them would fall on few sets of the caches.
+static int64_t row_stride(int64_t depth) { return (ceil_div(depth, 64) | 1) * 64; }
+
 int64_t quantized_rows_bytes(const void* blob, int64_t rows) {
   const PackedWeightHeader& header = header_of(blob);
-  return rows * round_up(header.depth) + round_up(rows * 4) + round_up(rows * weight_shape(header).groups * 4);
+  return rows * row_stride(header.depth) + round_up(rows * 4) + round_up(rows * weight_shape(header).groups * 4);
 }
 
 QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory) {
   const PackedWeightHeader& header = header_of(blob);
   QuantizedRows result;
-  result.stride = round_up(header.depth);
+  result.stride = row_stride(header.depth);
   result.groups = weight_shape(header).groups;
   result.values = static_cast<int8_t*>(memory);
   result.scales = reinterpret_cast<float*>(result.values + rows * result.stride);

@@ -73,6 +73,7 @@ template <class Block>
 static void weight_only_task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
   using X = typename Block::Step::X;
   const WeightShape& shape = job.shape;
+  const bool grouped = job.header.group != 0;  // else the columns' scales come last
   const int64_t rows = row_end - row, size = rows * kPanelColumns;
   alignas(64) X unpacked[kUnpackSteps * 4 * kPanelColumns];
   float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, 2 * size * 4));
@@ -89,10 +90,10 @@ static void weight_only_task(const LinearJob& job, int64_t panel, int64_t row, i
       w += count * shape.step_bytes / 2;
     }
     w += half_bytes;
-    if (job.scaling == Scaling::kNone) fold_group(sums, reinterpret_cast<const float*>(w), rows, g == 0, totals);
+    if (grouped) fold_group(sums, reinterpret_cast<const float*>(w), rows, g == 0, totals);
     w += shape.scale_bytes;
   }
-  finish_tile(job, panel, row, rows, job.scaling == Scaling::kNone ? totals : sums);
+  finish_tile(job, panel, row, rows, grouped ? totals : sums);
 }
 
 template <class Block>

@@ -87,10 +87,58 @@ static void quantize_row_typed(const T* x, const QuantizedRows& rows, int64_t ro
   if (!by_vectors) sum_groups(values, depth, header.group, sums);
 }
 
+#ifdef LLMK_VEC_AVX512
+// 32 numbers a vector: their magnitudes are compared as the integers their bits are, and what quantises them takes the
+// even and the odd ones apart, which are floats as they lie.
+static void quantize_bfloats(const bfloat_t* x, const QuantizedRows& rows, int64_t row, const PackedWeightHeader& header) {
+  constexpr int64_t kStep = 2 * kLanes;
+  constexpr uint32_t kInfinity = 0x7F80;
+  const int64_t depth = header.depth, group = header.group == 0 ? rows.stride : header.group;
+  int8_t* values = rows.values + row * rows.stride;
+  int32_t* sums = rows.sums + row * rows.groups;
+  const auto numbers = [&](int64_t k) {
+    if (k + kStep <= depth) return _mm512_loadu_si512(x + k);
+    return _mm512_maskz_loadu_epi16(k < depth ? (1u << (depth - k)) - 1 : 0u, x + k);
+  };
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t k = 0; k < depth; k += kStep) {
+    most = _mm512_max_epu16(most, _mm512_and_si512(numbers(k), _mm512_set1_epi16(0x7FFF)));
+  }
+  most = _mm512_max_epu32(_mm512_and_si512(most, _mm512_set1_epi32(0xFFFF)), _mm512_srli_epi32(most, 16));
+  const uint32_t bits = _mm512_reduce_max_epu32(most);
+  const float largest = bits_to_float(bits << 16), inverse = bits >= kInfinity ? 0.0f : quantize_inverse(largest);
+  rows.scales[row] = bits >= kInfinity ? std::nanf("") : largest / 127.0f;
+  if (inverse == 0) {
+    std::memset(values, 0, static_cast<size_t>(rows.stride));
+    for (int64_t g = 0; g < rows.groups; ++g) sums[g] = 0;
+    return;
+  }
+  const __m512 factor = _mm512_set1_ps(inverse);
+  __m512i total = _mm512_setzero_si512();
+  for (int64_t k = 0; k < rows.stride; k += kStep) {
+    const Ints pairs{numbers(k)};
+    const __m512i even = _mm512_cvtps_epi32(_mm512_mul_ps(low_bfloats(pairs).v, factor));
+    const __m512i odd = _mm512_cvtps_epi32(_mm512_mul_ps(high_bfloats(pairs).v, factor));
+    const __m512i joined = _mm512_mask_blend_epi16(0xAAAAAAAAu, even, _mm512_slli_epi32(odd, 16));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(values + k), _mm512_cvtepi16_epi8(joined));
+    total = _mm512_add_epi32(total, _mm512_add_epi32(even, odd));
+    if (k < depth && ((k + kStep) % group == 0 || k + kStep >= depth)) {
+      sums[k / group] = _mm512_reduce_add_epi32(total);
+      total = _mm512_setzero_si512();
+    }
+  }
+}
+#endif
+
 static void quantize_row(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob) {
   const PackedWeightHeader& header = header_of(blob);
   if (dtype == DType::kFloat32) quantize_row_typed(static_cast<const float*>(x), rows, row, header);
   if (dtype == DType::kFloat16) quantize_row_typed(static_cast<const half_t*>(x), rows, row, header);
+#ifdef LLMK_VEC_AVX512
+  if (dtype == DType::kBFloat16 && header.group % (2 * kLanes) == 0) {
+    return quantize_bfloats(static_cast<const bfloat_t*>(x), rows, row, header);
+  }
+#endif
   if (dtype == DType::kBFloat16) quantize_row_typed(static_cast<const bfloat_t*>(x), rows, row, header);
 }
 
