@@ -185,21 +185,25 @@ static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask&
 // Heads whose rows are a block.
 static inline int64_t heads_together(const PagedTask& task) { return larger(1, kTileRows / task.rows); }
 
-// Fetches the first keys of `task` in the partition from `begin` on, for heads from `head` on.
+// Fetches the first keys of `task` in the partition from `begin` on, for heads from `head` on, and before the partition
+// that the task's own keys and values are part of what it `writes` of them.
 static inline void fetch_keys(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
-                              TileFetch* fetch) {
+                              bool writes, TileFetch* fetch) {
   const int64_t heads = smaller(heads_together(task), task.heads - head);
   const int64_t end = begin + (heads > 1 ? kChunkGroups * kGroupKeys : kPartition);
   fetch->start(args, true, task.seq, begin, smaller(end, task_end(args, task)), task.head + head, heads);
+  if (writes && head == 0 && begin + kPartition >= task_end(args, task) && task.end_part == task.parts) {
+    fetch->add_written(args, task.seq, task.head, task.heads);
+  }
 }
 
 // Fetches what comes after heads [.., head) of the partition at `begin`: further heads, the next partition or, at the end
 // of the task, the thread's next one (null: none).
 static inline void fetch_next(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
-                              const PagedTask* next, TileFetch* fetch) {
-  if (head < task.heads) return fetch_keys(args, task, begin, head, fetch);
-  if (begin + kPartition < task_end(args, task)) return fetch_keys(args, task, begin + kPartition, 0, fetch);
-  if (next != nullptr) fetch_keys(args, *next, next->first_part * kPartition, 0, fetch);
+                              const PagedTask* next, bool writes, TileFetch* fetch) {
+  if (head < task.heads) return fetch_keys(args, task, begin, head, writes, fetch);
+  if (begin + kPartition < task_end(args, task)) return fetch_keys(args, task, begin + kPartition, 0, writes, fetch);
+  if (next != nullptr) fetch_keys(args, *next, next->first_part * kPartition, 0, writes, fetch);
 }
 
 static inline HeadTile head_tile(const RotaryAttentionArgs& args, const PagedTile& tile, int64_t head) {
@@ -208,17 +212,14 @@ static inline HeadTile head_tile(const RotaryAttentionArgs& args, const PagedTil
           static_cast<const char*>(args.value_cache) + offset};
 }
 
-// The panels of a head but for its values; h: its place in `memory`.
+// The panels of a head but for its values and scales; h: its place in `memory`.
 template <class F, class C>
 static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadTile& now, int64_t h, const TaskRows& all,
                                     const PanelMemory& memory) {
   TilePanels panels{now.tile->begin, ceil_div(now.tile->count, kGroupKeys), all.padded_dim, {}, {}, nullptr, nullptr};
   if (sizeof(C) == 1) {
-    float* scales = memory.scales + h * 2 * kPartition;
-    gather_scales(*now.tile, now.keys, scales);
-    gather_scales(*now.tile, now.values, scales + kPartition);
-    panels.key_scales = scales;
-    panels.value_scales = scales + kPartition;
+    panels.key_scales = memory.scales + h * 2 * kPartition;
+    panels.value_scales = panels.key_scales + kPartition;
   }
   if (reads_cache<F, C>(args)) {
     point_at_keys(now, &panels);
@@ -260,7 +261,7 @@ struct TaskMemory {
   int64_t *visible, *first;  // [rows]; first: null where all keys are seen
 };
 
-// What a block of rows reads: it fetches ahead and places values.
+// What a block of rows reads: it fetches ahead, and places scales and values when their lines are there.
 template <class F, class C>
 struct BlockSource {
   const RotaryAttentionArgs& args;
@@ -271,6 +272,7 @@ struct BlockSource {
   TilePanels* panels;
   int64_t head, heads;
   bool tiles, first;  // of the blocks that read the same
+  bool writes;        // tasks write the cache
   TileFetch* fetch;   // null: nothing is fetched
 
   // Before groups of keys, or of values, are read: fetches those after them.
@@ -278,10 +280,21 @@ struct BlockSource {
     if (fetch == nullptr) return;
     fetch->rest();
     fetch->stop();
-    if (!keys && groups.done) return fetch_next(args, task, tile.begin, head + heads, next, fetch);
+    if (!keys && groups.done) return fetch_next(args, task, tile.begin, head + heads, next, writes, fetch);
     const int64_t chunk = heads > 1 ? kChunkGroups * kGroupKeys : kPartition;
     const int64_t first = groups.done ? 0 : groups.end * kGroupKeys, end = smaller(tile.count, first + chunk);
     fetch->start(args, keys && !groups.done, task.seq, tile.begin + first, tile.begin + end, task.head + head, heads);
+  }
+
+  // Of `groups` of all heads; a head alone has all its scales placed at once.
+  void place_scales(bool keys, GroupRange groups) const {
+    if (sizeof(C) > 1 || !first) return;
+    if (heads == 1) groups = {0, kPartGroups, true};
+    for (int64_t h = 0; h < heads; ++h) {
+      const HeadTile now = head_tile(args, tile, task.head + head + h);
+      gather_scales(tile, keys ? now.keys : now.values, groups.begin, groups.end,
+                    keys ? panels[h].key_scales : panels[h].value_scales);
+    }
   }
 
   // A head alone has all its values placed at once.
@@ -296,7 +309,7 @@ struct BlockSource {
 // A partition for the rows of each head from `skip` on, which see any of it.
 template <class F, class C>
 static inline void attend_partition(const RotaryAttentionArgs& args, const PagedTask& task, const PagedTask* next,
-                                    const PagedTile& tile, const TaskMemory& memory, int64_t skip,
+                                    bool writes, const PagedTile& tile, const TaskMemory& memory, int64_t skip,
                                     const PagedJoin* join, int64_t* configured, TileFetch* fetch) {
   const TaskRows& all = memory.all;
   const int64_t span = reads_cache<F, C>(args) ? heads_together(task) : 1;
@@ -325,7 +338,7 @@ static inline void attend_partition(const RotaryAttentionArgs& args, const Paged
       const RowBlock block{head, heads, row, size};
       const bool first = row == skip;
       TileFetch* fetching = all.rows <= kTileRows ? fetch : nullptr;  // more rows work longer than reading takes
-      const BlockSource<F, C> source{args, task, next, tile, memory, panels, head, heads, tiles, first, fetching};
+      const BlockSource<F, C> source{args, task, next, tile, memory, panels, head, heads, tiles, first, writes, fetching};
       attend_block<F>(all, panels, block, tiles, memory.block, fetching, source);
       close_block(task, tile.begin / kPartition, all, block, memory.block.part, join);
       row += size;
@@ -354,7 +367,7 @@ static inline void walk_partitions(const RotaryAttentionArgs& args, const PagedP
     while (skip < all.rows && all.visible[skip] <= begin) ++skip;
     PagedTile tile;
     locate_tile(args, task.seq, begin, end, &tile);
-    attend_partition<F, C>(args, task, next, tile, memory, skip, join, &configured, fetch);
+    attend_partition<F, C>(args, task, next, plan.writes, tile, memory, skip, join, &configured, fetch);
   }
 #ifdef LLMK_AMX
   if (configured > 0) release_tiles();
@@ -397,6 +410,7 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
                             const PagedTask* next, TileFetch* fetch) {
   const int64_t padded_dim = padded_dim_of<F, C>(args);
   const bool in_order = reads_cache<F, C>(args);
+  fetch->rest();  // what is written comes while the queries are rotated
   PagedScratch measured{nullptr};
   place_task<F>(args, task, padded_dim, &measured);
   PagedScratch scratch{static_cast<char*>(thread_scratch(kScratchTile, measured.used))};

@@ -28,8 +28,28 @@ class TileFetch {
         const int64_t offset = (*block * args.kv_heads + head + h) * chunk + row * row_bytes;
         const bool whole = rows == args.block_size;  // with its scales
         add(base + static_cast<uintptr_t>(offset), whole ? chunk : rows * row_bytes);
+        // The values' scales are needed with the weights of all keys, before any value.
+        if (whole && keys && args.int8_cache) {
+          const auto values = reinterpret_cast<uintptr_t>(args.value_cache);
+          add(values + static_cast<uintptr_t>(offset + args.block_size * row_bytes), args.block_size * 4);
+        }
         j += rows;
       }
+    }
+  }
+
+  // Besides: what the last token of a sequence is written to, whose key has a part in every unit of a group.
+  void add_written(const RotaryAttentionArgs& args, int64_t seq, int64_t head, int64_t heads) {
+    const int64_t position = args.context_lens[seq] - 1, index = position % args.block_size, chunk = chunk_bytes(args);
+    const int64_t block = args.block_tables[seq * args.table_width + position / args.block_size];
+    const int64_t first = (block * args.kv_heads + head) * chunk, row_bytes = args.dim * cache_element_bytes(args);
+    const bool units = cache_has_units(args);
+    const int64_t rows = units ? kGroupKeys : 1, per = units ? 4 / cache_element_bytes(args) : 1;
+    for (int64_t h = 0; h < heads; ++h) {
+      const uintptr_t key = reinterpret_cast<uintptr_t>(args.key_cache) + static_cast<uintptr_t>(first + h * chunk);
+      const uintptr_t value = reinterpret_cast<uintptr_t>(args.value_cache) + static_cast<uintptr_t>(first + h * chunk);
+      add(key + static_cast<uintptr_t>(index / rows * rows * row_bytes), rows * row_bytes);
+      add(value + static_cast<uintptr_t>(index / per * per * row_bytes), per * row_bytes);
     }
   }
 

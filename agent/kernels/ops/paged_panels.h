@@ -141,9 +141,9 @@ static inline void widen_values(const HeadTile& now, int64_t dim, int64_t padded
   }
 }
 
-// out[kPartition]; zeros past the tile's keys.
-static inline void gather_scales(const PagedTile& tile, const char* base, float* out) {
-  for (int64_t first = 0; first < kPartition; first += kLanes) {
+// out[kPartition], of groups [begin, end); zeros past the tile's keys.
+static inline void gather_scales(const PagedTile& tile, const char* base, int64_t begin, int64_t end, float* out) {
+  for (int64_t first = begin * kLanes; first < end * kLanes; first += kLanes) {
     const int64_t count = larger(0, smaller(kLanes, tile.count - first));
     if (count == 0) {
       store(out + first, zero());
@@ -167,8 +167,8 @@ struct TilePanels {
   int64_t value_stride;             // from a unit to the next; of keys it is kGroupKeys
   const Unit* keys[kPartGroups];    // [unit of dims][kGroupKeys]; past `groups` the first
   const Unit* values[kPartGroups];  // of each piece: [unit of keys][dim]
-  const float* key_scales;          // [kPartition], int8 caches; null otherwise
-  const float* value_scales;
+  float* key_scales;                // [kPartition], int8 caches; null otherwise
+  float* value_scales;
 };
 
 // True where the products read the cache itself.

@@ -363,7 +363,7 @@ namespace paged {
 // What a partition does to a block of rows: all scores, then all weights, then all sums, so that no step waits for the
 // one before. Several heads are read chunk by chunk of keys, as they lie side by side in memory, and source.begin(keys,
 // groups) tells of each; source.place_values(h, groups) is called before values of head h are read. `panels`: of the
-// block's heads; `tiles`: AMX makes the products.
+// block's heads; `tiles`: AMX makes the products. source.place_scales(keys, groups) is called before these are needed.
 template <class F, class Source>
 static inline void attend_block(const TaskRows& all, const TilePanels* panels, const RowBlock& block, bool tiles,
                                 const BlockMemory& memory, TileFetch* fetch, const Source& source) {
@@ -378,6 +378,7 @@ static inline void attend_block(const TaskRows& all, const TilePanels* panels, c
     }
   };
   for_chunks(true, [&](GroupRange range, int64_t h, int64_t at) {
+    if (h == 0) source.place_scales(true, range);
     const int64_t number = (block.head + h) * all.rows + block.first;
     float* scores = memory.scores + at * kPartition;
 #ifdef LLMK_AMX
@@ -387,6 +388,7 @@ static inline void attend_block(const TaskRows& all, const TilePanels* panels, c
 #endif
     score_rows<F>(all, panels[h], range, number, block.rows, fetch, scores);
   });
+  source.place_scales(false, {0, kPartGroups, true});
   soften_block<F>(all, panels, block, ceil_div(groups, kWeightGroups<F>) * kWeightGroups<F>, memory);
   for_chunks(false, [&](GroupRange range, int64_t h, int64_t at) {
     source.place_values(h, range);

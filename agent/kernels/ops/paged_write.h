@@ -106,6 +106,17 @@ template <class C>
 static inline void scatter_value(const RotaryAttentionArgs& args, const char* row, int64_t index, char* chunk) {
   C* out = reinterpret_cast<C*>(chunk) + value_element(args, index, 0);
   const C* in = reinterpret_cast<const C*>(row);
+#ifdef LLMK_VEC_AVX512
+  if constexpr (sizeof(C) == 1) {  // a byte of every unit, 16 units a vector: dim is a multiple of 16
+    const int64_t byte = index % 4;
+    for (int64_t d = 0; d < args.dim; d += kLanes) {
+      const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + d)));
+      const __m512i moved = _mm512_sll_epi32(bytes, _mm_cvtsi64_si128(8 * byte));
+      _mm512_mask_storeu_epi8(out + 4 * d - byte, __mmask64{0x1111111111111111} << byte, moved);
+    }
+    return;
+  }
+#endif
   for (int64_t d = 0; d < args.dim; ++d) out[d * static_cast<int64_t>(4 / sizeof(C))] = in[d];
 }
 
