@@ -344,44 +344,55 @@ struct GroupedTiles {
     }
   }
 
+  static constexpr int kTogether = 4;  // groups, one tile of sums each
   using Products = int32_t[kAmxRows][kLanes];
 
-  // total = fma(float(sum of a group), scale, total) in the order of the groups, for a vector of columns.
+  // total = fma(float(sum of a group), scale, total) in the order of the groups, for a vector of columns. The products of
+  // some groups are under way while those before are added up, and are stored when they must be there: a store that waits
+  // for its product keeps everything behind it waiting.
   static void add_groups(const LinearJob& job, const int8_t* x, const uint8_t* bytes, const uint8_t* group, int v,
                          Fetch* fetch, float* sums) {
     const int64_t tiles = job.header.group / kTileDepth, groups = job.shape.groups;
     const uint8_t* w = bytes + v * job.header.depth * kLanes;
-    alignas(64) Products products[2] = {};
+    alignas(64) Products products[kTogether];
     Vec total[kAmxRows];
     LLMK_UNROLL
     for (int r = 0; r < kAmxRows; ++r) total[r] = zero();
-    const auto fold = [&](const Products& part) {
-      const Vec scale = load(scales_of(job, group) + v * kLanes);
-      LLMK_UNROLL
-      for (int r = 0; r < kAmxRows; ++r) total[r] = fused(to_floats(load_ints(part[r])), scale, total[r]);
-      group += group_bytes(job);
+    const auto fold = [&](int64_t count) {
+      for (int64_t i = 0; i < count; ++i, group += group_bytes(job)) {
+        const Vec scale = load(scales_of(job, group) + v * kLanes);
+        LLMK_UNROLL
+        for (int r = 0; r < kAmxRows; ++r) total[r] = fused(to_floats(load_ints(products[i][r])), scale, total[r]);
+      }
     };
-    for (int64_t g = 0; g < groups; g += 2) {
-      multiply_group<0>(&x, job.x_stride, &w, tiles, products[0]);
-      fetch->lines(1);
-      if (g > 0) fold(products[1]);
-      if (g + 1 < groups) multiply_group<1>(&x, job.x_stride, &w, tiles, products[1]);
-      fold(products[0]);
+    int64_t stored = 0;
+    for (int64_t g = 0, count; g < groups; g += count, stored = count) {
+      count = smaller(kTogether, groups - g);
+      multiply_group<0>(&x, job.x_stride, &w, tiles);
+      if (count > 1) multiply_group<1>(&x, job.x_stride, &w, tiles);
+      if (count > 2) multiply_group<2>(&x, job.x_stride, &w, tiles);
+      if (count > 3) multiply_group<3>(&x, job.x_stride, &w, tiles);
+      fetch->lines(2);
+      fold(stored);
+      store_tile<0>(products[0], sizeof(products[0][0]));
+      if (count > 1) store_tile<1>(products[1], sizeof(products[0][0]));
+      if (count > 2) store_tile<2>(products[2], sizeof(products[0][0]));
+      if (count > 3) store_tile<3>(products[3], sizeof(products[0][0]));
     }
-    if (groups % 2 == 0) fold(products[1]);
+    fold(stored);
     LLMK_UNROLL
     for (int r = 0; r < kAmxRows; ++r) store(sums + r * kPanelColumns, total[r]);
   }
 
+  // Into tile S. The panel is larger than the first-level cache, where the rows stay.
   template <int S>
-  LLMK_INLINE void multiply_group(const int8_t** x, int64_t x_stride, const uint8_t** w, int64_t tiles, Products& out) {
+  LLMK_INLINE void multiply_group(const int8_t** x, int64_t x_stride, const uint8_t** w, int64_t tiles) {
     clear_tile<S>();
     for (int64_t i = 0; i < tiles; ++i, *x += kTileDepth, *w += kTileBytes) {
-      load_tile<4 + S>(*x, x_stride);
-      load_tile<6 + S>(*w, 64);
-      multiply_signed_bytes<S, 4 + S, 6 + S>();
+      load_tile<4 + S % 2>(*x, x_stride);
+      load_tile_once<6 + S % 2>(*w, 64);
+      multiply_signed_bytes<S, 4 + S % 2, 6 + S % 2>();
     }
-    store_tile<S>(out, sizeof(out[0]));
   }
 };
 
