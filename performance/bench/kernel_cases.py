@@ -33,6 +33,7 @@ BLOCK_SIZE = 16
 DECODE_SEQS, DECODE_CONTEXT = 64, 512
 PREFILL_TOKENS = 2048
 DTYPE = "bfloat16"
+CACHE_LINE = 64
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,13 @@ def load_shape(name: str) -> ModelShape:
 
 
 def ordinary(*shape: int, dtype: str) -> Array:
-    """Numbers of ordinary size: what they are does not matter for speed."""
-    return store(np.resize(np.linspace(-1, 1, 4099, dtype=np.float32), shape), dtype)
+    """Numbers of ordinary size (what they are does not matter for speed) at the start of a cache line, as in a model."""
+    values = store(np.resize(np.linspace(-1, 1, 4099, dtype=np.float32), shape), dtype)
+    memory = np.empty(values.nbytes + CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % CACHE_LINE
+    aligned = memory[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    aligned[...] = values
+    return aligned
 
 
 def copies_of(num_bytes: int) -> int:
