@@ -166,7 +166,7 @@ class Metrics:
         duration.observe(seconds)
         size.observe(step.num_seqs)
         tokens.inc(step.num_tokens)
-        sampled = sum(1 for token in result.sampled_ids if token >= 0)
+        sampled = len(result.sampled_ids) - result.sampled_ids.count(-1)
         if sampled:
             self._generated_tokens.inc(sampled)
 

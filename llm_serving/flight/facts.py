@@ -18,8 +18,8 @@ from llm_serving.scheduler.output import ScheduledStep, StepResult
 __all__ = [
     "ending_indices",
     "ending_tokens",
-    "fault_of",
     "is_gone",
+    "is_whole",
     "make_request",
     "make_result",
     "request_facts",
@@ -95,29 +95,25 @@ def ending_tokens(request: Request) -> frozenset[int]:
     return stop_token_ids if request.sampling.ignore_eos else stop_token_ids | request.end_token_ids
 
 
-def ending_indices(step: ScheduledStep, result: StepResult) -> list[int]:
+def ending_indices(step: ScheduledStep, sampled_ids: list[int]) -> list[int]:
     """Sequences of the step whose token is one that ends them."""
-    sampled = result.sampled_ids
-    if len(sampled) != len(step.requests):
+    if len(sampled_ids) != len(step.requests):
         return []
     return [
         index
-        for index, request in enumerate(step.requests)
-        if sampled[index] in request.end_token_ids or sampled[index] in request.sampling.stop_token_ids
-        if sampled[index] in ending_tokens(request)
+        for index, (request, token_id) in enumerate(zip(step.requests, sampled_ids, strict=True))
+        if token_id in request.end_token_ids or token_id in request.sampling.stop_token_ids
+        if token_id in ending_tokens(request)
     ]
 
 
-def fault_of(step: ScheduledStep | None, result: StepResult) -> list[Any] | None:
-    """What is not as it should be with an answer: [aborted, error, columns]; None for a good one."""
-    if result.error is None and not result.aborted and step is not None:
-        sampled, size = result.sampled_ids, len(step.rows)
-        if len(sampled) == len(result.logits) == len(result.logsumexps) == size and (
-            min(sampled, default=0) >= 0 if all(step.do_sample) else _signs(sampled) == step.do_sample
-        ):
-            return None
-    signs = [bool(sign) for sign in _signs(result.sampled_ids)]
-    return [result.aborted, result.error is not None, [signs, len(result.logits), len(result.logsumexps)]]
+def is_whole(step: ScheduledStep, sampled_ids: list[int], num_logits: int, num_logsumexps: int) -> bool:
+    """Whether an answer has a value for each sequence, and a token where the step samples."""
+    if not len(sampled_ids) == num_logits == num_logsumexps == len(step.rows):
+        return False
+    if all(step.do_sample):
+        return min(sampled_ids, default=0) >= 0
+    return [token_id >= 0 for token_id in sampled_ids] == step.do_sample
 
 
 def make_result(
@@ -146,7 +142,3 @@ def make_result(
     result.logits = [0.0] * num_logits
     result.logsumexps = [0.0] * num_sums
     return result
-
-
-def _signs(sampled: list[int]) -> list[bool]:
-    return [token >= 0 for token in sampled]

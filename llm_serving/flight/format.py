@@ -4,7 +4,7 @@
     frame   = length (uint32), CRC-32 of the payload (uint32), payload: one MessagePack value; little-endian
 
 A header is a map (see ``SegmentHeader``), a state frame the scheduler's state when the segment began (see
-``llm_serving.flight.state``), a record frame a list of records: what was called in one turn of the engine's loop. A
+``llm_serving.flight.state``), a record frame a list of records: what was called in some turns of the engine's loop. A
 record is a list that begins with its ``Tag``. A process that is killed leaves at most one torn frame at the end, which
 length or checksum tell; what comes before it is whole.
 """

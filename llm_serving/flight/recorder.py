@@ -1,18 +1,22 @@
 """The flight recorder: stands before the scheduler, with the same methods, and writes down each call.
 
-It changes nothing and decides nothing: what the scheduler gives and raises is passed on. Records of one turn of the
-engine's loop are written at its end in one call, without waiting for the disk. An error of the recorder is logged and
-never reaches the engine: a full disk pauses the recording, anything else ends it.
+It changes nothing and decides nothing: what the scheduler gives and raises is passed on. ``schedule`` and ``update``
+leave no more than a tuple of references; records are made of them for many steps together, while what makes them is in
+the processor's caches, and written in one call, without waiting for the disk: when ``WRITE_INTERVAL_S`` has passed, at
+the end of a turn in which something else happened, and when no step is in flight. An error of the recorder is logged
+and never reaches the engine: a full disk pauses the recording, anything else ends it.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
+from time import perf_counter
 from typing import Any, cast
 
 from llm_serving.flight.disguise import StateDisguise
-from llm_serving.flight.facts import ending_indices, ending_tokens, fault_of, is_gone, request_facts
+from llm_serving.flight.facts import ending_indices, ending_tokens, is_gone, is_whole, request_facts
 from llm_serving.flight.format import FlightRecordingError, SegmentHeader, Tag, encode_frame
 from llm_serving.flight.identities import Identities
 from llm_serving.flight.ring import SegmentRing
@@ -24,18 +28,34 @@ from llm_serving.scheduler.scheduler import Scheduler
 
 __all__ = ["READ_ONLY_METHODS", "STATE_NAMES", "FlightRecorder", "as_scheduler", "state_of"]
 
-READ_ONLY_METHODS = frozenset({"check_integrity", "known_prefix", "next_wakeup", "queue_full", "start_room"})
+READ_ONLY_METHODS = frozenset({"check_integrity", "counts", "known_prefix", "next_wakeup", "queue_full", "start_room"})
 """Methods of the scheduler that change nothing and are not recorded."""
 
 PAUSE_S = 60.0
 """After a write failed, the next is tried so much later."""
+_TIME, _SCHEDULE, _UPDATE = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag.UPDATE)
+"""Of the records of every turn: a plain number is written in a tenth of the time of an enumeration's member."""
+WRITE_INTERVAL_S = 0.05
+"""While steps are in flight and nothing but steps happens, records are written so often, together."""
+_AT_ONCE = -math.inf
+_MAX_CALLS = 256
+"""Calls that are kept at most before they are written, whatever the clock says."""
+_MAX_KEPT_ROWS = 512
+"""Sequences in steps that are kept before they are written: more are no longer in the processor's cache by then."""
 _MAX_PENDING = 64
 _TURN_BYTES = 4096
-"""A segment ends when less is left, or earlier if the scheduler is idle: its state is small then."""
+"""A segment ends when less is left, or than twice the largest frame so far; or earlier if the scheduler is idle: its
+state is small then."""
 _SEGMENT_STATES = 4
 """A segment has room for so many times the bytes of the state it begins with ..."""
 _RING_STATES = 8
 """... and the ring for so many times; a state that is larger is not written."""
+
+
+Counts = tuple[int, int, int, int, int, int, int]
+"""What ``Scheduler.counts`` gives, see ``STATE_NAMES``."""
+_Answer = tuple[int, list[int], int, int, bool, bool, tuple[int, int, int]]
+"""Of a ``StepResult``: its number, tokens, numbers of logits and of their sums, failed, aborted, the agent's times."""
 
 
 class FlightRecorder:
@@ -58,6 +78,7 @@ class FlightRecorder:
         """Time spent recording."""
         self.num_steps = 0
         """Steps recorded."""
+        self.next_wakeup = scheduler.next_wakeup
         self._scheduler = scheduler
         self._ring = ring
         self._header = header
@@ -68,7 +89,13 @@ class FlightRecorder:
         self._sent: dict[int, ScheduledStep] = {}
         self._requests: dict[str, tuple[int, Request]] = {}
         self._endings: set[int] = set()
+        self._calls: list[tuple[int, float, Any, Any, Any, Counts]] = []
+        """``schedule`` and ``update`` since the last look: tag, time, step or ``_Answer``, lengths of the step's block
+        tables or the answer's updates, wake-up or outcome, counts afterwards."""
+        self._num_kept_rows = 0
         self._pending: list[object] = []
+        self._due = _AT_ONCE
+        self._largest_frame = 0
         self._now = 0.0
         self._num_requests = 0
         self._segment_bytes = 0
@@ -79,6 +106,20 @@ class FlightRecorder:
     def __getattr__(self, name: str) -> Any:
         """All that only looks at the scheduler."""
         return getattr(self._scheduler, name)
+
+    # What the engine asks in every turn
+
+    @property
+    def is_idle(self) -> bool:
+        return self._scheduler.is_idle
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._scheduler.num_preemptions
+
+    @property
+    def num_swaps(self) -> int:
+        return self._scheduler.num_swaps
 
     # What the engine calls
 
@@ -115,7 +156,14 @@ class FlightRecorder:
         except Exception as error:
             self._record(self._note_raised, Tag.SCHEDULE, error, now)
             raise
-        self._record(self._note_schedule, step, now)
+        if self._ended:
+            return step
+        begin = perf_counter()
+        try:
+            self._note_schedule(step, now)
+        except Exception as error:
+            self._fail(error)
+        self.seconds += perf_counter() - begin
         return step
 
     def update(self, result: StepResult, now: float) -> list[RequestUpdate]:
@@ -124,7 +172,14 @@ class FlightRecorder:
         except Exception as error:
             self._record(self._note_update, result, type(error).__name__, [], now)
             raise
-        self._record(self._note_update, result, len(updates), updates, now)
+        if self._ended:
+            return updates
+        begin = perf_counter()
+        try:
+            self._note_update(result, len(updates), updates, now)
+        except Exception as error:
+            self._fail(error)
+        self.seconds += perf_counter() - begin
         return updates
 
     def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:
@@ -149,8 +204,7 @@ class FlightRecorder:
 
     def agent_lost(self, now: float) -> None:
         self._scheduler.agent_lost(now)
-        self._sent.clear()
-        self._record(self._note, [Tag.AGENT_LOST, state_of(self._scheduler)], now)
+        self._record(self._note_lost, now)
 
     def fail_all(self, error: str, now: float) -> list[RequestUpdate]:
         updates = self._scheduler.fail_all(error, now)
@@ -169,30 +223,43 @@ class FlightRecorder:
         """Run ``note``; whatever goes wrong in it is the recorder's affair alone."""
         if self._ended:
             return
-        begin = time.perf_counter()
+        begin = perf_counter()
         if self._is_new:
             self._guarded(self._begin_segment)
-        self._guarded(note, *details)
-        self.seconds += time.perf_counter() - begin
-
-    def _guarded(self, action: Callable[..., None], *details: Any) -> None:
         try:
-            action(*details)
-        except OSError as error:
-            self._pause(error)
+            note(*details)
         except Exception as error:
+            self._fail(error)
+        self.seconds += perf_counter() - begin
+
+    def _guarded(self, action: Callable[..., None]) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, OSError):
+            self._pause(error)
+        else:
             self._ended = True
             self._ring.close()
             self._on_error(f"the flight recorder has stopped on an internal error: {error!r}")
 
     def _note(self, record: list[object], now: float | None = None) -> None:
-        if now is not None and now != self._now:
-            self._write()
-            self._now = now
-            self._pending.append((Tag.TIME, now))
+        """A record of a call that is not of every step; it is written at the end of this turn."""
+        self._take_calls()
+        if now is not None:
+            self._note_time(now)
         self._pending.append(record)
+        self._due = _AT_ONCE
         if len(self._pending) >= _MAX_PENDING:
             self._flush()
+
+    def _note_time(self, now: float) -> None:
+        if now != self._now:
+            self._now = now
+            self._pending.append((_TIME, now))
 
     def _note_add(self, request: Request, refusal: str | None) -> None:
         number, names = self._know(request, refusal)
@@ -206,6 +273,7 @@ class FlightRecorder:
 
     def _know(self, request: Request, refusal: str | None) -> tuple[int, bytes | None]:
         """A new request's number, and the names of its tokens where there are any."""
+        self._take_calls()
         number = self._num_requests
         self._num_requests += 1
         if refusal is not None:
@@ -222,25 +290,76 @@ class FlightRecorder:
             self._forget(request_id)
         self._steps.renumber()  # one that comes back has another number
 
+    # Of the calls of every step only what may change is taken down at once; the rest is done for many of them together.
+
     def _note_schedule(self, step: ScheduledStep | None, now: float) -> None:
-        state = state_of(self._scheduler)
-        if step is None:
-            self._note([Tag.SCHEDULE, None, self._scheduler.next_wakeup(now), state], now)
-            self._flush()
+        counts = self._scheduler.counts()
+        if step is not None:
+            self.num_steps += 1
+            table_lens = list(map(len, step.block_tables))
+            self._calls.append((_SCHEDULE, now, step, table_lens, None, counts))
+            self._num_kept_rows += len(table_lens)
+            if self._num_kept_rows >= _MAX_KEPT_ROWS:
+                self._due = _AT_ONCE
+            if len(self._calls) >= _MAX_CALLS:
+                self._flush()
             return
-        self.num_steps += 1
-        self._sent[step.seq] = step
-        self._note([Tag.SCHEDULE, self._steps.record(step, self._number_of), None, state], now)
+        self._calls.append((_SCHEDULE, now, None, None, self._scheduler.next_wakeup(now), counts))
+        num_steps_in_flight = counts[4]
+        if now >= self._due or not num_steps_in_flight:
+            self._flush()
 
     def _note_update(self, result: StepResult, outcome: int | str, updates: list[RequestUpdate], now: float) -> None:
-        step = self._sent.pop(result.seq, None)
-        fault = fault_of(step, result)
-        ends = [] if step is None or self._endings.isdisjoint(result.sampled_ids) else ending_indices(step, result)
-        names = None
+        answer: _Answer = (
+            result.seq,
+            result.sampled_ids,
+            len(result.logits),
+            len(result.logsumexps),
+            result.error is not None,
+            result.aborted,
+            (result.queue_us, result.graph_us, result.sample_us),
+        )
+        named = None if self._identities is None else updates
+        self._calls.append((_UPDATE, now, answer, named, outcome, self._scheduler.counts()))
+        if result.error is not None or isinstance(outcome, str):
+            self._due = _AT_ONCE
+
+    def _take_calls(self) -> None:
+        """Make records of the calls that were taken down."""
+        calls, self._calls = self._calls, []
+        self._num_kept_rows = 0
+        pending = self._pending
+        for tag, now, what, more, outcome, counts in calls:
+            if now != self._now:
+                self._now = now
+                pending.append((_TIME, now))
+            if tag == _UPDATE:
+                pending.append(self._answer_record(what, more, outcome, counts))
+            elif what is None:
+                pending.append((_SCHEDULE, None, outcome, counts))
+            else:
+                self._sent[what.seq] = what
+                pending.append((_SCHEDULE, self._steps.record(what, self._number_of, more), None, counts))
+
+    def _answer_record(
+        self, answer: _Answer, updates: list[RequestUpdate] | None, outcome: int | str, counts: Counts
+    ) -> tuple[object, ...]:
+        seq, sampled_ids, num_logits, num_logsumexps, failed, aborted, times = answer
+        step = self._sent.pop(seq, None)
+        fault: list[object] | None = None
+        ends, names = [], None
+        if failed or aborted or step is None or not is_whole(step, sampled_ids, num_logits, num_logsumexps):
+            signs = [token >= 0 for token in sampled_ids]
+            fault = [aborted, failed, [signs, num_logits, num_logsumexps]]
+        if step is not None and not self._endings.isdisjoint(sampled_ids):
+            ends = ending_indices(step, sampled_ids)
         if self._identities is not None and updates:
-            names = self._identities.take(updates, len(result.sampled_ids))
-        times = (result.queue_us, result.graph_us, result.sample_us)
-        self._note([Tag.UPDATE, result.seq, fault, ends, names, *times, outcome, state_of(self._scheduler)], now)
+            names = self._identities.take(updates, len(sampled_ids))
+        return (_UPDATE, seq, fault, ends, names, *times, outcome, counts)
+
+    def _note_lost(self, now: float) -> None:
+        self._note([Tag.AGENT_LOST, state_of(self._scheduler)], now)
+        self._sent.clear()
 
     def _note_ended(self, updates: list[RequestUpdate]) -> None:
         self._note([Tag.TAKE_ENDED, [self._number_of(update.request) for update in updates]])
@@ -265,22 +384,27 @@ class FlightRecorder:
 
     # Files
 
-    def _write(self) -> None:
-        """Write what is pending; it is lost while the recording pauses."""
+    def _flush(self) -> None:
+        """Write what there is, which is lost while the recording pauses; then the next segment begins if it is time.
+        The scheduler's state is that after the last record."""
+        if self._is_new:
+            self._guarded(self._begin_segment)
+        self._take_calls()
+        self._due = self._now + WRITE_INTERVAL_S
+        ring = self._ring
         if self._pending:
             records, self._pending = self._pending, []
-            if self._ring.is_open:
-                self._ring.append(records)
-
-    def _flush(self) -> None:
-        """Write what is pending; then the next segment begins if it is time. The scheduler's state is that after the
-        last record."""
-        self._write()
-        room = self._segment_bytes - self._ring.num_bytes
-        if not self._ring.is_open:
+            if ring.is_open:
+                before = ring.num_bytes
+                ring.append(records)
+                self._largest_frame = max(self._largest_frame, ring.num_bytes - before)
+        room = self._segment_bytes - ring.num_bytes
+        if not ring.is_open:
             if self._paused_until is not None and self._now >= self._paused_until:
                 self._begin_segment()
-        elif room < self._segment_bytes // 4 and (room < _TURN_BYTES or self._scheduler.is_idle):
+        elif 4 * room < self._segment_bytes and (
+            room < max(_TURN_BYTES, 2 * self._largest_frame) or self._scheduler.is_idle
+        ):
             self._begin_segment()
 
     def _begin_segment(self) -> None:
@@ -323,6 +447,8 @@ class FlightRecorder:
 
     def _pause(self, error: OSError) -> None:
         self._ring.close()
+        self._calls.clear()
+        self._num_kept_rows = 0
         self._pending.clear()
         self._is_new = False
         self._paused_until = self._now + PAUSE_S
@@ -331,15 +457,7 @@ class FlightRecorder:
 
 def state_of(scheduler: Scheduler) -> list[int]:
     """The counts that go with each record, in the order of ``STATE_NAMES``."""
-    return [
-        scheduler.num_running,
-        scheduler.num_waiting,
-        scheduler.num_free_blocks,
-        scheduler.num_preemptions,
-        scheduler.num_steps_in_flight,
-        scheduler.num_swapped,
-        scheduler.num_swaps,
-    ]
+    return list(scheduler.counts())
 
 
 STATE_NAMES = ("running", "waiting", "free blocks", "preemptions", "steps in flight", "swapped", "swaps")

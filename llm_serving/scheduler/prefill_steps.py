@@ -25,11 +25,13 @@ class PrefillComposer:
 
     def compose(self, now: float, reason: StepReason) -> ScheduledStep | None:
         """The next prefill step; None when no prompt can start or go on, or enough of these steps are in flight."""
-        in_flight = self._state.in_flight
-        if in_flight.num_prefill_steps >= MAX_PREFILL_STEPS_IN_FLIGHT:
+        state = self._state
+        if state.in_flight.num_prefill_steps >= MAX_PREFILL_STEPS_IN_FLIGHT:
             return None
-        plan = ChunkPlan(self._state.limits, self._state.limits.max_num_batched_tokens)
-        continue_prompts(plan, self._state)
+        if not state.running.num_prefilling and not state.waiting:
+            return None
+        plan = ChunkPlan(state.limits, state.limits.max_num_batched_tokens)
+        continue_prompts(plan, state)
         self._starter.fill(plan, now, whole=True)
         return self.send(plan, reason) if plan else None
 

@@ -41,6 +41,10 @@ class RunningSet:
         return [prefilling[index] for index in sorted(prefilling)] if len(prefilling) > 1 else [*prefilling.values()]
 
     @property
+    def num_prefilling(self) -> int:
+        return len(self._prefilling)
+
+    @property
     def leaving(self) -> list[Sequence]:
         return list(self._leaving.values())
 

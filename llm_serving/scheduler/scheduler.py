@@ -128,6 +128,21 @@ class Scheduler:
     def num_steps_in_flight(self) -> int:
         return self._in_flight.num_steps
 
+    def counts(self) -> tuple[int, int, int, int, int, int, int]:
+        """``num_running``, ``num_waiting``, ``num_free_blocks``, ``num_preemptions``, ``num_steps_in_flight``,
+        ``num_swapped``, ``num_swaps``: all at once, for who asks after each call."""
+        lifecycle = self._lifecycle
+        num_running, num_swapped = len(self._running), len(self._state.swapped)
+        return (
+            num_running,
+            len(lifecycle.sequences) - num_running - num_swapped,
+            self._kv_cache.num_free_blocks,
+            lifecycle.num_preemptions,
+            self._in_flight.num_steps,
+            num_swapped,
+            lifecycle.num_swaps,
+        )
+
     @property
     def is_idle(self) -> bool:
         """No request, and no step in flight."""

@@ -17,7 +17,14 @@ from small_configs import REPOSITORY
 from llm_serving.errors import ContextLengthError, ProtocolError
 from llm_serving.flight.history import arrivals, step_timings
 from llm_serving.flight.reader import Added, Answered, Raised, Scheduled, read_recording
-from llm_serving.flight.recorder import PAUSE_S, READ_ONLY_METHODS, STATE_NAMES, FlightRecorder, state_of
+from llm_serving.flight.recorder import (
+    PAUSE_S,
+    READ_ONLY_METHODS,
+    STATE_NAMES,
+    WRITE_INTERVAL_S,
+    FlightRecorder,
+    state_of,
+)
 from llm_serving.flight.setup import limits_from_map, limits_to_map, record
 from llm_serving.scheduler.output import StepResult
 from llm_serving.scheduler.policy import Policy
@@ -298,6 +305,106 @@ def test_a_killed_process_leaves_all_but_its_last_turn(tmp_path):
     steps = [event for event in stretch.events() if isinstance(event, Scheduled) and event.step is not None]
     assert len(steps) == int(done.stdout.split()[-1])
     assert len(arrivals(stretch)) == 30
+
+
+def decoding(folder, **limits):
+    """A recorded simulation with a decode step in flight, and its file."""
+    simulation, recorder = recorded_simulation(folder, **limits)
+    simulation.now = 1.0
+    simulation.add(make_request("a", 5, 40, arrival=1.0))
+    simulation.schedule()
+    turn(simulation, 1.0)
+    (file,) = folder.iterdir()
+    return simulation, recorder, file
+
+
+def turn(simulation, now):
+    """The oldest step is answered, the next is sent: there is always one in flight afterwards."""
+    simulation.now = now
+    simulation.scheduler.update(simulation.device.run_next(), now)
+    simulation.schedule()
+
+
+def recorded_steps(file):
+    (stretch,) = read_recording(file)
+    return [event.step.seq for event in stretch.events() if isinstance(event, Scheduled) and event.step is not None]
+
+
+def test_steps_are_written_together_and_at_the_latest_after_the_interval(tmp_path):
+    simulation, recorder, file = decoding(tmp_path)
+    recorder._guarded(recorder._flush)
+    size, frames = file.stat().st_size, 0
+    for number in range(1, 11):
+        turn(simulation, 1.0 + number * WRITE_INTERVAL_S / 10)
+        if file.stat().st_size != size:
+            size, frames = file.stat().st_size, frames + 1
+    assert frames == 1
+    assert recorded_steps(file) == [step.seq for step in simulation.steps]
+    turn(simulation, 1.0 + 1.5 * WRITE_INTERVAL_S)
+    assert file.stat().st_size == size
+    assert recorded_steps(file) == [step.seq for step in simulation.steps][:-1]
+    recorder.close()
+    assert recorded_steps(file) == [step.seq for step in simulation.steps]
+
+
+@pytest.mark.parametrize("call", ["add", "abort", "void"])
+def test_whatever_is_not_a_step_is_written_with_its_turn(tmp_path, call):
+    simulation, recorder, file = decoding(tmp_path)
+    recorder._guarded(recorder._flush)
+    size, now = file.stat().st_size, 1.0 + WRITE_INTERVAL_S / 10
+    simulation.now = now
+    if call == "add":
+        simulation.add(make_request("b", 5, 4, arrival=now))
+    elif call == "abort":
+        recorder.abort_request("a", now)
+    else:
+        recorder.void_steps()
+    turn(simulation, now)
+    assert file.stat().st_size > size
+    assert recorded_steps(file) == [step.seq for step in simulation.steps]
+
+
+def test_a_failed_step_is_written_with_its_turn(tmp_path):
+    _, recorder, file = decoding(tmp_path)
+    recorder._guarded(recorder._flush)
+    size, now = file.stat().st_size, 1.0 + WRITE_INTERVAL_S / 10
+    seq = min(recorder._sent)
+    recorder.update(StepResult(seq, error="broken"), now)
+    assert recorder.schedule(now) is None
+    assert file.stat().st_size > size
+    (stretch,) = read_recording(file)
+    assert [event.fault for event in stretch.events() if isinstance(event, Answered) and event.seq == seq] == [
+        [False, True, [[], 0, 0]]
+    ]
+
+
+def test_no_more_is_kept_back_than_stays_in_a_processors_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("llm_serving.flight.recorder._MAX_KEPT_ROWS", 3)
+    simulation, recorder, file = decoding(tmp_path)
+    recorder._guarded(recorder._flush)
+    sizes = []
+    for _ in range(6):
+        turn(simulation, 1.0)
+        sizes.append(file.stat().st_size)
+    assert len(set(sizes)) == 2 + 1
+    assert len(recorder._calls) < 9
+
+
+def test_blocks_that_come_after_a_step_are_not_told_with_it(tmp_path):
+    """Steps are recorded later than they are made; until then block tables have grown."""
+    simulation, recorder, file = decoding(tmp_path, block_size=4)
+    for _ in range(30):
+        turn(simulation, 1.0)
+    recorder.close()
+    (stretch,) = read_recording(file)
+    steps = [event.step for event in stretch.events() if isinstance(event, Scheduled) and event.step is not None]
+    length = 0
+    for step in steps:
+        for index, place, blocks in step.blocks:
+            assert (index, place) == (0, length)
+            length += len(blocks)
+        assert length == -(-(step.starts[0] + step.query_lens[0]) // 4)
+    assert length > 8
 
 
 def test_limits_go_through_a_map():
