@@ -100,23 +100,45 @@ class VirtualAgent:
         start, chosen = self._next_start()
         return start + chosen.seconds + self._answer_delay_s
 
+    def interrupt(self, moment: float, seconds: float) -> None:
+        """Others take ``seconds`` of the device's cores at ``moment``, before which the caller submits nothing more:
+        the step that runs then, if one does, takes so much longer."""
+        if self._running is None:
+            self._begin(moment)
+        step = self._running
+        if step is not None and moment < self._free_at:
+            self._free_at += seconds
+        else:  # it has ended, its answer is on the way, and the next has begun
+            start, step = self._next_start() if self._queue else (moment, None)
+            if step is None or start > moment:
+                return
+        step.seconds += seconds
+        self.busy_s += seconds
+        self.kind_s[step.step.kind.value] += seconds
+
     def run_until(self, now: float) -> list[tuple[float, StepResult]]:
         """The answers that have come by ``now``, with the time their steps ended. What begins by then has begun."""
         answers = []
         while True:
-            if self._running is None:
-                if not self._queue:
-                    break
-                start, chosen = self._next_start()
-                if start > now:
-                    break
-                self._queue.remove(chosen)
-                self._running, self._free_at = chosen, start + chosen.seconds
+            if self._running is None and not self._begin(now):
+                break
+            assert self._running is not None
             if self._free_at + self._answer_delay_s > now:  # as next_answer adds up, to the last bit
                 break
             answers.append((self._free_at, self._answer(self._running)))
             self._running = None
         return answers
+
+    def _begin(self, now: float) -> bool:
+        """The next step begins, if there is one that does by ``now``."""
+        if not self._queue:
+            return False
+        start, chosen = self._next_start()
+        if start > now:
+            return False
+        self._queue.remove(chosen)
+        self._running, self._free_at = chosen, start + chosen.seconds
+        return True
 
     def _next_start(self) -> tuple[float, _Queued]:
         """The step that runs next and when: of those that are there when the device is free, the first in order."""

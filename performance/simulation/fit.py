@@ -5,7 +5,8 @@ The time of a step is taken as a sum of terms that can only add time, each a cou
     a step; a step with prompt tokens; tokens, tokens up to each of some knots and tokens beyond each (weights are read
     once, so tokens are cheap until arithmetic takes longer; a unit that multiplies 16 rows at a time, as AMX does, is
     dear for the first of them: the sum is any curve that rises, piecewise linear); sequences; rows sampled; keys read;
-    pairs of a query and a position beyond those; blocks swapped, blocks copied
+    pairs of a query and a position beyond those; blocks swapped, blocks copied; requests that came while it ran, whose
+    way in takes time of the device's cores where it shares them (what they take is the host's, ``interrupt_s``)
 
 Residuals are weighted by one over the time expected (by one over the measured one in the first round, which is biased
 to short steps but not led astray by single long ones), so that a small step counts as much as a large one, and steps
@@ -64,6 +65,8 @@ class MeasuredStep:
     seconds: float
     swapped_blocks: int = 0
     copied_blocks: int = 0
+    arrivals: int = 0
+    """Requests that came while it ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,9 @@ def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None =
     steps = [step for step in steps if step.seconds > 0.0]
     if len(steps) < LEAST_STEPS:
         raise UsageError(f"{len(steps)} steps with a time are recorded; a fit takes at least {LEAST_STEPS}")
-    counts = np.array([terms_of(step.work, step.swapped_blocks, step.copied_blocks) for step in steps], float)
+    counts = np.array(
+        [[*terms_of(step.work, step.swapped_blocks, step.copied_blocks), step.arrivals] for step in steps], float
+    )
     seconds = np.array([step.seconds for step in steps])
     kept, expected = np.ones(len(steps), bool), seconds
     for _ in range(ROUNDS):
@@ -118,7 +123,7 @@ def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None =
     ratio = seconds / predicted
     quantiles = np.quantile(ratio, (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES)
     return StepFit(
-        {name: float(value) for name, value in zip(TERMS, coefficients, strict=True)},
+        {name: float(value) for name, value in zip(TERMS, coefficients[:-1], strict=True)},
         Spread([float(value) for value in quantiles]),
         (provenance or {})
         | {
@@ -126,6 +131,7 @@ def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None =
             "held_up": int((~kept).sum()),
             "median_error": float(np.median(np.abs(ratio - 1.0))),
         },
+        HostModel(interrupt_s=float(coefficients[-1])),
     )
 
 

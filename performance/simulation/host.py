@@ -29,6 +29,9 @@ class HostModel:
     """From the written slot to the agent's queue: a frame over a socket, a thread woken."""
     from_agent_s: float = 60e-6
     """From the agent's answer to the engine thread."""
+    interrupt_s: float = 0.0
+    """What a request that comes takes from the step that runs: the edge and the client, where they share the device's
+    processor cores. Nothing from a device with cores of its own."""
     accept_s: float = 600e-6
     """Edge: from a request's first byte to the engine's queue: HTTP, JSON, checks, tokenizer."""
     deliver_s: float = 150e-6

@@ -98,12 +98,12 @@ class _Study:
 
     def run(self) -> int:
         parsed = self._parsed
-        measured = []
+        measured, calibrated = [], []
         for number, load in enumerate(VALIDATION):
-            self._serve(f"calibration {number}", CALIBRATION, keep=True)
+            calibrated += self._serve(f"calibration {number}", CALIBRATION, keep=True)
             measured += self._serve(load.name, [load], keep=False)
-        self._serve(f"calibration {len(VALIDATION)}", CALIBRATION, keep=True)
-        fit = self._fit()
+        calibrated += self._serve(f"calibration {len(VALIDATION)}", CALIBRATION, keep=True)
+        fit = self._fit(calibrated)
         results = [self._compare(load, run, fit) for load, run in zip(VALIDATION, measured, strict=True)]
         rows = [row for _, rows in results for row in rows]
         off = [abs(row.error) for row in rows]
@@ -135,10 +135,12 @@ class _Study:
                 runs.append(run)
         return runs
 
-    def _fit(self) -> StepFit:
-        from performance.simulation.recording import fit_recording
+    def _fit(self, runs: Sequence[LoadRun]) -> StepFit:
+        from performance.simulation.recording import fit_recording, with_delivery
 
-        return fit_recording(self._recordings, simulated_config(self._parsed.config, self._parsed.settings, "cpu"))
+        config = simulated_config(self._parsed.config, self._parsed.settings, "cpu")
+        fit = fit_recording(self._recordings, config)
+        return with_delivery(fit, self._recordings, [record for run in runs for record in run.records])
 
     def _compare(self, load: Load, run: LoadRun, fit: StepFit) -> tuple[str, list[Compared]]:
         measured: dict[str, Any] = report_json(run, measure(run))

@@ -2,8 +2,9 @@
 
 A step's time is what its agent measured (graph and sampler) and the agent's own share, which the recording shows where
 one step followed another at once: the time between their answers beyond what was measured. The rest of a step's way,
-from the scheduler to its answer, is the host's: it is halved between the way to the agent and the way back. How long
-requests took from their arrival to the queue is recorded, too.
+from the scheduler to its answer, is the host's: its mean is halved between the way to the agent and the way back. How
+long requests took from their arrival to the queue is recorded, too, and which steps ran when they came. How long a
+token was on its way to the client is what the client says, see ``with_delivery``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import platform
 import random
 import statistics
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -25,6 +27,7 @@ from llm_serving.flight.steps import RecordedStep
 from llm_serving.scheduler.output import MoveKind
 from performance.load.errors import UsageError
 from performance.load.options import LoadOptions
+from performance.load.stream import RequestRecord
 from performance.simulation.fit import MeasuredStep, StepFit, fit_steps
 from performance.simulation.host import HostModel
 from performance.simulation.requests import Arrivals, some_tokens
@@ -32,7 +35,7 @@ from performance.simulation.setup import identity
 from performance.simulation.work import count_work
 from performance.simulation.workload import SimulatedRequest
 
-__all__ = ["TimedStep", "fit_recording", "of_recording", "timed_steps"]
+__all__ = ["TimedStep", "fit_recording", "of_recording", "timed_steps", "with_delivery"]
 
 LEAST_FOLLOWERS = 20
 """Steps that follow another at once, below which the agent's own share is not told from noise."""
@@ -49,6 +52,20 @@ class TimedStep:
     queue_s: float
     run_s: float
     """Graph and sampler."""
+
+    @property
+    def ways_s(self) -> float:
+        """To the agent and back, with all that was neither the queue nor the step."""
+        return self.answered - self.scheduled - self.queue_s - self.run_s
+
+    @property
+    def end(self) -> float:
+        """When the agent had run it, if it was as long on the way there as back."""
+        return self.answered - self.ways_s / 2
+
+    @property
+    def begin(self) -> float:
+        return self.end - self.run_s
 
 
 def timed_steps(stretch: Stretch) -> list[TimedStep]:
@@ -70,11 +87,38 @@ def fit_recording(path: Path, config: Config) -> StepFit:
     FlightRecordingError when it is none, UsageError when it holds too little."""
     stretches = read_recording(path)
     timed = [timed_steps(stretch) for stretch in stretches]
+    requests = [arrivals(stretch) for stretch in stretches]
     own_s = _agents_share(timed)
-    steps = [_measured(each, own_s) for run in timed for each in run]
+    steps = []
+    for run, came in zip(timed, requests, strict=True):
+        moments = sorted(one.facts["arrival_time"] for one in came)
+        steps += [_measured(each, own_s, _count_between(moments, each.begin, each.end)) for each in run]
     fit = fit_steps(steps, identity(config) | _provenance(path, stretches, own_s))
-    host = _host((each for run in timed for each in run), own_s)
-    return replace(fit, host=_with_edge(host, [one for stretch in stretches for one in arrivals(stretch)]))
+    host = _host(fit.host, (each for run in timed for each in run), own_s)
+    return replace(fit, host=_with_edge(host, [one for came in requests for one in came]))
+
+
+def with_delivery(fit: StepFit, path: Path, records: Iterable[RequestRecord]) -> StepFit:
+    """The fit of a recording with what its clients' ``records`` say of the way of a token to them: the median time from
+    the engine's turn in which a request had its first token to when its first piece arrived. Both clocks are the
+    machine's, where Python has one for both."""
+    if time.get_clock_info("perf_counter").implementation != time.get_clock_info("monotonic").implementation:
+        return fit
+    known = {one.facts["request_id"]: one for stretch in read_recording(path) for one in arrivals(stretch)}
+    delays = []
+    for record in records:
+        request = known.get(record.request_id or "")
+        if request is not None and request.first_token_time is not None and record.ok and record.piece_times:
+            delays.append(record.piece_times[0] - request.first_token_time)
+    if not delays:
+        raise UsageError(f"{path}: none of the clients' requests is in the recording")
+    deliver_s = max(0.0, statistics.median(delays) - fit.host.answer_s)
+    return replace(fit, host=replace(fit.host, deliver_s=deliver_s))
+
+
+def _count_between(moments: Sequence[float], begin: float, end: float) -> int:
+    """How many of the sorted ``moments`` are in the half-open interval."""
+    return bisect_left(moments, end) - bisect_left(moments, begin)
 
 
 def _agents_share(timed: Iterable[Sequence[TimedStep]]) -> float:
@@ -87,7 +131,7 @@ def _agents_share(timed: Iterable[Sequence[TimedStep]]) -> float:
     return max(0.0, statistics.median(gaps)) if len(gaps) >= LEAST_FOLLOWERS else 0.0
 
 
-def _measured(timed: TimedStep, own_s: float) -> MeasuredStep:
+def _measured(timed: TimedStep, own_s: float, num_arrivals: int) -> MeasuredStep:
     step = timed.step
     copies = sum(move.kind is MoveKind.COPY for move in step.moves)
     return MeasuredStep(
@@ -95,17 +139,14 @@ def _measured(timed: TimedStep, own_s: float) -> MeasuredStep:
         timed.run_s + own_s,
         swapped_blocks=len(step.moves) - copies,
         copied_blocks=copies,
+        arrivals=num_arrivals,
     )
 
 
-def _host(timed: Iterable[TimedStep], own_s: float) -> HostModel:
-    host = HostModel()
-    ways = [
-        each.answered - each.scheduled - each.queue_s - each.run_s - own_s
-        - host.send_s - host.send_seq_s * each.step.num_seqs
-        for each in timed
-    ]  # fmt: skip
-    way_s = max(0.0, statistics.median(ways)) / 2
+def _host(host: HostModel, timed: Iterable[TimedStep], own_s: float) -> HostModel:
+    """With the mean of the ways: what single ones take longer when the cores are busy adds up, too."""
+    ways = [each.ways_s - own_s - host.send_s - host.send_seq_s * each.step.num_seqs for each in timed]
+    way_s = max(0.0, statistics.fmean(ways)) / 2
     return replace(host, to_agent_s=way_s, from_agent_s=way_s)
 
 

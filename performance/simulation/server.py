@@ -125,6 +125,8 @@ class VirtualServer:
         self._ends: dict[str, int] = {}
         self._arriving: deque[tuple[float, int]] = deque()
         self._free_at = 0.0
+        self._has_interrupted = False
+        """The request that comes next, what runs then."""
         self._num_decodes = 0
         self._waste_sum = 0.0
         self._waste_count = 0
@@ -181,11 +183,25 @@ class VirtualServer:
     def _next_event(self) -> float | None:
         """When the engine thread is woken next: a request, an answer, or a batch that has waited long enough."""
         due = self._source.next_due()
+        if due is not None and not self._has_interrupted and min(self._other_events(), default=due) >= due:
+            self._interrupt(due)  # nothing is sent before it comes, so it is known what runs then
         times = [] if due is None else [due + self._host.accept_s]
+        return min([*times, *self._other_events()], default=None)
+
+    def _other_events(self) -> list[float]:
+        """When the engine is woken next by each replica."""
+        times: list[float] = []
         for replica in self._replicas:
             moments = (replica.agent.next_answer(), replica.source.next_wakeup(self._free_at))
             times += [moment for moment in moments if moment is not None]
-        return min(times, default=None)
+        return times
+
+    def _interrupt(self, moment: float) -> None:
+        """The request that comes next takes its share of the device's cores."""
+        self._has_interrupted = True
+        if self._host.interrupt_s:
+            for replica in self._replicas:
+                replica.agent.interrupt(moment, self._host.interrupt_s)
 
     def _step(self, now: float) -> None:
         """One turn of the engine's loop, beginning at ``now``."""
@@ -196,6 +212,9 @@ class VirtualServer:
     def _take_requests(self, now: float) -> float:
         host, clock = self._host, now
         while (due := self._source.next_due()) is not None and due + host.accept_s <= now:
+            if not self._has_interrupted:
+                self._interrupt(now)
+            self._has_interrupted = False
             index = self._source.pop()
             clock += host.request_s
             self._add(index, self._source.requests[index], due, clock)

@@ -40,6 +40,40 @@ def test_the_host_is_felt_only_where_the_device_waits_for_it() -> None:
     assert list(alone.records[0].piece_times) == [3.0, 4.25, 5.5, 6.75]
 
 
+def test_a_request_that_comes_takes_time_of_the_step_that_runs() -> None:
+    """0.25 s each, of a device that runs a decode step from 2 to 3 and another, sent long before, from 3 on."""
+    host = replace(NO_TIME, interrupt_s=0.25)
+    requests, first = [ask(5, 4), ask(5, 1)], {}
+    for due in (-1.0, 2.5, 3.5, 20.0):
+        source = OpenLoop(requests, [0.0, due]) if due > 0.0 else OpenLoop(requests[:1], [0.0])
+        outcome = VirtualServer(limits(policy=Policy.FCFS), FlatDevice(), source, host).run()
+        first[due] = list(outcome.records[0].piece_times)
+        busy = PREFILL_S + 3 * DECODE_S + (PREFILL_S if due > 0.0 else 0.0)
+        assert outcome.device_busy_s == busy + (0.25 if 0.0 < due < 20.0 else 0.0)
+    assert first[-1.0] == first[20.0] == [2.0, 3.0, 4.0, 5.0]
+    assert first[2.5] == [2.0, 3.25, 4.25, 7.25]  # its prefill was sent before the last decode step
+    assert first[3.5] == [2.0, 3.0, 4.25, 5.25]
+
+
+def test_a_request_interrupts_the_step_that_began_before_the_last_answer_was_taken() -> None:
+    """At 3.05 the answer of the first decode step is on its way and the next, which was queued, has begun: it is what
+    takes longer."""
+    host = replace(NO_TIME, interrupt_s=0.25, from_agent_s=0.125)
+    outcome = VirtualServer(
+        limits(policy=Policy.FCFS), FlatDevice(), OpenLoop([ask(5, 4), ask(5, 1)], [0.0, 3.05]), host
+    ).run()
+    alone = VirtualServer(limits(policy=Policy.FCFS), FlatDevice(), OpenLoop([ask(5, 4)], [0.0]), host).run()
+    assert list(alone.records[0].piece_times) == [2.125, 3.125, 4.125, 5.125]
+    assert list(outcome.records[0].piece_times)[:3] == [2.125, 3.125, 4.375]
+
+
+def test_several_requests_at_once_interrupt_as_often() -> None:
+    host = replace(NO_TIME, interrupt_s=0.25)
+    source = OpenLoop([ask(5, 3), *[ask(5, 1)] * 3], [0.0, 2.5, 2.5, 2.5])
+    outcome = VirtualServer(limits(), FlatDevice(), source, host).run()
+    assert list(outcome.records[0].piece_times)[:2] == [2.0, 3.75]
+
+
 def test_pieces_of_a_step_reach_their_clients_one_after_the_other() -> None:
     host = replace(NO_TIME, deliver_piece_s=0.125)
     outcome = VirtualServer(limits(), FlatDevice(), OpenLoop([ask(3, 1)] * 3, [0.0] * 3), host).run()

@@ -1,6 +1,7 @@
 """The fitter: exact where the truth is one of its terms, bounded where it is not."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,17 @@ def some_steps(count: int, noise: float = 0.0) -> list[MeasuredStep]:
         seconds = sum(TRUTH.get(name, 0.0) * count for name, count in zip(TERMS, terms_of(work), strict=True))
         steps.append(MeasuredStep(work, seconds * (1.0 + noise * (2.0 * generator.random() - 1.0))))
     return steps
+
+
+def test_what_a_request_takes_from_the_step_it_comes_in_is_found_again() -> None:
+    steps = [
+        replace(step, seconds=step.seconds + 1.5e-3 * (index % 3), arrivals=index % 3)
+        for index, step in enumerate(some_steps(300))
+    ]
+    fit = fit_steps(steps)
+    assert fit.host.interrupt_s == pytest.approx(1.5e-3, rel=1e-3)
+    assert fit.provenance["median_error"] < 1e-3
+    assert fit_steps(some_steps(300)).host.interrupt_s == 0.0
 
 
 def test_non_negative_least_squares() -> None:

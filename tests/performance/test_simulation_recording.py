@@ -7,18 +7,18 @@ import pytest
 from performance_simulated import NO_TIME, ask, limits
 
 from llm_serving.config import load_config
-from llm_serving.flight.reader import read_recording
+from llm_serving.flight.reader import Stretch, read_recording
 from llm_serving.flight.setup import record
 from llm_serving.scheduler.output import ScheduledStep, StepKind
 from performance.load.errors import UsageError
 from performance.load.options import LoadOptions
 from performance.load.report import write_json
-from performance.simulation import setup
+from performance.simulation import recording, setup
 from performance.simulation.device import RooflineDevice
 from performance.simulation.fit import FittedDevice
 from performance.simulation.host import HostModel
 from performance.simulation.main import main
-from performance.simulation.recording import fit_recording, of_recording, timed_steps
+from performance.simulation.recording import TimedStep, fit_recording, of_recording, timed_steps, with_delivery
 from performance.simulation.runs import NOWHERE
 from performance.simulation.server import VirtualServer
 from performance.simulation.work import work_of
@@ -61,6 +61,47 @@ def test_the_way_into_the_queue_is_found_again(tmp_path: Path) -> None:
     fit = fit_recording(tmp_path / "flight", CONFIG)
     assert fit.host.accept_s == pytest.approx(0.002, abs=1e-5)
     assert fit.host.deliver_s == fit.host.from_agent_s == pytest.approx(0.00025, abs=3e-5)  # half of both ways
+
+
+def test_what_requests_take_from_running_steps_is_found_again(tmp_path: Path) -> None:
+    host = replace(NO_TIME, interrupt_s=0.002)
+    requests = [ask(3 + index % 7, 25) for index in range(30)]
+    recorded(tmp_path / "flight", requests, [0.053 * index for index in range(30)], host)
+    fit = fit_recording(tmp_path / "flight", CONFIG)
+    assert fit.host.interrupt_s == pytest.approx(0.002, rel=0.15)
+    recorded(tmp_path / "without", requests, [0.053 * index for index in range(30)])
+    assert fit_recording(tmp_path / "without", CONFIG).host.interrupt_s < 1e-4
+
+
+def test_the_ways_mean_counts_not_their_median(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded(tmp_path / "flight", [ask(3, 9)] * 9, [0.2 * index for index in range(9)])
+    timed = recording.timed_steps
+
+    def some_late(stretch: Stretch) -> list[TimedStep]:
+        """Every fourth answer takes 4 ms, as behind a busy core."""
+        return [
+            replace(each, answered=each.answered + 0.004 * (index % 4 == 0))
+            for index, each in enumerate(timed(stretch))
+        ]
+
+    monkeypatch.setattr(recording, "timed_steps", some_late)
+    fit = fit_recording(tmp_path / "flight", CONFIG)
+    assert fit.host.to_agent_s == fit.host.from_agent_s == pytest.approx(0.0005, rel=0.1)
+
+
+def test_the_way_of_a_token_is_what_clients_and_recording_say_together(tmp_path: Path) -> None:
+    host = replace(NO_TIME, deliver_s=0.004, deliver_piece_s=0.0)
+    server = VirtualServer(limits(), LinearDevice(), OpenLoop([ask(3, 9)] * 9, [0.2 * i for i in range(9)]), host)
+    recorder = server.put_before(lambda scheduler: record(scheduler, tmp_path / "flight", 1 << 20, on_error=print))
+    outcome = server.run()
+    recorder.close()
+    fit = fit_recording(tmp_path / "flight", CONFIG)
+    assert fit.host.deliver_s != pytest.approx(0.004, abs=1e-3)
+    delivered = with_delivery(fit, tmp_path / "flight", outcome.records)
+    assert delivered.host.deliver_s == pytest.approx(0.004 - fit.host.answer_s, abs=1e-6)
+    assert replace(delivered, host=fit.host) == fit
+    with pytest.raises(UsageError, match="none of the clients' requests"):
+        with_delivery(fit, tmp_path / "flight", [])
 
 
 def test_steps_come_with_what_they_held_and_how_long_they_took(folder: Path) -> None:
