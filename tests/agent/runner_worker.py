@@ -29,15 +29,16 @@ INVARIANCE_STEPS = 20
 
 
 def run_golden(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
-    """All prompts as one batch: once going on from our own tokens, once fed with the oracle's."""
+    """All prompts as one batch: once going on from our own tokens, once fed with the oracle's; ``best``: the best ids
+    and their logits then, at each step of each prompt."""
     cases = golden["cases"]
     free = generate(driver, cases, forced=False)
     forced = generate(driver, cases, forced=True)
-    whole = [[(step[i].top_ids, step[i].top_logits) for step in (forced[0], forced[-1])] for i in range(len(cases))]
+    best = [[(step[i].top_ids, step[i].top_logits) for step in forced] for i in range(len(cases))]
     return {
         "free": [[step[i].token for step in free] for i in range(len(cases))],
         "forced": [[step[i].token for step in forced] for i in range(len(cases))],
-        "whole": whole,
+        "best": best,
     }
 
 
