@@ -37,6 +37,8 @@ __all__ = ["MemoryWatch", "main"]
 MIB = 1 << 20
 REFUSED = "http 429"
 MEMORY_INTERVAL_S = 1.0
+SETTLE_S = 1.0
+"""Before a load: what the one before left is over."""
 
 
 class MemoryWatch:
@@ -129,7 +131,7 @@ def _study(parsed: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
 
 
 def _load(options: LoadOptions) -> LoadFigures:
-    time.sleep(1.0)  # what the load before left is over
+    time.sleep(SETTLE_S)
     run = run_load(options)
     if run.interrupted:
         raise KeyboardInterrupt

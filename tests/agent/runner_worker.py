@@ -292,7 +292,9 @@ def main() -> None:
         result["digest"] = weights_digest(folder)
         results["models"][name] = result
         if name == "gqa_tied":
-            results |= {"rows": run_rows(driver), "refusals": run_refusals(driver), "stages": driver.stages}
+            results |= {"rows": run_rows(driver), "stages": driver.stages}
+            if (weights, kv) == ("auto", "auto"):  # a graph that fails is waited for by MindSpore, 3 seconds
+                results["refusals"] = run_refusals(driver)
             results["moves"] = run_move_refusals(driver)
             results["summary"] = driver.runner.summary()
     print(json.dumps(results))

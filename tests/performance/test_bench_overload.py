@@ -9,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from performance.load import overload
 from performance.load.overload import MIB, MemoryWatch, main
 
 
-def test_a_small_queue_refuses_and_the_figures_say_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_small_queue_refuses_and_the_figures_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(overload, "SETTLE_S", 0.1)
     path = tmp_path / "result.json"
     options = ["--rates", "5,10", "--peak-duration", "1", "--duration", "2", "--factor", "30", "--max-waiting", "2"]
     one_row = ["--set", "model_config.decode_batch_size=[1]", "--set", "model_config.prefill_batch_size=[1]"]

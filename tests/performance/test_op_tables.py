@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from performance.bench import op_tables_main
 from performance.bench.op_tables_main import main
 
 SMALL = ["--batch", "2", "--prompt", "8", "--new", "4", "--prefill", "16", "--repeats", "1"]
@@ -26,10 +27,15 @@ def test_a_row_has_both_tables_and_their_ratio(tmp_path: Path, capsys: pytest.Ca
     assert shown.strip().endswith("0 ratios above 1000.0")
 
 
-def test_a_ratio_above_the_limit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["--config", "llama_tiny_cpu.yaml", "--set", "model_config.model_dtype=bfloat16"]
-    assert main([*settings, *SMALL, "--limit", "0"]) == 1
-    assert capsys.readouterr().out.strip().endswith("2 ratios above 0.0")
+@pytest.mark.parametrize(("limit", "code"), [("1.2", 1), ("1.3", 1), ("1.5", 0)])
+def test_a_ratio_above_the_limit_is_told(
+    limit: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"ratio": 1.25}, {"ratio": 1.5}, {"ratio": 0.9}]
+    monkeypatch.setattr(op_tables_main, "compare", lambda name, weights, parsed: {"rows": rows})
+    assert main(["--config", "llama_tiny_cpu.yaml", *SMALL, "--limit", limit]) == code
+    above = sum(row["ratio"] > float(limit) for row in rows)
+    assert capsys.readouterr().out.strip().endswith(f"{above} ratios above {limit}")
 
 
 def test_a_type_that_native_operators_have_not_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
