@@ -20,8 +20,8 @@ from typing import Any
 from llm_serving.statistics import Summary
 from performance.bench.cpu_share import CpuMeter, CpuShare, NoServerProcessError, find_server_pid
 from performance.load.client import LoadRun, run_load
-from performance.load.errors import LoadTestError, UsageError
-from performance.load.main import EXIT_FAILURES, EXIT_INTERRUPTED, EXIT_NOT_STARTED
+from performance.load.errors import UsageError
+from performance.load.exit_codes import EXIT_FAILURES, EXIT_INTERRUPTED, told_errors
 from performance.load.options import LoadOptions, build_parser, options_of
 from performance.load.progress import progress_display
 from performance.load.report import format_report, report_json, write_json
@@ -31,22 +31,17 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 VOCAB_SIZE = 32_000
 
 
+@told_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 1 when requests failed, 2 when there is no server, 130 when interrupted."""
     parsed = serving_parser().parse_args(arguments)
-    try:
-        options = options_of(parsed)
-        meter = _meter(options, parsed.server_pid)
-        with progress_display() as display:
-            if meter is not None:
-                meter.start()
-            run = run_load(options, display)
-            share = None if meter is None else meter.stop()
-    except LoadTestError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_NOT_STARTED
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    options = options_of(parsed)
+    meter = _meter(options, parsed.server_pid)
+    with progress_display() as display:
+        if meter is not None:
+            meter.start()
+        run = run_load(options, display)
+        share = None if meter is None else meter.stop()
     figures = measure(run)
     print(format_report(run, figures))
     print(f"\n{summary(figures, share)}")

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm_serving.errors import LLMServingError
 from llm_serving.text_table import format_number, format_table
 from performance.load.closed_loop import run_closed_loop
-from performance.load.errors import LoadTestError, UsageError
+from performance.load.errors import UsageError
+from performance.load.exit_codes import told_errors
 from performance.load.metric_watch import MetricWatch
 from performance.load.options import LoadOptions, positive
 from performance.load.progress import progress_display
@@ -74,23 +74,18 @@ class Measured:
         return {"requests_per_s": self.figures.qps, "kv_waste": self.kv_waste, **figures_json(self.figures)}
 
 
+@told_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
     """0; 1 when requests failed or answers differ between modes, 2 when a server did not start."""
     parsed = _parser().parse_args(arguments)
-    try:
-        _check(parsed)
-        requests = study_workload(parsed.requests, parsed.seed, PROMPT_LEN, OUTPUTS, VOCAB)
-        if parsed.simulate is not None:
-            from performance.simulation.batching import simulate_mode
+    _check(parsed)
+    requests = study_workload(parsed.requests, parsed.seed, PROMPT_LEN, OUTPUTS, VOCAB)
+    if parsed.simulate is not None:
+        from performance.simulation.batching import simulate_mode
 
-            measured = [simulate_mode(mode, requests, parsed) for mode in parsed.modes]
-        else:
-            measured = [_measure(mode, requests, parsed, program) for mode in parsed.modes]
-    except (LoadTestError, LLMServingError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        measured = [simulate_mode(mode, requests, parsed) for mode in parsed.modes]
+    else:
+        measured = [_measure(mode, requests, parsed, program) for mode in parsed.modes]
     results = results_json(measured, parsed)
     print(format_results(measured, results))
     if parsed.json is not None:

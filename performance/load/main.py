@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from performance.load.client import LoadRun, run_load
 from performance.load.errors import LoadTestError
+from performance.load.exit_codes import EXIT_FAILURES, EXIT_INTERRUPTED, told_errors
 from performance.load.options import LoadOptions, parse_options
 from performance.load.progress import progress_display
 from performance.load.report import format_report, report_json, write_json
 from performance.load.statistics import LoadFigures, measure
 
-EXIT_FAILURES = 1
-EXIT_NOT_STARTED = 2
-EXIT_INTERRUPTED = 130
 
-
+@told_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        options = parse_options(arguments)
-        _check_writable(options)
-        with progress_display() as display:
-            run = run_load(options, display)
-    except LoadTestError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_NOT_STARTED
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    options = parse_options(arguments)
+    _check_writable(options)
+    with progress_display() as display:
+        run = run_load(options, display)
     figures = measure(run)
     print(format_report(run, figures))
     _write_files(run, figures)

@@ -21,12 +21,12 @@ from typing import Any
 
 import psutil
 
-from llm_serving.errors import LLMServingError
 from llm_serving.statistics import percentile
 from llm_serving.text_table import format_number, format_table
 from performance.load.client import run_load
 from performance.load.endpoint import Endpoint
 from performance.load.errors import LoadTestError
+from performance.load.exit_codes import told_errors
 from performance.load.options import LoadOptions, parse_range, positive
 from performance.load.report import write_json
 from performance.load.server_process import START_SERVER, configured_server
@@ -66,27 +66,22 @@ class MemoryWatch:
                 return
 
 
+@told_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
     """0; 2 when the server did not start, or failed requests otherwise than by refusing them."""
     parsed = _parser().parse_args(arguments)
-    try:
-        with tempfile.TemporaryDirectory(prefix="bench_overload_") as folder:
-            settings = [
-                "scheduler_config.policy=slo",
-                f"scheduler_config.ttft_objective_ms={parsed.slo_ttft_ms:g}",
-                f"scheduler_config.tbt_objective_ms={parsed.slo_tpot_ms:g}",
-                f"scheduler_config.max_waiting_requests={parsed.max_waiting}",
-                *parsed.settings,
-            ]
-            print("starting the server", file=sys.stderr)
-            server = configured_server("overload", parsed.config, settings, Path(folder), parsed.start_timeout, program)
-            with server as endpoint:
-                results = _study(parsed, endpoint)
-    except (LoadTestError, LLMServingError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    with tempfile.TemporaryDirectory(prefix="bench_overload_") as folder:
+        settings = [
+            "scheduler_config.policy=slo",
+            f"scheduler_config.ttft_objective_ms={parsed.slo_ttft_ms:g}",
+            f"scheduler_config.tbt_objective_ms={parsed.slo_tpot_ms:g}",
+            f"scheduler_config.max_waiting_requests={parsed.max_waiting}",
+            *parsed.settings,
+        ]
+        print("starting the server", file=sys.stderr)
+        server = configured_server("overload", parsed.config, settings, Path(folder), parsed.start_timeout, program)
+        with server as endpoint:
+            results = _study(parsed, endpoint)
     print(_text(results))
     if parsed.json is not None:
         write_json(parsed.json, results)

@@ -13,7 +13,7 @@ from typing import Any
 
 from llm_serving.text_table import format_number, format_table
 from performance.load.client import run_load
-from performance.load.errors import LoadTestError
+from performance.load.exit_codes import told_errors
 from performance.load.metric_watch import fetch_metrics
 from performance.load.options import (
     LoadOptions,
@@ -107,17 +107,12 @@ class Measurement:
         }
 
 
+@told_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
     """0, or 1 when a request failed or answers differ, or 2 when a server did not start or an option is wrong."""
     parsed = _parser().parse_args(arguments)
-    try:
-        base = replace(options_of(parsed), keep_text=True, plot=False)
-        measurements = _measure_all(parsed, base, program)
-    except LoadTestError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    base = replace(options_of(parsed), keep_text=True, plot=False)
+    measurements = _measure_all(parsed, base, program)
     results = results_json(measurements, parsed)
     print(format_results(measurements, results))
     if parsed.json is not None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from llm_serving.errors import LLMServingError
 from llm_serving.flight.format import SUFFIX
-from performance.load.errors import LoadTestError, UsageError
+from performance.load.errors import UsageError
+from performance.load.exit_codes import told_errors
 from performance.load.options import LoadOptions
 from performance.load.report import write_json
 from performance.simulation.fit import StepFit, read_fit
@@ -22,23 +22,15 @@ from performance.simulation.setup import Setup, make_setup, simulated_config, sp
 from performance.simulation.validate import compare, comparison_text, read_load_test
 from performance.simulation.workload import OpenLoop
 
-EXIT_NOT_STARTED = 2
-EXIT_INTERRUPTED = 130
 
-
+@told_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 2 when there is nothing to simulate, 130 when interrupted."""
-    try:
-        options = parse_options(arguments)
-        fit = _fit(options)
-        if options.validate is not None:
-            return _validate(options, fit)
-        return _simulate_all(options, fit)
-    except (LoadTestError, LLMServingError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_NOT_STARTED
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    options = parse_options(arguments)
+    fit = _fit(options)
+    if options.validate is not None:
+        return _validate(options, fit)
+    return _simulate_all(options, fit)
 
 
 def _fit(options: SimulationOptions) -> StepFit | None:

@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llm_serving.errors import LLMServingError
 from performance.load.client import LoadRun, run_load
-from performance.load.errors import LoadTestError
+from performance.load.exit_codes import told_errors
 from performance.load.options import LoadOptions, positive
 from performance.load.report import report_json, write_json
 from performance.load.server_process import START_SERVER, configured_server
@@ -72,18 +71,12 @@ VALIDATION = (
 )
 
 
+@told_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
     """0; 1 when requests failed, 2 when a server did not start."""
     parsed = _parser().parse_args(arguments)
-    try:
-        with tempfile.TemporaryDirectory(prefix="validate_simulator_") as folder:
-            study = _Study(parsed, program, Path(folder))
-            return study.run()
-    except (LoadTestError, LLMServingError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    with tempfile.TemporaryDirectory(prefix="validate_simulator_") as folder:
+        return _Study(parsed, program, Path(folder)).run()
 
 
 class _Study:
