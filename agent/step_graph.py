@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -176,7 +177,8 @@ class DynamicStepGraph(StepGraph):
             self._check_operators()
 
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
-        logits = as_float32_array(self._run(inputs, entry))
+        with self._running():
+            logits = as_float32_array(self._run(inputs, entry))
         self._check_operators()
         part = self._part
         if part is not None and part.is_split:
@@ -186,9 +188,18 @@ class DynamicStepGraph(StepGraph):
         return StepLogits(logits[: inputs.query_lens.size], None)
 
     def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
-        stream: Array = self._run(inputs, entry).asnumpy()
+        with self._running():
+            stream: Array = self._run(inputs, entry).asnumpy()
         self._check_operators()
         return stream.view(np.uint16) if stream.dtype.itemsize == 2 and stream.dtype != np.float16 else stream
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        self._ops.set_running(True)
+        try:
+            yield
+        finally:
+            self._ops.set_running(False)
 
     def _run(self, inputs: StepInputs, entry: Array) -> Tensor:
         kind = self.kind_of(inputs)

@@ -133,6 +133,10 @@ class OpTable(ABC):
         the embedding is the output's weight. The arrays live as long as the table."""
         del weights, tied
 
+    def set_running(self, running: bool) -> None:
+        """A graph of many operators begins to run, or has ended."""
+        del running
+
     def failed_operator(self) -> str | None:
         """The operator that refused its inputs in the graph that ran last, where the device keeps that from MindSpore;
         None where none did. What the graph gave then means nothing."""

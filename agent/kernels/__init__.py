@@ -10,6 +10,7 @@ from agent.kernels.library import (
     kernel_isa,
     library_path,
     num_threads,
+    set_attentive,
     set_threads,
     take_failure,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "kernel_isa",
     "library_path",
     "num_threads",
+    "set_attentive",
     "set_threads",
     "take_failure",
 ]

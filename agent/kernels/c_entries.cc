@@ -65,6 +65,7 @@ struct MatMulReference {
 extern "C" {
 
 LLMK_ENTRY void llmk_set_threads(int num_threads) { llmk::set_num_threads(num_threads); }
+LLMK_ENTRY void llmk_set_attentive(int attentive) { llmk::set_attentive(attentive != 0); }
 
 LLMK_ENTRY int llmk_num_threads() { return llmk::num_threads(); }
 

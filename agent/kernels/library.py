@@ -49,6 +49,8 @@ def load_library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(library_path()))
     library.llmk_set_threads.argtypes = [ctypes.c_int]
     library.llmk_set_threads.restype = None
+    library.llmk_set_attentive.argtypes = [ctypes.c_int]
+    library.llmk_set_attentive.restype = None
     library.llmk_num_threads.restype = ctypes.c_int
     library.llmk_isa.restype = ctypes.c_char_p
     library.llmk_sample.argtypes = [ctypes.POINTER(_SampleArgs)]
@@ -69,6 +71,11 @@ def set_threads(num_threads: int) -> None:
 def num_threads() -> int:
     """The threads kernels use: from ``LLM_KERNELS_THREADS``, else every processor, until ``set_threads``."""
     return int(load_library().llmk_num_threads())
+
+
+def set_attentive(attentive: bool) -> None:
+    """Whether the kernels' threads stay awake between two kernels, as long as a graph of many operators runs."""
+    load_library().llmk_set_attentive(attentive)
 
 
 def kernel_isa() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from agent.backends.base import BlockMoves, CacheLayout
 from agent.backends.cpu.blocks import HostBlockMoves
 from agent.backends.native.ops import NativeOps
-from agent.kernels import hold_failures, take_failure
+from agent.kernels import hold_failures, set_attentive, take_failure
 from agent.kernels.primitive_weights import KeptWeights, PrimitiveWeight
 from agent.model_part import ModelPart
 from agent.weights.forms import LinearForm, LinearForms
@@ -31,6 +31,10 @@ class NativeCpuOps(NativeOps):
         self._kept = KeptWeights()
         weakref.finalize(self, self._kept.close)
         hold_failures(True)
+
+    def set_running(self, running: bool) -> None:
+        """Between operators the kernels' threads would fall asleep, and wake again in as long as a short one takes."""
+        set_attentive(running)
 
     def failed_operator(self) -> str | None:
         return take_failure()

@@ -19,6 +19,7 @@ namespace llmk {
 namespace {
 
 constexpr auto kSpinTime = std::chrono::microseconds(20);
+constexpr auto kAttentiveTime = std::chrono::microseconds(200);  // of workers, see set_attentive()
 constexpr int kMaxThreads = 256;
 
 void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
@@ -37,16 +38,18 @@ void pause_cpu() {
 #endif
 }
 
-// Spins on `done` for at most kSpinTime. True when it became true.
+// Spins on `done` for at most kSpinTime, or kAttentiveTime as long as `attentive`. True when it became true.
 template <class Condition>
-bool spin_until(const Condition& done) {
-  const auto deadline = std::chrono::steady_clock::now() + kSpinTime;
+bool spin_until(const Condition& done, const std::atomic<bool>& attentive) {
+  const auto start = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::duration spent;
   do {
     for (int i = 0; i < 32; ++i) {
       if (done()) return true;
       pause_cpu();
     }
-  } while (std::chrono::steady_clock::now() < deadline);
+    spent = std::chrono::steady_clock::now() - start;
+  } while (spent < kSpinTime || (attentive.load(std::memory_order_relaxed) && spent < kAttentiveTime));
   return false;
 }
 
@@ -77,6 +80,8 @@ class ThreadPool {
     stop_workers();
     num_threads_ = clamp_threads(wanted);
   }
+
+  void set_attentive(bool attentive) { attentive_.store(attentive, std::memory_order_relaxed); }
 
   void run(int64_t count, TaskFunction function, void* context) {
     const StandardFloatingPoint scope;
@@ -112,7 +117,7 @@ class ThreadPool {
   void wait_for_workers() {
     const auto idle = [this] { return (state_.load(std::memory_order_acquire) & kInside) == 0; };
     state_.fetch_and(~kOpen, std::memory_order_acq_rel);
-    while (!idle() && !spin_until(idle)) {
+    while (!idle() && !spin_until(idle, attentive_)) {
       const uint32_t seen = finished_.load(std::memory_order_seq_cst);
       waiting_.store(true, std::memory_order_seq_cst);
       if (!idle()) futex_wait(&finished_, seen);
@@ -148,7 +153,7 @@ class ThreadPool {
 
   void sleep_until_woken(uint32_t seen) {
     const auto woken = [this, seen] { return wake_.load(std::memory_order_acquire) != seen; };
-    if (spin_until(woken)) return;
+    if (spin_until(woken, attentive_)) return;
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
     if (!woken()) futex_wait(&wake_, seen);
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
@@ -181,6 +186,7 @@ class ThreadPool {
   alignas(64) std::atomic<uint32_t> finished_{0};
   std::atomic<bool> waiting_{false};
   std::atomic<bool> stopping_{false};
+  std::atomic<bool> attentive_{false};
 };
 
 // Never destroyed: at exit the sleeping workers end with the process.
@@ -239,6 +245,8 @@ void run_stretches(int64_t count, TaskFunction function, void* context) {
 void set_num_threads(int num_threads) { pool().resize(num_threads); }
 
 int num_threads() { return pool().num_threads(); }
+
+void set_attentive(bool attentive) { pool().set_attentive(attentive); }
 
 void* thread_scratch(int slot, int64_t bytes) {
   thread_local Scratch scratch;
