@@ -100,12 +100,10 @@ def _weight_bytes(config: Config, part: _Part) -> int:
 
 
 def _linear_bits(config: Config) -> float | None:
-    """Of a weight of a linear layer with its share of scales and zero points; None: as ``model_dtype``. Behind the
-    native primitives of a CPU, int4 is packed as int8 with the scales of its groups."""
+    """Of a weight of a linear layer with its share of scales and zero points; None: as ``model_dtype``. An Ascend's
+    native primitives have scales and offsets in ``model_dtype``."""
     group = config.model_config.weight_group
-    int4 = 4.0 + (32 + 8) / group
-    if config.op_table == "native":
-        int4 = 8.0 + 32 / group if config.device == "CPU" else 4.0 + (16 + 16) / group
+    int4 = 4.0 + ((16 + 16) if config.device == "Ascend" else (32 + 8)) / group
     return {"int8": 8.0, "int8_weight_only": 8.0, "int4": int4}.get(config.weight_format)
 
 

@@ -14,7 +14,7 @@ from agent.kernels.library import KernelError, load_library
 Array = npt.NDArray[Any]
 Blob = npt.NDArray[np.uint8]
 
-WEIGHT_FORMATS = ("float32", "float16", "bfloat16", "int8", "int8_weight_only", "int4")
+WEIGHT_FORMATS = ("float32", "float16", "bfloat16", "int8", "int8_weight_only", "int4", "int4_weight_only")
 """Names of llmk::WeightFormat, in its order."""
 _SOURCE_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 _HUGE_PAGE = 2 << 20
@@ -93,7 +93,7 @@ def pack_weight(
     """Packs ``values`` [columns, depth] into ``out_blob`` of at least ``packed_weight_bytes``.
 
     Floats of ``source_dtype`` (bfloat16 as uint16 bits), for integer formats quantised here; or, with ``scales``
-    float32 [columns, groups], integers as they are: int8, or uint8 0..15 for int4 with ``zeros`` uint8
+    float32 [columns, groups], integers as they are: int8, or uint8 0..15 for int4 with ``zeros`` uint8 0..16
     [columns, groups] (None: 8). ``gated``: the first half of the columns are the gate of a SwiGLU, the second the
     value. ``bias`` float32 [columns] is added to what comes out. Raises ValueError for arrays that do not fit and
     KernelError for what the kernel refuses.
@@ -107,7 +107,7 @@ def pack_weight(
         raise ValueError(f"a {fmt} weight has no scales")
     packed_weight_bytes(fmt, columns, depth, group)
     groups = (columns, -(-depth // group) if group else 1)
-    given = _SOURCE_DTYPES[source_dtype] if scales is None else np.uint8 if fmt == "int4" else np.int8
+    given = _SOURCE_DTYPES[source_dtype] if scales is None else np.uint8 if fmt.startswith("int4") else np.int8
     source = _PackSource(
         format=number, source_dtype=list(_SOURCE_DTYPES).index(source_dtype), columns=columns, depth=depth,
         group=group, gated=gated, asymmetric=asymmetric,

@@ -24,7 +24,7 @@ from performance.bench.roofline import Numbers, Operator, attention, layer_linea
 
 SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes"
 SHAPE_NAMES = ("llama_160m", "llama_1b", "llama_7b")
-LINEAR_FORMATS = ("bfloat16", "int8", "int4", "int8_weight_only")
+LINEAR_FORMATS = ("bfloat16", "int8", "int4", "int8_weight_only", "int4_weight_only")
 LINEAR_ROWS = (1, 8, 64, 512)
 ROTATION_BYTES = 160 << 20
 """Five times the largest last-level cache met so far."""
@@ -79,7 +79,7 @@ def linear_cases(names: Sequence[str], rows: Sequence[int], formats: Sequence[st
     for (columns, depth), layers in linear_shapes(names).items():
         values = ordinary(columns, depth, dtype="float32")
         for weight_format in formats:
-            group = GROUP if weight_format == "int4" else 0
+            group = GROUP if weight_format.startswith("int4") else 0
             blob = packed(weight_format, values, group=group)
             blobs = [blob, *(copy_of(blob) for _ in range(copies_of(blob.size) - 1))]
             numbers = Numbers(DTYPE, weight_format, group=GROUP)

@@ -23,7 +23,7 @@ from llm_serving.model_shape import ModelShape
 from performance.bench.ceilings import Ceilings
 
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-WEIGHT_FORMATS = (*FLOAT_BYTES, "int8", "int8_weight_only", "int4")
+WEIGHT_FORMATS = (*FLOAT_BYTES, "int8", "int8_weight_only", "int4", "int4_weight_only")
 KV_FORMATS = (*FLOAT_BYTES, "int8")
 SCALE_BYTES = 4
 
@@ -78,7 +78,7 @@ def weight_unit(weight_format: str, dtype: str) -> str:
 
 def weight_bytes(weight_format: str, columns: int, depth: int, group: int) -> float:
     """Values and scales; one scale a column for int8, one a group for int4."""
-    if weight_format == "int4":
+    if weight_format in ("int4", "int4_weight_only"):
         return columns * (depth / 2 + SCALE_BYTES * (depth / group))
     if weight_format in ("int8", "int8_weight_only"):
         return columns * (depth + SCALE_BYTES)

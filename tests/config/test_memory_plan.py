@@ -81,7 +81,7 @@ def test_quantised_formats(tmp_path: Path) -> None:
 
 
 def test_quantised_formats_of_the_native_operators(tmp_path: Path) -> None:
-    """On a CPU int4 is packed as bytes with the scales of groups; an Ascend has the primitive's pairs and offsets."""
+    """On a CPU int4 is packed as for the fused ones; an Ascend has the primitive's scales and offsets."""
     linear, output = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 300 * 64
     others = 2 * 2 * 64 + 64 + 300 * 64
 
@@ -91,7 +91,7 @@ def test_quantised_formats_of_the_native_operators(tmp_path: Path) -> None:
         return estimate_memory(config, PLENTY).bytes_of("weights")
 
     assert weights("int8") == weights("int8_weight_only") == linear + output + 2 * others
-    assert weights("int4") == (linear + output) * 9 // 8 + 2 * others
+    assert weights("int4") == (linear + output) // 2 + (linear + output) // 32 * 5 + 2 * others
     ascend = weights("int4", "model_config.device_target=Ascend", ascend=True)
     assert ascend == (linear + output) * 5 // 8 + 2 * others
 

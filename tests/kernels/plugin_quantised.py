@@ -65,6 +65,28 @@ class Multiply(nn.Cell):
         return self.primitive(x, self.weight)
 
 
+class KeptPairs(nn.Cell):
+    """By parameters of int4 that live in arrays; ``offsets`` may be None."""
+
+    def __init__(
+        self, stored: np.ndarray, scale: np.ndarray, offsets: np.ndarray | None, dtype: str, group: int
+    ) -> None:
+        super().__init__()
+        self.primitive = auto_generate.WeightQuantBatchMatmul(False, False, group)
+        self.weight, self.values = _bound(stored, "int4")
+        self.scale, _ = _bound(scale, dtype)
+        self.offset = None if offsets is None else _bound(offsets, dtype)[0]
+
+    def construct(self, x: Any) -> Any:
+        return self.primitive(x, self.weight, self.scale, self.offset, None, None, None)
+
+
+def _bound(array: np.ndarray, dtype: str) -> tuple[ms.Parameter, np.ndarray]:
+    """And the array whose memory the parameter has."""
+    parameter = unbound_parameter(array.shape, dtype)
+    return parameter, bind(parameter, array)
+
+
 class WithoutOffset(WeightQuantMatmul):
     def construct(self, x: Any, scale: Any) -> Any:
         return self.primitive(x, self.weight, scale, None, None, None, None)
@@ -150,7 +172,7 @@ def test_weight_quant_batch_matmul(
     w = rng.integers(low, high, (columns, depth))
     x, x_exact = values(rng, rows, depth, dtype=dtype)
     scale = Tensor(rng.uniform(0.001, 0.1, (columns, groups)).astype(np.float32)).astype(DTYPES[dtype])
-    offset = ints(rng.integers(-7, 9, (columns, groups)), np.float32).astype(DTYPES[dtype])
+    offset = ints(rng.integers(-8, 9, (columns, groups)), np.float32).astype(DTYPES[dtype])
 
     def laid_out(array: Tensor) -> Tensor:
         numbers = exact(array) if transpose else exact(array).T
@@ -198,6 +220,37 @@ def refusing(call: Callable[[], Any]) -> str | None:
     return take_failure()
 
 
+@examples
+@given(
+    any_dtype, seeds, st.sampled_from([1, 2, 5, 17, 40]), st.integers(1, 6), st.integers(1, 70),
+    st.sampled_from([0, 32, 64, 128]), st.booleans(),
+)  # fmt: skip
+def test_a_kept_int4_weight_is_the_same_weight(
+    dtype: str, seed: int, rows: int, units: int, half_columns: int, group: int, with_offset: bool
+) -> None:
+    """Packed before, as the models have it: [depth, columns], two columns a byte; and a row is the same bits alone."""
+    rng = np.random.default_rng(seed)
+    depth, columns = 64 * units, 2 * half_columns
+    groups = -(-depth // group) if group else 1
+    w, offset = rng.integers(-8, 8, (depth, columns)), rng.integers(-8, 9, (groups, columns)) * with_offset
+    stored = ((w[:, 0::2] & 15) | (w[:, 1::2] << 4)).astype(np.int8)
+    scale = from_float32(rng.uniform(0.001, 0.1, (groups, columns)).astype(np.float32), dtype)
+    offsets = from_float32(offset.astype(np.float32), dtype) if with_offset else None
+    x, x_exact = values(rng, rows, depth, dtype=dtype)
+    graph = KeptPairs(stored, scale, offsets, dtype, group)
+    kept = KeptWeights()
+    weight = PrimitiveWeight(graph.values, "int4", False, scale, offsets, dtype, group, float_products=True)
+    kept.keep(weight, release=False)
+    try:
+        graph.values[:] = 0  # only the packed copy has them now
+        out = graph(x)
+        spread = [np.repeat(a, group or depth, 0)[:depth] for a in (exact(as_tensor(scale)), offset)]
+        assert_rounded(out, x_exact @ ((w + spread[1]) * spread[0]), dtype, slack=1e-5)
+        np.testing.assert_array_equal(exact(graph(x[:1])), exact(out)[:1])
+    finally:
+        kept.close()
+
+
 def test_a_kept_weight_with_other_scales_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
     rng = np.random.default_rng(4)
     w, scale = rng.integers(-128, 128, (16, 64)).astype(np.int8), np.full(16, 0.5, np.float32)
@@ -215,8 +268,9 @@ def test_a_kept_weight_with_other_scales_is_refused(capfd: pytest.CaptureFixture
         kept.close()
 
 
-def test_offsets_that_are_no_whole_numbers_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
-    half = Tensor(np.full(4, 0.5, np.float16))
+@pytest.mark.parametrize("offset", [0.5, 9, -9])
+def test_offsets_that_no_zero_point_makes_are_refused(offset: float, capfd: pytest.CaptureFixture[str]) -> None:
+    offsets = Tensor(np.full(4, offset, np.float16))
     graph = WeightQuantMatmul(pairs(np.zeros((32, 4), np.int64)), 0, transpose=False)
-    assert refusing(lambda: graph(Tensor(np.ones((1, 32), np.float16)), half, half)) == "WeightQuantBatchMatmul"
-    assert "an offset is 0.5" in capfd.readouterr().err
+    assert refusing(lambda: graph(Tensor(np.ones((1, 32), np.float16)), offsets, offsets)) == "WeightQuantBatchMatmul"
+    assert f"an offset is {offset:g}" in capfd.readouterr().err

@@ -14,7 +14,7 @@ from agent.kernels.direct import DTYPES, Array, load
 from agent.kernels.direct_linear import linear, linear_best, packed
 from agent.kernels.library import num_threads, set_threads
 
-INTEGERS = ("int8", "int8_weight_only", "int4")
+INTEGERS = ("int8", "int8_weight_only", "int4", "int4_weight_only")
 FORMATS = [*((dtype, dtype) for dtype in DTYPES), *((fmt, dtype) for fmt in INTEGERS for dtype in DTYPES)]
 """Weight format and type of the activations."""
 
@@ -81,7 +81,9 @@ def test_float_formats_equal_float64(dtype: str, shape: tuple[int, int, int, int
 
 
 @pytest.mark.parametrize("group", [0, 32])
-@pytest.mark.parametrize(("fmt", "relative"), [("int8", 0.02), ("int8_weight_only", 0.015), ("int4", 0.2)])
+@pytest.mark.parametrize(
+    ("fmt", "relative"), [("int8", 0.02), ("int8_weight_only", 0.015), ("int4", 0.2), ("int4_weight_only", 0.2)]
+)
 def test_quantised_formats_are_near_float64(fmt: str, relative: float, group: int) -> None:
     x, w, blob = operands(fmt, "float32", (9, 70, 512, group, False, False))
     exact = load(x, "float32") @ load(w, "float32").T
@@ -94,9 +96,10 @@ def test_integers_and_zero_points_are_taken_as_they_are() -> None:
     x = np.float32(rng.integers(-127, 128, (5, 96)))
     x[:, 0] = 127  # the scale of every row is 1
     scales = np.float32(2.0 ** rng.integers(-3, 3, (40, 3)))
-    for fmt, low, high in (("int8", -128, 128), ("int4", 0, 16)):
-        codes = rng.integers(low, high, (40, 96)).astype(np.int8 if fmt == "int8" else np.uint8)
-        zeros = rng.integers(0, 16, (40, 3)).astype(np.uint8) if fmt == "int4" else None
+    for fmt in ("int8", "int4", "int4_weight_only"):
+        low, high, stored = (-128, 128, np.int8) if fmt == "int8" else (0, 16, np.uint8)
+        codes = rng.integers(low, high, (40, 96)).astype(stored)
+        zeros = None if fmt == "int8" else rng.integers(0, 17, (40, 3)).astype(np.uint8)
         offset = 0 if zeros is None else np.repeat(zeros.astype(np.int64), 32, axis=1)
         values = (codes.astype(np.int64) - offset) * np.repeat(scales, 32, axis=1)
         blob = packed(fmt, codes, group=32, scales=scales, zeros=zeros)
@@ -124,16 +127,34 @@ def test_pieces_of_the_depth_change_no_bit(fmt: str, dtype: str, depth: int) -> 
         np.testing.assert_array_equal(linear(x[begin:end].copy(), blob, dtype), whole[begin:end])
 
 
-@pytest.mark.parametrize(("fmt", "dtype"), [("bfloat16", "bfloat16"), ("int8", "bfloat16"), ("int4", "bfloat16")])
+@pytest.mark.parametrize(("fmt", "dtype"), [(fmt, "bfloat16") for fmt in ("bfloat16", *INTEGERS)])
 @pytest.mark.parametrize("depth", [768, 3072])
 def test_blocks_of_rows_change_no_bit(fmt: str, dtype: str, depth: int) -> None:
     """With tiles a row is in one of many blocks, and its sums come from one chunk of the depth or from several."""
-    x, _, blob = operands(fmt, dtype, (530, 134, depth, 64 if fmt == "int4" else 0, True, False))
+    x, _, blob = operands(fmt, dtype, (530, 134, depth, 64 if fmt.startswith("int4") else 0, True, False))
     for epilogue in ("store", "swiglu"):
         whole = linear(x, blob, dtype, epilogue=epilogue)
         for begin, end in [(0, 1), (16, 33), (100, 420), (529, 530)]:
             part = linear(x[begin:end].copy(), blob, dtype, epilogue=epilogue)
             np.testing.assert_array_equal(part, whole[begin:end])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize(
+    ("depth", "group"), [(320, 32), (320, 64), (320, 96), (320, 128), (320, 256), (320, 0), (328, 40)]
+)
+@pytest.mark.parametrize("fmt", ["int8_weight_only", "int4_weight_only"])
+def test_groups_of_weights_alone(fmt: str, depth: int, group: int, asymmetric: bool, dtype: str) -> None:
+    """Groups of less and more than what is unpacked at a time, the last one short, and some that fit no tile."""
+    x, w, blob = operands(fmt, dtype, (53, 150, depth, group, False, asymmetric))
+    result = linear(x, blob, dtype, epilogue="store_float")
+    reference = linear(x, blob, dtype, epilogue="store_float", mode="reference")
+    magnitude = np.abs(load(x, dtype)) @ np.abs(load(w, dtype)).T
+    assert (np.abs(result - reference) <= 4e-6 * magnitude.max()).all()
+    for begin, end in [(0, 1), (52, 53), (3, 19), (3, 20), (0, 33), (10, 50)]:
+        part = linear(x[begin:end].copy(), blob, dtype, epilogue="store_float")
+        np.testing.assert_array_equal(part, result[begin:end])
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), FORMATS)

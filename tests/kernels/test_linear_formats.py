@@ -66,7 +66,8 @@ def test_integer_formats_give_the_same_bits_on_every_instruction_set(isa: str) -
 def test_sizes_of_blobs() -> None:
     assert packed_weight_bytes("bfloat16", 64, 10, 0) == 64 + 64 * 10 * 2
     assert packed_weight_bytes("int8", 128, 64, 0) == 64 + 2 * (64 * 64 + 64 * 4)
-    assert packed_weight_bytes("int4", 64, 128, 64) == 64 + 64 * 64 + 2 * (64 * 4 + 64)
+    for fmt in ("int4", "int4_weight_only"):
+        assert packed_weight_bytes(fmt, 64, 128, 64) == 64 + 64 * 64 + 2 * (64 * 4 + 64)
     for fmt, columns, depth, group in (
         *(("int4", 64, 64, 12), ("bfloat16", 64, 64, 32), ("int8", 0, 64, 0), ("int8", 64, 0, 0)),
         *(("int8", 64, 70000, 0), ("int8", 64, 64, -8)),
@@ -91,6 +92,11 @@ def test_packing_refuses_what_does_not_fit() -> None:
         pack_weight("int8", values[:63], weight_blob(1 << 20), gated=True)
     with pytest.raises(KernelError):
         pack_weight("int8", values, weight_blob(1 << 20)[1:])
+    for fmt in ("int4", "int4_weight_only"):
+        codes, scales = np.ones((64, 64), np.uint8), np.ones((64, 1), np.float32)
+        pack_weight(fmt, codes, weight_blob(1 << 20), scales=scales, zeros=np.full((64, 1), 16, np.uint8))
+        with pytest.raises(KernelError):
+            pack_weight(fmt, codes, weight_blob(1 << 20), scales=scales, zeros=np.full((64, 1), 17, np.uint8))
     with pytest.raises(ValueError, match=r"values is float32 .* must be contiguous int8 \(64, 64\)"):
         pack_weight("int8", values, weight_blob(1 << 20), scales=np.ones((64, 1), np.float32))
     with pytest.raises(ValueError, match=r"scales is float32 \(64, 1\).* float32 \(64, 2\)"):
@@ -109,7 +115,7 @@ def test_damaged_blobs_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
     for word, value, reason in (
         (0, 1, "the weight is not packed: it starts with 00000001"),
         (2, 9, "packed in layout 9; this build reads layout 2: pack it again"),
-        (1, 6, "the header of the packed weight is damaged: the format is not known"),
+        (1, 7, "the header of the packed weight is damaged: the format is not known"),
         (4, 300, "the packed weight has 4416 bytes; its header asks for"),
     ):
         damaged = weight_blob(blob.size)

@@ -32,8 +32,9 @@ template <int kBits>
 LLMK_INLINE Ints shift_right(Ints a) {
   return {_mm256_srli_epi32(a.low, kBits), _mm256_srli_epi32(a.high, kBits)};
 }
-LLMK_INLINE Ints low_bytes(Ints a) {
-  const __m256i mask = _mm256_set1_epi32(255);
+template <int kBits>
+LLMK_INLINE Ints low_bits(Ints a) {
+  const __m256i mask = _mm256_set1_epi32((1 << kBits) - 1);
   return {_mm256_and_si256(a.low, mask), _mm256_and_si256(a.high, mask)};
 }
 LLMK_INLINE Vec to_floats(Ints a) { return {_mm256_cvtepi32_ps(a.low), _mm256_cvtepi32_ps(a.high)}; }

@@ -20,7 +20,10 @@ template <int kBits>
 LLMK_INLINE Ints shift_right(Ints a) {
   return {_mm512_srli_epi32(a.v, kBits)};
 }
-LLMK_INLINE Ints low_bytes(Ints a) { return {_mm512_and_si512(a.v, _mm512_set1_epi32(255))}; }
+template <int kBits>
+LLMK_INLINE Ints low_bits(Ints a) {
+  return {_mm512_and_si512(a.v, _mm512_set1_epi32((1 << kBits) - 1))};
+}
 LLMK_INLINE Vec to_floats(Ints a) { return {_mm512_cvtepi32_ps(a.v)}; }
 LLMK_INLINE Ints to_ints(Vec a) { return {_mm512_cvtps_epi32(a.v)}; }
 LLMK_INLINE void store_signed_bytes(int8_t* p, Ints a) {

@@ -28,7 +28,10 @@ template <int kBits>
 LLMK_INLINE Ints shift_right(Ints a) {
   return {(IntVec)((UnsignedVec)a.v >> kBits)};
 }
-LLMK_INLINE Ints low_bytes(Ints a) { return {a.v & 255}; }
+template <int kBits>
+LLMK_INLINE Ints low_bits(Ints a) {
+  return {a.v & ((1 << kBits) - 1)};
+}
 LLMK_INLINE Vec to_floats(Ints a) { return __builtin_convertvector(a.v, Vec); }
 // For whole numbers only.
 LLMK_INLINE Ints to_ints(Vec a) { return {__builtin_convertvector(a, IntVec)}; }

@@ -10,7 +10,7 @@
 //   bfloat16               [panels][2][steps / 16][2][16 steps][16][2 depths]
 //   int8, int8_weight_only [panels][groups]{[2][steps / 16][2][16 steps][16][4 depths] uint8 = w + 128,
 //                          [64] float scales}
-//   int4                   [panels][groups]{[2][steps / 16][2][16 steps][16][4] bytes, [64] float scales,
+//   int4, int4_weight_only [panels][groups]{[2][steps / 16][2][16 steps][16][4] bytes, [64] float scales,
 //                          [64] uint8 zeros if asymmetric}; low nibbles: depths 0 to 3 of a step, high nibbles: 4 to 7
 //
 // The last tiles of a group, or of the depth, have only the steps that are left (step_offset() below).
@@ -27,6 +27,7 @@
 //                     then total * x_scale
 //   int8_weight_only  as a float format with the integers as weights, bfloat16 where the activations are (a group at a time: total = fma(sum, scale,
 //                     total)); without groups sum * scale
+//   int4_weight_only  the same with w - zero as weights; without groups one group spans the depth
 // The bias is added last, in float32. int8 and int4 results are bit-identical over all instruction sets.
 #pragma once
 #include "../common/thread_pool.h"
@@ -40,7 +41,8 @@ enum class WeightFormat : int32_t {
   kBFloat16 = 2,
   kInt8 = 3,
   kInt8WeightOnly = 4,
-  kInt4 = 5
+  kInt4 = 5,
+  kInt4WeightOnly = 6
 };
 
 constexpr uint32_t kPackedWeightMagic = 0x4B50574C;  // "LWPK"
@@ -59,9 +61,9 @@ struct PackedWeightHeader {
 static_assert(sizeof(PackedWeightHeader) == 64, "the header is one cache line");
 
 // Where weights come from. `values` [columns][depth]: of source_dtype for float formats; already quantised: int8
-// (kInt8*), or uint8 0..15 (kInt4, one a byte) with scales float [columns][groups] and zeros uint8 [columns][groups]
-// (null: 8). When `scales` is null and the format is an integer one, `values` are floats of source_dtype and are
-// quantised here, to nearest: kInt8* symmetric, scale = max|w| / 127; kInt4 scale = max|w| / 7 with zero 8 or, if
+// (kInt8*), or uint8 0..15 (kInt4*, one a byte) with scales float [columns][groups] and zeros uint8 0..16
+// [columns][groups] (null: 8). When `scales` is null and the format is an integer one, `values` are floats of source_dtype and are
+// quantised here, to nearest: kInt8* symmetric, scale = max|w| / 127; kInt4* scale = max|w| / 7 with zero 8 or, if
 // `asymmetric`, (max - min) / 15 over a range that holds 0, with zero points.
 // gated: rows are gate [0, columns / 2), then up [columns / 2, columns).
 struct PackSource {
@@ -130,10 +132,11 @@ struct WeightShape {
 };
 
 static inline bool is_integer(WeightFormat format) { return format >= WeightFormat::kInt8; }
+static inline bool has_nibbles(WeightFormat format) { return format >= WeightFormat::kInt4; }
 
 static inline WeightShape weight_shape(WeightFormat format, int64_t columns, int64_t depth, int64_t group,
                                        bool gated, bool asymmetric) {
-  const bool nibbles = format == WeightFormat::kInt4;
+  const bool nibbles = has_nibbles(format);
   WeightShape shape;
   shape.panels = gated ? ceil_div(columns / 2, kPanelColumns / 2) : ceil_div(columns, kPanelColumns);
   shape.step_depth = nibbles ? 8 : is_integer(format) ? 4 : format == WeightFormat::kBFloat16 ? 2 : 1;

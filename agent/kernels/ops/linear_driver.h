@@ -252,7 +252,7 @@ static void rows_as_floats(LinearJob* job) {
   job->x_stride = job->args.x_stride;
   if (job->args.dtype == DType::kFloat16) convert_rows<float, half_t>(job, stride);
   if (job->args.dtype == DType::kBFloat16) convert_rows<float, bfloat_t>(job, stride);
-  const bool uneven = job->header.format != WeightFormat::kFloat32 && job->header.depth % 4 != 0;
+  const bool uneven = job->header.depth % job->shape.step_depth != 0;
   if (job->args.dtype == DType::kFloat32 && uneven) convert_rows<float, float>(job, stride);
 }
 
@@ -260,7 +260,7 @@ static void rows_as_floats(LinearJob* job) {
 static void rows_as_bfloats(LinearJob* job) {
   job->x = job->args.x;
   job->x_stride = job->args.x_stride;
-  const bool whole_steps = job->header.depth % (job->header.format == WeightFormat::kBFloat16 ? 2 : 4) == 0;
+  const bool whole_steps = job->header.depth % job->shape.step_depth == 0;
   if (!whole_steps) convert_rows<bfloat_t, bfloat_t>(job, ceil_div(job->header.depth, kLanes) * kLanes);
 }
 #endif
@@ -283,7 +283,7 @@ static void rows_as_bytes(LinearJob* job) {
 
 static void run_job(LinearJob* job) {
   const WeightFormat format = job->header.format;
-  const bool grouped = job->header.group != 0 || format == WeightFormat::kInt4;
+  const bool grouped = job->header.group != 0 || has_nibbles(format);
   if (wants_quantized_rows(job->args.weight)) {
     rows_as_bytes(job);
     grouped ? set_finish<Scaling::kRow>(job) : set_finish<Scaling::kIntegerBoth>(job);
@@ -302,7 +302,7 @@ static void run_job(LinearJob* job) {
 #endif
     return run_panels<PlainForm<ByteStep>>(*job);
   }
-  const bool weight_only = format == WeightFormat::kInt8WeightOnly;
+  const bool weight_only = is_integer(format);
   weight_only && !grouped ? set_finish<Scaling::kColumn>(job) : set_finish<Scaling::kNone>(job);
 #ifdef LLMK_BF16_DOT
   if (job->args.dtype == DType::kBFloat16) {
@@ -310,15 +310,12 @@ static void run_job(LinearJob* job) {
 #ifdef LLMK_AMX
     if (!weight_only && fits_tiles(*job)) return run_tiles<TiledForm<BFloatTiles16>>(*job);
 #endif
-#ifdef LLMK_AMX
-    if (weight_only && TiledBlock::fits(*job)) return run_weight_only<TiledBlock>(*job);
-#endif
-    if (weight_only) return run_weight_only<RegisterBlock<BFloatDotStep>>(*job);
+    if (weight_only) return run_weight_only<bfloat_t>(*job);
     return run_panels<PlainForm<BFloatDotStep>>(*job);
   }
 #endif
   rows_as_floats(job);
-  if (weight_only) return run_weight_only<RegisterBlock<FloatStep<float>>>(*job);
+  if (weight_only) return run_weight_only<float>(*job);
   if (format == WeightFormat::kFloat32) return run_panels<PlainForm<FloatStep<float>>>(*job);
   if (format == WeightFormat::kFloat16) return run_panels<PlainForm<FloatStep<half_t>>>(*job);
 #ifndef LLMK_BF16_DOT

@@ -10,7 +10,7 @@ namespace {
 constexpr int64_t kLargestIntegerDepth = 65536;  // 255 * 127 * depth must fit an int32
 
 const char* problem_of_sizes(WeightFormat format, int64_t columns, int64_t depth, int64_t group) {
-  if (format < WeightFormat::kFloat32 || format > WeightFormat::kInt4) return "the format is not known";
+  if (format < WeightFormat::kFloat32 || format > WeightFormat::kInt4WeightOnly) return "the format is not known";
   if (columns <= 0 || depth <= 0) return "columns and depth must be positive";
   if (columns >= int64_t{1} << 31 || depth >= int64_t{1} << 31) return "columns and depth must be below 2^31";
   if (group < 0 || group % 8 != 0) return "the group must be 0 or a positive multiple of 8";
@@ -50,7 +50,7 @@ void quantize_group(const PackSource& source, int64_t column, int64_t begin, int
     low = std::fmin(low, source_value(source, base + k));
     high = std::fmax(high, source_value(source, base + k));
   }
-  const bool nibbles = source.format == WeightFormat::kInt4;
+  const bool nibbles = has_nibbles(source.format);
   const float magnitude = std::fmax(-low, high);
   int zero = nibbles ? 8 : 128, lowest = nibbles ? 1 : 1, highest = nibbles ? 15 : 255;
   out->scale = magnitude / (nibbles ? 7.0f : 127.0f);
@@ -70,7 +70,7 @@ void quantize_group(const PackSource& source, int64_t column, int64_t begin, int
 void copy_group(const PackSource& source, int64_t column, int64_t group, int64_t groups, int64_t begin, int64_t end,
                 GroupCodes* out) {
   const uint8_t* values = static_cast<const uint8_t*>(source.values) + column * source.depth;
-  const bool nibbles = source.format == WeightFormat::kInt4;
+  const bool nibbles = has_nibbles(source.format);
   for (int64_t k = begin; k < end; ++k) {
     out->codes[k - begin] = nibbles ? values[k] & 15 : static_cast<uint8_t>(values[k] ^ 0x80);
   }
@@ -157,17 +157,28 @@ int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth,
   return static_cast<int64_t>(sizeof(PackedWeightHeader)) + panels_bytes(most) + (biased ? bias_bytes(most) : 0);
 }
 
+// A zero point of 16 is what GPTQ makes of a stored 15.
+static bool has_large_zeros(const PackSource& source) {
+  if (!has_nibbles(source.format) || source.scales == nullptr || source.zeros == nullptr) return false;
+  const int64_t groups = source.group == 0 ? 1 : ceil_div(source.depth, source.group);
+  for (int64_t i = 0; i < source.columns * groups; ++i) {
+    if (source.zeros[i] > 16) return true;
+  }
+  return false;
+}
+
 int pack_weight(const PackSource& source, void* blob) {
   const char* problem = problem_of_sizes(source.format, source.columns, source.depth, source.group);
   if (problem == nullptr && source.gated && source.columns % 2 != 0) problem = "a gated weight needs even columns";
   if (problem == nullptr && source.source_dtype == DType::kUnsupported) problem = "the source type is not known";
   if (problem == nullptr && reinterpret_cast<uintptr_t>(blob) % 64 != 0) problem = "the blob must be 64-byte aligned";
+  if (problem == nullptr && has_large_zeros(source)) problem = "zero points must be 0 to 16";
   if (problem != nullptr) {
     return refuse_text("pack_weight", "%s (format %d, %lld columns, depth %lld, group %lld)", problem,
                        static_cast<int>(source.format), static_cast<long long>(source.columns),
                        static_cast<long long>(source.depth), static_cast<long long>(source.group));
   }
-  const bool zeros = source.format == WeightFormat::kInt4 &&
+  const bool zeros = has_nibbles(source.format) &&
                      (source.scales == nullptr ? source.asymmetric : source.zeros != nullptr);
   PackedWeightHeader header{};
   header.magic = kPackedWeightMagic;

@@ -44,7 +44,7 @@ struct LinearWeights {
     if (header.format == WeightFormat::kFloat32) return *reinterpret_cast<const float*>(at);
     if (header.format == WeightFormat::kFloat16) return to_float(*reinterpret_cast<const half_t*>(at));
     if (header.format == WeightFormat::kBFloat16) return to_float(reinterpret_cast<const bfloat_t*>(at)[k % 2]);
-    if (header.format != WeightFormat::kInt4) return at[within % 4] - 128;
+    if (!has_nibbles(header.format)) return at[within % 4] - 128;
     const int code = at[within % 4] >> (within % 8 < 4 ? 0 : 4) & 15;
     return code - (header.asymmetric != 0 ? scales(panel, g)[kPanelColumns * 4 + lane] : 8);
   }

@@ -1,5 +1,6 @@
-// int8 weights against float activations: a block of the depth at a time is unpacked into the first-level cache as the
-// type the activations are multiplied in (every int8 is exact in bfloat16), then it is a float format.
+// Integer weights against float activations: a block of the depth at a time is unpacked into the first-level cache as the
+// type the activations are multiplied in (every int8, and every int4 less its zero point, is exact in bfloat16), then it
+// is a float format.
 #pragma once
 #include "../common/types.h"
 #include "linear_epilogue.h"
@@ -8,99 +9,236 @@
 namespace llmk {
 namespace LLMK_ARCH {
 
-constexpr int64_t kUnpackSteps = kTileSteps;  // of 4 depths: 16 KB as float32, 8 KB as bfloat16
+// How 16 columns are stored: a step of kDepth depths in 64 bytes. floats(): as a number of each column for each depth;
+// pairs(): as pairs of bfloat16. `shift`: what makes a weight of a stored number, by addition.
+struct ByteWeights {
+  static constexpr int kDepth = 4;
+  LLMK_INLINE Ints shift(const uint8_t*) { return broadcast_int(-128); }
+  LLMK_INLINE void floats(Ints step, Ints shift, Vec (&out)[kDepth]) {
+    out[0] = to_floats(add(low_bits<8>(step), shift));
+    out[1] = to_floats(add(low_bits<8>(shift_right<8>(step)), shift));
+    out[2] = to_floats(add(low_bits<8>(shift_right<16>(step)), shift));
+    out[3] = to_floats(add(shift_right<24>(step), shift));
+  }
+#ifdef LLMK_BF16_DOT
+  LLMK_INLINE void pairs(Ints step, Ints shift, Ints (&out)[kDepth / 2]) {
+    Vec numbers[kDepth];
+    floats(step, shift, numbers);
+    out[0] = pair_bfloats(numbers[0], numbers[1]);
+    out[1] = pair_bfloats(numbers[2], numbers[3]);
+  }
+#endif
+};
 
-// 4 depths of 16 columns as floats.
-LLMK_INLINE void unpack_four(const uint8_t* from, Vec (&out)[4]) {
-  const Ints bytes = load_ints(from), zero_point = broadcast_int(-128);
-  out[0] = to_floats(add(low_bytes(bytes), zero_point));
-  out[1] = to_floats(add(low_bytes(shift_right<8>(bytes)), zero_point));
-  out[2] = to_floats(add(low_bytes(shift_right<16>(bytes)), zero_point));
-  out[3] = to_floats(add(shift_right<24>(bytes), zero_point));
-}
+// kZeros: with zero points, 0 to 16; else they are all 8.
+template <bool kZeros>
+struct NibbleWeights {
+  static constexpr int kDepth = 8;
+  LLMK_INLINE Ints shift(const uint8_t* zeros) {
+    return kZeros ? multiply(load_unsigned_bytes(zeros), broadcast_int(-1)) : broadcast_int(-8);
+  }
+  LLMK_INLINE void floats(Ints step, Ints shift, Vec (&out)[kDepth]) {
+    out[0] = to_floats(add(low_bits<4>(step), shift));
+    out[4] = to_floats(add(low_bits<4>(shift_right<4>(step)), shift));
+    out[1] = to_floats(add(low_bits<4>(shift_right<8>(step)), shift));
+    out[5] = to_floats(add(low_bits<4>(shift_right<12>(step)), shift));
+    out[2] = to_floats(add(low_bits<4>(shift_right<16>(step)), shift));
+    out[6] = to_floats(add(low_bits<4>(shift_right<20>(step)), shift));
+    out[3] = to_floats(add(low_bits<4>(shift_right<24>(step)), shift));
+    out[7] = to_floats(add(shift_right<28>(step), shift));
+  }
+#ifdef LLMK_BF16_DOT
+  // The bytes of a column change places, so that the nibbles of its lower half are depths 0 4 2 6 and those of its upper
+  // half 1 5 3 7. Then five bits of each half choose a bfloat16.
+  LLMK_INLINE void pairs(Ints step, Ints shift, Ints (&out)[kDepth / 2]) {
+    const __m512i order = _mm512_set4_epi32(0x0F0D0E0C, 0x0B090A08, 0x07050604, 0x03010200);
+    const Ints halves = {_mm512_shuffle_epi8(step.v, order)};
+    out[0] = choose(halves, shift);
+    out[2] = choose(shift_right<4>(halves), shift);
+    out[1] = choose(shift_right<8>(halves), shift);
+    out[3] = choose(shift_right<12>(halves), shift);
+  }
 
-// Tiles of `steps` steps of 4 depths, [2][steps][16][4] uint8 of either half, to steps of float32 or pairs of bfloat16
-// as linear.h has them for a whole group.
-static inline void unpack_block(const uint8_t* w, int64_t half_bytes, int64_t steps, float* to) {
-  for (int v = 0; v < 4; ++v) {
-    const uint8_t* from = w + v / 2 * half_bytes + v % 2 * steps * 64;
-    for (int64_t step = 0; step < 4 * steps; step += 4, from += 64) {
-      __builtin_prefetch(from + kFetchAhead, 0, 3);
-      Vec four[4];
-      unpack_four(from, four);
-      for (int k = 0; k < 4; ++k) store(to + step_offset(4 * steps, step + k, v, kLanes), four[k]);
-    }
+ private:
+  LLMK_INLINE Ints choose(Ints halves, Ints shift) {
+    if constexpr (!kZeros) return {_mm512_permutexvar_epi16(halves.v, _mm512_load_si512(kLessEight))};
+    const __m512i shifts = _mm512_mask_blend_epi16(0xAAAAAAAA, shift.v, _mm512_slli_epi32(shift.v, 16));
+    const __m512i numbers = _mm512_add_epi16(_mm512_and_si512(halves.v, _mm512_set1_epi16(15)), shifts);
+    return {_mm512_permutexvar_epi16(numbers, _mm512_load_si512(kSigned))};
+  }
+
+  // 0 to 15 less 8, whatever the fifth bit; and numbers of five bits in two's complement.
+  alignas(64) static constexpr uint16_t kLessEight[32] = {
+      0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
+      0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
+      0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
+  alignas(64) static constexpr uint16_t kSigned[32] = {
+      0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0x4100, 0x4110, 0x4120,
+      0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0xC180, 0xC170, 0xC160, 0xC150, 0xC140, 0xC130,
+      0xC120, 0xC110, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80};
+#endif
+};
+
+// `steps` steps of a vector, one behind the other, as steps of float32 or of pairs of bfloat16.
+template <class Weights>
+LLMK_INLINE void unpack_steps(const uint8_t* from, int64_t steps, Ints shift, float* to) {
+  for (int64_t s = 0; s < steps; ++s, from += 64) {
+    __builtin_prefetch(from + kFetchAhead, 0, 3);
+    Vec numbers[Weights::kDepth];
+    Weights::floats(load_ints(from), shift, numbers);
+    LLMK_UNROLL
+    for (int i = 0; i < Weights::kDepth; ++i, to += kLanes) store(to, numbers[i]);
   }
 }
 #ifdef LLMK_BF16_DOT
-static inline void unpack_block(const uint8_t* w, int64_t half_bytes, int64_t steps, bfloat_t* to) {
-  for (int v = 0; v < 4; ++v) {
-    const uint8_t* from = w + v / 2 * half_bytes + v % 2 * steps * 64;
-    for (int64_t step = 0; step < 2 * steps; step += 2, from += 64) {
-      __builtin_prefetch(from + kFetchAhead, 0, 3);
-      Vec four[4];
-      unpack_four(from, four);
-      bfloat_t* out = to + step_offset(2 * steps, step, v, 2 * kLanes);
-      store_ints(out, pair_bfloats(four[0], four[1]));
-      store_ints(out + 2 * kLanes, pair_bfloats(four[2], four[3]));
-    }
+template <class Weights>
+LLMK_INLINE void unpack_steps(const uint8_t* from, int64_t steps, Ints shift, bfloat_t* to) {
+  for (int64_t s = 0; s < steps; ++s, from += 64) {
+    __builtin_prefetch(from + kFetchAhead, 0, 3);
+    Ints pairs[Weights::kDepth / 2];
+    Weights::pairs(load_ints(from), shift, pairs);
+    LLMK_UNROLL
+    for (int i = 0; i < Weights::kDepth / 2; ++i, to += 2 * kLanes) store_ints(to, pairs[i]);
   }
 }
 #endif
 
-// total = fma(sum, scale, total) for the rows of a task.
-static inline void fold_group(const float* sums, const float* scales, int64_t rows, bool first, float* totals) {
-  for (int64_t i = 0; i < rows * kPanelColumns; i += kLanes) {
-    const Vec total = first ? zero() : load(totals + i);
-    store(totals + i, fused(load(sums + i), load(scales + i % kPanelColumns), total));
+// The weights of a panel are unpacked in blocks: `count` steps from step `begin` on of a group of `steps` steps.
+constexpr int64_t kUnpackDepth = 64;  // a block: 16 KB as float32, 8 KB as bfloat16
+
+struct WeightBlock {
+  const uint8_t* group;
+  int64_t number, steps, begin, count, first;  // number: of the group; first: `begin` in the whole depth
+
+  bool starts_group() const { return begin == 0; }
+  bool ends_group() const { return begin + count == steps; }
+  const uint8_t* vector(int64_t step, int v) const { return group + step_offset(steps, begin + step, v, 64); }
+  const float* scales() const { return reinterpret_cast<const float*>(group + steps * 4 * 64); }
+  const uint8_t* zeros(int v) const { return reinterpret_cast<const uint8_t*>(scales() + kPanelColumns) + v * kLanes; }
+};
+
+template <class Weights>
+struct WeightBlocks {
+  static constexpr int64_t kSteps = kUnpackDepth / Weights::kDepth;
+
+  WeightBlocks(const WeightShape& shape, const uint8_t* panel)
+      : shape(shape), panel(panel), of_group(ceil_div(shape.group_steps, kSteps)) {}
+
+  int64_t count() const {
+    return (shape.groups - 1) * of_group + ceil_div(shape.steps - (shape.groups - 1) * shape.group_steps, kSteps);
+  }
+  WeightBlock operator[](int64_t i) const {
+    const int64_t g = i / of_group, begin = i % of_group * kSteps, first = g * shape.group_steps;
+    const int64_t steps = smaller(shape.group_steps, shape.steps - first);
+    const uint8_t* group = panel + g * (shape.group_steps * shape.step_bytes + shape.scale_bytes);
+    return {group, g, steps, begin, smaller(kSteps, steps - begin), first + begin};
+  }
+
+  const WeightShape& shape;
+  const uint8_t* panel;
+  const int64_t of_group;
+};
+
+// Else the scales of the columns come last.
+static inline bool scales_groups(const LinearJob& job) {
+  return job.header.group != 0 || has_nibbles(job.header.format);
+}
+
+// total = fma(sum, scale, total) for rows of C vectors of a panel.
+template <int C>
+LLMK_INLINE void fold_group(const float* sums, const float* scales, int64_t rows, bool first, float* totals) {
+  Vec scale[C];
+  LLMK_UNROLL
+  for (int c = 0; c < C; ++c) scale[c] = load(scales + c * kLanes);
+  for (const float* end = sums + rows * kPanelColumns; sums < end; sums += kPanelColumns, totals += kPanelColumns) {
+    LLMK_UNROLL
+    for (int c = 0; c < C; ++c) {
+      const Vec total = first ? zero() : load(totals + c * kLanes);
+      store(totals + c * kLanes, fused(load(sums + c * kLanes), scale[c], total));
+    }
   }
 }
 
-// How an unpacked block is multiplied by rows: in registers.
-template <class S>
-struct RegisterBlock {
-  using Step = S;
-  static void multiply(const LinearJob& job, const uint8_t* block, int64_t begin, int64_t end, bool first, int64_t row,
-                       int64_t rows, float* sums) {
+// Blocks multiplied in registers, as Step does it.
+template <class Weights, class Step>
+struct WeightOnlyForm {
+  using X = typename Step::X;
+  static constexpr int64_t kParts = Weights::kDepth / Step::kDepth;
+
+  static void task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
+    const int64_t rows = row_end - row, size = rows * kPanelColumns;
+    alignas(64) X unpacked[kUnpackDepth * kPanelColumns];
+    float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, 2 * size * 4));
+    float* totals = sums + size;
+    const WeightBlocks<Weights> blocks(job.shape, job.panels + panel * job.shape.panel_bytes);
+    for (int64_t i = 0; i < blocks.count(); ++i) {
+      const WeightBlock block = blocks[i];
+      unpack(block, unpacked);
+      multiply(job, block, unpacked, row, rows, sums);
+      if (block.ends_group() && scales_groups(job)) {
+        fold_group<4>(sums, block.scales(), rows, block.number == 0, totals);
+      }
+    }
+    finish_tile(job, panel, row, rows, scales_groups(job) ? totals : sums);
+  }
+
+ private:
+  // As linear.h has a whole group.
+  static void unpack(const WeightBlock& block, X* to) {
+    constexpr int64_t kTile = kTileSteps / kParts;  // steps that become one tile
+    for (int v = 0; v < 4; ++v) {
+      const Ints shift = Weights::shift(block.zeros(v));
+      for (int64_t s = 0; s < block.count; s += kTile) {
+        X* tile = to + step_offset(block.count * kParts, s * kParts, v, Step::kDepth * kLanes);
+        unpack_steps<Weights>(block.vector(s, v), smaller(kTile, block.count - s), shift, tile);
+      }
+    }
+  }
+
+  static void multiply(const LinearJob& job, const WeightBlock& block, const X* weights, int64_t row, int64_t rows,
+                       float* sums) {
     const auto nothing = [](int64_t, int64_t, const float*) {};
-    const int64_t steps = (end - begin) / Step::kDepth;
-    const Piece piece{block, steps * 2 * Step::kVectorBytes, begin / Step::kDepth, end / Step::kDepth, 0, first};
+    const int64_t begin = block.first * kParts, steps = block.count * kParts;
+    const Piece piece{reinterpret_cast<const uint8_t*>(weights), steps * 2 * Step::kVectorBytes, begin, begin + steps, 0,
+                      block.starts_group()};
     piece_rows<PlainForm<Step>>(job, piece, row, rows, sums, nothing);
   }
 };
 
-template <class Block>
-static void weight_only_task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
-  using X = typename Block::Step::X;
-  const WeightShape& shape = job.shape;
-  const bool grouped = job.header.group != 0;  // else the columns' scales come last
-  const int64_t rows = row_end - row, size = rows * kPanelColumns;
-  alignas(64) X unpacked[kUnpackSteps * 4 * kPanelColumns];
-  float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, 2 * size * 4));
-  float* totals = sums + size;
-  const uint8_t* w = job.panels + panel * shape.panel_bytes;
-  for (int64_t g = 0; g < shape.groups; ++g) {
-    const int64_t first = g * shape.group_steps, end = smaller(first + shape.group_steps, shape.steps);
-    const int64_t half_bytes = (end - first) * shape.step_bytes / 2;
-    for (int64_t step = first; step < end; step += kUnpackSteps) {
-      const int64_t count = smaller(kUnpackSteps, end - step);
-      unpack_block(w, half_bytes, count, unpacked);
-      const uint8_t* block = reinterpret_cast<const uint8_t*>(unpacked);
-      Block::multiply(job, block, 4 * step, 4 * (step + count), step == first, row, rows, sums);
-      w += count * shape.step_bytes / 2;
-    }
-    w += half_bytes;
-    if (grouped) fold_group(sums, reinterpret_cast<const float*>(w), rows, g == 0, totals);
-    w += shape.scale_bytes;
-  }
-  finish_tile(job, panel, row, rows, grouped ? totals : sums);
+}  // namespace LLMK_ARCH
+}  // namespace llmk
+
+#ifdef LLMK_AMX
+#include "linear_weight_only_amx.h"
+#endif
+
+namespace llmk {
+namespace LLMK_ARCH {
+
+template <class Form>
+static void run_form(const LinearJob& job) {
+  for_panels(job, [&](int64_t panel, int64_t row, int64_t row_end) { Form::task(job, panel, row, row_end); });
 }
 
-template <class Block>
+template <class Weights, class X>
+static void run_weights(const LinearJob& job) {
+#ifdef LLMK_BF16_DOT
+  if constexpr (sizeof(X) == sizeof(bfloat_t)) {
+#ifdef LLMK_AMX
+    if (TiledWeightOnly<Weights>::fits(job)) return run_form<TiledWeightOnly<Weights>>(job);
+#endif
+    return run_form<WeightOnlyForm<Weights, BFloatDotStep>>(job);
+  }
+#endif
+  run_form<WeightOnlyForm<Weights, FloatStep<float>>>(job);
+}
+
+// X: what the rows have become, float or, where the machine multiplies pairs of it, bfloat_t.
+template <class X>
 static void run_weight_only(const LinearJob& job) {
-  for_panels(job, [&](int64_t panel, int64_t row, int64_t row_end) {
-    weight_only_task<Block>(job, panel, row, row_end);
-  });
+  if (!has_nibbles(job.header.format)) return run_weights<ByteWeights, X>(job);
+  if (job.header.asymmetric != 0) return run_weights<NibbleWeights<true>, X>(job);
+  run_weights<NibbleWeights<false>, X>(job);
 }
 
 }  // namespace LLMK_ARCH

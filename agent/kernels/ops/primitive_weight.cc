@@ -27,6 +27,7 @@ bool is_float(ValueType type) { return type < ValueType::kInt8; }
 
 WeightFormat blob_format(const PrimitiveWeight& weight) {
   if (is_float(weight.type)) return static_cast<WeightFormat>(weight.type);
+  if (weight.type == ValueType::kInt4) return WeightFormat::kInt4WeightOnly;
   return weight.float_products != 0 ? WeightFormat::kInt8WeightOnly : WeightFormat::kInt8;
 }
 
@@ -61,20 +62,18 @@ int stored_integer(const PrimitiveWeight& weight, int64_t index) {
 
 constexpr int64_t kTile = 64;
 
-// [columns, depth] int8 of value + offset.
-std::vector<int8_t> column_integers(const PrimitiveWeight& weight, const std::vector<float>& offsets) {
+// [columns, depth] as pack_weight() takes them: int8, or int4 plus 8 in a byte each.
+std::vector<int8_t> column_integers(const PrimitiveWeight& weight) {
   std::vector<int8_t> out(static_cast<size_t>(weight.columns * weight.depth));
-  const int64_t groups = groups_of(weight), group = weight.group == 0 ? weight.depth : weight.group;
+  const int shift = weight.type == ValueType::kInt4 ? 8 : 0;
   parallel_for(ceil_div(weight.columns, kTile), [&](int64_t tile) {
     const int64_t end = smaller(weight.columns, (tile + 1) * kTile);
     for (int64_t from = 0; from < weight.depth; from += kTile) {
       for (int64_t column = tile * kTile; column < end; ++column) {
         for (int64_t k = from; k < smaller(weight.depth, from + kTile); ++k) {
           const int64_t index = weight.transposed != 0 ? column * weight.depth + k : k * weight.columns + column;
-          const int offset =
-              offsets.empty() ? 0 : static_cast<int>(offsets[static_cast<size_t>(column * groups + k / group)]);
           out[static_cast<size_t>(column * weight.depth + k)] =
-              static_cast<int8_t>(stored_integer(weight, index) + offset);
+              static_cast<int8_t>(stored_integer(weight, index) + shift);
         }
       }
     }
@@ -82,16 +81,24 @@ std::vector<int8_t> column_integers(const PrimitiveWeight& weight, const std::ve
   return out;
 }
 
-// What offsets may be, so that an int4 and its offset are an int8, and an int8 has none.
+// What offsets may be: of an int4, what a zero point of 0 to 16 makes of them; an int8 has none.
 int check_offsets(const char* op, const PrimitiveWeight& weight, const std::vector<float>& offsets) {
   for (const float offset : offsets) {
-    const bool whole = offset == std::nearbyint(offset) && std::fabs(offset) <= 112;
+    const bool whole = offset == std::nearbyint(offset) && std::fabs(offset) <= 8;
     if (!whole || (weight.type == ValueType::kInt8 && offset != 0)) {
-      return refuse_text(op, "an offset is %g; offsets are whole numbers from -112 to 112 with int4 and 0 with int8",
+      return refuse_text(op, "an offset is %g; offsets are whole numbers from -8 to 8 with int4 and 0 with int8",
                          static_cast<double>(offset));
     }
   }
   return 0;
+}
+
+// value + offset = value + 8 - zero
+std::vector<uint8_t> zero_points(const std::vector<float>& offsets) {
+  std::vector<uint8_t> out;
+  out.reserve(offsets.size());
+  for (const float offset : offsets) out.push_back(static_cast<uint8_t>(8 - offset));
+  return out;
 }
 
 bool same(const PrimitiveWeight& a, const PrimitiveWeight& b) {
@@ -118,18 +125,24 @@ int pack_primitive(const char* op, const PrimitiveWeight& weight, void* blob) {
     source.values = weight.values;
     return pack_weight(source, blob);
   }
+  if (weight.type == ValueType::kInt4 && weight.float_products == 0) {
+    return refuse_text(op, "int4 weights are multiplied by floats only");
+  }
   const std::vector<float> scales = column_floats(weight, weight.scales);
   const std::vector<float> offsets =
       weight.offsets == nullptr ? std::vector<float>() : column_floats(weight, weight.offsets);
   const int error = check_offsets(op, weight, offsets);
   if (error != 0) return error;
+  const bool int4 = weight.type == ValueType::kInt4;
+  const std::vector<uint8_t> zeros = zero_points(offsets);
   std::vector<int8_t> integers;
   source.values = weight.values;
-  if (weight.type == ValueType::kInt4 || weight.transposed == 0) {
-    integers = column_integers(weight, offsets);
+  if (int4 || weight.transposed == 0) {
+    integers = column_integers(weight);
     source.values = integers.data();
   }
   source.scales = scales.data();
+  source.zeros = int4 && !zeros.empty() ? zeros.data() : nullptr;
   return pack_weight(source, blob);
 }
 

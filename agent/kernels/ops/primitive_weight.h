@@ -23,7 +23,7 @@ enum class ValueType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt
 struct PrimitiveWeight {
   const void* values;
   const void* scales;   // null for floats
-  const void* offsets;  // null: 0; whole numbers, of the scales' type and shape
+  const void* offsets;  // null: 0; whole numbers, with int4 -8 to 8, of the scales' type and shape
   ValueType type;
   int32_t scale_type;      // a DType
   int32_t transposed;      // 1: [columns, depth], scales [columns, groups]; 0: [depth, columns], [groups, columns]
