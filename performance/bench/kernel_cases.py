@@ -52,7 +52,7 @@ def load_shape(name: str) -> ModelShape:
 
 
 def ordinary(*shape: int, dtype: str) -> Array:
-    """Numbers of ordinary size (what they are does not matter for speed) at the start of a cache line, as in a model."""
+    """Numbers of ordinary size, what they are does not matter for speed; from a cache line on, as in a model."""
     values = store(np.resize(np.linspace(-1, 1, 4099, dtype=np.float32), shape), dtype)
     memory = np.empty(values.nbytes + CACHE_LINE, np.uint8)
     start = -memory.ctypes.data % CACHE_LINE

@@ -104,12 +104,6 @@ class Finishing {
   const float* sums_ = nullptr;
 };
 
-// What takes the place of Finishing where sums are wanted.
-struct NoFinishing {
-  void begin(int, int64_t, int64_t, const float*) {}
-  void some(int64_t) {}
-};
-
 template <int T>
 LLMK_INLINE void start_tile(bool first, const float* sums) {
   if (first) {
@@ -144,14 +138,6 @@ struct TiledForm {
       }
     }
     finishing.some(kBlockOfRows);
-    release_tiles();
-  }
-
-  // All rows of a task by `units` units of weights of a half panel, whose sums are begun or added to.
-  static void add(const LinearJob& job, const uint8_t* weights, int half, int64_t begin, int64_t end, bool first,
-                  int64_t row, int64_t rows, float* sums) {
-    NoFinishing finishing;
-    multiply_chunk(job, {weights, half, begin, end, first, false}, row, rows, sums, false, &finishing);
     release_tiles();
   }
 
@@ -251,24 +237,6 @@ struct TiledForm {
     }
     release_tiles();
     for (int half = 0; half < 2; ++half) Finish::finish_half(job, panel, half, row, rows, sums + half * 2 * kLanes);
-  }
-};
-
-// A block of int8 weights that linear_weight_only.h has unpacked to bfloat16, whose steps take as many bytes as those of
-// int8. One row or many: as with weights that are stored so.
-struct TiledBlock {
-  using Step = BFloatDotStep;
-  using Form = TiledForm<BFloatTiles16>;
-  static bool fits(const LinearJob& job) {
-    return job.header.depth % BFloatTiles16::kDepth == 0 && job.header.group % BFloatTiles16::kDepth == 0;
-  }
-  static void multiply(const LinearJob& job, const uint8_t* block, int64_t begin, int64_t end, bool first, int64_t row,
-                       int64_t rows, float* sums) {
-    begin /= BFloatTiles16::kDepth;
-    end /= BFloatTiles16::kDepth;
-    for (int half = 0; half < 2; ++half, block += (end - begin) * 2 * kTileBytes) {
-      Form::add(job, block, half, begin, end, first, row, rows, sums);
-    }
   }
 };
 
