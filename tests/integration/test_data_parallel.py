@@ -60,7 +60,7 @@ def test_texts_are_those_of_one_replica_and_both_are_used(tmp_path: Path, expect
         # Beginnings that many ask for at once may be in both caches; this one is in one of them, and both are idle.
         for question in ("Who was it?", "Where was it?"):
             server.wait_until_idle()
-            server.post("/v1/completions", body("A grey owl sat in an old tree and looked at the moon. " * 4 + question))
+            server.post("/v1/completions", body("A grey owl sat in a tree and looked at the moon. " * 4 + question))
         several = server.post("/v1/completions", body(PROMPTS[0], n=4))
         assert len(several["choices"]) == 4
         engine = server.wait_until_idle()
