@@ -216,7 +216,7 @@ static inline HeadTile head_tile(const RotaryAttentionArgs& args, const PagedTil
 template <class F, class C>
 static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadTile& now, int64_t h, const TaskRows& all,
                                     const PanelMemory& memory) {
-  TilePanels panels{now.tile->begin, ceil_div(now.tile->count, kGroupKeys), all.padded_dim, {}, {}, nullptr, nullptr};
+  TilePanels panels{now.tile->begin, ceil_div(now.tile->count, kGroupKeys), all.padded_dim, {}, {}, nullptr, nullptr, 0};
   if (sizeof(C) == 1) {
     panels.key_scales = memory.scales + h * 2 * kPartition;
     panels.value_scales = panels.key_scales + kPartition;
@@ -294,6 +294,7 @@ struct BlockSource {
       const HeadTile now = head_tile(args, tile, task.head + head + h);
       gather_scales(tile, keys ? now.keys : now.values, groups.begin, groups.end,
                     keys ? panels[h].key_scales : panels[h].value_scales);
+      if (!keys) panels[h].largest_value_scale = largest_of(panels[h].value_scales);
     }
   }
 

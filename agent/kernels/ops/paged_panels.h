@@ -160,6 +160,13 @@ static inline void gather_scales(const PagedTile& tile, const char* base, int64_
   }
 }
 
+// Of the scales of a partition.
+LLMK_INLINE float largest_of(const float* scales) {
+  Vec top = zero();
+  for (int64_t key = 0; key < kPartition; key += kLanes) top = maximum(top, load(scales + key));
+  return largest(top);
+}
+
 // What the products of a tile and a head read. Values come in the pieces of a product: of a group, or of the groups a
 // tile register holds, one after the other.
 struct TilePanels {
@@ -169,6 +176,7 @@ struct TilePanels {
   const Unit* values[kPartGroups];  // of each piece: [unit of keys][dim]
   float* key_scales;                // [kPartition], int8 caches; null otherwise
   float* value_scales;
+  float largest_value_scale;        // of the whole partition
 };
 
 // True where the products read the cache itself.

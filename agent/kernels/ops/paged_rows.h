@@ -217,12 +217,22 @@ LLMK_INLINE float largest_score(const RowView& view, const float* scores) {
   return largest(maximum(top, second));
 }
 
+// Of the values the row sees.
+LLMK_INLINE float largest_value_scale(const RowView& view, const TilePanels& panels) {
+  if (panels.value_scales == nullptr || view.whole == kPartGroups) return panels.largest_value_scale;
+  Vec top = zero();
+  for (int64_t g = 0; g * kLanes < view.visible; ++g) {
+    top = maximum(top, view.mask(load(panels.value_scales + g * kLanes), g, 0.0f));
+  }
+  return largest(top);
+}
+
 // Scores -> weights of `groups` groups (an even number), those the row does not see 0; returns the sum of the weights.
 template <class F>
 LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float factor, float best, int64_t groups,
-                            float* scores, Unit* weights, float* step) {
+                            const float* scores, Unit* weights, float* step) {
   const Vec scale = broadcast(factor), least = broadcast(-best);
-  typename F::Weights out{panels.value_scales, scores, weights};
+  typename F::Weights out(panels.value_scales, largest_value_scale(view, panels), weights);
   const auto put = [&](int64_t g) __attribute__((always_inline)) {
     const float* pair = scores + g * kLanes;
     out.put(g, F::power(fma(load(pair), scale, least)), F::power(fma(load(pair + kLanes), scale, least)));
@@ -238,7 +248,7 @@ LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float
     const Vec first = F::power(fma(load(pair), scale, least)), second = F::power(fma(load(pair + kLanes), scale, least));
     out.put(g, view.mask(first, g, 0.0f), view.mask(second, g + 1, 0.0f));
   }
-  *step = out.finish(groups);
+  *step = out.step();
   return sum(out.mass());
 }
 

@@ -153,10 +153,10 @@ struct FloatForm {
   // The weights of a row, two groups of keys at a time, scaled by the values' scales where there are any.
   struct Weights {
     const float* value_scales;  // [kPartition]; null: none
-    float* scaled;              // [kPartition], for forms that need all of them first
     Unit* out;
-    Vec masses = zero();        // by lane
+    Vec masses = zero();  // by lane
 
+    LLMK_MEMBER Weights(const float* value_scales, float, Unit* out) : value_scales(value_scales), out(out) {}
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
       masses = add(masses, add(first, second));
       put_one(group, first);
@@ -167,8 +167,8 @@ struct FloatForm {
       store(reinterpret_cast<float*>(out) + group * kLanes, weight);
     }
     LLMK_MEMBER Vec mass() const { return masses; }
-    // After the last of `groups`; returns what a product of the weights is to be multiplied by.
-    LLMK_MEMBER float finish(int64_t) { return 1.0f; }
+    // What a product of the weights is to be multiplied by.
+    LLMK_MEMBER float step() const { return 1.0f; }
   };
 
   static inline void restore_order(float*) {}

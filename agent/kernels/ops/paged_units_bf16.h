@@ -60,11 +60,10 @@ struct BFloat16Form {
 
   // The mass adds up the rounded weights, so that rounding does not move the mean.
   struct Weights {
-    const float* value_scales;
-    float* scaled;
     Unit* out;
     Vec masses[2] = {zero(), zero()};  // of pairs of groups in turn
 
+    LLMK_MEMBER Weights(const float*, float, Unit* out) : out(out) {}
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
       const __m512bh pairs = _mm512_cvtne2ps_pbh(second.v, first.v);
       _mm512_storeu_si512(out + group / 2 * kLanes, reinterpret_cast<__m512i>(pairs));
@@ -72,7 +71,7 @@ struct BFloat16Form {
       mass = {_mm512_dpbf16_ps(mass.v, pairs, reinterpret_cast<__m512bh>(_mm512_set1_epi16(0x3F80)))};
     }
     LLMK_MEMBER Vec mass() const { return add(masses[0], masses[1]); }
-    LLMK_MEMBER float finish(int64_t) { return 1.0f; }
+    LLMK_MEMBER float step() const { return 1.0f; }
   };
 
   static inline void restore_order(float*) {}

@@ -100,37 +100,37 @@ struct Int8Form {
     *factor *= most / kLargestQuery;
   }
 
-  // The scale of a partition's weights is that of the largest one, so each is right to 2^-17 of it. A sum of kPartition
-  // weights times values is below 2^31.
+  // The largest possible weight is that of the best key if it had the largest scale of the values seen; others are right
+  // to 2^-17 of it. A sum of kPartition weights times values is below 2^31.
   struct Weights {
     const float* value_scales;
-    float* scaled;
-    Unit* out;
-    Vec masses = zero(), top = zero();
+    const float largest_scale;
+    const Vec inverse;
+    uint8_t* const high;
+    uint8_t* const low;
+    Vec masses = zero();
+
+    LLMK_MEMBER Weights(const float* value_scales, float largest_scale, Unit* out)
+        : value_scales(value_scales),
+          largest_scale(largest_scale),
+          inverse(broadcast(largest_scale > 0 ? kLargestWeight / largest_scale : 0.0f)),
+          high(reinterpret_cast<uint8_t*>(out)),
+          low(high + kPartition) {}
 
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
       masses = add(masses, add(first, second));
-      put_one(group, first);
-      put_one(group + 1, second);
+      // Words of both groups, 4 of each in turn, then one group after the other.
+      const __m512i mixed = _mm512_packus_epi32(whole(first, group), whole(second, group + 1));
+      const __m512i words = _mm512_permutexvar_epi64(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), mixed);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(low + group * kGroupKeys), _mm512_cvtepi16_epi8(words));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(high + group * kGroupKeys),
+                          _mm512_cvtepi16_epi8(_mm512_srli_epi16(words, 8)));
     }
-    LLMK_MEMBER void put_one(int64_t group, Vec p) {
-      const Vec weight = mul(p, load(value_scales + group * kLanes));
-      store(scaled + group * kLanes, weight);
-      top = maximum(top, weight);
+    LLMK_MEMBER __m512i whole(Vec p, int64_t group) const {
+      return _mm512_cvtps_epi32(mul(p, mul(load(value_scales + group * kLanes), inverse)).v);
     }
     LLMK_MEMBER Vec mass() const { return masses; }
-    LLMK_MEMBER float finish(int64_t groups) {
-      const float most = largest(top);
-      const Vec inverse = broadcast(most > 0 ? kLargestWeight / most : 0.0f);
-      uint8_t* high = reinterpret_cast<uint8_t*>(out);
-      uint8_t* low = high + kPartition;
-      for (int64_t key = 0; key < groups * kGroupKeys; key += kGroupKeys) {
-        const __m512i weight = _mm512_cvtps_epi32(mul(load(scaled + key), inverse).v);
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(low + key), _mm512_cvtepi32_epi8(weight));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(high + key), _mm512_cvtepi32_epi8(_mm512_srli_epi32(weight, 8)));
-      }
-      return most / kLargestWeight;
-    }
+    LLMK_MEMBER float step() const { return largest_scale / kLargestWeight; }
   };
   static_assert(int64_t{kPartition} * 65535 * 127 < int64_t{1} << 31, "a sum of weights times values is an int32");
 

@@ -67,21 +67,22 @@ static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, 
   }
 }
 
-// Whole numbers to bytes.
-LLMK_INLINE void store_int8(char* p, Vec v, int64_t n) {
+// Whole numbers to bytes, their bits flipped by those of `bias`.
+LLMK_INLINE void store_int8(char* p, Vec v, int64_t n, uint8_t bias) {
 #ifdef LLMK_VEC_AVX512
-  _mm_mask_storeu_epi8(p, first_lanes(n), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v.v)));
+  const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v.v));
+  _mm_mask_storeu_epi8(p, first_lanes(n), _mm_xor_si128(bytes, _mm_set1_epi8(static_cast<char>(bias))));
 #else
   float lanes[kLanes];
   int8_t bytes[kLanes];
   store(lanes, v);
-  for (int i = 0; i < kLanes; ++i) bytes[i] = static_cast<int8_t>(lanes[i]);
+  for (int i = 0; i < kLanes; ++i) bytes[i] = static_cast<int8_t>(static_cast<int8_t>(lanes[i]) ^ bias);
   std::memcpy(p, bytes, static_cast<size_t>(smaller(kLanes, n)));
 #endif
 }
 
-// Symmetric int8: scale = max|x| / 127, values rounded to nearest even.
-static inline void quantize_head(const float* x, int64_t dim, char* values, char* scale) {
+// Symmetric int8: scale = max|x| / 127, values rounded to nearest even, and stored with the bits of `bias` flipped.
+static inline void quantize_head(const float* x, int64_t dim, uint8_t bias, char* values, char* scale) {
   Vec top = zero();
   for (int64_t d = 0; d < dim; d += kLanes) {
     const Vec v = load_n(x + d, dim - d);
@@ -91,7 +92,7 @@ static inline void quantize_head(const float* x, int64_t dim, char* values, char
   const Vec inverse = broadcast(most > 0 ? 127.0f / most : 0.0f);
   for (int64_t d = 0; d < dim; d += kLanes) {
     const Vec scaled = mul(load_n(x + d, dim - d), inverse);
-    store_int8(values + d, round_nearest(maximum(broadcast(-127.0f), minimum(broadcast(127.0f), scaled))), dim - d);
+    store_int8(values + d, round_nearest(maximum(broadcast(-127.0f), minimum(broadcast(127.0f), scaled))), dim - d, bias);
   }
   std::memcpy(scale, &unit, sizeof(unit));
 }
@@ -123,9 +124,7 @@ static inline void scatter_value(const RotaryAttentionArgs& args, const char* ro
 // A key or value as the cache's elements; int8: its scale too.
 static inline void narrow_head(const RotaryAttentionArgs& args, const float* x, bool is_key, char* row, char* scale) {
   if (!args.int8_cache) return store_floats(args.dtype, x, args.dim, row);
-  quantize_head(x, args.dim, row, scale);
-  const uint8_t bias = is_key && cache_has_units(args) ? kKeyBias & 0xFF : 0;
-  for (int64_t d = 0; d < args.dim; ++d) row[d] = static_cast<char>(row[d] ^ bias);
+  quantize_head(x, args.dim, is_key && cache_has_units(args) ? kKeyBias & 0xFF : 0, row, scale);
 }
 
 // Head `head` of a token's keys or values, as floats.
