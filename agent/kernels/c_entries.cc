@@ -87,6 +87,9 @@ LLMK_ENTRY double llmk_measure_fma(double seconds) { return llmk::measure_fma(se
 LLMK_ENTRY double llmk_measure_dot_bf16(double seconds) { return llmk::measure_dot_bf16(seconds); }
 LLMK_ENTRY double llmk_measure_dot_int8(double seconds) { return llmk::measure_dot_int8(seconds); }
 LLMK_ENTRY double llmk_measure_read_bandwidth(double seconds) { return llmk::measure_read_bandwidth(seconds); }
+LLMK_ENTRY double llmk_measure_paged_read_bandwidth(double seconds) {
+  return llmk::measure_paged_read_bandwidth(seconds);
+}
 LLMK_ENTRY double llmk_measure_read(const void* data, int64_t bytes) { return llmk::measure_read(data, bytes); }
 
 LLMK_ENTRY int llmk_test_rms_norm(const llmk::RmsNormArgs* args, int use_reference) {

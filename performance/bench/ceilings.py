@@ -25,6 +25,7 @@ DRIFT = 1.15
 """Bandwidths further apart than this are told."""
 RATES = {
     "read_gb_s": "llmk_measure_read_bandwidth",
+    "paged_read_gb_s": "llmk_measure_paged_read_bandwidth",
     "fp32_gflops": "llmk_measure_fma",
     "bf16_gflops": "llmk_measure_dot_bf16",
     "int8_gops": "llmk_measure_dot_int8",
@@ -37,6 +38,8 @@ class Ceilings:
     """Of all ``threads`` together. A machine without a unit for a format has the rate of what it uses instead."""
 
     read_gb_s: float
+    paged_read_gb_s: float
+    """In pieces of 12 KB in any order, as the blocks of a sequence lie."""
     bf16_gflops: float
     int8_gops: float
     fp32_gflops: float
@@ -45,7 +48,8 @@ class Ceilings:
 
     def text(self) -> str:
         return (
-            f"ceilings ({self.isa}, {self.threads} threads): {self.read_gb_s:.1f} GB/s read, "
+            f"ceilings ({self.isa}, {self.threads} threads): {self.read_gb_s:.1f} GB/s read "
+            f"({self.paged_read_gb_s:.1f} block by block), "
             f"{self.bf16_gflops:.0f} GFLOP/s bfloat16, {self.int8_gops:.0f} GOP/s int8, "
             f"{self.fp32_gflops:.0f} GFLOP/s float32"
         )

@@ -15,6 +15,8 @@ double measure_dot_int8(double seconds);        // products of four bytes as ops
 double measure_read(const void* data, int64_t bytes);  // once over `bytes`, 10^9 bytes/s
 // The upper quartile of rounds over 256 MB of its own, in huge pages where the system has them.
 double measure_read_bandwidth(double seconds);
+// The same in pieces of 12 KB in any order, as the blocks of a sequence lie (16 keys of 12 heads of 64 in int8).
+double measure_paged_read_bandwidth(double seconds);
 
 struct CeilingLoops {
   int64_t (*fma)(int64_t steps);  // returns the operations done
