@@ -15,12 +15,11 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Any, cast
 
-from llm_serving.flight.disguise import StateDisguise
 from llm_serving.flight.facts import ending_indices, ending_tokens, is_gone, is_whole, request_facts
-from llm_serving.flight.format import FlightRecordingError, SegmentHeader, Tag, encode_frame
+from llm_serving.flight.format import SegmentHeader, Tag
 from llm_serving.flight.identities import Identities
 from llm_serving.flight.ring import SegmentRing
-from llm_serving.flight.state import write_state
+from llm_serving.flight.segments import SegmentWriter
 from llm_serving.flight.steps import StepWriter
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
@@ -31,8 +30,6 @@ __all__ = ["READ_ONLY_METHODS", "STATE_NAMES", "FlightRecorder", "as_scheduler",
 READ_ONLY_METHODS = frozenset({"check_integrity", "counts", "known_prefix", "next_wakeup", "queue_full", "start_room"})
 """Methods of the scheduler that change nothing and are not recorded."""
 
-PAUSE_S = 60.0
-"""After a write failed, the next is tried so much later."""
 _TIME, _SCHEDULE, _UPDATE = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag.UPDATE)
 """Of the records of every turn: a plain number is written in a tenth of the time of an enumeration's member."""
 WRITE_INTERVAL_S = 0.05
@@ -43,14 +40,6 @@ _MAX_CALLS = 256
 _MAX_KEPT_ROWS = 512
 """Sequences in steps that are kept before they are written: more are no longer in the processor's cache by then."""
 _MAX_PENDING = 64
-_TURN_BYTES = 4096
-"""A segment ends when less is left, or than twice the largest frame so far; or earlier if the scheduler is idle: its
-state is small then."""
-_SEGMENT_STATES = 4
-"""A segment has room for so many times the bytes of the state it begins with ..."""
-_RING_STATES = 8
-"""... and the ring for so many times; a state that is larger is not written."""
-
 
 Counts = tuple[int, int, int, int, int, int, int]
 """What ``Scheduler.counts`` gives, see ``STATE_NAMES``."""
@@ -80,11 +69,9 @@ class FlightRecorder:
         """Steps recorded."""
         self.next_wakeup = scheduler.next_wakeup
         self._scheduler = scheduler
-        self._ring = ring
-        self._header = header
         self._on_error = on_error
-        self._wall_clock = wall_clock
         self._identities = Identities() if identities else None
+        self._segments = SegmentWriter(ring, header, scheduler, self._identities, on_error, wall_clock)
         self._steps = StepWriter()
         self._sent: dict[int, ScheduledStep] = {}
         self._requests: dict[str, tuple[int, Request]] = {}
@@ -95,13 +82,9 @@ class FlightRecorder:
         self._num_kept_rows = 0
         self._pending: list[object] = []
         self._due = _AT_ONCE
-        self._largest_frame = 0
         self._now = 0.0
         self._num_requests = 0
-        self._segment_bytes = 0
-        self._is_new = True
         self._ended = False
-        self._paused_until: float | None = None
 
     def __getattr__(self, name: str) -> Any:
         """All that only looks at the scheduler."""
@@ -214,7 +197,7 @@ class FlightRecorder:
     def close(self) -> None:
         """Write what is left and close the files."""
         self._record(self._flush)
-        self._ring.close()
+        self._segments.close()
         self._ended = True
 
     # Records
@@ -224,7 +207,7 @@ class FlightRecorder:
         if self._ended:
             return
         begin = perf_counter()
-        if self._is_new:
+        if self._segments.is_new:
             self._guarded(self._begin_segment)
         try:
             note(*details)
@@ -243,7 +226,7 @@ class FlightRecorder:
             self._pause(error)
         else:
             self._ended = True
-            self._ring.close()
+            self._segments.close()
             self._on_error(f"the flight recorder has stopped on an internal error: {error!r}")
 
     def _note(self, record: list[object], now: float | None = None) -> None:
@@ -382,77 +365,32 @@ class FlightRecorder:
         if self._identities is not None:
             self._identities.forget(request)
 
-    # Files
+    # Segments
 
     def _flush(self) -> None:
         """Write what there is, which is lost while the recording pauses; then the next segment begins if it is time.
         The scheduler's state is that after the last record."""
-        if self._is_new:
+        if self._segments.is_new:
             self._guarded(self._begin_segment)
         self._take_calls()
         self._due = self._now + WRITE_INTERVAL_S
-        ring = self._ring
-        if self._pending:
-            records, self._pending = self._pending, []
-            if ring.is_open:
-                before = ring.num_bytes
-                ring.append(records)
-                self._largest_frame = max(self._largest_frame, ring.num_bytes - before)
-        room = self._segment_bytes - ring.num_bytes
-        if not ring.is_open:
-            if self._paused_until is not None and self._now >= self._paused_until:
-                self._begin_segment()
-        elif 4 * room < self._segment_bytes and (
-            room < max(_TURN_BYTES, 2 * self._largest_frame) or self._scheduler.is_idle
-        ):
+        records, self._pending = self._pending, []
+        self._segments.write(records)
+        if self._segments.wants_next(self._now):
             self._begin_segment()
 
     def _begin_segment(self) -> None:
+        """What records refer to begins anew, too."""
         self._forget_ended()
         self._steps = StepWriter()
         self._endings = set().union(*(ending_tokens(request) for _, request in self._requests.values()))
-        header = SegmentHeader(
-            **{
-                **self._header.to_map(),
-                "index": self._ring.num_segments,
-                "unix_time": self._wall_clock(),
-                "engine_time": self._now,
-                "after_gap": self._paused_until is not None,
-                "numbers": {request_id: number for request_id, (number, _) in self._requests.items()},
-            }
-        )
-        state = encode_frame(self._state())
-        if len(state) > self._ring.max_bytes // _RING_STATES:
-            state = encode_frame(
-                {"missing": f"it has {len(state)} bytes, too many for a ring of {self._ring.max_bytes}"}
-            )
-        self._is_new = False
-        self._segment_bytes = max(self._ring.segment_bytes, _SEGMENT_STATES * len(state))
-        self._ring.begin([encode_frame(header.to_map()), state], self._segment_bytes)
-        self._paused_until = None
-
-    def _state(self) -> dict[str, Any]:
-        """What the state frame holds: nothing for a new scheduler."""
-        if self._is_new:
-            return {"new": True}
-        pseudonyms = None if self._identities is None else self._identities.pseudonyms
-        try:
-            return write_state(self._scheduler, StateDisguise(self._names_of, pseudonyms))
-        except FlightRecordingError as error:
-            self._on_error(f"a segment of the flight recording cannot be replayed on its own: {error}")
-            return {"missing": str(error)}
-
-    def _names_of(self, request: Request) -> list[int] | None:
-        return None if self._identities is None else self._identities.names_of(request)
+        self._segments.begin(self._now, {name: number for name, (number, _) in self._requests.items()})
 
     def _pause(self, error: OSError) -> None:
-        self._ring.close()
         self._calls.clear()
         self._num_kept_rows = 0
         self._pending.clear()
-        self._is_new = False
-        self._paused_until = self._now + PAUSE_S
-        self._on_error(f"the flight recording cannot be written and pauses for {PAUSE_S:g} s: {error}")
+        self._segments.pause(self._now, error)
 
 
 def state_of(scheduler: Scheduler) -> list[int]:

@@ -18,13 +18,13 @@ from llm_serving.errors import ContextLengthError, ProtocolError
 from llm_serving.flight.history import arrivals, step_timings
 from llm_serving.flight.reader import Added, Answered, Raised, Scheduled, read_recording
 from llm_serving.flight.recorder import (
-    PAUSE_S,
     READ_ONLY_METHODS,
     STATE_NAMES,
     WRITE_INTERVAL_S,
     FlightRecorder,
     state_of,
 )
+from llm_serving.flight.segments import PAUSE_S
 from llm_serving.flight.setup import limits_from_map, limits_to_map, record
 from llm_serving.scheduler.output import StepResult
 from llm_serving.scheduler.policy import Policy
@@ -216,7 +216,7 @@ def test_a_full_disk_pauses_the_recording_and_a_new_segment_goes_on(tmp_path, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(recorder._ring, "append", full)
+        patched.setattr(recorder._segments._ring, "append", full)
         simulation.now = 1.0
         run("lost")
         assert len(complaints) == 1
@@ -253,7 +253,7 @@ def test_an_error_of_the_recorder_ends_the_recording_and_nothing_else(tmp_path, 
     monkeypatch.setattr(recorder._steps, "record", None)
     simulation, _ = recorded_simulation(tmp_path / "unused")
     simulation.scheduler = recorder
-    recorder._is_new = False
+    recorder._segments.is_new = False
     recorder._begin_segment()
     monkeypatch.setattr(recorder._steps, "record", None)
     simulation.add(make_request("a", 5, 4))
