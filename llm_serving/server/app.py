@@ -17,7 +17,7 @@ from llm_serving.server.engine_api import Engine, EventLogger
 from llm_serving.server.errors import ClientGoneError, error_reply, note_error
 from llm_serving.server.generation import GENERATION, Generation
 from llm_serving.server.guard import check_origin
-from llm_serving.server.http_protocol import RECEIVED_AT
+from llm_serving.server.http_protocol import RECEIVED_AT, STREAM_CHANNEL
 from llm_serving.server.routes import ENDPOINTS, AnyResponse, Endpoint
 from llm_serving.server.state import ServerSettings, ServerState
 from llm_serving.server.validation import clip
@@ -56,6 +56,8 @@ class ServerApp:
             response = _error_response(self.state, scope, error)
             self.state.metrics.http_response("unmatched", response.status_code)
             await response(scope, receive, send)
+        finally:
+            scope.pop(STREAM_CHANNEL, None)  # which holds the scope: as a cycle, both would wait for the collector
 
     async def drain(self, grace_s: float) -> None:
         """Refuses new requests, and ends those under way after ``grace_s`` seconds with an error."""
@@ -74,7 +76,7 @@ class _Route:
         try:
             await self._respond(scope, receive, send)
         finally:
-            generation: Generation | None = scope.get(GENERATION)
+            generation: Generation | None = scope.pop(GENERATION, None)
             if generation is not None:
                 generation.close(time.monotonic())
 

@@ -107,13 +107,11 @@ class _ChoiceSink:
         self._taker = taker
 
     def push(self, piece: RequestOutput) -> None:
+        failure = _failure(piece)
+        if failure is not None:
+            self._taker.fail(failure)
+            return
         try:
-            if piece.finish_reason is FinishReason.ERROR:
-                raise EngineFailedError(piece.error or "The engine could not finish the request.")
-            if piece.finish_reason is FinishReason.ABORT:
-                if piece.error is not None:
-                    raise DeadlineExceededError(piece.error, param="deadline_ms")
-                raise UnavailableError("The request was aborted by the server.", "aborted")
             if piece.finish_reason is not None:
                 self._generation.note_end(self._choice, piece)
             self._taker.take(self._choice, piece)
@@ -124,6 +122,17 @@ class _ChoiceSink:
         if isinstance(error, RequestError):
             self._generation.note_refusal(error)
         self._taker.fail(error)
+
+
+def _failure(piece: RequestOutput) -> LLMServingError | None:
+    """What a client is told whose answer ends with ``piece``, unless it is complete."""
+    if piece.finish_reason is FinishReason.ERROR:
+        return EngineFailedError(piece.error or "The engine could not finish the request.")
+    if piece.finish_reason is not FinishReason.ABORT:
+        return None
+    if piece.error is not None:
+        return DeadlineExceededError(piece.error, param="deadline_ms")
+    return UnavailableError("The request was aborted by the server.", "aborted")
 
 
 class _Collector:
@@ -225,16 +234,20 @@ class Generation:
 
     def close(self, now: float | None = None) -> None:
         """The response is over, written by ``now`` (by default with the last ``delivered``); what has not ended is
-        aborted. May be called twice."""
+        aborted, and nothing more is known of any. May be called twice."""
         for opened in self._open:
             opened.close(now)
+        self._open.clear()  # each holds its sink, and that us: as a cycle, all would wait for the collector
 
     async def answers(self, *, keep_logits: bool = False) -> list[Answer]:
         """All answers, complete. Raises LLMServingError when there is one that cannot be completed."""
         collector = _Collector(self.choices, keep_logits=keep_logits)
         self.open(collector, streamed=False)
-        await collector.done
-        return collector.answers
+        try:
+            await collector.done
+            return collector.answers
+        finally:
+            del collector  # an error in it holds this frame, see ``close``
 
     def note_end(self, choice: Choice, piece: RequestOutput) -> None:
         """The last piece of a choice has come."""

@@ -84,6 +84,7 @@ async def run_while_connected(active: ActiveRequests, receive: Receive, work: Co
         task.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
         active.discard(task)
+        del task  # an error in it holds this frame: as a cycle, both would wait for the collector
 
 
 async def _until_disconnect(receive: Receive) -> None:

@@ -81,6 +81,7 @@ class EventStream:
             generation.close()  # with the last byte delivered; else the caller says when
         finally:
             channel.detach()
+            self._over = None  # an error in it holds this frame: as a cycle, both would wait for the collector
 
     # Called by the generation
 

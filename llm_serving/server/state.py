@@ -86,7 +86,10 @@ class ServerState:
         full = self.engine.queue_full()
         if full is not None:
             self.log.event("request_refused", code=full.code, message=str(full))
-            raise full
+            try:
+                raise full
+            finally:
+                del full  # its traceback holds this frame: as a cycle, both would wait for the collector
 
     def require_ready(self) -> None:
         """Raises UnavailableError while requests cannot be served."""
