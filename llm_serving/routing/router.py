@@ -139,7 +139,7 @@ class Router:
         try:
             self._queue.check_room(1, self._num_free_rows())
         except QueueFullError as error:
-            return error
+            return error.with_traceback(None)  # its frames know their callers, which will hold it: cycles
         return None
 
     def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:

@@ -161,7 +161,7 @@ class Scheduler:
         try:
             self._waiting.check_room(1, self._running.num_free_rows)
         except QueueFullError as error:
-            return error
+            return error.with_traceback(None)  # its frames know their callers, which will hold it: cycles
         return None
 
     def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:

@@ -54,7 +54,9 @@ def test_the_next_goes_where_a_row_is_free_first() -> None:
 def test_the_queue_is_bounded_as_a_whole() -> None:
     simulation = routed(max_num_seqs=1, max_waiting_requests=2)
     simulation.add(*(ask(f"r{number}") for number in range(4)))
-    assert simulation.router.queue_full() is not None
+    full = simulation.router.queue_full()
+    assert full is not None
+    assert full.__traceback__ is None, "it would hold the frames that hold it"
     with pytest.raises(QueueFullError, match="max_waiting_requests") as refused:
         simulation.router.add_request(ask("more"))
     assert refused.value.retry_after_s >= 1.0

@@ -4,15 +4,25 @@ import gc
 import json
 
 import pytest
+from fakes import make_limits, make_request
 from http_server import http_request, wait_until
 
-from llm_serving.errors import ContextLengthError, QueueFullError
+from llm_serving.errors import ContextLengthError
+from llm_serving.scheduler.scheduler import Scheduler
 
 REQUESTS = 5
 
 
 def refused_at_the_door(engine, monkeypatch):
-    monkeypatch.setattr(engine, "queue_full", lambda: QueueFullError("64 requests wait"))
+    scheduler = Scheduler(make_limits(max_num_seqs=1, max_waiting_requests=0))
+    scheduler.add_request(make_request("a"))
+
+    def queue_full():
+        full = scheduler.queue_full()
+        assert full is not None  # and held by this frame for a moment, as by the engine's
+        return full
+
+    monkeypatch.setattr(engine, "queue_full", queue_full)
 
 
 def refused_by_the_engine(engine, monkeypatch):
