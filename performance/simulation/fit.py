@@ -19,7 +19,7 @@ Algorithm: Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ from performance.simulation.agent import Spread
 from performance.simulation.host import HostModel
 from performance.simulation.work import StepWork, work_of
 
-__all__ = ["TERMS", "FittedDevice", "MeasuredStep", "StepFit", "fit_steps", "non_negative_least_squares", "read_fit"]
+__all__ = ["TERMS", "FittedDevice", "MeasuredStep", "StepFit", "fit_steps", "non_negative_least_squares", "read_fit",
+           "slowdown"]  # fmt: skip
 
 Array = npt.NDArray[np.float64]
 KNOTS = (2, 4, 8, 16, 32, 64, 128, 256)
@@ -77,6 +78,14 @@ class StepFit:
     spread: Spread
     provenance: dict[str, Any] = field(default_factory=dict)
     host: HostModel = field(default_factory=HostModel)
+
+    def slowed(self, factor: float) -> StepFit:
+        """On the same machine at a time when everything, the host's part too, takes ``factor`` times as long."""
+        return replace(
+            self,
+            coefficients={name: factor * seconds for name, seconds in self.coefficients.items()},
+            host=HostModel(**{name: factor * seconds for name, seconds in asdict(self.host).items()}),
+        )
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -135,6 +144,17 @@ def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None =
     )
 
 
+def slowdown(fit: StepFit, steps: Sequence[MeasuredStep]) -> float:
+    """How many times as long ``steps`` took as such steps took in what was fitted: medians of the times relative to
+    the fit, which single steps that the machine held up do not move. Raises UsageError when there are too few steps."""
+    steps = [step for step in steps if step.seconds > 0.0]
+    if len(steps) < LEAST_STEPS:
+        raise UsageError(f"{len(steps)} steps with a time are recorded; the machine's speed takes {LEAST_STEPS}")
+    device = FittedDevice(fit)
+    ratios = [step.seconds / max(device.measured_seconds(step, fit.host), TOLERANCE) for step in steps]
+    return float(np.median(ratios) / np.median(fit.spread.quantiles))
+
+
 def non_negative_least_squares(matrix: Array, values: Array) -> Array:
     """The non-negative ``x`` for which ``matrix @ x`` is closest to ``values``. Columns may be zero or dependent."""
     norms = np.linalg.norm(matrix, axis=0)
@@ -188,6 +208,11 @@ class FittedDevice:
         if not step.rows:
             return self._step_s + moves
         return moves + self.work_seconds(work_of(step))
+
+    def measured_seconds(self, step: MeasuredStep, host: HostModel) -> float:
+        """What a recorded step is expected to have taken, with what ``host`` says of the requests that came."""
+        moves = step.swapped_blocks * self._swap_s + step.copied_blocks * self._copy_s
+        return self.work_seconds(step.work) + moves + step.arrivals * host.interrupt_s
 
     def work_seconds(self, work: StepWork) -> float:
         """A step of ``work`` without moves."""

@@ -3,7 +3,12 @@
 Servers of the configuration are started one after the other: one that is calibrated, one that is validated, and so on,
 a calibration last. The calibrations go through the sizes of steps (few and many rows, short and long prompts, a burst);
 their flight recordings together make the fit. Each validation is an open-loop load; the simulator then gets the same
-requests at the same moments. A machine's speed drifts: in turns, both kinds of run see the same drift.
+requests at the same moments.
+
+A machine's speed drifts, and one server is faster than the next: by more than the simulator may be off. So a short
+probe, the same each time, runs on the validated server right before its load and right after. How much longer the
+probes' steps took than the fit says, in the mean of the two, is how much longer everything takes in the simulation of
+that load, of which itself nothing is looked at.
 
 Rates suit a model of some hundred million parameters on two cores; --scale makes all of them smaller or larger.
 """
@@ -11,6 +16,7 @@ Rates suit a model of some hundred million parameters on two cores; --scale make
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -64,6 +70,8 @@ CALIBRATION = (
     Load("burst", 64, 1, (16, 512), (32, 96), 14),
     Load("long prompts", 3, 5, (256, 1500), (16, 64), 15),
 )
+PROBE = Load("probe", 6, 4, (16, 256), (32, 96), 21)
+"""Tells how fast the machine is: some rows that decode, some prompts."""
 VALIDATION = (
     Load("moderate", 4, 40, (16, 256), (16, 128), 1),
     Load("many answers", 8, 40, (32, 64), (64, 192), 2),
@@ -93,11 +101,11 @@ class _Study:
         parsed = self._parsed
         measured, calibrated = [], []
         for number, load in enumerate(VALIDATION):
-            calibrated += self._serve(f"calibration {number}", CALIBRATION, keep=True)
-            measured += self._serve(load.name, [load], keep=False)
-        calibrated += self._serve(f"calibration {len(VALIDATION)}", CALIBRATION, keep=True)
+            calibrated += self._serve(f"calibration {number}", CALIBRATION, self._recordings)
+            measured.append(self._serve(load.name, [PROBE, load, PROBE], self._recording_of(load)))
+        calibrated += self._serve(f"calibration {len(VALIDATION)}", CALIBRATION, self._recordings)
         fit = self._fit(calibrated)
-        results = [self._compare(load, run, fit) for load, run in zip(VALIDATION, measured, strict=True)]
+        results = [self._compare(load, runs, fit) for load, runs in zip(VALIDATION, measured, strict=True)]
         rows = [row for _, rows in results for row in rows]
         off = [abs(row.error) for row in rows]
         within = sum(error <= GOAL for error in off)
@@ -109,11 +117,14 @@ class _Study:
             write_json(parsed.json, {name: {row.name: row.as_json() for row in rows} for name, rows in results})
         return 1 if self._failed else 0
 
-    def _serve(self, name: str, loads: Sequence[Load], *, keep: bool) -> list[LoadRun]:
-        """A server for some loads, one after the other; its flight recording is kept for the fit."""
+    def _recording_of(self, load: Load) -> Path:
+        return self._folder / f"recording of {load.name}"
+
+    def _serve(self, name: str, loads: Sequence[Load], recording: Path) -> list[LoadRun]:
+        """A server for some loads, one after the other, with its flight recording in the folder ``recording``."""
         parsed = self._parsed
         place = self._folder / name.replace(" ", "_")
-        settings = [*parsed.settings, *([f"log_config.flight_recorder={self._recordings}"] if keep else [])]
+        settings = [*parsed.settings, f"log_config.flight_recorder={recording}"]
         print(f"{name}: starting the server", file=sys.stderr)
         runs = []
         server = configured_server(name, parsed.config, settings, place, parsed.start_timeout, self._program)
@@ -135,7 +146,17 @@ class _Study:
         fit = fit_recording(self._recordings, config)
         return with_delivery(fit, self._recordings, [record for run in runs for record in run.records])
 
-    def _compare(self, load: Load, run: LoadRun, fit: StepFit) -> tuple[str, list[Compared]]:
+    def _slowdowns(self, load: Load, probes: Sequence[LoadRun], fit: StepFit) -> list[float]:
+        """How many times as long as in the calibrations the probes' steps took."""
+        from performance.simulation.recording import slowdown_within
+
+        spans = [(probe.start, probe.start + probe.total_time_s) for probe in probes]
+        return [slowdown_within(fit, self._recording_of(load), [span]) for span in spans]
+
+    def _compare(self, load: Load, runs: Sequence[LoadRun], fit: StepFit) -> tuple[str, list[Compared]]:
+        before, run, after = runs
+        slowdowns = self._slowdowns(load, [before, after], fit)
+        fit = fit.slowed(statistics.fmean(slowdowns))
         measured: dict[str, Any] = report_json(run, measure(run))
         setup = make_setup(self._parsed.config, self._parsed.settings, "cpu", fit)
         arrivals = of_load_test(measured, run.options)
@@ -143,7 +164,9 @@ class _Study:
         options = run.options
         print(
             f"{load.name}: {options.rate:g} requests/s for {options.duration:g} s, prompts of {load.prompts[0]} to"
-            f" {load.prompts[1]} tokens, answers of {load.outputs[0]} to {load.outputs[1]}\n\n{comparison_text(rows)}\n"
+            f" {load.prompts[1]} tokens, answers of {load.outputs[0]} to {load.outputs[1]}\n"
+            f"  steps took {slowdowns[0]:.3f} times as long as in the calibrations right before it, {slowdowns[1]:.3f}"
+            f" right after\n\n{comparison_text(rows)}\n"
         )
         return load.name, rows
 

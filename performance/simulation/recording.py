@@ -28,14 +28,14 @@ from llm_serving.scheduler.output import MoveKind
 from performance.load.errors import UsageError
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord
-from performance.simulation.fit import MeasuredStep, StepFit, fit_steps
+from performance.simulation.fit import MeasuredStep, StepFit, fit_steps, slowdown
 from performance.simulation.host import HostModel
 from performance.simulation.requests import Arrivals, some_tokens
 from performance.simulation.setup import identity
 from performance.simulation.work import count_work
 from performance.simulation.workload import SimulatedRequest
 
-__all__ = ["TimedStep", "fit_recording", "of_recording", "timed_steps", "with_delivery"]
+__all__ = ["TimedStep", "fit_recording", "of_recording", "slowdown_within", "timed_steps", "with_delivery"]
 
 LEAST_FOLLOWERS = 20
 """Steps that follow another at once, below which the agent's own share is not told from noise."""
@@ -89,13 +89,21 @@ def fit_recording(path: Path, config: Config) -> StepFit:
     timed = [timed_steps(stretch) for stretch in stretches]
     requests = [arrivals(stretch) for stretch in stretches]
     own_s = _agents_share(timed)
-    steps = []
-    for run, came in zip(timed, requests, strict=True):
-        moments = sorted(one.facts["arrival_time"] for one in came)
-        steps += [_measured(each, own_s, _count_between(moments, each.begin, each.end)) for each in run]
+    steps = [step for run, came in zip(timed, requests, strict=True) for step in _measured_steps(run, came, own_s)]
     fit = fit_steps(steps, identity(config) | _provenance(path, stretches, own_s))
     host = _host(fit.host, (each for run in timed for each in run), own_s)
     return replace(fit, host=_with_edge(host, [one for came in requests for one in came]))
+
+
+def slowdown_within(fit: StepFit, path: Path, spans: Sequence[tuple[float, float]]) -> float:
+    """How many times as long the steps of a recording took that were scheduled within one of ``spans`` (begin and end
+    on the engine's clock) as such steps took in what was fitted. Raises as ``fit_recording`` does."""
+    own_s = fit.provenance["agents_share_us"] * MICROSECOND
+    steps = []
+    for stretch in read_recording(path):
+        timed = [each for each in timed_steps(stretch) if any(low <= each.scheduled < high for low, high in spans)]
+        steps += _measured_steps(timed, arrivals(stretch), own_s)
+    return slowdown(fit, steps)
 
 
 def with_delivery(fit: StepFit, path: Path, records: Iterable[RequestRecord]) -> StepFit:
@@ -129,6 +137,12 @@ def _agents_share(timed: Iterable[Sequence[TimedStep]]) -> float:
             if later.queue_s > later.run_s / 100 and later.scheduled < earlier.answered < later.answered:
                 gaps.append(later.answered - earlier.answered - later.run_s)
     return max(0.0, statistics.median(gaps)) if len(gaps) >= LEAST_FOLLOWERS else 0.0
+
+
+def _measured_steps(timed: Iterable[TimedStep], requests: Iterable[Arrival], own_s: float) -> list[MeasuredStep]:
+    """The steps as they ran, each with the ``requests`` that came meanwhile."""
+    moments = sorted(one.facts["arrival_time"] for one in requests)
+    return [_measured(each, own_s, _count_between(moments, each.begin, each.end)) for each in timed]
 
 
 def _measured(timed: TimedStep, own_s: float, num_arrivals: int) -> MeasuredStep:

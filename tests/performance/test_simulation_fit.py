@@ -17,6 +17,7 @@ from performance.simulation.fit import (
     fit_steps,
     non_negative_least_squares,
     read_fit,
+    slowdown,
     terms_of,
 )
 from performance.simulation.work import StepWork
@@ -57,6 +58,18 @@ def test_what_a_request_takes_from_the_step_it_comes_in_is_found_again() -> None
     assert fit.host.interrupt_s == pytest.approx(1.5e-3, rel=1e-3)
     assert fit.provenance["median_error"] < 1e-3
     assert fit_steps(some_steps(300)).host.interrupt_s == 0.0
+
+
+def test_a_machine_that_has_become_slower_is_noticed_and_the_fit_goes_with_it() -> None:
+    fit = fit_steps(some_steps(400, noise=0.1))
+    slow = [replace(step, seconds=1.25 * step.seconds) for step in some_steps(200, noise=0.1)]
+    slow[0] = replace(slow[0], seconds=100.0)  # held up
+    factor = slowdown(fit, slow)
+    assert factor == pytest.approx(1.25, rel=0.01)
+    assert slowdown(fit.slowed(factor), slow) == pytest.approx(1.0, rel=0.01)
+    assert fit.slowed(2.0).host.accept_s == 2.0 * fit.host.accept_s
+    with pytest.raises(UsageError, match="49 steps"):
+        slowdown(fit, slow[:49])
 
 
 def test_non_negative_least_squares() -> None:

@@ -18,7 +18,14 @@ from performance.simulation.device import RooflineDevice
 from performance.simulation.fit import FittedDevice
 from performance.simulation.host import HostModel
 from performance.simulation.main import main
-from performance.simulation.recording import TimedStep, fit_recording, of_recording, timed_steps, with_delivery
+from performance.simulation.recording import (
+    TimedStep,
+    fit_recording,
+    of_recording,
+    slowdown_within,
+    timed_steps,
+    with_delivery,
+)
 from performance.simulation.runs import NOWHERE
 from performance.simulation.server import VirtualServer
 from performance.simulation.work import work_of
@@ -128,6 +135,15 @@ def test_the_device_is_found_again(folder: Path) -> None:
     assert fit.provenance["agents_share_us"] < 2
     assert fit.provenance["policies"] == ["prefill_first"]
     assert (fit.host.to_agent_s, fit.host.from_agent_s) == pytest.approx((0.0, 0.0), abs=2e-6)
+
+
+def test_the_machines_speed_is_that_of_the_steps_in_a_span(folder: Path, tmp_path: Path) -> None:
+    fit = fit_recording(folder, CONFIG)
+    assert slowdown_within(fit, folder, [(0.0, 100.0)]) == pytest.approx(1.0, abs=0.01)
+    recorded(tmp_path / "later", [ask(9, 30)] * 20, [0.2 * index for index in range(20)])
+    assert slowdown_within(fit.slowed(0.5), tmp_path / "later", [(1.0, 2.0), (3.0, 4.0)]) == pytest.approx(2, rel=0.02)
+    with pytest.raises(UsageError, match="0 steps"):
+        slowdown_within(fit, tmp_path / "later", [(50.0, 60.0)])
 
 
 def test_a_recording_is_a_load_to_run_again(folder: Path) -> None:

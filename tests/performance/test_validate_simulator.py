@@ -9,13 +9,14 @@ import pytest
 
 from performance.simulation import reality
 from performance.simulation.fit import read_fit
-from performance.simulation.reality import CALIBRATION, VALIDATION, Load, main
+from performance.simulation.reality import CALIBRATION, PROBE, VALIDATION, Load, main
 
 
 def test_no_load_is_both_fitted_and_compared() -> None:
-    fitted = {(load.rate, load.duration, load.prompts, load.outputs) for load in CALIBRATION}
+    seen = (*CALIBRATION, PROBE)
+    fitted = {(load.rate, load.duration, load.prompts, load.outputs) for load in seen}
     assert not fitted & {(load.rate, load.duration, load.prompts, load.outputs) for load in VALIDATION}
-    assert not {load.seed for load in CALIBRATION} & {load.seed for load in VALIDATION}
+    assert not {load.seed for load in seen} & {load.seed for load in VALIDATION}
 
 
 def test_scaled_loads_have_as_many_requests() -> None:
@@ -28,6 +29,7 @@ def test_a_real_server_is_fitted_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reality, "CALIBRATION", (Load("few", 20, 1, (4, 16), (8, 16), 11),))
+    monkeypatch.setattr(reality, "PROBE", Load("probe", 20, 1, (4, 16), (8, 16), 21))
     monkeypatch.setattr(reality, "VALIDATION", (Load("others", 20, 1, (4, 16), (8, 16), 1),))
     fit, result = tmp_path / "fit.json", tmp_path / "result.json"
     assert main(["--config", "llama_tiny_cpu.yaml", "--save-fit", str(fit), "--json", str(result)]) == 0
@@ -35,7 +37,9 @@ def test_a_real_server_is_fitted_and_compared(
     figures = json.loads(result.read_text())["others"]
     assert figures["tokens/s"]["measured"] > 0
     assert figures["TTFT ms p50"]["simulated"] > 0
-    assert "all loads: " in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "times as long as in the calibrations right before it" in told
+    assert "all loads: " in told
 
 
 def test_a_server_that_does_not_start_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
