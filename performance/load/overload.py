@@ -2,7 +2,9 @@
 
 One server. First its peak: the goodput (requests a second that keep their objectives) at each of some rates. Then
 ``--factor`` times the rate of the peak for ``--duration`` seconds: goodput, how fast what does not fit is told so
-(429), and the memory of all of the server's processes over time.
+(429), and the memory of all of the server's processes over time. A refusal's time is the kernel's: from the write of
+the request to the arrival of the answer. How late the client wrote is said apart, and what share of the cores' time a
+hypervisor took away, which no program on the machine can make up for.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ __all__ = ["MemoryWatch", "main"]
 
 MIB = 1 << 20
 REFUSED = "http 429"
+REFUSAL_PERCENTS = (("p50", 50), ("p99", 99), ("p99.9", 99.9), ("max", 100))
 MEMORY_INTERVAL_S = 1.0
 SETTLE_S = 1.0
 """Before a load: what the one before left is over."""
@@ -100,9 +103,11 @@ def _study(parsed: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
         rows.append({"rate": rate, "goodput_per_s": figures.goodput_per_s, **_counts(figures)})
         print(f"  {rate:g} requests/s: goodput {figures.goodput_per_s:.2f}/s", file=sys.stderr)
     peak = max(rows, key=lambda row: float(row["goodput_per_s"]))
+    before = psutil.cpu_times()
     with MemoryWatch() as memory:
         overload = replace(base, rate=parsed.factor * peak["rate"], duration=parsed.duration, seed=parsed.seed + 1)
         figures = _load(overload)
+    stolen = _stolen_share(before, psutil.cpu_times())
     refusals = sorted(_refusal_ms(figures))
     third = max(1, len(memory.mib) // 3)
     return {
@@ -114,9 +119,9 @@ def _study(parsed: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
         "overload_goodput_per_s": figures.goodput_per_s,
         "goodput_share_of_peak": figures.goodput_per_s / peak["goodput_per_s"] if peak["goodput_per_s"] else 0.0,
         **_counts(figures),
-        "refusal_ms": {name: percentile(refusals, q) for name, q in (("p50", 50), ("p99", 99), ("max", 100))}
-        if refusals
-        else None,
+        "refusal_ms": {name: percentile(refusals, q) for name, q in REFUSAL_PERCENTS} if refusals else None,
+        "client_lateness_ms": {"p99": figures.lateness_ms.p99, "max": figures.lateness_ms.max},
+        "stolen_share": stolen,
         "memory_mib": {
             "start": memory.mib[0],
             "first_third": max(memory.mib[:third]),
@@ -146,6 +151,12 @@ def _refusal_ms(figures: LoadFigures) -> list[float]:
     return [(record.end - record.sent) * 1e3 for record in records if record.failure == REFUSED and record.end]
 
 
+def _stolen_share(before: Any, after: Any) -> float:
+    """Of the time of all cores between two ``psutil.cpu_times``."""
+    spent = [later - earlier for earlier, later in zip(before, after, strict=True)]
+    return float(after.steal - before.steal) / sum(spent) if sum(spent) > 0 else 0.0
+
+
 def _children_bytes() -> int:
     total = 0
     for child in psutil.Process(os.getpid()).children(recursive=True):
@@ -171,8 +182,13 @@ def _text(results: dict[str, Any]) -> str:
         f" {memory['last_third']:.0f} in the last",
     ]
     if refusal is not None:
-        times = ", ".join(f"{refusal[name]:.1f} ({name})" for name in ("p50", "p99", "max"))
+        times = ", ".join(f"{refusal[name]:.1f} ({name})" for name, _ in REFUSAL_PERCENTS)
         lines.append(f"  refused within ms: {times}")
+    late = results["client_lateness_ms"]
+    lines.append(
+        f"  the client wrote {late['p99']:.1f} (p99) to {late['max']:.1f} (max) ms late;"
+        f" a hypervisor took {results['stolen_share']:.1%} of the cores' time"
+    )
     return "\n".join(lines)
 
 

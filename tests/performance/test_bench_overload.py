@@ -27,6 +27,8 @@ def test_a_small_queue_refuses_and_the_figures_say_so(
     assert results["overload_rate"] == 30 * results["peak_rate"]
     assert 0 < results["refused"] < results["requests"]
     assert 0 < results["refusal_ms"]["p50"] <= results["refusal_ms"]["p99"] <= results["refusal_ms"]["max"]
+    assert results["client_lateness_ms"]["p99"] <= results["client_lateness_ms"]["max"]
+    assert 0.0 <= results["stolen_share"] < 1.0
     assert results["memory_mib"]["last_third"] > 100
     assert f"{results['requests']}" in capsys.readouterr().out
 
