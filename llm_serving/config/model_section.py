@@ -204,7 +204,8 @@ class ModelConfig:
     cpu_nice: int = own(
         5,
         "How far the agent of a CPU gives way to server and clients that run on the same cores (added to its `nice` "
-        "value): tokens are then sent on at once, and the model computes in between.",
+        "value): tokens are then sent on at once, and the model computes in between. Linux that shares cores out by "
+        "sessions first (`kernel.sched_autogroup_enabled`) counts it within the agent alone.",
         low=0,
         high=19,
     )
