@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 from kernel_calls import EPSILON, random_tensor
 
-from agent.kernels.direct import DTYPES, Array, load
+from agent.kernels.direct import DTYPES, Array, load, store
 from agent.kernels.direct_linear import linear, linear_best, packed
 from agent.kernels.library import num_threads, set_threads
 
@@ -155,6 +155,22 @@ def test_groups_of_weights_alone(fmt: str, depth: int, group: int, asymmetric: b
     for begin, end in [(0, 1), (52, 53), (3, 19), (3, 20), (0, 33), (10, 50)]:
         part = linear(x[begin:end].copy(), blob, dtype, epilogue="store_float")
         np.testing.assert_array_equal(part, result[begin:end])
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize(
+    ("fmt", "group"), [("int8_weight_only", 0), ("int8_weight_only", 64), ("int4_weight_only", 64)]
+)
+def test_denormal_sums_are_the_same_in_every_batch(fmt: str, group: int, asymmetric: bool) -> None:
+    """Sums of bfloat16 products that nearly cancel, which the matrix unit takes for zeros; scales make them visible."""
+    rng = np.random.default_rng(group)
+    x = store(3e-38 * rng.standard_normal((19, 256)).astype(np.float32), "bfloat16")
+    w = np.float32(1e30) * random_tensor(rng, (130, 256), "float32")
+    blob = packed(fmt, w, group=group, asymmetric=asymmetric)
+    whole = linear(x, blob, "bfloat16", epilogue="store_float")
+    for row in range(len(x)):
+        part = linear(x[row : row + 1].copy(), blob, "bfloat16", epilogue="store_float")
+        np.testing.assert_array_equal(part.view(np.uint32), whole[row : row + 1].view(np.uint32))
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), FORMATS)

@@ -28,4 +28,20 @@ class StandardFloatingPoint {
   StandardFloatingPoint& operator=(const StandardFloatingPoint&) = delete;
 };
 
+#if defined(__x86_64__)
+// As products of bfloat16 tiles are: denormal numbers are taken for zeros, and become zeros. The compiler does not know
+// of the mode: what is to run in it goes to a function that is not inlined.
+class FlushedFloatingPoint {
+ public:
+  FlushedFloatingPoint() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | kFlush); }
+  ~FlushedFloatingPoint() { _mm_setcsr(saved_); }
+
+ private:
+  static constexpr uint32_t kFlush = 0x8040;
+  uint32_t saved_;
+  FlushedFloatingPoint(const FlushedFloatingPoint&) = delete;
+  FlushedFloatingPoint& operator=(const FlushedFloatingPoint&) = delete;
+};
+#endif
+
 }  // namespace llmk

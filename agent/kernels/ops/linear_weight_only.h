@@ -210,6 +210,7 @@ struct WeightOnlyForm {
 
 #ifdef LLMK_AMX
 #include "linear_weight_only_amx.h"
+#include "linear_weight_only_row.h"
 #endif
 
 namespace llmk {
@@ -225,7 +226,9 @@ static void run_weights(const LinearJob& job) {
 #ifdef LLMK_BF16_DOT
   if constexpr (sizeof(X) == sizeof(bfloat_t)) {
 #ifdef LLMK_AMX
-    if (TiledWeightOnly<Weights>::fits(job)) return run_form<TiledWeightOnly<Weights>>(job);
+    if (TiledWeightOnly<Weights>::fits(job)) {
+      return job.args.rows == 1 ? SingleRow<Weights>::run(job) : run_form<TiledWeightOnly<Weights>>(job);
+    }
 #endif
     return run_form<WeightOnlyForm<Weights, BFloatDotStep>>(job);
   }
