@@ -3,7 +3,8 @@
 
 Decode steps through ModelRunner in agents of their own, without a server: the median step, how much of it the agent
 that answers spends in sums and gathers, and how much of that waiting for the others. ``--set`` changes the config as
-``start_server.py`` does; the text of one prompt is compared with what one agent says.
+``start_server.py`` does. The greedy texts of ``--texts`` seeded prompts are compared with those of the first group,
+which is one agent: how many are the same, and by how much the other tokens lost.
 """
 
 import sys

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 import time
@@ -27,8 +28,8 @@ GROUPS = ((1, 1), (2, 1), (1, 2))
 BATCHES = (1, 8, 32)
 CONTEXT = 128
 STEPS = 40
-TEXT_TOKENS = 32
-PROMPT = tuple(range(11, 43))
+PROMPT_TOKENS, TEXT_TOKENS = 32, 64
+FIRST_PLAIN_TOKEN = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
     parser.add_argument("--groups", default="", help="tensor x pipeline parallel, as 1x1,2x1 (default: %(default)s)")
+    parser.add_argument("--texts", type=int, default=1, help="prompts whose texts are compared (default %(default)s)")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--agent", nargs=4, metavar=("RANK", "TP", "PP", "EXCHANGE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -47,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     groups = [tuple(map(int, each.split("x"))) for each in arguments.groups.split(",")] if arguments.groups else GROUPS
     figures = [measure(arguments, group) for group in groups]
     print(table(figures))
+    for each in figures[1:]:
+        print(comparison(figures[0], each))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 0
@@ -68,6 +72,7 @@ def measure(arguments: argparse.Namespace, group: tuple[int, ...]) -> dict[str, 
     try:
         for rank in range(config.parallel_config.group_size):
             command = [sys.executable, str(ROOT / "performance" / "bench_parallel.py"), "--config", arguments.config]
+            command += ["--texts", str(arguments.texts)]
             command += [part for override in arguments.overrides for part in ("--set", override)]
             command += ["--agent", str(rank), *map(str, group), exchange.name if exchange is not None else "none"]
             agents.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
@@ -96,7 +101,8 @@ def run_agent(arguments: argparse.Namespace, rank: int, group: tuple[int, int], 
     runner.compile()
     runner.warm_up()
     steps = {str(batch): decode_steps(runner, config, batch) for batch in BATCHES if batch <= config.max_decode_seqs}
-    return {"text": generate(runner, config), "steps": steps, "threads": runner.summary()["cpu_threads"]}
+    texts = [generate(runner, config, number) for number in range(arguments.texts)]
+    return {"texts": texts, "steps": steps, "threads": runner.summary()["cpu_threads"]}
 
 
 def decode_steps(runner: ModelRunner, config: Config, batch: int) -> dict[str, float]:
@@ -119,21 +125,25 @@ def decode_steps(runner: ModelRunner, config: Config, batch: int) -> dict[str, f
     }
 
 
-def generate(runner: ModelRunner, config: Config) -> list[int]:
-    """Greedy tokens of one prompt."""
+def generate(runner: ModelRunner, config: Config, number: int) -> dict[str, list[Any]]:
+    """Greedy tokens of seeded prompt ``number``, and the two largest logits each was chosen by."""
+    generator = random.Random(f"parallel/{number}")
+    prompt = [generator.randrange(FIRST_PLAIN_TOKEN, config.shape.vocab_size) for _ in range(PROMPT_TOKENS)]
     runner.reset()
-    size, tokens = len(PROMPT), []
+    tokens, logits = [], []
     for step in range(TEXT_TOKENS):
-        query = size if step == 0 else 1
-        slot = make_step(config, [query], [size + step])
+        query = PROMPT_TOKENS if step == 0 else 1
+        slot = make_step(config, [query], [PROMPT_TOKENS + step])
         width, block = config.max_blocks_per_seq, config.pa_config.block_size
         slot.block_tables[:width] = 1 + np.arange(width)
-        slot.token_ids[:query] = PROMPT if step == 0 else LAST_TOKEN
+        slot.token_ids[:query] = prompt if step == 0 else LAST_TOKEN
         slot.sample_position[0] = step
-        slot.slot_mapping[:query] = block + np.arange(size + step - query, size + step)
+        slot.num_top_logits[0] = 2
+        slot.slot_mapping[:query] = block + np.arange(PROMPT_TOKENS + step - query, PROMPT_TOKENS + step)
         run(runner, slot, decode=step > 0)
         tokens.append(int(slot.sampled_ids[0]))
-    return tokens
+        logits.append(slot.top_logits[:2].tolist())
+    return {"tokens": tokens, "logits": logits}
 
 
 def run(runner: ModelRunner, slot: StepSlot, *, decode: bool) -> None:
@@ -143,11 +153,11 @@ def run(runner: ModelRunner, slot: StepSlot, *, decode: bool) -> None:
 
 def table(figures: Sequence[dict[str, Any]]) -> str:
     """For people."""
-    header = ["agents", "threads each", "batch", "step ms", "in sums and gathers", "of it waiting", "same text"]
+    header = ["agents", "threads each", "batch", "step ms", "in sums and gathers", "of it waiting", "same texts"]
     rows = []
     for each in figures:
         tp, pp = each["group"]
-        same = sum(a == b for a, b in zip(each["text"], figures[0]["text"], strict=True))
+        same = sum(first_difference(*both) is None for both in zip(figures[0]["texts"], each["texts"], strict=True))
         for batch, step in each["steps"].items():
             rows.append(
                 [
@@ -157,7 +167,31 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
                     f"{step['step_ms']:.2f}",
                     f"{100 * step['communication_share']:.1f} %",
                     f"{100 * step['waiting_share']:.1f} %",
-                    f"{same}/{len(each['text'])}",
+                    f"{same}/{len(each['texts'])}",
                 ]
             )
     return format_table(header, rows)
+
+
+def first_difference(text: dict[str, list[Any]], other: dict[str, list[Any]]) -> int | None:
+    """The position of the first token that is not the same."""
+    pairs = zip(text["tokens"], other["tokens"], strict=True)
+    return next((position for position, (a, b) in enumerate(pairs) if a != b), None)
+
+
+def comparison(one: dict[str, Any], several: dict[str, Any]) -> str:
+    """How far the texts and the largest logits of two groups are apart, up to where each text differs first."""
+    rows, bits, largest = [], 0, 0.0
+    for number, (text, other) in enumerate(zip(one["texts"], several["texts"], strict=True)):
+        position = first_difference(text, other)
+        end = TEXT_TOKENS if position is None else position + 1
+        logits, others = np.array(text["logits"][:end]), np.array(other["logits"][:end])
+        bits += int(position is None and np.array_equal(logits, others))
+        largest = max(largest, float(np.abs(logits - others).max()))
+        if position is not None:
+            best, second = logits[position]
+            rows.append([str(number), str(position), f"{best - second:.5f}", f"{best:.5f}"])
+    summary = f"tp {several['group'][0]} x pp {several['group'][1]}: {bits} texts with the same logits to the bit, "
+    summary += f"the largest difference of one {largest:.5f}"
+    header = ["text", "first other token", "its logit's lead", "logit"]
+    return "\n".join([summary, format_table(header, rows)] if rows else [summary])
