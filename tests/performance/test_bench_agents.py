@@ -10,6 +10,8 @@ from typing import Any
 
 from small_configs import REPOSITORY
 
+from performance.bench.parallel_main import TEXT_TOKENS, comparison, first_difference
+
 
 def run(program: str, tmp_path: Path, *arguments: str) -> Any:
     figures = tmp_path / "figures.json"
@@ -38,3 +40,18 @@ def test_steps_of_one_agent_and_of_two_say_the_same(tmp_path: Path) -> None:
         assert one["steps"][batch]["communication_share"] == 0
         assert 0 < two["steps"][batch]["communication_share"] < 1
         assert two["steps"][batch]["waiting_share"] <= two["steps"][batch]["communication_share"]
+
+
+def text(tokens: dict[int, int], best: float) -> dict[str, list[Any]]:
+    """Zeros but for ``tokens`` at their positions, each chosen by ``best`` over 1."""
+    return {"tokens": [tokens.get(i, 0) for i in range(TEXT_TOKENS)], "logits": [[best, 1.0]] * TEXT_TOKENS}
+
+
+def test_texts_are_compared_up_to_their_first_other_token() -> None:
+    one = {"group": [1, 1], "texts": [text({}, 1.5), text({}, 1.25), text({}, 2.0)]}
+    two = {"group": [2, 1], "texts": [text({}, 1.5), text({3: 7, 9: 7}, 1.5), text({}, 2.125)]}
+    assert [first_difference(*both) for both in zip(one["texts"], two["texts"], strict=True)] == [None, 3, None]
+    lines = comparison(one, two).splitlines()
+    assert lines[0] == "tp 2 x pp 1: 1 texts with the same logits to the bit, the largest difference of one 0.25000"
+    assert lines[2].split() == ["1", "3", "0.25000", "1.25000"]
+    assert len(lines) == 3
