@@ -1,4 +1,4 @@
-"""Who may import whom: the server never device code, the agent never HTTP, nobody pickle."""
+"""Who may import whom: the server never device code, the agent never HTTP, nobody pickle; and how long lines are."""
 
 from __future__ import annotations
 
@@ -73,3 +73,17 @@ def test_a_server_with_everything_imported_has_no_mindspore():
         "assert not {'mindspore', 'mindformers', 'agent'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True, timeout=60)
+
+
+def test_lines_of_the_kernels_are_as_short_as_those_of_python():
+    sources = [
+        path for suffix in ("h", "cc") for path in sorted((REPOSITORY / "agent" / "kernels").rglob(f"*.{suffix}"))
+    ]
+    assert len(sources) > 50
+    long = [
+        f"{path.relative_to(REPOSITORY)}:{number}"
+        for path in sources
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert long == []

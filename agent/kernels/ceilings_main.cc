@@ -17,8 +17,8 @@ void print_row(int threads, double seconds, bool last) {
   const double read = llmk::measure_read_bandwidth(seconds), paged = llmk::measure_paged_read_bandwidth(seconds);
   const double fp32 = llmk::measure_fma(seconds), bf16 = llmk::measure_dot_bf16(seconds);
   const double int8 = llmk::measure_dot_int8(seconds);
-  std::printf("  {\"threads\": %d, \"read_gb_s\": %.2f, \"paged_read_gb_s\": %.2f, \"fp32_gflops\": %.1f, \"bf16_gflops\": %.1f, "
-              "\"int8_gops\": %.1f}%s\n",
+  std::printf("  {\"threads\": %d, \"read_gb_s\": %.2f, \"paged_read_gb_s\": %.2f, \"fp32_gflops\": %.1f, "
+              "\"bf16_gflops\": %.1f, \"int8_gops\": %.1f}%s\n",
               threads, read, paged, fp32, bf16, int8, last ? "" : ",");
 }
 

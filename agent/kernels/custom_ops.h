@@ -16,8 +16,8 @@ struct LmHeadArguments {
   int hidden, residual, gamma, epsilon, weight, last_tokens, logits, counts, best;
 };
 
-// Logits of each sampling sequence, the largest's token in `best` and its value in best_values [S]. The rows of logits may
-// be longer than the weight has columns.
+// Logits of each sampling sequence, the largest's token in `best` and its value in best_values [S]. The rows of logits
+// may be longer than the weight has columns.
 int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values);
 
 // What a norm reads and writes, whole matrices.

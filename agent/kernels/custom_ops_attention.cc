@@ -121,7 +121,9 @@ int read_window_and_norms(const Tensors& t, RotaryAttentionArgs* args) {
     return refuse_text(t.op, "argument %d has %lld elements of %s; a norm's weight has %lld of the type of qkv", i,
                        static_cast<long long>(t.size(i)), t.dtypes[i], static_cast<long long>(args->dim));
   }
-  if (!t.has_dtype(kEpsilon, "float32") || t.size(kEpsilon) != 1) return refuse_text(t.op, "epsilon must be one float32");
+  if (!t.has_dtype(kEpsilon, "float32") || t.size(kEpsilon) != 1) {
+    return refuse_text(t.op, "epsilon must be one float32");
+  }
   args->query_gamma = t.data[kQueryGamma];
   args->key_gamma = t.data[kKeyGamma];
   args->epsilon = *t.as<float>(kEpsilon);

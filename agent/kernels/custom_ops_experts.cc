@@ -62,9 +62,16 @@ PieceMemory piece_memory(const ExpertJob& job, int64_t rows) {
     parts[i] = next;
     next += ceil_div(sizes[i], 64) * 64;
   }
-  return {parts[0], reinterpret_cast<float*>(parts[1]), reinterpret_cast<float*>(parts[2]),
-          reinterpret_cast<float*>(parts[3]), reinterpret_cast<int32_t*>(parts[4]), reinterpret_cast<int64_t*>(parts[5]),
-          reinterpret_cast<int64_t*>(parts[6]), parts[7], parts[8], reinterpret_cast<float*>(parts[9])};
+  return {parts[0],
+          reinterpret_cast<float*>(parts[1]),
+          reinterpret_cast<float*>(parts[2]),
+          reinterpret_cast<float*>(parts[3]),
+          reinterpret_cast<int32_t*>(parts[4]),
+          reinterpret_cast<int64_t*>(parts[5]),
+          reinterpret_cast<int64_t*>(parts[6]),
+          parts[7],
+          parts[8],
+          reinterpret_cast<float*>(parts[9])};
 }
 
 int check_expert_weights(const ExpertJob& job, int argument, int64_t columns, int64_t depth, bool gated) {

@@ -200,8 +200,13 @@ int norm_linear(const Tensors& t, bool has_residual) {
   if (error == 0) error = check_matrix(t, out, rows, columns, dtype);
   if (error == 0) error = check_weight(t, weight, columns, width, false);
   if (error != 0 || rows == 0) return error;
-  NormInput in{t.as<char>(hidden), has_residual ? t.as<char>(residual) : nullptr, has_residual ? t.as<char>(sum) : nullptr,
-               t.data[gamma], *t.as<float>(epsilon), width, dtype};
+  NormInput in{t.as<char>(hidden),
+               has_residual ? t.as<char>(residual) : nullptr,
+               has_residual ? t.as<char>(sum) : nullptr,
+               t.data[gamma],
+               *t.as<float>(epsilon),
+               width,
+               dtype};
   const NormedRows normed = norm_rows(in, t.data[weight], rows, [](int64_t i) { return i; });
   return run_linear(t, output(t.data[out], columns, Epilogue::kStore), normed, weight, rows);
 }

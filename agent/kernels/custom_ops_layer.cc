@@ -61,9 +61,9 @@ class Call {
 };
 
 // Behind counts may come, where a model needs them, attention's window, or window and gammas of queries and keys.
-// `first`: the layer's input is the residual stream itself, and the argument residual is not read. `sharded`: the agents
-// of a stage have some heads and columns each, and what comes out of attention and MLP is summed over them. The sums are
-// in here for the same reason as everything else: two operators of their own would cost more than they do.
+// `first`: the layer's input is the residual stream itself, and the argument residual is not read. `sharded`: the
+// agents of a stage have some heads and columns each, and what comes out of attention and MLP is summed over them. The
+// sums are in here for the same reason as everything else: two operators of their own would cost more than they do.
 int decoder_layer(const Tensors& t, bool first, bool sharded) {
   const bool has_window = t.count > kWindow + 2, has_norms = t.count > kKeyGamma + 2;
   if (t.count != kWindow + 2 && t.count != kQueryGamma + 2 && t.count != kKeyGamma + 3) {

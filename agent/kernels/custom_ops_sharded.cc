@@ -31,8 +31,8 @@ int all_reduce_rows(const Tensors& t) {
   return error != 0 ? error : all_reduce(t.op, t.dtype(kX), t.data[kX], t.dtype(kOut), t.data[kOut], rows * width);
 }
 
-// ids [T], table [own vocabulary, width], vocabulary [2] = {its first id, size of the whole}, counts -> the rows. An agent
-// gives zeros for the ids of others, so that the sum over the agents is the row.
+// ids [T], table [own vocabulary, width], vocabulary [2] = {its first id, size of the whole}, counts -> the rows. An
+// agent gives zeros for the ids of others, so that the sum over the agents is the row.
 int sharded_embed_tokens(const Tensors& t) {
   enum { kIds, kTable, kVocabulary, kCounts, kOut };
   if (t.count != 5) return refuse_text(t.op, "got %d arguments; it takes 4 and gives 1", t.count);
@@ -86,8 +86,9 @@ int best_of_all(const char* op, int64_t seqs, const int32_t* last, const Best* o
   return 0;
 }
 
-// As LmHead, but that the weight has the agent's part of the vocabulary {first, whole, rows of every agent but the last}.
-// The first agent's logits [S, whole] are everybody's, the others' [S, own part] their own; so is the best token.
+// As LmHead, but that the weight has the agent's part of the vocabulary {first, whole, rows of every agent but the
+// last}. The first agent's logits [S, whole] are everybody's, the others' [S, own part] their own; so is the best
+// token.
 int sharded_lm_head(const Tensors& t) {
   enum { kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kVocabulary, kCounts, kBest };
   if (t.count != 10) return refuse_text(t.op, "got %d arguments; it takes 9 and gives 1", t.count);
@@ -112,9 +113,11 @@ int sharded_lm_head(const Tensors& t) {
     return refuse_text(t.op, "takes int32 last_tokens and gives int32 ids, for %lld sequences",
                        static_cast<long long>(seqs));
   }
-  Best* best = static_cast<Best*>(thread_scratch(kScratchHistory, larger(1, seqs) * static_cast<int64_t>(sizeof(Best))));
+  Best* best =
+      static_cast<Best*>(thread_scratch(kScratchHistory, larger(1, seqs) * static_cast<int64_t>(sizeof(Best))));
   float* values = static_cast<float*>(thread_scratch(kScratchBest, larger(1, seqs) * 4));
-  int error = lm_head_rows(t, {kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kCounts, kBest}, values);
+  int error =
+      lm_head_rows(t, {kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kCounts, kBest}, values);
   if (error != 0) return error;
   const int32_t* last = t.as<int32_t>(kLastTokens);
   int32_t* ids = t.as<int32_t>(kBest);
@@ -130,8 +133,8 @@ int sharded_lm_head(const Tensors& t) {
   return error;
 }
 
-// hidden [T, width], residual [T, width], stream [T, width], counts -> int32 [1] that means nothing: stream becomes the sum
-// of the two, which the next stage begins with.
+// hidden [T, width], residual [T, width], stream [T, width], counts -> int32 [1] that means nothing: stream becomes the
+// sum of the two, which the next stage begins with.
 int hand_over(const Tensors& t) {
   enum { kHidden, kResidual, kStream, kCounts, kOut };
   if (t.count != 5) return refuse_text(t.op, "got %d arguments; it takes 4 and gives 1", t.count);

@@ -10,7 +10,8 @@
 namespace {
 
 int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 }  // namespace
@@ -60,8 +61,9 @@ LLMK_ENTRY int llmk_measure_all_reduce(int dtype, const void* in, void* out, int
   return 0;
 }
 
-// The ceiling of that: nanoseconds of each of `times` turns of a ball between two processes, there and back, no more being
-// handed over than the two counters, nobody sleeping. The lines hold 0 at the start; `serves`: this process begins.
+// The ceiling of that: nanoseconds of each of `times` turns of a ball between two processes, there and back, no more
+// being handed over than the two counters, nobody sleeping. The lines hold 0 at the start; `serves`: this process
+// begins.
 LLMK_ENTRY void llmk_measure_ping_pong(void* own, void* other, int serves, int64_t times, int64_t* nanoseconds) {
   auto* mine = static_cast<llmk::FlagLine*>(own);
   auto* theirs = static_cast<llmk::FlagLine*>(other);

@@ -22,9 +22,9 @@ const char* kOps[] = {"RmsNorm", "AddRmsNorm", "Swiglu", "SiLU", "MoveTo", "Appl
                       "MoeInitRoutingV2", "GroupedMatmulV4", "InnerMoeTokenUnpermute", "AllReduce", "AllGather",
                       "DynamicQuantExt", "QuantBatchMatmul", "WeightQuantBatchMatmul", "SplitWithSize"};
 
-// RmsNorm(x, gamma, epsilon) -> y, rstd and AddRmsNorm(x1, x2, gamma, epsilon) -> y, rstd, x1 + x2: y = x * rstd * gamma,
-// rstd = 1 / sqrt(mean(x^2) + epsilon) in float32 over the last axis. The sum is rounded to the type of x first, and the
-// norm is of what is stored, so the residual stream and its norm agree. y is rounded once.
+// RmsNorm(x, gamma, epsilon) -> y, rstd and AddRmsNorm(x1, x2, gamma, epsilon) -> y, rstd, x1 + x2: y = x * rstd *
+// gamma, rstd = 1 / sqrt(mean(x^2) + epsilon) in float32 over the last axis. The sum is rounded to the type of x first,
+// and the norm is of what is stored, so the residual stream and its norm agree. y is rounded once.
 int rms_norm(const Call& call, bool with_residual) {
   const int gamma = with_residual ? 2 : 1, y = call.count - (with_residual ? 3 : 2);
   int error = with_residual ? check_equal_dtype(call, 0, 1) : check_float(call, 0);
@@ -71,9 +71,10 @@ int swiglu(const Call& call) {
   return 0;
 }
 
-// ReshapeAndCache(key, value, key_cache, value_cache, slot_mapping): row t of key and value goes to slot slot_mapping[t] =
-// block * block_size + offset of caches [blocks, block_size, kv_heads, head_dim], in place, bit for bit; a negative slot is
-// padding and writes nothing. value may be missing. The output has the shape of key and means nothing: it only orders.
+// ReshapeAndCache(key, value, key_cache, value_cache, slot_mapping): row t of key and value goes to slot
+// slot_mapping[t] = block * block_size + offset of caches [blocks, block_size, kv_heads, head_dim], in place, bit for
+// bit; a negative slot is padding and writes nothing. value may be missing. The output has the shape of key and means
+// nothing: it only orders.
 int reshape_and_cache(const Call& call) {
   if (!call.is_tensor(2) || !call.is_tensor(4) || !call.has_dtype(4, "int32")) {
     return refuse_text(call.op, "key_cache and an int32 slot_mapping are needed");
@@ -110,8 +111,8 @@ int gather(const Call& call) {
   const bool wide = call.has_dtype(1, "int64");
   if (bytes == 0 || axis < 0 || axis >= dims || batch_dims < 0 || batch_dims > axis || batch_dims > call.ndims[1] ||
       !(wide || call.has_dtype(1, "int32"))) {
-    return refuse_text(call.op, "a table of %s and %lld dimensions, indices of %s, axis %lld, batch_dims %lld", call.dtypes[0],
-                       static_cast<long long>(dims), call.dtypes[1], static_cast<long long>(axis),
+    return refuse_text(call.op, "a table of %s and %lld dimensions, indices of %s, axis %lld, batch_dims %lld",
+                       call.dtypes[0], static_cast<long long>(dims), call.dtypes[1], static_cast<long long>(axis),
                        static_cast<long long>(batch_dims));
   }
   args.table = call.data[0];

@@ -10,7 +10,8 @@
 //   fused(a, b, c)                     as fma, but rounded once on every instruction set
 //   first_lane_equal(v, x)  find_between(v, low, high, indices): which lanes are x, or in (low, high]
 //
-//   Ints                               16 int32: broadcast_int load_ints store_ints add multiply shift_right to_floats ...
+//   Ints                               16 int32: broadcast_int load_ints store_ints add multiply shift_right to_floats
+//                                      and others
 //   Quads BroadcastQuad                4 uint8 weights a lane, 4 int8 activations: dot_quads(total, w, x) is exact
 //
 // Loads of n < 16 elements never touch memory past them; missing lanes are 0. Stores round to nearest even.

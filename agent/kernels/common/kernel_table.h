@@ -31,7 +31,8 @@ struct KernelTable {
 };
 
 // The best table this processor runs, or the one LLM_KERNELS_ISA names (portable, avx2, avx512, avx512_vnni,
-// avx512_bf16, avx512_amx). A name that is unknown, not compiled in or beyond the processor ends the process: a silent fallback would hide it.
+// avx512_bf16, avx512_amx). A name that is unknown, not compiled in or beyond the processor ends the process: a silent
+// fallback would hide it.
 const KernelTable& kernels();
 
 }  // namespace llmk

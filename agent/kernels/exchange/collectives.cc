@@ -15,7 +15,8 @@ constexpr int kMostAgents = 256;
 constexpr int64_t kElementBytes = 4;  // of gather_rows_to_first
 
 int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 // One a process, used by the one thread that runs graphs.
@@ -141,7 +142,8 @@ int all_gather(const char* op, const void* in, void* out, int64_t bytes) {
 namespace {
 
 // Rows [row, row + rows) and columns [column, column + columns) of every agent's matrix.
-int gather_tile(const char* op, const GatherRowsArgs& args, int64_t row, int64_t rows, int64_t column, int64_t columns) {
+int gather_tile(const char* op, const GatherRowsArgs& args, int64_t row, int64_t rows, int64_t column,
+                int64_t columns) {
   const bool first = stage.index() == 0;
   void* buffer = stage.begin_piece(op);
   if (buffer == nullptr) return kGroupDown;

@@ -1,8 +1,8 @@
 // Sums and gathers among the agents of a stage, over the exchange (llm_serving/ipc/exchange.py).
 //
-// Every agent writes its contribution, a piece at a time, into a buffer of its own, raises its counter and waits for the
-// others'. Then each adds up all contributions itself, in the order of the ranks, in float32, and rounds once: all get
-// the same bits, and an element's sum depends on that element alone.
+// Every agent writes its contribution, a piece at a time, into a buffer of its own, raises its counter and waits for
+// the others'. Then each adds up all contributions itself, in the order of the ranks, in float32, and rounds once: all
+// get the same bits, and an element's sum depends on that element alone.
 //
 // Two buffers are taken in turns. Nobody writes the one of piece n before all others have published piece n - 1, which
 // they do only when they have read piece n - 2. All agents of a stage must call the same functions in the same order.
@@ -39,8 +39,9 @@ int all_reduce(const char* op, DType dtype, const void* in, DType out_dtype, voi
 // out [size, bytes] = `in` of every agent in order.
 int all_gather(const char* op, const void* in, void* out, int64_t bytes);
 
-// Rows of 4-byte elements to the first agent: `in` [rows, in_width] of agent r goes to column r * stride of `out`, whose
-// rows are `out_stride` long; what agents have past `whole` columns in all is left out. The first agent's own is not moved.
+// Rows of 4-byte elements to the first agent: `in` [rows, in_width] of agent r goes to column r * stride of `out`,
+// whose rows are `out_stride` long; what agents have past `whole` columns in all is left out. The first agent's own is
+// not moved.
 struct GatherRowsArgs {
   const void* in;
   void* out;  // of the first agent only

@@ -22,9 +22,9 @@ static inline bool has_reached(const FlagLine& line, uint32_t target) {
 // Sets the counter and wakes who sleeps. What was written before is seen by whoever has waited for it.
 void publish(FlagLine* line, uint32_t value);
 
-// Returns 0 once the counter has reached `target`. Spins for a few microseconds, then sleeps in the kernel: an agent that
-// waits takes no processor from the one it waits for. kGroupDown when `down` is set meanwhile, or after `timeout_ms`,
-// which sets it: then nobody waits for this process either. One line on standard error says which.
+// Returns 0 once the counter has reached `target`. Spins for a few microseconds, then sleeps in the kernel: an agent
+// that waits takes no processor from the one it waits for. kGroupDown when `down` is set meanwhile, or after
+// `timeout_ms`, which sets it: then nobody waits for this process either. One line on standard error says which.
 int wait_for(const char* op, FlagLine* line, uint32_t target, std::atomic<uint32_t>* down, int64_t timeout_ms);
 
 }  // namespace llmk

@@ -2,8 +2,8 @@
 //
 //   TDPBSUD, TDPBF16PS   sums [m][16] += x [m][64 bytes] * w [16][16 columns][4 bytes]
 //
-// which is a block of rows by 16 steps (linear.h) of 16 columns of a panel, as it lies in memory. bfloat16: the pairs of
-// the 16 steps are added up in order in float32 from zero, then to the sum; one row or 16, the bits are the same.
+// which is a block of rows by 16 steps (linear.h) of 16 columns of a panel, as it lies in memory. bfloat16: the pairs
+// of the 16 steps are added up in order in float32 from zero, then to the sum; one row or 16, the bits are the same.
 #pragma once
 #include "../common/types.h"
 

@@ -8,7 +8,8 @@
 //   with first_keys, row t of the query sees no key before position first_keys[t] (a sliding window)
 //   a slot or row holds kv_heads * dim elements; query head h uses kv head h / (heads / kv_heads)
 //
-// This file splits the work: a task is a few tokens of one sequence for one or a few kv heads and walks all their keys. attention_tile.h has the arithmetic and its order.
+// This file splits the work: a task is a few tokens of one sequence for one or a few kv heads and walks all their keys.
+// attention_tile.h has the arithmetic and its order.
 #pragma once
 #include "../common/thread_pool.h"
 #include "../common/types.h"
@@ -87,8 +88,9 @@ static inline void walk_keys(const AttentionArgs& args, const AttentionWork& wor
     locate_keys(args, work, begin + kKeyTile, last, &tiles[now ^ 1]);
     const int64_t fetched = tasks[0].rows <= kFetchRows ? tiles[now ^ 1].count : 0;
     for (int64_t head = 0; head < work.kv_heads; ++head) {
-      attend_tile(tasks[head], HeadTile<T>{&tiles[now], &tiles[now ^ 1], fetched, head, ceil_div(1 << 16, work.kv_heads),
-                                           head * args.dim, work.kv_heads * args.dim});
+      attend_tile(tasks[head],
+                  HeadTile<T>{&tiles[now], &tiles[now ^ 1], fetched, head, ceil_div(1 << 16, work.kv_heads),
+                              head * args.dim, work.kv_heads * args.dim});
     }
   }
 }

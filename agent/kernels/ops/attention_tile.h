@@ -128,8 +128,8 @@ static inline void score_rows(AttentionTask<T>& task, const HeadTile<T>& tile) {
   if (row < task.rows) score_few_rows<1>(task, tile, row);
 }
 
-// Turns the scores of a row's first `keys` keys of this tile, less `hidden` at its start, into weights and rescales what
-// was summed before.
+// Turns the scores of a row's first `keys` keys of this tile, less `hidden` at its start, into weights and rescales
+// what was summed before.
 template <class T>
 static inline void soften_row(AttentionTask<T>& task, int64_t row, int64_t keys, int64_t hidden, bool first_tile) {
   constexpr float kLowest = -3.4028235e38f;
@@ -235,7 +235,9 @@ static inline void add_chunk(AttentionTask<T>& task, const HeadTile<T>& tile, in
   for (int64_t key = 0; key < tile.now->count; ++key) {
     float* chunk = task.value_chunk + key * V * kLanes;
     if (d == 0) tile.fetch(tile.next->values, key);
-    for (int v = 0; v < V; ++v) store(chunk + v * kLanes, load_n(tile.value(key) + d + v * kLanes, v + 1 < V ? kLanes : n));
+    for (int v = 0; v < V; ++v) {
+      store(chunk + v * kLanes, load_n(tile.value(key) + d + v * kLanes, v + 1 < V ? kLanes : n));
+    }
   }
   add_values_rows<V>(task, d, begin, kLanes, [&task](int64_t key) { return task.value_chunk + key * V * kLanes; });
 }

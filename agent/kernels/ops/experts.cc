@@ -9,7 +9,8 @@
 namespace llmk {
 namespace {
 
-// The largest not taken yet; of equals the first. NaN is never larger, so with nothing else the first one left is taken.
+// The largest not taken yet; of equals the first. NaN is never larger, so with nothing else the first one left is
+// taken.
 int64_t best_left(const float* values, int64_t count, const int32_t* taken, int64_t num_taken) {
   int64_t best = -1;
   for (int64_t i = 0; i < count; ++i) {
@@ -63,7 +64,9 @@ void route_tokens(const RoutingArgs& args) {
     std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
       return args.logits[row * args.experts + a] > args.logits[row * args.experts + b];
     });
-    for (int64_t rank = 0; rank < args.chosen; ++rank) sum += values[static_cast<size_t>(order[static_cast<size_t>(rank)])] / mass;
+    for (int64_t rank = 0; rank < args.chosen; ++rank) {
+      sum += values[static_cast<size_t>(order[static_cast<size_t>(rank)])] / mass;
+    }
     for (int64_t rank = 0; rank < args.chosen; ++rank) {
       const int32_t id = order[static_cast<size_t>(rank)];
       args.ids[row * args.chosen + rank] = id;

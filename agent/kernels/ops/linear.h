@@ -25,8 +25,8 @@
 //   int8              exact integers, then float(sum) * x_scale * w_scale; by groups: as int4 with zero 128
 //   int4              total = fma(float(sum over the group of (w - zero) * x), group scale, total) in group order,
 //                     then total * x_scale
-//   int8_weight_only  as a float format with the integers as weights, bfloat16 where the activations are (a group at a time: total = fma(sum, scale,
-//                     total)); without groups sum * scale
+//   int8_weight_only  as a float format with the integers as weights, bfloat16 where the activations are (a group at a
+//                     time: total = fma(sum, scale, total)); without groups sum * scale
 //   int4_weight_only  the same with w - zero as weights; without groups one group spans the depth
 // The bias is added last, in float32. int8 and int4 results are bit-identical over all instruction sets.
 #pragma once
@@ -62,9 +62,9 @@ static_assert(sizeof(PackedWeightHeader) == 64, "the header is one cache line");
 
 // Where weights come from. `values` [columns][depth]: of source_dtype for float formats; already quantised: int8
 // (kInt8*), or uint8 0..15 (kInt4*, one a byte) with scales float [columns][groups] and zeros uint8 0..16
-// [columns][groups] (null: 8). When `scales` is null and the format is an integer one, `values` are floats of source_dtype and are
-// quantised here, to nearest: kInt8* symmetric, scale = max|w| / 127; kInt4* scale = max|w| / 7 with zero 8 or, if
-// `asymmetric`, (max - min) / 15 over a range that holds 0, with zero points.
+// [columns][groups] (null: 8). When `scales` is null and the format is an integer one, `values` are floats of
+// source_dtype and are quantised here, to nearest: kInt8* symmetric, scale = max|w| / 127; kInt4* scale = max|w| / 7
+// with zero 8 or, if `asymmetric`, (max - min) / 15 over a range that holds 0, with zero points.
 // gated: rows are gate [0, columns / 2), then up [columns / 2, columns).
 struct PackSource {
   WeightFormat format;

@@ -3,10 +3,10 @@
 //
 // A product of tiles takes 16 cycles, a load of a tile 8 from the first-level cache and 20 from the second. So some
 // weights of half a panel, a chunk, stay in the first-level cache while all blocks of 32 rows pass, each tile of either
-// being multiplied twice. Rows are loaded with the hint that they will not be used again soon: they would push the chunk
-// out otherwise, and every load of weights would come from the second level. What else there is to do runs between the
-// products, which leave most of the core idle: scales, SwiGLU and arg-max of the block before, and fetching the chunk
-// that follows in memory.
+// being multiplied twice. Rows are loaded with the hint that they will not be used again soon: they would push the
+// chunk out otherwise, and every load of weights would come from the second level. What else there is to do runs
+// between the products, which leave most of the core idle: scales, SwiGLU and arg-max of the block before, and fetching
+// the chunk that follows in memory.
 #pragma once
 #include "amx_tiles.h"
 #include "linear_epilogue.h"
@@ -46,14 +46,15 @@ static inline bool fits_tiles(const LinearJob& job) {
   return job.header.depth % (kAmxSteps * job.shape.step_depth) == 0;
 }
 
-// A chunk of weights to come, fetched into the second-level cache a few lines at a time: more would keep the loads waiting.
-// Four pages advance together: the processor fetches ahead within each page by itself, at most 20 lines, which is less
-// than the time memory takes at the rate it could deliver.
+// A chunk of weights to come, fetched into the second-level cache a few lines at a time: more would keep the loads
+// waiting. Four pages advance together: the processor fetches ahead within each page by itself, at most 20 lines, which
+// is less than the time memory takes at the rate it could deliver.
 class Fetch {
  public:
   static constexpr int kStreams = 4;
 
-  Fetch(const uint8_t* begin, int64_t bytes) : next_(begin), stream_bytes_(bytes / kStreams), left_(stream_bytes_ / 64) {}
+  Fetch(const uint8_t* begin, int64_t bytes)
+      : next_(begin), stream_bytes_(bytes / kStreams), left_(stream_bytes_ / 64) {}
 
   // `count` lines of each stream.
   void lines(int64_t count) {
@@ -168,7 +169,8 @@ struct TiledForm {
                              bool alternate, Finishing* finishing) {
     const int64_t blocks = ceil_div(rows, kBlockOfRows), units = chunk.end - chunk.begin;
     Fetch fetch(chunk.weights + units * 2 * kTileBytes, units * 2 * kTileBytes);
-    const int64_t lines = ceil_div(2 * kTileBytes / 64, blocks * Fetch::kStreams), finished = ceil_div(kBlockOfRows, units);
+    const int64_t lines = ceil_div(2 * kTileBytes / 64, blocks * Fetch::kStreams),
+                  finished = ceil_div(kBlockOfRows, units);
     int64_t configured = -1;
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t begin = rows * b / blocks, count = rows * (b + 1) / blocks - begin;
@@ -315,9 +317,9 @@ struct GroupedTiles {
   static constexpr int kTogether = 4;  // groups, one tile of sums each
   using Products = int32_t[kAmxRows][kLanes];
 
-  // total = fma(float(sum of a group), scale, total) in the order of the groups, for a vector of columns. The products of
-  // some groups are under way while those before are added up, and are stored when they must be there: a store that waits
-  // for its product keeps everything behind it waiting.
+  // total = fma(float(sum of a group), scale, total) in the order of the groups, for a vector of columns. The products
+  // of some groups are under way while those before are added up, and are stored when they must be there: a store that
+  // waits for its product keeps everything behind it waiting.
   static void add_groups(const LinearJob& job, const int8_t* x, const uint8_t* bytes, const uint8_t* group, int v,
                          Fetch* fetch, float* sums) {
     const int64_t tiles = job.header.group / kTileDepth, groups = job.shape.groups;

@@ -7,7 +7,8 @@
 namespace llmk {
 namespace LLMK_ARCH {
 
-// kIntegerBoth: integers by the scales of row and column. kUnsignedBoth: the same, of weights that are still 128 too large.
+// kIntegerBoth: integers by the scales of row and column. kUnsignedBoth: the same, of weights that are still 128 too
+// large.
 enum class Scaling : int { kNone, kRow, kColumn, kIntegerBoth, kUnsignedBoth };
 
 struct LinearJob {
@@ -30,7 +31,9 @@ static inline uint64_t best_key(float value, int64_t index) {
   const uint32_t ordered = (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
   return static_cast<uint64_t>(ordered) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(index));
 }
-static inline int32_t best_index(uint64_t key) { return static_cast<int32_t>(0xFFFFFFFFu - static_cast<uint32_t>(key)); }
+static inline int32_t best_index(uint64_t key) {
+  return static_cast<int32_t>(0xFFFFFFFFu - static_cast<uint32_t>(key));
+}
 static inline float best_value(uint64_t key) {
   const uint32_t ordered = static_cast<uint32_t>(key >> 32);
   return bits_to_float((ordered & 0x80000000u) != 0 ? ordered & 0x7FFFFFFFu : ~ordered);
@@ -87,7 +90,8 @@ struct HalfPanel {
   int64_t column[2], width[2];  // where each vector goes, and how many columns there are from there on
   bool whole;
 
-  HalfPanel(const LinearJob& job, int64_t panel, int half, int stores) : first(panel * kPanelColumns + 2 * half * kLanes) {
+  HalfPanel(const LinearJob& job, int64_t panel, int half, int stores)
+      : first(panel * kPanelColumns + 2 * half * kLanes) {
     const uint8_t* end = job.panels + panel * job.shape.panel_bytes + job.shape.steps * job.shape.step_bytes;
     scales = reinterpret_cast<const float*>(end) + 2 * half * kLanes;
     bias = job.bias == nullptr ? nullptr : job.bias + first;
@@ -141,7 +145,8 @@ struct Finish {
     }
   }
 
-  static void finish_half(const LinearJob& job, int64_t panel, int half, int64_t row, int64_t count, const float* sums) {
+  static void finish_half(const LinearJob& job, int64_t panel, int half, int64_t row, int64_t count,
+                          const float* sums) {
     finish_rows(job, HalfPanel(job, panel, half, kStores), row, count, sums);
   }
 };

@@ -196,7 +196,9 @@ int pack_weight(const PackSource& source, void* blob) {
   parallel_for(shape.panels, [&](int64_t panel) {
     pack_panel(source, header, shape, panel, panels + panel * shape.panel_bytes);
   });
-  if (source.bias != nullptr) place_bias(source.bias, header, shape, reinterpret_cast<float*>(panels + panels_bytes(shape)));
+  if (source.bias != nullptr) {
+    place_bias(source.bias, header, shape, reinterpret_cast<float*>(panels + panels_bytes(shape)));
+  }
   return 0;
 }
 

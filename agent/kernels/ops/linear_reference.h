@@ -88,7 +88,8 @@ static inline float product_element(const LinearArgs& args, const LinearWeights&
   for (int64_t g = 0; g < w.shape.groups; ++g) {
     double sum = 0;
     for (int64_t k = g * span; k < smaller(depth, (g + 1) * span); ++k) {
-      const double x = integers ? rows.values[row * rows.stride + k] : load_any(args.dtype, args.x, row * args.x_stride + k);
+      const double x =
+          integers ? rows.values[row * rows.stride + k] : load_any(args.dtype, args.x, row * args.x_stride + k);
       sum += x * w.value(column, k);
     }
     if (!is_integer(w.header.format)) return static_cast<float>(sum);

@@ -1,6 +1,6 @@
-// Integer weights against float activations: a block of the depth at a time is unpacked into the first-level cache as the
-// type the activations are multiplied in (every int8, and every int4 less its zero point, is exact in bfloat16), then it
-// is a float format.
+// Integer weights against float activations: a block of the depth at a time is unpacked into the first-level cache as
+// the type the activations are multiplied in (every int8, and every int4 less its zero point, is exact in bfloat16),
+// then it is a float format.
 #pragma once
 #include "../common/types.h"
 #include "linear_epilogue.h"
@@ -48,8 +48,8 @@ struct NibbleWeights {
     out[7] = to_floats(add(shift_right<28>(step), shift));
   }
 #ifdef LLMK_BF16_DOT
-  // The bytes of a column change places, so that the nibbles of its lower half are depths 0 4 2 6 and those of its upper
-  // half 1 5 3 7. Then five bits of each half choose a bfloat16.
+  // The bytes of a column change places, so that the nibbles of its lower half are depths 0 4 2 6 and those of its
+  // upper half 1 5 3 7. Then five bits of each half choose a bfloat16.
   LLMK_INLINE void pairs(Ints step, Ints shift, Ints (&out)[kDepth / 2]) {
     const __m512i order = _mm512_set4_epi32(0x0F0D0E0C, 0x0B090A08, 0x07050604, 0x03010200);
     const Ints halves = {_mm512_shuffle_epi8(step.v, order)};
@@ -199,7 +199,11 @@ struct WeightOnlyForm {
                        float* sums) {
     const auto nothing = [](int64_t, int64_t, const float*) {};
     const int64_t begin = block.first * kParts, steps = block.count * kParts;
-    const Piece piece{reinterpret_cast<const uint8_t*>(weights), steps * 2 * Step::kVectorBytes, begin, begin + steps, 0,
+    const Piece piece{reinterpret_cast<const uint8_t*>(weights),
+                      steps * 2 * Step::kVectorBytes,
+                      begin,
+                      begin + steps,
+                      0,
                       block.starts_group()};
     piece_rows<PlainForm<Step>>(job, piece, row, rows, sums, nothing);
   }

@@ -1,9 +1,10 @@
-// linear_weight_only.h on tiles: bfloat16 activations, whole tiles of the depth. A row's bits do not depend on the others.
+// linear_weight_only.h on tiles: bfloat16 activations, whole tiles of the depth. A row's bits do not depend on the
+// others.
 //
-// A step multiplies 16 rows by half a panel of a block of weights, with the sums in tiles 0 and 1 or, for the second half,
-// 2 and 3. Behind its products come what needs those of the steps before: the sums of the last step are stored, those of
-// the step before that are scaled and added up. And with the first rows, a tile of the next block of weights is unpacked
-// behind each product.
+// A step multiplies 16 rows by half a panel of a block of weights, with the sums in tiles 0 and 1 or, for the second
+// half, 2 and 3. Behind its products come what needs those of the steps before: the sums of the last step are stored,
+// those of the step before that are scaled and added up. And with the first rows, a tile of the next block of weights
+// is unpacked behind each product.
 #pragma once
 #include "amx_tiles.h"
 #include "linear_weight_only.h"

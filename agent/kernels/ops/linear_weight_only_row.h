@@ -1,6 +1,6 @@
 // linear_weight_only_amx.h for one row, with the bits of its products of tiles and none of the tiles: unpacking weights
-// to memory takes longer than multiplying them in registers. An element of a product of tiles adds up the even depths of
-// 32 in order from zero, the odd ones likewise, then both to its sum, and has zeros for denormal numbers.
+// to memory takes longer than multiplying them in registers. An element of a product of tiles adds up the even depths
+// of 32 in order from zero, the odd ones likewise, then both to its sum, and has zeros for denormal numbers.
 #pragma once
 #include <utility>
 

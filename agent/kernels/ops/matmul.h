@@ -1,6 +1,8 @@
 // MatMul with the weight as checkpoints store it.
 //
-//   x [rows, depth]   w [columns, depth]   ->   out [rows, columns],  out[r][c] = round(sum over k of x[r][k] * w[c][k])
+//   x [rows, depth]   w [columns, depth]   ->   out [rows, columns]
+//
+//   out[r][c] = round(sum over k of x[r][k] * w[c][k])
 //
 // Every element is one dot product in the order of ops/dot.h, whatever the tile, so a row's result does not depend on
 // the other rows. Tasks are rectangles of `out`; a task walks column blocks, and within one all its row blocks, so

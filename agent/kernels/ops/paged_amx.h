@@ -1,6 +1,6 @@
-// Both products of a partition on AMX tiles (amx_tiles.h): the panels of paged_units.h are laid out as they take them, in
-// the cache already where that holds units. int8 gives the integers it gives in registers. bfloat16 adds up 16 units of
-// dims, or of keys, from zero, one row or 16, so every product with such a cache is made here.
+// Both products of a partition on AMX tiles (amx_tiles.h): the panels of paged_units.h are laid out as they take them,
+// in the cache already where that holds units. int8 gives the integers it gives in registers. bfloat16 adds up 16 units
+// of dims, or of keys, from zero, one row or 16, so every product with such a cache is made here.
 //
 // A panel's tile is multiplied with two tiles of rows, so that half as many are loaded: bfloat16 has two times 16 rows,
 // int8 the two passes of 16.
@@ -193,7 +193,8 @@ static inline void value_tiles(const TilePanels& panels, GroupRange groups, int6
     if (both) {
       multiply_tiles<F, false, true>(weights, lower, stride, first, last, 2, panels.value_stride * 4, fetch, at);
     } else {
-      multiply_tiles<F, false, false>(weights, nullptr, stride, first, last, columns, panels.value_stride * 4, fetch, at);
+      multiply_tiles<F, false, false>(weights, nullptr, stride, first, last, columns, panels.value_stride * 4, fetch,
+                                      at);
     }
     if constexpr (F::kPasses == 1) {
       store_sums(out, padded_dim, both, columns);

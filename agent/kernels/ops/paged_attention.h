@@ -197,8 +197,8 @@ static inline void fetch_keys(const RotaryAttentionArgs& args, const PagedTask& 
   }
 }
 
-// Fetches what comes after heads [.., head) of the partition at `begin`: further heads, the next partition or, at the end
-// of the task, the thread's next one (null: none).
+// Fetches what comes after heads [.., head) of the partition at `begin`: further heads, the next partition or, at the
+// end of the task, the thread's next one (null: none).
 static inline void fetch_next(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
                               const PagedTask* next, bool writes, TileFetch* fetch) {
   if (head < task.heads) return fetch_keys(args, task, begin, head, writes, fetch);
@@ -214,9 +214,10 @@ static inline HeadTile head_tile(const RotaryAttentionArgs& args, const PagedTil
 
 // The panels of a head but for its values and scales; h: its place in `memory`.
 template <class F, class C>
-static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadTile& now, int64_t h, const TaskRows& all,
-                                    const PanelMemory& memory) {
-  TilePanels panels{now.tile->begin, ceil_div(now.tile->count, kGroupKeys), all.padded_dim, {}, {}, nullptr, nullptr, 0};
+static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadTile& now, int64_t h,
+                                    const TaskRows& all, const PanelMemory& memory) {
+  TilePanels panels{
+      now.tile->begin, ceil_div(now.tile->count, kGroupKeys), all.padded_dim, {}, {}, nullptr, nullptr, 0};
   if (sizeof(C) == 1) {
     panels.key_scales = memory.scales + h * 2 * kPartition;
     panels.value_scales = panels.key_scales + kPartition;
@@ -339,7 +340,8 @@ static inline void attend_partition(const RotaryAttentionArgs& args, const Paged
       const RowBlock block{head, heads, row, size};
       const bool first = row == skip;
       TileFetch* fetching = all.rows <= kTileRows ? fetch : nullptr;  // more rows work longer than reading takes
-      const BlockSource<F, C> source{args, task, next, tile, memory, panels, head, heads, tiles, first, writes, fetching};
+      const BlockSource<F, C> source{args, task,  next,  tile,  memory, panels,
+                                     head, heads, tiles, first, writes, fetching};
       attend_block<F>(all, panels, block, tiles, memory.block, fetching, source);
       close_block(task, tile.begin / kPartition, all, block, memory.block.part, join);
       row += size;
@@ -393,7 +395,8 @@ static inline TaskMemory place_task(const RotaryAttentionArgs& args, const Paged
   memory.block.steps = scratch->take<float>(kBlockRows);
   memory.block.part = place_state(scratch, kBlockRows, padded_dim);
   TaskRows& all = memory.all;
-  all = {task.heads, rows, args.dim, padded_dim, query_units, memory.visible, memory.first, nullptr, nullptr, nullptr, {}};
+  all = {task.heads,   rows,    args.dim, padded_dim, query_units, memory.visible,
+         memory.first, nullptr, nullptr,  nullptr,    {}};
   all.queries = scratch->take<Unit>(all_rows * F::kPasses * query_units);
   all.factors = scratch->take<float>(all_rows);
   all.offsets = scratch->take<int32_t>(all_rows);
@@ -438,7 +441,8 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
 // Counts (with tasks null) or fills the plan.
 static inline void plan_tasks(const RotaryAttentionArgs& args, int64_t padded_dim, PagedPlan* plan) {
   int64_t total = 0;
-  for_row_tiles(args, [&](const PagedTask& tile) { total += task_cost(tile.rows, tile.parts - tile.seen) * tile.heads; });
+  for_row_tiles(args,
+                [&](const PagedTask& tile) { total += task_cost(tile.rows, tile.parts - tile.seen) * tile.heads; });
   const bool filling = plan->tasks != nullptr;
   plan->num_tasks = plan->num_joins = plan->num_part_floats = 0;
   for_row_tiles(args, [&](const PagedTask& tile) {
@@ -463,7 +467,9 @@ static inline void attend_paged(const RotaryAttentionArgs& args) {
   const int64_t padded_dim = padded_dim_of<F, C>(args), group = args.heads / args.kv_heads;
   PagedPlan plan{};
   plan.writes = !args.write_first && !args.ready;
-  for (int64_t seq = 0; seq < args.num_seqs; ++seq) plan.writes = plan.writes && args.query_lens[seq] * group <= kTaskRows;
+  for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
+    plan.writes = plan.writes && args.query_lens[seq] * group <= kTaskRows;
+  }
   if (!plan.writes && !args.ready) write_all_tokens(args);
   plan_tasks(args, padded_dim, &plan);
   if (plan.num_tasks == 0) return;

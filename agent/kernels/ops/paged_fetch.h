@@ -10,8 +10,8 @@ namespace paged {
 
 class TileFetch {
  public:
-  // The keys, or the values, of positions [begin, end) of a sequence for kv heads [head, head + heads), head after head. A
-  // group of keys is a whole one where the cache holds them in units.
+  // The keys, or the values, of positions [begin, end) of a sequence for kv heads [head, head + heads), head after
+  // head. A group of keys is a whole one where the cache holds them in units.
   void start(const RotaryAttentionArgs& args, bool keys, int64_t seq, int64_t begin, int64_t end, int64_t head,
              int64_t heads) {
     const auto base = reinterpret_cast<uintptr_t>(keys ? args.key_cache : args.value_cache);

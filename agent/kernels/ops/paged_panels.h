@@ -191,7 +191,8 @@ static inline int64_t value_panel_units(int64_t padded_dim) { return kPartition 
 
 static inline void point_at_keys(const HeadTile& now, TilePanels* panels) {
   for (int64_t g = 0; g < kPartGroups; ++g) {
-    panels->keys[g] = reinterpret_cast<const Unit*>(now.keys + now.tile->values[g < panels->groups ? g * kGroupKeys : 0]);
+    panels->keys[g] =
+        reinterpret_cast<const Unit*>(now.keys + now.tile->values[g < panels->groups ? g * kGroupKeys : 0]);
   }
 }
 
@@ -210,8 +211,8 @@ static inline void copy_group(const Unit* from, int64_t there, int64_t dim, Unit
   }
 }
 
-// Groups [begin, end) of the cache's values in pieces of `product_groups`: as they lie, or copied to `buffer` where a piece
-// is not whole or its groups lie apart.
+// Groups [begin, end) of the cache's values in pieces of `product_groups`: as they lie, or copied to `buffer` where a
+// piece is not whole or its groups lie apart.
 template <class F>
 static inline void point_at_values(const HeadTile& now, int64_t begin, int64_t end, int64_t dim, int64_t product_groups,
                                    Unit* buffer, TilePanels* panels) {

@@ -1,12 +1,14 @@
 // The rows (query heads x tokens) that share a kv head, and what a partition of keys does to them. THE canonical order:
 //
-//   score      units of dim in order, one accumulator per (row, key); then the key's scale, masked past the row's position
+//   score      units of dim in order, one accumulator per (row, key); then the key's scale, masked past the row's
+//              position
 //   partition  kPartition keys aligned to position 0: m = largest score * factor, p = 2^(score * factor - m),
 //              l = sum of p (16 lanes: keys = lane mod 16; pairs for BFloat16Form),
 //              o = sum of weight * value over units of keys in order from 0
 //   total      from nothing, partition after partition: m' = max(m, m of the partition),
 //              l' = l * 2^(m - m') + l of the partition * 2^(its m - m'), o' as l'
-//              (online softmax of FlashAttention, Dao et al. 2022, in powers of two; split as Flash-Decoding does, 2023)
+//              (online softmax of FlashAttention, Dao et al. 2022, in powers of two; split as Flash-Decoding does,
+//              2023)
 //
 // A window's first key only masks more: a partition of which a row sees nothing leaves its total as it is.
 //
@@ -89,9 +91,9 @@ struct ProductRows {
   int64_t stride, pass_stride;
 };
 
-// total[r][v] = sum over units of row r and panel vectors v: pieces [begin, end) of `units` each, at(piece, v) the first
-// one of a piece. With two passes (of int8) the second one's products are added to the shifted first. Float sums go on
-// from what `total` holds.
+// total[r][v] = sum over units of row r and panel vectors v: pieces [begin, end) of `units` each, at(piece, v) the
+// first one of a piece. With two passes (of int8) the second one's products are added to the shifted first. Float sums
+// go on from what `total` holds.
 template <class P, int kPasses, int R, int V, class At>
 LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, int64_t units, int64_t panel_stride,
                           const At& at, const int32_t* offsets, TileFetch* fetch, typename P::Acc (&total)[R][V]) {
@@ -128,7 +130,9 @@ LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, i
       auto& out = total[i / V][i % V];
       const int32_t offset = offsets == nullptr ? 0 : offsets[i / V];
       if (kPasses == 1) out = sums[0][i / V][i % V];
-      if (kPasses > 1 && kSide > 1) out = P::join(P::shift(sums[0][i / V][i % V], offset), sums[kSide - 1][i / V][i % V]);
+      if (kPasses > 1 && kSide > 1) {
+        out = P::join(P::shift(sums[0][i / V][i % V], offset), sums[kSide - 1][i / V][i % V]);
+      }
       if (kPasses > 1 && kSide == 1) {
         out = pass == 0 ? P::shift(sums[0][i / V][i % V], offset) : P::join(out, sums[0][i / V][i % V]);
       }
@@ -161,7 +165,8 @@ LLMK_INLINE void clear_sums(typename P::Acc (&total)[R][V]) {
 
 // The scores of some rows with V groups from `group` on, from registers.
 template <class P, int R, int V>
-LLMK_INLINE void store_scores(const typename P::Acc (&total)[R][V], const float* key_scales, int64_t group, float* scores) {
+LLMK_INLINE void store_scores(const typename P::Acc (&total)[R][V], const float* key_scales, int64_t group,
+                              float* scores) {
   LLMK_UNROLL
   for (int i = 0; i < R * V; ++i) {
     const int64_t key = (group + i % V) * kLanes;
@@ -245,7 +250,8 @@ LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float
   }
   for (int64_t g = view.whole; g < groups; g += 2) {
     const float* pair = scores + g * kLanes;
-    const Vec first = F::power(fma(load(pair), scale, least)), second = F::power(fma(load(pair + kLanes), scale, least));
+    const Vec first = F::power(fma(load(pair), scale, least)),
+              second = F::power(fma(load(pair + kLanes), scale, least));
     out.put(g, view.mask(first, g, 0.0f), view.mask(second, g + 1, 0.0f));
   }
   *step = out.step();
@@ -303,7 +309,8 @@ LLMK_INLINE void add_values(const TilePanels& panels, GroupRange groups, int64_t
       [&](int64_t g, int v) { return panels.values[g] + d + v * kLanes; }, nullptr, fetch, total);
   LLMK_UNROLL
   for (int i = 0; i < R * V; ++i) {
-    store_values<F>(total[i / V][i % V], fresh, groups.done, steps[i / V], sums + i / V * padded_dim + d + i % V * kLanes);
+    store_values<F>(total[i / V][i % V], fresh, groups.done, steps[i / V],
+                    sums + i / V * padded_dim + d + i % V * kLanes);
   }
 }
 
@@ -338,7 +345,8 @@ LLMK_INLINE void clear_state(const SoftmaxState& state, int64_t rows, int64_t pa
 }
 
 // Adds the results of a partition to the totals of the partitions before it.
-static inline void fold_partition(const SoftmaxState& part, int64_t rows, int64_t padded_dim, const SoftmaxState& total) {
+static inline void fold_partition(const SoftmaxState& part, int64_t rows, int64_t padded_dim,
+                                  const SoftmaxState& total) {
   for (int64_t first = 0; first < rows; first += kLanes) {
     const int64_t n = smaller(kLanes, rows - first);
     const Vec before = load_n(total.best + first, n), now = load_n(part.best + first, n), best = maximum(before, now);
@@ -406,7 +414,9 @@ static inline void attend_block(const TaskRows& all, const TilePanels* panels, c
     float* sums = memory.part.sums + at * all.padded_dim;
 #ifdef LLMK_AMX
     if constexpr (kHasTiles<F>) {
-      if (tiles) return value_tiles<F>(panels[h], range, block.rows, all.padded_dim, weights, memory.steps + at, fetch, sums);
+      if (tiles) {
+        return value_tiles<F>(panels[h], range, block.rows, all.padded_dim, weights, memory.steps + at, fetch, sums);
+      }
     }
 #endif
     value_rows<F>(panels[h], range, block.rows, all.padded_dim, weights, memory.steps + at, fetch, sums);

@@ -41,7 +41,8 @@ struct BFloat16Form {
 
   // Two values interleaved: out[32 dims] of pairs. Where not whole, the second may be null: zero.
   template <bool kWhole>
-  static inline __attribute__((always_inline)) void pack_values(const bfloat_t* const (&rows)[2], int64_t n, Unit* out) {
+  static inline __attribute__((always_inline)) void pack_values(const bfloat_t* const (&rows)[2], int64_t n,
+                                                                Unit* out) {
     const __m512i first = _mm512_castps_si512(load_key<kWhole>(rows[0], n).v);
     const __m512i second = !kWhole && rows[1] == nullptr ? _mm512_setzero_si512()
                                                          : _mm512_castps_si512(load_key<kWhole>(rows[1], n).v);

@@ -60,7 +60,8 @@ struct Int8Form {
     return {_mm512_castsi512_ps(_mm512_xor_si512(load_bytes<kWhole>(p, n), _mm512_set1_epi8(-128)))};
   }
 
-  // Four values interleaved; where not whole, null is zero. Vector i, lane 4 * l + c holds dim 16 * l + 4 * i + c: see restore_order.
+  // Four values interleaved; where not whole, null is zero. Vector i, lane 4 * l + c holds dim 16 * l + 4 * i + c: see
+  // restore_order.
   template <bool kWhole>
   static inline __attribute__((always_inline)) void pack_values(const int8_t* const (&rows)[4], int64_t n, Unit* out) {
     __m512i row[4];
@@ -100,8 +101,8 @@ struct Int8Form {
     *factor *= most / kLargestQuery;
   }
 
-  // The largest possible weight is that of the best key if it had the largest scale of the values seen; others are right
-  // to 2^-17 of it. A sum of kPartition weights times values is below 2^31.
+  // The largest possible weight is that of the best key if it had the largest scale of the values seen; others are
+  // right to 2^-17 of it. A sum of kPartition weights times values is below 2^31.
   struct Weights {
     const float* value_scales;
     const float largest_scale;

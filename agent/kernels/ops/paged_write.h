@@ -31,7 +31,9 @@ LLMK_INLINE void store_floats(DType dtype, const float* x, int64_t n, void* data
 // RMSNorm of one head in place: as rms_norm.h, not rounded.
 static inline void norm_head(const RotaryAttentionArgs& args, const void* gamma, float* x) {
   Vec squares = zero();
-  for (int64_t d = 0; d < args.dim; d += kLanes) squares = fma(load_n(x + d, args.dim - d), load_n(x + d, args.dim - d), squares);
+  for (int64_t d = 0; d < args.dim; d += kLanes) {
+    squares = fma(load_n(x + d, args.dim - d), load_n(x + d, args.dim - d), squares);
+  }
   const Vec scale = broadcast(1.0f / std::sqrt(sum(squares) / static_cast<float>(args.dim) + args.epsilon));
   float weights[kLanes];
   for (int64_t d = 0; d < args.dim; d += kLanes) {
@@ -45,13 +47,14 @@ constexpr int64_t kLoadAhead = 8;  // tokens
 
 // Brings head `head` of a token's row of qkv nearer: the rows of a head's tokens lie too far apart for the hardware.
 LLMK_INLINE void prefetch_head(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
-  const int64_t width = args.ready ? args.heads : args.heads + 2 * args.kv_heads, bytes = args.dim * size_of(args.dtype);
+  const int64_t width = args.ready ? args.heads : args.heads + 2 * args.kv_heads,
+                bytes = args.dim * size_of(args.dtype);
   const char* from = static_cast<const char*>(args.qkv) + (token * width + head) * bytes;
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
-// Head `head` of the token's row of qkv as floats; unless it is ready, normed where there are gammas, and rotated: each product and sum
-// rounds on its own (see rotary.h).
+// Head `head` of the token's row of qkv as floats; unless it is ready, normed where there are gammas, and rotated: each
+// product and sum rounds on its own (see rotary.h).
 static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, int64_t head, float* out) {
   if (args.ready) return load_floats(args.dtype, args.qkv, (token * args.heads + head) * args.dim, args.dim, out);
   const int64_t half = args.dim / 2, first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
@@ -92,7 +95,8 @@ static inline void quantize_head(const float* x, int64_t dim, uint8_t bias, char
   const Vec inverse = broadcast(most > 0 ? 127.0f / most : 0.0f);
   for (int64_t d = 0; d < dim; d += kLanes) {
     const Vec scaled = mul(load_n(x + d, dim - d), inverse);
-    store_int8(values + d, round_nearest(maximum(broadcast(-127.0f), minimum(broadcast(127.0f), scaled))), dim - d, bias);
+    store_int8(values + d, round_nearest(maximum(broadcast(-127.0f), minimum(broadcast(127.0f), scaled))), dim - d,
+               bias);
   }
   std::memcpy(scale, &unit, sizeof(unit));
 }

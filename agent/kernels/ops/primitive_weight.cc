@@ -177,12 +177,13 @@ const void* kept_blob(const char* op, const PrimitiveWeight& weight, int* error)
   *error = 0;
   if (found == kept_weights().end()) return nullptr;
   if (same(found->second.weight, weight)) return found->second.blob;
-  *error = refuse_text(op, "the weight at %p, [%lld, %lld] with groups of %lld, is kept as [%lld, %lld] with groups of %lld, "
-                       "or with other scales",
-                       weight.values, static_cast<long long>(weight.columns), static_cast<long long>(weight.depth),
-                       static_cast<long long>(weight.group), static_cast<long long>(found->second.weight.columns),
-                       static_cast<long long>(found->second.weight.depth),
-                       static_cast<long long>(found->second.weight.group));
+  *error = refuse_text(
+      op,
+      "the weight at %p, [%lld, %lld] with groups of %lld, is kept as [%lld, %lld] with groups of %lld, "
+      "or with other scales",
+      weight.values, static_cast<long long>(weight.columns), static_cast<long long>(weight.depth),
+      static_cast<long long>(weight.group), static_cast<long long>(found->second.weight.columns),
+      static_cast<long long>(found->second.weight.depth), static_cast<long long>(found->second.weight.group));
   return nullptr;
 }
 

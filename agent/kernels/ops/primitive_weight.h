@@ -2,14 +2,15 @@
 // of a CPU read.
 //
 //   MatMul                  values of the activations' type            [columns, depth]
-//   QuantBatchMatmul        int8, scales [columns]                     [columns, depth] or, not transposed, [depth, columns]
+//   QuantBatchMatmul        int8, scales [columns]                     [columns, depth] or, not transposed,
+//                                                                      [depth, columns]
 //   WeightQuantBatchMatmul  int8, or int4 two to a byte along the      the same; (value + offset) * scale, scales and
 //                           last axis, the even one in the low half    offsets [columns], or by groups of the depth
 //                                                                      [groups, columns], transposed [columns, groups]
 //
 // A weight that never changes is packed once: `keep` says so. It is then known by the address of its values, and a
-// primitive that is called with this address must come with the very weight that was kept, or refuses. Other weights are
-// packed at each call. Whoever keeps a weight lets it go (`forget`) before its memory ends.
+// primitive that is called with this address must come with the very weight that was kept, or refuses. Other weights
+// are packed at each call. Whoever keeps a weight lets it go (`forget`) before its memory ends.
 #pragma once
 #include <cstdint>
 

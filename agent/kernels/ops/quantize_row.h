@@ -90,7 +90,8 @@ static void quantize_row_typed(const T* x, const QuantizedRows& rows, int64_t ro
 #ifdef LLMK_VEC_AVX512
 // 32 numbers a vector: their magnitudes are compared as the integers their bits are, and what quantises them takes the
 // even and the odd ones apart, which are floats as they lie.
-static void quantize_bfloats(const bfloat_t* x, const QuantizedRows& rows, int64_t row, const PackedWeightHeader& header) {
+static void quantize_bfloats(const bfloat_t* x, const QuantizedRows& rows, int64_t row,
+                             const PackedWeightHeader& header) {
   constexpr int64_t kStep = 2 * kLanes;
   constexpr uint32_t kInfinity = 0x7F80;
   const int64_t depth = header.depth, group = header.group == 0 ? rows.stride : header.group;

@@ -72,7 +72,9 @@ Held held(const RotaryAttentionArgs& args, int64_t slot, int64_t head, bool is_k
 void write_cache(const RotaryAttentionArgs& args, const Head& x, const Held& at) {
   char* base = static_cast<char*>(at.is_key ? args.key_cache : args.value_cache) + at.chunk;
   if (!args.int8_cache) {
-    for (int64_t d = 0; d < args.dim; ++d) store_element(args.dtype, x[static_cast<size_t>(d)], base, at.element(args, d));
+    for (int64_t d = 0; d < args.dim; ++d) {
+      store_element(args.dtype, x[static_cast<size_t>(d)], base, at.element(args, d));
+    }
     return;
   }
   double most = 0;
@@ -93,8 +95,9 @@ Head read_cache(const RotaryAttentionArgs& args, const Held& at) {
   if (args.int8_cache) std::memcpy(&scale, base + at.scale(args), sizeof(scale));
   for (int64_t d = 0; d < args.dim; ++d) {
     const int64_t i = at.element(args, d);
-    x[static_cast<size_t>(d)] = args.int8_cache ? scale * double{static_cast<float>(static_cast<int8_t>(base[i] ^ at.bias(args)))}
-                                                : load_element(args.dtype, base, i);
+    x[static_cast<size_t>(d)] = args.int8_cache
+                                    ? scale * double{static_cast<float>(static_cast<int8_t>(base[i] ^ at.bias(args)))}
+                                    : load_element(args.dtype, base, i);
   }
   return x;
 }
@@ -125,7 +128,8 @@ void attend(const RotaryAttentionArgs& args, int64_t seq, int64_t row, int64_t h
     for (size_t d = 0; d < value.size(); ++d) sums[d] += weight * value[d];
   }
   for (int64_t d = 0; d < args.dim; ++d) {
-    store_element(args.dtype, sums[static_cast<size_t>(d)] / mass, args.out, (token * args.heads + head) * args.dim + d);
+    store_element(args.dtype, sums[static_cast<size_t>(d)] / mass, args.out,
+                  (token * args.heads + head) * args.dim + d);
   }
 }
 
@@ -137,7 +141,8 @@ void rotary_attention(const RotaryAttentionArgs& args) {
     for (int64_t head = 0; head < args.kv_heads; ++head) {
       write_cache(args, rotate(args, token, load_head(args, token, args.heads + head)),
                   held(args, args.slots[token], head, true));
-      write_cache(args, load_head(args, token, args.heads + args.kv_heads + head), held(args, args.slots[token], head, false));
+      write_cache(args, load_head(args, token, args.heads + args.kv_heads + head),
+                  held(args, args.slots[token], head, false));
     }
   }
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) {

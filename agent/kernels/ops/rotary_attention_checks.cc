@@ -112,7 +112,8 @@ int check_rotary_attention(const char* op, RotaryAttentionArgs* args, int64_t* q
   if (error != 0) return error;
   args->query_starts = query_starts;
   args->write_first = must_write_first(*args);
-  const int64_t used = args->num_seqs == 0 ? 0 : query_starts[args->num_seqs - 1] + args->query_lens[args->num_seqs - 1];
+  const int64_t used =
+      args->num_seqs == 0 ? 0 : query_starts[args->num_seqs - 1] + args->query_lens[args->num_seqs - 1];
   const int64_t row_bytes = args->heads * args->dim * size_of(args->dtype);
   std::memset(static_cast<char*>(args->out) + used * row_bytes, 0,
               static_cast<size_t>((args->tokens - used) * row_bytes));

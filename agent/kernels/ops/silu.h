@@ -1,5 +1,5 @@
-// SiLU (Elfwing et al. 2018): out = x / (1 + exp(-x)), worked out in float32 and rounded once. An element's result depends
-// on nothing but the element: not on its place, nor on how many there are.
+// SiLU (Elfwing et al. 2018): out = x / (1 + exp(-x)), worked out in float32 and rounded once. An element's result
+// depends on nothing but the element: not on its place, nor on how many there are.
 #pragma once
 #include <cmath>
 

@@ -17,7 +17,8 @@ static int check_heads(const Call& call, const AttentionArgs& args, int64_t quer
                      static_cast<long long>(key_width), static_cast<long long>(args.kv_heads));
 }
 
-// The kernel of RotaryAttention over queries, keys and values that are ready: one arithmetic for prompts, chunks and decodes.
+// The kernel of RotaryAttention over queries, keys and values that are ready: one arithmetic for prompts, chunks and
+// decodes.
 static void attend(const AttentionArgs& args, int64_t tokens) {
   RotaryAttentionArgs ready{};
   ready.ready = true;
@@ -58,8 +59,8 @@ static std::vector<int64_t> window_starts(const AttentionArgs& args, int64_t tok
 }
 
 // Layout TH: query [tokens, heads * dim], key and value [tokens, kv_heads * dim]; actual_seq_qlen and actual_seq_kvlen
-// are the lengths of the sequences (not running sums), zero allowed. Causal only; pre_tokens limits how far back a query
-// sees (the band of sparse_mode 4).
+// are the lengths of the sequences (not running sums), zero allowed. Causal only; pre_tokens limits how far back a
+// query sees (the band of sparse_mode 4).
 int plugin_flash_attention(const Call& call) {
   enum { kAttnMask = 6, kQueryLens = 8, kKeyLens = 9, kHeadNum = 10, kKeepProb, kScale, kPreTokens, kNextTokens,
          kInnerPrecise, kLayout, kSparseMode };
@@ -116,13 +117,15 @@ static bool is_masked(const Call& call, int mask, int64_t index) {
   return (call.as<uint16_t>(mask)[index] & 0x7FFF) != 0;  // float16 and bfloat16: any bit but the sign
 }
 
-// The first key each query sees, from a mask [tokens, positions] that is 0 where a key is seen: one run of keys that ends
-// at the query's own position. A mask of another shape says nothing: queries are causal by their position.
+// The first key each query sees, from a mask [tokens, positions] that is 0 where a key is seen: one run of keys that
+// ends at the query's own position. A mask of another shape says nothing: queries are causal by their position.
 static int read_mask(const Call& call, int mask, const AttentionArgs& args, int64_t tokens,
                      std::vector<int64_t>* first_keys) {
   int64_t longest = 0;
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) longest = larger(longest, args.context_lens[seq]);
-  if (!call.is_tensor(mask) || call.ndims[mask] != 2 || call.dim(mask, 0) != tokens || call.dim(mask, 1) < longest) return 0;
+  if (!call.is_tensor(mask) || call.ndims[mask] != 2 || call.dim(mask, 0) != tokens || call.dim(mask, 1) < longest) {
+    return 0;
+  }
   const int error = check_float(call, mask);
   if (error != 0) return error;
   first_keys->assign(static_cast<size_t>(tokens), 0);
@@ -134,8 +137,10 @@ static int read_mask(const Call& call, int mask, const AttentionArgs& args, int6
       while (first < visible && is_masked(call, mask, base + first)) ++first;
       for (int64_t key = first; key < visible || first == visible; ++key) {
         if (first < visible && !is_masked(call, mask, base + key)) continue;
-        return refuse_text(call.op, "attn_mask of token %lld hides key %lld; it must leave one run of keys that ends at "
-                           "the token's own position %lld", static_cast<long long>(token), static_cast<long long>(key),
+        return refuse_text(call.op,
+                           "attn_mask of token %lld hides key %lld; it must leave one run of keys that ends at "
+                           "the token's own position %lld",
+                           static_cast<long long>(token), static_cast<long long>(key),
                            static_cast<long long>(visible - 1));
       }
       (*first_keys)[static_cast<size_t>(token)] = first;
@@ -144,10 +149,10 @@ static int read_mask(const Call& call, int mask, const AttentionArgs& args, int6
   return 0;
 }
 
-// Query [tokens, heads * dim], caches [blocks, block_size, kv_heads, dim], block_tables int32 [sequences, width]. The last
-// q_seq_lens[s] of the context_lens[s] tokens of sequence s are its queries, one where q_seq_lens is missing; each sees
-// the keys up to its own position, which the cache holds already. Padding of block_tables is not read. An Ascend hides later
-// keys by attn_mask alone; here the position does.
+// Query [tokens, heads * dim], caches [blocks, block_size, kv_heads, dim], block_tables int32 [sequences, width]. The
+// last q_seq_lens[s] of the context_lens[s] tokens of sequence s are its queries, one where q_seq_lens is missing; each
+// sees the keys up to its own position, which the cache holds already. Padding of block_tables is not read. An Ascend
+// hides later keys by attn_mask alone; here the position does.
 int plugin_paged_attention(const Call& call) {
   enum { kQuery, kKeyCache, kValueCache, kBlockTables, kContextLens, kAntiquantScale, kAntiquantOffset, kAttnMask,
          kQueryLens, kAlibi, kHeadNum, kScale, kKvHeadNum, kQuantMode, kMaskMode, kMlaDim };
@@ -162,7 +167,8 @@ int plugin_paged_attention(const Call& call) {
   if (error != 0) return error;
   if (call.ndims[kKeyCache] != 4 || call.size(kKeyCache) != call.size(kValueCache) || call.ndims[kBlockTables] != 2 ||
       !call.has_dtype(kBlockTables, "int32") || call.integer(kMlaDim) != 0) {
-    return refuse_text(call.op, "caches must be [blocks, block_size, kv_heads, head_dim], block_tables int32 [sequences, "
+    return refuse_text(call.op,
+                       "caches must be [blocks, block_size, kv_heads, head_dim], block_tables int32 [sequences, "
                        "width], mla_v_dim 0");
   }
   AttentionArgs args{};

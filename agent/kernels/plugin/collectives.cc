@@ -7,7 +7,8 @@
 
 namespace llmk {
 
-// AllReduce(x) -> the sum of x over the ranks, each element added up in the order of the ranks in float32, rounded once.
+// AllReduce(x) -> the sum of x over the ranks, each element added up in the order of the ranks in float32, rounded
+// once.
 int plugin_all_reduce(const Call& call) {
   const int error = check_float(call, 0);
   if (error != 0) return error;

@@ -6,8 +6,8 @@
 
 namespace llmk {
 
-// SiLU(input), as ops/silu.h has it. MindSpore's own CPU kernel takes no bfloat16, and two of five of its float16 results
-// are not the nearest.
+// SiLU(input), as ops/silu.h has it. MindSpore's own CPU kernel takes no bfloat16, and two of five of its float16
+// results are not the nearest.
 int plugin_silu(const Call& call) {
   const int error = check_float(call, 0);
   if (error != 0) return error;

@@ -39,9 +39,11 @@ int plugin_moe_init_routing(const Call& call) {
   if (rows == 0) return 0;
   if (call.integer(kDropPadMode) != 0 || (active != 0 && active < choices) || flag < 1 || flag > 2 || experts < 1 ||
       bytes == 0 || choices % rows != 0 || !call.has_dtype(kExpertIdx, "int32")) {
-    return refuse_text(call.op, "drop_pad_mode %lld, active_num %lld, expert_num %lld, flag %lld; only 0, 0, at least 1, "
-                       "and 1 or 2, with int32 expert_idx", static_cast<long long>(call.integer(kDropPadMode)),
-                       static_cast<long long>(active), static_cast<long long>(experts), static_cast<long long>(flag));
+    return refuse_text(call.op,
+                       "drop_pad_mode %lld, active_num %lld, expert_num %lld, flag %lld; only 0, 0, at least 1, "
+                       "and 1 or 2, with int32 expert_idx",
+                       static_cast<long long>(call.integer(kDropPadMode)), static_cast<long long>(active),
+                       static_cast<long long>(experts), static_cast<long long>(flag));
   }
   const int32_t* ids = call.as<int32_t>(kExpertIdx);
   for (int64_t i = 0; i < choices; ++i) {
@@ -73,7 +75,8 @@ int plugin_grouped_matmul(const Call& call) {
   if (call.count != kOut + 1 || call.ndims[kX] != 2 || call.ndims[kWeight] != 3 || !call.is_tensor(kGroupList) ||
       !call.has_dtype(kGroupList, "int64") || call.integer(kSplitItem) != 3 || call.integer(kGroupType) != 0 ||
       call.integer(kActType) != 0 || std::strcmp(call.dtypes[kX], call.dtypes[kWeight]) != 0) {
-    return refuse_text(call.op, "takes one x [rows, depth], one weight [groups, depth, columns] of its type and an int64 "
+    return refuse_text(call.op,
+                       "takes one x [rows, depth], one weight [groups, depth, columns] of its type and an int64 "
                        "group_list, with split_item 3, group_type 0, act_type 0");
   }
   const int64_t groups = call.dim(kWeight, 0), depth = call.dim(kWeight, 1), columns = call.dim(kWeight, 2);
@@ -85,7 +88,8 @@ int plugin_grouped_matmul(const Call& call) {
   }
   int64_t begin = 0;
   for (int64_t group = 0; group < groups; ++group) {
-    const int64_t given = call.as<int64_t>(kGroupList)[group], end = call.integer(kGroupListType) == 1 ? begin + given : given;
+    const int64_t given = call.as<int64_t>(kGroupList)[group],
+                  end = call.integer(kGroupListType) == 1 ? begin + given : given;
     if (end < begin || end > rows) return refuse_index(call.op, "group_list", group, given, rows + 1);
     if (end == begin) continue;
     AnyMatMulArgs args{};
@@ -134,7 +138,8 @@ int plugin_moe_token_unpermute(const Call& call) {
   enum { kTokens, kIndices, kProbs, kPaddedMode, kRestoreShape };
   int error = call.is_tensor(kProbs) ? check_equal_dtype(call, kTokens, kProbs) : kBadArgument;
   if (error != 0 || call.boolean(kPaddedMode) || !call.has_dtype(kIndices, "int32") || call.ndims[kTokens] != 2 ||
-      call.ndims[kProbs] != 2 || call.size(kIndices) != call.size(kProbs) || call.dim(kTokens, 0) != call.size(kProbs)) {
+      call.ndims[kProbs] != 2 || call.size(kIndices) != call.size(kProbs) ||
+      call.dim(kTokens, 0) != call.size(kProbs)) {
     return refuse_text(call.op, "takes permuted_tokens [rows * k, width], int32 sorted_indices [rows * k] and probs "
                        "[rows, k] of the tokens' type, not padded");
   }

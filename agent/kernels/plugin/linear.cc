@@ -1,8 +1,8 @@
-// Matrix products with weights: MatMul, DynamicQuantExt with QuantBatchMatmul, WeightQuantBatchMatmul. Semantics as in the
-// CANN documentation of aclnnDynamicQuant, aclnnQuantMatmulV4 and aclnnWeightQuantBatchMatmulV2 (docs/ascend.md).
+// Matrix products with weights: MatMul, DynamicQuantExt with QuantBatchMatmul, WeightQuantBatchMatmul. Semantics as in
+// the CANN documentation of aclnnDynamicQuant, aclnnQuantMatmulV4 and aclnnWeightQuantBatchMatmulV2 (docs/ascend.md).
 //
-// Whatever the weight, the product is that of linear.h over its packed form: every element is added up in an order fixed by
-// the weight, not by the other rows. A weight that is kept (ops/primitive_weight.h) is packed already.
+// Whatever the weight, the product is that of linear.h over its packed form: every element is added up in an order
+// fixed by the weight, not by the other rows. A weight that is kept (ops/primitive_weight.h) is packed already.
 #include <vector>
 
 #include "../common/kernel_table.h"
@@ -25,7 +25,8 @@ class Blob {
     if (error != 0 || data_ != nullptr) return error;
     const int64_t bytes = primitive_blob_bytes(weight);
     if (bytes == 0) {
-      return refuse_text(op, "a weight of %lld columns, depth %lld and groups of %lld cannot be; groups are multiples of 8",
+      return refuse_text(op,
+                         "a weight of %lld columns, depth %lld and groups of %lld cannot be; groups are multiples of 8",
                          static_cast<long long>(weight.columns), static_cast<long long>(weight.depth),
                          static_cast<long long>(weight.group));
     }
@@ -159,8 +160,8 @@ int plugin_matmul(const Call& call) {
   return 0;
 }
 
-// DynamicQuantExt(x [rows, depth], smooth_scales) -> y int8 of x's shape, scale float32 [rows]: scale = max|x| / 127, y =
-// round(x / scale) to nearest, ties to even, worked out as x * (127 / max|x|); a row of zeros has scale 0.
+// DynamicQuantExt(x [rows, depth], smooth_scales) -> y int8 of x's shape, scale float32 [rows]: scale = max|x| / 127, y
+// = round(x / scale) to nearest, ties to even, worked out as x * (127 / max|x|); a row of zeros has scale 0.
 int plugin_dynamic_quant(const Call& call) {
   enum { kX, kSmoothScales, kY, kScale };
   const int error = check_float(call, kX);
@@ -192,13 +193,17 @@ int plugin_dynamic_quant(const Call& call) {
 }
 
 // QuantBatchMatmul(x1 int8 [rows, depth], x2 int8, scale [columns], offset, bias, pertoken_scale [rows], transpose_x1,
-// transpose_x2, dtype) -> (x1 @ x2) * scale * pertoken_scale of dtype: exact integers, the products in float32, one rounding.
+// transpose_x2, dtype) -> (x1 @ x2) * scale * pertoken_scale of dtype: exact integers, the products in float32, one
+// rounding.
 int plugin_quant_matmul(const Call& call) {
   enum { kX1, kX2, kScale, kOffset, kBias, kPerToken, kTransposeX1, kTransposeX2, kDtype, kOut };
-  if (!call.has_dtype(kX1, "int8") || !call.has_dtype(kX2, "int8") || call.is_tensor(kOffset) || call.is_tensor(kBias) ||
-      call.boolean(kTransposeX1) || !call.is_tensor(kPerToken) || !call.has_dtype(kPerToken, "float32")) {
-    return refuse_text(call.op, "takes int8 x1 [rows, depth] and x2, a float32 scale a row, no offset and no bias; x1 is %s, "
-                       "x2 %s", call.dtypes[kX1], call.dtypes[kX2]);
+  if (!call.has_dtype(kX1, "int8") || !call.has_dtype(kX2, "int8") || call.is_tensor(kOffset) ||
+      call.is_tensor(kBias) || call.boolean(kTransposeX1) || !call.is_tensor(kPerToken) ||
+      !call.has_dtype(kPerToken, "float32")) {
+    return refuse_text(call.op,
+                       "takes int8 x1 [rows, depth] and x2, a float32 scale a row, no offset and no bias; x1 is %s, "
+                       "x2 %s",
+                       call.dtypes[kX1], call.dtypes[kX2]);
   }
   PrimitiveWeight weight{};
   int error = quantised_weight(call, kX2, kScale, call.boolean(kTransposeX2), &weight);
@@ -221,14 +226,15 @@ int plugin_quant_matmul(const Call& call) {
   return 0;
 }
 
-// WeightQuantBatchMatmul(x [rows, depth], weight int8 or int4, antiquant_scale, antiquant_offset, quant_scale, quant_offset,
-// bias, transpose_x, transpose_weight, antiquant_group_size) -> x @ ((weight + offset) * scale) of x's type. The scale is
-// multiplied in after the sum over its group, in float32; rounded once. Offsets are whole numbers.
+// WeightQuantBatchMatmul(x [rows, depth], weight int8 or int4, antiquant_scale, antiquant_offset, quant_scale,
+// quant_offset, bias, transpose_x, transpose_weight, antiquant_group_size) -> x @ ((weight + offset) * scale) of x's
+// type. The scale is multiplied in after the sum over its group, in float32; rounded once. Offsets are whole numbers.
 int plugin_weight_quant_matmul(const Call& call) {
   enum { kX, kWeight, kScale, kOffset, kQuantScale, kQuantOffset, kBias, kTransposeX, kTransposeWeight, kGroup, kOut };
   int error = check_equal_dtype(call, kX, kOut);
   if (error != 0) return error;
-  if (call.is_tensor(kQuantScale) || call.is_tensor(kQuantOffset) || call.is_tensor(kBias) || call.boolean(kTransposeX)) {
+  if (call.is_tensor(kQuantScale) || call.is_tensor(kQuantOffset) || call.is_tensor(kBias) ||
+      call.boolean(kTransposeX)) {
     return refuse_text(call.op, "takes x [rows, depth], no quant_scale, no quant_offset and no bias");
   }
   PrimitiveWeight weight{};
@@ -244,7 +250,8 @@ int plugin_weight_quant_matmul(const Call& call) {
   if (weight.group < 0 || call.size(kScale) != groups * weight.columns ||
       (weight.offsets != nullptr && call.size(kOffset) != call.size(kScale)) ||
       (groups > 1 && call.dim(kScale, weight.transposed != 0 ? 0 : 1) != weight.columns)) {
-    return refuse_text(call.op, "%lld scales for %lld columns of depth %lld in groups of %lld; there must be %lld, as many "
+    return refuse_text(call.op,
+                       "%lld scales for %lld columns of depth %lld in groups of %lld; there must be %lld, as many "
                        "offsets, and the columns along the weight's own axis",
                        static_cast<long long>(call.size(kScale)), static_cast<long long>(weight.columns),
                        static_cast<long long>(weight.depth), static_cast<long long>(weight.group),

@@ -11,7 +11,8 @@ namespace llmk {
 // one row per token is taken row by row, whatever the format. Otherwise formats 0 and 1 read position_ids as
 // positions, one per token or (query [batch, length, width]) one per place in the sequence; formats 2 and 3 read them
 // as the lengths of the sequences, each of which starts at position 0 (MindFormers' prefill).
-static int rotary_positions(const Call& call, int64_t tokens, int64_t rows, int64_t format, std::vector<int32_t>* positions) {
+static int rotary_positions(const Call& call, int64_t tokens, int64_t rows, int64_t format,
+                            std::vector<int32_t>* positions) {
   if (rows == tokens) return 0;
   const std::vector<int32_t> given = integers(call, 4);
   const int64_t count = static_cast<int64_t>(given.size());
