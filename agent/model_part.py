@@ -17,11 +17,13 @@ class ModelPart:
     place: RankPlace
     shard: Shard
     whole: ModelShape
+    sum_shards: tuple[Shard, ...] = ()
+    """Of the agents in whose parts this one, alone in its layers, makes its sums (``parallel_config.sum_parts``)."""
 
     @classmethod
     def of(cls, config: Config, rank: int = 0) -> ModelPart:
         parallel = config.parallel_config
-        return cls(parallel, place(rank, parallel), config.shard(rank), config.shape)
+        return cls(parallel, place(rank, parallel), config.shard(rank), config.shape, config.sum_shards)
 
     @property
     def is_split(self) -> bool:

@@ -48,11 +48,14 @@ def run_group(setup: Setup, folders: dict[str, Path], worker: str = "group_worke
     with ExitStack() as stack:
         models = []
         for name, folder in folders.items():
+            model: dict[str, Any] = {"name": name, "folder": str(folder), "exchange": None}
             config = setup.config(folder)
-            layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
-            exchange = ExchangeMemory.create(layout)
-            stack.callback(exchange.close)
-            models.append({"name": name, "folder": str(folder), "exchange": exchange.name})
+            if config.parallel_config.group_size > 1:
+                layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
+                exchange = ExchangeMemory.create(layout)
+                stack.callback(exchange.close)
+                model["exchange"] = exchange.name
+            models.append(model)
         job = json.dumps({"setup": asdict(setup), "models": models})
         agents: list[subprocess.Popen[str]] = []
         for rank in range(setup.tensor_parallel * setup.pipeline_parallel):

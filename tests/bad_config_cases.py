@@ -247,6 +247,11 @@ CASES = [
         "pipeline_parallel 1 x data_parallel 2) and 2 ports; give each agent one, or [0] for any free ones",
     ),
     Case(
+        "sums in parts of a group",
+        with_section(SERVING + "{agent_ports: [0]}\nparallel_config: {tensor_parallel: 2, sum_parts: 2}"),
+        f"{FILE}: parallel_config.sum_parts = 2: tensor_parallel is 2: its agents are the parts; use 1",
+    ),
+    Case(
         "port twice",
         with_section(SERVING + "{agent_ports: [16002, 16002]}"),
         f"{FILE}: serving_config.agent_ports = [16002, 16002]: a port appears twice",

@@ -17,6 +17,7 @@
 #include "common/tensors.h"
 #include "common/thread_pool.h"
 #include "custom_ops.h"
+#include "exchange/sum.h"
 #include "ops/gather.h"
 
 namespace llmk {
@@ -131,6 +132,49 @@ NormedRows norm_rows(const NormInput& in, const void* weight, int64_t rows, cons
   return out;
 }
 
+constexpr int32_t kMostParts = 64;
+
+// out = the sum of products [parts] of `count` numbers each.
+void sum_products(const float* const* products, int32_t parts, DType out_dtype, void* out, int64_t count) {
+  constexpr int64_t kSpan = 16384;
+  parallel_for(ceil_div(count, kSpan), [&](int64_t i) {
+    const void* from[kMostParts];
+    for (int32_t part = 0; part < parts; ++part) from[part] = products[part] + i * kSpan;
+    char* to = static_cast<char*>(out) + row_bytes(out_dtype, i * kSpan);
+    sum_parts(DType::kFloat32, from, parts, out_dtype, to, smaller(kSpan, count - i * kSpan));
+  });
+}
+
+// The sum of the products of a weight's parts, some rows at a time. Rows of the result are as long as the weight has
+// columns.
+int run_parts(const Tensors& t, const LinearArgs& whole) {
+  const PackedWeightHeader& header = header_of(whole.weight);
+  if (header.parts > kMostParts) return refuse_text(t.op, "a weight in %d parts; at most %d", header.parts, kMostParts);
+  const DType out_dtype = whole.epilogue == Epilogue::kStoreFloat ? DType::kFloat32 : whole.dtype;
+  const int64_t most = smaller(whole.rows, kMlpRows) * header.columns;
+  float* sums = static_cast<float*>(thread_scratch(kScratchParts, header.parts * most * 4));
+  const float* products[kMostParts];
+  for (int64_t first = 0; first < whole.rows; first += kMlpRows) {
+    LinearArgs args = whole;
+    args.rows = smaller(kMlpRows, whole.rows - first);
+    args.weight = first_part(whole.weight);
+    args.x = static_cast<const char*>(whole.x) + row_bytes(whole.dtype, first * whole.x_stride);
+    args.epilogue = Epilogue::kStoreFloat;
+    for (int32_t i = 0; i < header.parts; ++i) {
+      args.out = sums + i * most;
+      products[i] = sums + i * most;
+      const int error = check_linear(t.op, args);
+      if (error != 0) return error;
+      kernels().linear(args);
+      args.x = static_cast<const char*>(args.x) + row_bytes(whole.dtype, header_of(args.weight).depth);
+      args.weight = next_part(args.weight);
+    }
+    void* out = static_cast<char*>(whole.out) + row_bytes(out_dtype, first * header.columns);
+    sum_products(products, header.parts, out_dtype, out, args.rows * header.columns);
+  }
+  return 0;
+}
+
 int run_linear(const Tensors& t, LinearArgs args, const NormedRows& in, int weight, int64_t rows) {
   args.weight = t.data[weight];
   args.x = in.values;
@@ -138,6 +182,7 @@ int run_linear(const Tensors& t, LinearArgs args, const NormedRows& in, int weig
   args.dtype = t.dtype(0);
   args.rows = rows;
   args.x_stride = header_of(args.weight).depth;
+  if (header_of(args.weight).parts != 0 && !in.is_quantized) return run_parts(t, args);
   const int error = check_linear(t.op, args);
   if (error == 0) kernels().linear(args);
   return error;

@@ -55,6 +55,10 @@ LLMK_ENTRY int llmk_pack_weight(const llmk::PackSource* source, void* blob, int6
   return llmk::pack_weight(*source, blob);
 }
 
+LLMK_ENTRY int llmk_join_weight_parts(void* blob, int64_t blob_bytes, int parts) {
+  return llmk::join_weight_parts(blob, blob_bytes, parts);
+}
+
 LLMK_ENTRY int llmk_check_packed_weight(const void* blob, int64_t blob_bytes) {
   return llmk::check_packed_weight("check_packed_weight", blob, blob_bytes);
 }

@@ -124,6 +124,16 @@ def pack_weight(
         raise KernelError(f"packing a {fmt} weight of {columns} x {depth} failed; the reason is on standard error")
 
 
+def join_weight_parts(blob: Blob, parts: int) -> None:
+    """Makes one weight of ``parts`` weights of consecutive inputs, packed behind the first 64 bytes of ``blob``, each
+    from a multiple of 64 bytes on: its product is the sum of theirs in float32. Raises KernelError for parts that do
+    not go together."""
+    function = load_library().llmk_join_weight_parts
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    if function(blob.ctypes.data, blob.size, parts) != 0:
+        raise KernelError(f"{parts} parts of a weight could not be joined; the reason is on standard error")
+
+
 def is_packed_weight(blob: Blob) -> bool:
     """Whether the library takes ``blob``; if not, the reason is on standard error."""
     function = load_library().llmk_check_packed_weight

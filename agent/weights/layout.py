@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from llm_serving.parallel import Span
+
 WeightKind = Literal["plain", "linear", "gated_linear"]
 """``plain`` parameters stay arrays of ``model_dtype`` (norms, embeddings). The weight of a linear layer may be packed,
 also that of a gated one, whose first half of rows is the gate and whose second half goes through it."""
@@ -36,6 +38,9 @@ class WeightSpec:
 
     padded_rows: int = 0
     """Rows of the parameter where that is more than its parts have: zeros follow."""
+    input_spans: tuple[Span, ...] = ()
+    """Inputs of a linear layer whose products are added up in float32, as by agents that share it; empty: one product
+    of all."""
 
     @property
     def tensors(self) -> tuple[WeightPart, ...]:

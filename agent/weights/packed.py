@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.packing import pack_weight, packed_weight_bytes, weight_blob
+from agent.kernels.packing import join_weight_parts, pack_weight, packed_weight_bytes, weight_blob
 from agent.weights.layout import WeightPart, WeightSpec
 from agent.weights.quantized import INT4_ZERO, QuantizedTensor, Scheme
 from agent.weights.source import WeightSource
@@ -76,12 +77,37 @@ class LinearPacker:
 
     def pack(self, spec: WeightSpec) -> Array:
         """uint8 [bytes]; of experts, their blobs one after the other, all equally long and each on a cache line."""
+        if spec.input_spans:
+            return self._pack_parts(spec)
         weights = _each_weight(spec)
         sizes = [self._blob_bytes(each) for each in weights]
         stride = max(sizes) if len(sizes) == 1 else -(-max(sizes) // _ALIGNMENT) * _ALIGNMENT
         blob = weight_blob(stride * len(weights))
         for index, each in enumerate(weights):
             self._pack_into(each, blob[index * stride : (index + 1) * stride])
+        return blob
+
+    def _pack_parts(self, spec: WeightSpec) -> Array:
+        """The inputs of each span by themselves: what an agent that has them would pack."""
+        plan, bias = self._plan(spec), self._bias(spec)
+        values, dtype = self._floats(spec, plan)
+        sizes = [
+            packed_weight_bytes(plan.format, len(values), len(span), plan.group, biased=bias is not None and index == 0)
+            for index, span in enumerate(spec.input_spans)
+        ]
+        begins = list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=_ALIGNMENT))
+        blob = weight_blob(begins[-1])
+        for index, (span, begin, size) in enumerate(zip(spec.input_spans, begins, sizes, strict=False)):
+            pack_weight(
+                plan.format,
+                np.ascontiguousarray(values[:, span.slice]),
+                blob[begin : begin + size],
+                group=plan.group,
+                asymmetric=self._packing.asymmetric and plan.format == INT4,
+                source_dtype=dtype,
+                bias=bias if index == 0 else None,
+            )
+        join_weight_parts(blob, len(sizes))
         return blob
 
     def _blob_bytes(self, spec: WeightSpec) -> int:
@@ -131,6 +157,11 @@ class LinearPacker:
             return _Plan("float32", 0, None)
         if wanted in FLOAT_FORMATS or (stored is None and wanted == AUTO):
             return _Plan(self._dtype, 0, None)
+        if stored is not None and spec.input_spans:
+            raise ConfigError(
+                f"parallel_config.sum_parts: tensor {spec.parts[0].name} is stored as {stored.format}, which cannot be "
+                "divided after it was quantised; use weight_format bf16, a model of floats, or sum_parts 1"
+            )
         if stored is None:
             fmt = (spec.parameter == OUTPUT_LAYER and self._packing.output_format) or wanted
             return _Plan(fmt, self._packing.group if fmt == INT4 else 0, None)

@@ -40,8 +40,10 @@ def shard_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabular
     kept = []
     for spec in specs:
         own = _own_stage(spec, part)
-        if own is not None:
-            kept.append(_split(own, part, cuts, equal_vocabularies=equal_vocabularies) if part.is_split else own)
+        if own is not None and part.is_split:
+            kept.append(_split(own, part, cuts, equal_vocabularies=equal_vocabularies))
+        elif own is not None:
+            kept.append(replace(own, input_spans=_input_spans(own, part)))
     return ShardedSpecs(tuple(kept), cuts)
 
 
@@ -72,6 +74,16 @@ def _split(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], *, equ
     if equal_vocabularies and spec.parameter in (_EMBEDDING, _OUTPUT):
         return replace(spec, padded_rows=part.vocab_stride)
     return spec
+
+
+def _input_spans(spec: WeightSpec, part: ModelPart) -> tuple[Span, ...]:
+    """Of a layer that agents would add up, and that is to be added up as by them."""
+    name = _end_of(spec.parameter)
+    if name == "attention.output.weight":
+        return tuple(_of_heads(shard.query_heads, part) for shard in part.sum_shards)
+    if name == "mlp.down.weight":
+        return tuple(shard.intermediate for shard in part.sum_shards)
+    return ()
 
 
 def _end_of(parameter: str) -> str:

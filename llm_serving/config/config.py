@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from llm_serving.config.convert import build_dataclass
@@ -107,6 +107,17 @@ class Config:
         parallel = self.parallel_config
         return shard_of(self.shape, place(rank, parallel), parallel, self.shard_group)
 
+    @property
+    def sum_shards(self) -> tuple[Shard, ...]:
+        """The parts of agents as which an agent alone adds up what they would; none where ``sum_parts`` is 1."""
+        if self.parallel_config.sum_parts == 1:
+            return ()
+        parallel = replace(self.parallel_config.as_summed, pipeline_parallel=1)
+        return tuple(
+            shard_of(self.shape, place(rank, parallel), parallel, self.shard_group)
+            for rank in range(parallel.tensor_parallel)
+        )
+
     def agent_threads(self, num_cores: int) -> int:
         """Threads of an agent's CPU operators where there are so many cores: as configured, or its share of them."""
         return self.model_config.cpu_threads or max(1, num_cores // self.parallel_config.world_size)
@@ -172,8 +183,9 @@ class Config:
     def cache_namespace(self) -> bytes:
         """What keys and values depend on besides tokens: the model, how it is computed, how they are stored."""
         model = self.model_config
-        parts = (self.model_name, model.model_type, model.model_path, model.load_format, model.seed)
-        return json.dumps([*parts, model.model_dtype, self.op_table, self.weight_format, self.kv_format]).encode()
+        weights = (self.model_name, model.model_type, model.model_path, model.load_format, model.seed)
+        arithmetic = (model.model_dtype, self.op_table, self.weight_format, self.parallel_config.sum_parts)
+        return json.dumps([*weights, *arithmetic, self.kv_format]).encode()
 
     @property
     def captured_batch_sizes(self) -> tuple[int, ...]:

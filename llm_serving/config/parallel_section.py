@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llm_serving.config.schema import own
 
@@ -26,6 +26,15 @@ class ParallelConfig:
     data_parallel: int = own(
         1, "Replicas of the whole model; a request is served by one of them.", unit="replicas", low=1, high=MAX_RANKS
     )
+    sum_parts: int = own(
+        1,
+        "On a CPU, with `tensor_parallel` 1: attention's output and the MLP's down projection are added up in so many "
+        "parts, as `tensor_parallel` of that number adds them, so that text is the same as with so many agents. "
+        "Costs up to a few percent.",
+        unit="parts",
+        low=1,
+        high=64,
+    )
     routing: str = own(
         "prefix",
         "Which replica a request goes to of those that can start it: `prefix` the one that has the most of its prompt "
@@ -33,6 +42,11 @@ class ParallelConfig:
         "with the fewest tokens to compute; `round_robin` one after the other, for comparison.",
         choices=("prefix", "least_loaded", "round_robin"),
     )
+
+    @property
+    def as_summed(self) -> ParallelConfig:
+        """That of the agents whose sums are made."""
+        return replace(self, tensor_parallel=self.sum_parts, sum_parts=1)
 
     @property
     def group_size(self) -> int:

@@ -25,6 +25,7 @@ from llm_serving.config.validation import (
     check_parallel,
     check_sharing,
     check_stored_format,
+    check_sum_parts,
 )
 from llm_serving.errors import CheckpointError
 from llm_serving.model_shape import ModelShape
@@ -100,6 +101,7 @@ class Resolver:
         check_batches(self._raw, config)
         check_sharing(self._raw, config)
         check_parallel(self._raw, config)
+        check_sum_parts(self._raw, config)
         check_mindformers(self._raw, config)
         return config
 

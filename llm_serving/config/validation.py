@@ -146,6 +146,29 @@ def check_parallel(raw: RawConfig, config: Config) -> None:
         raise raw.error(f"parallel_config.{key}", getattr(config.parallel_config, key), problem)
 
 
+def check_sum_parts(raw: RawConfig, config: Config) -> None:
+    """Whether one agent can add up as several would."""
+    parallel = config.parallel_config
+    if parallel.sum_parts == 1:
+        return
+    problem = None
+    if parallel.tensor_parallel > 1:
+        problem = f"tensor_parallel is {parallel.tensor_parallel}: its agents are the parts; use 1"
+    elif config.op_table != "fused":
+        problem = (
+            f"op_table is {config.op_table}, whose sums are rounded for each agent; use op_table fused (CPU), or 1"
+        )
+    elif config.shape.experts is not None:
+        problem = "the model has experts, whose sums have no parts; use 1"
+    elif config.stored_weight_format is not None and config.weight_format == config.stored_weight_format:
+        problem = f"the folder's weights are stored as {config.stored_weight_format}; use weight_format bf16, or 1"
+    else:
+        obstacle = find_obstacle(config.shape, parallel.as_summed, config.shard_group)
+        problem = None if obstacle is None else obstacle[1]
+    if problem is not None:
+        raise raw.error("parallel_config.sum_parts", parallel.sum_parts, problem)
+
+
 def check_native_weights(raw: RawConfig, config: Config) -> None:
     """Limits of the native primitives of quantised products (docs/ascend.md)."""
     key, wanted, shape = "model_config.weight_format", config.model_config.weight_format, config.shape

@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def config_of(arguments: argparse.Namespace, group: tuple[int, ...]) -> Config:
     """The config with the group's numbers."""
     parallel = [f"parallel_config.tensor_parallel={group[0]}", f"parallel_config.pipeline_parallel={group[1]}"]
+    if group[0] > 1:
+        parallel.append("parallel_config.sum_parts=1")  # what was asked for is how agents alone in their layers add up
     return load_config(arguments.config, [*arguments.overrides, *parallel])
 
 

@@ -3,7 +3,8 @@ came out as JSON (which means something where it answers).
 
 python tests/agent/group_worker.py RANK JSON
 
-JSON: ``setup``, the fields of ``agent_group.Setup``, and ``models`` with name, folder and exchange each.
+JSON: ``setup``, the fields of ``agent_group.Setup``, and ``models`` with name, folder and exchange (null for an agent
+alone) each.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ def golden_of(name: str) -> dict[str, Any]:
     return document
 
 
-def run_model(setup: Setup, model: dict[str, str], rank: int) -> dict[str, Any]:
+def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     config, golden = setup.config(Path(model["folder"])), golden_of(model["name"])
-    layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
-    driver = StepDriver(config, rank, ExchangeMemory.attach(model["exchange"], layout))
+    exchange = None
+    if model["exchange"] is not None:
+        layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
+        exchange = ExchangeMemory.attach(model["exchange"], layout)
+    driver = StepDriver(config, rank, exchange)
     result: dict[str, Any] = {"summary": driver.runner.summary()}
     for way in ("free", "forced"):
         steps = generate(driver, golden["cases"], forced=way == "forced")

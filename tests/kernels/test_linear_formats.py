@@ -12,7 +12,13 @@ import pytest
 
 from agent.kernels.direct_linear import linear, packed
 from agent.kernels.library import KernelError
-from agent.kernels.packing import is_packed_weight, pack_weight, packed_weight_bytes, weight_blob
+from agent.kernels.packing import (
+    is_packed_weight,
+    join_weight_parts,
+    pack_weight,
+    packed_weight_bytes,
+    weight_blob,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 DIGEST = """
@@ -132,3 +138,39 @@ def test_the_kernel_refuses_what_does_not_go_together() -> None:
         linear(x, packed("float16", x.astype(np.float16), source_dtype="float16"), "float32")
     with pytest.raises(KernelError):
         linear(x, packed("int8", x), "float32", epilogue="swiglu")
+
+
+def parts_of(*shapes: tuple[int, int]) -> np.ndarray:
+    """Room for a header, and float32 weights of (columns, depth) each behind it."""
+    sizes = [-(-packed_weight_bytes("float32", *shape) // 64) * 64 for shape in shapes]
+    blob, begin = weight_blob(64 + sum(sizes)), 64
+    for size, shape in zip(sizes, shapes, strict=True):
+        pack_weight("float32", np.ones(shape, np.float32), blob[begin : begin + size])
+        begin += size
+    return blob
+
+
+def test_parts_of_a_weight_are_joined() -> None:
+    blob = parts_of((64, 24), (64, 40), (64, 8))
+    join_weight_parts(blob, 3)
+    assert is_packed_weight(blob)
+    assert not is_packed_weight(blob[:-64]), "the last part is cut off"
+    for place, value in ((24, 73), (48, 4)):  # the depth, the number of parts
+        damaged = weight_blob(blob.size)
+        damaged[:] = blob
+        damaged[place] = value
+        assert not is_packed_weight(damaged)
+
+
+@pytest.mark.parametrize("shapes", [[(64, 24), (128, 24)], [(64, 24)]])
+def test_parts_that_do_not_go_together(shapes: list[tuple[int, int]]) -> None:
+    blob = parts_of(*shapes)
+    with pytest.raises(KernelError, match="could not be joined"):
+        join_weight_parts(blob, 2)
+
+
+def test_a_weight_in_parts_is_not_multiplied_as_a_whole() -> None:
+    blob = parts_of((64, 24), (64, 40))
+    join_weight_parts(blob, 2)
+    with pytest.raises(KernelError):
+        linear(np.ones((1, 64), np.float32), blob, "float32")

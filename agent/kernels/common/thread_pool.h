@@ -60,7 +60,8 @@ enum ScratchSlot : int {
   kScratchBest = 10,       // largest logit of each row, by the caller
   kScratchLayer = 11,      // between the operators of a layer, by the caller
   kScratchExperts = 12,    // rows grouped by expert, by the caller
-  kScratchSlots = 13
+  kScratchParts = 13,      // products of a weight's parts, by the caller
+  kScratchSlots = 14
 };
 
 }  // namespace llmk

@@ -17,6 +17,10 @@
 //
 // A bias follows the panels as floats, in the order of their columns: [panels][64].
 //
+// A weight in parts is a header and, each on a cache line, the blobs of some consecutive depths one after the other,
+// that of the first with the bias. Its product is the sum of theirs in float32, in their order, rounded once: the bits
+// of agents that share the layer.
+//
 // Without groups one group spans the depth. Missing columns and depths are filled up with zeros. Of a gated weight,
 // vector 0 and 2 of a panel hold gate columns 32p and 32p + 16, vector 1 and 3 the up columns of the same numbers.
 //
@@ -56,7 +60,8 @@ struct PackedWeightHeader {
   int64_t columns, depth, group;  // group 0: one scale a column
   int32_t asymmetric;             // zero points stored
   int32_t biased;                 // a bias stored
-  int32_t reserved[4];
+  int32_t parts;                  // blobs that follow; 0: panels do
+  int32_t reserved[3];
 };
 static_assert(sizeof(PackedWeightHeader) == 64, "the header is one cache line");
 
@@ -85,6 +90,10 @@ int pack_weight(const PackSource& source, void* blob);
 
 // What an entry asks before it trusts a blob of `bytes` bytes: 0, or an error code after one line on standard error.
 int check_packed_weight(const char* op, const void* blob, int64_t bytes);
+
+// Writes the header of a weight in `parts` parts before them, which are packed already and begin 64 bytes behind
+// `blob`. 0, or an error code after one line on standard error.
+int join_weight_parts(void* blob, int64_t bytes, int32_t parts);
 
 // Activations quantised a row at a time: value = scale * q, scale = max|x| / 127, q in [-127, 127].
 struct QuantizedRows {
@@ -166,6 +175,23 @@ static inline int64_t bias_bytes(const WeightShape& shape) { return shape.panels
 
 static inline const PackedWeightHeader& header_of(const void* blob) {
   return *static_cast<const PackedWeightHeader*>(blob);
+}
+
+// Bytes of a blob without parts.
+static inline int64_t blob_bytes(const PackedWeightHeader& header) {
+  const WeightShape shape = weight_shape(header);
+  return static_cast<int64_t>(sizeof(header)) + panels_bytes(shape) + (header.biased != 0 ? bias_bytes(shape) : 0);
+}
+
+// The first of a blob's parts, and the one behind another, which has the room of packed_weight_bytes.
+static inline const void* first_part(const void* blob) {
+  return static_cast<const char*>(blob) + sizeof(PackedWeightHeader);
+}
+static inline const void* next_part(const void* part) {
+  const PackedWeightHeader& header = header_of(part);
+  const int64_t room =
+      packed_weight_bytes(header.format, header.columns, header.depth, header.group, header.biased != 0);
+  return static_cast<const char*>(part) + ceil_div(room, 64) * 64;
 }
 
 // The bias of a blob, null without one.

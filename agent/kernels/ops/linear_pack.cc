@@ -202,6 +202,27 @@ int pack_weight(const PackSource& source, void* blob) {
   return 0;
 }
 
+// Of a weight in parts.
+static int check_parts(const char* op, const void* blob, int64_t bytes) {
+  const PackedWeightHeader& whole = header_of(blob);
+  const char *part = static_cast<const char*>(first_part(blob)), *end = static_cast<const char*>(blob) + bytes;
+  int64_t depth = 0;
+  for (int32_t i = 0; i < whole.parts; ++i) {
+    const int error = check_packed_weight(op, part, end - part);
+    if (error != 0) return error;
+    const PackedWeightHeader& header = header_of(part);
+    if (header.parts != 0 || header.gated != 0 || header.format != whole.format || header.columns != whole.columns ||
+        (i > 0 && header.biased != 0)) {
+      return refuse_text(op, "part %d of the packed weight does not go with the whole", i);
+    }
+    depth += header.depth;
+    part = static_cast<const char*>(next_part(part));
+  }
+  if (depth == whole.depth && whole.gated == 0) return 0;
+  return refuse_text(op, "the parts of the packed weight have depth %lld together; its header says %lld",
+                     static_cast<long long>(depth), static_cast<long long>(whole.depth));
+}
+
 int check_packed_weight(const char* op, const void* blob, int64_t bytes) {
   if (blob == nullptr || reinterpret_cast<uintptr_t>(blob) % 64 != 0) {
     return refuse_text(op, "the packed weight is at %p; it must be 64-byte aligned", blob);
@@ -218,11 +239,10 @@ int check_packed_weight(const char* op, const void* blob, int64_t bytes) {
     return refuse_text(op, "the weight was packed in layout %d; this build reads layout %d: pack it again",
                        header.layout, kPackedWeightLayout);
   }
+  if (header.parts != 0) return check_parts(op, blob, bytes);
   const char* problem = problem_of_sizes(header.format, header.columns, header.depth, header.group);
   if (problem != nullptr) return refuse_text(op, "the header of the packed weight is damaged: %s", problem);
-  const WeightShape shape = weight_shape(header);
-  const int64_t needed =
-      static_cast<int64_t>(sizeof(header)) + panels_bytes(shape) + (header.biased != 0 ? bias_bytes(shape) : 0);
+  const int64_t needed = blob_bytes(header);
   if (bytes < needed) {
     return refuse_text(op, "the packed weight has %lld bytes; its header asks for %lld", static_cast<long long>(bytes),
                        static_cast<long long>(needed));
@@ -230,8 +250,26 @@ int check_packed_weight(const char* op, const void* blob, int64_t bytes) {
   return 0;
 }
 
+int join_weight_parts(void* blob, int64_t bytes, int32_t parts) {
+  PackedWeightHeader whole{};
+  const char *part = static_cast<const char*>(first_part(blob)), *end = static_cast<const char*>(blob) + bytes;
+  if (parts < 1) return refuse_text("join_weight_parts", "there are %d parts; there must be one at least", parts);
+  for (int32_t i = 0; i < parts; ++i) {
+    const int error = check_packed_weight("join_weight_parts", part, end - part);
+    if (error != 0) return error;
+    const int64_t depth = whole.depth + header_of(part).depth;
+    if (i == 0) whole = header_of(part);
+    whole.depth = depth;
+    part = static_cast<const char*>(next_part(part));
+  }
+  whole.parts = parts;
+  std::memcpy(blob, &whole, sizeof(whole));
+  return check_packed_weight("join_weight_parts", blob, bytes);
+}
+
 int check_linear(const char* op, const LinearArgs& args) {
   const PackedWeightHeader& header = header_of(args.weight);
+  if (header.parts != 0) return refuse_text(op, "takes no weight in parts");
   if (args.dtype == DType::kUnsupported) return refuse_text(op, "the type of x is not supported");
   if (!is_integer(header.format) && static_cast<int>(header.format) != static_cast<int>(args.dtype)) {
     return refuse_text(op, "x has type %d, the float weight type %d; they must be the same",

@@ -1,0 +1,58 @@
+"""``parallel_config.sum_parts``: one agent gives the bits of several that share its layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_group import Setup, run_group
+
+from tools.seeded_families import FAMILY_VARIANTS
+from tools.seeded_model import VARIANTS, write_model
+
+pytestmark = pytest.mark.timeout(300)
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ("mha", "gqa_tied", "llama_yarn_bias", "qwen2_tied", "qwen3_tied")
+"""With uneven heads, with a bias of attention's output and with norms of heads."""
+SETUPS = {
+    "bfloat16": Setup(2, 1, "bfloat16", "fused"),
+    "float32, 2 stages": Setup(2, 2, "float32", "fused"),
+    "int8": Setup(2, 1, "bfloat16", "fused", "int8", "int8"),
+    "int4": Setup(2, 1, "bfloat16", "fused", "int4", "int8"),
+}
+INDIVISIBLE_INT4 = ("qwen2_tied",)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    scratch, seeded = tmp_path_factory.mktemp("sum-parts"), {**VARIANTS, **FAMILY_VARIANTS}
+    for name in MODELS:
+        write_model(seeded[name], scratch / name)
+    return {"tiny_llama": ROOT / "models" / "tiny_llama", **{name: scratch / name for name in MODELS}}
+
+
+def answers(setup: Setup, folders: dict[str, Path]) -> dict[str, Any]:
+    """Of the agent that samples, by model."""
+    return run_group(setup, folders)[(setup.pipeline_parallel - 1) * setup.tensor_parallel]
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group(name: str, folders: dict[str, Path]) -> None:
+    shared = SETUPS[name]
+    alone = replace(shared, tensor_parallel=1, extra={"parallel_config.sum_parts": 2})
+    models = {model: path for model, path in folders.items() if name != "int4" or model not in INDIVISIBLE_INT4}
+    wanted, found = answers(shared, models), answers(alone, models)
+    for model in models:
+        for way in ("free", "forced", "invariance"):  # tokens; digests of logits in every way to compute a position
+            assert found[model][way] == wanted[model][way], (model, way)
+
+
+def test_without_it_the_bits_are_others(folders: dict[str, Path]) -> None:
+    """Or the test above would say nothing. (Other models here have so short sums that their order is the same.)"""
+    models = {name: folders[name] for name in ("tiny_llama", "gqa_tied")}
+    shared = SETUPS["bfloat16"]
+    wanted, found = answers(shared, models), answers(replace(shared, tensor_parallel=1), models)
+    assert all(found[model]["invariance"] != wanted[model]["invariance"] for model in models)
