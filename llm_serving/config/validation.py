@@ -160,7 +160,7 @@ def check_sum_parts(raw: RawConfig, config: Config) -> None:
         )
     elif config.shape.experts is not None:
         problem = "the model has experts, whose sums have no parts; use 1"
-    elif config.stored_weight_format is not None and config.weight_format == config.stored_weight_format:
+    elif config.stored_weight_format is not None and config.model_config.weight_format != "bf16":
         problem = f"the folder's weights are stored as {config.stored_weight_format}; use weight_format bf16, or 1"
     else:
         obstacle = find_obstacle(config.shape, parallel.as_summed, config.shard_group)

@@ -35,6 +35,9 @@ def plot_kernels(path: Path, result: Mapping[str, Any]) -> None:
     for key, name, colour in ROOFS:
         roof = np.minimum(ceilings[key], ceilings["read_gb_s"] * intensity)
         axes.plot(intensity, roof, color=colour, linewidth=1, label=f"{name}: {ceilings[key]:.0f} GOP/s")
+    paged = intensity[intensity < 4]  # where attention decodes
+    paged_label = f"block by block: {ceilings['paged_read_gb_s']:.1f} GB/s"
+    axes.plot(paged, ceilings["paged_read_gb_s"] * paged, color="black", linestyle=":", linewidth=1, label=paged_label)
     for kernel, marker in MARKERS.items():
         for number_format, colour in COLOURS.items():
             chosen = [row for row in rows if (row["kernel"], row["format"]) == (kernel, number_format)]

@@ -75,6 +75,29 @@ def test_integers_are_not_rounded_twice(tmp_path: Path, quantization: object, wa
     assert message in str(caught.value)
 
 
+def parts_of_a_sum(folder: Path, *overrides: str) -> Config:
+    given = [f"model_config.model_path={folder}", "model_config.model_dtype=bfloat16", *overrides]
+    return load_config("llama_tiny_cpu.yaml", given, ascend=False)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "int8_weight_only"])
+def test_stored_integers_are_not_divided_into_the_parts_of_a_sum(tmp_path: Path, wanted: str) -> None:
+    folder = write_model_folder(tmp_path / "model", quantization_config=W8A8)
+    with pytest.raises(ConfigError, match="stored as int8; use weight_format bf16, or 1"):
+        parts_of_a_sum(folder, "parallel_config.sum_parts=2", f"model_config.weight_format={wanted}")
+    config = parts_of_a_sum(folder, "parallel_config.sum_parts=2", "model_config.weight_format=bf16")
+    heads = config.shape.num_attention_heads
+    assert [len(shard.query_heads) for shard in config.sum_shards] == [heads // 2, heads // 2]
+
+
+def test_who_cannot_add_up_in_parts(tmp_path: Path) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    with pytest.raises(ConfigError, match="op_table is native, whose sums are rounded for each agent"):
+        parts_of_a_sum(folder, "parallel_config.sum_parts=2", "model_config.op_table=native")
+    with pytest.raises(ConfigError, match=r"sum_parts = 64: "):
+        parts_of_a_sum(folder, "parallel_config.sum_parts=64")
+
+
 def test_a_scheme_that_is_not_read_is_refused_at_once(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model", quantization_config={"quant_method": "fp8"})
     with pytest.raises(CheckpointError, match=r"quantization_config\.quant_method = 'fp8': is not supported"):
