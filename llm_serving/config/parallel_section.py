@@ -30,7 +30,7 @@ class ParallelConfig:
         1,
         "On a CPU, with `tensor_parallel` 1: attention's output and the MLP's down projection are added up in so many "
         "parts, as `tensor_parallel` of that number adds them, so that text is the same as with so many agents. "
-        "Costs up to a few percent.",
+        "Prefill takes up to a tenth longer.",
         unit="parts",
         low=1,
         high=64,

@@ -12,6 +12,8 @@ from model_folders import write_model_folder
 from llm_serving.config import Config, load_config
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.quantization import stored_weight_format
+from tools.seeded_families import FAMILY_VARIANTS
+from tools.seeded_model import write_model
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 W8A8 = {
@@ -96,6 +98,9 @@ def test_who_cannot_add_up_in_parts(tmp_path: Path) -> None:
         parts_of_a_sum(folder, "parallel_config.sum_parts=2", "model_config.op_table=native")
     with pytest.raises(ConfigError, match=r"sum_parts = 64: "):
         parts_of_a_sum(folder, "parallel_config.sum_parts=64")
+    write_model(FAMILY_VARIANTS["mixtral"], tmp_path / "experts")
+    with pytest.raises(ConfigError, match="the model has experts, whose sums have no parts"):
+        parts_of_a_sum(tmp_path / "experts", "parallel_config.sum_parts=2")
 
 
 def test_a_scheme_that_is_not_read_is_refused_at_once(tmp_path: Path) -> None:
