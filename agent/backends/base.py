@@ -187,14 +187,16 @@ class OpTable(ABC):
         The router is float32: softmax over all experts, the largest ``per_token`` of it (of equals the first), divided
         by their sum where ``normalised``."""
 
-    def decoder_layer(self, width: int, epsilon: float, form: AttentionForm, *, first: bool) -> Operator | None:
-        """A whole layer of norm, attention, norm and gated MLP as one operator, where the device has one; None: the
-        layer is made of the operators above.
+    def decoder_layers(
+        self, width: int, epsilon: float, form: AttentionForm, count: int, *, first: bool
+    ) -> Operator | None:
+        """``count`` consecutive layers of norm, attention, norm and gated MLP as one operator, where the device has one;
+        None: a layer is made of the operators above. ``first``: the first layer is the model's.
 
-        (hidden [T, width], residual [T, width], norms, head_norms, weights, rotary, caches, step) -> hidden, residual.
-        ``norms`` are the gammas before attention and MLP, ``head_norms`` as in ``attention``, ``weights`` those of qkv,
-        output, gate_up and down, ``caches`` of keys and values. Where the layer is split, the sums over the agents are
-        in it.
+        (hidden [T, width], residual [T, width], layers, rotary, step) -> hidden, residual. ``layers`` has a tuple for
+        each: the gammas before attention and MLP, the weights of qkv, output, gate_up and down, the caches of keys and
+        values, and the norms of query and key heads as in ``attention``. Where the layers are split, the sums over the
+        agents are in it.
         """
         return None
 

@@ -6,6 +6,8 @@ checkpoint calls its tensors is the same for all (``agent.models.names``).
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from mindspore import Tensor, nn
 
 from agent.backends.base import Operator, OpTable
@@ -18,6 +20,7 @@ from agent.layers.norm import NormWeight
 from agent.layers.rotary import rotary_tables
 from agent.models.names import ignorable_suffixes, weight_specs
 from llm_serving.config import Config
+from llm_serving.model_shape import ModelShape
 
 __all__ = ["Llama", "build", "ignorable_suffixes", "weight_specs"]
 
@@ -34,6 +37,10 @@ class Llama(nn.Cell):
             self.embedding = Embedding(ops, ops.vocab_rows(shape.vocab_size), shape.hidden_size)
         self.rotary = ops.rotary(*rotary_tables(shape, config.max_model_len), shape.sliding_window)
         self.layers = nn.CellList([DecoderLayer(config, ops, layer=index) for index in range(shape.num_layers)])
+        self.runs = equal_layers(shape)
+        operators = [_layers_operator(ops, shape, first, end) for first, end in self.runs]
+        self.are_whole = tuple(operator is not None for operator in operators)
+        self.wholes = nn.CellList([operator for operator in operators if operator is not None])
         if not self.is_last_stage:
             self.hand_over = ops.hand_over(shape.hidden_size)
             return
@@ -52,8 +59,17 @@ class Llama(nn.Cell):
         rotary = self.rotary(positions)
         hidden = self.embedding(entry, step) if self.is_first_stage else entry
         residual = hidden
-        for layer in self.layers:
-            hidden, residual = layer(hidden, residual, rotary, step, whole_prompts)
+        operator = 0
+        for number, (first, end) in enumerate(self.runs):
+            if self.are_whole[number]:
+                operands = ()
+                for index in range(first, end):
+                    operands = (*operands, self.layers[index].operands())
+                hidden, residual = self.wholes[operator](hidden, residual, operands, rotary, step)
+                operator += 1
+            else:
+                for index in range(first, end):
+                    hidden, residual = self.layers[index](hidden, residual, rotary, step, whole_prompts)
         if not self.is_last_stage:
             return self.hand_over(hidden, residual, step)
         weight = self.embedding.weight if self.shares_embedding else self.lm_head.operands()
@@ -70,13 +86,17 @@ class DecoderLayer(nn.Cell):
         self.input_norm = NormWeight(ops, hidden)
         self.attention = Attention(ops, shape, cache.num_blocks, cache.block_size, layer=layer)
         self.post_attention_norm = NormWeight(ops, hidden)
-        self.whole: Operator = None
         if shape.experts is not None and shape.has_experts(layer):
             self.mlp = ExpertMLP(ops, hidden, shape.experts, epsilon)
         else:
             self.mlp = GatedMLP(ops, hidden, shape.intermediate_size, epsilon)
-            self.whole = ops.decoder_layer(hidden, epsilon, attention_form(shape, layer), first=layer == 0)
-        self.is_whole = self.whole is not None
+
+    def operands(self) -> tuple[Tensor, ...]:
+        """What ``OpTable.decoder_layers`` takes of this layer, which has no experts."""
+        attention, mlp = self.attention, self.mlp
+        norms = (self.input_norm.weight, self.post_attention_norm.weight)
+        weights = (attention.qkv.weight, attention.output.weight, mlp.gate_up.weight, mlp.down.weight)
+        return (*norms, *weights, attention.key_cache, attention.value_cache, *attention.norms())
 
     def construct(
         self,
@@ -87,16 +107,23 @@ class DecoderLayer(nn.Cell):
         whole_prompts: bool,
     ) -> tuple[Tensor, Tensor]:
         """hidden, the last block's output, and residual, the stream without it, [T, hidden_size] -> the same two."""
-        attention, mlp = self.attention, self.mlp
-        if self.is_whole:
-            norms = (self.input_norm.weight, self.post_attention_norm.weight)
-            weights = (attention.qkv.weight, attention.output.weight, mlp.gate_up.weight, mlp.down.weight)
-            caches = (attention.key_cache, attention.value_cache)
-            hidden, residual = self.whole(hidden, residual, norms, attention.norms(), weights, rotary, caches, step)
-            return hidden, residual
-        hidden, residual = attention(hidden, residual, self.input_norm.weight, rotary, step, whole_prompts)
-        hidden, residual = mlp(hidden, residual, self.post_attention_norm.weight, step)
+        hidden, residual = self.attention(hidden, residual, self.input_norm.weight, rotary, step, whole_prompts)
+        hidden, residual = self.mlp(hidden, residual, self.post_attention_norm.weight, step)
         return hidden, residual
+
+
+def equal_layers(shape: ModelShape) -> tuple[tuple[int, int], ...]:
+    """Runs [first, end) of consecutive layers of the same kind, which one operator may take together."""
+    kinds = [(attention_form(shape, layer), shape.has_experts(layer)) for layer in range(shape.num_layers)]
+    starts = [layer for layer in range(shape.num_layers) if layer == 0 or kinds[layer] != kinds[layer - 1]]
+    return tuple(pairwise([*starts, shape.num_layers]))
+
+
+def _layers_operator(ops: OpTable, shape: ModelShape, first: int, end: int) -> Operator | None:
+    if shape.has_experts(first):
+        return None
+    form = attention_form(shape, first)
+    return ops.decoder_layers(shape.hidden_size, shape.rms_norm_eps, form, end - first, first=first == 0)
 
 
 def build(config: Config, ops: OpTable) -> Llama:

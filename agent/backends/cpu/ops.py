@@ -90,10 +90,11 @@ class FusedCpuOps(OpTable):
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
         return _ExpertMLP(self._rows("ExpertMlp", width, width), experts, epsilon)
 
-    def decoder_layer(self, width: int, epsilon: float, form: AttentionForm, *, first: bool) -> Operator | None:
-        name = ("First" if first else "") + ("Sharded" if self.is_split else "") + "DecoderLayer"
-        layer = self._rows(name, width, width)
-        return _DecoderLayer(layer, epsilon, form)
+    def decoder_layers(
+        self, width: int, epsilon: float, form: AttentionForm, count: int, *, first: bool
+    ) -> Operator | None:
+        name = ("First" if first else "") + ("Sharded" if self.is_split else "") + "DecoderLayers"
+        return _DecoderLayers(self._rows(name, width, width), epsilon, form, count)
 
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
         if self.is_split:
@@ -226,31 +227,28 @@ class _GatedMLP(nn.Cell):
         return out, total
 
 
-class _DecoderLayer(nn.Cell):
-    """A window, and norms of query and key heads, which take the layer's epsilon, come last; a Llama has neither."""
+class _DecoderLayers(nn.Cell):
+    """Norms of query and key heads take the layers' epsilon."""
 
-    def __init__(self, layer: Operator, epsilon: float, form: AttentionForm) -> None:
+    def __init__(self, layers: Operator, epsilon: float, form: AttentionForm, count: int) -> None:
         super().__init__()
         assert form.norm_epsilon in (None, epsilon), "one epsilon for all norms of a layer"
-        self.layer = layer
+        self.layers = layers
         self.epsilon = _epsilon(epsilon)
-        self.window = _window(form)
+        self.form = _integers("form", (count, form.window, int(form.norm_epsilon is not None)))
 
     def construct(
         self,
         hidden: Tensor,
         residual: Tensor,
-        norms: tuple[Tensor, Tensor],
-        head_norms: tuple[Tensor, ...],
-        weights: tuple[Tensor, Tensor, Tensor, Tensor],
+        layers: tuple[tuple[Tensor, ...], ...],
         rotary: tuple[Tensor, Tensor, Tensor],
-        caches: tuple[Tensor, Tensor],
         step: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
-        arguments = (*norms, self.epsilon, *weights, *rotary, *caches, *step)
-        if self.window is not None:
-            arguments = (*arguments, self.window, *head_norms)
-        hidden, residual = self.layer(hidden, residual, *arguments)
+        arguments = (self.form, self.epsilon, *rotary, *step)
+        for layer in layers:
+            arguments = (*arguments, *layer)
+        hidden, residual = self.layers(hidden, residual, *arguments)
         return hidden, residual
 
 
