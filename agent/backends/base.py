@@ -190,8 +190,8 @@ class OpTable(ABC):
     def decoder_layers(
         self, width: int, epsilon: float, form: AttentionForm, count: int, *, first: bool
     ) -> Operator | None:
-        """``count`` consecutive layers of norm, attention, norm and gated MLP as one operator, where the device has one;
-        None: a layer is made of the operators above. ``first``: the first layer is the model's.
+        """``count`` consecutive layers of norm, attention, norm and gated MLP as one operator; None where the device
+        has none, and a layer is made of the operators above. ``first``: the first of them begins the stage.
 
         (hidden [T, width], residual [T, width], layers, rotary, step) -> hidden, residual. ``layers`` has a tuple for
         each: the gammas before attention and MLP, the weights of qkv, output, gate_up and down, the caches of keys and

@@ -62,7 +62,7 @@ class Llama(nn.Cell):
         operator = 0
         for number, (first, end) in enumerate(self.runs):
             if self.are_whole[number]:
-                operands = ()
+                operands: tuple[tuple[Tensor, ...], ...] = ()
                 for index in range(first, end):
                     operands = (*operands, self.layers[index].operands())
                 hidden, residual = self.wholes[operator](hidden, residual, operands, rotary, step)

@@ -245,7 +245,7 @@ class _DecoderLayers(nn.Cell):
         rotary: tuple[Tensor, Tensor, Tensor],
         step: tuple[Tensor, ...],
     ) -> tuple[Tensor, Tensor]:
-        arguments = (self.form, self.epsilon, *rotary, *step)
+        arguments: tuple[Any, ...] = (self.form, self.epsilon, *rotary, *step)
         for layer in layers:
             arguments = (*arguments, *layer)
         hidden, residual = self.layers(hidden, residual, *arguments)
