@@ -87,5 +87,11 @@ LLMK_INLINE Quads high_nibbles(Ints a) { return low_nibbles(shift_right<4>(a)); 
 // a * b + c rounded once.
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 
+LLMK_INLINE Vec bits_below(uint32_t bits, Vec v) {
+  const __m256i from = _mm256_set1_epi32(static_cast<int>(bits));
+  return {_mm256_castsi256_ps(_mm256_sub_epi32(from, _mm256_castps_si256(v.low))),
+          _mm256_castsi256_ps(_mm256_sub_epi32(from, _mm256_castps_si256(v.high)))};
+}
+
 }  // namespace LLMK_ARCH
 }  // namespace llmk

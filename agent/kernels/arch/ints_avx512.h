@@ -80,5 +80,10 @@ LLMK_INLINE Quads high_nibbles(Ints a) {
 // a * b + c rounded once.
 LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 
+LLMK_INLINE Vec bits_below(uint32_t bits, Vec v) {
+  const __m512i from = _mm512_set1_epi32(static_cast<int>(bits));
+  return {_mm512_castsi512_ps(_mm512_sub_epi32(from, _mm512_castps_si512(v.v)))};
+}
+
 }  // namespace LLMK_ARCH
 }  // namespace llmk

@@ -75,5 +75,7 @@ LLMK_INLINE Vec fused(Vec a, Vec b, Vec c) {
   return result;
 }
 
+LLMK_INLINE Vec bits_below(uint32_t bits, Vec v) { return (Vec)(bits - (UnsignedVec)v); }
+
 }  // namespace LLMK_ARCH
 }  // namespace llmk

@@ -60,15 +60,6 @@ static inline void find_best(const Vec (&values)[2], int64_t column, int64_t cou
   }
 }
 
-template <class T>
-static inline void store_part(T* out, Vec value, int64_t count) {
-  if (count >= kLanes) {
-    store(out, value);
-  } else if (count > 0) {
-    store_n(out, value, count);
-  }
-}
-
 template <Scaling kScaling>
 LLMK_INLINE Vec scaled(const float* sum, Vec row_scale, Ints excess, const float* column_scales) {
   if constexpr (kScaling == Scaling::kRow) return mul(load(sum), row_scale);

@@ -30,7 +30,7 @@ static inline void silu(const SiluArgs& args) {
 #ifdef LLMK_ARCH
 namespace LLMK_ARCH {
 
-static inline Vec silu_lanes(Vec x) { return div(x, add(broadcast(1.0f), exponential(sub(zero(), x)))); }
+static inline Vec silu_lanes(Vec x) { return mul(x, sigmoid(x)); }
 
 template <class T>
 static inline void silu_span(const SiluArgs& args) {

@@ -36,10 +36,7 @@ static inline void swiglu(const SwigluArgs& args) {
 #ifdef LLMK_ARCH
 namespace LLMK_ARCH {
 
-static inline Vec swiglu_lanes(Vec gate, Vec value) {
-  const Vec one = broadcast(1.0f);
-  return mul(div(gate, add(one, exponential(sub(zero(), gate)))), value);
-}
+static inline Vec swiglu_lanes(Vec gate, Vec value) { return mul(mul(gate, sigmoid(gate)), value); }
 
 template <class T>
 static inline void swiglu_rows(const SwigluArgs& args) {
