@@ -41,6 +41,7 @@ const PackedWeightHeader* packed_weight(const Tensors& t, int i) {
 namespace {
 
 constexpr int64_t kMlpRows = 256;  // gate, up and down take the rows in pieces, whose activations stay in cache
+constexpr int64_t kThreadRows = 128;  // so many for each thread, and they need not share rows
 
 int64_t row_bytes(DType dtype, int64_t width) { return size_of(dtype) * width; }
 
@@ -78,6 +79,28 @@ int check_weight(const Tensors& t, int i, int64_t columns, int64_t depth, bool g
                      i, header->gated != 0 ? " gated" : "", static_cast<long long>(header->columns),
                      static_cast<long long>(header->depth), gated ? " gated," : "", static_cast<long long>(columns),
                      static_cast<long long>(depth));
+}
+
+// Calls function(first row, rows) for all rows, at most `most` at once; 0, or the error of a call. Of many rows each
+// thread takes some of its own: what one makes the same one reads, from its own caches. Weights are read by all then.
+template <class Function>
+int for_row_pieces(int64_t rows, int64_t most, const Function& function) {
+  const int64_t threads = num_threads();
+  if (threads == 1 || rows < kThreadRows * threads) {
+    int error = 0;
+    for (int64_t first = 0; error == 0 && first < rows; first += most) {
+      error = function(first, smaller(most, rows - first));
+    }
+    return error;
+  }
+  const int64_t pieces = ceil_div(rows, kMlpRows * threads) * threads;
+  int failed = 0;
+  parallel_stretches(pieces, [&](int64_t i) {
+    const int64_t first = rows * i / pieces;
+    const int error = function(first, rows * (i + 1) / pieces - first);
+    if (error != 0) __atomic_store_n(&failed, error, __ATOMIC_RELAXED);
+  });
+  return failed;
 }
 
 // The rows norm(x + residual), as the weight wants them.
@@ -252,8 +275,11 @@ int norm_linear(const Tensors& t, bool has_residual) {
                *t.as<float>(epsilon),
                width,
                dtype};
-  const NormedRows normed = norm_rows(in, t.data[weight], rows, [](int64_t i) { return i; });
-  return run_linear(t, output(t.data[out], columns, Epilogue::kStore), normed, weight, rows);
+  return for_row_pieces(rows, rows, [&](int64_t first, int64_t count) {
+    const NormedRows normed = norm_rows(in, t.data[weight], count, [first](int64_t i) { return first + i; });
+    void* to = t.as<char>(out) + first * row_bytes(dtype, columns);
+    return run_linear(t, output(to, columns, Epilogue::kStore), normed, weight, count);
+  });
 }
 
 int packed_linear(const Tensors& t) {
@@ -267,9 +293,12 @@ int packed_linear(const Tensors& t) {
   error = check_sums(t, kOut, rows, columns, dtype);
   if (error == 0) error = check_weight(t, kWeight, columns, width, false);
   if (error != 0 || rows == 0) return error;
-  NormedRows x;
-  x.values = t.data[kX];
-  return run_linear(t, output(t.data[kOut], columns, epilogue_of(t, kOut)), x, kWeight, rows);
+  return for_row_pieces(rows, rows, [&](int64_t first, int64_t count) {
+    NormedRows x;
+    x.values = t.as<char>(kX) + first * row_bytes(dtype, width);
+    void* to = t.as<char>(kOut) + first * row_bytes(t.dtype(kOut), columns);
+    return run_linear(t, output(to, columns, epilogue_of(t, kOut)), x, kWeight, count);
+  });
 }
 
 int gated_mlp(const Tensors& t) {
@@ -293,21 +322,18 @@ int gated_mlp(const Tensors& t) {
   if (error == 0) error = check_weight(t, kGateUp, 2 * inner, width, true);
   if (error != 0) return error;
   const int64_t out_bytes = row_bytes(t.dtype(kOut), width);
-  void* activated = thread_scratch(kScratchInner, smaller(rows, kMlpRows) * row_bytes(dtype, inner));
-  for (int64_t first = 0; first < rows; first += kMlpRows) {
-    const int64_t count = smaller(kMlpRows, rows - first);
-    NormInput in{t.as<char>(kHidden), t.as<char>(kResidual), t.as<char>(kSum), t.data[kGamma],
-                 *t.as<float>(kEpsilon), width, dtype};
-    const NormedRows normed = norm_rows(in, t.data[kGateUp], count, [first](int64_t i) { return first + i; });
-    error = run_linear(t, output(activated, inner, Epilogue::kSwiglu), normed, kGateUp, count);
-    if (error != 0) return error;
+  const NormInput in{t.as<char>(kHidden), t.as<char>(kResidual), t.as<char>(kSum), t.data[kGamma],
+                     *t.as<float>(kEpsilon), width, dtype};
+  return for_row_pieces(rows, kMlpRows, [&](int64_t first, int64_t count) {
     NormedRows product;
+    void* activated = thread_scratch(kScratchInner, count * row_bytes(dtype, inner));
     product.values = activated;
+    const NormedRows normed = norm_rows(in, t.data[kGateUp], count, [first](int64_t i) { return first + i; });
+    const int failed = run_linear(t, output(activated, inner, Epilogue::kSwiglu), normed, kGateUp, count);
+    if (failed != 0) return failed;
     void* out = t.as<char>(kOut) + first * out_bytes;
-    error = run_linear(t, output(out, width, epilogue_of(t, kOut)), product, kDown, count);
-    if (error != 0) return error;
-  }
-  return 0;
+    return run_linear(t, output(out, width, epilogue_of(t, kOut)), product, kDown, count);
+  });
 }
 
 // Logits of the rows with last_tokens >= 0; the others' are left as they are, and their best id is -1.

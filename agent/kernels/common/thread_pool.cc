@@ -64,6 +64,9 @@ int clamp_threads(int wanted) {
   return wanted < 1 ? 1 : wanted > kMaxThreads ? kMaxThreads : wanted;
 }
 
+// A task of a job is under way in this thread: what it would spread over threads runs here, one after the other.
+thread_local bool inside_task = false;
+
 // One job at a time. `state_` is epoch << 17 | open << 16 | number of workers inside the job: a worker enters only
 // while the job is open, so a worker that wakes late is neither waited for nor able to touch a finished job.
 class ThreadPool {
@@ -85,8 +88,8 @@ class ThreadPool {
 
   void run(int64_t count, TaskFunction function, void* context) {
     const StandardFloatingPoint scope;
-    std::unique_lock<std::mutex> lock(caller_, std::try_to_lock);
-    if (!lock.owns_lock() || num_threads_ == 1 || count <= 1) {
+    std::unique_lock<std::mutex> lock(caller_, std::defer_lock);
+    if (inside_task || num_threads_ == 1 || count <= 1 || !lock.try_lock()) {
       for (int64_t i = 0; i < count; ++i) function(context, i);
       return;
     }
@@ -107,11 +110,9 @@ class ThreadPool {
   static constexpr uint64_t kInside = kOpen - 1;
 
   void take_tasks() {
-    for (;;) {
-      const int64_t index = next_.fetch_add(1, std::memory_order_relaxed);
-      if (index >= count_) return;
-      function_(context_, index);
-    }
+    inside_task = true;
+    for (int64_t index; (index = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) function_(context_, index);
+    inside_task = false;
   }
 
   void wait_for_workers() {
@@ -231,6 +232,7 @@ struct Scratch {
 void run_parallel(int64_t count, TaskFunction function, void* context) { pool().run(count, function, context); }
 
 void run_stretches(int64_t count, TaskFunction function, void* context) {
+  if (inside_task) return run_parallel(count, function, context);  // in order
   const int64_t threads = count < num_threads() ? count : num_threads();
   Stretch stretches[kMaxThreads];
   for (int64_t i = 0; i < threads; ++i) stretches[i].set(count * i / threads, count * (i + 1) / threads);

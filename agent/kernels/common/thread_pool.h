@@ -8,7 +8,8 @@ namespace llmk {
 using TaskFunction = void (*)(void* context, int64_t index);
 
 // Calls function(context, i) once for each i in [0, count), spread over the pool's threads by a shared counter, and
-// returns when all calls have returned. Safe from any thread; a second caller at the same time works alone.
+// returns when all calls have returned. Safe from any thread; a second caller at the same time works alone, as does a
+// caller that is in such a function itself.
 void run_parallel(int64_t count, TaskFunction function, void* context);
 
 // The same with each thread walking a stretch of its own in order, so that what follows in memory is worth fetching; a
