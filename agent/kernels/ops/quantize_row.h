@@ -94,7 +94,7 @@ static void quantize_bfloats(const bfloat_t* x, const QuantizedRows& rows, int64
                              const PackedWeightHeader& header) {
   constexpr int64_t kStep = 2 * kLanes;
   constexpr uint32_t kInfinity = 0x7F80;
-  const int64_t depth = header.depth, group = header.group == 0 ? rows.stride : header.group;
+  const int64_t depth = header.depth, group = header.group == 0 ? depth : header.group;
   int8_t* values = rows.values + row * rows.stride;
   int32_t* sums = rows.sums + row * rows.groups;
   const auto numbers = [&](int64_t k) {
@@ -115,19 +115,21 @@ static void quantize_bfloats(const bfloat_t* x, const QuantizedRows& rows, int64
     return;
   }
   const __m512 factor = _mm512_set1_ps(inverse);
-  __m512i total = _mm512_setzero_si512();
-  for (int64_t k = 0; k < rows.stride; k += kStep) {
-    const Ints pairs{numbers(k)};
-    const __m512i even = _mm512_cvtps_epi32(_mm512_mul_ps(low_bfloats(pairs).v, factor));
-    const __m512i odd = _mm512_cvtps_epi32(_mm512_mul_ps(high_bfloats(pairs).v, factor));
-    const __m512i joined = _mm512_mask_blend_epi16(0xAAAAAAAAu, even, _mm512_slli_epi32(odd, 16));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(values + k), _mm512_cvtepi16_epi8(joined));
-    total = _mm512_add_epi32(total, _mm512_add_epi32(even, odd));
-    if (k < depth && ((k + kStep) % group == 0 || k + kStep >= depth)) {
-      sums[k / group] = _mm512_reduce_add_epi32(total);
-      total = _mm512_setzero_si512();
+  int64_t k = 0;
+  for (int64_t g = 0; k < depth; ++g) {
+    __m512i total = _mm512_setzero_si512();
+    for (const int64_t end = smaller(k + group, depth); k < end; k += kStep) {
+      __builtin_prefetch(x + depth + k);  // what likely comes next: the row behind this one
+      const Ints pairs{numbers(k)};
+      const __m512i even = _mm512_cvtps_epi32(_mm512_mul_ps(low_bfloats(pairs).v, factor));
+      const __m512i odd = _mm512_cvtps_epi32(_mm512_mul_ps(high_bfloats(pairs).v, factor));
+      const __m512i joined = _mm512_mask_blend_epi16(0xAAAAAAAAu, even, _mm512_slli_epi32(odd, 16));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(values + k), _mm512_cvtepi16_epi8(joined));
+      total = _mm512_add_epi32(total, _mm512_add_epi32(even, odd));
     }
+    sums[g] = _mm512_reduce_add_epi32(total);
   }
+  std::memset(values + k, 0, static_cast<size_t>(rows.stride - k));
 }
 #endif
 

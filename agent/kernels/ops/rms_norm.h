@@ -56,7 +56,8 @@ namespace LLMK_ARCH {
 template <class T, class G>
 static inline void rms_norm_row(const RmsNormArgs& args, int64_t row) {
   const int64_t width = args.width, full = width / kLanes * kLanes, tail = width - full;
-  const T* source = static_cast<const T*>(args.x) + row * width;
+  const T* const x = static_cast<const T*>(args.x) + row * width;
+  const T* source = x;
   const G* gamma = static_cast<const G*>(args.gamma);
   Vec squares = zero();
   if (args.residual != nullptr) {
@@ -72,7 +73,12 @@ static inline void rms_norm_row(const RmsNormArgs& args, int64_t row) {
   if (args.rstd != nullptr) args.rstd[row] = rstd;
   T* y = static_cast<T*>(args.y) + row * width;
   const Vec scale = broadcast(rstd);
-  for (int64_t i = 0; i < full; i += kLanes) store(y + i, mul(mul(load(source + i), scale), load(gamma + i)));
+  for (int64_t i = 0; i < full; i += kLanes) {
+    // What likely comes next: the row behind, which comes from further away than anything else here.
+    __builtin_prefetch(x + width + i);
+    if (args.residual != nullptr) __builtin_prefetch(static_cast<const T*>(args.residual) + (row + 1) * width + i);
+    store(y + i, mul(mul(load(source + i), scale), load(gamma + i)));
+  }
   if (tail != 0) {
     store_n(y + full, mul(mul(load_n(source + full, tail), scale), load_n(gamma + full, tail)), tail);
   }
