@@ -55,7 +55,7 @@ struct BFloat16Form {
 
   static inline void pack_query(const float* x, int64_t dim, Unit* out, int64_t, float*, int32_t* offset) {
     bfloat_t* rounded = reinterpret_cast<bfloat_t*>(out);
-    for (int64_t d = 0; d < dim; d += kLanes) store_n(rounded + d, load_n(x + d, dim - d), dim - d);
+    for (int64_t d = 0; d < dim; d += kLanes) store_part(rounded + d, load_part(x + d, dim - d), dim - d);
     *offset = 0;
   }
 

@@ -10,7 +10,7 @@ namespace paged {
 
 template <class T>
 LLMK_INLINE void load_floats(const T* from, int64_t n, float* out) {
-  for (int64_t d = 0; d < n; d += kLanes) store_n(out + d, load_n(from + d, n - d), n - d);
+  for (int64_t d = 0; d < n; d += kLanes) store_part(out + d, load_part(from + d, n - d), n - d);
 }
 LLMK_INLINE void load_floats(DType dtype, const void* data, int64_t first, int64_t n, float* out) {
   if (dtype == DType::kFloat32) load_floats(static_cast<const float*>(data) + first, n, out);
@@ -20,7 +20,7 @@ LLMK_INLINE void load_floats(DType dtype, const void* data, int64_t first, int64
 
 template <class T>
 LLMK_INLINE void store_floats(const float* x, int64_t n, T* out) {
-  for (int64_t d = 0; d < n; d += kLanes) store_n(out + d, load_n(x + d, n - d), n - d);
+  for (int64_t d = 0; d < n; d += kLanes) store_part(out + d, load_part(x + d, n - d), n - d);
 }
 LLMK_INLINE void store_floats(DType dtype, const float* x, int64_t n, void* data) {
   if (dtype == DType::kFloat32) store_floats(x, n, static_cast<float*>(data));
@@ -32,14 +32,14 @@ LLMK_INLINE void store_floats(DType dtype, const float* x, int64_t n, void* data
 static inline void norm_head(const RotaryAttentionArgs& args, const void* gamma, float* x) {
   Vec squares = zero();
   for (int64_t d = 0; d < args.dim; d += kLanes) {
-    squares = fma(load_n(x + d, args.dim - d), load_n(x + d, args.dim - d), squares);
+    squares = fma(load_part(x + d, args.dim - d), load_part(x + d, args.dim - d), squares);
   }
   const Vec scale = broadcast(1.0f / std::sqrt(sum(squares) / static_cast<float>(args.dim) + args.epsilon));
   float weights[kLanes];
   for (int64_t d = 0; d < args.dim; d += kLanes) {
     const int64_t n = args.dim - d;
     load_floats(args.dtype, gamma, d, smaller(n, kLanes), weights);
-    store_n(x + d, mul(mul(load_n(x + d, n), scale), load_n(weights, n)), n);
+    store_part(x + d, mul(mul(load_part(x + d, n), scale), load_part(weights, n)), n);
   }
 }
 
@@ -53,32 +53,47 @@ LLMK_INLINE void prefetch_head(const RotaryAttentionArgs& args, int64_t token, i
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
-// Head `head` of the token's row of qkv as floats; unless it is ready, normed where there are gammas, and rotated: each
-// product and sum rounds on its own (see rotary.h).
-static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, int64_t head, float* out) {
-  if (args.ready) return load_floats(args.dtype, args.qkv, (token * args.heads + head) * args.dim, args.dim, out);
-  const int64_t half = args.dim / 2, first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
-  const float* cos = args.cos + args.positions[token] * args.dim;
-  const float* sin = args.sin + args.positions[token] * args.dim;
-  load_floats(args.dtype, args.qkv, first, args.dim, out);
-  if (args.query_gamma != nullptr) norm_head(args, head < args.heads ? args.query_gamma : args.key_gamma, out);
+// Each product and sum rounds on its own (see rotary.h). `out` may be `x`.
+template <class T>
+LLMK_INLINE void rotate_head(const T* x, const float* cos, const float* sin, int64_t dim, float* out) {
+  const int64_t half = dim / 2;
   for (int64_t d = 0; d < half; d += kLanes) {
-    const int64_t n = half - d;
-    const Vec low = load_n(out + d, n), high = load_n(out + half + d, n);
-    store_n(out + d, sub(mul(low, load_n(cos + d, n)), mul(high, load_n(sin + d, n))), n);
-    store_n(out + half + d, add(mul(high, load_n(cos + half + d, n)), mul(low, load_n(sin + half + d, n))), n);
+    const int64_t n = half - d, e = half + d;
+    const Vec low = load_part(x + d, n), high = load_part(x + e, n);
+    store_part(out + d, sub(mul(low, load_part(cos + d, n)), mul(high, load_part(sin + d, n))), n);
+    store_part(out + e, add(mul(high, load_part(cos + e, n)), mul(low, load_part(sin + e, n))), n);
   }
 }
 
-// Whole numbers to bytes, their bits flipped by those of `bias`.
+// Head `head` of the token's row of qkv as floats; unless it is ready, normed where there are gammas, and rotated.
+static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, int64_t head, float* out) {
+  if (args.ready) return load_floats(args.dtype, args.qkv, (token * args.heads + head) * args.dim, args.dim, out);
+  const int64_t first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
+  const float* cos = args.cos + args.positions[token] * args.dim;
+  const float* sin = args.sin + args.positions[token] * args.dim;
+  if (args.query_gamma != nullptr) {
+    load_floats(args.dtype, args.qkv, first, args.dim, out);
+    norm_head(args, head < args.heads ? args.query_gamma : args.key_gamma, out);
+    return rotate_head(out, cos, sin, args.dim, out);
+  }
+  if (args.dtype == DType::kFloat32) rotate_head(static_cast<const float*>(args.qkv) + first, cos, sin, args.dim, out);
+  if (args.dtype == DType::kFloat16) rotate_head(static_cast<const half_t*>(args.qkv) + first, cos, sin, args.dim, out);
+  if (args.dtype == DType::kBFloat16) {
+    rotate_head(static_cast<const bfloat_t*>(args.qkv) + first, cos, sin, args.dim, out);
+  }
+}
+
+// Rounded to whole numbers, as bytes, their bits flipped by those of `bias`.
 LLMK_INLINE void store_int8(char* p, Vec v, int64_t n, uint8_t bias) {
 #ifdef LLMK_VEC_AVX512
   const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v.v));
-  _mm_mask_storeu_epi8(p, first_lanes(n), _mm_xor_si128(bytes, _mm_set1_epi8(static_cast<char>(bias))));
+  const __m128i flipped = _mm_xor_si128(bytes, _mm_set1_epi8(static_cast<char>(bias)));
+  if (n >= kLanes) return _mm_storeu_si128(reinterpret_cast<__m128i*>(p), flipped);
+  _mm_mask_storeu_epi8(p, first_lanes(n), flipped);
 #else
   float lanes[kLanes];
   int8_t bytes[kLanes];
-  store(lanes, v);
+  store(lanes, round_nearest(v));
   for (int i = 0; i < kLanes; ++i) bytes[i] = static_cast<int8_t>(static_cast<int8_t>(lanes[i]) ^ bias);
   std::memcpy(p, bytes, static_cast<size_t>(smaller(kLanes, n)));
 #endif
@@ -88,15 +103,14 @@ LLMK_INLINE void store_int8(char* p, Vec v, int64_t n, uint8_t bias) {
 static inline void quantize_head(const float* x, int64_t dim, uint8_t bias, char* values, char* scale) {
   Vec top = zero();
   for (int64_t d = 0; d < dim; d += kLanes) {
-    const Vec v = load_n(x + d, dim - d);
+    const Vec v = load_part(x + d, dim - d);
     top = maximum(top, maximum(v, sub(zero(), v)));
   }
   const float most = largest(top), unit = most / 127.0f;
   const Vec inverse = broadcast(most > 0 ? 127.0f / most : 0.0f);
   for (int64_t d = 0; d < dim; d += kLanes) {
-    const Vec scaled = mul(load_n(x + d, dim - d), inverse);
-    store_int8(values + d, round_nearest(maximum(broadcast(-127.0f), minimum(broadcast(127.0f), scaled))), dim - d,
-               bias);
+    const Vec scaled = mul(load_part(x + d, dim - d), inverse);
+    store_int8(values + d, maximum(broadcast(-127.0f), minimum(broadcast(127.0f), scaled)), dim - d, bias);
   }
   std::memcpy(scale, &unit, sizeof(unit));
 }
