@@ -66,6 +66,23 @@ static inline void configure_products(int64_t rows) {
   configure_tiles(smaller(rows, kAmxRows), lower_rows<F>(rows));
 }
 
+// Rows of a product and how they are read: the second tile's start `lower`.
+template <class F>
+struct TileRows {
+  const Unit *upper, *lower;
+  int64_t stride;  // units
+
+  static LLMK_MEMBER TileRows of_queries(const TaskRows& all, int64_t row) {
+    const int64_t stride = F::kPasses * all.query_units;
+    const Unit* upper = all.queries + row * stride;
+    return {upper, F::kPasses > 1 ? upper + all.query_units : upper + kAmxRows * stride, stride};
+  }
+  static LLMK_MEMBER TileRows of_weights(const Unit* weights) {
+    constexpr int64_t kPass = kPartition / F::kPerUnit;
+    return {weights, weights + (F::kPasses > 1 ? kPass : kAmxRows * kWeightStride<F>), kWeightStride<F>};
+  }
+};
+
 template <class F, bool kScores, int S, int X, int W>
 LLMK_INLINE void multiply_tile() {
   if constexpr (kScores) TileProducts<F>::template score<S, X, W>();
@@ -75,15 +92,15 @@ LLMK_INLINE void multiply_tile() {
 // Tiles 0 to 3 = rows by two panels (tile 0 and 1: the upper rows, 2 and 3: the lower), or by up to four where there
 // are no lower rows. at(step, column): a panel's 16 units of that step, `stride` bytes apart.
 template <class F, bool kScores, bool kLower, class At>
-LLMK_INLINE void multiply_tiles(const Unit* upper, const Unit* lower, int64_t row_units, int64_t begin, int64_t end,
-                                int64_t columns, int64_t stride, TileFetch* fetch, const At& at) {
+LLMK_INLINE void multiply_tiles(const TileRows<F>& rows, int64_t begin, int64_t end, int64_t columns, int64_t stride,
+                                TileFetch* fetch, const At& at) {
   for (int64_t s = begin; s < end; ++s) {
     if (fetch != nullptr) fetch->some(kAmxSteps * columns);
-    load_tile<4>(upper + s * kAmxSteps, row_units * 4);
+    load_tile<4>(rows.upper + s * kAmxSteps, rows.stride * 4);
     load_tile<6>(at(s, 0), stride);
     multiply_tile<F, kScores, 0, 4, 6>();
     if constexpr (kLower) {
-      load_tile<5>(lower + s * kAmxSteps, row_units * 4);
+      load_tile<5>(rows.lower + s * kAmxSteps, rows.stride * 4);
       multiply_tile<F, kScores, 2, 5, 6>();
     }
     load_tile<7>(at(s, 1), stride);
@@ -144,32 +161,53 @@ LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& e
   }
 }
 
+// The scores of group `g` and those after it from the tiles; `row`: the number of the first row.
+template <class F>
+LLMK_INLINE void keep_scores(const TaskRows& all, const TilePanels& panels, int64_t g, int64_t row, int64_t rows,
+                             bool both, float* scores) {
+  using P = typename F::ScoreProduct;
+  float* out = scores + g * kLanes;
+  if constexpr (F::kPasses == 1) {
+    store_sums(out, kScoreStride, both, 4);
+  } else {
+    join_passes<P>(rows, all.offsets + row, [&](int64_t r, int i, typename P::Acc total) {
+      const Vec scales = load(panels.key_scales + (g + i) * kLanes);
+      store(out + r * kScoreStride + i * kLanes, mul(P::result(total), scales));
+    });
+  }
+}
+
+// The sums of dims from `d` on from the tiles.
+template <class F>
+LLMK_INLINE void keep_values(GroupRange groups, int64_t d, int64_t rows, int64_t padded_dim, bool both,
+                             int64_t columns, const float* steps, float* sums) {
+  using P = typename F::ValueProduct;
+  float* out = sums + d;
+  if constexpr (F::kPasses == 1) {
+    store_sums(out, padded_dim, both, columns);
+  } else {
+    join_passes<P>(rows, nullptr, [&](int64_t r, int i, typename P::Acc total) {
+      store_values<F>(total, groups.begin == 0, groups.done, steps[r], out + r * padded_dim + i * kLanes);
+    });
+  }
+}
+
 // As score_rows, for all rows of a block at once.
 template <class F>
 static inline void score_tiles(const TaskRows& all, const TilePanels& panels, GroupRange groups, int64_t row,
                                int64_t rows, TileFetch* fetch, float* scores) {
-  using P = typename F::ScoreProduct;
-  const int64_t stride = F::kPasses * all.query_units, steps = all.dim / (F::kPerUnit * kAmxSteps);
-  const Unit* upper = all.queries + row * stride;
-  const Unit* lower = F::kPasses > 1 ? upper + all.query_units : upper + kAmxRows * stride;
+  const int64_t steps = all.dim / (F::kPerUnit * kAmxSteps);
+  const auto queries = TileRows<F>::of_queries(all, row);
   const bool both = lower_rows<F>(rows) > 0;
   for (int64_t g = groups.begin; g < groups.end; g += both ? 2 : 4) {
     const auto at = [&](int64_t s, int64_t i) { return panels.keys[g + i] + s * kAmxSteps * kGroupKeys; };
-    float* out = scores + g * kLanes;
     clear_sums();
     if (both) {
-      multiply_tiles<F, true, true>(upper, lower, stride, 0, steps, 2, kGroupKeys * 4, fetch, at);
+      multiply_tiles<F, true, true>(queries, 0, steps, 2, kGroupKeys * 4, fetch, at);
     } else {
-      multiply_tiles<F, true, false>(upper, nullptr, stride, 0, steps, 4, kGroupKeys * 4, fetch, at);
+      multiply_tiles<F, true, false>(queries, 0, steps, 4, kGroupKeys * 4, fetch, at);
     }
-    if constexpr (F::kPasses == 1) {
-      store_sums(out, kPartition, both, 4);
-    } else {
-      join_passes<P>(rows, all.offsets + row, [&](int64_t r, int i, typename P::Acc total) {
-        const Vec scales = load(panels.key_scales + (g + i) * kLanes);
-        store(out + r * kPartition + i * kLanes, mul(P::result(total), scales));
-      });
-    }
+    keep_scores<F>(all, panels, g, row, rows, both, scores);
   }
 }
 
@@ -177,35 +215,113 @@ static inline void score_tiles(const TaskRows& all, const TilePanels& panels, Gr
 template <class F>
 static inline void value_tiles(const TilePanels& panels, GroupRange groups, int64_t rows, int64_t padded_dim,
                                const Unit* weights, const float* steps, TileFetch* fetch, float* sums) {
-  using P = typename F::ValueProduct;
-  const int64_t stride = kWeightUnits<F>, first = groups.begin / F::kPerUnit, last = ceil_div(groups.end, F::kPerUnit);
-  const Unit* lower = weights + (F::kPasses > 1 ? kPartition / F::kPerUnit : kAmxRows * stride);
+  const int64_t first = groups.begin / F::kPerUnit, last = ceil_div(groups.end, F::kPerUnit);
+  const auto weight_rows = TileRows<F>::of_weights(weights);
   const bool both = lower_rows<F>(rows) > 0, fresh = groups.begin == 0;
   for (int64_t d = 0; d < padded_dim;) {
     const auto at = [&](int64_t s, int64_t i) { return panels.values[s] + d + i * kLanes; };
     const int64_t columns = both ? 2 : smaller(4, (padded_dim - d) / kLanes);
-    float* out = sums + d;
     if (fresh || F::kPasses > 1) {
       clear_sums();
     } else {
-      restore_sums(out, padded_dim, both, columns);
+      restore_sums(sums + d, padded_dim, both, columns);
     }
     if (both) {
-      multiply_tiles<F, false, true>(weights, lower, stride, first, last, 2, panels.value_stride * 4, fetch, at);
+      multiply_tiles<F, false, true>(weight_rows, first, last, 2, panels.value_stride * 4, fetch, at);
     } else {
-      multiply_tiles<F, false, false>(weights, nullptr, stride, first, last, columns, panels.value_stride * 4, fetch,
-                                      at);
+      multiply_tiles<F, false, false>(weight_rows, first, last, columns, panels.value_stride * 4, fetch, at);
     }
-    if constexpr (F::kPasses == 1) {
-      store_sums(out, padded_dim, both, columns);
-    } else {
-      join_passes<P>(rows, nullptr, [&](int64_t r, int i, typename P::Acc total) {
-        store_values<F>(total, fresh, groups.done, steps[r], out + r * padded_dim + i * kLanes);
-      });
-    }
+    keep_values<F>(groups, d, rows, padded_dim, both, columns, steps, sums);
     d += columns * kLanes;
   }
 }
+
+// Products of whole blocks of rows a step at a time, four products of tiles each, to be made between other work: scores
+// of one block, then sums of values of another. What a column's tiles hold is kept when the next one begins, so that
+// nothing waits for a product that is under way.
+template <class F>
+class TileWork {
+ public:
+  // Rows from number `row` on with the first `groups` groups of keys.
+  void add_scores(const TaskRows& all, const TilePanels& panels, int64_t groups, int64_t row, int64_t rows,
+                  float* scores) {
+    all_ = &all;
+    panels_ = &panels;
+    queries_ = TileRows<F>::of_queries(all, row);
+    row_ = row;
+    score_rows_ = rows;
+    to_scores_ = scores;
+    scores_ = {ceil_div(groups, 2), all.dim / (F::kPerUnit * kAmxSteps)};
+  }
+  // Weights of the first `groups` groups with their values.
+  void add_values(const TilePanels& panels, int64_t groups, int64_t rows, int64_t padded_dim, const Unit* weights,
+                  const float* steps, float* sums) {
+    panels_ = &panels;
+    weights_ = TileRows<F>::of_weights(weights);
+    value_rows_ = rows;
+    padded_dim_ = padded_dim;
+    steps_ = steps;
+    to_sums_ = sums;
+    values_ = {padded_dim / (2 * kLanes), ceil_div(groups, F::kPerUnit)};
+  }
+
+  int64_t left() const { return scores_.left() + values_.left(); }
+
+  // Not inlined: the work it comes between keeps its registers.
+  __attribute__((noinline)) void some(int64_t count) {
+    for (; count > 0 && scores_.left() > 0; --count) step<true>(&scores_);
+    for (; count > 0 && values_.left() > 0; --count) step<false>(&values_);
+  }
+
+  void rest() {
+    some(left());
+    keep();
+  }
+
+ private:
+  struct Steps {
+    int64_t columns = 0, steps = 0, column = 0, step = 0;  // columns: pairs of groups, or of vectors of dims
+
+    int64_t left() const { return (columns - column) * steps - step; }
+  };
+
+  template <bool kScores>
+  LLMK_MEMBER void step(Steps* at) {
+    if (at->step == 0) {
+      keep();
+      clear_sums();
+    }
+    const int64_t column = 2 * at->column, s = at->step;
+    const auto panel = [&](int64_t, int64_t i) {
+      return kScores ? panels_->keys[column + i] + s * kAmxSteps * kGroupKeys
+                     : panels_->values[s] + (column + i) * kLanes;
+    };
+    const int64_t stride = kScores ? kGroupKeys : panels_->value_stride;
+    multiply_tiles<F, kScores, true>(kScores ? queries_ : weights_, s, s + 1, 2, stride * 4, nullptr, panel);
+    if (++at->step < at->steps) return;
+    at->step = 0;
+    ++at->column;
+    (kScores ? kept_scores_ : kept_values_) = column;
+  }
+
+  LLMK_MEMBER void keep() {
+    if (kept_scores_ >= 0) keep_scores<F>(*all_, *panels_, kept_scores_, row_, score_rows_, true, to_scores_);
+    if (kept_values_ >= 0) {
+      keep_values<F>({0, 0, true}, kept_values_ * kLanes, value_rows_, padded_dim_, true, 2, steps_, to_sums_);
+    }
+    kept_scores_ = kept_values_ = -1;
+  }
+
+  const TaskRows* all_ = nullptr;
+  const TilePanels* panels_ = nullptr;
+  TileRows<F> queries_{}, weights_{};
+  int64_t row_ = 0, score_rows_ = 0, value_rows_ = 0, padded_dim_ = 0;
+  float* to_scores_ = nullptr;
+  const float* steps_ = nullptr;
+  float* to_sums_ = nullptr;
+  Steps scores_, values_;
+  int64_t kept_scores_ = -1, kept_values_ = -1;  // the column whose sums the tiles hold
+};
 
 }  // namespace paged
 }  // namespace LLMK_ARCH

@@ -130,10 +130,9 @@ static inline void finish_row(const RotaryAttentionArgs& args, const PagedTask& 
                               int64_t padded_dim, bool in_order, float mass, float* sums) {
   const int64_t group = args.heads / args.kv_heads, position = task.first_row + row;
   const int64_t token = args.query_starts[task.seq] + position / group;
+  const Vec share = broadcast(1.0f / mass);
   // + 0: a sum of nothing but zeros may have either sign
-  for (int64_t d = 0; d < padded_dim; d += kLanes) {
-    store(sums + d, add(div(load(sums + d), broadcast(mass)), zero()));
-  }
+  for (int64_t d = 0; d < padded_dim; d += kLanes) store(sums + d, add(mul(load(sums + d), share), zero()));
   for (int64_t d = 0; d < padded_dim && !in_order; d += F::kDimStep) F::restore_order(sums + d);
   const int64_t place = (token * args.heads + kv_head * group + position % group) * args.dim;
   store_floats(args.dtype, sums, args.dim, static_cast<char*>(args.out) + place * size_of(args.dtype));
@@ -257,7 +256,7 @@ static inline void place_values(const RotaryAttentionArgs& args, const HeadTile&
 struct TaskMemory {
   TaskRows all;
   PanelMemory panels;
-  BlockMemory block;
+  BlockMemory block[2];     // the second where attend_blocks() needs it
   float* buffer;            // of write_tokens and load_rotated
   int64_t *visible, *first;  // [rows]; first: null where all keys are seen
 };
@@ -329,6 +328,23 @@ static inline void attend_partition(const RotaryAttentionArgs& args, const Paged
     for (int64_t h = 0; h < heads; ++h) {
       panels[h] = place_keys<F, C>(args, head_tile(args, tile, task.head + head + h), h, all, memory.panels);
     }
+#ifdef LLMK_AMX
+    if constexpr (kHasTiles<F>) {
+      if (tiles && all.rows - skip > block_rows) {  // one head: heads_together()
+        if (*configured != block_rows) configure_products<F>(block_rows);
+        *configured = block_rows;
+        const BlockSource<F, C> source{args, task, next, tile, memory, panels, head, 1, true, true, writes, nullptr};
+        const GroupRange whole{0, kPartGroups, true};
+        source.place_scales(true, whole);
+        source.place_scales(false, whole);
+        source.place_values(0, whole);
+        attend_blocks<F>(all, *panels, head, skip, memory.block, [&](const RowBlock& block, const BlockMemory& done) {
+          close_block(task, tile.begin / kPartition, all, block, done.part, join);
+        });
+        continue;
+      }
+    }
+#endif
     for (int64_t row = skip; row < all.rows;) {
       const int64_t left = all.rows - row, size = ceil_div(left, ceil_div(left, block_rows));
 #ifdef LLMK_AMX
@@ -342,8 +358,8 @@ static inline void attend_partition(const RotaryAttentionArgs& args, const Paged
       TileFetch* fetching = all.rows <= kTileRows ? fetch : nullptr;  // more rows work longer than reading takes
       const BlockSource<F, C> source{args, task,  next,  tile,  memory, panels,
                                      head, heads, tiles, first, writes, fetching};
-      attend_block<F>(all, panels, block, tiles, memory.block, fetching, source);
-      close_block(task, tile.begin / kPartition, all, block, memory.block.part, join);
+      attend_block<F>(all, panels, block, tiles, memory.block[0], fetching, source);
+      close_block(task, tile.begin / kPartition, all, block, memory.block[0].part, join);
       row += size;
     }
   }
@@ -390,14 +406,16 @@ static inline TaskMemory place_task(const RotaryAttentionArgs& args, const Paged
   memory.buffer = scratch->take<float>(write_buffer_floats(args));
   memory.visible = scratch->take<int64_t>(rows);
   memory.first = args.window == 0 && args.first_keys == nullptr ? nullptr : scratch->take<int64_t>(rows);
-  memory.block.scores = scratch->take<float>(kBlockRows * kPartition);
-  memory.block.weights = scratch->take<Unit>(kBlockRows * kWeightUnits<F>);
-  memory.block.steps = scratch->take<float>(kBlockRows);
-  memory.block.part = place_state(scratch, kBlockRows, padded_dim);
+  for (BlockMemory& block : memory.block) {
+    block.scores = scratch->take<float>(kBlockRows * kScoreStride);
+    block.weights = scratch->take<Unit>(kBlockRows * kWeightStride<F>);
+    block.steps = scratch->take<float>(kBlockRows);
+    block.part = place_state(scratch, kBlockRows, padded_dim);
+  }
   TaskRows& all = memory.all;
   all = {task.heads,   rows,    args.dim, padded_dim, query_units, memory.visible,
          memory.first, nullptr, nullptr,  nullptr,    {}};
-  all.queries = scratch->take<Unit>(all_rows * F::kPasses * query_units);
+  all.queries = scratch->take<Unit>((all_rows + kBlockRows) * F::kPasses * query_units);  // tiles read whole blocks
   all.factors = scratch->take<float>(all_rows);
   all.offsets = scratch->take<int32_t>(all_rows);
   all.total = place_state(scratch, all_rows, padded_dim);

@@ -73,14 +73,16 @@ struct GroupRange {
 
 // Of the block in work; row r of its head h is h * rows + r.
 struct BlockMemory {
-  float* scores;      // [rows][kPartition]
-  Unit* weights;      // [rows][passes][kPartition / per unit]
+  float* scores;      // [rows][kScoreStride], of which kPartition are used
+  Unit* weights;      // [rows][kWeightStride]: [passes][kPartition / per unit]
   float* steps;       // [rows]: what products of the weights are multiplied by
   SoftmaxState part;  // of this partition alone
 };
 
+// From a row to the next: an odd number of cache lines, as rows a power of two apart share few places of the cache.
+constexpr int64_t kScoreStride = kPartition + kLanes;
 template <class F>
-constexpr int64_t kWeightUnits = F::kPasses * kPartition / F::kPerUnit;  // of a row
+constexpr int64_t kWeightStride = F::kPasses * kPartition / F::kPerUnit + kLanes;
 // Groups of keys whose weights come together: a product of tiles takes kAmxSteps units.
 template <class F>
 constexpr int64_t kWeightGroups = F::kPerUnit > 2 ? F::kPerUnit : 2;
@@ -171,7 +173,7 @@ LLMK_INLINE void store_scores(const typename P::Acc (&total)[R][V], const float*
   for (int i = 0; i < R * V; ++i) {
     const int64_t key = (group + i % V) * kLanes;
     const Vec score = P::result(total[i / V][i % V]);
-    store(scores + i / V * kPartition + key, key_scales == nullptr ? score : mul(score, load(key_scales + key)));
+    store(scores + i / V * kScoreStride + key, key_scales == nullptr ? score : mul(score, load(key_scales + key)));
   }
 }
 
@@ -190,7 +192,7 @@ static inline void score_rows(const TaskRows& all, const TilePanels& panels, Gro
       multiply<P, F::kPasses, R, kBlockVectors>(
           queries, 0, 1, units, kGroupKeys, [&](int64_t, int v) { return panels.keys[g + v]; }, all.offsets + row + r,
           r == 0 ? fetch : nullptr, total);
-      store_scores<P>(total, panels.key_scales, g, scores + r * kPartition);
+      store_scores<P>(total, panels.key_scales, g, scores + r * kScoreStride);
     }
   });
 }
@@ -258,10 +260,10 @@ LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float
   return sum(out.mass());
 }
 
-// Scores -> weights, best and mass of the partition for the rows of a block.
-template <class F>
+// Scores -> weights, best and mass of the partition for the rows of a block; meanwhile() is called after each row.
+template <class F, class Meanwhile>
 static inline void soften_block(const TaskRows& all, const TilePanels* panels, const RowBlock& block, int64_t groups,
-                                const BlockMemory& memory) {
+                                const BlockMemory& memory, const Meanwhile& meanwhile) {
   const auto for_rows = [&](const auto& function) {
     for (int64_t h = 0, i = 0; h < block.heads; ++h) {
       const float* factors = all.factors + (block.head + h) * all.rows;
@@ -271,11 +273,13 @@ static inline void soften_block(const TaskRows& all, const TilePanels* panels, c
     }
   };
   for_rows([&](int64_t i, const TilePanels&, const RowView& view, float factor) {
-    memory.part.best[i] = largest_score(view, memory.scores + i * kPartition) * factor;
+    memory.part.best[i] = largest_score(view, memory.scores + i * kScoreStride) * factor;
   });
   for_rows([&](int64_t i, const TilePanels& panel, const RowView& view, float factor) {
-    memory.part.mass[i] = weigh_row<F>(view, panel, factor, memory.part.best[i], groups, memory.scores + i * kPartition,
-                                       memory.weights + i * kWeightUnits<F>, memory.steps + i);
+    const float* scores = memory.scores + i * kScoreStride;
+    memory.part.mass[i] = weigh_row<F>(view, panel, factor, memory.part.best[i], groups, scores,
+                                       memory.weights + i * kWeightStride<F>, memory.steps + i);
+    meanwhile();
   });
 }
 
@@ -305,7 +309,7 @@ LLMK_INLINE void add_values(const TilePanels& panels, GroupRange groups, int64_t
     if (!fresh) total[i / V][i % V] = P::restore(sums + i / V * padded_dim + d + i % V * kLanes);
   }
   multiply<P, F::kPasses, R, V>(
-      {weights, F::kPasses * kPass, kPass}, groups.begin, groups.end, kGroupKeys / F::kPerUnit, panels.value_stride,
+      {weights, kWeightStride<F>, kPass}, groups.begin, groups.end, kGroupKeys / F::kPerUnit, panels.value_stride,
       [&](int64_t g, int v) { return panels.values[g] + d + v * kLanes; }, nullptr, fetch, total);
   LLMK_UNROLL
   for (int i = 0; i < R * V; ++i) {
@@ -320,7 +324,7 @@ static inline void value_rows(const TilePanels& panels, GroupRange groups, int64
                               const Unit* weights, const float* steps, TileFetch* fetch, float* sums) {
   for_row_blocks(rows, [&](int64_t r, auto size) {
     constexpr int R = decltype(size)::value, V = kBlockVectors;
-    const Unit* from = weights + r * kWeightUnits<F>;
+    const Unit* from = weights + r * kWeightStride<F>;
     float* out = sums + r * padded_dim;
     TileFetch* fetching = r == 0 ? fetch : nullptr;
     int64_t d = 0;
@@ -378,6 +382,15 @@ namespace llmk {
 namespace LLMK_ARCH {
 namespace paged {
 
+// Groups of keys that some row of a block sees, and those that have weights.
+LLMK_INLINE int64_t groups_seen(const TaskRows& all, const TilePanels& panels, const RowBlock& block) {
+  return smaller(panels.groups, ceil_div(all.visible[block.first + block.rows - 1] - panels.begin, kGroupKeys));
+}
+template <class F>
+LLMK_INLINE int64_t weight_groups(int64_t groups) {
+  return ceil_div(groups, kWeightGroups<F>) * kWeightGroups<F>;
+}
+
 // What a partition does to a block of rows: all scores, then all weights, then all sums, so that no step waits for the
 // one before. Several heads are read chunk by chunk of keys, as they lie side by side in memory, and source.begin(keys,
 // groups) tells of each; source.place_values(h, groups) is called before values of head h are read. `panels`: of the
@@ -385,8 +398,7 @@ namespace paged {
 template <class F, class Source>
 static inline void attend_block(const TaskRows& all, const TilePanels* panels, const RowBlock& block, bool tiles,
                                 const BlockMemory& memory, TileFetch* fetch, const Source& source) {
-  const int64_t seen = all.visible[block.first + block.rows - 1] - panels->begin;
-  const int64_t groups = smaller(panels->groups, ceil_div(seen, kGroupKeys));
+  const int64_t groups = groups_seen(all, *panels, block);
   const int64_t chunk = block.heads > 1 ? kChunkGroups : kPartGroups;
   const auto for_chunks = [&](bool keys, const auto& function) {
     for (int64_t g = 0; g < groups; g += chunk) {
@@ -398,7 +410,7 @@ static inline void attend_block(const TaskRows& all, const TilePanels* panels, c
   for_chunks(true, [&](GroupRange range, int64_t h, int64_t at) {
     if (h == 0) source.place_scales(true, range);
     const int64_t number = (block.head + h) * all.rows + block.first;
-    float* scores = memory.scores + at * kPartition;
+    float* scores = memory.scores + at * kScoreStride;
 #ifdef LLMK_AMX
     if constexpr (kHasTiles<F>) {
       if (tiles) return score_tiles<F>(all, panels[h], range, number, block.rows, fetch, scores);
@@ -407,10 +419,10 @@ static inline void attend_block(const TaskRows& all, const TilePanels* panels, c
     score_rows<F>(all, panels[h], range, number, block.rows, fetch, scores);
   });
   source.place_scales(false, {0, kPartGroups, true});
-  soften_block<F>(all, panels, block, ceil_div(groups, kWeightGroups<F>) * kWeightGroups<F>, memory);
+  soften_block<F>(all, panels, block, weight_groups<F>(groups), memory, [] {});
   for_chunks(false, [&](GroupRange range, int64_t h, int64_t at) {
     source.place_values(h, range);
-    const Unit* weights = memory.weights + at * kWeightUnits<F>;
+    const Unit* weights = memory.weights + at * kWeightStride<F>;
     float* sums = memory.part.sums + at * all.padded_dim;
 #ifdef LLMK_AMX
     if constexpr (kHasTiles<F>) {
@@ -423,6 +435,47 @@ static inline void attend_block(const TaskRows& all, const TilePanels* panels, c
   });
   static_cast<void>(tiles);
 }
+
+#ifdef LLMK_AMX
+// The same for rows [skip, all.rows) of one head on tiles, block after block: while the scores of one become weights,
+// which keeps the vector units busy, tiles make the scores of the next and the sums of the one before. `memory`: two
+// that blocks use in turn; close(block, memory) is called when a block's sums are there.
+template <class F, class Close>
+static inline void attend_blocks(const TaskRows& all, const TilePanels& panels, int64_t head, int64_t skip,
+                                 const BlockMemory (&memory)[2], const Close& close) {
+  constexpr int64_t kRows = TileProducts<F>::kRows;
+  const int64_t blocks = ceil_div(all.rows - skip, kRows);
+  const auto block_at = [&](int64_t i) {
+    const int64_t first = skip + i * kRows;
+    return RowBlock{head, 1, first, smaller(kRows, all.rows - first)};
+  };
+  TileWork<F> work;
+  const auto add_scores = [&](int64_t i) {
+    const RowBlock block = block_at(i);
+    work.add_scores(all, panels, groups_seen(all, panels, block), head * all.rows + block.first, block.rows,
+                    memory[i % 2].scores);
+  };
+  add_scores(0);
+  work.rest();
+  for (int64_t i = 0; i <= blocks; ++i) {
+    if (i + 1 < blocks) add_scores(i + 1);
+    if (i > 0) {
+      const RowBlock before = block_at(i - 1);
+      const BlockMemory& made = memory[(i - 1) % 2];
+      work.add_values(panels, groups_seen(all, panels, before), before.rows, all.padded_dim, made.weights, made.steps,
+                      made.part.sums);
+    }
+    if (i < blocks) {
+      const RowBlock block = block_at(i);
+      const int64_t each = ceil_div(work.left(), block.rows);
+      soften_block<F>(all, &panels, block, weight_groups<F>(groups_seen(all, panels, block)), memory[i % 2],
+                      [&] { work.some(each); });
+    }
+    work.rest();
+    if (i > 0) close(block_at(i - 1), memory[(i - 1) % 2]);
+  }
+}
+#endif
 
 }  // namespace paged
 }  // namespace LLMK_ARCH

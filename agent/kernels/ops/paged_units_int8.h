@@ -77,10 +77,15 @@ struct Int8Form {
     _mm512_storeu_si512(out + 3 * kLanes, _mm512_unpackhi_epi16(high, high2));
   }
 
+  static LLMK_MEMBER void store_bytes(int8_t* p, __m128i bytes, int64_t n) {
+    if (n >= kLanes) return _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
+    _mm_mask_storeu_epi8(p, first_lanes(n), bytes);
+  }
+
   static inline void pack_query(const float* x, int64_t dim, Unit* out, int64_t units, float* factor, int32_t* offset) {
     Vec top = zero();
     for (int64_t d = 0; d < dim; d += kLanes) {
-      const Vec v = load_n(x + d, dim - d);
+      const Vec v = load_part(x + d, dim - d);
       top = maximum(top, maximum(v, sub(zero(), v)));
     }
     const float most = largest(top);
@@ -90,12 +95,12 @@ struct Int8Form {
     std::memset(static_cast<void*>(out), 0, static_cast<size_t>(units) * 2 * sizeof(Unit));
     __m512i total = _mm512_setzero_si512();
     for (int64_t d = 0; d < dim; d += kLanes) {
-      const __m512i q = _mm512_cvtps_epi32(mul(load_n(x + d, dim - d), inverse).v);
+      const __m512i q = _mm512_cvtps_epi32(mul(load_part(x + d, dim - d), inverse).v);
       const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(64)), 7);
       const __m512i lower = _mm512_sub_epi32(q, _mm512_slli_epi32(upper, 7));
       total = _mm512_add_epi32(total, q);
-      _mm_mask_storeu_epi8(high + d, first_lanes(dim - d), _mm512_cvtepi32_epi8(upper));
-      _mm_mask_storeu_epi8(low + d, first_lanes(dim - d), _mm512_cvtepi32_epi8(lower));
+      store_bytes(high + d, _mm512_cvtepi32_epi8(upper), dim - d);
+      store_bytes(low + d, _mm512_cvtepi32_epi8(lower), dim - d);
     }
     *offset = -128 * _mm512_reduce_add_epi32(total);
     *factor *= most / kLargestQuery;
@@ -110,6 +115,7 @@ struct Int8Form {
     uint8_t* const high;
     uint8_t* const low;
     Vec masses = zero();
+    __m512i words;  // of the pair before
 
     LLMK_MEMBER Weights(const float* value_scales, float largest_scale, Unit* out)
         : value_scales(value_scales),
@@ -118,14 +124,24 @@ struct Int8Form {
           high(reinterpret_cast<uint8_t*>(out)),
           low(high + kPartition) {}
 
+    // Groups come in order, a multiple of four of them: two pairs are stored together.
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
       masses = add(masses, add(first, second));
-      // Words of both groups, 4 of each in turn, then one group after the other.
+      // Words of both groups, 4 of each in turn.
       const __m512i mixed = _mm512_packus_epi32(whole(first, group), whole(second, group + 1));
-      const __m512i words = _mm512_permutexvar_epi64(_mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0), mixed);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(low + group * kGroupKeys), _mm512_cvtepi16_epi8(words));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(high + group * kGroupKeys),
-                          _mm512_cvtepi16_epi8(_mm512_srli_epi16(words, 8)));
+      if (group % 4 == 0) {
+        words = mixed;
+        return;
+      }
+      const __m512i byte = _mm512_set1_epi16(0xFF);
+      const int64_t key = (group - 2) * kGroupKeys;
+      _mm512_storeu_si512(low + key, in_order(_mm512_and_si512(words, byte), _mm512_and_si512(mixed, byte)));
+      _mm512_storeu_si512(high + key, in_order(_mm512_srli_epi16(words, 8), _mm512_srli_epi16(mixed, 8)));
+    }
+    // Bytes of four groups, one group after the other.
+    static LLMK_MEMBER __m512i in_order(__m512i words, __m512i more_words) {
+      const __m512i quads = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+      return _mm512_permutexvar_epi32(quads, _mm512_packus_epi16(words, more_words));
     }
     LLMK_MEMBER __m512i whole(Vec p, int64_t group) const {
       return _mm512_cvtps_epi32(mul(p, mul(load(value_scales + group * kLanes), inverse)).v);
