@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from llm_serving.text_table import format_number, format_table
 from performance.load.errors import UsageError
 from performance.simulation.runs import SimulatedRun
 
-__all__ = ["GOAL", "Compared", "compare", "comparison_text", "read_load_test"]
+__all__ = ["GOAL", "Compared", "compare", "comparison_text", "mean_of_runs", "read_load_test"]
 
 GOAL = 0.10
 PERCENTS = (50, 95)
@@ -27,6 +28,9 @@ class Compared:
     name: str
     measured: float
     simulated: float
+    deviation: float = 0.0
+    """Standard deviation of a single simulated run, where ``simulated`` is the mean of several: what chance alone moves
+    this figure of a load of this length by, in reality as well."""
 
     @property
     def error(self) -> float:
@@ -36,7 +40,7 @@ class Compared:
         return self.simulated / self.measured - 1.0
 
     def as_json(self) -> dict[str, Any]:
-        return {"name": self.name, "measured": self.measured, "simulated": self.simulated, "error": self.error}
+        return asdict(self) | {"error": self.error}
 
 
 def read_load_test(path: Path) -> dict[str, Any]:
@@ -75,6 +79,16 @@ def compare(measured: dict[str, Any], run: SimulatedRun) -> list[Compared]:
     return rows
 
 
+def mean_of_runs(runs: Sequence[Sequence[Compared]]) -> list[Compared]:
+    """The figures of several simulated runs, which differ by chance, against the same measured ones."""
+    rows = []
+    for figures in zip(*runs, strict=True):
+        values = [one.simulated for one in figures]
+        deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+        rows.append(Compared(figures[0].name, figures[0].measured, statistics.fmean(values), deviation))
+    return rows
+
+
 def _percentile(requests: Sequence[dict[str, Any]], key: str, percent: float) -> float:
     values = sorted(one[key] for one in requests if one[key] is not None)
     return percentile(values, percent) if values else 0.0
@@ -82,12 +96,15 @@ def _percentile(requests: Sequence[dict[str, Any]], key: str, percent: float) ->
 
 def comparison_text(rows: Sequence[Compared]) -> str:
     """A table, and how many of the figures are within the goal."""
-    table = format_table(
-        ["", "measured", "simulated", "off by"],
-        [
-            [row.name, format_number(row.measured), format_number(row.simulated), f"{100 * row.error:+.1f} %"]
-            for row in rows
-        ],
-    )
+    header = ["", "measured", "simulated", "off by"]
+    cells = [
+        [row.name, format_number(row.measured), format_number(row.simulated), f"{100 * row.error:+.1f} %"]
+        for row in rows
+    ]
+    if any(row.deviation for row in rows):
+        header.append("one run +-")
+        for row, line in zip(rows, cells, strict=True):
+            line.append(f"{100 * row.deviation / row.simulated:.1f} %" if row.simulated else "-")
+    table = format_table(header, cells)
     within = sum(abs(row.error) <= GOAL for row in rows)
     return f"{table}\n\n  {within} of {len(rows)} figures within {100 * GOAL:.0f} %"

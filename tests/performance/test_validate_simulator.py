@@ -31,8 +31,9 @@ def test_a_real_server_is_fitted_and_compared(
     monkeypatch.setattr(reality, "CALIBRATION", (Load("few", 20, 1, (4, 16), (8, 16), 11),))
     monkeypatch.setattr(reality, "PROBE", Load("probe", 20, 1, (4, 16), (8, 16), 21))
     monkeypatch.setattr(reality, "VALIDATION", (Load("others", 20, 1, (4, 16), (8, 16), 1),))
-    fit, result = tmp_path / "fit.json", tmp_path / "result.json"
-    assert main(["--config", "llama_tiny_cpu.yaml", "--save-fit", str(fit), "--json", str(result)]) == 0
+    fit, result, kept = tmp_path / "fit.json", tmp_path / "result.json", tmp_path / "kept"
+    tiny = ["--config", "llama_tiny_cpu.yaml"]
+    assert main([*tiny, "--save-fit", str(fit), "--json", str(result), "--keep", str(kept)]) == 0
     assert read_fit(fit).provenance["model"] == "llama_tiny"
     figures = json.loads(result.read_text())["others"]
     assert figures["tokens/s"]["measured"] > 0
@@ -40,6 +41,10 @@ def test_a_real_server_is_fitted_and_compared(
     told = capsys.readouterr().out
     assert "times as long as in the calibrations right before it" in told
     assert "all loads: " in told
+    assert main([*tiny, "--kept", str(kept)], program=tmp_path / "none") == 0
+    assert capsys.readouterr().out.splitlines() == told.splitlines()[:-1]
+    assert main([*tiny, "--keep", str(kept)], program=tmp_path / "none") == 2
+    assert "something in it already" in capsys.readouterr().err
 
 
 def test_a_server_that_does_not_start_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
