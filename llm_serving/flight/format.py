@@ -37,7 +37,9 @@ __all__ = [
 ]
 
 MAGIC = b"LLMFLT01"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READ_VERSIONS = (1, 2)
+"""Version 1 has no runs, and the counts with every call."""
 SUFFIX = ".flight"
 _FRAME = struct.Struct("<II")
 _ENCODER = msgspec.msgpack.Encoder()
@@ -57,10 +59,11 @@ class Tag(enum.IntEnum):
     ADD = 1
     """number, request (a map, see ``llm_serving.flight.facts``), prompt pseudonyms?, refusal?."""
     SCHEDULE = 2
-    """step? (see ``llm_serving.flight.steps``), wake-up?, state."""
+    """step? (see ``llm_serving.flight.steps``), wake-up?, state?. The state is that of the scheduler afterwards; None of
+    most calls: it is told when it may be another than at the last step."""
     UPDATE = 3
     """seq, fault? (see ``llm_serving.flight.facts``), ending indices, output pseudonyms?, queue_us, graph_us,
-    sample_us, number of updates or what was raised, state."""
+    sample_us, number of updates or what was raised, state?."""
     FINISH = 4
     """number?, reason, whether it was there."""
     AGENT_LOST = 5
@@ -78,6 +81,11 @@ class Tag(enum.IntEnum):
     index, number of output tokens it has."""
     RELEASE = 11
     """numbers of waiting requests that went elsewhere."""
+    TURNS = 12
+    """Turns alike: in each a step is answered without fault or ending, a step is sent that goes on from the one sent
+    before it, and nothing more is to send. Steps (see ``StepWriter.record_run``), seq of the first that is answered,
+    times, queue_us, graph_us, sample_us, states, output pseudonyms? Times and so on are lists with an entry a turn;
+    states has ``[place of the turn, state]`` where it was taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +122,10 @@ class SegmentHeader:
         names = {declared.name for declared in fields(cls)}
         if not isinstance(values, dict) or not names <= values.keys():
             raise FlightRecordingError(f"{file}: the header is not one of a flight recording")
-        if values["format_version"] != FORMAT_VERSION:
+        if values["format_version"] not in READ_VERSIONS:
             raise FlightRecordingError(
-                f"{file}: its format is version {values['format_version']}, this program reads {FORMAT_VERSION}."
+                f"{file}: its format is version {values['format_version']}, this program reads"
+                f" {' and '.join(map(str, READ_VERSIONS))}."
                 " Use the version of the program that wrote it."
             )
         return cls(**{name: values[name] for name in names})

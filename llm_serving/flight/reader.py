@@ -69,8 +69,9 @@ class Scheduled:
     now: float
     step: RecordedStep | None
     wakeup: float | None
-    state: list[int]
-    """Counts of the scheduler afterwards, see ``llm_serving.flight.recorder.STATE_NAMES``."""
+    state: list[int] | None
+    """Counts of the scheduler afterwards, see ``llm_serving.flight.recorder.STATE_NAMES``; None where they were not
+    taken: they are told when they may be others than at the last step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,8 @@ class Answered:
     sample_us: int
     outcome: int | str
     """Updates that it gave, or what it raised."""
-    state: list[int]
+    state: list[int] | None
+    """As in ``Scheduled``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,9 @@ class Segment:
         for record in self.records:
             if record[0] == Tag.TIME:
                 now = record[1]
+            elif record[0] == Tag.TURNS:
+                yield from _turns(record, steps)
+                now = record[3][-1]
             else:
                 yield _event(record, now, steps)
 
@@ -223,6 +228,20 @@ def _read_segment(file: Path) -> Segment | None:
         return None
     records = [record for frame in frames for record in frame]
     return Segment(file, header, state, records, frames.is_torn)
+
+
+def _turns(record: list[Any], steps: StepReader) -> Iterator[Event]:
+    """The events of turns alike."""
+    _, run, answered, times, queue_us, graph_us, sample_us, states, names = record
+    state_of = dict(states)
+    for place, (now, step) in enumerate(zip(times, steps.run(run, len(times)), strict=True)):
+        named = None if names is None else names[place]
+        yield Answered(
+            now, answered + place, None, [], named, queue_us[place], graph_us[place], sample_us[place], step.num_seqs,
+            None,
+        )  # fmt: skip
+        yield Scheduled(now, step, None, state_of.get(place))
+        yield Scheduled(now, None, None, None)
 
 
 def _event(record: list[Any], now: float, steps: StepReader) -> Event:

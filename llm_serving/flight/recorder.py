@@ -1,9 +1,9 @@
 """The flight recorder: stands before the scheduler, with the same methods, and writes down each call.
 
 It changes nothing and decides nothing: what the scheduler gives and raises is passed on. ``schedule`` and ``update``
-leave no more than a tuple of references; records are made of them for many steps together, while what makes them is in
-the processor's caches, and written in one call, without waiting for the disk: when ``WRITE_INTERVAL_S`` has passed, at
-the end of a turn in which something else happened, and when no step is in flight. An error of the recorder is logged
+leave no more than a tuple of references; records are made of them for many steps together, one for turns alike, while
+what makes them is in the processor's caches, and written in one call, without waiting for the disk: when
+``WRITE_INTERVAL_S`` has passed, at the end of a turn in which something else happened, and when no step is in flight. An error of the recorder is logged
 and never reaches the engine: a full disk pauses the recording, anything else ends it.
 """
 
@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, cast
 
@@ -30,21 +32,30 @@ __all__ = ["READ_ONLY_METHODS", "STATE_NAMES", "FlightRecorder", "as_scheduler",
 READ_ONLY_METHODS = frozenset({"check_integrity", "counts", "known_prefix", "next_wakeup", "queue_full", "start_room"})
 """Methods of the scheduler that change nothing and are not recorded."""
 
-_TIME, _SCHEDULE, _UPDATE = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag.UPDATE)
+_TIME, _SCHEDULE, _UPDATE, _TURNS = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag.UPDATE), int(Tag.TURNS)
 """Of the records of every turn: a plain number is written in a tenth of the time of an enumeration's member."""
+_NOTHING = -1
+"""``schedule`` had no step, among the calls that are taken down."""
+_CALLS_OF_A_TURN = 3
+_LEAST_TURNS = 2
+"""Fewer are not worth a record of turns."""
+_ANSWER = attrgetter(
+    "seq", "sampled_ids", "logits", "logsumexps", "error", "aborted", "queue_us", "graph_us", "sample_us"
+)
 WRITE_INTERVAL_S = 0.05
 """While steps are in flight and nothing but steps happens, records are written so often, together."""
 _AT_ONCE = -math.inf
 _MAX_CALLS = 256
-"""Calls that are kept at most before they are written, whatever the clock says."""
+"""So many are written at the end of their turn, whatever the clock says; twice as many at once."""
 _MAX_KEPT_ROWS = 512
 """Sequences in steps that are kept before they are written: more are no longer in the processor's cache by then."""
 _MAX_PENDING = 64
 
 Counts = tuple[int, int, int, int, int, int, int]
 """What ``Scheduler.counts`` gives, see ``STATE_NAMES``."""
-_Answer = tuple[int, list[int], int, int, bool, bool, tuple[int, int, int]]
-"""Of a ``StepResult``: its number, tokens, numbers of logits and of their sums, failed, aborted, the agent's times."""
+_Call = tuple[int, float, Any, Any, Any, Counts | None]
+"""``schedule`` or ``update``: tag, time, step or answer, lengths of the step's block tables or the answer's updates
+(where tokens have names), wake-up or outcome, counts afterwards."""
 
 
 class FlightRecorder:
@@ -76,10 +87,13 @@ class FlightRecorder:
         self._sent: dict[int, ScheduledStep] = {}
         self._requests: dict[str, tuple[int, Request]] = {}
         self._endings: set[int] = set()
-        self._calls: list[tuple[int, float, Any, Any, Any, Counts]] = []
-        """``schedule`` and ``update`` since the last look: tag, time, step or ``_Answer``, lengths of the step's block
-        tables or the answer's updates, wake-up or outcome, counts afterwards."""
+        self._calls: list[_Call] = []
+        """Since the last look."""
         self._num_kept_rows = 0
+        self._wants_counts = True
+        self._seen_requests: list[Request] | None = None
+        self._seen_lens: list[int] = []
+        """Of the last step whose counts were taken."""
         self._pending: list[object] = []
         self._due = _AT_ONCE
         self._now = 0.0
@@ -143,7 +157,14 @@ class FlightRecorder:
             return step
         begin = perf_counter()
         try:
-            self._note_schedule(step, now)
+            if step is not None:
+                self._note_step(step, now)
+            elif (calls := self._calls) and calls[-1][0] == _SCHEDULE:  # the end of most turns
+                calls.append((_NOTHING, now, None, None, self._scheduler.next_wakeup(now), None))
+                if now >= self._due or len(calls) >= _MAX_CALLS:
+                    self._flush()
+            else:
+                self._note_nothing(now)
         except Exception as error:
             self._fail(error)
         self.seconds += perf_counter() - begin
@@ -153,15 +174,15 @@ class FlightRecorder:
         try:
             updates = self._scheduler.update(result, now)
         except Exception as error:
-            self._record(self._note_update, result, type(error).__name__, [], now)
+            self._record(self._note_failed_update, result, error, now)
             raise
         if self._ended:
             return updates
         begin = perf_counter()
-        try:
-            self._note_update(result, len(updates), updates, now)
-        except Exception as error:
-            self._fail(error)
+        named = None if self._identities is None else updates
+        self._calls.append((_UPDATE, now, result, named, len(updates), None))
+        if result.error is not None:
+            self._due = _AT_ONCE
         self.seconds += perf_counter() - begin
         return updates
 
@@ -274,43 +295,43 @@ class FlightRecorder:
         self._steps.renumber()  # one that comes back has another number
 
     # Of the calls of every step only what may change is taken down at once; the rest is done for many of them together.
+    # The counts are taken when a step is sent to other sequences than the last, or with more blocks, or after another
+    # call than these, and when there is nothing to send: there alone can they be others.
 
-    def _note_schedule(self, step: ScheduledStep | None, now: float) -> None:
+    def _note_step(self, step: ScheduledStep, now: float) -> None:
+        self.num_steps += 1
+        table_lens = list(map(len, step.block_tables))
+        counts = None
+        if self._wants_counts or step.requests is not self._seen_requests or table_lens != self._seen_lens:
+            self._wants_counts, self._seen_requests, self._seen_lens = False, step.requests, table_lens
+            counts = self._scheduler.counts()
+        self._calls.append((_SCHEDULE, now, step, table_lens, None, counts))
+        self._num_kept_rows += len(table_lens)
+        if self._num_kept_rows >= _MAX_KEPT_ROWS:
+            self._due = _AT_ONCE
+        if len(self._calls) >= 2 * _MAX_CALLS:
+            self._flush()
+
+    def _note_nothing(self, now: float) -> None:
+        """No step was sent just before."""
         counts = self._scheduler.counts()
-        if step is not None:
-            self.num_steps += 1
-            table_lens = list(map(len, step.block_tables))
-            self._calls.append((_SCHEDULE, now, step, table_lens, None, counts))
-            self._num_kept_rows += len(table_lens)
-            if self._num_kept_rows >= _MAX_KEPT_ROWS:
-                self._due = _AT_ONCE
-            if len(self._calls) >= _MAX_CALLS:
-                self._flush()
-            return
-        self._calls.append((_SCHEDULE, now, None, None, self._scheduler.next_wakeup(now), counts))
+        self._calls.append((_NOTHING, now, None, None, self._scheduler.next_wakeup(now), counts))
         num_steps_in_flight = counts[4]
         if now >= self._due or not num_steps_in_flight:
             self._flush()
 
-    def _note_update(self, result: StepResult, outcome: int | str, updates: list[RequestUpdate], now: float) -> None:
-        answer: _Answer = (
-            result.seq,
-            result.sampled_ids,
-            len(result.logits),
-            len(result.logsumexps),
-            result.error is not None,
-            result.aborted,
-            (result.queue_us, result.graph_us, result.sample_us),
-        )
-        named = None if self._identities is None else updates
-        self._calls.append((_UPDATE, now, answer, named, outcome, self._scheduler.counts()))
-        if result.error is not None or isinstance(outcome, str):
-            self._due = _AT_ONCE
+    def _note_failed_update(self, result: StepResult, error: Exception, now: float) -> None:
+        self._calls.append((_UPDATE, now, result, [], type(error).__name__, self._scheduler.counts()))
+        self._due = _AT_ONCE
 
     def _take_calls(self) -> None:
         """Make records of the calls that were taken down."""
         calls, self._calls = self._calls, []
-        self._num_kept_rows = 0
+        self._num_kept_rows, self._wants_counts = 0, True
+        if (turns := self._turns_record(calls)) is not None:
+            self._pending.append(turns)
+            self._now = calls[-1][1]
+            return
         pending = self._pending
         for tag, now, what, more, outcome, counts in calls:
             if now != self._now:
@@ -318,22 +339,77 @@ class FlightRecorder:
                 pending.append((_TIME, now))
             if tag == _UPDATE:
                 pending.append(self._answer_record(what, more, outcome, counts))
-            elif what is None:
+            elif tag == _NOTHING:
                 pending.append((_SCHEDULE, None, outcome, counts))
             else:
                 self._sent[what.seq] = what
                 pending.append((_SCHEDULE, self._steps.record(what, self._number_of, more), None, counts))
 
+    def _turns_record(self, calls: list[_Call]) -> tuple[object, ...] | None:
+        """``calls`` as one record of turns alike; None, and nothing is noted, where they are not.
+
+        What decodes in peace is nothing else. A few passes in C for all of the turns together.
+        """
+        count, rest = divmod(len(calls), _CALLS_OF_A_TURN)
+        if rest or count < _LEAST_TURNS:
+            return None
+        tags, times, results, updates, outcomes, _ = zip(*calls[0::3], strict=True)
+        sent_tags, sent_times, steps, table_lens, _, counts = zip(*calls[1::3], strict=True)
+        end_tags, end_times, _, _, wakeups, end_counts = zip(*calls[2::3], strict=True)
+        is_alike = (
+            tags.count(_UPDATE) == sent_tags.count(_SCHEDULE) == end_tags.count(_NOTHING) == count
+            and wakeups.count(None) == end_counts.count(None) == count
+            and times == sent_times == end_times
+        )
+        if not is_alike:
+            return None
+        answers = tuple(zip(*map(_ANSWER, results), strict=True))
+        if not self._are_plain(answers, outcomes, steps[0]):
+            return None
+        first = results[0].seq
+        num_before = steps[0].seq - first
+        run = self._steps.record_run(steps, table_lens)
+        if run is None:
+            return None
+        for seq in range(first, first + min(num_before, count)):
+            del self._sent[seq]
+        for step in steps[max(0, count - num_before) :]:
+            self._sent[step.seq] = step
+        states = [(place, state) for place, state in enumerate(counts) if state is not None]
+        names = None
+        if self._identities is not None:
+            names = [self._identities.take(each, len(each)) for each in updates]
+        return (_TURNS, run, first, times, *answers[-3:], states, names)
+
+    def _are_plain(self, answers: Sequence[Any], outcomes: Sequence[int | str], sent_first: ScheduledStep) -> bool:
+        """Whether these answers (columns of ``_ANSWER``), of which the first is to a step sent before ``sent_first``,
+        brought a token to each sequence of the latest step, and ended none. Steps from ``sent_first`` on are looked at
+        by who records them."""
+        seqs, sampled, logits, logsumexps, errors, aborted, _, _, _ = answers
+        count, size, first, sent = len(seqs), sent_first.num_seqs, sent_first.seq, self._sent
+        if not (
+            size > 0
+            and outcomes.count(size) == errors.count(None) == aborted.count(False) == count
+            and seqs == tuple(range(seqs[0], seqs[0] + count))
+            and seqs[0] < first
+            and list(map(len, chain(sampled, logits, logsumexps))).count(size) == 3 * count
+            and self._endings.isdisjoint(chain.from_iterable(sampled))
+            and min(map(min, sampled)) >= 0
+        ):
+            return False
+        before = [sent.get(seq) for seq in range(seqs[0], min(first, seqs[0] + count))]
+        return all(step is not None and self._steps.goes_on(step) for step in before)
+
     def _answer_record(
-        self, answer: _Answer, updates: list[RequestUpdate] | None, outcome: int | str, counts: Counts
+        self, answer: StepResult, updates: list[RequestUpdate] | None, outcome: int | str, counts: Counts | None
     ) -> tuple[object, ...]:
-        seq, sampled_ids, num_logits, num_logsumexps, failed, aborted, times = answer
+        seq, sampled_ids, logits, logsumexps, error, aborted, *times = _ANSWER(answer)
         step = self._sent.pop(seq, None)
         fault: list[object] | None = None
         ends, names = [], None
-        if failed or aborted or step is None or not is_whole(step, sampled_ids, num_logits, num_logsumexps):
+        if error is not None or aborted or step is None or not is_whole(step, sampled_ids, len(logits), len(logsumexps)):
             signs = [token >= 0 for token in sampled_ids]
-            fault = [aborted, failed, [signs, num_logits, num_logsumexps]]
+            fault = [aborted, error is not None, [signs, len(logits), len(logsumexps)]]
         if step is not None and not self._endings.isdisjoint(sampled_ids):
             ends = ending_indices(step, sampled_ids)
         if self._identities is not None and updates:

@@ -11,10 +11,10 @@ each block table that is not what it was in the sequence's last step: its entrie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
-from operator import add, is_, ne, sub
+from itertools import chain, compress, repeat
+from operator import add, attrgetter, is_, ne, sub
 from typing import Any
 
 from llm_serving.request import Request
@@ -24,6 +24,10 @@ __all__ = ["RecordedStep", "StepReader", "StepWriter"]
 
 _KINDS = list(StepKind)
 _KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+_COLUMNS = attrgetter(
+    "seq", "kind", "requests", "rows", "query_lens", "do_sample", "block_tables", "starts", "sample_positions", "reason",
+    "moves", "histories", "restarts",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -75,6 +79,8 @@ class _Last:
     sample_positions: list[int]
     reason: StepReason
     reason_name: str
+    is_plain: bool
+    """Each sequence has one token and samples."""
 
 
 class StepWriter:
@@ -131,6 +137,63 @@ class StepWriter:
         self._latest = last
         return _record(step, last, None, None if goes_on else starts, None if samples_next else positions, blocks)
 
+    def goes_on(self, step: ScheduledStep) -> bool:
+        """Whether a step that was sent has the sequences of the latest, each of which has one token and samples."""
+        last = self._latest
+        return last is not None and last.is_plain and _same_batch(step, last)
+
+    def record_run(self, steps: Sequence[ScheduledStep], table_lens: Sequence[list[int]]) -> list[object] | None:
+        """Steps that all go on from the latest, with nothing new but blocks, as one record:
+
+            [seq of the first, kind, growths, reason]
+
+        A growth is ``[place of the step in the run, index, place, ids]``, for what is ``blocks`` of a step alone. None,
+        and nothing is noted, where a step is of another sort. A few passes in C for all steps together.
+        """
+        last = self._latest
+        if last is None or not last.is_plain:
+            return None
+        (
+            seqs, kinds, requests, rows, query_lens, do_sample, tables, starts, positions, reasons,
+            moves, histories, restarts,
+        ) = zip(*map(_COLUMNS, steps), strict=True)  # fmt: skip
+        count, size = len(seqs), len(last.rows)
+        is_alike = (
+            kinds.count(last.kind) == count
+            and requests.count(last.requests) == count
+            and rows.count(last.rows) == count
+            and query_lens.count(last.query_lens) == count
+            and do_sample.count(last.do_sample) == count
+            and reasons.count(last.reason) == count
+            and restarts.count(restarts[0]) == count
+            and True not in restarts[0]
+            and not any(moves)
+            and not any(histories)
+            and all(map(is_, tables, repeat(last.block_tables)))
+            and seqs == tuple(range(seqs[0], seqs[0] + count))
+            and _go_up(last.starts, starts, size)
+            and _go_up(last.sample_positions, positions, size)
+        )
+        if not is_alike:
+            return None
+        growths = self._growths(last, table_lens)
+        last.requests, last.rows, last.query_lens, last.do_sample = requests[-1], rows[-1], query_lens[-1], do_sample[-1]
+        last.starts, last.sample_positions = starts[-1], positions[-1]
+        return [seqs[0], _KIND_CODES[last.kind], growths, last.reason_name]
+
+    def _growths(self, last: _Last, table_lens: Sequence[list[int]]) -> list[object]:
+        """Blocks of a run of steps with the tables of ``last``, which is the latest."""
+        growths: list[object] = []
+        told, tables = last.table_lens, last.block_tables
+        for place, lens in enumerate(table_lens):
+            if lens != told:
+                for index in compress(range(len(tables)), map(ne, lens, told)):
+                    growths.append((place, index, told[index], tables[index][told[index] : lens[index]]))
+                told = lens
+        last.table_lens = told
+        self._has_grown = self._has_grown or bool(growths)
+        return growths
+
     def _new_batch(
         self, step: ScheduledStep, number_of: Callable[[Request], int], table_lens: list[int]
     ) -> list[object]:
@@ -150,12 +213,15 @@ class StepWriter:
             step.sample_positions,
             step.reason,
             step.reason.name,
+            False,
         )
+        ones, all_sample = step.query_lens.count(1) == len(step.query_lens), all(step.do_sample)
+        last.is_plain = ones and all_sample and bool(numbers)
         batch: list[object] = [
             numbers,
             step.rows,
-            None if step.query_lens.count(1) == len(step.query_lens) else step.query_lens,
-            None if all(step.do_sample) else step.do_sample,
+            None if ones else step.query_lens,
+            None if all_sample else step.do_sample,
         ]
         blocks = self._new_blocks(last, range(step.num_seqs))
         return _record(step, last, batch, step.starts, step.sample_positions, blocks)
@@ -203,6 +269,13 @@ def _same_batch(step: ScheduledStep, last: _Last) -> bool:
         and (step.query_lens is last.query_lens or step.query_lens == last.query_lens)
         and (step.do_sample is last.do_sample or step.do_sample == last.do_sample)
     )
+
+
+def _go_up(before: list[int], columns: Sequence[list[int]], size: int) -> bool:
+    """Whether every entry of each column, of ``size``, is one more than in the column before it."""
+    values = list(chain(before, chain.from_iterable(columns)))
+    count = size * len(columns)
+    return len(values) == size + count and list(map(sub, values[size:], values)).count(1) == count
 
 
 def _record(
@@ -259,3 +332,14 @@ class StepReader:
         )  # fmt: skip
         self._last[kind] = step
         return step
+
+    def run(self, record: list[Any], count: int) -> list[RecordedStep]:
+        """The ``count`` steps of a run's record."""
+        first, code, growths, reason = record
+        blocks: list[list[list[Any]]] = [[] for _ in range(count)]
+        for place, *growth in growths:
+            blocks[place].append(growth)
+        return [
+            self.step([first + place, code, None, None, None, grown, [], None, [], reason])
+            for place, grown in enumerate(blocks)
+        ]

@@ -42,15 +42,14 @@ def _what(event: Event) -> str:
     if isinstance(event, Released):
         return f"requests {shorten(event.numbers)} go to another replica"
     if isinstance(event, Scheduled):
-        state = describe_state(event.state)
         if event.step is None:
             wakeup = "" if event.wakeup is None else f", look again at {event.wakeup:.6f}"
-            return f"schedule: nothing{wakeup}; {state}"
-        return f"schedule: {describe_step(event.step)}; {state}"
+            return f"schedule: nothing{wakeup}{_after(event.state)}"
+        return f"schedule: {describe_step(event.step)}{_after(event.state)}"
     if isinstance(event, Answered):
         ends = f", ends {event.ends}" if event.ends else ""
         fault = "" if event.fault is None else (", dropped" if event.fault[0] else ", failed")
-        return f"answer to step {event.seq}: {event.outcome} updates{ends}{fault}; {describe_state(event.state)}"
+        return f"answer to step {event.seq}: {event.outcome} updates{ends}{fault}{_after(event.state)}"
     if isinstance(event, Finished):
         return f"finish request {event.number}: {event.reason}{'' if event.was_there else ', but it was gone'}"
     if isinstance(event, AgentLost):
@@ -63,6 +62,10 @@ def _what(event: Event) -> str:
         return f"void steps: {shorten(event.seqs)}"
     assert isinstance(event, Raised)
     return f"{event.call.name.lower()} raised {event.error}"
+
+
+def _after(state: Sequence[int] | None) -> str:
+    return "" if state is None else f"; {describe_state(state)}"
 
 
 def describe_step(step: RecordedStep) -> str:

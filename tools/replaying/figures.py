@@ -67,7 +67,7 @@ def _counts(stretch: Stretch) -> tuple[int, int, int]:
         if isinstance(event, Scheduled):
             steps += event.step is not None
             first = first or event.state
-            last = event.state
+            last = event.state or last
     if first is None or last is None:
         return 0, 0, 0
     begun = stretch.segments[0].state.get("new", False)

@@ -162,12 +162,13 @@ class _Builder:
         lane.phase, lane.since = SpanPhase.QUEUED, lane.arrival
 
     def _schedule(self, event: Scheduled) -> None:
-        running, waiting, free_blocks = event.state[:3]
-        counts = Counts(event.now, running, waiting, free_blocks)
-        if not self._counts or self._counts[-1].time != event.now:
-            self._counts.append(counts)
-        else:
-            self._counts[-1] = counts
+        if event.state is not None:
+            running, waiting, free_blocks = event.state[:3]
+            counts = Counts(event.now, running, waiting, free_blocks)
+            if not self._counts or self._counts[-1].time != event.now:
+                self._counts.append(counts)
+            else:
+                self._counts[-1] = counts
         step = event.step
         if step is None:
             return
