@@ -251,6 +251,11 @@ class _EngineCollector(Collector):
             value=status.prefix_hit_tokens,
         )
         yield CounterMetricFamily("llm_serving_steps", "Steps answered.", value=status.steps)
+        yield CounterMetricFamily(
+            "llm_serving_flight_recorder_seconds",
+            "Time of the engine's thread that the flight recorder took.",
+            value=status.recorder_s,
+        )
         yield from _replica_families(status.replicas)
         yield from agent_families(status.agents)
         state = GaugeMetricFamily("llm_serving_engine_state", "1 for the state the engine is in.", labels=["state"])

@@ -51,6 +51,7 @@ class FakeStatus:
     kv_waste: float = 0.0
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
+    recorder_s: float = 0.0
     replicas: list[ReplicaStatus] = field(default_factory=list)
 
 

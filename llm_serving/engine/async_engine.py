@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -110,7 +111,8 @@ class AsyncEngine:
 
     def status(self) -> EngineStatus:
         """How the engine is doing; cheap. Any thread may call it."""
-        return self._core.status()
+        recorder_s = sum(recorder.seconds for recorder in self._recorders)
+        return dataclasses.replace(self._core.status(), recorder_s=recorder_s)
 
     async def probe(self, timeout: float) -> bool:
         """Whether every agent answers within ``timeout`` seconds."""

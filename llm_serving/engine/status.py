@@ -102,6 +102,8 @@ class EngineStatus:
     prefix_hit_tokens: int = 0
     """Prompt tokens found in the prefix cache, of those looked up."""
     prefix_query_tokens: int = 0
+    recorder_s: float = 0.0
+    """Seconds of the engine's thread that the flight recorders have taken."""
     replicas: list[ReplicaStatus] = field(default_factory=list)
 
     @classmethod

@@ -65,6 +65,9 @@ class EngineStatus(Protocol):
     @property
     def prefix_query_tokens(self) -> int: ...
 
+    @property
+    def recorder_s(self) -> float: ...
+
 
 class Engine(Protocol):
     """Requests in, streams of pieces out. Used from the event loop's thread only."""

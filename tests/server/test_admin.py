@@ -249,10 +249,11 @@ def test_the_engines_metrics():
 
 
 def test_the_caches_and_the_swaps_in_the_metrics(server, engine):
-    engine.current = FakeStatus(swapped=2, kv_waste=0.25, prefix_hit_tokens=30, prefix_query_tokens=40)
+    engine.current = FakeStatus(swapped=2, kv_waste=0.25, prefix_hit_tokens=30, prefix_query_tokens=40, recorder_s=0.5)
     lines = server.http.get("/metrics").text.splitlines()
     assert "llm_serving_requests_swapped 2.0" in lines
     assert "llm_serving_kv_waste_ratio 0.25" in lines
+    assert "llm_serving_flight_recorder_seconds_total 0.5" in lines
     assert "llm_serving_prefix_cache_hit_tokens_total 30.0" in lines
     assert "llm_serving_prefix_cache_query_tokens_total 40.0" in lines
     assert server.http.get("/server_info").json()["engine"]["swapped"] == 2
