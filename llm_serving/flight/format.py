@@ -59,8 +59,8 @@ class Tag(enum.IntEnum):
     ADD = 1
     """number, request (a map, see ``llm_serving.flight.facts``), prompt pseudonyms?, refusal?."""
     SCHEDULE = 2
-    """step? (see ``llm_serving.flight.steps``), wake-up?, state?. The state is that of the scheduler afterwards; None of
-    most calls: it is told when it may be another than at the last step."""
+    """step? (see ``llm_serving.flight.steps``), wake-up?, state?. The state is that of the scheduler afterwards; None
+    of most calls: it is told when it may be another than at the last step."""
     UPDATE = 3
     """seq, fault? (see ``llm_serving.flight.facts``), ending indices, output pseudonyms?, queue_us, graph_us,
     sample_us, number of updates or what was raised, state?."""

@@ -3,8 +3,9 @@
 It changes nothing and decides nothing: what the scheduler gives and raises is passed on. ``schedule`` and ``update``
 leave no more than a tuple of references; records are made of them for many steps together, one for turns alike, while
 what makes them is in the processor's caches, and written in one call, without waiting for the disk: when
-``WRITE_INTERVAL_S`` has passed, at the end of a turn in which something else happened, and when no step is in flight. An error of the recorder is logged
-and never reaches the engine: a full disk pauses the recording, anything else ends it.
+``WRITE_INTERVAL_S`` has passed, at the end of a turn in which something else happened, and when no step is in flight.
+An error of the recorder is logged and never reaches the engine: a full disk pauses the recording, anything else ends
+it.
 """
 
 from __future__ import annotations
@@ -407,7 +408,12 @@ class FlightRecorder:
         step = self._sent.pop(seq, None)
         fault: list[object] | None = None
         ends, names = [], None
-        if error is not None or aborted or step is None or not is_whole(step, sampled_ids, len(logits), len(logsumexps)):
+        if (
+            error is not None
+            or aborted
+            or step is None
+            or not is_whole(step, sampled_ids, len(logits), len(logsumexps))
+        ):
             signs = [token >= 0 for token in sampled_ids]
             fault = [aborted, error is not None, [signs, len(logits), len(logsumexps)]]
         if step is not None and not self._endings.isdisjoint(sampled_ids):

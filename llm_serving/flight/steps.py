@@ -25,8 +25,8 @@ __all__ = ["RecordedStep", "StepReader", "StepWriter"]
 _KINDS = list(StepKind)
 _KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
 _COLUMNS = attrgetter(
-    "seq", "kind", "requests", "rows", "query_lens", "do_sample", "block_tables", "starts", "sample_positions", "reason",
-    "moves", "histories", "restarts",
+    "seq", "kind", "requests", "rows", "query_lens", "do_sample", "block_tables", "starts", "sample_positions",
+    "reason", "moves", "histories", "restarts",
 )  # fmt: skip
 
 
@@ -177,7 +177,12 @@ class StepWriter:
         if not is_alike:
             return None
         growths = self._growths(last, table_lens)
-        last.requests, last.rows, last.query_lens, last.do_sample = requests[-1], rows[-1], query_lens[-1], do_sample[-1]
+        last.requests, last.rows, last.query_lens, last.do_sample = (
+            requests[-1],
+            rows[-1],
+            query_lens[-1],
+            do_sample[-1],
+        )
         last.starts, last.sample_positions = starts[-1], positions[-1]
         return [seqs[0], _KIND_CODES[last.kind], growths, last.reason_name]
 

@@ -15,8 +15,8 @@ probes' steps took than the fit says, in the mean of the two, is how much longer
 that load, of which itself nothing is looked at.
 
 Rates suit a model of some hundred million parameters on two cores; --scale makes all of them smaller or larger.
---keep keeps what was recorded, by the servers and by their clients, and --kept compares with that again, without a server:
-what another model of the same runs is worth can be seen in seconds.
+--keep keeps what was recorded, by the servers and by their clients, and --kept compares with that again, without a
+server: what another model of the same runs is worth can be seen in seconds.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class _Study:
         return self._folder / f"recording of {load.name}"
 
     def _serve(self, name: str, loads: Sequence[Load], recording: Path) -> list[LoadRun]:
-        """A server for some loads, one after the other, with its flight recording in the folder ``recording``. Of a study
-        that was kept: what it was."""
+        """A server for some loads, one after the other, with its flight recording in the folder ``recording``. Of a
+        study that was kept: what it was."""
         parsed = self._parsed
         options = [load.options(parsed.scale) for load in loads]
         kept = self._folder / f"clients of {name}.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from fakes import make_limits, make_request
@@ -136,7 +137,7 @@ def test_a_turn_with_an_answer_and_no_step_is_not_alike(tmp_path):
 
 
 def test_counts_that_change_within_turns_alike_come_back(tmp_path):
-    simulation, recorder = decode(tmp_path, 30)
+    _, recorder = decode(tmp_path, 30)
     recorder.close()
     free = [
         event.state[2]
@@ -144,7 +145,7 @@ def test_counts_that_change_within_turns_alike_come_back(tmp_path):
         if isinstance(event, Scheduled) and event.state is not None and event.step is not None
     ]
     assert free[0] - free[-1] >= 6
-    assert {before - after for before, after in zip(free, free[1:], strict=False)} <= {0, 1}
+    assert {before - after for before, after in pairwise(free)} <= {0, 1}
 
 
 def test_a_segment_of_version_1_is_read(tmp_path):

@@ -29,9 +29,7 @@ def test_what_is_written_comes_back(tmp_path: Path) -> None:
     assert read_runs(tmp_path / "runs.json", [OPTIONS, OPTIONS]) == [a_run(), a_run()]
 
 
-@pytest.mark.parametrize(
-    "options", [[OPTIONS], [OPTIONS, OPTIONS, OPTIONS], [OPTIONS, replace(OPTIONS, rate=3.0)]]
-)
+@pytest.mark.parametrize("options", [[OPTIONS], [OPTIONS, OPTIONS, OPTIONS], [OPTIONS, replace(OPTIONS, rate=3.0)]])
 def test_runs_of_other_loads_are_refused(tmp_path: Path, options: list[LoadOptions]) -> None:
     write_runs(tmp_path / "runs.json", [a_run(), a_run()])
     with pytest.raises(UsageError, match="--kept"):
