@@ -19,9 +19,9 @@ from agent.model_part import ModelPart
 from agent.sampler import Sampler
 from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
-from agent.weights import LinearForms, Packing, WeightSource, WeightSpec, linear_forms, load_weights, open_weights
+from agent.weights import LinearForms, Packing, WeightSource, WeightSpec, load_weights, open_weights
 from agent.weights.cuts import CutSource
-from agent.weights.sharding import shard_specs
+from agent.weights.sharding import part_forms, shard_specs
 from agent.weights.storage import STORAGE_DTYPES, Array, huge_page_bytes
 from llm_serving.config import Config
 from llm_serving.errors import (
@@ -90,7 +90,7 @@ class ModelRunner:
         ignorable = definition.ignorable_suffixes(whole)
         source = open_weights(_folder(config), specs, seed=_seed(config), ignorable=ignorable)
         try:
-            forms = _forms(config, specs, source)
+            forms = _forms(config, specs, self._part, source)
             self._ops = select_op_table(config, self._part, forms=forms)
             own = shard_specs(specs, self._part, equal_vocabularies=not self._ops.packs_weights)
             self._weights = load_weights(
@@ -297,9 +297,9 @@ def _packing(config: Config) -> Packing:
     return Packing(config.model_config.weight_format, config.model_config.weight_group)
 
 
-def _forms(config: Config, specs: Sequence[WeightSpec], source: WeightSource) -> LinearForms | None:
+def _forms(config: Config, specs: Sequence[WeightSpec], part: ModelPart, source: WeightSource) -> LinearForms | None:
     """Of the native op tables; None where weights are packed."""
-    return linear_forms(specs, source, _packing(config)) if config.op_table == "native" else None
+    return part_forms(specs, part, source, _packing(config)) if config.op_table == "native" else None
 
 
 def _folder(config: Config) -> Path | None:

@@ -94,7 +94,7 @@ def _weight_bytes(config: Config, part: _Part) -> int:
     embedding = rows if part.shard.is_first_stage and not is_shared else 0
     if bits is None:
         return (layers + output + embedding + others) * config.dtype_bytes
-    quantised = layers if _output_stays_float(config) else layers + output
+    quantised = layers if _output_stays_float(config, part) else layers + output
     floats = layers + output - quantised + embedding + others
     return floats * config.dtype_bytes + int(quantised * bits / 8)
 
@@ -107,11 +107,11 @@ def _linear_bits(config: Config) -> float | None:
     return {"int8": 8.0, "int8_weight_only": 8.0, "int4": int4}.get(config.weight_format)
 
 
-def _output_stays_float(config: Config) -> bool:
+def _output_stays_float(config: Config, part: _Part) -> bool:
     """Native primitives share a tied one with the embedding, and multiply only so wide a one by weights alone."""
     if config.op_table != "native":
         return False
-    too_wide = config.weight_format != "int8" and config.shape.vocab_size > MAX_WEIGHT_ONLY_SIZE
+    too_wide = config.weight_format != "int8" and part.shard.vocab_stride > MAX_WEIGHT_ONLY_SIZE
     return config.shape.tie_word_embeddings or too_wide
 
 

@@ -37,6 +37,8 @@ def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dty
             _quantise(source, part, form, dtype, integers[rows], scales[rows])
         else:
             _take(source.read_quantised(part), part, integers[rows], scales[rows], offsets[rows])
+    held = sum(part.shape[0] for part in spec.parts)
+    integers[held:], scales[held:] = 0, 0
     return _laid_out(spec, form, dtype, integers, scales, offsets)
 
 

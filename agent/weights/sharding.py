@@ -13,8 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from agent.model_part import ModelPart
-from agent.weights.cuts import TensorCut
+from agent.weights.cuts import CutSource, TensorCut
+from agent.weights.forms import LinearForms, linear_forms
 from agent.weights.layout import WeightPart, WeightSpec
+from agent.weights.packed import Packing
+from agent.weights.source import WeightSource
 from llm_serving.errors import AgentStartError
 from llm_serving.parallel import Span
 
@@ -36,15 +39,32 @@ def shard_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabular
     ``equal_vocabularies``: every agent's part of the vocabulary is as long as the first one's, zeros behind the last.
     Raises AgentStartError for a parameter that there is no rule for.
     """
-    cuts: dict[str, TensorCut] = {}
+    split = _split_specs(specs, part, equal_vocabularies=equal_vocabularies)
     kept = []
-    for spec in specs:
+    for spec in split.specs:
         own = _own_stage(spec, part)
-        if own is not None and part.is_split:
-            kept.append(_split(own, part, cuts, equal_vocabularies=equal_vocabularies))
-        elif own is not None:
-            kept.append(replace(own, input_spans=_input_spans(own, part)))
-    return ShardedSpecs(tuple(kept), cuts)
+        if own is not None:
+            kept.append(own if part.is_split else replace(own, input_spans=_input_spans(own, part)))
+    return ShardedSpecs(tuple(kept), split.cuts)
+
+
+def part_forms(specs: Sequence[WeightSpec], part: ModelPart, source: WeightSource, packing: Packing) -> LinearForms:
+    """How the native primitives take the weights of ``part``: ``linear_forms`` of the sizes that its layers have,
+    those of other stages included, so that all stages have the forms of one agent with all layers.
+
+    ``specs`` are the whole model's. Raises ConfigError where the primitives cannot do what is asked.
+    """
+    split = _split_specs(specs, part, equal_vocabularies=True)
+    return linear_forms(split.specs, CutSource(source, split.cuts), packing)
+
+
+def _split_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabularies: bool) -> ShardedSpecs:
+    """Of all stages: what agents that share layers have of each."""
+    if not part.is_split:
+        return ShardedSpecs(tuple(specs), {})
+    cuts: dict[str, TensorCut] = {}
+    split = tuple(_split(spec, part, cuts, equal_vocabularies=equal_vocabularies) for spec in specs)
+    return ShardedSpecs(split, cuts)
 
 
 def _own_stage(spec: WeightSpec, part: ModelPart) -> WeightSpec | None:

@@ -95,12 +95,12 @@ class Resolver:
         )
         check_stored_format(self._raw, config)
         check_group(self._raw, config)
-        check_native_weights(self._raw, config)
         check_ascend_options(self._raw, config)
         check_lengths(self._raw, config)
         check_batches(self._raw, config)
         check_sharing(self._raw, config)
         check_parallel(self._raw, config)
+        check_native_weights(self._raw, config)
         check_sum_parts(self._raw, config)
         check_mindformers(self._raw, config)
         return config

@@ -10,7 +10,8 @@ from llm_serving.config.config import Config
 from llm_serving.config.parallel_section import MAX_RANKS
 from llm_serving.config.sections import ModelConfig, PagedAttentionConfig, ParallelConfig, ServingConfig
 from llm_serving.config.source import RawConfig
-from llm_serving.parallel import find_obstacle
+from llm_serving.model_shape import ModelShape
+from llm_serving.parallel import find_obstacle, local_shape
 from llm_serving.quantization import MAX_WEIGHT_ONLY_SIZE
 
 MAX_CACHE_SLOTS = 2**31 - 1
@@ -174,27 +175,43 @@ def check_native_weights(raw: RawConfig, config: Config) -> None:
     key, wanted, shape = "model_config.weight_format", config.model_config.weight_format, config.shape
     if config.op_table != "native" or wanted in ("auto", "bf16"):
         return
-    if config.parallel_config.tensor_parallel > 1:
-        problem = (
-            "the native operators' quantised weights cannot be divided among agents; use auto, op_table fused (CPU), or"
-            " parallel_config.tensor_parallel 1"
-        )
-        raise raw.error(key, wanted, problem)
     if shape.experts is not None:
         problem = "the native operators have experts in floats only; use auto, or op_table fused (CPU)"
         raise raw.error(key, wanted, problem)
-    query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    inputs = (shape.hidden_size, shape.intermediate_size, query)
-    widest = max(*inputs, query + 2 * key_value, 2 * shape.intermediate_size)
+    agents = [local_shape(shape, config.shard(rank)) for rank in range(config.parallel_config.tensor_parallel)]
+    widest = max(size for each in agents for size in (*_layer_inputs(each), *_layer_outputs(each)))
     if wanted != "int8" and widest > MAX_WEIGHT_ONLY_SIZE:
         problem = (
             f"a layer of the model is {widest} wide; WeightQuantBatchMatmul takes {MAX_WEIGHT_ONLY_SIZE}; use int8"
         )
         raise raw.error(key, wanted, problem)
-    group = config.model_config.weight_group
-    if wanted == "int4" and config.stored_weight_format is None and group >= min(inputs):
-        problem = f"must be smaller than the inputs of every layer with native operators; one has {min(inputs)}"
+    fewest = min(size for each in agents for size in _layer_inputs(each))
+    if wanted != "int8" and config.shard_group > 1 and config.shard_group >= fewest:
+        _refuse_wide_groups(raw, config, fewest)
+
+
+def _layer_inputs(shape: ModelShape) -> tuple[int, ...]:
+    """Of the linear layers of an agent that has ``shape``."""
+    return shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * shape.head_dim
+
+
+def _layer_outputs(shape: ModelShape) -> tuple[int, ...]:
+    """Of the layers that have more outputs than inputs."""
+    heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
+    return heads * shape.head_dim, 2 * shape.intermediate_size
+
+
+def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:
+    """Some layer of some agent has only ``fewest`` inputs."""
+    group, agents = config.shard_group, config.parallel_config.tensor_parallel
+    whose = "the inputs of every layer with native operators" if agents == 1 else "an agent's inputs of every layer"
+    if config.stored_weight_format is None:
+        problem = f"must be smaller than {whose}; one has {fewest}"
         raise raw.error("model_config.weight_group", group, problem)
+    problem = f"the folder's groups of {group} inputs must be smaller than {whose}; one has {fewest}"
+    if agents > 1:
+        raise raw.error("parallel_config.tensor_parallel", agents, f"{problem}; use fewer agents")
+    raise raw.error("model_config.weight_format", config.model_config.weight_format, f"{problem}; use auto")
 
 
 def check_ascend_options(raw: RawConfig, config: Config) -> None:

@@ -46,6 +46,11 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     for way in ("free", "forced"):
         steps = generate(driver, golden["cases"], forced=way == "forced")
         result[way] = [[step[index].token for step in steps] for index in range(len(golden["cases"]))]
+        if way == "forced":
+            result["best"] = [
+                [(step[index].top_ids, step[index].top_logits) for step in steps]
+                for index in range(len(golden["cases"]))
+            ]
     result["invariance"] = run_invariance(driver, golden)
     result["penalised"] = run_penalised(driver)
     return result

@@ -238,3 +238,56 @@ def test_int4_groups_stay_whole(tmp_path: Path) -> None:
         ConfigError, match=r"groups of 32 weights do not end where the heads \(of 16\) of the agents do"
     ):
         load(folder, *formats, "parallel_config.tensor_parallel=4")
+
+
+NATIVE = ("model_config.op_table=native", "model_config.model_dtype=bfloat16")
+
+
+@pytest.mark.parametrize("fmt", ["int8", "int8_weight_only", "int4"])
+def test_quantised_weights_of_native_operators_are_shared(tmp_path: Path, fmt: str) -> None:
+    """The parts are those of the fused operators."""
+    folder = write_model_folder(tmp_path / "model", head_dim=32)
+    given = [f"model_config.weight_format={fmt}", "model_config.weight_group=32", "parallel_config.tensor_parallel=2"]
+    native, fused = load(folder, *given, *NATIVE), load(folder, *given)
+    assert (native.op_table, native.weight_format) == ("native", fmt)
+    assert [native.shard(rank) for rank in (0, 1)] == [fused.shard(rank) for rank in (0, 1)]
+
+
+def test_native_int4_groups_are_smaller_than_an_agents_inputs(tmp_path: Path) -> None:
+    """Attention's output has 64 inputs, 32 for each of two agents: one group, which WeightQuantBatchMatmul refuses."""
+    formats = ["model_config.weight_format=int4", *NATIVE]
+    folder = write_model_folder(tmp_path / "model")
+    given = [*formats, "model_config.weight_group=32"]
+    assert load(folder, *given).shard_group == 32
+    message = r"model_config.weight_group = 32: must be smaller than an agent's inputs of every layer; one has 32"
+    with pytest.raises(ConfigError, match=message):
+        load(folder, *given, "parallel_config.tensor_parallel=2")
+    stored = write_model_folder(
+        tmp_path / "stored",
+        quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False},
+    )
+    message = r"tensor_parallel = 2: the folder's groups of 32 inputs must be smaller than an agent's inputs of every "
+    with pytest.raises(ConfigError, match=message + "layer; one has 32; use fewer agents"):
+        load(stored, *formats, "parallel_config.tensor_parallel=2")
+    with pytest.raises(
+        ConfigError, match=r"weight_group = 64: must be smaller than the inputs of every layer with nat"
+    ):
+        load(write_model_folder(tmp_path / "narrow", intermediate_size=128), *formats, "model_config.weight_group=64")
+    with pytest.raises(ConfigError, match="weights do not end where the heads"):
+        load(folder, *given, "parallel_config.tensor_parallel=4")
+
+
+def test_native_weights_alone_are_limited_by_an_agents_part(tmp_path: Path) -> None:
+    """Gate and up of 80000 outputs, which WeightQuantBatchMatmul takes as two parts."""
+    folder = write_model_folder(tmp_path / "model", intermediate_size=40_000)
+    given = ["model_config.weight_format=int8_weight_only", *NATIVE]
+    with pytest.raises(ConfigError, match="a layer of the model is 80000 wide; WeightQuantBatchMatmul takes 65535"):
+        load(folder, *given)
+    assert load(folder, *given, "parallel_config.tensor_parallel=2").weight_format == "int8_weight_only"
+
+
+def test_native_experts_are_floats(tmp_path: Path) -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+    folder = write_model_folder(tmp_path / "model", architectures=["Qwen3MoeForCausalLM"], **experts)
+    with pytest.raises(ConfigError, match="the native operators have experts in floats only"):
+        load(folder, "model_config.weight_format=int8", *NATIVE)

@@ -44,6 +44,7 @@ INT8, INT4, INT8_WEIGHTS = (
 )
 QWEN3 = replace(CONFIG, shape=replace(GQA, architecture="Qwen3ForCausalLM", query_key_norm=True))
 PAIR = replace(CONFIG, parallel_config=ParallelConfig(tensor_parallel=2))
+INT8_PAIR, INT4_PAIR = (replace(config, parallel_config=PAIR.parallel_config) for config in (INT8, INT4))
 STAGES = replace(CONFIG, parallel_config=ParallelConfig(pipeline_parallel=2))
 
 
@@ -131,6 +132,12 @@ def other_parameters(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
 def short_scales(found: dict[str, Any]) -> dict[str, Any]:
     (groups, columns), dtype = found["scale"][0], found["scale"][1]
     return found | {"scale": ((columns, groups), dtype)}
+
+
+def scales_of_all(found: dict[str, Any]) -> dict[str, Any]:
+    """Of the groups of all inputs, where the agent has the half."""
+    (groups, columns), dtype = found["scale"][0], found["scale"][1]
+    return found | {"scale": ((2 * groups, columns), dtype)}
 
 
 class OldNames(step_graph._DynamicStep):
@@ -250,6 +257,8 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     ),
     "int8 weights, no transpose": ("decode", INT8_WEIGHTS, lambda: weight_only(transpose_weight=False)),
     "outputs": ("decode", CONFIG, lambda: patched("_LMHead", TwoOutputs)),
+    "int8, sums of an agent's part": ("decode", INT8_PAIR, lambda: mock.patch.object(native.parallel, "Sum", OwnPart)),
+    "int4, scales of the whole": ("decode", INT4_PAIR, lambda: other_parameters(scales_of_all)),
     "sums of an agent's part": ("decode", PAIR, lambda: mock.patch.object(native.parallel, "Sum", OwnPart)),
 }
 
@@ -298,12 +307,9 @@ def listing() -> list[str]:
 def main() -> None:
     set_up()
     kinds = ("prefill", "chunked", "decode")
-    right = [
-        line
-        for config in (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3, INT8, INT4, INT8_WEIGHTS, PAIR, STAGES)
-        for kind in kinds
-        for line in findings(kind, config)
-    ]
+    alone = (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3, INT8, INT4, INT8_WEIGHTS)
+    shared = (PAIR, INT8_PAIR, INT4_PAIR, STAGES)
+    right = [line for config in (*alone, *shared) for kind in kinds for line in findings(kind, config)]
     results = {"right": right} | {name: planted(name) for name in MISTAKES}
     results |= {f"devices, {kind}": only_on_one_device(kind) for kind in kinds}
     plain = listing()

@@ -42,6 +42,8 @@ CAUGHT = {
     "int4, group size": "antiquant_group_size is 32; the weight's groups are of 64",
     "int4, scales turned round": "WeightQuantBatchMatmul of layer 0: scale is f16[768,4]; it must be f16[4,768]",
     "int4, bytes for pairs": "refused: ",
+    "int8, sums of an agent's part": "0 x AllReduce for 2 layers; there should be 5",
+    "int4, scales of the whole": "WeightQuantBatchMatmul of layer 0: scale is f16[8,384]; it must be f16[4,384]",
     "int8 weights, scales for offsets": "WeightQuantBatchMatmul of layer 0: offset is given; there is none",
     "int8 weights, no transpose": "refused: ",
 }

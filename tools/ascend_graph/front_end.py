@@ -13,8 +13,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from agent.weights import LinearForms, Packing, linear_forms
+from agent.weights import LinearForms, Packing
 from agent.weights.seeded import SeededWeights
+from agent.weights.sharding import part_forms
 from llm_serving.config import Config, load_config
 from llm_serving.config.loader import find_config_file
 from llm_serving.formats.strict_yaml import read_yaml_mapping
@@ -40,12 +41,13 @@ def ascend_config(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def forms_of(config: Config) -> LinearForms:
-    """Of the weights of linear layers, made from floats."""
+    """Of the weights of linear layers, made from floats; where several agents share the model, the first one's."""
+    from agent.model_part import ModelPart
     from agent.models.registry import find_model
 
     specs = find_model(config.shape.architecture).weight_specs(config.shape)
-    model = config.model_config
-    return linear_forms(specs, SeededWeights(0), Packing(model.weight_format, model.weight_group))
+    packing = Packing(config.model_config.weight_format, config.model_config.weight_group)
+    return part_forms(specs, ModelPart.of(config), SeededWeights(0), packing)
 
 
 def _dtype(name: str) -> str:
@@ -79,9 +81,9 @@ def compile_graphs(config: Config, kinds: Sequence[str] | None = None) -> Iterat
     from agent.models.registry import find_model
     from agent.step_graph import GraphKind, dynamic_step
 
-    part = ModelPart.of(config)
+    part, forms = ModelPart.of(config), forms_of(config)
     config = part.narrow(config)
-    ops = select_op_table(config, part, forms=forms_of(config))
+    ops = select_op_table(config, part, forms=forms)
     model = find_model(config.shape.architecture).build(config, ops)
     for kind in map(GraphKind, kinds) if kinds else GraphKind:
         cell = dynamic_step(model, ops, kind, config.max_prefill_seqs)
