@@ -25,7 +25,8 @@ _LARGEST = {"int8": 127, "int8_weight_only": 127, "int4": 7}
 def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str) -> dict[str, Array]:
     """The parameters of one linear layer by their names: ``weight``, ``scale``, and ``offset`` where the form has it.
 
-    Raises CheckpointError for stored integers whose groups are not consecutive inputs.
+    Rows that pad a part of the vocabulary have integers and scales of 0. Raises CheckpointError for stored integers
+    whose groups are not consecutive inputs.
     """
     columns, depth = spec.shape
     groups = -(-depth // form.group) if form.group else 1

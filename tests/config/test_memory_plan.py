@@ -96,6 +96,20 @@ def test_quantised_formats_of_the_native_operators(tmp_path: Path) -> None:
     assert ascend == (linear + output) * 5 // 8 + 2 * others
 
 
+def test_a_wide_output_of_the_native_operators_is_integers_where_it_is_shared(tmp_path: Path) -> None:
+    """100000 outputs are too many for WeightQuantBatchMatmul, and half of them are not."""
+    folder = write_model_folder(tmp_path / "wide", vocab_size=100_000)
+    layers, norms, output = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160), 2 * 2 * 64 + 64, 100_000 * 64
+
+    def weights(*overrides: str) -> int:
+        given = ["model_dtype=bfloat16", "op_table=native", "weight_format=int8_weight_only", f"model_path={folder}"]
+        config = load_config("llama_tiny_cpu.yaml", [*(f"model_config.{each}" for each in given), *overrides])
+        return estimate_memory(config, PLENTY).bytes_of("weights")
+
+    assert weights() == layers + 2 * (output + output + norms)
+    assert weights("parallel_config.tensor_parallel=2") == layers + output + 2 * (output + 2 * norms)
+
+
 def test_experts_and_windows(tmp_path: Path) -> None:
     def plan(op_table: str, **changes: object) -> MemoryPlan:
         folder = write_model_folder(tmp_path / str(len(list(tmp_path.iterdir()))), **changes)  # type: ignore[arg-type]
