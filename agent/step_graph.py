@@ -18,9 +18,11 @@ from mindspore.graph.api import _cell_graph_executor
 
 from agent.backends.base import OpTable
 from agent.backends.cpu.ops import FusedCpuOps
-from agent.layers.parameter import MINDSPORE_DTYPES, as_float32_array, as_tensor
+from agent.decode_replays import DecodeReplays
+from agent.kernels import widen_bfloat16
+from agent.layers.parameter import MINDSPORE_DTYPES, as_storage, as_tensor
 from agent.step_inputs import Int32Array, StepInputs
-from agent.weights.storage import STORAGE_DTYPES, Array
+from agent.weights.storage import STORAGE_DTYPES, Array, to_float32
 from llm_serving.errors import AgentStartError
 from llm_serving.ipc.shm import PADDING_SLOT, SlotLimits
 
@@ -147,7 +149,8 @@ class StaticStepGraph(StepGraph):
 
 class DynamicStepGraph(StepGraph):
     """A graph of each kind. That of whole prompts takes as many as ``max_whole_prompts`` of them; decodes are padded to
-    one of ``decode_sizes``, rising, so that MindSpore finds the shapes that it has captured. Empty: they are not."""
+    one of ``decode_sizes``, rising, so that MindSpore finds the shapes that it has captured. Empty: they are not, and
+    replayed where the op table may."""
 
     def __init__(
         self, model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_prompts: int, decode_sizes: Sequence[int] = ()
@@ -162,8 +165,13 @@ class DynamicStepGraph(StepGraph):
             if kind != GraphKind.PREFILL or ops.has_whole_prompts
         }
         self._max_whole_prompts = max_whole_prompts if ops.has_whole_prompts else 0
+        self._logits = np.empty(0, np.float32)
         self._pads_prompts = not ops.dynamic_prompts
         self._decode_sizes = tuple(decode_sizes)
+        self.replays: DecodeReplays | None = None
+        if ops.replays_decodes and not decode_sizes and not isinstance(model, TakesForms):
+            parameters = self._graphs[GraphKind.DECODE].parameters()
+            self.replays = DecodeReplays(self._graphs[GraphKind.DECODE].run, parameters, limits)
 
     def compile(self) -> None:
         """With one padding token."""
@@ -178,7 +186,10 @@ class DynamicStepGraph(StepGraph):
 
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
         with self._running():
-            logits = as_float32_array(self._run(inputs, entry))
+            if self.replays is not None and self.kind_of(inputs) == GraphKind.DECODE:
+                logits = self._float32(self.replays.run(inputs, entry))
+            else:
+                logits = self._float32(as_storage(self._run(inputs, entry)))
         self._check_operators()
         part = self._part
         if part is not None and part.is_split:
@@ -189,9 +200,19 @@ class DynamicStepGraph(StepGraph):
 
     def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
         with self._running():
-            stream: Array = self._run(inputs, entry).asnumpy()
+            stream = as_storage(self._run(inputs, entry))
         self._check_operators()
-        return stream.view(np.uint16) if stream.dtype.itemsize == 2 and stream.dtype != np.float16 else stream
+        return stream
+
+    def _float32(self, logits: Array) -> npt.NDArray[np.float32]:
+        """Logits [rows, vocabulary], bfloat16 as uint16, in memory that the next run may write to again."""
+        if logits.dtype != np.uint16:
+            return to_float32(logits, str(logits.dtype))
+        if self._logits.size < logits.size:
+            self._logits = np.empty(logits.size, np.float32)
+        widened = self._logits[: logits.size].reshape(logits.shape)
+        widen_bfloat16(logits, widened)
+        return widened
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -301,6 +322,11 @@ class _CompiledGraph:
                 f"none for its types (the model's are {types}); docs/ascend.md has a table of the primitives there are"
             ) from error
         self._phase = self._cell.phase_cache[self._cell.phase]
+
+    def parameters(self) -> Iterator[Tensor]:
+        """All that the graph has."""
+        found: Iterator[Tensor] = self._cell.get_parameters()
+        return found
 
     def run(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Straight to MindSpore's executor: ``Cell.__call__`` would check again, at two to three times the overhead,

@@ -137,6 +137,11 @@ class OpTable(ABC):
         """A graph of many operators begins to run, or has ended."""
         del running
 
+    @property
+    def replays_decodes(self) -> bool:
+        """Whether the launches of a decode may be recorded, and replayed in place of the graph's next run."""
+        return False
+
     def failed_operator(self) -> str | None:
         """The operator that refused its inputs in the graph that ran last, where the device keeps that from MindSpore;
         None where none did. What the graph gave then means nothing."""

@@ -1,6 +1,7 @@
 """The CPU kernels: one shared library, used as MindSpore op plugin, as AOT custom ops and through ctypes."""
 
 from agent.kernels.block_copies import BlockCopies
+from agent.kernels.launches import RecordedLaunches, RecordingError, record
 from agent.kernels.library import (
     KernelsNotBuiltError,
     SampleCall,
@@ -13,11 +14,14 @@ from agent.kernels.library import (
     set_attentive,
     set_threads,
     take_failure,
+    widen_bfloat16,
 )
 
 __all__ = [
     "BlockCopies",
     "KernelsNotBuiltError",
+    "RecordedLaunches",
+    "RecordingError",
     "SampleCall",
     "SampleInputs",
     "SampleOutputs",
@@ -25,7 +29,9 @@ __all__ = [
     "kernel_isa",
     "library_path",
     "num_threads",
+    "record",
     "set_attentive",
     "set_threads",
     "take_failure",
+    "widen_bfloat16",
 ]

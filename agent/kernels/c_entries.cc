@@ -78,6 +78,15 @@ LLMK_ENTRY int llmk_sample(const llmk::SampleArgs* args) {
 
 LLMK_ENTRY int llmk_copy_blocks(const llmk::CopyBlocksArgs* args) { return llmk::copy_blocks("CopyBlocks", *args); }
 
+// The float32 of `count` bfloat16.
+LLMK_ENTRY void llmk_widen_bfloat16(const uint16_t* values, uint32_t* out, int64_t count) {
+  constexpr int64_t kSpan = 1 << 15;  // of a task
+  llmk::parallel_for(llmk::ceil_div(count, kSpan), [&](int64_t task) {
+    const int64_t end = llmk::smaller((task + 1) * kSpan, count);
+    for (int64_t i = task * kSpan; i < end; ++i) out[i] = static_cast<uint32_t>(values[i]) << 16;
+  });
+}
+
 LLMK_ENTRY void llmk_philox(const uint32_t* counter, const uint32_t* key, uint32_t* out) {
   llmk::philox(counter, key, out);
 }

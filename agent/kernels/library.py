@@ -58,6 +58,19 @@ def load_library() -> ctypes.CDLL:
     library.llmk_hold_failures.argtypes = [ctypes.c_int]
     library.llmk_hold_failures.restype = None
     library.llmk_take_failure.restype = ctypes.c_char_p
+    library.llmk_begin_recording.restype = None
+    library.llmk_end_recording.argtypes = [
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p),
+        ctypes.POINTER(ctypes.c_char_p),
+    ]
+    library.llmk_end_recording.restype = ctypes.c_void_p
+    library.llmk_forget_recording.argtypes = [ctypes.c_void_p]
+    library.llmk_forget_recording.restype = None
+    library.llmk_replay.argtypes = [ctypes.c_void_p]
+    library.llmk_replay.restype = ctypes.c_void_p
+    library.llmk_spoil_memory.restype = None
+    library.llmk_widen_bfloat16.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+    library.llmk_widen_bfloat16.restype = None
     library.llmk_copy_blocks.argtypes = [ctypes.c_void_p]
     library.llmk_copy_blocks.restype = ctypes.c_int
     return library
@@ -90,10 +103,23 @@ def hold_failures(hold: bool) -> None:
     load_library().llmk_hold_failures(hold)
 
 
+def has_failed() -> bool:
+    """Whether a primitive has refused since ``take_failure`` was last called."""
+    return bool(load_library().llmk_has_failed())
+
+
 def take_failure() -> str | None:
     """The primitive that refused since this was last called, or None; the reason is on standard error."""
     name: bytes | None = load_library().llmk_take_failure()
     return None if name is None else name.decode()
+
+
+def widen_bfloat16(values: npt.NDArray[np.uint16], out: Float32Array) -> None:
+    """Writes the float32 of bfloat16 ``values`` to ``out``, by all threads. Raises ValueError unless both are
+    contiguous and as large."""
+    if values.size != out.size or not (values.flags.c_contiguous and out.flags.c_contiguous):
+        raise ValueError(f"{values.size} values cannot be widened into {out.size}, or they are not contiguous")
+    load_library().llmk_widen_bfloat16(values.ctypes.data, out.ctypes.data, values.size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,10 @@
 #include "ops/checks.h"
 #include "ops/gather.h"
 #include "ops/reshape_and_cache.h"
-#include "plugin/call.h"
+#include "plugin/launches.h"
 
 namespace llmk {
 namespace {
-
-const char* kOps[] = {"RmsNorm", "AddRmsNorm", "Swiglu", "SiLU", "MoveTo", "ApplyRotaryPosEmb", "ReshapeAndCache",
-                      "FlashAttentionScore", "PagedAttention", "MatMul", "Gather", "Reshape", "MoeGatingTopKSoftmax",
-                      "MoeInitRoutingV2", "GroupedMatmulV4", "InnerMoeTokenUnpermute", "AllReduce", "AllGather",
-                      "DynamicQuantExt", "QuantBatchMatmul", "WeightQuantBatchMatmul", "SplitWithSize"};
 
 // RmsNorm(x, gamma, epsilon) -> y, rstd and AddRmsNorm(x1, x2, gamma, epsilon) -> y, rstd, x1 + x2: y = x * rstd *
 // gamma, rstd = 1 / sqrt(mean(x^2) + epsilon) in float32 over the last axis. The sum is rounded to the type of x first,
@@ -139,11 +134,17 @@ int reshape(const Call& call) {
   return 0;
 }
 
+Call make_call(const char* op, int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void* extra) {
+  return {{op, count, data, ndims, shapes, dtypes}, static_cast<KernelInputInfo*>(extra)};
+}
+
+}  // namespace
+
 // What MindSpore is told of a kernel's error. A graph whose kernel reports one does not run again, and the memory that
 // MindSpore keeps for its next run is lost. So a caller may have errors held back: from the first on no kernel does
 // anything until the caller, after the graph, takes the name of the operator.
-std::atomic<bool> holds_failures{false};
-std::atomic<const char*> held_failure{nullptr};
+static std::atomic<bool> holds_failures{false};
+static std::atomic<const char*> held_failure{nullptr};
 
 int answer(const char* op, int error) {
   if (error == 0 || !holds_failures.load(std::memory_order_relaxed)) return error;
@@ -151,29 +152,58 @@ int answer(const char* op, int error) {
   return 0;
 }
 
-Call make_call(const char* op, int count, void** data, int* ndims, int64_t** shapes, const char** dtypes, void* extra) {
-  return {{op, count, data, ndims, shapes, dtypes}, static_cast<KernelInputInfo*>(extra)};
-}
+bool has_failed() { return held_failure.load(std::memory_order_acquire) != nullptr; }
 
-}  // namespace
+// Every primitive there is, and the call that runs it with `arguments`.
+#define LLMK_PRIMITIVES(X) \
+  X(RmsNorm, rms_norm(arguments, false)) \
+  X(AddRmsNorm, rms_norm(arguments, true)) \
+  X(Swiglu, swiglu(arguments)) \
+  X(SiLU, plugin_silu(arguments)) \
+  X(MoveTo, plugin_move_to(arguments)) \
+  X(ApplyRotaryPosEmb, plugin_rotary(arguments)) \
+  X(ReshapeAndCache, reshape_and_cache(arguments)) \
+  X(FlashAttentionScore, plugin_flash_attention(arguments)) \
+  X(PagedAttention, plugin_paged_attention(arguments)) \
+  X(MatMul, plugin_matmul(arguments)) \
+  X(Gather, gather(arguments)) \
+  X(Reshape, reshape(arguments)) \
+  X(MoeGatingTopKSoftmax, plugin_moe_gating_top_k_softmax(arguments)) \
+  X(MoeInitRoutingV2, plugin_moe_init_routing(arguments)) \
+  X(GroupedMatmulV4, plugin_grouped_matmul(arguments)) \
+  X(InnerMoeTokenUnpermute, plugin_moe_token_unpermute(arguments)) \
+  X(AllReduce, plugin_all_reduce(arguments)) \
+  X(AllGather, plugin_all_gather(arguments)) \
+  X(DynamicQuantExt, plugin_dynamic_quant(arguments)) \
+  X(QuantBatchMatmul, plugin_quant_matmul(arguments)) \
+  X(WeightQuantBatchMatmul, plugin_weight_quant_matmul(arguments)) \
+  X(SplitWithSize, plugin_split(arguments))
+
+#define LLMK_RUN(name, call) \
+  static int run_##name(const Call& arguments) { return call; }
+LLMK_PRIMITIVES(LLMK_RUN)
+
+#define LLMK_NAME(name, call) #name,
+static const char* const kOps[] = {LLMK_PRIMITIVES(LLMK_NAME)};
+
 }  // namespace llmk
 
 #define LLMK_ENTRY __attribute__((visibility("default")))
-#define LLMK_PLUGIN(name, call)                                                                          \
+#define LLMK_PLUGIN(name, call)                                                                            \
   LLMK_ENTRY int name(int nparam, void** params, int* ndims, int64_t** shapes, const char** dtypes, void*, \
-                      void* extra) {                                                                     \
-    if (llmk::held_failure.load(std::memory_order_acquire) != nullptr) return 0;                         \
-    const llmk::StandardFloatingPoint scope;                                                             \
-    const llmk::Call arguments = llmk::make_call(#name, nparam, params, ndims, shapes, dtypes, extra);   \
-    return llmk::answer(#name, llmk::call);                                                              \
+                      void* extra) {                                                                       \
+    if (llmk::has_failed()) return 0;                                                                      \
+    const llmk::StandardFloatingPoint scope;                                                               \
+    const llmk::Call arguments = llmk::make_call(#name, nparam, params, ndims, shapes, dtypes, extra);     \
+    return llmk::answer(#name, llmk::launch(llmk::run_##name, arguments));                                 \
   }
 
 extern "C" {
 
 LLMK_ENTRY int GetRegisteredOpCount() { return sizeof(llmk::kOps) / sizeof(llmk::kOps[0]); }
-LLMK_ENTRY const char** GetAllRegisteredOps() { return llmk::kOps; }
+LLMK_ENTRY const char* const* GetAllRegisteredOps() { return llmk::kOps; }
 LLMK_ENTRY int GetComputeDependOpCount() { return 0; }
-LLMK_ENTRY const char** GetAllComputeDependOps() { return llmk::kOps; }
+LLMK_ENTRY const char* const* GetAllComputeDependOps() { return llmk::kOps; }
 LLMK_ENTRY bool IsKernelRegistered(const char* name) {
   for (const char* op : llmk::kOps) {
     if (std::strcmp(op, name) == 0) return true;
@@ -184,27 +214,8 @@ LLMK_ENTRY bool IsKernelRegistered(const char* name) {
 LLMK_ENTRY void llmk_hold_failures(int hold) { llmk::holds_failures.store(hold != 0, std::memory_order_relaxed); }
 LLMK_ENTRY const char* llmk_take_failure() { return llmk::held_failure.exchange(nullptr, std::memory_order_acq_rel); }
 
-LLMK_PLUGIN(RmsNorm, rms_norm(arguments, false))
-LLMK_PLUGIN(AddRmsNorm, rms_norm(arguments, true))
-LLMK_PLUGIN(Swiglu, swiglu(arguments))
-LLMK_PLUGIN(SiLU, plugin_silu(arguments))
-LLMK_PLUGIN(MoveTo, plugin_move_to(arguments))
-LLMK_PLUGIN(ApplyRotaryPosEmb, plugin_rotary(arguments))
-LLMK_PLUGIN(ReshapeAndCache, reshape_and_cache(arguments))
-LLMK_PLUGIN(FlashAttentionScore, plugin_flash_attention(arguments))
-LLMK_PLUGIN(PagedAttention, plugin_paged_attention(arguments))
-LLMK_PLUGIN(MatMul, plugin_matmul(arguments))
-LLMK_PLUGIN(Gather, gather(arguments))
-LLMK_PLUGIN(Reshape, reshape(arguments))
-LLMK_PLUGIN(MoeGatingTopKSoftmax, plugin_moe_gating_top_k_softmax(arguments))
-LLMK_PLUGIN(MoeInitRoutingV2, plugin_moe_init_routing(arguments))
-LLMK_PLUGIN(GroupedMatmulV4, plugin_grouped_matmul(arguments))
-LLMK_PLUGIN(InnerMoeTokenUnpermute, plugin_moe_token_unpermute(arguments))
-LLMK_PLUGIN(AllReduce, plugin_all_reduce(arguments))
-LLMK_PLUGIN(AllGather, plugin_all_gather(arguments))
-LLMK_PLUGIN(DynamicQuantExt, plugin_dynamic_quant(arguments))
-LLMK_PLUGIN(QuantBatchMatmul, plugin_quant_matmul(arguments))
-LLMK_PLUGIN(WeightQuantBatchMatmul, plugin_weight_quant_matmul(arguments))
-LLMK_PLUGIN(SplitWithSize, plugin_split(arguments))
+LLMK_ENTRY int llmk_has_failed() { return llmk::has_failed() ? 1 : 0; }
+
+LLMK_PRIMITIVES(LLMK_PLUGIN)
 
 }  // extern "C"

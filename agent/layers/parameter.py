@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import mindspore as ms
 import numpy as np
-import numpy.typing as npt
 from mindspore import Parameter, Tensor
 from mindspore.common.initializer import initializer
 from mindspore.common.np_dtype import bfloat16
 from mindspore.nn.utils import no_init_parameters
 
-from agent.weights.storage import Array, to_float32
+from agent.weights.storage import Array
 
 MINDSPORE_DTYPES = {
     "float16": ms.float16,
@@ -58,10 +57,7 @@ def as_tensor(array: Array) -> Tensor:
     return Tensor.from_numpy(array.view(bfloat16) if array.dtype == np.uint16 else array)
 
 
-def as_float32_array(tensor: Tensor) -> npt.NDArray[np.float32]:
-    """The tensor's values, waiting for them. NumPy converts a few rows faster than MindSpore's Cast on a CPU starts."""
-    array = tensor.asnumpy()
-    if array.dtype == np.float32:
-        result: npt.NDArray[np.float32] = array
-        return result
-    return to_float32(array, "float16") if array.dtype == np.float16 else to_float32(array.view(np.uint16), "bfloat16")
+def as_storage(tensor: Tensor) -> Array:
+    """The tensor's values, waiting for them; bfloat16 as uint16 (``agent.weights.storage``)."""
+    array: Array = tensor.asnumpy()
+    return array if array.dtype in (np.float32, np.float16) else array.view(np.uint16)

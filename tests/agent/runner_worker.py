@@ -254,6 +254,50 @@ def _fail_in_graph(driver: StepDriver, good: Part) -> str:
     return "no error"
 
 
+def run_replays(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
+    """Decodes of one and of three sequences, the first of a size recorded and those after it replayed, and the same by
+    the graph; with an operator that refuses its inputs, at a replay and where one would be recorded."""
+    graph, prompts = driver.runner._graph, [case["prompt"] for case in golden["cases"][:3]]
+    replays, tokens = graph.replays, golden["cases"][0]["tokens"][:INVARIANCE_STEPS]
+    found: dict[str, Any] = {"problem": replays.problem, "refused": [_refused_decode(driver, 2)]}
+    found["replayed"] = _decodes(driver, prompts, tokens)
+    found["refused"] += [_refused_decode(driver, rows) for rows in (2, 3, 3)]
+    found["replayed again"] = _decodes(driver, prompts, tokens)
+    found["sizes"] = sorted(replays.sizes)
+    graph.replays = None
+    found["by the graph"] = _decodes(driver, prompts, tokens)
+    graph.replays = replays
+    return found
+
+
+def _decodes(driver: StepDriver, prompts: list[list[int]], tokens: list[int]) -> list[str]:
+    digests = []
+    for rows in (1, 3):
+        driver.runner.reset()
+        parts = [Part(prompt, 0, blocks_for(row), row) for row, prompt in enumerate(prompts[:rows])]
+        driver.prefill(*parts)
+        for step, token in enumerate(tokens):
+            following = [Part([token], len(part.tokens) + step, part.blocks, part.row) for part in parts]
+            digests += [output.digest for output in driver.decode(*following)]
+    return digests
+
+
+def _refused_decode(driver: StepDriver, rows: int) -> str:
+    """A block that does not exist, let through by a reader that believes in more blocks."""
+    driver.runner.reset()
+    reader = driver.runner._reader
+    slot = driver.fill([Part([5], 0, blocks_for(row), row) for row in range(rows)])
+    slot.block_tables[0] = slot.slot_mapping[0] = 2**27
+    reader._num_blocks *= 2**20
+    try:
+        driver.runner.run_decode(slot)
+    except AgentError as error:
+        return str(error).split(" its inputs")[0]
+    finally:
+        reader._num_blocks //= 2**20
+    return "no error"
+
+
 def _set_history(tokens: list[int], prompt_len: int) -> Any:
     def break_it(slot: Any) -> None:
         slot.history[: len(tokens)] = tokens
@@ -289,6 +333,8 @@ def main() -> None:
         driver = StepDriver(make_config(folder, dtype, op_table, weights, kv))
         result = {"golden": run_golden(driver, golden), "invariance": run_invariance(driver, golden)}
         result["sharing"] = run_block_sharing(driver, golden)
+        if op_table == "native":
+            result["replays"] = run_replays(driver, golden)
         result["digest"] = weights_digest(folder)
         results["models"][name] = result
         if name == "gqa_tied":

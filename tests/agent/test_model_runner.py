@@ -56,6 +56,7 @@ MOST_ERROR = 1.1
 MOST_FUSED_ERROR = 1.0
 """Where activations stay floats: fused operators round less often. Found: 0.89 to 0.97."""
 ALL_SETUPS = (*((*setup, "auto", "auto") for setup in SETUPS), *QUANTISED_SETUPS)
+NATIVE_SETUPS = tuple(setup for setup in ALL_SETUPS if setup[1] == "native")
 MOST_TIES = 0.06
 """Of all tokens of a model: more would be an error, not ties."""
 LOGIT_TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.15}
@@ -237,6 +238,17 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(
         by_step = dict(text.split() for text in digests[pieces])
         assert len(by_step) >= 4
         assert by_step == {step: alone[int(step)] for step in by_step}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("setup", NATIVE_SETUPS, ids="-".join)
+def test_replayed_decodes_have_the_bits_of_the_graph(results: Any, setup: tuple[str, ...], model: str) -> None:
+    replays = results(*setup)["models"][model]["replays"]
+    assert replays["problem"] == ""
+    assert set(replays["sizes"]) >= {1, 2, 3}
+    assert len(set(replays["by the graph"])) == 60, "a sequence decodes alone as it does beside others"
+    assert replays["replayed"] == replays["replayed again"] == replays["by the graph"]
+    assert replays["refused"] == ["the graph failed: ReshapeAndCache refused"] * 4
 
 
 @pytest.mark.parametrize("model", MODELS)

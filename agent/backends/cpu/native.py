@@ -36,6 +36,11 @@ class NativeCpuOps(NativeOps):
         """Between operators the kernels' threads would fall asleep, and wake again in as long as a short one takes."""
         set_attentive(running)
 
+    @property
+    def replays_decodes(self) -> bool:
+        """Of an agent alone: what agents of a group launch together they launch the same number of times."""
+        return self.part is None or self.part.is_alone
+
     def failed_operator(self) -> str | None:
         return take_failure()
 

@@ -1,0 +1,91 @@
+"""Decode steps without MindSpore: launches of the dynamic graph, recorded once for each number of sequences.
+
+A decode of so many sequences launches the same kernels every time, over inputs, weights and caches that stay where
+they are. MindSpore's part in it is done once: the first such step runs the graph and records what it launches
+(``agent.kernels.launches``), as an Ascend captures a stream's launches; those after it are replays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from mindspore import Tensor
+
+from agent.kernels import RecordedLaunches, RecordingError, record
+from agent.layers.parameter import as_storage, as_tensor
+from agent.step_inputs import Int32Array, StepInputs
+from agent.weights.storage import Array
+from llm_serving.ipc.shm import SlotLimits
+
+logger = logging.getLogger("agent.decode_replays")
+
+Run = Callable[[tuple[Tensor, ...]], Tensor]
+
+
+class DecodeReplays:
+    """Owns the inputs' memory. ``run`` of a graph that cannot be replayed runs the graph, now and ever after."""
+
+    def __init__(self, run_graph: Run, parameters: Iterable[Tensor], limits: SlotLimits) -> None:
+        """``parameters`` are all of the graph; their memory stays where it is."""
+        self._run_graph = run_graph
+        self._parameters = tuple(parameters)
+        seqs, self._table_width = limits.max_seqs, limits.max_blocks_per_seq
+        self._vectors = [np.zeros(seqs, np.int32) for _ in range(6)]
+        self._tables = np.zeros(seqs * self._table_width, np.int32)
+        self._recorded: dict[int, RecordedLaunches] = {}
+        self._problem = ""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of sequences whose decodes are replayed."""
+        return tuple(self._recorded)
+
+    @property
+    def problem(self) -> str:
+        """Why this graph's launches cannot be replayed; empty where they can, or none has run."""
+        return self._problem
+
+    def run(self, inputs: StepInputs, token_ids: Int32Array) -> Array:
+        """What the graph gives for a decode, bfloat16 as uint16, valid until the next call."""
+        arrays = self._take(inputs, token_ids)
+        launches = self._recorded.get(token_ids.size)
+        if launches is not None:
+            return launches.run()
+        if self._problem:
+            return self._graph_result(arrays)[0]
+        memory = [(tensor.data_ptr(), tensor.nbytes) for tensor in self._parameters]
+        memory += [(array.ctypes.data, array.nbytes) for array in arrays]
+        try:
+            result, self._recorded[token_ids.size] = record(lambda: self._graph_result(arrays), memory)
+        except RecordingError as error:
+            if error.is_for_good:
+                self._problem = str(error)
+                logger.info("decodes run the graph every time: %s", error)
+            return error.result
+        return result
+
+    def _take(self, inputs: StepInputs, token_ids: Int32Array) -> tuple[Int32Array, ...]:
+        """The inputs in memory that is theirs, the block tables as wide as any: their width then is no other shape."""
+        seqs, width = inputs.block_tables.shape
+        given = (
+            token_ids,
+            inputs.positions,
+            inputs.last_tokens,
+            inputs.slot_mapping,
+            inputs.context_lens,
+            inputs.query_lens,
+        )
+        arrays = [buffer[:seqs] for buffer in self._vectors]
+        for array, values in zip(arrays, given, strict=True):
+            array[:] = values
+        tables = self._tables[: seqs * self._table_width].reshape(seqs, self._table_width)
+        tables[:, :width] = inputs.block_tables
+        tables[:, width:] = 0
+        return (*arrays[:4], tables, *arrays[4:])
+
+    def _graph_result(self, arrays: tuple[Int32Array, ...]) -> tuple[Array, int]:
+        """The graph's result, and where MindSpore has it."""
+        tensor = self._run_graph(tuple(map(as_tensor, arrays)))
+        return as_storage(tensor), tensor.data_ptr()

@@ -1,0 +1,78 @@
+"""Launches of native primitives, recorded while MindSpore makes them and replayed without it (plugin/launches.h)."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels.library import has_failed, load_library
+
+Array = npt.NDArray[Any]
+Memory = tuple[int, int]
+"""Address and bytes."""
+
+
+class RecordingError(Exception):
+    """The graph ran, but its launches cannot be replayed; the text says why."""
+
+    def __init__(self, reason: str, result: Array) -> None:
+        super().__init__(reason)
+        self.result = result
+        self.is_for_good = not has_failed()
+        """False where a primitive refused these inputs, and may take others."""
+
+
+class RecordedLaunches:
+    """What a graph launched in one run. The memory that was named when it was recorded must stay as long as this."""
+
+    def __init__(self, handle: int, like: Array) -> None:
+        self._handle = handle
+        self._bytes, self._shape, self._dtype = like.nbytes, like.shape, like.dtype
+        self._finalize = weakref.finalize(self, load_library().llmk_forget_recording, handle)
+
+    def close(self) -> None:
+        """May be called twice; there is no ``run`` after it."""
+        self._finalize()
+
+    def run(self) -> Array:
+        """Launch it all again over what lies in the named memory now. The result is valid until the next run of any
+        recording; after an operator's refusal (``take_failure``) it means nothing."""
+        address = load_library().llmk_replay(self._handle)
+        place = (ctypes.c_char * self._bytes).from_address(address)
+        return np.frombuffer(place, self._dtype).reshape(self._shape)
+
+
+def record(run: Callable[[], tuple[Array, int]], memory: Iterable[Memory]) -> tuple[Array, RecordedLaunches]:
+    """Calls ``run``, which runs a graph and gives its result as an array and the address where MindSpore has it, and
+    gives the result and the launches.
+
+    ``memory`` is what stays where it is: the graph's inputs and parameters. The launches are replayed once, over
+    memory that was spoiled before, and must have the result's bits. Raises RecordingError, its ``result`` that of
+    ``run``, where they have not, or where something but our kernels computes in the graph; what ``run`` raises.
+    """
+    library = load_library()
+    library.llmk_begin_recording()
+    problem = ctypes.c_char_p()
+    try:
+        result, address = run()
+        result = result.copy()
+    except BaseException:
+        library.llmk_end_recording(None, None, 0, None, ctypes.byref(problem))
+        raise
+    ranges = list(memory)
+    starts = (ctypes.c_void_p * len(ranges))(*[start for start, _ in ranges])
+    sizes = (ctypes.c_int64 * len(ranges))(*[size for _, size in ranges])
+    handle = library.llmk_end_recording(starts, sizes, len(ranges), address, ctypes.byref(problem))
+    if handle is None:
+        raise RecordingError((problem.value or b"").decode(), result)
+    launches = RecordedLaunches(handle, result)
+    library.llmk_spoil_memory()
+    if launches.run().tobytes() != result.tobytes():
+        launches.close()
+        raise RecordingError("a replay gives another result", result)
+    return result, launches

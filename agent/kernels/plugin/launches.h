@@ -1,0 +1,26 @@
+// Launches of primitives, remembered as MindSpore makes them, and made again without it.
+//
+// A graph whose shapes stay what they were launches the same primitives in the same order every time it runs; what
+// changes is what lies in its inputs' memory. So a run is recorded once for each set of shapes, as an Ascend captures
+// what a step launches, and replayed: in place of MindSpore's work for every operator and parameter there is a loop.
+//
+// What a recorded launch reads must be one of three: memory that stays, which the caller names (inputs of the graph,
+// weights, caches); what a recorded launch wrote; or a single number of the graph, which is copied. What recorded launches
+// write gets memory of the library's own, laid out as MindSpore had laid it out. Whether anything is missing, such as a
+// kernel of MindSpore's own between two of ours, is for the caller to find out: he fills that memory with what no
+// kernel writes, replays, and compares the result.
+#pragma once
+#include "call.h"
+
+namespace llmk {
+
+using Primitive = int (*)(const Call& call);
+
+// Runs the primitive; remembers the call where launches are being recorded.
+int launch(Primitive primitive, const Call& call);
+
+// What MindSpore would be told of a kernel's error: see op_plugin.cc.
+int answer(const char* op, int error);
+bool has_failed();
+
+}  // namespace llmk

@@ -1,0 +1,168 @@
+"""Run by test_launches.py in a process of its own (the plugin is read when MindSpore is imported): prints JSON.
+
+Graphs of native primitives, recorded and replayed, and those that must not be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from agent.kernels.library import hold_failures, library_path, take_failure
+
+os.environ["MS_OP_PLUGIN_PATH"] = str(library_path())
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops import auto_generate
+
+from agent.kernels.launches import RecordedLaunches, RecordingError, record
+
+ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
+ms.set_device("CPU")
+
+RNG = np.random.default_rng(0)
+ROWS, WIDTH, TOKENS = 3, 32, 16
+RESULTS: dict[str, Any] = {}
+
+Array = np.ndarray[Any, Any]
+
+
+class Layer(nn.Cell):
+    """A row of a table for each token, normed and multiplied; ``between`` is an operator before the product."""
+
+    def __init__(self, between: Any = None) -> None:
+        super().__init__()
+        self.table, self.gamma, self.weight = (
+            Parameter(floats(*sizes)) for sizes in ((TOKENS, WIDTH), (WIDTH,), (8, WIDTH))
+        )
+        self.gather, self.norm, self.multiply = ops.Gather(), auto_generate.RmsNorm(1e-5), ops.MatMul(transpose_b=True)
+        self.between = between
+
+    def construct(self, ids: Tensor) -> Tensor:
+        rows = self.norm(self.gather(self.table, ids, 0), self.gamma)[0]
+        if self.between is not None:
+            rows = self.between(rows)
+        return self.multiply(rows, self.weight)
+
+
+class Graph:
+    """A compiled Cell over memory for its inputs that stays."""
+
+    def __init__(self, cell: nn.Cell, rows: int = ROWS) -> None:
+        self.ids = np.zeros(rows, np.int32)
+        self.cell = cell
+        self.run()
+
+    def run(self) -> tuple[Array, int]:
+        tensor = self.cell(Tensor.from_numpy(self.ids))
+        return tensor.asnumpy(), tensor.data_ptr()
+
+    def memory(self) -> list[tuple[int, int]]:
+        parameters = [(each.data_ptr(), each.nbytes) for each in self.cell.get_parameters()]
+        return [*parameters, (self.ids.ctypes.data, self.ids.nbytes)]
+
+    def record(self, run: Callable[[], tuple[Array, int]] | None = None) -> tuple[Array, RecordedLaunches]:
+        return record(run or self.run, self.memory())
+
+
+def floats(*sizes: int) -> Tensor:
+    return Tensor(RNG.standard_normal(sizes).astype(np.float32))
+
+
+def refusal(graph: Graph, run: Callable[[], tuple[Array, int]] | None = None) -> RecordingError | None:
+    try:
+        graph.record(run)
+    except RecordingError as error:
+        return error
+    return None
+
+
+def check_replays() -> None:
+    graph = Graph(Layer())
+    graph.ids[:] = 1, 2, 3
+    result, launches = graph.record()
+    RESULTS["what is recorded is what the graph gives"] = bool((result == graph.run()[0]).all())
+    graph.ids[:] = 9, 0, 15
+    replayed = launches.run().copy()
+    RESULTS["a replay sees the inputs of now"] = replayed.tobytes() == graph.run()[0].tobytes() != result.tobytes()
+    weight = graph.cell.weight.asnumpy()
+    weight *= 2
+    doubled = launches.run().copy()
+    RESULTS["a replay sees the parameters of now"] = bool((doubled == 2 * replayed).all())
+    other = Graph(Layer())
+    _, others = other.record()
+    RESULTS["recordings do not disturb each other"] = (
+        launches.run().tobytes() == doubled.tobytes() and others.run().tobytes() == other.run()[0].tobytes()
+    )
+    launches.close()
+    launches.close()
+    RESULTS["one outlives the other"] = others.run().tobytes() == other.run()[0].tobytes()
+
+
+def check_what_is_not_recorded() -> None:
+    of_mindspore = refusal(Graph(Layer(ops.Sin())))
+    assert of_mindspore is not None
+    unknown = "MatMul reads what none of our kernels wrote, as its argument 0"
+    wrong = "a replay gives another result"  # where MindSpore's kernel writes to what one of ours wrote before
+    RESULTS["a kernel of MindSpore's between ours"] = of_mindspore.is_for_good and (
+        unknown in str(of_mindspore) or wrong in str(of_mindspore)
+    )
+    graph = Graph(Layer(), rows=1)
+    try:
+        record(graph.run, graph.memory()[:-1])
+    except RecordingError as unnamed:
+        RESULTS["an input that is not named"] = "Gather reads what none of our kernels wrote, as its argument 1" in str(
+            unnamed
+        )
+    graph = Graph(Layer(ops.Sin()))
+    graph.ids[:] = 3, 4, 5
+    error = refusal(graph)
+    assert error is not None
+    RESULTS["the graph's result comes with the error"] = error.result.tobytes() == graph.run()[0].tobytes()
+    graph = Graph(Layer())
+    error = refusal(graph, lambda: (graph.run()[0] + 1, graph.run()[1]))
+    RESULTS["another result than the graph's"] = error is not None and "wrote the result" in str(error)
+
+    def falsified() -> tuple[Array, int]:
+        result, address = graph.run()
+        falsified.keep = result  # type: ignore[attr-defined]  # else the address is another result's
+        return result + 1, address
+
+    RESULTS["a replay that differs"] = str(refusal(graph, falsified)) == "a replay gives another result"
+    RESULTS["no launch at all"] = str(refusal(graph, lambda: (np.zeros(1), 0))) == "nothing was launched"
+
+
+def check_refusals() -> None:
+    graph = Graph(Layer())
+    hold_failures(True)
+    graph.ids[1] = TOKENS
+    error = refusal(graph)
+    assert error is not None
+    RESULTS["refused while recorded"] = not error.is_for_good and take_failure() == "Gather"
+    graph.ids[1] = 0
+    _, launches = graph.record()
+    graph.ids[1] = TOKENS
+    launches.run()
+    RESULTS["refused at a replay"] = take_failure() == "Gather"
+    graph.ids[1] = 7
+    RESULTS["a replay after a refusal"] = launches.run().tobytes() == graph.run()[0].tobytes()
+    hold_failures(False)
+
+    def raising() -> tuple[Array, int]:
+        graph.run()
+        raise KeyError
+
+    try:
+        graph.record(raising)
+    except KeyError:
+        RESULTS["what the run raises"] = graph.record()[1].run().tobytes() == graph.run()[0].tobytes()
+
+
+check_replays()
+check_what_is_not_recorded()
+check_refusals()
+print(json.dumps(RESULTS))
