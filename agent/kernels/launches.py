@@ -43,8 +43,8 @@ class RecordedLaunches:
         """Launch it all again over what lies in the named memory now. The result is valid until the next run of any
         recording; after an operator's refusal (``take_failure``) it means nothing."""
         address = load_library().llmk_replay(self._handle)
-        place = (ctypes.c_char * self._bytes).from_address(address)
-        return np.frombuffer(place, self._dtype).reshape(self._shape)
+        place = (ctypes.c_uint8 * self._bytes).from_address(address)
+        return np.ctypeslib.as_array(place).view(self._dtype).reshape(self._shape)
 
 
 def record(run: Callable[[], tuple[Array, int]], memory: Iterable[Memory]) -> tuple[Array, RecordedLaunches]:

@@ -5,10 +5,10 @@
 // what a step launches, and replayed: in place of MindSpore's work for every operator and parameter there is a loop.
 //
 // What a recorded launch reads must be one of three: memory that stays, which the caller names (inputs of the graph,
-// weights, caches); what a recorded launch wrote; or a single number of the graph, which is copied. What recorded launches
-// write gets memory of the library's own, laid out as MindSpore had laid it out. Whether anything is missing, such as a
-// kernel of MindSpore's own between two of ours, is for the caller to find out: he fills that memory with what no
-// kernel writes, replays, and compares the result.
+// weights, caches); what a recorded launch wrote; or a single number of the graph, which is copied. What recorded
+// launches write gets memory of the library's own, laid out as MindSpore had laid it out. Whether anything is missing,
+// such as a kernel of MindSpore's own between two of ours, is for the caller to find out: he fills that memory with
+// what no kernel writes, replays, and compares the result.
 #pragma once
 #include "call.h"
 
