@@ -1,8 +1,9 @@
 """Decode steps without MindSpore: launches of the dynamic graph, recorded once for each number of sequences.
 
 A decode of so many sequences launches the same kernels every time, over inputs, weights and caches that stay where
-they are. MindSpore's part in it is done once: the first such step runs the graph and records what it launches
-(``agent.kernels.launches``), as an Ascend captures a stream's launches; those after it are replays.
+they are. MindSpore's part in it is done twice: the first such step runs the graph and records what it launches
+(``agent.kernels.launches``), as an Ascend captures a stream's launches; the second runs graph and replay, which must give
+the same bits; those after it are replays.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from mindspore import Tensor
 
-from agent.kernels import RecordedLaunches, RecordingError, record
+from agent.kernels import RecordedLaunches, RecordingError, has_failed, record
 from agent.layers.parameter import as_storage, as_tensor
 from agent.step_inputs import Int32Array, StepInputs
 from agent.weights.storage import Array
@@ -35,6 +36,8 @@ class DecodeReplays:
         self._vectors = [np.zeros(seqs, np.int32) for _ in range(6)]
         self._tables = np.zeros(seqs * self._table_width, np.int32)
         self._recorded: dict[int, RecordedLaunches] = {}
+        self._unconfirmed: dict[int, RecordedLaunches] = {}
+        """Equal to the graph on the inputs they were recorded with, not yet on others."""
         self._problem = ""
 
     @property
@@ -55,16 +58,37 @@ class DecodeReplays:
             return launches.run()
         if self._problem:
             return self._graph_result(arrays)[0]
+        if token_ids.size in self._unconfirmed:
+            return self._confirm(token_ids.size, arrays)
+        return self._record(token_ids.size, arrays)
+
+    def _record(self, size: int, arrays: tuple[Int32Array, ...]) -> Array:
         memory = [(tensor.data_ptr(), tensor.nbytes) for tensor in self._parameters]
         memory += [(array.ctypes.data, array.nbytes) for array in arrays]
         try:
-            result, self._recorded[token_ids.size] = record(lambda: self._graph_result(arrays), memory)
+            result, self._unconfirmed[size] = record(lambda: self._graph_result(arrays), memory)
         except RecordingError as error:
             if error.is_for_good:
-                self._problem = str(error)
-                logger.info("decodes run the graph every time: %s", error)
+                self._give_up(str(error))
             return error.result
         return result
+
+    def _confirm(self, size: int, arrays: tuple[Int32Array, ...]) -> Array:
+        """What depends on the inputs and was taken for a constant would show with other inputs."""
+        result, _ = self._graph_result(arrays)
+        if has_failed():  # a primitive refused these inputs: the result means nothing
+            return result
+        launches = self._unconfirmed.pop(size)
+        if launches.run().tobytes() == result.tobytes():
+            self._recorded[size] = launches
+        else:
+            launches.close()
+            self._give_up("a replay with other inputs gives another result")
+        return result
+
+    def _give_up(self, problem: str) -> None:
+        self._problem = problem
+        logger.info("decodes run the graph every time: %s", problem)
 
     def _take(self, inputs: StepInputs, token_ids: Int32Array) -> tuple[Int32Array, ...]:
         """The inputs in memory that is theirs, the block tables as wide as any: their width then is no other shape."""

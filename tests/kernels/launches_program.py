@@ -19,7 +19,10 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import auto_generate
 
+from agent.decode_replays import DecodeReplays
 from agent.kernels.launches import RecordedLaunches, RecordingError, record
+from agent.step_inputs import StepInputs
+from llm_serving.ipc.shm import SlotLimits
 
 ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
 ms.set_device("CPU")
@@ -162,7 +165,40 @@ def check_refusals() -> None:
         RESULTS["what the run raises"] = graph.record()[1].run().tobytes() == graph.run()[0].tobytes()
 
 
+def check_confirmation() -> None:
+    """Decodes by ``DecodeReplays``: the second of a size runs graph and replay, and they must agree."""
+
+    def decodes(*cells: nn.Cell) -> tuple[DecodeReplays, bool, int]:
+        """Of the cells in turn, the last for good: whether each step gave what its cell gives, and how often one ran."""
+        ran: list[nn.Cell] = []
+
+        def run_graph(inputs: tuple[Tensor, ...]) -> Tensor:
+            ran.append(cells[min(len(ran), len(cells) - 1)])
+            return ran[-1](inputs[0])
+
+        replays = DecodeReplays(run_graph, cells[0].get_parameters(), SlotLimits(ROWS, ROWS, 1))
+        is_right = True
+        for step in range(4):
+            ids = np.arange(step, step + ROWS, dtype=np.int32)
+            numbers = np.zeros(ROWS, np.int32)
+            inputs = StepInputs(
+                ids, numbers, numbers, numbers.reshape(ROWS, 1), numbers, numbers, numbers, numbers, numbers, False
+            )
+            given = replays.run(inputs, ids).copy()
+            cell = cells[min(step, len(cells) - 1)]
+            is_right = is_right and given.tobytes() == cell(Tensor.from_numpy(ids)).asnumpy().tobytes()
+        return replays, is_right, len(ran)
+
+    replays, is_right, runs = decodes(Layer())
+    RESULTS["two steps by the graph, then replays"] = is_right and runs == 2 and replays.sizes == (ROWS,)
+    replays, is_right, runs = decodes(Layer(), Layer())
+    RESULTS["what a recording does not know shows with other inputs"] = (
+        is_right and runs == 4 and replays.sizes == () and "with other inputs" in replays.problem
+    )
+
+
 check_replays()
 check_what_is_not_recorded()
 check_refusals()
+check_confirmation()
 print(json.dumps(RESULTS))

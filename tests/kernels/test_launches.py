@@ -19,6 +19,6 @@ def test_recorded_launches(tmp_path: Path) -> None:
     )  # fmt: skip
     assert process.returncode == 0, process.stderr[-3000:]
     results = json.loads(process.stdout.strip().splitlines()[-1])
-    assert len(results) == 15
+    assert len(results) == 17
     assert [name for name, passed in results.items() if not passed] == []
     assert process.stderr.count("llm_kernels: Gather: indices[1] is 16") == 2
