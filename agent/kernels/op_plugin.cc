@@ -122,6 +122,31 @@ int gather(const Call& call) {
   return gather_rows(call.op, args);
 }
 
+// IndexSelect(input, dim, index): the slices of axis `dim` that a vector names, in its order.
+int index_select(const Call& call) {
+  enum { kInput, kDim, kIndex, kOut, kCount };
+  const int64_t bytes = dtype_bytes(call.dtypes[kInput]), dims = call.ndims[kInput];
+  const int64_t axis = call.integer(kDim) + (call.integer(kDim) < 0 ? dims : 0);
+  const bool wide = call.has_dtype(kIndex, "int64");
+  if (call.count != kCount || bytes == 0 || axis < 0 || axis >= dims || call.ndims[kIndex] > 1 ||
+      !(wide || call.has_dtype(kIndex, "int32"))) {
+    return refuse_text(call.op, "an input of %s and %lld dimensions, dim %lld, indices of %s and %d dimensions",
+                       call.dtypes[kInput], static_cast<long long>(dims), static_cast<long long>(call.integer(kDim)),
+                       call.dtypes[kIndex], call.ndims[kIndex]);
+  }
+  GatherArgs args{};
+  args.table = call.data[kInput];
+  args.indices = call.data[kIndex];
+  args.out = call.data[kOut];
+  args.wide_indices = wide;
+  args.batch = 1;
+  args.outer = call.size(kInput, 0, static_cast<int>(axis));
+  args.limit = call.shapes[kInput][axis];
+  args.row_bytes = call.size(kInput, static_cast<int>(axis) + 1) * bytes;
+  args.count = call.size(kIndex);
+  return gather_rows(call.op, args);
+}
+
 // The same elements under another shape, which MindSpore has worked out.
 int reshape(const Call& call) {
   const int out = call.count - 1;
@@ -161,17 +186,21 @@ bool has_failed() { return held_failure.load(std::memory_order_acquire) != nullp
   X(Swiglu, swiglu(arguments)) \
   X(SiLU, plugin_silu(arguments)) \
   X(MoveTo, plugin_move_to(arguments)) \
+  X(NanToNum, plugin_nan_to_num(arguments)) \
+  X(MaskedFill, plugin_masked_fill(arguments)) \
   X(ApplyRotaryPosEmb, plugin_rotary(arguments)) \
   X(ReshapeAndCache, reshape_and_cache(arguments)) \
   X(FlashAttentionScore, plugin_flash_attention(arguments)) \
   X(PagedAttention, plugin_paged_attention(arguments)) \
   X(MatMul, plugin_matmul(arguments)) \
   X(Gather, gather(arguments)) \
+  X(IndexSelect, index_select(arguments)) \
   X(Reshape, reshape(arguments)) \
   X(MoeGatingTopKSoftmax, plugin_moe_gating_top_k_softmax(arguments)) \
   X(MoeInitRoutingV2, plugin_moe_init_routing(arguments)) \
   X(GroupedMatmulV4, plugin_grouped_matmul(arguments)) \
   X(InnerMoeTokenUnpermute, plugin_moe_token_unpermute(arguments)) \
+  X(TopkExt, plugin_top_k(arguments)) \
   X(AllReduce, plugin_all_reduce(arguments)) \
   X(AllGather, plugin_all_gather(arguments)) \
   X(DynamicQuantExt, plugin_dynamic_quant(arguments)) \

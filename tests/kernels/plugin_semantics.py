@@ -185,6 +185,99 @@ def test_silu_and_move_to(dtype: str, seed: int, rows: int, width: int) -> None:
     np.testing.assert_array_equal(moved.asnumpy(), lengths)
 
 
+class MindFormersExperts(nn.Cell):
+    """What MindFormers' router and dispatcher take beside the grouped products, called as they call it."""
+
+    def __init__(self, k: int, dtype: str) -> None:
+        super().__init__()
+        self.k, self.zero, self.first = k, Tensor(0, DTYPES[dtype]), Tensor([0], ms.int32)
+
+    def construct(self, scores: Any, rows: Any, marks: Any, counts: Any) -> Any:
+        best, experts = mint.topk(scores, k=self.k, dim=-1)
+        kept = ops.masked_fill(rows, marks >= 3, self.zero)
+        return best, experts, mint.nan_to_num(rows, 0, 0, 0), kept, mint.index_select(counts, 0, self.first)
+
+
+@cache
+def experts_graph(k: int, dtype: str) -> nn.Cell:
+    graph = MindFormersExperts(k, dtype)
+    rows, numbers = dynamic(None, None, dtype=DTYPES[dtype]), dynamic(None, None, dtype=ms.int32)
+    graph.set_inputs(dynamic(None, None, dtype=ms.float32), rows, numbers, numbers)
+    return graph
+
+
+@examples
+@given(any_dtype, seeds, st.integers(1, 9), st.integers(8, 130), st.sampled_from([1, 3, 8]))
+def test_primitives_of_mindformers_experts(dtype: str, seed: int, rows: int, width: int, k: int) -> None:
+    """The k largest of each row, of equals the first; NaN and infinities made zeros; a mask's elements made zeros; a
+    row of a table."""
+    rng = np.random.default_rng(seed)
+    scores = rng.integers(-4, 5, (rows, width)).astype(np.float32)  # few values, so that many are equal
+    _, exact_numbers = values(rng, rows, width, dtype=dtype)
+    broken = exact_numbers.astype(np.float32)
+    places = rng.random((3, rows, width)) < 0.1
+    for place, value in zip(places, (np.nan, np.inf, -np.inf), strict=True):
+        broken[place] = value
+    marks, counts = rng.integers(0, 5, (rows, width), np.int32), rng.integers(0, 99, (2, width), np.int32)
+    given = Tensor(scores), Tensor(broken).astype(DTYPES[dtype]), Tensor(marks), Tensor(counts)
+    best, experts, finite, kept, picked = experts_graph(k, dtype)(*given)
+    order = np.argsort(-scores, axis=-1, kind="stable")[:, :k]
+    np.testing.assert_array_equal(experts.asnumpy(), order)
+    assert experts.dtype == ms.int64
+    np.testing.assert_array_equal(best.asnumpy(), np.take_along_axis(scores, order, -1))
+    np.testing.assert_array_equal(exact(finite), np.where(np.isfinite(broken), exact_numbers, 0))
+    left = np.where(np.isfinite(broken), exact_numbers, broken)
+    np.testing.assert_array_equal(exact(kept), np.where(marks >= 3, 0, left))
+    np.testing.assert_array_equal(picked.asnumpy(), counts[:1])
+
+
+class Routing(nn.Cell):
+    """Shares of the chosen experts as MindFormers works them out, mostly with operators of MindSpore's own."""
+
+    def construct(self, logits: Any) -> Any:
+        shares, experts = mint.topk(mint.softmax(logits, dim=-1, dtype=ms.float32), k=4, dim=-1)
+        return mint.div(shares, mint.add(mint.sum(shares, -1, True), 1e-20)), experts
+
+
+@pytest.mark.parametrize("experts", [4, 5, 8, 60, 64, 128, 200])
+def test_a_tokens_shares_do_not_depend_on_the_others(experts: int) -> None:
+    """Bit for bit, alone and among few and many; and they are right."""
+    graph = Routing()
+    graph.set_inputs(dynamic(None, None, dtype=ms.float32))
+    logits = np.random.default_rng(experts).standard_normal((300, experts)).astype(np.float32) * 3
+    shares, chosen = (each.asnumpy() for each in graph(Tensor(logits)))
+    for rows in (slice(0, 1), slice(17, 18), slice(299, 300), slice(3, 5), slice(40, 73), slice(100, 229)):
+        some, places = (each.asnumpy() for each in graph(Tensor(logits[rows])))
+        np.testing.assert_array_equal(some.view(np.uint32), shares[rows].view(np.uint32))
+        np.testing.assert_array_equal(places, chosen[rows])
+    powers = np.take_along_axis(np.exp(logits.astype(np.float64)), chosen, 1)
+    np.testing.assert_allclose(shares, powers / powers.sum(1, keepdims=True), rtol=2e-5)
+
+
+class Extremes(nn.Cell):
+    """The other end of a row, and of a table's other axis."""
+
+    def construct(self, rows: Any, columns: Any) -> Any:
+        smallest, places = mint.topk(rows, k=2, dim=1, largest=False)
+        return smallest, places, mint.index_select(rows, 1, columns), mint.nan_to_num(rows, 1.5, 2.5, -3.5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", *DTYPES])
+def test_smallest_nan_and_columns(dtype: str) -> None:
+    """NaN comes after all numbers, whichever end is asked for."""
+    kind = {"float32": ms.float32, **DTYPES}[dtype]
+    graph = Extremes()
+    graph.set_inputs(dynamic(None, None, dtype=kind), dynamic(None, dtype=ms.int64))
+    nan, infinity = np.nan, np.inf
+    rows = np.array([[nan, 3, -infinity, 3, 2], [5, nan, nan, nan, nan], [1, infinity, 0, -0.0, 4]], np.float32)
+    smallest, places, columns, finite = graph(Tensor(rows).astype(kind), ints([4, 0, 4], np.int64))
+    np.testing.assert_array_equal(places.asnumpy(), [[2, 4], [0, 1], [2, 3]])
+    np.testing.assert_array_equal(exact(smallest), [[-infinity, 2], [5, nan], [0, 0]])
+    np.testing.assert_array_equal(exact(columns), rows[:, [4, 0, 4]])
+    wanted = np.where(np.isnan(rows), 1.5, np.where(rows == infinity, 2.5, np.where(rows == -infinity, -3.5, rows)))
+    np.testing.assert_array_equal(exact(finite), wanted)
+
+
 @cache
 def rotary_graph(dtype: str, cos_format: int) -> nn.Cell:
     graph = Apply(auto_generate.ApplyRotaryPosEmb(cos_format))

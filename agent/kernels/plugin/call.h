@@ -46,10 +46,13 @@ static inline std::vector<int32_t> integers(const Call& call, int argument) {
 // The entries that are more than a few lines; 0 or an error code.
 int plugin_silu(const Call& call);
 int plugin_move_to(const Call& call);
+int plugin_nan_to_num(const Call& call);
+int plugin_masked_fill(const Call& call);
 int plugin_rotary(const Call& call);
 int plugin_flash_attention(const Call& call);
 int plugin_paged_attention(const Call& call);
 int plugin_moe_gating_top_k_softmax(const Call& call);
+int plugin_top_k(const Call& call);
 int plugin_moe_init_routing(const Call& call);
 int plugin_grouped_matmul(const Call& call);
 int plugin_moe_token_unpermute(const Call& call);

@@ -1,10 +1,46 @@
-// SiLU and MoveTo, which MindFormers' models use and our own do not.
+// SiLU, MoveTo, NanToNum and MaskedFill, which MindFormers' models use and our own do not.
+#include <cmath>
+
 #include "../common/dtype_bytes.h"
 #include "../common/kernel_table.h"
+#include "../common/thread_pool.h"
 #include "../ops/checks.h"
 #include "call.h"
 
 namespace llmk {
+namespace {
+
+constexpr int64_t kElementsPerTask = 1 << 14;
+
+// Calls function(i) for every element, over threads where that pays.
+template <class Function>
+void for_elements(int64_t count, const Function& function) {
+  parallel_for(ceil_div(count, kElementsPerTask), [&](int64_t task) {
+    for (int64_t i = task * kElementsPerTask; i < smaller(count, (task + 1) * kElementsPerTask); ++i) function(i);
+  });
+}
+
+template <class T>
+void nan_to_num(const Call& call, const float (&numbers)[3]) {
+  T replacements[3];
+  for (int i = 0; i < 3; ++i) from_float(numbers[i], &replacements[i]);
+  const T* in = call.as<T>(0);
+  T* out = call.as<T>(call.count - 1);
+  for_elements(call.size(0), [&](int64_t i) {
+    const float value = to_float(in[i]);
+    out[i] = std::isfinite(value) ? in[i] : replacements[std::isnan(value) ? 0 : value > 0 ? 1 : 2];
+  });
+}
+
+template <class T>
+void masked_fill(const Call& call) {
+  const T value = *call.as<T>(2);
+  for_elements(call.size(0), [&](int64_t i) {
+    call.as<T>(3)[i] = call.as<uint8_t>(1)[i] != 0 ? value : call.as<T>(0)[i];
+  });
+}
+
+}  // namespace
 
 // SiLU(input), as ops/silu.h has it. MindSpore's own CPU kernel takes no bfloat16, and two of five of its float16
 // results are not the nearest.
@@ -22,6 +58,45 @@ int plugin_move_to(const Call& call) {
   const int64_t bytes = call.size(0) * dtype_bytes(call.dtypes[0]);
   if (bytes == 0 && call.size(0) != 0) return refuse_text(call.op, "type %s is not known", call.dtypes[0]);
   if (call.data[0] != call.data[out]) std::memmove(call.data[out], call.data[0], static_cast<size_t>(bytes));
+  return 0;
+}
+
+// NanToNum(input, nan, posinf, neginf): numbers in the place of NaN and of the infinities, rounded to the input's type.
+// MindSpore's own CPU kernel takes no bfloat16.
+int plugin_nan_to_num(const Call& call) {
+  const int error = check_float(call, 0);
+  if (error != 0) return error;
+  float numbers[3];
+  for (int i = 0; i < 3; ++i) {
+    if (!call.info->IsScalarInput(static_cast<size_t>(1 + i))) {
+      return refuse_text(call.op, "takes numbers for nan, posinf and neginf, all three");
+    }
+    numbers[i] = static_cast<float>(call.real(1 + i));
+  }
+  if (call.dtype(0) == DType::kFloat32) nan_to_num<float>(call, numbers);
+  if (call.dtype(0) == DType::kFloat16) nan_to_num<half_t>(call, numbers);
+  if (call.dtype(0) == DType::kBFloat16) nan_to_num<bfloat_t>(call, numbers);
+  return 0;
+}
+
+// MaskedFill(input, mask, value): one value where the mask, of the input's shape, is true. MindSpore's own CPU kernel
+// takes no bfloat16.
+int plugin_masked_fill(const Call& call) {
+  enum { kInput, kMask, kValue, kOut, kCount };
+  bool fits = call.count == kCount && call.has_dtype(kMask, "bool") && call.ndims[kMask] == call.ndims[kInput] &&
+              call.size(kValue) == 1 && std::strcmp(call.dtypes[kValue], call.dtypes[kInput]) == 0;
+  for (int axis = 0; fits && axis < call.ndims[kInput]; ++axis) {
+    fits = call.dim(kMask, axis) == call.dim(kInput, axis);
+  }
+  const int64_t bytes = dtype_bytes(call.dtypes[kInput]);
+  if (!fits || (bytes != 1 && bytes != 2 && bytes != 4 && bytes != 8)) {
+    return refuse_text(call.op, "takes a mask of bool, it is %s, of the input's shape, and one value of its type %s",
+                       call.dtypes[kMask], call.dtypes[kInput]);
+  }
+  if (bytes == 1) masked_fill<uint8_t>(call);
+  if (bytes == 2) masked_fill<uint16_t>(call);
+  if (bytes == 4) masked_fill<uint32_t>(call);
+  if (bytes == 8) masked_fill<uint64_t>(call);
   return 0;
 }
 

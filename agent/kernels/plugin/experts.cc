@@ -1,7 +1,10 @@
-// The primitives of a mixture of experts, as MindFormers' inference layers chain them: MoeGatingTopKSoftmax,
-// MoeInitRoutingV2, GroupedMatmulV4, Swiglu, GroupedMatmulV4, MoeTokenUnpermute. Semantics as in the CANN documentation
-// of aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2, aclnnGroupedMatmulV4 and aclnnMoeTokenUnpermute.
+// The primitives of a mixture of experts: MoeGatingTopKSoftmax, MoeInitRoutingV2, GroupedMatmulV4, Swiglu,
+// GroupedMatmulV4, MoeTokenUnpermute, and TopkExt with which MindFormers' layers choose. Semantics as in the CANN
+// documentation of aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2, aclnnGroupedMatmulV4, aclnnMoeTokenUnpermute and
+// aclnnTopk.
+#include <algorithm>
 #include <initializer_list>
+#include <numeric>
 #include <vector>
 
 #include "../common/dtype_bytes.h"
@@ -24,6 +27,61 @@ int plugin_moe_gating_top_k_softmax(const Call& call) {
   }
   route_tokens({call.as<float>(kX), call.as<int32_t>(kExpertIdx), call.as<float>(kY), rows, experts, k, false});
   for (int64_t i = 0; i < rows * k; ++i) call.as<int32_t>(kRowIdx)[i] = static_cast<int32_t>(i % k * rows + i / k);
+  return 0;
+}
+
+namespace {
+
+// The k largest (or smallest) of `count`, in this order, of equals the first; NaN comes after all numbers.
+template <class T>
+void top_k_row(const T* values, int64_t count, int64_t k, bool largest, std::vector<int64_t>* order, T* best,
+               int64_t* indices) {
+  order->resize(static_cast<size_t>(count));
+  std::iota(order->begin(), order->end(), 0);
+  const auto before = [&](int64_t a, int64_t b) {
+    const float x = to_float(values[a]), y = to_float(values[b]);
+    if (x != x || y != y) return (y != y && x == x) || ((x == x) == (y == y) && a < b);
+    return x != y ? (x > y) == largest : a < b;
+  };
+  std::partial_sort(order->begin(), order->begin() + k, order->end(), before);
+  for (int64_t i = 0; i < k; ++i) {
+    indices[i] = (*order)[static_cast<size_t>(i)];
+    best[i] = values[indices[i]];
+  }
+}
+
+template <class T>
+void top_k(const Call& call, int64_t rows, int64_t count, int64_t k, bool largest) {
+  parallel_for(ceil_div(rows, 64), [&](int64_t task) {
+    std::vector<int64_t> order;
+    for (int64_t row = task * 64; row < smaller(rows, (task + 1) * 64); ++row) {
+      top_k_row(call.as<T>(0) + row * count, count, k, largest, &order, call.as<T>(5) + row * k,
+                call.as<int64_t>(6) + row * k);
+    }
+  });
+}
+
+}  // namespace
+
+// input [..., count], k, dim (the last), largest, sorted -> values [..., k] of input's type, indices int64 [..., k]:
+// the k largest or smallest of each row. They are sorted whether asked for or not.
+int plugin_top_k(const Call& call) {
+  enum { kInput, kK, kDim, kLargest, kSorted, kValues, kIndices, kCount };
+  const int dims = call.ndims[kInput];
+  const int64_t dim = call.integer(kDim), k = call.integer(kK), count = dims < 1 ? 0 : call.dim(kInput, -1);
+  if (call.count != kCount || dims < 1 || (dim != -1 && dim != dims - 1) || k < 0 || k > count ||
+      call.dtype(kInput) == DType::kUnsupported || !call.has_dtype(kIndices, "int64")) {
+    return refuse_text(call.op,
+                       "takes floats, their last axis of %lld and k from 0 to that; k is %lld, dim %lld, type %s",
+                       static_cast<long long>(count), static_cast<long long>(k), static_cast<long long>(dim),
+                       call.dtypes[kInput]);
+  }
+  if (k == 0) return 0;
+  const int64_t rows = call.size(kInput) / count;
+  const bool largest = call.boolean(kLargest);
+  if (call.dtype(kInput) == DType::kFloat32) top_k<float>(call, rows, count, k, largest);
+  if (call.dtype(kInput) == DType::kFloat16) top_k<half_t>(call, rows, count, k, largest);
+  if (call.dtype(kInput) == DType::kBFloat16) top_k<bfloat_t>(call, rows, count, k, largest);
   return 0;
 }
 
