@@ -11,7 +11,7 @@ I, H query and K key-value heads of size D, b bytes per element of ``model_dtype
     activations      T x (2h + (H + 2K)D + 2HD + 3I) x b: residual and its norm; q, k, v; rotated q and the attention's
                      output; gate, up and their product. One layer's worth: layers follow each other
     logits           S x V x 4 (float32), and S x V x b more where ``model_dtype`` is another type
-    rotary tables    2 x P x D x 4, cosine and sine
+    rotary tables    2 x P x D x 4, cosine and sine; MindFormers may have more rows than P
     token history    S x P x 4, for penalties
     agent process    Python, MindSpore, compiled graphs; MindFormers where it is asked for
     server process   HTTP, scheduler, tokenizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_serving.config import Config
+from llm_serving.config.mindformers_models import rotary_positions
 from llm_serving.model_shape import ModelShape
 from llm_serving.parallel import Shard, answering_rank, local_shape, place
 from llm_serving.quantization import MAX_WEIGHT_ONLY_SIZE
@@ -52,6 +53,7 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
     """What a rank puts into its device's memory. ``basis`` speaks of the whole model."""
     part, shape, cache = _Part.of(config, rank), config.shape, config.pa_config
     tokens, seqs, longest = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
+    rotary = rotary_positions(config)
     kv_bytes = config.kv_bytes_of(part.shape) * cache.block_size * cache.num_blocks
     per_token = format_bytes(config.kv_bytes_per_token)
     return (
@@ -65,7 +67,7 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
         ),
         MemoryItem("activations", _activation_bytes(config, part.shape), f"a step of {tokens} tokens"),
         MemoryItem("logits", _logit_bytes(config, part), f"{seqs} sequences, vocabulary of {shape.vocab_size}"),
-        MemoryItem("rotary tables", 2 * longest * shape.head_dim * FLOAT32_BYTES, f"{longest} positions"),
+        MemoryItem("rotary tables", 2 * rotary * shape.head_dim * FLOAT32_BYTES, f"{rotary} positions"),
         MemoryItem(
             "token history", seqs * longest * INT32_BYTES * part.answers, f"{seqs} sequences of {longest} tokens"
         ),

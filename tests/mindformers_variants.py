@@ -11,6 +11,22 @@ from tools.seeded_model import VARIANTS as LLAMAS
 from tools.seeded_model import Variant
 
 _TIED = FAMILY_VARIANTS["qwen3_tied"]
+_QWEN2 = {**FAMILY_VARIANTS["qwen2_tied"].config, "tie_word_embeddings": False}
+_LLAMA = {**LLAMAS["mha"].config, "num_key_value_heads": 2, "num_hidden_layers": 2}
+_MOE = {**FAMILY_VARIANTS["qwen3_moe"].config, "mlp_only_layers": []}
+_ROPE_TYPES = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "llama3": LLAMAS["llama3_rope"].config["rope_scaling"],
+    "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "yarn_scaled": {
+        "rope_type": "yarn",
+        "factor": 6.0,
+        "original_max_position_embeddings": 48,
+        "beta_fast": 8.0,
+        "beta_slow": 0.5,
+        "attention_factor": 1.4,
+    },
+}
 
 VARIANTS: dict[str, Variant] = {
     "qwen3_tied": _TIED,
@@ -23,8 +39,30 @@ VARIANTS: dict[str, Variant] = {
     "qwen2_tied": FAMILY_VARIANTS["qwen2_tied"],
     "llama_tied": LLAMAS["gqa_tied"],
     "llama_untied": Variant({**LLAMAS["mha"].config, "num_key_value_heads": 2}, seed=32, dtype="float16"),
+    "qwen3_yarn": Variant({**_TIED.config, "rope_scaling": _ROPE_TYPES["yarn"]}, seed=33),
+    "qwen2_yarn_scaled": Variant({**_QWEN2, "rope_scaling": _ROPE_TYPES["yarn_scaled"]}, seed=34),
+    **{
+        f"llama_{kind}": Variant({**_LLAMA, "rope_scaling": scaling}, seed=35 + index)
+        for index, (kind, scaling) in enumerate(_ROPE_TYPES.items())
+    },
+    "qwen3_moe": Variant(_MOE, seed=39, num_shards=2),
+    "qwen3_moe_plain": Variant(
+        {
+            **_MOE,
+            "norm_topk_prob": False,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 2,
+            "tie_word_embeddings": True,
+            "rope_scaling": {**_ROPE_TYPES["yarn"], "original_max_position_embeddings": 80},
+        },
+        seed=40,
+        dtype="bfloat16",
+    ),
 }
-"""Norms of heads, biases, tied and separate output weights, groups of two and three queries, shards, three types."""
+"""Norms of heads, biases, tied and separate output weights, groups of two and three queries, shards, three types; every
+rotary scaling there is, its trained context shorter than the texts; experts. MindFormers keeps the rotary tables of a
+process by everything that makes them but a scaling's factors, so no two scalings here agree in all the rest."""
 
 needs_mindformers = pytest.mark.skipif(
     find_spec("mindformers") is None, reason="the package mindformers is not installed: make test-mindformers"

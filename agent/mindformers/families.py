@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from llm_serving.config import Config
+from llm_serving.config.mindformers_models import rotary_positions
 from llm_serving.errors import AgentStartError
+from llm_serving.rope_scaling import RopeScaling
 
 Settings = dict[str, object]
 
@@ -19,7 +22,7 @@ def gpt_settings(config: Config) -> Settings:
     float32 before and back after; rotary tables are made in float32 and rounded once.
     """
     shape, dtype = config.shape, config.model_config.model_dtype
-    return {
+    settings: Settings = {
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -41,16 +44,31 @@ def gpt_settings(config: Config) -> Settings:
         "rotary_dtype": dtype,
         "softmax_compute_dtype": "float32",
     }
+    return settings if shape.rope_scaling is None else {**settings, "rope_scaling": _yarn(shape.rope_scaling)}
+
+
+def moe_settings(config: Config) -> Settings:
+    """The same of a mixture of experts, its router in float32."""
+    experts = config.shape.experts
+    assert experts is not None, "the server refuses a model without experts"
+    return {
+        **gpt_settings(config),
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.per_token,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalised,
+        "router_dense_type": "float32",
+    }
 
 
 def llama_settings(config: Config) -> Settings:
     """What ``LlamaConfig`` takes. "Parallel decoding" is the form in which its model is given positions, masks and
     query lengths from outside, which chunks and mixed steps need."""
     shape, dtype = config.shape, config.model_config.model_dtype
-    return {
+    settings: Settings = {
         "batch_size": 1,
         "seq_length": config.max_model_len,
-        "max_position_embedding": config.max_model_len,
+        "max_position_embedding": rotary_positions(config),
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
         "intermediate_size": shape.intermediate_size,
@@ -72,6 +90,43 @@ def llama_settings(config: Config) -> Settings:
         "use_flash_attention": True,
         "parallel_decoding_params": {"parallel_decoding": "la"},
     }
+    return settings if shape.rope_scaling is None else settings | _llama_scaling(shape.rope_scaling)
+
+
+def _yarn(scaling: RopeScaling) -> Settings:
+    """``rope_scaling`` of the newer models. What cosines and sines are multiplied by is ``coeff`` ln(``factor``) + 1
+    there."""
+    assert scaling.type == "yarn", "the server refuses all others"
+    return {
+        "rope_type": "yarn",
+        "factor": scaling.factor,
+        "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        "beta_fast": scaling.beta_fast,
+        "beta_slow": scaling.beta_slow,
+        "coeff": _magnitude(scaling),
+    }
+
+
+def _llama_scaling(scaling: RopeScaling) -> Settings:
+    """What ``LlamaConfig`` takes besides. Its linear scaling refuses every factor that is a number; ``PI`` is the same
+    rule, of positions rather than frequencies."""
+    if scaling.type == "linear":
+        return {"extend_method": "PI", "scaling_factor": scaling.factor}
+    trained = scaling.original_max_position_embeddings
+    common = {"factor": scaling.factor, "original_max_position_embeddings": trained}
+    if scaling.type == "llama3":
+        bounds = {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+        return {"extend_method": "LLAMA3", "scaling_factor": {**common, **bounds}}
+    assert scaling.type == "yarn", "the server refuses all others"
+    # (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1) is what cosines and sines are multiplied by.
+    bounds = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
+    magnitude = {"mscale": _magnitude(scaling) / 0.1, "mscale_all_dim": 0.0}
+    return {"extend_method": "YARN", "scaling_factor": {**common, **bounds, **magnitude}}
+
+
+def _magnitude(scaling: RopeScaling) -> float:
+    """c of attention_factor = c ln(factor) + 1."""
+    return 0.1 if scaling.factor == 1 else (scaling.attention_factor - 1) / math.log(scaling.factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +139,7 @@ class InferenceModel:
     settings: Callable[[Config], Settings] = gpt_settings
 
 
-_LLAMA, _QWEN2, _QWEN3 = (f"mindformers.models.{name}" for name in ("llama", "qwen2", "qwen3"))
+_LLAMA, _QWEN2, _QWEN3, _QWEN3_MOE = (f"mindformers.models.{name}" for name in ("llama", "qwen2", "qwen3", "qwen3_moe"))
 
 INFERENCE_MODELS = {
     "LlamaForCausalLM": InferenceModel(
@@ -98,6 +153,11 @@ INFERENCE_MODELS = {
     ),
     "Qwen3ForCausalLM": InferenceModel(
         f"{_QWEN3}.configuration_qwen3.Qwen3Config", f"{_QWEN3}.modeling_qwen3_infer.InferenceQwen3ForCausalLM"
+    ),
+    "Qwen3MoeForCausalLM": InferenceModel(
+        f"{_QWEN3_MOE}.configuration_qwen3_moe.Qwen3MoeConfig",
+        f"{_QWEN3_MOE}.modeling_qwen3_moe_infer.InferenceQwen3MoeForCausalLM",
+        settings=moe_settings,
     ),
 }
 """By architecture: those of ``llm_serving.config.mindformers_models``, which the server checks (a test compares)."""

@@ -1,7 +1,8 @@
 """What MindFormers calls the parameters of a decoder.
 
-They are laid out as ours are without packing, [out, in], q, k and v one after the other and gate before up, but for its
-Llama, which has those apart. Checkpoints are read, checked and converted as for our own models.
+They are laid out as ours are without packing: [out, in], of experts [experts, in, out], q, k and v one after the other
+and gate before up, but for its Llama, which has those apart. Checkpoints are read, checked and converted as for our own
+models.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Names:
     layers: str
     """What the layers are under."""
     inside: Mapping[str, str]
-    """Of a layer, without the kind (``weight``, ``bias``) that both have at the end."""
+    """Of a layer, without the kind (``weight``, ``bias``) that both have at the end; with it where only ours has it."""
     stacked: bool
     """Whether q, k and v are one weight, and gate and up."""
 
@@ -36,7 +37,8 @@ class Names:
             return self.outside[parameter]
         match = _LAYER_PARAMETER.fullmatch(parameter)
         assert match is not None, f"{parameter} is neither inside nor outside of a layer"
-        return f"{self.layers}.{match[1]}.{self.inside[match[2]]}.{match[3]}"
+        whole = self.inside.get(f"{match[2]}.{match[3]}") or f"{self.inside[match[2]]}.{match[3]}"
+        return f"{self.layers}.{match[1]}.{whole}"
 
 
 GPT_NAMES = Names(
@@ -59,6 +61,17 @@ GPT_NAMES = Names(
     stacked=True,
 )
 """Of ``GPTModel``, which all its newer models are."""
+
+MOE_NAMES = replace(
+    GPT_NAMES,
+    inside={
+        **GPT_NAMES.inside,
+        "mlp.router": "mlp.router",
+        "mlp.gate_up.weight": "mlp.experts.weight1",
+        "mlp.down.weight": "mlp.experts.weight2",
+    },
+)
+"""Of one with experts in all layers."""
 
 LLAMA_NAMES = Names(
     outside={
@@ -86,7 +99,7 @@ LLAMA_NAMES = Names(
 
 def names_of(architecture: str) -> Names:
     """By the ``architectures`` entry."""
-    return LLAMA_NAMES if architecture == "LlamaForCausalLM" else GPT_NAMES
+    return {"LlamaForCausalLM": LLAMA_NAMES, "Qwen3MoeForCausalLM": MOE_NAMES}.get(architecture, GPT_NAMES)
 
 
 def weight_specs(shape: ModelShape) -> list[WeightSpec]:
@@ -100,7 +113,15 @@ def our_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     none of its own."""
     specs = [spec for spec in weight_specs(shape) if not spec.packed_only]
     biases = [spec.bias_spec() for spec in specs if spec.bias]
-    return {spec.parameter: spec.shape for spec in [*specs, *biases]}
+    return {spec.parameter: _loaded_shape(spec) for spec in [*specs, *biases]}
+
+
+def _loaded_shape(spec: WeightSpec) -> tuple[int, ...]:
+    """As ``load_weights`` gives it without packing, which turns the weights of experts."""
+    if not spec.experts:
+        return spec.shape
+    experts, rows, depth = spec.shape
+    return experts, depth, rows
 
 
 def cache_names(num_layers: int) -> list[tuple[str, str]]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 
 from llm_serving.config.config import Config
 from llm_serving.config.source import RawConfig
+from llm_serving.model_families import Experts
 
 MODEL_TYPE = "mindformers"
 VERSION = "1.9"
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+LLAMA, QWEN3_MOE = "LlamaForCausalLM", "Qwen3MoeForCausalLM"
+ARCHITECTURES = (LLAMA, "Qwen2ForCausalLM", "Qwen3ForCausalLM", QWEN3_MOE)
 """Of ``config.json``. ``agent.mindformers.families`` has the classes."""
 _INSTALL = "install it with `make setup-mindformers` or `pip install 'llm-serving[mindformers]'`"
 
@@ -41,6 +44,19 @@ def check_op_table(raw: RawConfig, op_table: str) -> None:
         raise raw.error("model_config.op_table", op_table, problem)
 
 
+def rotary_positions(config: Config) -> int:
+    """Rows of the model's rotary tables: as many as the longest sequence served has tokens, and with some scalings of
+    MindFormers more. Its Llama wants the trained context to fit into them, with llama3 less than fill them; YaRN of the
+    newer models has ``original_max_position_embeddings`` x ``factor``, whatever is served."""
+    scaling, longest = config.shape.rope_scaling, config.max_model_len
+    if config.model_config.model_type != MODEL_TYPE or scaling is None or scaling.type not in ("llama3", "yarn"):
+        return longest
+    trained = scaling.original_max_position_embeddings
+    if config.shape.architecture == LLAMA:
+        return max(longest, trained + 1 if scaling.type == "llama3" else trained)
+    return math.ceil(trained * scaling.factor)
+
+
 def _missing_part(config: Config) -> str:
     """What the model has and MindFormers' has not; empty where nothing is missing."""
     shape = config.shape
@@ -51,17 +67,60 @@ def _missing_part(config: Config) -> str:
             f"MindFormers ignores sliding_window = {shape.sliding_window}, and a sequence may have "
             f"{config.max_model_len} tokens: lower pa_config.decode_seq_length, or use model_type dyn"
         )
-    if shape.rope_scaling is not None:
-        return (
-            f"rope_scaling {shape.rope_scaling.type} is not served with it, only plain rotary embedding: "
-            "use model_type dyn"
-        )
-    if shape.architecture == "LlamaForCausalLM" and shape.head_dim * shape.num_attention_heads != shape.hidden_size:
+    if shape.architecture == LLAMA and shape.head_dim * shape.num_attention_heads != shape.hidden_size:
         return (
             f"MindFormers' Llama has heads of hidden size / heads, and this one of {shape.head_dim}: use model_type dyn"
         )
     if shape.output_bias:
         return "MindFormers' output layer of attention has no bias, and attention_bias asks for one: use model_type dyn"
+    return _missing_scaling(config) or (_missing_experts(shape.experts) if shape.architecture == QWEN3_MOE else "")
+
+
+def _missing_scaling(config: Config) -> str:
+    """The same of ``rope_scaling``. MindFormers 1.9's Llama makes its tables in ``modules.layers.FreqsMgr``; the newer
+    models have those of ``rope_utils.get_rope``, where of the rules that we know only YaRN can be reached."""
+    scaling, is_llama = config.shape.rope_scaling, config.shape.architecture == LLAMA
+    if scaling is None or (is_llama and scaling.type == "linear"):
+        return ""
+    if is_llama and scaling.type == "dynamic":
+        return "MindFormers' Llama would ignore rope_scaling dynamic, it has linear, llama3, yarn: use model_type dyn"
+    if not is_llama and scaling.type != "yarn":
+        return f"MindFormers' Qwen models have no rope_scaling but yarn, and this is {scaling.type}: use model_type dyn"
+    if scaling.factor < 1:
+        return (
+            f"MindFormers takes no factor below 1 with rope_scaling {scaling.type}, and it is {scaling.factor:g}: use "
+            "model_type dyn"
+        )
+    if scaling.type != "yarn":
+        return ""
+    if not scaling.truncate:
+        return "MindFormers' yarn rounds its bounds to whole dimensions, and truncate is false: use model_type dyn"
+    if scaling.factor == 1 and scaling.attention_factor != 1:
+        return (
+            f"MindFormers' yarn has no attention_factor where factor is 1, and it is {scaling.attention_factor:g}: use "
+            "model_type dyn"
+        )
+    if rotary_positions(config) < config.max_model_len:
+        return (
+            f"MindFormers' yarn ends at original_max_position_embeddings x factor = {rotary_positions(config)} tokens, "
+            f"and a sequence may have {config.max_model_len}: lower pa_config.decode_seq_length, or use model_type dyn"
+        )
+    return ""
+
+
+def _missing_experts(experts: Experts | None) -> str:
+    """The same of a mixture of experts. MindFormers ignores ``mlp_only_layers`` and ``decoder_sparse_step``."""
+    if experts is None or experts.dense_layers:
+        layers = "all layers" if experts is None else f"layers {', '.join(map(str, experts.dense_layers))}"
+        return (
+            f"MindFormers has experts in every layer, and here {layers} have none (mlp_only_layers, "
+            "decoder_sparse_step): use model_type dyn"
+        )
+    if experts.normalised and experts.per_token == 1:
+        return (
+            "MindFormers ignores norm_topk_prob where num_experts_per_tok is 1, and a token's one weight would not be "
+            "1: use model_type dyn"
+        )
     return ""
 
 

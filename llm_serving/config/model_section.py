@@ -71,8 +71,8 @@ class ModelConfig:
     model_type: str = published(
         "dyn",
         "Whose model, and the shapes of its graphs: `dyn` the classes of this project, `mindformers` the inference "
-        "model of MindFormers 1.9 for the same architecture (Llama, Qwen2, Qwen3; see `docs/mindformers.md`), both "
-        "dynamic.",
+        "model of MindFormers 1.9 for the same architecture (Llama, Qwen2, Qwen3, Qwen3-MoE; see "
+        "`docs/mindformers.md`), both dynamic.",
         choices=("dyn", "mindformers", "static"),
         unavailable=(("static", "static graphs are not available; use dyn"),),
     )

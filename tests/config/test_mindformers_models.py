@@ -12,13 +12,26 @@ import pytest
 from model_folders import write_model_folder
 
 from llm_serving.config import Config, load_config
-from llm_serving.config.mindformers_models import ARCHITECTURES
+from llm_serving.config.mindformers_models import ARCHITECTURES, rotary_positions
 from llm_serving.errors import ConfigError
 from llm_serving.machine import Machine
 from llm_serving.memory_plan import MINDFORMERS_BYTES, estimate_memory
 
 MACHINE = Machine(1024**4, "test machine")
 QWEN3: dict[str, object] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}
+LLAMA: dict[str, object] = {"architectures": ["LlamaForCausalLM"]}
+EXPERTS: dict[str, object] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "norm_topk_prob": True,
+}
+MOE: dict[str, object] = {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}
+LLAMA3: dict[str, object] = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
@@ -49,11 +62,18 @@ def load(tmp_path: Path, *overrides: str, remove: tuple[str, ...] = (), **change
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_its_models_run_over_the_primitives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, architecture: str) -> None:
     installed(monkeypatch, "1.9.0")
-    config = load(tmp_path, architectures=[architecture])
+    experts = EXPERTS if architecture == "Qwen3MoeForCausalLM" else {}
+    config = load(tmp_path, architectures=[architecture], **experts)
     assert (config.model_config.model_type, config.op_table, config.kv_format) == ("mindformers", "native", "float16")
     assert Config.from_json(config.to_json()) == config
-    own = load(tmp_path, "model_config.model_type=dyn", "model_config.op_table=native", architectures=[architecture])
+    table = "model_config.op_table=native"
+    own = load(tmp_path, "model_config.model_type=dyn", table, architectures=[architecture], **experts)
     assert own.cache_namespace != config.cache_namespace, "their bits differ"
+
+
+def scaled(kind: str, **values: object) -> dict[str, object]:
+    """A ``config.json`` with rotary scaling."""
+    return {"rope_scaling": {"rope_type": kind, "factor": 2.0, **values}}
 
 
 REFUSED = [
@@ -66,7 +86,24 @@ REFUSED = [
     ([], {"architectures": ["MistralForCausalLM"]}, "serves LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
     ([], {"architectures": ["LlamaForCausalLM"], "head_dim": 32}, "Llama has heads of hidden size / heads"),
     ([], {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "ignores sliding_window = 64"),
-    ([], {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling linear is not served with it"),
+    ([], scaled("linear"), "MindFormers' Qwen models have no rope_scaling but yarn, and this is linear"),
+    ([], scaled("dynamic"), "MindFormers' Qwen models have no rope_scaling but yarn, and this is dynamic"),
+    ([], scaled("llama3", **LLAMA3), "MindFormers' Qwen models have no rope_scaling but yarn, and this is llama3"),
+    ([], scaled("yarn", truncate=False), "rounds its bounds to whole dimensions, and truncate is false"),
+    ([], scaled("yarn", factor=0.5), "takes no factor below 1 with rope_scaling yarn, and it is 0.5"),
+    ([], scaled("yarn", factor=1.0, attention_factor=1.5), "no attention_factor where factor is 1, and it is 1.5"),
+    (
+        ["pa_config.decode_seq_length=129"],
+        scaled("yarn", original_max_position_embeddings=64),
+        "ends at original_max_position_embeddings x factor = 128 tokens, and a sequence may have 129",
+    ),
+    ([], LLAMA | scaled("dynamic"), "MindFormers' Llama would ignore rope_scaling dynamic, it has linear, llama3,"),
+    ([], LLAMA | scaled("llama3", **{**LLAMA3, "factor": 0.5}), "takes no factor below 1 with rope_scaling llama3"),
+    ([], LLAMA | scaled("yarn", truncate=False), "rounds its bounds to whole dimensions"),
+    ([], MOE | {"mlp_only_layers": [1]}, "has experts in every layer, and here layers 1 have none"),
+    ([], MOE | {"decoder_sparse_step": 2}, "has experts in every layer, and here layers 0 have none"),
+    ([], MOE | {"mlp_only_layers": [0, 1]}, "has experts in every layer, and here all layers have none"),
+    ([], MOE | {"num_experts_per_tok": 1}, "ignores norm_topk_prob where num_experts_per_tok is 1"),
     ([], {"attention_bias": True}, "output layer of attention has no bias"),
 ]
 
@@ -79,6 +116,38 @@ def test_what_it_cannot_do_is_refused(
     with pytest.raises(ConfigError) as caught:
         load(tmp_path, *overrides, **changes)
     assert problem in str(caught.value)
+
+
+SERVED = [
+    (scaled("yarn", original_max_position_embeddings=64), 128),
+    (scaled("yarn", original_max_position_embeddings=500), 1000),
+    (scaled("yarn", original_max_position_embeddings=64, factor=1.0) | {"max_position_embeddings": 64}, 64),
+    (MOE | scaled("yarn", original_max_position_embeddings=77, factor=2.5), 193),
+    (MOE | {"num_experts_per_tok": 1, "norm_topk_prob": False}, 64),
+    (LLAMA | scaled("linear", factor=0.5), 64),
+    (LLAMA | scaled("llama3", **LLAMA3), 65),
+    (LLAMA | scaled("llama3", **{**LLAMA3, "original_max_position_embeddings": 63}), 64),
+    (LLAMA | scaled("yarn", original_max_position_embeddings=64, factor=9.0), 64),
+    (LLAMA | scaled("yarn", original_max_position_embeddings=90), 90),
+]
+
+
+@pytest.mark.parametrize(("changes", "rows"), SERVED, ids=lambda value: str(value)[:60])
+def test_what_it_can_do_is_served_and_its_rotary_tables_are_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], rows: int
+) -> None:
+    installed(monkeypatch, "1.9.0")
+    config = load(tmp_path, "pa_config.decode_seq_length=64", **changes)
+    assert (config.model_config.model_type, config.max_model_len) == ("mindformers", 64)
+    assert rotary_positions(config) == rows
+    assert estimate_memory(config, MACHINE).bytes_of("rotary tables") == 2 * rows * 16 * 4
+
+
+def test_our_own_models_have_no_longer_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, "1.9.0")
+    stretched = scaled("yarn", original_max_position_embeddings=500)
+    config = load(tmp_path, "model_config.model_type=dyn", "pa_config.decode_seq_length=64", **stretched)
+    assert rotary_positions(config) == 64
 
 
 def test_a_window_that_no_sequence_outgrows_is_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,10 @@ import pytest
 from mindformers_variants import VARIANTS
 from model_folders import write_model_folder
 
-from agent.mindformers.families import INFERENCE_MODELS, gpt_settings, inference_model, llama_settings
+from agent.mindformers.families import INFERENCE_MODELS, gpt_settings, inference_model, llama_settings, moe_settings
 from agent.mindformers.names import cache_names, names_of, our_parameters
 from agent.mindformers.package import environment, import_mindformers
-from llm_serving.config import load_config
+from llm_serving.config import Config, load_config
 from llm_serving.config.mindformers_models import ARCHITECTURES
 from llm_serving.errors import AgentStartError
 from llm_serving.model_shape import ModelShape
@@ -58,7 +61,21 @@ LLAMA = {
 """``LlamaForCausalLM.convert_name`` of mindformers/models/llama/llama.py."""
 
 
+EXPERTS = {
+    ".mlp.gate.": ".mlp.router.",
+    "gate_proj.weight": "weight1",
+    "up_proj.weight": "weight1",
+    "down_proj.weight": "weight2",
+}
+"""``weight_mapping`` of mindformers/models/qwen3_moe/utils.py beside that of Qwen3, and which of the two weights of all
+experts ``make_expert_params_mapping`` of parallel_core/inference/weights_utils.py puts each into."""
+
+
 def theirs(checkpoint_name: str, architecture: str) -> str:
+    if architecture == "Qwen3MoeForCausalLM":
+        checkpoint_name = re.sub(r"(\.experts)\.\d+", r"\1", checkpoint_name)
+        for hugging_face, mindformers in EXPERTS.items():
+            checkpoint_name = checkpoint_name.replace(hugging_face, mindformers)
     for hugging_face, mindformers in (LLAMA if architecture == "LlamaForCausalLM" else QWEN).items():
         checkpoint_name = checkpoint_name.replace(hugging_face, mindformers)
     return checkpoint_name
@@ -70,11 +87,18 @@ def test_every_tensor_of_a_checkpoint_goes_where_mindformers_has_it(tmp_path: Pa
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (architecture,) = config["architectures"]
     parameters, names = our_parameters(ModelShape.from_hf_folder(tmp_path)), names_of(architecture)
-    rows: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for name, shape in tensor_shapes(config).items():
         place = theirs(name, architecture)
-        rows[place] = rows.get(place, 0) + shape[0]
-    assert {names.theirs(name): shape[0] for name, shape in parameters.items()} == rows
+        sizes[place] = sizes.get(place, 0) + math.prod(shape)
+    assert {names.theirs(name): math.prod(shape) for name, shape in parameters.items()} == sizes
+
+
+def test_weights_of_experts_are_as_grouped_products_take_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(VARIANTS["qwen3_moe"].config_json()), encoding="utf-8")
+    parameters = our_parameters(ModelShape.from_hf_folder(tmp_path))
+    assert parameters["layers.2.mlp.gate_up.weight"] == (8, 64, 2 * 96)
+    assert parameters["layers.2.mlp.down.weight"] == (8, 96, 64)
 
 
 def test_the_caches_of_its_llama_are_its_layers() -> None:
@@ -136,6 +160,76 @@ def test_settings_of_its_llama(tmp_path: Path) -> None:
         }
         == settings
     )
+
+
+def config_of(tmp_path: Path, model: str, *overrides: str, **changes: object) -> Config:
+    """Of a variant, its ``config.json`` changed, served by MindFormers; a sequence has up to 128 tokens."""
+    write_model(replace(VARIANTS[model], config={**VARIANTS[model].config, **changes}), tmp_path)
+    given = [f"model_config.model_path={tmp_path}", "model_config.model_dtype=float16", *overrides]
+    config = load_config("llama_tiny_cpu.yaml", [*given, "pa_config.decode_seq_length=128"])
+    return replace(config, model_config=replace(config.model_config, model_type="mindformers"))
+
+
+@pytest.mark.parametrize(("model", "coefficient"), [("qwen3_yarn", 0.1), ("qwen2_yarn_scaled", 0.4 / math.log(6))])
+def test_yarn_of_its_newer_models(tmp_path: Path, model: str, coefficient: float) -> None:
+    """Where their trained context is said, they take the longest text from it and not from the other setting."""
+    scaling = gpt_settings(config_of(tmp_path, model))["rope_scaling"]
+    stated = VARIANTS[model].config["rope_scaling"]
+    assert scaling == {
+        "rope_type": "yarn",
+        "factor": stated["factor"],
+        "original_max_position_embeddings": stated["original_max_position_embeddings"],
+        "beta_fast": stated.get("beta_fast", 32.0),
+        "beta_slow": stated.get("beta_slow", 1.0),
+        "coeff": pytest.approx(coefficient),
+    }
+
+
+def test_linear_scaling_of_its_llama(tmp_path: Path) -> None:
+    settings = llama_settings(config_of(tmp_path, "llama_linear"))
+    assert (settings["extend_method"], settings["scaling_factor"]) == ("PI", 3.0)
+    assert settings["max_position_embedding"] == 128
+
+
+@pytest.mark.parametrize(("trained", "positions"), [(64, 128), (127, 128), (128, 129), (8192, 8193)])
+def test_llama3_scaling_of_its_llama(tmp_path: Path, trained: int, positions: int) -> None:
+    """It insists on tables longer than the trained context."""
+    stated = {**VARIANTS["llama_llama3"].config["rope_scaling"], "original_max_position_embeddings": trained}
+    settings = llama_settings(config_of(tmp_path, "llama_llama3", rope_scaling=stated))
+    assert (settings["extend_method"], settings["max_position_embedding"]) == ("LLAMA3", positions)
+    assert settings["scaling_factor"] == {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": trained,
+    }
+
+
+def test_yarn_of_its_llama(tmp_path: Path) -> None:
+    """(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1) is its attention factor."""
+    settings = llama_settings(config_of(tmp_path, "llama_yarn_scaled"))
+    assert (settings["extend_method"], settings["max_position_embedding"]) == ("YARN", 128)
+    assert settings["scaling_factor"] == {
+        "factor": 6.0,
+        "original_max_position_embeddings": 48,
+        "beta_fast": 8.0,
+        "beta_slow": 0.5,
+        "mscale": pytest.approx(4 / math.log(6)),
+        "mscale_all_dim": 0.0,
+    }
+
+
+def test_settings_of_experts(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3_moe")
+    settings = moe_settings(config)
+    assert settings == {
+        **gpt_settings(config),
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+        "router_dense_type": "float32",
+    }
 
 
 def test_both_processes_know_the_same_architectures() -> None:

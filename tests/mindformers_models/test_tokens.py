@@ -4,6 +4,7 @@ counted, and a position that gives the same bits however it is computed."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ WORKER = Path(__file__).with_name("worker.py")
 DTYPES = ("float16", "bfloat16")
 TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
 """Times the standard deviation of the logits, as in tests/agent/test_families.py."""
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Half of a last place of numbers between 1 and 2, or below."""
 MOST_TIES = 0.05
 """Of all tokens of a model. MindFormers rounds SiLU before it multiplies; ours rounds once."""
 
@@ -80,6 +83,16 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(results: Any, dty
         by_step = dict(text.split() for text in digests[pieces])
         assert len(by_step) >= 4
         assert by_step == {step: alone[int(step)] for step in by_step}
+
+
+@pytest.mark.parametrize("model", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_tables_are_ours(results: Any, dtype: str, model: str) -> None:
+    """Rounded to the type, but for what float32 angles of a few hundred radians lose."""
+    scaling, largest = VARIANTS[model].config.get("rope_scaling", {}), 1.0
+    if "yarn" in (scaling.get("type"), scaling.get("rope_type")):
+        largest = scaling.get("attention_factor", 0.1 * math.log(scaling["factor"]) + 1.0)
+    assert results(dtype)[model]["rotary_error"] <= ROUNDING[dtype] * largest + 1e-4
 
 
 def test_the_agent_says_whose_model_it_is(results: Any) -> None:

@@ -13,11 +13,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "agent")]
 
+import numpy as np  # noqa: E402
 from mindformers_variants import VARIANTS  # noqa: E402
 from runner_worker import generate, run_invariance  # noqa: E402
 from step_config import make_config  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
+from agent.layers.rotary import rotary_tables  # noqa: E402
+from llm_serving.config.mindformers_models import rotary_positions  # noqa: E402
 from tools.seeded_model import write_model  # noqa: E402
 
 PROMPT_LENS = (3, 17, 33, 75)
@@ -38,6 +41,23 @@ def tokens(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> 
     return [[(step[i].token, step[i].top_ids, step[i].top_logits) for step in steps] for i in range(len(cases))]
 
 
+def rotary_error(driver: StepDriver) -> float:
+    """The furthest that MindFormers' cosines and sines are from ours, over all positions served."""
+    from agent.layers.parameter import as_float32_array  # imports mindspore, which must be set up first
+
+    model, config = driver.runner._model, driver.config
+    if hasattr(model, "gpt"):
+        theirs = [model.gpt.rotary_pos_emb.cos_cache, model.gpt.rotary_pos_emb.sin_cache]
+    else:
+        theirs = [model.llama.freqs_mgr.freqs_cos, model.llama.freqs_mgr.freqs_sin]
+    assert [table.shape[0] for table in theirs] == [rotary_positions(config)] * 2
+    ours = rotary_tables(config.shape, config.max_model_len)
+    return max(
+        float(np.abs(as_float32_array(table)[: config.max_model_len] - own).max())
+        for table, own in zip(theirs, ours, strict=True)
+    )
+
+
 def main() -> None:
     dtype, scratch = sys.argv[1], Path(sys.argv[2])
     results: dict[str, Any] = {}
@@ -54,6 +74,7 @@ def main() -> None:
             "theirs": [[step[0] for step in steps] for steps in tokens(driver, cases, forced=True)],
             "invariance": run_invariance(driver, {"cases": cases}),
             "summary": driver.runner.summary(),
+            "rotary_error": rotary_error(driver),
         }
     print(json.dumps(results))
 
