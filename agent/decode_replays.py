@@ -2,8 +2,8 @@
 
 A decode of so many sequences launches the same kernels every time, over inputs, weights and caches that stay where
 they are. MindSpore's part in it is done twice: the first such step runs the graph and records what it launches
-(``agent.kernels.launches``), as an Ascend captures a stream's launches; the second runs graph and replay, which must give
-the same bits; those after it are replays.
+(``agent.kernels.launches``), as an Ascend captures a stream's launches; the second runs graph and replay, which must
+give the same bits; those after it are replays.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ VARIANTS: dict[str, Variant] = {
         f"llama_{kind}": Variant({**_LLAMA, "rope_scaling": scaling}, seed=35 + index)
         for index, (kind, scaling) in enumerate(_ROPE_TYPES.items())
     },
-    "qwen3_moe": Variant(_MOE, seed=39, num_shards=2),
+    "qwen3_moe": Variant(_MOE, seed=41, num_shards=2),
     "qwen3_moe_plain": Variant(
         {
             **_MOE,

@@ -169,7 +169,7 @@ def check_confirmation() -> None:
     """Decodes by ``DecodeReplays``: the second of a size runs graph and replay, and they must agree."""
 
     def decodes(*cells: nn.Cell) -> tuple[DecodeReplays, bool, int]:
-        """Of the cells in turn, the last for good: whether each step gave what its cell gives, and how often one ran."""
+        """Of the cells in turn, the last for good: whether each step gave what its cell gives, how often one ran."""
         ran: list[nn.Cell] = []
 
         def run_graph(inputs: tuple[Tensor, ...]) -> Tensor:
