@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.library import has_failed, load_library
+from agent.kernels.library import has_failed, load_library, take_failure
 
 Array = npt.NDArray[Any]
 Memory = tuple[int, int]
@@ -20,10 +20,10 @@ Memory = tuple[int, int]
 class RecordingError(Exception):
     """The graph ran, but its launches cannot be replayed; the text says why."""
 
-    def __init__(self, reason: str, result: Array) -> None:
+    def __init__(self, reason: str, result: Array, *, is_for_good: bool) -> None:
         super().__init__(reason)
         self.result = result
-        self.is_for_good = not has_failed()
+        self.is_for_good = is_for_good
         """False where a primitive refused these inputs, and may take others."""
 
 
@@ -39,6 +39,12 @@ class RecordedLaunches:
         """May be called twice; there is no ``run`` after it."""
         self._finalize()
 
+    def agrees(self, result: Array) -> bool:
+        """Whether a replay now has these bits. Where not, what else it wrote, such as keys and values, may be wrong:
+        the graph must run again."""
+        replayed = self.run().tobytes()
+        return take_failure() is None and replayed == result.tobytes()
+
     def run(self) -> Array:
         """Launch it all again over what lies in the named memory now. The result is valid until the next run of any
         recording; after an operator's refusal (``take_failure``) it means nothing."""
@@ -53,7 +59,8 @@ def record(run: Callable[[], tuple[Array, int]], memory: Iterable[Memory]) -> tu
 
     ``memory`` is what stays where it is: the graph's inputs and parameters. The launches are replayed once, over
     memory that was spoiled before, and must have the result's bits. Raises RecordingError, its ``result`` that of
-    ``run``, where they have not, or where something but our kernels computes in the graph; what ``run`` raises.
+    ``run``, where they have not (``run`` is called again then, over what the replay wrote), or where something but our
+    kernels computes in the graph; what ``run`` raises.
     """
     library = load_library()
     library.llmk_begin_recording()
@@ -69,10 +76,10 @@ def record(run: Callable[[], tuple[Array, int]], memory: Iterable[Memory]) -> tu
     sizes = (ctypes.c_int64 * len(ranges))(*[size for _, size in ranges])
     handle = library.llmk_end_recording(starts, sizes, len(ranges), address, ctypes.byref(problem))
     if handle is None:
-        raise RecordingError((problem.value or b"").decode(), result)
+        raise RecordingError((problem.value or b"").decode(), result, is_for_good=not has_failed())
     launches = RecordedLaunches(handle, result)
     library.llmk_spoil_memory()
-    if launches.run().tobytes() != result.tobytes():
+    if not launches.agrees(result):
         launches.close()
-        raise RecordingError("a replay gives another result", result)
+        raise RecordingError("a replay gives another result", run()[0].copy(), is_for_good=True)
     return result, launches

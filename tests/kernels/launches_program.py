@@ -193,7 +193,7 @@ def check_confirmation() -> None:
     RESULTS["two steps by the graph, then replays"] = is_right and runs == 2 and replays.sizes == (ROWS,)
     replays, is_right, runs = decodes(Layer(), Layer())
     RESULTS["what a recording does not know shows with other inputs"] = (
-        is_right and runs == 4 and replays.sizes == () and "with other inputs" in replays.problem
+        is_right and runs == 5 and replays.sizes == () and "with other inputs" in replays.problem
     )
 
 

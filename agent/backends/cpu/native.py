@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agent.backends.base import BlockMoves, CacheLayout
+from agent.backends.base import BlockMoves, CacheLayout, Operator
 from agent.backends.cpu.blocks import HostBlockMoves
 from agent.backends.native.ops import NativeOps
 from agent.kernels import hold_failures, set_attentive, take_failure
@@ -28,6 +28,7 @@ class NativeCpuOps(NativeOps):
         self, dtype: str, max_positions: int, part: ModelPart | None = None, forms: LinearForms | None = None
     ) -> None:
         super().__init__(dtype, max_positions, part, forms)
+        self._has_window = False
         self._kept = KeptWeights()
         weakref.finalize(self, self._kept.close)
         hold_failures(True)
@@ -38,8 +39,13 @@ class NativeCpuOps(NativeOps):
 
     @property
     def replays_decodes(self) -> bool:
-        """Of an agent alone: what agents of a group launch together they launch the same number of times."""
-        return self.part is None or self.part.is_alone
+        """Of an agent alone: what agents of a group launch together they launch the same number of times. The mask of a
+        window is made by kernels of MindSpore's own."""
+        return (self.part is None or self.part.is_alone) and not self._has_window
+
+    def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
+        self._has_window = window > 0
+        return super().rotary(cos, sin, window)
 
     def failed_operator(self) -> str | None:
         return take_failure()
