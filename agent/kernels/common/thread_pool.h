@@ -62,7 +62,9 @@ enum ScratchSlot : int {
   kScratchLayer = 11,      // between the operators of a layer, by the caller
   kScratchExperts = 12,    // rows grouped by expert, by the caller
   kScratchParts = 13,      // products of a weight's parts, by the caller
-  kScratchSlots = 14
+  kScratchLaidOut = 14,    // a sequence's keys and values as a cache holds them, by the caller
+  kScratchLengths = 15,    // of sequences, by the caller
+  kScratchSlots = 16
 };
 
 }  // namespace llmk

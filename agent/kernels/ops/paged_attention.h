@@ -5,6 +5,7 @@
 // A task rotates its queries itself. It also writes its tokens' keys and values, so that a decode step is one parallel
 // loop, unless a sequence has more rows than one task or reads what another one writes: then all are written before.
 #pragma once
+#include "paged_layout.h"
 #include "paged_rows.h"
 #include "paged_write.h"
 
@@ -514,6 +515,22 @@ static inline void attend_paged(const RotaryAttentionArgs& args) {
   });
 }
 
+// Of keys and values in rows: sequences whose rows are several tiles one by one, laid out; then the others.
+template <class F, class C>
+static inline void attend_ready(const RotaryAttentionArgs& args) {
+  int32_t* others = static_cast<int32_t*>(thread_scratch(kScratchLengths, args.num_seqs * 4));
+  bool any = false;
+  for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
+    const bool alone = pays_layout(args, seq);
+    if (alone) attend_paged<F, C>(laid_out_sequence(args, seq));
+    others[seq] = alone ? 0 : args.query_lens[seq];
+    any = any || others[seq] > 0;
+  }
+  RotaryAttentionArgs rest = args;
+  rest.query_lens = others;
+  if (any) attend_paged<F, C>(rest);
+}
+
 static void rotary_attention(const RotaryAttentionArgs& args) {
   if (args.int8_cache) {
 #ifdef LLMK_VNNI
@@ -525,6 +542,7 @@ static void rotary_attention(const RotaryAttentionArgs& args) {
   if (args.dtype == DType::kFloat32) attend_paged<FloatForm, float>(args);
   if (args.dtype == DType::kFloat16) attend_paged<FloatForm, half_t>(args);
 #ifdef LLMK_BF16_DOT
+  if (args.dtype == DType::kBFloat16 && args.ready) return attend_ready<BFloat16Form, bfloat_t>(args);
   if (args.dtype == DType::kBFloat16) attend_paged<BFloat16Form, bfloat_t>(args);
 #else
   if (args.dtype == DType::kBFloat16) attend_paged<FloatForm, bfloat_t>(args);

@@ -16,7 +16,7 @@ class TileFetch {
              int64_t heads) {
     const auto base = reinterpret_cast<uintptr_t>(keys ? args.key_cache : args.value_cache);
     count_ = piece_ = 0;
-    if (args.ready) return start_ready(args, base, seq, begin, end, head, heads);
+    if (lies_in_rows(args)) return start_ready(args, base, seq, begin, end, head, heads);
     const int64_t chunk = chunk_bytes(args), row_bytes = args.dim * cache_element_bytes(args);
     const int32_t* table = args.block_tables + seq * args.table_width;
     if (cache_has_units(args)) end = ceil_div(end, kGroupKeys) * kGroupKeys;

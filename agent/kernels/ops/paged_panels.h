@@ -21,8 +21,9 @@ static inline void locate_tile(const RotaryAttentionArgs& args, int64_t seq, int
                                PagedTile* tile) {
   tile->begin = begin;
   tile->count = larger(0, smaller(kPartition, end - begin));
-  for (int64_t i = 0; args.ready && i < tile->count; ++i) tile->values[i] = ready_place(args, seq, begin + i);
-  if (args.ready) return;
+  const bool rows = lies_in_rows(args);
+  for (int64_t i = 0; rows && i < tile->count; ++i) tile->values[i] = ready_place(args, seq, begin + i);
+  if (rows) return;
   const int32_t* table = args.block_tables + seq * args.table_width;
   const int64_t row_bytes = args.int8_cache ? args.dim : args.dim * size_of(args.dtype);
   int64_t index = begin / args.block_size, row = begin % args.block_size;

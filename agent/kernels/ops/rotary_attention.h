@@ -52,6 +52,7 @@ struct RotaryAttentionArgs {
   bool int8_cache;    // else the cache holds dtype
   bool write_first;   // from the checks: some sequence may read what another one writes in this step
   bool ready;
+  bool laid_out;  // ready only: the cache lies as this operator's own does, in blocks of block_tables
   const int64_t* key_starts;  // ready only, [num_seqs]
   const int64_t* first_keys;  // ready only, [tokens]; null: 0
 };
@@ -65,6 +66,9 @@ static inline int64_t first_key(const RotaryAttentionArgs& args, int64_t seq, in
   return args.window == 0 ? 0 : larger(0, visible_keys(args, seq, row) - args.window);
 }
 
+// True where keys and values lie as the native primitives have them.
+static inline bool lies_in_rows(const RotaryAttentionArgs& args) { return args.ready && !args.laid_out; }
+
 // Bytes of one block of one head.
 static inline int64_t chunk_bytes(const RotaryAttentionArgs& args) {
   return args.block_size * (args.int8_cache ? args.dim + 4 : args.dim * size_of(args.dtype));
@@ -72,10 +76,10 @@ static inline int64_t chunk_bytes(const RotaryAttentionArgs& args) {
 
 // From one head to the next.
 static inline int64_t head_bytes(const RotaryAttentionArgs& args) {
-  return args.ready ? args.dim * size_of(args.dtype) : chunk_bytes(args);
+  return lies_in_rows(args) ? args.dim * size_of(args.dtype) : chunk_bytes(args);
 }
 
-// Where the keys (or values) of a position start, all heads; ready only.
+// Where the keys (or values) of a position start, all heads, where they lie in rows.
 static inline int64_t ready_place(const RotaryAttentionArgs& args, int64_t seq, int64_t position) {
   int64_t row = position;
   if (args.block_tables == nullptr) {
@@ -95,7 +99,7 @@ static inline int64_t cache_element_bytes(const RotaryAttentionArgs& args) {
 
 static inline bool cache_has_units(const RotaryAttentionArgs& args) {
   const bool narrow = args.int8_cache || args.dtype == DType::kBFloat16;
-  return !args.ready && narrow && args.block_size % kGroupKeys == 0 && args.dim % 16 == 0;
+  return !lies_in_rows(args) && narrow && args.block_size % kGroupKeys == 0 && args.dim % 16 == 0;
 }
 
 // Flips the sign bit of bytes: adds 128 to int8, as unsigned.
