@@ -51,7 +51,7 @@ def test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group(name: str, folder
 
 
 def test_without_it_the_bits_are_others(folders: dict[str, Path]) -> None:
-    """Or the test above would say nothing. In float32: rounded to bfloat16, few of these short sums show their order."""
+    """Or the test above would say nothing. In float32: few of these short sums show their order in bfloat16."""
     models = {name: folders[name] for name in ("tiny_llama", "gqa_tied")}
     shared = Setup(2, 1, "float32", "fused")
     wanted, found = answers(shared, models), answers(replace(shared, tensor_parallel=1), models)
