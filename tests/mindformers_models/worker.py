@@ -20,6 +20,7 @@ from step_config import make_config  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
 from agent.layers.rotary import rotary_tables  # noqa: E402
+from agent.weights.storage import to_float32  # noqa: E402
 from llm_serving.config.mindformers_models import rotary_positions  # noqa: E402
 from tools.seeded_model import write_model  # noqa: E402
 
@@ -43,7 +44,7 @@ def tokens(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> 
 
 def rotary_error(driver: StepDriver) -> float:
     """The furthest that MindFormers' cosines and sines are from ours, over all positions served."""
-    from agent.layers.parameter import as_float32_array  # imports mindspore, which must be set up first
+    from agent.layers.parameter import as_storage  # imports mindspore, which must be set up first
 
     model, config = driver.runner._model, driver.config
     if hasattr(model, "gpt"):
@@ -52,10 +53,9 @@ def rotary_error(driver: StepDriver) -> float:
         theirs = [model.llama.freqs_mgr.freqs_cos, model.llama.freqs_mgr.freqs_sin]
     assert [table.shape[0] for table in theirs] == [rotary_positions(config)] * 2
     ours = rotary_tables(config.shape, config.max_model_len)
-    return max(
-        float(np.abs(as_float32_array(table)[: config.max_model_len] - own).max())
-        for table, own in zip(theirs, ours, strict=True)
-    )
+    stored = [as_storage(table)[: config.max_model_len] for table in theirs]
+    floats = [to_float32(table, "bfloat16" if table.dtype == np.uint16 else "float") for table in stored]
+    return max(float(np.abs(table - own).max()) for table, own in zip(floats, ours, strict=True))
 
 
 def main() -> None:
