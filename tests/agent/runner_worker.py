@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from block_sharing import run_block_sharing, run_move_refusals  # noqa: E402
+from position_bits import FORCED_STEPS  # noqa: E402
 from step_config import BLOCK_SIZE, make_config  # noqa: E402
 from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
@@ -25,7 +26,6 @@ from tools.make_golden import weights_digest  # noqa: E402
 from tools.seeded_model import VARIANTS, write_model  # noqa: E402
 
 GOLDEN = ROOT / "tests" / "golden"
-INVARIANCE_STEPS = 20
 
 
 def run_golden(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def generate(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -
 def run_invariance(driver: StepDriver, golden: dict[str, Any]) -> dict[str, list[str]]:
     """Digests of the same positions of one sequence, computed in different company and different pieces."""
     case = golden["cases"][-1]
-    prompt, forced = case["prompt"], case["tokens"][:INVARIANCE_STEPS]
+    prompt, forced = case["prompt"], case["tokens"][:FORCED_STEPS]
     return {
         "alone": _alone(driver, prompt, forced),
         "batched": _batched(driver, prompt, forced, golden["cases"][0]["tokens"]),
@@ -258,7 +258,7 @@ def run_replays(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
     """Decodes of one and of three sequences, the first of a size recorded and those after it replayed, and the same by
     the graph; with an operator that refuses its inputs, at a replay and where one would be recorded."""
     graph, prompts = driver.runner._graph, [case["prompt"] for case in golden["cases"][:3]]
-    replays, tokens = graph.replays, golden["cases"][0]["tokens"][:INVARIANCE_STEPS]
+    replays, tokens = graph.replays, golden["cases"][0]["tokens"][:FORCED_STEPS]
     found: dict[str, Any] = {"problem": replays.problem, "refused": [_refused_decode(driver, 2)]}
     found["replayed"] = _decodes(driver, prompts, tokens)
     found["refused"] += [_refused_decode(driver, rows) for rows in (2, 3, 3)]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from oracle_ties import check_forced
+from position_bits import check_position_bits
 
 from agent.models import registry
 from llm_serving.errors import AgentStartError
@@ -124,13 +125,4 @@ def test_quantised_weights_say_nearly_the_same(results: Any, setup: tuple[str, .
 def test_a_position_gives_the_same_bits_however_it_is_computed(
     results: Any, setup: tuple[str, ...], model: str
 ) -> None:
-    """Alone, in a batch, in chunks, as prompt or as decode: token, logit, logsumexp and 32 best logits, bit for bit."""
-    digests = results(*setup)[model]["invariance"]
-    alone = digests["alone"]
-    assert len(set(alone)) == len(alone) == 21
-    assert digests["batched"] == alone
-    assert digests["together"] == alone[:1]
-    for pieces in ("chunked", "prefilled"):
-        by_step = dict(text.split() for text in digests[pieces])
-        assert len(by_step) >= 4
-        assert by_step == {step: alone[int(step)] for step in by_step}
+    check_position_bits(results(*setup)[model]["invariance"])

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from llama_in_numpy import NumpyLlama
 from oracle_ties import check_forced
+from position_bits import check_position_bits
 
 from llm_serving.request import MAX_TOP_LOGITS
 from tools.seeded_model import VARIANTS, write_model
@@ -228,16 +229,7 @@ def test_native_int4_says_what_the_trained_model_says(results: Any) -> None:
 def test_a_position_gives_the_same_bits_however_it_is_computed(
     results: Any, setup: tuple[str, ...], model: str
 ) -> None:
-    """Alone, in a batch, in chunks, as prompt or as decode: token, logit, logsumexp and 32 best logits, bit for bit."""
-    digests = results(*setup)["models"][model]["invariance"]
-    alone = digests["alone"]
-    assert len(set(alone)) == len(alone) == 21
-    assert digests["batched"] == alone
-    assert digests["together"] == alone[:1]
-    for pieces in ("chunked", "prefilled"):
-        by_step = dict(text.split() for text in digests[pieces])
-        assert len(by_step) >= 4
-        assert by_step == {step: alone[int(step)] for step in by_step}
+    check_position_bits(results(*setup)["models"][model]["invariance"])
 
 
 @pytest.mark.parametrize("model", MODELS)

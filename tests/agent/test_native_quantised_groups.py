@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from agent_group import Setup, run_group
+from position_bits import check_position_bits
 
 from tools.quantization.convert import quantise_folder
 from tools.quantization.rounding import Settings
@@ -165,16 +166,7 @@ def test_stages_change_no_bit(runs: Runs) -> None:
 
 @pytest.mark.parametrize(("name", "model"), CASES)
 def test_a_position_gives_the_same_bits_however_it_is_computed(runs: Runs, name: str, model: str) -> None:
-    """Alone, in a batch, in chunks, as prompt or as decode."""
-    digests = runs(PAIRS[name], name)[0][model]["invariance"]
-    alone = digests["alone"]
-    assert len(set(alone)) == len(alone) == 21
-    assert digests["batched"] == alone
-    assert digests["together"] == alone[:1]
-    for pieces in ("chunked", "prefilled"):
-        by_step = dict(text.split() for text in digests[pieces])
-        assert len(by_step) >= 4
-        assert by_step == {step: alone[int(step)] for step in by_step}
+    check_position_bits(runs(PAIRS[name], name)[0][model]["invariance"])
 
 
 @pytest.mark.parametrize("name", PAIRS)

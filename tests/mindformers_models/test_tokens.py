@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from mindformers_variants import VARIANTS, needs_mindformers
+from position_bits import check_position_bits
 
 pytestmark = [needs_mindformers, pytest.mark.timeout(700)]
 
@@ -73,16 +74,7 @@ def test_tokens_are_ours(results: Any, dtype: str, model: str) -> None:
 @pytest.mark.parametrize("model", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_position_gives_the_same_bits_however_it_is_computed(results: Any, dtype: str, model: str) -> None:
-    """Alone, in a batch, in chunks, as prompt or as decode: token, logit, logsumexp and 32 best logits, bit for bit."""
-    digests = results(dtype)[model]["invariance"]
-    alone = digests["alone"]
-    assert len(set(alone)) == len(alone) == 21
-    assert digests["batched"] == alone
-    assert digests["together"] == alone[:1]
-    for pieces in ("chunked", "prefilled"):
-        by_step = dict(text.split() for text in digests[pieces])
-        assert len(by_step) >= 4
-        assert by_step == {step: alone[int(step)] for step in by_step}
+    check_position_bits(results(dtype)[model]["invariance"])
 
 
 @pytest.mark.parametrize("model", VARIANTS)

@@ -1,0 +1,27 @@
+"""A position of a sequence gives the same bits however it is computed: alone, in a batch, in chunks, as prompt or as
+decode. ``agent/runner_worker.run_invariance`` computes them in a process of the agent's; here they are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+FORCED_STEPS = 20
+"""Tokens that follow the prompt: with its last position, one more positions are compared."""
+LEAST_PIECES = 4
+
+
+def check_position_bits(digests: Mapping[str, Sequence[str]]) -> None:
+    """``digests``, each of a sampled token, its logit, logsumexp and 32 best logits, by how they were computed:
+
+    - ``alone``, ``batched``: of every position, in order;
+    - ``together``: of the prompt's last position, as a decode beside another prompt;
+    - ``chunked``, ``prefilled``: of some positions, as "step digest", in which 0 is the prompt's last position.
+    """
+    alone = list(digests["alone"])
+    assert len(set(alone)) == len(alone) == FORCED_STEPS + 1, "positions that are all different, or bits prove nothing"
+    assert digests["batched"] == alone, "batched"
+    assert digests["together"] == alone[:1], "together"
+    for way in ("chunked", "prefilled"):
+        by_step = dict(text.split() for text in digests[way])
+        assert len(by_step) >= LEAST_PIECES, way
+        assert by_step == {step: alone[int(step)] for step in by_step}, way
