@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from json_program import printed_json, run_program
 from oracle_ties import check_forced
 from position_bits import check_position_bits
 
@@ -20,6 +18,7 @@ from llm_serving.model_families import FAMILIES
 from tools.seeded_families import FAMILY_VARIANTS
 
 HERE = Path(__file__).resolve().parent
+WORKER = HERE / "families_worker.py"
 GOLDEN = HERE.parent / "golden" / "families"
 MODELS = tuple(FAMILY_VARIANTS)
 FLOAT32 = ("float32", "fused", "auto", "auto")
@@ -46,17 +45,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def run(*setup: str) -> Results:
         scratch = tmp_path_factory.mktemp("-".join(setup))
-        done = subprocess.run(
-            [sys.executable, str(HERE / "families_worker.py"), *setup, str(scratch)],
-            cwd=scratch,
-            env={**os.environ, "PYTHONWARNINGS": "ignore"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        answer: Results = json.loads(done.stdout.splitlines()[-1])
+        done = run_program(WORKER, *setup, str(scratch), folder=scratch, timeout=240, PYTHONWARNINGS="ignore")
+        answer: Results = printed_json(done)
         return answer
 
     return run

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
+from json_program import printed_json, run_program
 from model_folders import write_model_folder
 
 PROGRAM = Path(__file__).with_name("missing_primitive_program.py")
@@ -14,16 +12,7 @@ PROGRAM = Path(__file__).with_name("missing_primitive_program.py")
 
 def test_it_is_named(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    errors = json.loads(done.stdout.splitlines()[-1])
+    errors = printed_json(run_program(PROGRAM, str(folder), folder=tmp_path))
     assert list(errors) == ["FastGeLU", "GeluExt"], "of one there is a kernel for other types, of the other none"
     for name, error in errors.items():
         assert error.startswith(f"the graph needs the primitive {name}, and this device has no kernel of it")

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from json_program import printed_json, run_program
 from llama_in_numpy import NumpyLlama
 from oracle_ties import check_forced
 from position_bits import check_position_bits
@@ -22,6 +20,7 @@ from llm_serving.request import MAX_TOP_LOGITS
 from tools.seeded_model import VARIANTS, write_model
 
 HERE = Path(__file__).resolve().parent
+WORKER = HERE / "runner_worker.py"
 GOLDEN = HERE.parent / "golden"
 MODELS = ("gqa_tied", "llama3_rope", "mha", "tiny_llama")
 SETUPS = (
@@ -73,19 +72,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def computed(dtype: str, op_table: str, weights: str, kv: str) -> Results:
         scratch = tmp_path_factory.mktemp(f"{dtype}-{op_table}-{weights}-{kv}")
-        done = subprocess.run(
-            [sys.executable, str(HERE / "runner_worker.py"), dtype, op_table, weights, kv, str(scratch / "models")],
-            cwd=scratch,
-            env={**os.environ, "PYTHONWARNINGS": "ignore"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+        setup = (dtype, op_table, weights, kv, str(scratch / "models"))
+        answer: Results = printed_json(run_program(WORKER, *setup, folder=scratch, PYTHONWARNINGS="ignore"))
         littered = sorted(path.name for path in scratch.iterdir() if path.name != "models")
         assert littered == [], f"a run left {littered} in the working directory"
-        answer: Results = json.loads(done.stdout.splitlines()[-1])
         return answer
 
     def run(dtype: str, op_table: str, weights: str = "auto", kv: str = "auto") -> Results:

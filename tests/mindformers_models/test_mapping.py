@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from json_program import printed_json, run_program
 from mindformers_variants import VARIANTS
 from model_folders import write_model_folder
 
@@ -250,12 +250,8 @@ def test_a_package_that_cannot_be_imported_is_a_start_error(tmp_path: Path, monk
 
 @pytest.fixture(scope="module")
 def calls(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = write_model_folder(tmp_path_factory.mktemp("mapping") / "model")
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder)], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    scratch = tmp_path_factory.mktemp("mapping")
+    return printed_json(run_program(PROGRAM, str(write_model_folder(scratch / "model")), folder=scratch))
 
 
 @pytest.mark.parametrize("kind", ["prefill", "chunked", "decode"])

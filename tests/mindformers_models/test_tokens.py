@@ -3,16 +3,14 @@ counted, and a position that gives the same bits however it is computed."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from json_program import printed_json, run_program
 from mindformers_variants import VARIANTS, needs_mindformers
 from position_bits import check_position_bits
 
@@ -35,22 +33,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def run(dtype: str) -> subprocess.CompletedProcess[str]:
         scratch = tmp_path_factory.mktemp(f"mindformers-{dtype}")
-        return subprocess.run(
-            [sys.executable, str(WORKER), dtype, str(scratch)],
-            cwd=scratch,
-            env={**os.environ, "PYTHONWARNINGS": "ignore"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
+        return run_program(WORKER, dtype, str(scratch), folder=scratch, timeout=600, PYTHONWARNINGS="ignore")
 
-    def result(dtype: str) -> Any:
-        done = run(dtype)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(done.stdout.splitlines()[-1])
-
-    return result
+    return lambda dtype: printed_json(run(dtype))
 
 
 @pytest.mark.parametrize("model", VARIANTS)

@@ -1,0 +1,37 @@
+"""Programs of the tests that run in a process of their own (MindSpore, its plugin or a device's settings are a whole
+process's) and print what they found as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def run_program(
+    program: Path, *arguments: str, folder: Path, timeout: float = 120, **variables: str | None
+) -> subprocess.CompletedProcess[str]:
+    """``program`` under this Python, with ``folder`` as its working directory.
+
+    ``variables`` are added to this process's environment; None takes one out of it. Raises subprocess.TimeoutExpired
+    after ``timeout`` seconds.
+    """
+    environment = {name: value for name, value in {**os.environ, **variables}.items() if value is not None}
+    return subprocess.run(
+        [sys.executable, str(program), *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def printed_json(done: subprocess.CompletedProcess[str]) -> Any:
+    """What a program that ended well printed in its last line; fails with what it said when it did not."""
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
