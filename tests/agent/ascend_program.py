@@ -101,6 +101,7 @@ def _error_of(run: Callable[[], None]) -> str:
 def run_sharing() -> dict[str, Any]:
     """A model's sequences shared, copied and swapped, its cache moved as an Ascend's is."""
     from block_sharing import run_block_sharing
+    from golden_files import golden_of
     from step_driver import StepDriver
 
     from agent.backends.ascend.blocks import DeviceBlockMoves
@@ -111,8 +112,7 @@ def run_sharing() -> dict[str, Any]:
 
     NativeCpuOps.block_moves = block_moves  # type: ignore[method-assign]
     driver = StepDriver(make_config(FOLDER, "bfloat16", "native"))
-    golden = json.loads((ROOT / "tests" / "golden" / "tiny_llama.json").read_text(encoding="utf-8"))
-    return {"sharing": run_block_sharing(driver, golden), "summary": driver.runner.summary()}
+    return {"sharing": run_block_sharing(driver, golden_of("tiny_llama")), "summary": driver.runner.summary()}
 
 
 def run_padded() -> dict[str, Any]:

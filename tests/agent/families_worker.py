@@ -13,6 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from golden_files import golden_of  # noqa: E402
 from runner_worker import generate, run_invariance  # noqa: E402
 from step_config import make_config  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
@@ -20,8 +21,6 @@ from step_driver import StepDriver  # noqa: E402
 from tools.make_golden import weights_digest  # noqa: E402
 from tools.seeded_families import FAMILY_VARIANTS  # noqa: E402
 from tools.seeded_model import write_model  # noqa: E402
-
-GOLDEN = ROOT / "tests" / "golden" / "families"
 
 
 def tokens(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> list[list[int]]:
@@ -34,7 +33,7 @@ def main() -> None:
     dtype, op_table, weights, kv, scratch, *models = sys.argv[1:]
     results: dict[str, Any] = {}
     for name in models or FAMILY_VARIANTS:
-        golden = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+        golden = golden_of(name)
         folder = Path(scratch) / name
         write_model(FAMILY_VARIANTS[name], folder)
         driver = StepDriver(make_config(folder, dtype, op_table, weights, kv))

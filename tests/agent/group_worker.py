@@ -19,20 +19,14 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from agent_group import Setup  # noqa: E402
-from runner_worker import GOLDEN, expected_tokens, generate, penalised, run_invariance  # noqa: E402
+from golden_files import golden_of  # noqa: E402
+from runner_worker import expected_tokens, generate, penalised, run_invariance  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory  # noqa: E402
 
 PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.9}
 PROMPT, NUM_PENALISED = [5, 6, 7, 5, 9, 11], 12
-
-
-def golden_of(name: str) -> dict[str, Any]:
-    path = GOLDEN / f"{name}.json"
-    path = path if path.is_file() else GOLDEN / "families" / f"{name}.json"
-    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return document
 
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from block_sharing import run_block_sharing, run_move_refusals  # noqa: E402
+from golden_files import LLAMAS, golden_of  # noqa: E402
 from position_bits import FORCED_STEPS  # noqa: E402
 from step_config import BLOCK_SIZE, make_config  # noqa: E402
 from step_driver import Part, StepDriver, blocks_for  # noqa: E402
@@ -24,8 +25,6 @@ from llm_serving.errors import AgentError, ProtocolError  # noqa: E402
 from llm_serving.ipc.shm import LAST_TOKEN  # noqa: E402
 from tools.make_golden import weights_digest  # noqa: E402
 from tools.seeded_model import VARIANTS, write_model  # noqa: E402
-
-GOLDEN = ROOT / "tests" / "golden"
 
 
 def run_golden(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
@@ -323,9 +322,8 @@ def main() -> None:
     dtype, op_table, weights, kv, folders = sys.argv[1:]
     scratch = Path(folders)
     results: dict[str, Any] = {"models": {}}
-    for golden_file in sorted(GOLDEN.glob("*.json")):
-        golden = json.loads(golden_file.read_text(encoding="utf-8"))
-        name = golden["model"]
+    for name in sorted(path.stem for path in LLAMAS.glob("*.json")):
+        golden = golden_of(name)
         folder = ROOT / "models" / name
         if name in VARIANTS:
             folder = scratch / name

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import golden_files
 import pytest
+from golden_files import golden_of
 from json_program import printed_json, run_program
 from oracle_ties import check_forced
 from position_bits import check_position_bits
@@ -17,9 +18,7 @@ from llm_serving.errors import AgentStartError
 from llm_serving.model_families import FAMILIES
 from tools.seeded_families import FAMILY_VARIANTS
 
-HERE = Path(__file__).resolve().parent
-WORKER = HERE / "families_worker.py"
-GOLDEN = HERE.parent / "golden" / "families"
+WORKER = Path(__file__).with_name("families_worker.py")
 MODELS = tuple(FAMILY_VARIANTS)
 FLOAT32 = ("float32", "fused", "auto", "auto")
 HALF_SETUPS = tuple(
@@ -52,15 +51,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-@cache
-def golden_of(model: str) -> Results:
-    document: Results = json.loads((GOLDEN / f"{model}.json").read_text(encoding="utf-8"))
-    return document
-
-
 def test_every_family_has_a_model() -> None:
     assert {variant.config["architectures"][0] for variant in FAMILY_VARIANTS.values()} == set(FAMILIES)
-    assert sorted(path.stem for path in GOLDEN.glob("*.json")) == sorted(MODELS)
+    assert sorted(path.stem for path in golden_files.FAMILIES.glob("*.json")) == sorted(MODELS)
 
 
 def test_the_registry_has_every_family() -> None:

@@ -5,13 +5,12 @@ Every setup is a group of real processes, which goes through all models of the g
 
 from __future__ import annotations
 
-import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agent_group import Setup, run_group
+from golden_files import golden_of
 from oracle_ties import check_forced
 from position_bits import check_position_bits
 
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.timeout(900)
 """A setup's first test runs all models."""
 
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "golden"
 SEEDED = {**VARIANTS, **FAMILY_VARIANTS}
 MODELS = ("tiny_llama", *SEEDED)
 FLOAT32_SETUPS = (Setup(2, 1), Setup(1, 2), Setup(2, 2))
@@ -87,14 +85,6 @@ def results(folders: dict[str, Path]) -> Any:
         return known[str(setup)]
 
     return run
-
-
-@cache
-def golden_of(model: str) -> Results:
-    path = GOLDEN / f"{model}.json"
-    path = path if path.is_file() else GOLDEN / "families" / f"{model}.json"
-    document: Results = json.loads(path.read_text(encoding="utf-8"))
-    return document
 
 
 def answer(results: Any, setup: Setup, model: str) -> Results:

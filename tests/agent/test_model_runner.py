@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,17 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_files import golden_of
 from json_program import printed_json, run_program
 from llama_in_numpy import NumpyLlama
 from oracle_ties import check_forced
 from position_bits import check_position_bits
+from small_configs import REPOSITORY
 
 from llm_serving.request import MAX_TOP_LOGITS
 from tools.seeded_model import VARIANTS, write_model
 
-HERE = Path(__file__).resolve().parent
-WORKER = HERE / "runner_worker.py"
-GOLDEN = HERE.parent / "golden"
+WORKER = Path(__file__).with_name("runner_worker.py")
 MODELS = ("gqa_tied", "llama3_rope", "mha", "tiny_llama")
 SETUPS = (
     ("float32", "fused"),
@@ -91,19 +90,12 @@ def numpy_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     @cache
     def folder_of(model: str) -> Path:
         if model not in VARIANTS:
-            return HERE.parent.parent / "models" / model
+            return REPOSITORY / "models" / model
         folder = tmp_path_factory.mktemp("numpy") / model
         write_model(VARIANTS[model], folder)
         return folder
 
     return folder_of
-
-
-@cache
-def golden_of(model: str) -> Results:
-    text = (GOLDEN / f"{model}.json").read_text(encoding="utf-8")
-    document: Results = json.loads(text)
-    return document
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -3,7 +3,6 @@ say with as many agents, but for ties; the same bits however a step is cut. Real
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from agent_group import Setup, run_group
+from golden_files import golden_of
 from position_bits import check_position_bits
 
 from tools.quantization.convert import quantise_folder
@@ -80,13 +80,6 @@ def runs(folders: dict[str, dict[str, Path]]) -> Runs:
         return known[key]
 
     return run
-
-
-def golden_of(model: str) -> Results:
-    path = ROOT / "tests" / "golden" / f"{model}.json"
-    path = path if path.is_file() else ROOT / "tests" / "golden" / "families" / f"{model}.json"
-    document: Results = json.loads(path.read_text(encoding="utf-8"))
-    return document
 
 
 def check_ties(found: Results, wanted: Results, model: str, *, margin: float, most: float, label: str) -> None:

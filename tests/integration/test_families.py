@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from golden_files import golden_of
 from server_process import running_server
-from small_configs import REPOSITORY
 
 from tools.seeded_families import FAMILY_VARIANTS
 from tools.seeded_model import write_model
-
-GOLDEN = REPOSITORY / "tests" / "golden" / "families"
 
 
 @pytest.mark.parametrize(
@@ -21,7 +18,7 @@ GOLDEN = REPOSITORY / "tests" / "golden" / "families"
 )
 def test_a_folder_is_served_by_its_architecture(tmp_path: Path, model: str, op_table: str) -> None:
     write_model(FAMILY_VARIANTS[model], tmp_path / model)
-    golden = json.loads((GOLDEN / f"{model}.json").read_text(encoding="utf-8"))
+    golden = golden_of(model)
     dtype = "float32" if op_table == "fused" else "float16"
     overrides = [
         f"model_config.model_path={tmp_path / model}",

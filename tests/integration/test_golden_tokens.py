@@ -7,17 +7,16 @@ oracle's tokens, so that all 64 positions are checked; ties are counted and boun
 
 from __future__ import annotations
 
-import json
 from functools import cache
 
 import pytest
+from golden_files import golden_of
 from oracle_ties import MOST_TIES, TIE_MARGIN, complete, find_ties
 from server_process import running_server
-from small_configs import REPOSITORY, TINY_LLAMA
+from small_configs import TINY_LLAMA
 
 from tools.seeded_model import VARIANTS, write_model
 
-GOLDEN = REPOSITORY / "tests" / "golden"
 MODELS = ["tiny_llama", *VARIANTS]
 SERVED = {
     "tiny_llama": {("float16", "native"), ("float16", "fused"), ("bfloat16", "native"), ("bfloat16", "fused")},
@@ -40,7 +39,7 @@ def golden(tmp_path_factory):
         if name in VARIANTS:
             folder = tmp_path_factory.mktemp(name) / name
             write_model(VARIANTS[name], folder)
-        return folder, json.loads((GOLDEN / f"{name}.json").read_text())
+        return folder, golden_of(name)
 
     return find
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from golden_files import golden_of
 from oracle_ties import MOST_TIES, TIE_MARGIN, complete, find_ties
 from server_process import running_server
-from small_configs import REPOSITORY, TINY_LLAMA
+from small_configs import TINY_LLAMA
 
-GOLDEN = json.loads((REPOSITORY / "tests" / "golden" / "tiny_llama.json").read_text())
+GOLDEN = golden_of("tiny_llama")
 GROUPS = [(2, 1), (1, 2), (2, 2)]
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden_files import golden_of
 from safetensors.numpy import load_file
-from small_configs import REPOSITORY
 
 from agent.models.registry import find_model
 from agent.weights import WeightPart, WeightSpec, load_weights, open_weights
@@ -130,7 +130,7 @@ def test_a_large_folder_is_written_in_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("golden", ["mha", "gqa_tied"])
 def test_the_forward_pass_is_the_oracles(models: Path, golden: str) -> None:
     shape, weights = ModelShape.from_hf_folder(models / golden), read(models / golden, golden)
-    case = json.loads((REPOSITORY / "tests" / "golden" / f"{golden}.json").read_text())["cases"][1]
+    case = golden_of(golden)["cases"][1]
     tokens = np.array([case["prompt"]], np.int32)
     model, hidden = NumpyLlama(shape, tokens.shape[1]), weights["model.embed_tokens.weight"][tokens]
     for index in range(shape.num_layers):
