@@ -20,10 +20,10 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import auto_generate
 
-from agent import step_graph
 from agent.backends.native import attention as native_attention
 from agent.backends.native import linear as native_linear
 from agent.backends.native import ops as native
+from agent.step_graph import dynamic_cell
 from agent.weights.forms import LinearForm
 from llm_serving.config import ParallelConfig
 from tools.ascend_graph.front_end import ascend_config, compile_graphs, forms_of, set_up
@@ -140,7 +140,7 @@ def scales_of_all(found: dict[str, Any]) -> dict[str, Any]:
     return found | {"scale": ((2 * groups, columns), dtype)}
 
 
-class OldNames(step_graph._DynamicStep):
+class OldNames(dynamic_cell._DynamicStep):
     def construct(self, token_ids, positions, last_tokens, slot_mapping, block_tables, context_lens, query_lens):  # type: ignore[no-untyped-def]
         step = (slot_mapping, block_tables, context_lens, query_lens)
         return self.model(token_ids, positions, last_tokens, step, self.whole_prompts)
@@ -173,12 +173,12 @@ def plain_linear() -> Any:
 
 def inputs(position: int, tensor: Tensor) -> Any:
     """One of the graph's inputs is of another type or rank."""
-    real = step_graph._DynamicStep.set_inputs
+    real = dynamic_cell._DynamicStep.set_inputs
 
     def set_inputs(cell: nn.Cell, *given: Tensor) -> None:
         real(cell, *given[:position], tensor, *given[position + 1 :])
 
-    return mock.patch.object(step_graph._DynamicStep, "set_inputs", set_inputs)
+    return mock.patch.object(dynamic_cell._DynamicStep, "set_inputs", set_inputs)
 
 
 def wider_vocabulary() -> Any:
@@ -233,7 +233,7 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "chunk mask": ("chunked", CONFIG, lambda: patched("ChunkMask", Forgetful)),
     "transposed weight that fits": ("decode", SQUARE, plain_linear),
     "pairs for halves": ("decode", CONFIG, lambda: in_attention("_ROTATE_HALVES", 3)),
-    "names of inputs": ("decode", CONFIG, lambda: mock.patch.object(step_graph, "_DynamicStep", OldNames)),
+    "names of inputs": ("decode", CONFIG, lambda: mock.patch.object(dynamic_cell, "_DynamicStep", OldNames)),
     "vocabulary": ("decode", CONFIG, wider_vocabulary),
     "int8, no scales of tokens": ("decode", INT8, lambda: in_linear("_DynamicProduct", WithoutTokenScales)),
     "int8, scales of other tokens": ("decode", INT8, lambda: in_linear("_DynamicProduct", ScaledTwice)),
