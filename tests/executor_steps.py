@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from llm_serving.executor.agent_executor import AgentExecutor
 from llm_serving.executor.base import ExecutorEvent
-from llm_serving.ipc.shm import SHM_DIRECTORY, SHM_PREFIX
+from llm_serving.ipc.segment import SHM_DIRECTORY, SHM_PREFIX
 from llm_serving.request import Request, SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 

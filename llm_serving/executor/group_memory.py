@@ -5,7 +5,8 @@ from __future__ import annotations
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
-from llm_serving.ipc.shm import NUM_SLOTS, SHM_DIRECTORY, SlotLayout, SlotMemory, StepSlot
+from llm_serving.ipc.segment import SHM_DIRECTORY
+from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, SlotMemory, StepSlot
 
 
 class GroupMemory:

@@ -16,7 +16,6 @@ Who waits for whom, and why nothing is overwritten too early, is said where it i
 from __future__ import annotations
 
 import mmap
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import SHM_DIRECTORY, SHM_PREFIX, SlotLimits, new_segment_name
+from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
+from llm_serving.ipc.shm import SlotLimits
 
 if TYPE_CHECKING:
     from llm_serving.config import ParallelConfig
@@ -129,47 +129,28 @@ def exchange_bytes(shape: ModelShape, limits: SlotLimits, parallel: ParallelConf
     return layout.num_bytes if layout.group_size > 1 else 0
 
 
-class ExchangeMemory:
+class ExchangeMemory(NamedSegment):
     """A mapped exchange. The server creates and unlinks it, an agent attaches to it."""
 
     def __init__(self, name: str, layout: ExchangeLayout, mapping: mmap.mmap) -> None:
-        self.name = name
+        super().__init__(name)
         self.layout = layout
         self.mapping = mapping
-        self._linked = False
         self.header: npt.NDArray[np.uint32] = np.frombuffer(mapping, np.uint32, LINE_BYTES // 4)
 
     @classmethod
     def create(cls, layout: ExchangeLayout) -> ExchangeMemory:
         """Make a new segment of zeros, its pages reserved now. Raises OSError when /dev/shm is too small."""
-        name = new_segment_name()
-        path = os.path.join(SHM_DIRECTORY, name)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, layout.num_bytes)
-            memory = cls(name, layout, mmap.mmap(descriptor, layout.num_bytes))
-        except BaseException:
-            os.unlink(path)
-            raise
-        finally:
-            os.close(descriptor)
-        memory._linked = True
+        with new_segment(layout.num_bytes) as (name, mapping):
+            memory = cls(name, layout, mapping)
+        memory.has_name = True
         memory.header[: DOWN_WORD + 1] = EXCHANGE_MAGIC, EXCHANGE_VERSION, layout.group_size, 0
         return memory
 
     @classmethod
     def attach(cls, name: str, layout: ExchangeLayout) -> ExchangeMemory:
         """Map a segment the server made. Raises ProtocolError when name, size or header are not as agreed."""
-        if not name.startswith(SHM_PREFIX) or not name.removeprefix(SHM_PREFIX).isalnum():
-            raise ProtocolError(f"{name!r} is not a name of an exchange segment ({SHM_PREFIX}PIDxHEX)")
-        descriptor = os.open(os.path.join(SHM_DIRECTORY, name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size != layout.num_bytes:
-                raise ProtocolError(f"the exchange segment has {size} bytes, the layout needs {layout.num_bytes}")
-            memory = cls(name, layout, mmap.mmap(descriptor, size))
-        finally:
-            os.close(descriptor)
+        memory = cls(name, layout, map_segment(name, layout.num_bytes, "exchange"))
         found = tuple(memory.header[:DOWN_WORD].tolist())
         wanted = (EXCHANGE_MAGIC, EXCHANGE_VERSION, layout.group_size)
         if found != wanted:
@@ -183,12 +164,6 @@ class ExchangeMemory:
     @property
     def is_down(self) -> bool:
         return bool(self.header[DOWN_WORD])
-
-    def unlink(self) -> None:
-        """Remove the name; the mappings stay. Does nothing the second time, or on an attached segment."""
-        if self._linked:
-            self._linked = False
-            os.unlink(os.path.join(SHM_DIRECTORY, self.name))
 
     def close(self) -> None:
         """Unlink and drop the mapping. The pages go when the last view of them does."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import enum
 import mmap
-import os
-import secrets
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from llm_serving.errors import ProtocolError
+from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
 from llm_serving.request import MAX_TOP_LOGITS
 
-SHM_DIRECTORY = "/dev/shm"
-SHM_PREFIX = "llm-serving-"
 SLOT_MAGIC = 0x51075107
 _ALIGNMENT = 64
 
@@ -257,20 +254,14 @@ def _check_size(name: str, value: int, low: int, high: int) -> None:
         raise ProtocolError(f"a step slot's {name} is {value}; it must be between {low} and {high}")
 
 
-def new_segment_name() -> str:
-    """A name that cannot be guessed and tells who made it: ``llm-serving-PIDxHEX``."""
-    return f"{SHM_PREFIX}{os.getpid()}x{secrets.token_hex(8)}"
-
-
-class SlotMemory:
+class SlotMemory(NamedSegment):
     """A shared-memory segment of step slots. The server creates and unlinks it, an agent attaches to it."""
 
     def __init__(self, name: str, layout: SlotLayout, num_slots: int, mapping: mmap.mmap) -> None:
-        self.name = name
+        super().__init__(name)
         self.layout = layout
         self.num_slots = num_slots
         self._mapping = mapping
-        self._linked = False
         self.slots = [StepSlot(layout, mapping, index * layout.slot_bytes) for index in range(num_slots)]
 
     @property
@@ -281,40 +272,16 @@ class SlotMemory:
     def create(cls, limits: SlotLimits, num_slots: int) -> SlotMemory:
         """Make a new segment, its pages reserved now. Raises OSError when /dev/shm is too small."""
         layout = SlotLayout.of(limits)
-        name = new_segment_name()
-        path = os.path.join(SHM_DIRECTORY, name)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, layout.slot_bytes * num_slots)
-            memory = cls(name, layout, num_slots, mmap.mmap(descriptor, layout.slot_bytes * num_slots))
-        except BaseException:
-            os.unlink(path)
-            raise
-        finally:
-            os.close(descriptor)
-        memory._linked = True
+        with new_segment(layout.slot_bytes * num_slots) as (name, mapping):
+            memory = cls(name, layout, num_slots, mapping)
+        memory.has_name = True
         return memory
 
     @classmethod
     def attach(cls, name: str, limits: SlotLimits, num_slots: int) -> SlotMemory:
         """Map a segment the server made. Raises ProtocolError when its name or size is not as agreed."""
-        if not name.startswith(SHM_PREFIX) or not name.removeprefix(SHM_PREFIX).isalnum():
-            raise ProtocolError(f"{name!r} is not a name of a step-slot segment ({SHM_PREFIX}PIDxHEX)")
         layout = SlotLayout.of(limits)
-        descriptor = os.open(os.path.join(SHM_DIRECTORY, name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            size, expected = os.fstat(descriptor).st_size, layout.slot_bytes * num_slots
-            if size != expected:
-                raise ProtocolError(f"the step-slot segment has {size} bytes, the layout needs {expected}")
-            return cls(name, layout, num_slots, mmap.mmap(descriptor, size))
-        finally:
-            os.close(descriptor)
-
-    def unlink(self) -> None:
-        """Remove the name; the mappings stay. Does nothing the second time, or on an attached segment."""
-        if self._linked:
-            self._linked = False
-            os.unlink(os.path.join(SHM_DIRECTORY, self.name))
+        return cls(name, layout, num_slots, map_segment(name, layout.slot_bytes * num_slots, "step-slot"))
 
     def close(self) -> None:
         """Unlink and drop the views. The pages go when the last view of them does."""

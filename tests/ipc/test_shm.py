@@ -1,19 +1,16 @@
 """Step slots: one layout, real shared memory, nothing left behind."""
 
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
+from executor_steps import shm_entries
 
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import HEADER, SHM_DIRECTORY, SHM_PREFIX, SlotLayout, SlotLimits, SlotMemory, StepSlot
+from llm_serving.ipc.segment import SHM_DIRECTORY
+from llm_serving.ipc.shm import HEADER, SlotLayout, SlotLimits, SlotMemory, StepSlot
 
 LIMITS = SlotLimits(max_tokens=64, max_seqs=4, max_blocks_per_seq=8)
-
-
-def entries():
-    return {name for name in os.listdir(SHM_DIRECTORY) if name.startswith(f"{SHM_PREFIX}{os.getpid()}x")}
 
 
 def test_fields_do_not_overlap_and_are_aligned():
@@ -31,11 +28,11 @@ def test_every_field_has_an_attribute_in_the_slot_class():
 
 
 def test_what_one_end_writes_the_other_reads_and_nothing_is_left():
-    before = entries()
+    before = shm_entries()
     created = SlotMemory.create(LIMITS, 3)
     attached = SlotMemory.attach(created.name, LIMITS, 3)
     created.unlink()
-    assert entries() == before
+    assert shm_entries() == before
     for index, slot in enumerate(created.slots):
         slot.token_ids[:] = index + 1
         slot.write_header(seq=2**40 + index, num_tokens=3, num_seqs=2, table_width=1, history_len=0)

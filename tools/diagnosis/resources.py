@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator
 
 from llm_serving.config import Config
+from llm_serving.ipc.segment import SHM_DIRECTORY, SHM_PREFIX
 from llm_serving.machine import Machine, control_group_available
 from llm_serving.memory_plan import MemoryPlan, estimate_memory, format_bytes
 from tools.diagnosis.finding import Finding, ok, problem, warning
 from tools.diagnosis.host import Host
 
-SHM = "/dev/shm"
-SHM_LEFTOVERS = "llm-serving-*"
+SHM_LEFTOVERS = f"{SHM_PREFIX}*"
 SPARE_FILES = 128
 """Descriptors beside those of clients: log, sockets, agents, libraries."""
 TIGHT = 0.9
@@ -54,22 +54,24 @@ def check_memory(host: Host, config: Config) -> tuple[MemoryPlan | None, list[Fi
 
 def check_shared_memory(host: Host, needed_bytes: int, num_agents: int) -> Iterator[Finding]:
     """Room for the step slots, and what else agents share."""
-    place = host.path(SHM)
+    place = host.path(SHM_DIRECTORY)
     if not place.is_dir() or not os.access(place, os.W_OK):
-        yield problem(SHM, "is not there or not writable", "mount a tmpfs there; in a container give it --shm-size=1g")
+        yield problem(
+            SHM_DIRECTORY, "is not there or not writable", "mount a tmpfs there; in a container give it --shm-size=1g"
+        )
         return
     free = host.free_bytes(place)
     text = f"step slots of {num_agents} agents take {format_bytes(needed_bytes)}; {format_bytes(free)} are free"
     if needed_bytes > free:
         advice = "docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm; or lower decode_batch_size"
-        yield problem(SHM, text, advice)
+        yield problem(SHM_DIRECTORY, text, advice)
     else:
-        yield ok(SHM, text)
-    left = host.names(SHM, SHM_LEFTOVERS)
+        yield ok(SHM_DIRECTORY, text)
+    left = host.names(SHM_DIRECTORY, SHM_LEFTOVERS)
     if left:
         held = format_bytes(sum((place / name).stat().st_size for name in left if (place / name).exists()))
-        advice = f"if no server is starting now: rm {SHM}/{SHM_LEFTOVERS}"
-        yield warning(SHM, f"{len(left)} segments left by servers that were killed, {held}", advice)
+        advice = f"if no server is starting now: rm {SHM_DIRECTORY}/{SHM_LEFTOVERS}"
+        yield warning(SHM_DIRECTORY, f"{len(left)} segments left by servers that were killed, {held}", advice)
 
 
 def check_cores(host: Host, config: Config | None) -> Iterator[Finding]:
