@@ -26,6 +26,7 @@ from llm_serving import __version__
 from llm_serving.cli import EXIT_USAGE, Launch, launch_from_command_line
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError, ConfigError, LLMServingError
+from llm_serving.listening import listen
 from llm_serving.parallel import group_ranks
 from llm_serving.progress import ProgressDisplay
 
@@ -174,19 +175,7 @@ class _Launcher:
 
 def bind_http_port(ip: str, port: int) -> socket.socket:
     """Listen on the HTTP port (0: any free one). Raises ConfigError when it is taken."""
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    http_socket = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        http_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        http_socket.bind((ip, port))
-        http_socket.listen(2048)
-    except OSError as error:
-        http_socket.close()
-        raise ConfigError(
-            f"serving_config.server_port: cannot listen on {ip}:{port}: {error.strerror}; "
-            "choose another port, or 0 for any free one"
-        ) from error
-    return http_socket
+    return listen(ip, port, backlog=2048, key="serving_config.server_port")
 
 
 def _keep_what_there_is() -> None:

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from llm_serving.errors import AgentStartError, ConfigError
+from llm_serving.errors import AgentStartError
 from llm_serving.ipc.bootstrap import Bootstrap, encode_bootstrap
+from llm_serving.listening import listen
 
 SECRET_BYTES = 32
 STOP_GRACE_S = 5.0
@@ -21,18 +22,7 @@ _LOG_TAIL_BYTES = 4000
 
 def bind_agent_port(ip: str, port: int) -> socket.socket:
     """Listen on an agent's port (0: any free one). Raises ConfigError when it is taken."""
-    listener = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((ip, port))
-        listener.listen(16)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"serving_config.agent_ports: cannot listen on {ip}:{port}: {error.strerror}; "
-            "choose another port, or 0 for any free one"
-        ) from error
-    return listener
+    return listen(ip, port, backlog=16, key="serving_config.agent_ports")
 
 
 @contextlib.contextmanager

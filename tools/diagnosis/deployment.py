@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from llm_serving.engine.tokenizer import load_tokenizer
 from llm_serving.errors import LLMServingError
 from llm_serving.ipc.exchange import exchange_bytes
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout
+from llm_serving.listening import bound_socket
 from llm_serving.memory_plan import format_bytes
 from tools.diagnosis.finding import Finding, ok, problem, warning
 from tools.diagnosis.host import Host
@@ -133,12 +133,10 @@ def check_ports(config: Config) -> Iterator[Finding]:
 
 def _cannot_bind(ip: str, port: int) -> str:
     """Why the address cannot be bound; empty when it can. Nothing listens meanwhile."""
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((ip, port))
-        except OSError as error:
-            return error.strerror or str(error)
+    try:
+        bound_socket(ip, port).close()
+    except OSError as error:
+        return error.strerror or str(error)
     return ""
 
 
