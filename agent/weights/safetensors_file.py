@@ -19,6 +19,7 @@ import numpy as np
 
 from agent.weights.storage import STORAGE_DTYPES, Array
 from llm_serving.errors import CheckpointError
+from llm_serving.formats.json_object import no_duplicate_keys
 
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 _LENGTH_BYTES = 8
@@ -108,7 +109,7 @@ def _read_header(path: Path, mapping: mmap.mmap, size: int) -> tuple[int, dict[s
         )
     data_start = _LENGTH_BYTES + length
     try:
-        header = json.loads(mapping[_LENGTH_BYTES:data_start], object_pairs_hook=_no_duplicates)
+        header = json.loads(mapping[_LENGTH_BYTES:data_start], object_pairs_hook=no_duplicate_keys)
     except (ValueError, RecursionError) as reason:
         raise CheckpointError(f"{path}: the header is not valid JSON: {reason}") from reason
     if not isinstance(header, dict):
@@ -117,14 +118,6 @@ def _read_header(path: Path, mapping: mmap.mmap, size: int) -> tuple[int, dict[s
     tensors = {name: _tensor_info(path, name, entry) for name, entry in header.items()}
     _check_extents(path, sorted(tensors.values(), key=lambda info: (info.begin, info.end)), size - data_start)
     return data_start, tensors
-
-
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"duplicate key {next(key for key in keys if keys.count(key) > 1)!r}")
-    return values
 
 
 def _tensor_info(path: Path, name: str, entry: object) -> TensorInfo:

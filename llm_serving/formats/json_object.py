@@ -13,7 +13,7 @@ def read_json_object(file: Path, max_bytes: int, error: type[LLMServingError]) -
     """The object. Raises ``error``, naming the file, when it is anything else."""
     text = read_small_text(file, max_bytes, error)
     try:
-        values = json.loads(text, object_pairs_hook=_no_duplicates)
+        values = json.loads(text, object_pairs_hook=no_duplicate_keys)
     except (ValueError, RecursionError) as reason:
         raise error(f"{file}: not valid JSON: {reason}") from reason
     if not isinstance(values, dict):
@@ -21,7 +21,8 @@ def read_json_object(file: Path, max_bytes: int, error: type[LLMServingError]) -
     return values
 
 
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def no_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """For ``object_pairs_hook`` of ``json.loads``. Raises ValueError naming a key that is there twice."""
     values = dict(pairs)
     if len(values) != len(pairs):
         keys = [key for key, _ in pairs]
