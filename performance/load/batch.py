@@ -71,6 +71,10 @@ class Batch:
         self.start = perf_counter() + START_DELAY_S
         pacer = threading.Thread(target=self._pace, args=(loop,), name="load-pacer", daemon=True)
         pacer.start()
+        await self._wait_for_all(display)
+        pacer.join()
+
+    async def _wait_for_all(self, display: Display | None) -> None:
         while not self._all_over.is_set():
             try:
                 await asyncio.wait_for(self._all_over.wait(), DISPLAY_INTERVAL_S)
@@ -79,7 +83,6 @@ class Batch:
                     self._interrupt()
             if display is not None:
                 display(self._counts())
-        pacer.join()
 
     def _pace(self, loop: asyncio.AbstractEventLoop) -> None:
         """In the pacing thread: hand each request to the event loop at its moment."""

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import uvloop
 
-from performance.load.batch import DISPLAY_INTERVAL_S, Batch, Display
+from performance.load.batch import Batch, Display
 from performance.load.client import LoadClient, LoadRun
 from performance.load.options import LoadOptions
 from performance.load.stream import StreamExchange
@@ -27,14 +27,7 @@ class ClosedLoopBatch(Batch):
         self._next = 0
         for _ in range(self.clients):
             self._send_next()
-        while not self._all_over.is_set():
-            try:
-                await asyncio.wait_for(self._all_over.wait(), DISPLAY_INTERVAL_S)
-            except asyncio.TimeoutError:
-                if self._stop.is_set():
-                    self._interrupt()
-            if display is not None:
-                display(self._counts())
+        await self._wait_for_all(display)
 
     def _send_next(self) -> None:
         if self._next < len(self._arrivals) and not self._stop.is_set():
