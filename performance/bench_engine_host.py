@@ -45,6 +45,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.text_table import format_table
+from performance.bench.numbers import parse_counts
 
 PROMPT_TOKENS = 64
 BLOCK_SIZE = 16
@@ -286,17 +287,14 @@ def _table(figures: Sequence[Figures]) -> str:
     return format_table(header, rows)
 
 
-def _numbers(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: numbers of sequences are at least 1")
-    return numbers
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--sequences", type=_numbers, default=[1, 4, 16, 64, 128, 256, 512], metavar="N,N", help="default 1,4,...,512"
+        "--sequences",
+        type=parse_counts,
+        default=(1, 4, 16, 64, 128, 256, 512),
+        metavar="N,N",
+        help="default 1,4,...,512",
     )
     parser.add_argument("--steps", type=int, default=200, help="decode steps measured (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="engines a row; medians are shown (default %(default)s)")

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from llm_serving.text_table import format_number, format_table
+from performance.bench.numbers import parse_counts
 from performance.load.closed_loop import run_closed_loop
 from performance.load.errors import LoadTestError
 from performance.load.exit_codes import told_errors
@@ -113,18 +114,11 @@ def _table(shares: Sequence[Share]) -> str:
     return format_table(header, rows)
 
 
-def _numbers(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: there is at least 1 client")
-    return numbers
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama_tiny_cpu.yaml", help="default %(default)s")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="any setting")
-    parser.add_argument("--clients", type=_numbers, default=[1, 4, 16], metavar="N,N", help="default 1,4,16")
+    parser.add_argument("--clients", type=parse_counts, default=(1, 4, 16), metavar="N,N", help="default 1,4,16")
     parser.add_argument("--requests", type=int, default=40, help="of each client (default %(default)s)")
     parser.add_argument("--prompt-len", type=int, default=32, help="tokens (default %(default)s)")
     parser.add_argument("--output-len", type=int, default=200, help="tokens (default %(default)s)")
