@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from kernel_calls import random_tensor
 
-from agent.kernels.direct import Array, store
+from agent.kernels.direct import Array, load, store
 from agent.kernels.direct_attention import AttentionStep, cache_array, rotary_attention
 
 FORMATS = [
@@ -16,6 +16,10 @@ FORMATS = [
     ("float32", "int8"), ("float16", "int8"), ("bfloat16", "int8"),
 ]  # fmt: skip
 """Types of the model and of the cache."""
+TOLERANCE = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+"""Absolute, of an output, against float64."""
+INT8_TOLERANCE = 4e-4
+"""At least, with a cache in int8: queries have 15 bits there and weights 16."""
 
 
 @dataclass(frozen=True)
@@ -109,3 +113,16 @@ class Sequences:
     def whole(self, caches: tuple[Array, Array] | None = None) -> list[Array]:
         """Every sequence in one step from position 0."""
         return self.run([(seq, 0, n) for seq, n in enumerate(self.lengths)], caches or self.new_caches())
+
+
+def check_against_float64(made: Sequences, parts: list[tuple[int, int]]) -> None:
+    """A step of ``parts``, (begin, end) of each sequence, behind what comes before them, gives what the reference
+    makes of the same caches."""
+    caches = made.new_caches()
+    made.run([(seq, 0, begin) for seq, (begin, _) in enumerate(parts)], caches)
+    step = [(seq, begin, end) for seq, (begin, end) in enumerate(parts)]
+    outs = made.run(step, caches)
+    exact = made.run(step, caches, write=False, reference=True)
+    tolerance = max(TOLERANCE[made.dtype], INT8_TOLERANCE if made.cache_dtype == "int8" else 0)
+    for out, wanted in zip(outs, exact, strict=True):
+        np.testing.assert_allclose(load(out, made.dtype), load(wanted, made.dtype), rtol=0, atol=tolerance)

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from attention_steps import FORMATS, Sequences, Shape
+from attention_steps import FORMATS, Sequences, Shape, check_against_float64
 
 from agent.kernels.direct import Array, load
 from agent.kernels.direct_attention import read_cache, rotary_attention
 from agent.kernels.library import num_threads, set_threads
 
-TOLERANCE = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 """Absolute, for values of standard deviation 1; with an int8 cache, of what the float32 weights of 15 bits give."""
 
 CASES = [
@@ -43,16 +42,7 @@ def written(cache: Array, cache_dtype: str, *, keys: bool) -> np.ndarray:
 @pytest.mark.parametrize("case", CASES)
 def test_equals_float64(formats: tuple[str, str], case: tuple[Shape, list[tuple[int, int]]]) -> None:
     shape, parts = case
-    made = Sequences(shape, [end for _, end in parts], formats)
-    caches = made.new_caches()
-    made.run([(seq, 0, begin) for seq, (begin, _) in enumerate(parts)], caches)
-    step = [(seq, begin, end) for seq, (begin, end) in enumerate(parts)]
-    outs = made.run(step, caches)
-    exact = made.run(step, caches, write=False, reference=True)
-    # Queries of 15 bits and weights of 16 where the cache is int8.
-    tolerance = max(TOLERANCE[formats[0]], 4e-4 if formats[1] == "int8" else 0)
-    for out, wanted in zip(outs, exact, strict=True):
-        np.testing.assert_allclose(load(out, formats[0]), load(wanted, formats[0]), rtol=0, atol=tolerance)
+    check_against_float64(Sequences(shape, [end for _, end in parts], formats), parts)
 
 
 @pytest.mark.parametrize("formats", FORMATS)

@@ -7,13 +7,12 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from attention_steps import FORMATS, Sequences, Shape
+from attention_steps import FORMATS, Sequences, Shape, check_against_float64
 
-from agent.kernels.direct import Array, load, store
+from agent.kernels.direct import Array, store
 from agent.kernels.direct_attention import cache_array, read_cache, rotary_attention
 from agent.kernels.library import num_threads, set_threads
 
-TOLERANCE = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
 WINDOWS = [1, 5, 64, 100, 256, 300, 511]
 CASES = [
     # heads, kv_heads, dim, block_size; (begin, end) of each sequence in the step
@@ -30,15 +29,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES)
 def test_equals_float64(formats: tuple[str, str], window: int, case: tuple[Shape, list[tuple[int, int]]]) -> None:
     shape, parts = case
-    made = Sequences(shape, [end for _, end in parts], formats, window=window, norms=True)
-    caches = made.new_caches()
-    made.run([(seq, 0, begin) for seq, (begin, _) in enumerate(parts)], caches)
-    step = [(seq, begin, end) for seq, (begin, end) in enumerate(parts)]
-    outs = made.run(step, caches)
-    exact = made.run(step, caches, write=False, reference=True)
-    tolerance = max(TOLERANCE[formats[0]], 4e-4 if formats[1] == "int8" else 0)
-    for out, wanted in zip(outs, exact, strict=True):
-        np.testing.assert_allclose(load(out, formats[0]), load(wanted, formats[0]), rtol=0, atol=tolerance)
+    lengths = [end for _, end in parts]
+    check_against_float64(Sequences(shape, lengths, formats, window=window, norms=True), parts)
 
 
 def test_the_reference_is_a_plain_rendering() -> None:
