@@ -32,6 +32,11 @@ def run_program(
 
 
 def printed_json(done: subprocess.CompletedProcess[str]) -> Any:
-    """What a program that ended well printed in its last line; fails with what it said when it did not."""
+    """The object that a program which ended well printed last, in one line; fails with what it said when it did not.
+
+    MindSpore may print lines of its own behind it.
+    """
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    objects = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert objects, done.stdout[-4000:]
+    return json.loads(objects[-1])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from position_bits import FORCED_STEPS, check_position_bits
+from position_bits import FORCED_STEPS, SHARED_TOKENS, check_position_bits, check_sharing_bits
 
 
 def digests() -> dict[str, list[str]]:
@@ -45,3 +45,29 @@ def test_positions_that_cannot_be_told_apart_fail() -> None:
     same["alone"][1] = same["batched"][1] = same["alone"][2]
     with pytest.raises(AssertionError, match="all different"):
         check_position_bits(same)
+
+
+def shared_digests() -> dict[str, list[str]]:
+    plain = [f"{number} digest{number}" for number in range(SHARED_TOKENS)]
+    both = {"prefix of another row": plain * 2, "copied tail": plain * 2}
+    return {"plain": plain, **both, **{f"way {index}": list(plain) for index in range(5)}}
+
+
+def test_equal_bits_over_shared_blocks_pass() -> None:
+    check_sharing_bits(shared_digests())
+
+
+@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("way", ["prefix of another row", "copied tail", "way 0", "way 4"])
+def test_a_difference_over_shared_blocks_fails(way: str, place: int) -> None:
+    planted = shared_digests()
+    planted[way][place] += "!"
+    with pytest.raises(AssertionError, match=way):
+        check_sharing_bits(planted)
+
+
+def test_a_way_left_out_fails() -> None:
+    planted = shared_digests()
+    del planted["way 2"]
+    with pytest.raises(AssertionError):
+        check_sharing_bits(planted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from position_bits import SHARED_TOKENS
 from step_config import BLOCK_SIZE, NUM_HOST_BLOCKS
 from step_driver import Part, Sampled, StepDriver, blocks_for
 
@@ -15,8 +16,6 @@ from agent.backends.cpu.blocks import HostBlockMoves
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import LAST_TOKEN, MoveKind
 
-NUM_TOKENS = 14
-"""Output tokens of each way; enough to cross into a block that is the sequence's own."""
 COPY, OUT, IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN
 
 Way = Callable[[StepDriver, list[int], list[int], list[int]], list[str]]
@@ -26,7 +25,7 @@ def run_block_sharing(driver: StepDriver, golden: dict[str, Any]) -> dict[str, l
     """Digests by way; ``plain`` is a prefill and decodes of one sequence alone."""
     prompt, other = golden["cases"][-1]["prompt"], golden["cases"][0]["tokens"]
     driver.runner.reset()
-    plain = _go_on(driver, Part(prompt, 0, blocks_for(0), row=0), NUM_TOKENS)
+    plain = _go_on(driver, Part(prompt, 0, blocks_for(0), row=0), SHARED_TOKENS)
     tokens = [output.token for output in plain]
     ways: dict[str, Way] = {
         "decodes in mixed steps": _mixed_decodes,
@@ -79,7 +78,7 @@ def _mixed_chunks(driver: StepDriver, prompt: list[int], tokens: list[int], othe
     for step, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         chunk = Part(prompt[start:end], start, blocks, row=3, sample=end == len(prompt))
         last = driver.prefill(Part([LAST_TOKEN], 5 + step, theirs, row=2), chunk)[1]
-    return _numbered(0, [last, *_decode(driver, 3, blocks, len(prompt), NUM_TOKENS - 1)])
+    return _numbered(0, [last, *_decode(driver, 3, blocks, len(prompt), SHARED_TOKENS - 1)])
 
 
 def _prefix(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
@@ -90,8 +89,8 @@ def _prefix(driver: StepDriver, prompt: list[int], tokens: list[int], other: lis
     blocks = [*owner[:shared], *blocks_for(2)[shared:]]
     start = shared * BLOCK_SIZE
     outputs = driver.prefill(Part([LAST_TOKEN], len(prompt), owner, row=1), Part(prompt[start:], start, blocks, row=4))
-    ours = [outputs[1], *_decode(driver, 4, blocks, len(prompt), NUM_TOKENS - 1)]
-    theirs = [*first, outputs[0], *_decode(driver, 1, owner, len(prompt) + 1, NUM_TOKENS - 2)]
+    ours = [outputs[1], *_decode(driver, 4, blocks, len(prompt), SHARED_TOKENS - 1)]
+    theirs = [*first, outputs[0], *_decode(driver, 1, owner, len(prompt) + 1, SHARED_TOKENS - 2)]
     return _numbered(0, ours) + _numbered(0, theirs)
 
 
@@ -107,8 +106,8 @@ def _copied_tail(driver: StepDriver, prompt: list[int], tokens: list[int], other
         Part(prompt[start:], start, blocks, row=4),
         moves=[(COPY, owner[tail], blocks[tail])],
     )
-    ours = [outputs[1], *_decode(driver, 4, blocks, count, NUM_TOKENS - 1)]
-    theirs = [*first, outputs[0], *_decode(driver, 1, owner, count + 1, NUM_TOKENS - 2)]
+    ours = [outputs[1], *_decode(driver, 4, blocks, count, SHARED_TOKENS - 1)]
+    theirs = [*first, outputs[0], *_decode(driver, 1, owner, count + 1, SHARED_TOKENS - 2)]
     assert start % BLOCK_SIZE, "the tail is a whole block"
     return _numbered(0, ours) + _numbered(0, theirs)
 
@@ -126,7 +125,7 @@ def _copied_on_write(driver: StepDriver, prompt: list[int], tokens: list[int], o
         moves=[(COPY, blocks[tail], theirs[tail])],
     )
     outputs.append(both[1])
-    for step in range(4, NUM_TOKENS):
+    for step in range(4, SHARED_TOKENS):
         ours = Part([LAST_TOKEN], count + step - 1, blocks, row=1)
         outputs.append(driver.decode(ours, Part([other[step]], count + step - 1, theirs, row=2))[0])
     alone = driver.prefill(Part([*prompt, *tokens[:2], other[0]], 0, blocks_for(3), row=3))
@@ -147,7 +146,7 @@ def _swapped(driver: StepDriver, prompt: list[int], tokens: list[int], other: li
     driver.move(*[(IN, host, block) for host, block in zip(hosts, back, strict=False)])
     position = len(prompt) + held - 1
     outputs += driver.decode(Part([tokens[held - 1]], position, back, row=6))
-    return _numbered(0, outputs + _decode(driver, 6, back, position + 1, NUM_TOKENS - held - 1))
+    return _numbered(0, outputs + _decode(driver, 6, back, position + 1, SHARED_TOKENS - held - 1))
 
 
 def _swapped_in_pieces(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
@@ -159,7 +158,7 @@ def _swapped_in_pieces(driver: StepDriver, prompt: list[int], tokens: list[int],
     for block, their in zip(blocks[:count], theirs, strict=False):
         moves += [(OUT, their, 0), (COPY, block, their), (IN, 0, block)]
     driver.move(*moves)
-    outputs = _go_on(driver, Part(prompt[-1:], len(prompt) - 1, theirs, row=3), NUM_TOKENS)
+    outputs = _go_on(driver, Part(prompt[-1:], len(prompt) - 1, theirs, row=3), SHARED_TOKENS)
     return _numbered(0, outputs)
 
 

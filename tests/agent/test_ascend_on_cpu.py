@@ -3,21 +3,17 @@ tensors of a CPU too; decodes padded to the sizes whose launches are captured.""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from json_program import printed_json, run_program
+from position_bits import check_sharing_bits
 
 PROGRAM = Path(__file__).with_name("ascend_program.py")
 
 
 def run(part: str, folder: Path) -> Any:
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), part], capture_output=True, text=True, timeout=300, check=False, cwd=folder
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return printed_json(run_program(PROGRAM, part, folder=folder, timeout=300))
 
 
 def test_random_moves_in_order(tmp_path: Path) -> None:
@@ -28,11 +24,7 @@ def test_random_moves_in_order(tmp_path: Path) -> None:
 
 def test_shared_copied_and_swapped_blocks_change_no_bit(tmp_path: Path) -> None:
     result = run("sharing", tmp_path)
-    plain = result["sharing"].pop("plain")
-    assert len(result["sharing"]) == 7
-    for way, digests in result["sharing"].items():
-        both = way in ("prefix of another row", "copied tail")  # the row and the one that it shares with
-        assert digests == (plain * 2 if both else plain), way
+    check_sharing_bits(result["sharing"])
     assert result["summary"]["host_kv_cache_bytes"] > 0
 
 

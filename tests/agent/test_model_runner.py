@@ -14,7 +14,7 @@ from golden_files import golden_of
 from json_program import printed_json, run_program
 from llama_in_numpy import NumpyLlama
 from oracle_ties import check_forced
-from position_bits import check_position_bits
+from position_bits import check_position_bits, check_sharing_bits
 from small_configs import REPOSITORY
 
 from llm_serving.request import MAX_TOP_LOGITS
@@ -230,13 +230,7 @@ def test_replayed_decodes_have_the_bits_of_the_graph(results: Any, setup: tuple[
 def test_shared_copied_and_swapped_blocks_and_mixed_steps_change_no_bit(
     results: Any, setup: tuple[str, ...], model: str
 ) -> None:
-    sharing = results(*setup)["models"][model]["sharing"]
-    plain = sharing["plain"]
-    assert len(set(plain)) == len(plain) == 14
-    assert len(sharing) == 8
-    for way, digests in sharing.items():
-        both = way in ("prefix of another row", "copied tail")  # the row and the one that it shares with
-        assert digests == (plain * 2 if both else plain), way
+    check_sharing_bits(results(*setup)["models"][model]["sharing"])
 
 
 @pytest.mark.parametrize("setup", ALL_SETUPS, ids="-".join)
