@@ -1,0 +1,254 @@
+"""The Cells of the fused op table: each puts its constants and the step's counts behind what a model gives it, in the
+order in which its custom operator takes them.
+
+Which operator that is, and of what shape, ``ops`` says; what goes in and comes out, ``agent.backends.base.OpTable``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mindspore import Parameter, Tensor, nn
+
+from agent.backends.base import AttentionForm, Operator
+from agent.layers.parameter import as_tensor, bind, unbound_parameter
+from agent.weights.storage import Array
+from llm_serving.model_families import Experts
+
+
+class Embedding(nn.Cell):
+    """Rows of the table."""
+
+    def __init__(self, embed: Operator) -> None:
+        super().__init__()
+        self.embed = embed
+
+    def construct(self, table: Tensor, token_ids: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        return self.embed(token_ids, table, step[4])
+
+
+class ShardedEmbedding(nn.Cell):
+    """The sum over the agents is in the operator."""
+
+    def __init__(self, embed: Operator, vocabulary: tuple[int, ...]) -> None:
+        super().__init__()
+        self.embed = embed
+        self.vocabulary = _integers("vocabulary", vocabulary)
+
+    def construct(self, table: Tensor, token_ids: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        return self.embed(token_ids, table, self.vocabulary, step[4])
+
+
+class Sum(nn.Cell):
+    """Over the agents."""
+
+    def __init__(self, all_reduce: Operator) -> None:
+        super().__init__()
+        self.all_reduce = all_reduce
+
+    def construct(self, x: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        return self.all_reduce(x, step[4])
+
+
+class HandOver(nn.Cell):
+    """Writes the stream to ``stream``; what it gives means nothing."""
+
+    def __init__(self, hand_over: Operator, stream: Array, dtype: str) -> None:
+        super().__init__()
+        self.hand_over = hand_over
+        self.stream = unbound_parameter(stream.shape, dtype)
+        bind(self.stream, stream)
+
+    def construct(self, hidden: Tensor, residual: Tensor, step: tuple[Tensor, ...]) -> Tensor:
+        return self.hand_over(hidden, residual, self.stream, step[4])
+
+
+class Linear(nn.Cell):
+    """Over a packed weight; biases are in it."""
+
+    def __init__(self, linear: Operator) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def construct(self, x: Tensor, weight: Tensor, bias: None, step: tuple[Tensor, ...]) -> Tensor:
+        return self.linear(x, weight, step[4])
+
+
+class NormLinear(nn.Cell):
+    """The first of a model: ``residual`` is ``hidden``."""
+
+    def __init__(self, norm_linear: Operator, epsilon: float) -> None:
+        super().__init__()
+        self.norm_linear = norm_linear
+        self.epsilon = _epsilon(epsilon)
+
+    def construct(
+        self, hidden: Tensor, residual: Tensor, gamma: Tensor, weight: Tensor, bias: None, step: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        return self.norm_linear(hidden, gamma, self.epsilon, weight, step[4]), residual
+
+
+class AddNormLinear(nn.Cell):
+    """Sum, norm and product; the sum is the next residual."""
+
+    def __init__(self, norm_linear: Operator, epsilon: float) -> None:
+        super().__init__()
+        self.norm_linear = norm_linear
+        self.epsilon = _epsilon(epsilon)
+
+    def construct(
+        self, hidden: Tensor, residual: Tensor, gamma: Tensor, weight: Tensor, bias: None, step: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        out, total = self.norm_linear(hidden, residual, gamma, self.epsilon, weight, step[4])
+        return out, total
+
+
+class GatedMLP(nn.Cell):
+    """Sum, norm, both products of the gate, and the one down."""
+
+    def __init__(self, mlp: Operator, epsilon: float) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.epsilon = _epsilon(epsilon)
+
+    def construct(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        step: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor]:
+        out, total = self.mlp(hidden, residual, gamma, self.epsilon, gate_up, down, step[4])
+        return out, total
+
+
+class DecoderLayers(nn.Cell):
+    """Norms of query and key heads take the layers' epsilon."""
+
+    def __init__(self, layers: Operator, epsilon: float, form: AttentionForm, count: int) -> None:
+        super().__init__()
+        assert form.norm_epsilon in (None, epsilon), "one epsilon for all norms of a layer"
+        self.layers = layers
+        self.epsilon = _epsilon(epsilon)
+        self.form = _integers("form", (count, form.window, int(form.norm_epsilon is not None)))
+
+    def construct(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        layers: tuple[tuple[Tensor, ...], ...],
+        rotary: tuple[Tensor, Tensor, Tensor],
+        step: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor]:
+        arguments: tuple[Any, ...] = (self.form, self.epsilon, *rotary, *step)
+        for layer in layers:
+            arguments = (*arguments, *layer)
+        hidden, residual = self.layers(hidden, residual, *arguments)
+        return hidden, residual
+
+
+class ExpertMLP(nn.Cell):
+    """The same of a mixture of experts, with its router."""
+
+    def __init__(self, mlp: Operator, experts: Experts, epsilon: float) -> None:
+        super().__init__()
+        self.mlp = mlp
+        self.epsilon = _epsilon(epsilon)
+        choice = np.array([experts.count, experts.per_token, experts.normalised], np.int32)
+        self.choice = Parameter(as_tensor(choice), name="choice", requires_grad=False)
+
+    def construct(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        weights: tuple[Tensor, Tensor, Tensor],
+        step: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Tensor]:
+        router, gate_up, down = weights
+        out, total = self.mlp(hidden, residual, gamma, self.epsilon, router, gate_up, down, self.choice, step[4])
+        return out, total
+
+
+class LMHead(nn.Cell):
+    """Writes the logits to ``logits`` and gives the best token of each sequence. ``vocabulary``: of a part of it, whose
+    first agent's ``logits`` are of all."""
+
+    def __init__(self, head: Operator, epsilon: float, logits: Array, vocabulary: tuple[int, ...] | None) -> None:
+        super().__init__()
+        self.head = head
+        self.epsilon = _epsilon(epsilon)
+        self.vocabulary = None if vocabulary is None else _integers("vocabulary", vocabulary)
+        self.logits = unbound_parameter(logits.shape, "float32")
+        bind(self.logits, logits)
+
+    def construct(
+        self,
+        hidden: Tensor,
+        residual: Tensor,
+        gamma: Tensor,
+        weight: Tensor,
+        last_tokens: Tensor,
+        step: tuple[Tensor, ...],
+    ) -> Tensor:
+        arguments: tuple[Any, ...] = (gamma, self.epsilon, weight, last_tokens, self.logits)
+        if self.vocabulary is not None:
+            arguments = (*arguments, self.vocabulary)
+        return self.head(hidden, residual, *arguments, step[4])
+
+
+class RotaryTables(nn.Cell):
+    """The whole float32 tables and the positions: the operator looks the rows up itself."""
+
+    def __init__(self, cos: Array, sin: Array) -> None:
+        super().__init__()
+        self.cos = Parameter(as_tensor(cos), name="cos", requires_grad=False)
+        self.sin = Parameter(as_tensor(sin), name="sin", requires_grad=False)
+
+    def construct(self, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return positions, self.cos, self.sin
+
+
+class Attention(nn.Cell):
+    """One operator: norms of heads, rotary, cache write and attention. It knows heads and scale from the cache's shape;
+    a window, and the norms' gammas and epsilon, come last."""
+
+    def __init__(self, attention: Operator, form: AttentionForm) -> None:
+        super().__init__()
+        self.attention = attention
+        self.window = _window(form)
+        self.epsilon = None if form.norm_epsilon is None else _epsilon(form.norm_epsilon)
+
+    def construct(
+        self,
+        qkv: Tensor,
+        head_norms: tuple[Tensor, ...],
+        rotary: tuple[Tensor, Tensor, Tensor],
+        caches: tuple[Tensor, Tensor],
+        step: tuple[Tensor, ...],
+        whole_prompts: bool,
+    ) -> Tensor:
+        arguments = (*rotary, *caches, *step)
+        if self.window is not None:
+            arguments = (*arguments, self.window)
+        if self.epsilon is not None:
+            arguments = (*arguments, *head_norms, self.epsilon)
+        return self.attention(qkv, *arguments)
+
+
+def _window(form: AttentionForm) -> Parameter | None:
+    """None where the operator is called without: there is no window, and no norms that would come behind it."""
+    if form.window == 0 and form.norm_epsilon is None:
+        return None
+    return Parameter(as_tensor(np.full(1, form.window, np.int32)), name="window", requires_grad=False)
+
+
+def _integers(name: str, values: tuple[int, ...]) -> Parameter:
+    return Parameter(as_tensor(np.array(values, np.int32)), name=name, requires_grad=False)
+
+
+def _epsilon(value: float) -> Parameter:
+    return Parameter(as_tensor(np.full(1, value, np.float32)), name="epsilon", requires_grad=False)
