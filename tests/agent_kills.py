@@ -11,7 +11,7 @@ from typing import Any
 
 from server_process import ServerProcess
 
-from llm_serving.executor.agent_executor import FIRST_BACKOFF_S, LONGEST_BACKOFF_S
+from llm_serving.executor.restarts import backoff_after
 
 PROMPTS = ("Once upon a time", "The dog", "One day, a girl", "There was a bird")
 MAX_TOKENS = (40, 120, 200)
@@ -111,7 +111,7 @@ def kill_agent(server: ServerProcess, rank: int, nth: int, timeout_s: float = 12
     noticed = time.monotonic() - began
     while not is_ready(server, agent_of(server, rank)["replica"]):
         _check_in_time(began, timeout_s, agent_of(server, rank))
-    backoff = min(FIRST_BACKOFF_S * 2**nth, LONGEST_BACKOFF_S)
+    backoff = backoff_after(nth)
     return Kill(rank, noticed, time.monotonic() - began, backoff)
 
 

@@ -20,6 +20,7 @@ from llm_serving.errors import AgentError, AgentLostError, AgentStartError
 from llm_serving.executor.agent_group import AgentGroup
 from llm_serving.executor.agent_link import AgentLink, ProgressReport
 from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus, ExecutorEvent
+from llm_serving.executor.restarts import Restarts
 from llm_serving.executor.slot_io import SlotWriter, announcement, read_result
 from llm_serving.executor.step_join import StepJoin
 from llm_serving.ipc import messages
@@ -27,11 +28,6 @@ from llm_serving.ipc.messages import AgentMessage
 from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.parallel import group_ranks, place
 from llm_serving.scheduler.output import ScheduledStep, StepResult
-
-FIRST_BACKOFF_S = 0.25
-LONGEST_BACKOFF_S = 10.0
-STABLE_AFTER_S = 60.0
-"""Agents that have been ready this long have earned a fresh count of restarts."""
 
 
 class AgentExecutor:
@@ -69,14 +65,9 @@ class AgentExecutor:
         self._writer = self._new_writer()
         self._control_seq = 0
         self._last_answer = 0.0
-        self._restart_at: float | None = None
-        self._ready_at: float | None = None
-        self._has_been_ready = False
-        self._restarts = 0
-        self._restarts_in_a_row = 0
+        self._restarts = Restarts(config.serving_config.agent_restart_limit)
         self._status_wanted = False
         self._statuses: dict[int, messages.StatusReply] = {}
-        self._given_up = False
 
     def start(self) -> None:
         """Start the agents. ``AgentReady`` or a final ``AgentLost`` follows from ``poll``."""
@@ -170,15 +161,17 @@ class AgentExecutor:
             "state": state,
             "pid": link.process.pid if link else None,
             "address": "{}:{}".format(*listener.getsockname()[:2]),
-            "restarts": self._restarts,
+            "restarts": self._restarts.count,
             **({"summary": link.summary} if link and link.is_ready else {}),
         }
 
     def _state_without_link(self) -> str:
-        return "stopped" if self._given_up else "restarting" if self._restart_at is not None else "starting"
+        if self._restarts.is_given_up:
+            return "stopped"
+        return "starting" if self._restarts.due_at is None else "restarting"
 
     def _start_group(self) -> None:
-        self._restart_at = None
+        self._restarts.started()
         self._end_last_group()
         self._group = AgentGroup(
             self._config, self._replica, self._listeners, self._log_folder, self._report, self._agent_module
@@ -217,8 +210,7 @@ class AgentExecutor:
         return events
 
     def _on_ready(self, group: AgentGroup) -> AgentReady:
-        self._ready_at = time.monotonic()
-        self._has_been_ready = True
+        self._restarts.ready(time.monotonic())
         self._free_slots = list(range(NUM_SLOTS))
         self._writer = self._new_writer()
         if self._status_wanted:
@@ -287,20 +279,11 @@ class AgentExecutor:
         self._in_flight.clear()
         self._free_slots.clear()
         self._statuses.clear()
-        now = time.monotonic()
-        if self._ready_at is not None and now - self._ready_at >= STABLE_AFTER_S:
-            self._restarts_in_a_row = 0
-        self._ready_at = None
-        limit = self._config.serving_config.agent_restart_limit
-        self._given_up = not self._has_been_ready or self._restarts_in_a_row >= limit
-        if self._given_up:
+        backoff = self._restarts.lost(time.monotonic())
+        if backoff is None:
             self._end_last_group()
-            suffix = f"; given up after {self._restarts_in_a_row} restarts" if self._has_been_ready else ""
+            suffix = f"; given up after {self._restarts.in_a_row} restarts" if self._restarts.has_been_ready else ""
             return [*events, AgentLost(f"{error}{suffix}", final=True)]
-        backoff = min(FIRST_BACKOFF_S * 2**self._restarts_in_a_row, LONGEST_BACKOFF_S)
-        self._restart_at = now + backoff
-        self._restarts += 1
-        self._restarts_in_a_row += 1
         what = "it" if len(self._ranks) == 1 else f"agents {self._ranks.start} to {self._ranks.stop - 1}"
         return [*events, AgentLost(f"{error}; restarting {what} in {backoff:g} s")]
 
@@ -311,8 +294,8 @@ class AgentExecutor:
 
     def _deadline(self) -> tuple[float, str] | None:
         """When something is overdue next, and what it would be."""
-        if self._restart_at is not None:
-            return self._restart_at, "restart"
+        if self._restarts.due_at is not None:
+            return self._restarts.due_at, "restart"
         if self._group is not None and not self._group.is_ready:
             return self._group.started_at + self._config.serving_config.agent_start_timeout_s, "start"
         if self._join is not None and (due := self._join.overdue_at) is not None:

@@ -1,0 +1,65 @@
+"""When a lost group is started again, on a clock of the test's."""
+
+from __future__ import annotations
+
+from llm_serving.executor.restarts import STABLE_AFTER_S, Restarts
+
+
+def ready_group(limit: int) -> Restarts:
+    restarts = Restarts(limit)
+    restarts.started()
+    restarts.ready(100.0)
+    return restarts
+
+
+def test_a_group_that_was_never_ready_is_given_up_at_once() -> None:
+    restarts = Restarts(5)
+    restarts.started()
+    assert restarts.lost(1.0) is None
+    assert restarts.is_given_up
+    assert (restarts.due_at, restarts.count, restarts.in_a_row) == (None, 0, 0)
+
+
+def test_each_wait_is_twice_the_last_up_to_ten_seconds() -> None:
+    restarts = ready_group(9)
+    waits = []
+    for _ in range(8):
+        waits.append(restarts.lost(101.0))
+        restarts.started()
+    assert waits == [0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    assert (restarts.count, restarts.in_a_row, restarts.due_at) == (8, 8, None)
+
+
+def test_it_is_due_after_the_wait_until_it_is_started() -> None:
+    restarts = ready_group(1)
+    restarts.lost(101.0)
+    assert restarts.due_at == 101.25
+    restarts.started()
+    assert restarts.due_at is None
+
+
+def test_it_is_given_up_after_the_limit() -> None:
+    restarts = ready_group(2)
+    for _ in range(2):
+        assert restarts.lost(101.0) is not None
+        restarts.started()
+        restarts.ready(102.0)
+    assert restarts.lost(103.0) is None
+    assert restarts.is_given_up
+    assert (restarts.count, restarts.in_a_row, restarts.due_at) == (2, 2, None)
+
+
+def test_a_stable_group_has_a_fresh_count_in_a_row_only() -> None:
+    restarts = ready_group(1)
+    assert restarts.lost(101.0) == 0.25
+    restarts.started()
+    restarts.ready(102.0)
+    assert restarts.lost(102.0 + STABLE_AFTER_S) == 0.25
+    assert (restarts.count, restarts.in_a_row, restarts.is_given_up) == (2, 1, False)
+
+
+def test_time_that_it_was_not_ready_is_not_stable() -> None:
+    restarts = ready_group(1)
+    restarts.lost(101.0)
+    restarts.started()
+    assert restarts.lost(101.0 + 2 * STABLE_AFTER_S) is None
