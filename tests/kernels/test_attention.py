@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from kernel_calls import PagedKeys, attention_rendering, page, random_tensor
+from kernel_threads import check_threads_change_no_bit
 
 from agent.kernels.direct import DTYPES, Array, attention, load
-from agent.kernels.library import num_threads, set_threads
 
 TOLERANCE = {"float32": 3e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}
 """Absolute, for values of standard deviation 1."""
@@ -114,16 +114,7 @@ def test_a_sequence_does_not_depend_on_the_batch(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_threads_change_no_bit(dtype: str) -> None:
     made = Case((8, 4, 32, 16, [100, 1, 1], [100, 300, 129]), dtype)
-    before = num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3):
-            set_threads(threads)
-            results.append(made.run_paged())
-    finally:
-        set_threads(before)
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
+    check_threads_change_no_bit(lambda: [made.run_paged()], (1, 2, 3))
 
 
 def test_large_scores_neither_overflow_nor_lose_the_best_key() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from kernel_calls import EPSILON, random_tensor
+from kernel_threads import threads_as_before
 
 from agent.kernels.direct import DTYPES, Array, load, rms_norm, rotary, rotary_cache, silu, store, swiglu
-from agent.kernels.library import num_threads, set_threads
+from agent.kernels.library import set_threads
 
 
 def assert_rounded(stored: Array, exact: Array, dtype: str, slack: float = 1e-6) -> None:
@@ -156,13 +157,10 @@ def test_rotary_cache_is_rotary_then_scatter(dtype: str, heads: int, kv_heads: i
 def test_rows_and_threads_change_no_bit(dtype: str) -> None:
     rng = np.random.default_rng(7)
     x, gamma = random_tensor(rng, (300, 514), dtype), random_tensor(rng, (514,), dtype)
-    before = num_threads()
-    try:
+    with threads_as_before():
         set_threads(2)
         normed, gated = rms_norm(x, gamma, dtype, dtype).y, swiglu(x, dtype)
         set_threads(1)
         for row in (0, 17, 299):
             np.testing.assert_array_equal(rms_norm(x[row : row + 1].copy(), gamma, dtype, dtype).y[0], normed[row])
             np.testing.assert_array_equal(swiglu(x[row : row + 1].copy(), dtype)[0], gated[row])
-    finally:
-        set_threads(before)

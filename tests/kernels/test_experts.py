@@ -7,11 +7,12 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 import pytest
+from kernel_threads import threads_as_before
 
 from agent.kernels.direct import Array, load, store
 from agent.kernels.direct_attention import EntryCall
 from agent.kernels.direct_linear import packed
-from agent.kernels.library import load_library, num_threads, set_threads
+from agent.kernels.library import load_library, set_threads
 
 WIDTH, INNER, EPSILON = 48, 40, 1e-6
 TOLERANCE = {"float32": 3e-6, "float16": 4e-3, "bfloat16": 3e-2}
@@ -153,15 +154,12 @@ def test_a_row_does_not_depend_on_the_others(dtype: str, fmt: str) -> None:
     """Alone, in another order, among more rows than a piece holds, with other threads."""
     made = Experts(dtype, fmt, experts=8, chosen=3, normalised=True, rows=600)
     _, whole, _ = made.run(list(range(600)))
-    before = num_threads()
-    try:
+    with threads_as_before():
         for threads in (1, 3):
             set_threads(threads)
             for rows in ([7], [599, 7, 255, 256, 0], list(range(599, 300, -1))):
                 _, out, _ = made.run(rows)
                 np.testing.assert_array_equal(out[: len(rows)], whole[rows])
-    finally:
-        set_threads(before)
 
 
 def test_no_rows_at_all() -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from kernel_calls import random_tensor
+from kernel_threads import check_threads_change_no_bit
 
 from agent.kernels import library
 from agent.kernels.direct import matmul
-from agent.kernels.library import KernelsNotBuiltError, kernel_isa, library_path, num_threads, set_threads
+from agent.kernels.library import KernelsNotBuiltError, kernel_isa, library_path
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMERIC_TESTS = (
@@ -78,17 +79,7 @@ def test_threads_from_the_environment() -> None:
 def test_threads_can_be_changed_between_calls() -> None:
     rng = np.random.default_rng(0)
     x, w = random_tensor(rng, (33, 256), "float32"), random_tensor(rng, (300, 256), "float32")
-    before = num_threads()
-    try:
-        results = []
-        for threads in (1, 4, 2, 1, 3):
-            set_threads(threads)
-            assert num_threads() == threads
-            results.append(matmul(x, w, "float32"))
-    finally:
-        set_threads(before)
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
+    check_threads_change_no_bit(lambda: [matmul(x, w, "float32")], (1, 4, 2, 1, 3))
 
 
 def test_callers_from_several_threads_at_once() -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from kernel_calls import EPSILON, random_tensor
+from kernel_threads import check_threads_change_no_bit
 
 from agent.kernels.direct import DTYPES, Array, load, store
 from agent.kernels.direct_linear import linear, linear_best, packed
-from agent.kernels.library import num_threads, set_threads
 
 INTEGERS = ("int8", "int8_weight_only", "int4", "int4_weight_only")
 FORMATS = [*((dtype, dtype) for dtype in DTYPES), *((fmt, dtype) for fmt in INTEGERS for dtype in DTYPES)]
@@ -176,16 +176,7 @@ def test_denormal_sums_are_the_same_in_every_batch(fmt: str, group: int, asymmet
 @pytest.mark.parametrize(("fmt", "dtype"), FORMATS)
 def test_threads_change_no_bit(fmt: str, dtype: str) -> None:
     x, _, blob = operands(fmt, dtype, (300, 200, 256, 64, False, False))
-    before = num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3):
-            set_threads(threads)
-            results += [linear(x, blob, dtype), linear(x, blob, dtype)]
-    finally:
-        set_threads(before)
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
+    check_threads_change_no_bit(lambda: [linear(x, blob, dtype)], (1, 1, 2, 2, 3, 3))
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), FORMATS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from kernel_calls import EPSILON, random_tensor
+from kernel_threads import check_threads_change_no_bit
 
 from agent.kernels.direct import DTYPES, load, matmul
-from agent.kernels.library import num_threads, set_threads
 
 SHAPES = [
     (1, 1, 1),
@@ -58,16 +58,7 @@ def test_a_column_does_not_depend_on_its_neighbours(dtype: str) -> None:
 def test_threads_change_no_bit(dtype: str) -> None:
     rng = np.random.default_rng(4)
     x, w = random_tensor(rng, (130, 512), dtype), random_tensor(rng, (200, 512), dtype)
-    before = num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3):
-            set_threads(threads)
-            results += [matmul(x, w, dtype), matmul(x, w, dtype)]
-    finally:
-        set_threads(before)
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
+    check_threads_change_no_bit(lambda: [matmul(x, w, dtype)], (1, 1, 2, 2, 3, 3))
 
 
 def test_infinity_and_nan_stay_in_their_row() -> None:

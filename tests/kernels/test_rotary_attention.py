@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from attention_steps import FORMATS, Sequences, Shape, check_against_float64
+from kernel_threads import check_threads_change_no_bit
 
 from agent.kernels.direct import Array, load
 from agent.kernels.direct_attention import read_cache, rotary_attention
-from agent.kernels.library import num_threads, set_threads
 
 """Absolute, for values of standard deviation 1; with an int8 cache, of what the float32 weights of 15 bits give."""
 
@@ -133,18 +133,8 @@ def test_threads_change_no_bit(formats: tuple[str, str], parts: list[tuple[int, 
     made = Sequences(Shape(8, 4, 32, 16), [end for _, end in parts], formats)
     caches = made.new_caches()
     made.run([(seq, 0, begin) for seq, (begin, _) in enumerate(parts)], caches)
-    before = num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3, 8):
-            set_threads(threads)
-            step = [(seq, begin, end) for seq, (begin, end) in enumerate(parts)]
-            results.append(made.run(step, (caches[0].copy(), caches[1].copy())))
-    finally:
-        set_threads(before)
-    for result in results[1:]:
-        for out, wanted in zip(result, results[0], strict=True):
-            np.testing.assert_array_equal(out, wanted)
+    step = [(seq, begin, end) for seq, (begin, end) in enumerate(parts)]
+    check_threads_change_no_bit(lambda: made.run(step, (caches[0].copy(), caches[1].copy())), (1, 2, 3, 8))
 
 
 @pytest.mark.parametrize("formats", FORMATS)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 from kernel_calls import random_tensor
+from kernel_threads import threads_as_before
 
 from agent.kernels.direct import Array
 from agent.kernels.direct_attention import EntryCall
 from agent.kernels.direct_linear import packed
-from agent.kernels.library import load_library, num_threads, set_threads
+from agent.kernels.library import load_library, set_threads
 
 WIDTH, INNER = 64, 96
 MANY_ROWS = 777
 """More than 128 for each of the threads of these tests."""
-
-
-@pytest.fixture(autouse=True)
-def threads_as_before() -> Iterator[None]:
-    before = num_threads()
-    yield
-    set_threads(before)
 
 
 class Layer:
@@ -62,10 +54,11 @@ class Layer:
 @pytest.mark.parametrize("entry", ["PackedLinear", "AddNormLinear", "GatedMlp"])
 def test_many_rows_have_the_bits_of_few(fmt: str, entry: str) -> None:
     layer = Layer(fmt)
-    set_threads(1)
-    pieces = [layer.run(entry, first, min(100, MANY_ROWS - first)) for first in range(0, MANY_ROWS, 100)]
-    for threads in (2, 3):
-        set_threads(threads)
-        for result, parts in zip(layer.run(entry, 0, MANY_ROWS), zip(*pieces, strict=True), strict=True):
-            np.testing.assert_array_equal(result, np.concatenate(parts))
-            assert result.any()
+    with threads_as_before():
+        set_threads(1)
+        pieces = [layer.run(entry, first, min(100, MANY_ROWS - first)) for first in range(0, MANY_ROWS, 100)]
+        for threads in (2, 3):
+            set_threads(threads)
+            for result, parts in zip(layer.run(entry, 0, MANY_ROWS), zip(*pieces, strict=True), strict=True):
+                np.testing.assert_array_equal(result, np.concatenate(parts))
+                assert result.any()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from kernel_threads import threads_as_before
 
 from agent.kernels.library import (
     KernelError,
@@ -16,7 +17,6 @@ from agent.kernels.library import (
     SampleInputs,
     SampleOutputs,
     load_library,
-    num_threads,
     set_threads,
 )
 
@@ -205,8 +205,7 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
         rows, seed=np.arange(rows), top_p=rng.uniform(0.5, 1, rows), repetition_penalty=1.3, num_top_logits=8,
         histories=histories, prompt_lens=[10] * rows,
     )  # fmt: skip
-    before = num_threads()
-    try:
+    with threads_as_before():
         set_threads(2)
         whole = draw(logits, given)
         set_threads(1)
@@ -218,8 +217,6 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
             alone = draw(logits[i : i + 1], inputs(1, **one, histories=histories[i : i + 1], prompt_lens=[10]))
             for name in ("sampled_ids", "sampled_logit", "logsumexp", "top_ids", "top_logits"):
                 np.testing.assert_array_equal(getattr(alone, name)[0], getattr(whole, name)[i])
-    finally:
-        set_threads(before)
 
 
 def test_top_logits_are_the_raw_ones_best_first() -> None:

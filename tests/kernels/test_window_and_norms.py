@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from attention_steps import FORMATS, Sequences, Shape, check_against_float64
+from kernel_threads import check_threads_change_no_bit
 
 from agent.kernels.direct import Array, store
 from agent.kernels.direct_attention import cache_array, read_cache, rotary_attention
-from agent.kernels.library import num_threads, set_threads
 
 WINDOWS = [1, 5, 64, 100, 256, 300, 511]
 CASES = [
@@ -67,17 +67,13 @@ def test_prefill_chunks_and_decode_agree_bit_for_bit(formats: tuple[str, str], w
 @pytest.mark.parametrize("formats", FORMATS)
 def test_threads_change_no_bit(formats: tuple[str, str]) -> None:
     made = Sequences(Shape(4, 2, 32, 16), [700], formats, window=290, norms=True)
-    before, results = num_threads(), []
-    try:
-        for threads in (1, 2, 5):
-            set_threads(threads)
-            caches = made.new_caches()
-            made.run([(0, 0, 699)], caches)
-            results.append(made.run([(0, 699, 700)], caches)[0])
-    finally:
-        set_threads(before)
-    for result in results[1:]:
-        np.testing.assert_array_equal(result, results[0])
+
+    def run() -> list[Array]:
+        caches = made.new_caches()
+        made.run([(0, 0, 699)], caches)
+        return made.run([(0, 699, 700)], caches)
+
+    check_threads_change_no_bit(run, (1, 2, 5))
 
 
 @pytest.mark.parametrize("formats", FORMATS)

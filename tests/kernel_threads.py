@@ -1,0 +1,34 @@
+"""The kernels' threads, which are a whole process's: changed for a while, and held to change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from agent.kernels.direct import Array
+from agent.kernels.library import num_threads, set_threads
+
+
+@contextmanager
+def threads_as_before() -> Iterator[None]:
+    """The body may set any number of threads; those behind it have the number from before."""
+    before = num_threads()
+    try:
+        yield
+    finally:
+        set_threads(before)
+
+
+def check_threads_change_no_bit(run: Callable[[], Sequence[Array]], counts: Sequence[int]) -> None:
+    """The arrays that ``run`` gives are the same with each of these numbers of threads, in this order."""
+    results = []
+    with threads_as_before():
+        for count in counts:
+            set_threads(count)
+            assert num_threads() == count
+            results.append(run())
+    for count, result in zip(counts[1:], results[1:], strict=True):
+        for out, wanted in zip(result, results[0], strict=True):
+            np.testing.assert_array_equal(out, wanted, err_msg=f"{count} threads")
