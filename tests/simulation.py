@@ -217,6 +217,16 @@ class Simulation(SimulatedClients):
         self.check_texts(self.limits.max_model_len)
 
 
+def names(step: ScheduledStep) -> str:
+    """``p:ab``: a prefill of the requests a and b."""
+    return step.kind.value[0] + ":" + "".join(request.request_id for request in step.requests)
+
+
+def order(simulation: Simulation) -> list[str]:
+    """The steps in the order the device ran them."""
+    return [names(simulation.steps[seq]) for seq in simulation.device.ran]
+
+
 def random_run(simulation: Simulation, requests: list[Request], rng: random.Random, *, aborts: float = 0.0) -> None:
     """Let the requests arrive at random while steps run and are answered at random; abort some."""
     todo = deque(requests)

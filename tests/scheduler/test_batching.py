@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import pytest
 from fakes import make_limits, make_request
-from simulation import Simulation
+from simulation import Simulation, names, order
 
 from llm_serving.scheduler.batching.base import BatchingStrategy
-from llm_serving.scheduler.output import ScheduledStep
 
 NONE, STATIC, DYNAMIC = BatchingStrategy.NONE, BatchingStrategy.STATIC, BatchingStrategy.DYNAMIC
-
-
-def names(step: ScheduledStep) -> str:
-    return step.kind.value[0] + ":" + "".join(request.request_id for request in step.requests)
-
-
-def order(simulation: Simulation) -> list[str]:
-    return [names(simulation.steps[seq]) for seq in simulation.device.ran]
 
 
 def test_without_batching_the_next_request_starts_when_the_one_before_has_ended() -> None:

@@ -6,22 +6,13 @@ import random
 
 import pytest
 from fakes import make_limits, make_request
-from simulation import Simulation, random_run
+from simulation import Simulation, names, order, random_run
 
-from llm_serving.scheduler.output import ScheduledStep, StepKind
+from llm_serving.scheduler.output import StepKind
 from llm_serving.scheduler.policies.prompts_first import prefill_streak_limit
 from llm_serving.scheduler.policy import Policy
 
 PREFILL_FIRST, FCFS = Policy.PREFILL_FIRST, Policy.FCFS
-
-
-def names(step: ScheduledStep) -> str:
-    return step.kind.value[0] + ":" + "".join(request.request_id for request in step.requests)
-
-
-def order(simulation: Simulation) -> list[str]:
-    """The steps in the order the device ran them."""
-    return [names(simulation.steps[seq]) for seq in simulation.device.ran]
 
 
 def test_a_new_request_overtakes_queued_decodes_under_prefill_first() -> None:
