@@ -3,7 +3,8 @@
 
 The real scheduler with its flight recorder, engine core, detokenizer, slot writer and message codec run decode steps
 over a fake device that answers at once; the time of the fake device is taken off. What is left is what the engine
-thread adds to a step.
+thread adds to a step. With ``--evict MIB`` the fake device reads so much memory in each step, as an agent does, and
+what follows finds the processor's caches as they are in a server at work.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class InstantExecutor:
     ``poll`` answers the oldest step in flight. ``device_seconds`` is what the fake device took.
     """
 
-    def __init__(self, limits: SlotLimits, stopwatch: Stopwatch) -> None:
+    def __init__(self, limits: SlotLimits, stopwatch: Stopwatch, evict_mib: int) -> None:
         layout = SlotLayout.of(limits)
         self._slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]
         self._free = list(range(NUM_SLOTS))
@@ -89,6 +90,8 @@ class InstantExecutor:
         self._write = stopwatch.wrap("write", self._write_step)
         self._read = stopwatch.wrap("read", self._read_answer)
         self._is_new = True
+        self._others = np.ones(evict_mib << 17)
+        """What else is in the caches, 8 bytes each."""
         self.device_seconds = 0.0
         self.last_kind: StepKind | None = None
 
@@ -111,6 +114,7 @@ class InstantExecutor:
         step, index = self._queue.pop(0)
         self.last_kind = step.kind
         self._run(self._slots[index])
+        self._others.sum()
         answer = frame(messages.encode(messages.StepDone(seq=step.seq, slot=index)))
         self.device_seconds += time.perf_counter() - start
         event: ExecutorEvent = self._read(answer)
@@ -169,7 +173,7 @@ class Figures:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    figures = [measure(count, options.steps, options.repeats) for count in options.sequences]
+    figures = [measure(count, options.steps, options.repeats, options.evict) for count in options.sequences]
     fixed, slope = linear_fit(figures)
     print(_table(figures))
     print(f"\n  fit: {fixed:.0f} us a step + {slope:.2f} us a sequence")
@@ -181,21 +185,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(sequences: int, steps: int, repeats: int) -> Figures:
+def measure(sequences: int, steps: int, repeats: int, evict_mib: int = 0) -> Figures:
     """Medians over ``repeats`` engines of the mean over ``steps`` decode steps of all ``sequences``."""
-    runs = [_run(sequences, steps) for _ in range(repeats)]
+    runs = [_run(sequences, steps, evict_mib) for _ in range(repeats)]
     parts = {name: statistics.median(run[name] for run in runs) for name in PARTS}
     return Figures(sequences, statistics.median(run["total"] for run in runs), parts)
 
 
-def _run(sequences: int, steps: int) -> dict[str, float]:
+def _run(sequences: int, steps: int, evict_mib: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="bench_engine_host_") as folder:
-        return _run_recorded(sequences, steps, Path(folder))
+        return _run_recorded(sequences, steps, evict_mib, Path(folder))
 
 
-def _run_recorded(sequences: int, steps: int, folder: Path) -> dict[str, float]:
+def _run_recorded(sequences: int, steps: int, evict_mib: int, folder: Path) -> dict[str, float]:
     stopwatch = Stopwatch()
-    core, executor, recorder = _engine(sequences, steps, stopwatch, folder)
+    core, executor, recorder = _engine(sequences, steps, stopwatch, evict_mib, folder)
     while executor.last_kind is not StepKind.DECODE:
         core.step()
     for _ in range(WARM_UP_STEPS):
@@ -218,7 +222,7 @@ def _run_recorded(sequences: int, steps: int, folder: Path) -> dict[str, float]:
 
 
 def _engine(
-    sequences: int, steps: int, stopwatch: Stopwatch, folder: Path
+    sequences: int, steps: int, stopwatch: Stopwatch, evict_mib: int, folder: Path
 ) -> tuple[EngineCore, InstantExecutor, FlightRecorder]:
     """An engine with ``sequences`` requests that will not end before all steps are measured."""
     max_tokens = steps + 2 * WARM_UP_STEPS
@@ -235,7 +239,7 @@ def _engine(
         decode_batch_size=sequences,
     )
     executor = InstantExecutor(
-        SlotLimits(limits.max_num_batched_tokens, sequences, blocks, limits.max_model_len), stopwatch
+        SlotLimits(limits.max_num_batched_tokens, sequences, blocks, limits.max_model_len), stopwatch, evict_mib
     )
     tokenizer = load_tokenizer(load_config("llama_tiny_cpu.yaml"))
     scheduler = Scheduler(limits)
@@ -298,6 +302,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--steps", type=int, default=200, help="decode steps measured (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="engines a row; medians are shown (default %(default)s)")
+    parser.add_argument("--evict", type=int, default=0, metavar="MIB", help="read so much in each step (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     return parser
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN
@@ -40,6 +41,8 @@ def _plain_defaults(kind: type, hidden: Iterable[str]) -> tuple[tuple[str, Any],
 
 _REQUEST_DEFAULTS = _plain_defaults(Request, ("request_id", "arrival_time", "status"))
 _SAMPLING_DEFAULTS = _plain_defaults(SamplingParams, ("max_tokens", "ignore_eos"))
+_REQUEST_VALUES = attrgetter(*(name for name, _ in _REQUEST_DEFAULTS))
+_SAMPLING_VALUES = attrgetter(*(name for name, _ in _SAMPLING_DEFAULTS))
 
 
 def request_facts(request: Request) -> dict[str, Any]:
@@ -51,12 +54,11 @@ def request_facts(request: Request) -> dict[str, Any]:
         "num_prompt_tokens": len(request.prompt_token_ids),
         "max_tokens": sampling.max_tokens,
     }
-    for name, default in _REQUEST_DEFAULTS:
-        value = getattr(request, name)
+    for (name, default), value in zip(_REQUEST_DEFAULTS, _REQUEST_VALUES(request), strict=True):
         if value != default and isinstance(value, _SCALARS):
             facts[name] = value
-    others = {name: value for name, default in _SAMPLING_DEFAULTS if (value := getattr(sampling, name)) != default}
-    if others:
+    values = zip(_SAMPLING_DEFAULTS, _SAMPLING_VALUES(sampling), strict=True)
+    if others := {name: value for (name, default), value in values if value != default}:
         facts["sampling"] = others
     if request.receipt.start_us != microseconds(request.arrival_time):
         facts["receipt_start"] = request.receipt.start_us / 1e6

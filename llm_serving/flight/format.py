@@ -83,7 +83,7 @@ class Tag(enum.IntEnum):
     """numbers of waiting requests that went elsewhere."""
     TURNS = 12
     """Turns alike: in each a step is answered without fault or ending, a step is sent that goes on from the one sent
-    before it, and nothing more is to send. Steps (see ``StepWriter.record_run``), seq of the first that is answered,
+    before it, and nothing more is to send. Steps (see ``llm_serving.flight.steps``), seq of the first that is answered,
     times, queue_us, graph_us, sample_us, states, output pseudonyms? Times and so on are lists with an entry a turn;
     states has ``[place of the turn, state]`` where it was taken."""
 

@@ -70,7 +70,7 @@ class Scheduled:
     step: RecordedStep | None
     wakeup: float | None
     state: list[int] | None
-    """Counts of the scheduler afterwards, see ``llm_serving.flight.recorder.STATE_NAMES``; None where they were not
+    """Counts of the scheduler afterwards, see ``llm_serving.flight.counts.STATE_NAMES``; None where they were not
     taken: they are told when they may be others than at the last step."""
 
 

@@ -1,4 +1,4 @@
-"""A scheduled step as a record: what has changed since the steps before it.
+"""A scheduled step as a record, and what is read of it: what has changed since the steps before it.
 
     [seq, kind, batch?, starts?, sample_positions?, blocks, moves, restarts?, histories, reason]
 
@@ -6,28 +6,26 @@
 ``[numbers, rows, query_lens?, do_sample?]`` (None: all ones, all true). ``starts`` is None when each sequence goes on
 where that step left it, ``sample_positions`` when each samples the next. ``blocks`` has ``[index, place, ids]`` for
 each block table that is not what it was in the sequence's last step: its entries from ``place`` on. ``restarts`` and
-``histories`` are indices. Writer and reader keep the same memory, so the reader knows the whole step again.
+``histories`` are indices. Writer (``step_writer``) and reader
+keep the same memory, so the reader knows the whole step again.
+
+Steps that all go on from the latest, with nothing new but blocks, are one record: ``[seq of the first, kind, growths,
+reason]``. A growth is ``[place of the step in the run, index, place, ids]``, for what is ``blocks`` of a step alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress, repeat
-from operator import add, attrgetter, is_, ne, sub
+from operator import add
 from typing import Any
 
-from llm_serving.request import Request
-from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepReason
+from llm_serving.scheduler.output import BlockMove, MoveKind, StepKind
 
-__all__ = ["RecordedStep", "StepReader", "StepWriter"]
+__all__ = ["KIND_CODES", "RecordedStep", "StepReader"]
 
 _KINDS = list(StepKind)
-_KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
-_COLUMNS = attrgetter(
-    "seq", "kind", "requests", "rows", "query_lens", "do_sample", "block_tables", "starts", "sample_positions",
-    "reason", "moves", "histories", "restarts",
-)  # fmt: skip
+KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
+"""What stands for the kind of a step in its record."""
 
 
 @dataclass(slots=True)
@@ -61,248 +59,6 @@ class RecordedStep:
     def num_context_tokens(self) -> int:
         """Tokens that the step's sequences have afterwards: what its attention reads."""
         return sum(self.starts) + sum(self.query_lens)
-
-
-@dataclass(slots=True)
-class _Last:
-    """The last step of a kind. ``numbers`` are those of its requests."""
-
-    kind: StepKind
-    requests: list[Request]
-    numbers: list[int]
-    rows: list[int]
-    query_lens: list[int]
-    do_sample: list[bool]
-    block_tables: list[list[int]]
-    table_lens: list[int]
-    starts: list[int]
-    sample_positions: list[int]
-    reason: StepReason
-    reason_name: str
-    is_plain: bool
-    """Each sequence has one token and samples."""
-
-
-class StepWriter:
-    """Makes records of steps. Begins anew with each segment.
-
-    A step of the same sequences as the one before it costs a few passes in C over its columns, and Python only for
-    block tables that have grown. Columns are kept to be compared with, so nobody may change them after the step was
-    made, but for block tables, which grow at the end.
-    """
-
-    def __init__(self) -> None:
-        self._last: dict[StepKind, _Last] = {}
-        self._latest: _Last | None = None
-        self._has_grown = False
-        self._tables: dict[int, tuple[list[int], int]] = {}
-        """Block table and how much of it is recorded, by request. Of the latest step's, if ``_has_grown``, its
-        ``table_lens`` knows better."""
-
-    def forget(self, number: int) -> None:
-        """A request has ended."""
-        self._tables.pop(number, None)
-
-    def renumber(self) -> None:
-        """Requests may have other numbers from now on: what comes is told whole."""
-        self._note_growth()
-        self._latest = None
-        self._last.clear()
-
-    def record(
-        self, step: ScheduledStep, number_of: Callable[[Request], int], table_lens: list[int] | None = None
-    ) -> list[object]:
-        """The step as a record. ``table_lens``: the lengths of its block tables when it was made, if that is past."""
-        if table_lens is None:
-            table_lens = list(map(len, step.block_tables))
-        last = self._latest
-        if last is None or last.kind is not step.kind:
-            self._note_growth()
-            last = self._last.get(step.kind)
-        if last is None or not _same_batch(step, last):
-            return self._new_batch(step, number_of, table_lens)
-        tables, starts, positions = step.block_tables, step.starts, step.sample_positions
-        # Differences are small numbers, of which Python has one object each: nothing is made but the lists.
-        goes_on = list(map(sub, starts, last.starts)) == last.query_lens
-        samples_next = list(map(sub, positions, last.sample_positions)).count(1) == len(positions)
-        blocks: list[object] = []
-        if tables is not last.block_tables or table_lens != last.table_lens:
-            blocks = self._grown(tables, last, table_lens)
-        last.requests, last.rows, last.query_lens = step.requests, step.rows, step.query_lens
-        last.do_sample = step.do_sample
-        last.block_tables, last.table_lens = tables, table_lens
-        last.starts, last.sample_positions = starts, positions
-        if step.reason is not last.reason:
-            last.reason, last.reason_name = step.reason, step.reason.name
-        self._latest = last
-        return _record(step, last, None, None if goes_on else starts, None if samples_next else positions, blocks)
-
-    def goes_on(self, step: ScheduledStep) -> bool:
-        """Whether a step that was sent has the sequences of the latest, each of which has one token and samples."""
-        last = self._latest
-        return last is not None and last.is_plain and _same_batch(step, last)
-
-    def record_run(self, steps: Sequence[ScheduledStep], table_lens: Sequence[list[int]]) -> list[object] | None:
-        """Steps that all go on from the latest, with nothing new but blocks, as one record:
-
-            [seq of the first, kind, growths, reason]
-
-        A growth is ``[place of the step in the run, index, place, ids]``, for what is ``blocks`` of a step alone. None,
-        and nothing is noted, where a step is of another sort. A few passes in C for all steps together.
-        """
-        last = self._latest
-        if last is None or not last.is_plain:
-            return None
-        (
-            seqs, kinds, requests, rows, query_lens, do_sample, tables, starts, positions, reasons,
-            moves, histories, restarts,
-        ) = zip(*map(_COLUMNS, steps), strict=True)  # fmt: skip
-        count, size = len(seqs), len(last.rows)
-        is_alike = (
-            kinds.count(last.kind) == count
-            and requests.count(last.requests) == count
-            and rows.count(last.rows) == count
-            and query_lens.count(last.query_lens) == count
-            and do_sample.count(last.do_sample) == count
-            and reasons.count(last.reason) == count
-            and restarts.count(restarts[0]) == count
-            and True not in restarts[0]
-            and not any(moves)
-            and not any(histories)
-            and all(map(is_, tables, repeat(last.block_tables)))
-            and seqs == tuple(range(seqs[0], seqs[0] + count))
-            and _go_up(last.starts, starts, size)
-            and _go_up(last.sample_positions, positions, size)
-        )
-        if not is_alike:
-            return None
-        growths = self._growths(last, table_lens)
-        last.requests, last.rows, last.query_lens, last.do_sample = (
-            requests[-1],
-            rows[-1],
-            query_lens[-1],
-            do_sample[-1],
-        )
-        last.starts, last.sample_positions = starts[-1], positions[-1]
-        return [seqs[0], _KIND_CODES[last.kind], growths, last.reason_name]
-
-    def _growths(self, last: _Last, table_lens: Sequence[list[int]]) -> list[object]:
-        """Blocks of a run of steps with the tables of ``last``, which is the latest."""
-        growths: list[object] = []
-        told, tables = last.table_lens, last.block_tables
-        for place, lens in enumerate(table_lens):
-            if lens != told:
-                for index in compress(range(len(tables)), map(ne, lens, told)):
-                    growths.append((place, index, told[index], tables[index][told[index] : lens[index]]))
-                told = lens
-        last.table_lens = told
-        self._has_grown = self._has_grown or bool(growths)
-        return growths
-
-    def _new_batch(
-        self, step: ScheduledStep, number_of: Callable[[Request], int], table_lens: list[int]
-    ) -> list[object]:
-        """A step of other sequences than the last of its kind."""
-        self._note_growth()
-        numbers = [number_of(request) for request in step.requests]
-        last = self._latest = self._last[step.kind] = _Last(
-            step.kind,
-            step.requests,
-            numbers,
-            step.rows,
-            step.query_lens,
-            step.do_sample,
-            step.block_tables,
-            table_lens,
-            step.starts,
-            step.sample_positions,
-            step.reason,
-            step.reason.name,
-            False,
-        )
-        ones, all_sample = step.query_lens.count(1) == len(step.query_lens), all(step.do_sample)
-        last.is_plain = ones and all_sample and bool(numbers)
-        batch: list[object] = [
-            numbers,
-            step.rows,
-            None if ones else step.query_lens,
-            None if all_sample else step.do_sample,
-        ]
-        blocks = self._new_blocks(last, range(step.num_seqs))
-        return _record(step, last, batch, step.starts, step.sample_positions, blocks)
-
-    def _grown(self, tables: list[list[int]], last: _Last, table_lens: list[int]) -> list[object]:
-        """Blocks of a step with the sequences of ``last``: looked at only where a table is longer, or another."""
-        if tables is not last.block_tables and not all(map(is_, tables, last.block_tables)):
-            self._note_growth()
-            changed = list(range(len(tables)))
-        else:
-            changed = list(compress(range(len(tables)), map(ne, table_lens, last.table_lens)))
-            if last is self._latest:  # no step of another kind has told of them
-                self._has_grown = self._has_grown or bool(changed)
-                told = last.table_lens
-                return [(index, told[index], tables[index][told[index] : table_lens[index]]) for index in changed]
-        last.block_tables, last.table_lens = tables, table_lens
-        return self._new_blocks(last, changed)
-
-    def _new_blocks(self, of: _Last, indices: range | list[int]) -> list[object]:
-        known_tables, blocks = self._tables, []
-        for index in indices:
-            table, length, number = of.block_tables[index], of.table_lens[index], of.numbers[index]
-            known = known_tables.get(number)
-            place = known[1] if known is not None and known[0] is table else 0
-            if length > place or known is None or known[0] is not table:
-                blocks.append((index, place, table[place:length]))
-                known_tables[number] = (table, length)
-        return list(blocks)
-
-    def _note_growth(self) -> None:
-        """Before another step than one that goes on from the latest: put down how far that one's tables are told."""
-        latest = self._latest
-        if self._has_grown and latest is not None:
-            known_tables = self._tables
-            for number, table, length in zip(latest.numbers, latest.block_tables, latest.table_lens, strict=True):
-                if number in known_tables:  # not forgotten
-                    known_tables[number] = (table, length)
-        self._has_grown = False
-
-
-def _same_batch(step: ScheduledStep, last: _Last) -> bool:
-    return (
-        (step.requests is last.requests or step.requests == last.requests)
-        and (step.rows is last.rows or step.rows == last.rows)
-        and (step.query_lens is last.query_lens or step.query_lens == last.query_lens)
-        and (step.do_sample is last.do_sample or step.do_sample == last.do_sample)
-    )
-
-
-def _go_up(before: list[int], columns: Sequence[list[int]], size: int) -> bool:
-    """Whether every entry of each column, of ``size``, is one more than in the column before it."""
-    values = list(chain(before, chain.from_iterable(columns)))
-    count = size * len(columns)
-    return len(values) == size + count and list(map(sub, values[size:], values)).count(1) == count
-
-
-def _record(
-    step: ScheduledStep,
-    last: _Last,
-    batch: list[object] | None,
-    starts: list[int] | None,
-    positions: list[int] | None,
-    blocks: list[object],
-) -> list[object]:
-    return [
-        step.seq,
-        _KIND_CODES[step.kind],
-        batch,
-        starts,
-        positions,
-        blocks,
-        [(move.kind.value, move.source, move.destination) for move in step.moves] if step.moves else [],
-        [index for index, restarts in enumerate(step.restarts) if restarts] if True in step.restarts else None,
-        [history.index for history in step.histories] if step.histories else [],
-        last.reason_name,
-    ]
 
 
 class StepReader:

@@ -15,15 +15,11 @@ from simulation import random_run
 from small_configs import REPOSITORY
 
 from llm_serving.errors import ContextLengthError, ProtocolError
+from llm_serving.flight.counts import STATE_NAMES, state_of
 from llm_serving.flight.history import arrivals, step_timings
+from llm_serving.flight.journal import WRITE_INTERVAL_S
 from llm_serving.flight.reader import Added, Answered, Raised, Scheduled, read_recording
-from llm_serving.flight.recorder import (
-    READ_ONLY_METHODS,
-    STATE_NAMES,
-    WRITE_INTERVAL_S,
-    FlightRecorder,
-    state_of,
-)
+from llm_serving.flight.recorder import READ_ONLY_METHODS, FlightRecorder
 from llm_serving.flight.segments import PAUSE_S
 from llm_serving.flight.setup import limits_from_map, limits_to_map, record
 from llm_serving.scheduler.output import StepResult
@@ -174,7 +170,7 @@ def test_tokens_and_texts_are_nowhere_in_the_files(tmp_path):
                     tokens = [secret + 77 if samples else -1 for samples in step.do_sample]
                     size = len(tokens)
                     recorder.update(StepResult(step.seq, tokens, [0.0] * size, [0.0] * size), now)
-        recorder._guarded(recorder._begin_segment)  # the state, with requests in it
+        recorder._guarded(recorder._journal._begin_segment)  # the state, with requests in it
         recorder.fail_all("a secret error", 9.0)
         recorder.close()
         assert complaints == []
@@ -216,7 +212,7 @@ def test_a_full_disk_pauses_the_recording_and_a_new_segment_goes_on(tmp_path, mo
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(recorder._segments._ring, "append", full)
+        patched.setattr(recorder._journal._segments._ring, "append", full)
         simulation.now = 1.0
         run("lost")
         assert len(complaints) == 1
@@ -250,12 +246,12 @@ def test_a_folder_that_cannot_be_made_is_said_and_harmless(tmp_path):
 def test_an_error_of_the_recorder_ends_the_recording_and_nothing_else(tmp_path, monkeypatch):
     complaints = []
     recorder = record(Scheduler(make_limits()), tmp_path, RING_BYTES, on_error=complaints.append)
-    monkeypatch.setattr(recorder._steps, "record", None)
+    monkeypatch.setattr(recorder._journal._steps, "record", None)
     simulation, _ = recorded_simulation(tmp_path / "unused")
     simulation.scheduler = recorder
-    recorder._segments.is_new = False
-    recorder._begin_segment()
-    monkeypatch.setattr(recorder._steps, "record", None)
+    recorder._journal._segments.is_new = False
+    recorder._journal._begin_segment()
+    monkeypatch.setattr(recorder._journal._steps, "record", None)
     simulation.add(make_request("a", 5, 4))
     simulation.finish()
     recorder.close()
@@ -332,7 +328,7 @@ def recorded_steps(file):
 
 def test_steps_are_written_together_and_at_the_latest_after_the_interval(tmp_path):
     simulation, recorder, file = decoding(tmp_path)
-    recorder._guarded(recorder._flush)
+    recorder._guarded(recorder._journal.flush)
     size, frames = file.stat().st_size, 0
     for number in range(1, 11):
         turn(simulation, 1.0 + number * WRITE_INTERVAL_S / 10)
@@ -350,7 +346,7 @@ def test_steps_are_written_together_and_at_the_latest_after_the_interval(tmp_pat
 @pytest.mark.parametrize("call", ["add", "abort", "void"])
 def test_whatever_is_not_a_step_is_written_with_its_turn(tmp_path, call):
     simulation, recorder, file = decoding(tmp_path)
-    recorder._guarded(recorder._flush)
+    recorder._guarded(recorder._journal.flush)
     size, now = file.stat().st_size, 1.0 + WRITE_INTERVAL_S / 10
     simulation.now = now
     if call == "add":
@@ -366,9 +362,9 @@ def test_whatever_is_not_a_step_is_written_with_its_turn(tmp_path, call):
 
 def test_a_failed_step_is_written_with_its_turn(tmp_path):
     _, recorder, file = decoding(tmp_path)
-    recorder._guarded(recorder._flush)
+    recorder._guarded(recorder._journal.flush)
     size, now = file.stat().st_size, 1.0 + WRITE_INTERVAL_S / 10
-    seq = min(recorder._sent)
+    seq = min(recorder._journal._sent)
     recorder.update(StepResult(seq, error="broken"), now)
     assert recorder.schedule(now) is None
     assert file.stat().st_size > size
@@ -379,15 +375,31 @@ def test_a_failed_step_is_written_with_its_turn(tmp_path):
 
 
 def test_no_more_is_kept_back_than_stays_in_a_processors_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm_serving.flight.recorder._MAX_KEPT_ROWS", 3)
+    monkeypatch.setattr("llm_serving.flight.journal._MAX_KEPT_ROWS", 3)
     simulation, recorder, file = decoding(tmp_path)
-    recorder._guarded(recorder._flush)
+    recorder._guarded(recorder._journal.flush)
     sizes = []
     for _ in range(6):
         turn(simulation, 1.0)
         sizes.append(file.stat().st_size)
     assert len(set(sizes)) == 2 + 1
-    assert len(recorder._calls) < 9
+    assert len(recorder._journal._calls) < 9
+
+
+def test_turns_without_an_end_are_not_kept_for_good(tmp_path, monkeypatch):
+    """While no slot is free nobody asks for a step that there is not."""
+    monkeypatch.setattr("llm_serving.flight.journal._MAX_CALLS", 8)
+    simulation, recorder, file = decoding(tmp_path)
+    recorder._guarded(recorder._journal.flush)
+    size = file.stat().st_size
+    for _ in range(12):
+        simulation.scheduler.update(simulation.device.run_next(), 1.0)
+        simulation.steps.append(recorder.schedule(1.0))
+        simulation.device.submit(simulation.steps[-1])
+    assert len(recorder._journal._calls) < 16
+    assert file.stat().st_size > size
+    recorder.close()
+    assert recorded_steps(file) == [step.seq for step in simulation.steps]
 
 
 def test_blocks_that_come_after_a_step_are_not_told_with_it(tmp_path):

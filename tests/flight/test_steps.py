@@ -10,7 +10,8 @@ from recorded_runs import some_requests
 from simulation import Simulation, random_run
 
 from llm_serving.flight.format import MAGIC, FrameReader, encode_frame
-from llm_serving.flight.steps import StepReader, StepWriter
+from llm_serving.flight.step_writer import StepWriter
+from llm_serving.flight.steps import StepReader
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.policy import Policy, PreemptionKind
 

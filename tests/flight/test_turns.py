@@ -10,12 +10,13 @@ from fakes import make_limits, make_request
 from recorded_runs import record_random_run, recorded_simulation
 
 from llm_serving.flight.format import MAGIC, SegmentHeader, Tag, encode_frame
+from llm_serving.flight.journal import WRITE_INTERVAL_S
 from llm_serving.flight.reader import Answered, Scheduled, read_recording
 from llm_serving.flight.setup import code_digest, limits_to_map
 from llm_serving.scheduler.policy import Policy, PreemptionKind
 from tools.replaying.replayer import replay
 
-TURN_S = 0.01
+TURN_S = WRITE_INTERVAL_S / 5
 
 
 def decode(folder, num_turns, prompts=(5,), **limits):
@@ -38,7 +39,7 @@ def turn(simulation, seq=None):
 
 
 def one_by_one(monkeypatch):
-    monkeypatch.setattr("llm_serving.flight.recorder._LEAST_TURNS", 1 << 30)
+    monkeypatch.setattr("llm_serving.flight.turns._LEAST_TURNS", 1 << 30)
 
 
 def events_of(folder):
@@ -58,7 +59,7 @@ def test_peaceful_decoding_is_little_but_turns(tmp_path, monkeypatch, prompts, p
     with monkeypatch.context() as patched:
         one_by_one(patched)
         if prefix_cache:
-            pseudonyms = recorder._identities.pseudonyms
+            pseudonyms = recorder._journal._requests.identities.pseudonyms
             patched.setattr("llm_serving.flight.identities.Pseudonyms", lambda: pseudonyms)
         _, other = decode(tmp_path / "single", 30, prompts, **limits)
         other.close()
@@ -92,7 +93,7 @@ def test_a_random_run_tells_the_same_either_way(tmp_path, monkeypatch, policy, k
 def after_some_turns(tmp_path, disturb):
     """The events of peaceful turns, ``disturb`` and more turns, all written together."""
     simulation, recorder = decode(tmp_path, 10)
-    recorder._guarded(recorder._flush)
+    recorder._guarded(recorder._journal.flush)
     for number in range(4):
         if number == 2:
             disturb(simulation)

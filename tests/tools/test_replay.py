@@ -106,7 +106,7 @@ def test_a_torn_tail_is_left_out(tmp_path):
     file.write_bytes(data[: len(data) * 2 // 3])
     (stretch,) = read_recording(tmp_path)
     assert stretch.segments[0].is_torn
-    assert_identical(stretch, 50)
+    assert_identical(stretch, 25)
 
 
 def test_the_program_says_identical_and_how_many_steps(tmp_path, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llm_serving.flight.counts import STATE_NAMES
 from llm_serving.flight.reader import (
     Added,
     AgentLost,
@@ -17,7 +18,6 @@ from llm_serving.flight.reader import (
     TookEnded,
     VoidSteps,
 )
-from llm_serving.flight.recorder import STATE_NAMES
 from llm_serving.flight.steps import RecordedStep
 
 __all__ = ["describe_event", "describe_state", "describe_step", "shorten"]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from llm_serving.flight.counts import STATE_NAMES
 from llm_serving.flight.history import Arrival, arrivals
 from llm_serving.flight.reader import Scheduled, Stretch
-from llm_serving.flight.recorder import STATE_NAMES
 from llm_serving.statistics import Summary, summarize
 from llm_serving.text_table import format_number, format_table
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from llm_serving.errors import LLMServingError
+from llm_serving.flight.counts import STATE_NAMES, state_of
 from llm_serving.flight.disguise import StateDisguise
 from llm_serving.flight.facts import make_request, make_result
 from llm_serving.flight.format import FlightRecordingError, Tag
@@ -27,10 +28,10 @@ from llm_serving.flight.reader import (
     TookEnded,
     VoidSteps,
 )
-from llm_serving.flight.recorder import STATE_NAMES, state_of
 from llm_serving.flight.setup import code_digest, compares_tokens, limits_from_map
 from llm_serving.flight.state import first_difference, read_state, write_state
-from llm_serving.flight.steps import RecordedStep, StepReader, StepWriter
+from llm_serving.flight.step_writer import StepWriter
+from llm_serving.flight.steps import RecordedStep, StepReader
 from llm_serving.receipt import Receipt
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.output import ScheduledStep
