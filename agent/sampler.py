@@ -65,13 +65,10 @@ class RowTable:
             raise ProtocolError(f"a step asks for the last token of row {row}, which has not sampled one")
         return resolved
 
-    def append(self, rows: Int32Array, sampled_ids: Int32Array, penalised: npt.NDArray[np.bool_]) -> None:
-        """Remember the tokens just sampled for ``rows``."""
-        self.last_token[rows] = sampled_ids
-        if penalised.any():
-            rows, sampled_ids = rows[penalised], sampled_ids[penalised]
-            self.history[rows, self.history_len[rows]] = sampled_ids
-            self.history_len[rows] += 1
+    def append(self, rows: Int32Array, sampled_ids: Int32Array) -> None:
+        """Add the tokens just sampled to the histories of ``rows``, which have penalties."""
+        self.history[rows, self.history_len[rows]] = sampled_ids
+        self.history_len[rows] += 1
 
 
 class Sampler:
@@ -87,19 +84,20 @@ class Sampler:
 
         Raises ProtocolError when a row with penalties has no history, or not the one its position needs.
         """
-        seqs = slot.num_seqs
-        rows, chosen = slot.rows[:seqs], slot.do_sample[:seqs] != 0
-        penalised = _has_penalties(slot, seqs) & chosen
-        histories = self._histories(slot, penalised) if penalised.any() else None
-        prompt_lens = None if histories is None else self.rows.prompt_len[rows]
-        self._call_of(slot).run(logits, best_ids, histories, prompt_lens)
-        self.rows.append(rows[chosen], slot.sampled_ids[:seqs][chosen], penalised[chosen])
+        seqs, call = slot.num_seqs, self._call_of(slot)
+        if not call.has_penalties(seqs):
+            call.run(logits, best_ids)
+            return
+        rows, penalised = slot.rows[:seqs], _has_penalties(slot, seqs) & (slot.do_sample[:seqs] != 0)
+        call.run(logits, best_ids, self._histories(slot, penalised), self.rows.prompt_len[rows])
+        self.rows.append(rows[penalised], slot.sampled_ids[:seqs][penalised])
 
     def _call_of(self, slot: StepSlot) -> SampleCall:
         call = self._calls.get(slot)
         if call is None:
             inputs = SampleInputs(**{field.name: getattr(slot, field.name) for field in fields(SampleInputs)})
-            outputs = SampleOutputs(**{field.name: getattr(slot, field.name) for field in fields(SampleOutputs)})
+            results = (field.name for field in fields(SampleOutputs) if field.name != "last_token")
+            outputs = SampleOutputs(**{name: getattr(slot, name) for name in results}, last_token=self.rows.last_token)
             call = self._calls[slot] = SampleCall(inputs, outputs, slot.layout.limits.max_seqs)
         return call
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
+from agent.kernels import StepArrays, StepBounds, StepCheck
 from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import LAST_TOKEN, MOVE_WIDTH, NO_LOGSUMEXP, PADDING_SLOT, MoveKind, StepSlot
 from llm_serving.request import MAX_TOP_LOGITS
 
 Int32Array = npt.NDArray[np.int32]
-
-_FEW = 64
-"""Elements up to which Python's own minimum is faster than a reduction of NumPy's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,32 +54,46 @@ class StepReader:
         self._num_blocks = config.pa_config.num_blocks
         self._num_host_blocks = config.num_host_blocks
         self._num_rows = num_rows
+        self._checks: WeakKeyDictionary[StepSlot, StepCheck] = WeakKeyDictionary()
 
     def read(self, slot: StepSlot, *, decode: bool) -> StepInputs:
         """Raises ProtocolError, naming field, value and limit, when the slot is not a step this agent can run."""
         tokens, seqs, width = slot.num_tokens, slot.num_seqs, slot.table_width
         if tokens == 0:
             raise ProtocolError("a prefill or decode step has no tokens; only a step of moves has none")
-        query_lens, context_lens = slot.query_lens[:seqs], slot.context_lens[:seqs]
-        self._check_lengths(query_lens, context_lens, tokens, width)
-        if decode and tokens != seqs:
-            raise ProtocolError(f"a decode step has {tokens} tokens for {seqs} sequences; it must have one each")
-        last_tokens = np.cumsum(query_lens, dtype=np.int32) - np.int32(1)
-        inputs = StepInputs(
+        check = self._check_of(slot)
+        if not check.is_fine(tokens, seqs, width, decode=decode):
+            self._refuse(slot, decode=decode)
+        return StepInputs(
             token_ids=slot.token_ids[:tokens],
             positions=slot.positions[:tokens],
             slot_mapping=slot.slot_mapping[:tokens],
             block_tables=slot.block_tables[: seqs * width].reshape(seqs, width),
-            context_lens=context_lens,
-            query_lens=query_lens,
+            context_lens=slot.context_lens[:seqs],
+            query_lens=slot.query_lens[:seqs],
             rows=slot.rows[:seqs],
-            last_tokens=last_tokens,
-            sampled_tokens=np.where(slot.do_sample[:seqs] != 0, last_tokens, np.int32(-1)),
-            whole_prompts=not decode and bool((query_lens == context_lens).all()),
+            last_tokens=check.last_tokens[:seqs],
+            sampled_tokens=check.sampled_tokens[:seqs],
+            whole_prompts=check.whole_prompts,
         )
-        self._check_tokens(inputs)
-        check_range("num_top_logits", slot.num_top_logits[:seqs], NO_LOGSUMEXP, MAX_TOP_LOGITS + 1)
-        return inputs
+
+    def _check_of(self, slot: StepSlot) -> StepCheck:
+        check = self._checks.get(slot)
+        if check is None:
+            bounds = StepBounds(
+                lowest_token=LAST_TOKEN,
+                lowest_slot=PADDING_SLOT,
+                lowest_top_logits=NO_LOGSUMEXP,
+                vocab_size=self._vocab_size,
+                max_model_len=self._max_model_len,
+                block_size=self._block_size,
+                num_blocks=self._num_blocks,
+                num_rows=self._num_rows,
+                most_top_logits=MAX_TOP_LOGITS,
+            )
+            arrays = StepArrays(**{field.name: getattr(slot, field.name) for field in fields(StepArrays)})
+            check = self._checks[slot] = StepCheck(arrays, bounds)
+        return check
 
     def read_moves(self, slot: StepSlot) -> Int32Array:
         """The block moves [M, 3] of any step: ``MoveKind``, source, destination. Raises ProtocolError as ``read``."""
@@ -96,33 +110,34 @@ class StepReader:
         check_range(f"{name} in the cache", blocks[~on_host], 1, self._num_blocks)
         check_range(f"{name} on the host", blocks[on_host], 0, self._num_host_blocks)
 
-    def _check_lengths(self, query_lens: Int32Array, context_lens: Int32Array, tokens: int, width: int) -> None:
+    def _refuse(self, slot: StepSlot, *, decode: bool) -> NoReturn:
+        """Raises ProtocolError saying what ``StepCheck`` refused: the same rules, one after the other."""
+        tokens, seqs, width = slot.num_tokens, slot.num_seqs, slot.table_width
+        query_lens, context_lens, positions = slot.query_lens[:seqs], slot.context_lens[:seqs], slot.positions[:tokens]
         check_range("query_lens", query_lens, 1, tokens + 1)
         check_range("context_lens", context_lens, 1, min(self._max_model_len, width * self._block_size) + 1)
         if int(query_lens.sum()) != tokens:
             raise ProtocolError(f"query_lens sum to {int(query_lens.sum())}, the step has {tokens} tokens")
         if (context_lens < query_lens).any():
             raise ProtocolError("a sequence's context is shorter than its tokens in this step")
-
-    def _check_tokens(self, inputs: StepInputs) -> None:
-        check_range("token_ids", inputs.token_ids, LAST_TOKEN, self._vocab_size)
-        check_range("positions", inputs.positions, 0, self._max_model_len)
-        check_range("slot_mapping", inputs.slot_mapping, PADDING_SLOT, self._num_blocks * self._block_size)
-        check_range("block_tables", inputs.block_tables, 0, self._num_blocks)
-        check_range("rows", inputs.rows, 0, self._num_rows)
-        if (inputs.positions[inputs.last_tokens] + 1 != inputs.context_lens).any():
+        if decode and tokens != seqs:
+            raise ProtocolError(f"a decode step has {tokens} tokens for {seqs} sequences; it must have one each")
+        check_range("token_ids", slot.token_ids[:tokens], LAST_TOKEN, self._vocab_size)
+        check_range("positions", positions, 0, self._max_model_len)
+        check_range("slot_mapping", slot.slot_mapping[:tokens], PADDING_SLOT, self._num_blocks * self._block_size)
+        check_range("block_tables", slot.block_tables[: seqs * width], 0, self._num_blocks)
+        check_range("rows", slot.rows[:seqs], 0, self._num_rows)
+        if (positions[np.cumsum(query_lens) - 1] + 1 != context_lens).any():
             raise ProtocolError("a sequence's last position is not the last of its context")
+        check_range("num_top_logits", slot.num_top_logits[:seqs], NO_LOGSUMEXP, MAX_TOP_LOGITS + 1)
+        raise ProtocolError(f"the sizes of a step, {tokens} tokens, {seqs} sequences, width {width}, exceed its slot")
 
 
 def check_range(name: str, values: npt.NDArray[np.int32], low: int, high: int) -> None:
     """Raise ProtocolError unless low <= values < high."""
     if values.size == 0:
         return
-    if values.size <= _FEW:
-        numbers = values.reshape(-1).tolist()
-        least, most = min(numbers), max(numbers)
-    else:
-        least, most = int(values.min()), int(values.max())
+    least, most = int(values.min()), int(values.max())
     if least < low or most >= high:
         raise ProtocolError(
             f"a step's {name} holds {least if least < low else most}; it must be at least {low} and below {high}"

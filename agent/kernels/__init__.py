@@ -17,6 +17,7 @@ from agent.kernels.library import (
     take_failure,
     widen_bfloat16,
 )
+from agent.kernels.step_check import StepArrays, StepBounds, StepCheck
 
 __all__ = [
     "BlockCopies",
@@ -26,6 +27,9 @@ __all__ = [
     "SampleCall",
     "SampleInputs",
     "SampleOutputs",
+    "StepArrays",
+    "StepBounds",
+    "StepCheck",
     "has_failed",
     "hold_failures",
     "kernel_isa",

@@ -1,4 +1,4 @@
-// Plain C entries for ctypes: the sampler, block copies, threads, the ceilings of the machine, and per kernel an entry
+// Plain C entries for ctypes: the check of a step, the sampler, block copies, threads, the ceilings of the machine, and per kernel an entry
 // for tests and benchmarks. Those take the kernel's own argument struct and `use_reference`: 1 runs the scalar
 // reference instead.
 #include <vector>
@@ -13,6 +13,7 @@
 #include "ops/gather.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/sampler.h"
+#include "ops/step_check.h"
 
 namespace llmk {
 namespace {
@@ -75,6 +76,10 @@ LLMK_ENTRY int llmk_sample(const llmk::SampleArgs* args) {
   const llmk::StandardFloatingPoint scope;
   return llmk::sample(*args);
 }
+
+LLMK_ENTRY int llmk_has_penalties(const llmk::SampleArgs* args) { return llmk::has_penalties(*args) ? 1 : 0; }
+
+LLMK_ENTRY int llmk_check_step(const llmk::StepCheckArgs* args) { return static_cast<int>(llmk::check_step(*args)); }
 
 LLMK_ENTRY int llmk_copy_blocks(const llmk::CopyBlocksArgs* args) { return llmk::copy_blocks("CopyBlocks", *args); }
 

@@ -55,6 +55,10 @@ def load_library() -> ctypes.CDLL:
     library.llmk_isa.restype = ctypes.c_char_p
     library.llmk_sample.argtypes = [ctypes.POINTER(_SampleArgs)]
     library.llmk_sample.restype = ctypes.c_int
+    library.llmk_has_penalties.argtypes = [ctypes.POINTER(_SampleArgs)]
+    library.llmk_has_penalties.restype = ctypes.c_int
+    library.llmk_check_step.argtypes = [ctypes.c_void_p]
+    library.llmk_check_step.restype = ctypes.c_int
     library.llmk_hold_failures.argtypes = [ctypes.c_int]
     library.llmk_hold_failures.restype = None
     library.llmk_take_failure.restype = ctypes.c_char_p
@@ -138,6 +142,8 @@ class SampleInputs:
     num_top_logits: Int32Array
     do_sample: Int32Array | None = None
     """0: skip the row (its token becomes -1). None samples every row."""
+    rows: Int32Array | None = None
+    """Where in ``SampleOutputs.last_token`` each row's token goes; needed with that alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +156,8 @@ class SampleOutputs:
     top_ids: Int32Array
     """[S, MAX_TOP_LOGITS], best first, -1 past what was asked for."""
     top_logits: Float32Array
+    last_token: Int32Array | None = None
+    """[a table's rows] the token sampled last for each; rows that do not sample keep theirs. None: nobody remembers."""
 
     @classmethod
     def allocate(cls, num_rows: int) -> SampleOutputs:
@@ -174,6 +182,7 @@ _ARRAYS: dict[str, Any] = {
     "sample_position": np.int32,
     "num_top_logits": np.int32,
     "do_sample": np.int32,
+    "rows": np.int32,
     "sampled_ids": np.int32,
     "sampled_logit": np.float32,
     "logsumexp": np.float32,
@@ -209,6 +218,9 @@ class _SampleArgs(ctypes.Structure):
         ("logsumexp", ctypes.c_void_p),
         ("top_ids", ctypes.c_void_p),
         ("top_logits", ctypes.c_void_p),
+        ("table_rows", ctypes.c_void_p),
+        ("last_tokens", ctypes.c_void_p),
+        ("last_tokens_size", ctypes.c_int64),
     )
 
 
@@ -234,12 +246,23 @@ class SampleCall:
         self._max_rows = max_rows
         self._keep_alive = (inputs, outputs)
         self._function = load_library().llmk_sample
+        self._has_penalties = load_library().llmk_has_penalties
         for part in (inputs, outputs):
             for field in fields(part):
                 if field.name in _ARRAYS:
                     length = max_rows * (MAX_TOP_LOGITS if field.name.startswith("top_") and part is outputs else 1)
                     address = _address(field.name, getattr(part, field.name), _ARRAYS[field.name], length)
-                    setattr(self._args, field.name, address)
+                    setattr(self._args, "table_rows" if field.name == "rows" else field.name, address)
+        if outputs.last_token is not None:
+            if inputs.rows is None:
+                raise ValueError("last_token is given without the rows that say whose it is")
+            self._args.last_tokens = _address("last_token", outputs.last_token, np.int32, 0)
+            self._args.last_tokens_size = outputs.last_token.size
+
+    def has_penalties(self, num_rows: int) -> bool:
+        """Whether any of the first ``num_rows`` rows that sample has penalties, so that ``run`` needs histories."""
+        self._args.rows = min(num_rows, self._max_rows)
+        return bool(self._has_penalties(ctypes.byref(self._args)))
 
     def run(
         self,

@@ -33,13 +33,13 @@ def slot_with_history(rows: list[int], histories: list[list[int]], prompt_lens: 
 
 
 def test_last_tokens_are_resolved_by_row(table: RowTable) -> None:
-    table.append(ids(5, 2), ids(50, 20), np.array([False, False]))
+    table.last_token[[5, 2]] = 50, 20
     resolved = table.resolve(ids(LAST_TOKEN, 7, LAST_TOKEN), ids(2, 3, 5), ids(1, 1, 1))
     assert resolved.tolist() == [20, 7, 50]
 
 
 def test_last_tokens_are_resolved_in_ragged_steps(table: RowTable) -> None:
-    table.append(ids(5), ids(50), np.array([False]))
+    table.last_token[5] = 50
     resolved = table.resolve(ids(1, 2, 3, LAST_TOKEN), ids(4, 5), ids(3, 1))
     assert resolved.tolist() == [1, 2, 3, 50]
 
@@ -56,7 +56,8 @@ def test_a_row_without_a_token_is_refused(table: RowTable) -> None:
 
 def test_reset_forgets(table: RowTable) -> None:
     table.start_rows(slot_with_history([1], [[7, 8]], [2]))
-    table.append(ids(1), ids(9), np.array([True]))
+    table.append(ids(1), ids(9))
+    table.last_token[1] = 9
     table.reset()
     assert table.history_len.tolist() == [0] * 8
     with pytest.raises(ProtocolError):
@@ -65,7 +66,7 @@ def test_reset_forgets(table: RowTable) -> None:
 
 def test_histories_start_and_grow(table: RowTable) -> None:
     table.start_rows(slot_with_history([6, 0, 3], [[1, 2, 3], [], [4]], [2, 0, 1]))
-    table.append(ids(6, 0, 3), ids(10, 11, 12), np.array([True, False, True]))
+    table.append(ids(6, 3), ids(10, 12))
     assert table.history[6, :4].tolist() == [1, 2, 3, 10]
     assert table.history[3, :2].tolist() == [4, 12]
     assert table.history_len[[6, 0, 3]].tolist() == [4, 0, 2]

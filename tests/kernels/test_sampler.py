@@ -31,7 +31,7 @@ class Given:
     run: dict[str, Any]
 
 
-def inputs(rows: int, **changes: Any) -> Given:
+def inputs(num_rows: int, /, **changes: Any) -> Given:
     """Plain sampling for every row, with some fields changed (a scalar is given to every row)."""
     run = {name: changes.pop(name) for name in ("best_ids", "histories", "prompt_lens") if name in changes}
     fields: dict[str, Any] = {
@@ -42,7 +42,7 @@ def inputs(rows: int, **changes: Any) -> Given:
     arrays = {}
     for name, default in fields.items():
         value = np.asarray(changes.pop(name, default))
-        arrays[name] = np.ascontiguousarray(np.broadcast_to(value, rows).astype(types.get(name, np.float32)))
+        arrays[name] = np.ascontiguousarray(np.broadcast_to(value, num_rows).astype(types.get(name, np.float32)))
     return Given(SampleInputs(**arrays, **changes), run)
 
 
@@ -319,3 +319,43 @@ def test_a_prepared_call_forgets_the_run_before() -> None:
     assert outputs.sampled_ids.tolist() == [2, 1], "no best_ids: looked for"
     call.run(logits[:1])
     assert outputs.sampled_ids.tolist() == [1, 1], "one row: the other is left alone"
+
+
+def test_what_a_row_sampled_is_remembered_where_its_sequence_is() -> None:
+    logits = np.array([[1, 3, 2], [5, 4, 6], [9, 1, 1]], np.float32)
+    skipped = inputs(3, temperature=0, do_sample=np.array([1, 0, 1], np.int32), rows=np.array([4, 0, 2], np.int32))
+    outputs = replace(SampleOutputs.allocate(3), last_token=np.full(5, -1, np.int32))
+    SampleCall(skipped.inputs, outputs, 3).run(logits)
+    assert outputs.sampled_ids.tolist() == [1, -1, 0]
+    assert outputs.last_token is not None
+    assert outputs.last_token.tolist() == [-1, -1, 0, -1, 1], "the row that does not sample keeps what it had"
+
+
+@pytest.mark.parametrize("row", [-1, 5])
+def test_a_row_outside_the_table_is_refused_before_anything_is_written(row: int) -> None:
+    given = inputs(2, temperature=0, rows=np.array([1, row], np.int32))
+    outputs = replace(SampleOutputs.allocate(2), last_token=np.full(5, -1, np.int32))
+    outputs.sampled_ids[:] = 7
+    with pytest.raises(KernelError):
+        SampleCall(given.inputs, outputs, 2).run(np.zeros((2, 3), np.float32))
+    assert outputs.last_token is not None
+    assert (outputs.last_token == -1).all()
+    assert (outputs.sampled_ids == 7).all()
+
+
+def test_a_table_needs_the_rows() -> None:
+    outputs = replace(SampleOutputs.allocate(1), last_token=np.zeros(5, np.int32))
+    with pytest.raises(ValueError, match="without the rows"):
+        SampleCall(inputs(1).inputs, outputs, 1)
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_penalties_are_seen_of_rows_that_sample(name: str) -> None:
+    values = np.array([1, 1, 0.5] if name == "repetition_penalty" else [0, 0, 0.5])
+    samples = np.array([1, 0, 1], np.int32)
+    given = inputs(3, do_sample=samples, **{name: values})
+    call = SampleCall(given.inputs, SampleOutputs.allocate(3), 3)
+    assert call.has_penalties(3)
+    assert not call.has_penalties(2)
+    samples[2] = 0
+    assert not call.has_penalties(3)

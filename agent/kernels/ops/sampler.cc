@@ -175,6 +175,7 @@ void sample_row(const SampleArgs& args, int64_t row) {
   }
   args.sampled_ids[row] = id;
   args.sampled_logit[row] = raw[id];
+  if (args.last_tokens != nullptr) args.last_tokens[args.table_rows[row]] = id;
 }
 
 int check_row(const SampleArgs& args, int64_t row) {
@@ -185,6 +186,9 @@ int check_row(const SampleArgs& args, int64_t row) {
   }
   if (args.num_top_logits[row] < -1 || args.num_top_logits[row] > kMaxTopLogits) {
     return refuse("Sample", "num_top_logits", row, args.num_top_logits[row], "-1 to 32");
+  }
+  if (args.last_tokens != nullptr && (args.table_rows[row] < 0 || args.table_rows[row] >= args.last_tokens_size)) {
+    return refuse_index("Sample", "table_rows", row, args.table_rows[row], args.last_tokens_size);
   }
   if (!has_penalties(args, row)) return 0;
   if (args.history_lens == nullptr || args.history == nullptr) {
@@ -205,6 +209,13 @@ int check_row(const SampleArgs& args, int64_t row) {
 }
 
 }  // namespace
+
+bool has_penalties(const SampleArgs& args) {
+  for (int64_t row = 0; row < args.rows; ++row) {
+    if (!is_skipped(args, row) && has_penalties(args, row)) return true;
+  }
+  return false;
+}
 
 int sample(const SampleArgs& args) {
   if (args.vocab_size < 1) return refuse("Sample", "vocab_size", 0, static_cast<double>(args.vocab_size), "at least 1");

@@ -30,7 +30,13 @@ struct SampleArgs {
   float* logsumexp;
   int32_t* top_ids;   // [rows, kMaxTopLogits]
   float* top_logits;  // [rows, kMaxTopLogits]
+  const int32_t* table_rows;  // [rows], below last_tokens_size; read only with last_tokens
+  int32_t* last_tokens;       // entry table_rows[i] becomes what row i sampled; null: not wanted
+  int64_t last_tokens_size;
 };
+
+// Whether any row that samples has penalties, and so needs its history.
+bool has_penalties(const SampleArgs& args);
 
 // 0, or the number of the error in common/check.h after one line on standard error. Nothing is written on error.
 int sample(const SampleArgs& args);
