@@ -178,6 +178,13 @@ void sample_row(const SampleArgs& args, int64_t row) {
   if (args.last_tokens != nullptr) args.last_tokens[args.table_rows[row]] = id;
 }
 
+// Nothing is computed for the row: its token is known, and so it is quicker than waking a thread.
+bool is_known(const SampleArgs& args, int64_t row) {
+  if (is_skipped(args, row)) return true;
+  return args.best_ids != nullptr && args.best_ids[row] >= 0 && args.temperature[row] == 0.0f &&
+         args.num_top_logits[row] < 0 && !has_penalties(args, row);
+}
+
 int check_row(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return 0;
   if (!(args.temperature[row] >= 0)) return refuse("Sample", "temperature", row, args.temperature[row], "at least 0");
@@ -223,7 +230,10 @@ int sample(const SampleArgs& args) {
     const int error = check_row(args, row);
     if (error != 0) return error;
   }
-  parallel_for(args.rows, [&](int64_t row) { sample_row(args, row); });
+  int64_t known = 0;
+  while (known < args.rows && is_known(args, known)) ++known;
+  for (int64_t row = 0; row < known; ++row) sample_row(args, row);
+  parallel_for(args.rows - known, [&](int64_t row) { sample_row(args, known + row); });
   return 0;
 }
 
