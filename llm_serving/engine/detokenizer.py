@@ -21,7 +21,15 @@ class _Utf8Decoder(codecs.BufferedIncrementalDecoder):
 
     @staticmethod
     def _buffer_decode(data: bytes, errors: str, final: bool) -> tuple[str, int]:  # type: ignore[override]
-        return codecs.utf_8_decode(data, errors, final)
+        text, used = codecs.utf_8_decode(data, errors, final)
+        if _begins_surrogate(data[used:]):  # CPython waits for a third byte, which could not make it a character
+            rest, _ = codecs.utf_8_decode(data[used:], errors, True)
+            return text + rest, len(data)
+        return text, used
+
+
+def _begins_surrogate(data: bytes) -> bool:
+    return len(data) == 2 and data[0] == 0xED and data[1] >= 0xA0
 
 
 class StopMatcher:

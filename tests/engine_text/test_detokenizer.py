@@ -47,6 +47,15 @@ def test_streamed_text_is_the_decoded_text_but_for_an_unfinished_last_character(
         assert decoded == text + "\ufffd"
 
 
+@pytest.mark.parametrize("data", [b"\xed\xa0", b"\xed\xbf", b"a\xed\xa0\x80b", b"\xed\xa0\xed\x9f\xbf"])
+def test_half_a_surrogate_is_no_unfinished_character(tokenizers, data):
+    tokenizer = tokenizers["llama2"]
+    ids = [byte + 6 for byte in data]
+    assert b"".join(map(tokenizer.token_bytes, ids)) == data
+    pieces = stream(IncrementalDetokenizer(tokenizer), ids)
+    assert "".join(pieces) == tokenizer.decode(ids) == data.decode(errors="replace")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=any_text)
 @fast
