@@ -5,10 +5,14 @@ python tests/agent/runner_worker.py DTYPE OP_TABLE WEIGHT_FORMAT KV_FORMAT SCRAT
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -239,18 +243,26 @@ def run_refusals(driver: StepDriver) -> dict[str, Any]:
     return {"errors": errors, "unharmed": driver.prefill(good)[0].digest == before}
 
 
-def _fail_in_graph(driver: StepDriver, good: Part) -> str:
-    """A block that does not exist, let through by a reader that believes in more blocks."""
-    reader, slot = driver.runner._reader, driver.fill([good])
-    slot.block_tables[0] = slot.slot_mapping[1] = 2**27
-    reader._num_blocks *= 2**20
+@contextmanager
+def _believing_in_more_blocks(driver: StepDriver) -> Iterator[None]:
+    """Steps are read by one who lets blocks through that do not exist."""
+    honest = driver.runner._reader
+    credulous = copy.copy(honest)
+    credulous._num_blocks *= 2**20
+    credulous._checks = WeakKeyDictionary()  # those prepared know the true number
+    driver.runner._reader = credulous
     try:
-        driver.runner.run_prefill(slot)
-    except AgentError as error:
-        return str(error)
+        yield
     finally:
-        reader._num_blocks //= 2**20
-    return "no error"
+        driver.runner._reader = honest
+
+
+def _fail_in_graph(driver: StepDriver, good: Part) -> str:
+    """A block that does not exist."""
+    slot = driver.fill([good])
+    slot.block_tables[0] = slot.slot_mapping[1] = 2**27
+    with _believing_in_more_blocks(driver):
+        return _error_of(driver.runner.run_prefill, slot)
 
 
 def run_replays(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
@@ -282,19 +294,12 @@ def _decodes(driver: StepDriver, prompts: list[list[int]], tokens: list[int]) ->
 
 
 def _refused_decode(driver: StepDriver, rows: int) -> str:
-    """A block that does not exist, let through by a reader that believes in more blocks."""
+    """A block that does not exist."""
     driver.runner.reset()
-    reader = driver.runner._reader
     slot = driver.fill([Part([5], 0, blocks_for(row), row) for row in range(rows)])
     slot.block_tables[0] = slot.slot_mapping[0] = 2**27
-    reader._num_blocks *= 2**20
-    try:
-        driver.runner.run_decode(slot)
-    except AgentError as error:
-        return str(error).split(" its inputs")[0]
-    finally:
-        reader._num_blocks //= 2**20
-    return "no error"
+    with _believing_in_more_blocks(driver):
+        return _error_of(driver.runner.run_decode, slot).split(" its inputs")[0]
 
 
 def _set_history(tokens: list[int], prompt_len: int) -> Any:
@@ -313,7 +318,7 @@ def _ask_last_token(slot: Any) -> None:
 def _error_of(run: Any, slot: Any) -> str:
     try:
         run(slot)
-    except ProtocolError as error:
+    except (AgentError, ProtocolError) as error:
         return str(error)
     return "no error"
 
