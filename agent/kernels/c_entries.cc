@@ -1,6 +1,6 @@
-// Plain C entries for ctypes: the check of a step, the sampler, block copies, threads, the ceilings of the machine, and per kernel an entry
-// for tests and benchmarks. Those take the kernel's own argument struct and `use_reference`: 1 runs the scalar
-// reference instead.
+// Plain C entries for ctypes: the check of a step, the sampler, block copies, threads, the ceilings of the machine, and
+// per kernel an entry for tests and benchmarks. Those take the kernel's own argument struct and `use_reference`: 1 runs
+// the scalar reference instead.
 #include <vector>
 
 #include "common/check.h"
