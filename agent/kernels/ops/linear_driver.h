@@ -139,9 +139,9 @@ static inline void any_tile(const LinearJob& job, const Piece& piece, int64_t ro
 }
 
 // The rows of a task as tiles of nearly the same height.
-template <class Form, class Prepare, class Finish>
+template <class Form, class Finish>
 static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
-                              const Prepare& prepare, const Finish& finish) {
+                              const Finish& finish) {
   const int64_t tiles = ceil_div(rows, Form::Step::kMostRows);
   // Tiles that fetch, each its share of the next piece.
   const int64_t fetching = piece.bytes == 0 ? 0 : tiles >= 4 ? 4 : tiles >= 2 ? 2 : 1;
@@ -149,7 +149,6 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
     const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin, first = row + begin;
     const uint8_t* next = piece.weights + piece.bytes + t * (piece.bytes / 4) * (4 / larger(fetching, 1));
     float* tile_sums = sums + begin * kPanelColumns;
-    prepare(first, count);
     if (t >= fetching) {
       any_tile<Form, 0>(job, piece, first, count, tile_sums, nullptr);
     } else if (fetching == 1) {
@@ -177,15 +176,9 @@ static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t
     const int64_t begin = start(p), end = start(p + 1);
     const Piece piece{weights + begin * Form::unit_stride(job.shape), job.shape.steps * job.shape.step_bytes / 2,
                       begin, end, (end - begin) * unit_bytes, p == 0};
-    const bool last = p == pieces - 1;
-    piece_rows<Form>(
-        job, piece, row, rows, sums,
-        [&](int64_t first, int64_t count) {
-          if (last) fetch_results(job, panel, first, count);
-        },
-        [&](int64_t first, int64_t count, const float* tile_sums) {
-          if (last) finish_tile(job, panel, first, count, tile_sums);
-        });
+    piece_rows<Form>(job, piece, row, rows, sums, [&](int64_t first, int64_t count, const float* tile_sums) {
+      if (p == pieces - 1) finish_tile(job, panel, first, count, tile_sums);
+    });
   }
 }
 

@@ -165,18 +165,6 @@ static inline void set_finish(LinearJob* job) {
   job->finish = choose_finish<kScaling>(*job, [](auto finish) { return &decltype(finish)::finish_half; });
 }
 
-// Fetches, to be written, the lines that finish_tile() writes: results lie in memory, each row of them in a page of its
-// own, and stores that wait for their lines keep what is behind them waiting.
-static inline void fetch_results(const LinearJob& job, int64_t panel, int64_t row, int64_t count) {
-  if (job.args.out == nullptr) return;
-  const int64_t size = job.args.epilogue == Epilogue::kStoreFloat ? 4 : size_of(job.args.dtype);
-  const int64_t columns = job.args.epilogue == Epilogue::kSwiglu ? kPanelColumns / 2 : kPanelColumns;
-  const char* line = static_cast<const char*>(job.args.out) + (row * job.args.out_stride + panel * columns) * size;
-  for (int64_t r = 0; r < count; ++r, line += job.args.out_stride * size) {
-    for (int64_t at = 0; at < columns * size; at += 64) __builtin_prefetch(line + at, 1, 3);
-  }
-}
-
 // sums: [count][64], of rows from `row`.
 static inline void finish_tile(const LinearJob& job, int64_t panel, int64_t row, int64_t count, const float* sums) {
   for (int half = 0; half < 2; ++half) job.finish(job, panel, half, row, count, sums + 2 * half * kLanes);

@@ -197,7 +197,7 @@ struct WeightOnlyForm {
 
   static void multiply(const LinearJob& job, const WeightBlock& block, const X* weights, int64_t row, int64_t rows,
                        float* sums) {
-    const auto nothing = [](int64_t, int64_t, const float* = nullptr) {};
+    const auto nothing = [](int64_t, int64_t, const float*) {};
     const int64_t begin = block.first * kParts, steps = block.count * kParts;
     const Piece piece{reinterpret_cast<const uint8_t*>(weights),
                       steps * 2 * Step::kVectorBytes,
@@ -205,7 +205,7 @@ struct WeightOnlyForm {
                       begin + steps,
                       0,
                       block.starts_group()};
-    piece_rows<PlainForm<Step>>(job, piece, row, rows, sums, nothing, nothing);
+    piece_rows<PlainForm<Step>>(job, piece, row, rows, sums, nothing);
   }
 };
 
