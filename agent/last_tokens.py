@@ -39,17 +39,15 @@ class SharedLastTokens:
             row = int(asked[self._sampled_in[asked] < 0][0])
             raise ProtocolError(f"a step asks for the last token of row {row}, which has not sampled one")
 
-    def resolve(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> Int32Array:
-        """``token_ids`` [T] with each LAST_TOKEN replaced, after ``check``. Raises GroupDownError."""
+    def resolve(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> None:
+        """Replace each LAST_TOKEN in ``token_ids`` [T], after ``check``. Raises GroupDownError."""
         asked = self._asked(token_ids, rows, query_lens)
         if not asked.size:
-            return token_ids
+            return
         tokens = self._table.last_token
         if not self._part.answers:
             tokens = self._exchange.tokens_after(int(self._sampled_in[asked].max()))
-        resolved = token_ids.copy()
-        resolved[token_ids == LAST_TOKEN] = tokens[asked]
-        return resolved
+        token_ids[token_ids == LAST_TOKEN] = tokens[asked]
 
     def step_done(self, slot: StepSlot) -> None:
         """Count a step that ran, and post its tokens where this agent has sampled them: 0 where that failed, which

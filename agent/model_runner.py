@@ -60,8 +60,8 @@ class ModelRunner:
         self._config = config = self._part.narrow(config)
         self._report = report
         num_rows = config.max_num_seqs
-        self._reader = StepReader(config, num_rows)
         self._sampler = Sampler(num_rows, config.max_model_len, config.shape.vocab_size)
+        self._reader = StepReader(config, num_rows, self._sampler.rows.last_token if exchange is None else None)
         self._exchange: Exchange | None = None
         self._last_tokens: SharedLastTokens | None = None
         if exchange is not None:
@@ -193,18 +193,15 @@ class ModelRunner:
     def _run(self, slot: StepSlot, *, decode: bool) -> tuple[int, int]:
         start = time.perf_counter_ns()
         inputs, moves = self._reader.read(slot, decode=decode), self._reader.read_moves(slot)
-        rows = self._sampler.rows
-        rows.start_rows(slot)
-        if self._last_tokens is None:
-            token_ids = rows.resolve(inputs.token_ids, inputs.rows, inputs.query_lens)
-        else:
+        self._sampler.rows.start_rows(slot)
+        if self._last_tokens is not None:
             self._last_tokens.check(inputs.token_ids, inputs.rows, inputs.query_lens)
         if moves.size:
             self._move(moves)
         if self._last_tokens is not None:
             return self._run_in_group(slot, inputs, start)
         try:
-            logits = self._graph.run(inputs, token_ids)
+            logits = self._graph.run(inputs, inputs.token_ids)
         except RuntimeError as error:
             raise self._after_failure(error) from error
         computed = time.perf_counter_ns()
@@ -259,7 +256,8 @@ class ModelRunner:
         assert self._exchange is not None
         assert self._last_tokens is not None
         if self._part.shard.is_first_stage:
-            return self._last_tokens.resolve(inputs.token_ids, inputs.rows, inputs.query_lens)
+            self._last_tokens.resolve(inputs.token_ids, inputs.rows, inputs.query_lens)
+            return inputs.token_ids
         stream: Array = self._stream[: inputs.token_ids.size]
         self._exchange.receive(stream)
         return stream
@@ -273,7 +271,12 @@ class ModelRunner:
 
         config = self._config
         self._graph = make_step_graph(
-            self._model, self._ops, config.slot_limits(), config.max_prefill_seqs, config.captured_batch_sizes
+            self._model,
+            self._ops,
+            self._reader.buffers,
+            config.slot_limits(),
+            config.max_prefill_seqs,
+            config.captured_batch_sizes,
         )
         self._graph.compile()
 

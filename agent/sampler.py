@@ -11,7 +11,7 @@ import numpy.typing as npt
 from agent.kernels import SampleCall, SampleInputs, SampleOutputs
 from agent.step_inputs import check_range
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import LAST_TOKEN, StepSlot
+from llm_serving.ipc.shm import StepSlot
 
 Int32Array = npt.NDArray[np.int32]
 _NO_TOKEN = -1
@@ -26,7 +26,8 @@ class RowTable:
 
     def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self.last_token = np.full(num_rows, _NO_TOKEN, np.int32)
+        self.last_token: Int32Array = np.full(num_rows, _NO_TOKEN, np.int32)
+        """[num_rows] what the row has sampled last, below 0 where it has nothing."""
         self.history = np.zeros((num_rows, max_model_len + 1), np.int32)
         self.history_len = np.zeros(num_rows, np.int32)
         self.prompt_len = np.zeros(num_rows, np.int32)
@@ -52,18 +53,6 @@ class RowTable:
             self.history[row, :length] = tokens[start : start + length]
             self.history_len[row], self.prompt_len[row] = length, prompt_lens[index]
             start += length
-
-    def resolve(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> Int32Array:
-        """``token_ids`` [T] with each LAST_TOKEN replaced by its row's. Raises ProtocolError when a row has none."""
-        unknown = token_ids == LAST_TOKEN
-        if not unknown.any():
-            return token_ids
-        row_of_token = rows if rows.size == token_ids.size else np.repeat(rows, query_lens)
-        resolved: Int32Array = np.where(unknown, self.last_token[row_of_token], token_ids)
-        if (resolved < 0).any():
-            row = int(row_of_token[np.flatnonzero(resolved < 0)[0]])
-            raise ProtocolError(f"a step asks for the last token of row {row}, which has not sampled one")
-        return resolved
 
     def append(self, rows: Int32Array, sampled_ids: Int32Array) -> None:
         """Add the tokens just sampled to the histories of ``rows``, which have penalties."""

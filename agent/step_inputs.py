@@ -1,4 +1,4 @@
-"""What a step slot says, checked: nothing that a graph or the sampler would index with is taken on trust."""
+"""What a step slot says, copied and checked: nothing that a graph or the sampler would index with is taken on trust."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels import StepArrays, StepBounds, StepCheck
+from agent.kernels import StepArrays, StepBounds, StepBuffers, StepCopy
 from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import LAST_TOKEN, MOVE_WIDTH, NO_LOGSUMEXP, PADDING_SLOT, MoveKind, StepSlot
@@ -20,10 +20,10 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Views over a slot (T tokens, S sequences, table width W), valid while the step runs."""
+    """Views over a reader's buffers (T tokens, S sequences, table width W), valid until the next step is read."""
 
     token_ids: Int32Array
-    """[T], some LAST_TOKEN."""
+    """[T], some LAST_TOKEN where the reader knows of no rows' last tokens."""
     positions: Int32Array
     """[T]"""
     slot_mapping: Int32Array
@@ -45,41 +45,56 @@ class StepInputs:
 
 
 class StepReader:
-    """Knows the limits of the model, the cache and the row table."""
+    """Knows the limits of the model, the cache and the row table. Owns the memory that steps are read into."""
 
-    def __init__(self, config: Config, num_rows: int) -> None:
+    def __init__(self, config: Config, num_rows: int, row_last_tokens: Int32Array | None = None) -> None:
+        """``row_last_tokens`` [num_rows]: what takes the place of LAST_TOKEN, below 0 where a row has none. None:
+        others see to it."""
         self._vocab_size = config.shape.vocab_size
         self._max_model_len = config.max_model_len
         self._block_size = config.pa_config.block_size
         self._num_blocks = config.pa_config.num_blocks
         self._num_host_blocks = config.num_host_blocks
         self._num_rows = num_rows
-        self._checks: WeakKeyDictionary[StepSlot, StepCheck] = WeakKeyDictionary()
+        self._row_last_tokens = row_last_tokens
+        limits = config.slot_limits()
+        self.buffers = StepBuffers(limits.max_tokens, limits.max_seqs, limits.max_seqs * limits.max_blocks_per_seq)
+        """A graph may be bound to them: they stay where they are."""
+        self._copies: WeakKeyDictionary[StepSlot, StepCopy] = WeakKeyDictionary()
+        self._sizes = (0, 0, 0, False)
+        self._inputs = self._views(*self._sizes)
 
     def read(self, slot: StepSlot, *, decode: bool) -> StepInputs:
         """Raises ProtocolError, naming field, value and limit, when the slot is not a step this agent can run."""
         tokens, seqs, width = slot.num_tokens, slot.num_seqs, slot.table_width
         if tokens == 0:
             raise ProtocolError("a prefill or decode step has no tokens; only a step of moves has none")
-        check = self._check_of(slot)
-        if not check.is_fine(tokens, seqs, width, decode=decode):
+        copy = self._copy_of(slot)
+        if not copy.run(tokens, seqs, width, decode=decode):
             self._refuse(slot, decode=decode)
+        sizes = (tokens, seqs, width, copy.whole_prompts)
+        if sizes != self._sizes:
+            self._sizes, self._inputs = sizes, self._views(*sizes)
+        return self._inputs
+
+    def _views(self, tokens: int, seqs: int, width: int, whole_prompts: bool) -> StepInputs:
+        buffers = self.buffers
         return StepInputs(
-            token_ids=slot.token_ids[:tokens],
-            positions=slot.positions[:tokens],
-            slot_mapping=slot.slot_mapping[:tokens],
-            block_tables=slot.block_tables[: seqs * width].reshape(seqs, width),
-            context_lens=slot.context_lens[:seqs],
-            query_lens=slot.query_lens[:seqs],
-            rows=slot.rows[:seqs],
-            last_tokens=check.last_tokens[:seqs],
-            sampled_tokens=check.sampled_tokens[:seqs],
-            whole_prompts=check.whole_prompts,
+            token_ids=buffers.token_ids[:tokens],
+            positions=buffers.positions[:tokens],
+            slot_mapping=buffers.slot_mapping[:tokens],
+            block_tables=buffers.block_tables[: seqs * width].reshape(seqs, width),
+            context_lens=buffers.context_lens[:seqs],
+            query_lens=buffers.query_lens[:seqs],
+            rows=buffers.rows[:seqs],
+            last_tokens=buffers.last_tokens[:seqs],
+            sampled_tokens=buffers.sampled_tokens[:seqs],
+            whole_prompts=whole_prompts,
         )
 
-    def _check_of(self, slot: StepSlot) -> StepCheck:
-        check = self._checks.get(slot)
-        if check is None:
+    def _copy_of(self, slot: StepSlot) -> StepCopy:
+        copy = self._copies.get(slot)
+        if copy is None:
             bounds = StepBounds(
                 lowest_token=LAST_TOKEN,
                 lowest_slot=PADDING_SLOT,
@@ -92,13 +107,14 @@ class StepReader:
                 most_top_logits=MAX_TOP_LOGITS,
             )
             arrays = StepArrays(**{field.name: getattr(slot, field.name) for field in fields(StepArrays)})
-            check = self._checks[slot] = StepCheck(arrays, bounds)
-        return check
+            copy = self._copies[slot] = StepCopy(arrays, self.buffers, bounds, self._row_last_tokens)
+        return copy
 
     def read_moves(self, slot: StepSlot) -> Int32Array:
         """The block moves [M, 3] of any step: ``MoveKind``, source, destination. Raises ProtocolError as ``read``."""
-        moves = slot.moves[: slot.num_moves * MOVE_WIDTH].reshape(-1, MOVE_WIDTH)
-        if moves.size:
+        num_moves = slot.num_moves
+        moves = slot.moves[: num_moves * MOVE_WIDTH].reshape(num_moves, MOVE_WIDTH)
+        if num_moves:
             kinds = moves[:, 0]
             check_range("move kinds", kinds, 0, len(MoveKind))
             self._check_blocks("move sources", moves[:, 1], kinds == MoveKind.SWAP_IN)
@@ -111,7 +127,7 @@ class StepReader:
         check_range(f"{name} on the host", blocks[on_host], 0, self._num_host_blocks)
 
     def _refuse(self, slot: StepSlot, *, decode: bool) -> NoReturn:
-        """Raises ProtocolError saying what ``StepCheck`` refused: the same rules, one after the other."""
+        """Raises ProtocolError saying what ``StepCopy`` refused: the same rules, one after the other."""
         tokens, seqs, width = slot.num_tokens, slot.num_seqs, slot.table_width
         query_lens, context_lens, positions = slot.query_lens[:seqs], slot.context_lens[:seqs], slot.positions[:tokens]
         check_range("query_lens", query_lens, 1, tokens + 1)
@@ -130,6 +146,10 @@ class StepReader:
         if (positions[np.cumsum(query_lens) - 1] + 1 != context_lens).any():
             raise ProtocolError("a sequence's last position is not the last of its context")
         check_range("num_top_logits", slot.num_top_logits[:seqs], NO_LOGSUMEXP, MAX_TOP_LOGITS + 1)
+        if self._row_last_tokens is not None:
+            asking = np.repeat(slot.rows[:seqs], query_lens)[slot.token_ids[:tokens] == LAST_TOKEN]
+            for row in asking[self._row_last_tokens[asking] < 0].tolist():
+                raise ProtocolError(f"a step asks for the last token of row {row}, which has not sampled one")
         raise ProtocolError(f"the sizes of a step, {tokens} tokens, {seqs} sequences, width {width}, exceed its slot")
 
 

@@ -17,7 +17,7 @@ from agent.kernels.library import (
     take_failure,
     widen_bfloat16,
 )
-from agent.kernels.step_check import StepArrays, StepBounds, StepCheck
+from agent.kernels.step_copy import StepArrays, StepBounds, StepBuffers, StepCopy
 
 __all__ = [
     "BlockCopies",
@@ -29,7 +29,8 @@ __all__ = [
     "SampleOutputs",
     "StepArrays",
     "StepBounds",
-    "StepCheck",
+    "StepBuffers",
+    "StepCopy",
     "has_failed",
     "hold_failures",
     "kernel_isa",

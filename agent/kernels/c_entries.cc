@@ -13,7 +13,7 @@
 #include "ops/gather.h"
 #include "ops/reshape_and_cache.h"
 #include "ops/sampler.h"
-#include "ops/step_check.h"
+#include "ops/step_copy.h"
 
 namespace llmk {
 namespace {
@@ -79,7 +79,7 @@ LLMK_ENTRY int llmk_sample(const llmk::SampleArgs* args) {
 
 LLMK_ENTRY int llmk_has_penalties(const llmk::SampleArgs* args) { return llmk::has_penalties(*args) ? 1 : 0; }
 
-LLMK_ENTRY int llmk_check_step(const llmk::StepCheckArgs* args) { return static_cast<int>(llmk::check_step(*args)); }
+LLMK_ENTRY int llmk_copy_step(const llmk::StepCopyArgs* args) { return static_cast<int>(llmk::copy_step(*args)); }
 
 LLMK_ENTRY int llmk_copy_blocks(const llmk::CopyBlocksArgs* args) { return llmk::copy_blocks("CopyBlocks", *args); }
 

@@ -57,8 +57,8 @@ def load_library() -> ctypes.CDLL:
     library.llmk_sample.restype = ctypes.c_int
     library.llmk_has_penalties.argtypes = [ctypes.POINTER(_SampleArgs)]
     library.llmk_has_penalties.restype = ctypes.c_int
-    library.llmk_check_step.argtypes = [ctypes.c_void_p]
-    library.llmk_check_step.restype = ctypes.c_int
+    library.llmk_copy_step.argtypes = [ctypes.c_void_p]
+    library.llmk_copy_step.restype = ctypes.c_int
     library.llmk_hold_failures.argtypes = [ctypes.c_int]
     library.llmk_hold_failures.restype = None
     library.llmk_take_failure.restype = ctypes.c_char_p

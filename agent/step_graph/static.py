@@ -1,11 +1,11 @@
-"""The static graph, of the fused operators: buffers of the largest step, and the Cell that is compiled over them."""
+"""The static graph, of the fused operators: the Cell that is compiled over the buffers of the largest step."""
 
 from __future__ import annotations
 
-import numpy as np
 from mindspore import Tensor, nn
 
 from agent.backends.cpu.ops import FusedCpuOps
+from agent.kernels import StepBuffers
 from agent.layers.parameter import as_tensor
 from agent.step_graph.compiled import CompiledGraph
 from agent.step_graph.inputs import no_entry
@@ -13,37 +13,33 @@ from agent.step_graph.interface import StepGraph
 from agent.step_graph.logits import StepLogits
 from agent.step_inputs import Int32Array, StepInputs
 from agent.weights.storage import Array
-from llm_serving.ipc.shm import SlotLimits
 
 
 class StaticStepGraph(StepGraph):
-    """One graph of the largest step's size. A step's inputs are copied to buffers whose tensors are made once: what
-    was checked is what runs, and a call makes no tensor."""
+    """One graph of the largest step's size, bound to the memory that steps are read into: what was checked is what
+    runs, and a call makes no tensor and copies nothing."""
 
-    def __init__(self, model: nn.Cell, ops: FusedCpuOps, limits: SlotLimits) -> None:
-        tokens, seqs = limits.max_tokens, limits.max_seqs
+    def __init__(self, model: nn.Cell, ops: FusedCpuOps, buffers: StepBuffers) -> None:
+        """``buffers``: those of the reader of every step."""
+        self._buffers = buffers
         self._logits, self._stream = ops.logits, ops.stream
-        self._entry = no_entry(ops, tokens)
-        self._positions, self._slot_mapping = (np.zeros(tokens, np.int32) for _ in range(2))
-        self._last_tokens, self._context_lens, self._query_lens = (np.zeros(seqs, np.int32) for _ in range(3))
-        self._block_tables = np.zeros(seqs * limits.max_blocks_per_seq, np.int32)
-        self._counts = np.zeros(4, np.int32)
-        buffers = (
+        self._entry: Array = buffers.token_ids if ops.is_first_stage else no_entry(ops, buffers.token_ids.size)
+        inputs = (
             self._entry,
-            self._positions,
-            self._last_tokens,
-            self._slot_mapping,
-            self._block_tables,
-            self._context_lens,
-            self._query_lens,
-            self._counts,
+            buffers.positions,
+            buffers.sampled_tokens,
+            buffers.slot_mapping,
+            buffers.block_tables,
+            buffers.context_lens,
+            buffers.query_lens,
+            buffers.counts,
         )
-        self._tensors = tuple(map(as_tensor, buffers))
+        self._tensors = tuple(map(as_tensor, inputs))
         self._graph = CompiledGraph(_StaticStep(model))
 
     def compile(self) -> None:
         """With no tokens at all."""
-        self._counts[:] = 0
+        self._buffers.counts[:] = 0
         self._graph.compile(self._tensors)
 
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
@@ -56,15 +52,9 @@ class StaticStepGraph(StepGraph):
         return self._stream[: len(entry)]
 
     def _run(self, inputs: StepInputs, entry: Array) -> Int32Array:
-        tokens, (seqs, width) = len(entry), inputs.block_tables.shape
-        self._entry[:tokens] = entry
-        self._positions[:tokens] = inputs.positions
-        self._slot_mapping[:tokens] = inputs.slot_mapping
-        self._last_tokens[:seqs] = inputs.sampled_tokens
-        self._context_lens[:seqs] = inputs.context_lens
-        self._query_lens[:seqs] = inputs.query_lens
-        self._block_tables[: seqs * width] = inputs.block_tables.reshape(-1)
-        self._counts[:3] = tokens, seqs, width
+        assert inputs.positions.base is self._buffers.positions, "a step must be in the buffers of this graph"
+        if entry is not inputs.token_ids:
+            self._entry[: len(entry)] = entry
         result: Int32Array = self._graph.run(self._tensors).asnumpy()
         return result
 

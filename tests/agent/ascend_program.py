@@ -137,7 +137,9 @@ def run_padded() -> dict[str, Any]:
         return digests
 
     plain = decode()
-    runner._graph = make_step_graph(runner._model, runner._ops, limits, driver.config.max_prefill_seqs, (1, 4, 8))
+    runner._graph = make_step_graph(
+        runner._model, runner._ops, runner._reader.buffers, limits, driver.config.max_prefill_seqs, (1, 4, 8)
+    )
     runner._graph.compile()
     sizes: list[int] = []
     original = runner._graph._tensors

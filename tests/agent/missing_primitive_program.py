@@ -24,6 +24,7 @@ def main() -> None:
     from mindspore.ops import auto_generate
 
     from agent.backends.selector import select_op_table
+    from agent.kernels import StepBuffers
     from agent.step_graph import make_step_graph
 
     class Model(nn.Cell):
@@ -39,9 +40,11 @@ def main() -> None:
         ) -> Tensor:
             return self.primitive(self.gather(self.table, self.gather(token_ids, last_tokens, 0), 0))
 
+    limits = config.slot_limits()
+    buffers = StepBuffers(limits.max_tokens, limits.max_seqs, limits.max_seqs * limits.max_blocks_per_seq)
     errors = {}
     for primitive in (auto_generate.FastGeLU(), auto_generate.GeluExt()):
-        graph = make_step_graph(Model(primitive), select_op_table(config), config.slot_limits(), 1)
+        graph = make_step_graph(Model(primitive), select_op_table(config), buffers, limits, 1)
         try:
             graph.compile()
         except AgentStartError as error:

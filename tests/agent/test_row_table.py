@@ -7,7 +7,7 @@ import pytest
 
 from agent.sampler import RowTable
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import LAST_TOKEN, SlotLayout, SlotLimits, StepSlot
+from llm_serving.ipc.shm import SlotLayout, SlotLimits, StepSlot
 
 LAYOUT = SlotLayout.of(SlotLimits(max_tokens=16, max_seqs=4, max_blocks_per_seq=2, max_context=16))
 
@@ -32,36 +32,13 @@ def slot_with_history(rows: list[int], histories: list[list[int]], prompt_lens: 
     return slot
 
 
-def test_last_tokens_are_resolved_by_row(table: RowTable) -> None:
-    table.last_token[[5, 2]] = 50, 20
-    resolved = table.resolve(ids(LAST_TOKEN, 7, LAST_TOKEN), ids(2, 3, 5), ids(1, 1, 1))
-    assert resolved.tolist() == [20, 7, 50]
-
-
-def test_last_tokens_are_resolved_in_ragged_steps(table: RowTable) -> None:
-    table.last_token[5] = 50
-    resolved = table.resolve(ids(1, 2, 3, LAST_TOKEN), ids(4, 5), ids(3, 1))
-    assert resolved.tolist() == [1, 2, 3, 50]
-
-
-def test_known_tokens_are_passed_on_without_a_copy(table: RowTable) -> None:
-    tokens = ids(1, 2)
-    assert table.resolve(tokens, ids(0, 1), ids(1, 1)) is tokens
-
-
-def test_a_row_without_a_token_is_refused(table: RowTable) -> None:
-    with pytest.raises(ProtocolError, match="last token of row 3, which has not sampled one"):
-        table.resolve(ids(LAST_TOKEN), ids(3), ids(1))
-
-
 def test_reset_forgets(table: RowTable) -> None:
     table.start_rows(slot_with_history([1], [[7, 8]], [2]))
     table.append(ids(1), ids(9))
     table.last_token[1] = 9
     table.reset()
     assert table.history_len.tolist() == [0] * 8
-    with pytest.raises(ProtocolError):
-        table.resolve(ids(LAST_TOKEN), ids(1), ids(1))
+    assert (table.last_token < 0).all()
 
 
 def test_histories_start_and_grow(table: RowTable) -> None:

@@ -1,4 +1,5 @@
-"""What a step slot may say: one call tells, held against the same rules in NumPy over steps that are nearly right."""
+"""What a step slot may say, and what is taken from it: one call, held against the same rules in NumPy over steps that
+are nearly right."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.kernels import StepArrays, StepBounds, StepCheck
+from agent.kernels import StepArrays, StepBounds, StepBuffers, StepCopy
 from agent.step_inputs import StepReader
 from llm_serving.config import load_config
 from llm_serving.errors import ProtocolError
@@ -42,7 +43,7 @@ def step_slot(lens: list[tuple[int, int]]) -> StepSlot:
     return slot
 
 
-def allowed(slot: StepSlot, *, decode: bool) -> bool:
+def allowed(slot: StepSlot, *, decode: bool, row_last_tokens: np.ndarray) -> bool:
     """The rules, written down once more."""
     tokens, seqs, width = slot.num_tokens, slot.num_seqs, slot.table_width
     queries, contexts = slot.query_lens[:seqs].astype(np.int64), slot.context_lens[:seqs].astype(np.int64)
@@ -61,7 +62,15 @@ def allowed(slot: StepSlot, *, decode: bool) -> bool:
         return False
     if queries.sum() != tokens or (contexts < queries).any() or (decode and tokens != seqs):
         return False
+    if any(row_last_tokens[row] < 0 for row in asking_rows(slot)):
+        return False
     return bool((slot.positions[np.cumsum(queries) - 1] + 1 == contexts).all())
+
+
+def asking_rows(slot: StepSlot) -> list[int]:
+    """The row of each LAST_TOKEN."""
+    rows = np.repeat(slot.rows[: slot.num_seqs], slot.query_lens[: slot.num_seqs])
+    return list(rows[slot.token_ids[: slot.num_tokens] == LAST_TOKEN].tolist())
 
 
 _LENS = st.lists(st.tuples(st.integers(1, 5), st.sampled_from([0, 0, 1, 7, BLOCK_SIZE])), min_size=1, max_size=6)
@@ -73,25 +82,73 @@ _VALUES = st.one_of(
 )
 
 
-@given(_LENS, st.booleans(), st.lists(st.tuples(st.sampled_from(FIELDS), st.integers(0, 40), _VALUES), max_size=2))
-def test_a_step_is_read_where_the_rules_allow_it(lens, decode, changes):
+_ROW_LAST_TOKENS = st.lists(st.integers(-1, 9), min_size=NUM_ROWS, max_size=NUM_ROWS)
+_CHANGES = st.lists(st.tuples(st.sampled_from(FIELDS), st.integers(0, 40), _VALUES), max_size=2)
+_ASKING = st.lists(st.integers(0, 40), max_size=3)
+
+
+@given(_LENS, st.booleans(), _ROW_LAST_TOKENS, _ASKING, _CHANGES)
+def test_a_step_is_read_where_the_rules_allow_it(lens, decode, last_tokens, asking, changes):
     slot = step_slot([(1, before) for _, before in lens] if decode else lens)
+    tokens, seqs = slot.num_tokens, slot.num_seqs
+    for index in asking:
+        slot.token_ids[index % tokens] = LAST_TOKEN
     for field, index, value in changes:
         values = getattr(slot, field)
-        sizes = {"block_tables": slot.num_seqs * WIDTH}
+        sizes = {"block_tables": seqs * WIDTH}
         per_token = field in ("token_ids", "positions", "slot_mapping")
-        values[index % sizes.get(field, slot.num_tokens if per_token else slot.num_seqs)] = value
-    reader = StepReader(CONFIG, NUM_ROWS)
-    if not allowed(slot, decode=decode):
+        values[index % sizes.get(field, tokens if per_token else seqs)] = value
+    row_last_tokens = np.array(last_tokens, np.int32)
+    reader = StepReader(CONFIG, NUM_ROWS, row_last_tokens)
+    if not allowed(slot, decode=decode, row_last_tokens=row_last_tokens):
         with pytest.raises(ProtocolError) as raised:
             reader.read(slot, decode=decode)
         assert "exceed its slot" not in str(raised.value)  # what was refused can be named
         return
-    inputs, seqs = reader.read(slot, decode=decode), slot.num_seqs
+    inputs = reader.read(slot, decode=decode)
+    token_ids = slot.token_ids[:tokens].copy()
+    token_ids[token_ids == LAST_TOKEN] = row_last_tokens[asking_rows(slot)]
     last = np.cumsum(slot.query_lens[:seqs]) - 1
-    assert inputs.last_tokens.tolist() == last.tolist()
-    assert inputs.sampled_tokens.tolist() == np.where(slot.do_sample[:seqs] != 0, last, -1).tolist()
-    assert inputs.whole_prompts == (not decode and bool((slot.query_lens == slot.context_lens)[:seqs].all()))
+    expected = {
+        "token_ids": token_ids,
+        "positions": slot.positions[:tokens].copy(),
+        "slot_mapping": slot.slot_mapping[:tokens].copy(),
+        "query_lens": slot.query_lens[:seqs].copy(),
+        "context_lens": slot.context_lens[:seqs].copy(),
+        "rows": slot.rows[:seqs].copy(),
+        "block_tables": slot.block_tables[: seqs * WIDTH].reshape(seqs, WIDTH).copy(),
+        "last_tokens": last,
+        "sampled_tokens": np.where(slot.do_sample[:seqs] != 0, last, -1),
+    }
+    whole = not decode and bool((slot.query_lens == slot.context_lens)[:seqs].all())
+    for field in FIELDS:
+        getattr(slot, field)[:] = -9  # what was read stays
+    assert {name: getattr(inputs, name).tolist() for name in expected} == {k: v.tolist() for k, v in expected.items()}
+    assert reader.buffers.counts.tolist() == [tokens, seqs, WIDTH, 0]
+    assert inputs.whole_prompts == whole
+
+
+def test_without_a_table_last_tokens_are_left_to_others():
+    slot = step_slot([(2, 0)])
+    slot.token_ids[1] = LAST_TOKEN
+    assert StepReader(CONFIG, NUM_ROWS).read(slot, decode=False).token_ids.tolist() == [0, LAST_TOKEN]
+
+
+def test_a_row_without_a_last_token_is_named():
+    slot, row_last_tokens = step_slot([(2, 0), (1, 4)]), np.full(NUM_ROWS, 7, np.int32)
+    row_last_tokens[1] = -1
+    slot.token_ids[1:3] = LAST_TOKEN
+    with pytest.raises(ProtocolError, match="last token of row 1, which has not sampled one"):
+        StepReader(CONFIG, NUM_ROWS, row_last_tokens).read(slot, decode=False)
+
+
+def test_steps_of_one_size_are_read_into_the_same_views():
+    reader = StepReader(CONFIG, NUM_ROWS)
+    first = reader.read(step_slot([(1, 0)]), decode=False)
+    assert reader.read(step_slot([(1, 0)]), decode=False) is first
+    second = reader.read(step_slot([(1, 3)]), decode=False)
+    assert second.positions.tolist() == [3]
+    assert not second.whole_prompts
 
 
 def test_a_prefill_of_one_token_each_is_no_decode():
@@ -101,25 +158,23 @@ def test_a_prefill_of_one_token_each_is_no_decode():
     assert not reader.read(slot, decode=True).whole_prompts
 
 
-def test_what_was_read_of_one_slot_outlives_another():
-    reader = StepReader(CONFIG, NUM_ROWS)
-    first, second = step_slot([(3, 0), (2, 0)]), step_slot([(5, 0), (1, 0)])
-    inputs = reader.read(first, decode=False)
-    reader.read(second, decode=False)
-    assert inputs.last_tokens.tolist() == [2, 4]
+def stepped(slot: StepSlot, size: int, buffers: StepBuffers, **changed: np.ndarray) -> StepCopy:
+    arrays = {name: getattr(slot, name)[:size] for name in FIELDS} | changed
+    return StepCopy(StepArrays(**arrays), buffers, StepBounds(-1, -1, -1, *[1000] * 4, num_rows=4, most_top_logits=32))
 
 
-def test_sizes_past_the_arrays_are_refused_before_anything_is_read():
-    slot = step_slot([(1, 0)])
-    arrays = StepArrays(**{name: getattr(slot, name)[:4] for name in FIELDS})
-    check = StepCheck(arrays, StepBounds(-1, -1, -1, *[1000] * 5, 32))
-    assert check.is_fine(1, 1, 1, decode=True)
+@pytest.mark.parametrize(("size", "buffers"), [(4, (9, 9, 9)), (9, (4, 4, 4))])
+def test_sizes_past_the_arrays_are_refused_before_anything_is_read(size, buffers):
+    copy = stepped(step_slot([(1, 0)]), size, StepBuffers(*buffers))
+    assert copy.run(1, 1, 1, decode=True)
     for tokens, seqs, width in ((5, 1, 1), (1, 5, 1), (1, 1, 5), (-1, 1, 1), (1, -1, 1), (1, 1, -1)):
-        assert not check.is_fine(tokens, seqs, width, decode=False)
+        assert not copy.run(tokens, seqs, width, decode=False)
 
 
-def test_arrays_of_another_type_are_refused():
+def test_arrays_of_another_type_or_too_short_are_refused():
     slot = step_slot([(1, 0)])
-    wrong = {name: getattr(slot, name) for name in FIELDS} | {"rows": slot.rows.astype(np.int64)}
     with pytest.raises(ValueError, match="rows is int64"):
-        StepCheck(StepArrays(**wrong), StepBounds(-1, -1, -1, *[1000] * 5, 32))
+        stepped(slot, 4, StepBuffers(4, 4, 4), rows=slot.rows.astype(np.int64))
+    arrays = StepArrays(**{name: getattr(slot, name) for name in FIELDS})
+    with pytest.raises(ValueError, match="row_last_tokens has 3 rows; it must have 4"):
+        StepCopy(arrays, StepBuffers(4, 4, 4), StepBounds(-1, -1, -1, *[1000] * 4, 4, 32), np.zeros(3, np.int32))
