@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +64,6 @@ class Sampler:
 
     def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:
         self.rows = RowTable(num_rows, max_model_len, vocab_size)
-        self._calls: WeakKeyDictionary[StepSlot, SampleCall] = WeakKeyDictionary()
 
     def sample(self, logits: npt.NDArray[np.float32], slot: StepSlot, best_ids: Int32Array | None = None) -> None:
         """logits [S, vocabulary] of each sequence's last token, best_ids [S] the largest's where that is known already.
@@ -82,12 +80,12 @@ class Sampler:
         self.rows.append(rows[penalised], slot.sampled_ids[:seqs][penalised])
 
     def _call_of(self, slot: StepSlot) -> SampleCall:
-        call = self._calls.get(slot)
+        call: SampleCall | None = slot.prepared.get(self)
         if call is None:
             inputs = SampleInputs(**{field.name: getattr(slot, field.name) for field in fields(SampleInputs)})
             results = (field.name for field in fields(SampleOutputs) if field.name != "last_token")
             outputs = SampleOutputs(**{name: getattr(slot, name) for name in results}, last_token=self.rows.last_token)
-            call = self._calls[slot] = SampleCall(inputs, outputs, slot.layout.limits.max_seqs)
+            call = slot.prepared[self] = SampleCall(inputs, outputs, slot.layout.limits.max_seqs)
         return call
 
     def _histories(self, slot: StepSlot, penalised: npt.NDArray[np.bool_]) -> list[Int32Array | None]:

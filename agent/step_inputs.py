@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from typing import NoReturn
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -60,7 +59,6 @@ class StepReader:
         limits = config.slot_limits()
         self.buffers = StepBuffers(limits.max_tokens, limits.max_seqs, limits.max_seqs * limits.max_blocks_per_seq)
         """A graph may be bound to them: they stay where they are."""
-        self._copies: WeakKeyDictionary[StepSlot, StepCopy] = WeakKeyDictionary()
         self._sizes = (0, 0, 0, False)
         self._inputs = self._views(*self._sizes)
 
@@ -93,7 +91,7 @@ class StepReader:
         )
 
     def _copy_of(self, slot: StepSlot) -> StepCopy:
-        copy = self._copies.get(slot)
+        copy: StepCopy | None = slot.prepared.get(self)
         if copy is None:
             bounds = StepBounds(
                 lowest_token=LAST_TOKEN,
@@ -107,7 +105,7 @@ class StepReader:
                 most_top_logits=MAX_TOP_LOGITS,
             )
             arrays = StepArrays(**{field.name: getattr(slot, field.name) for field in fields(StepArrays)})
-            copy = self._copies[slot] = StepCopy(arrays, self.buffers, bounds, self._row_last_tokens)
+            copy = slot.prepared[self] = StepCopy(arrays, self.buffers, bounds, self._row_last_tokens)
         return copy
 
     def read_moves(self, slot: StepSlot) -> Int32Array:

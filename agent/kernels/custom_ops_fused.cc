@@ -353,13 +353,13 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
   if (error == 0) error = check_matrix(t, at.residual, tokens, width, dtype);
   if (error == 0) error = check_weight(t, at.weight, weight->columns, width, false);
   if (error != 0) return error;
-  if (!t.has_dtype(at.logits, "float32") || !t.has_dtype(at.last_tokens, "int32") || !t.has_dtype(at.best, "int32") ||
-      t.size(at.last_tokens) < seqs || t.size(at.best) < seqs) {
-    return refuse_text(t.op, "takes int32 last_tokens and float32 logits, and gives int32 ids, for %lld sequences",
+  if (!t.has_dtype(at.logits, "float32") || !t.has_dtype(at.last_tokens, "int32") || t.size(at.last_tokens) < seqs ||
+      !t.has_dtype(at.best_ids, "int32") || t.size(at.best_ids) <= seqs || !t.has_dtype(at.done, "int32")) {
+    return refuse_text(t.op, "takes int32 last_tokens and best_ids and float32 logits, and gives int32, for %lld sequences",
                        static_cast<long long>(seqs));
   }
   const int32_t* last = t.as<int32_t>(at.last_tokens);
-  int32_t* best = t.as<int32_t>(at.best);
+  int32_t* best = t.as<int32_t>(at.best_ids);
   for (int64_t i = 0; i < seqs; ++i) {
     if (last[i] >= tokens) return refuse_index(t.op, "last_tokens", i, last[i], tokens);
     best[i] = -1;
@@ -382,17 +382,27 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
   return 0;
 }
 
+void say_done(const Tensors& t, const LmHeadArguments& at) {
+  const int32_t number = t.as<int32_t>(at.counts)[3];
+  t.as<int32_t>(at.best_ids)[t.size(at.best_ids) - 1] = number;
+  t.as<int32_t>(at.done)[0] = number;
+}
+
 namespace {
 
 int lm_head(const Tensors& t) {
-  enum { kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kCounts, kBest };
-  if (t.count != 9) return refuse_text(t.op, "got %d arguments; it takes 8 and gives 1", t.count);
+  enum { kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kBestIds, kCounts, kDone };
+  if (t.count != 10) return refuse_text(t.op, "got %d arguments; it takes 9 and gives 1", t.count);
   const int64_t seqs = rows_of(t, kCounts, 1, t.dim(kLogits, 0));
   if (seqs < 0) return kBadArgument;
-  const int error = check_weight(t, kWeight, t.dim(kLogits, -1), t.dim(kHidden, -1), false);
+  int error = check_weight(t, kWeight, t.dim(kLogits, -1), t.dim(kHidden, -1), false);
   if (error != 0) return error;
   float* values = static_cast<float*>(thread_scratch(kScratchBest, larger(1, seqs) * 4));
-  return lm_head_rows(t, {kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kCounts, kBest}, values);
+  const LmHeadArguments at{kHidden,     kResidual, kGamma,   kEpsilon, kWeight,
+                           kLastTokens, kLogits,   kBestIds, kCounts,  kDone};
+  error = lm_head_rows(t, at, values);
+  if (error == 0) say_done(t, at);
+  return error;
 }
 
 }  // namespace

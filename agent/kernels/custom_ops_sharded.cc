@@ -90,8 +90,8 @@ int best_of_all(const char* op, int64_t seqs, const int32_t* last, const Best* o
 // last}. The first agent's logits [S, whole] are everybody's, the others' [S, own part] their own; so is the best
 // token.
 int sharded_lm_head(const Tensors& t) {
-  enum { kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kVocabulary, kCounts, kBest };
-  if (t.count != 10) return refuse_text(t.op, "got %d arguments; it takes 9 and gives 1", t.count);
+  enum { kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kBestIds, kVocabulary, kCounts, kDone };
+  if (t.count != 11) return refuse_text(t.op, "got %d arguments; it takes 10 and gives 1", t.count);
   if (!t.has_dtype(kVocabulary, "int32") || t.size(kVocabulary) != 3) {
     return refuse_text(t.op, "vocabulary must be int32 [3]");
   }
@@ -109,18 +109,18 @@ int sharded_lm_head(const Tensors& t) {
                        static_cast<long long>(whole), static_cast<long long>(stride),
                        static_cast<long long>(out_stride));
   }
-  if (!t.has_dtype(kLastTokens, "int32") || t.size(kLastTokens) < seqs || t.size(kBest) < seqs) {
-    return refuse_text(t.op, "takes int32 last_tokens and gives int32 ids, for %lld sequences",
-                       static_cast<long long>(seqs));
+  if (!t.has_dtype(kLastTokens, "int32") || t.size(kLastTokens) < seqs) {
+    return refuse_text(t.op, "takes int32 last_tokens, of %lld sequences", static_cast<long long>(seqs));
   }
   Best* best =
       static_cast<Best*>(thread_scratch(kScratchHistory, larger(1, seqs) * static_cast<int64_t>(sizeof(Best))));
   float* values = static_cast<float*>(thread_scratch(kScratchBest, larger(1, seqs) * 4));
-  int error =
-      lm_head_rows(t, {kHidden, kResidual, kGamma, kEpsilon, kWeight, kLastTokens, kLogits, kCounts, kBest}, values);
+  const LmHeadArguments at{kHidden,     kResidual, kGamma,   kEpsilon, kWeight,
+                           kLastTokens, kLogits,   kBestIds, kCounts,  kDone};
+  int error = lm_head_rows(t, at, values);
   if (error != 0) return error;
   const int32_t* last = t.as<int32_t>(kLastTokens);
-  int32_t* ids = t.as<int32_t>(kBest);
+  int32_t* ids = t.as<int32_t>(kBestIds);
   for (int64_t i = 0; i < seqs; ++i) best[i] = {values[i], static_cast<int32_t>(first + ids[i])};
   error = best_of_all(t.op, seqs, last, best, ids);
   for (int64_t begin = 0, end; begin < seqs && error == 0; begin = end) {  // each run of sequences that sample
@@ -130,6 +130,7 @@ int sharded_lm_head(const Tensors& t) {
     float* logits = t.as<float>(kLogits) + begin * out_stride;
     error = gather_rows_to_first(t.op, {logits, logits, end - begin, own, stride, whole, out_stride});
   }
+  if (error == 0) say_done(t, at);
   return error;
 }
 

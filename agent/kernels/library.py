@@ -243,7 +243,10 @@ class SampleCall:
     def __init__(self, inputs: SampleInputs, outputs: SampleOutputs, max_rows: int) -> None:
         """Raises ValueError for an array of the wrong type, size or layout."""
         self._args = _SampleArgs()
+        self._pointer = ctypes.byref(self._args)
         self._max_rows = max_rows
+        self._logits: Float32Array | None = None
+        self._best_ids: Int32Array | None = None
         self._keep_alive = (inputs, outputs)
         self._function = load_library().llmk_sample
         self._has_penalties = load_library().llmk_has_penalties
@@ -262,7 +265,7 @@ class SampleCall:
     def has_penalties(self, num_rows: int) -> bool:
         """Whether any of the first ``num_rows`` rows that sample has penalties, so that ``run`` needs histories."""
         self._args.rows = min(num_rows, self._max_rows)
-        return bool(self._has_penalties(ctypes.byref(self._args)))
+        return bool(self._has_penalties(self._pointer))
 
     def run(
         self,
@@ -280,20 +283,28 @@ class SampleCall:
         Raises ValueError for an array of the wrong type, size or layout and KernelError for values out of range
         (nothing is written then).
         """
-        if logits.ndim != 2:
-            raise ValueError(f"logits has {logits.ndim} dimensions; it must be [rows, vocabulary]")
-        args, (num_rows, vocab_size) = self._args, logits.shape
-        if num_rows > self._max_rows:
-            raise ValueError(f"logits has {num_rows} rows; the other arrays have {self._max_rows}")
-        args.rows, args.vocab_size = num_rows, vocab_size
-        args.logits = _address("logits", logits, np.float32, num_rows * vocab_size)
-        args.best_ids = _address("best_ids", best_ids, np.int32, num_rows)
-        args.history = args.history_lens = args.history_prompt_lens = None
-        keep_alive = _set_histories(args, histories, prompt_lens, num_rows)
-        code = self._function(ctypes.byref(args))
+        args = self._args
+        if logits is not self._logits or best_ids is not self._best_ids:
+            self._take(logits, best_ids)
+        args.rows = len(logits)
+        keep_alive = _set_histories(args, histories, prompt_lens, len(logits))
+        code = self._function(self._pointer)
         del keep_alive
         if code != 0:
             raise KernelError(f"the sampler refused its arguments (code {code}); the reason is on standard error")
+
+    def _take(self, logits: Float32Array, best_ids: Int32Array | None) -> None:
+        """Check arrays that are not those of the last call."""
+        if logits.ndim != 2:
+            raise ValueError(f"logits has {logits.ndim} dimensions; it must be [rows, vocabulary]")
+        num_rows, vocab_size = logits.shape
+        if num_rows > self._max_rows:
+            raise ValueError(f"logits has {num_rows} rows; the other arrays have {self._max_rows}")
+        self._logits = self._best_ids = None
+        self._args.vocab_size = vocab_size
+        self._args.logits = _address("logits", logits, np.float32, num_rows * vocab_size)
+        self._args.best_ids = _address("best_ids", best_ids, np.int32, num_rows)
+        self._logits, self._best_ids = logits, best_ids
 
 
 def _set_histories(
@@ -304,6 +315,8 @@ def _set_histories(
 ) -> list[Any]:
     """Fills the history fields; returns what must stay alive during the call."""
     if histories is None:
+        if args.history is not None:
+            args.history = args.history_lens = args.history_prompt_lens = None
         return []
     if prompt_lens is None or len(histories) < num_rows or len(prompt_lens) < num_rows:
         raise ValueError(f"histories and prompt_lens need an entry for each of {num_rows} rows")

@@ -60,7 +60,7 @@ class StepBuffers:
         self.sampled_tokens: Int32Array = np.zeros(max_seqs, np.int32)
         """[S] the same where the sequence samples, else -1."""
         self.counts: Int32Array = np.zeros(4, np.int32)
-        """T, S, W of the step, and 0."""
+        """T, S, W of the step, and a number that is whoever's who runs it."""
 
 
 _COPIED = ("token_ids", "positions", "slot_mapping", "query_lens", "context_lens", "block_tables", "rows")

@@ -60,11 +60,12 @@ class Layers(nn.Cell):
         self.add_norm_linear = custom_operator("AddNormLinear", [rows, rows], [name, name])
         self.linear = custom_operator("PackedLinear", [rows], [name])
         self.mlp = custom_operator("GatedMlp", [rows, rows], [name, name])
-        self.head = custom_operator("LmHead", [[SEQS]], ["int32"])
+        self.head = custom_operator("LmHead", [[1]], ["int32"])
         self.table = ms.Parameter(Tensor(TABLE).astype(dtype), name="table")
         self.gamma = ms.Parameter(Tensor(GAMMA).astype(dtype), name="gamma")
         self.epsilon = ms.Parameter(Tensor(np.full(1, EPSILON, np.float32)), name="epsilon")
         self.logits = ms.Parameter(Tensor(np.zeros((SEQS, VOCAB), np.float32)), name="logits")
+        self.best_ids = ms.Parameter(Tensor(np.zeros(SEQS + 1, np.int32)), name="best_ids")
         weights = {"first": FIRST, "second": SECOND, "down": DOWN}
         for key, weight in weights.items():
             setattr(self, f"{key}_weight", parameter(packed(weight, weight_format)))
@@ -79,7 +80,8 @@ class Layers(nn.Cell):
         hidden, residual = self.mlp(
             hidden, residual, self.gamma, self.epsilon, self.gate_up_weight, self.down_weight, counts
         )
-        return self.head(hidden, residual, self.gamma, self.epsilon, self.head_weight, last, self.logits, counts)
+        head = (self.gamma, self.epsilon, self.head_weight, last, self.logits, self.best_ids, counts)
+        return self.head(hidden, residual, *head)
 
 
 def rendering(ids: np.ndarray) -> np.ndarray:
@@ -102,8 +104,10 @@ def run(net: Layers, ids: list[int], last: list[int]) -> tuple[np.ndarray, np.nd
     """Logits and best ids of the sequences; what is past the step's tokens is rubbish that must not be touched."""
     all_ids, all_last = np.full(TOKENS, VOCAB + 7, np.int32), np.full(SEQS, TOKENS + 7, np.int32)
     all_ids[: len(ids)], all_last[: len(last)] = ids, last
-    counts = np.array([len(ids), len(last), 1, 0], np.int32)
-    best = net(Tensor(all_ids), Tensor(all_last), Tensor(counts)).asnumpy()
+    counts = np.array([len(ids), len(last), 1, RANDOM.integers(1, 99)], np.int32)
+    done = net(Tensor(all_ids), Tensor(all_last), Tensor(counts)).asnumpy()
+    best = net.best_ids.asnumpy().copy()
+    assert done[0] == best[-1] == counts[3], "the step's number is where it is done"
     return net.logits.asnumpy()[: len(last)].copy(), best[: len(last)]
 
 
@@ -141,7 +145,8 @@ def head_refuses(head: np.ndarray, last: int = 0, dtype: str = "float32") -> boo
     arrays = [
         (hidden, dtype), (hidden.copy(), dtype), (gamma, dtype), (np.full(1, EPSILON, np.float32), "float32"),
         (head, "uint8"), (np.full(SEQS, last, np.int32), "int32"), (np.zeros((SEQS, VOCAB), np.float32), "float32"),
-        (np.array([1, 1, 1, 0], np.int32), "int32"), (np.zeros(SEQS, np.int32), "int32"),
+        (np.zeros(SEQS + 1, np.int32), "int32"), (np.array([1, 1, 1, 0], np.int32), "int32"),
+        (np.zeros(1, np.int32), "int32"),
     ]  # fmt: skip
     count = len(arrays)
     sizes = ctypes.POINTER(ctypes.c_int64)

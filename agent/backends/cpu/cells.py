@@ -174,16 +174,20 @@ class ExpertMLP(nn.Cell):
 
 
 class LMHead(nn.Cell):
-    """Writes the logits to ``logits`` and gives the best token of each sequence. ``vocabulary``: of a part of it, whose
-    first agent's ``logits`` are of all."""
+    """Writes the logits to ``logits`` and the best token of each sequence to ``best_ids``, see ``FusedCpuOps``; gives
+    int32 [1]. ``vocabulary``: of a part of it, whose first agent's ``logits`` are of all."""
 
-    def __init__(self, head: Operator, epsilon: float, logits: Array, vocabulary: tuple[int, ...] | None) -> None:
+    def __init__(
+        self, head: Operator, epsilon: float, logits: Array, best_ids: Array, vocabulary: tuple[int, ...] | None
+    ) -> None:
         super().__init__()
         self.head = head
         self.epsilon = _epsilon(epsilon)
         self.vocabulary = None if vocabulary is None else _integers("vocabulary", vocabulary)
         self.logits = unbound_parameter(logits.shape, "float32")
         bind(self.logits, logits)
+        self.best_ids = unbound_parameter(best_ids.shape, "int32")
+        bind(self.best_ids, best_ids)
 
     def construct(
         self,
@@ -194,7 +198,7 @@ class LMHead(nn.Cell):
         last_tokens: Tensor,
         step: tuple[Tensor, ...],
     ) -> Tensor:
-        arguments: tuple[Any, ...] = (gamma, self.epsilon, weight, last_tokens, self.logits)
+        arguments: tuple[Any, ...] = (gamma, self.epsilon, weight, last_tokens, self.logits, self.best_ids)
         if self.vocabulary is not None:
             arguments = (*arguments, self.vocabulary)
         return self.head(hidden, residual, *arguments, step[4])

@@ -29,8 +29,11 @@ KV_SCALE_BYTES = 4
 
 
 class FusedCpuOps(OpTable):
-    """Every operator is a custom one. ``logits``, of the last stage, is filled by the graph's run, [sequences,
-    vocabulary]; of the others ``stream`` is, [tokens, hidden_size]."""
+    """Every operator is a custom one.
+
+    A run of the graph fills ``logits`` [sequences, vocabulary] and ``best_ids`` [sequences + 1] of the last stage (the
+    last of the ids is the step's number, the fourth of its counts), ``stream`` [tokens, hidden_size] of the others.
+    """
 
     name = "fused"
     static_shapes = True
@@ -46,6 +49,7 @@ class FusedCpuOps(OpTable):
         vocab_size = config.shape.vocab_size if self.is_first else self.vocab_rows(config.shape.vocab_size)
         seqs, tokens = (self._max_seqs, 0) if self.is_last_stage else (0, self._max_tokens)
         self.logits: npt.NDArray[np.float32] = allocate((seqs, vocab_size), "float32")
+        self.best_ids: npt.NDArray[np.int32] = np.zeros(seqs + 1, np.int32)
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
 
     def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
@@ -99,10 +103,9 @@ class FusedCpuOps(OpTable):
 
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
         if self.is_split:
-            best_ids = custom_operator("ShardedLmHead", [[self._max_seqs]], ["int32"])
-            return cells.LMHead(best_ids, epsilon, self.logits, self._vocabulary())
-        best_ids = custom_operator("LmHead", [[self._max_seqs]], ["int32"])
-        return cells.LMHead(best_ids, epsilon, self.logits, None)
+            head, vocabulary = custom_operator("ShardedLmHead", [[1]], ["int32"]), self._vocabulary()
+            return cells.LMHead(head, epsilon, self.logits, self.best_ids, vocabulary)
+        return cells.LMHead(custom_operator("LmHead", [[1]], ["int32"]), epsilon, self.logits, self.best_ids, None)
 
     def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
         return cells.RotaryTables(cos, sin)
