@@ -8,6 +8,7 @@ namespace llmk {
 extern const KernelTable LLMK_TABLE;
 const KernelTable LLMK_TABLE = {
     LLMK_ISA_NAME,
+    LLMK_ARCH::kTileSteps,
     LLMK_ARCH::rms_norm,
     LLMK_ARCH::swiglu,
     LLMK_ARCH::silu,

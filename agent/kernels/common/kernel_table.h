@@ -15,6 +15,7 @@ namespace llmk {
 
 struct KernelTable {
   const char* isa;
+  int64_t tile_steps;  // of packed weights, ops/linear.h
   void (*rms_norm)(const RmsNormArgs&);
   void (*swiglu)(const SwigluArgs&);
   void (*silu)(const SiluArgs&);

@@ -3,14 +3,15 @@
 //   x [rows, depth]   weight blob (columns x depth)   ->   out[r][c] = sum over k of x[r][k] * w[c][k] (+ bias[c])
 //
 // The blob: a 64-byte header, then panels of 64 columns, each four vectors: one load gives a step of the depth of 16
-// columns as lanes, and the activations are broadcast. A half is two vectors, which lie together as tiles of the matrix
-// unit: 16 steps of the first, 1 KB, then the same of the second.
+// columns as lanes, and the activations are broadcast. A half is two vectors, which lie together as tiles: T steps of the
+// first, then the same of the second. T is 16, a tile of 1 KB, for the matrix unit, and 1 for everything else: half a
+// panel then is one stream, which prefetchers follow at twice the rate of two that pass through the same page.
 //
-//   float32, float16       [panels][2 halves][steps / 16][2 vectors][16 steps][16]
-//   bfloat16               [panels][2][steps / 16][2][16 steps][16][2 depths]
-//   int8, int8_weight_only [panels][groups]{[2][steps / 16][2][16 steps][16][4 depths] uint8 = w + 128,
+//   float32, float16       [panels][2 halves][steps / T][2 vectors][T steps][16]
+//   bfloat16               [panels][2][steps / T][2][T steps][16][2 depths]
+//   int8, int8_weight_only [panels][groups]{[2][steps / T][2][T steps][16][4 depths] uint8 = w + 128,
 //                          [64] float scales}
-//   int4, int4_weight_only [panels][groups]{[2][steps / 16][2][16 steps][16][4] bytes, [64] float scales,
+//   int4, int4_weight_only [panels][groups]{[2][steps / T][2][T steps][16][4] bytes, [64] float scales,
 //                          [64] uint8 zeros if asymmetric}; low nibbles: depths 0 to 3 of a step, high nibbles: 4 to 7
 //
 // The last tiles of a group, or of the depth, have only the steps that are left (step_offset() below).
@@ -50,7 +51,7 @@ enum class WeightFormat : int32_t {
 };
 
 constexpr uint32_t kPackedWeightMagic = 0x4B50574C;  // "LWPK"
-constexpr int32_t kPackedWeightLayout = 2;           // halves of panels as tiles; one for every instruction set
+constexpr int32_t kPackedWeightLayout = 3;           // halves of panels as tiles of tile_steps
 
 struct PackedWeightHeader {
   uint32_t magic;
@@ -61,7 +62,8 @@ struct PackedWeightHeader {
   int32_t asymmetric;             // zero points stored
   int32_t biased;                 // a bias stored
   int32_t parts;                  // blobs that follow; 0: panels do
-  int32_t reserved[3];
+  int32_t tile_steps;             // T above, that of the instruction set
+  int32_t reserved[2];
 };
 static_assert(sizeof(PackedWeightHeader) == 64, "the header is one cache line");
 
@@ -131,7 +133,6 @@ int check_linear(const char* op, const LinearArgs& args);
 
 // The parts of a blob.
 constexpr int64_t kPanelColumns = 64;
-constexpr int64_t kTileSteps = 16;
 
 struct WeightShape {
   int64_t panels, step_depth, step_bytes;  // depths in one step of a panel, and its bytes
@@ -158,10 +159,10 @@ static inline WeightShape weight_shape(WeightFormat format, int64_t columns, int
   return shape;
 }
 
-// Where a step of vector v lies behind the first of a group's (or the depth's) `steps` steps.
-static inline int64_t step_offset(int64_t steps, int64_t step, int v, int64_t vector_bytes) {
-  const int64_t first = step / kTileSteps * kTileSteps;  // of the tile
-  return (v / 2 * 2 * steps + 2 * first + v % 2 * smaller(kTileSteps, steps - first) + step - first) * vector_bytes;
+// Where a step of vector v lies behind the first of a group's (or the depth's) `steps` steps, in tiles of tile_steps.
+static inline int64_t step_offset(int64_t tile_steps, int64_t steps, int64_t step, int v, int64_t vector_bytes) {
+  const int64_t first = step / tile_steps * tile_steps;  // of the tile
+  return (v / 2 * 2 * steps + 2 * first + v % 2 * smaller(tile_steps, steps - first) + step - first) * vector_bytes;
 }
 
 static inline WeightShape weight_shape(const PackedWeightHeader& header) {

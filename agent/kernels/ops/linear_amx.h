@@ -296,7 +296,7 @@ struct GroupedTiles {
         const Ints zero_points = multiply(column_zeros, broadcast_int(0x01010101));
         uint8_t* out = to + v * vector_bytes;
         for (int64_t s = 0; s < steps; ++s, out += Step::kDepth * kLanes) {
-          const uint8_t* from = group + step_offset(steps, s, v, 64);
+          const uint8_t* from = group + step_offset(kTileSteps, steps, s, v, 64);
           __builtin_prefetch(from + kFetchAhead, 0, 3);
           unpack_step(load_ints(from), zero_points, out);
         }

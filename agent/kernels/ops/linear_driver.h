@@ -27,10 +27,10 @@ struct Piece {
 };
 
 // Sums over steps alone: float formats, and int8 with one scale a column.
-template <class S>
+template <class S, int64_t kTile = kTileSteps>
 struct PlainForm {
   using Step = S;
-  static constexpr int64_t kWholeUnits = kTileSteps;  // pieces begin at multiples of it
+  static constexpr int64_t kWholeUnits = kTile;  // pieces begin at multiples of it
   static int64_t units(const WeightShape& shape) { return shape.steps; }
   static int64_t unit_bytes(const WeightShape& shape) { return shape.step_bytes; }
   // From one unit to the next within half a panel; groups have their halves within.
@@ -53,8 +53,8 @@ struct PlainForm {
           start(job, row + i / C, &total[i / C][i % C]);
         }
       }
-      sum_steps<Step, R, C, kLines>(piece.weights, piece.half_bytes, v, x, job.x_stride, piece.end - piece.begin, next,
-                                    total);
+      sum_steps<Step, R, C, kLines, kTile>(piece.weights, piece.half_bytes, v, x, job.x_stride,
+                                           piece.end - piece.begin, next, total);
       LLMK_UNROLL
       for (int i = 0; i < R * C; ++i) {
         store_sum(sums + i / C * kPanelColumns + (v + i % C) * kLanes, total[i / C][i % C]);
@@ -108,7 +108,8 @@ struct GroupedForm {
               asymmetric ? multiply(load_unsigned_bytes(zeros + (v + i % C) * kLanes), broadcast_int(-x_sum))
                          : broadcast_int(-Step::kZero * x_sum);
         }
-        sum_steps<Step, R, C, kLines>(w, steps * shape.step_bytes / 2, v, x, job.x_stride, steps, next, part);
+        sum_steps<Step, R, C, kLines, kTileSteps>(w, steps * shape.step_bytes / 2, v, x, job.x_stride, steps, next,
+                                                  part);
         LLMK_UNROLL
         for (int i = 0; i < R * C; ++i) {
           const Vec scale = load(scales + (v + i % C) * kLanes);

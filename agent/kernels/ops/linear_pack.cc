@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "../common/check.h"
+#include "../common/kernel_table.h"
 #include "linear.h"
 
 namespace llmk {
@@ -79,9 +80,10 @@ void copy_group(const PackSource& source, int64_t column, int64_t group, int64_t
 }
 
 void place_codes(const GroupCodes& from, int64_t depth, int64_t step_depth, int lane, uint8_t* group) {
+  const int64_t tile_steps = kernels().tile_steps;
   const int64_t steps = ceil_div(depth, step_depth);
   for (int64_t step = 0; step < steps; ++step) {
-    uint8_t* to = group + step_offset(steps, step, lane / 16, 64) + lane % 16 * 4;
+    uint8_t* to = group + step_offset(tile_steps, steps, step, lane / 16, 64) + lane % 16 * 4;
     for (int64_t k = step * step_depth; k < smaller(depth, (step + 1) * step_depth); ++k) {
       to[k % 4] |= static_cast<uint8_t>(from.codes[k] << (k % step_depth < 4 ? 0 : 4));
     }
@@ -107,9 +109,10 @@ void pack_integer_column(const PackSource& source, const WeightShape& shape, int
 }
 
 void pack_float_column(const PackSource& source, const WeightShape& shape, int64_t column, int lane, uint8_t* panel) {
-  const int64_t lane_bytes = shape.step_bytes / kPanelColumns;
+  const int64_t lane_bytes = shape.step_bytes / kPanelColumns, tile_steps = kernels().tile_steps;
   for (int64_t k = 0, step = 0; step < shape.steps; ++step) {
-    uint8_t* to = panel + step_offset(shape.steps, step, lane / 16, 16 * lane_bytes) + lane % 16 * lane_bytes;
+    const int64_t offset = step_offset(tile_steps, shape.steps, step, lane / 16, 16 * lane_bytes);
+    uint8_t* to = panel + offset + lane % 16 * lane_bytes;
     for (const int64_t end = smaller(source.depth, k + shape.step_depth); k < end; ++k) {
       const float value = source_value(source, column * source.depth + k);
       if (source.format == WeightFormat::kFloat32) {
@@ -190,6 +193,7 @@ int pack_weight(const PackSource& source, void* blob) {
   header.group = source.group;
   header.asymmetric = zeros ? 1 : 0;
   header.biased = source.bias != nullptr ? 1 : 0;
+  header.tile_steps = static_cast<int32_t>(kernels().tile_steps);
   std::memcpy(blob, &header, sizeof(header));
   const WeightShape shape = weight_shape(header);
   uint8_t* panels = static_cast<uint8_t*>(blob) + sizeof(header);
@@ -238,6 +242,10 @@ int check_packed_weight(const char* op, const void* blob, int64_t bytes) {
   if (header.layout != kPackedWeightLayout) {
     return refuse_text(op, "the weight was packed in layout %d; this build reads layout %d: pack it again",
                        header.layout, kPackedWeightLayout);
+  }
+  if (header.tile_steps != kernels().tile_steps) {
+    return refuse_text(op, "the weight was packed in tiles of %d steps; %s has tiles of %lld: pack it again",
+                       header.tile_steps, kernels().isa, static_cast<long long>(kernels().tile_steps));
   }
   if (header.parts != 0) return check_parts(op, blob, bytes);
   const char* problem = problem_of_sizes(header.format, header.columns, header.depth, header.group);

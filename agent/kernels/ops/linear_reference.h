@@ -40,7 +40,7 @@ struct LinearWeights {
     const int64_t g = k / group_depth(), within = k % group_depth(), lane_bytes = shape.step_bytes / kPanelColumns;
     const int64_t steps = smaller(shape.group_steps, shape.steps - g * shape.group_steps);
     const uint8_t* at = group(panel, g) + lane % 16 * lane_bytes +
-                        step_offset(steps, within / shape.step_depth, lane / 16, 16 * lane_bytes);
+                        step_offset(header.tile_steps, steps, within / shape.step_depth, lane / 16, 16 * lane_bytes);
     if (header.format == WeightFormat::kFloat32) return *reinterpret_cast<const float*>(at);
     if (header.format == WeightFormat::kFloat16) return to_float(*reinterpret_cast<const half_t*>(at));
     if (header.format == WeightFormat::kBFloat16) return to_float(reinterpret_cast<const bfloat_t*>(at)[k % 2]);

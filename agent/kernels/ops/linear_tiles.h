@@ -6,6 +6,13 @@
 namespace llmk {
 namespace LLMK_ARCH {
 
+// Of weights as packed (linear.h).
+#ifdef LLMK_AMX
+constexpr int64_t kTileSteps = 16;
+#else
+constexpr int64_t kTileSteps = 1;
+#endif
+
 // How one step of a panel is multiplied. kDepth: depths of a step; kVectorBytes: weights of 16 columns; kMostRows: of
 // a tile whose sums stay in registers; columns(R): vectors of a tile of R rows.
 struct WideTiles {
@@ -113,18 +120,24 @@ struct NibbleStep : ByteTiles {
 //   0  nothing
 constexpr int64_t kFetchAhead = 4096;
 
+// Into the second-level cache: what goes to the first waits for one of its few buffers of misses.
+LLMK_INLINE void fetch_ahead(const uint8_t* p) { __builtin_prefetch(p + kFetchAhead, 0, 2); }
+
 LLMK_INLINE void load_sum(const float* p, Vec* total) { *total = load(p); }
 LLMK_INLINE void load_sum(const float* p, Ints* total) { *total = load_ints(p); }
 LLMK_INLINE void store_sum(float* p, Vec total) { store(p, total); }
 LLMK_INLINE void store_sum(float* p, Ints total) { store_ints(p, total); }
 
-// total[r][c] += the products of vectors v + c. w: the first of `steps` steps, which begin a tile; half_bytes: how far
-// the second half of the panel lies behind the first.
-template <class Step, int R, int C, int kLines>
+// total[r][c] += the products of vectors v + c. w: the first of `steps` steps, which begin a tile of kTile; half_bytes:
+// how far the second half of the panel lies behind the first.
+template <class Step, int R, int C, int kLines, int64_t kTile>
 LLMK_INLINE void sum_steps(const uint8_t* w, int64_t half_bytes, int v, const typename Step::X* x, int64_t x_stride,
                            int64_t steps, const uint8_t* next, typename Step::Sum (&total)[R][C]) {
-  for (int64_t first = 0; first < steps; first += kTileSteps) {
-    const int64_t count = smaller(kTileSteps, steps - first), tile = count * Step::kVectorBytes;
+  constexpr bool kOneStep = kTile == 1;  // such tiles follow each other like the steps of a tile
+  constexpr int64_t kStride = kOneStep ? 2 * Step::kVectorBytes : Step::kVectorBytes;
+  const int64_t run = kOneStep ? steps : kTile;
+  for (int64_t first = 0; first < steps; first += run) {
+    const int64_t count = smaller(run, steps - first), tile = (kOneStep ? 1 : count) * Step::kVectorBytes;
     const uint8_t* at[C];
     LLMK_UNROLL
     for (int c = 0; c < C; ++c) at[c] = w + (v + c) / 2 * half_bytes + (v + c) % 2 * tile;
@@ -134,8 +147,8 @@ LLMK_INLINE void sum_steps(const uint8_t* w, int64_t half_bytes, int v, const ty
       LLMK_UNROLL
       for (int c = 0; c < C; ++c) {
         weight[c] = Step::weight(at[c]);
-        if (kLines == 4) __builtin_prefetch(at[c] + kFetchAhead, 0, 3);
-        at[c] += Step::kVectorBytes;
+        if (kLines == 4) fetch_ahead(at[c]);
+        at[c] += kStride;
       }
       if (kLines == 1 || kLines == 2) {
         __builtin_prefetch(next, 0, 2);

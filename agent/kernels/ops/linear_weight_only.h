@@ -79,11 +79,14 @@ struct NibbleWeights {
 #endif
 };
 
-// `steps` steps of a vector, one behind the other, as steps of float32 or of pairs of bfloat16.
+// From one step of a vector to the next, within a tile or between tiles of one step.
+constexpr int64_t kStepStride = kTileSteps == 1 ? 128 : 64;
+
+// `steps` such steps of a vector as steps of float32 or of pairs of bfloat16, one behind the other.
 template <class Weights>
 LLMK_INLINE void unpack_steps(const uint8_t* from, int64_t steps, Ints shift, float* to) {
-  for (int64_t s = 0; s < steps; ++s, from += 64) {
-    __builtin_prefetch(from + kFetchAhead, 0, 3);
+  for (int64_t s = 0; s < steps; ++s, from += kStepStride) {
+    fetch_ahead(from);
     Vec numbers[Weights::kDepth];
     Weights::floats(load_ints(from), shift, numbers);
     LLMK_UNROLL
@@ -93,8 +96,8 @@ LLMK_INLINE void unpack_steps(const uint8_t* from, int64_t steps, Ints shift, fl
 #ifdef LLMK_BF16_DOT
 template <class Weights>
 LLMK_INLINE void unpack_steps(const uint8_t* from, int64_t steps, Ints shift, bfloat_t* to) {
-  for (int64_t s = 0; s < steps; ++s, from += 64) {
-    __builtin_prefetch(from + kFetchAhead, 0, 3);
+  for (int64_t s = 0; s < steps; ++s, from += kStepStride) {
+    fetch_ahead(from);
     Ints pairs[Weights::kDepth / 2];
     Weights::pairs(load_ints(from), shift, pairs);
     LLMK_UNROLL
@@ -112,7 +115,9 @@ struct WeightBlock {
 
   bool starts_group() const { return begin == 0; }
   bool ends_group() const { return begin + count == steps; }
-  const uint8_t* vector(int64_t step, int v) const { return group + step_offset(steps, begin + step, v, 64); }
+  const uint8_t* vector(int64_t step, int v) const {
+    return group + step_offset(kTileSteps, steps, begin + step, v, 64);
+  }
   const float* scales() const { return reinterpret_cast<const float*>(group + steps * 4 * 64); }
   const uint8_t* zeros(int v) const { return reinterpret_cast<const uint8_t*>(scales() + kPanelColumns) + v * kLanes; }
 };
@@ -183,13 +188,15 @@ struct WeightOnlyForm {
   }
 
  private:
+  static constexpr int64_t kUnpackedTile = 16;  // steps
+
   // As linear.h has a whole group.
   static void unpack(const WeightBlock& block, X* to) {
-    constexpr int64_t kTile = kTileSteps / kParts;  // steps that become one tile
+    constexpr int64_t kTile = kUnpackedTile / kParts;  // steps that become one tile
     for (int v = 0; v < 4; ++v) {
       const Ints shift = Weights::shift(block.zeros(v));
       for (int64_t s = 0; s < block.count; s += kTile) {
-        X* tile = to + step_offset(block.count * kParts, s * kParts, v, Step::kDepth * kLanes);
+        X* tile = to + step_offset(kUnpackedTile, block.count * kParts, s * kParts, v, Step::kDepth * kLanes);
         unpack_steps<Weights>(block.vector(s, v), smaller(kTile, block.count - s), shift, tile);
       }
     }
@@ -205,7 +212,7 @@ struct WeightOnlyForm {
                       begin + steps,
                       0,
                       block.starts_group()};
-    piece_rows<PlainForm<Step>>(job, piece, row, rows, sums, nothing);
+    piece_rows<PlainForm<Step, kUnpackedTile>>(job, piece, row, rows, sums, nothing);
   }
 };
 

@@ -88,7 +88,7 @@ class SingleRow {
     for (int64_t first = 0; first < steps; first += kUnitSteps, x += kUnitDepth) {
       const uint8_t* at[kVectors];
       LLMK_UNROLL
-      for (int v = 0; v < kVectors; ++v) at[v] = group + step_offset(steps, first, v, 64);
+      for (int v = 0; v < kVectors; ++v) at[v] = group + step_offset(kTileSteps, steps, first, v, 64);
       Sums even = {zero(), zero(), zero(), zero()}, odd = {zero(), zero(), zero(), zero()};
       for (int64_t s = 0; s < kUnitSteps; ++s) {
         add_step(at, shifts, x + s * Weights::kDepth, even, odd, std::make_index_sequence<Weights::kDepth / 2>());
@@ -109,7 +109,7 @@ class SingleRow {
     LLMK_UNROLL
     for (int v = 0; v < kVectors; ++v) {
       step[v] = load_ints(at[v]);
-      __builtin_prefetch(at[v] + kFetchAhead, 0, 3);
+      fetch_ahead(at[v]);
     }
     ((add_depth<2 * pair>(step, shifts, x, even), add_depth<2 * pair + 1>(step, shifts, x, odd)), ...);
   }
