@@ -16,12 +16,12 @@ struct LmHeadArguments {
   int hidden, residual, gamma, epsilon, weight, last_tokens, logits, best_ids, counts, done;
 };
 
-// Logits of each sampling sequence, the largest's token in best_ids [S + 1 or more] and its value in best_values [S]. The
-// rows of logits may be longer than the weight has columns.
+// Logits of each sampling sequence, the largest's token in best_ids [S + 1 or more] and its value in best_values [S].
+// The rows of logits may be longer than the weight has columns.
 int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values);
 
-// Last of all: the step's number, counts[3], as the last of best_ids and in `done` [1]; whoever finds it there knows that
-// logits and ids are those of the step.
+// Last of all: the step's number, counts[3], as the last of best_ids and in `done` [1]; whoever finds it there knows
+// that logits and ids are those of the step.
 void say_done(const Tensors& t, const LmHeadArguments& at);
 
 // What a norm reads and writes, whole matrices.

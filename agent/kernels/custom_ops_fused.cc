@@ -355,7 +355,7 @@ int lm_head_rows(const Tensors& t, const LmHeadArguments& at, float* best_values
   if (error != 0) return error;
   if (!t.has_dtype(at.logits, "float32") || !t.has_dtype(at.last_tokens, "int32") || t.size(at.last_tokens) < seqs ||
       !t.has_dtype(at.best_ids, "int32") || t.size(at.best_ids) <= seqs || !t.has_dtype(at.done, "int32")) {
-    return refuse_text(t.op, "takes int32 last_tokens and best_ids and float32 logits, and gives int32, for %lld sequences",
+    return refuse_text(t.op, "takes int32 last_tokens, float32 logits and int32 best_ids, of %lld sequences",
                        static_cast<long long>(seqs));
   }
   const int32_t* last = t.as<int32_t>(at.last_tokens);

@@ -3,9 +3,9 @@
 //   x [rows, depth]   weight blob (columns x depth)   ->   out[r][c] = sum over k of x[r][k] * w[c][k] (+ bias[c])
 //
 // The blob: a 64-byte header, then panels of 64 columns, each four vectors: one load gives a step of the depth of 16
-// columns as lanes, and the activations are broadcast. A half is two vectors, which lie together as tiles: T steps of the
-// first, then the same of the second. T is 16, a tile of 1 KB, for the matrix unit, and 1 for everything else: half a
-// panel then is one stream, which prefetchers follow at twice the rate of two that pass through the same page.
+// columns as lanes, and the activations are broadcast. A half is two vectors, which lie together as tiles: T steps of
+// the first, then the same of the second. T is 16, a tile of 1 KB, for the matrix unit, and 1 for everything else: half
+// a panel then is one stream, which prefetchers follow at twice the rate of two that pass through the same page.
 //
 //   float32, float16       [panels][2 halves][steps / T][2 vectors][T steps][16]
 //   bfloat16               [panels][2][steps / T][2][T steps][16][2 depths]
