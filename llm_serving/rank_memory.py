@@ -110,11 +110,13 @@ def _linear_bits(config: Config) -> float | None:
 
 
 def _output_stays_float(config: Config, part: _Part) -> bool:
-    """Native primitives share a tied one with the embedding, and multiply only so wide a one by weights alone."""
+    """Native primitives share a tied one with the embedding, and multiply only so wide a one by weights alone, and an
+    even one in int4."""
     if config.op_table != "native":
         return False
     too_wide = config.weight_format != "int8" and part.shard.vocab_stride > MAX_WEIGHT_ONLY_SIZE
-    return config.shape.tie_word_embeddings or too_wide
+    is_odd = config.weight_format == "int4" and part.shard.vocab_stride % 2 == 1
+    return config.shape.tie_word_embeddings or too_wide or is_odd
 
 
 def _weight_formats(config: Config) -> str:

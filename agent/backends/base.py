@@ -155,6 +155,14 @@ class OpTable(ABC):
     def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> Any:
         """The Parameter of a linear layer of all experts: their packed weights in a row, or [experts, in, out]."""
 
+    def expert_scale(self, num_experts: int, in_features: int, out_features: int) -> Any:
+        """The Parameter of its scales; None where there are none, as of ``linear_scale``."""
+        return None
+
+    def expert_offset(self, num_experts: int, in_features: int, out_features: int) -> Any:
+        """The Parameter of what is added to integers before they are scaled; None as above."""
+        return None
+
     @abstractmethod
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         """Shape and type of a layer's key cache, and of its value cache. The first axis is the block."""

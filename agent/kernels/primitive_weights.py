@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,13 +30,14 @@ _STORAGE: dict[str, Any] = {
     "int8": np.int8,
     "int4": np.int8,
 }
+_ALIGNMENT = 64
 _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 
 @dataclass(frozen=True, slots=True)
 class PrimitiveWeight:
-    """A weight in the layout of its primitive (ops/primitive_weight.h). int4: two to a byte, the even one in the low
-    half."""
+    """A weight in the layout of its primitive (ops/primitive_weight.h), or the weights of all experts, with an axis
+    more before the others. int4: two to a byte, the even one in the low half."""
 
     values: Array
     type: str
@@ -91,17 +92,21 @@ class KeptWeights:
 
         Raises ValueError for arrays that are not as the layout says, KernelError for a weight the kernels refuse.
         """
-        described = _described(weight)
-        num_bytes = int(self._library.llmk_primitive_blob_bytes(ctypes.byref(described)))
+        weights = _matrices(weight)
+        described = [_described(each) for each in weights]
+        num_bytes = int(self._library.llmk_primitive_blob_bytes(ctypes.byref(described[0])))
         if num_bytes == 0:
             raise ValueError(
-                f"no {weight.type} weight can have {described.columns} outputs, {described.depth} inputs and groups "
-                f"of {weight.group}"
+                f"no {weight.type} weight can have {described[0].columns} outputs, {described[0].depth} inputs and "
+                f"groups of {weight.group}"
             )
-        blob = weight_blob(num_bytes)
-        if self._library.llmk_keep_primitive(ctypes.byref(described), blob.ctypes.data, blob.size) != 0:
-            raise KernelError(f"packing a {weight.type} weight failed; the reason is on standard error")
-        self._kept[weight.values.ctypes.data] = (weight, blob)
+        stride = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        blobs = weight_blob(stride * (len(weights) - 1) + num_bytes)
+        for index, each in enumerate(weights):
+            blob = blobs[index * stride : index * stride + num_bytes]
+            if self._library.llmk_keep_primitive(ctypes.byref(described[index]), blob.ctypes.data, blob.size) != 0:
+                raise KernelError(f"packing a {weight.type} weight failed; the reason is on standard error")
+            self._kept[each.values.ctypes.data] = (each, blob)
         if release:
             self._release(weight.values)
 
@@ -122,6 +127,21 @@ class KeptWeights:
             _system("madvise", start, size, mmap.MADV_DONTNEED)
             _protect(start, size, _PROT_NONE)
             self._released.append((start, size))
+
+
+def _matrices(weight: PrimitiveWeight) -> list[PrimitiveWeight]:
+    """The weight, or those of the experts by themselves, which share its memory."""
+    if weight.values.ndim == 2:
+        return [weight]
+    return [
+        replace(
+            weight,
+            values=values,
+            scales=None if weight.scales is None else weight.scales[index],
+            offsets=None if weight.offsets is None else weight.offsets[index],
+        )
+        for index, values in enumerate(weight.values)
+    ]
 
 
 def _described(weight: PrimitiveWeight) -> _PrimitiveWeight:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
+from agent.layers.linear import operands_of
 from llm_serving.model_families import Experts
 
 
@@ -16,8 +19,8 @@ class ExpertMLP(nn.Cell):
         super().__init__()
         self.router = _Parameter(ops.router_weight(hidden_size, experts.count))
         inner = experts.intermediate_size
-        self.gate_up = _Parameter(ops.expert_weight(experts.count, hidden_size, 2 * inner))
-        self.down = _Parameter(ops.expert_weight(experts.count, inner, hidden_size))
+        self.gate_up = _Experts(ops, experts.count, hidden_size, 2 * inner)
+        self.down = _Experts(ops, experts.count, inner, hidden_size)
         self.mlp = ops.expert_mlp(hidden_size, experts, epsilon)
         self.sum = ops.all_reduce(hidden_size) if ops.is_split else None
 
@@ -25,7 +28,7 @@ class ExpertMLP(nn.Cell):
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
         """hidden, residual [T, hidden_size], gamma [hidden_size] -> the experts' sum of the normalised sum, the sum."""
-        weights = (self.router.weight, self.gate_up.weight, self.down.weight)
+        weights = (self.router.weight, self.gate_up.operands(), self.down.operands())
         out, total = self.mlp(hidden, residual, gamma, weights, step)
         return (out if self.sum is None else self.sum(out, step)), total
 
@@ -36,3 +39,17 @@ class _Parameter(nn.Cell):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = weight
+
+
+class _Experts(nn.Cell):
+    """A linear layer of all experts."""
+
+    def __init__(self, ops: OpTable, num_experts: int, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = ops.expert_weight(num_experts, in_features, out_features)
+        self.scale = ops.expert_scale(num_experts, in_features, out_features)
+        self.offset = ops.expert_offset(num_experts, in_features, out_features)
+
+    def operands(self) -> Any:
+        """As of ``Weight``."""
+        return operands_of(self.weight, self.scale, self.offset)

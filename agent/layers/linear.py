@@ -11,6 +11,13 @@ from agent.backends.base import OpTable
 from agent.layers.parameter import unbound_parameter
 
 
+def operands_of(weight: Tensor, scale: Tensor | None, offset: Tensor | None) -> Any:
+    """A weight alone, or with its scales and offsets, those that it has."""
+    if scale is None:
+        return weight
+    return (weight, scale) if offset is None else (weight, scale, offset)
+
+
 class Weight(nn.Cell):
     """A linear layer's weight alone, for an operator that runs several layers at once."""
 
@@ -22,9 +29,7 @@ class Weight(nn.Cell):
 
     def operands(self) -> Any:
         """What the op table's operators take as the weight: it alone, or with its scales and offsets."""
-        if self.scale is None:
-            return self.weight
-        return (self.weight, self.scale) if self.offset is None else (self.weight, self.scale, self.offset)
+        return operands_of(self.weight, self.scale, self.offset)
 
 
 class RowParallelLinear(Weight):

@@ -7,6 +7,16 @@
                        transposed                                                     [out, groups]
     int4               WeightQuantBatchMatmul             int4 [in, out], two a byte  model_dtype [groups, out]
 
+Those of all experts of a layer are one weight of GroupedMatmulV4:
+
+    float                                                 model_dtype [experts, in, out]
+    int8               behind DynamicQuantExt             int8, the same              [experts, out], bfloat16 for
+                                                                                      bfloat16, else float32
+    int8_weight_only                                      int8, the same              model_dtype [experts, out]
+    int4                                                  int4, two a byte, the same  model_dtype [experts, groups, out]
+
+The last two have offsets always, for the primitive asks for them; they are zeros but for whole rows with zero points.
+
 Sources and limits: docs/ascend.md.
 """
 
@@ -41,50 +51,59 @@ class LinearForm:
 
 @dataclass(frozen=True, slots=True)
 class LinearForms:
-    """Of a model: one form for the linear layers of all blocks, and one for the output to the vocabulary."""
+    """Of a model: one form for the linear layers of all blocks, one for the output to the vocabulary, and one for the
+    experts of all blocks."""
 
     layers: LinearForm = LinearForm()
     output: LinearForm = LinearForm()
+    experts: LinearForm = LinearForm()
+
+
+def scale_type(form: LinearForm, dtype: str, *, of_experts: bool) -> str:
+    """The type of the scales of integers that multiply activations of ``dtype``."""
+    if form.format != "int8":
+        return dtype
+    return "bfloat16" if of_experts and dtype == "bfloat16" else "float32"
 
 
 def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Packing) -> LinearForms:
     """The forms that ``packing`` asks for, of weights that are stored as ``source`` has them. Reads no values.
 
-    An output to a vocabulary larger than ``MAX_WEIGHT_ONLY_SIZE`` stays floats where the primitive has that limit, and
-    one that is the embedding always. Raises ConfigError where the primitives cannot do what is asked.
+    An output to a vocabulary larger than ``MAX_WEIGHT_ONLY_SIZE`` stays floats where the primitive has that limit, as
+    does one to an odd vocabulary in int4, and one that is the embedding always. Raises ConfigError where the primitives cannot do what is asked.
     """
     if packing.weight_format in ("auto", *FLOAT_FORMATS):
         return LinearForms()
-    layers: LinearForm | None = None
-    output = LinearForm()
+    found: dict[str, LinearForm] = {}
     for spec in specs:
-        if spec.kind == "plain" or spec.packed_only:
+        if spec.kind == "plain" or spec.packed_only or spec.float32:
             continue
-        if spec.experts or spec.float32:
-            raise _error(packing, "experts have no quantised primitives here; use auto, or op_table fused (CPU)")
-        form = _form(spec, source, packing)
-        if spec.parameter == OUTPUT_LAYER:
-            output = form
-        elif layers is None:
-            layers = form
-        elif form != layers:
+        form = _expert_form(spec, source, packing) if spec.experts else _form(spec, source, packing)
+        place = "output" if spec.parameter == OUTPUT_LAYER else "experts" if spec.experts else "layers"
+        if found.setdefault(place, form) != form:
             raise _error(
                 packing,
-                f"{spec.parameter} is stored otherwise than the linear layers before it, and the native graph has one "
-                f"form for all; use auto, which multiplies out, or op_table fused (CPU)",
+                f"{spec.parameter} is stored otherwise than the {'experts' if spec.experts else 'linear layers'} "
+                f"before it, and the native graph has one form for all; use auto, which multiplies out, or op_table "
+                f"fused (CPU)",
             )
-    return LinearForms(layers or LinearForm(), output)
+    return LinearForms(**found)
 
 
-def _form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearForm:
-    wanted, (columns, depth) = packing.weight_format, spec.shape
+def _stored(spec: WeightSpec, source: WeightSource, packing: Packing) -> Scheme | None:
+    """How all parts of a weight are stored."""
     schemes = {source.scheme(part) for part in spec.parts}
     if len(schemes) > 1:
         raise _error(packing, f"the parts of {spec.parameter} are stored in different formats; use auto")
     stored = schemes.pop()
-    is_output = spec.parameter == OUTPUT_LAYER
-    if stored is not None and (stored.format == INT4) != (wanted == INT4):
+    if stored is not None and (stored.format == INT4) != (packing.weight_format == INT4):
         raise _error(packing, f"tensor {spec.parts[0].name} is stored as {stored.format}; use {stored.format} or auto")
+    return stored
+
+
+def _form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearForm:
+    wanted, (columns, depth) = packing.weight_format, spec.shape
+    stored, is_output = _stored(spec, source, packing), spec.parameter == OUTPUT_LAYER
     if wanted == "int8":
         if stored is not None and stored.group:
             raise _error(
@@ -93,9 +112,10 @@ def _form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearFor
                 f"int8_weight_only",
             )
         return LinearForm("int8", stored=stored)
+    is_odd = wanted == INT4 and columns % 2 == 1
+    if is_output and stored is None and (is_odd or max(columns, depth) > MAX_WEIGHT_ONLY_SIZE):
+        return LinearForm()
     if max(columns, depth) > MAX_WEIGHT_ONLY_SIZE:
-        if is_output and stored is None:
-            return LinearForm()
         raise _error(
             packing, f"{spec.parameter} is {columns} x {depth}; WeightQuantBatchMatmul takes {MAX_WEIGHT_ONLY_SIZE}"
         )
@@ -106,9 +126,36 @@ def _form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearFor
             f"{spec.parameter} has groups of {group} of its {depth} inputs; WeightQuantBatchMatmul takes multiples of "
             f"{GROUP_MULTIPLE} that are smaller than the inputs",
         )
-    if wanted == INT4 and columns % 2:
+    if is_odd:
         raise _error(packing, f"{spec.parameter} has {columns} outputs; two int4 share a byte, so they must be even")
     return LinearForm(wanted, group, wanted == INT4 and stored is not None, stored)
+
+
+def _expert_form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearForm:
+    """Of the weights of all experts: the limits of GroupedMatmulV4."""
+    wanted, (columns, depth) = packing.weight_format, spec.expert(0).shape
+    stored = _stored(spec, source, packing)
+    group = stored.group if stored is not None else packing.group if wanted == INT4 else 0
+    if max(columns, depth) > MAX_WEIGHT_ONLY_SIZE:
+        raise _error(
+            packing,
+            f"an expert of {spec.parameter} is {columns} x {depth}; GroupedMatmulV4 takes {MAX_WEIGHT_ONLY_SIZE}",
+        )
+    if wanted != INT4 and group:
+        raise _error(
+            packing,
+            f"GroupedMatmulV4 has one scale an output where weights are int8, and tensor {spec.parts[0].name} has "
+            f"{stored}; use auto, which multiplies out",
+        )
+    if group and (group % GROUP_MULTIPLE or depth % group):
+        raise _error(
+            packing,
+            f"{spec.parameter} has groups of {group} of an expert's {depth} inputs; GroupedMatmulV4 takes multiples of "
+            f"{GROUP_MULTIPLE} that divide the inputs",
+        )
+    if wanted == INT4 and columns % 2:
+        raise _error(packing, f"an expert of {spec.parameter} has {columns} outputs; two int4 share a byte")
+    return LinearForm(wanted, group, wanted != "int8", stored)
 
 
 def _error(packing: Packing, problem: str) -> ConfigError:

@@ -79,7 +79,9 @@ def _unpacked(specs: Sequence[WeightSpec]) -> list[WeightSpec]:
 def _form_of(spec: WeightSpec, forms: LinearForms | None) -> LinearForm:
     if forms is None or spec.kind == "plain":
         return LinearForm()
-    return forms.output if spec.parameter == OUTPUT_LAYER else forms.layers
+    if spec.float32:
+        return LinearForm()
+    return forms.output if spec.parameter == OUTPUT_LAYER else forms.experts if spec.experts else forms.layers
 
 
 def _load_plain(spec: WeightSpec, source: WeightSource, dtype: str) -> Array:

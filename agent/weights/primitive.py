@@ -1,17 +1,18 @@
 """Weights of linear layers as the native primitives take them (``agent.weights.forms``): integers, scales, offsets.
 
 Floats are quantised here: int8 with scale = max|w| / 127, int4 with max|w| / 7 of each group, to nearest. Where scales
-are kept in ``model_dtype`` they are rounded to it first, so that the integers fit the scale that is used.
+are kept in a type of 16 bits they are rounded to it first, so that the integers fit the scale that is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from agent.weights.forms import LinearForm
+from agent.weights.forms import LinearForm, scale_type
 from agent.weights.layout import WeightPart, WeightSpec
 from agent.weights.quantized import INT4_ZERO, QuantizedTensor
 from agent.weights.source import WeightSource
@@ -26,8 +27,52 @@ def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dty
     """The parameters of one linear layer by their names: ``weight``, ``scale``, and ``offset`` where the form has it.
 
     Rows that pad a part of the vocabulary have integers and scales of 0. Raises CheckpointError for stored integers
-    whose groups are not consecutive inputs.
+    whose groups are not consecutive inputs, and for zero points that the primitive of experts has no place for.
     """
+    if spec.experts:
+        return _load_experts(spec, form, source, dtype)
+    kind = scale_type(form, dtype, of_experts=False)
+    numbers = _read(spec, form, source, dtype, kind)
+    weight, scales, offsets = numbers.integers, numbers.scales, numbers.offsets
+    if form.format == "int4":
+        weight, scales, offsets = _pairs(weight), scales.T, offsets.T
+    if form.group == 0:
+        scales, offsets = scales.reshape(-1), offsets.reshape(-1)
+    return _named(spec, form, weight, _stored(scales, kind), _stored(offsets, kind))
+
+
+def _load_experts(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str) -> dict[str, Array]:
+    """Of all experts of a layer, each [in, out] with scales and offsets [out] or [groups, out]."""
+    kind, int4 = scale_type(form, dtype, of_experts=True), form.format == "int4"
+    columns, depth = spec.expert(0).shape
+    weight = allocate((spec.experts, depth, columns // 2 if int4 else columns), "int8")
+    rows = (depth // form.group, columns) if form.group else (columns,)
+    scales, offsets = (allocate((spec.experts, *rows), kind) for _ in range(2))
+    for index in range(spec.experts):
+        each = spec.expert(index)
+        numbers = _read(each, form, source, dtype, kind)
+        if form.group and numbers.offsets.any():
+            raise CheckpointError(
+                f"tensor {each.parts[0].name}: its groups have zero points, which GroupedMatmulV4 takes of whole rows "
+                "only; model_config.weight_format = auto multiplies it out"
+            )
+        weight[index] = _pairs(numbers.integers) if int4 else numbers.integers.T
+        scales[index] = from_float32(np.ascontiguousarray(numbers.scales.T).reshape(rows), kind)
+        offsets[index] = from_float32(np.ascontiguousarray(numbers.offsets.T).reshape(rows), kind)
+    return _named(spec, form, weight, scales, offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """[out, in] integers, and [out, groups] scales and offsets: value = (integer + offset) * scale."""
+
+    integers: Array
+    scales: npt.NDArray[np.float32]
+    offsets: npt.NDArray[np.float32]
+
+
+def _read(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str, kind: str) -> _Numbers:
+    """Of one weight; ``kind``: the type that the scales will have."""
     columns, depth = spec.shape
     groups = -(-depth // form.group) if form.group else 1
     integers = allocate((columns, depth), "int8")
@@ -35,42 +80,30 @@ def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dty
     offsets = np.zeros((columns, groups), np.float32)
     for part, rows in _rows_of(spec.parts):
         if form.stored is None:
-            _quantise(source, part, form, dtype, integers[rows], scales[rows])
+            _quantise(source, part, form, (dtype, kind), integers[rows], scales[rows])
         else:
             _take(source.read_quantised(part), part, integers[rows], scales[rows], offsets[rows])
     held = sum(part.shape[0] for part in spec.parts)
     integers[held:], scales[held:] = 0, 0
-    return _laid_out(spec, form, dtype, integers, scales, offsets)
+    return _Numbers(integers, scales, offsets)
 
 
-def _laid_out(
-    spec: WeightSpec,
-    form: LinearForm,
-    dtype: str,
-    integers: Array,
-    scales: npt.NDArray[np.float32],
-    offsets: npt.NDArray[np.float32],
-) -> dict[str, Array]:
+def _named(spec: WeightSpec, form: LinearForm, weight: Array, scales: Array, offsets: Array) -> dict[str, Array]:
     stem = spec.parameter.removesuffix(".weight")
-    scale_type = "float32" if form.format == "int8" else dtype
-    weight = integers
-    if form.format == "int4":
-        weight, scales, offsets = _pairs(integers), scales.T, offsets.T
-    if form.group == 0:
-        scales, offsets = scales.reshape(-1), offsets.reshape(-1)
-    named = {f"{stem}.weight": weight, f"{stem}.scale": _stored(scales, scale_type)}
-    return named | {f"{stem}.offset": _stored(offsets, scale_type)} if form.has_offsets else named
+    named = {f"{stem}.weight": weight, f"{stem}.scale": scales}
+    return named | {f"{stem}.offset": offsets} if form.has_offsets else named
 
 
 def _quantise(
     source: WeightSource,
     part: WeightPart,
     form: LinearForm,
-    dtype: str,
+    types: tuple[str, str],
     integers: Array,
     scales: npt.NDArray[np.float32],
 ) -> None:
-    rows, depth = part.shape
+    """``types``: of the activations, and of the scales as they will be."""
+    (dtype, kind), (rows, depth) = types, part.shape
     kept = source.float_dtype(part.name) or dtype
     values, largest = allocate((rows, depth), kept), np.float32(_LARGEST[form.format])
     source.read_into(part.name, values, kept)
@@ -79,8 +112,7 @@ def _quantise(
         piece = slice(start, start + _PIECE_ROWS)
         floats = to_float32(values[piece], kept)
         found = np.maximum.reduceat(np.abs(floats), np.arange(0, depth, group), axis=1) / largest
-        if form.format != "int8":
-            found = to_float32(from_float32(found, dtype), dtype)
+        found = to_float32(from_float32(found, kind), kind)
         scales[piece] = found
         with np.errstate(divide="ignore"):
             inverse = np.float32(1) / found

@@ -128,9 +128,10 @@ def check_group(raw: RawConfig, config: Config) -> None:
     shape, group = config.shape, config.model_config.weight_group
     sizes = {
         "hidden size": shape.hidden_size,
-        "intermediate size": shape.intermediate_size,
         "size of all heads": shape.num_attention_heads * shape.head_dim,
     }
+    if _has_mlps(shape):
+        sizes["intermediate size"] = shape.intermediate_size
     if shape.experts is not None:
         sizes["experts' intermediate size"] = shape.experts.intermediate_size
     for name, size in sizes.items():
@@ -175,30 +176,50 @@ def check_native_weights(raw: RawConfig, config: Config) -> None:
     key, wanted, shape = "model_config.weight_format", config.model_config.weight_format, config.shape
     if config.op_table != "native" or wanted in ("auto", "bf16"):
         return
-    if shape.experts is not None:
-        problem = "the native operators have experts in floats only; use auto, or op_table fused (CPU)"
-        raise raw.error(key, wanted, problem)
-    agents = [local_shape(shape, config.shard(rank)) for rank in range(config.parallel_config.tensor_parallel)]
+    agents = [local_shape(shape, config.shard(rank)) for rank in range(config.parallel_config.group_size)]
     widest = max(size for each in agents for size in (*_layer_inputs(each), *_layer_outputs(each)))
     if wanted != "int8" and widest > MAX_WEIGHT_ONLY_SIZE:
         problem = (
             f"a layer of the model is {widest} wide; WeightQuantBatchMatmul takes {MAX_WEIGHT_ONLY_SIZE}; use int8"
         )
         raise raw.error(key, wanted, problem)
+    if shape.experts is not None:
+        _check_native_experts(raw, config, max(2 * each.experts.intermediate_size for each in agents if each.experts))
     fewest = min(size for each in agents for size in _layer_inputs(each))
     if wanted != "int8" and config.shard_group > 1 and config.shard_group >= fewest:
         _refuse_wide_groups(raw, config, fewest)
 
 
+def _check_native_experts(raw: RawConfig, config: Config, outputs: int) -> None:
+    """Limits of GroupedMatmulV4; ``outputs``: of gate and up of an expert."""
+    key, wanted, group = "model_config.weight_format", config.model_config.weight_format, config.shard_group
+    if max(outputs, config.shape.hidden_size) > MAX_WEIGHT_ONLY_SIZE:
+        problem = f"an expert is {outputs} wide; GroupedMatmulV4 takes {MAX_WEIGHT_ONLY_SIZE}; use auto"
+        raise raw.error(key, wanted, problem)
+    if wanted != "int4" and group > 1:
+        problem = (
+            f"the folder's experts have a scale for each {group} inputs, and GroupedMatmulV4 takes one an output of "
+            f"int8 weights; use auto, which multiplies out"
+        )
+        raise raw.error(key, wanted, problem)
+
+
 def _layer_inputs(shape: ModelShape) -> tuple[int, ...]:
     """Of the linear layers of an agent that has ``shape``."""
-    return shape.hidden_size, shape.intermediate_size, shape.num_attention_heads * shape.head_dim
+    inputs = (shape.hidden_size, shape.num_attention_heads * shape.head_dim)
+    return (*inputs, shape.intermediate_size) if _has_mlps(shape) else inputs
 
 
 def _layer_outputs(shape: ModelShape) -> tuple[int, ...]:
     """Of the layers that have more outputs than inputs."""
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
-    return heads * shape.head_dim, 2 * shape.intermediate_size
+    outputs = (heads * shape.head_dim,)
+    return (*outputs, 2 * shape.intermediate_size) if _has_mlps(shape) else outputs
+
+
+def _has_mlps(shape: ModelShape) -> bool:
+    """Whether a layer has an ordinary MLP."""
+    return any(not shape.has_experts(layer) for layer in range(shape.num_layers))
 
 
 def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:

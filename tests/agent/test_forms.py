@@ -15,12 +15,21 @@ from agent.weights.storage import Array, to_float32
 from llm_serving.errors import CheckpointError, ConfigError
 
 DEPTH, COLUMNS, VOCABULARY = 128, 6, 70_000
+INT4 = Packing("int4")
 
 
 def spec(name: str, columns: int, depth: int, kind: WeightKind = "linear") -> WeightSpec:
     return WeightSpec(f"{name}.weight", (WeightPart(f"theirs.{name}.weight", (columns, depth)),), kind)
 
 
+def experts(columns: int, depth: int, count: int = 2, layer: int = 0) -> WeightSpec:
+    """The down projections of the experts of a layer."""
+    names = [f"theirs.layers.{layer}.experts.{index}.down_proj.weight" for index in range(count)]
+    parts = tuple(WeightPart(name, (columns, depth)) for name in names)
+    return WeightSpec(f"layers.{layer}.mlp.down.weight", parts, "linear", experts=count)
+
+
+ROUTER = WeightSpec("layers.0.mlp.router.weight", (WeightPart("theirs.gate.weight", (3, 128)),), "linear", float32=True)
 LAYER = spec("layers.0.attention.qkv", COLUMNS, DEPTH)
 OUTPUT = spec("lm_head", VOCABULARY, DEPTH)
 
@@ -57,6 +66,8 @@ def test_the_form_of_each_format() -> None:
     assert linear_forms(specs, source, Packing("int8")) == LinearForms(both, both)
     assert linear_forms(specs, source, Packing("int8_weight_only")) == LinearForms(LinearForm("int8_weight_only"))
     assert linear_forms(specs, source, Packing("int4", 64)) == LinearForms(LinearForm("int4", 64))
+    odd = [LAYER, spec("lm_head", 419, DEPTH)]
+    assert linear_forms(odd, source, Packing("int4", 64)) == LinearForms(LinearForm("int4", 64))
     tied = [LAYER, replace(OUTPUT, packed_only=True)]
     assert linear_forms(tied, source, Packing("int8")) == LinearForms(both)
 
@@ -75,7 +86,14 @@ def test_stored_int4_has_offsets() -> None:
         ([spec("layers.0.a", 4, 32)], Packing("int4", 32), "groups of 32 of its 32 inputs"),
         ([spec("layers.0.a", 5, 128)], Packing("int4", 32), "5 outputs; two int4 share a byte"),
         ([spec("layers.0.a", 65_536, 128)], Packing("int8_weight_only"), "WeightQuantBatchMatmul takes 65535"),
-        ([replace(LAYER, experts=2)], Packing("int8"), "experts have no quantised primitives"),
+        (
+            [experts(4, 80)],
+            Packing("int4", 32),
+            "groups of 32 of an expert's 80 inputs; GroupedMatmulV4 takes multiple",
+        ),
+        ([experts(4, 64)], Packing("int4", 16), "groups of 16 of an expert's 64 inputs"),
+        ([experts(5, 64)], Packing("int4", 32), "an expert of layers.0.mlp.down.weight has 5 outputs"),
+        ([experts(65_536, 64)], Packing("int8"), "is 65536 x 64; GroupedMatmulV4 takes 65535"),
     ],
 )
 def test_what_the_primitives_cannot_do(specs: list[WeightSpec], packing: Packing, problem: str) -> None:
@@ -134,6 +152,93 @@ def test_floats_are_rounded_to_the_nearest_step(fmt: str, step: int, dtype: str)
     assert np.abs(integers).max() <= step
     # Half a step, and at the ends what rounding the scale took away.
     assert (error <= np.repeat(scales, group, 1) * (0.5 + step * 2**-8 + 1e-5)).all()
+
+
+def test_the_form_of_experts_goes_beside_that_of_the_layers() -> None:
+    source, specs = SeededWeights(0), [LAYER, ROUTER, experts(COLUMNS, DEPTH)]
+    assert linear_forms(specs, source, Packing("auto")) == LinearForms()
+    for packing, layers, of_experts in (
+        (Packing("int8"), LinearForm("int8"), LinearForm("int8")),
+        (Packing("int8_weight_only"), LinearForm("int8_weight_only"), LinearForm("int8_weight_only", 0, True)),
+        (Packing("int4", 32), LinearForm("int4", 32), LinearForm("int4", 32, True)),
+        (Packing("int4", 128), LinearForm("int4", 64), LinearForm("int4", 128, True)),
+    ):
+        if packing.group == 128:  # groups may be all of an expert's inputs, as of a small part of one
+            assert linear_forms(specs[1:], source, packing) == LinearForms(experts=of_experts)
+        else:
+            assert linear_forms(specs, source, packing) == LinearForms(layers, experts=of_experts)
+
+
+def test_experts_that_are_stored_otherwise_than_those_before_are_refused() -> None:
+    specs, tensor = [experts(COLUMNS, DEPTH, layer=layer) for layer in range(2)], int4_tensor(zeros=False)
+    stored = {part.name: tensor for part in specs[0].parts}
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.down.weight is stored otherwise than the experts before it"):
+        linear_forms(specs, Stored(stored), Packing("int4"))
+    with pytest.raises(ConfigError, match="parts of layers.0.mlp.down.weight are stored in different formats"):
+        linear_forms(specs, Stored(dict([*stored.items()][:1])), Packing("int4"))
+    grouped = replace(tensor, scheme=Scheme("int8", 32))
+    with pytest.raises(ConfigError, match="GroupedMatmulV4 has one scale an output where weights are int8"):
+        linear_forms(specs, Stored(dict.fromkeys(stored, grouped)), Packing("int8_weight_only"))
+
+
+def test_stored_int4_experts_keep_their_values() -> None:
+    """Laid out as [experts, in, out], two outputs a byte, with scales [experts, groups, out] and offsets of zero."""
+    spec, tensors = experts(COLUMNS, DEPTH), [int4_tensor(zeros=False) for _ in range(2)]
+    tensors[1] = replace(tensors[1], values=15 - tensors[1].values, scales=tensors[1].scales * 2)
+    source = Stored(dict(zip((part.name for part in spec.parts), tensors, strict=True)))
+    weights = load_weights([spec], source, "float16", lambda *_: None, forms=linear_forms([spec], source, INT4))
+    assert {name.rpartition(".")[2]: array.shape for name, array in weights.items()} == {
+        "weight": (2, DEPTH, COLUMNS // 2), "scale": (2, 4, COLUMNS), "offset": (2, 4, COLUMNS),
+    }  # fmt: skip
+    assert not weights["layers.0.mlp.down.offset"].any()
+    for index, tensor in enumerate(tensors):
+        scales = np.repeat(weights["layers.0.mlp.down.scale"][index].T.astype(np.float32), 32, 1)
+        value = int4_of(weights["layers.0.mlp.down.weight"][index]) * scales
+        np.testing.assert_array_equal(value, tensor.dequantise_rows(0, COLUMNS))
+
+
+def test_zero_points_of_experts_are_those_of_whole_rows() -> None:
+    spec, tensor = experts(COLUMNS, DEPTH, count=1), int4_tensor()
+    source = Stored({spec.parts[0].name: tensor})
+    forms = linear_forms([spec], source, INT4)
+    with pytest.raises(CheckpointError, match="its groups have zero points, which GroupedMatmulV4 takes of whole rows"):
+        load_weights([spec], source, "float16", lambda *_: None, forms=forms)
+    assert tensor.zeros is not None
+    rows = replace(tensor, scheme=Scheme("int4", 0), scales=tensor.scales[:, :1], zeros=tensor.zeros[:, :1])
+    source = Stored({spec.parts[0].name: rows})
+    forms = linear_forms([spec], source, INT4)
+    weights = load_weights([spec], source, "float16", lambda *_: None, forms=forms)
+    stem = "layers.0.mlp.down"
+    assert weights[f"{stem}.scale"].shape == weights[f"{stem}.offset"].shape == (1, COLUMNS)
+    scale, offset = (weights[f"{stem}.{name}"][0].astype(np.float32)[:, None] for name in ("scale", "offset"))
+    value = (int4_of(weights[f"{stem}.weight"][0]) + offset) * scale
+    np.testing.assert_array_equal(value, rows.dequantise_rows(0, COLUMNS))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("fmt", ["int8", "int8_weight_only", "int4"])
+def test_each_expert_is_rounded_as_a_layer_by_itself(fmt: str, dtype: str) -> None:
+    """But for scales of int8, which are bfloat16 beside bfloat16."""
+    spec, source, packing = experts(COLUMNS, DEPTH, count=3), SeededWeights(5, std=0.3), Packing(fmt, 32)
+    weights = load_weights([spec], source, dtype, lambda *_: None, forms=linear_forms([spec], source, packing))
+    stem = "layers.0.mlp.down"
+    for index in range(3):
+        alone = replace(spec.expert(index), parameter="layers.0.a.weight")
+        forms = linear_forms([alone], source, packing)
+        single = load_weights([alone], source, dtype, lambda *_: None, forms=forms)
+        weight, scale = weights[f"{stem}.weight"][index], weights[f"{stem}.scale"][index]
+        if fmt == "int8" and dtype == "bfloat16":
+            assert scale.dtype == np.uint16
+            exact, rounded = single["layers.0.a.scale"], to_float32(scale, dtype)
+            np.testing.assert_allclose(rounded, exact, rtol=2**-8)
+            assert (rounded != exact).any()
+            values = load_weights([alone], source, dtype, lambda *_: None)["layers.0.a.weight"]
+            wanted = np.clip(np.rint(to_float32(values, dtype) / rounded[:, None]), -127, 127)
+            assert np.abs(weight.T - wanted).max() <= 1  # a quotient that is halfway may go either way
+            assert (wanted == weight.T).mean() > 0.99
+        else:
+            np.testing.assert_array_equal(weight if fmt == "int4" else weight.T, single["layers.0.a.weight"])
+            np.testing.assert_array_equal(scale, single["layers.0.a.scale"])
 
 
 def test_groups_that_are_not_consecutive_are_refused() -> None:

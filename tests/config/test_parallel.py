@@ -286,8 +286,26 @@ def test_native_weights_alone_are_limited_by_an_agents_part(tmp_path: Path) -> N
     assert load(folder, *given, "parallel_config.tensor_parallel=2").weight_format == "int8_weight_only"
 
 
-def test_native_experts_are_floats(tmp_path: Path) -> None:
-    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+def test_native_experts_may_be_integers(tmp_path: Path) -> None:
+    """In int4 with groups that an expert's inputs are made of, an agent's part of them too. What no layer has, the
+    width of a MLP, has no say."""
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
+    sizes = {"head_dim": 32, "intermediate_size": 50}
+    folder = write_model_folder(tmp_path / "model", architectures=["Qwen3MoeForCausalLM"], **experts, **sizes)
+    for weight_format in ("int8", "int8_weight_only", "int4"):
+        given = [f"model_config.weight_format={weight_format}", "model_config.weight_group=32", *NATIVE]
+        assert load(folder, *given).weight_format == weight_format
+        config = load(folder, *given, "parallel_config.tensor_parallel=2")
+        inner = [len(config.shard(rank).expert_intermediate) for rank in range(2)]
+        assert inner == [64, 32]
+    with pytest.raises(ConfigError, match=r"weight_group = 64: must be 32, 64 or 128 and divide .*experts' intermedia"):
+        load(folder, "model_config.weight_format=int4", "model_config.weight_group=64", *NATIVE)
+
+
+def test_native_experts_are_limited_in_width(tmp_path: Path) -> None:
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 40_000}
     folder = write_model_folder(tmp_path / "model", architectures=["Qwen3MoeForCausalLM"], **experts)
-    with pytest.raises(ConfigError, match="the native operators have experts in floats only"):
-        load(folder, "model_config.weight_format=int8", *NATIVE)
+    given = ["model_config.weight_format=int8", *NATIVE]
+    with pytest.raises(ConfigError, match="an expert is 80000 wide; GroupedMatmulV4 takes 65535"):
+        load(folder, *given)
+    assert load(folder, *given, "parallel_config.tensor_parallel=2").weight_format == "int8"

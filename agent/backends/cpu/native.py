@@ -12,13 +12,14 @@ from agent.backends.native.ops import NativeOps
 from agent.kernels import hold_failures, set_attentive, take_failure
 from agent.kernels.primitive_weights import KeptWeights, PrimitiveWeight
 from agent.model_part import ModelPart
-from agent.weights.forms import LinearForm, LinearForms
+from agent.weights.forms import LinearForms, scale_type
 from agent.weights.packed import OUTPUT_LAYER
 from agent.weights.storage import Array
+from llm_serving.model_families import Experts
 
 _EMBEDDING = "embedding.weight"
 _LINEAR_WEIGHTS = ("qkv.weight", "output.weight", "gate_up.weight", "down.weight", OUTPUT_LAYER)
-"""Ends of the names of what is multiplied by. Of experts, which have three dimensions, it is not kept."""
+"""Ends of the names of what is multiplied by, of experts in three dimensions."""
 
 
 class NativeCpuOps(NativeOps):
@@ -29,6 +30,7 @@ class NativeCpuOps(NativeOps):
     ) -> None:
         super().__init__(dtype, max_positions, part, forms)
         self._has_window = False
+        self._multiplies_experts = False
         self._kept = KeptWeights()
         weakref.finalize(self, self._kept.close)
         hold_failures(True)
@@ -47,6 +49,10 @@ class NativeCpuOps(NativeOps):
         self._has_window = window > 0
         return super().rotary(cos, sin, window)
 
+    def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
+        self._multiplies_experts = True
+        return super().expert_mlp(width, experts, epsilon)
+
     def failed_operator(self) -> str | None:
         return take_failure()
 
@@ -55,24 +61,23 @@ class NativeCpuOps(NativeOps):
 
     def take_weights(self, weights: Mapping[str, Array], *, tied: bool) -> None:
         for name, array in weights.items():
-            if name.endswith(_LINEAR_WEIGHTS) and array.ndim == 2:
-                form = self.forms.output if name == OUTPUT_LAYER else self.forms.layers
-                self._kept.keep(self._described(name, form, weights), release=True)
+            if name.endswith(_LINEAR_WEIGHTS) and (array.ndim == 2 or self._multiplies_experts):
+                self._kept.keep(self._described(name, weights), release=True)
         if tied:
             self._kept.keep(PrimitiveWeight(weights[_EMBEDDING], self.dtype), release=False)
 
-    def _described(self, name: str, form: LinearForm, weights: Mapping[str, Array]) -> PrimitiveWeight:
-        stem = name.removesuffix(".weight")
+    def _described(self, name: str, weights: Mapping[str, Array]) -> PrimitiveWeight:
+        stem, of_experts = name.removesuffix(".weight"), weights[name].ndim == 3
+        form = self.forms.output if name == OUTPUT_LAYER else self.forms.experts if of_experts else self.forms.layers
         if form.format == "float":
-            return PrimitiveWeight(weights[name], self.dtype)
-        weight_only = form.format != "int8"
+            return PrimitiveWeight(weights[name], self.dtype, transposed=not of_experts)
         return PrimitiveWeight(
             values=weights[name],
             type="int4" if form.format == "int4" else "int8",
-            transposed=form.format != "int4",
+            transposed=form.format != "int4" and not of_experts,
             scales=weights[f"{stem}.scale"],
             offsets=weights.get(f"{stem}.offset"),
-            scale_type=self.dtype if weight_only else "float32",
+            scale_type=scale_type(form, self.dtype, of_experts=of_experts),
             group=form.group,
-            float_products=weight_only,
+            float_products=form.format != "int8",
         )

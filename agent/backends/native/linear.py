@@ -7,7 +7,7 @@ from mindspore.ops.auto_generate import DynamicQuantExt, QuantBatchMatmul, Weigh
 
 from agent.backends.base import Operator
 from agent.layers.parameter import MINDSPORE_DTYPES
-from agent.weights.forms import LinearForm
+from agent.weights.forms import LinearForm, scale_type
 
 
 def linear_parameters(
@@ -17,13 +17,29 @@ def linear_parameters(
     if form.format == "float":
         return {"weight": ((out_features, in_features), dtype)}
     if form.format == "int8":
-        return {"weight": ((out_features, in_features), "int8"), "scale": ((out_features,), "float32")}
+        scale = scale_type(form, dtype, of_experts=False)
+        return {"weight": ((out_features, in_features), "int8"), "scale": ((out_features,), scale)}
     scales = _scale_shape(form, in_features, out_features)
     weight = ((out_features, in_features), "int8")
     if form.format == "int4":
         weight = ((in_features, out_features // 2), "int4")
     found = {"weight": weight, "scale": (scales, dtype)}
     return found | {"offset": (scales, dtype)} if form.has_offsets else found
+
+
+def expert_parameters(
+    form: LinearForm, experts: int, in_features: int, out_features: int, dtype: str
+) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The same of a layer of all experts, as ``GroupedMatmulV4`` takes them."""
+    if form.format == "float":
+        return {"weight": ((experts, in_features, out_features), dtype)}
+    weight = ((experts, in_features, out_features), "int8")
+    if form.format == "int4":
+        weight = ((experts, in_features, out_features // 2), "int4")
+    rows = (in_features // form.group, out_features) if form.group else (out_features,)
+    scale = ((experts, *rows), scale_type(form, dtype, of_experts=True))
+    found = {"weight": weight, "scale": scale}
+    return found | {"offset": scale} if form.has_offsets else found
 
 
 def _scale_shape(form: LinearForm, in_features: int, out_features: int) -> tuple[int, ...]:

@@ -5,28 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from mindspore import Tensor, nn, ops
-from mindspore.ops.auto_generate import (
-    AddRmsNorm,
-    GroupedMatmulV4,
-    MoeGatingTopKSoftmax,
-    MoeInitRoutingV2,
-    MoeTokenUnpermute,
-    RmsNorm,
-    Swiglu,
-)
+from mindspore.ops.auto_generate import AddRmsNorm, RmsNorm, Swiglu
 
 from agent.backends.base import AttentionForm, CacheLayout, Operator, OpTable
 from agent.backends.native import parallel
 from agent.backends.native.attention import Attention, ChunkMask, Rotary, RotaryAndMask, causal_mask
-from agent.backends.native.linear import linear_parameters, matrix_product
-from agent.layers.parameter import MINDSPORE_DTYPES, unbound_parameter
+from agent.backends.native.experts import ExpertMLP
+from agent.backends.native.linear import expert_parameters, linear_parameters, matrix_product
+from agent.layers.parameter import unbound_parameter
 from agent.model_part import ModelPart
 from agent.weights.forms import LinearForm, LinearForms
 from agent.weights.storage import Array
 from llm_serving.model_families import Experts
-
-_COUNTS = 2
-"""MoeInitRoutingV2: how many tokens each expert has, rather than running sums."""
 
 
 class NativeOps(OpTable):
@@ -59,7 +49,13 @@ class NativeOps(OpTable):
         return unbound_parameter((num_experts, in_features), "float32")
 
     def expert_weight(self, num_experts: int, in_features: int, out_features: int) -> Any:
-        return unbound_parameter((num_experts, in_features, out_features), self.dtype)
+        return self._expert_parameter("weight", num_experts, in_features, out_features)
+
+    def expert_scale(self, num_experts: int, in_features: int, out_features: int) -> Any:
+        return self._expert_parameter("scale", num_experts, in_features, out_features)
+
+    def expert_offset(self, num_experts: int, in_features: int, out_features: int) -> Any:
+        return self._expert_parameter("offset", num_experts, in_features, out_features)
 
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         return (num_blocks, block_size, num_kv_heads, head_dim), self.dtype
@@ -83,7 +79,7 @@ class NativeOps(OpTable):
         return _GatedMLP(epsilon, self.forms.layers, self.dtype)
 
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
-        return _ExpertMLP(experts, epsilon, self.dtype)
+        return ExpertMLP(experts, epsilon, self.forms.experts, self.dtype)
 
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
         head = _LMHead(epsilon, self.forms.output, self.dtype)
@@ -104,6 +100,11 @@ class NativeOps(OpTable):
     def _parameter(self, name: str, in_features: int, out_features: int, *, output: bool) -> Any:
         form = self.forms.output if output else self.forms.layers
         found = linear_parameters(form, in_features, out_features, self.dtype).get(name)
+        return None if found is None else unbound_parameter(*found)
+
+    def _expert_parameter(self, name: str, num_experts: int, in_features: int, out_features: int) -> Any:
+        sizes = (num_experts, in_features, out_features)
+        found = expert_parameters(self.forms.experts, *sizes, self.dtype).get(name)
         return None if found is None else unbound_parameter(*found)
 
 
@@ -185,52 +186,6 @@ class _GatedMLP(nn.Cell):
     ) -> tuple[Tensor, Tensor]:
         both, total = self.gate_up(hidden, residual, gamma, gate_up, None, step)
         return self.product(self.activation(both), down), total
-
-
-class _ExpertMLP(nn.Cell):
-    """Rows are ordered by expert, go through two grouped matrix products, and come back weighted."""
-
-    def __init__(self, experts: Experts, epsilon: float, dtype: str) -> None:
-        super().__init__()
-        self.add_norm = AddRmsNorm()
-        self.epsilon = epsilon
-        self.matmul = ops.MatMul(transpose_b=True)
-        self.cast = ops.Cast()
-        self.choose = MoeGatingTopKSoftmax()
-        self.order = MoeInitRoutingV2()
-        self.grouped = GroupedMatmulV4()
-        self.activation = Swiglu()
-        self.restore = MoeTokenUnpermute()
-        self.sum = ops.ReduceSum(keep_dims=True)
-        self.divide = ops.RealDiv()
-        self.count, self.per_token, self.normalised = experts.count, experts.per_token, experts.normalised
-        self.dtype = MINDSPORE_DTYPES[dtype]
-        self.float32, self.int64 = MINDSPORE_DTYPES["float32"], MINDSPORE_DTYPES["int64"]
-
-    def construct(
-        self,
-        hidden: Tensor,
-        residual: Tensor,
-        gamma: Tensor,
-        weights: tuple[Tensor, Tensor, Tensor],
-        step: tuple[Tensor, ...],
-    ) -> tuple[Tensor, Tensor]:
-        router, gate_up, down = weights
-        normed, _, total = self.add_norm(hidden, residual, gamma, self.epsilon)
-        logits = self.matmul(self.cast(normed, self.float32), router)
-        shares, experts, _ = self.choose(logits, None, self.per_token)
-        if self.normalised:
-            shares = self.divide(shares, self.sum(shares, -1))
-        ordered, places, counts, _ = self.order(normed, experts, 0, 0, self.count, 0, _COUNTS, False)
-        groups = self.cast(counts, self.int64)
-        inner = self.activation(self._multiply(ordered, gate_up, groups))
-        out = self.restore(self._multiply(inner, down, groups), places, self.cast(shares, self.dtype), False, None)
-        return out, total
-
-    def _multiply(self, rows: Tensor, weights: Tensor, groups: Tensor) -> Tensor:
-        """One output (``split_item`` 3) of row groups (``group_type`` 0) of these sizes (``group_list_type`` 1)."""
-        none = (None, None, None, None, None, None)
-        return self.grouped([rows], [weights], *none, groups, None, None, None, 3, 0, 1)[0]
 
 
 class _LMHead(nn.Cell):

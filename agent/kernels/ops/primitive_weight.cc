@@ -1,5 +1,6 @@
 #include "primitive_weight.h"
 
+#include <algorithm>
 #include <cmath>
 #include <mutex>
 #include <shared_mutex>
@@ -62,6 +63,35 @@ int stored_integer(const PrimitiveWeight& weight, int64_t index) {
 
 constexpr int64_t kTile = 64;
 
+// [depth, columns] elements the other way round, a tile at a time.
+template <class T>
+void turn(const T* from, int64_t depth, int64_t columns, T* to) {
+  parallel_for(ceil_div(columns, kTile), [&](int64_t tile) {
+    const int64_t end = smaller(columns, (tile + 1) * kTile);
+    for (int64_t first = 0; first < depth; first += kTile) {
+      for (int64_t column = tile * kTile; column < end; ++column) {
+        for (int64_t k = first; k < smaller(depth, first + kTile); ++k) {
+          to[column * depth + k] = from[k * columns + column];
+        }
+      }
+    }
+  });
+}
+
+// [columns, depth] as pack_weight() takes them, of floats that lie the other way round.
+std::vector<char> turned_floats(const PrimitiveWeight& weight) {
+  const bool wide = weight.type == ValueType::kFloat32;
+  std::vector<char> out(static_cast<size_t>(weight.columns * weight.depth * (wide ? 4 : 2)));
+  if (wide) {
+    turn(static_cast<const uint32_t*>(weight.values), weight.depth, weight.columns,
+         reinterpret_cast<uint32_t*>(out.data()));
+  } else {
+    turn(static_cast<const uint16_t*>(weight.values), weight.depth, weight.columns,
+         reinterpret_cast<uint16_t*>(out.data()));
+  }
+  return out;
+}
+
 // [columns, depth] as pack_weight() takes them: int8, or int4 plus 8 in a byte each.
 std::vector<int8_t> column_integers(const PrimitiveWeight& weight) {
   std::vector<int8_t> out(static_cast<size_t>(weight.columns * weight.depth));
@@ -93,9 +123,10 @@ int check_offsets(const char* op, const PrimitiveWeight& weight, const std::vect
   return 0;
 }
 
-// value + offset = value + 8 - zero
+// value + offset = value + 8 - zero; none where all are the usual 8.
 std::vector<uint8_t> zero_points(const std::vector<float>& offsets) {
   std::vector<uint8_t> out;
+  if (std::all_of(offsets.begin(), offsets.end(), [](float offset) { return offset == 0; })) return out;
   out.reserve(offsets.size());
   for (const float offset : offsets) out.push_back(static_cast<uint8_t>(8 - offset));
   return out;
@@ -120,9 +151,9 @@ int pack_primitive(const char* op, const PrimitiveWeight& weight, void* blob) {
   source.depth = weight.depth;
   source.group = weight.group;
   if (is_float(weight.type)) {
-    if (weight.transposed == 0) return refuse_text(op, "a weight of floats must be [columns, depth]");
+    const std::vector<char> turned = weight.transposed == 0 ? turned_floats(weight) : std::vector<char>();
     source.source_dtype = static_cast<DType>(weight.type);
-    source.values = weight.values;
+    source.values = weight.transposed == 0 ? turned.data() : weight.values;
     return pack_weight(source, blob);
   }
   if (weight.type == ValueType::kInt4 && weight.float_products == 0) {

@@ -7,6 +7,7 @@
 //   WeightQuantBatchMatmul  int8, or int4 two to a byte along the      the same; (value + offset) * scale, scales and
 //                           last axis, the even one in the low half    offsets [columns], or by groups of the depth
 //                                                                      [groups, columns], transposed [columns, groups]
+//   GroupedMatmulV4         any of the three, for each of its weights  [depth, columns], not transposed
 //
 // A weight that never changes is packed once: `keep` says so. It is then known by the address of its values, and a
 // primitive that is called with this address must come with the very weight that was kept, or refuses. Other weights

@@ -1,9 +1,7 @@
-// The primitives of a mixture of experts: MoeGatingTopKSoftmax, MoeInitRoutingV2, GroupedMatmulV4, Swiglu,
-// GroupedMatmulV4, MoeTokenUnpermute, and TopkExt with which MindFormers' layers choose. Semantics as in the CANN
-// documentation of aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2, aclnnGroupedMatmulV4, aclnnMoeTokenUnpermute and
-// aclnnTopk.
+// The primitives of a mixture of experts: MoeGatingTopKSoftmax, MoeInitRoutingV2, GroupedMatmulV4 (grouped_matmul.cc),
+// Swiglu, GroupedMatmulV4, MoeTokenUnpermute, and TopkExt with which MindFormers' layers choose. Semantics as in the
+// CANN documentation of aclnnMoeGatingTopKSoftmax, aclnnMoeInitRoutingV2, aclnnMoeTokenUnpermute and aclnnTopk.
 #include <algorithm>
-#include <initializer_list>
 #include <numeric>
 #include <vector>
 
@@ -11,7 +9,6 @@
 #include "../common/thread_pool.h"
 #include "../common/types.h"
 #include "../ops/experts.h"
-#include "../ops/matmul_any.h"
 #include "call.h"
 
 namespace llmk {
@@ -119,52 +116,6 @@ int plugin_moe_init_routing(const Call& call) {
     const int64_t before = flag == 2 ? starts[expert] : 0;
     call.as<int32_t>(kTokens)[expert] = static_cast<int32_t>(starts[expert + 1] - before);
   }
-  return 0;
-}
-
-// x [rows, depth] and weight [groups, depth, columns], one tensor each, group_list int64 [groups] -> [rows, columns]:
-// the rows of a group times its weight. split_item 3 (one output), group_type 0 (rows); group_list_type 0: ends of the
-// groups, 1: their sizes.
-int plugin_grouped_matmul(const Call& call) {
-  enum { kX, kWeight, kGroupList = 8, kSplitItem = 12, kGroupType, kGroupListType, kActType, kOutputDtype, kOut };
-  for (int i = 2; i <= 11; ++i) {
-    if (i != kGroupList && call.is_tensor(i)) return refuse_text(call.op, "argument %d is not supported", i);
-  }
-  if (call.count != kOut + 1 || call.ndims[kX] != 2 || call.ndims[kWeight] != 3 || !call.is_tensor(kGroupList) ||
-      !call.has_dtype(kGroupList, "int64") || call.integer(kSplitItem) != 3 || call.integer(kGroupType) != 0 ||
-      call.integer(kActType) != 0 || std::strcmp(call.dtypes[kX], call.dtypes[kWeight]) != 0) {
-    return refuse_text(call.op,
-                       "takes one x [rows, depth], one weight [groups, depth, columns] of its type and an int64 "
-                       "group_list, with split_item 3, group_type 0, act_type 0");
-  }
-  const int64_t groups = call.dim(kWeight, 0), depth = call.dim(kWeight, 1), columns = call.dim(kWeight, 2);
-  const int64_t rows = call.dim(kX, 0), bytes = dtype_bytes(call.dtypes[kX]);
-  if (call.size(kGroupList) != groups || call.dim(kX, 1) != depth) {
-    return refuse_text(call.op, "%lld groups for %lld weights, depths %lld and %lld",
-                       static_cast<long long>(call.size(kGroupList)), static_cast<long long>(groups),
-                       static_cast<long long>(call.dim(kX, 1)), static_cast<long long>(depth));
-  }
-  int64_t begin = 0;
-  for (int64_t group = 0; group < groups; ++group) {
-    const int64_t given = call.as<int64_t>(kGroupList)[group],
-                  end = call.integer(kGroupListType) == 1 ? begin + given : given;
-    if (end < begin || end > rows) return refuse_index(call.op, "group_list", group, given, rows + 1);
-    if (end == begin) continue;
-    AnyMatMulArgs args{};
-    args.a = call.as<char>(kX) + begin * depth * bytes;
-    args.b = call.as<char>(kWeight) + group * depth * columns * bytes;
-    args.out = call.as<char>(kOut) + begin * columns * dtype_bytes(call.dtypes[kOut]);
-    args.rows = end - begin;
-    args.columns = columns;
-    args.depth = depth;
-    args.dtype = call.dtypes[kX];
-    args.out_dtype = call.dtypes[kOut];
-    const int error = any_matmul(call.op, args);
-    if (error != 0) return error;
-    begin = end;
-  }
-  std::memset(call.as<char>(kOut) + begin * columns * dtype_bytes(call.dtypes[kOut]), 0,
-              static_cast<size_t>((rows - begin) * columns * dtype_bytes(call.dtypes[kOut])));
   return 0;
 }
 

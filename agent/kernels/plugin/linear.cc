@@ -3,55 +3,14 @@
 //
 // Whatever the weight, the product is that of linear.h over its packed form: every element is added up in an order
 // fixed by the weight, not by the other rows. A weight that is kept (ops/primitive_weight.h) is packed already.
-#include <vector>
-
 #include "../common/kernel_table.h"
-#include "../common/thread_pool.h"
 #include "../ops/matmul_any.h"
 #include "../ops/primitive_weight.h"
 #include "call.h"
+#include "packed_product.h"
 
 namespace llmk {
 namespace {
-
-int64_t aligned(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
-
-// The packed form for one call: the kept one, or one made here.
-class Blob {
- public:
-  int find(const char* op, const PrimitiveWeight& weight) {
-    int error = 0;
-    data_ = kept_blob(op, weight, &error);
-    if (error != 0 || data_ != nullptr) return error;
-    const int64_t bytes = primitive_blob_bytes(weight);
-    if (bytes == 0) {
-      return refuse_text(op,
-                         "a weight of %lld columns, depth %lld and groups of %lld cannot be; groups are multiples of 8",
-                         static_cast<long long>(weight.columns), static_cast<long long>(weight.depth),
-                         static_cast<long long>(weight.group));
-    }
-    own_.resize(static_cast<size_t>(bytes) + 64);
-    void* start = own_.data() + (64 - reinterpret_cast<uintptr_t>(own_.data()) % 64) % 64;
-    data_ = start;
-    return pack_primitive(op, weight, start);
-  }
-  const void* data() const { return data_; }
-
- private:
-  const void* data_ = nullptr;
-  std::vector<char> own_;
-};
-
-LinearArgs linear_args(const void* blob, DType dtype, int64_t rows, void* out) {
-  LinearArgs args{};
-  args.weight = blob;
-  args.dtype = dtype;
-  args.rows = rows;
-  args.x_stride = header_of(blob).depth;
-  args.out_stride = header_of(blob).columns;
-  args.out = out;
-  return args;
-}
 
 // Integers and scales of a weight argument, whose type is int8 or int4; `transposed` as in PrimitiveWeight.
 int quantised_weight(const Call& call, int values, int scales, bool transposed, PrimitiveWeight* weight) {
@@ -76,43 +35,6 @@ int check_depth(const Call& call, int x, const PrimitiveWeight& weight) {
   if (call.ndims[x] == 2 && call.dim(x, 1) == weight.depth) return 0;
   return refuse_text(call.op, "x has %d dimensions, the last of %lld; it must be [rows, %lld] as the weight is",
                      call.ndims[x], static_cast<long long>(call.dim(x, -1)), static_cast<long long>(weight.depth));
-}
-
-int32_t sum_of(const int8_t* values, int64_t count) {
-  int32_t total = 0;
-  for (int64_t k = 0; k < count; ++k) total += values[k];
-  return total;
-}
-
-// Calls function(row) for every row of `depth` elements, over threads where that pays.
-template <class Function>
-void for_rows(int64_t rows, int64_t depth, const Function& function) {
-  const int64_t rows_per_task = larger(1, (1 << 15) / larger(depth, 1));
-  parallel_for(ceil_div(rows, rows_per_task), [&](int64_t task) {
-    for (int64_t row = task * rows_per_task; row < smaller(rows, (task + 1) * rows_per_task); ++row) function(row);
-  });
-}
-
-// Rows quantised by a primitive, as the linear kernel takes them: whole cache lines, with the sum of each.
-QuantizedRows given_rows(const int8_t* x, const float* scales, int64_t rows, int64_t depth) {
-  const int64_t stride = aligned(depth);
-  const bool direct = stride == depth;
-  char* memory = static_cast<char*>(
-      thread_scratch(kScratchQuantized, aligned(rows * 4) + (direct ? 0 : rows * stride)));
-  QuantizedRows result{};
-  result.stride = stride;
-  result.groups = 1;
-  result.scales = const_cast<float*>(scales);
-  result.sums = reinterpret_cast<int32_t*>(memory);
-  int8_t* copies = reinterpret_cast<int8_t*>(memory + aligned(rows * 4));
-  result.values = direct ? const_cast<int8_t*>(x) : copies;
-  for_rows(rows, depth, [&](int64_t row) {
-    result.sums[row] = sum_of(x + row * depth, depth);
-    if (direct) return;
-    std::memcpy(copies + row * stride, x + row * depth, static_cast<size_t>(depth));
-    std::memset(copies + row * stride + depth, 0, static_cast<size_t>(stride - depth));
-  });
-  return result;
 }
 
 }  // namespace
@@ -172,16 +94,16 @@ int plugin_dynamic_quant(const Call& call) {
   PackedWeightHeader header{};
   header.format = WeightFormat::kInt8;
   header.depth = depth;
-  const int64_t stride = aligned(depth);
+  const int64_t stride = whole_lines(depth);
   const bool direct = stride == depth;
   char* memory = static_cast<char*>(
-      thread_scratch(kScratchQuantized, aligned(rows * 4) + (direct ? 0 : rows * stride)));
+      thread_scratch(kScratchQuantized, whole_lines(rows * 4) + (direct ? 0 : rows * stride)));
   QuantizedRows result{};
   result.stride = stride;
   result.groups = 1;
   result.scales = call.as<float>(kScale);
   result.sums = reinterpret_cast<int32_t*>(memory);
-  result.values = direct ? call.as<int8_t>(kY) : reinterpret_cast<int8_t*>(memory + aligned(rows * 4));
+  result.values = direct ? call.as<int8_t>(kY) : reinterpret_cast<int8_t*>(memory + whole_lines(rows * 4));
   const int64_t row_bytes = depth * size_of(call.dtype(kX));
   for_rows(rows, depth, [&](int64_t row) {
     kernels().quantize_row(call.dtype(kX), call.as<char>(kX) + row * row_bytes, result, row, &header);

@@ -1,0 +1,215 @@
+// GroupedMatmulV4: the products of a mixture of experts. Semantics as in the CANN documentation of
+// aclnnGroupedMatmulV4, for Atlas A2 (docs/ascend.md).
+//
+//   x [rows, depth], ordered by group, and weight [groups, depth, columns], one tensor each, group_list int64 [groups]
+//   ->   [rows, columns]: the rows of a group times its weight
+//
+//   x                 weight         scales, offsets
+//   float, bfloat16,  x's type                                                               x @ weight
+//   int8              int8           scale [groups, columns], per_token_scale float32 [rows] (x @ weight) * scale *
+//                                                                                            per_token_scale
+//   float, bfloat16,  int8 or int4   antiquant_scale and antiquant_offset of x's type        x @ ((weight + offset) *
+//                                    [groups, columns], with int4 also [groups, n, columns]    scale)
+//                                    for n equal parts of the depth
+//
+// split_item 3 (one output), group_type 0 (rows); group_list_type 0: ends of the groups, 1: their sizes.
+//
+// Every group's product is that of linear.h over the packed form of its weight, as those of linear.cc are: an element
+// is added up in an order fixed by the weight, whichever rows are beside it. Floats that are not kept are multiplied
+// by matmul_any.h, which turns them round at each call.
+#include <cstring>
+
+#include "../common/dtype_bytes.h"
+#include "../common/kernel_table.h"
+#include "../ops/matmul_any.h"
+#include "call.h"
+#include "packed_product.h"
+
+namespace llmk {
+namespace {
+
+enum Argument {
+  kX, kWeight, kBias, kScale, kOffset, kAntiquantScale, kAntiquantOffset, kPerTokenScale, kGroupList, kActivationInput,
+  kActivationScale, kActivationOffset, kSplitItem, kGroupType, kGroupListType, kActType, kOutputDtype, kOut, kArguments
+};
+
+// The weights of all groups, equally long one after the other.
+struct GroupedWeight {
+  PrimitiveWeight first;
+  int64_t groups, value_bytes, scale_bytes;  // bytes of one group
+
+  PrimitiveWeight of(int64_t group) const {
+    PrimitiveWeight weight = first;
+    weight.values = static_cast<const char*>(first.values) + group * value_bytes;
+    if (first.scales != nullptr) weight.scales = static_cast<const char*>(first.scales) + group * scale_bytes;
+    if (first.offsets != nullptr) weight.offsets = static_cast<const char*>(first.offsets) + group * scale_bytes;
+    return weight;
+  }
+};
+
+bool is_integer(const Call& call, int argument) {
+  return call.has_dtype(argument, "int8") || call.has_dtype(argument, "int4");
+}
+
+int check_call(const Call& call) {
+  for (const int i : {kBias, kOffset, kActivationInput, kActivationScale, kActivationOffset}) {
+    if (call.count == kArguments && call.is_tensor(i)) return refuse_text(call.op, "argument %d is not supported", i);
+  }
+  if (call.count != kArguments || call.ndims[kX] != 2 || call.ndims[kWeight] != 3 || !call.is_tensor(kGroupList) ||
+      !call.has_dtype(kGroupList, "int64") || call.integer(kSplitItem) != 3 || call.integer(kGroupType) != 0 ||
+      call.integer(kActType) != 0) {
+    return refuse_text(call.op,
+                       "takes one x [rows, depth], one weight [groups, depth, columns] and an int64 group_list, with "
+                       "split_item 3, group_type 0, act_type 0");
+  }
+  return 0;
+}
+
+// Which of the forms above, by the types of x and weight; the scales that go with another are refused.
+int check_form(const Call& call) {
+  const bool whole = call.has_dtype(kX, "int8") && call.has_dtype(kWeight, "int8");
+  const bool weight_only = call.dtype(kX) != DType::kUnsupported && is_integer(call, kWeight);
+  const bool floats = std::strcmp(call.dtypes[kX], call.dtypes[kWeight]) == 0 && !whole;
+  const bool quantised = call.is_tensor(kScale) && call.is_tensor(kPerTokenScale);
+  const bool antiquantised = call.is_tensor(kAntiquantScale) && call.is_tensor(kAntiquantOffset);
+  const bool any = call.is_tensor(kScale) || call.is_tensor(kPerTokenScale);
+  const bool any_antiquant = call.is_tensor(kAntiquantScale) || call.is_tensor(kAntiquantOffset);
+  if (whole && quantised && !any_antiquant && call.has_dtype(kPerTokenScale, "float32")) {
+    const int error = check_float(call, kOut);
+    return error != 0 ? error : check_float(call, kScale);
+  }
+  if (weight_only && antiquantised && !any) {
+    int error = check_equal_dtype(call, kX, kAntiquantScale);
+    if (error == 0) error = check_equal_dtype(call, kX, kAntiquantOffset);
+    return error != 0 ? error : check_equal_dtype(call, kX, kOut);
+  }
+  if (floats && !any && !any_antiquant) return 0;
+  return refuse_text(call.op,
+                     "x of %s and a weight of %s: one type without scales; int8 with scale and a float32 "
+                     "per_token_scale; or floats by int8 or int4 with antiquant_scale and antiquant_offset",
+                     call.dtypes[kX], call.dtypes[kWeight]);
+}
+
+// Shapes and numbers of scales; sets the group of the depth that shares one, 0 for all.
+int check_scales(const Call& call, int scales, int offsets, const GroupedWeight& all, int64_t* group) {
+  const PrimitiveWeight& weight = all.first;
+  const int64_t parts = call.ndims[scales] == 3 && weight.type == ValueType::kInt4 ? call.dim(scales, 1) : 1;
+  const int64_t wanted = all.groups * parts * weight.columns;
+  if (parts < 1 || weight.depth % parts != 0 || call.dim(scales, 0) != all.groups ||
+      call.dim(scales, -1) != weight.columns || call.size(scales) != wanted ||
+      (offsets != 0 && call.size(offsets) != wanted)) {
+    return refuse_text(call.op,
+                       "%lld scales in %d dimensions for %lld weights of depth %lld and %lld columns; they must be "
+                       "[weights, columns], or with int4 [weights, parts, columns] for equal parts of the depth, and "
+                       "offsets as many",
+                       static_cast<long long>(call.size(scales)), call.ndims[scales],
+                       static_cast<long long>(all.groups), static_cast<long long>(weight.depth),
+                       static_cast<long long>(weight.columns));
+  }
+  *group = call.ndims[scales] == 3 ? weight.depth / parts : 0;
+  return 0;
+}
+
+int describe(const Call& call, GroupedWeight* all) {
+  const bool int4 = call.has_dtype(kWeight, "int4"), weight_only = call.is_tensor(kAntiquantScale);
+  PrimitiveWeight& weight = all->first;
+  all->groups = call.dim(kWeight, 0);
+  weight.values = call.data[kWeight];
+  weight.depth = call.dim(kWeight, 1);
+  weight.columns = call.dim(kWeight, 2) * (int4 ? 2 : 1);
+  if (call.size(kGroupList) != all->groups || call.dim(kX, 1) != weight.depth) {
+    return refuse_text(call.op, "%lld groups for %lld weights, depths %lld and %lld",
+                       static_cast<long long>(call.size(kGroupList)), static_cast<long long>(all->groups),
+                       static_cast<long long>(call.dim(kX, 1)), static_cast<long long>(weight.depth));
+  }
+  if (!is_integer(call, kWeight)) {
+    weight.type = static_cast<ValueType>(call.dtype(kWeight));
+    all->value_bytes = weight.depth * weight.columns * dtype_bytes(call.dtypes[kWeight]);
+    return 0;
+  }
+  const int scales = weight_only ? kAntiquantScale : kScale, offsets = weight_only ? kAntiquantOffset : 0;
+  weight.type = int4 ? ValueType::kInt4 : ValueType::kInt8;
+  weight.scales = call.data[scales];
+  weight.offsets = weight_only ? call.data[offsets] : nullptr;
+  weight.scale_type = static_cast<int32_t>(call.dtype(scales));
+  weight.float_products = weight_only ? 1 : 0;
+  all->value_bytes = weight.depth * weight.columns / (int4 ? 2 : 1);
+  all->scale_bytes = call.size(scales) / larger(all->groups, 1) * size_of(call.dtype(scales));
+  const int error = check_scales(call, scales, offsets, *all, &weight.group);
+  if (error != 0 || weight_only || call.size(kPerTokenScale) == call.dim(kX, 0)) return error;
+  return refuse_text(call.op, "%lld scales of tokens for %lld rows", static_cast<long long>(call.size(kPerTokenScale)),
+                     static_cast<long long>(call.dim(kX, 0)));
+}
+
+// Rows [begin, end) by one group's weight as it lies there, whatever its type.
+int plain_product(const Call& call, const PrimitiveWeight& weight, int64_t begin, int64_t end) {
+  AnyMatMulArgs args{};
+  args.a = call.as<char>(kX) + begin * weight.depth * dtype_bytes(call.dtypes[kX]);
+  args.b = weight.values;
+  args.out = call.as<char>(kOut) + begin * weight.columns * dtype_bytes(call.dtypes[kOut]);
+  args.rows = end - begin;
+  args.columns = weight.columns;
+  args.depth = weight.depth;
+  args.dtype = call.dtypes[kX];
+  args.out_dtype = call.dtypes[kOut];
+  return any_matmul(call.op, args);
+}
+
+// Rows [begin, end); `quantized` has all rows of x, or none where x is floats.
+int group_product(const Call& call, const PrimitiveWeight& weight, const QuantizedRows* quantized, int64_t begin,
+                  int64_t end) {
+  Blob blob;
+  if (weight.scales == nullptr) {
+    int error = 0;
+    const bool known = call.dtype(kX) != DType::kUnsupported && kept_blob(call.op, weight, &error) != nullptr;
+    if (error != 0) return error;
+    if (!known) return plain_product(call, weight, begin, end);
+  }
+  const int error = blob.find(call.op, weight);
+  if (error != 0) return error;
+  const DType dtype = call.dtype(kOut);
+  LinearArgs linear = linear_args(blob.data(), dtype, end - begin,
+                                  call.as<char>(kOut) + begin * weight.columns * size_of(dtype));
+  QuantizedRows rows{};
+  if (quantized == nullptr) {
+    linear.x = call.as<char>(kX) + begin * weight.depth * size_of(dtype);
+  } else {
+    rows = *quantized;
+    rows.values += begin * rows.stride;
+    rows.scales += begin;
+    rows.sums += begin;
+    linear.quantized = &rows;
+  }
+  kernels().linear(linear);
+  return 0;
+}
+
+}  // namespace
+
+// The primitive of the table above; rows behind the last group become zeros.
+int plugin_grouped_matmul(const Call& call) {
+  GroupedWeight all{};
+  int error = check_call(call);
+  if (error == 0) error = check_form(call);
+  if (error == 0) error = describe(call, &all);
+  if (error != 0) return error;
+  const int64_t rows = call.dim(kX, 0);
+  QuantizedRows quantized{};
+  const bool given = call.has_dtype(kX, "int8") && call.is_tensor(kScale) && rows > 0;
+  if (given) quantized = given_rows(call.as<int8_t>(kX), call.as<float>(kPerTokenScale), rows, all.first.depth);
+  int64_t begin = 0;
+  for (int64_t group = 0; group < all.groups; ++group) {
+    const int64_t told = call.as<int64_t>(kGroupList)[group],
+                  end = call.integer(kGroupListType) == 1 ? begin + told : told;
+    if (end < begin || end > rows) return refuse_index(call.op, "group_list", group, told, rows + 1);
+    if (end == begin) continue;
+    error = group_product(call, all.of(group), given ? &quantized : nullptr, begin, end);
+    if (error != 0) return error;
+    begin = end;
+  }
+  const int64_t row_bytes = all.first.columns * dtype_bytes(call.dtypes[kOut]);
+  std::memset(call.as<char>(kOut) + begin * row_bytes, 0, static_cast<size_t>((rows - begin) * row_bytes));
+  return 0;
+}
+
+}  // namespace llmk
