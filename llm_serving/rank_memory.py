@@ -133,14 +133,19 @@ def _activation_bytes(config: Config, shape: ModelShape) -> int:
 
 
 def _expert_bytes(config: Config, shape: ModelShape) -> int:
-    """Rows grouped by expert, as often as each is chosen; the fused operators take so many rows at a time."""
-    rows = config.max_num_batched_tokens
+    """Rows grouped by expert, as often as each is chosen. The fused operators take so many rows at a time: what goes
+    in, the product of gate and up, what comes out in float32. The native ones have gate and up besides, and in int8
+    what goes into both products once more."""
     if shape.experts is None:
         return 0
+    rows, hidden, inner = config.max_num_batched_tokens, shape.hidden_size, shape.experts.intermediate_size
     if config.op_table == "fused":
-        rows = min(rows, EXPERT_PIECE_ROWS)
-    per_row = (shape.hidden_size + shape.experts.intermediate_size) * config.dtype_bytes
-    return rows * shape.experts.per_token * (per_row + shape.hidden_size * FLOAT32_BYTES)
+        per_row = (hidden + inner) * config.dtype_bytes + hidden * FLOAT32_BYTES
+        return min(rows, EXPERT_PIECE_ROWS) * shape.experts.per_token * per_row
+    per_row = (2 * hidden + 3 * inner) * config.dtype_bytes
+    if config.weight_format == "int8":
+        per_row += hidden + inner + 2 * FLOAT32_BYTES
+    return rows * shape.experts.per_token * per_row
 
 
 def _logit_bytes(config: Config, part: _Part) -> int:

@@ -70,7 +70,8 @@ def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Pac
     """The forms that ``packing`` asks for, of weights that are stored as ``source`` has them. Reads no values.
 
     An output to a vocabulary larger than ``MAX_WEIGHT_ONLY_SIZE`` stays floats where the primitive has that limit, as
-    does one to an odd vocabulary in int4, and one that is the embedding always. Raises ConfigError where the primitives cannot do what is asked.
+    does one to an odd vocabulary in int4, and one that is the embedding always. Raises ConfigError where the primitives
+    cannot do what is asked.
     """
     if packing.weight_format in ("auto", *FLOAT_FORMATS):
         return LinearForms()

@@ -174,7 +174,7 @@ def test_experts_that_are_stored_otherwise_than_those_before_are_refused() -> No
     stored = {part.name: tensor for part in specs[0].parts}
     with pytest.raises(ConfigError, match=r"layers.1.mlp.down.weight is stored otherwise than the experts before it"):
         linear_forms(specs, Stored(stored), Packing("int4"))
-    with pytest.raises(ConfigError, match="parts of layers.0.mlp.down.weight are stored in different formats"):
+    with pytest.raises(ConfigError, match=r"the parts of .* are stored in different formats"):
         linear_forms(specs, Stored(dict([*stored.items()][:1])), Packing("int4"))
     grouped = replace(tensor, scheme=Scheme("int8", 32))
     with pytest.raises(ConfigError, match="GroupedMatmulV4 has one scale an output where weights are int8"):

@@ -31,10 +31,10 @@ PAIRS = {
     "int4 stored": Setup(2, 1, "float16", "native", "int4"),
 }
 MODELS = {
-    "int8": ("tiny_llama", "llama_linear_mqa", "llama_yarn_bias", "gqa_tied", "qwen3_tied"),
-    "int8_weight_only": ("llama3_rope", "qwen2_tied"),
-    "int4": ("mha", "gqa_tied", "llama3_rope"),
-    "int8 stored": ("mha",),
+    "int8": ("tiny_llama", "llama_linear_mqa", "llama_yarn_bias", "gqa_tied", "qwen3_tied", "qwen3_moe"),
+    "int8_weight_only": ("llama3_rope", "qwen2_tied", "mixtral"),
+    "int4": ("mha", "gqa_tied", "llama3_rope", "qwen3_moe"),
+    "int8 stored": ("mha", "mixtral"),
     "int4 stored": ("mha",),
 }
 """With a key-value head that both have, uneven columns, biases before and after the sum, and tied output layers."""

@@ -111,9 +111,10 @@ def test_a_wide_output_of_the_native_operators_is_integers_where_it_is_shared(tm
 
 
 def test_experts_and_windows(tmp_path: Path) -> None:
-    def plan(op_table: str, **changes: object) -> MemoryPlan:
+    def plan(op_table: str, fmt: str = "auto", **changes: object) -> MemoryPlan:
         folder = write_model_folder(tmp_path / str(len(list(tmp_path.iterdir()))), **changes)  # type: ignore[arg-type]
         overrides = ["model_config.model_dtype=bfloat16", f"model_config.op_table={op_table}"]
+        overrides += [f"model_config.weight_format={fmt}", "model_config.weight_group=32"]
         config = load_config("llama_tiny_cpu.yaml", [f"model_config.model_path={folder}", *overrides])
         return estimate_memory(config, PLENTY)
 
@@ -124,7 +125,12 @@ def test_experts_and_windows(tmp_path: Path) -> None:
     assert fused.bytes_of("weights") - plain.bytes_of("weights") == 2 * 2 * (3 * 64 * (8 * 48 - 160) + 8 * 64)
     grouped = 3 * ((64 + 48) * 2 + 64 * 4)
     assert fused.bytes_of("activations") - plain.bytes_of("activations") == 256 * grouped, "256 rows at a time"
+    grouped = 3 * (2 * 64 + 3 * 48) * 2
     assert native.bytes_of("activations") - plain.bytes_of("activations") == 2048 * grouped
+    integers = plan("native", "int8", **moe)
+    assert integers.bytes_of("activations") - native.bytes_of("activations") == 2048 * 3 * (64 + 48 + 8)
+    linear = 2 * (2 * 64 * 64 + 2 * 64 * 32) + 2 * 8 * 3 * 64 * 48 + 300 * 64
+    assert native.bytes_of("weights") - integers.bytes_of("weights") == linear
     mistral = {"architectures": ["MistralForCausalLM"], "sliding_window": 100}
     assert plan("fused", **mistral).bytes_of("activations") == plain.bytes_of("activations")
     masks = plan("native", **mistral).bytes_of("activations") - plain.bytes_of("activations")

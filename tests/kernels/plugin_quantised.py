@@ -16,7 +16,7 @@ from mindspore import Tensor, nn
 from mindspore.ops import auto_generate
 from plugin_semantics import DTYPES, any_dtype, assert_rounded, dynamic, exact, examples, ints, seeds, values
 
-from agent.kernels.library import hold_failures, take_failure
+from agent.kernels.library import hold_failures, num_threads, set_threads, take_failure
 from agent.kernels.primitive_weights import KeptWeights, PrimitiveWeight
 from agent.layers.parameter import as_tensor, bind, unbound_parameter
 from agent.weights.storage import from_float32
@@ -249,6 +249,168 @@ def test_a_kept_int4_weight_is_the_same_weight(
         np.testing.assert_array_equal(exact(graph(x[:1])), exact(out)[:1])
     finally:
         kept.close()
+
+
+class Grouped(nn.Cell):
+    """A grouped product by parameters that live in arrays, in one of the forms of ``agent.weights.forms``."""
+
+    def __init__(self, form: str, weight: np.ndarray, scale: np.ndarray, offset: np.ndarray, dtype: str) -> None:
+        super().__init__()
+        self.primitive = auto_generate.GroupedMatmulV4()
+        self.form = form
+        stored = {"float": dtype, "int4": "int4"}.get(form, "int8")
+        self.weight, self.values = _bound(weight, stored)
+        if form == "float":
+            return
+        scale_type = "float32" if scale.dtype == np.float32 else dtype
+        self.scale, self.scales = _bound(scale, scale_type)
+        self.offset, self.offsets = _bound(offset, dtype)
+
+    def construct(self, x: Any, token_scale: Any, groups: Any) -> Any:
+        end = (groups, None, None, None, 3, 0, 1)
+        if self.form == "float":
+            return self.primitive([x], [self.weight], None, None, None, None, None, None, *end)[0]
+        if self.form == "int8":
+            scales = ([self.scale], None, None, None, [token_scale])
+            return self.primitive([x], [self.weight], None, *scales, *end)[0]
+        scales = ([self.scale], [self.offset])
+        return self.primitive([x], [self.weight], None, None, None, *scales, None, *end)[0]
+
+
+GROUPED_FORMS = ("float", "int8", "int8_weight_only", "int4", "int4 rows")
+
+
+class GroupedCase:
+    """Random numbers of one form: experts' weights [experts, depth, columns], and what they are exactly. ``int4 rows``
+    has a scale and a zero point for each output; ``int4`` scales for groups, without."""
+
+    def __init__(self, form: str, dtype: str, seed: int, sizes: tuple[int, int, int], group: int) -> None:
+        self.form, self.dtype = form.removesuffix(" rows"), dtype
+        self.rng = rng = np.random.default_rng(seed)
+        self.experts, self.depth, self.columns = experts, depth, columns = sizes
+        self.group = group if form == "int4" else 0
+        shape = (experts, depth // self.group, columns) if self.group else (experts, columns)
+        low, high = (-8, 8) if self.form == "int4" else (-128, 128)
+        integers = rng.integers(low, high, sizes)
+        scale = rng.uniform(0.001, 0.1, shape).astype(np.float32)
+        self.scale_type = "float32" if form == "int8" and dtype == "float16" else dtype
+        self.scale = from_float32(scale, self.scale_type)
+        offset = rng.integers(-8, 9, shape) * (form == "int4 rows")
+        self.offset = from_float32(offset.astype(np.float32), dtype)
+        self.weight = integers.astype(np.int8)
+        if self.form == "int4":
+            self.weight = ((integers[..., 0::2] & 15) | (integers[..., 1::2] << 4)).astype(np.int8)
+        repeat = self.group or depth
+        spread = [np.repeat(a.reshape(experts, -1, columns), repeat, 1) for a in (self.exact_scale(), offset)]
+        self.exact = (integers + spread[1]) * spread[0]
+        if self.form == "float":
+            self.weight = from_float32(rng.standard_normal(sizes).astype(np.float32), dtype)
+            self.exact = exact(as_tensor(self.weight))
+
+    def exact_scale(self) -> np.ndarray:
+        return exact(as_tensor(self.scale))
+
+    def graph(self) -> Grouped:
+        graph = Grouped(self.form, self.weight, self.scale, self.offset, self.dtype)
+        x = dynamic(None, None, dtype=ms.int8 if self.form == "int8" else DTYPES[self.dtype])
+        graph.set_inputs(x, dynamic(None, dtype=ms.float32), dynamic(None, dtype=ms.int64))
+        return graph
+
+    def rows(self, counts: np.ndarray) -> tuple[Tensor, Tensor, np.ndarray]:
+        """Rows ordered by expert, the scales of tokens, and what they are exactly."""
+        count = int(counts.sum())
+        token_scale = self.rng.uniform(1e-4, 0.1, count).astype(np.float32)
+        if self.form == "int8":
+            integers = self.rng.integers(-128, 128, (count, self.depth)).astype(np.int8)
+            return Tensor(integers), Tensor(token_scale), integers * token_scale[:, None].astype(np.float64)
+        x, x_exact = values(self.rng, count, self.depth, dtype=self.dtype)
+        return x, Tensor(token_scale), x_exact
+
+    def wanted(self, x_exact: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        owner = np.repeat(np.arange(self.experts), counts)
+        return np.stack([row @ self.exact[expert] for row, expert in zip(x_exact, owner, strict=True)])
+
+    def kept(self, graph: Grouped) -> PrimitiveWeight:
+        if self.form == "float":
+            return PrimitiveWeight(graph.values, self.dtype, transposed=False)
+        int4, weight_only = self.form == "int4", self.form != "int8"
+        return PrimitiveWeight(
+            graph.values, "int4" if int4 else "int8", False, graph.scales, graph.offsets if weight_only else None,
+            self.scale_type, self.group, float_products=weight_only,
+        )  # fmt: skip
+
+
+any_sizes = st.tuples(
+    st.integers(1, 5), st.integers(1, 5).map(lambda n: 32 * n), st.integers(1, 50).map(lambda n: 2 * n)
+)
+
+
+@examples
+@given(st.sampled_from(GROUPED_FORMS), any_dtype, seeds, any_sizes, st.booleans())
+def test_grouped_matmul(form: str, dtype: str, seed: int, sizes: tuple[int, int, int], whole: bool) -> None:
+    """The rows of a group times its weight: floats; (x @ weight) * scale * per_token_scale of integers; or
+    x @ ((weight + antiquant_offset) * antiquant_scale), in groups of the depth or in one. Some have no rows."""
+    case = GroupedCase(form, dtype, seed, sizes, sizes[1] if whole else 32)
+    counts = case.rng.integers(0, 5, case.experts)
+    counts[case.rng.integers(case.experts)] += 1
+    x, token_scale, x_exact = case.rows(counts)
+    out = case.graph()(x, token_scale, Tensor(counts.astype(np.int64)))
+    assert_rounded(out, case.wanted(x_exact, counts), dtype, slack=1e-5)
+
+
+@pytest.mark.parametrize("form", GROUPED_FORMS)
+@pytest.mark.parametrize("dtype", sorted(DTYPES))
+def test_kept_experts_are_the_same_experts(form: str, dtype: str) -> None:
+    """Packed before, their numbers not to be read any more; and a row is the same bits alone, in any company and with
+    any number of threads."""
+    case = GroupedCase(form, dtype, 5, (6, 160, 150), 32)
+    graph, counts = case.graph(), np.array([3, 0, 40, 1, 0, 7])
+    x, token_scale, x_exact = case.rows(counts)
+    kept, threads = KeptWeights(), num_threads()
+    kept.keep(case.kept(graph), release=True)
+    try:
+        out = graph(x, token_scale, Tensor(counts))
+        assert_rounded(out, case.wanted(x_exact, counts), dtype, slack=1e-5)
+        for number, places in enumerate(
+            ([0], [42], [2, 43], [44, 45, 50], [1, 5, 20, 43, 46], range(3, 43), range(51))
+        ):
+            set_threads(1 + number % 3)
+            owners = np.repeat(np.arange(6), counts)[places]
+            some = (Tensor(np.ascontiguousarray(each.asnumpy()[places])) for each in (x, token_scale))
+            part = graph(*some, Tensor(np.bincount(owners, minlength=6)))
+            np.testing.assert_array_equal(exact(part), exact(out)[places])
+    finally:
+        set_threads(threads)
+        kept.close()
+
+
+def test_rows_behind_the_last_group_are_zeros() -> None:
+    case = GroupedCase("int8", "float16", 6, (2, 64, 32), 0)
+    x, token_scale, x_exact = case.rows(np.array([2, 5]))
+    out = exact(case.graph()(x, token_scale, Tensor([2, 3])))
+    np.testing.assert_array_equal(out[5:], 0)
+    np.testing.assert_allclose(out[:5], case.wanted(x_exact[:5], np.array([2, 3])), rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"scale": np.ones((2, 31), np.float32)}, "62 scales in 2 dimensions for 2 weights of depth 64 and 32 columns"),
+        ({"token_scale": np.ones(6, np.float32)}, "6 scales of tokens for 7 rows"),
+        ({"counts": [3, 5]}, "group_list[1] is 5; it must be from 0 to 7"),
+        ({"counts": [3, 2, 2]}, "3 groups for 2 weights"),
+    ],
+)
+def test_grouped_products_that_do_not_fit_are_refused(
+    change: dict[str, Any], problem: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    case = GroupedCase("int8", "float16", 7, (2, 64, 32), 0)
+    x, token_scale, _ = case.rows(np.array([3, 4]))
+    case.scale = change.get("scale", case.scale)
+    graph = Grouped(case.form, case.weight, case.scale, case.offset, case.dtype)
+    given = (x, Tensor(change.get("token_scale", token_scale.asnumpy())), Tensor(change.get("counts", [3, 4])))
+    assert refusing(lambda: graph(*given)) == "GroupedMatmulV4"
+    assert problem in capfd.readouterr().err
 
 
 def test_a_kept_weight_with_other_scales_is_refused(capfd: pytest.CaptureFixture[str]) -> None:

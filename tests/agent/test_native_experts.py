@@ -1,0 +1,146 @@
+"""Quantised experts of the native op table: against Hugging Face's tokens, against the same weights multiplied out
+beforehand in NumPy, and bit for bit however a step is cut. Several agents: test_native_quantised_groups.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from agent_group import Setup, run_group
+from golden_files import golden_of
+from position_bits import check_position_bits
+from safetensors.numpy import load_file, save_file
+
+from agent.weights.storage import from_float32, to_float32
+from tools.seeded_families import FAMILY_VARIANTS
+from tools.seeded_model import Variant, write_model
+
+pytestmark = pytest.mark.timeout(600)
+
+MODELS = ("qwen3_moe", "mixtral")
+"""With a layer that has no experts, and with a window."""
+SETUPS = {
+    fmt: Setup(1, 1, dtype, "native", fmt)
+    for fmt, dtype in (("int8", "bfloat16"), ("int8_weight_only", "float16"), ("int4", "float16"))
+}
+LEAST_AGREEMENT = {"int8": 0.97, "int8_weight_only": 0.97, "int4": 0.55}
+"""Share of tokens among the oracle's best four."""
+GROUP = 32
+"""Inputs that share a scale of int4: ``weight_group`` of ``step_config``."""
+_QUANTISED = re.compile(r"_proj\.weight$|\.experts\.\d+\.w[123]\.weight$|^lm_head\.weight$")
+
+Results = dict[str, Any]
+
+
+def same_values(variant: Variant) -> Variant:
+    """Weights in float32, so that multiplying out rounds nothing."""
+    return Variant(variant.config, variant.seed, "float32", 1, variant.logit_scale)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
+    """Of every model: as it is, or multiplied out, of one format."""
+
+    @cache
+    def made(kind: str) -> dict[str, Path]:
+        scratch = tmp_path_factory.mktemp(kind)
+        for model in MODELS:
+            write_model(same_values(FAMILY_VARIANTS[model]), scratch / model)
+            if kind != "plain":
+                multiply_out(scratch / model, kind)
+        return {model: scratch / model for model in MODELS}
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def runs(folders: Callable[[str], dict[str, Path]]) -> Callable[[Setup, str], Results]:
+    @cache
+    def known(setup: str, kind: str) -> Results:
+        return run_group(by_name[setup], folders(kind))[0]
+
+    by_name: dict[str, Setup] = {}
+
+    def run(setup: Setup, kind: str = "plain") -> Results:
+        by_name[str(setup)] = setup
+        return known(str(setup), kind)
+
+    return run
+
+
+def multiply_out(folder: Path, fmt: str) -> None:
+    """Put in place of every weight what the format makes of it: integers to nearest, times scales in float16."""
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, values in tensors.items():
+        if not _QUANTISED.search(name) or (fmt == "int4" and len(values) % 2):
+            continue
+        largest, group = (7, GROUP) if fmt == "int4" else (127, values.shape[1])
+        grouped = values.reshape(len(values), -1, group)
+        scale = to_float32(
+            from_float32(np.abs(grouped).max(-1, keepdims=True) / np.float32(largest), "float16"), "float16"
+        )
+        tensors[name] = (np.clip(np.rint(grouped / scale), -largest, largest) * scale).reshape(values.shape)
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("fmt", SETUPS)
+def test_a_position_gives_the_same_bits_however_it_is_computed(
+    runs: Callable[..., Results], fmt: str, model: str
+) -> None:
+    check_position_bits(runs(SETUPS[fmt])[model]["invariance"])
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("fmt", SETUPS)
+def test_they_say_nearly_what_the_oracle_says(runs: Callable[..., Results], fmt: str, model: str) -> None:
+    near = [
+        token in best
+        for case, tokens in zip(golden_of(model)["cases"], runs(SETUPS[fmt])[model]["forced"], strict=True)
+        for token, best in zip(tokens, case["top_ids"], strict=True)
+    ]
+    assert sum(near) >= LEAST_AGREEMENT[fmt] * len(near)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("fmt", ["int8_weight_only", "int4"])
+def test_integers_times_scales_are_what_is_multiplied_by(runs: Callable[..., Results], fmt: str, model: str) -> None:
+    """The fused operators in float32, over weights that were multiplied out, give nearly the same logits, and unlike
+    ones over the weights as they were."""
+    found = runs(SETUPS[fmt])[model]["best"]
+    errors = {
+        kind: differences(found, runs(Setup(1, 1, "float32", "fused"), kind)[model]["best"], model)
+        for kind in (fmt, "plain")
+    }
+    print(f"{model} {fmt}: median {np.median(errors[fmt]):.4f}, 98 % {np.quantile(errors[fmt], 0.98):.4f}, plain "
+          f"{np.median(errors['plain']):.4f}")  # fmt: skip
+    assert np.median(errors[fmt]) < 0.005
+    assert np.median(errors["plain"]) > 2 * np.median(errors[fmt])
+
+
+def differences(found: Any, wanted: Any, model: str) -> list[float]:
+    """Of the logits of the ids that both have among their best, over the standard deviation of the oracle's."""
+    out = []
+    for case, ours, theirs in zip(golden_of(model)["cases"], found, wanted, strict=True):
+        for (our_ids, our_logits), (ids, logits) in zip(ours, theirs, strict=True):
+            other = dict(zip(ids, logits, strict=True))
+            out += [
+                abs(a - other[i]) / case["logit_std"] for i, a in zip(our_ids, our_logits, strict=True) if i in other
+            ]
+    return out
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_int8_rounds_activations_as_the_fused_operators_do(runs: Callable[..., Results], model: str) -> None:
+    """Integers by integers: as near to them as roundings to bfloat16 let it be."""
+    found = runs(SETUPS["int8"])[model]["best"]
+    wanted = runs(Setup(1, 1, "bfloat16", "fused", "int8"))[model]["best"]
+    errors = differences(found, wanted, model)
+    print(f"{model} int8: median {np.median(errors):.4f}, 98 % {np.quantile(errors, 0.98):.4f}")
+    assert np.median(errors) < 0.05
