@@ -21,11 +21,13 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import auto_generate
 
 from agent.backends.native import attention as native_attention
+from agent.backends.native import experts as native_experts
 from agent.backends.native import linear as native_linear
 from agent.backends.native import ops as native
 from agent.step_graph import dynamic_cell
 from agent.weights.forms import LinearForm
 from llm_serving.config import ParallelConfig
+from llm_serving.model_families import Experts
 from tools.ascend_graph.front_end import ascend_config, compile_graphs, forms_of, set_up
 from tools.ascend_graph.listing import list_graph
 from tools.ascend_graph.rules import check_graph
@@ -45,6 +47,20 @@ INT8, INT4, INT8_WEIGHTS = (
 QWEN3 = replace(CONFIG, shape=replace(GQA, architecture="Qwen3ForCausalLM", query_key_norm=True))
 PAIR = replace(CONFIG, parallel_config=ParallelConfig(tensor_parallel=2))
 INT8_PAIR, INT4_PAIR = (replace(config, parallel_config=PAIR.parallel_config) for config in (INT8, INT4))
+MOE = replace(
+    QWEN3,
+    shape=replace(
+        QWEN3.shape, architecture="Qwen3MoeForCausalLM", experts=Experts(8, 3, 128, normalised=True, dense_layers=(1,))
+    ),
+)
+INT8_MOE, INT4_MOE, INT8_WEIGHTS_MOE = (
+    replace(MOE, model_config=replace(CONFIG.model_config, weight_format=name))
+    for name in ("int8", "int4", "int8_weight_only")
+)
+BFLOAT16_MOE = replace(INT8_MOE, model_config=replace(INT8_MOE.model_config, model_dtype="bfloat16"))
+INT8_MOE_PAIR, INT4_MOE_PAIR = (
+    replace(config, parallel_config=PAIR.parallel_config) for config in (INT8_MOE, INT4_MOE)
+)
 STAGES = replace(CONFIG, parallel_config=ParallelConfig(pipeline_parallel=2))
 
 
@@ -108,6 +124,62 @@ class ScaledTwice(native_linear._DynamicProduct):
 class ScaleForOffset(native_linear._WeightOnlyProduct):
     def construct(self, x: Any, weight: Any) -> Any:
         return self.multiply(x, weight[0], weight[1], weight[1], None, None, None)
+
+
+class RowsScaledTwice(native_experts._DynamicProducts):
+    """The scales of rows that were quantised already."""
+
+    def construct(self, rows: Any, weight: Any, groups: Any) -> Any:
+        integers, _ = self.quantise(rows, None)
+        _, scales = self.quantise(rows * 2, None)
+        return self.multiply(
+            (integers,),
+            (weight[0],),
+            None,
+            (weight[1],),
+            None,
+            None,
+            None,
+            (scales,),
+            groups,
+            None,
+            None,
+            None,
+            3,
+            0,
+            1,
+        )[0]
+
+
+class EndsOfGroups(native_experts._FloatProducts):
+    """Where the groups end, of what counts their rows."""
+
+    def construct(self, rows: Any, weight: Any, groups: Any) -> Any:
+        return self.multiply((rows,), (weight,), None, None, None, None, None, None, groups, None, None, None, 3, 0, 0)[
+            0
+        ]
+
+
+class WithoutOffsets(native_experts._WeightOnlyProducts):
+    def construct(self, rows: Any, weight: Any, groups: Any) -> Any:
+        return self.multiply(
+            (rows,), (weight[0],), None, None, None, (weight[1],), None, None, groups, None, None, None, 3, 0, 1
+        )[0]
+
+
+def in_experts(name: str, replacement: Any) -> Any:
+    return mock.patch.object(native_experts, name, replacement)
+
+
+def other_expert_parameters(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    real = native_linear.expert_parameters
+    return patched("expert_parameters", lambda *given: change(real(*given)))
+
+
+def turned_scales(found: dict[str, Any]) -> dict[str, Any]:
+    """[experts, out, groups]"""
+    (experts, groups, columns), dtype = found["scale"]
+    return found | {"scale": ((experts, columns, groups), dtype)}
 
 
 def weight_only(**settings: Any) -> Any:
@@ -259,6 +331,33 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
     "outputs": ("decode", CONFIG, lambda: patched("_LMHead", TwoOutputs)),
     "int8, sums of an agent's part": ("decode", INT8_PAIR, lambda: mock.patch.object(native.parallel, "Sum", OwnPart)),
     "int4, scales of the whole": ("decode", INT4_PAIR, lambda: other_parameters(scales_of_all)),
+    "experts, scales of other rows": ("decode", INT8_MOE, lambda: in_experts("_DynamicProducts", RowsScaledTwice)),
+    "experts, type of scales": (
+        "decode",
+        BFLOAT16_MOE,
+        lambda: other_expert_parameters(lambda found: found | {"scale": (found["scale"][0], "float32")}),
+    ),
+    "experts, weights the other way round": (
+        "decode",
+        INT8_MOE,
+        lambda: other_expert_parameters(
+            lambda found: found | {"weight": (tuple(found["weight"][0][i] for i in (0, 2, 1)), "int8")}
+        ),
+    ),
+    "experts, scales turned round": ("decode", INT4_MOE, lambda: other_expert_parameters(turned_scales)),
+    "experts, bytes for pairs": (
+        "decode",
+        INT4_MOE,
+        lambda: other_expert_parameters(lambda found: found | {"weight": (found["weight"][0], "int8")}),
+    ),
+    "experts, no offsets": ("decode", INT8_WEIGHTS_MOE, lambda: in_experts("_WeightOnlyProducts", WithoutOffsets)),
+    "experts, ends of groups": ("prefill", MOE, lambda: in_experts("_FloatProducts", EndsOfGroups)),
+    "experts, running sums": ("chunked", INT4_MOE, lambda: in_experts("_COUNTS", 1)),
+    "experts, sums of an agent's part": (
+        "decode",
+        INT8_MOE_PAIR,
+        lambda: mock.patch.object(native.parallel, "Sum", OwnPart),
+    ),
     "sums of an agent's part": ("decode", PAIR, lambda: mock.patch.object(native.parallel, "Sum", OwnPart)),
 }
 
@@ -310,6 +409,9 @@ def main() -> None:
     alone = (CONFIG, SQUARE, MISTRAL, QWEN2, QWEN3, INT8, INT4, INT8_WEIGHTS)
     shared = (PAIR, INT8_PAIR, INT4_PAIR, STAGES)
     right = [line for config in (*alone, *shared) for kind in kinds for line in findings(kind, config)]
+    experts = (MOE, INT8_MOE, BFLOAT16_MOE, INT4_MOE, INT8_WEIGHTS_MOE, INT8_MOE_PAIR, INT4_MOE_PAIR)
+    right += [line for config in experts for line in findings("decode", config)]
+    right += [line for kind in kinds[:2] for line in findings(kind, INT8_MOE)]
     results = {"right": right} | {name: planted(name) for name in MISTAKES}
     results |= {f"devices, {kind}": only_on_one_device(kind) for kind in kinds}
     plain = listing()

@@ -46,6 +46,15 @@ CAUGHT = {
     "int4, scales of the whole": "WeightQuantBatchMatmul of layer 0: scale is f16[8,384]; it must be f16[4,384]",
     "int8 weights, scales for offsets": "WeightQuantBatchMatmul of layer 0: offset is given; there is none",
     "int8 weights, no transpose": "refused: ",
+    "experts, scales of other rows": "of layer 0: the scales of the tokens are not those of the DynamicQuantExt that x",
+    "experts, type of scales": "GroupedMatmulV4 of layer 0: scale is f32[8,256]; it must be bf16[8,256]",
+    "experts, weights the other way round": "refused: For 'GroupedMatmulV4'",
+    "experts, scales turned round": "of layer 0: antiquant_scale is f16[8,256,4]; it must be f16[8,4,256]",
+    "experts, bytes for pairs": "refused: For 'GroupedMatmulV4'",
+    "experts, no offsets": "GroupedMatmulV4 of layer 0: antiquant_offset is missing in int8_weight_only",
+    "experts, ends of groups": "GroupedMatmulV4 of layer 0: group_list_type is 0; it must be 1",
+    "experts, running sums": "of layer 0: expert_tokens_count_or_cumsum_flag is 1; it must be 2",
+    "experts, sums of an agent's part": "0 x AllReduce for 2 layers; there should be 5",
 }
 
 

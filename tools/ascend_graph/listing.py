@@ -20,7 +20,8 @@ STEP, OUTPUT = "step", "output"
 
 
 class Wiring:
-    """Which node an operand really is: through tuples, loads of parameters and orderings of side effects."""
+    """Which node an operand really is: through tuples, lists of one, loads of parameters and orderings of side
+    effects."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -41,6 +42,8 @@ class Wiring:
             node = self._nodes[operand.name]
             if node.primitive == "TupleGetItem":
                 index = node.operands[1].value
+            elif node.primitive == "MakeTuple" and len(node.operands) == 1:
+                index = None
             elif node.primitive != "Load" and not (node.primitive == "Depend" and self._is_state(node.operands[1])):
                 break
             operand = node.operands[0]

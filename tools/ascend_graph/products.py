@@ -31,10 +31,12 @@ class ProductRules:
         """The output to the vocabulary belongs to no layer."""
         return self._forms.output if node.layer is None else self._forms.layers
 
-    def counts(self, layers: int, *, with_output: bool) -> dict[str, int]:
-        """How many there are of each primitive: four products a layer, and the output's where the stage has it."""
+    def counts(self, layers: int, *, with_experts: int, with_output: bool) -> dict[str, int]:
+        """How many there are of each primitive: four products a layer, two where it has experts, and the output's where
+        the stage has it."""
         counts = dict.fromkeys([*PRODUCT.values(), "DynamicQuantExt"], 0)
-        for form, times in ((self._forms.layers, 4 * layers), (self._forms.output, int(with_output))):
+        products = 4 * layers - 2 * with_experts
+        for form, times in ((self._forms.layers, products), (self._forms.output, int(with_output))):
             counts[PRODUCT[form.format]] += times
             counts["DynamicQuantExt"] += times if form.format == "int8" else 0
         return counts

@@ -12,6 +12,7 @@ import numpy as np
 from agent.model_part import ModelPart
 from agent.weights.forms import LinearForms
 from llm_serving.config import Config
+from tools.ascend_graph.experts import EXPERT_PRIMITIVES, ExpertRules
 from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Graph, Node, Operand, TensorType
 from tools.ascend_graph.products import PRODUCT, TYPES, ProductRules
@@ -73,6 +74,7 @@ class _Rules:
         self._calls = list(self._wiring.calls())
         self._dtype = TYPES[config.model_config.model_dtype]
         self._products = ProductRules(self._wiring, forms, config.model_config.model_dtype)
+        self._experts = ExpertRules(self._wiring, forms.experts, self._shape, config.model_config.model_dtype)
         self._floats = forms.layers.format == "float"
         heads, kv_heads, dim = self._shape.num_attention_heads, self._shape.num_key_value_heads, self._shape.head_dim
         self._query, self._key = heads * dim, kv_heads * dim
@@ -88,10 +90,11 @@ class _Rules:
             "ApplyRotaryPosEmb": self._check_rotary,
             "AddRmsNorm": self._check_norm,
         } | dict.fromkeys(PRODUCT.values(), self._products.problems)
+        checks |= self._experts.checks
         for node in self._calls:
-            if node.primitive in checks:
-                for problem in checks[node.primitive](node):
-                    yield f"{node.primitive} of {_where(node)}: {problem}"
+            check = self._experts.router_problems if self._experts.is_router(node) else checks.get(node.primitive)
+            for problem in check(node) if check is not None else ():
+                yield f"{node.primitive} of {_where(node)}: {problem}"
 
     def _check_inputs(self) -> Iterator[str]:
         wanted = {name: TensorType("i32", (-1,) * rank) for name, rank in _INPUTS.items()}
@@ -105,7 +108,9 @@ class _Rules:
 
     def _check_primitives(self) -> Iterator[str]:
         names = [node.primitive for node in self._calls]
-        for name in sorted(set(names) - PRIMITIVES - (SHARING_PRIMITIVES if self._part.is_split else frozenset())):
+        known = PRIMITIVES | (SHARING_PRIMITIVES if self._part.is_split else frozenset())
+        known |= frozenset() if self._shape.experts is None else EXPERT_PRIMITIVES
+        for name in sorted(set(names) - known):
             yield f"the primitive {name} is not one whose kernels are known to be right on an Ascend"
         layers = self._shape.num_layers
         attention = "FlashAttentionScore" if self._kind == "prefill" else "PagedAttention"
@@ -115,7 +120,9 @@ class _Rules:
         adds = layers * (self._shape.attention_bias + self._shape.output_bias) + (not is_last)
         counts |= {"RmsNorm": norms, "AddRmsNorm": 2 * layers - (not is_last), "Add": adds}
         counts |= {"AllReduce": (2 * layers + 1) * is_split, "AllGather": int(is_last and is_split)}
-        counts |= self._products.counts(layers, with_output=is_last)
+        routers, others = self._experts.num_routers, self._experts.num_quantised_inputs
+        counts |= self._products.counts(layers, with_experts=routers, with_output=is_last) | self._experts.counts()
+        counts |= {"MatMul": counts["MatMul"] + routers, "DynamicQuantExt": counts["DynamicQuantExt"] + others}
         for name, count in counts.items():
             if names.count(name) != count:
                 yield f"{names.count(name)} x {name} for {layers} layers; there should be {count}"
@@ -125,13 +132,16 @@ class _Rules:
         weights: dict[str, tuple[int, ...]] = {
             "attention.qkv.weight": (self._query + 2 * self._key, shape.hidden_size),
             "attention.output.weight": (shape.hidden_size, self._query),
+        }
+        mlp = {
             "mlp.gate_up.weight": (2 * shape.intermediate_size, shape.hidden_size),
             "mlp.down.weight": (shape.hidden_size, shape.intermediate_size),
         }
-        weights = weights if self._floats else {}  # integers: where they are multiplied by
-        weights |= {"input_norm.weight": (shape.hidden_size,), "post_attention_norm.weight": (shape.hidden_size,)}
+        norms = {"input_norm.weight": (shape.hidden_size,), "post_attention_norm.weight": (shape.hidden_size,)}
         for layer in range(shape.num_layers):
-            for name, sizes in weights.items():
+            # Experts, and integers: where they are multiplied by.
+            linears = (weights if shape.has_experts(layer) else weights | mlp) if self._floats else {}
+            for name, sizes in (linears | norms).items():
                 full = f"layers.{layer}.{name}"
                 yield from _differs(full, self._graph.parameters.get(full), TensorType(self._dtype, sizes))
         table = TensorType(self._dtype, (self._part.vocab_stride, shape.hidden_size))

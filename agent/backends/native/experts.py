@@ -23,7 +23,9 @@ from llm_serving.model_families import Experts
 _COUNTS = 2
 """MoeInitRoutingV2: how many tokens each expert has, rather than running sums."""
 _ONE_OUTPUT, _ROWS, _SIZES = 3, 0, 1
-"""GroupedMatmulV4: ``split_item``, ``group_type`` and ``group_list_type``."""
+"""GroupedMatmulV4: ``split_item``, ``group_type`` and ``group_list_type``. Its operands are x, weight, bias, scale,
+offset, antiquant_scale, antiquant_offset, pre_token_scale, group_list, three of an activation, and these. They are
+written out one by one: behind a star the graph forgets which layer a call belongs to."""
 
 
 def grouped_product(form: LinearForm) -> Operator:
@@ -40,8 +42,10 @@ class _FloatProducts(nn.Cell):
         self.multiply = GroupedMatmulV4()
 
     def construct(self, rows: Tensor, weight: Tensor, groups: Tensor) -> Tensor:
-        none = (None, None, None, None, None, None)
-        return self.multiply([rows], [weight], *none, groups, None, None, None, _ONE_OUTPUT, _ROWS, _SIZES)[0]
+        return self.multiply(
+            (rows,), (weight,), None, None, None, None, None, None,
+            groups, None, None, None, _ONE_OUTPUT, _ROWS, _SIZES,
+        )[0]  # fmt: skip
 
 
 class _DynamicProducts(nn.Cell):
@@ -53,8 +57,10 @@ class _DynamicProducts(nn.Cell):
 
     def construct(self, rows: Tensor, weight: tuple[Tensor, Tensor], groups: Tensor) -> Tensor:
         integers, scales = self.quantise(rows, None)
-        given = ([integers], [weight[0]], None, [weight[1]], None, None, None, [scales])
-        return self.multiply(*given, groups, None, None, None, _ONE_OUTPUT, _ROWS, _SIZES)[0]
+        return self.multiply(
+            (integers,), (weight[0],), None, (weight[1],), None, None, None, (scales,),
+            groups, None, None, None, _ONE_OUTPUT, _ROWS, _SIZES,
+        )[0]  # fmt: skip
 
 
 class _WeightOnlyProducts(nn.Cell):
@@ -65,8 +71,10 @@ class _WeightOnlyProducts(nn.Cell):
         self.multiply = GroupedMatmulV4()
 
     def construct(self, rows: Tensor, weight: tuple[Tensor, Tensor, Tensor], groups: Tensor) -> Tensor:
-        given = ([rows], [weight[0]], None, None, None, [weight[1]], [weight[2]], None)
-        return self.multiply(*given, groups, None, None, None, _ONE_OUTPUT, _ROWS, _SIZES)[0]
+        return self.multiply(
+            (rows,), (weight[0],), None, None, None, (weight[1],), (weight[2],), None,
+            groups, None, None, None, _ONE_OUTPUT, _ROWS, _SIZES,
+        )[0]  # fmt: skip
 
 
 class ExpertMLP(nn.Cell):

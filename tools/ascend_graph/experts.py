@@ -1,0 +1,182 @@
+"""The rules for a mixture of experts: how rows get to the experts and back, and the grouped products by weights of
+floats, or of integers in the forms of ``agent.weights.forms`` (sources: docs/ascend.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from agent.backends.native.linear import expert_parameters
+from agent.weights.forms import LinearForm
+from llm_serving.model_families import Experts
+from llm_serving.model_shape import ModelShape
+from tools.ascend_graph.listing import Wiring
+from tools.ascend_graph.mind_ir import Node, Operand, TensorType
+from tools.ascend_graph.products import TYPES
+
+EXPERT_PRIMITIVES = frozenset(
+    {"GroupedMatmulV4", "MoeGatingTopKSoftmax", "MoeInitRoutingV2", "InnerMoeTokenUnpermute", "RealDiv", "ReduceSum"}
+)
+"""Those that only a mixture of experts has. InnerMoeTokenUnpermute is what MoeTokenUnpermute becomes."""
+ROUTER = "mlp.router.weight"
+_OPERANDS = (
+    "x", "weight", "bias", "scale", "offset", "antiquant_scale", "antiquant_offset", "pre_token_scale", "group_list",
+    "activation_input", "activation_quant_scale", "activation_quant_offset",
+)  # fmt: skip
+"""Of GroupedMatmulV4, before its settings."""
+_SETTINGS = {"split_item": 3, "group_type": 0, "group_list_type": 1, "act_type": 0}
+"""One output, groups of rows, their sizes, no activation."""
+_ROUTING = {"active_num": 0, "expert_capacity": 0, "drop_pad_mode": 0, "expert_tokens_count_or_cumsum_flag": 2}
+"""Nothing is dropped or padded, and an expert's rows are counted."""
+
+Found = tuple[str, str, int]
+"""A parameter, the other kind of value or the primitive that an operand comes from, its name, and which result."""
+
+
+class ExpertRules:
+    """What is wrong with one primitive of a layer with experts."""
+
+    def __init__(self, wiring: Wiring, form: LinearForm, shape: ModelShape, dtype: str) -> None:
+        """``shape``: of the agent's part; ``dtype``: of the activations, as ``model_dtype`` names it."""
+        self._wiring, self._form, self._hidden, self._dtype = wiring, form, shape.hidden_size, dtype
+        self._experts = shape.experts or Experts(0, 0, 0, normalised=False)
+        self._layers = sum(shape.has_experts(layer) for layer in range(shape.num_layers))
+        self.checks: dict[str, Callable[[Node], Iterator[str]]] = {
+            "MoeGatingTopKSoftmax": self._choice_problems,
+            "MoeInitRoutingV2": self._order_problems,
+            "GroupedMatmulV4": self._product_problems,
+            "InnerMoeTokenUnpermute": self._return_problems,
+        }
+
+    def counts(self) -> dict[str, int]:
+        """How many there are of each primitive that only experts have; the router is a MatMul besides, and in ``int8``
+        there is a DynamicQuantExt for each product."""
+        layers = self._layers
+        norms = layers if self._experts.normalised else 0
+        chain = dict.fromkeys(("MoeGatingTopKSoftmax", "MoeInitRoutingV2", "InnerMoeTokenUnpermute"), layers)
+        return chain | {"GroupedMatmulV4": 2 * layers, "RealDiv": norms, "ReduceSum": norms}
+
+    @property
+    def num_routers(self) -> int:
+        return self._layers
+
+    @property
+    def num_quantised_inputs(self) -> int:
+        return 2 * self._layers if self._form.format == "int8" else 0
+
+    def is_router(self, node: Node) -> bool:
+        return node.primitive == "MatMul" and self._wiring.source(node.operands[1])[0].name.endswith(ROUTER)
+
+    def router_problems(self, node: Node) -> Iterator[str]:
+        """The router's MatMul is float32, whatever the weights are."""
+        weight, _ = self._wiring.source(node.operands[1])
+        wanted = TensorType("f32", (self._experts.count, self._hidden))
+        if weight.type != wanted or [each.value for each in node.operands[2:4]] != [False, True]:
+            yield f"the router is {weight.type}; it must be {wanted}, with transpose_b"
+        if node.results != (TensorType("f32", (-1, self._experts.count)),):
+            yield f"gives {node.results[0]}; a router's logits are float32"
+
+    def _choice_problems(self, node: Node) -> Iterator[str]:
+        x, finished, k = self._wiring.operands(node)
+        source = self._wiring.node_of(x)
+        if source is None or not self.is_router(source):
+            yield "does not choose by the router's logits"
+        if finished.value is not None or k.value != self._experts.per_token:
+            yield f"chooses {k.value} experts; a token has {self._experts.per_token}, and no token is finished"
+
+    def _order_problems(self, node: Node) -> Iterator[str]:
+        operands = self._wiring.operands(node)
+        names = ("x", "expert_idx", "active_num", "expert_capacity", "expert_num", "drop_pad_mode",
+                 "expert_tokens_count_or_cumsum_flag", "expert_tokens_before_capacity_flag")  # fmt: skip
+        given = dict(zip(names, operands, strict=True))
+        if self._origin(given["expert_idx"])[::2] != ("MoeGatingTopKSoftmax", 1):
+            yield "expert_idx is not the choice of MoeGatingTopKSoftmax"
+        wanted = _ROUTING | {"expert_num": self._experts.count}
+        for name, value in wanted.items():
+            if given[name].value != value:
+                yield f"{name} is {given[name].value}; it must be {value}"
+
+    def _return_problems(self, node: Node) -> Iterator[str]:
+        tokens, places, shares = self._wiring.operands(node)[:3]
+        if self._origin(tokens)[0] != "GroupedMatmulV4":
+            yield "the tokens do not come from GroupedMatmulV4"
+        if self._origin(places)[::2] != ("MoeInitRoutingV2", 1):
+            yield "sorted_indices are not the places of MoeInitRoutingV2"
+        source = self._wiring.node_of(shares)
+        wanted = TensorType(TYPES[self._dtype], (-1, self._experts.per_token))
+        if source is None or source.results[0] != wanted:
+            yield f"probs are {None if source is None else source.results[0]}; they must be {wanted}"
+
+    def _product_problems(self, node: Node) -> Iterator[str]:
+        operands = self._wiring.operands(node)
+        given = dict(zip(_OPERANDS, operands, strict=False))
+        settings = dict(zip(_SETTINGS, operands[len(_OPERANDS) :], strict=False))
+        for name, value in _SETTINGS.items():
+            if settings[name].value != value:
+                yield f"{name} is {settings[name].value}; it must be {value}"
+        yield from self._group_problems(given["group_list"])
+        yield from self._rows_problems(given)
+        present = {"x", "weight", "group_list", *self._scales().values()}
+        present |= {"pre_token_scale"} if self._form.format == "int8" else set()
+        for name, operand in given.items():
+            is_given = operand.kind != "constant" or operand.value is not None
+            if is_given != (name in present):
+                yield f"{name} is {'given; there is none' if is_given else 'missing'} in {self._form.format}"
+        yield from self._parameter_problems(node, given)
+
+    def _scales(self) -> dict[str, str]:
+        """Our parameters by the operands that they are."""
+        if self._form.format == "float":
+            return {}
+        if self._form.format == "int8":
+            return {"scale": "scale"}
+        return {"scale": "antiquant_scale", "offset": "antiquant_offset"}
+
+    def _group_problems(self, groups: Operand) -> Iterator[str]:
+        cast = self._wiring.node_of(groups)
+        if cast is None or cast.primitive != "Cast" or cast.results[0].dtype != "i64":
+            yield "group_list is not int64"
+        elif self._origin(cast.operands[0])[::2] != ("MoeInitRoutingV2", 2):
+            yield "group_list does not come from the counts of MoeInitRoutingV2"
+
+    def _rows_problems(self, given: dict[str, Operand]) -> Iterator[str]:
+        """Rows come ordered, or from the activation behind the product before; integers with their own scales."""
+        rows = given["x"]
+        if self._form.format == "int8":
+            primitive, name, index = self._origin(rows)
+            scales = self._origin(given["pre_token_scale"])
+            if (primitive, index) != ("DynamicQuantExt", 0):
+                yield "x does not come from DynamicQuantExt"
+                return
+            if scales != (primitive, name, 1):
+                yield "the scales of the tokens are not those of the DynamicQuantExt that x comes from"
+            node = self._wiring.node_of(rows)
+            assert node is not None, "it was found above"
+            rows = self._wiring.operands(node)[0]
+        wanted = ("Swiglu", 0) if self._place(given["weight"]) == "mlp.down" else ("MoeInitRoutingV2", 0)
+        if self._origin(rows)[::2] != wanted:
+            yield f"the rows do not come from {wanted[0]}"
+
+    def _parameter_problems(self, node: Node, given: dict[str, Operand]) -> Iterator[str]:
+        """All of one layer, of the shapes and types of the form."""
+        place, inner = self._place(given["weight"]), self._experts.intermediate_size
+        depth, columns = (inner, self._hidden) if place == "mlp.down" else (self._hidden, 2 * inner)
+        wanted = expert_parameters(self._form, self._experts.count, depth, columns, self._dtype)
+        stem = f"layers.{node.layer}.{place}"
+        for name, operand in ({"weight": "weight"} | self._scales()).items():
+            source, _ = self._wiring.source(given[operand])
+            shape, dtype = wanted[name]
+            if source.kind != "parameter" or source.type != TensorType(TYPES[dtype], shape):
+                yield f"{operand} is {source.type or source.kind}; it must be {TensorType(TYPES[dtype], shape)}"
+            elif source.name != f"{stem}.{name}":
+                yield f"{operand} is the parameter {source.name}, not {stem}.{name}"
+        if node.results != (TensorType(TYPES[self._dtype], (-1, columns)),):
+            yield f"gives {node.results[0]}; it must be {TensorType(TYPES[self._dtype], (-1, columns))}"
+
+    def _place(self, weight: Operand) -> str:
+        """``mlp.gate_up`` or ``mlp.down``."""
+        return "mlp.down" if self._wiring.source(weight)[0].name.endswith("mlp.down.weight") else "mlp.gate_up"
+
+    def _origin(self, operand: Operand) -> Found:
+        source, index = self._wiring.source(operand)
+        node = self._wiring.node_of(source)
+        return (source.kind if node is None else node.primitive, source.name, index or 0)
