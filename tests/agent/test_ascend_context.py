@@ -20,6 +20,7 @@ from agent.model_part import ModelPart
 from agent.warm_up import captured_steps
 from llm_serving.config import Config, load_config
 from llm_serving.errors import AgentStartError, ConfigError
+from llm_serving.model_families import Experts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -246,6 +247,14 @@ def test_what_the_attention_kernels_do_not_take(
     shape = replace(config.shape, head_dim=head_dim, num_attention_heads=heads, num_key_value_heads=kv_heads)
     with pytest.raises(AgentStartError, match=problem):
         check_limits(replace(config, shape=shape))
+
+
+def test_more_experts_than_a_grouped_product_takes() -> None:
+    config = published()
+    many = Experts(1025, 8, 64, normalised=True)
+    with pytest.raises(AgentStartError, match=r"has 1025 experts a layer; GroupedMatmulV4 on an Ascend takes 1024 at"):
+        check_limits(replace(config, shape=replace(config.shape, experts=many)))
+    check_limits(replace(config, shape=replace(config.shape, experts=replace(many, count=1024))))
 
 
 def test_a_window_that_sequences_outgrow() -> None:

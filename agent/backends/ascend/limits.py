@@ -1,4 +1,4 @@
-"""What the attention kernels of an Ascend take, checked before anything is loaded. Sources: docs/ascend.md."""
+"""What the kernels of an Ascend take, checked before anything is loaded. Sources: docs/ascend.md."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ MAX_BLOCK_ELEMENTS = 128 * 128
 """PagedAttention: block_size x size of a head, at most."""
 MAX_HEAD_GROUP = 128
 """PagedAttention: query heads that share a key-value head, at most."""
+MAX_EXPERTS = 1024
+"""GroupedMatmulV4: weights in one, at most."""
 
 
 def check_limits(config: Config) -> None:
@@ -29,6 +31,11 @@ def check_limits(config: Config) -> None:
         raise AgentStartError(
             f"{group} query heads of the model share a key-value head; PagedAttention on an Ascend takes "
             f"{MAX_HEAD_GROUP} at most: {other_device}"
+        )
+    if shape.experts is not None and shape.experts.count > MAX_EXPERTS:
+        raise AgentStartError(
+            f"the model has {shape.experts.count} experts a layer; GroupedMatmulV4 on an Ascend takes {MAX_EXPERTS} at "
+            f"most: {other_device}"
         )
     window = shape.sliding_window
     if 0 < window < config.max_model_len:
