@@ -92,7 +92,7 @@ class ReplicatedEngine:
         self.step(4)  # what is still underway of void steps
         self.router.check_integrity()
         assert self.log.named("error") == []
-        assert self.router.num_free_blocks == self.router.num_blocks
+        assert self.router.figures.num_free_blocks == self.router.figures.num_blocks
 
     def whole(self, name: str) -> RequestOutput:
         return merge_outputs(self.outputs[name])

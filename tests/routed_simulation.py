@@ -97,9 +97,9 @@ class RoutedSimulation(SimulatedClients):
 
     def _check_busy(self) -> None:
         """While a request waits for a replica, every replica that serves has work."""
-        if self.router.num_unplaced:
+        if self.router.figures.num_unplaced:
             for index, replica in enumerate(self.replicas):
-                assert not (replica.is_ready and replica.scheduler.is_idle), f"replica {index} idles"
+                assert not (replica.is_ready and replica.scheduler.scheduler.is_idle), f"replica {index} idles"
 
     def _some(self, condition: Callable[[FakeReplica], Any]) -> FakeReplica | None:
         able = [replica for replica in self.replicas if condition(replica)]
@@ -193,8 +193,8 @@ class RoutedSimulation(SimulatedClients):
         replica.scheduler.agent_lost(self.now)
         replica.is_ready = False
         inner = self.inner[index]
-        assert (inner.num_steps_in_flight, inner.num_requests) == (0, 0)
-        assert inner.num_free_blocks == inner.num_blocks
+        assert (inner.figures.num_steps_in_flight, inner.num_requests) == (0, 0)
+        assert inner.figures.num_free_blocks == inner.figures.num_blocks
         self.check()
 
     def revive(self, index: int) -> None:
@@ -205,17 +205,17 @@ class RoutedSimulation(SimulatedClients):
     def check(self) -> None:
         """Every request is in exactly one place, and every scheduler is whole."""
         super().check()
-        assert self.router.num_waiting >= 0
+        assert self.router.figures.num_waiting >= 0
         assert len(self.requests) - len(self.ended) == len(self.router._entries)
 
     def check_quiet(self) -> None:
-        router = self.router
-        assert router.num_free_blocks == router.num_blocks
+        figures = self.router.figures
+        assert figures.num_free_blocks == figures.num_blocks
         for scheduler in self.inner:
             assert scheduler.is_idle
             assert scheduler._kv_cache.num_free_host_blocks == self.limits.num_host_blocks
             scheduler._kv_cache.check_cache()
-        assert (router.num_running, router.num_waiting, router.num_swapped, router.num_unplaced) == (0, 0, 0, 0)
+        assert (figures.num_running, figures.num_waiting, figures.num_swapped, figures.num_unplaced) == (0, 0, 0, 0)
         self.check_texts(self.limits.max_model_len)
 
 

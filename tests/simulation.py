@@ -82,7 +82,7 @@ class Simulation(SimulatedClients):
     def _check_busy(self) -> None:
         """Nothing in flight: then there is no work, or a batch waits for company, for as long as it is told to."""
         scheduler, limits = self.scheduler, self.limits
-        if scheduler.num_steps_in_flight or scheduler.is_idle:
+        if scheduler.figures.num_steps_in_flight or scheduler.is_idle:
             self._idle_until = None
             return
         patience = limits.batch_waiting_time + limits.decode_batch_waiting_time
@@ -177,8 +177,8 @@ class Simulation(SimulatedClients):
         self.seen["agents lost"] += 1
         self.answers.clear()
         self.scheduler.agent_lost(self.now)
-        assert self.scheduler.num_steps_in_flight == 0
-        assert self.scheduler.num_free_blocks == self.scheduler.num_blocks
+        assert self.scheduler.figures.num_steps_in_flight == 0
+        assert self.scheduler.figures.num_free_blocks == self.scheduler.figures.num_blocks
         self.check()
 
     def take(self, updates: list[RequestUpdate]) -> None:
@@ -192,9 +192,9 @@ class Simulation(SimulatedClients):
     def check(self) -> None:
         """What holds at any time: blocks and rows are conserved, and no block of an unanswered step is free."""
         super().check()
-        scheduler = self.scheduler
-        assert 0.0 <= scheduler.kv_waste <= 1.0
-        assert 0 <= scheduler.prefix_hit_tokens <= scheduler.prefix_query_tokens
+        figures = self.scheduler.figures
+        assert 0.0 <= figures.kv_waste <= 1.0
+        assert 0 <= figures.prefix_hit_tokens <= figures.prefix_query_tokens
         for seq, blocks in self._unanswered.items():
             free = [block for block in blocks if not self._is_held(block)]
             assert not free, f"blocks {free} are free while step {seq} is in flight"
@@ -206,13 +206,13 @@ class Simulation(SimulatedClients):
 
     def check_quiet(self) -> None:
         """Idle: everything is free, every request ended, and with the text it has when run alone."""
-        scheduler = self.scheduler
+        scheduler, figures = self.scheduler, self.scheduler.figures
         assert scheduler.is_idle
-        assert scheduler.num_free_blocks == scheduler.num_blocks
+        assert figures.num_free_blocks == figures.num_blocks
         assert scheduler._kv_cache.num_free_host_blocks == self.limits.num_host_blocks
         scheduler._kv_cache.check_cache()
-        assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped) == (0, 0, 0)
-        assert scheduler.num_steps_in_flight == 0
+        assert (figures.num_running, figures.num_waiting, figures.num_swapped) == (0, 0, 0)
+        assert figures.num_steps_in_flight == 0
         assert scheduler.next_wakeup(self.now) is None
         self.check_texts(self.limits.max_model_len)
 

@@ -114,7 +114,7 @@ class EngineCore:
         """A picture of the moment; its numbers may be a step apart from one another."""
         answers = [replica.last_answer for replica in self._replicas if replica.last_answer is not None]
         age = max(0.0, self._clock() - max(answers)) if answers else None
-        return EngineStatus.of(self.state, self._front, self._replicas, age)
+        return EngineStatus.of(self.state, self._front.figures, self._replicas, age)
 
     def queue_full(self) -> QueueFullError | None:
         """Why one more request would be refused, as far as can be told without asking the scheduler's thread; None
@@ -280,9 +280,8 @@ class EngineCore:
         """Every step in flight there is void; its requests are computed again, by others or when it is back, or end
         with the last replica. One that cannot even start says that none could."""
         replica.lose(now, final=event.final)
-        self._log.error(
-            event.error, event="agent_lost", final=event.final, requests=self._front.num_waiting, **replica.log_fields
-        )
+        waiting = self._front.figures.num_waiting
+        self._log.error(event.error, event="agent_lost", final=event.final, requests=waiting, **replica.log_fields)
         if event.final and (not replica.was_ready or all(other.is_given_up for other in self._replicas)):
             self._give_up(f"the agent was lost and is not restarted: {event.error}", now)
         elif self.state is EngineState.READY and not any(other.is_ready for other in self._replicas):

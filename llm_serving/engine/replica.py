@@ -51,6 +51,7 @@ class Replica:
         self._state_line = state_line
         self._log = log
         self._metrics = metrics
+        self._figures = scheduler.figures
         self._sent: dict[int, tuple[ScheduledStep, float]] = {}
         self._dropped: set[int] = set()
         self._num_answered = 0
@@ -130,9 +131,9 @@ class Replica:
 
     def note_preemptions(self) -> None:
         """Tell the metrics of those since the last call."""
-        scheduler = self.scheduler
-        preemptions = scheduler.num_preemptions - self._preemptions_reported
-        swaps = scheduler.num_swaps - self._swaps_reported
+        figures = self._figures
+        preemptions = figures.num_preemptions - self._preemptions_reported
+        swaps = figures.num_swaps - self._swaps_reported
         if preemptions or swaps:
             self._preemptions_reported += preemptions
             self._swaps_reported += swaps

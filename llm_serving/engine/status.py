@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from llm_serving.routing.replica import ReplicaScheduler
 from llm_serving.scheduler.output import ScheduledStep, StepKind
-from llm_serving.scheduler.protocols import RequestFront
+from llm_serving.scheduler.protocols import Figures, RequestFront
 
 if TYPE_CHECKING:
     from llm_serving.engine.replica import Replica
@@ -56,19 +56,19 @@ class ReplicaStatus:
     @classmethod
     def of(cls, replica: Replica) -> ReplicaStatus:
         """Read off, by any thread."""
-        scheduler = replica.scheduler
+        scheduler, figures = replica.scheduler, replica.scheduler.figures
         status = cls(
             replica=replica.index,
             state=replica.state,
-            running=scheduler.num_running,
-            waiting=max(0, scheduler.num_waiting),
-            free_blocks=scheduler.num_free_blocks,
-            total_blocks=scheduler.num_blocks,
+            running=figures.num_running,
+            waiting=max(0, figures.num_waiting),
+            free_blocks=figures.num_free_blocks,
+            total_blocks=figures.num_blocks,
             steps=replica.num_steps,
-            preemptions=scheduler.num_preemptions,
-            swapped=scheduler.num_swapped,
-            prefix_hit_tokens=scheduler.prefix_hit_tokens,
-            prefix_query_tokens=scheduler.prefix_query_tokens,
+            preemptions=figures.num_preemptions,
+            swapped=figures.num_swapped,
+            prefix_hit_tokens=figures.prefix_hit_tokens,
+            prefix_query_tokens=figures.prefix_query_tokens,
         )
         if not isinstance(scheduler, ReplicaScheduler):
             return status
@@ -110,26 +110,26 @@ class EngineStatus:
     def of(
         cls,
         state: EngineState,
-        scheduler: RequestFront,
+        figures: Figures,
         replicas: Sequence[Replica],
         last_step_age_s: float | None,
     ) -> EngineStatus:
-        """Read off the schedulers, by any thread."""
+        """Read off, by any thread."""
         return cls(
             state=state.value,
-            running=scheduler.num_running,
-            waiting=max(0, scheduler.num_waiting),
-            free_blocks=scheduler.num_free_blocks,
-            total_blocks=scheduler.num_blocks,
+            running=figures.num_running,
+            waiting=max(0, figures.num_waiting),
+            free_blocks=figures.num_free_blocks,
+            total_blocks=figures.num_blocks,
             steps=sum(replica.num_steps for replica in replicas),
             last_step_age_s=last_step_age_s,
             agents=[agent for replica in replicas for agent in replica.executor.agents()],
-            preemptions=scheduler.num_preemptions,
-            swapped=scheduler.num_swapped,
-            swaps=scheduler.num_swaps,
-            kv_waste=scheduler.kv_waste,
-            prefix_hit_tokens=scheduler.prefix_hit_tokens,
-            prefix_query_tokens=scheduler.prefix_query_tokens,
+            preemptions=figures.num_preemptions,
+            swapped=figures.num_swapped,
+            swaps=figures.num_swaps,
+            kv_waste=figures.kv_waste,
+            prefix_hit_tokens=figures.prefix_hit_tokens,
+            prefix_query_tokens=figures.prefix_query_tokens,
             replicas=[ReplicaStatus.of(replica) for replica in replicas],
         )
 
@@ -137,8 +137,8 @@ class EngineStatus:
 class StateLine:
     """Counts since the last ``engine_state`` line, and when the next is due: only if something has changed."""
 
-    def __init__(self, scheduler: RequestFront, interval_s: float) -> None:
-        self._scheduler = scheduler
+    def __init__(self, front: RequestFront, interval_s: float) -> None:
+        self._front = front
         self._interval_s = interval_s
         self._preemptions = 0
         self._swaps = 0
@@ -171,13 +171,13 @@ class StateLine:
 
     def take(self, now: float) -> dict[str, Any]:
         """The line's fields; counting begins again."""
-        scheduler, steps, tokens = self._scheduler, self._steps, self._tokens
+        figures, steps, tokens = self._front.figures, self._steps, self._tokens
         seconds = now - (self._since if self._since is not None else now)
         fields: dict[str, Any] = {
-            "running": scheduler.num_running,
-            "waiting": scheduler.num_waiting,
-            "blocks_used": scheduler.num_blocks - scheduler.num_free_blocks,
-            "blocks_total": scheduler.num_blocks,
+            "running": figures.num_running,
+            "waiting": figures.num_waiting,
+            "blocks_used": figures.num_blocks - figures.num_free_blocks,
+            "blocks_total": figures.num_blocks,
             "steps": sum(steps.values()),
             "prefill_steps": steps[StepKind.PREFILL],
             "decode_steps": steps[StepKind.DECODE],
@@ -188,15 +188,15 @@ class StateLine:
             "mixed_tokens": tokens[StepKind.MIXED],
             "decode_batch_mean": round(tokens[StepKind.DECODE] / max(steps[StepKind.DECODE], 1), 3),
             "output_tokens_per_s": round(self._output_tokens / seconds, 3) if seconds > 0 else 0.0,
-            "preemptions": scheduler.num_preemptions - self._preemptions,
-            "swaps": scheduler.num_swaps - self._swaps,
-            "swapped": scheduler.num_swapped,
-            "kv_waste": round(scheduler.kv_waste, 4),
-            "prefix_hit_tokens": scheduler.prefix_hit_tokens - self._hits,
-            "prefix_query_tokens": scheduler.prefix_query_tokens - self._queries,
+            "preemptions": figures.num_preemptions - self._preemptions,
+            "swaps": figures.num_swaps - self._swaps,
+            "swapped": figures.num_swapped,
+            "kv_waste": round(figures.kv_waste, 4),
+            "prefix_hit_tokens": figures.prefix_hit_tokens - self._hits,
+            "prefix_query_tokens": figures.prefix_query_tokens - self._queries,
         }
-        self._preemptions, self._swaps = scheduler.num_preemptions, scheduler.num_swaps
-        self._hits, self._queries = scheduler.prefix_hit_tokens, scheduler.prefix_query_tokens
-        self._since = None if scheduler.is_idle else now
+        self._preemptions, self._swaps = figures.num_preemptions, figures.num_swaps
+        self._hits, self._queries = figures.prefix_hit_tokens, figures.prefix_query_tokens
+        self._since = None if self._front.is_idle else now
         self._clear()
         return fields

@@ -43,6 +43,7 @@ class Journal:
         self.num_steps = 0
         """Steps recorded."""
         self._scheduler = scheduler
+        self._figures = scheduler.figures
         self._segments = segments
         self._requests = KnownRequests(identities, self._forgotten)
         self._names_tokens = identities is not None
@@ -89,7 +90,7 @@ class Journal:
             if now >= self._due or len(calls) >= self._max_calls:
                 self.flush()
         else:
-            counts = self._scheduler.counts()
+            counts = self._figures.counts()
             calls.append((NOTHING, now, None, None, wakeup, counts))
             num_steps_in_flight = counts[4]
             if now >= self._due or not num_steps_in_flight:
@@ -98,12 +99,12 @@ class Journal:
     def _note_change(self, step: ScheduledStep, table_lens: list[int], now: float) -> None:
         """A step of other sequences than the last, or with more blocks."""
         self._seen_requests, self._seen_lens = step.requests, table_lens
-        self._calls.append((SCHEDULE, now, step, table_lens, None, self._scheduler.counts()))
+        self._calls.append((SCHEDULE, now, step, table_lens, None, self._figures.counts()))
         self._max_calls = min(_MAX_CALLS, CALLS_OF_A_TURN * _MAX_KEPT_ROWS // max(1, len(table_lens)))
 
     def note_failed_update(self, result: StepResult, error: Exception, now: float) -> None:
         """``update`` raised."""
-        self._calls.append((UPDATE, now, result, [], type(error).__name__, self._scheduler.counts()))
+        self._calls.append((UPDATE, now, result, [], type(error).__name__, self._figures.counts()))
         self._due = _AT_ONCE
 
     # Other calls
@@ -180,7 +181,7 @@ class Journal:
         self._segments.begin(self._now, self._requests.numbers)
 
     def _num_requests(self) -> int:
-        return self._scheduler.num_running + self._scheduler.num_waiting
+        return self._figures.num_running + self._figures.num_waiting
 
     def _forgotten(self, number: int) -> None:
         self._steps.forget(number)

@@ -25,7 +25,7 @@ from llm_serving.scheduler.scheduler import Scheduler
 
 __all__ = ["READ_ONLY_METHODS", "FlightRecorder", "as_scheduler"]
 
-READ_ONLY_METHODS = frozenset({"check_integrity", "counts", "known_prefix", "next_wakeup", "queue_full", "start_room"})
+READ_ONLY_METHODS = frozenset({"check_integrity", "known_prefix", "next_wakeup", "queue_full", "start_room"})
 """Methods of the scheduler that change nothing and are not recorded."""
 
 
@@ -63,19 +63,10 @@ class FlightRecorder:
         """Steps recorded."""
         return self._journal.num_steps
 
-    # What the engine asks in every turn
-
     @property
     def is_idle(self) -> bool:
+        """What the engine asks in every turn."""
         return self._scheduler.is_idle
-
-    @property
-    def num_preemptions(self) -> int:
-        return self._scheduler.num_preemptions
-
-    @property
-    def num_swaps(self) -> int:
-        return self._scheduler.num_swaps
 
     # What the engine calls
 

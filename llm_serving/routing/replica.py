@@ -79,6 +79,7 @@ class ReplicaScheduler:
     def __init__(self, router: Router, index: int, scheduler: Scheduler) -> None:
         self.index = index
         self.scheduler = scheduler
+        self.figures = scheduler.figures
         self.entries: dict[str, Entry] = {}
         """Requests that were placed here and have not ended, in the order in which they came here."""
         self.is_live = False
@@ -120,50 +121,6 @@ class ReplicaScheduler:
         self.scheduler.agent_lost(now)
         self.is_live = False
         self._router.recall(self, list(self.entries.values()), now)
-
-    @property
-    def num_running(self) -> int:
-        return self.scheduler.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        return self.scheduler.num_waiting
-
-    @property
-    def num_swapped(self) -> int:
-        return self.scheduler.num_swapped
-
-    @property
-    def num_preemptions(self) -> int:
-        return self.scheduler.num_preemptions
-
-    @property
-    def num_swaps(self) -> int:
-        return self.scheduler.num_swaps
-
-    @property
-    def num_blocks(self) -> int:
-        return self.scheduler.num_blocks
-
-    @property
-    def num_free_blocks(self) -> int:
-        return self.scheduler.num_free_blocks
-
-    @property
-    def kv_waste(self) -> float:
-        return self.scheduler.kv_waste
-
-    @property
-    def prefix_query_tokens(self) -> int:
-        return self.scheduler.prefix_query_tokens
-
-    @property
-    def prefix_hit_tokens(self) -> int:
-        return self.scheduler.prefix_hit_tokens
-
-    @property
-    def is_idle(self) -> bool:
-        return self.scheduler.is_idle
 
     # What the router asks
 

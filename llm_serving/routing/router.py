@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from llm_serving.errors import QueueFullError, RequestError
 from llm_serving.receipt import MAX_BLOCKERS, BlockReason, WaitingLine
 from llm_serving.request import FinishReason, Request
+from llm_serving.routing.figures import RouterFigures
 from llm_serving.routing.placement import Candidate, Placed, Routing, choose
 from llm_serving.routing.replica import Entry, ReplicaScheduler, Survey
 from llm_serving.scheduler.lifecycle import note_end, note_expiry
@@ -55,6 +56,7 @@ class Router:
         self._balance_tokens = (self.limits.num_blocks - 1) * self.limits.block_size // BALANCE_SHARE
         self._order = make_order(self.limits)
         self._queue = RequestQueue(self.limits.max_waiting_requests, self.limits.max_waiting_tokens, self._order)
+        self.figures = RouterFigures([replica.figures for replica in self.replicas], self._queue)
         self._line = WaitingLine()
         self._entries: dict[str, Entry] = {}
         self._groups: OrderedDict[str, ReplicaScheduler] = OrderedDict()
@@ -65,59 +67,9 @@ class Router:
         self._blocked: tuple[Entry, bool, list[StartRoom]] | None = None
         """The first in line that no replica could start, whether it was late, and how replicas stood."""
 
-    # What others look at; any thread may, at numbers a step apart from one another. See ``Scheduler``.
-
-    @property
-    def num_running(self) -> int:
-        return sum(replica.num_running for replica in self.replicas)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._queue) + sum(replica.num_waiting for replica in self.replicas)
-
-    @property
-    def num_unplaced(self) -> int:
-        """Requests that no replica has."""
-        return len(self._queue)
-
-    @property
-    def num_swapped(self) -> int:
-        return sum(replica.num_swapped for replica in self.replicas)
-
-    @property
-    def num_preemptions(self) -> int:
-        return sum(replica.num_preemptions for replica in self.replicas)
-
-    @property
-    def num_swaps(self) -> int:
-        return sum(replica.num_swaps for replica in self.replicas)
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(replica.num_blocks for replica in self.replicas)
-
-    @property
-    def num_free_blocks(self) -> int:
-        return sum(replica.num_free_blocks for replica in self.replicas)
-
-    @property
-    def kv_waste(self) -> float:
-        """The replicas' mean, by the blocks in use."""
-        used = [replica.num_blocks - replica.num_free_blocks for replica in self.replicas]
-        wasted = sum(replica.kv_waste * blocks for replica, blocks in zip(self.replicas, used, strict=True))
-        return wasted / sum(used) if sum(used) else 0.0
-
-    @property
-    def prefix_query_tokens(self) -> int:
-        return sum(replica.prefix_query_tokens for replica in self.replicas)
-
-    @property
-    def prefix_hit_tokens(self) -> int:
-        return sum(replica.prefix_hit_tokens for replica in self.replicas)
-
     @property
     def is_idle(self) -> bool:
-        return not self._entries and all(replica.is_idle for replica in self.replicas)
+        return not self._entries and all(replica.scheduler.is_idle for replica in self.replicas)
 
     # Requests; see ``Scheduler``
 
@@ -254,7 +206,7 @@ class Router:
             self._recall_held_up(live, now)
             self._learn(live)
             self._place_all(live, now)
-        elif len(live) > 1 and any(replica.num_waiting for replica in live) and self._recall_held_up(live, now):
+        elif len(live) > 1 and any(replica.figures.num_waiting for replica in live) and self._recall_held_up(live, now):
             self._place_all(live, now)
 
     def _place_all(self, live: list[ReplicaScheduler], now: float) -> None:
@@ -323,7 +275,7 @@ class Router:
         group stay with it."""
         recalled = False
         for replica in live:
-            if not replica.num_waiting or not replica.scheduler.start_room().is_held_up:
+            if not replica.figures.num_waiting or not replica.scheduler.start_room().is_held_up:
                 continue
             stuck = [entry for entry in replica.entries.values() if not entry.has_run and not entry.request.group]
             others = [other for other in live if other is not replica]

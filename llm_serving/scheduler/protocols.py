@@ -16,7 +16,7 @@ __all__ = ["Figures", "RequestFront", "StepSource"]
 
 
 class Figures(Protocol):
-    """What others look at; any thread may, at numbers a step apart from one another. See ``Scheduler``."""
+    """What others look at; any thread may, at numbers a step apart from one another. See ``SchedulerFigures``."""
 
     @property
     def num_running(self) -> int: ...
@@ -48,12 +48,15 @@ class Figures(Protocol):
     @property
     def prefix_hit_tokens(self) -> int: ...
 
+
+class RequestFront(Protocol):
+    """Where requests go in, and are ended from outside. See ``Scheduler``."""
+
+    @property
+    def figures(self) -> Figures: ...
+
     @property
     def is_idle(self) -> bool: ...
-
-
-class RequestFront(Figures, Protocol):
-    """Where requests go in, and are ended from outside. See ``Scheduler``."""
 
     def add_request(self, request: Request) -> None: ...
 
@@ -70,8 +73,11 @@ class RequestFront(Figures, Protocol):
     def check_integrity(self) -> None: ...
 
 
-class StepSource(Figures, Protocol):
+class StepSource(Protocol):
     """Where the steps of one replica come from, and their answers go. See ``Scheduler``."""
+
+    @property
+    def figures(self) -> Figures: ...
 
     def schedule(self, now: float) -> ScheduledStep | None: ...
 

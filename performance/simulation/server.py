@@ -153,18 +153,17 @@ class VirtualServer:
                 )
             self._step(now)
         if not self.scheduler.is_idle:
-            raise AssertionError(
-                f"the scheduler stands still: {self.scheduler.num_running} run, {self.scheduler.num_waiting} wait"
-            )
+            figures = self.scheduler.figures
+            raise AssertionError(f"the scheduler stands still: {figures.num_running} run, {figures.num_waiting} wait")
         self.scheduler.check_integrity()
         return self._finish()
 
     def _finish(self) -> Outcome:
-        outcome = self._outcome
+        outcome, figures = self._outcome, self.scheduler.figures
         outcome.records = list(self._records.values())
-        outcome.preemptions, outcome.swaps = self.scheduler.num_preemptions, self.scheduler.num_swaps
-        outcome.prefix_hit_tokens = self.scheduler.prefix_hit_tokens
-        outcome.prefix_query_tokens = self.scheduler.prefix_query_tokens
+        outcome.preemptions, outcome.swaps = figures.num_preemptions, figures.num_swaps
+        outcome.prefix_hit_tokens = figures.prefix_hit_tokens
+        outcome.prefix_query_tokens = figures.prefix_query_tokens
         outcome.kv_waste = self._waste_sum / self._waste_count if self._waste_count else 0.0
         outcome.num_replicas = len(self._replicas)
         for replica in self._replicas:
@@ -264,8 +263,8 @@ class VirtualServer:
                 clock = self._send_to(self._replicas[index], now, clock)
         for update in scheduler.take_ended():
             self._end(self._records[update.request.request_id], update.request, update, clock + host.deliver_s)
-        outcome.peak_running = max(outcome.peak_running, scheduler.num_running)
-        outcome.peak_waiting = max(outcome.peak_waiting, scheduler.num_waiting)
+        outcome.peak_running = max(outcome.peak_running, scheduler.figures.num_running)
+        outcome.peak_waiting = max(outcome.peak_waiting, scheduler.figures.num_waiting)
         return clock
 
     def _send_to(self, replica: _Replica, now: float, clock: float) -> float:

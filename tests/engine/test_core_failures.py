@@ -24,7 +24,7 @@ def test_nothing_is_sent_before_the_agent_is_ready() -> None:
     engine.request("a", 5, 3)
     engine.step()
     assert engine.core.status().state == "starting"
-    assert (engine.scheduler.num_waiting, engine.executor.steps) == (1, [])
+    assert (engine.scheduler.figures.num_waiting, engine.executor.steps) == (1, [])
     engine.executor.push(AgentReady())
     engine.finish()
     assert engine.core.status().state == "ready"

@@ -146,7 +146,7 @@ def test_a_scheduler_in_the_midst_of_work_goes_on_the_same(policy, kind):
         simulation.add(make_request(f"r{number}", rng.randint(1, 40), rng.randint(1, 20)))
     for _ in range(60):
         simulation.step()
-    assert simulation.scheduler.num_running
+    assert simulation.scheduler.figures.num_running
     state = through_bytes(write_state(simulation.scheduler, StateDisguise(lambda _: None, None)))
     objects = read_state(state)
     for thing in objects:

@@ -38,7 +38,7 @@ def test_a_request_waits_in_the_one_queue_until_a_replica_can_start_it() -> None
     simulation.schedule()
     assert started(simulation) == ["r0", "r1"]
     assert [request.replica for request in simulation.requests.values()] == [0, 1, None, None, None]
-    assert simulation.router.num_unplaced == 3
+    assert simulation.router.figures.num_unplaced == 3
     blocked = simulation.requests["r2"].receipt.num_blocked
     assert list(blocked) == [BlockReason.ROWS]
     simulation.finish()
@@ -139,7 +139,7 @@ def test_a_prompt_goes_to_the_replica_that_holds_it() -> None:
     assert len(set.union(*homes)) == 3
     placed = [replica.num_placed for replica in simulation.router.replicas]
     assert sum(numbers[Placed.PREFIX] for numbers in placed) == 6
-    assert simulation.router.prefix_hit_tokens == 6 * 24
+    assert simulation.router.figures.prefix_hit_tokens == 6 * 24
 
 
 def test_a_prompt_follows_one_that_is_being_computed() -> None:

@@ -81,7 +81,7 @@ def test_the_queue_is_bounded_beyond_what_can_start() -> None:
     assert "3 requests are waiting and 1 can start; the queue takes 2" in str(refusal.value)
     assert refusal.value.status == 429
     assert scheduler.schedule(0.0) is not None
-    assert (scheduler.num_running, scheduler.num_waiting) == (1, 2)
+    assert (scheduler.figures.num_running, scheduler.figures.num_waiting) == (1, 2)
     with pytest.raises(QueueFullError, match="2 requests are waiting and 0 can start"):
         scheduler.add_request(make_request("d"))
 

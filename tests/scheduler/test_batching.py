@@ -114,7 +114,7 @@ def test_sequences_in_one_piece_hold_consecutive_blocks_for_their_longest_answer
     simulation.add(make_request("a", 5, 8), make_request("b", 9, 8))
     (step, *_) = simulation.schedule()
     assert step.block_tables == [[1, 2, 3], [4, 5, 6, 7]]
-    assert simulation.scheduler.kv_waste == pytest.approx(1 - (6 + 10) / 28)
+    assert simulation.scheduler.figures.kv_waste == pytest.approx(1 - (6 + 10) / 28)
     simulation.finish()
 
 
@@ -122,6 +122,6 @@ def test_the_waste_of_paged_blocks_is_in_the_last_block_alone() -> None:
     simulation = Simulation(make_limits(prefill_batch_size=4, decode_steps_ahead=0))
     simulation.add(make_request("a", 5, 8), make_request("b", 8, 8))
     simulation.schedule()
-    assert simulation.scheduler.kv_waste == pytest.approx(3 / 16)
+    assert simulation.scheduler.figures.kv_waste == pytest.approx(3 / 16)
     simulation.finish()
-    assert simulation.scheduler.kv_waste == 0.0
+    assert simulation.scheduler.figures.kv_waste == 0.0

@@ -25,9 +25,9 @@ def test_abort_without_a_step_in_flight_frees_at_once() -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=0))
     simulation.add(make_request("a"))
     simulation.step()
-    assert simulation.scheduler.num_free_blocks == simulation.scheduler.num_blocks - 2
+    assert simulation.scheduler.figures.num_free_blocks == simulation.scheduler.figures.num_blocks - 2
     simulation.end("a")
-    assert simulation.scheduler.num_free_blocks == simulation.scheduler.num_blocks
+    assert simulation.scheduler.figures.num_free_blocks == simulation.scheduler.figures.num_blocks
     simulation.check_quiet()
 
 
@@ -41,7 +41,7 @@ def test_abort_frees_as_soon_as_the_steps_that_touch_the_blocks_are_answered(ahe
     simulation.schedule()
     row = gone.row
     simulation.end("gone")
-    assert (simulation.scheduler.num_running, simulation.scheduler.num_waiting) == (1, 0)
+    assert (simulation.scheduler.figures.num_running, simulation.scheduler.figures.num_waiting) == (1, 0)
     for _ in range(ahead + 1):
         assert gone.row == row
         simulation.step()
@@ -106,7 +106,7 @@ def test_tokens_of_steps_behind_a_failed_one_are_dropped() -> None:
     simulation.add(make_request("a", 5, 20))
     simulation.schedule()
     simulation.fail_step("no")
-    assert simulation.scheduler.num_steps_in_flight == 3
+    assert simulation.scheduler.figures.num_steps_in_flight == 3
     simulation.finish()
     assert simulation.streams["a"] == []
 
@@ -122,7 +122,7 @@ def test_a_dropped_step_of_a_living_request_is_made_up_for() -> None:
     assert result is not None
     simulation.answers.append(result)
     assert simulation.answer() == []
-    assert (simulation.scheduler.num_running, simulation.scheduler.num_waiting) == (0, 2)
+    assert (simulation.scheduler.figures.num_running, simulation.scheduler.figures.num_waiting) == (0, 2)
     simulation.finish()
     assert set(simulation.ended.values()) == {FinishReason.LENGTH}
 
@@ -169,7 +169,7 @@ def test_a_lost_agent_costs_time_but_no_token(ahead: int) -> None:
             simulation.step()
         simulation.schedule()
         simulation.lose_agent()
-        assert simulation.scheduler.num_waiting == sum(not request.is_finished for request in requests)
+        assert simulation.scheduler.figures.num_waiting == sum(not request.is_finished for request in requests)
         assert {request.status for request in requests} <= {RequestStatus.WAITING, RequestStatus.FINISHED}
     simulation.finish()
     assert all(request.num_preemptions == 0 for request in requests)
@@ -180,7 +180,7 @@ def test_a_lost_agent_frees_what_was_leaving() -> None:
     simulation.add(make_request("a"), make_request("b"))
     simulation.schedule()
     simulation.end("a")
-    assert simulation.scheduler.num_free_blocks < simulation.scheduler.num_blocks
+    assert simulation.scheduler.figures.num_free_blocks < simulation.scheduler.figures.num_blocks
     simulation.lose_agent()
     simulation.finish()
     assert simulation.ended == {"a": FinishReason.ABORT, "b": FinishReason.LENGTH}

@@ -41,7 +41,8 @@ def test_a_second_request_starts_behind_the_full_blocks_of_the_first() -> None:
     assert step.block_tables[0][:4] == simulation.steps[0].block_tables[0][:4]
     assert step.moves == []
     assert (second.num_cached_tokens, second.receipt.cached_tokens) == (16, 16)
-    assert (simulation.scheduler.prefix_hit_tokens, simulation.scheduler.prefix_query_tokens) == (16, 36)
+    figures = simulation.scheduler.figures
+    assert (figures.prefix_hit_tokens, figures.prefix_query_tokens) == (16, 36)
     simulation.finish()
 
 

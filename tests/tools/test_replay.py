@@ -46,7 +46,7 @@ def test_a_run_under_pressure_is_identical_from_later_segments_too(tmp_path, pol
         num_host_blocks=20,
         prefix_cache=prefix_cache,
     )
-    assert recorder.num_preemptions > 0
+    assert recorder.figures.num_preemptions > 0
     (stretch,) = read_recording(tmp_path)
     assert len(stretch.segments) > 1
     assert_identical(stretch, 100)
@@ -322,7 +322,7 @@ def test_a_preempted_request_is_seen_preempted(tmp_path):
     recorder = record_random_run(tmp_path, 7, num_blocks=24)
     (stretch,) = read_recording(tmp_path)
     spans = [span for lane in build_timeline(stretch).lanes for span in lane.spans]
-    assert recorder.num_preemptions > 0
+    assert recorder.figures.num_preemptions > 0
     assert sum(span.phase is SpanPhase.PREEMPTED for span in spans) > 0
 
 
