@@ -19,14 +19,13 @@ from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentLostError, AgentStartError
 from llm_serving.executor.agent_group import AgentGroup
 from llm_serving.executor.agent_link import AgentLink, ProgressReport
-from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus, ExecutorEvent
+from llm_serving.executor.agent_states import AgentStates
+from llm_serving.executor.base import AgentLost, AgentReady, ExecutorEvent
 from llm_serving.executor.restarts import Restarts
-from llm_serving.executor.slot_io import SlotWriter, announcement, read_result
-from llm_serving.executor.step_join import StepJoin
+from llm_serving.executor.steps_in_flight import StepsInFlight
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import AgentMessage
-from llm_serving.ipc.shm import NUM_SLOTS
-from llm_serving.parallel import group_ranks, place
+from llm_serving.parallel import group_ranks
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 
 
@@ -58,16 +57,10 @@ class AgentExecutor:
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
-        self._in_flight: dict[int, int] = {}
-        """The slot of each step, by its number."""
-        self._join = StepJoin(len(self._ranks), self._ranks.start) if len(self._ranks) > 1 else None
-        self._free_slots: list[int] = []
-        self._writer = self._new_writer()
+        self._steps = StepsInFlight(config, self._ranks)
         self._control_seq = 0
-        self._last_answer = 0.0
         self._restarts = Restarts(config.serving_config.agent_restart_limit)
-        self._status_wanted = False
-        self._statuses: dict[int, messages.StatusReply] = {}
+        self._agent_states = AgentStates(config, replica, listeners, self._restarts)
 
     def start(self) -> None:
         """Start the agents. ``AgentReady`` or a final ``AgentLost`` follows from ``poll``."""
@@ -75,30 +68,20 @@ class AgentExecutor:
 
     @property
     def num_free_slots(self) -> int:
-        return len(self._free_slots)
+        return len(self._steps.free_slots)
 
     def submit(self, step: ScheduledStep) -> None:
         """Write the step into a free slot and announce it."""
         assert self._group is not None, "a step was submitted while no agent is ready"
-        slot_index = self._free_slots.pop()
-        try:
-            self._writer.write(step, self._group.memory.slots[slot_index])
-        except BaseException:
-            self._free_slots.append(slot_index)
-            raise
-        if not self._in_flight:
-            self._last_answer = time.monotonic()
-        self._in_flight[step.seq] = slot_index
-        self._group.send(announcement(step, slot_index))
+        self._group.send(self._steps.write(step))
 
     def abort(self, seq: int) -> None:
         """Only an agent alone can drop a step: in a group, one could have begun with it and another not."""
-        if self._group is not None and self._join is None and seq in self._in_flight:
+        if self._group is not None and self._steps.join is None and seq in self._steps.slot_of:
             self._group.send(messages.Abort(seq=self._control_number(), step=seq))
 
     def request_status(self) -> None:
-        self._status_wanted = True
-        self._statuses.clear()
+        self._agent_states.ask()
         if self._group is not None and self._group.is_ready:
             self._group.send(messages.Status(seq=self._control_number()))
 
@@ -132,12 +115,7 @@ class AgentExecutor:
 
     def agents(self) -> list[dict[str, object]]:
         group = self._group
-        links = list(group.links) if group is not None else []
-        found: list[dict[str, object]] = []
-        for rank, listener in zip(self._ranks, self._listeners, strict=True):
-            link = next((each for each in links if each.rank == rank), None)
-            found.append(self._describe(rank, listener, link))
-        return found
+        return self._agent_states.describe(group.links if group is not None else [])
 
     def close(self) -> None:
         """End the agents and free everything. The listening sockets are the caller's."""
@@ -145,30 +123,11 @@ class AgentExecutor:
             self._unregister(self._group)
             self._group.shutdown(self._control_number())
             self._group = None
+        self._steps = StepsInFlight(self._config, self._ranks)
         self._end_last_group()
         self._selector.close()
         os.close(self._wake)
         self._wake = -1
-
-    def _describe(self, rank: int, listener: socket.socket, link: AgentLink | None) -> dict[str, object]:
-        where = place(rank, self._config.parallel_config)
-        state = "ready" if link and link.is_ready else "starting" if link else self._state_without_link()
-        return {
-            "rank": rank,
-            "replica": self._replica,
-            "tensor_parallel_index": where.tp_index,
-            "pipeline_stage": where.pp_index,
-            "state": state,
-            "pid": link.process.pid if link else None,
-            "address": "{}:{}".format(*listener.getsockname()[:2]),
-            "restarts": self._restarts.count,
-            **({"summary": link.summary} if link and link.is_ready else {}),
-        }
-
-    def _state_without_link(self) -> str:
-        if self._restarts.is_given_up:
-            return "stopped"
-        return "starting" if self._restarts.due_at is None else "restarting"
 
     def _start_group(self) -> None:
         self._restarts.started()
@@ -211,57 +170,18 @@ class AgentExecutor:
 
     def _on_ready(self, group: AgentGroup) -> AgentReady:
         self._restarts.ready(time.monotonic())
-        self._free_slots = list(range(NUM_SLOTS))
-        self._writer = self._new_writer()
-        if self._status_wanted:
+        self._steps = StepsInFlight(self._config, self._ranks, group.memory.slots)
+        if self._agent_states.is_wanted:
             self.request_status()
         return AgentReady(group.summary)
 
     def _on_message(self, member: int, message: AgentMessage) -> ExecutorEvent | None:
         if isinstance(message, messages.StepDone | messages.StepFailed):
-            if self._join is None:
-                return self._finish(message)
-            self._check_in_flight(self._ranks.start + member, message)
-            joined = self._join.add(member, message)
-            return None if joined is None else self._finish(joined)
+            return self._steps.take(member, message)
         if isinstance(message, messages.StatusReply):
-            self._statuses[member] = message
-            return self._status() if len(self._statuses) == len(self._ranks) else None
+            assert self._group is not None
+            return self._agent_states.add(member, message, self._group.links)
         return None
-
-    def _status(self) -> AgentStatus:
-        """Every agent has answered."""
-        self._status_wanted = False
-        replies = [self._statuses[member] for member in range(len(self._ranks))]
-        self._statuses.clear()
-        return AgentStatus(
-            [
-                {**agent, "steps": reply.steps, "queued": reply.queued, "rss_bytes": reply.rss_bytes}
-                for agent, reply in zip(self.agents(), replies, strict=True)
-            ]
-        )
-
-    def _finish(self, message: messages.StepDone | messages.StepFailed) -> StepResult:
-        """The answer of the agent, or of all of them."""
-        assert self._group is not None
-        self._check_in_flight(self._ranks.start, message)
-        if isinstance(message, messages.StepFailed):
-            result = StepResult(message.seq, error=message.error)
-        elif message.aborted:
-            result = StepResult(message.seq, aborted=True)
-        else:
-            times = (message.queue_us, message.graph_us, message.sample_us)
-            result = read_result(self._group.memory.slots[message.slot], message.seq, times)
-        del self._in_flight[message.seq]
-        self._free_slots.append(message.slot)
-        self._last_answer = time.monotonic()
-        return result
-
-    def _check_in_flight(self, rank: int, message: messages.StepDone | messages.StepFailed) -> None:
-        if self._in_flight.get(message.seq) != message.slot:
-            raise AgentLostError(
-                f"agent {rank} answered step {message.seq} in slot {message.slot}, which is not in flight there"
-            )
 
     def _control_number(self) -> int:
         self._control_seq += 1
@@ -269,16 +189,15 @@ class AgentExecutor:
 
     def _lose(self, error: AgentError) -> list[ExecutorEvent]:
         """Clear the run away and plan the next, or give up. Steps that an agent had failed end with its error."""
-        failures = self._join.take_failures() if self._join is not None else []
+        failures = self._steps.join.take_failures() if self._steps.join is not None else []
         events: list[ExecutorEvent] = [StepResult(seq, error=text) for seq, text in failures]
         if self._group is not None:
             self._unregister(self._group)
             error = self._group.epitaph(error)
             self._group.kill()
             self._ending, self._group = self._group, None
-        self._in_flight.clear()
-        self._free_slots.clear()
-        self._statuses.clear()
+        self._steps = StepsInFlight(self._config, self._ranks)
+        self._agent_states.lose()
         backoff = self._restarts.lost(time.monotonic())
         if backoff is None:
             self._end_last_group()
@@ -298,10 +217,11 @@ class AgentExecutor:
             return self._restarts.due_at, "restart"
         if self._group is not None and not self._group.is_ready:
             return self._group.started_at + self._config.serving_config.agent_start_timeout_s, "start"
-        if self._join is not None and (due := self._join.overdue_at) is not None:
+        steps = self._steps
+        if steps.join is not None and (due := steps.join.overdue_at) is not None:
             return due, "join"
-        if self._in_flight:
-            return self._last_answer + self._config.serving_config.step_timeout_s, "step"
+        if steps.slot_of:
+            return steps.last_answer + self._config.serving_config.step_timeout_s, "step"
         return None
 
     def _wait_s(self, timeout_s: float | None) -> float | None:
@@ -312,8 +232,9 @@ class AgentExecutor:
         return until if timeout_s is None else min(until, timeout_s)
 
     def _check_deadlines(self) -> None:
-        if self._join is not None and self._join.torn is not None:
-            raise AgentLostError(self._join.torn)
+        join = self._steps.join
+        if join is not None and join.torn is not None:
+            raise AgentLostError(join.torn)
         deadline = self._deadline()
         if deadline is None or (now := time.monotonic()) < deadline[0]:
             return
@@ -321,9 +242,9 @@ class AgentExecutor:
         if deadline[1] == "restart":
             self._start_group()
         elif deadline[1] == "join":
-            assert self._join is not None
-            self._join.check_overdue(now)
-            raise AgentLostError(str(self._join.torn))
+            assert join is not None
+            join.check_overdue(now)
+            raise AgentLostError(str(join.torn))
         elif deadline[1] == "start":
             raise AgentStartError(
                 f"{self._late_to_start()} not ready after {settings.agent_start_timeout_s:g} s "
@@ -331,7 +252,7 @@ class AgentExecutor:
             )
         else:
             raise AgentLostError(
-                f"{self._late_with_step(min(self._in_flight))} within {settings.step_timeout_s:g} s "
+                f"{self._late_with_step(min(self._steps.slot_of))} within {settings.step_timeout_s:g} s "
                 "(serving_config.step_timeout_s)"
             )
 
@@ -341,12 +262,9 @@ class AgentExecutor:
         return f"{_agents(ranks)} {'was' if len(ranks) == 1 else 'were'}"
 
     def _late_with_step(self, seq: int) -> str:
-        ranks = list(self._ranks) if self._join is None else self._join.missing(seq)
+        join = self._steps.join
+        ranks = list(self._ranks) if join is None else join.missing(seq)
         return f"{_agents(ranks)} did not answer step {seq}"
-
-    def _new_writer(self) -> SlotWriter:
-        limits = self._config.slot_limits()
-        return SlotWriter(limits, self._config.pa_config.block_size, limits.max_seqs)
 
 
 def _agents(ranks: Sequence[int]) -> str:
