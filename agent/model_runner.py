@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from agent.backends.base import BlockMoves
 from agent.backends.runtime import start_runtime
 from agent.exchange import Exchange
-from agent.kv_cache import KVCache
 from agent.last_tokens import SharedLastTokens
+from agent.model_loading import LoadedModel, load_model
 from agent.model_part import ModelPart
 from agent.sampler import Sampler
 from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step
-from agent.weights import LinearForms, Packing, WeightSource, WeightSpec, load_weights, open_weights
-from agent.weights.cuts import CutSource
-from agent.weights.sharding import part_forms, shard_specs
 from agent.weights.storage import STORAGE_DTYPES, Array, huge_page_bytes
 from llm_serving.config import Config
-from llm_serving.errors import (
-    AgentError,
-    AgentStartError,
-    CheckpointError,
-    GroupBrokenError,
-    GroupDownError,
-    ProtocolError,
-)
+from llm_serving.errors import AgentError, AgentStartError, GroupBrokenError, GroupDownError, ProtocolError
 from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.shm import StepSlot
 
@@ -71,43 +59,14 @@ class ModelRunner:
         if not self._part.shard.is_first_stage:
             shape = (config.max_num_batched_tokens, config.shape.hidden_size)
             self._stream = np.zeros(shape, STORAGE_DTYPES[config.model_config.model_dtype])
-        self._weights: dict[str, Array] = {}
-        self._kv_cache: KVCache | None = None
-        self._moves: BlockMoves | None = None
-        self._model: Any = None
+        self._model: LoadedModel | None = None
         self._graph: Any = None
         self._seconds: dict[str, float] = {}
 
     def load(self) -> None:
         """Build the model and give its parameters their values. Raises CheckpointError or AgentStartError."""
-        from agent.backends.selector import select_op_table
-        from agent.models.registry import find_model
-
         start = time.perf_counter()
-        config, whole = self._config, self._part.whole
-        definition = find_model(whole.architecture, config.model_config.model_type)
-        specs = definition.weight_specs(whole)
-        ignorable = definition.ignorable_suffixes(whole)
-        source = open_weights(_folder(config), specs, seed=_seed(config), ignorable=ignorable)
-        try:
-            forms = _forms(config, specs, self._part, source)
-            self._ops = select_op_table(config, self._part, forms=forms)
-            own = shard_specs(specs, self._part, equal_vocabularies=not self._ops.packs_weights)
-            self._weights = load_weights(
-                own.specs,
-                CutSource(source, own.cuts) if own.cuts else source,
-                config.model_config.model_dtype,
-                lambda done, of: self._report("load", done, of),
-                _packing(config) if self._ops.packs_weights else None,
-                forms,
-            )
-        finally:
-            source.close()
-        self._kv_cache = KVCache(config, self._ops)
-        self._model = definition.build(config, self._ops)
-        self._bind_parameters()
-        is_whole = self._ops.is_first_stage and self._ops.is_last_stage
-        self._ops.take_weights(self._weights, tied=whole.tie_word_embeddings and is_whole)
+        self._model = load_model(self._config, self._part, lambda done, of: self._report("load", done, of))
         self._seconds["load"] = time.perf_counter() - start
 
     def compile(self) -> None:
@@ -141,20 +100,20 @@ class ModelRunner:
         """What was set up, for logs and people."""
         from agent.kernels import kernel_isa, num_threads
 
-        assert self._kv_cache is not None, "load() comes before summary()"
-        assert self._moves is not None
+        model = self._model
+        assert model is not None, "load() comes before summary()"
         summary: dict[str, str | int | float] = {
             "device": self._config.device,
             "model_type": self._config.model_config.model_type,
-            "op_table": self._ops.name,
-            "dtype": self._ops.dtype,
+            "op_table": model.ops.name,
+            "dtype": model.ops.dtype,
             "weight_format": self._config.weight_format,
             "kv_format": self._config.kv_format,
             "kernel_isa": kernel_isa(),
             "cpu_threads": num_threads(),
-            "weight_bytes": sum(array.nbytes for array in self._weights.values()),
-            "kv_cache_bytes": self._kv_cache.num_bytes,
-            "host_kv_cache_bytes": self._moves.num_host_bytes,
+            "weight_bytes": sum(array.nbytes for array in model.weights.values()),
+            "kv_cache_bytes": model.kv_cache.num_bytes,
+            "host_kv_cache_bytes": model.moves.num_host_bytes,
             "huge_page_bytes": huge_page_bytes(),
         }
         if not self._part.is_alone:
@@ -263,16 +222,17 @@ class ModelRunner:
         return stream
 
     def _move(self, moves: Int32Array) -> None:
-        assert self._moves is not None, "load() comes before any step"
-        self._moves.run(moves)
+        assert self._model is not None, "load() comes before any step"
+        self._model.moves.run(moves)
 
     def _compile_graphs(self) -> None:
         from agent.step_graph import make_step_graph
 
-        config = self._config
+        assert self._model is not None, "load() comes before compile()"
+        config, model = self._config, self._model
         self._graph = make_step_graph(
-            self._model,
-            self._ops,
+            model.network,
+            model.ops,
             self._reader.buffers,
             config.slot_limits(),
             config.max_prefill_seqs,
@@ -280,40 +240,6 @@ class ModelRunner:
         )
         self._graph.compile()
 
-    def _bind_parameters(self) -> None:
-        from agent.layers.parameter import bind
-
-        assert self._kv_cache is not None
-        parameters = self._model.parameters_dict()
-        for name, array in list(self._weights.items()):
-            self._weights[name] = bind(parameters[name], array)
-        for name, array in self._kv_cache.arrays.items():
-            bind(parameters[name], array)
-        self._moves = self._kv_cache.block_moves([parameters[name] for name in self._kv_cache.arrays])
-
 
 def _first_line(error: RuntimeError) -> str:
     return str(error).strip().splitlines()[0]
-
-
-def _packing(config: Config) -> Packing:
-    return Packing(config.model_config.weight_format, config.model_config.weight_group)
-
-
-def _forms(config: Config, specs: Sequence[WeightSpec], part: ModelPart, source: WeightSource) -> LinearForms | None:
-    """Of the native op tables; None where weights are packed."""
-    return part_forms(specs, part, source, _packing(config)) if config.op_table == "native" else None
-
-
-def _folder(config: Config) -> Path | None:
-    path = config.model_config.model_path
-    return None if path is None else Path(path)
-
-
-def _seed(config: Config) -> int | None:
-    """The seed of random weights; None for weights from files."""
-    if config.model_config.load_format == "dummy":
-        return config.model_config.seed
-    if config.model_config.model_path is None:
-        raise CheckpointError("there is no model_config.model_path to load weights from; or set load_format: dummy")
-    return None

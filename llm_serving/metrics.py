@@ -6,19 +6,16 @@ one process and nothing global is touched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
-from llm_serving.agent_metrics import agent_families
 from llm_serving.receipt import BlockReason
 from llm_serving.request import PARTS, FinishReason, RequestOutput, RequestTimings
+from llm_serving.status_metrics import StatusCollector
 
 if TYPE_CHECKING:
-    from llm_serving.engine.status import ReplicaStatus
     from llm_serving.scheduler.output import ScheduledStep, StepResult
     from llm_serving.server.engine_api import EngineStatus
 
@@ -33,8 +30,6 @@ _BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 _HOST = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
-
-_STATES = ("starting", "ready", "recovering", "stopped")
 
 
 class Metrics:
@@ -54,8 +49,8 @@ class Metrics:
             ["route", "status"],
             registry=self.registry,
         )
-        self._status: Callable[[], EngineStatus] | None = None
-        self.registry.register(_EngineCollector(self))
+        self._present = StatusCollector()
+        self.registry.register(self._present)
         if process:
             ProcessCollector(registry=self.registry)
 
@@ -154,10 +149,7 @@ class Metrics:
 
     def bind(self, status: Callable[[], EngineStatus]) -> None:
         """Where present values (running, waiting, blocks) are read from."""
-        self._status = status
-
-    def engine_status(self) -> EngineStatus | None:
-        return None if self._status is None else self._status()
+        self._present.status = status
 
     # What the engine tells.
 
@@ -210,97 +202,3 @@ class Metrics:
     def exposition(self) -> bytes:
         """All metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
-
-
-class _EngineCollector(Collector):
-    """Present values, read when a scrape asks for them."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
-    def describe(self) -> Iterable[Metric]:
-        return []
-
-    def collect(self) -> Iterable[Metric]:
-        status = self._metrics.engine_status()
-        if status is None:
-            return
-        used = status.total_blocks - status.free_blocks
-        yield GaugeMetricFamily("llm_serving_requests_running", "Requests in the batch.", value=status.running)
-        yield GaugeMetricFamily("llm_serving_requests_waiting", "Requests in the queue.", value=status.waiting)
-        yield GaugeMetricFamily("llm_serving_kv_blocks_used", "Cache blocks in use.", value=used)
-        yield GaugeMetricFamily("llm_serving_kv_blocks_total", "Cache blocks there are.", value=status.total_blocks)
-        usage = used / status.total_blocks if status.total_blocks else 0.0
-        yield GaugeMetricFamily("llm_serving_kv_usage_ratio", "Share of cache blocks in use.", value=usage)
-        yield GaugeMetricFamily(
-            "llm_serving_requests_swapped", "Requests whose keys and values are in host memory.", value=status.swapped
-        )
-        yield GaugeMetricFamily(
-            "llm_serving_kv_waste_ratio",
-            "Share of the running requests' token slots in the cache that hold nothing.",
-            value=status.kv_waste,
-        )
-        yield CounterMetricFamily(
-            "llm_serving_prefix_cache_query_tokens",
-            "Prompt tokens looked up in the prefix cache.",
-            value=status.prefix_query_tokens,
-        )
-        yield CounterMetricFamily(
-            "llm_serving_prefix_cache_hit_tokens",
-            "Prompt tokens found in the prefix cache.",
-            value=status.prefix_hit_tokens,
-        )
-        yield CounterMetricFamily("llm_serving_steps", "Steps answered.", value=status.steps)
-        yield CounterMetricFamily(
-            "llm_serving_flight_recorder_seconds",
-            "Time of the engine's thread that the flight recorder took.",
-            value=status.recorder_s,
-        )
-        yield from _replica_families(status.replicas)
-        yield from agent_families(status.agents)
-        state = GaugeMetricFamily("llm_serving_engine_state", "1 for the state the engine is in.", labels=["state"])
-        for name in _STATES:
-            state.add_metric([name], float(name == status.state))
-        yield state
-
-
-_REPLICA_GAUGES = {
-    "running": ("requests_running", "Requests in the replica's batch."),
-    "waiting": ("requests_waiting", "Requests placed at the replica that have no blocks there."),
-    "total_blocks": ("kv_blocks_total", "Cache blocks of the replica."),
-    "outstanding_tokens": (
-        "outstanding_tokens",
-        "Tokens the replica's requests may still take, at the last placement.",
-    ),
-}
-_REPLICA_COUNTERS = {
-    "steps": ("steps", "Steps the replica answered."),
-    "preemptions": ("preemptions", "Requests that lost their cache blocks there."),
-    "prefix_query_tokens": ("prefix_cache_query_tokens", "Prompt tokens looked up in the replica's prefix cache."),
-    "prefix_hit_tokens": ("prefix_cache_hit_tokens", "Prompt tokens found in the replica's prefix cache."),
-    "recalled": ("requests_recalled", "Requests that went from the replica to another."),
-}
-
-
-def _replica_families(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
-    """Each replica of the model, by the label ``replica``."""
-    ready = GaugeMetricFamily("llm_serving_replica_ready", "1 while the replica serves.", labels=["replica"])
-    used = GaugeMetricFamily("llm_serving_replica_kv_blocks_used", "Cache blocks in use there.", labels=["replica"])
-    placed = CounterMetricFamily(
-        "llm_serving_replica_requests_placed",
-        "Requests given to the replica, by why: it held most of the prompt, had the least to do, its turn, its group.",
-        labels=["replica", "reason"],
-    )
-    for one in replicas:
-        label = str(one.replica)
-        ready.add_metric([label], float(one.state == "ready"))
-        used.add_metric([label], one.total_blocks - one.free_blocks)
-        for reason, number in one.placed.items():
-            placed.add_metric([label, reason], number)
-    yield from (ready, used, placed)
-    for family, figures in ((GaugeMetricFamily, _REPLICA_GAUGES), (CounterMetricFamily, _REPLICA_COUNTERS)):
-        for field, (name, text) in figures.items():
-            values = family(f"llm_serving_replica_{name}", text, labels=["replica"])
-            for one in replicas:
-                values.add_metric([str(one.replica)], getattr(one, field))
-            yield values

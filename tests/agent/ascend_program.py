@@ -137,8 +137,9 @@ def run_padded() -> dict[str, Any]:
         return digests
 
     plain = decode()
+    model, max_prefill_seqs = runner._model, driver.config.max_prefill_seqs
     runner._graph = make_step_graph(
-        runner._model, runner._ops, runner._reader.buffers, limits, driver.config.max_prefill_seqs, (1, 4, 8)
+        model.network, model.ops, runner._reader.buffers, limits, max_prefill_seqs, (1, 4, 8)
     )
     runner._graph.compile()
     sizes: list[int] = []

@@ -201,7 +201,8 @@ def _refusal(driver: StepDriver, run: str, parts: list[Part], moves: list[tuple[
 
 
 def _cache_bytes(driver: StepDriver) -> bytes:
-    cache, moves = driver.runner._kv_cache, driver.runner._moves
-    assert cache is not None
+    model = driver.runner._model
+    assert model is not None
+    cache, moves = model.kv_cache, model.moves
     assert isinstance(moves, HostBlockMoves)
     return b"".join(array.tobytes() for array in (*cache.keys, *cache.values, *moves.pool))

@@ -46,7 +46,7 @@ def rotary_error(driver: StepDriver) -> float:
     """The furthest that MindFormers' cosines and sines are from ours, over all positions served."""
     from agent.layers.parameter import as_storage  # imports mindspore, which must be set up first
 
-    model, config = driver.runner._model, driver.config
+    model, config = driver.runner._model.network, driver.config
     if hasattr(model, "gpt"):
         theirs = [model.gpt.rotary_pos_emb.cos_cache, model.gpt.rotary_pos_emb.sin_cache]
     else:
