@@ -8,7 +8,8 @@ from llm_serving.engine.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearchParam
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.request import MAX_TOP_LOGITS, FinishReason
-from llm_serving.server.generation import Answer, Choice, Generation
+from llm_serving.server.choices import Answer, Choice
+from llm_serving.server.generation import Generation
 from llm_serving.server.limits import MAX_SEQUENCES
 from llm_serving.server.protocol import SamplingFields
 from llm_serving.server.sampling import GREEDY_BELOW

@@ -10,9 +10,10 @@ from starlette.responses import Response
 
 from llm_serving.request import RequestOutput
 from llm_serving.server.body import read_json_object
+from llm_serving.server.choices import Choice, make_choices
 from llm_serving.server.errors import ErrorReply
 from llm_serving.server.generate import dialect_error
-from llm_serving.server.generation import Choice, Generation, make_choices
+from llm_serving.server.generation import Generation
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.logits import step_logits
 from llm_serving.server.prompts import chat_prompt

@@ -15,8 +15,9 @@ from starlette.responses import Response
 
 from llm_serving.request import RequestOutput, TokenLogits
 from llm_serving.server.body import read_json_object
+from llm_serving.server.choices import Answer, Choice, make_choices
 from llm_serving.server.errors import ErrorReply
-from llm_serving.server.generation import Answer, Choice, Generation, make_choices
+from llm_serving.server.generation import Generation
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.logits import step_logits
 from llm_serving.server.models import check_model

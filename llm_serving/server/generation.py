@@ -6,84 +6,29 @@ import asyncio
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 
 from llm_serving.engine.beam_search import Beam, BeamSearchParams
 from llm_serving.errors import DeadlineExceededError, EngineFailedError, LLMServingError, RequestError
-from llm_serving.request import FinishReason, RequestOutput, SamplingParams, SchedulingParams, TokenLogits
+from llm_serving.request import FinishReason, RequestOutput, SchedulingParams
+from llm_serving.server.choices import Answer, Choice
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.http_protocol import RECEIVED_AT
-from llm_serving.server.limits import MAX_SEQUENCES
-from llm_serving.server.prompts import Prompt
 from llm_serving.server.protocol import SchedulingFields
 from llm_serving.server.receipts import receipt_json
-from llm_serving.server.sampling import request_seed, with_choice
 from llm_serving.server.scheduling import scheduling_of
 from llm_serving.server.state import ServerState
 
 if TYPE_CHECKING:
     from llm_serving.server.engine_api import OpenRequest
 
-__all__ = ["GENERATION", "Answer", "Choice", "Generation", "PieceTaker", "check_choices", "make_choices"]
+__all__ = ["GENERATION", "Generation", "PieceTaker"]
 
 GENERATION = "llm_serving.generation"
 """Key of the ASGI scope: the ``Generation`` that answers the request, to be closed when the response has been sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """One answer to be generated, an engine request of its own; ``index`` is its place in the response."""
-
-    index: int
-    request_id: str
-    prompt: Prompt
-    sampling: SamplingParams
-    group: str = ""
-    """Of the answers to one prompt, where there are several: they share the prompt's blocks."""
-
-
-@dataclass(slots=True)
-class Answer:
-    """One finished answer."""
-
-    choice: Choice
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logits: list[TokenLogits] = field(default_factory=list)
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-
-
-def check_choices(num_prompts: int, n: int) -> None:
-    """Raises RequestError when one request would make too many sequences."""
-    if num_prompts * n > MAX_SEQUENCES:
-        raise RequestError(
-            f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences; one request may make at most "
-            f"{MAX_SEQUENCES}.",
-            param="n",
-            code="invalid_value",
-        )
-
-
-def make_choices(
-    request_id: str, prompts: Sequence[Prompt], sampling: Sequence[tuple[SamplingParams, int]], n: int, seed: int | None
-) -> list[Choice]:
-    """``n`` sequences for each prompt, prompt by prompt. ``sampling`` has the parameters and room of each prompt.
-
-    The seed of an answer depends on the request's seed and its number among the ``n``, not on the other prompts.
-    """
-    choices: list[Choice] = []
-    for prompt, (params, max_tokens) in zip(prompts, sampling, strict=True):
-        prompt_seed = request_seed(seed)
-        for i in range(n):
-            index = len(choices)
-            name = request_id if len(prompts) * n == 1 else f"{request_id}-{index}"
-            group = f"{request_id}/{index - i}" if n > 1 else ""
-            choices.append(Choice(index, name, prompt, with_choice(params, max_tokens, prompt_seed, i), group))
-    return choices
 
 
 class PieceTaker(Protocol):

@@ -13,7 +13,8 @@ from llm_serving.errors import RequestError
 from llm_serving.request import RequestOutput
 from llm_serving.server.beams import check_beam_fields, search_answers
 from llm_serving.server.body import read_json_object
-from llm_serving.server.generation import Answer, Choice, Generation, check_choices, make_choices
+from llm_serving.server.choices import Answer, Choice, check_choices, make_choices
+from llm_serving.server.generation import Generation
 from llm_serving.server.lifecycle import run_while_connected
 from llm_serving.server.models import check_model
 from llm_serving.server.openai_logprobs import CompletionLogprobs

@@ -8,7 +8,7 @@ from typing import Any
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.request import TokenLogits
-from llm_serving.server.generation import Choice
+from llm_serving.server.choices import Choice
 
 __all__ = ["CompletionLogprobs", "chat_logprobs", "token_string"]
 

@@ -10,8 +10,9 @@ import orjson
 
 from llm_serving.errors import RequestError
 from llm_serving.request import FinishReason, RequestOutput
+from llm_serving.server.choices import Answer, Choice
 from llm_serving.server.errors import ErrorReply
-from llm_serving.server.generation import Answer, Choice, Generation
+from llm_serving.server.generation import Generation
 from llm_serving.server.protocol import SamplingFields
 
 __all__ = [

@@ -10,8 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from llm_serving.engine.outputs import MERGE_AT, merge_outputs
 from llm_serving.request import RequestOutput
+from llm_serving.server.choices import Choice
 from llm_serving.server.errors import ClientGoneError, ErrorReply, error_reply, note_error
-from llm_serving.server.generation import Choice, Generation
+from llm_serving.server.generation import Generation
 from llm_serving.server.http_protocol import STREAM_CHANNEL, Header, StreamChannel
 
 __all__ = ["EventFormat", "EventStream"]
