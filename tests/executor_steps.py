@@ -6,6 +6,8 @@ import os
 import time
 from typing import Any, TypeVar
 
+from stub_agent import SLOW
+
 from llm_serving.executor.agent_executor import AgentExecutor
 from llm_serving.executor.base import ExecutorEvent
 from llm_serving.ipc.segment import SHM_DIRECTORY, SHM_PREFIX
@@ -56,3 +58,12 @@ def prefill(seq: int, token: int, row: int = 0, **sampling: Any) -> ScheduledSte
         do_sample=[True],
         sample_positions=[0],
     )
+
+
+def submit_decode_before_prefill(executor: AgentExecutor) -> None:
+    """While step 0 runs, 1 is a decode and 2, behind it, a prefill."""
+    decode = prefill(1, 5)
+    decode.kind = StepKind.DECODE
+    executor.submit(prefill(0, SLOW))
+    executor.submit(decode)
+    executor.submit(prefill(2, 6, row=1))

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from executor_steps import events_until, prefill, shm_entries
+from executor_steps import events_until, prefill, shm_entries, submit_decode_before_prefill
 from stub_agent import DIE, HANG, RAISE, REFUSE, SLOW, stub_token
 
 from llm_serving.errors import ConfigError
@@ -56,11 +56,7 @@ def test_the_name_of_the_shared_memory_is_gone_once_both_ends_have_it(make_execu
 def test_a_prefill_overtakes_a_waiting_decode_under_prefill_first_only(make_executor, policy, order):
     executor = make_executor(f"scheduler_config.policy={policy}")
     events_until(executor, AgentReady)
-    decode = prefill(1, 5)
-    decode.kind = StepKind.DECODE
-    executor.submit(prefill(0, SLOW))
-    executor.submit(decode)
-    executor.submit(prefill(2, 6, row=1))
+    submit_decode_before_prefill(executor)
     done = []
     while len(done) < 3:
         done += [event.seq for event in executor.poll(5.0)]

@@ -6,14 +6,14 @@ import time
 
 import psutil
 import pytest
-from executor_steps import events_until, prefill, results, shm_entries
+from executor_steps import events_until, prefill, results, shm_entries, submit_decode_before_prefill
 from stub_agent import DIE, HANG, RAISE, REFUSE, SLOW, stub_token
 
 from llm_serving.errors import AgentStartError
 from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus
 from llm_serving.executor.step_join import StepJoin
 from llm_serving.ipc.shm import NUM_SLOTS
-from llm_serving.scheduler.output import StepKind, StepResult
+from llm_serving.scheduler.output import StepResult
 
 PAIR = ("parallel_config.tensor_parallel=2",)
 FOUR = ("parallel_config.tensor_parallel=2", "parallel_config.pipeline_parallel=2")
@@ -67,11 +67,7 @@ def test_steps_run_in_the_order_they_were_sent(make_executor):
     """Agents of a group must not choose for themselves, whatever the policy."""
     executor = make_executor(*PAIR, "scheduler_config.policy=prefill_first")
     events_until(executor, AgentReady)
-    decode = prefill(1, 5)
-    decode.kind = StepKind.DECODE
-    executor.submit(prefill(0, SLOW))
-    executor.submit(decode)
-    executor.submit(prefill(2, 6, row=1))
+    submit_decode_before_prefill(executor)
     assert [result.seq for result in results(executor, 3)] == [0, 1, 2]
 
 

@@ -15,24 +15,17 @@ from llm_serving.scheduler.policy import Policy
 PREFILL_FIRST, FCFS = Policy.PREFILL_FIRST, Policy.FCFS
 
 
-def test_a_new_request_overtakes_queued_decodes_under_prefill_first() -> None:
-    simulation = Simulation(make_limits(policy=PREFILL_FIRST, prefill_batch_size=1))
+@pytest.mark.parametrize(
+    ("policy", "second"), [(PREFILL_FIRST, ["p:b", "d:a"]), (FCFS, ["d:a", "p:b"])], ids=["prefill_first", "fcfs"]
+)
+def test_a_new_request_overtakes_queued_decodes_under_prefill_first_only(policy: Policy, second: list[str]) -> None:
+    simulation = Simulation(make_limits(policy=policy, prefill_batch_size=1))
     simulation.add(make_request("a", 5, 6))
     simulation.step()
     simulation.step()
     simulation.add(make_request("b", 5, 4))
     simulation.finish()
-    assert order(simulation) == ["p:a", "d:a", "p:b", "d:a", "d:ab", "d:ab", "d:ab"]
-
-
-def test_a_new_request_overtakes_no_queued_decode_under_fcfs() -> None:
-    simulation = Simulation(make_limits(policy=FCFS, prefill_batch_size=1))
-    simulation.add(make_request("a", 5, 6))
-    simulation.step()
-    simulation.step()
-    simulation.add(make_request("b", 5, 4))
-    simulation.finish()
-    assert order(simulation) == ["p:a", "d:a", "d:a", "p:b", "d:ab", "d:ab", "d:ab"]
+    assert order(simulation) == ["p:a", "d:a", *second, "d:ab", "d:ab", "d:ab"]
 
 
 def test_a_burst_is_prefilled_before_it_decodes_together_under_prefill_first() -> None:

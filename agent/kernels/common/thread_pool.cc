@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "floating_point.h"
+#include "pause_cpu.h"
 
 namespace llmk {
 namespace {
@@ -28,14 +29,6 @@ void futex_wait(std::atomic<uint32_t>* word, uint32_t expected) {
 
 void futex_wake(std::atomic<uint32_t>* word, int count) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
-}
-
-void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
 }
 
 // Spins on `done` for at most kSpinTime, or kAttentiveTime as long as `attentive`. True when it became true.

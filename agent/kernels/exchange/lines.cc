@@ -9,6 +9,7 @@
 #include <climits>
 
 #include "../common/check.h"
+#include "../common/pause_cpu.h"
 
 namespace llmk {
 namespace {
@@ -21,14 +22,6 @@ constexpr long kSleepNanoseconds = 20'000'000;  // between two looks at the word
 void sleep_on(std::atomic<uint32_t>* word, uint32_t expected) {
   const timespec timeout{0, kSleepNanoseconds};
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, expected, &timeout, nullptr, 0);
-}
-
-void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
 }
 
 bool spin(const FlagLine& line, uint32_t target) {

@@ -10,6 +10,12 @@ namespace llmk {
 int check_attention(const char* op, AttentionArgs* args, int64_t tokens, int64_t num_blocks, int64_t plain_rows,
                     int64_t* starts);
 
+// A sequence's lengths are not 0 <= queries <= keys.
+int refuse_lengths(const char* op, int64_t seq, int64_t query_len, int64_t context);
+
+// A sequence has more keys than its block table reaches.
+int refuse_context(const char* op, int64_t seq, int64_t context, int64_t table_width, int64_t block_size);
+
 int check_slots(const char* op, const int32_t* slots, int64_t tokens, int64_t num_slots);
 
 int check_positions(const char* op, const int32_t* positions, int64_t tokens, int64_t table_rows);

@@ -1,5 +1,6 @@
 // What RotaryAttention refuses, before anything is written.
 #include "../common/check.h"
+#include "checks.h"
 #include "rotary_attention.h"
 
 namespace llmk {
@@ -9,16 +10,9 @@ int check_lengths(const char* op, RotaryAttentionArgs* args, int64_t* query_star
   int64_t end = 0;
   for (int64_t seq = 0; seq < args->num_seqs; ++seq) {
     const int64_t query_len = args->query_lens[seq], context = args->context_lens[seq];
-    if (query_len < 0 || context < query_len) {
-      return refuse_text(op, "sequence %lld has %lld queries and %lld keys; it needs 0 <= queries <= keys",
-                         static_cast<long long>(seq), static_cast<long long>(query_len),
-                         static_cast<long long>(context));
-    }
+    if (query_len < 0 || context < query_len) return refuse_lengths(op, seq, query_len, context);
     if (query_len > 0 && context > args->table_width * args->block_size) {
-      return refuse_text(op, "context_lens[%lld] is %lld; block_tables of width %lld and block_size %lld hold %lld",
-                         static_cast<long long>(seq), static_cast<long long>(context),
-                         static_cast<long long>(args->table_width), static_cast<long long>(args->block_size),
-                         static_cast<long long>(args->table_width * args->block_size));
+      return refuse_context(op, seq, context, args->table_width, args->block_size);
     }
     query_starts[seq] = end;
     end += query_len;

@@ -94,21 +94,13 @@ int plugin_dynamic_quant(const Call& call) {
   PackedWeightHeader header{};
   header.format = WeightFormat::kInt8;
   header.depth = depth;
-  const int64_t stride = whole_lines(depth);
-  const bool direct = stride == depth;
-  char* memory = static_cast<char*>(
-      thread_scratch(kScratchQuantized, whole_lines(rows * 4) + (direct ? 0 : rows * stride)));
-  QuantizedRows result{};
-  result.stride = stride;
-  result.groups = 1;
-  result.scales = call.as<float>(kScale);
-  result.sums = reinterpret_cast<int32_t*>(memory);
-  result.values = direct ? call.as<int8_t>(kY) : reinterpret_cast<int8_t*>(memory + whole_lines(rows * 4));
+  int8_t* y = call.as<int8_t>(kY);
+  const QuantizedRows result = room_for_rows(y, call.as<float>(kScale), rows, depth);
   const int64_t row_bytes = depth * size_of(call.dtype(kX));
   for_rows(rows, depth, [&](int64_t row) {
     kernels().quantize_row(call.dtype(kX), call.as<char>(kX) + row * row_bytes, result, row, &header);
-    if (!direct) {
-      std::memcpy(call.as<int8_t>(kY) + row * depth, result.values + row * stride, static_cast<size_t>(depth));
+    if (result.values != y) {
+      std::memcpy(y + row * depth, result.values + row * result.stride, static_cast<size_t>(depth));
     }
   });
   return 0;

@@ -23,8 +23,12 @@ class Blob {
 // The product of `rows` rows, which lie one behind the other; what they are is for the caller to say.
 LinearArgs linear_args(const void* blob, DType dtype, int64_t rows, void* out);
 
-// Rows quantised by a primitive, as the linear kernel takes them: whole cache lines, with the sum of each. They lie in
-// memory of the thread's own, until it asks for other rows.
+// Room for rows as the linear kernel takes them: whole cache lines, with the sum of each. The rows stay in `values`,
+// [rows, depth], where they are whole cache lines there; else they lie in memory of the thread's own, until it asks for
+// other rows.
+QuantizedRows room_for_rows(int8_t* values, float* scales, int64_t rows, int64_t depth);
+
+// Rows quantised by a primitive, in such room.
 QuantizedRows given_rows(const int8_t* x, const float* scales, int64_t rows, int64_t depth);
 
 static inline int64_t whole_lines(int64_t bytes) { return ceil_div(bytes, 64) * 64; }
