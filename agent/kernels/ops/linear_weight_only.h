@@ -82,11 +82,17 @@ struct NibbleWeights {
 // From one step of a vector to the next, within a tile or between tiles of one step.
 constexpr int64_t kStepStride = kTileSteps == 1 ? 128 : 64;
 
+// Unpacking nibbles takes so long that their lines are wanted in the first-level cache, bytes as in linear_tiles.h.
+template <class Weights>
+LLMK_INLINE void fetch_step(const uint8_t* from) {
+  __builtin_prefetch(from + kFetchAhead, 0, Weights::kDepth == 8 ? 3 : kFetchLocality);
+}
+
 // `steps` such steps of a vector as steps of float32 or of pairs of bfloat16, one behind the other.
 template <class Weights>
 LLMK_INLINE void unpack_steps(const uint8_t* from, int64_t steps, Ints shift, float* to) {
   for (int64_t s = 0; s < steps; ++s, from += kStepStride) {
-    fetch_ahead(from);
+    fetch_step<Weights>(from);
     Vec numbers[Weights::kDepth];
     Weights::floats(load_ints(from), shift, numbers);
     LLMK_UNROLL
@@ -97,7 +103,7 @@ LLMK_INLINE void unpack_steps(const uint8_t* from, int64_t steps, Ints shift, fl
 template <class Weights>
 LLMK_INLINE void unpack_steps(const uint8_t* from, int64_t steps, Ints shift, bfloat_t* to) {
   for (int64_t s = 0; s < steps; ++s, from += kStepStride) {
-    fetch_ahead(from);
+    fetch_step<Weights>(from);
     Ints pairs[Weights::kDepth / 2];
     Weights::pairs(load_ints(from), shift, pairs);
     LLMK_UNROLL
