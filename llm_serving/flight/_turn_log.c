@@ -89,8 +89,10 @@ static int find_fields(PyTypeObject *type, const char *const *names, int count, 
     for (int index = 0; index < count; index++) {
         PyObject *slot = PyObject_GetAttrString((PyObject *)type, names[index]);
         if (slot == NULL) return -1;
-        int is_slot = Py_IS_TYPE(slot, &PyMemberDescr_Type) && ((PyMemberDescrObject *)slot)->d_member->type == T_OBJECT_EX;
-        if (is_slot) offsets[index] = ((PyMemberDescrObject *)slot)->d_member->offset;
+        int is_member = Py_IS_TYPE(slot, &PyMemberDescr_Type);
+        const PyMemberDef *member = is_member ? ((PyMemberDescrObject *)slot)->d_member : NULL;
+        int is_slot = member != NULL && member->type == T_OBJECT_EX;
+        if (is_slot) offsets[index] = member->offset;
         Py_DECREF(slot);
         if (!is_slot) {
             PyErr_Format(PyExc_TypeError, "%s.%s is not a slot", type->tp_name, names[index]);

@@ -73,12 +73,15 @@ class TurnLogLike(Protocol):
         in the middle of a turn."""
 
 
+_SPARE_ANSWERS = 16
+"""More answers than this in the turn that makes the log full are refused."""
 _SHARED = attrgetter("kind", "requests", "rows", "query_lens", "do_sample", "block_tables", "restarts", "reason")
 """The same objects in every step of a batch."""
 
 
 class TurnLog:
-    """See ``TurnLogLike``. ``counts``: asked when a step has more blocks. After ``max_turns`` a turn is ``DUE``."""
+    """See ``TurnLogLike``. ``counts``: asked when a step has more blocks. After ``max_turns`` a turn is ``DUE``, and no
+    more are taken down."""
 
     def __init__(self, counts: Callable[[], Counts], max_turns: int) -> None:
         self.due = -math.inf
@@ -114,7 +117,9 @@ class TurnLog:
             return False
         columns = (updates, answer.sampled_ids, answer.logits, answer.logsumexps)
         if (
-            answer.seq != self._next_answer
+            len(self._times) == self._max_turns
+            or len(self._answers) == self._max_turns + _SPARE_ANSWERS
+            or answer.seq != self._next_answer
             or answer.error is not None
             or answer.aborted
             or any(len(column) != len(self._blocks) for column in columns)
