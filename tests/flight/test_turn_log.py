@@ -7,11 +7,13 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from fakes import make_request
-from small_configs import REPOSITORY
+from fakes import make_limits, make_request
+from small_configs import REPOSITORY, small_config
 
+from llm_serving.flight.setup import NOT_NATIVE, recorder_of
 from llm_serving.flight.turn_log import DUE, IS_NATIVE, REFUSED, TAKEN, TurnLog, turn_log
 from llm_serving.scheduler.output import BlockMove, MoveKind, RequestUpdate, ScheduledStep, StepKind, StepResult
+from llm_serving.scheduler.scheduler import Scheduler
 
 COUNTS = (2, 0, 7, 0, 2, 0, 0)
 MAX_TURNS = 8
@@ -26,6 +28,15 @@ def test_it_is_built_where_it_can_be():
 
 def test_its_lines_are_as_short_as_those_of_python():
     assert [line for line in SOURCE.read_text().splitlines() if len(line) > 120] == []
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+def test_a_server_says_when_it_is_not_built(tmp_path, monkeypatch, is_native):
+    monkeypatch.setattr("llm_serving.flight.setup.IS_NATIVE", is_native)
+    complaints = []
+    recorder = recorder_of(small_config(tmp_path), Scheduler(make_limits()), complaints.append)
+    recorder.close()
+    assert complaints == ([] if is_native else [NOT_NATIVE])
 
 
 class Batch:
