@@ -1,9 +1,11 @@
-"""Builds the kernels (agent/kernels/libllm_kernels.so; in place also performance/ceilings) and packs the data folders.
+"""Builds the kernels (agent/kernels/libllm_kernels.so; in place also performance/ceilings) and the flight recorder's
+log of turns (llm_serving/flight/_turn_log), and packs the data folders.
 
 Everything else is in pyproject.toml.
 
 The kernels are compiled once per instruction set and chosen at run time, so the library runs on any machine of its
-architecture. An instruction set the compiler does not know is left out.
+architecture. An instruction set the compiler does not know is left out. So is the log of turns where Python has no
+headers (Debian's ``python3-dev``): the server then does in Python what it does.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
+import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +31,10 @@ SOURCES = Path("agent/kernels")
 LIBRARY = "libllm_kernels.so"
 PROGRAM = Path("performance/ceilings")
 PROGRAM_MAIN = "ceilings_main.cc"
+TURN_LOG = Path("llm_serving/flight/_turn_log.c")
+TURN_LOG_FLAGS = ["-x", "c", "-std=c11", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
+# Python's tables of methods and slots are written with fewer members than they have, and with casts of functions.
+TURN_LOG_FLAGS += ["-Wno-missing-field-initializers", "-Wno-cast-function-type", "-Wno-unused-parameter"]
 DATA_FOLDERS = ("configs", "models")
 
 COMPILE_FLAGS = [
@@ -76,16 +84,20 @@ def compiler_knows(compiler: str, flags: list[str]) -> bool:
 
 
 class BuildKernels(build_ext):
-    """Compiles and links the one library, in place for a development install, else into the build folder."""
+    """Compiles and links the libraries, in place for a development install, else into the build folder."""
 
     def run(self) -> None:
+        compiler = os.environ.get("CXX", "g++")
+        if shutil.which(compiler) is None:
+            raise CompileError(f"building the kernels needs a C++17 compiler; {compiler!r} is not on the PATH")
+        self._build_kernels(compiler)
+        self._build_turn_log(compiler)
+
+    def _build_kernels(self, compiler: str) -> None:
         target = self._target()
         targets = [target, ROOT / PROGRAM] if self.inplace else [target]
         if not self.force and all(self._is_current(path) for path in targets):
             return
-        compiler = os.environ.get("CXX", "g++")
-        if shutil.which(compiler) is None:
-            raise CompileError(f"building the kernels needs a C++17 compiler; {compiler!r} is not on the PATH")
         target.parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(lambda unit: self._compile(compiler, *unit), self._units(compiler)))
@@ -94,16 +106,30 @@ class BuildKernels(build_ext):
         if self.inplace:
             self._link([compiler, "-pthread", *map(str, objects)], ROOT / PROGRAM)
 
+    def _build_turn_log(self, compiler: str) -> None:
+        target, include = self._turn_log_target(), sysconfig.get_path("include")
+        if not (Path(include) / "Python.h").is_file():
+            sys.stderr.write(f"{TURN_LOG} is left out: {include} has no Python.h; install the headers of Python\n")
+            return
+        newest = max(path.stat().st_mtime for path in (ROOT / TURN_LOG, Path(__file__)))
+        if self.force or not target.is_file() or target.stat().st_mtime < newest:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._link([compiler, *TURN_LOG_FLAGS, f"-I{include}", str(ROOT / TURN_LOG)], target)
+
     def _link(self, command: list[str], target: Path) -> None:
         partial = target.with_name(target.name + ".partial")
         self._execute([*command, "-o", str(partial)])
         os.replace(partial, target)
 
     def get_outputs(self) -> list[str]:
-        return [str(self._target())]
+        return [str(path) for path in (self._target(), self._turn_log_target()) if path.is_file()]
 
     def _target(self) -> Path:
         return (ROOT if self.inplace else Path(self.build_lib).resolve()) / SOURCES / LIBRARY
+
+    def _turn_log_target(self) -> Path:
+        name = TURN_LOG.stem + sysconfig.get_config_var("EXT_SUFFIX")
+        return (ROOT if self.inplace else Path(self.build_lib).resolve()) / TURN_LOG.with_name(name)
 
     @staticmethod
     def _is_current(target: Path) -> bool:
@@ -152,6 +178,9 @@ class BuildPython(build_py):
 
 
 setup(
-    ext_modules=[Extension("agent.kernels.libllm_kernels", sources=[])],
+    ext_modules=[
+        Extension("agent.kernels.libllm_kernels", sources=[]),
+        Extension("llm_serving.flight._turn_log", sources=[]),
+    ],
     cmdclass={"build_ext": BuildKernels, "build_py": BuildPython},
 )

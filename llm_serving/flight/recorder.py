@@ -19,6 +19,7 @@ from llm_serving.flight.identities import Identities
 from llm_serving.flight.journal import Journal
 from llm_serving.flight.ring import SegmentRing
 from llm_serving.flight.segments import SegmentWriter
+from llm_serving.flight.turn_log import DUE, TAKEN
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
@@ -49,10 +50,13 @@ class FlightRecorder:
         """Time spent recording."""
         self.next_wakeup = scheduler.next_wakeup
         self._scheduler = scheduler
+        self._state = scheduler._state
         self._on_error = on_error
         names = Identities() if identities else None
         self._journal = Journal(scheduler, SegmentWriter(ring, header, scheduler, names, on_error, wall_clock), names)
         self._ended = False
+        turns = self._journal.turns
+        self._take_answer, self._take_step, self._take_end = turns.answer, turns.step, turns.end
 
     def __getattr__(self, name: str) -> Any:
         """All that only looks at the scheduler."""
@@ -103,14 +107,13 @@ class FlightRecorder:
         except Exception as error:
             self._record(self._note_raised, Tag.SCHEDULE, error, now)
             raise
-        if self._ended:
-            return step
         begin = perf_counter()
         try:
             if step is None:
-                self._journal.note_nothing(now)
-            else:
-                self._journal.note_step(step, now)
+                if (taken := self._take_end(now, self._state.wakeup)) != TAKEN:
+                    self._note_nothing(taken, now)
+            elif not self._take_step(step, now):
+                self._guarded(self._journal.note_step, step, now)
         except Exception as error:
             self._fail(error)
         self.seconds += perf_counter() - begin
@@ -122,10 +125,12 @@ class FlightRecorder:
         except Exception as error:
             self._record(self._journal.note_failed_update, result, error, now)
             raise
-        if self._ended:
-            return updates
         begin = perf_counter()
-        self._journal.note_update(result, updates, now)
+        try:
+            if not self._take_answer(result, updates, now):
+                self._guarded(self._journal.note_update, result, updates, now)
+        except Exception as error:
+            self._fail(error)
         self.seconds += perf_counter() - begin
         return updates
 
@@ -160,7 +165,7 @@ class FlightRecorder:
 
     def close(self) -> None:
         """Write what is left and close the files."""
-        self._record(self._journal.flush)
+        self._record(self._journal.finish)
         self._journal.close()
         self._ended = True
 
@@ -168,18 +173,26 @@ class FlightRecorder:
 
     def _record(self, note: Callable[..., None], *details: Any) -> None:
         """Run ``note``; whatever goes wrong in it is the recorder's affair alone."""
-        if self._ended:
-            return
         begin = perf_counter()
         self._guarded(self._journal.begin)
         self._guarded(note, *details)
         self.seconds += perf_counter() - begin
 
     def _guarded(self, action: Callable[..., None], *details: Any) -> None:
+        """Nothing once the recording has ended."""
+        if self._ended:
+            return
         try:
             action(*details)
         except Exception as error:
             self._fail(error)
+
+    def _note_nothing(self, taken: int, now: float) -> None:
+        """``schedule`` gave no step, which is not the quiet end of a turn."""
+        if taken == DUE:
+            self._guarded(self._journal.flush)
+        else:
+            self._guarded(self._journal.note_nothing, now)
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, OSError):

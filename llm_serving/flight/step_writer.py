@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress, repeat
-from operator import attrgetter, is_, ne, sub
+from itertools import compress
+from operator import is_, ne, sub
 
-from llm_serving.flight.steps import KIND_CODES
+from llm_serving.flight.steps import KIND_CODES, Growth
 from llm_serving.request import Request
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
 
 __all__ = ["StepWriter"]
-
-_COLUMNS = attrgetter(
-    "seq", "kind", "requests", "rows", "query_lens", "do_sample", "block_tables", "starts", "sample_positions",
-    "reason", "moves", "histories", "restarts",
-)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -93,63 +88,42 @@ class StepWriter:
         self._latest = last
         return _record(step, last, None, None if goes_on else starts, None if samples_next else positions, blocks)
 
-    def goes_on(self, step: ScheduledStep) -> bool:
-        """Whether a step that was sent has the sequences of the latest, each of which has one token and samples."""
+    def table_lens_of(self, sent: Sequence[ScheduledStep]) -> list[int] | None:
+        """How much of the block tables of ``sent`` is recorded, if the last of these is the latest step, they all have
+        its sequences, and each has one token, samples and restarts no row; None otherwise."""
         last = self._latest
-        return last is not None and last.is_plain and _same_batch(step, last)
+        if (
+            last is None
+            or not last.is_plain
+            or not sent
+            or sent[-1].starts is not last.starts
+            or True in sent[-1].restarts
+            or not all(_same_batch(step, last) for step in sent)
+        ):
+            return None
+        return last.table_lens
 
-    def record_run(self, steps: Sequence[ScheduledStep], table_lens: Sequence[list[int]]) -> list[object] | None:
-        """Steps that all go on from the latest, with nothing new but blocks, as one record of a run, see
-        ``llm_serving.flight.steps``. None, and nothing is noted, where a step is of another sort. A few passes in C
-        for all steps together."""
+    def record_run(self, first_seq: int, growths: Sequence[Growth]) -> list[object]:
+        """Steps from ``first_seq`` on that all go on from the latest, with nothing new but blocks, as one record of a
+        run, see ``llm_serving.flight.steps``. ``go_to`` must follow."""
         last = self._latest
-        if last is None or not last.is_plain:
-            return None
-        (
-            seqs, kinds, requests, rows, query_lens, do_sample, tables, starts, positions, reasons,
-            moves, histories, restarts,
-        ) = zip(*map(_COLUMNS, steps), strict=True)  # fmt: skip
-        count, size = len(seqs), len(last.rows)
-        is_alike = (
-            kinds.count(last.kind) == count
-            and requests.count(last.requests) == count
-            and rows.count(last.rows) == count
-            and query_lens.count(last.query_lens) == count
-            and do_sample.count(last.do_sample) == count
-            and reasons.count(last.reason) == count
-            and restarts.count(restarts[0]) == count
-            and True not in restarts[0]
-            and not any(moves)
-            and not any(histories)
-            and all(map(is_, tables, repeat(last.block_tables)))
-            and seqs == tuple(range(seqs[0], seqs[0] + count))
-            and _go_up(last.starts, starts, size)
-            and _go_up(last.sample_positions, positions, size)
-        )
-        if not is_alike:
-            return None
-        growths = self._growths(last, table_lens)
-        last.requests, last.rows, last.query_lens, last.do_sample = (
-            requests[-1],
-            rows[-1],
-            query_lens[-1],
-            do_sample[-1],
-        )
-        last.starts, last.sample_positions = starts[-1], positions[-1]
-        return [seqs[0], KIND_CODES[last.kind], growths, last.reason_name]
+        assert last is not None
+        return [first_seq, KIND_CODES[last.kind], growths, last.reason_name]
 
-    def _growths(self, last: _Last, table_lens: Sequence[list[int]]) -> list[object]:
-        """Blocks of a run of steps with the tables of ``last``, which is the latest."""
-        growths: list[object] = []
-        told, tables = last.table_lens, last.block_tables
-        for place, lens in enumerate(table_lens):
-            if lens != told:
-                for index in compress(range(len(tables)), map(ne, lens, told)):
-                    growths.append((place, index, told[index], tables[index][told[index] : lens[index]]))
-                told = lens
-        last.table_lens = told
-        self._has_grown = self._has_grown or bool(growths)
-        return growths
+    def record_next(self, seq: int, growths: Sequence[Growth]) -> list[object]:
+        """One such step, as ``record`` gives it."""
+        last = self._latest
+        assert last is not None
+        blocks = [growth[1:] for growth in growths]
+        return [seq, KIND_CODES[last.kind], None, None, None, blocks, [], None, [], last.reason_name]
+
+    def go_to(self, latest: ScheduledStep, table_lens: list[int]) -> None:
+        """``latest`` is the last of the steps that ``record_run`` and ``record_next`` told of."""
+        last = self._latest
+        assert last is not None
+        last.starts, last.sample_positions = latest.starts, latest.sample_positions
+        self._has_grown = self._has_grown or table_lens != last.table_lens
+        last.table_lens = table_lens
 
     def _new_batch(
         self, step: ScheduledStep, number_of: Callable[[Request], int], table_lens: list[int]
@@ -226,13 +200,6 @@ def _same_batch(step: ScheduledStep, last: _Last) -> bool:
         and (step.query_lens is last.query_lens or step.query_lens == last.query_lens)
         and (step.do_sample is last.do_sample or step.do_sample == last.do_sample)
     )
-
-
-def _go_up(before: list[int], columns: Sequence[list[int]], size: int) -> bool:
-    """Whether every entry of each column, of ``size``, is one more than in the column before it."""
-    values = list(chain(before, chain.from_iterable(columns)))
-    count = size * len(columns)
-    return len(values) == size + count and list(map(sub, values[size:], values)).count(1) == count
 
 
 def _record(

@@ -21,11 +21,14 @@ from typing import Any
 
 from llm_serving.scheduler.output import BlockMove, MoveKind, StepKind
 
-__all__ = ["KIND_CODES", "RecordedStep", "StepReader"]
+__all__ = ["KIND_CODES", "Growth", "RecordedStep", "StepReader"]
 
 _KINDS = list(StepKind)
 KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
 """What stands for the kind of a step in its record."""
+
+Growth = tuple[int, int, int, list[int]]
+"""Place of the step in its run, index, place, ids."""
 
 
 @dataclass(slots=True)

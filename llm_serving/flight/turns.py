@@ -1,91 +1,82 @@
-"""Turns of the engine's loop in which nothing but decoding goes on, as one record.
-
-They are looked at many together, in a few passes in C: with other processes' work in the processor's caches, Python
-that runs once in a turn costs four times what it costs in a loop, and more than looking at what is no longer in them.
-"""
+"""Records of the turns that a ``TurnLog`` took down: one for all that are alike, single ones of the others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
-from llm_serving.flight.calls import ANSWER, CALLS_OF_A_TURN, NOTHING, SCHEDULE, UPDATE, Call
 from llm_serving.flight.format import Tag
-from llm_serving.flight.known_requests import KnownRequests
 from llm_serving.flight.step_writer import StepWriter
-from llm_serving.scheduler.output import ScheduledStep
+from llm_serving.flight.turn_log import TakenTurns
 
-__all__ = ["turns_record"]
+__all__ = ["turn_records"]
 
-_TURNS = int(Tag.TURNS)
-_LEAST_TURNS = 2
-"""Fewer are not worth a record of turns."""
+_TIME, _SCHEDULE, _UPDATE, _TURNS = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag.UPDATE), int(Tag.TURNS)
 
 
-def turns_record(
-    calls: list[Call], writer: StepWriter, sent: dict[int, ScheduledStep], requests: KnownRequests
-) -> tuple[object, ...] | None:
-    """``calls`` as one record of turns alike; None, and nothing is noted, where they are not.
-
-    Each has an answer that brings each sequence of the batch a token and ends none, a step of the same sequences that
-    goes on from the one sent before it, and nothing more to send: what decodes in peace is nothing else. ``sent``: the
-    steps that were sent and not answered, by number.
-    """
-    count, rest = divmod(len(calls), CALLS_OF_A_TURN)
-    if rest or count < _LEAST_TURNS:
-        return None
-    tags, times, results, updates, outcomes, _ = zip(*calls[0::3], strict=True)
-    sent_tags, sent_times, steps, table_lens, _, counts = zip(*calls[1::3], strict=True)
-    end_tags, end_times, _, _, wakeups, end_counts = zip(*calls[2::3], strict=True)
-    is_alike = (
-        tags.count(UPDATE) == sent_tags.count(SCHEDULE) == end_tags.count(NOTHING) == count
-        and wakeups.count(None) == end_counts.count(None) == count
-        and times == sent_times == end_times
-    )
-    if not is_alike:
-        return None
-    answers = tuple(zip(*map(ANSWER, results), strict=True))
-    if not _are_plain(answers, outcomes, steps[0], writer, sent, requests.endings):
-        return None
-    first = results[0].seq
-    num_before = steps[0].seq - first
-    run = writer.record_run(steps, table_lens)
-    if run is None:
-        return None
-    for seq in range(first, first + min(num_before, count)):
-        del sent[seq]
-    for step in steps[max(0, count - num_before) :]:
-        sent[step.seq] = step
-    states = [(place, state) for place, state in enumerate(counts) if state is not None]
-    names = None
-    if requests.identities is not None:
-        names = [requests.identities.take(each, len(each)) for each in updates]
-    return (_TURNS, run, first, times, *answers[-3:], states, names)
+def turn_records(turns: TakenTurns, writer: StepWriter, names: list[list[int]] | None) -> list[object]:
+    """Their records, in order. ``names``: pseudonyms of each answer's tokens, where the recording has them."""
+    latest, answered, sent, times, queue_us, graph_us, sample_us, growths, states, _, odd_turns, table_lens = turns
+    if odd_turns:
+        records = _TurnByTurn(turns, writer, names).records()
+    else:
+        run = writer.record_run(sent, growths)
+        records = [(_TURNS, run, answered, times, queue_us, graph_us, sample_us, states, names)]
+    writer.go_to(latest, table_lens)
+    return records
 
 
-def _are_plain(
-    answers: Sequence[Any],
-    outcomes: Sequence[int | str],
-    sent_first: ScheduledStep,
-    writer: StepWriter,
-    sent: dict[int, ScheduledStep],
-    endings: set[int],
-) -> bool:
-    """Whether these answers (columns of ``ANSWER``), of which the first is to a step sent before ``sent_first``,
-    brought a token to each sequence of the latest step, and ended none. Steps from ``sent_first`` on are looked at
-    by who records them."""
-    seqs, sampled, logits, logsumexps, errors, aborted, _, _, _ = answers
-    count, size, first = len(seqs), sent_first.num_seqs, sent_first.seq
-    if not (
-        size > 0
-        and outcomes.count(size) == errors.count(None) == aborted.count(False) == count
-        and seqs == tuple(range(seqs[0], seqs[0] + count))
-        and seqs[0] < first
-        and list(map(len, chain(sampled, logits, logsumexps))).count(size) == 3 * count
-        and endings.isdisjoint(chain.from_iterable(sampled))
-        and min(map(min, sampled)) >= 0
-    ):
-        return False
-    before = [sent.get(seq) for seq in range(seqs[0], min(first, seqs[0] + count))]
-    return all(step is not None and writer.goes_on(step) for step in before)
+class _TurnByTurn:
+    """Goes through turns of which some do not have one answer, one step and an end."""
+
+    def __init__(self, turns: TakenTurns, writer: StepWriter, names: list[list[int]] | None) -> None:
+        _, self._answered, self._sent, self._times, *columns, growths, states, _, odd_turns, table_lens = turns
+        self._us: list[list[int]] = columns
+        self._growths, self._states, self._odd_turns = growths, states, odd_turns
+        self._num_seqs = len(table_lens)
+        self._writer, self._names = writer, names
+        self._answer = self._step = 0
+        """The next ones."""
+
+    def records(self) -> list[object]:
+        records: list[object] = []
+        done = 0
+        for place, num_answers, num_steps, has_ended in self._odd_turns:
+            records += self._alike(self._times[done:place])
+            records.append((_TIME, self._times[place]))
+            records += [self._next_answer() for _ in range(num_answers)]
+            records += [self._next_step() for _ in range(num_steps)]
+            if has_ended:
+                records.append((_SCHEDULE, None, None, None))
+            done = place + 1
+        return records + self._alike(self._times[done:])
+
+    def _alike(self, times: list[float]) -> list[object]:
+        """One record of turns at these times, if there are any."""
+        count, begin, step = len(times), self._answer, self._step
+        if not count:
+            return []
+        end = self._answer = begin + count
+        self._step += count
+        run = self._writer.record_run(self._sent + step, _between(self._growths, step, step + count))
+        states = _between(self._states, step, step + count)
+        names = None if self._names is None else self._names[begin:end]
+        return [(_TURNS, run, self._answered + begin, times, *(us[begin:end] for us in self._us), states, names)]
+
+    def _next_answer(self) -> object:
+        place = self._answer
+        self._answer += 1
+        names = None if self._names is None else self._names[place]
+        return (_UPDATE, self._answered + place, None, [], names, *(us[place] for us in self._us), self._num_seqs, None)
+
+    def _next_step(self) -> object:
+        place = self._step
+        self._step += 1
+        record = self._writer.record_next(self._sent + place, _between(self._growths, place, place + 1))
+        states = _between(self._states, place, place + 1)
+        return (_SCHEDULE, record, None, states[0][1] if states else None)
+
+
+def _between(noted: Sequence[tuple[Any, ...]], begin: int, end: int) -> list[Any]:
+    """What was noted of steps ``begin`` to ``end``, whose places are counted from ``begin``."""
+    return [(place - begin, *what) for place, *what in noted if begin <= place < end]

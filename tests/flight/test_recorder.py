@@ -374,21 +374,9 @@ def test_a_failed_step_is_written_with_its_turn(tmp_path):
     ]
 
 
-def test_no_more_is_kept_back_than_stays_in_a_processors_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("llm_serving.flight.journal._MAX_KEPT_ROWS", 3)
-    simulation, recorder, file = decoding(tmp_path)
-    recorder._guarded(recorder._journal.flush)
-    sizes = []
-    for _ in range(6):
-        turn(simulation, 1.0)
-        sizes.append(file.stat().st_size)
-    assert len(set(sizes)) == 2 + 1
-    assert len(recorder._journal._calls) < 9
-
-
 def test_turns_without_an_end_are_not_kept_for_good(tmp_path, monkeypatch):
     """While no slot is free nobody asks for a step that there is not."""
-    monkeypatch.setattr("llm_serving.flight.journal._MAX_CALLS", 8)
+    monkeypatch.setattr("llm_serving.flight.journal._MAX_PENDING", 8)
     simulation, recorder, file = decoding(tmp_path)
     recorder._guarded(recorder._journal.flush)
     size = file.stat().st_size
@@ -396,7 +384,7 @@ def test_turns_without_an_end_are_not_kept_for_good(tmp_path, monkeypatch):
         simulation.scheduler.update(simulation.device.run_next(), 1.0)
         simulation.steps.append(recorder.schedule(1.0))
         simulation.device.submit(simulation.steps[-1])
-    assert len(recorder._journal._calls) < 16
+    assert len(recorder._journal._pending) < 16
     assert file.stat().st_size > size
     recorder.close()
     assert recorded_steps(file) == [step.seq for step in simulation.steps]
