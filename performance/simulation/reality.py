@@ -84,7 +84,7 @@ class _Study:
 
     def run(self) -> int:
         parsed = self._parsed
-        fit = self._fit([run for number in range(CALIBRATIONS) for run in self._calibrate(number)])
+        fit = self._fit([self._calibrate(number) for number in range(CALIBRATIONS)])
         tries = self._read_tries if parsed.kept is not None else self._run_tries
         parts = [tries(load, fit) for load in VALIDATION]
         results = [self._compare(load, of_load, fit) for load, of_load in zip(VALIDATION, parts, strict=True)]
@@ -171,19 +171,21 @@ class _Study:
         print(f"  {name}: {len(run.records)} requests, {failed} failed", file=sys.stderr)
         return run
 
-    def _fit(self, runs: Sequence[LoadRun]) -> StepFit:
+    def _fit(self, calibrations: Sequence[Sequence[LoadRun]]) -> StepFit:
+        """Of all calibrations, each of the same loads: how fast the machine was at each is told by the others."""
         from performance.simulation.recording import fit_recording, with_delivery
 
         config = simulated_config(self._parsed.config, self._parsed.settings, "cpu")
-        fit = fit_recording(self._recordings, config)
-        return with_delivery(fit, self._recordings, [record for run in runs for record in run.records])
+        repeated = [[_span(run) for run in runs] for runs in zip(*calibrations, strict=True)]
+        fit = fit_recording(self._recordings, config, repeated)
+        records = [record for runs in calibrations for run in runs for record in run.records]
+        return with_delivery(fit, self._recordings, records)
 
     def _probed(self, load: Load, run: LoadRun, fit: StepFit) -> Probe:
         """A probe that has ended: its steps are in the recording, and the server is idle."""
         from performance.simulation.recording import slowdown_within
 
-        span = (run.start, run.start + run.total_time_s)
-        return Probe(run, slowdown_within(fit, self._recording_of(load), [span]))
+        return Probe(run, slowdown_within(fit, self._recording_of(load), [_span(run)]))
 
     def _compare(self, load: Load, parts: list[list[Try]], fit: StepFit) -> ComparedLoad:
         measured, simulated = [], []
@@ -194,6 +196,11 @@ class _Study:
         real = _report(measured)
         rows = mean_of_runs([compare(real, _report(runs)) for runs in zip(*simulated, strict=True)])
         return ComparedLoad(load, parts, rows)
+
+
+def _span(run: LoadRun) -> tuple[float, float]:
+    """On the engine's clock, which is the client's."""
+    return run.start, run.start + run.total_time_s
 
 
 def _simulated(run: LoadRun, setup: Setup, seed: int) -> LoadRun:
