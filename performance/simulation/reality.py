@@ -1,8 +1,9 @@
 """Fits the simulator to this machine and holds it against real runs that the fit has not seen.
 
 Servers of the configuration are started one after the other. The first are calibrated: they go through the sizes of
-steps (few and many rows, short and long prompts, a burst), and their flight recordings together make the fit. Each
-further one is validated by an open-loop load; the simulator then gets the same requests at the same moments.
+steps (few and many rows, short and long prompts, a burst, the probe of below), and their flight recordings together
+make the fit. Each of these loads runs once on each server, which tells how fast the machine was; that is divided out.
+Each further server is validated by an open-loop load; the simulator then gets the same requests at the same moments.
 
 Chance moves figures, too, the tails most: which prompts meet, and so how long a pause is, depends on a millisecond. So
 the simulated figures are means over some runs whose steps are spread differently, with the deviation of a single run
@@ -10,10 +11,10 @@ beside them, and a load is as long as it takes for that to be small in most.
 
 A machine's speed drifts, and one server is faster than the next: by more than the simulator may be off. So a load is
 cut into parts of some seconds, with a short probe, the same each time, before, between and after them. How much longer
-the steps of the two probes around a part took than the fit says, in their mean, is how much longer everything takes in
-the simulation of that part, of which itself nothing is looked at. A part whose probes do not agree is no evidence: it
-is run again, up to --tries times, and what is thrown away is told. A load with a part that was never steady is told
-to be unsteady, and is not counted.
+the steps of the two probes around a part took than those of the calibrations' probes, in their mean, is how much longer
+everything takes in the simulation of that part, of which itself nothing is looked at. A part whose probes do not agree,
+or during which others took time of the cores, is no evidence: it is run again, up to --tries times, and what is thrown
+away is told. A load with a part that was never steady is told to be unsteady, and is not counted.
 
 Rates suit a model of some hundred million parameters on two cores; --scale makes all of them smaller or larger.
 --keep keeps what was recorded, by the servers and by their clients, and --kept compares with that again, without a
@@ -23,6 +24,7 @@ server: what another model of the same runs is worth can be seen in seconds.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -37,11 +39,12 @@ from performance.load.endpoint import Endpoint
 from performance.load.errors import UsageError
 from performance.load.exit_codes import EXIT_FAILURES, EXIT_UNSTEADY, told_errors
 from performance.load.options import LoadOptions, positive
+from performance.load.others import OthersWatch
 from performance.load.report import report_json, write_json
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import measure
 from performance.simulation.fit import StepFit
-from performance.simulation.kept_runs import read_runs, write_runs
+from performance.simulation.kept_runs import read_others, read_runs, write_runs
 from performance.simulation.reality_loads import CALIBRATION, PROBE, VALIDATION, Load
 from performance.simulation.reality_report import ComparedLoad, closing_text, comparison_json, result_text
 from performance.simulation.requests import of_load_test
@@ -80,6 +83,7 @@ class _Study:
         self._program = program
         self._folder = folder
         self._recordings = folder / "recordings"
+        self._usual_probe = 1.0
         self._failed = 0
 
     def run(self) -> int:
@@ -102,12 +106,13 @@ class _Study:
 
     def _calibrate(self, number: int) -> list[LoadRun]:
         """A server that goes through all sizes of steps. Of a study that was kept: what it was."""
-        options = [load.options(self._parsed.scale) for load in CALIBRATION]
+        loads = (*CALIBRATION, PROBE)
+        options = [load.options(self._parsed.scale) for load in loads]
         name = f"calibration {number}"
         if self._parsed.kept is not None:
             return read_runs(self._clients_of(name), options)
         with self._server(name, self._recordings) as endpoint:
-            runs = [self._run(load.name, asked, endpoint) for load, asked in zip(CALIBRATION, options, strict=True)]
+            runs = [self._run(load.name, asked, endpoint) for load, asked in zip(loads, options, strict=True)]
         self._keep(name, runs)
         return runs
 
@@ -122,10 +127,11 @@ class _Study:
             before = probe()
             for part in range(load.parts):
                 name, asked = f"{load.name}, part {part}", load.options(scale, part)
-                tries = run_until_steady(partial(self._run, name, asked, endpoint), probe, before, self._parsed.tries)
+                run = partial(self._run_watched, name, asked, endpoint)
+                tries = run_until_steady(run, probe, before, self._parsed.tries)
                 before = tries[-1].after
                 for number, one in enumerate(tries):
-                    self._keep(f"{name}, try {number}", [one.before.run, one.run, one.after.run])
+                    self._keep(f"{name}, try {number}", [one.before.run, one.run, one.after.run], one.others)
                 parts.append(tries)
         return parts
 
@@ -138,7 +144,8 @@ class _Study:
             while not tries or self._clients_of(f"{load.name}, part {part}, try {len(tries)}").exists():
                 path = self._clients_of(f"{load.name}, part {part}, try {len(tries)}")
                 before, run, after = read_runs(path, [probe, load.options(scale, part), probe])
-                tries.append(Try(self._probed(load, before, fit), run, self._probed(load, after, fit)))
+                others = read_others(path)
+                tries.append(Try(self._probed(load, before, fit), run, self._probed(load, after, fit), others))
             parts.append(tries)
         return parts
 
@@ -148,9 +155,9 @@ class _Study:
     def _clients_of(self, name: str) -> Path:
         return self._folder / f"clients of {name}.json"
 
-    def _keep(self, name: str, runs: Sequence[LoadRun]) -> None:
+    def _keep(self, name: str, runs: Sequence[LoadRun], others: float = 0.0) -> None:
         if self._parsed.keep is not None:
-            write_runs(self._clients_of(name), runs)
+            write_runs(self._clients_of(name), runs, others)
 
     @contextmanager
     def _server(self, name: str, recording: Path) -> Iterator[Endpoint]:
@@ -171,13 +178,20 @@ class _Study:
         print(f"  {name}: {len(run.records)} requests, {failed} failed", file=sys.stderr)
         return run
 
+    def _run_watched(self, name: str, options: LoadOptions, endpoint: Endpoint) -> tuple[LoadRun, float]:
+        with OthersWatch() as others:
+            run = self._run(name, options, endpoint)
+        return run, others.share
+
     def _fit(self, calibrations: Sequence[Sequence[LoadRun]]) -> StepFit:
-        """Of all calibrations, each of the same loads: how fast the machine was at each is told by the others."""
-        from performance.simulation.recording import fit_recording, with_delivery
+        """Of all calibrations, each of the same loads, the probe last: how fast the machine was at each is told by the
+        others."""
+        from performance.simulation.recording import fit_recording, slowdown_within, with_delivery
 
         config = simulated_config(self._parsed.config, self._parsed.settings, "cpu")
         repeated = [[_span(run) for run in runs] for runs in zip(*calibrations, strict=True)]
         fit = fit_recording(self._recordings, config, repeated)
+        self._usual_probe = statistics.median(slowdown_within(fit, self._recordings, [span]) for span in repeated[-1])
         records = [record for runs in calibrations for run in runs for record in run.records]
         return with_delivery(fit, self._recordings, records)
 
@@ -185,7 +199,7 @@ class _Study:
         """A probe that has ended: its steps are in the recording, and the server is idle."""
         from performance.simulation.recording import slowdown_within
 
-        return Probe(run, slowdown_within(fit, self._recording_of(load), [_span(run)]))
+        return Probe(run, slowdown_within(fit, self._recording_of(load), [_span(run)]) / self._usual_probe)
 
     def _compare(self, load: Load, parts: list[list[Try]], fit: StepFit) -> ComparedLoad:
         measured, simulated = [], []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from performance.simulation.reality_loads import Load
-from performance.simulation.steadiness import TOLERANCE, Try, steadiest
+from performance.simulation.steadiness import OTHERS_TOLERANCE, TOLERANCE, Try, steadiest
 from performance.simulation.validate import GOAL, Compared, comparison_text
 
 __all__ = ["ComparedLoad", "closing_text", "comparison_json", "result_text"]
@@ -47,7 +47,8 @@ def result_text(result: ComparedLoad, scale: float) -> str:
             told = "" if one.is_steady else ", not steady"
             told += ", compared" if one is steadiest(tries) else ", thrown away"
             lines.append(
-                f"  part {part}: {one.before.slowdown:.3f} right before it, {one.after.slowdown:.3f} right after{told}"
+                f"  part {part}: {one.before.slowdown:.3f} right before it, {one.after.slowdown:.3f} right after;"
+                f" others took {one.others:.1%} of the cores' time{told}"
             )
     return "\n".join(lines) + f"\n\n{comparison_text(result.rows)}\n"
 
@@ -63,11 +64,17 @@ def closing_text(results: Sequence[ComparedLoad]) -> str:
         lines.append(f"{name}: {within} of {len(off)} figures within {GOAL:.0%}, the worst is off by {max(off):.0%}")
     if unsteady:
         lines.append(
-            f"no evidence, as probes were more than {TOLERANCE:.0%} apart in every try of a part: {', '.join(unsteady)}"
+            f"no evidence, as in every try of a part probes were more than {TOLERANCE:.0%} apart, or others took more"
+            f" than {OTHERS_TOLERANCE:.0%} of the cores' time: {', '.join(unsteady)}"
         )
     return "\n".join(lines)
 
 
 def comparison_json(results: Sequence[ComparedLoad]) -> dict[str, Any]:
     """For programs."""
-    return {"goal": GOAL, "tolerance": TOLERANCE, "loads": {one.load.name: one.as_json() for one in results}}
+    return {
+        "goal": GOAL,
+        "tolerance": TOLERANCE,
+        "others_tolerance": OTHERS_TOLERANCE,
+        "loads": {one.load.name: one.as_json() for one in results},
+    }
