@@ -29,7 +29,10 @@ class Phase(enum.IntEnum):
     """From losing its blocks to its next token: waiting again, and computing again what was lost."""
     SWAPPED = 4
     """From leaving for host memory to its next token."""
-    DONE = 5
+    RESTARTED = 5
+    """From losing what was computed with its agent, or with a step that never ran, to its next token: waiting for the
+    agent to be replaced, waiting again, and computing again."""
+    DONE = 6
 
 
 class BlockReason(enum.Enum):
@@ -48,7 +51,7 @@ class BlockReason(enum.Enum):
     PREFIX = "prefix"
     """Its prefix is being computed for another request, and will be shared."""
     PREEMPTED_FIRST = "preempted_first"
-    """A request that was preempted goes first."""
+    """A request that was preempted or restarted goes first."""
 
 
 class WaitingLine:

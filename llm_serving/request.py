@@ -173,13 +173,14 @@ class Blocked:
     times: int
     """So often the scheduler passed it over for this reason while it was the first; 0 if it never was."""
     seconds: float
-    """Time from those looks to the next ones; in ``RequestTimings.queue``, or ``preempted`` for one that was."""
+    """Time from those looks to the next ones; in ``RequestTimings.queue``, or for one that was in ``preempted`` or
+    ``restarted``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
     """Where a request spent its time, in seconds: ``tokenise + queue + prefill + decode + preempted + swapped +
-    delivery == e2e``, to the microsecond, of which all are whole numbers.
+    restarted + delivery == e2e``, to the microsecond, of which all are whole numbers.
 
     As the engine makes it, the request ends with its last step and ``delivery`` is 0. What is logged counts to the
     moment the last byte was written to the client's socket, see ``llm_serving.engine.open_request``.
@@ -198,6 +199,7 @@ class RequestTimings:
     """From the first byte to the queue: reading and checking the body, and its text's tokens."""
     preempted: float = 0.0
     swapped: float = 0.0
+    restarted: float = 0.0
     num_swaps: int = 0
     num_chunks: int = 0
     """Prefill steps it was in."""
@@ -214,7 +216,7 @@ class RequestTimings:
         return {name: getattr(self, name) for name in PARTS}
 
 
-PARTS = ("tokenise", "queue", "prefill", "decode", "preempted", "swapped", "delivery")
+PARTS = ("tokenise", "queue", "prefill", "decode", "preempted", "swapped", "restarted", "delivery")
 """Names of the parts of a request's time, in ``RequestTimings``, the log, the metrics and receipts."""
 
 

@@ -77,7 +77,7 @@ class SimulatedClients:
         receipt = request.receipt
         assert request.finish_time is not None
         assert sum(receipt.phase_us) == microseconds(request.finish_time) - receipt.start_us
-        assert receipt.preemptions + receipt.swaps >= request.num_preemptions
+        assert receipt.preemptions + receipt.swaps == request.num_preemptions
         self.seen["swaps"] += receipt.swaps
         self.seen["preemptions"] += request.num_preemptions
 

@@ -4,7 +4,7 @@ The engine thread knows when a token was sampled, the HTTP edge when its bytes w
 the second, so that is what ``ttft_ms``, ``tpot_ms`` and ``e2e_ms`` of the log count to, from the request's first byte:
 
     arrival -tokenise-> queue -queue-> first step -prefill-> first token -decode-> last step's answer -delivery-> last
-    byte written; between first token and last step's answer a request may also be preempted or swapped
+    byte written; between first token and last step's answer a request may also be preempted, swapped or restarted
 
 An answer that is not streamed has no first token on the wire; its ``ttft_ms`` and ``tpot_ms`` are the engine's.
 """

@@ -140,6 +140,7 @@ def request_timings(request: Request, now: float | None = None) -> RequestTiming
         decode=phase_us[Phase.DECODE] / 1e6,
         preempted=phase_us[Phase.PREEMPTED] / 1e6,
         swapped=phase_us[Phase.SWAPPED] / 1e6,
+        restarted=phase_us[Phase.RESTARTED] / 1e6,
         delivery=delivery_us / 1e6,
         e2e=(tokenise_us + sum(phase_us) + delivery_us) / 1e6,
         ttft=None if first_token is None else first_token - request.arrival_time,

@@ -21,6 +21,7 @@ _STATES = {
     Phase.DECODE: "decode",
     Phase.PREEMPTED: "preempted",
     Phase.SWAPPED: "swapped",
+    Phase.RESTARTED: "restarted",
     Phase.DONE: "delivery",
 }
 

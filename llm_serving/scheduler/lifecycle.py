@@ -119,7 +119,7 @@ class Lifecycle:
         for sequence in sequences:
             sequence.drop_tokens = True
             if sequence.state is SequenceState.RUNNING:
-                sequence.request.receipt.enter(Phase.PREEMPTED, now)
+                sequence.request.receipt.enter(Phase.RESTARTED, now)
                 self._state.running.stop(sequence)
 
     def lose_device(self, now: float) -> None:
@@ -132,7 +132,7 @@ class Lifecycle:
             self.settle(sequence)
         swapped, self._state.swapped = self._state.swapped, []
         for sequence in swapped:
-            sequence.request.receipt.enter(Phase.PREEMPTED, now)
+            sequence.request.receipt.enter(Phase.RESTARTED, now)
             self._swapper.drop(sequence)
             self._wait_again(sequence)
 

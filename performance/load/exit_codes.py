@@ -12,6 +12,8 @@ from performance.load.errors import LoadTestError
 
 EXIT_FAILURES = 1
 EXIT_NOT_STARTED = 2
+EXIT_UNSTEADY = 3
+"""What was measured is no evidence: the machine did not hold its speed."""
 EXIT_INTERRUPTED = 130
 
 Arguments = ParamSpec("Arguments")

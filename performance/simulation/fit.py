@@ -33,8 +33,8 @@ from performance.simulation.agent import Spread
 from performance.simulation.host import HostModel
 from performance.simulation.work import StepWork, work_of
 
-__all__ = ["TERMS", "FittedDevice", "MeasuredStep", "StepFit", "fit_steps", "non_negative_least_squares", "read_fit",
-           "slowdown"]  # fmt: skip
+__all__ = ["TERMS", "FittedDevice", "MeasuredStep", "StepFit", "at_one_speed", "fit_steps",
+           "non_negative_least_squares", "read_fit", "slowdown"]  # fmt: skip
 
 Array = npt.NDArray[np.float64]
 KNOTS = (2, 4, 8, 16, 32, 64, 128, 256)
@@ -150,9 +150,25 @@ def slowdown(fit: StepFit, steps: Sequence[MeasuredStep]) -> float:
     steps = [step for step in steps if step.seconds > 0.0]
     if len(steps) < LEAST_STEPS:
         raise UsageError(f"{len(steps)} steps with a time are recorded; the machine's speed takes {LEAST_STEPS}")
+    return _median_ratio(fit, steps) / float(np.median(fit.spread.quantiles))
+
+
+def at_one_speed(fit: StepFit, loads: Sequence[Sequence[Sequence[MeasuredStep]]]) -> list[MeasuredStep]:
+    """The steps of several runs of each of some loads, every load the same each time, as if the machine had been as
+    fast in all runs of a load as in the median one. ``fit``: of all of them. A run without steps has no speed."""
+    steps = []
+    for runs in loads:
+        ratios = [_median_ratio(fit, run) for run in runs if run]
+        usual = float(np.median(ratios)) if ratios else 1.0
+        for run, ratio in zip((run for run in runs if run), ratios, strict=True):
+            steps += [replace(step, seconds=step.seconds * usual / ratio) for step in run]
+    return steps
+
+
+def _median_ratio(fit: StepFit, steps: Sequence[MeasuredStep]) -> float:
+    """Of measured to fitted time."""
     device = FittedDevice(fit)
-    ratios = [step.seconds / max(device.measured_seconds(step, fit.host), TOLERANCE) for step in steps]
-    return float(np.median(ratios) / np.median(fit.spread.quantiles))
+    return float(np.median([step.seconds / max(device.measured_seconds(step, fit.host), TOLERANCE) for step in steps]))
 
 
 def non_negative_least_squares(matrix: Array, values: Array) -> Array:

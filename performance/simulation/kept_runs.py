@@ -15,25 +15,26 @@ from performance.load.errors import UsageError
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord
 
-__all__ = ["read_runs", "write_runs"]
+__all__ = ["read_others", "read_runs", "write_runs"]
 
 _RUN = ("model", "start", "started_at", "client_cpu_s", "interrupted")
 _RECORD = tuple(declared.name for declared in fields(RequestRecord) if declared.name not in ("piece_times", "text"))
 
 
-def write_runs(path: Path, runs: Sequence[LoadRun]) -> None:
-    """The runs without their options, which who reads them gives."""
+def write_runs(path: Path, runs: Sequence[LoadRun], others: float = 0.0) -> None:
+    """The runs without their options, which who reads them gives. ``others``: share of the cores' time that others took
+    during what they were made for."""
     content = [
         {name: getattr(run, name) for name in _RUN} | {"records": [_record_json(record) for record in run.records]}
         for run in runs
     ]
-    path.write_bytes(orjson.dumps(content))
+    path.write_bytes(orjson.dumps({"runs": content, "others": others}))
 
 
 def read_runs(path: Path, options: Sequence[LoadOptions]) -> list[LoadRun]:
     """What ``write_runs`` wrote of runs with these options. Raises UsageError when it is something else."""
     try:
-        content = orjson.loads(path.read_bytes())
+        content = orjson.loads(path.read_bytes())["runs"]
         runs = [_run(run, asked) for run, asked in zip(content, options, strict=True)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--kept: {path} is not what clients of these loads saw: {error}") from error
@@ -41,6 +42,14 @@ def read_runs(path: Path, options: Sequence[LoadOptions]) -> list[LoadRun]:
         if len(run.records) != run.options.count:
             raise UsageError(f"--kept: {path} has {len(run.records)} requests of a load of {run.options.count}")
     return runs
+
+
+def read_others(path: Path) -> float:
+    """``others`` of what ``write_runs`` wrote. Raises UsageError when it is something else."""
+    try:
+        return float(orjson.loads(path.read_bytes())["others"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--kept: {path} does not say what others took of the cores' time: {error}") from error
 
 
 def _record_json(record: RequestRecord) -> dict[str, Any]:

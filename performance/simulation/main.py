@@ -108,7 +108,7 @@ def _validate(options: SimulationOptions, fit: StepFit | None) -> int:
         arrivals = of_load_test(measured, options.load)
         load = replace(options.load, rate=measured["options"]["rate"], duration=measured["options"]["duration_s"])
         run = simulate(variant.name, setup, OpenLoop(arrivals.requests, arrivals.times), load)
-        rows = compare(measured, run)
+        rows = compare(measured, run.as_json())
         print(f"{run_title(run)}\nagainst {options.validate}\n\n{comparison_text(rows)}")
         results[variant.name] = {row.name: row.as_json() for row in rows}
     if options.json_path is not None:

@@ -28,7 +28,7 @@ from llm_serving.scheduler.output import MoveKind
 from performance.load.errors import UsageError
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord
-from performance.simulation.fit import MeasuredStep, StepFit, fit_steps, slowdown
+from performance.simulation.fit import MeasuredStep, StepFit, at_one_speed, fit_steps, slowdown
 from performance.simulation.host import HostModel
 from performance.simulation.requests import Arrivals, some_tokens
 from performance.simulation.setup import identity
@@ -40,6 +40,8 @@ __all__ = ["TimedStep", "fit_recording", "of_recording", "slowdown_within", "tim
 LEAST_FOLLOWERS = 20
 """Steps that follow another at once, below which the agent's own share is not told from noise."""
 MICROSECOND = 1e-6
+Span = tuple[float, float]
+"""Begin and end on the engine's clock, half open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +84,29 @@ def timed_steps(stretch: Stretch) -> list[TimedStep]:
     ]
 
 
-def fit_recording(path: Path, config: Config) -> StepFit:
-    """A fit of the device and the host of a recording, a file or a folder, of a server with ``config``. Raises
-    FlightRecordingError when it is none, UsageError when it holds too little."""
+def fit_recording(path: Path, config: Config, repeated: Sequence[Sequence[Span]] = ()) -> StepFit:
+    """A fit of the device and the host of a recording, a file or a folder, of a server with ``config``.
+
+    ``repeated``: for each of some loads the spans in which it ran, the same each time. Only steps scheduled within are
+    fitted then, and those of a span are taken as if the machine had been as fast as in the load's median span.
+
+    Raises FlightRecordingError when it is none, UsageError when it holds too little."""
     stretches = read_recording(path)
     timed = [timed_steps(stretch) for stretch in stretches]
     requests = [arrivals(stretch) for stretch in stretches]
     own_s = _agents_share(timed)
     steps = [step for run, came in zip(timed, requests, strict=True) for step in _measured_steps(run, came, own_s)]
-    fit = fit_steps(steps, identity(config) | _provenance(path, stretches, own_s))
+    moments = [each.scheduled for run in timed for each in run]
+    provenance = identity(config) | _provenance(path, stretches, own_s)
+    if repeated:
+        runs = [[_scheduled_within(span, moments, steps) for span in spans] for spans in repeated]
+        steps = at_one_speed(fit_steps([step for load in runs for run in load for step in run]), runs)
+    fit = fit_steps(steps, provenance)
     host = _host(fit.host, (each for run in timed for each in run), own_s)
     return replace(fit, host=_with_edge(host, [one for came in requests for one in came]))
 
 
-def slowdown_within(fit: StepFit, path: Path, spans: Sequence[tuple[float, float]]) -> float:
+def slowdown_within(fit: StepFit, path: Path, spans: Sequence[Span]) -> float:
     """How many times as long the steps of a recording took that were scheduled within one of ``spans`` (begin and end
     on the engine's clock) as such steps took in what was fitted. Raises as ``fit_recording`` does."""
     own_s = fit.provenance["agents_share_us"] * MICROSECOND
@@ -122,6 +133,11 @@ def with_delivery(fit: StepFit, path: Path, records: Iterable[RequestRecord]) ->
         raise UsageError(f"{path}: none of the clients' requests is in the recording")
     deliver_s = max(0.0, statistics.median(delays) - fit.host.answer_s)
     return replace(fit, host=replace(fit.host, deliver_s=deliver_s))
+
+
+def _scheduled_within(span: Span, moments: Sequence[float], steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    low, high = span
+    return [step for moment, step in zip(moments, steps, strict=True) if low <= moment < high]
 
 
 def _count_between(moments: Sequence[float], begin: float, end: float) -> int:

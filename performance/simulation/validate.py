@@ -13,7 +13,6 @@ import orjson
 from llm_serving.statistics import percentile
 from llm_serving.text_table import format_number, format_table
 from performance.load.errors import UsageError
-from performance.simulation.runs import SimulatedRun
 
 __all__ = ["GOAL", "Compared", "compare", "comparison_text", "mean_of_runs", "read_load_test"]
 
@@ -54,11 +53,12 @@ def read_load_test(path: Path) -> dict[str, Any]:
     return content
 
 
-def compare(measured: dict[str, Any], run: SimulatedRun) -> list[Compared]:
-    """p50 and p95 of the requests' times to first token, mean times between tokens, longest pauses and total times;
-    p50 and p99 of all times between tokens; the run's total time. Total time counts from the first request on."""
+def compare(measured: dict[str, Any], simulated: dict[str, Any]) -> list[Compared]:
+    """Two load tests, each as its JSON: p50 and p95 of the requests' times to first token, mean times between tokens,
+    longest pauses and total times; p50, p95 and p99 of all times between tokens; the run's total time, which counts
+    from the first request on, and tokens per second."""
     theirs = [one for one in measured["per_request"] if one["failure"] is None and one["ttft_ms"] is not None]
-    ours = run.as_json()["per_request"]
+    ours = simulated["per_request"]
     rows = []
     for key, name in (
         ("ttft_ms", "TTFT ms"),
@@ -70,12 +70,11 @@ def compare(measured: dict[str, Any], run: SimulatedRun) -> list[Compared]:
             rows.append(
                 Compared(f"{name} p{percent}", _percentile(theirs, key, percent), _percentile(ours, key, percent))
             )
-    between = run.figures.tbt_ms.as_dict()
     for name in ("p50", "p95", "p99"):
         if measured["tbt_ms"].get(name) is not None:
-            rows.append(Compared(f"TBT ms {name}", measured["tbt_ms"][name], float(between[name] or 0.0)))
-    rows.append(Compared("total s", measured["total_time_s"], run.figures.total_time_s))
-    rows.append(Compared("tokens/s", measured["output_tokens_per_s"], run.figures.output_tokens_per_s))
+            rows.append(Compared(f"TBT ms {name}", measured["tbt_ms"][name], float(simulated["tbt_ms"][name] or 0.0)))
+    rows.append(Compared("total s", measured["total_time_s"], simulated["total_time_s"]))
+    rows.append(Compared("tokens/s", measured["output_tokens_per_s"], simulated["output_tokens_per_s"]))
     return rows
 
 

@@ -48,7 +48,7 @@ def test_the_timings_of_a_request() -> None:
     timings = request_timings(ended(eventful_request(), 100.064))
     assert timings.parts == {
         "tokenise": 0.001, "queue": 0.002, "prefill": 0.004, "decode": 0.009, "preempted": 0.016, "swapped": 0.032,
-        "delivery": 0.0,
+        "restarted": 0.0, "delivery": 0.0,
     }  # fmt: skip
     assert (timings.e2e, timings.ttft) == (0.064, pytest.approx(0.007))
     assert timings.tpot == pytest.approx((100.064 - 100.007) / 2)
@@ -133,7 +133,7 @@ def test_the_line_of_a_requests_end() -> None:
         {
             "request_id": "r", "prompt_tokens": 10, "cached_tokens": 8, "output_tokens": 3, "total_tokens": 13,
             "finish_reason": "stop", "replica": 0, "tokenise_ms": 1.0, "queue_ms": 2.0, "prefill_ms": 4.0,
-            "preempted_ms": 16.0, "swapped_ms": 32.0, "delivery_ms": 0.0, "e2e_ms": 64.0,
+            "preempted_ms": 16.0, "swapped_ms": 32.0, "restarted_ms": 0.0, "delivery_ms": 0.0, "e2e_ms": 64.0,
             "decode_ms": 9.0, "ttft_ms": 7.0, "tpot_ms": 28.5,
             "preemptions": 1, "swaps": 1, "prefill_chunks": 2, "blocked_ms": {"blocks": 1.5, "rows": 0.5},
             "blocked_times": {"blocks": 1, "rows": 1}, "blocked_by": ["a", "b"], "tenant": "0011223344556677",

@@ -12,7 +12,7 @@ from performance.load.client import LoadRun
 from performance.load.errors import UsageError
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord
-from performance.simulation.kept_runs import read_runs, write_runs
+from performance.simulation.kept_runs import read_others, read_runs, write_runs
 from performance.simulation.runs import NOWHERE
 
 OPTIONS = LoadOptions(NOWHERE, rate=2.0, duration=1.0)
@@ -25,8 +25,9 @@ def a_run() -> LoadRun:
 
 
 def test_what_is_written_comes_back(tmp_path: Path) -> None:
-    write_runs(tmp_path / "runs.json", [a_run(), a_run()])
+    write_runs(tmp_path / "runs.json", [a_run(), a_run()], 0.25)
     assert read_runs(tmp_path / "runs.json", [OPTIONS, OPTIONS]) == [a_run(), a_run()]
+    assert read_others(tmp_path / "runs.json") == 0.25
 
 
 @pytest.mark.parametrize("options", [[OPTIONS], [OPTIONS, OPTIONS, OPTIONS], [OPTIONS, replace(OPTIONS, rate=3.0)]])
@@ -36,10 +37,12 @@ def test_runs_of_other_loads_are_refused(tmp_path: Path, options: list[LoadOptio
         read_runs(tmp_path / "runs.json", options)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[{}]", "[7]"])
+@pytest.mark.parametrize("text", ["", "{}", "[{}]", "[7]", '{"runs": [{}], "others": "none"}'])
 def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "runs.json").write_text(text)
     with pytest.raises(UsageError, match="--kept"):
         read_runs(tmp_path / "runs.json", [OPTIONS])
+    with pytest.raises(UsageError, match="--kept"):
+        read_others(tmp_path / "runs.json")
     with pytest.raises(UsageError, match="--kept"):
         read_runs(tmp_path / "none.json", [OPTIONS])

@@ -14,6 +14,7 @@ from performance.simulation.fit import (
     TERMS,
     FittedDevice,
     MeasuredStep,
+    at_one_speed,
     fit_steps,
     non_negative_least_squares,
     read_fit,
@@ -142,3 +143,14 @@ def test_a_fit_survives_its_file(tmp_path: Path) -> None:
     path.write_text('{"coefficients": {}}')
     with pytest.raises(UsageError, match="not a fit of the simulator"):
         read_fit(path)
+
+
+def test_runs_of_one_load_are_brought_to_one_speed() -> None:
+    """A machine that was half as fast in one run of three: the fit is that of one that never was."""
+    steps = some_steps(120)
+    slow = [replace(step, seconds=2.0 * step.seconds) for step in steps]
+    runs = [steps[:60], steps[:60], slow[:60]]
+    others = [slow[60:], steps[60:], [], steps[60:]]
+    together = [step for run in (*runs, *others) for step in run]
+    even = at_one_speed(fit_steps(together), [runs, others])
+    assert [step.seconds for step in even] == pytest.approx([step.seconds for step in steps[:60] * 3 + steps[60:] * 3])

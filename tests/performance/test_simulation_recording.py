@@ -146,6 +146,17 @@ def test_the_machines_speed_is_that_of_the_steps_in_a_span(folder: Path, tmp_pat
         slowdown_within(fit, tmp_path / "later", [(50.0, 60.0)])
 
 
+def test_of_repeated_loads_the_steps_within_are_fitted(folder: Path) -> None:
+    """How they are evened out is tested with the fit; here, that only steps within the spans are fitted."""
+    whole = fit_recording(folder, CONFIG)
+    spans = [(0.0, 1.5), (1.5, 3.0), (3.0, 4.5)]
+    fit = fit_recording(folder, CONFIG, [spans])
+    assert fit.provenance["steps"] < whole.provenance["steps"]
+    assert slowdown_within(fit, folder, spans) == pytest.approx(1.0, abs=0.01)
+    with pytest.raises(UsageError, match="0 steps"):
+        fit_recording(folder, CONFIG, [[(50.0, 60.0)]])
+
+
 def test_a_recording_is_a_load_to_run_again(folder: Path) -> None:
     options = LoadOptions(NOWHERE)
     again = of_recording(folder, options)

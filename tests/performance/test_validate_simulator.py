@@ -7,16 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from performance.simulation import reality
+from performance.simulation import reality, steadiness
 from performance.simulation.fit import read_fit
-from performance.simulation.reality import CALIBRATION, PROBE, VALIDATION, Load, main
+from performance.simulation.reality import main
+from performance.simulation.reality_loads import CALIBRATION, PROBE, VALIDATION, Load
 
 
 def test_no_load_is_both_fitted_and_compared() -> None:
     seen = (*CALIBRATION, PROBE)
     fitted = {(load.rate, load.duration, load.prompts, load.outputs) for load in seen}
     assert not fitted & {(load.rate, load.duration, load.prompts, load.outputs) for load in VALIDATION}
-    assert not {load.seed for load in seen} & {load.seed for load in VALIDATION}
+    validated = [load.options(1.0, part).seed for load in VALIDATION for part in range(load.parts)]
+    assert len(set(validated)) == len(validated)
+    assert not {load.seed for load in seen} & set(validated)
 
 
 def test_scaled_loads_have_as_many_requests() -> None:
@@ -28,21 +31,35 @@ def test_scaled_loads_have_as_many_requests() -> None:
 def test_a_real_server_is_fitted_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(reality, "CALIBRATIONS", 1)
     monkeypatch.setattr(reality, "CALIBRATION", (Load("few", 20, 1, (4, 16), (8, 16), 11),))
     monkeypatch.setattr(reality, "PROBE", Load("probe", 20, 1, (4, 16), (8, 16), 21))
-    monkeypatch.setattr(reality, "VALIDATION", (Load("others", 20, 1, (4, 16), (8, 16), 1),))
+    monkeypatch.setattr(reality, "VALIDATION", (Load("others", 20, 1, (4, 16), (8, 16), 1, parts=2),))
     fit, result, kept = tmp_path / "fit.json", tmp_path / "result.json", tmp_path / "kept"
-    tiny = ["--config", "llama_tiny_cpu.yaml"]
-    assert main([*tiny, "--save-fit", str(fit), "--json", str(result), "--keep", str(kept)]) == 0
+    tiny = ["--config", "llama_tiny_cpu.yaml", "--tries", "2"]
+    monkeypatch.setattr(steadiness, "TOLERANCE", 1e-12)  # no machine is as steady
+    assert main([*tiny, "--save-fit", str(fit), "--json", str(result), "--keep", str(kept)]) == 3
     assert read_fit(fit).provenance["model"] == "llama_tiny"
-    figures = json.loads(result.read_text())["others"]
-    assert figures["tokens/s"]["measured"] > 0
-    assert figures["TTFT ms p50"]["simulated"] > 0
+    others = json.loads(result.read_text())["loads"]["others"]
+    assert not others["steady"]
+    assert [[one["compared"] for one in tries].count(True) for tries in others["parts"]] == [1, 1]
+    for tries in others["parts"]:
+        assert len(tries) == 2
+        assert tries[0]["after"] == tries[1]["before"]
+    assert others["parts"][0][1]["after"] == others["parts"][1][0]["before"]
+    assert others["figures"]["tokens/s"]["measured"] > 0
+    assert others["figures"]["TTFT ms p50"]["simulated"] > 0
     told = capsys.readouterr().out
-    assert "times as long as in the calibrations right before it" in told
-    assert "all loads: " in told
-    assert main([*tiny, "--kept", str(kept)], program=tmp_path / "none") == 0
+    assert "no evidence" in told
+    assert main([*tiny, "--kept", str(kept)], program=tmp_path / "none") == 3
     assert capsys.readouterr().out.splitlines() == told.splitlines()[:-1]
+    monkeypatch.setattr(steadiness, "TOLERANCE", 1e9)
+    monkeypatch.setattr(steadiness, "OTHERS_TOLERANCE", 1e9)
+    assert main([*tiny, "--kept", str(kept)], program=tmp_path / "none") == 0
+    assert "all loads: " in capsys.readouterr().out
+    (kept / "clients of others, part 1, try 0.json").unlink()
+    assert main([*tiny, "--kept", str(kept)], program=tmp_path / "none") == 2
+    assert "part 1, try 0" in capsys.readouterr().err
     assert main([*tiny, "--keep", str(kept)], program=tmp_path / "none") == 2
     assert "something in it already" in capsys.readouterr().err
 

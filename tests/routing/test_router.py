@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from routed_simulation import RoutedSimulation
 
 from llm_serving.errors import ContextLengthError, QueueFullError, RequestError
-from llm_serving.receipt import BlockReason
+from llm_serving.receipt import BlockReason, Phase
 from llm_serving.request import FinishReason, Request
 from llm_serving.routing.placement import Placed, Routing
 from llm_serving.scheduler.policy import Policy
@@ -204,11 +204,12 @@ def test_what_a_lost_replica_had_goes_first_elsewhere() -> None:
         simulation.step_all()
     assert simulation.requests["a"].output_token_ids
     simulation.lose(0)
-    simulation.finish()
     a, waits = simulation.requests["a"], simulation.requests["waits"]
+    assert a.receipt.phase is Phase.RESTARTED
+    simulation.finish()
     assert waits.first_token_time is not None
     assert a.finish_time is not None
-    assert a.receipt.preemptions == 1
+    assert a.receipt.preemptions == 0
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,6 +7,7 @@ from fakes import make_limits, make_request
 from simulation import Simulation
 
 from llm_serving.errors import ProtocolError
+from llm_serving.receipt import Phase
 from llm_serving.request import FinishReason, RequestStatus
 from llm_serving.scheduler.output import StepKind, StepResult
 
@@ -197,6 +198,22 @@ def test_requests_start_again_in_order_of_arrival_after_a_loss() -> None:
     simulation.finish()
     prefills = [step for step in simulation.steps[first:] if step.kind is StepKind.PREFILL]
     assert [step.requests[0].request_id for step in prefills] == ["a", "b", "c", "d"]
+
+
+def test_what_a_loss_costs_is_no_preemption() -> None:
+    simulation = Simulation(make_limits(num_blocks=100))
+    request = make_request("a")
+    simulation.add(request)
+    for _ in range(5):
+        simulation.step()
+    simulation.now = 1.0
+    simulation.lose_agent()
+    assert request.receipt.phase is Phase.RESTARTED
+    simulation.now = 11.0
+    simulation.finish()
+    assert request.receipt.seconds(Phase.RESTARTED) == 10.0
+    assert request.receipt.seconds(Phase.PREEMPTED) == 0.0
+    assert (request.receipt.preemptions, request.num_preemptions) == (0, 0)
 
 
 def test_an_answer_after_the_loss_is_refused() -> None:

@@ -7,7 +7,7 @@ from http_server import http_request, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 PARTS_MS = {"tokenise": 1.0, "queue": 2.0, "prefill": 4.0, "decode": 8.0, "preempted": 16.0, "swapped": 32.0,
-            "delivery": 64.0}  # fmt: skip
+            "restarted": 0.0, "delivery": 64.0}  # fmt: skip
 ALICE, BOB = {"Authorization": "Bearer alice"}, {"Authorization": "Bearer bob"}
 
 

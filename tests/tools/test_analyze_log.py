@@ -154,7 +154,7 @@ def test_the_json_of_a_small_log_is_exact(maker: LogMaker) -> None:
         "prefill_ms": figures(250, 500, 500, p50=500, p90=500, p95=500, p99=500),
         "decode_ms": figures(1500, 2000, 0, p50=1500, p90=1900, p95=1950, p99=1990),
         "delivery_ms": figures(0, 0, 0, p50=0, p90=0, p95=0, p99=0),
-        **dict.fromkeys(("tokenise_ms", "preempted_ms", "swapped_ms"), no_figures()),
+        **dict.fromkeys(("tokenise_ms", "preempted_ms", "swapped_ms", "restarted_ms"), no_figures()),
         "ttft_ms": figures(500, 1000, 1500, p50=1000, p90=1400, p95=1450, p99=1490),
         "tpot_ms": figures(500, 500, p50=500, p90=500, p95=500, p99=500),
         "e2e_s": figures(2.0, 3.0, 1.5, p50=2.0, p90=2.8, p95=2.9, p99=2.98),
@@ -205,7 +205,7 @@ def test_the_json_of_a_small_log_is_exact(maker: LogMaker) -> None:
         "request_id": "r1", "e2e_s": 3.0, "queue_ms": 500.0, "prefill_ms": 500.0, "decode_ms": 2000.0,
         "delivery_ms": 0.0, "ttft_ms": 1000.0, "tpot_ms": 500.0, "prompt_tokens": 10, "output_tokens": 5,
         "finish_reason": "length", "preemptions": 0, "swaps": 0,
-        "tokenise_ms": None, "preempted_ms": None, "swapped_ms": None,
+        "tokenise_ms": None, "preempted_ms": None, "swapped_ms": None, "restarted_ms": None,
     }  # fmt: skip
 
 
@@ -335,6 +335,27 @@ def test_the_story_of_a_log_without_trouble(maker: LogMaker) -> None:
         "The slowest request (r0) took 1.00 s for 4 tokens, 75 % of it in decode.",
         "No request was preempted.",
     ]
+
+
+def test_the_story_of_a_lost_agent(maker: LogMaker) -> None:
+    maker.event(0, "server_start", config={"scheduler_config": {"max_num_seqs": 4}})
+    maker.event(0, "agent_ready", agent=0)
+    maker.request(0, 0.0, 0.0, 0.0, 0.25, 4, restarted_ms=9750.0, e2e_ms=10_000.0)
+    maker.log.error("agent 0 died", event="agent_lost", agent=0)
+    maker.event(6, "agent_ready", agent=0)
+    maker.request(1, 3.0, 8.0, 0.0, 2.0, 4)
+    maker.state(8.0, 1, 1, 50)
+    sentences = sentences_of(maker)
+    assert sentences[1] == (
+        "A request took 10.0 s on average: 40 % waiting in the queue, 0 % prefill, 11 % decode, "
+        "49 % starting again after an agent was lost."
+    )
+    assert sentences[2].endswith("batch had room, so it was a lost agent, or steps that took long.")
+    assert sentences[3] == (
+        "The slowest request (r0) took 10.0 s for 4 tokens, 98 % of it starting again after an agent was lost."
+    )
+    assert "No request was preempted." in sentences
+    assert "Agents were lost 1 time and restarted 1 time." in sentences
 
 
 @pytest.mark.parametrize(

@@ -326,6 +326,23 @@ def test_a_preempted_request_is_seen_preempted(tmp_path):
     assert sum(span.phase is SpanPhase.PREEMPTED for span in spans) > 0
 
 
+def test_a_request_whose_agent_was_lost_is_seen_restarted(tmp_path):
+    simulation, recorder = recorded_simulation(tmp_path)
+    simulation.add(make_request("r"))
+    for _ in range(4):
+        simulation.step()
+    simulation.now = 1.0
+    simulation.lose_agent()
+    simulation.now = 2.0
+    simulation.finish()
+    recorder.close()
+    (stretch,) = read_recording(tmp_path)
+    (lane,) = build_timeline(stretch).lanes
+    phases = [span.phase for span in lane.spans]
+    assert SpanPhase.RESTARTED in phases
+    assert SpanPhase.PREEMPTED not in phases
+
+
 def test_the_page_holds_everything_and_loads_nothing(steady, tmp_path, capsys):
     record_random_run(tmp_path / "run", 7)
     page, trace = tmp_path / "t.html", tmp_path / "t.json"

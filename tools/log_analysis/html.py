@@ -18,9 +18,9 @@ from tools.log_analysis.timeline import Timeline
 from tools.log_analysis.why_slow_report import why_slow_html
 
 BLUE, ORANGE, GREEN, RED = "#2b6cb0", "#dd6b20", "#2f855a", "#c53030"
-GREY, PURPLE, PINK = "#718096", "#6b46c1", "#d53f8c"
+GREY, PURPLE, PINK, BLACK = "#718096", "#6b46c1", "#d53f8c", "#1a202c"
 PART_COLOURS = {"tokenise": GREY, "queue": ORANGE, "prefill": BLUE, "decode": GREEN, "preempted": PURPLE,
-                "swapped": PINK, "delivery": RED}  # fmt: skip
+                "swapped": PINK, "restarted": BLACK, "delivery": RED}  # fmt: skip
 STATE_GAP_S = 30.0
 """State lines further apart belong to different spells of work."""
 

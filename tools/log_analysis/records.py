@@ -30,6 +30,7 @@ class RequestEnd(msgspec.Struct):
     decode_ms: Milliseconds | None = None
     preempted_ms: Milliseconds | None = None
     swapped_ms: Milliseconds | None = None
+    restarted_ms: Milliseconds | None = None
     delivery_ms: Milliseconds | None = None
     ttft_ms: Milliseconds | None = None
     tpot_ms: Milliseconds | None = None

@@ -14,6 +14,7 @@ _RARE_PARTS = {
     "tokenise": "being tokenised",
     "preempted": "preempted",
     "swapped": "swapped out",
+    "restarted": "starting again after an agent was lost",
     "delivery": "waiting for the client to read",
 }
 QUEUE_IS_NOTHING = 0.05
@@ -80,7 +81,8 @@ def _why_they_waited(analysis: LogAnalysis) -> str:
     if most and batch.count and batch.max >= BATCH_IS_FULL * most:
         return f"; the batch was full with {batch.max:.0f} requests (scheduler_config.max_num_seqs)"
     if kv_use.count:
-        return f"; KV blocks ({100 * kv_use.max:.0f} % at most) and batch had room, so it was the steps that took long"
+        cause = "a lost agent, or steps that took long" if _lost(analysis) else "the steps that took long"
+        return f"; KV blocks ({100 * kv_use.max:.0f} % at most) and batch had room, so it was {cause}"
     return ""
 
 
@@ -99,10 +101,10 @@ def _slowest(analysis: LogAnalysis) -> str:
     if not end.e2e_ms:
         return ""
     part, milliseconds = max(end.parts.items(), key=lambda pair: pair[1])
-    phase = "the queue" if part == "queue" else part
+    words = {"queue": "in the queue", **_RARE_PARTS}.get(part, f"in {part}")
     return (
         f"The slowest request ({end.request_id}) took {format_number(end.e2e_ms / 1000)} s for {end.output_tokens} "
-        f"tokens, {100 * milliseconds / end.e2e_ms:.0f} % of it in {phase}."
+        f"tokens, {100 * milliseconds / end.e2e_ms:.0f} % of it {words}."
     )
 
 
@@ -125,10 +127,14 @@ def _restored(analysis: LogAnalysis) -> str:
 
 
 def _agents(analysis: LogAnalysis) -> str:
-    lost, restarts = analysis.events.get("agent_lost", 0), analysis.agent_restarts
+    lost, restarts = _lost(analysis), analysis.agent_restarts
     if not lost and not restarts:
         return ""
     return f"Agents were lost {_count(lost, 'time')} and restarted {_count(restarts, 'time')}."
+
+
+def _lost(analysis: LogAnalysis) -> int:
+    return analysis.events.get("agent_lost", 0)
 
 
 def _ends(analysis: LogAnalysis) -> str:

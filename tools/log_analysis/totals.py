@@ -19,6 +19,7 @@ class Phases:
     decode: Distribution = field(default_factory=Distribution)
     preempted: Distribution = field(default_factory=Distribution)
     swapped: Distribution = field(default_factory=Distribution)
+    restarted: Distribution = field(default_factory=Distribution)
     delivery: Distribution = field(default_factory=Distribution)
     ttft: Distribution = field(default_factory=Distribution)
     tpot: Distribution = field(default_factory=Distribution)

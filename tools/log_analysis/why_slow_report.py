@@ -21,6 +21,7 @@ _WORDS = {
     "decode": "decoding",
     "preempted": "preempted: waiting again and computing again",
     "swapped": "swapped out to host memory",
+    "restarted": "starting again after an agent was lost",
     "delivery": "waiting for the client to read",
 }
 _REASONS = {
@@ -30,7 +31,7 @@ _REASONS = {
     "batch": "the step had no room, or waited to be filled (scheduler_config.max_num_batched_tokens)",
     "policy": "another kind of step had its turn (scheduler_config.policy)",
     "prefix": "another request was computing the same prefix",
-    "preempted_first": "preempted requests went first",
+    "preempted_first": "preempted or restarted requests went first",
 }
 _HEADER = ("part (ms)", "typical", "slow", "difference", "share")
 

@@ -32,6 +32,8 @@ class SpanPhase(enum.IntEnum):
     DECODE = 3
     PREEMPTED = 4
     SWAPPED = 5
+    RESTARTED = 6
+    """It lost what was computed with its agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,4 +224,4 @@ class _Builder:
         self._sent.clear()
         for lane in self.lanes.values():
             if lane.phase not in (None, SpanPhase.QUEUED):
-                lane.enter(SpanPhase.PREEMPTED, now)
+                lane.enter(SpanPhase.RESTARTED, now)

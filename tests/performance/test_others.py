@@ -1,0 +1,63 @@
+"""What others take of the cores' time, with planted times."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from performance.load import others
+from performance.load.others import OthersWatch
+
+
+class GoneError(Exception):
+    pass
+
+
+def machine(user: float, steal: float, idle: float, own: list[float | None]) -> Any:
+    """A ``psutil`` on which this process and its children have these seconds; None: it has just ended."""
+
+    def process(seconds: float | None) -> Any:
+        def cpu_times() -> Any:
+            if seconds is None:
+                raise GoneError
+            return SimpleNamespace(user=seconds, system=0.5)
+
+        return SimpleNamespace(cpu_times=cpu_times)
+
+    this = process(own[0])
+    this.children = lambda recursive: [process(seconds) for seconds in own[1:]]
+    zeros = dict.fromkeys(("nice", "system", "irq", "softirq", "iowait"), 0.0)
+    return SimpleNamespace(
+        cpu_times=lambda: SimpleNamespace(user=user, steal=steal, idle=idle, **zeros),
+        Process=lambda: this,
+        NoSuchProcess=GoneError,
+    )
+
+
+@pytest.mark.parametrize(
+    ("user", "steal", "own", "share"),
+    [
+        (109.0, 1.0, [3.0, 8.0], 0.0),  # 9 s of ours
+        (112.0, 1.0, [3.0, 8.0], 0.15),  # 3 s of another process
+        (109.0, 3.0, [3.0, 8.0], 0.1),  # 2 s of a hypervisor
+        (109.0, 1.0, [2.0, 6.0, None], 0.15),
+        (100.0, 1.0, [3.0, 8.0], 0.0),  # ticks are rounded
+    ],
+)
+def test_what_is_not_ours(
+    monkeypatch: pytest.MonkeyPatch, user: float, steal: float, own: list[float | None], share: float
+) -> None:
+    monkeypatch.setattr(others, "psutil", machine(100.0, 1.0, 50.0, [1.0, 1.0]))
+    with OthersWatch() as watch:
+        busy = user - 100.0 + steal - 1.0
+        monkeypatch.setattr(others, "psutil", machine(user, steal, 70.0 - busy, own))
+    assert watch.share == pytest.approx(share)
+
+
+def test_no_time_has_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(others, "psutil", machine(100.0, 1.0, 50.0, [1.0]))
+    with OthersWatch() as watch:
+        pass
+    assert watch.share == 0.0

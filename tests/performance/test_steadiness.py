@@ -1,0 +1,131 @@
+"""A load between probes that agree: planted speeds, tries, parts put together."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from performance.load.client import LoadRun
+from performance.load.options import LoadOptions
+from performance.load.statistics import measure
+from performance.load.stream import RequestRecord
+from performance.simulation.reality_loads import Load
+from performance.simulation.reality_report import ComparedLoad, closing_text, comparison_json, result_text
+from performance.simulation.runs import NOWHERE
+from performance.simulation.steadiness import TOLERANCE, Probe, Try, joined, run_until_steady, steadiest
+from performance.simulation.validate import Compared
+
+OPTIONS = LoadOptions(NOWHERE, rate=1.0, duration=2.0)
+
+
+def a_run(start: float) -> LoadRun:
+    """Two requests, of 2 s and 3 s, one second apart."""
+    first = RequestRecord(0, start, start + 0.25, array("d", [start + 1.0, start + 2.0]), start + 2.0, 200, 7, 2, True)
+    second = RequestRecord(1, start + 1.0, start + 1.0, array("d", [start + 3.0]), start + 4.0, 200, 7, 1, True)
+    return LoadRun(OPTIONS, "model", [first, second], start, 1e9, 0.5, interrupted=False)
+
+
+def planted(slowdowns: list[float], most: int, others: Sequence[float] = ()) -> list[Try]:
+    """The tries of a load on a machine whose probes, and whose others, say this, one after the other."""
+    speeds: Iterator[float] = iter(slowdowns)
+
+    def probe() -> Probe:
+        return Probe(a_run(0.0), next(speeds))
+
+    taken = iter(others)
+    return run_until_steady(lambda: (a_run(0.0), next(taken, 0.0)), probe, probe(), most)
+
+
+def probes(tries: list[Try]) -> list[tuple[float, float]]:
+    return [(one.before.slowdown, one.after.slowdown) for one in tries]
+
+
+def test_a_steady_machine_is_asked_once() -> None:
+    (only,) = planted([1.1, 1.12, 5.0], 4)
+    assert only.is_steady
+    assert only.slowdown == pytest.approx(1.11)
+
+
+def test_a_load_is_run_again_until_its_probes_agree() -> None:
+    tries = planted([0.85, 0.95, 1.05, 1.06, 5.0], 4)
+    assert probes(tries) == [(0.85, 0.95), (0.95, 1.05), (1.05, 1.06)]
+    assert [one.is_steady for one in tries] == [False, False, True]
+    assert steadiest(tries) is tries[-1]
+
+
+@pytest.mark.parametrize("faster_after", [False, True])
+def test_the_tolerance_is_relative_and_the_same_both_ways(faster_after: bool) -> None:
+    for factor, is_steady in ((1.0 + TOLERANCE - 0.001, True), (1.0 + TOLERANCE + 0.001, False)):
+        speeds = [2.0, 2.0 * factor]
+        (only,) = planted(speeds[::-1] if faster_after else speeds, 1)
+        assert only.is_steady is is_steady
+
+
+def test_a_machine_that_never_rests_is_given_up_and_the_closest_try_is_told() -> None:
+    tries = planted([1.0, 1.2, 1.1, 1.3], 3)
+    assert probes(tries) == [(1.0, 1.2), (1.2, 1.1), (1.1, 1.3)]
+    assert steadiest(tries) is tries[1]
+    assert not steadiest(tries).is_steady
+
+
+def test_a_load_during_which_others_had_the_cores_is_run_again() -> None:
+    tries = planted([1.0, 1.0, 1.0, 1.0], 3, others=[0.5, 0.03, 0.01])
+    assert [one.is_steady for one in tries] == [False, False, True]
+    assert steadiest(tries[:2]) is tries[1]
+
+
+def test_runs_are_joined_end_to_begin() -> None:
+    whole = joined([a_run(100.0), a_run(50.0)])
+    assert [record.index for record in whole.records] == [0, 1, 2, 3]
+    assert [(record.due, record.sent, record.end) for record in whole.records] == [
+        (100.0, 100.25, 102.0), (101.0, 101.0, 104.0), (104.0, 104.25, 106.0), (105.0, 105.0, 108.0),
+    ]  # fmt: skip
+    assert list(whole.records[2].piece_times) == [105.0, 106.0]
+    one, both = measure(a_run(0.0)), measure(whole)
+    assert both.total_time_s == 2 * one.total_time_s
+    assert both.output_tokens_per_s == one.output_tokens_per_s
+    assert both.ttft_ms.p50 == one.ttft_ms.p50
+    assert both.client_cpu_percent == one.client_cpu_percent
+
+
+LOAD = Load("some", 2.0, 5.0, (4, 8), (8, 16), 1, parts=2)
+
+
+def compared(first: list[float], second: list[float], error: float = 0.05) -> ComparedLoad:
+    return ComparedLoad(LOAD, [planted(first, 2), planted(second, 2)], [Compared("total s", 1.0, 1.0 + error)])
+
+
+def test_what_was_thrown_away_is_told() -> None:
+    result = compared([1.0, 1.01], [1.01, 1.2, 1.21])
+    lines = result_text(result, 1.0).splitlines()
+    assert lines[0].startswith("some: 2 requests/s for 2 times 5 s")
+    assert lines[2:5] == [
+        "  part 0: 1.000 right before it, 1.010 right after; others took 0.0% of the cores' time, compared",
+        "  part 1: 1.010 right before it, 1.200 right after; others took 0.0% of the cores' time, not steady, thrown"
+        " away",
+        "  part 1: 1.200 right before it, 1.210 right after; others took 0.0% of the cores' time, compared",
+    ]
+    content = comparison_json([result])
+    assert content["loads"]["some"]["steady"]
+    assert content["loads"]["some"]["parts"][1] == [
+        {"before": 1.01, "after": 1.2, "others": 0.0, "steady": False, "compared": False},
+        {"before": 1.2, "after": 1.21, "others": 0.0, "steady": True, "compared": True},
+    ]
+    assert closing_text([result]) == "all loads: 1 of 1 figures within 10%, the worst is off by 5%"
+
+
+def test_a_load_with_a_part_that_was_never_steady_is_not_counted() -> None:
+    steady, unsteady = compared([1.0, 1.01], [1.01, 1.02], 0.2), compared([1.0, 1.01], [1.01, 1.2, 1.3], 0.01)
+    assert (
+        "part 1: 1.200 right before it, 1.300 right after; others took 0.0% of the cores' time, not steady, compared"
+        in result_text(unsteady, 1.0)
+    )
+    assert not comparison_json([unsteady])["loads"]["some"]["steady"]
+    assert closing_text([steady, unsteady]).splitlines() == [
+        "loads while the machine was steady: 0 of 1 figures within 10%, the worst is off by 20%",
+        "no evidence, as in every try of a part probes were more than 4% apart, or others took more than 2% of the"
+        " cores' time: some",
+    ]
+    assert closing_text([unsteady]).startswith("no evidence")
