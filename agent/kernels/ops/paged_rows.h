@@ -100,6 +100,7 @@ template <class P, int kPasses, int R, int V, class At>
 LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, int64_t units, int64_t panel_stride,
                           const At& at, const int32_t* offsets, TileFetch* fetch, typename P::Acc (&total)[R][V]) {
   constexpr int kSide = kPasses * R * V <= 16 ? kPasses : 1;  // passes side by side
+  typename P::Acc first_pass[R * V];
   for (int pass = 0; pass < kPasses; pass += kSide) {
     typename P::Acc sums[kSide][R][V];
     LLMK_UNROLL
@@ -136,9 +137,13 @@ LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, i
         out = P::join(P::shift(sums[0][i / V][i % V], offset), sums[kSide - 1][i / V][i % V]);
       }
       if (kPasses > 1 && kSide == 1) {
-        out = pass == 0 ? P::shift(sums[0][i / V][i % V], offset) : P::join(out, sums[0][i / V][i % V]);
+        const auto sum = sums[0][i / V][i % V];
+        if (pass == 0) first_pass[i] = P::shift(sum, offset);
+        if (pass == 1) out = P::join(first_pass[i], sum);
       }
     }
+    // They wait in memory: as registers they would drive out what the second pass works with.
+    if (kPasses > 1 && kSide == 1) asm volatile("" : : "r"(first_pass) : "memory");
   }
 }
 
