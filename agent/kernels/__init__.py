@@ -1,7 +1,7 @@
 """The CPU kernels: one shared library, used as MindSpore op plugin, as AOT custom ops and through ctypes."""
 
 from agent.kernels.block_copies import BlockCopies
-from agent.kernels.launches import RecordedLaunches, RecordingError, record
+from agent.kernels.launches import RecordedLaunches, RecordingError, record, recordings_bytes
 from agent.kernels.library import (
     KernelsNotBuiltError,
     SampleCall,
@@ -12,6 +12,7 @@ from agent.kernels.library import (
     kernel_isa,
     library_path,
     num_threads,
+    scratch_bytes,
     set_attentive,
     set_threads,
     take_failure,
@@ -37,6 +38,8 @@ __all__ = [
     "library_path",
     "num_threads",
     "record",
+    "recordings_bytes",
+    "scratch_bytes",
     "set_attentive",
     "set_threads",
     "take_failure",

@@ -52,6 +52,8 @@ def load_library() -> ctypes.CDLL:
     library.llmk_set_attentive.argtypes = [ctypes.c_int]
     library.llmk_set_attentive.restype = None
     library.llmk_num_threads.restype = ctypes.c_int
+    library.llmk_scratch_bytes.argtypes = [ctypes.c_int]
+    library.llmk_scratch_bytes.restype = ctypes.c_int64
     library.llmk_isa.restype = ctypes.c_char_p
     library.llmk_sample.argtypes = [ctypes.POINTER(_SampleArgs)]
     library.llmk_sample.restype = ctypes.c_int
@@ -73,6 +75,7 @@ def load_library() -> ctypes.CDLL:
     library.llmk_replay.argtypes = [ctypes.c_void_p]
     library.llmk_replay.restype = ctypes.c_void_p
     library.llmk_spoil_memory.restype = None
+    library.llmk_recordings_bytes.restype = ctypes.c_int64
     library.llmk_widen_bfloat16.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
     library.llmk_widen_bfloat16.restype = None
     library.llmk_copy_blocks.argtypes = [ctypes.c_void_p]
@@ -93,6 +96,12 @@ def num_threads() -> int:
 def set_attentive(attentive: bool) -> None:
     """Whether the kernels' threads stay awake between two kernels, as long as a graph of many operators runs."""
     load_library().llmk_set_attentive(attentive)
+
+
+def scratch_bytes(*, between_operators: bool) -> int:
+    """Memory that the kernels' threads keep for their work: what lies between the operators of a layer and the rows of
+    experts, which are the memory plan's activations, or all the rest, which is its kernel scratch."""
+    return int(load_library().llmk_scratch_bytes(between_operators))
 
 
 def kernel_isa() -> str:
