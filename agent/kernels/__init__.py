@@ -4,9 +4,6 @@ from agent.kernels.block_copies import BlockCopies
 from agent.kernels.launches import RecordedLaunches, RecordingError, record, recordings_bytes
 from agent.kernels.library import (
     KernelsNotBuiltError,
-    SampleCall,
-    SampleInputs,
-    SampleOutputs,
     has_failed,
     hold_failures,
     kernel_isa,
@@ -18,6 +15,7 @@ from agent.kernels.library import (
     take_failure,
     widen_bfloat16,
 )
+from agent.kernels.sample_call import SampleCall, SampleInputs, SampleOutputs
 from agent.kernels.step_copy import StepArrays, StepBounds, StepBuffers, StepCopy
 
 __all__ = [
