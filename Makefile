@@ -52,8 +52,8 @@ help:
 	  'make test-sweeps                     more combinations, which make test leaves out' \
 	  'make setup                           virtual environment, pinned packages, kernels' \
 	  'make setup-mindformers               and the packages that MindFormers'"'"' models need (0.6 GB)' \
-  'make test-mindformers                and their tests' \
-  'make bench                           kernels against the hardware ceilings' \
+	  'make test-mindformers                and their tests' \
+	  'make bench                           kernels against the hardware ceilings' \
 	  'make docs                            write docs/configuration.md from the code' \
 	  'make clean                           remove what was built (not the virtual environment)'
 

@@ -5,19 +5,23 @@ Everything else is in pyproject.toml.
 
 The kernels are compiled once per instruction set and chosen at run time, so the library runs on any machine of its
 architecture. An instruction set the compiler does not know is left out. So is the log of turns where Python has no
-headers (Debian's ``python3-dev``): the server then does in Python what it does.
+headers (Debian's ``python3-dev``): the server then does in Python what it does. What has been compiled stays in
+build/kernels, and is compiled again only when something it is made of has changed (``Compiler``).
 """
 
 from __future__ import annotations
 
+import filecmp
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,8 +35,9 @@ SOURCES = Path("agent/kernels")
 LIBRARY = "libllm_kernels.so"
 PROGRAM = Path("performance/ceilings")
 PROGRAM_MAIN = "ceilings_main.cc"
+OBJECTS = Path("build/kernels")
 TURN_LOG = Path("llm_serving/flight/_turn_log.c")
-TURN_LOG_FLAGS = ["-x", "c", "-std=c11", "-O2", "-g1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"]
+TURN_LOG_FLAGS = ["-x", "c", "-std=c11", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
 # Python's tables of methods and slots are written with fewer members than they have, and with casts of functions.
 TURN_LOG_FLAGS += ["-Wno-missing-field-initializers", "-Wno-cast-function-type", "-Wno-unused-parameter"]
 DATA_FOLDERS = ("configs", "models")
@@ -74,51 +79,110 @@ def mindspore_include() -> Path:
     return include
 
 
-def compiler_knows(compiler: str, flags: list[str]) -> bool:
-    """True when the compiler takes the flags: it refuses those of other processors."""
-    with tempfile.TemporaryDirectory() as folder:
-        probe = Path(folder) / "probe.cc"
-        probe.write_text("int main() { return 0; }\n")
-        command = [compiler, *flags, "-c", str(probe), "-o", str(probe.with_suffix(".o"))]
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+class Compiler:
+    """A C++ compiler that makes only what has changed.
+
+    Beside each file it makes lies a ``.recipe``, from the moment it began: the command line, and where and which the
+    compiler is. The file is made again when its recipe is another, or when something it was made of is newer than that
+    moment or gone; of an object, the source and all headers that are not the system's, as the compiler lists them.
+    """
+
+    def __init__(self, name: str, make_all: bool) -> None:
+        """``make_all``: whatever has changed. Raises CompileError without a compiler of this name on the PATH."""
+        path = shutil.which(name)
+        if path is None:
+            raise CompileError(f"building the kernels needs a C++17 compiler; {name!r} is not on the PATH")
+        self._path, self._make_all = path, make_all
+        self._version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+
+    def knows(self, flags: Sequence[str]) -> bool:
+        """True when the compiler takes the flags: it refuses those of other processors."""
+        with tempfile.TemporaryDirectory() as folder:
+            probe = Path(folder) / "probe.cc"
+            probe.write_text("int main() { return 0; }\n")
+            command = [self._path, *flags, "-c", str(probe), "-o", str(probe.with_suffix(".o"))]
+            return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+    def compile(self, source: Path, flags: Sequence[str], output: Path) -> None:
+        """Make an object file of ``source``."""
+        listing = output.with_suffix(".d")
+        inputs = [source, *_listed_files(listing)] if listing.is_file() else None
+        self._make(output, [*flags, "-MMD", "-MF", str(listing), "-c", str(source)], inputs)
+
+    def link(self, objects: Sequence[Path], flags: Sequence[str], output: Path) -> None:
+        """Make a library or a program of all ``objects``."""
+        self._make(output, [*flags, *map(str, objects)], objects)
+
+    def _make(self, output: Path, arguments: list[str], inputs: Sequence[Path] | None) -> None:
+        """``inputs``: None where they are not known."""
+        command = [self._path, *arguments, "-o", str(output)]
+        recipe, text = output.with_name(output.name + ".recipe"), "\n".join([*command, self._version])
+        if not self._make_all and inputs is not None and output.is_file() and _is_current(recipe, text, inputs):
+            return
+        output.parent.mkdir(parents=True, exist_ok=True)
+        begun = recipe.with_name(recipe.name + ".begun")
+        begun.write_text(text)
+        recipe.unlink(missing_ok=True)
+        print(" ".join(command) + "\n", end="", flush=True)  # in one piece, beside those of other threads
+        if subprocess.run(command, check=False).returncode != 0:
+            raise CompileError(f"command failed: {' '.join(command)}")
+        os.replace(begun, recipe)
+
+
+def _is_current(recipe: Path, text: str, inputs: Sequence[Path]) -> bool:
+    """Whether what ``recipe`` lies beside was made as ``text`` says, of the files as they are."""
+    if not recipe.is_file() or recipe.read_text() != text:
+        return False
+    begun = recipe.stat().st_mtime_ns
+    return all(path.is_file() and path.stat().st_mtime_ns <= begun for path in inputs)
+
+
+def _listed_files(listing: Path) -> list[Path]:
+    """The files of a Makefile rule as GCC and Clang write it: ``object: source header ...``."""
+    _, _, files = listing.read_text().partition(": ")
+    names = re.findall(r"(?:\\[ #]|[^\s\\])+", files)
+    return [Path(re.sub(r"\\([ #])", r"\1", name).replace("$$", "$")) for name in names]
 
 
 class BuildKernels(build_ext):
     """Compiles and links the libraries, in place for a development install, else into the build folder."""
 
     def run(self) -> None:
-        compiler = os.environ.get("CXX", "g++")
-        if shutil.which(compiler) is None:
-            raise CompileError(f"building the kernels needs a C++17 compiler; {compiler!r} is not on the PATH")
-        self._build_kernels(compiler)
-        self._build_turn_log(compiler)
+        compiler = Compiler(os.environ.get("CXX", "g++"), bool(self.force))
+        folder = ROOT / OBJECTS / platform.machine()
+        self._build_kernels(compiler, folder)
+        self._build_turn_log(compiler, folder)
 
-    def _build_kernels(self, compiler: str) -> None:
-        target = self._target()
-        targets = [target, ROOT / PROGRAM] if self.inplace else [target]
-        if not self.force and all(self._is_current(path) for path in targets):
-            return
-        target.parent.mkdir(parents=True, exist_ok=True)
+    def _build_kernels(self, compiler: Compiler, folder: Path) -> None:
+        units = [(*unit, folder / unit[0].relative_to(ROOT).with_suffix(".o")) for unit in self._units(compiler)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = list(pool.map(lambda unit: self._compile(compiler, *unit), self._units(compiler)))
-        library = [str(path) for path in objects if path.stem != Path(PROGRAM_MAIN).stem]
-        self._link([compiler, *LINK_FLAGS, *library], target)
+            list(pool.map(lambda unit: compiler.compile(*unit), units))
+        objects = [output for _, _, output in units]
+        library = [path for path in objects if path.stem != Path(PROGRAM_MAIN).stem]
+        compiler.link(library, LINK_FLAGS, folder / LIBRARY)
+        self._put(folder / LIBRARY, self._target())
         if self.inplace:
-            self._link([compiler, "-pthread", *map(str, objects)], ROOT / PROGRAM)
+            compiler.link(objects, ["-pthread"], folder / PROGRAM.name)
+            self._put(folder / PROGRAM.name, ROOT / PROGRAM)
 
-    def _build_turn_log(self, compiler: str) -> None:
-        target, include = self._turn_log_target(), sysconfig.get_path("include")
+    def _build_turn_log(self, compiler: Compiler, folder: Path) -> None:
+        include, target = sysconfig.get_path("include"), self._turn_log_target()
         if not (Path(include) / "Python.h").is_file():
             sys.stderr.write(f"{TURN_LOG} is left out: {include} has no Python.h; install the headers of Python\n")
             return
-        newest = max(path.stat().st_mtime for path in (ROOT / TURN_LOG, Path(__file__)))
-        if self.force or not target.is_file() or target.stat().st_mtime < newest:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            self._link([compiler, *TURN_LOG_FLAGS, f"-I{include}", str(ROOT / TURN_LOG)], target)
+        object_file = folder / TURN_LOG.with_name(target.name).with_suffix(".o")
+        compiler.compile(ROOT / TURN_LOG, [*TURN_LOG_FLAGS, f"-I{include}"], object_file)
+        compiler.link([object_file], ["-shared"], folder / target.name)
+        self._put(folder / target.name, target)
 
-    def _link(self, command: list[str], target: Path) -> None:
+    @staticmethod
+    def _put(made: Path, target: Path) -> None:
+        """Copy a file to where it is used, under another name first: a process may have the old one mapped."""
+        if target.is_file() and filecmp.cmp(made, target, shallow=False):
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(target.name + ".partial")
-        self._execute([*command, "-o", str(partial)])
+        shutil.copy(made, partial)
         os.replace(partial, target)
 
     def get_outputs(self) -> list[str]:
@@ -131,15 +195,9 @@ class BuildKernels(build_ext):
         name = TURN_LOG.stem + sysconfig.get_config_var("EXT_SUFFIX")
         return (ROOT if self.inplace else Path(self.build_lib).resolve()) / TURN_LOG.with_name(name)
 
-    @staticmethod
-    def _is_current(target: Path) -> bool:
-        inputs = [*(ROOT / SOURCES).rglob("*.cc"), *(ROOT / SOURCES).rglob("*.h")]
-        newest = max(path.stat().st_mtime for path in [*inputs, Path(__file__)])
-        return target.is_file() and target.stat().st_mtime >= newest
-
-    def _units(self, compiler: str) -> list[tuple[Path, list[str]]]:
-        """Source file and extra flags of each object file."""
-        known = {name: flags for name, flags in INSTRUCTION_SETS.items() if compiler_knows(compiler, flags)}
+    def _units(self, compiler: Compiler) -> list[tuple[Path, list[str]]]:
+        """Source file and flags of each object file."""
+        known = {name: flags for name, flags in INSTRUCTION_SETS.items() if compiler.knows(flags)}
         have = [f"-DLLMK_HAVE_{name.upper()}" for name in known]
         include = mindspore_include()
         headers = [f"-I{include / 'mindspore/ops'}", f"-I{include}", f"-I{include / 'mindspore'}"]
@@ -147,23 +205,10 @@ class BuildKernels(build_ext):
         for source in sorted((ROOT / SOURCES).rglob("*.cc")):
             if source.stem in INSTRUCTION_SETS:
                 if source.stem in known:
-                    units.append((source, known[source.stem]))
+                    units.append((source, [*COMPILE_FLAGS, *known[source.stem]]))
             else:
-                units.append((source, [*have, *headers]))
+                units.append((source, [*COMPILE_FLAGS, *have, *headers]))
         return units
-
-    def _compile(self, compiler: str, source: Path, flags: list[str]) -> Path:
-        relative = source.relative_to(ROOT)
-        output = Path(self.build_temp).resolve() / platform.machine() / relative.with_suffix(".o")
-        output.parent.mkdir(parents=True, exist_ok=True)
-        self._execute([compiler, *COMPILE_FLAGS, *flags, "-c", str(source), "-o", str(output)])
-        return output
-
-    @staticmethod
-    def _execute(command: list[str]) -> None:
-        print(" ".join(command), flush=True)
-        if subprocess.run(command, check=False).returncode != 0:
-            raise CompileError(f"command failed: {' '.join(command)}")
 
 
 class BuildPython(build_py):

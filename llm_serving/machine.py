@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +13,22 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Host memory that a new process may take."""
+    """Host memory that a new process may take, and the cores it may use."""
 
     available_bytes: int
     available_from: str
+    num_cores: int = 1
 
     @classmethod
     def detect(cls) -> Machine:
         """Free memory, or what the control group (a container's limit) leaves, whichever is less."""
         import psutil  # only a start needs it, checking a config does not
 
-        machine = cls(int(psutil.virtual_memory().available), "free memory of the machine")
+        cores = len(os.sched_getaffinity(0))
+        machine = cls(int(psutil.virtual_memory().available), "free memory of the machine", cores)
         group = control_group_available()
         if group is not None and group < machine.available_bytes:
-            return cls(max(group, 0), "memory limit of the control group")
+            return cls(max(group, 0), "memory limit of the control group", cores)
         return machine
 
 

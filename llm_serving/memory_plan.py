@@ -13,6 +13,8 @@ I, H query and K key-value heads of size D, b bytes per element of ``model_dtype
     logits           S x V x 4 (float32), and S x V x b more where ``model_dtype`` is another type
     rotary tables    2 x P x D x 4, cosine and sine; MindFormers may have more rows than P
     token history    S x P x 4, for penalties
+    kernel scratch   what the threads of a CPU's kernels keep from call to call (``kernel_memory.py``)
+    decode replays   recorded launches of a CPU's native operators (``kernel_memory.py``)
     agent process    Python, MindSpore, compiled graphs; MindFormers where it is asked for
     server process   HTTP, scheduler, tokenizer
 
@@ -33,6 +35,7 @@ from dataclasses import dataclass, replace
 
 from llm_serving.config import Config
 from llm_serving.errors import MemoryPlanError
+from llm_serving.kernel_memory import kernel_items
 from llm_serving.machine import Machine
 from llm_serving.rank_memory import (
     HOST_BLOCKS,
@@ -162,7 +165,7 @@ def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
     """The plan, whether it fits or not."""
     world = range(config.parallel_config.world_size)
     if config.device == "CPU":
-        ranks = [(*device_items(config, n), *host_block_items(config, n), _agent_item(config)) for n in world]
+        ranks = [_cpu_items(config, n, machine) for n in world]
         items = (*_summed(ranks), *_exchange_items(config), _server_item())
         return _plan(config, items, ranks, sum(rank_kv_bytes_per_token(config, n) for n in world), machine)
     ranks = [device_items(config, n) for n in world]
@@ -196,6 +199,11 @@ def _plan(
         ranks=tuple(ranks) if len(ranks) > 1 else (),
         counted="all" if config.device == "CPU" else "fullest",
     )
+
+
+def _cpu_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryItem, ...]:
+    kernels = kernel_items(config, rank, machine.num_cores)
+    return (*device_items(config, rank), *kernels, *host_block_items(config, rank), _agent_item(config))
 
 
 def _summed(ranks: Sequence[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:

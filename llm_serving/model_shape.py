@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from llm_serving.errors import CheckpointError, ConfigError
+from llm_serving.errors import CheckpointError
 from llm_serving.formats.json_object import read_json_object
 from llm_serving.formats.typed_fields import TypedFields
 from llm_serving.model_families import Experts, family_of, read_biases, read_experts, read_window
@@ -118,16 +118,6 @@ class ModelShape:
             TypedFields(str(folder / "config.json"), values, CheckpointError),
             TypedFields(str(generation_file), generation, CheckpointError),
         )
-
-    @classmethod
-    def from_mindformers_yaml(cls, path: str | Path) -> ModelShape:
-        """Read ``model.model_config`` of a MindFormers YAML. Raises ConfigError naming file, key and value."""
-        from llm_serving.config.mindformers import read_mindformers_yaml  # that package imports this module
-
-        shape = read_mindformers_yaml(Path(path)).shape
-        if shape is None:
-            raise ConfigError(f"{path}: there is no model.model_config section to take the model's sizes from")
-        return shape
 
 
 def check_head_sizes(fields: TypedFields, shape: ModelShape, heads: str, kv_heads: str) -> None:

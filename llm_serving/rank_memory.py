@@ -65,7 +65,7 @@ def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
             kv_bytes,
             f"{cache.num_blocks} blocks of {cache.block_size} tokens, {per_token} a token in {config.kv_format}",
         ),
-        MemoryItem("activations", _activation_bytes(config, part.shape), f"a step of {tokens} tokens"),
+        MemoryItem("activations", activation_bytes(config, part.shape), f"a step of {tokens} tokens"),
         MemoryItem("logits", _logit_bytes(config, part), f"{seqs} sequences, vocabulary of {shape.vocab_size}"),
         MemoryItem("rotary tables", 2 * rotary * shape.head_dim * FLOAT32_BYTES, f"{rotary} positions"),
         MemoryItem(
@@ -124,7 +124,8 @@ def _weight_formats(config: Config) -> str:
     return dtype if weights == dtype else f"{weights}, embedding and norms in {dtype}"
 
 
-def _activation_bytes(config: Config, shape: ModelShape) -> int:
+def activation_bytes(config: Config, shape: ModelShape) -> int:
+    """What lies between the operators of a layer in the largest step; ``shape`` is a rank's own."""
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     per_token = 2 * shape.hidden_size + (query + 2 * key_value) + 2 * query + 3 * shape.intermediate_size
     if config.op_table == "native" and shape.sliding_window:

@@ -1,10 +1,13 @@
-"""Who may import whom: the server never device code, the agent never HTTP, nobody pickle; and how long lines are."""
+"""Who may import whom: the server never device code, the agent never HTTP, nobody pickle; how long lines are, and that
+every package has its line in docs/architecture.md."""
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+from pathlib import PurePath
 
 import pytest
 from small_configs import REPOSITORY
@@ -73,6 +76,30 @@ def test_a_server_with_everything_imported_has_no_mindspore():
         "assert not {'mindspore', 'mindformers', 'agent'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True, timeout=60)
+
+
+def named_in_the_architecture():
+    """Folders and files in the first column of its table of packages."""
+    rows = (REPOSITORY / "docs/architecture.md").read_text().partition("## Packages")[2].splitlines()
+    names = [name for row in rows if row.startswith("| `") for name in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    assert len(names) > 60
+    return names
+
+
+def test_every_package_has_a_line_in_the_architecture():
+    folders = {path.parent for top in ("llm_serving", "agent", "performance", "tools") for path in python_files(top)}
+    folders |= {path.parent for path in (REPOSITORY / "agent/kernels").rglob("*.cc")}
+    named = {name.rstrip("/") for name in named_in_the_architecture() if name.endswith("/")}
+    packages = {folder.relative_to(REPOSITORY) for folder in folders} - {PurePath("llm_serving"), PurePath("agent")}
+    assert len(packages) > 30
+    assert {str(path) for path in packages if not any(path.match(name) for name in named)} == set()
+
+
+def test_what_the_architecture_names_is_there():
+    tops = ("llm_serving", "agent", "configs", "performance", "tools", "tests")
+    paths = [path for top in tops for path in (REPOSITORY / top).rglob("*")] + list(REPOSITORY.glob("*"))
+    missing = [name for name in named_in_the_architecture() if not any(path.match(name) for path in paths)]
+    assert missing == []
 
 
 def test_lines_of_the_kernels_are_as_short_as_those_of_python():

@@ -1,22 +1,21 @@
 """The CPU kernels: one shared library, used as MindSpore op plugin, as AOT custom ops and through ctypes."""
 
 from agent.kernels.block_copies import BlockCopies
-from agent.kernels.launches import RecordedLaunches, RecordingError, record
+from agent.kernels.launches import RecordedLaunches, RecordingError, record, recordings_bytes
 from agent.kernels.library import (
     KernelsNotBuiltError,
-    SampleCall,
-    SampleInputs,
-    SampleOutputs,
     has_failed,
     hold_failures,
     kernel_isa,
     library_path,
     num_threads,
+    scratch_bytes,
     set_attentive,
     set_threads,
     take_failure,
     widen_bfloat16,
 )
+from agent.kernels.sample_call import SampleCall, SampleInputs, SampleOutputs
 from agent.kernels.step_copy import StepArrays, StepBounds, StepBuffers, StepCopy
 
 __all__ = [
@@ -37,6 +36,8 @@ __all__ = [
     "library_path",
     "num_threads",
     "record",
+    "recordings_bytes",
+    "scratch_bytes",
     "set_attentive",
     "set_threads",
     "take_failure",

@@ -70,6 +70,8 @@ LLMK_ENTRY void llmk_set_attentive(int attentive) { llmk::set_attentive(attentiv
 
 LLMK_ENTRY int llmk_num_threads() { return llmk::num_threads(); }
 
+LLMK_ENTRY int64_t llmk_scratch_bytes(int between_operators) { return llmk::scratch_bytes(between_operators != 0); }
+
 LLMK_ENTRY const char* llmk_isa() { return llmk::kernels().isa; }
 
 LLMK_ENTRY int llmk_sample(const llmk::SampleArgs* args) {

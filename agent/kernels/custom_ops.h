@@ -42,6 +42,7 @@ void norm_row(const NormInput& in, int64_t from, void* out);
 int check_float_type(const Tensors& t, int i);
 int check_matrix(const Tensors& t, int i, int64_t rows, int64_t width, DType dtype);
 int check_gamma(const Tensors& t, int gamma, int epsilon, int64_t width, DType dtype);
+int check_weight(const Tensors& t, int i, int64_t columns, int64_t depth, bool gated);
 
 // How many rows the step has: counts[which], at most `limit`; an error is told and gives -1.
 int64_t rows_of(const Tensors& t, int counts, int which, int64_t limit);

@@ -71,65 +71,101 @@ class Call {
 
 // Layer `layer` of the operator. Its input is what the one before left in the operator's outputs, which it replaces
 // when nothing reads them any more; of the first it is the operator's own.
-int run_layer(const Tensors& t, int64_t layer, int64_t rows, bool first, bool sharded) {
-  int32_t* form = t.as<int32_t>(kForm);
-  const int arguments = kLayers + static_cast<int>(layer) * (form[kHeadNorms] != 0 ? kNormedLayer : kPlainLayer);
-  const int out = t.count - 2, out_residual = t.count - 1;
-  const int from_hidden = layer == 0 ? kHidden : out, from_residual = layer == 0 ? kResidual : out_residual;
-  const bool is_stream = first && layer == 0;
-  const int64_t width = t.dim(kHidden, 1);
-  const PackedWeightHeader* qkv_weight = packed_weight(t, arguments + kQkv);
-  const PackedWeightHeader* output_weight = packed_weight(t, arguments + kOutput);
-  if (qkv_weight == nullptr || output_weight == nullptr) return kBadArgument;
-  const char* dtype = t.dtypes[kHidden];
-  Between qkv{dtype, {rows, qkv_weight->columns}}, attended{dtype, {rows, output_weight->depth}};
-  Between hidden{dtype, {rows, width}}, residual{dtype, {rows, width}};
-  Between own{"float32", {sharded ? rows : 0, width}};  // of a sum over the agents, not rounded before it is one
-  Between window{"int32", {1, 1}, form + kWindow};
-  const auto all = {&own, &qkv, &attended, &hidden, &residual};
-  int64_t bytes = 0;
-  for (const Between* matrix : all) bytes += matrix->bytes();
-  char* memory = static_cast<char*>(thread_scratch(kScratchLayer, bytes));
-  for (Between* matrix : all) {
-    matrix->data = memory;
-    memory += matrix->bytes();
+class Layer {
+ public:
+  Layer(const Tensors& t, int64_t layer, int64_t rows, bool first, bool sharded)
+      : t_(t), form_(t.as<int32_t>(kForm)),
+        arguments_(kLayers + static_cast<int>(layer) * (form_[kHeadNorms] != 0 ? kNormedLayer : kPlainLayer)),
+        out_(t.count - 2), out_residual_(t.count - 1), from_hidden_(layer == 0 ? kHidden : out_),
+        from_residual_(layer == 0 ? kResidual : out_residual_), is_stream_(first && layer == 0), sharded_(sharded),
+        rows_(rows), width_(t.dim(kHidden, 1)) {}
+
+  int run() {
+    int error = place();
+    if (error == 0) error = project_in();
+    if (error == 0) error = attend();
+    if (error == 0) error = project_out();
+    return error != 0 ? error : feed_forward();
   }
-  Call norm(is_stream ? "NormLinear" : "AddNormLinear", t);
-  norm.give(from_hidden);
-  if (!is_stream) norm.give(from_residual);
-  norm.give(arguments + kInputGamma).give(kEpsilon).give(arguments + kQkv).give(kCounts).give(&qkv);
-  if (is_stream) {
-    residual.data = t.data[kHidden];
-  } else {
-    norm.give(&residual);
+
+ private:
+  // Memory for what lies between the operators.
+  int place() {
+    const PackedWeightHeader* qkv_weight = packed_weight(t_, arguments_ + kQkv);
+    const PackedWeightHeader* output_weight = packed_weight(t_, arguments_ + kOutput);
+    if (qkv_weight == nullptr || output_weight == nullptr) return kBadArgument;
+    const char* dtype = t_.dtypes[kHidden];
+    qkv_ = {dtype, {rows_, qkv_weight->columns}};
+    attended_ = {dtype, {rows_, output_weight->depth}};
+    hidden_ = {dtype, {rows_, width_}};
+    residual_ = {dtype, {rows_, width_}};
+    own_ = {"float32", {sharded_ ? rows_ : 0, width_}};
+    window_ = {"int32", {1, 1}, form_ + kWindow};
+    const auto all = {&own_, &qkv_, &attended_, &hidden_, &residual_};
+    int64_t bytes = 0;
+    for (const Between* matrix : all) bytes += matrix->bytes();
+    char* memory = static_cast<char*>(thread_scratch(kScratchLayer, bytes));
+    for (Between* matrix : all) {
+      matrix->data = memory;
+      memory += matrix->bytes();
+    }
+    return 0;
   }
-  int error = norm_linear(norm.tensors(), !is_stream);
-  if (error != 0) return error;
-  Call attention("RotaryAttention", t);
-  attention.give(&qkv).give(kPositions).give(kCos).give(kSin);
-  attention.give(arguments + kKeyCache).give(arguments + kValueCache);
-  for (int i = kSlots; i <= kCounts; ++i) attention.give(i);
-  attention.give(&window);
-  if (form[kHeadNorms] != 0) {
-    attention.give(arguments + kQueryGamma).give(arguments + kKeyGamma).give(kEpsilon);
+
+  int project_in() {
+    Call norm(is_stream_ ? "NormLinear" : "AddNormLinear", t_);
+    norm.give(from_hidden_);
+    if (!is_stream_) norm.give(from_residual_);
+    norm.give(arguments_ + kInputGamma).give(kEpsilon).give(arguments_ + kQkv).give(kCounts).give(&qkv_);
+    if (is_stream_) {
+      residual_.data = t_.data[kHidden];
+    } else {
+      norm.give(&residual_);
+    }
+    return norm_linear(norm.tensors(), !is_stream_);
   }
-  error = rotary_attention(attention.give(&attended).tensors(), false);
-  if (error != 0) return error;
-  Call output("PackedLinear", t);
-  output.give(&attended).give(arguments + kOutput).give(kCounts).give(sharded ? &own : &hidden);
-  error = packed_linear(output.tensors());
-  const auto sum = [&](void* to) {
-    return all_reduce(t.op, DType::kFloat32, own.data, t.dtype(kHidden), to, rows * width);
-  };
-  if (error == 0 && sharded) error = sum(hidden.data);
-  if (error != 0) return error;
-  Call mlp("GatedMlp", t);
-  mlp.give(&hidden).give(&residual).give(arguments + kPostGamma).give(kEpsilon);
-  mlp.give(arguments + kGateUp).give(arguments + kDown).give(kCounts);
-  sharded ? mlp.give(&own) : mlp.give(out);
-  error = gated_mlp(mlp.give(out_residual).tensors());
-  return error == 0 && sharded ? sum(t.data[out]) : error;
-}
+
+  int attend() {
+    Call attention("RotaryAttention", t_);
+    attention.give(&qkv_).give(kPositions).give(kCos).give(kSin);
+    attention.give(arguments_ + kKeyCache).give(arguments_ + kValueCache);
+    for (int i = kSlots; i <= kCounts; ++i) attention.give(i);
+    attention.give(&window_);
+    if (form_[kHeadNorms] != 0) {
+      attention.give(arguments_ + kQueryGamma).give(arguments_ + kKeyGamma).give(kEpsilon);
+    }
+    return rotary_attention(attention.give(&attended_).tensors(), false);
+  }
+
+  int project_out() {
+    Call output("PackedLinear", t_);
+    output.give(&attended_).give(arguments_ + kOutput).give(kCounts).give(sharded_ ? &own_ : &hidden_);
+    const int error = packed_linear(output.tensors());
+    return error == 0 && sharded_ ? sum(hidden_.data) : error;
+  }
+
+  int feed_forward() {
+    Call mlp("GatedMlp", t_);
+    mlp.give(&hidden_).give(&residual_).give(arguments_ + kPostGamma).give(kEpsilon);
+    mlp.give(arguments_ + kGateUp).give(arguments_ + kDown).give(kCounts);
+    sharded_ ? mlp.give(&own_) : mlp.give(out_);
+    const int error = gated_mlp(mlp.give(out_residual_).tensors());
+    return error == 0 && sharded_ ? sum(t_.data[out_]) : error;
+  }
+
+  // Of all agents' own parts.
+  int sum(void* to) {
+    return all_reduce(t_.op, DType::kFloat32, own_.data, t_.dtype(kHidden), to, rows_ * width_);
+  }
+
+  const Tensors& t_;
+  int32_t* const form_;
+  const int arguments_, out_, out_residual_, from_hidden_, from_residual_;
+  const bool is_stream_, sharded_;
+  const int64_t rows_, width_;
+  Between qkv_{}, attended_{}, hidden_{}, residual_{}, window_{};
+  Between own_{};  // of a sum over the agents, not rounded before it is one
+};
 
 // `first`: the input is the residual stream itself, and the argument residual is not read. `sharded`: the agents of a
 // stage have some heads and columns each, and what comes out of attention and MLP is summed over them. The sums are in
@@ -153,7 +189,7 @@ int decoder_layers(const Tensors& t, bool first, bool sharded) {
   if (rows < 0) return kBadArgument;
   int error = 0;
   for (int64_t layer = 0; layer < form[kNumLayers] && rows > 0 && error == 0; ++layer) {
-    error = run_layer(t, layer, rows, first, sharded);
+    error = Layer(t, layer, rows, first, sharded).run();
   }
   return error;
 }

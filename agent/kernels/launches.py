@@ -53,6 +53,11 @@ class RecordedLaunches:
         return np.ctypeslib.as_array(place).view(self._dtype).reshape(self._shape)
 
 
+def recordings_bytes() -> int:
+    """What all recorded launches hold, and the memory that they are replayed in."""
+    return int(load_library().llmk_recordings_bytes())
+
+
 def record(run: Callable[[], tuple[Array, int]], memory: Iterable[Memory]) -> tuple[Array, RecordedLaunches]:
     """Calls ``run``, which runs a graph and gives its result as an array and the address where MindSpore has it, and
     gives the result and the launches.

@@ -120,7 +120,13 @@ class Config:
 
     def agent_threads(self, num_cores: int) -> int:
         """Threads of an agent's CPU operators where there are so many cores: as configured, or its share of them."""
-        return self.model_config.cpu_threads or max(1, num_cores // self.parallel_config.world_size)
+        model, agents = self.model_config, self.parallel_config.world_size
+        if model.cpu_threads:
+            return model.cpu_threads
+        if model.cpu_cores:
+            cores = len(set(model.cpu_cores))
+            return cores if cores < agents else -(-cores // agents)
+        return max(1, num_cores // agents)
 
     @property
     def kv_bytes_per_token(self) -> int:

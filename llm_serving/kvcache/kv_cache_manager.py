@@ -86,10 +86,6 @@ class KVCacheManager:
         return self._copies.num_under_way
 
     @property
-    def has_prefix_cache(self) -> bool:
-        return self._prefix_cache is not None
-
-    @property
     def prefix_query_tokens(self) -> int:
         """Tokens of sequences that started, each time they did."""
         return self._prefix_cache.num_query_tokens if self._prefix_cache is not None else 0

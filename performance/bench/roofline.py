@@ -24,7 +24,6 @@ from performance.bench.ceilings import Ceilings
 
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 WEIGHT_FORMATS = (*FLOAT_BYTES, "int8", "int8_weight_only", "int4", "int4_weight_only")
-KV_FORMATS = (*FLOAT_BYTES, "int8")
 SCALE_BYTES = 4
 
 Sequences = Sequence[tuple[int, int]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -50,5 +51,6 @@ def test_detect(monkeypatch: pytest.MonkeyPatch) -> None:
     detected = Machine.detect()
     assert detected.available_from == "free memory of the machine"
     assert detected.available_bytes > 0
+    assert detected.num_cores == len(os.sched_getaffinity(0))
     monkeypatch.setattr(machine, "control_group_available", lambda: 5)
-    assert Machine.detect() == Machine(5, "memory limit of the control group")
+    assert Machine.detect() == Machine(5, "memory limit of the control group", detected.num_cores)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,13 @@ def llama2_7b(tmp_path: Path, *overrides: str) -> Config:
 
 
 def test_small_model_in_float32(tmp_path: Path) -> None:
-    plan = plan_memory(small(tmp_path), PLENTY)
+    plan = plan_memory(small(tmp_path), replace(PLENTY, num_cores=2))
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64
+    # Two threads of 256 rows: as float32, and normed; the MLP's, and the output layer's input.
+    scratch = 256 * (160 + 160) * 4 + 2 * 256 * (64 * 4 + 128) + (2 * 256 * 160 + 2048 * 64) * 4
+    # Of each a panel and its sums, an attention task, the sampler's rows; 8 x 192 rows of 8 partitions, tasks.
+    scratch += 2 * (64 * 160 + 544 * 64 * 4 + 1024 * (64 + 48) * 4 + 60 * 300)
+    scratch += 3072 * 8 * (64 + 16) * 4 + 80 * (64 * 2 + 3072)
     assert {item.name: item.num_bytes for item in plan.items} == {
         "weights": (2 * layer + 64 + 2 * 300 * 64) * 4,
         "KV cache": 2 * 2 * 2 * 16 * 4 * 16 * 2048,
@@ -49,11 +55,33 @@ def test_small_model_in_float32(tmp_path: Path) -> None:
         "logits": 64 * 300 * 4,
         "rotary tables": 2 * 2048 * 16 * 4,
         "token history": 64 * 2048 * 4,
+        "kernel scratch": scratch + scratch // 4 + 2 * 16 * 4096,
         "agent process": 600 * MIB,
         "server process": 200 * MIB,
     }
     assert plan.total_bytes == sum(item.num_bytes for item in plan.items)
     assert (plan.available_bytes, plan.fits) == (1000 * GIB, True)
+
+
+def test_recorded_decodes_of_native_operators(tmp_path: Path) -> None:
+    config = small(tmp_path, "model_config.model_dtype=bfloat16", "model_config.op_table=native")
+    plan = estimate_memory(config, PLENTY)
+    step = (64 + 64 + 128 + 64 + 64 + 3 * 160) * 2 + 300 * 2
+    assert plan.bytes_of("decode replays") == 64 * 3 * 16384 + 64 * step, "1 to 64 sequences; one step is replayed in"
+    assert "1 to 64 sequences, 2 layers, at most" in plan.table()
+    assert estimate_memory(small(tmp_path), PLENTY).bytes_of("decode replays") == 0
+
+
+@pytest.mark.parametrize(("overrides", "threads"), [((), 6), (("tensor_parallel=4",), 1), (("data_parallel=2",), 3)])
+def test_threads_that_hold_kernel_scratch(tmp_path: Path, overrides: tuple[str, ...], threads: int) -> None:
+    parallel = [f"parallel_config.{each}" for each in overrides]
+    assert small(tmp_path, *parallel).agent_threads(6) == threads
+    plan = estimate_memory(small(tmp_path, *parallel), replace(PLENTY, num_cores=6))
+    assert f"  {threads} thread{'s' * (threads > 1)}, at most" in plan.table()
+    assert small(tmp_path, *parallel, "model_config.cpu_threads=5").agent_threads(6) == 5
+    config = small(tmp_path, *parallel)
+    pinned = replace(config, model_config=replace(config.model_config, cpu_cores=(4, 7)))
+    assert pinned.agent_threads(6) == (1 if overrides == ("data_parallel=2",) else 2)
 
 
 def test_half_precision(tmp_path: Path) -> None:
@@ -154,9 +182,10 @@ def test_table(tmp_path: Path) -> None:
         "  logits           23.4 MiB  128 sequences, vocabulary of 32000",
         "  rotary tables     4.0 MiB  4096 positions",
         "  token history     2.0 MiB  128 sequences of 4096 tokens",
+        "  kernel scratch  189.2 MiB  1 thread, at most",
         "  agent process   600.0 MiB  Python, MindSpore, graphs",
         "  server process  200.0 MiB  HTTP, scheduler, tokenizer",
-        "  total            21.8 GiB",
+        "  total            22.0 GiB",
         "  available        24.0 GiB  free memory of the machine",
     ]
 
@@ -287,6 +316,7 @@ def test_agents_have_their_own_parts(tmp_path: Path) -> None:
             "logits": 64 * (300 if answers else rows[index]) * 4 * stage,
             "rotary tables": 2 * 2048 * 16 * 4,
             "token history": 64 * 2048 * 4 * answers,
+            "kernel scratch": items[6].num_bytes,
             "host blocks": kv * 16 * 10,
             "agent process": 600 * MIB,
         }, rank
@@ -313,10 +343,11 @@ def test_table_of_a_group(tmp_path: Path) -> None:
         "  logits           23.4 MiB     5.9 MiB   41.0 MiB  128 sequences, vocabulary of 32000",
         "  rotary tables     4.0 MiB     4.0 MiB   16.0 MiB  4096 positions",
         "  token history     2.0 MiB           -    2.0 MiB  128 sequences of 4096 tokens",
+        "  kernel scratch  183.1 MiB   183.1 MiB  732.5 MiB  1 thread, at most",
         "  agent process   600.0 MiB   600.0 MiB    2.3 GiB  Python, MindSpore, graphs",
         "  exchange                -           -    4.0 MiB  of 1 group of agents",
         "  server process          -           -  200.0 MiB  HTTP, scheduler, tokenizer",
-        "  total             5.9 GiB     5.9 GiB   23.8 GiB",
+        "  total             6.1 GiB     6.1 GiB   24.5 GiB",
         "  available                               64.0 GiB  free",
     ]
 

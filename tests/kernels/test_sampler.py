@@ -11,14 +11,8 @@ import numpy.typing as npt
 import pytest
 from kernel_threads import threads_as_before
 
-from agent.kernels.library import (
-    KernelError,
-    SampleCall,
-    SampleInputs,
-    SampleOutputs,
-    load_library,
-    set_threads,
-)
+from agent.kernels.library import KernelError, load_library, set_threads
+from agent.kernels.sample_call import SampleCall, SampleInputs, SampleOutputs
 
 Array = npt.NDArray[Any]
 

@@ -28,8 +28,8 @@ def machine_memory(host: Host) -> Machine | None:
     free = int(match[1]) * 1024
     group = control_group_available(host.path("/sys/fs/cgroup"), host.path("/proc/self/cgroup"))
     if group is not None and group < free:
-        return Machine(max(group, 0), "memory limit of the control group")
-    return Machine(free, "free memory of the machine")
+        return Machine(max(group, 0), "memory limit of the control group", host.usable_cores())
+    return Machine(free, "free memory of the machine", host.usable_cores())
 
 
 def check_memory(host: Host, config: Config) -> tuple[MemoryPlan | None, list[Finding]]:

@@ -7,7 +7,6 @@ _HIASCEND = "https://www.hiascend.com/document/detail"
 MINDSPORE_CANN_CASES = "https://www.mindspore.cn/tutorials/en/r2.10.0/debug/error_analysis/cann_error_cases.html"
 MINDFORMERS_VERSIONS = "https://www.mindspore.cn/mindformers/docs/en/r1.9.0/installation.html"
 CANN_910_RELEASE = f"{_HIASCEND}/en/CANNCommunityEdition/910/softwareinst/releasenote/9.1.0/release-notes.md"
-CANN_850_RELEASE = f"{_HIASCEND}/en/canncommercial/850/releasenote/releasenote_0000.html"
 MINDIE_RELEASE = f"{_HIASCEND}/zh/mindie/21RC1/releasenote/releasenote_0004.html"
 
 ERROR_CODE_JSON = (

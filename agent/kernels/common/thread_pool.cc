@@ -212,11 +212,22 @@ class alignas(64) Stretch {
   std::atomic<uint64_t> left_;  // set() before use
 };
 
+std::atomic<int64_t> scratch_total[2];  // of all threads: [1] between operators, [0] the rest
+
+std::atomic<int64_t>& total_of(int slot) { return scratch_total[slot == kScratchLayer || slot == kScratchExperts]; }
+
 struct Scratch {
   void* data[kScratchSlots] = {};
   int64_t bytes[kScratchSlots] = {};
+
+  void hold(int slot, void* pointer, int64_t size) {
+    std::free(data[slot]);
+    total_of(slot).fetch_add(size - bytes[slot], std::memory_order_relaxed);
+    data[slot] = pointer;
+    bytes[slot] = size;
+  }
   ~Scratch() {
-    for (void* pointer : data) std::free(pointer);
+    for (int slot = 0; slot < kScratchSlots; ++slot) hold(slot, nullptr, 0);
   }
 };
 
@@ -246,13 +257,19 @@ void set_attentive(bool attentive) { pool().set_attentive(attentive); }
 void* thread_scratch(int slot, int64_t bytes) {
   thread_local Scratch scratch;
   if (bytes > scratch.bytes[slot]) {
-    std::free(scratch.data[slot]);
+    scratch.hold(slot, nullptr, 0);
     const int64_t rounded = (bytes + bytes / 4 + 4095) / 4096 * 4096;
-    scratch.data[slot] = std::aligned_alloc(4096, static_cast<size_t>(rounded));
-    scratch.bytes[slot] = scratch.data[slot] == nullptr ? 0 : rounded;
-    if (scratch.data[slot] == nullptr) std::abort();
+    void* memory = std::aligned_alloc(4096, static_cast<size_t>(rounded));
+    if (memory == nullptr) std::abort();
+    scratch.hold(slot, memory, rounded);
   }
   return scratch.data[slot];
 }
+
+int64_t scratch_bytes(bool between_operators) {
+  return scratch_total[between_operators].load(std::memory_order_relaxed);
+}
+
+void count_scratch(int64_t bytes) { scratch_total[0].fetch_add(bytes, std::memory_order_relaxed); }
 
 }  // namespace llmk

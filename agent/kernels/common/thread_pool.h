@@ -27,6 +27,10 @@ void set_attentive(bool attentive);
 // A buffer of this thread, 64-byte aligned, contents undefined; valid until the same slot is asked for a larger one.
 void* thread_scratch(int slot, int64_t bytes);
 
+// Bytes that all threads hold so: what lies between operators (of a layer, of experts), or all the rest.
+int64_t scratch_bytes(bool between_operators);
+void count_scratch(int64_t bytes);  // of the rest, taken elsewhere; negative when it is given back
+
 // `static`, so that each instruction set's object file keeps its own instance.
 template <class Function>
 static void parallel_for(int64_t count, const Function& function) {

@@ -14,9 +14,9 @@ constexpr float kBinsPerUnit = 8.0f;
 
 // Buffers of a thread, kept from row to row.
 struct Buffers {
-  std::vector<float> weights;
-  std::vector<uint16_t> bins;
-  std::vector<int32_t> ids;
+  ScratchVector<float> weights;
+  ScratchVector<uint16_t> bins;
+  ScratchVector<int32_t> ids;
 };
 
 Buffers& buffers() {
@@ -30,8 +30,8 @@ bool ranks_before(float logit, int32_t id, float other_logit, int32_t other_id) 
 
 }  // namespace
 
-void best_tokens(const float* row, int64_t size, float top, int64_t count, std::vector<Candidate>* best) {
-  std::vector<int32_t>& ids = buffers().ids;
+void best_tokens(const float* row, int64_t size, float top, int64_t count, ScratchVector<Candidate>* best) {
+  ScratchVector<int32_t>& ids = buffers().ids;
   ids.resize(static_cast<size_t>(size) + 16);
   int64_t found = 0;
   for (float depth = 2;; depth *= 2) {
@@ -79,8 +79,8 @@ RankedRow::RankedRow(const float* row, int64_t size, float top) : row_(row), siz
   }
 }
 
-const std::vector<RankedRow::Ranked>& RankedRow::sorted(int bin) {
-  thread_local std::vector<Ranked> tokens;
+const ScratchVector<RankedRow::Ranked>& RankedRow::sorted(int bin) {
+  thread_local ScratchVector<Ranked> tokens;
   if (bin == sorted_bin_) return tokens;
   sorted_bin_ = bin;
   tokens.clear();

@@ -4,7 +4,8 @@
 // (and NaN) have no rank.
 #pragma once
 #include <cstdint>
-#include <vector>
+
+#include "../common/scratch_vector.h"
 
 namespace llmk {
 
@@ -15,7 +16,7 @@ struct Candidate {
 
 // The best `count` tokens in order; fewer when fewer have a finite logit. One pass over the row per doubling of the
 // band below the largest logit that has to be searched, usually one or two, then a partial sort of what was found.
-void best_tokens(const float* row, int64_t size, float top, int64_t count, std::vector<Candidate>* best);
+void best_tokens(const float* row, int64_t size, float top, int64_t count, ScratchVector<Candidate>* best);
 
 // A prefix of the ranking by its number of tokens and their mass.
 struct Prefix {
@@ -43,7 +44,7 @@ class RankedRow {
     float logit, weight;
   };
 
-  const std::vector<Ranked>& sorted(int bin);
+  const ScratchVector<Ranked>& sorted(int bin);
 
   // Walks the ranking while `keep(prefix before the bin, bin)` takes whole bins, then token by token in the next bin
   // while `keep_token(prefix, weight)` does.

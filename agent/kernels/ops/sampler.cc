@@ -16,10 +16,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <vector>
 
 #include "../common/check.h"
 #include "../common/kernel_table.h"
+#include "../common/scratch_vector.h"
 #include "../common/thread_pool.h"
 #include "ranked_logits.h"
 
@@ -31,9 +31,9 @@ constexpr int64_t kFewTokens = 4096;  // up to here top-k sorts its tokens at on
 
 // Buffers of a thread, kept from row to row.
 struct Workspace {
-  std::vector<float> penalized, scaled, weights;
-  std::vector<int32_t> counts;
-  std::vector<Candidate> best;
+  ScratchVector<float> penalized, scaled, weights;
+  ScratchVector<int32_t> counts;
+  ScratchVector<Candidate> best;
 };
 
 double uniform(uint64_t seed, int32_t position) {

@@ -29,6 +29,7 @@ class Answers : public KernelInputInfo {
     for (size_t i = 0; i < inputs_; ++i) scalars_.push_back(source->IsScalarInput(i));
   }
   void close() { source_ = nullptr; }
+  int64_t held() const { return static_cast<int64_t>(sizeof(Answers) + answers_.capacity() * sizeof(Answer)); }
 
   bool IsScalarInput(size_t idx) override { return idx < inputs_ && scalars_[idx]; }
   size_t GetInputSize() override { return inputs_; }
@@ -121,7 +122,8 @@ struct Recording {
   std::vector<Launch> launches;
   std::string problem;
   int64_t result = -1;
-  int64_t bytes = 0;
+  int64_t bytes = 0;  // of what its launches write
+  int64_t held = 0;   // by the recording itself, about
 };
 
 // Memory for what launches write, of all recordings: one is replayed at a time.
@@ -148,6 +150,7 @@ struct Arena {
 };
 
 Arena arena;
+int64_t recordings_held = 0;  // by all recordings
 std::mutex mutex;  // of what follows; launches of one graph come one after the other
 std::atomic<Recording*> current{nullptr};
 
@@ -265,6 +268,22 @@ bool settle(Recording* recording, const void* result, const std::vector<Range>& 
   return false;
 }
 
+template <class T>
+int64_t held_by(const std::vector<T>& values) {
+  return static_cast<int64_t>(values.capacity() * sizeof(T));
+}
+
+int64_t held_by(const Recording& recording) {
+  constexpr int64_t kAllocation = 16;  // beside what is asked for
+  int64_t total = static_cast<int64_t>(sizeof(Recording)) + held_by(recording.launches);
+  for (const Launch& launch : recording.launches) {
+    total += held_by(launch.data) + held_by(launch.places) + held_by(launch.ndims) + held_by(launch.sizes) +
+             held_by(launch.shapes) + held_by(launch.dtypes) + launch.answers->held() + 8 * kAllocation;
+    total += static_cast<int64_t>(launch.constants.size()) * 2 * kAllocation;
+  }
+  return total;
+}
+
 void replay(Recording* recording) {
   const StandardFloatingPoint scope;
   void* data[kMostArguments];
@@ -321,6 +340,8 @@ LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* si
   *problem = nullptr;
   if (llmk::settle(recording.get(), result, staying)) {
     ++llmk::arena.users;
+    recording->held = llmk::held_by(*recording);
+    llmk::recordings_held += recording->held;
     return recording.release();
   }
   reason = recording->problem;
@@ -330,6 +351,7 @@ LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* si
 
 LLMK_ENTRY void llmk_forget_recording(void* recording) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
+  llmk::recordings_held -= static_cast<llmk::Recording*>(recording)->held;
   delete static_cast<llmk::Recording*>(recording);
   llmk::arena.drop();
 }
@@ -340,6 +362,12 @@ LLMK_ENTRY const void* llmk_replay(void* recording) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::replay(static_cast<llmk::Recording*>(recording));
   return llmk::arena.memory + static_cast<llmk::Recording*>(recording)->result;
+}
+
+// Bytes that all recordings hold, and what they are replayed in.
+LLMK_ENTRY int64_t llmk_recordings_bytes() {
+  const std::lock_guard<std::mutex> lock(llmk::mutex);
+  return llmk::recordings_held + llmk::arena.bytes;
 }
 
 // Fills the memory between operators with bytes that make no float a number.

@@ -1,0 +1,87 @@
+"""Runs the steps that take the kernels the most memory, in a process of its own, and prints what they hold beside what
+the memory plan says, as JSON.
+
+python tests/agent/kernel_memory_program.py DTYPE OP_TABLE WEIGHT_FORMAT THREADS EXPERTS
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from model_folders import write_model_folder  # noqa: E402
+from step_config import BLOCK_SIZE, make_config  # noqa: E402
+from step_driver import Part, StepDriver  # noqa: E402
+
+from agent.kernels import num_threads, recordings_bytes, scratch_bytes  # noqa: E402
+from llm_serving.machine import Machine  # noqa: E402
+from llm_serving.memory_plan import estimate_memory  # noqa: E402
+
+TOKENS, LONGEST, SEQS, VOCABULARY = 1024, 2048, 8, 8000
+BLOCKS = LONGEST // BLOCK_SIZE
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+}
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "head_dim": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 704,
+}
+LIMITS = {
+    "model_config.load_format": "dummy",
+    "model_config.max_generate_length": LONGEST,
+    "model_config.seq_length": [LONGEST],
+    "model_config.decode_batch_size": [SEQS],
+    "pa_config.decode_seq_length": LONGEST,
+    "pa_config.num_blocks": SEQS * BLOCKS + 1,
+    "pa_config.num_host_blocks": 0,
+    "scheduler_config.max_num_batched_tokens": TOKENS,
+}
+SAMPLED = {"temperature": 1.0, "top_k": VOCABULARY - 1, "top_p": 0.9, "min_p": 1e-4, "repetition_penalty": 1.1}
+
+
+def part(row: int, num_tokens: int, end: int) -> Part:
+    """The last tokens of a sequence of ``end``, sampled."""
+    tokens = np.random.default_rng(row).integers(3, VOCABULARY, num_tokens).tolist()
+    blocks = list(range(1 + row * BLOCKS, 1 + (row + 1) * BLOCKS))
+    return Part(
+        tokens, end - num_tokens, blocks, row=row, sampling=SAMPLED, history=tokens, history_prompt_len=num_tokens
+    )
+
+
+def run_steps(driver: StepDriver) -> None:
+    driver.prefill(part(0, TOKENS, TOKENS))
+    driver.prefill(*(part(row, TOKENS // 4, LONGEST) for row in range(4)))
+    for num_tokens in (16, 64, 128, 192, 384, TOKENS):  # threads share the context of few rows
+        driver.prefill(part(1, num_tokens, LONGEST))
+    for seqs in range(1, SEQS + 1):
+        for step in range(3):
+            driver.decode(*(part(row, 1, LONGEST - 3 + step) for row in range(seqs)))
+
+
+def main() -> None:
+    dtype, op_table, weights, threads, experts = sys.argv[1:]
+    folder = write_model_folder(Path("model"), **SIZES, **(EXPERTS if experts == "experts" else {}))
+    config = make_config(folder, dtype, op_table, weights, extra={**LIMITS, "model_config.cpu_threads": threads})
+    run_steps(StepDriver(config))
+    assert num_threads() == int(threads)
+    plan = estimate_memory(config, Machine(1 << 40, "a test", num_cores=1))
+    names = ("kernel scratch", "activations", "decode replays")
+    held = (scratch_bytes(between_operators=False), scratch_bytes(between_operators=True), recordings_bytes())
+    print(json.dumps({name: [num_bytes, plan.bytes_of(name)] for name, num_bytes in zip(names, held, strict=True)}))
+
+
+if __name__ == "__main__":
+    main()

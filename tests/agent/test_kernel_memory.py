@@ -1,0 +1,31 @@
+"""What the kernels hold after the largest steps, against the memory plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from json_program import printed_json, run_program
+
+PROGRAM = Path(__file__).with_name("kernel_memory_program.py")
+SETUPS = (
+    ("bfloat16", "fused", "auto", "1", "dense"),
+    ("float16", "fused", "int4", "3", "dense"),
+    ("float32", "fused", "int8", "2", "experts"),
+    ("float16", "native", "int4", "2", "dense"),
+    ("bfloat16", "native", "int8", "3", "experts"),
+)
+LOOSEST = 4
+"""Times what is held: the plan is of the worst instruction set and the worst step."""
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids="-".join)
+def test_the_kernels_keep_to_the_memory_plan(setup: tuple[str, ...], tmp_path: Path) -> None:
+    held = printed_json(run_program(PROGRAM, *setup, folder=tmp_path, PYTHONWARNINGS="ignore", GLOG_v="3"))
+    for name, (num_bytes, planned) in held.items():
+        assert num_bytes <= planned, name
+    scratch, planned = held["kernel scratch"]
+    assert scratch * LOOSEST > planned
+    recorded, planned = held["decode replays"]
+    assert (planned > 0) == (setup[1] == "native")
+    assert (recorded > 0) == (setup[1:5:3] == ("native", "dense")), "MindSpore's own operators choose the experts"

@@ -1,0 +1,140 @@
+"""The build of the kernels makes what has changed, and nothing else: setup.py in a source tree of two small files."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SETUP = Path(__file__).resolve().parents[1] / "setup.py"
+LIBRARY = "libllm_kernels.so"
+FILES = {
+    "agent/kernels/one.cc": '#include "common/deep.h"\nint one() { return deep(); }\n',
+    "agent/kernels/two.cc": "int two() { return 2; }\n",
+    "agent/kernels/ceilings_main.cc": "int main() { return 0; }\n",
+    "agent/kernels/common/deep.h": '#pragma once\n#include "deeper.h"\n#define deep() DEEPER\n',
+    "agent/kernels/common/deeper.h": "#pragma once\n#define DEEPER 1\n",
+    "performance/README": "where the program goes\n",
+}
+COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then cat "$(dirname "$0")/version"; else exec g++ "$@"; fi
+"""
+OBJECTS = {"ceilings_main.o", "one.o", "two.o"}
+LINKED = {"ceilings", LIBRARY}
+
+
+class Tree:
+    """A source tree, and a compiler that says the version that the file beside it holds."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name, text in FILES.items():
+            self.write(name, text)
+        self.write("compiler/version", "g++ 1\n")
+        self.write("compiler/g++-toy", COMPILER).chmod(0o755)
+        shutil.copy(SETUP, root / "setup.py")
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def run(self, *options: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "setup.py", "build_ext", "--inplace", *options]
+        return subprocess.run(
+            command, cwd=self.root, env={**os.environ, "CXX": str(self.root / "compiler/g++-toy")}, timeout=60,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    def build(self, *options: str) -> set[str]:
+        """Names of the files that were made."""
+        process = self.run(*options)
+        assert process.returncode == 0, process.stderr
+        return set(re.findall(r" -o \S*/(\S+)$", process.stdout, re.MULTILINE))
+
+    @property
+    def library(self) -> Path:
+        return self.root / "agent/kernels" / LIBRARY
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    made = Tree(tmp_path)
+    assert made.build() == OBJECTS | LINKED
+    return made
+
+
+def test_nothing_is_made_again_when_nothing_changed(tree: Tree) -> None:
+    before = tree.library.stat().st_mtime_ns
+    assert tree.build() == set()
+    assert tree.library.stat().st_mtime_ns == before
+    assert tree.build("--force") == OBJECTS | LINKED
+
+
+def test_a_source_and_a_header_of_a_header(tree: Tree) -> None:
+    tree.write("agent/kernels/two.cc", "int two() { return 3; }\n")
+    assert tree.build() == {*LINKED, "two.o"}
+    tree.write("agent/kernels/common/deeper.h", "#pragma once\n#define DEEPER 5\n")
+    assert tree.build() == {*LINKED, "one.o"}
+    assert tree.build() == set()
+
+
+def test_a_header_that_is_gone(tree: Tree) -> None:
+    (tree.root / "agent/kernels/common/deeper.h").unlink()
+    process = tree.run()
+    assert process.returncode != 0
+    assert "deeper.h: No such file" in process.stderr
+    tree.write("agent/kernels/common/deep.h", "#pragma once\n#define deep() 7\n")
+    assert tree.build() == {*LINKED, "one.o"}
+
+
+def test_a_file_that_does_not_compile_is_tried_again(tree: Tree) -> None:
+    tree.write("agent/kernels/two.cc", "int two() { return; }\n")
+    assert tree.run().returncode != 0
+    assert tree.run().returncode != 0
+    tree.write("agent/kernels/two.cc", FILES["agent/kernels/two.cc"])
+    assert tree.build() == {*LINKED, "two.o"}
+
+
+def test_a_source_more_and_a_source_less(tree: Tree) -> None:
+    more = tree.write("agent/kernels/two_more.cc", "int more() { return 4; }\n")
+    assert tree.build() == {*LINKED, "two_more.o"}
+    more.unlink()
+    assert tree.build() == LINKED
+
+
+def test_other_flags_and_another_compiler_make_everything_again(tree: Tree) -> None:
+    tree.write("setup.py", SETUP.read_text().replace('"-O3"', '"-O1"'))
+    assert tree.build() == OBJECTS | LINKED
+    tree.write("compiler/version", "g++ 2\n")
+    assert tree.build() == OBJECTS | LINKED
+    assert tree.build() == set()
+
+
+def test_a_library_in_use_is_not_written_into(tree: Tree) -> None:
+    with tree.library.open("rb") as mapped:
+        before = mapped.read()
+        tree.write("agent/kernels/two.cc", "int two() { return 3; }\n")
+        tree.build()
+        mapped.seek(0)
+        assert mapped.read() == before
+    assert tree.library.read_bytes() != before
+
+
+def test_a_library_that_is_gone_is_put_back_without_compiling(tree: Tree) -> None:
+    before = tree.library.read_bytes()
+    tree.library.unlink()
+    assert tree.build() == set()
+    assert tree.library.read_bytes() == before
+
+
+def test_names_with_spaces(tmp_path: Path) -> None:
+    tree = Tree(tmp_path / "a folder with a # and $HOME")
+    assert tree.run().returncode == 0
+    assert tree.run().stdout.count(" -o ") == 0
