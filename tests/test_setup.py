@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -20,12 +21,17 @@ FILES = {
     "agent/kernels/common/deep.h": '#pragma once\n#include "deeper.h"\n#define deep() DEEPER\n',
     "agent/kernels/common/deeper.h": "#pragma once\n#define DEEPER 1\n",
     "performance/README": "where the program goes\n",
+    "llm_serving/flight/_turn_log.c": "int turn_log(void) { return 3; }\n",
 }
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then cat "$(dirname "$0")/version"; else exec g++ "$@"; fi
 """
 OBJECTS = {"ceilings_main.o", "one.o", "two.o"}
 LINKED = {"ceilings", LIBRARY}
+EXTENSION = "_turn_log" + sysconfig.get_config_var("EXT_SUFFIX")
+HAS_PYTHON_HEADERS = Path(sysconfig.get_path("include"), "Python.h").is_file()
+TURN_LOG = {EXTENSION, EXTENSION.removesuffix(".so") + ".o"} if HAS_PYTHON_HEADERS else set()
+EVERYTHING = OBJECTS | LINKED | TURN_LOG
 
 
 class Tree:
@@ -66,7 +72,7 @@ class Tree:
 @pytest.fixture
 def tree(tmp_path: Path) -> Tree:
     made = Tree(tmp_path)
-    assert made.build() == OBJECTS | LINKED
+    assert made.build() == EVERYTHING
     return made
 
 
@@ -74,7 +80,7 @@ def test_nothing_is_made_again_when_nothing_changed(tree: Tree) -> None:
     before = tree.library.stat().st_mtime_ns
     assert tree.build() == set()
     assert tree.library.stat().st_mtime_ns == before
-    assert tree.build("--force") == OBJECTS | LINKED
+    assert tree.build("--force") == EVERYTHING
 
 
 def test_a_source_and_a_header_of_a_header(tree: Tree) -> None:
@@ -113,7 +119,7 @@ def test_other_flags_and_another_compiler_make_everything_again(tree: Tree) -> N
     tree.write("setup.py", SETUP.read_text().replace('"-O3"', '"-O1"'))
     assert tree.build() == OBJECTS | LINKED
     tree.write("compiler/version", "g++ 2\n")
-    assert tree.build() == OBJECTS | LINKED
+    assert tree.build() == EVERYTHING
     assert tree.build() == set()
 
 
