@@ -361,8 +361,8 @@ int plugin_cast(const Call& call) {
                              static_cast<long long>(call.size(out)), call.dtypes[out]);
 }
 
-// ReduceSum(x, axis, keep_dims, skip_mode): without axes over all, or over none with skip_mode. Added up in the order of
-// the elements, in float32 (float64 of its own), integers wrapping around.
+// ReduceSum(x, axis, keep_dims, skip_mode): without axes over all, or over none with skip_mode. Added up in the order
+// of the elements, in float32 (float64 of its own), integers wrapping around.
 int plugin_reduce_sum(const Call& call) {
   const int out = call.count - 1;
   bool summed[kMostAxes];
