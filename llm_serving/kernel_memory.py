@@ -16,8 +16,8 @@ have taken. With the letters of ``memory_plan.py``, N threads, and W the widest 
     laid out keys    of a prompt, and its values, with native operators: at most 64 MiB
     sampler          60 bytes of V for each thread that samples: rows as they are sorted and filtered
 
-A recorded decode (``agent/decode_replays.py``) is some 16 KiB a layer for each number of sequences up to S; what they
-are replayed in is one step's logits and activations, the largest one's.
+A recorded decode (``agent/decode_replays.py``) is some 16 KiB a layer, with experts 32, for each number of sequences
+up to S; what they are replayed in is one step's logits and activations, the largest one's.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def _replay_bytes(config: Config, shape: ModelShape) -> int:
     seqs = config.max_num_seqs
     step = activation_bytes(config, shape) * seqs // config.max_num_batched_tokens
     logits = seqs * shape.vocab_size * config.dtype_bytes
-    return seqs * (1 + shape.num_layers) * RECORDED_LAYER_BYTES + step + logits
+    layer = RECORDED_LAYER_BYTES * (1 if shape.experts is None else 2)
+    return seqs * (1 + shape.num_layers) * layer + step + logits
 
 
 def _scratch_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:

@@ -16,6 +16,10 @@ from llm_serving.formats.typed_fields import TypedFields
 
 MAX_CONFIG_BYTES = 1024 * 1024
 MAX_GROUP = 65_536
+INT8_FORMATS = ("int8", "int8_weight_only")
+INT4_FORMATS = ("int4", "int4_weight_only")
+"""Values of ``model_config.weight_format`` that keep such integers. ``weight_only``: activations stay floats. Native
+operators have no other int4."""
 MAX_WEIGHT_ONLY_SIZE = 65_535
 """WeightQuantBatchMatmul of the native operators: inputs and outputs of a layer, at most (docs/ascend.md)."""
 _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}

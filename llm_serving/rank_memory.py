@@ -8,7 +8,7 @@ from llm_serving.config import Config
 from llm_serving.config.mindformers_models import rotary_positions
 from llm_serving.model_shape import ModelShape
 from llm_serving.parallel import Shard, answering_rank, local_shape, place
-from llm_serving.quantization import MAX_WEIGHT_ONLY_SIZE
+from llm_serving.quantization import INT4_FORMATS, INT8_FORMATS, MAX_WEIGHT_ONLY_SIZE
 
 EXPERT_PIECE_ROWS = 256
 """``kPieceRows`` of agent/kernels/custom_ops_experts.cc."""
@@ -106,7 +106,7 @@ def _linear_bits(config: Config) -> float | None:
     native primitives have scales and offsets in ``model_dtype``."""
     group = config.model_config.weight_group
     int4 = 4.0 + ((16 + 16) if config.device == "Ascend" else (32 + 8)) / group
-    return {"int8": 8.0, "int8_weight_only": 8.0, "int4": int4}.get(config.weight_format)
+    return {**dict.fromkeys(INT8_FORMATS, 8.0), **dict.fromkeys(INT4_FORMATS, int4)}.get(config.weight_format)
 
 
 def _output_stays_float(config: Config, part: _Part) -> bool:
@@ -115,7 +115,7 @@ def _output_stays_float(config: Config, part: _Part) -> bool:
     if config.op_table != "native":
         return False
     too_wide = config.weight_format != "int8" and part.shard.vocab_stride > MAX_WEIGHT_ONLY_SIZE
-    is_odd = config.weight_format == "int4" and part.shard.vocab_stride % 2 == 1
+    is_odd = config.weight_format in INT4_FORMATS and part.shard.vocab_stride % 2 == 1
     return config.shape.tie_word_embeddings or too_wide or is_odd
 
 

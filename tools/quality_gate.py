@@ -57,6 +57,7 @@ FORMATS = (
     Format("int8", ("weight_format=int8",), 0.01),
     Format("int8_weight_only", ("weight_format=int8_weight_only",), 0.01),
     Format("int4", ("weight_format=int4",), 0.05),
+    Format("int4_weight_only", ("weight_format=int4_weight_only",), 0.05),
     Format("int4 gptq", ("weight_format=auto",), 0.05, Settings(4, 64, False, "bfloat16")),
     Format("kv int8", ("weight_format=bf16", "kv_format=int8"), 0.01),
     Format("int8 + kv int8", ("weight_format=int8", "kv_format=int8"), 0.01),

@@ -142,6 +142,10 @@ class OpTable(ABC):
         """Whether the launches of a decode may be recorded, and replayed in place of the graph's next run."""
         return False
 
+    def stage_agrees(self, says_so: bool) -> bool:
+        """Whether every agent of the stage says so; all ask at the same place of a step. Raises GroupDownError."""
+        return says_so
+
     def failed_operator(self) -> str | None:
         """The operator that refused its inputs in the graph that ran last, where the device keeps that from MindSpore;
         None where none did. What the graph gave then means nothing."""

@@ -15,6 +15,8 @@ from agent.kernels.library import has_failed, load_library, take_failure
 Array = npt.NDArray[Any]
 Memory = tuple[int, int]
 """Address and bytes."""
+AllAgree = Callable[[bool], bool]
+"""Whether every agent that runs the graph says so; all of them ask at the same places."""
 
 
 class RecordingError(Exception):
@@ -41,14 +43,17 @@ class RecordedLaunches:
 
     def agrees(self, result: Array) -> bool:
         """Whether a replay now has these bits. Where not, what else it wrote, such as keys and values, may be wrong:
-        the graph must run again."""
-        replayed = self.run().tobytes()
+        the graph must run again. It makes its sums with other agents whatever comes of it."""
+        replayed = self._replay(keeps_pace=True).tobytes()
         return take_failure() is None and replayed == result.tobytes()
 
     def run(self) -> Array:
         """Launch it all again over what lies in the named memory now. The result is valid until the next run of any
         recording; after an operator's refusal (``take_failure``) it means nothing."""
-        address = load_library().llmk_replay(self._handle)
+        return self._replay(keeps_pace=False)
+
+    def _replay(self, *, keeps_pace: bool) -> Array:
+        address = load_library().llmk_replay(self._handle, int(keeps_pace))
         place = (ctypes.c_uint8 * self._bytes).from_address(address)
         return np.ctypeslib.as_array(place).view(self._dtype).reshape(self._shape)
 
@@ -58,14 +63,19 @@ def recordings_bytes() -> int:
     return int(load_library().llmk_recordings_bytes())
 
 
-def record(run: Callable[[], tuple[Array, int]], memory: Iterable[Memory]) -> tuple[Array, RecordedLaunches]:
+def record(
+    run: Callable[[], tuple[Array, int]], memory: Iterable[Memory], all_agree: AllAgree = bool
+) -> tuple[Array, RecordedLaunches]:
     """Calls ``run``, which runs a graph and gives its result as an array and the address where MindSpore has it, and
     gives the result and the launches.
 
-    ``memory`` is what stays where it is: the graph's inputs and parameters. The launches are replayed once, over
-    memory that was spoiled before, and must have the result's bits. Raises RecordingError, its ``result`` that of
+    ``memory`` is what stays where it is: the graph's inputs, parameters and constants. The launches are replayed once,
+    over memory that was spoiled before, and must have the result's bits. Raises RecordingError, its ``result`` that of
     ``run``, where they have not (``run`` is called again then, over what the replay wrote), or where something but our
-    kernels computes in the graph; what ``run`` raises.
+    kernels computes in the graph; what ``run`` and ``all_agree`` raise.
+
+    Of agents that run a graph together all have a recording, or none: ``all_agree`` is asked whether there is one, and
+    whether its replay has the bits, unless an operator refused its inputs, after which no agent goes on.
     """
     library = load_library()
     library.llmk_begin_recording()
@@ -80,11 +90,15 @@ def record(run: Callable[[], tuple[Array, int]], memory: Iterable[Memory]) -> tu
     starts = (ctypes.c_void_p * len(ranges))(*[start for start, _ in ranges])
     sizes = (ctypes.c_int64 * len(ranges))(*[size for _, size in ranges])
     handle = library.llmk_end_recording(starts, sizes, len(ranges), address, ctypes.byref(problem))
-    if handle is None:
-        raise RecordingError((problem.value or b"").decode(), result, is_for_good=not has_failed())
-    launches = RecordedLaunches(handle, result)
+    reason = (problem.value or b"").decode()
+    launches = None if handle is None else RecordedLaunches(handle, result)
+    if has_failed():
+        raise RecordingError(reason, result, is_for_good=False)
+    if not all_agree(launches is not None):
+        raise RecordingError(reason or "another agent cannot replay its launches", result, is_for_good=True)
+    assert launches is not None, "nobody agrees to a recording that this agent has not"
     library.llmk_spoil_memory()
-    if not launches.agrees(result):
+    if not all_agree(launches.agrees(result)):
         launches.close()
         raise RecordingError("a replay gives another result", run()[0].copy(), is_for_good=True)
     return result, launches

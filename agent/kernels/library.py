@@ -66,7 +66,7 @@ def load_library() -> ctypes.CDLL:
     library.llmk_end_recording.restype = ctypes.c_void_p
     library.llmk_forget_recording.argtypes = [ctypes.c_void_p]
     library.llmk_forget_recording.restype = None
-    library.llmk_replay.argtypes = [ctypes.c_void_p]
+    library.llmk_replay.argtypes = [ctypes.c_void_p, ctypes.c_int]
     library.llmk_replay.restype = ctypes.c_void_p
     library.llmk_spoil_memory.restype = None
     library.llmk_recordings_bytes.restype = ctypes.c_int64

@@ -206,11 +206,25 @@ bool has_failed() { return held_failure.load(std::memory_order_acquire) != nullp
   X(DynamicQuantExt, plugin_dynamic_quant(arguments)) \
   X(QuantBatchMatmul, plugin_quant_matmul(arguments)) \
   X(WeightQuantBatchMatmul, plugin_weight_quant_matmul(arguments)) \
-  X(SplitWithSize, plugin_split(arguments))
+  X(SplitWithSize, plugin_split(arguments)) \
+  X(Add, plugin_add(arguments)) \
+  X(Sub, plugin_sub(arguments)) \
+  X(Mul, plugin_mul(arguments)) \
+  X(RealDiv, plugin_real_div(arguments)) \
+  X(Minimum, plugin_minimum(arguments)) \
+  X(Maximum, plugin_maximum(arguments)) \
+  X(Equal, plugin_equal(arguments)) \
+  X(Greater, plugin_greater(arguments)) \
+  X(LessEqual, plugin_less_equal(arguments)) \
+  X(LogicalOr, plugin_logical_or(arguments)) \
+  X(Cast, plugin_cast(arguments)) \
+  X(ReduceSum, plugin_reduce_sum(arguments))
 
 #define LLMK_RUN(name, call) \
   static int run_##name(const Call& arguments) { return call; }
 LLMK_PRIMITIVES(LLMK_RUN)
+
+bool is_collective(Primitive primitive) { return primitive == run_AllReduce || primitive == run_AllGather; }
 
 #define LLMK_NAME(name, call) #name,
 static const char* const kOps[] = {LLMK_PRIMITIVES(LLMK_NAME)};

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mindspore import Tensor, nn
+from mindspore import Parameter, Tensor, nn
 from mindspore.graph.api import _cell_graph_executor
 
 from llm_serving.errors import AgentStartError
@@ -40,6 +40,12 @@ class CompiledGraph:
         """All that the graph has."""
         found: Iterator[Tensor] = self._cell.get_parameters()
         return found
+
+    def constants(self) -> Iterator[Tensor]:
+        """Tensors that its Cells hold beside them. MindSpore reads them where they are."""
+        for _, cell in self._cell.cells_and_names():
+            values = vars(cell).values()
+            yield from (each for each in values if isinstance(each, Tensor) and not isinstance(each, Parameter))
 
     def run(self, tensors: tuple[Tensor, ...]) -> Tensor:
         """Straight to MindSpore's executor: ``Cell.__call__`` would check again, at two to three times the overhead,

@@ -57,8 +57,8 @@ class DynamicStepGraph(StepGraph):
         self._decode_sizes = tuple(decode_sizes)
         self.replays: DecodeReplays | None = None
         if ops.replays_decodes and not decode_sizes and not isinstance(model, TakesForms):
-            parameters = self._graphs[GraphKind.DECODE].parameters()
-            self.replays = DecodeReplays(self._graphs[GraphKind.DECODE].run, parameters, limits)
+            graph = self._graphs[GraphKind.DECODE]
+            self.replays = DecodeReplays(graph.run, [*graph.parameters(), *graph.constants()], limits, ops.stage_agrees)
 
     def compile(self) -> None:
         """With one padding token."""
@@ -73,10 +73,7 @@ class DynamicStepGraph(StepGraph):
 
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
         with self._running():
-            if self.replays is not None and self.kind_of(inputs) == GraphKind.DECODE:
-                logits = self._float32.of(self.replays.run(inputs, entry))
-            else:
-                logits = self._float32.of(as_storage(self._run(inputs, entry)))
+            logits = self._float32.of(self._result(inputs, entry))
         self._check_operators()
         part = self._part
         if part is not None and part.is_split:
@@ -87,7 +84,7 @@ class DynamicStepGraph(StepGraph):
 
     def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
         with self._running():
-            stream = as_storage(self._run(inputs, entry))
+            stream = self._result(inputs, entry)
         self._check_operators()
         return stream
 
@@ -98,6 +95,11 @@ class DynamicStepGraph(StepGraph):
             yield
         finally:
             self._ops.set_running(False)
+
+    def _result(self, inputs: StepInputs, entry: Array) -> Array:
+        if self.replays is not None and self.kind_of(inputs) == GraphKind.DECODE:
+            return self.replays.run(inputs, entry)
+        return as_storage(self._run(inputs, entry))
 
     def _run(self, inputs: StepInputs, entry: Array) -> Tensor:
         kind = self.kind_of(inputs)

@@ -7,6 +7,8 @@
                        transposed                                                     [out, groups]
     int4               WeightQuantBatchMatmul             int4 [in, out], two a byte  model_dtype [groups, out]
 
+``int4_weight_only`` is another name of ``int4`` here, whose activations stay floats.
+
 Those of all experts of a layer are one weight of GroupedMatmulV4:
 
     float                                                 model_dtype [experts, in, out]
@@ -30,7 +32,7 @@ from agent.weights.packed import FLOAT_FORMATS, INT4, OUTPUT_LAYER, Packing
 from agent.weights.quantized import Scheme
 from agent.weights.source import WeightSource
 from llm_serving.errors import ConfigError
-from llm_serving.quantization import MAX_WEIGHT_ONLY_SIZE
+from llm_serving.quantization import INT4_FORMATS, MAX_WEIGHT_ONLY_SIZE
 
 GROUP_MULTIPLE = 32
 """WeightQuantBatchMatmul: groups are multiples of this, and smaller than the inputs."""
@@ -91,19 +93,24 @@ def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Pac
     return LinearForms(**found)
 
 
+def _wanted(packing: Packing) -> str:
+    """The name of the form."""
+    return INT4 if packing.weight_format in INT4_FORMATS else packing.weight_format
+
+
 def _stored(spec: WeightSpec, source: WeightSource, packing: Packing) -> Scheme | None:
     """How all parts of a weight are stored."""
     schemes = {source.scheme(part) for part in spec.parts}
     if len(schemes) > 1:
         raise _error(packing, f"the parts of {spec.parameter} are stored in different formats; use auto")
     stored = schemes.pop()
-    if stored is not None and (stored.format == INT4) != (packing.weight_format == INT4):
+    if stored is not None and (stored.format == INT4) != (_wanted(packing) == INT4):
         raise _error(packing, f"tensor {spec.parts[0].name} is stored as {stored.format}; use {stored.format} or auto")
     return stored
 
 
 def _form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearForm:
-    wanted, (columns, depth) = packing.weight_format, spec.shape
+    wanted, (columns, depth) = _wanted(packing), spec.shape
     stored, is_output = _stored(spec, source, packing), spec.parameter == OUTPUT_LAYER
     if wanted == "int8":
         if stored is not None and stored.group:
@@ -134,7 +141,7 @@ def _form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearFor
 
 def _expert_form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearForm:
     """Of the weights of all experts: the limits of GroupedMatmulV4."""
-    wanted, (columns, depth) = packing.weight_format, spec.expert(0).shape
+    wanted, (columns, depth) = _wanted(packing), spec.expert(0).shape
     stored = _stored(spec, source, packing)
     group = stored.group if stored is not None else packing.group if wanted == INT4 else 0
     if max(columns, depth) > MAX_WEIGHT_ONLY_SIZE:

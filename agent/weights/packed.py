@@ -2,10 +2,10 @@
 
 What becomes of a weight, by how it is stored and what ``weight_format`` asks for:
 
-    stored as    auto         a float type                        int8, int8_weight_only           int4
-    floats       model_dtype  model_dtype                         quantised here                   quantised here
-    int8         int8         multiplied out, rounded to nearest  the same integers                refused
-    int4         int4         multiplied out, rounded to nearest  refused                          the same integers
+    stored as    auto         a float type                        int8, int8_weight_only  int4, int4_weight_only
+    floats       model_dtype  model_dtype                         quantised here          quantised here
+    int8         int8         multiplied out, rounded to nearest  the same integers       refused
+    int4         int4         multiplied out, rounded to nearest  refused                 the same integers
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from agent.weights.quantized import INT4_ZERO, QuantizedTensor, Scheme
 from agent.weights.source import WeightSource
 from agent.weights.storage import STORAGE_DTYPES, Array, allocate
 from llm_serving.errors import CheckpointError, ConfigError
+from llm_serving.quantization import INT4_FORMATS, INT8_FORMATS
 
 AUTO = "auto"
 FLOAT_FORMATS = ("float32", "float16", "bfloat16", "bf16")
-INT8_FORMATS = ("int8", "int8_weight_only")
 INT4 = "int4"
 _ALIGNMENT = 64
 OUTPUT_LAYER = "lm_head.weight"
@@ -39,7 +39,8 @@ class Packing:
     """What ``model_config`` asks of the weights of linear layers."""
 
     weight_format: str
-    """``auto``, ``bf16`` or another name of the ``model_dtype``, ``int8``, ``int8_weight_only`` or ``int4``."""
+    """``auto``, ``bf16`` or another name of the ``model_dtype``, ``int8``, ``int8_weight_only``, ``int4`` or
+    ``int4_weight_only``."""
     group: int = 64
     """Inputs that share a scale where floats become int4; the last group of a layer may be shorter. Stored integers
     keep theirs."""
@@ -103,7 +104,7 @@ class LinearPacker:
                 np.ascontiguousarray(values[:, span.slice]),
                 blob[begin : begin + size],
                 group=plan.group,
-                asymmetric=self._packing.asymmetric and plan.format == INT4,
+                asymmetric=self._packing.asymmetric and plan.format in INT4_FORMATS,
                 source_dtype=dtype,
                 bias=bias if index == 0 else None,
             )
@@ -124,7 +125,7 @@ class LinearPacker:
                 blob,
                 group=plan.group,
                 gated=gated,
-                asymmetric=self._packing.asymmetric and plan.format == INT4,
+                asymmetric=self._packing.asymmetric and plan.format in INT4_FORMATS,
                 source_dtype=dtype,
                 bias=bias,
             )
@@ -164,8 +165,8 @@ class LinearPacker:
             )
         if stored is None:
             fmt = (spec.parameter == OUTPUT_LAYER and self._packing.output_format) or wanted
-            return _Plan(fmt, self._packing.group if fmt == INT4 else 0, None)
-        if wanted not in (AUTO, stored.format) and not (wanted in INT8_FORMATS and stored.format == "int8"):
+            return _Plan(fmt, self._packing.group if fmt in INT4_FORMATS else 0, None)
+        if wanted != AUTO and wanted not in (INT4_FORMATS if stored.format == INT4 else INT8_FORMATS):
             raise ConfigError(
                 f"model_config.weight_format = {wanted}: tensor {spec.parts[0].name} is stored as {stored.format}; "
                 f"use auto, {stored.format} or bf16, or a model of floats"

@@ -23,6 +23,7 @@ from llm_serving.config.sections import (
 from llm_serving.errors import ConfigError
 from llm_serving.model_shape import ModelShape
 from llm_serving.parallel import Shard, place, shard_of
+from llm_serving.quantization import INT4_FORMATS
 
 if TYPE_CHECKING:
     from llm_serving.ipc.shm import SlotLimits
@@ -80,7 +81,8 @@ class Config:
 
     @property
     def weight_format(self) -> str:
-        """Of the linear layers' weights: ``model_dtype``, ``int8``, ``int8_weight_only`` or ``int4``.
+        """Of the linear layers' weights: ``model_dtype``, ``int8``, ``int8_weight_only``, ``int4`` or
+        ``int4_weight_only``.
 
         A checkpoint may leave single layers, often the output to the vocabulary, in a float type.
         """
@@ -88,6 +90,11 @@ class Config:
         if wanted == "auto" and self.op_table == "fused" and self.stored_weight_format is not None:
             return self.stored_weight_format
         return self.model_config.model_dtype if wanted in ("auto", "bf16") else wanted
+
+    @property
+    def quantises_activations(self) -> bool:
+        """Whether what linear layers multiply becomes int8, token by token; native int4 is of weights alone."""
+        return self.weight_format == "int8" or (self.weight_format == "int4" and self.op_table == "fused")
 
     @property
     def kv_format(self) -> str:
@@ -100,7 +107,7 @@ class Config:
         """Weights of a row that must stay on one agent: those that share a scale in int4."""
         if self.stored_weight_format is not None:
             return self.stored_weight_group
-        return self.model_config.weight_group if self.weight_format == "int4" else 1
+        return self.model_config.weight_group if self.weight_format in INT4_FORMATS else 1
 
     def shard(self, rank: int) -> Shard:
         """The part of the model that a rank holds."""

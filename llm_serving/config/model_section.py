@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_serving.config.schema import own, published
+from llm_serving.quantization import INT4_FORMATS, INT8_FORMATS
 
 MAX_TOKENS = 16 * 1024 * 1024
 MAX_SEQS = 4096
@@ -166,14 +167,15 @@ class ModelConfig:
     weight_format: str = own(
         "auto",
         "How the weights of the linear layers are stored: `bf16` (with model_dtype bfloat16), `int8` (a scale for each "
-        "output channel, activations quantised for each token), `int8_weight_only`, `int4` (a scale for each group of "
-        "`weight_group`); `auto`: as the checkpoint has them, else in `model_dtype`; with `native` operators always in "
-        "`model_dtype`.",
-        choices=("auto", "bf16", "int8", "int8_weight_only", "int4"),
+        "output channel, activations quantised for each token), `int8_weight_only` (activations stay floats), `int4` "
+        "(a scale for each group of `weight_group`; activations are quantised with `fused` operators and stay floats "
+        "with `native` ones), `int4_weight_only` (they stay floats with both); `auto`: as the checkpoint has them, "
+        "else in `model_dtype`; with `native` operators always in `model_dtype`.",
+        choices=("auto", "bf16", *INT8_FORMATS, *INT4_FORMATS),
     )
     weight_group: int = own(
         64,
-        "Weights that share a scale in `int4`: 32, 64 or 128. It must divide the input size of every linear layer.",
+        "Weights that share a scale in int4: 32, 64 or 128. It must divide the input size of every linear layer.",
         unit="weights",
         low=32,
         high=128,

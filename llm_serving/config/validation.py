@@ -12,7 +12,7 @@ from llm_serving.config.sections import ModelConfig, PagedAttentionConfig, Paral
 from llm_serving.config.source import RawConfig
 from llm_serving.model_shape import ModelShape
 from llm_serving.parallel import find_obstacle, local_shape
-from llm_serving.quantization import MAX_WEIGHT_ONLY_SIZE
+from llm_serving.quantization import INT4_FORMATS, INT8_FORMATS, MAX_WEIGHT_ONLY_SIZE
 
 MAX_CACHE_SLOTS = 2**31 - 1
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -106,7 +106,7 @@ def check_formats(raw: RawConfig, model: ModelConfig) -> None:
 def check_stored_format(raw: RawConfig, config: Config) -> None:
     """Stored integers stay what they are, or are multiplied out to floats; they are not rounded a second time."""
     wanted, stored = config.model_config.weight_format, config.stored_weight_format
-    kept = {"int8": ("int8", "int8_weight_only"), "int4": ("int4",)}
+    kept = {"int8": INT8_FORMATS, "int4": INT4_FORMATS}
     if stored is not None and wanted not in ("auto", "bf16", *kept[stored]):
         problem = f"the model folder holds {stored} weights; use auto, {' or '.join(kept[stored])}, or bf16"
         raise raw.error("model_config.weight_format", wanted, problem)
@@ -123,7 +123,7 @@ def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
 
 def check_group(raw: RawConfig, config: Config) -> None:
     """Groups of int4 weights must fill the rows of every linear layer."""
-    if config.model_config.weight_format != "int4" or config.stored_weight_format is not None:
+    if config.model_config.weight_format not in INT4_FORMATS or config.stored_weight_format is not None:
         return
     shape, group = config.shape, config.model_config.weight_group
     sizes = {
@@ -196,7 +196,7 @@ def _check_native_experts(raw: RawConfig, config: Config, outputs: int) -> None:
     if max(outputs, config.shape.hidden_size) > MAX_WEIGHT_ONLY_SIZE:
         problem = f"an expert is {outputs} wide; GroupedMatmulV4 takes {MAX_WEIGHT_ONLY_SIZE}; use auto"
         raise raw.error(key, wanted, problem)
-    if wanted != "int4" and group > 1:
+    if wanted not in INT4_FORMATS and group > 1:
         problem = (
             f"the folder's experts have a scale for each {group} inputs, and GroupedMatmulV4 takes one an output of "
             f"int8 weights; use auto, which multiplies out"

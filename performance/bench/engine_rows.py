@@ -10,6 +10,7 @@ from typing import Any
 
 from llm_serving.config import Config
 from llm_serving.model_shape import ModelShape
+from llm_serving.quantization import INT4_FORMATS
 from performance.bench.ceilings import Ceilings
 from performance.bench.engine import OfflineEngine, Times
 from performance.bench.numbers import median_row
@@ -53,7 +54,7 @@ def random_prompts(case: Case, vocab_size: int, seed: int) -> list[list[int]]:
 
 
 def numbers_of(config: Config) -> Numbers:
-    """The formats a config runs in; ``auto`` of random weights is the model's type."""
+    """The formats a config runs in; ``auto`` of random weights is the model's type, native int4 is of weights alone."""
     model = config.model_config
     dtype = model.model_dtype
 
@@ -61,7 +62,10 @@ def numbers_of(config: Config) -> Numbers:
         value: str = getattr(model, name, "auto")
         return dtype if value == "auto" else _PLAIN_NAMES.get(value, value)
 
-    return Numbers(dtype, resolved("weight_format"), resolved("kv_format"), getattr(model, "weight_group", 64))
+    weights = resolved("weight_format")
+    if weights in INT4_FORMATS and not config.quantises_activations:
+        weights = "int4_weight_only"
+    return Numbers(dtype, weights, resolved("kv_format"), getattr(model, "weight_group", 64))
 
 
 def measure_case(engine: OfflineEngine, case: Case, config: Config, ceilings: Ceilings, repeats: int) -> dict[str, Any]:

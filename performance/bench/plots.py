@@ -16,6 +16,7 @@ COLOURS = {
     "int8": "#c53030",
     "int4": "#dd6b20",
     "int8_weight_only": "#2f855a",
+    "int4_weight_only": "#6b46c1",
     "float32": "#718096",
 }
 MARKERS = {"linear": "o", "attention decode": "^", "attention prefill": "s", "attention chunk": "D"}

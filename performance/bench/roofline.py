@@ -20,10 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llm_serving.model_shape import ModelShape
+from llm_serving.quantization import INT4_FORMATS, INT8_FORMATS
 from performance.bench.ceilings import Ceilings
 
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-WEIGHT_FORMATS = (*FLOAT_BYTES, "int8", "int8_weight_only", "int4", "int4_weight_only")
+WEIGHT_FORMATS = (*FLOAT_BYTES, *INT8_FORMATS, *INT4_FORMATS)
 SCALE_BYTES = 4
 
 Sequences = Sequence[tuple[int, int]]
@@ -77,9 +78,9 @@ def weight_unit(weight_format: str, dtype: str) -> str:
 
 def weight_bytes(weight_format: str, columns: int, depth: int, group: int) -> float:
     """Values and scales; one scale a column for int8, one a group for int4."""
-    if weight_format in ("int4", "int4_weight_only"):
+    if weight_format in INT4_FORMATS:
         return columns * (depth / 2 + SCALE_BYTES * (depth / group))
-    if weight_format in ("int8", "int8_weight_only"):
+    if weight_format in INT8_FORMATS:
         return columns * (depth + SCALE_BYTES)
     return float(columns * depth * FLOAT_BYTES[weight_format])
 

@@ -87,7 +87,7 @@ class ModelWork:
         elements = 8 * shape.hidden_size + 4 * query + 2 * key + 3 * shape.intermediate_size
         return cls(
             num_layers=shape.num_layers,
-            weight_unit="int8" if numbers in ("int8", "int4") else dtype,
+            weight_unit="int8" if config.quantises_activations else dtype,
             float_unit=dtype,
             layer_bytes=shape.num_layers * layer_bytes,
             layer_operations=shape.num_layers * layer_operations,

@@ -277,17 +277,18 @@ def run_replays(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
     graph, prompts = driver.runner._graph, [case["prompt"] for case in golden["cases"][:3]]
     replays, tokens = graph.replays, golden["cases"][0]["tokens"][:FORCED_STEPS]
     found: dict[str, Any] = {"problem": replays.problem, "refused": [_refused_decode(driver, 2)]}
-    found["replayed"] = _decodes(driver, prompts, tokens)
+    found["replayed"] = decodes(driver, prompts, tokens)
     found["refused"] += [_refused_decode(driver, rows) for rows in (2, 3, 3)]
-    found["replayed again"] = _decodes(driver, prompts, tokens)
+    found["replayed again"] = decodes(driver, prompts, tokens)
     found["sizes"] = sorted(replays.sizes)
     graph.replays = None
-    found["by the graph"] = _decodes(driver, prompts, tokens)
+    found["by the graph"] = decodes(driver, prompts, tokens)
     graph.replays = replays
     return found
 
 
-def _decodes(driver: StepDriver, prompts: list[list[int]], tokens: list[int]) -> list[str]:
+def decodes(driver: StepDriver, prompts: list[list[int]], tokens: list[int]) -> list[str]:
+    """Digests of the steps of one sequence, and of all three, fed with ``tokens``."""
     digests = []
     for rows in (1, 3):
         driver.runner.reset()

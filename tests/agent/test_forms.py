@@ -65,7 +65,8 @@ def test_the_form_of_each_format() -> None:
     both = LinearForm("int8")
     assert linear_forms(specs, source, Packing("int8")) == LinearForms(both, both)
     assert linear_forms(specs, source, Packing("int8_weight_only")) == LinearForms(LinearForm("int8_weight_only"))
-    assert linear_forms(specs, source, Packing("int4", 64)) == LinearForms(LinearForm("int4", 64))
+    for name in ("int4", "int4_weight_only"):
+        assert linear_forms(specs, source, Packing(name, 64)) == LinearForms(LinearForm("int4", 64))
     odd = [LAYER, spec("lm_head", 419, DEPTH)]
     assert linear_forms(odd, source, Packing("int4", 64)) == LinearForms(LinearForm("int4", 64))
     tied = [LAYER, replace(OUTPUT, packed_only=True)]
@@ -75,9 +76,9 @@ def test_the_form_of_each_format() -> None:
 def test_stored_int4_has_offsets() -> None:
     tensor = int4_tensor()
     form = LinearForm("int4", 32, has_offsets=True, stored=tensor.scheme)
-    assert linear_forms([LAYER], Stored({"theirs.layers.0.attention.qkv.weight": tensor}), Packing("int4")) == (
-        LinearForms(form)
-    )
+    stored = Stored({"theirs.layers.0.attention.qkv.weight": tensor})
+    for name in ("int4", "int4_weight_only"):
+        assert linear_forms([LAYER], stored, Packing(name)) == LinearForms(form)
 
 
 @pytest.mark.parametrize(

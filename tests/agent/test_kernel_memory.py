@@ -27,5 +27,4 @@ def test_the_kernels_keep_to_the_memory_plan(setup: tuple[str, ...], tmp_path: P
     scratch, planned = held["kernel scratch"]
     assert scratch * LOOSEST > planned
     recorded, planned = held["decode replays"]
-    assert (planned > 0) == (setup[1] == "native")
-    assert (recorded > 0) == (setup[1:5:3] == ("native", "dense")), "MindSpore's own operators choose the experts"
+    assert (planned > 0) == (recorded > 0) == (setup[1] == "native")

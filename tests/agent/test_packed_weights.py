@@ -77,7 +77,20 @@ def test_int8_may_keep_activations_as_floats(tmp_path: Path) -> None:
     np.testing.assert_array_equal(linear(x, weights["qkv"], "float32"), values.T)
 
 
-@pytest.mark.parametrize("packing", [Packing("auto"), Packing("int8"), Packing("int8_weight_only"), Packing("int4")])
+def test_int4_may_keep_activations_as_floats(tmp_path: Path) -> None:
+    """The folder's integers, scales and zero points."""
+    case = CASES["gptq4 asymmetric"]
+    weights = load(write_case(tmp_path, case), Packing("int4_weight_only"))
+    values = np.concatenate([case.plain(part).value() for part in NAMES["qkv"]])
+    x = np.eye(128, dtype=np.float32)
+    np.testing.assert_array_equal(linear(x, weights["qkv"], "float32"), values.T)
+
+
+@pytest.mark.parametrize(
+    "packing",
+    [Packing(name) for name in ("auto", "int8", "int8_weight_only", "int4", "int4_weight_only")],
+    ids=lambda packing: packing.weight_format,
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_floats_are_packed_from_the_very_values_other_tables_get(packing: Packing, dtype: str) -> None:
     plain, packed = load(None, None, dtype, DUMMY_SPECS), load(None, packing, dtype, DUMMY_SPECS)
@@ -86,7 +99,7 @@ def test_floats_are_packed_from_the_very_values_other_tables_get(packing: Packin
     fmt = dtype if packing.weight_format == "auto" else packing.weight_format
     for parameter in ("qkv", "gate_up", "lm_head.weight"):
         values = plain["embedding.weight" if parameter == "lm_head.weight" else parameter]
-        group, gated = 64 if fmt == "int4" else 0, parameter == "gate_up"
+        group, gated = 64 if fmt.startswith("int4") else 0, parameter == "gate_up"
         np.testing.assert_array_equal(
             packed[parameter], blob_of(fmt, values, group=group, gated=gated, source_dtype=dtype)
         )

@@ -22,6 +22,7 @@ SETUPS = {
     "float32, 2 stages": Setup(2, 2, "float32", "fused"),
     "int8": Setup(2, 1, "bfloat16", "fused", "int8", "int8"),
     "int4": Setup(2, 1, "bfloat16", "fused", "int4", "int8"),
+    "int4_weight_only": Setup(2, 1, "bfloat16", "fused", "int4_weight_only"),
 }
 INDIVISIBLE_INT4 = ("qwen2_tied",)
 
@@ -43,7 +44,9 @@ def answers(setup: Setup, folders: dict[str, Path]) -> dict[str, Any]:
 def test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group(name: str, folders: dict[str, Path]) -> None:
     shared = SETUPS[name]
     alone = replace(shared, tensor_parallel=1, extra={"parallel_config.sum_parts": 2})
-    models = {model: path for model, path in folders.items() if name != "int4" or model not in INDIVISIBLE_INT4}
+    models = {
+        model: path for model, path in folders.items() if not name.startswith("int4") or model not in INDIVISIBLE_INT4
+    }
     wanted, found = answers(shared, models), answers(alone, models)
     for model in models:
         for way in ("free", "forced", "invariance"):  # tokens; digests of logits in every way to compute a position

@@ -119,9 +119,10 @@ def test_quantised_formats_of_the_native_operators(tmp_path: Path) -> None:
         return estimate_memory(config, PLENTY).bytes_of("weights")
 
     assert weights("int8") == weights("int8_weight_only") == linear + output + 2 * others
-    assert weights("int4") == (linear + output) // 2 + (linear + output) // 32 * 5 + 2 * others
-    ascend = weights("int4", "model_config.device_target=Ascend", ascend=True)
-    assert ascend == (linear + output) * 5 // 8 + 2 * others
+    for fmt in ("int4", "int4_weight_only"):
+        assert weights(fmt) == (linear + output) // 2 + (linear + output) // 32 * 5 + 2 * others
+        ascend = weights(fmt, "model_config.device_target=Ascend", ascend=True)
+        assert ascend == (linear + output) * 5 // 8 + 2 * others
 
 
 def test_a_wide_output_of_the_native_operators_is_integers_where_it_is_shared(tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_int4_groups_stay_whole(tmp_path: Path) -> None:
 NATIVE = ("model_config.op_table=native", "model_config.model_dtype=bfloat16")
 
 
-@pytest.mark.parametrize("fmt", ["int8", "int8_weight_only", "int4"])
+@pytest.mark.parametrize("fmt", ["int8", "int8_weight_only", "int4", "int4_weight_only"])
 def test_quantised_weights_of_native_operators_are_shared(tmp_path: Path, fmt: str) -> None:
     """The parts are those of the fused operators."""
     folder = write_model_folder(tmp_path / "model", head_dim=32)
@@ -292,7 +292,7 @@ def test_native_experts_may_be_integers(tmp_path: Path) -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 96}
     sizes = {"head_dim": 32, "intermediate_size": 50}
     folder = write_model_folder(tmp_path / "model", architectures=["Qwen3MoeForCausalLM"], **experts, **sizes)
-    for weight_format in ("int8", "int8_weight_only", "int4"):
+    for weight_format in ("int8", "int8_weight_only", "int4", "int4_weight_only"):
         given = [f"model_config.weight_format={weight_format}", "model_config.weight_group=32", *NATIVE]
         assert load(folder, *given).weight_format == weight_format
         config = load(folder, *given, "parallel_config.tensor_parallel=2")

@@ -49,6 +49,7 @@ def gguf_header(file_type: int | None, *, before: int = 3) -> bytes:
     [
         (GPTQ, "auto", "int4"),
         (GPTQ, "int4", "int4"),
+        (GPTQ, "int4_weight_only", "int4_weight_only"),
         (W8A8, "auto", "int8"),
         (W8A8, "int8_weight_only", "int8_weight_only"),
         (GPTQ, "bf16", "bfloat16"),
@@ -64,10 +65,34 @@ def test_the_folder_decides_unless_the_config_does(
 
 
 @pytest.mark.parametrize(
+    ("weights", "fused", "native"),
+    [
+        ("auto", False, False),
+        ("int8", True, True),
+        ("int8_weight_only", False, False),
+        ("int4", True, False),
+        ("int4_weight_only", False, False),
+    ],
+)
+def test_whose_activations_become_integers(tmp_path: Path, weights: str, fused: bool, native: bool) -> None:
+    folder = write_model_folder(tmp_path / "model")
+    for op_table, expected in (("fused", fused), ("native", native)):
+        config = config_of(
+            folder, f"op_table={op_table}", f"weight_format={weights}", "model_dtype=bfloat16", "weight_group=32"
+        )
+        assert config.quantises_activations == expected
+
+
+@pytest.mark.parametrize(
     ("quantization", "wanted", "message"),
     [
-        (GPTQ, "int8", "weight_format = 'int8': the model folder holds int4 weights; use auto, int4, or bf16"),
+        (
+            GPTQ,
+            "int8",
+            "weight_format = 'int8': the model folder holds int4 weights; use auto, int4 or int4_weight_only",
+        ),
         (W8A8, "int4", "weight_format = 'int4': the model folder holds int8 weights; use auto, int8 or"),
+        (W8A8, "int4_weight_only", "the model folder holds int8 weights; use auto, int8 or"),
     ],
 )
 def test_integers_are_not_rounded_twice(tmp_path: Path, quantization: object, wanted: str, message: str) -> None:

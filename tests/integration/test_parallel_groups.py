@@ -34,8 +34,12 @@ def test_the_text_of_one_agent_and_of_many(tmp_path):
     assert len({tuple(tokens) for tokens in texts.values()}) == 1, texts
 
 
-def test_each_agent_of_a_pair_killed_under_load(tmp_path):
-    with running_server(tmp_path, [*sets(tensor_parallel=2), LIMIT]) as server:
+NATIVE = ["model_config.op_table=native", "model_config.model_dtype=bfloat16"]
+
+
+@pytest.mark.parametrize("settings", [[], NATIVE], ids=["fused", "native, whose decodes are replays"])
+def test_each_agent_of_a_pair_killed_under_load(tmp_path, settings):
+    with running_server(tmp_path, [*sets(tensor_parallel=2), LIMIT, *settings]) as server:
         addresses = [agent["address"] for agent in engine_of(server)["agents"]]
         with Load(server) as load:
             kills = []

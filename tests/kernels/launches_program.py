@@ -52,6 +52,15 @@ class Layer(nn.Cell):
         return self.multiply(rows, self.weight)
 
 
+class WithConstant(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.constant, self.add = floats(WIDTH), ops.Add()
+
+    def construct(self, rows: Tensor) -> Tensor:
+        return self.add(rows, self.constant)
+
+
 class Graph:
     """A compiled Cell over memory for its inputs that stays."""
 
@@ -126,6 +135,12 @@ def check_what_is_not_recorded() -> None:
     error = refusal(graph)
     assert error is not None
     RESULTS["the graph's result comes with the error"] = error.result.tobytes() == graph.run()[0].tobytes()
+    graph = Graph(Layer(WithConstant()))
+    unnamed_constant = refusal(graph)
+    RESULTS["a constant that is not named"] = "Add reads what none of our kernels wrote" in str(unnamed_constant)
+    constant = graph.cell.between.constant
+    named = [*graph.memory(), (constant.data_ptr(), constant.nbytes)]
+    RESULTS["a constant that is named"] = record(graph.run, named)[1].run().tobytes() == graph.run()[0].tobytes()
     graph = Graph(Layer())
     error = refusal(graph, lambda: (graph.run()[0], graph.ids.ctypes.data))
     RESULTS["a result that is no operator's"] = str(error) == "none of our kernels wrote the result"
@@ -137,6 +152,27 @@ def check_what_is_not_recorded() -> None:
 
     RESULTS["a replay that differs"] = str(refusal(graph, falsified)) == "a replay gives another result"
     RESULTS["no launch at all"] = str(refusal(graph, lambda: (np.zeros(1), 0))) == "nothing was launched"
+
+
+def check_agreement() -> None:
+    """Agents that run a graph together are asked twice: whether there is a recording, and whether its replay agrees."""
+    for answers, reason in (([False], "another agent cannot replay its launches"), ([True, False], "a replay gives")):
+        asked: list[bool] = []
+
+        def all_agree(says_so: bool, answers: list[bool] = answers, asked: list[bool] = asked) -> bool:
+            asked.append(says_so)
+            return answers[len(asked) - 1]
+
+        graph = Graph(Layer())
+        try:
+            record(graph.run, graph.memory(), all_agree)
+        except RecordingError as error:
+            RESULTS[f"others say {answers}"] = (
+                reason in str(error)
+                and error.is_for_good
+                and asked == [True] * len(answers)
+                and error.result.tobytes() == graph.run()[0].tobytes()
+            )
 
 
 def check_refusals() -> None:
@@ -199,6 +235,7 @@ def check_confirmation() -> None:
 
 check_replays()
 check_what_is_not_recorded()
+check_agreement()
 check_refusals()
 check_confirmation()
 print(json.dumps(RESULTS))

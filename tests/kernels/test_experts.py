@@ -87,7 +87,7 @@ class Experts:
         self.hidden, self.residual = (store(rng.standard_normal((rows, WIDTH)), dtype) for _ in range(2))
 
     def _blob(self, weights: Array, fmt: str, gated: bool) -> Array:
-        group = 8 if fmt == "int4" else 0
+        group = 8 if fmt.startswith("int4") else 0
         blobs = [packed(fmt, each, group=group, gated=gated, source_dtype=self.stored) for each in weights]
         stride = -(-max(blob.size for blob in blobs) // 64) * 64
         raw = np.zeros(stride * len(blobs) + 64, np.uint8)
@@ -139,7 +139,9 @@ def test_equals_float64(dtype: str, experts: int, chosen: int, normalised: bool)
     assert (total[20:] == 77).all()
 
 
-@pytest.mark.parametrize(("fmt", "limit"), [("int8", 0.03), ("int8_weight_only", 0.02), ("int4", 0.2)])
+@pytest.mark.parametrize(
+    ("fmt", "limit"), [("int8", 0.03), ("int8_weight_only", 0.02), ("int4", 0.2), ("int4_weight_only", 0.2)]
+)
 def test_quantised_experts_are_near(fmt: str, limit: float) -> None:
     made = Experts("float32", fmt, experts=6, chosen=2, normalised=True, rows=20)
     code, out, _ = made.run(list(range(20)))

@@ -84,6 +84,17 @@ def test_options_become_keys_of_the_config() -> None:
     assert numbers_of(config) == Numbers("bfloat16", "int8", "int8", 64)
 
 
+def test_the_ceiling_of_int4_is_that_of_its_operators_products() -> None:
+    """Native ones multiply floats by it, by either name."""
+    for op_table, weights, products in (
+        ("fused", "int4", "int4"),
+        ("native", "int4", "int4_weight_only"),
+        ("native", "int4_weight_only", "int4_weight_only"),
+    ):
+        given = [f"model_config.op_table={op_table}", f"model_config.weight_format={weights}"]
+        assert numbers_of(load_config("llama_160m_cpu.yaml", given)).weight_format == products
+
+
 def test_formats_left_to_the_model_are_its_type() -> None:
     assert numbers_of(CONFIG) == Numbers("bfloat16", "bfloat16", "bfloat16", 64)
 

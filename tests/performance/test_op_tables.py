@@ -20,6 +20,9 @@ def test_a_row_has_both_tables_and_their_ratio(tmp_path: Path, capsys: pytest.Ca
     shown = capsys.readouterr().out
     (model,) = json.loads(file.read_text(encoding="utf-8"))["models"]
     assert model["numbers"]["weight_format"] == "int8"
+    assert model["same_products"]
+    side = {"weights": "int8", "products": "int8 by int8"}
+    assert model["formats"] == {"fused": side, "native": side}
     assert [row["name"] for row in model["rows"]] == ["batch 2", "prefill 16"]
     for row in model["rows"]:
         assert row["ratio"] == pytest.approx(row["native"]["step_ms"] / row["fused"]["step_ms"])
@@ -32,10 +35,30 @@ def test_a_ratio_above_the_limit_is_told(
     limit: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"ratio": 1.25}, {"ratio": 1.5}, {"ratio": 0.9}]
-    monkeypatch.setattr(op_tables_main, "compare", lambda name, weights, parsed: {"rows": rows})
+    result = {"rows": rows, "same_products": True}
+    monkeypatch.setattr(op_tables_main, "compare", lambda name, weights, fused_weights, parsed: result)
     assert main(["--config", "llama_tiny_cpu.yaml", *SMALL, "--limit", limit]) == code
     above = sum(row["ratio"] > float(limit) for row in rows)
     assert capsys.readouterr().out.strip().endswith(f"{above} ratios above {limit}")
+
+
+def test_int4_is_compared_with_int4_of_weights_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And with what fused int4 is when asked: a ratio of two precisions, which no limit is for."""
+    given = ["--config", "llama_tiny_cpu.yaml", "--set", "model_config.model_dtype=bfloat16", "--weights", "int4"]
+    file = tmp_path / "rows.json"
+    arguments = [*given, "--fused-weights", "same", "int4", *SMALL, "--limit", "0", "--json", str(file)]
+    assert main(arguments) == 1
+    shown = capsys.readouterr().out
+    same, other = json.loads(file.read_text(encoding="utf-8"))["models"]
+    native = {"weights": "int4", "products": "bfloat16 by int4"}
+    fused = {"weights": "int4_weight_only", "products": "bfloat16 by int4"}
+    assert (same["formats"], same["same_products"]) == ({"fused": fused, "native": native}, True)
+    fused = {"weights": "int4", "products": "int8 by int4"}
+    assert (other["formats"], other["same_products"]) == ({"fused": fused, "native": native}, False)
+    assert same["numbers"]["weight_format"] == "int4_weight_only", "the ceiling is that of its own products"
+    assert "native int4 (bfloat16 by int4) over fused int4_weight_only (bfloat16 by int4)\n" in shown
+    assert "over fused int4 (int8 by int4); two precisions, not held to the limit\n" in shown
+    assert shown.strip().endswith("2 ratios above 0.0")
 
 
 def test_a_type_that_native_operators_have_not_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,7 @@ def test_a_format_passes_up_to_its_limit() -> None:
 def test_the_limits_are_the_goals() -> None:
     limits = {each.name: each.limit for each in FORMATS}
     assert limits["int8"] == limits["int8_weight_only"] == limits["kv int8"] == 0.01
-    assert limits["int4"] == limits["int4 gptq"] == 0.05
+    assert limits["int4"] == limits["int4_weight_only"] == limits["int4 gptq"] == 0.05
 
 
 def test_the_baseline_is_always_measured_first() -> None:

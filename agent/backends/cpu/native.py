@@ -6,10 +6,13 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from agent.backends.base import BlockMoves, CacheLayout, Operator
 from agent.backends.cpu.blocks import HostBlockMoves
 from agent.backends.native.ops import NativeOps
 from agent.kernels import hold_failures, set_attentive, take_failure
+from agent.kernels.collectives import all_gather
 from agent.kernels.primitive_weights import KeptWeights, PrimitiveWeight
 from agent.model_part import ModelPart
 from agent.weights.forms import LinearForms, scale_type
@@ -29,7 +32,6 @@ class NativeCpuOps(NativeOps):
         self, dtype: str, max_positions: int, part: ModelPart | None = None, forms: LinearForms | None = None
     ) -> None:
         super().__init__(dtype, max_positions, part, forms)
-        self._has_window = False
         self._multiplies_experts = False
         self._kept = KeptWeights()
         weakref.finalize(self, self._kept.close)
@@ -41,13 +43,12 @@ class NativeCpuOps(NativeOps):
 
     @property
     def replays_decodes(self) -> bool:
-        """Of an agent alone: what agents of a group launch together they launch the same number of times. The mask of a
-        window is made by kernels of MindSpore's own."""
-        return (self.part is None or self.part.is_alone) and not self._has_window
+        return True
 
-    def rotary(self, cos: Array, sin: Array, window: int) -> Operator:
-        self._has_window = window > 0
-        return super().rotary(cos, sin, window)
+    def stage_agrees(self, says_so: bool) -> bool:
+        if self.part is None or not self.part.is_split:
+            return says_so
+        return bool(all_gather(np.array([says_so]), self.part.parallel.tensor_parallel).all())
 
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
         self._multiplies_experts = True

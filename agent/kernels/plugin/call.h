@@ -44,6 +44,18 @@ static inline std::vector<int32_t> integers(const Call& call, int argument) {
 }
 
 // The entries that are more than a few lines; 0 or an error code.
+int plugin_add(const Call& call);
+int plugin_sub(const Call& call);
+int plugin_mul(const Call& call);
+int plugin_real_div(const Call& call);
+int plugin_minimum(const Call& call);
+int plugin_maximum(const Call& call);
+int plugin_equal(const Call& call);
+int plugin_greater(const Call& call);
+int plugin_less_equal(const Call& call);
+int plugin_logical_or(const Call& call);
+int plugin_cast(const Call& call);
+int plugin_reduce_sum(const Call& call);
 int plugin_silu(const Call& call);
 int plugin_move_to(const Call& call);
 int plugin_nan_to_num(const Call& call);

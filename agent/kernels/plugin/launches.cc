@@ -102,6 +102,7 @@ struct Range {
 
 struct Launch {
   Primitive primitive;
+  bool is_shared;  // a collective: the other agents of the stage wait for it
   const char* op;
   std::vector<void*> data;      // where MindSpore had it
   std::vector<int64_t> places;  // in the library's memory; -1: it stays where it is
@@ -163,6 +164,7 @@ Launch& remember(Recording* recording, Primitive primitive, const Call& call) {
   recording->launches.emplace_back();
   Launch& launch = recording->launches.back();
   launch.primitive = primitive;
+  launch.is_shared = is_collective(primitive);
   launch.op = call.op;
   launch.data.assign(call.data, call.data + call.count);
   launch.places.assign(static_cast<size_t>(call.count), -1);
@@ -284,17 +286,21 @@ int64_t held_by(const Recording& recording) {
   return total;
 }
 
-void replay(Recording* recording) {
+// After a refusal nothing is launched; with `keeps_pace` what other agents wait for is, so that the next collective is
+// the same for all, whatever it sums.
+void replay(Recording* recording, bool keeps_pace) {
   const StandardFloatingPoint scope;
   void* data[kMostArguments];
   for (Launch& launch : recording->launches) {
-    if (has_failed()) return;
+    if (has_failed() && !(keeps_pace && launch.is_shared)) continue;
     for (size_t i = 0; i < launch.data.size(); ++i) {
       data[i] = launch.places[i] < 0 ? launch.data[i] : arena.memory + launch.places[i];
     }
     Tensors tensors = launch.tensors();
     tensors.data = data;
-    answer(launch.op, launch.primitive({tensors, launch.answers.get()}));
+    const int error = launch.primitive({tensors, launch.answers.get()});
+    answer(launch.op, error);
+    if (error != 0 && launch.is_shared) return;  // the group is gone
   }
 }
 
@@ -357,10 +363,11 @@ LLMK_ENTRY void llmk_forget_recording(void* recording) {
 }
 
 // Makes the launches again, and gives the place of the result, valid until the next call of any of these functions.
-// After an operator's refusal none does anything, see llmk_take_failure.
-LLMK_ENTRY const void* llmk_replay(void* recording) {
+// After an operator's refusal none does anything, see llmk_take_failure, but sums and gathers with other agents where
+// `keeps_pace` is set: who goes on after a refusal, as the others do that know nothing of it, must have made as many.
+LLMK_ENTRY const void* llmk_replay(void* recording, int keeps_pace) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
-  llmk::replay(static_cast<llmk::Recording*>(recording));
+  llmk::replay(static_cast<llmk::Recording*>(recording), keeps_pace != 0);
   return llmk::arena.memory + static_cast<llmk::Recording*>(recording)->result;
 }
 

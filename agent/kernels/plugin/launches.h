@@ -16,6 +16,9 @@ namespace llmk {
 
 using Primitive = int (*)(const Call& call);
 
+// Whether agents of a stage run the primitive together (op_plugin.cc).
+bool is_collective(Primitive primitive);
+
 // Runs the primitive; remembers the call where launches are being recorded.
 int launch(Primitive primitive, const Call& call);
 

@@ -1,0 +1,75 @@
+"""Native decodes that are recorded and replayed, of agents that share a model and of experts: the bits of the graph, by
+all agents or by none. One agent with dense models: test_model_runner.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from agent_group import Setup, run_group
+
+from tools.seeded_families import FAMILY_VARIANTS
+from tools.seeded_model import VARIANTS, write_model
+
+pytestmark = pytest.mark.timeout(400)
+
+SETUPS = {
+    "one agent": (Setup(1, 1, "bfloat16", "native"), ("qwen3_moe", "mixtral", "qwen2_tied")),
+    "one agent, int4": (Setup(1, 1, "float16", "native", "int4"), ("qwen3_moe",)),
+    "one agent, int8": (Setup(1, 1, "bfloat16", "native", "int8"), ("qwen3_moe",)),
+    "2 share layers": (Setup(2, 1, "bfloat16", "native"), ("gqa_tied", "qwen2_tied", "qwen3_moe", "mixtral")),
+    "2 stages": (Setup(1, 2, "float16", "native"), ("gqa_tied", "mixtral")),
+    "2 stages of 2": (Setup(2, 2, "bfloat16", "native"), ("gqa_tied",)),
+}
+"""With experts, windows and biases, whose graphs have more than the inference primitives in them."""
+CASES = [(name, model) for name, (_, models) in SETUPS.items() for model in models]
+REASONS = {
+    "unnamed": ("reads what none of our kernels wrote", "another agent cannot replay its launches"),
+    "differs": ("a replay gives another result", "a replay gives another result"),
+    "differs later": ("with other inputs gives another result", "with other inputs gives another result"),
+    "refuses": ("a replay gives another result", "a replay gives another result"),
+}
+"""What agent 0 says, where it was planted, and what the other one says."""
+
+Results = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    scratch, known = tmp_path_factory.mktemp("replays"), dict[str, list[Results]]()
+    seeded = {**VARIANTS, **FAMILY_VARIANTS}
+
+    def run(name: str) -> list[Results]:
+        if name not in known:
+            setup, models = SETUPS[name]
+            for model in models:
+                if not (scratch / model).exists():
+                    write_model(seeded[model], scratch / model)
+            known[name] = run_group(setup, {model: scratch / model for model in models}, "replays_worker.py")
+        return known[name]
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "model"), CASES)
+def test_replays_have_the_bits_of_the_graph(results: Any, name: str, model: str) -> None:
+    agents = [agent[model] for agent in results(name)]
+    setup = SETUPS[name][0]
+    for agent in agents:
+        assert agent["problem"] == ""
+        assert 1 in agent["sizes"], "of one sequence"
+        assert agent["sizes"][-1] > 1, "and of several"
+    answering = agents[(setup.pipeline_parallel - 1) * setup.tensor_parallel]
+    assert len(set(answering["by the graph"])) > 30, "the same bits everywhere would prove nothing"
+    assert answering["replayed"] == answering["replayed again"] == answering["by the graph"]
+
+
+@pytest.mark.parametrize("plant", REASONS)
+@pytest.mark.parametrize("model", SETUPS["2 share layers"][1])
+def test_what_one_agent_cannot_replay_none_does(results: Any, model: str, plant: str) -> None:
+    """And each step has the bits of the graph, which runs again where a replay spoiled what it wrote."""
+    first, second = (agent[model] for agent in results("2 share layers"))
+    for agent, reason in zip((first, second), REASONS[plant], strict=True):
+        assert reason in agent["planted"][plant]["problem"]
+        assert agent["planted"][plant]["sizes"] == []
+    assert first["planted"][plant]["digests"] == first["by the graph"]
