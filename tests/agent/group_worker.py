@@ -1,16 +1,8 @@
 """One agent of a group, in a process of its own: runs the same steps as the others through ModelRunner and prints what
-came out as JSON (which means something where it answers).
-
-python tests/agent/group_worker.py RANK JSON
-
-JSON: ``setup``, the fields of ``agent_group.Setup``, and ``models`` with name, folder and exchange (null for an agent
-alone) each.
-"""
+came out as JSON (which means something where it answers). Its arguments are those of ``group_program``."""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,22 +12,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from agent_group import Setup  # noqa: E402
 from golden_files import golden_of  # noqa: E402
+from group_program import print_models, start_driver  # noqa: E402
 from runner_worker import expected_tokens, generate, penalised, run_invariance  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
-
-from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory  # noqa: E402
 
 PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.9}
 PROMPT, NUM_PENALISED = [5, 6, 7, 5, 9, 11], 12
 
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
-    config, golden = setup.config(Path(model["folder"])), golden_of(model["name"])
-    exchange = None
-    if model["exchange"] is not None:
-        layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
-        exchange = ExchangeMemory.attach(model["exchange"], layout)
-    driver = StepDriver(config, rank, exchange)
+    golden, driver = golden_of(model["name"]), start_driver(setup, model, rank)
     result: dict[str, Any] = {"summary": driver.runner.summary()}
     for way in ("free", "forced"):
         steps = generate(driver, golden["cases"], forced=way == "forced")
@@ -67,12 +53,5 @@ def run_penalised(driver: StepDriver) -> dict[str, Any]:
     return {"chosen": chosen, "expected": expected_tokens(logits, PROMPT, PENALTIES)}
 
 
-def main() -> None:
-    rank, job = int(sys.argv[1]), json.loads(sys.argv[2])
-    setup = Setup(**job["setup"])
-    print(json.dumps({model["name"]: run_model(setup, model, rank) for model in job["models"]}), flush=True)
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    print_models(run_model)

@@ -3,8 +3,6 @@ as ``group_worker`` is. ``extra`` of the setup may plant what keeps one agent's 
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from agent_group import Setup  # noqa: E402
 from golden_files import golden_of  # noqa: E402
+from group_program import print_models, start_driver  # noqa: E402
 from position_bits import FORCED_STEPS  # noqa: E402
 from runner_worker import decodes  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
 from agent.kernels.launches import RecordedLaunches  # noqa: E402
-from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory  # noqa: E402
 
 PLANTS = ("unnamed", "differs", "differs later", "refuses")
 """What agent 0 finds when it records: its parameters' memory is not named; a replay has other bits, the first or the
@@ -27,12 +25,7 @@ second; an operator refuses its inputs in the middle of a replay."""
 
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
-    config, golden = setup.config(Path(model["folder"])), golden_of(model["name"])
-    exchange = None
-    if model["exchange"] is not None:
-        layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
-        exchange = ExchangeMemory.attach(model["exchange"], layout)
-    driver = StepDriver(config, rank, exchange)
+    golden, driver = golden_of(model["name"]), start_driver(setup, model, rank)
     graph, prompts = driver.runner._graph, [case["prompt"] for case in golden["cases"][:3]]
     tokens, replays = golden["cases"][0]["tokens"][:FORCED_STEPS], graph.replays
     result: dict[str, Any] = {way: decodes(driver, prompts, tokens) for way in ("replayed", "replayed again")}
@@ -79,12 +72,5 @@ def run_planted(driver: StepDriver, plant: str, rank: int, prompts: Any, tokens:
     return found
 
 
-def main() -> None:
-    rank, job = int(sys.argv[1]), json.loads(sys.argv[2])
-    setup = Setup(**job["setup"])
-    print(json.dumps({model["name"]: run_model(setup, model, rank) for model in job["models"]}), flush=True)
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    main()
+    print_models(run_model)

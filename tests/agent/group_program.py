@@ -1,0 +1,38 @@
+"""What the programs of one agent of a group share: ``group_worker`` and ``replays_worker``.
+
+python tests/agent/PROGRAM RANK JSON
+
+JSON: ``setup``, the fields of ``agent_group.Setup``, and ``models`` with name, folder and exchange (null for an agent
+alone) each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agent_group import Setup
+from step_driver import StepDriver
+
+from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+
+
+def start_driver(setup: Setup, model: dict[str, Any], rank: int) -> StepDriver:
+    """A model loaded by this agent, attached to the exchange of its group if it has one."""
+    config, exchange = setup.config(Path(model["folder"])), None
+    if model["exchange"] is not None:
+        layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
+        exchange = ExchangeMemory.attach(model["exchange"], layout)
+    return StepDriver(config, rank, exchange)
+
+
+def print_models(run_model: Callable[[Setup, dict[str, Any], int], dict[str, Any]]) -> None:
+    """Print as JSON what ``run_model`` gives for each model, and end the process."""
+    rank, job = int(sys.argv[1]), json.loads(sys.argv[2])
+    setup = Setup(**job["setup"])
+    print(json.dumps({model["name"]: run_model(setup, model, rank) for model in job["models"]}), flush=True)
+    os._exit(0)
