@@ -14,7 +14,7 @@ cut into parts of some seconds, with a short probe, the same each time, before, 
 the steps of the two probes around a part took than those of the calibrations' probes, in their mean, is how much longer
 everything takes in the simulation of that part, of which itself nothing is looked at. A part whose probes do not agree,
 or during which others took time of the cores, is no evidence: it is run again, up to --tries times, and what is thrown
-away is told. A load with a part that was never steady is told to be unsteady, and is not counted.
+away is told. A part that was never steady is left out; a load of which half was never steady is told, and not counted.
 
 Rates suit a model of some hundred million parameters on two cores; --scale makes all of them smaller or larger.
 --keep keeps what was recorded, by the servers and by their clients, and --kept compares with that again, without a
@@ -50,7 +50,7 @@ from performance.simulation.reality_report import ComparedLoad, closing_text, co
 from performance.simulation.requests import of_load_test
 from performance.simulation.runs import simulate
 from performance.simulation.setup import Setup, make_setup, simulated_config
-from performance.simulation.steadiness import Probe, Try, joined, run_until_steady, steadiest
+from performance.simulation.steadiness import Probe, Try, comparable, joined, run_until_steady
 from performance.simulation.validate import compare, mean_of_runs
 from performance.simulation.workload import OpenLoop
 
@@ -203,7 +203,7 @@ class _Study:
 
     def _compare(self, load: Load, parts: list[list[Try]], fit: StepFit) -> ComparedLoad:
         measured, simulated = [], []
-        for one in map(steadiest, parts):
+        for one in comparable(parts):
             setup = make_setup(self._parsed.config, self._parsed.settings, "cpu", fit.slowed(one.slowdown))
             measured.append(one.run)
             simulated.append([_simulated(one.run, setup, seed) for seed in range(SEEDS)])

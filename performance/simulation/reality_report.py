@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from performance.simulation.reality_loads import Load
-from performance.simulation.steadiness import OTHERS_TOLERANCE, TOLERANCE, Try, steadiest
+from performance.simulation.steadiness import OTHERS_TOLERANCE, TOLERANCE, Try, comparable, is_evidence
 from performance.simulation.validate import GOAL, Compared, comparison_text
 
 __all__ = ["ComparedLoad", "closing_text", "comparison_json", "result_text"]
@@ -23,13 +23,17 @@ class ComparedLoad:
 
     @property
     def is_steady(self) -> bool:
-        return all(steadiest(tries).is_steady for tries in self.parts)
+        return is_evidence(self.parts)
+
+    def counts(self, one: Try) -> bool:
+        """Whether the figures are of this try, too."""
+        return any(one is other for other in comparable(self.parts))
 
     def as_json(self) -> dict[str, Any]:
         return {
             "steady": self.is_steady,
             "figures": {row.name: row.as_json() for row in self.rows},
-            "parts": [[one.as_json() | {"compared": one is steadiest(tries)} for one in tries] for tries in self.parts],
+            "parts": [[one.as_json() | {"compared": self.counts(one)} for one in tries] for tries in self.parts],
         }
 
 
@@ -45,7 +49,7 @@ def result_text(result: ComparedLoad, scale: float) -> str:
     for part, tries in enumerate(result.parts):
         for one in tries:
             told = "" if one.is_steady else ", not steady"
-            told += ", compared" if one is steadiest(tries) else ", thrown away"
+            told += ", compared" if result.counts(one) else ", thrown away"
             lines.append(
                 f"  part {part}: {one.before.slowdown:.3f} right before it, {one.after.slowdown:.3f} right after;"
                 f" others took {one.others:.1%} of the cores' time{told}"
@@ -64,8 +68,8 @@ def closing_text(results: Sequence[ComparedLoad]) -> str:
         lines.append(f"{name}: {within} of {len(off)} figures within {GOAL:.0%}, the worst is off by {max(off):.0%}")
     if unsteady:
         lines.append(
-            f"no evidence, as in every try of a part probes were more than {TOLERANCE:.0%} apart, or others took more"
-            f" than {OTHERS_TOLERANCE:.0%} of the cores' time: {', '.join(unsteady)}"
+            f"no evidence, as in every try of half of the parts probes were more than {TOLERANCE:.0%} apart, or others"
+            f" took more than {OTHERS_TOLERANCE:.0%} of the cores' time: {', '.join(unsteady)}"
         )
     return "\n".join(lines)
 

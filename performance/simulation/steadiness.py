@@ -15,7 +15,10 @@ from typing import Any
 from performance.load.client import LoadRun
 from performance.load.stream import RequestRecord
 
-__all__ = ["OTHERS_TOLERANCE", "TOLERANCE", "Probe", "Try", "joined", "run_until_steady", "steadiest"]
+__all__ = [
+    *("OTHERS_TOLERANCE", "TOLERANCE", "Probe", "Try"),
+    *("comparable", "is_evidence", "joined", "run_until_steady", "steadiest"),
+]
 
 TOLERANCE = 0.04
 """How far two probes may be apart. Those of a machine at rest repeat within 1 to 2 %; speed that moves evenly from one
@@ -88,8 +91,22 @@ def run_until_steady(
 
 
 def steadiest(tries: Sequence[Try]) -> Try:
-    """The try that counts."""
+    """The try of a part that says most."""
     return min(tries, key=lambda one: one.unrest)
+
+
+def is_evidence(parts: Sequence[Sequence[Try]]) -> bool:
+    """Of a load, from the tries of its parts: whether more than half of the parts were steady at last."""
+    return 2 * len(_steady(parts)) > len(parts)
+
+
+def comparable(parts: Sequence[Sequence[Try]]) -> list[Try]:
+    """The tries of a load that count: of the parts that were steady at last; of all parts where it is no evidence."""
+    return _steady(parts) if is_evidence(parts) else [steadiest(tries) for tries in parts]
+
+
+def _steady(parts: Sequence[Sequence[Try]]) -> list[Try]:
+    return [one for one in map(steadiest, parts) if one.is_steady]
 
 
 def joined(runs: Sequence[LoadRun]) -> LoadRun:
