@@ -29,7 +29,7 @@ from performance.bench.numbers import parse_count, parse_counts, write_json
 
 TABLES = ("fused", "native")
 SAME = "same"
-_FIGURES = ("step_ms", "graph_ms", "sample_ms", "decode_tokens_per_s", "prefill_tokens_per_s")
+FIGURES = ("step_ms", "graph_ms", "sample_ms", "decode_tokens_per_s", "prefill_tokens_per_s")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -129,7 +129,7 @@ def _row(
     case: Case, engines: dict[str, OfflineEngine], configs: dict[str, Config], ceilings: Ceilings, repeats: int
 ) -> dict[str, Any]:
     measured = {table: measure_case(engines[table], case, configs[table], ceilings, repeats) for table in TABLES}
-    figures = {table: {key: row[key] for key in _FIGURES} for table, row in measured.items()}
+    figures = {table: {key: row[key] for key in FIGURES} for table, row in measured.items()}
     return {"name": case.name, **figures, "ratio": figures["native"]["step_ms"] / figures["fused"]["step_ms"]}
 
 

@@ -34,14 +34,22 @@ PAIRS = {
     "int4 stored": Setup(2, 1, "float16", "native", "int4"),
 }
 MODELS = {
-    "int8": ("tiny_llama", "llama_linear_mqa", "llama_yarn_bias", "gqa_tied", "qwen3_tied", "qwen3_moe"),
-    "int8_weight_only": ("llama3_rope", "qwen2_tied", "mixtral"),
-    "int4": ("mha", "gqa_tied", "llama3_rope", "qwen3_moe"),
-    "int8 stored": ("mha", "mixtral"),
+    "int8": ("tiny_llama", "llama_yarn_bias", "gqa_tied", "qwen3_tied", "qwen3_moe"),
+    "int8_weight_only": ("llama3_rope", "mixtral"),
+    "int4": ("mha", "llama3_rope", "qwen3_moe"),
+    "int8 stored": ("mha",),
     "int4 stored": ("mha",),
 }
-"""With a key-value head that both have, uneven columns, biases before and after the sum, and tied output layers."""
+"""With uneven columns, biases before and after the sum, and tied output layers."""
+SWEPT_MODELS = {
+    "int8": ("llama_linear_mqa",),
+    "int8_weight_only": ("qwen2_tied",),
+    "int4": ("gqa_tied",),
+    "int8 stored": ("mixtral",),
+}
+"""Run by ``make test-sweeps`` alone, each in a group of its own: a key-value head that both have, more of the same."""
 CASES = [(name, model) for name, models in MODELS.items() for model in models]
+SWEPT_CASES = [(name, model) for name, models in SWEPT_MODELS.items() for model in models]
 STORED = {"int8 stored": Settings(8, 0, False, "float32"), "int4 stored": Settings(4, 32, True, "float32")}
 LARGER = {
     "gqa_tied": ("int8", replace(PAIRS["int8"], tensor_parallel=3)),
@@ -51,7 +59,21 @@ LARGER = {
 and two the same key-value head."""
 
 Results = dict[str, Any]
-Runs = Callable[[Setup, str], list[Results]]
+Runs = Callable[..., list[Results]]
+
+
+def params(*names: str) -> list[Any]:
+    """The cases of these names, or of all."""
+    return [
+        pytest.param(*case, id="-".join(case), marks=[pytest.mark.sweep] if case in SWEPT_CASES else [])
+        for case in (*CASES, *SWEPT_CASES)
+        if not names or case[0] in names
+    ]
+
+
+def together(name: str, model: str) -> tuple[str, ...]:
+    """The models that a group of this case goes through."""
+    return MODELS[name] if model in MODELS[name] else (model,)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +81,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Pat
     """Of every model, by what the case is."""
     scratch = tmp_path_factory.mktemp("native-quantised")
     plain = {"tiny_llama": ROOT / "models" / "tiny_llama"}
-    for model in sorted({model for models in MODELS.values() for model in models} - set(plain)):
+    used = {name: (*models, *SWEPT_MODELS.get(name, ())) for name, models in MODELS.items()}
+    for model in sorted({model for models in used.values() for model in models} - set(plain)):
         write_model(SEEDED[model], scratch / model)
         plain[model] = scratch / model
-    found = {name: {model: plain[model] for model in models} for name, models in MODELS.items()}
+    found = {name: {model: plain[model] for model in models} for name, models in used.items()}
     for name, settings in STORED.items():
-        for model in MODELS[name]:
+        for model in used[name]:
             quantise_folder(plain[model], scratch / f"{name} {model}", settings, lambda *_: None, calibration=None)
             found[name][model] = scratch / f"{name} {model}"
     return found
@@ -109,28 +132,29 @@ LEAST_AGREEMENT = 0.55
 """Of int4: how often the token is one of the oracle's best."""
 
 
-@pytest.mark.parametrize(("name", "model"), CASES)
+@pytest.mark.parametrize(("name", "model"), params())
 def test_two_agents_say_what_one_says(runs: Runs, name: str, model: str) -> None:
     pair, alone = PAIRS[name], replace(PAIRS[name], tensor_parallel=1)
-    found, wanted = runs(pair, name)[0][model], runs(alone, name)[0][model]
+    found, wanted = (runs(setup, name, together(name, model))[0][model] for setup in (pair, alone))
     label = f"{model} {name}, two agents and one"
     check_ties(found, wanted, model, margin=MARGIN[name], most=MOST_TIES[name], label=label)
     assert found["invariance"] != wanted["invariance"], "or this compares one setup with itself"
 
 
-@pytest.mark.parametrize(("name", "model"), [case for case in CASES if case[0] in ("int8", "int8_weight_only")])
+@pytest.mark.parametrize(("name", "model"), params("int8", "int8_weight_only"))
 def test_two_agents_say_what_two_with_fused_operators_say(runs: Runs, name: str, model: str) -> None:
-    found, wanted = (runs(replace(PAIRS[name], op_table=table), name)[0][model] for table in ("native", "fused"))
+    tables = (replace(PAIRS[name], op_table=table) for table in ("native", "fused"))
+    found, wanted = (runs(setup, name, together(name, model))[0][model] for setup in tables)
     label = f"{model} {name}, native and fused"
     check_ties(found, wanted, model, margin=MARGIN[name], most=MOST_TIES[name], label=label)
 
 
-@pytest.mark.parametrize("model", [model for model in MODELS["int4"] if model != "qwen3_moe"])
-def test_int4_is_as_near_to_floats_as_with_fused_operators(runs: Runs, model: str) -> None:
+@pytest.mark.parametrize(("name", "model"), [case for case in params("int4") if "qwen3_moe" not in case.values])
+def test_int4_is_as_near_to_floats_as_with_fused_operators(runs: Runs, name: str, model: str) -> None:
     """These round activations to int8, and a tied output layer to int4; the primitives leave both floats."""
     cases, same = golden_of(model)["cases"], {}
     for table in ("native", "fused"):
-        forced = runs(replace(PAIRS["int4"], op_table=table), "int4")[0][model]["forced"]
+        forced = runs(replace(PAIRS[name], op_table=table), name, together(name, model))[0][model]["forced"]
         pairs = [
             (token, expected, best)
             for case, tokens in zip(cases, forced, strict=True)
@@ -160,9 +184,9 @@ def test_stages_change_no_bit(runs: Runs) -> None:
         assert found[way] == wanted[way], way
 
 
-@pytest.mark.parametrize(("name", "model"), CASES)
+@pytest.mark.parametrize(("name", "model"), params())
 def test_a_position_gives_the_same_bits_however_it_is_computed(runs: Runs, name: str, model: str) -> None:
-    check_position_bits(runs(PAIRS[name], name)[0][model]["invariance"])
+    check_position_bits(runs(PAIRS[name], name, together(name, model))[0][model]["invariance"])
 
 
 @pytest.mark.parametrize("name", PAIRS)
