@@ -1,4 +1,4 @@
-"""What the kernels of a CPU hold beside the tensors: memory of their threads, and recorded decodes.
+"""What the kernels of a CPU hold beside the tensors: memory of their threads, and recorded launches.
 
 A thread keeps what its largest call took, and a quarter more (``thread_scratch`` of agent/kernels/common). The bounds
 here are of the largest step there can be; ``tests/agent/test_kernel_memory.py`` holds them against what the kernels
@@ -16,8 +16,10 @@ have taken. With the letters of ``memory_plan.py``, N threads, and W the widest 
     laid out keys    of a prompt, and its values, with native operators: at most 64 MiB
     sampler          60 bytes of V for each thread that samples: rows as they are sorted and filtered
 
-A recorded decode (``agent/decode_replays.py``) is some 16 KiB a layer, with experts 32, for each number of sequences
-up to S; what they are replayed in is one step's logits and activations, the largest one's.
+A recorded decode of native operators (``agent/decode_replays.py``) is some 16 KiB a layer, with experts 32, for each
+number of sequences up to S; what they are replayed in is one step's logits and activations, the largest one's. The
+recorded step of fused operators (``agent/step_replays.py``) is 4 KiB a layer; from one operator to the next go three
+matrices of T rows of h, of layers with experts one more, and q, k, v and what attention gives.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from llm_serving.parallel import local_shape
 from llm_serving.rank_memory import FLOAT32_BYTES, MemoryItem, activation_bytes
 
 KERNEL_SCRATCH = "kernel scratch"
-DECODE_REPLAYS = "decode replays"
+REPLAYS = "replays"
 PIECE_ROWS = 256
 """``kMlpRows`` of agent/kernels/custom_ops_fused.cc, ``kBlockRows`` of ops/linear_driver.h."""
 THREAD_ROWS = 128
@@ -43,21 +45,31 @@ PAGE_BYTES = 4096
 SLOTS = 16
 """Uses of scratch memory that each have their own; in whole pages."""
 RECORDED_LAYER_BYTES = 16 << 10
+RECORDED_FUSED_LAYER_BYTES = 4 << 10
 
 
 def kernel_items(config: Config, rank: int, num_cores: int) -> tuple[MemoryItem, ...]:
-    """Of an agent on a CPU of so many cores: its kernels' scratch memory, and what is recorded of native operators."""
+    """Of an agent on a CPU of so many cores: its kernels' scratch memory, and what is recorded of its steps."""
     shape = local_shape(config.shape, config.shard(rank))
     threads, seqs = config.agent_threads(num_cores), config.max_num_seqs
     basis = f"{threads} thread{'s' * (threads > 1)}, at most"
     scratch = MemoryItem(KERNEL_SCRATCH, _scratch_bytes(config, shape, threads), basis)
-    if config.op_table != "native":
-        return (scratch,)
-    recorded = f"1 to {seqs} sequences, {shape.num_layers} layers, at most"
-    return scratch, MemoryItem(DECODE_REPLAYS, _replay_bytes(config, shape), recorded)
+    if config.op_table == "native":
+        recorded = f"1 to {seqs} sequences, {shape.num_layers} layers, at most"
+        return scratch, MemoryItem(REPLAYS, _native_replay_bytes(config, shape), recorded)
+    recorded = f"a step, {shape.num_layers} layers, at most"
+    return scratch, MemoryItem(REPLAYS, _fused_replay_bytes(config, shape), recorded)
 
 
-def _replay_bytes(config: Config, shape: ModelShape) -> int:
+def _fused_replay_bytes(config: Config, shape: ModelShape) -> int:
+    row = 3 * shape.hidden_size  # all dense layers are one operator
+    if shape.experts is not None:
+        row += shape.hidden_size + (2 * shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
+    layers = (1 + shape.num_layers) * RECORDED_FUSED_LAYER_BYTES
+    return layers + config.max_num_batched_tokens * row * config.dtype_bytes
+
+
+def _native_replay_bytes(config: Config, shape: ModelShape) -> int:
     seqs = config.max_num_seqs
     step = activation_bytes(config, shape) * seqs // config.max_num_batched_tokens
     logits = seqs * shape.vocab_size * config.dtype_bytes

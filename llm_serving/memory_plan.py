@@ -14,7 +14,7 @@ I, H query and K key-value heads of size D, b bytes per element of ``model_dtype
     rotary tables    2 x P x D x 4, cosine and sine; MindFormers may have more rows than P
     token history    S x P x 4, for penalties
     kernel scratch   what the threads of a CPU's kernels keep from call to call (``kernel_memory.py``)
-    decode replays   recorded launches of a CPU's native operators (``kernel_memory.py``)
+    replays          recorded launches of a CPU's operators, and what they are replayed in (``kernel_memory.py``)
     agent process    Python, MindSpore, compiled graphs; MindFormers where it is asked for
     server process   HTTP, scheduler, tokenizer
 

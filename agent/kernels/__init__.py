@@ -1,7 +1,7 @@
 """The CPU kernels: one shared library, used as MindSpore op plugin, as AOT custom ops and through ctypes."""
 
 from agent.kernels.block_copies import BlockCopies
-from agent.kernels.launches import RecordedLaunches, RecordingError, record, recordings_bytes
+from agent.kernels.launches import LaunchRefusedError, RecordedLaunches, RecordingError, record, recordings_bytes
 from agent.kernels.library import (
     KernelsNotBuiltError,
     has_failed,
@@ -21,6 +21,7 @@ from agent.kernels.step_copy import StepArrays, StepBounds, StepBuffers, StepCop
 __all__ = [
     "BlockCopies",
     "KernelsNotBuiltError",
+    "LaunchRefusedError",
     "RecordedLaunches",
     "RecordingError",
     "SampleCall",

@@ -11,6 +11,12 @@ int packed_linear(const Tensors& t);
 int gated_mlp(const Tensors& t);
 int rotary_attention(const Tensors& t, bool use_reference);
 
+using CustomOp = int (*)(const Tensors& t);
+
+// Runs the operator, whose last `outputs` arguments it writes; remembers the call where launches are being recorded
+// (plugin/launches.h).
+int launch(CustomOp custom_op, int outputs, const Tensors& tensors);
+
 // Which argument is which in an operator of the output layer.
 struct LmHeadArguments {
   int hidden, residual, gamma, epsilon, weight, last_tokens, logits, best_ids, counts, done;
@@ -52,10 +58,11 @@ const PackedWeightHeader* packed_weight(const Tensors& t, int i);
 
 }  // namespace llmk
 
-#define LLMK_CUSTOM_OP(name, ...)                                                                                   \
+// MindSpore's entry of an operator with so many outputs, which are its last arguments.
+#define LLMK_CUSTOM_OP(name, outputs, ...)                                                                          \
+  static int run_##name(const llmk::Tensors& t) { return llmk::__VA_ARGS__; }                                       \
   extern "C" __attribute__((visibility("default"))) int name(int nparam, void** params, int* ndims,                 \
                                                              int64_t** shapes, const char** dtypes, void*, void*) { \
     const llmk::StandardFloatingPoint scope;                                                                        \
-    const llmk::Tensors t{#name, nparam, params, ndims, shapes, dtypes};                                            \
-    return llmk::__VA_ARGS__;                                                                                       \
+    return llmk::launch(run_##name, outputs, {#name, nparam, params, ndims, shapes, dtypes});                       \
   }

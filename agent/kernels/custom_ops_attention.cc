@@ -162,15 +162,11 @@ int rotary_attention(const Tensors& t, bool use_reference) {
 
 }  // namespace llmk
 
+LLMK_CUSTOM_OP(RotaryAttention, 1, rotary_attention(t, false))
+
 #define LLMK_ENTRY __attribute__((visibility("default")))
 
 extern "C" {
-
-LLMK_ENTRY int RotaryAttention(int nparam, void** params, int* ndims, int64_t** shapes, const char** dtypes, void*,
-                               void*) {
-  const llmk::StandardFloatingPoint scope;
-  return llmk::rotary_attention({"RotaryAttention", nparam, params, ndims, shapes, dtypes}, false);
-}
 
 // The same by the scalar reference, for tests.
 LLMK_ENTRY int llmk_reference_rotary_attention(int nparam, void** params, int* ndims, int64_t** shapes,

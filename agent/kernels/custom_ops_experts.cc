@@ -242,4 +242,4 @@ int expert_mlp(const Tensors& t) {
 }  // namespace
 }  // namespace llmk
 
-LLMK_CUSTOM_OP(ExpertMlp, expert_mlp(t))
+LLMK_CUSTOM_OP(ExpertMlp, 2, expert_mlp(t))

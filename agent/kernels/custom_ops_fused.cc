@@ -355,9 +355,9 @@ int lm_head(const Tensors& t) {
 }  // namespace
 }  // namespace llmk
 
-LLMK_CUSTOM_OP(EmbedTokens, embed_tokens(t))
-LLMK_CUSTOM_OP(NormLinear, norm_linear(t, false))
-LLMK_CUSTOM_OP(AddNormLinear, norm_linear(t, true))
-LLMK_CUSTOM_OP(PackedLinear, packed_linear(t))
-LLMK_CUSTOM_OP(GatedMlp, gated_mlp(t))
-LLMK_CUSTOM_OP(LmHead, lm_head(t))
+LLMK_CUSTOM_OP(EmbedTokens, 1, embed_tokens(t))
+LLMK_CUSTOM_OP(NormLinear, 1, norm_linear(t, false))
+LLMK_CUSTOM_OP(AddNormLinear, 2, norm_linear(t, true))
+LLMK_CUSTOM_OP(PackedLinear, 1, packed_linear(t))
+LLMK_CUSTOM_OP(GatedMlp, 2, gated_mlp(t))
+LLMK_CUSTOM_OP(LmHead, 1, lm_head(t))

@@ -197,7 +197,7 @@ int decoder_layers(const Tensors& t, bool first, bool sharded) {
 }  // namespace
 }  // namespace llmk
 
-LLMK_CUSTOM_OP(FirstDecoderLayers, decoder_layers(t, true, false))
-LLMK_CUSTOM_OP(DecoderLayers, decoder_layers(t, false, false))
-LLMK_CUSTOM_OP(FirstShardedDecoderLayers, decoder_layers(t, true, true))
-LLMK_CUSTOM_OP(ShardedDecoderLayers, decoder_layers(t, false, true))
+LLMK_CUSTOM_OP(FirstDecoderLayers, 2, decoder_layers(t, true, false))
+LLMK_CUSTOM_OP(DecoderLayers, 2, decoder_layers(t, false, false))
+LLMK_CUSTOM_OP(FirstShardedDecoderLayers, 2, decoder_layers(t, true, true))
+LLMK_CUSTOM_OP(ShardedDecoderLayers, 2, decoder_layers(t, false, true))

@@ -134,8 +134,8 @@ int sharded_lm_head(const Tensors& t) {
   return error;
 }
 
-// hidden [T, width], residual [T, width], stream [T, width], counts -> int32 [1] that means nothing: stream becomes the
-// sum of the two, which the next stage begins with.
+// hidden [T, width], residual [T, width], stream [T, width], counts -> the step's number, counts[3], as
+// int32 [1]: stream becomes the sum of the two, which the next stage begins with.
 int hand_over(const Tensors& t) {
   enum { kHidden, kResidual, kStream, kCounts, kOut };
   if (t.count != 5) return refuse_text(t.op, "got %d arguments; it takes 4 and gives 1", t.count);
@@ -149,13 +149,14 @@ int hand_over(const Tensors& t) {
   if (error != 0) return error;
   const void* parts[] = {t.data[kHidden], t.data[kResidual]};
   sum_parts(t.dtype(kHidden), parts, 2, t.dtype(kHidden), t.data[kStream], rows * width);
+  t.as<int32_t>(kOut)[0] = t.as<int32_t>(kCounts)[3];
   return 0;
 }
 
 }  // namespace
 }  // namespace llmk
 
-LLMK_CUSTOM_OP(AllReduceRows, all_reduce_rows(t))
-LLMK_CUSTOM_OP(ShardedEmbedTokens, sharded_embed_tokens(t))
-LLMK_CUSTOM_OP(ShardedLmHead, sharded_lm_head(t))
-LLMK_CUSTOM_OP(HandOver, hand_over(t))
+LLMK_CUSTOM_OP(AllReduceRows, 1, all_reduce_rows(t))
+LLMK_CUSTOM_OP(ShardedEmbedTokens, 1, sharded_embed_tokens(t))
+LLMK_CUSTOM_OP(ShardedLmHead, 1, sharded_lm_head(t))
+LLMK_CUSTOM_OP(HandOver, 1, hand_over(t))

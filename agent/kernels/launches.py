@@ -1,4 +1,4 @@
-"""Launches of native primitives, recorded while MindSpore makes them and replayed without it (plugin/launches.h)."""
+"""Launches of operators, recorded while MindSpore makes them and replayed without it (plugin/launches.h)."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ class RecordingError(Exception):
         """False where a primitive refused these inputs, and may take others."""
 
 
+class LaunchRefusedError(RuntimeError):
+    """An operator of a replay refused its inputs; what was recorded is as good as before."""
+
+
 class RecordedLaunches:
     """What a graph launched in one run. The memory that was named when it was recorded must stay as long as this."""
 
@@ -49,11 +53,14 @@ class RecordedLaunches:
 
     def run(self) -> Array:
         """Launch it all again over what lies in the named memory now. The result is valid until the next run of any
-        recording; after an operator's refusal (``take_failure``) it means nothing."""
+        recording; after an operator's refusal (``take_failure``) it means nothing. Raises LaunchRefusedError
+        where refusals are not held back."""
         return self._replay(keeps_pace=False)
 
     def _replay(self, *, keeps_pace: bool) -> Array:
         address = load_library().llmk_replay(self._handle, int(keeps_pace))
+        if address is None:
+            raise LaunchRefusedError("an operator refused its inputs; the reason is in the agent's log")
         place = (ctypes.c_uint8 * self._bytes).from_address(address)
         return np.ctypeslib.as_array(place).view(self._dtype).reshape(self._shape)
 

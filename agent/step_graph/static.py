@@ -5,13 +5,14 @@ from __future__ import annotations
 from mindspore import Tensor, nn
 
 from agent.backends.cpu.ops import FusedCpuOps
-from agent.kernels import StepBuffers
+from agent.kernels import LaunchRefusedError, StepBuffers
 from agent.layers.parameter import as_tensor
 from agent.step_graph.compiled import CompiledGraph
 from agent.step_graph.inputs import no_entry
-from agent.step_graph.interface import StepGraph
+from agent.step_graph.interface import OperatorRefusedError, StepGraph
 from agent.step_graph.logits import StepLogits
 from agent.step_inputs import StepInputs
+from agent.step_replays import StepReplays
 from agent.weights.storage import Array
 
 _MOST_STEPS = 2**31 - 1
@@ -41,7 +42,9 @@ class StaticStepGraph(StepGraph):
             buffers.counts,
         )
         self._tensors = tuple(map(as_tensor, inputs))
-        self._graph = CompiledGraph(_StaticStep(model))
+        self._graph = graph = CompiledGraph(_StaticStep(model))
+        tensors = [*self._tensors, *graph.parameters(), *graph.constants()]
+        self.replays = StepReplays(lambda: graph.run(self._tensors), tensors, ops.stage_agrees)
 
     def compile(self) -> None:
         """With no tokens at all."""
@@ -49,25 +52,29 @@ class StaticStepGraph(StepGraph):
         self._graph.compile(self._tensors)
 
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
-        self._start(inputs, entry)  # the tensor it gives is not waited for: the output layer says when it is done
+        seqs = inputs.query_lens.size
+        self._run(inputs, entry, (self._logits[:seqs], self._best_ids[:seqs]))
         if self._done[-1] != self._number:
             raise RuntimeError(f"the output layer is at step {self._done[-1]}, the graph at step {self._number}")
-        seqs = inputs.query_lens.size
         if seqs != len(self._result.values):
             self._result = StepLogits(self._logits[:seqs], self._best_ids[:seqs])
         return self._result
 
     def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
-        self._start(inputs, entry).asnumpy()
-        return self._stream[: len(entry)]
+        stream = self._stream[: len(entry)]
+        self._run(inputs, entry, (stream,))
+        return stream
 
-    def _start(self, inputs: StepInputs, entry: Array) -> Tensor:
+    def _run(self, inputs: StepInputs, entry: Array, results: tuple[Array, ...]) -> None:
         assert inputs.positions.base is self._buffers.positions, "a step must be in the buffers of this graph"
         if entry is not inputs.token_ids:
             self._entry[: len(entry)] = entry
         self._number = self._number % _MOST_STEPS + 1
         self._counts[3] = self._number
-        return self._graph.run(self._tensors)
+        try:
+            self.replays.run(results)
+        except LaunchRefusedError as error:
+            raise OperatorRefusedError(str(error)) from error
 
 
 class _StaticStep(nn.Cell):

@@ -78,7 +78,7 @@ def main() -> None:
     run_steps(StepDriver(config))
     assert num_threads() == int(threads)
     plan = estimate_memory(config, Machine(1 << 40, "a test", num_cores=1))
-    names = ("kernel scratch", "activations", "decode replays")
+    names = ("kernel scratch", "activations", "replays")
     held = (scratch_bytes(between_operators=False), scratch_bytes(between_operators=True), recordings_bytes())
     print(json.dumps({name: [num_bytes, plan.bytes_of(name)] for name, num_bytes in zip(names, held, strict=True)}))
 

@@ -26,5 +26,5 @@ def test_the_kernels_keep_to_the_memory_plan(setup: tuple[str, ...], tmp_path: P
         assert num_bytes <= planned, name
     scratch, planned = held["kernel scratch"]
     assert scratch * LOOSEST > planned
-    recorded, planned = held["decode replays"]
-    assert (planned > 0) == (recorded > 0) == (setup[1] == "native")
+    recorded, _ = held["replays"]
+    assert recorded > 0

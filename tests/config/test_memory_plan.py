@@ -56,6 +56,7 @@ def test_small_model_in_float32(tmp_path: Path) -> None:
         "rotary tables": 2 * 2048 * 16 * 4,
         "token history": 64 * 2048 * 4,
         "kernel scratch": scratch + scratch // 4 + 2 * 16 * 4096,
+        "replays": 3 * 4096 + 2048 * 3 * 64 * 4,
         "agent process": 600 * MIB,
         "server process": 200 * MIB,
     }
@@ -67,9 +68,16 @@ def test_recorded_decodes_of_native_operators(tmp_path: Path) -> None:
     config = small(tmp_path, "model_config.model_dtype=bfloat16", "model_config.op_table=native")
     plan = estimate_memory(config, PLENTY)
     step = (64 + 64 + 128 + 64 + 64 + 3 * 160) * 2 + 300 * 2
-    assert plan.bytes_of("decode replays") == 64 * 3 * 16384 + 64 * step, "1 to 64 sequences; one step is replayed in"
+    assert plan.bytes_of("replays") == 64 * 3 * 16384 + 64 * step, "1 to 64 sequences; one step is replayed in"
     assert "1 to 64 sequences, 2 layers, at most" in plan.table()
-    assert estimate_memory(small(tmp_path), PLENTY).bytes_of("decode replays") == 0
+
+
+def test_the_recorded_step_of_fused_operators(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    row = 3 * 64 * 4
+    plan = estimate_memory(config, PLENTY)
+    assert plan.bytes_of("replays") == 3 * 4096 + config.max_num_batched_tokens * row
+    assert "a step, 2 layers, at most" in plan.table()
 
 
 @pytest.mark.parametrize(("overrides", "threads"), [((), 6), (("tensor_parallel=4",), 1), (("data_parallel=2",), 3)])
@@ -184,9 +192,10 @@ def test_table(tmp_path: Path) -> None:
         "  rotary tables     4.0 MiB  4096 positions",
         "  token history     2.0 MiB  128 sequences of 4096 tokens",
         "  kernel scratch  189.2 MiB  1 thread, at most",
+        "  replays          96.1 MiB  a step, 32 layers, at most",
         "  agent process   600.0 MiB  Python, MindSpore, graphs",
         "  server process  200.0 MiB  HTTP, scheduler, tokenizer",
-        "  total            22.0 GiB",
+        "  total            22.1 GiB",
         "  available        24.0 GiB  free memory of the machine",
     ]
 
@@ -318,6 +327,7 @@ def test_agents_have_their_own_parts(tmp_path: Path) -> None:
             "rotary tables": 2 * 2048 * 16 * 4,
             "token history": 64 * 2048 * 4 * answers,
             "kernel scratch": items[6].num_bytes,
+            "replays": 2 * 4096 + 2048 * 3 * 64 * 4,
             "host blocks": kv * 16 * 10,
             "agent process": 600 * MIB,
         }, rank
@@ -345,10 +355,11 @@ def test_table_of_a_group(tmp_path: Path) -> None:
         "  rotary tables     4.0 MiB     4.0 MiB   16.0 MiB  4096 positions",
         "  token history     2.0 MiB           -    2.0 MiB  128 sequences of 4096 tokens",
         "  kernel scratch  183.1 MiB   183.1 MiB  732.5 MiB  1 thread, at most",
+        "  replays          96.1 MiB    96.1 MiB  384.5 MiB  a step, 32 layers, at most",
         "  agent process   600.0 MiB   600.0 MiB    2.3 GiB  Python, MindSpore, graphs",
         "  exchange                -           -    4.0 MiB  of 1 group of agents",
         "  server process          -           -  200.0 MiB  HTTP, scheduler, tokenizer",
-        "  total             6.1 GiB     6.1 GiB   24.5 GiB",
+        "  total             6.2 GiB     6.2 GiB   24.9 GiB",
         "  available                               64.0 GiB  free",
     ]
 

@@ -52,7 +52,7 @@ class Sum(nn.Cell):
 
 
 class HandOver(nn.Cell):
-    """Writes the stream to ``stream``; what it gives means nothing."""
+    """Writes the stream to ``stream``, and gives the step's number."""
 
     def __init__(self, hand_over: Operator, stream: Array, dtype: str) -> None:
         super().__init__()

@@ -6,13 +6,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from agent.backends.base import BlockMoves, CacheLayout, Operator
+from agent.backends.cpu.agreement import all_agree
 from agent.backends.cpu.blocks import HostBlockMoves
 from agent.backends.native.ops import NativeOps
 from agent.kernels import hold_failures, set_attentive, take_failure
-from agent.kernels.collectives import all_gather
 from agent.kernels.primitive_weights import KeptWeights, PrimitiveWeight
 from agent.model_part import ModelPart
 from agent.weights.forms import LinearForms, scale_type
@@ -46,9 +44,7 @@ class NativeCpuOps(NativeOps):
         return True
 
     def stage_agrees(self, says_so: bool) -> bool:
-        if self.part is None or not self.part.is_split:
-            return says_so
-        return bool(all_gather(np.array([says_so]), self.part.parallel.tensor_parallel).all())
+        return all_agree(self.part, says_so)
 
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
         self._multiplies_experts = True

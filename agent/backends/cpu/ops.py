@@ -16,6 +16,7 @@ from mindspore import ops
 
 from agent.backends.base import AttentionForm, BlockMoves, CacheLayout, Operator, OpTable
 from agent.backends.cpu import cells
+from agent.backends.cpu.agreement import all_agree
 from agent.backends.cpu.blocks import HostBlockMoves
 from agent.kernels import library_path
 from agent.layers.parameter import MINDSPORE_DTYPES, unbound_parameter
@@ -51,6 +52,9 @@ class FusedCpuOps(OpTable):
         self.logits: npt.NDArray[np.float32] = allocate((seqs, vocab_size), "float32")
         self.best_ids: npt.NDArray[np.int32] = np.zeros(seqs + 1, np.int32)
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
+
+    def stage_agrees(self, says_so: bool) -> bool:
+        return all_agree(self.part, says_so)
 
     def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
         return unbound_parameter((1,), "uint8")  # its size comes with the packed weight: a checkpoint may mix formats

@@ -19,8 +19,6 @@ using mindspore::kernel::op_plugin::OpPluginOutputShapeInfo;
 using mindspore::kernel::op_plugin::OpPluginTensorStorageInfo;
 
 constexpr int64_t kAlignment = 64;
-constexpr int kMostArguments = 64;
-
 // What a kernel asks of MindSpore beside its tensors, and the answers, which are constants of the graph: MindSpore's
 // own object may have other inputs by the time of the replay, or be gone.
 class Answers : public KernelInputInfo {
@@ -28,6 +26,8 @@ class Answers : public KernelInputInfo {
   explicit Answers(KernelInputInfo* source) : source_(source), inputs_(source->GetInputSize()) {
     for (size_t i = 0; i < inputs_; ++i) scalars_.push_back(source->IsScalarInput(i));
   }
+  // Of an operator whose inputs are all tensors.
+  explicit Answers(size_t inputs) : source_(nullptr), inputs_(inputs), scalars_(inputs, false) {}
   void close() { source_ = nullptr; }
   int64_t held() const { return static_cast<int64_t>(sizeof(Answers) + answers_.capacity() * sizeof(Answer)); }
 
@@ -101,11 +101,13 @@ struct Range {
 };
 
 struct Launch {
-  Primitive primitive;
+  Primitive primitive;  // null: it is a custom operator
+  CustomOp custom_op;
   bool is_shared;  // a collective: the other agents of the stage wait for it
   const char* op;
   std::vector<void*> data;      // where MindSpore had it
   std::vector<int64_t> places;  // in the library's memory; -1: it stays where it is
+  std::vector<void*> placed;    // where a replay has it
   std::vector<int> ndims;
   std::vector<int64_t> sizes;
   std::vector<int64_t*> shapes;
@@ -114,8 +116,23 @@ struct Launch {
   std::vector<std::unique_ptr<char[]>> constants;
   int inputs;
 
-  Tensors tensors() {
-    return {op, static_cast<int>(data.size()), data.data(), ndims.data(), shapes.data(), dtypes.data()};
+  Tensors tensors() { return tensors_in(&data); }
+
+  void find_places(char* memory) {
+    placed = data;
+    for (size_t i = 0; i < places.size(); ++i) {
+      if (places[i] >= 0) placed[i] = memory + places[i];
+    }
+  }
+
+  int run() {
+    const Tensors now = tensors_in(&placed);
+    return primitive == nullptr ? custom_op(now) : primitive({now, answers.get()});
+  }
+
+ private:
+  Tensors tensors_in(std::vector<void*>* where) {
+    return {op, static_cast<int>(where->size()), where->data(), ndims.data(), shapes.data(), dtypes.data()};
   }
 };
 
@@ -125,6 +142,7 @@ struct Recording {
   int64_t result = -1;
   int64_t bytes = 0;  // of what its launches write
   int64_t held = 0;   // by the recording itself, about
+  char* memory = nullptr;  // that the launches' arguments were last placed in
 };
 
 // Memory for what launches write, of all recordings: one is replayed at a time.
@@ -160,11 +178,9 @@ const char* interned(const char* name) {
   return name == nullptr ? nullptr : names.insert(name).first->c_str();
 }
 
-Launch& remember(Recording* recording, Primitive primitive, const Call& call) {
+Launch& remember(Recording* recording, const Tensors& call, std::unique_ptr<Answers> answers) {
   recording->launches.emplace_back();
   Launch& launch = recording->launches.back();
-  launch.primitive = primitive;
-  launch.is_shared = is_collective(primitive);
   launch.op = call.op;
   launch.data.assign(call.data, call.data + call.count);
   launch.places.assign(static_cast<size_t>(call.count), -1);
@@ -179,8 +195,8 @@ Launch& remember(Recording* recording, Primitive primitive, const Call& call) {
     launch.shapes.push_back(call.shapes[i] == nullptr ? nullptr : sizes);
     if (call.shapes[i] != nullptr) sizes += call.ndims[i];
   }
-  launch.answers = std::make_unique<Answers>(call.info);
-  launch.inputs = static_cast<int>(call.info->GetInputSize());
+  launch.inputs = static_cast<int>(answers->GetInputSize());
+  launch.answers = std::move(answers);
   return launch;
 }
 
@@ -227,10 +243,6 @@ bool is_constant(const Tensors& tensors, int i) {
 // Where each argument is at a replay; false, and the recording's problem, where that is not known.
 bool place(Recording* recording, Launch* launch, const std::vector<Range>& written, const std::vector<Range>& staying) {
   const Tensors tensors = launch->tensors();
-  if (tensors.count > kMostArguments) {
-    recording->problem = std::string(tensors.op) + " has too many arguments";
-    return false;
-  }
   for (int i = 0; i < tensors.count; ++i) {
     const size_t at = static_cast<size_t>(i);
     if (tensors.data[i] == nullptr || launch->answers->IsScalarInput(at)) continue;
@@ -279,29 +291,28 @@ int64_t held_by(const Recording& recording) {
   constexpr int64_t kAllocation = 16;  // beside what is asked for
   int64_t total = static_cast<int64_t>(sizeof(Recording)) + held_by(recording.launches);
   for (const Launch& launch : recording.launches) {
-    total += held_by(launch.data) + held_by(launch.places) + held_by(launch.ndims) + held_by(launch.sizes) +
-             held_by(launch.shapes) + held_by(launch.dtypes) + launch.answers->held() + 8 * kAllocation;
+    total += 2 * held_by(launch.data) + held_by(launch.places) + held_by(launch.ndims) + held_by(launch.sizes) +
+             held_by(launch.shapes) + held_by(launch.dtypes) + launch.answers->held() + 9 * kAllocation;
     total += static_cast<int64_t>(launch.constants.size()) * 2 * kAllocation;
   }
   return total;
 }
 
 // After a refusal nothing is launched; with `keeps_pace` what other agents wait for is, so that the next collective is
-// the same for all, whatever it sums.
-void replay(Recording* recording, bool keeps_pace) {
+// the same for all, whatever it sums. False where the refusal is not held back: nothing else was launched then.
+bool replay(Recording* recording, bool keeps_pace) {
   const StandardFloatingPoint scope;
-  void* data[kMostArguments];
+  if (recording->memory != arena.memory) {
+    for (Launch& launch : recording->launches) launch.find_places(arena.memory);
+    recording->memory = arena.memory;
+  }
   for (Launch& launch : recording->launches) {
     if (has_failed() && !(keeps_pace && launch.is_shared)) continue;
-    for (size_t i = 0; i < launch.data.size(); ++i) {
-      data[i] = launch.places[i] < 0 ? launch.data[i] : arena.memory + launch.places[i];
-    }
-    Tensors tensors = launch.tensors();
-    tensors.data = data;
-    const int error = launch.primitive({tensors, launch.answers.get()});
-    answer(launch.op, error);
-    if (error != 0 && launch.is_shared) return;  // the group is gone
+    const int error = launch.run();
+    if (answer(launch.op, error) != 0) return false;
+    if (error != 0 && launch.is_shared) return true;  // the group is gone
   }
+  return true;
 }
 
 }  // namespace
@@ -311,10 +322,29 @@ int launch(Primitive primitive, const Call& call) {
   const std::lock_guard<std::mutex> lock(mutex);
   Recording* recording = current.load(std::memory_order_relaxed);
   if (recording == nullptr) return primitive(call);
-  Answers* answers = remember(recording, primitive, call).answers.get();
+  Launch& launch = remember(recording, call, std::make_unique<Answers>(call.info));
+  launch.primitive = primitive;
+  launch.custom_op = nullptr;
+  launch.is_shared = is_collective(primitive);
+  Answers* answers = launch.answers.get();
   const int error = primitive({static_cast<const Tensors&>(call), answers});
   answers->close();
   if (error != 0) recording->problem = std::string(call.op) + " refused its inputs";
+  return error;
+}
+
+int launch(CustomOp custom_op, int outputs, const Tensors& tensors) {
+  if (current.load(std::memory_order_acquire) == nullptr) return custom_op(tensors);
+  const std::lock_guard<std::mutex> lock(mutex);
+  Recording* recording = current.load(std::memory_order_relaxed);
+  if (recording == nullptr) return custom_op(tensors);
+  const size_t inputs = static_cast<size_t>(tensors.count - outputs);
+  Launch& launch = remember(recording, tensors, std::make_unique<Answers>(inputs));
+  launch.primitive = nullptr;
+  launch.custom_op = custom_op;
+  launch.is_shared = false;  // an error of one is not held back
+  const int error = custom_op(tensors);
+  if (error != 0) recording->problem = std::string(tensors.op) + " refused its inputs";
   return error;
 }
 
@@ -362,13 +392,14 @@ LLMK_ENTRY void llmk_forget_recording(void* recording) {
   llmk::arena.drop();
 }
 
-// Makes the launches again, and gives the place of the result, valid until the next call of any of these functions.
+// Makes the launches again, and gives the place of the result, valid until the next call of any of these functions, or
+// null after an error that is not held back.
 // After an operator's refusal none does anything, see llmk_take_failure, but sums and gathers with other agents where
 // `keeps_pace` is set: who goes on after a refusal, as the others do that know nothing of it, must have made as many.
 LLMK_ENTRY const void* llmk_replay(void* recording, int keeps_pace) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
-  llmk::replay(static_cast<llmk::Recording*>(recording), keeps_pace != 0);
-  return llmk::arena.memory + static_cast<llmk::Recording*>(recording)->result;
+  llmk::Recording* replayed = static_cast<llmk::Recording*>(recording);
+  return llmk::replay(replayed, keeps_pace != 0) ? llmk::arena.memory + replayed->result : nullptr;
 }
 
 // Bytes that all recordings hold, and what they are replayed in.

@@ -1,4 +1,4 @@
-// Launches of primitives, remembered as MindSpore makes them, and made again without it.
+// Launches of primitives and custom operators, remembered as MindSpore makes them, and made again without it.
 //
 // A graph whose shapes stay what they were launches the same primitives in the same order every time it runs; what
 // changes is what lies in its inputs' memory. So a run is recorded once for each set of shapes, as an Ascend captures
@@ -10,6 +10,7 @@
 // such as a kernel of MindSpore's own between two of ours, is for the caller to find out: he fills that memory with
 // what no kernel writes, replays, and compares the result.
 #pragma once
+#include "../custom_ops.h"
 #include "call.h"
 
 namespace llmk {

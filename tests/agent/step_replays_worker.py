@@ -1,0 +1,75 @@
+"""One agent whose steps by the fused operators are recorded and replayed, beside the same by the graph; in a process of
+its own, as ``group_worker`` is."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from agent_group import Setup  # noqa: E402
+from golden_files import golden_of  # noqa: E402
+from group_program import print_models, start_driver  # noqa: E402
+from position_bits import FORCED_STEPS  # noqa: E402
+from runner_worker import decodes  # noqa: E402
+from step_driver import StepDriver  # noqa: E402
+
+PLANTS = ("unnamed", "no launches", "differs", "differs later", "writes nothing")
+"""What agent 0 finds: its parameters' memory is not named; another agent has no recording; a replay has other bits, the
+first or the second; a replay leaves what was there before."""
+
+
+def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
+    golden, driver = golden_of(model["name"]), start_driver(setup, model, rank)
+    graph, prompts = driver.runner._graph, [case["prompt"] for case in golden["cases"][:3]]
+    tokens = golden["cases"][0]["tokens"][:FORCED_STEPS]
+    result: dict[str, Any] = {way: decodes(driver, prompts, tokens) for way in ("replayed", "replayed again")}
+    result |= {"problem": graph.replays.problem, "replays": graph.replays.replays}
+    honest = graph.replays
+    result["planted"] = {name: run_planted(driver, honest, name, rank, prompts, tokens) for name in PLANTS}
+    honest._launches, honest._confirmed, honest._problem = None, False, "asked for"
+    graph.replays = honest
+    result["by the graph"] = decodes(driver, prompts, tokens)
+    return result
+
+
+def run_planted(driver: StepDriver, usual: Any, plant: str, rank: int, prompts: Any, tokens: Any) -> dict[str, Any]:
+    """The decodes with one of ``PLANTS`` in agent 0: what each of them comes to, and what is given as the reason."""
+    from agent.kernels.launches import RecordedLaunches  # MindSpore must not be imported before the runtime is set up
+    from agent.step_replays import StepReplays
+
+    graph, asked = driver.runner._graph, [0]
+    ops, tensors = driver.runner._model.ops, usual._tensors
+
+    def agrees(says_so: bool) -> bool:
+        asked[0] += 1
+        lies = rank == 0 and asked[0] == {"no launches": 1, "differs": 3, "differs later": 4}.get(plant)
+        answer: bool = ops.stage_agrees(says_so and not lies)
+        return answer
+
+    honest = RecordedLaunches._replay
+    if plant == "writes nothing" and rank == 0:
+        results: list[Any] = []
+
+        def keeps(self: RecordedLaunches, *, keeps_pace: bool) -> Any:
+            before = [result.copy() for result in results]
+            answer = honest(self, keeps_pace=keeps_pace)
+            for result, values in zip(results, before, strict=True):
+                result[...] = values
+            return answer
+
+        results += [graph._logits] if graph._logits.size else [graph._stream]
+        RecordedLaunches._replay = keeps  # type: ignore[method-assign]
+    named = tensors[:1] if plant == "unnamed" and rank == 0 else tensors
+    graph.replays = StepReplays(usual._run_graph, named, agrees)
+    found = {"digests": decodes(driver, prompts, tokens), "problem": graph.replays.problem}
+    found["replays"] = graph.replays.replays
+    RecordedLaunches._replay = honest  # type: ignore[method-assign]
+    return found
+
+
+if __name__ == "__main__":
+    print_models(run_model)

@@ -1,0 +1,74 @@
+"""Steps of fused operators that are recorded and replayed: the bits of the graph, by all agents or by none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from agent_group import Setup, run_group
+
+from tools.seeded_families import FAMILY_VARIANTS
+from tools.seeded_model import VARIANTS, write_model
+
+pytestmark = pytest.mark.timeout(300)
+
+SETUPS = {
+    "one agent": (Setup(1, 1, "bfloat16", "fused", "int8", "int8"), ("gqa_tied", "qwen3_moe", "mixtral", "qwen2_tied")),
+    "2 share layers": (Setup(2, 1, "float32", "fused"), ("gqa_tied", "qwen3_moe")),
+    "2 stages of 2": (Setup(2, 2, "bfloat16", "fused", "int4"), ("gqa_tied",)),
+}
+CASES = [(name, model) for name, (_, models) in SETUPS.items() for model in models]
+REASONS = {
+    "unnamed": ("reads what none of our kernels wrote", "another agent cannot replay its launches"),
+    "no launches": ("another agent cannot replay its launches", "another agent cannot replay its launches"),
+    "differs": ("a replay gives another result", "a replay gives another result"),
+    "differs later": ("with other inputs gives another result", "with other inputs gives another result"),
+    "writes nothing": ("a replay gives another result", "a replay gives another result"),
+}
+"""What agent 0 says, where it was planted, and what the others of its stage say."""
+
+Results = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    scratch, known = tmp_path_factory.mktemp("replays"), dict[str, list[Results]]()
+    seeded = {**VARIANTS, **FAMILY_VARIANTS}
+
+    def run(name: str) -> list[Results]:
+        if name not in known:
+            setup, models = SETUPS[name]
+            for model in models:
+                if not (scratch / model).exists():
+                    write_model(seeded[model], scratch / model)
+            known[name] = run_group(setup, {model: scratch / model for model in models}, "step_replays_worker.py")
+        return known[name]
+
+    return run
+
+
+@pytest.mark.parametrize(("name", "model"), CASES)
+def test_replays_have_the_bits_of_the_graph(results: Any, name: str, model: str) -> None:
+    agents, setup = [agent[model] for agent in results(name)], SETUPS[name][0]
+    for agent in agents:
+        assert (agent["problem"], agent["replays"]) == ("", True)
+    answering = agents[(setup.pipeline_parallel - 1) * setup.tensor_parallel]
+    assert len(set(answering["by the graph"])) > 30, "the same bits everywhere would prove nothing"
+    assert answering["replayed"] == answering["replayed again"] == answering["by the graph"]
+
+
+@pytest.mark.parametrize("plant", REASONS)
+@pytest.mark.parametrize(("name", "model"), CASES)
+def test_what_one_agent_cannot_replay_none_does(results: Any, name: str, model: str, plant: str) -> None:
+    """And each step has the bits of the graph, whose results take the place of what a replay left. Stages decide for
+    themselves: their launches are their own."""
+    agents, setup = [agent[model] for agent in results(name)], SETUPS[name][0]
+    for rank, agent in enumerate(agents):
+        found = agent["planted"][plant]
+        if rank < setup.tensor_parallel:
+            assert REASONS[plant][rank > 0] in found["problem"]
+            assert not found["replays"]
+        else:
+            assert (found["problem"], found["replays"]) == ("", True)
+    answering = agents[(setup.pipeline_parallel - 1) * setup.tensor_parallel]
+    assert answering["planted"][plant]["digests"] == answering["by the graph"]
