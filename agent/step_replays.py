@@ -1,9 +1,10 @@
 """Steps of the static graph without MindSpore: what it launches, recorded once.
 
 Its shapes never change, and its inputs, weights, caches and results stay where they are, so one recording does for all
-steps. MindSpore's part, most of which is preparing every parameter, is done twice: the first step runs the graph and
-records what it launches (``agent.kernels.launches``); the second runs graph and replay; both times the results must be
-the same to the bit. Those after it are replays, unless they were not, or something but our kernels computes.
+steps. MindSpore's part, most of which is preparing every parameter, is done twice: the first small step runs the graph
+and records what it launches (``agent.kernels.launches``); the second runs graph and replay; both times the results must
+be the same to the bit. Those after it are replays, of any size, unless they were not, or something but our kernels
+computes.
 
 Agents that share layers make their sums inside of the launches. All replay or none: whatever one finds, all are asked.
 """
@@ -22,6 +23,8 @@ from agent.weights.storage import Array
 
 logger = logging.getLogger("agent.step_replays")
 
+MOST_TOKENS = 64
+"""Of a step that is computed twice; larger ones wait for two that are small."""
 _SPOILED = 0xFF
 """In every byte of a result before anything computes it: no float is a number then."""
 
@@ -49,14 +52,14 @@ class StepReplays:
         """Why this graph's launches cannot be replayed; empty where they can, or none has run."""
         return self._problem
 
-    def run(self, results: Sequence[Array]) -> None:
-        """A step, whose inputs are in place. ``results``: the parts of the graph's memory that it fills, as what it
-        leaves there must be compared. Raises RuntimeError when an operator refuses its inputs, LaunchRefusedError of a
-        replay, and what ``all_agree`` raises."""
+    def run(self, results: Sequence[Array], num_tokens: int) -> None:
+        """A step of so many tokens, whose inputs are in place. ``results``: the parts of the graph's memory that it
+        fills, as what it leaves there must be compared. Raises RuntimeError when an operator refuses its inputs,
+        LaunchRefusedError of a replay, and what ``all_agree`` raises."""
         if self._confirmed:
             assert self._launches is not None, "a recording is confirmed"
             self._launches.run()
-        elif self._problem:
+        elif self._problem or num_tokens > MOST_TOKENS:
             self._graph_result()
         elif self._launches is None:
             self._record(results)

@@ -72,7 +72,7 @@ class StaticStepGraph(StepGraph):
         self._number = self._number % _MOST_STEPS + 1
         self._counts[3] = self._number
         try:
-            self.replays.run(results)
+            self.replays.run(results, len(entry))
         except LaunchRefusedError as error:
             raise OperatorRefusedError(str(error)) from error
 

@@ -267,7 +267,7 @@ def _fail_in_graph(driver: StepDriver, good: Part) -> str:
 
 def _run_without_graph(driver: StepDriver, good: Part) -> str:
     """What runs the graph comes back before the output layer has run."""
-    driver.runner._graph.replays.run = lambda results: None
+    driver.runner._graph.replays.run = lambda results, num_tokens: None
     return _error_of(driver.runner.run_prefill, driver.fill([good]))
 
 

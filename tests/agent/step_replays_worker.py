@@ -15,7 +15,7 @@ from golden_files import golden_of  # noqa: E402
 from group_program import print_models, start_driver  # noqa: E402
 from position_bits import FORCED_STEPS  # noqa: E402
 from runner_worker import decodes  # noqa: E402
-from step_driver import StepDriver  # noqa: E402
+from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
 PLANTS = ("unnamed", "no launches", "differs", "differs later", "writes nothing")
 """What agent 0 finds: its parameters' memory is not named; another agent has no recording; a replay has other bits, the
@@ -29,11 +29,24 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     result: dict[str, Any] = {way: decodes(driver, prompts, tokens) for way in ("replayed", "replayed again")}
     result |= {"problem": graph.replays.problem, "replays": graph.replays.replays}
     honest = graph.replays
+    result["recorded by large steps"] = recorded_by_large_steps(driver, honest)
     result["planted"] = {name: run_planted(driver, honest, name, rank, prompts, tokens) for name in PLANTS}
     honest._launches, honest._confirmed, honest._problem = None, False, "asked for"
     graph.replays = honest
     result["by the graph"] = decodes(driver, prompts, tokens)
     return result
+
+
+def recorded_by_large_steps(driver: StepDriver, usual: Any) -> bool:
+    """Whether two steps of a token more than are computed twice record anything."""
+    from agent.step_replays import MOST_TOKENS, StepReplays
+
+    graph = driver.runner._graph
+    graph.replays = StepReplays(usual._run_graph, usual._tensors, driver.runner._model.ops.stage_agrees)
+    for _ in range(2):
+        driver.runner.reset()
+        driver.prefill(Part([5] * (MOST_TOKENS + 1), 0, blocks_for(0), 0))
+    return graph.replays._launches is not None
 
 
 def run_planted(driver: StepDriver, usual: Any, plant: str, rank: int, prompts: Any, tokens: Any) -> dict[str, Any]:
