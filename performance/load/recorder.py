@@ -48,8 +48,8 @@ class Share:
     """From one step to the next, by the clock."""
     recorder_us_per_step: float
     share_of_step: float
-    share_of_cpu: float
-    """Of the server process's processor time."""
+    share_of_cpu: float | None
+    """Of the server process's processor time; None where that is less than a tick of its clock."""
 
     @classmethod
     def of(cls, clients: int, seconds: float, before: Mapping[str, float], after: Mapping[str, float]) -> Share:
@@ -60,9 +60,8 @@ class Share:
             raise LoadTestError(f"the server's metrics have no {error}") from None
         if steps <= 0:
             raise LoadTestError("the server made no step")
-        return cls(
-            clients, steps, 1e6 * seconds / steps, 1e6 * recorder_s / steps, recorder_s / seconds, recorder_s / cpu_s
-        )
+        per_step = (1e6 * seconds / steps, 1e6 * recorder_s / steps)
+        return cls(clients, steps, *per_step, recorder_s / seconds, recorder_s / cpu_s if cpu_s > 0 else None)
 
 
 @told_errors
@@ -107,7 +106,7 @@ def _table(shares: Sequence[Share]) -> str:
             f"{share.us_per_step:.0f}",
             f"{share.recorder_us_per_step:.1f}",
             format_number(100 * share.share_of_step),
-            format_number(100 * share.share_of_cpu),
+            "-" if share.share_of_cpu is None else format_number(100 * share.share_of_cpu),
         ]
         for share in shares
     ]

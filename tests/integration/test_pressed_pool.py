@@ -35,6 +35,8 @@ WAYS = {
     ],
     "auto, slo, cached": ["scheduler_config.preemption=auto", "scheduler_config.policy=slo", CACHE],
 }
+SWEPT = ("swap",)
+"""Run by ``make test-sweeps`` alone: what it does, "swap, chunked, cached" does too."""
 
 
 def make_requests(seed: int) -> list[dict[str, Any]]:
@@ -66,7 +68,7 @@ def unpressed(bodies, tmp_path_factory):
     return answers
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.sweep] * (way in SWEPT)) for way in WAYS])
 def test_answers_are_the_same_to_the_bit_under_pressure(way, bodies, unpressed, tmp_path):
     with running_server(tmp_path, [*TIGHT, *WAYS[way]]) as server:
         answers = asyncio.run(run_together(server.url, bodies, seed=2))

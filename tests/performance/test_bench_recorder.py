@@ -33,11 +33,16 @@ def test_a_server_that_does_not_tell_or_stands_still_is_an_error(after: dict[str
         Share.of(1, 1.0, BEFORE, after)
 
 
+def test_processor_time_below_a_tick_has_no_share() -> None:
+    after = dict(zip(BEFORE, (1.001, 108.0, 5.0), strict=True))
+    assert Share.of(1, 0.02, BEFORE, after).share_of_cpu is None
+
+
 def test_a_server_at_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "shares.json"
-    assert main(["--clients", "1,2", "--requests", "2", "--output-len", "20", "--json", str(result)]) == 0
+    assert main(["--clients", "1,2", "--requests", "6", "--output-len", "100", "--json", str(result)]) == 0
     one, two = json.loads(result.read_text())["rows"]
-    assert one["steps"] >= 2 * 19
+    assert one["steps"] >= 6 * 99
     assert two["clients"] == 2
     assert 0.0 < one["share_of_step"] < 0.5
     assert 0.0 < one["share_of_cpu"] < 0.5

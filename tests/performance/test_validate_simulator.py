@@ -32,6 +32,7 @@ def test_a_real_server_is_fitted_and_compared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(reality, "CALIBRATIONS", 1)
+    monkeypatch.setattr(reality, "SEEDS", 2)
     monkeypatch.setattr(reality, "CALIBRATION", (Load("few", 20, 1, (4, 16), (8, 16), 11),))
     monkeypatch.setattr(reality, "PROBE", Load("probe", 20, 1, (4, 16), (8, 16), 21))
     monkeypatch.setattr(reality, "VALIDATION", (Load("others", 20, 1, (4, 16), (8, 16), 1, parts=2),))
