@@ -43,7 +43,7 @@ class StepReplays:
         self._problem = ""
 
     @property
-    def replays(self) -> bool:
+    def is_confirmed(self) -> bool:
         """Whether steps are replays by now."""
         return self._confirmed
 

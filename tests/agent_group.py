@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from step_config import make_config
 
 from llm_serving.config import Config
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+from tools.seeded_families import FAMILY_VARIANTS
+from tools.seeded_model import VARIANTS, write_model
 
 FOLDER = Path(__file__).resolve().parent / "agent"
 TIMEOUT_S = 850
@@ -68,3 +72,20 @@ def run_group(setup: Setup, folders: dict[str, Path], worker: str = "group_worke
     problems = [err[-3000:] for agent, (_, err) in zip(agents, outputs, strict=True) if agent.returncode != 0]
     assert not problems, "\n".join(problems)
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def seeded_runs(
+    setups: Mapping[str, tuple[Setup, Sequence[str]]], scratch: Path, worker: str
+) -> Callable[[str], list[dict[str, Any]]]:
+    """What ``run_group`` gives for a setup by its name, with its seeded models, computed when it is first asked for."""
+    seeded = {**VARIANTS, **FAMILY_VARIANTS}
+
+    @cache
+    def run(name: str) -> list[dict[str, Any]]:
+        setup, models = setups[name]
+        for model in models:
+            if not (scratch / model).exists():
+                write_model(seeded[model], scratch / model)
+        return run_group(setup, {model: scratch / model for model in models}, worker)
+
+    return run

@@ -27,7 +27,7 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     graph, prompts = driver.runner._graph, [case["prompt"] for case in golden["cases"][:3]]
     tokens = golden["cases"][0]["tokens"][:FORCED_STEPS]
     result: dict[str, Any] = {way: decodes(driver, prompts, tokens) for way in ("replayed", "replayed again")}
-    result |= {"problem": graph.replays.problem, "replays": graph.replays.replays}
+    result |= {"problem": graph.replays.problem, "replays": graph.replays.is_confirmed}
     honest = graph.replays
     result["recorded by large steps"] = recorded_by_large_steps(driver, honest)
     result["planted"] = {name: run_planted(driver, honest, name, rank, prompts, tokens) for name in PLANTS}
@@ -79,7 +79,7 @@ def run_planted(driver: StepDriver, usual: Any, plant: str, rank: int, prompts: 
     named = tensors[:1] if plant == "unnamed" and rank == 0 else tensors
     graph.replays = StepReplays(usual._run_graph, named, agrees)
     found = {"digests": decodes(driver, prompts, tokens), "problem": graph.replays.problem}
-    found["replays"] = graph.replays.replays
+    found["replays"] = graph.replays.is_confirmed
     RecordedLaunches._replay = honest  # type: ignore[method-assign]
     return found
 

@@ -6,10 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agent_group import Setup, run_group
-
-from tools.seeded_families import FAMILY_VARIANTS
-from tools.seeded_model import VARIANTS, write_model
+from agent_group import Setup, seeded_runs
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -31,24 +28,10 @@ REASONS = {
 }
 """What agent 0 says, where it was planted, and what the other one says."""
 
-Results = dict[str, Any]
-
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    scratch, known = tmp_path_factory.mktemp("replays"), dict[str, list[Results]]()
-    seeded = {**VARIANTS, **FAMILY_VARIANTS}
-
-    def run(name: str) -> list[Results]:
-        if name not in known:
-            setup, models = SETUPS[name]
-            for model in models:
-                if not (scratch / model).exists():
-                    write_model(seeded[model], scratch / model)
-            known[name] = run_group(setup, {model: scratch / model for model in models}, "replays_worker.py")
-        return known[name]
-
-    return run
+    return seeded_runs(SETUPS, tmp_path_factory.mktemp("replays"), "replays_worker.py")
 
 
 @pytest.mark.parametrize(("name", "model"), CASES)
