@@ -37,9 +37,9 @@ __all__ = [
 ]
 
 MAGIC = b"LLMFLT01"
-FORMAT_VERSION = 2
-READ_VERSIONS = (1, 2)
-"""Version 1 has no runs, and the counts with every call."""
+FORMAT_VERSION = 3
+READ_VERSIONS = range(1, FORMAT_VERSION + 1)
+"""Version 1 has no runs, and the counts with every call; in version 2 turns are all alike."""
 SUFFIX = ".flight"
 _FRAME = struct.Struct("<II")
 _ENCODER = msgspec.msgpack.Encoder()
@@ -82,10 +82,12 @@ class Tag(enum.IntEnum):
     RELEASE = 11
     """numbers of waiting requests that went elsewhere."""
     TURNS = 12
-    """Turns alike: in each a step is answered without fault or ending, a step is sent that goes on from the one sent
-    before it, and nothing more is to send. Steps (see ``llm_serving.flight.steps``), seq of the first that is answered,
-    times, queue_us, graph_us, sample_us, states, output pseudonyms? Times and so on are lists with an entry a turn;
-    states has ``[place of the turn, state]`` where it was taken."""
+    """Turns in which nothing but decoding went on: in each a step is answered without fault or ending, a step is sent
+    that goes on from the one sent before it, and nothing more is to send. Steps (see ``llm_serving.flight.steps``), seq
+    of the first that is answered, times, queue_us, graph_us, sample_us, states, output pseudonyms?, odd turns. Times
+    has an entry a turn, the three after it and the pseudonyms have one an answer; states has ``[place of the step,
+    state]`` where it was taken. An odd turn is ``[place, answers, steps, whether nothing more was to send]``: one in
+    which other numbers of steps were answered and sent, or that goes on in the next record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +127,7 @@ class SegmentHeader:
         if values["format_version"] not in READ_VERSIONS:
             raise FlightRecordingError(
                 f"{file}: its format is version {values['format_version']}, this program reads"
-                f" {' and '.join(map(str, READ_VERSIONS))}."
+                f" {READ_VERSIONS[0]} to {READ_VERSIONS[-1]}."
                 " Use the version of the program that wrote it."
             )
         return cls(**{name: values[name] for name in names})

@@ -2,8 +2,7 @@
 
 Turns in which nothing but decoding goes on are taken down by a ``TurnLog`` and become one record later; of any other
 call there is a record at once. Records are written in one call, without waiting for the disk: when
-``WRITE_INTERVAL_S`` has passed, at the end of a turn in which something else than steps happened, and when no step is
-in flight.
+``WRITE_INTERVAL_S`` has passed, at the end of a turn in which something went wrong, and when no step is in flight.
 """
 
 from __future__ import annotations
@@ -19,19 +18,18 @@ from llm_serving.flight.known_requests import KnownRequests
 from llm_serving.flight.segments import SegmentWriter
 from llm_serving.flight.step_writer import StepWriter
 from llm_serving.flight.turn_log import turn_log
-from llm_serving.flight.turns import turn_records
 from llm_serving.request import Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
 
 __all__ = ["WRITE_INTERVAL_S", "Journal"]
 
-_TIME, _SCHEDULE, _UPDATE = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag.UPDATE)
+_TIME, _SCHEDULE, _UPDATE, _TURNS = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag.UPDATE), int(Tag.TURNS)
 """A plain number is written in a tenth of the time of an enumeration's member."""
-WRITE_INTERVAL_S = 0.2
-"""While steps are in flight and nothing but steps happens, records are written so often, together."""
+WRITE_INTERVAL_S = 0.5
+"""While steps are in flight and nothing goes wrong, records are written so often, together."""
 _AT_ONCE = -math.inf
-_MAX_TURNS = 256
+_MAX_TURNS = 1024
 _MAX_PENDING = 256
 """So many turns, or so many records, are written whatever the clock says."""
 _ANSWER = attrgetter(
@@ -123,15 +121,17 @@ class Journal:
         if self._segments.is_new:
             self._begin_segment()
 
-    def note(self, record: list[object], now: float | None = None) -> None:
-        """A record of a call that is not of every step; it is written at the end of this turn."""
+    def note(self, record: list[object], now: float | None = None, *, urgent: bool = False) -> None:
+        """A record of a call that is not of every step. ``urgent``: something went wrong; it is written at the end of
+        this turn, with all before it."""
         self._leave_turns()
         self._is_step_latest = False
         self._seen_requests = None
         if now is not None:
             self._note_time(now)
         self._pending.append(record)
-        self._due = _AT_ONCE
+        if urgent:
+            self._due = _AT_ONCE
         if len(self._pending) >= _MAX_PENDING:
             self.flush()
 
@@ -208,25 +208,29 @@ class Journal:
 
     def _enter_turns(self) -> None:
         """From now on, if all that is in flight is of one batch that decodes."""
-        seqs, steps = list(self._sent), list(self._sent.values())
-        lens = self._steps.table_lens_of(steps)
-        if lens is None or self._seen_requests is not steps[-1].requests:
+        latest = next(reversed(self._sent.values()), None)
+        if latest is None or latest.requests is not self._seen_requests:
             return
-        if seqs == list(range(seqs[0], steps[-1].seq + 1)):
+        seqs, steps = list(self._sent), list(self._sent.values())
+        if (lens := self._steps.table_lens_of(steps)) is None:
+            return
+        if seqs == list(range(seqs[0], latest.seq + 1)):
             self.turns.due = self._due
-            self.turns.begin(seqs[0], steps[-1], lens, self._requests.endings, self._names_tokens)
+            self.turns.begin(seqs[0], latest, lens, self._requests.endings, self._names_tokens)
 
     def _take_turns(self) -> None:
-        """Records of the turns taken down."""
+        """A record of the turns taken down."""
         taken = self.turns.take()
         if taken is None:
             return
-        latest, first_answer, _, times, queue_us, _, _, _, _, updates, odd_turns, lens = taken
+        latest, answered, sent, times, queue_us, graph_us, sample_us, growths, states, updates, odd_turns, lens = taken
         names = None
         if self._requests.identities is not None:
             names = [self._requests.identities.take(each, len(each)) for each in updates]
-        self._pending += turn_records(taken, self._steps, names)
-        self._sent = dict.fromkeys(range(first_answer + len(queue_us), latest.seq + 1), latest)
+        run = self._steps.record_run(sent, growths)
+        self._steps.go_to(latest, lens)
+        self._pending.append((_TURNS, run, answered, times, queue_us, graph_us, sample_us, states, names, odd_turns))
+        self._sent = dict.fromkeys(range(answered + len(queue_us), latest.seq + 1), latest)
         self._seen_requests, self._seen_lens = latest.requests, lens
         self._now = times[-1]
         _, _, num_steps, has_ended = odd_turns[-1] if odd_turns else (0, 1, 1, True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -231,17 +232,22 @@ def _read_segment(file: Path) -> Segment | None:
 
 
 def _turns(record: list[Any], steps: StepReader) -> Iterator[Event]:
-    """The events of turns alike."""
-    _, run, answered, times, queue_us, graph_us, sample_us, states, names = record
-    state_of = dict(states)
-    for place, (now, step) in enumerate(zip(times, steps.run(run, len(times)), strict=True)):
-        named = None if names is None else names[place]
-        yield Answered(
-            now, answered + place, None, [], named, queue_us[place], graph_us[place], sample_us[place], step.num_seqs,
-            None,
-        )  # fmt: skip
-        yield Scheduled(now, step, None, state_of.get(place))
-        yield Scheduled(now, None, None, None)
+    """The events of turns in which nothing but decoding went on."""
+    _, run, answered, times, queue_us, graph_us, sample_us, states, names, *rest = record
+    odd_turns = {place: tuple(odd) for place, *odd in (rest[0] if rest else [])}
+    num_sent = len(times) + sum(num_steps - 1 for _, num_steps, _ in odd_turns.values())
+    sent = enumerate(steps.run(run, num_sent))
+    num_seqs, state_of = steps.num_seqs_of(run), dict(states)
+    answers = enumerate(zip(queue_us, graph_us, sample_us, strict=True))
+    for turn, now in enumerate(times):
+        num_answers, num_steps, has_ended = odd_turns.get(turn, (1, 1, True))
+        for place, us in islice(answers, num_answers):
+            named = None if names is None else names[place]
+            yield Answered(now, answered + place, None, [], named, *us, num_seqs, None)
+        for place, step in islice(sent, num_steps):
+            yield Scheduled(now, step, None, state_of.get(place))
+        if has_ended:
+            yield Scheduled(now, None, None, None)
 
 
 def _event(record: list[Any], now: float, steps: StepReader) -> Event:

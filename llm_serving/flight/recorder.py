@@ -145,7 +145,7 @@ class FlightRecorder:
 
     def void_steps(self) -> list[int]:
         void = self._scheduler.void_steps()
-        self._record(self._journal.note, [Tag.VOID_STEPS, void])
+        self._record(self._note_fault, [Tag.VOID_STEPS, void])
         return void
 
     def take_ended(self) -> list[RequestUpdate]:
@@ -160,7 +160,7 @@ class FlightRecorder:
 
     def fail_all(self, error: str, now: float) -> list[RequestUpdate]:
         updates = self._scheduler.fail_all(error, now)
-        self._record(self._journal.note, [Tag.FAIL_ALL, len(updates), state_of(self._scheduler)], now)
+        self._record(self._note_fault, [Tag.FAIL_ALL, len(updates), state_of(self._scheduler)], now)
         return updates
 
     def close(self) -> None:
@@ -217,8 +217,11 @@ class FlightRecorder:
         self._journal.note([Tag.RELEASE, [self._journal.find(request_id) for request_id in request_ids]])
         self._journal.release(request_ids)
 
+    def _note_fault(self, record: list[object], now: float | None = None) -> None:
+        self._journal.note(record, now, urgent=True)
+
     def _note_lost(self, now: float) -> None:
-        self._journal.note([Tag.AGENT_LOST, state_of(self._scheduler)], now)
+        self._note_fault([Tag.AGENT_LOST, state_of(self._scheduler)], now)
         self._journal.lose_steps()
 
     def _note_ended(self, updates: list[RequestUpdate]) -> None:

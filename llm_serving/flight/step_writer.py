@@ -110,15 +110,8 @@ class StepWriter:
         assert last is not None
         return [first_seq, KIND_CODES[last.kind], growths, last.reason_name]
 
-    def record_next(self, seq: int, growths: Sequence[Growth]) -> list[object]:
-        """One such step, as ``record`` gives it."""
-        last = self._latest
-        assert last is not None
-        blocks = [growth[1:] for growth in growths]
-        return [seq, KIND_CODES[last.kind], None, None, None, blocks, [], None, [], last.reason_name]
-
     def go_to(self, latest: ScheduledStep, table_lens: list[int]) -> None:
-        """``latest`` is the last of the steps that ``record_run`` and ``record_next`` told of."""
+        """``latest`` is the last of the steps that ``record_run`` told of."""
         last = self._latest
         assert last is not None
         last.starts, last.sample_positions = latest.starts, latest.sample_positions

@@ -97,6 +97,10 @@ class StepReader:
         self._last[kind] = step
         return step
 
+    def num_seqs_of(self, run: list[Any]) -> int:
+        """Of each step of a run's record."""
+        return self._last[_KINDS[run[1]]].num_seqs
+
     def run(self, record: list[Any], count: int) -> list[RecordedStep]:
         """The ``count`` steps of a run's record."""
         first, code, growths, reason = record

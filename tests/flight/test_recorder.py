@@ -18,7 +18,7 @@ from llm_serving.errors import ContextLengthError, ProtocolError
 from llm_serving.flight.counts import STATE_NAMES, state_of
 from llm_serving.flight.history import arrivals, step_timings
 from llm_serving.flight.journal import WRITE_INTERVAL_S
-from llm_serving.flight.reader import Added, Answered, Raised, Scheduled, read_recording
+from llm_serving.flight.reader import Added, Answered, Finished, Raised, Scheduled, read_recording
 from llm_serving.flight.recorder import READ_ONLY_METHODS, FlightRecorder
 from llm_serving.flight.segments import PAUSE_S
 from llm_serving.flight.setup import limits_from_map, limits_to_map, record
@@ -343,21 +343,53 @@ def test_steps_are_written_together_and_at_the_latest_after_the_interval(tmp_pat
     assert recorded_steps(file) == [step.seq for step in simulation.steps]
 
 
-@pytest.mark.parametrize("call", ["add", "abort", "void"])
-def test_whatever_is_not_a_step_is_written_with_its_turn(tmp_path, call):
+@pytest.mark.parametrize("call", ["add", "abort"])
+def test_what_requests_do_is_written_after_the_interval_too(tmp_path, call):
+
+    def answer(now):
+        simulation.now = now
+        simulation.update(simulation.device.run_next())
+        simulation.schedule()
+
+    simulation, recorder = recorded_simulation(tmp_path)
+    simulation.now = 1.0
+    for name in "ab":
+        simulation.add(make_request(name, 5, 40, arrival=1.0))
+    simulation.schedule()
+    answer(1.0)
+    recorder._guarded(recorder._journal.flush)
+    (file,) = tmp_path.iterdir()
+    size, now = file.stat().st_size, 1.0 + WRITE_INTERVAL_S / 10
+    if call == "add":
+        simulation.now = now
+        simulation.add(make_request("c", 5, 4, arrival=now))
+    else:
+        recorder.abort_request("a", now)
+    answer(now)
+    assert file.stat().st_size == size
+    answer(1.0 + WRITE_INTERVAL_S)
+    assert recorded_steps(file) == [step.seq for step in simulation.steps]
+    (stretch,) = read_recording(file)
+    told = [type(event) for event in stretch.events() if isinstance(event, Added | Finished)]
+    assert told == [Added, Added, Added if call == "add" else Finished]
+
+
+@pytest.mark.parametrize("call", ["void", "lost", "failed"])
+def test_what_goes_wrong_is_written_with_its_turn(tmp_path, call):
     simulation, recorder, file = decoding(tmp_path)
     recorder._guarded(recorder._journal.flush)
     size, now = file.stat().st_size, 1.0 + WRITE_INTERVAL_S / 10
-    simulation.now = now
-    if call == "add":
-        simulation.add(make_request("b", 5, 4, arrival=now))
-    elif call == "abort":
-        recorder.abort_request("a", now)
-    else:
+    if call == "void":
         recorder.void_steps()
-    turn(simulation, now)
+        turn(simulation, now)
+    else:
+        if call == "lost":
+            recorder.agent_lost(now)
+        else:
+            recorder.fail_all("broken", now)
+        while recorder.schedule(now) is not None:
+            pass
     assert file.stat().st_size > size
-    assert recorded_steps(file) == [step.seq for step in simulation.steps]
 
 
 def test_a_failed_step_is_written_with_its_turn(tmp_path):

@@ -172,6 +172,52 @@ def test_a_segment_of_version_1_is_read(tmp_path):
     assert replay(stretch).difference is None
 
 
+def test_a_segment_of_version_2_is_read(tmp_path):
+    """Its turns are all alike, and say nothing of odd ones."""
+    _, recorder = decode(tmp_path / "new", 30)
+    recorder.close()
+    (stretch,) = read_recording(tmp_path / "new")
+    (segment,) = stretch.segments
+    turns = [record for record in segment.records if record[0] == Tag.TURNS]
+    assert [record.pop() for record in turns] == [[]] * len(turns)
+    header = segment.header.to_map() | {"format_version": 2}
+    data = [MAGIC, *map(encode_frame, (header, segment.state, segment.records))]
+    (tmp_path / "r-000000.flight").write_bytes(b"".join(data))
+    assert events_of(tmp_path / "r-000000.flight") == events_of(tmp_path / "new")
+
+
+def test_turns_with_other_numbers_of_answers_and_steps_are_told_in_the_same_record(tmp_path, monkeypatch):
+    """A turn brings two answers and sends two steps, as when the engine's thread was late."""
+
+    def odd_run(folder):
+        simulation, recorder = decode(folder, 10)
+        recorder._guarded(recorder._journal.flush)
+        for number in range(4):
+            if number == 2:
+                for _ in range(2):
+                    simulation.update(simulation.device.run_next())
+                simulation.schedule()
+            else:
+                turn(simulation)
+        recorder.close()
+        return simulation
+
+    simulation = odd_run(tmp_path / "turns")
+    with monkeypatch.context() as patched:
+        one_by_one(patched)
+        odd_run(tmp_path / "single")
+    events = events_of(tmp_path / "turns")
+    assert events == events_of(tmp_path / "single")
+    assert [event.step.seq for event in events if isinstance(event, Scheduled) and event.step is not None] == [
+        step.seq for step in simulation.steps
+    ]
+    (stretch,) = read_recording(tmp_path / "turns")
+    odd_turns = [record[-1] for segment in stretch.segments for record in segment.records if record[0] == Tag.TURNS]
+    assert [0, 1, 1, True] not in [odd for odds in odd_turns for odd in odds]
+    assert [odd[1:] for odd in odd_turns[-1]] == [[2, 2, True]]
+    assert replay(stretch).difference is None
+
+
 def test_random_peace(tmp_path):
     """Requests that come and go between stretches of peace, as in a server."""
     rng = random.Random(3)
