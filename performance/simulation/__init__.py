@@ -11,6 +11,7 @@ work            what a step makes a device do
 device          what that costs, from rates (roofline)
 presets         the rates of known devices, with their sources
 fit             what that costs, learnt from steps that ran
+spread          how far single steps lie from that, and for how long
 recording       the steps of a flight recording
 host            what the server process adds
 runs, report    one run measured as a load test is; tables and JSON

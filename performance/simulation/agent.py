@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 from performance.simulation.device import CostModel
+from performance.simulation.spread import Spread
 
-__all__ = ["ORDERS", "Spread", "VirtualAgent", "agent_order"]
+__all__ = ["ORDERS", "VirtualAgent", "agent_order"]
 
 ORDERS: dict[str, tuple[str, ...]] = {
     "prefill_first": ("move", "prefill", "decode"),
@@ -31,16 +32,6 @@ def agent_order(policy: str) -> dict[str, int]:
         kind: classes.index(announced) if announced in classes else len(classes) - 1
         for kind, announced in kinds.items()
     }
-
-
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """How far single steps lie from the model: quantiles of measured over predicted time, evenly spaced."""
-
-    quantiles: Sequence[float]
-
-    def draw(self, generator: random.Random) -> float:
-        return self.quantiles[int(generator.random() * len(self.quantiles))]
 
 
 @dataclass(slots=True)
@@ -71,9 +62,8 @@ class VirtualAgent:
         self._device = device
         self._order = agent_order(policy)
         self._sample = sample
-        self._spread = spread
         self._answer_delay_s = answer_delay_s
-        self._random = random.Random(f"steps/{seed}")
+        self._draws = None if spread is None else spread.draws(random.Random(f"steps/{seed}"))
         self._queue: list[_Queued] = []
         self._running: _Queued | None = None
         self._free_at = 0.0
@@ -83,8 +73,8 @@ class VirtualAgent:
 
     def submit(self, step: ScheduledStep, ready: float) -> None:
         seconds = self._device.seconds(step)
-        if self._spread is not None:
-            seconds *= self._spread.draw(self._random)
+        if self._draws is not None:
+            seconds *= self._draws.draw(max(ready, self._free_at))  # about when it begins
         kind = step.kind.value
         self._queue.append(_Queued((self._order[kind], step.seq), ready, step, seconds))
         self.busy_s += seconds

@@ -11,7 +11,8 @@ The time of a step is taken as a sum of terms that can only add time, each a cou
 Residuals are weighted by one over the time expected (by one over the measured one in the first round, which is biased
 to short steps but not led astray by single long ones), so that a small step counts as much as a large one, and steps
 that the machine held up (beyond ``OUTLIER`` times the fit) do not shape it. What all steps took, relative to the
-fit, is kept as quantiles: a simulation draws from them, and so has the machine's mean and tails.
+fit, is kept as quantiles, with the share of it that lasts and for how long (see ``spread``): a simulation draws from
+them, and so has the machine's mean and tails.
 
 Algorithm: Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23.
 """
@@ -29,8 +30,8 @@ import numpy.typing as npt
 
 from llm_serving.scheduler.output import MoveKind, ScheduledStep, StepKind
 from performance.load.errors import UsageError
-from performance.simulation.agent import Spread
 from performance.simulation.host import HostModel
+from performance.simulation.spread import Spread, lasting_part
 from performance.simulation.work import StepWork, work_of
 
 __all__ = ["TERMS", "FittedDevice", "MeasuredStep", "StepFit", "at_one_speed", "fit_steps",
@@ -68,6 +69,8 @@ class MeasuredStep:
     copied_blocks: int = 0
     arrivals: int = 0
     """Requests that came while it ran."""
+    begin: float = 0.0
+    """On the engine's clock, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,8 @@ class StepFit:
             "provenance": self.provenance,
             "coefficients": self.coefficients,
             "spread": [round(value, 5) for value in self.spread.quantiles],
+            "lasting_share": self.spread.lasting_share,
+            "lasting_s": self.spread.lasting_s,
             "host": asdict(self.host),
         }
 
@@ -133,7 +138,7 @@ def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None =
     quantiles = np.quantile(ratio, (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES)
     return StepFit(
         {name: float(value) for name, value in zip(TERMS, coefficients[:-1], strict=True)},
-        Spread([float(value) for value in quantiles]),
+        Spread([float(value) for value in quantiles], *lasting_part(ratio, [step.begin for step in steps])),
         (provenance or {})
         | {
             "steps": len(steps),
@@ -252,7 +257,11 @@ def read_fit(path: Path) -> StepFit:
         content = msgspec.json.decode(path.read_bytes())
         return StepFit(
             {name: float(content["coefficients"][name]) for name in TERMS},
-            Spread([float(value) for value in content["spread"]]),
+            Spread(
+                [float(value) for value in content["spread"]],
+                float(content["lasting_share"]),
+                float(content["lasting_s"]),
+            ),
             dict(content["provenance"]),
             HostModel(**content["host"]),
         )

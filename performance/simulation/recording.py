@@ -170,6 +170,7 @@ def _measured(timed: TimedStep, own_s: float, num_arrivals: int) -> MeasuredStep
         swapped_blocks=len(step.moves) - copies,
         copied_blocks=copies,
         arrivals=num_arrivals,
+        begin=timed.begin,
     )
 
 

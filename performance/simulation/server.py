@@ -25,9 +25,10 @@ from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind
 from llm_serving.scheduler.protocols import RequestFront, StepSource
 from llm_serving.scheduler.scheduler import Scheduler
 from performance.load.stream import RequestRecord
-from performance.simulation.agent import Spread, VirtualAgent
+from performance.simulation.agent import VirtualAgent
 from performance.simulation.device import CostModel
 from performance.simulation.host import HostModel
+from performance.simulation.spread import Spread
 from performance.simulation.workload import SimulatedRequest, Source
 
 __all__ = ["Outcome", "VirtualServer"]

@@ -11,11 +11,11 @@ from llm_serving.config import Config, load_config
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.scheduler.limits import SchedulerLimits
 from performance.load.errors import UsageError
-from performance.simulation.agent import Spread
 from performance.simulation.device import CostModel, DeviceRates, RooflineDevice
 from performance.simulation.fit import FittedDevice, StepFit, read_fit
 from performance.simulation.host import HostModel
 from performance.simulation.presets import PRESETS
+from performance.simulation.spread import Spread
 from performance.simulation.work import ModelWork
 
 __all__ = [

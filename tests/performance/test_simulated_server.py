@@ -1,14 +1,15 @@
 """The virtual server: times that can be worked out by hand, and the same twice."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from performance_simulated import DECODE_S, NO_TIME, PREFILL_S, FlatDevice, ask, limits
 
 from llm_serving.scheduler.output import ScheduledStep
 from llm_serving.scheduler.policy import Policy
-from performance.simulation.agent import Spread
 from performance.simulation.server import Outcome, VirtualServer
+from performance.simulation.spread import Spread
 from performance.simulation.workload import ClosedLoop, OpenLoop, Source
 
 
@@ -127,6 +128,14 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
 
     assert ends(3) == ends(3)
     assert ends(3) != ends(4)
+
+
+@pytest.mark.parametrize(("lasting_s", "paces"), [(1e9, 1), (1e-9, 3)])
+def test_a_machine_is_as_slow_for_as_long_as_its_spread_says(lasting_s: float, paces: int) -> None:
+    spread = Spread([0.5, 1.0, 1.5], 1.0, lasting_s)
+    server = VirtualServer(limits(), FlatDevice(), OpenLoop([ask(4, 30)], [0.0]), NO_TIME, spread)
+    [record] = server.run().records
+    assert len({round(later - earlier, 6) for earlier, later in pairwise(record.piece_times)}) == paces
 
 
 def test_a_scheduler_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

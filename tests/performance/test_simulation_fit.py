@@ -134,12 +134,19 @@ def test_too_few_steps_are_refused() -> None:
 
 def test_a_fit_survives_its_file(tmp_path: Path) -> None:
     path = tmp_path / "fit.json"
-    fit = fit_steps(some_steps(300, noise=0.1), {"model": "m"})
+    steps = [
+        replace(step, seconds=step.seconds * (1.0 + 0.1 * (index // 20 % 2)), begin=0.01 * index)
+        for index, step in enumerate(some_steps(300, noise=0.01))
+    ]
+    fit = fit_steps(steps, {"model": "m"})
     write_json(path, fit.as_json())
     again = read_fit(path)
     assert again.coefficients == fit.coefficients
     assert again.provenance == fit.provenance
     assert again.host == fit.host
+    lasting = (fit.spread.lasting_share, fit.spread.lasting_s)
+    assert lasting[0] > 0.5
+    assert (again.spread.lasting_share, again.spread.lasting_s) == lasting
     path.write_text('{"coefficients": {}}')
     with pytest.raises(UsageError, match="not a fit of the simulator"):
         read_fit(path)

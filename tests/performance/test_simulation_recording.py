@@ -28,6 +28,7 @@ from performance.simulation.recording import (
 )
 from performance.simulation.runs import NOWHERE
 from performance.simulation.server import VirtualServer
+from performance.simulation.spread import Spread
 from performance.simulation.work import work_of
 from performance.simulation.workload import OpenLoop, SimulatedRequest
 
@@ -45,9 +46,15 @@ class LinearDevice:
         return STEP_S + TOKEN_S * work.tokens + KEY_S * work.context
 
 
-def recorded(folder: Path, requests: list[SimulatedRequest], arrivals: list[float], host: HostModel = NO_TIME) -> None:
+def recorded(
+    folder: Path,
+    requests: list[SimulatedRequest],
+    arrivals: list[float],
+    host: HostModel = NO_TIME,
+    spread: Spread | None = None,
+) -> None:
     """The recording of a simulated run."""
-    server = VirtualServer(limits(), LinearDevice(), OpenLoop(requests, arrivals), host)
+    server = VirtualServer(limits(), LinearDevice(), OpenLoop(requests, arrivals), host, spread)
     errors: list[str] = []
     recorder = server.put_before(lambda scheduler: record(scheduler, folder, 1 << 20, on_error=errors.append))
     server.run()
@@ -144,6 +151,16 @@ def test_the_machines_speed_is_that_of_the_steps_in_a_span(folder: Path, tmp_pat
     assert slowdown_within(fit.slowed(0.5), tmp_path / "later", [(1.0, 2.0), (3.0, 4.0)]) == pytest.approx(2, rel=0.02)
     with pytest.raises(UsageError, match="0 steps"):
         slowdown_within(fit, tmp_path / "later", [(50.0, 60.0)])
+
+
+@pytest.mark.parametrize(("share", "seconds"), [(0.7, 0.4), (0.0, 0.0)])
+def test_how_long_the_machine_is_slow_is_found_again(tmp_path: Path, share: float, seconds: float) -> None:
+    spread = Spread([0.9 + 0.02 * place for place in range(11)], share, seconds)
+    recorded(tmp_path / "noisy", [ask(5, 30)] * 300, [0.3 * index for index in range(300)], spread=spread)
+    found = fit_recording(tmp_path / "noisy", CONFIG).spread
+    assert found.lasting_share == pytest.approx(share, abs=0.1)
+    if share:
+        assert found.lasting_s == pytest.approx(seconds, rel=0.3)
 
 
 def test_of_repeated_loads_the_steps_within_are_fitted(folder: Path) -> None:
