@@ -64,6 +64,9 @@ class VirtualAgent:
         self._sample = sample
         self._answer_delay_s = answer_delay_s
         self._draws = None if spread is None else spread.draws(random.Random(f"steps/{seed}"))
+        self._noise_s = 0.0
+        """What steps took longer by their noise, which goes by the time without it: by the clock there would be fewer
+        steps in slow times than in fast ones, and so fewer slow steps than were measured."""
         self._queue: list[_Queued] = []
         self._running: _Queued | None = None
         self._free_at = 0.0
@@ -74,7 +77,9 @@ class VirtualAgent:
     def submit(self, step: ScheduledStep, ready: float) -> None:
         seconds = self._device.seconds(step)
         if self._draws is not None:
-            seconds *= self._draws.draw(max(ready, self._free_at))  # about when it begins
+            ratio = self._draws.draw(max(ready, self._free_at) - self._noise_s)  # about when it begins
+            self._noise_s += (ratio - 1.0) * seconds
+            seconds *= ratio
         kind = step.kind.value
         self._queue.append(_Queued((self._order[kind], step.seq), ready, step, seconds))
         self.busy_s += seconds

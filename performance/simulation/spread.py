@@ -56,7 +56,8 @@ class SpreadDraws:
         self._moment = -math.inf
 
     def draw(self, moment: float) -> float:
-        """Of a step that begins at ``moment``, in seconds; one before the last draw's counts as that."""
+        """Of a step that begins at ``moment``, in seconds without what noise took; one before the last draw's counts as
+        that."""
         spread, gauss = self._spread, self._random.gauss
         if spread.lasting_share and moment > self._moment:
             kept = math.exp(-(moment - self._moment) / spread.lasting_s)

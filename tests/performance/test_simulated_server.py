@@ -138,6 +138,15 @@ def test_a_machine_is_as_slow_for_as_long_as_its_spread_says(lasting_s: float, p
     assert len({round(later - earlier, 6) for earlier, later in pairwise(record.piece_times)}) == paces
 
 
+@pytest.mark.parametrize("lasting_s", [1e-9, 5.0])
+def test_slow_steps_are_as_many_as_measured_however_long_slow_times_last(lasting_s: float) -> None:
+    spread = Spread([0.5, 1.0, 1.5], 1.0, lasting_s)
+    requests = OpenLoop([ask(4, 8)] * 2000, [10.0 * index for index in range(2000)])
+    outcome = VirtualServer(limits(), FlatDevice(), requests, NO_TIME, spread).run()
+    expected = PREFILL_S * outcome.steps["prefill"] + DECODE_S * outcome.steps["decode"]
+    assert outcome.device_busy_s == pytest.approx(expected, rel=0.05)
+
+
 def test_a_scheduler_that_stands_still_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     server = VirtualServer(limits(), FlatDevice(), OpenLoop([ask(4, 2)], [0.0]), NO_TIME)
     monkeypatch.setattr(server.scheduler, "schedule", lambda now: None)
