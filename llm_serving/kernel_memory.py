@@ -16,8 +16,9 @@ have taken. With the letters of ``memory_plan.py``, N threads, and W the widest 
     laid out keys    of a prompt, and its values, with native operators: at most 64 MiB
     sampler          60 bytes of V for each thread that samples: rows as they are sorted and filtered
 
-A recorded decode of native operators (``agent/decode_replays.py``) is some 16 KiB a layer, with experts 32, for each
-number of sequences up to S; what they are replayed in is one step's logits and activations, the largest one's. The
+The three graphs of native operators are recorded once (``agent/dynamic_replays.py``): some 16 KiB a layer, with
+experts 32, each. What they are replayed in is the activations and logits of the largest step that is, one of 512
+tokens or of all sequences that decode, and its mask of a context a token, as it is made: 5 bytes for each. The
 recorded step of fused operators (``agent/step_replays.py``) is 4 KiB a layer; from one operator to the next go three
 matrices of T rows of h, of layers with experts one more, and q, k, v and what attention gives.
 """
@@ -46,19 +47,31 @@ SLOTS = 16
 """Uses of scratch memory that each have their own; in whole pages."""
 RECORDED_LAYER_BYTES = 16 << 10
 RECORDED_FUSED_LAYER_BYTES = 4 << 10
+RECORDED_GRAPHS = 3
+"""Of native operators: ``GraphKind`` of agent/step_graph/dynamic_cell.py."""
+MOST_REPLAYED_TOKENS = 512
+"""Of a prompt. MindSpore's part in a step is some milliseconds, whatever its size."""
+MASK_BYTES = 5
+"""Of a token and a position: a truth, and numbers of two bytes before and after they are multiplied."""
 
 
 def kernel_items(config: Config, rank: int, num_cores: int) -> tuple[MemoryItem, ...]:
     """Of an agent on a CPU of so many cores: its kernels' scratch memory, and what is recorded of its steps."""
     shape = local_shape(config.shape, config.shard(rank))
-    threads, seqs = config.agent_threads(num_cores), config.max_num_seqs
+    threads = config.agent_threads(num_cores)
     basis = f"{threads} thread{'s' * (threads > 1)}, at most"
     scratch = MemoryItem(KERNEL_SCRATCH, _scratch_bytes(config, shape, threads), basis)
     if config.op_table == "native":
-        recorded = f"1 to {seqs} sequences, {shape.num_layers} layers, at most"
-        return scratch, MemoryItem(REPLAYS, _native_replay_bytes(config, shape), recorded)
+        tokens = most_replayed_tokens(config.max_num_batched_tokens, config.max_num_seqs)
+        recorded = f"a step of up to {tokens} tokens, {shape.num_layers} layers, at most"
+        return scratch, MemoryItem(REPLAYS, _native_replay_bytes(config, shape, tokens), recorded)
     recorded = f"a step, {shape.num_layers} layers, at most"
     return scratch, MemoryItem(REPLAYS, _fused_replay_bytes(config, shape), recorded)
+
+
+def most_replayed_tokens(max_tokens: int, max_seqs: int) -> int:
+    """Of a step of native operators, where one has at most ``max_tokens``, and a decode ``max_seqs``."""
+    return max(max_seqs, min(max_tokens, MOST_REPLAYED_TOKENS))
 
 
 def _fused_replay_bytes(config: Config, shape: ModelShape) -> int:
@@ -69,12 +82,12 @@ def _fused_replay_bytes(config: Config, shape: ModelShape) -> int:
     return layers + config.max_num_batched_tokens * row * config.dtype_bytes
 
 
-def _native_replay_bytes(config: Config, shape: ModelShape) -> int:
-    seqs = config.max_num_seqs
-    step = activation_bytes(config, shape) * seqs // config.max_num_batched_tokens
-    logits = seqs * shape.vocab_size * config.dtype_bytes
+def _native_replay_bytes(config: Config, shape: ModelShape, tokens: int) -> int:
+    step = activation_bytes(config, shape) * tokens // config.max_num_batched_tokens
+    mask = tokens * config.max_model_len * MASK_BYTES
+    logits = config.max_num_seqs * shape.vocab_size * config.dtype_bytes
     layer = RECORDED_LAYER_BYTES * (1 if shape.experts is None else 2)
-    return seqs * (1 + shape.num_layers) * layer + step + logits
+    return RECORDED_GRAPHS * (1 + shape.num_layers) * layer + step + mask + logits
 
 
 def _scratch_bytes(config: Config, shape: ModelShape, num_threads: int) -> int:

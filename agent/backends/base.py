@@ -138,8 +138,8 @@ class OpTable(ABC):
         del running
 
     @property
-    def replays_decodes(self) -> bool:
-        """Whether the launches of a decode may be recorded, and replayed in place of the graph's next run."""
+    def replays_steps(self) -> bool:
+        """Whether a dynamic graph's launches may be recorded, and replayed in place of its next runs."""
         return False
 
     def stage_agrees(self, says_so: bool) -> bool:

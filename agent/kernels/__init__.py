@@ -1,7 +1,15 @@
 """The CPU kernels: one shared library, used as MindSpore op plugin, as AOT custom ops and through ctypes."""
 
 from agent.kernels.block_copies import BlockCopies
-from agent.kernels.launches import LaunchRefusedError, RecordedLaunches, RecordingError, record, recordings_bytes
+from agent.kernels.launches import (
+    LaunchRefusedError,
+    RecordedLaunches,
+    RecordingError,
+    StepSizes,
+    record,
+    record_any_size,
+    recordings_bytes,
+)
 from agent.kernels.library import (
     KernelsNotBuiltError,
     has_failed,
@@ -31,12 +39,14 @@ __all__ = [
     "StepBounds",
     "StepBuffers",
     "StepCopy",
+    "StepSizes",
     "has_failed",
     "hold_failures",
     "kernel_isa",
     "library_path",
     "num_threads",
     "record",
+    "record_any_size",
     "recordings_bytes",
     "scratch_bytes",
     "set_attentive",

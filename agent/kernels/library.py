@@ -68,6 +68,11 @@ def load_library() -> ctypes.CDLL:
     library.llmk_forget_recording.restype = None
     library.llmk_replay.argtypes = [ctypes.c_void_p, ctypes.c_int]
     library.llmk_replay.restype = ctypes.c_void_p
+    library.llmk_generalise_recording.argtypes = [*[ctypes.c_void_p] * 3, ctypes.POINTER(ctypes.c_char_p)]
+    library.llmk_generalise_recording.restype = ctypes.c_int
+    library.llmk_resize_recording.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    library.llmk_resize_recording.restype = ctypes.c_int64
+    library.llmk_spoil_memory.argtypes = [ctypes.c_void_p]
     library.llmk_spoil_memory.restype = None
     library.llmk_recordings_bytes.restype = ctypes.c_int64
     library.llmk_widen_bfloat16.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]

@@ -1,6 +1,6 @@
 """The dynamic graphs, of native primitives: which of them takes a step, how it is run, what its failures mean.
 
-What the graphs are made of is in ``dynamic_cell``; decodes without MindSpore are in ``agent.decode_replays``.
+What the graphs are made of is in ``dynamic_cell``; steps without MindSpore are in ``agent.dynamic_replays``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
-from agent.decode_replays import DecodeReplays
+from agent.dynamic_replays import DynamicReplays
 from agent.layers.parameter import as_storage, as_tensor
 from agent.step_graph.compiled import CompiledGraph
 from agent.step_graph.dynamic_cell import GraphKind, dynamic_step
@@ -37,7 +37,7 @@ class TakesForms(Protocol):
 class DynamicStepGraph(StepGraph):
     """A graph of each kind. That of whole prompts takes as many as ``max_whole_prompts`` of them; decodes are padded to
     one of ``decode_sizes``, rising, so that MindSpore finds the shapes that it has captured. Empty: they are not, and
-    replayed where the op table may."""
+    steps of any kind are replayed where the op table may."""
 
     def __init__(
         self, model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_prompts: int, decode_sizes: Sequence[int] = ()
@@ -55,13 +55,17 @@ class DynamicStepGraph(StepGraph):
         self._float32 = LogitsInFloat32()
         self._pads_prompts = not ops.dynamic_prompts
         self._decode_sizes = tuple(decode_sizes)
-        self.replays: DecodeReplays | None = None
-        if ops.replays_decodes and not decode_sizes and not isinstance(model, TakesForms):
-            graph = self._graphs[GraphKind.DECODE]
-            self.replays = DecodeReplays(graph.run, [*graph.parameters(), *graph.constants()], limits, ops.stage_agrees)
+        self.replays: dict[GraphKind, DynamicReplays] = {}
+        if ops.replays_steps and not decode_sizes and not isinstance(model, TakesForms):
+            self.replays = {kind: self._replays_of(kind, graph, limits) for kind, graph in self._graphs.items()}
+
+    def _replays_of(self, kind: GraphKind, graph: CompiledGraph, limits: SlotLimits) -> DynamicReplays:
+        tensors = [*graph.parameters(), *graph.constants()]
+        padded = self._max_whole_prompts if kind == GraphKind.PREFILL and self._pads_prompts else 0
+        return DynamicReplays(kind.value, graph.run, tensors, limits, self._ops.stage_agrees, max_prompts=padded)
 
     def compile(self) -> None:
-        """With one padding token."""
+        """With one padding token; what is replayed is recorded."""
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
         inputs = StepInputs(zero, zero, zero - 1, zero.reshape(1, 1), one, one, zero, zero, zero, whole_prompts=False)
         self._ops.failed_operator()  # forgotten, if it is of a graph that failed for another reason
@@ -69,6 +73,8 @@ class DynamicStepGraph(StepGraph):
             if isinstance(self._model, TakesForms):
                 self._model.take_form(whole_prompts=kind == GraphKind.PREFILL)
             graph.compile(self._tensors(kind, inputs, self._no_entry))
+            if kind in self.replays:
+                self.replays[kind].record(self._no_entry, is_decode=kind == GraphKind.DECODE)
             self._check_operators()
 
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
@@ -97,8 +103,9 @@ class DynamicStepGraph(StepGraph):
             self._ops.set_running(False)
 
     def _result(self, inputs: StepInputs, entry: Array) -> Array:
-        if self.replays is not None and self.kind_of(inputs) == GraphKind.DECODE:
-            return self.replays.run(inputs, entry)
+        replays = self.replays.get(self.kind_of(inputs))
+        if replays is not None and len(entry) <= replays.most_tokens:
+            return replays.run(inputs, entry)
         return as_storage(self._run(inputs, entry))
 
     def _run(self, inputs: StepInputs, entry: Array) -> Tensor:

@@ -1,5 +1,5 @@
-"""One agent of a group whose decodes are recorded and replayed, beside the same by the graph; in a process of its own,
-as ``group_worker`` is. ``extra`` of the setup may plant what keeps one agent's launches from being replayed."""
+"""One agent of a group whose native steps are recorded and replayed, beside the same by the graph; in a process of its
+own, as ``group_worker`` is. ``extra`` of the setup may plant what keeps one agent's launches from being replayed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agent_group import Setup  # noqa: E402
 from golden_files import golden_of  # noqa: E402
 from group_program import print_models, start_driver  # noqa: E402
 from position_bits import FORCED_STEPS  # noqa: E402
-from runner_worker import decodes  # noqa: E402
+from runner_worker import decodes, native_replays, prompts_and_chunks  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
 from agent.kernels.launches import RecordedLaunches  # noqa: E402
@@ -27,11 +27,15 @@ second; an operator refuses its inputs in the middle of a replay."""
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     golden, driver = golden_of(model["name"]), start_driver(setup, model, rank)
     graph, prompts = driver.runner._graph, [case["prompt"] for case in golden["cases"][:3]]
-    tokens, replays = golden["cases"][0]["tokens"][:FORCED_STEPS], graph.replays
-    result: dict[str, Any] = {way: decodes(driver, prompts, tokens) for way in ("replayed", "replayed again")}
-    result |= {"problem": replays.problem, "sizes": sorted(replays.sizes)}
-    graph.replays = None
-    result["by the graph"] = decodes(driver, prompts, tokens)
+    tokens = golden["cases"][0]["tokens"][:FORCED_STEPS]
+
+    def steps() -> list[str]:
+        return decodes(driver, prompts, tokens) + prompts_and_chunks(driver, max(prompts, key=len))
+
+    result: dict[str, Any] = {way: steps() for way in ("replayed", "replayed again")} | native_replays(graph)
+    graph.replays = {}
+    result["by the graph"] = steps()
+    result["decodes by the graph"] = decodes(driver, prompts, tokens)
     if setup.tensor_parallel > 1:
         result["planted"] = {name: run_planted(driver, name, rank, prompts, tokens) for name in PLANTS}
     return result
@@ -39,7 +43,7 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def run_planted(driver: StepDriver, plant: str, rank: int, prompts: Any, tokens: Any) -> dict[str, Any]:
     """The decodes with one of ``PLANTS`` in agent 0: what each of them comes to, and what is given as the reason."""
-    from agent.decode_replays import DecodeReplays  # MindSpore must not be imported before the runtime is set up
+    from agent.dynamic_replays import DynamicReplays  # MindSpore must not be imported before the runtime is set up
     from agent.step_graph.dynamic_cell import GraphKind
 
     graph, asked, ops = driver.runner._graph, [0], driver.runner._graph._ops
@@ -52,10 +56,12 @@ def run_planted(driver: StepDriver, plant: str, rank: int, prompts: Any, tokens:
         return answer
 
     tensors = [] if plant == "unnamed" and rank == 0 else [*decode.parameters(), *decode.constants()]
-    replays = graph.replays = DecodeReplays(decode.run, tensors, driver.config.slot_limits(), agrees)
+    replays = DynamicReplays("decode", decode.run, tensors, driver.config.slot_limits(), agrees)
+    replays.record(graph._no_entry, is_decode=True)
+    graph.replays = {GraphKind.DECODE: replays}
     honest = RecordedLaunches.agrees
     if plant == "refuses" and rank == 0:
-        slots = replays._vectors[2]
+        slots = replays._slots
 
         def without_slots(self: RecordedLaunches, result: Any) -> bool:
             saved = slots.copy()
@@ -66,9 +72,10 @@ def run_planted(driver: StepDriver, plant: str, rank: int, prompts: Any, tokens:
                 slots[:] = saved
 
         RecordedLaunches.agrees = without_slots  # type: ignore[method-assign]
-    found = {"digests": decodes(driver, prompts, tokens), "problem": replays.problem, "sizes": sorted(replays.sizes)}
+    found = {"digests": decodes(driver, prompts, tokens), "problem": replays.problem}
+    found["confirmed"] = replays.is_confirmed
     RecordedLaunches.agrees = honest  # type: ignore[method-assign]
-    graph.replays = None
+    graph.replays = {}
     return found
 
 

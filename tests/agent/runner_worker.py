@@ -272,19 +272,43 @@ def _run_without_graph(driver: StepDriver, good: Part) -> str:
 
 
 def run_replays(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
-    """Decodes of one and of three sequences, the first of a size recorded and those after it replayed, and the same by
-    the graph; with an operator that refuses its inputs, at a replay and where one would be recorded."""
+    """Decodes of one and of three sequences, prompts and parts of them, the first of a kind computed twice and those
+    after them replayed, and the same by the graph; with an operator that refuses its inputs, at a replay and where one
+    would be confirmed."""
     graph, prompts = driver.runner._graph, [case["prompt"] for case in golden["cases"][:3]]
     replays, tokens = graph.replays, golden["cases"][0]["tokens"][:FORCED_STEPS]
-    found: dict[str, Any] = {"problem": replays.problem, "refused": [_refused_decode(driver, 2)]}
+    found: dict[str, Any] = {"refused": [_refused_decode(driver, 2)]}
     found["replayed"] = decodes(driver, prompts, tokens)
+    found["prompts replayed"] = prompts_and_chunks(driver, max(prompts, key=len))
     found["refused"] += [_refused_decode(driver, rows) for rows in (2, 3, 3)]
     found["replayed again"] = decodes(driver, prompts, tokens)
-    found["sizes"] = sorted(replays.sizes)
-    graph.replays = None
+    found["prompts replayed again"] = prompts_and_chunks(driver, max(prompts, key=len))
+    found |= native_replays(graph)
+    graph.replays = {}
     found["by the graph"] = decodes(driver, prompts, tokens)
+    found["prompts by the graph"] = prompts_and_chunks(driver, max(prompts, key=len))
     graph.replays = replays
     return found
+
+
+def native_replays(graph: Any) -> dict[str, Any]:
+    """Which kinds of steps are replays by now, and why others are not."""
+    confirmed = sorted(kind.value for kind, replays in graph.replays.items() if replays.is_confirmed)
+    return {"confirmed": confirmed, "problems": [replays.problem for replays in graph.replays.values()]}
+
+
+def prompts_and_chunks(driver: StepDriver, prompt: list[int]) -> list[str]:
+    """Digests of the steps of a short prompt cut in two, some lengths of the first part: that alone and beside the
+    whole, and the second beside the whole; and of the long prompt it begins."""
+    digests, short = [], prompt[:24]
+    for length in range(1, len(short), 4):
+        driver.runner.reset()
+        first, rest = Part(short[:length], 0, blocks_for(0), 0), Part(short[length:], length, blocks_for(0), 0)
+        whole = Part(short, 0, blocks_for(1), 1)
+        for parts in ((first,), (first, whole), (rest, whole)):
+            digests += [output.digest for output in driver.prefill(*parts)]
+    driver.runner.reset()
+    return digests + [output.digest for output in driver.prefill(Part(prompt, 0, blocks_for(0), 0))]
 
 
 def decodes(driver: StepDriver, prompts: list[list[int]], tokens: list[int]) -> list[str]:

@@ -216,12 +216,15 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("setup", NATIVE_SETUPS, ids="-".join)
-def test_replayed_decodes_have_the_bits_of_the_graph(results: Any, setup: tuple[str, ...], model: str) -> None:
+def test_replayed_steps_have_the_bits_of_the_graph(results: Any, setup: tuple[str, ...], model: str) -> None:
     replays = results(*setup)["models"][model]["replays"]
-    assert replays["problem"] == ""
-    assert set(replays["sizes"]) >= {1, 2, 3}
+    assert replays["problems"] == ["", "", ""]
+    assert replays["confirmed"] == ["chunked", "decode", "prefill"]
     assert len(set(replays["by the graph"])) == 60, "a sequence decodes alone as it does beside others"
     assert replays["replayed"] == replays["replayed again"] == replays["by the graph"]
+    by_the_graph = replays["prompts by the graph"]
+    assert len(set(by_the_graph)) > 4, "a prompt's last token has its bits wherever it was cut"
+    assert replays["prompts replayed"] == replays["prompts replayed again"] == by_the_graph
     assert replays["refused"] == ["the graph failed: ReshapeAndCache refused"] * 4
 
 

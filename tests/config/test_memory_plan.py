@@ -64,12 +64,12 @@ def test_small_model_in_float32(tmp_path: Path) -> None:
     assert (plan.available_bytes, plan.fits) == (1000 * GIB, True)
 
 
-def test_recorded_decodes_of_native_operators(tmp_path: Path) -> None:
+def test_recorded_steps_of_native_operators(tmp_path: Path) -> None:
     config = small(tmp_path, "model_config.model_dtype=bfloat16", "model_config.op_table=native")
     plan = estimate_memory(config, PLENTY)
-    step = (64 + 64 + 128 + 64 + 64 + 3 * 160) * 2 + 300 * 2
-    assert plan.bytes_of("replays") == 64 * 3 * 16384 + 64 * step, "1 to 64 sequences; one step is replayed in"
-    assert "1 to 64 sequences, 2 layers, at most" in plan.table()
+    token = (64 + 64 + 128 + 64 + 64 + 3 * 160) * 2 + 2048 * 5
+    assert plan.bytes_of("replays") == 3 * 3 * 16384 + 512 * token + 64 * 300 * 2, "three graphs; the largest step"
+    assert "a step of up to 512 tokens, 2 layers, at most" in plan.table()
 
 
 def test_the_recorded_step_of_fused_operators(tmp_path: Path) -> None:

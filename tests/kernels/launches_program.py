@@ -19,8 +19,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import auto_generate
 
-from agent.decode_replays import DecodeReplays
-from agent.kernels.launches import RecordedLaunches, RecordingError, record
+from agent.dynamic_replays import DynamicReplays
+from agent.kernels.launches import RecordedLaunches, RecordingError, StepSizes, record, record_any_size
 from agent.step_inputs import StepInputs
 from llm_serving.ipc.shm import SlotLimits
 
@@ -201,35 +201,70 @@ def check_refusals() -> None:
         RESULTS["what the run raises"] = graph.record()[1].run().tobytes() == graph.run()[0].tobytes()
 
 
-def check_confirmation() -> None:
-    """Decodes by ``DecodeReplays``: the second of a size runs graph and replay, and they must agree."""
+def of_any_size(*cells: nn.Cell, sizes: tuple[StepSizes, StepSizes]) -> tuple[RecordedLaunches | None, str]:
+    """Steps of 2 and 3 rows, said to be of these sizes, of the first cell and the last."""
+    ids = np.zeros(TOKENS, np.int32)
 
-    def decodes(*cells: nn.Cell) -> tuple[DecodeReplays, bool, int]:
-        """Of the cells in turn, the last for good: whether each step gave what its cell gives, how often one ran."""
+    def run(cell: nn.Cell, rows: int) -> tuple[Array, int]:
+        tensor = cell(Tensor.from_numpy(ids[:rows]))
+        return tensor.asnumpy(), tensor.data_ptr()
+
+    memory = [(each.data_ptr(), each.nbytes) for cell in cells for each in cell.get_parameters()]
+    runs = {sizes[0]: lambda: run(cells[0], 2), sizes[1]: lambda: run(cells[-1], 3)}
+    try:
+        launches = record_any_size(runs, StepSizes(TOKENS, TOKENS), [*memory, (ids.ctypes.data, ids.nbytes)])
+    except RecordingError as error:
+        return None, str(error)
+    ids[:] = RNG.permutation(TOKENS)
+    for rows in (1, TOKENS, 5, 1):
+        launches.resize(StepSizes(rows, rows))
+        launches.spoil()
+        if launches.run().tobytes() != run(cells[0], rows)[0].tobytes():
+            return launches, f"{rows} rows differ"
+    return launches, ""
+
+
+def check_sizes() -> None:
+    tokens, seqs = (StepSizes(2, 1), StepSizes(3, 1)), (StepSizes(5, 2), StepSizes(7, 3))
+    RESULTS["steps of any number of tokens"] = of_any_size(Layer(), sizes=tokens)[1] == ""
+    RESULTS["steps of any number of sequences"] = of_any_size(Layer(), sizes=seqs)[1] == ""
+    wrong = of_any_size(Layer(), sizes=(StepSizes(5, 1), StepSizes(7, 2)))[1]
+    RESULTS["a length that is neither"] = "Gather has a length of 2 in one step and of 3 in another" in wrong
+    other = of_any_size(Layer(), Layer(), sizes=tokens)[1]
+    RESULTS["other parameters in the other step"] = "Gather is another launch in steps of other sizes" in other
+    longer = of_any_size(Layer(), Layer(auto_generate.SiLU()), sizes=tokens)[1]
+    RESULTS["more launches in the other step"] = "steps of other sizes launch something else" in longer
+
+
+def check_confirmation() -> None:
+    """Decodes by ``DynamicReplays``: two are recorded, then two run graph and replay, and they must agree."""
+
+    def decodes(*cells: nn.Cell) -> tuple[DynamicReplays, bool, int]:
+        """Recorded of the first cell, run by the last: whether each step gave what its cell gives, how many ran."""
         ran: list[nn.Cell] = []
 
         def run_graph(inputs: tuple[Tensor, ...]) -> Tensor:
-            ran.append(cells[min(len(ran), len(cells) - 1)])
+            ran.append(cells[0] if len(ran) < 2 else cells[-1])
             return ran[-1](inputs[0])
 
-        replays = DecodeReplays(run_graph, cells[0].get_parameters(), SlotLimits(ROWS, ROWS, 1))
+        replays = DynamicReplays("test", run_graph, cells[0].get_parameters(), SlotLimits(ROWS, ROWS, 1))
+        replays.record(np.zeros(1, np.int32), is_decode=True)
         is_right = True
-        for step in range(4):
-            ids = np.arange(step, step + ROWS, dtype=np.int32)
-            numbers = np.zeros(ROWS, np.int32)
+        for step in range(5):
+            ids = np.arange(step, step + 1 + step % ROWS, dtype=np.int32)
+            numbers = np.zeros(ids.size, np.int32)
             inputs = StepInputs(
-                ids, numbers, numbers, numbers.reshape(ROWS, 1), numbers, numbers, numbers, numbers, numbers, False
+                ids, numbers, numbers, numbers.reshape(-1, 1), numbers, numbers, numbers, numbers, numbers, False
             )
             given = replays.run(inputs, ids).copy()
-            cell = cells[min(step, len(cells) - 1)]
-            is_right = is_right and given.tobytes() == cell(Tensor.from_numpy(ids)).asnumpy().tobytes()
+            is_right = is_right and given.tobytes() == cells[-1](Tensor.from_numpy(ids)).asnumpy().tobytes()
         return replays, is_right, len(ran)
 
     replays, is_right, runs = decodes(Layer())
-    RESULTS["two steps by the graph, then replays"] = is_right and runs == 2 and replays.sizes == (ROWS,)
+    RESULTS["two steps by the graph, then replays"] = is_right and runs == 4 and replays.is_confirmed
     replays, is_right, runs = decodes(Layer(), Layer())
     RESULTS["what a recording does not know shows with other inputs"] = (
-        is_right and runs == 5 and replays.sizes == () and "with other inputs" in replays.problem
+        is_right and runs == 8 and not replays.is_confirmed and replays.problem == "a replay gives another result"
     )
 
 
@@ -237,5 +272,6 @@ check_replays()
 check_what_is_not_recorded()
 check_agreement()
 check_refusals()
+check_sizes()
 check_confirmation()
 print(json.dumps(RESULTS))

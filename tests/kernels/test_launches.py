@@ -13,6 +13,6 @@ PROGRAM = Path(__file__).with_name("launches_program.py")
 def test_recorded_launches(tmp_path: Path) -> None:
     done = run_program(PROGRAM, folder=tmp_path, PYTHONPATH=str(REPOSITORY), GLOG_v="3")
     results = printed_json(done)
-    assert len(results) == 21
+    assert len(results) == 26
     assert [name for name, passed in results.items() if not passed] == []
     assert done.stderr.count("llm_kernels: Gather: indices[1] is 16") == 2

@@ -40,7 +40,7 @@ class NativeCpuOps(NativeOps):
         set_attentive(running)
 
     @property
-    def replays_decodes(self) -> bool:
+    def replays_steps(self) -> bool:
         return True
 
     def stage_agrees(self, says_so: bool) -> bool:

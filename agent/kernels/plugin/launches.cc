@@ -1,149 +1,19 @@
 #include "launches.h"
 
-#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
 #include <set>
-#include <stdexcept>
 #include <string>
 
-#include "../common/dtype_bytes.h"
 #include "../common/floating_point.h"
+#include "recording.h"
 
 namespace llmk {
 namespace {
 
-using mindspore::kernel::op_plugin::OpPluginOutputShapeInfo;
-using mindspore::kernel::op_plugin::OpPluginTensorStorageInfo;
-
 constexpr int64_t kAlignment = 64;
-// What a kernel asks of MindSpore beside its tensors, and the answers, which are constants of the graph: MindSpore's
-// own object may have other inputs by the time of the replay, or be gone.
-class Answers : public KernelInputInfo {
- public:
-  explicit Answers(KernelInputInfo* source) : source_(source), inputs_(source->GetInputSize()) {
-    for (size_t i = 0; i < inputs_; ++i) scalars_.push_back(source->IsScalarInput(i));
-  }
-  // Of an operator whose inputs are all tensors.
-  explicit Answers(size_t inputs) : source_(nullptr), inputs_(inputs), scalars_(inputs, false) {}
-  void close() { source_ = nullptr; }
-  int64_t held() const { return static_cast<int64_t>(sizeof(Answers) + answers_.capacity() * sizeof(Answer)); }
-
-  bool IsScalarInput(size_t idx) override { return idx < inputs_ && scalars_[idx]; }
-  size_t GetInputSize() override { return inputs_; }
-  bool GetBoolInput(size_t idx) override {
-    return of('b', idx, [&](Answer* a) { a->integer = source_->GetBoolInput(idx); }).integer != 0;
-  }
-  int64_t GetIntInput(size_t idx) override {
-    return of('i', idx, [&](Answer* a) { a->integer = source_->GetIntInput(idx); }).integer;
-  }
-  double GetFloatInput(size_t idx) override {
-    return of('f', idx, [&](Answer* a) { a->real = source_->GetFloatInput(idx); }).real;
-  }
-  std::vector<int64_t> GetIntVecInput(size_t idx) override {
-    return of('v', idx, [&](Answer* a) { a->list = source_->GetIntVecInput(idx); }).list;
-  }
-  std::string GetStrInput(size_t) override { return unknown<std::string>(); }
-  std::vector<double> GetFloatVecInput(size_t) override { return unknown<std::vector<double>>(); }
-  std::vector<std::vector<int64_t>> GetInt2DVecInput(size_t) override {
-    return unknown<std::vector<std::vector<int64_t>>>();
-  }
-  std::vector<std::vector<double>> GetFloat2DVecInput(size_t) override {
-    return unknown<std::vector<std::vector<double>>>();
-  }
-  int GetInputTypeId(size_t) override { return unknown<int>(); }
-  std::optional<OpPluginTensorStorageInfo> GetInputTensorLayout(size_t) override {
-    return unknown<std::optional<OpPluginTensorStorageInfo>>();
-  }
-  OpPluginOutputShapeInfo* GetOutputShapeInfo() override { return unknown<OpPluginOutputShapeInfo*>(); }
-  void SetOutputShapeInfo(std::unique_ptr<OpPluginOutputShapeInfo>) override { unknown<int>(); }
-
- private:
-  struct Answer {
-    char kind;
-    size_t index;
-    int64_t integer = 0;
-    double real = 0;
-    std::vector<int64_t> list;
-  };
-
-  template <class Ask>
-  const Answer& of(char kind, size_t index, const Ask& ask) {
-    for (const Answer& known : answers_) {
-      if (known.kind == kind && known.index == index) return known;
-    }
-    if (source_ == nullptr) unknown<int>();
-    answers_.push_back({kind, index, 0, 0, {}});
-    ask(&answers_.back());
-    return answers_.back();
-  }
-
-  // No primitive of ours asks for these, nor for anything at a replay that it did not ask for when it was recorded.
-  template <class T>
-  static T unknown() {
-    throw std::logic_error("a primitive asks for what was not recorded");
-  }
-
-  KernelInputInfo* source_;
-  size_t inputs_;
-  std::vector<bool> scalars_;
-  std::vector<Answer> answers_;
-};
-
-struct Range {
-  const char* start;
-  const char* end;
-  int64_t place;  // of its start in the library's memory
-
-  bool holds(const void* address) const { return address >= start && address < end; }
-};
-
-struct Launch {
-  Primitive primitive;  // null: it is a custom operator
-  CustomOp custom_op;
-  bool is_shared;  // a collective: the other agents of the stage wait for it
-  const char* op;
-  std::vector<void*> data;      // where MindSpore had it
-  std::vector<int64_t> places;  // in the library's memory; -1: it stays where it is
-  std::vector<void*> placed;    // where a replay has it
-  std::vector<int> ndims;
-  std::vector<int64_t> sizes;
-  std::vector<int64_t*> shapes;
-  std::vector<const char*> dtypes;
-  std::unique_ptr<Answers> answers;
-  std::vector<std::unique_ptr<char[]>> constants;
-  int inputs;
-
-  Tensors tensors() { return tensors_in(&data); }
-
-  void find_places(char* memory) {
-    placed = data;
-    for (size_t i = 0; i < places.size(); ++i) {
-      if (places[i] >= 0) placed[i] = memory + places[i];
-    }
-  }
-
-  int run() {
-    const Tensors now = tensors_in(&placed);
-    return primitive == nullptr ? custom_op(now) : primitive({now, answers.get()});
-  }
-
- private:
-  Tensors tensors_in(std::vector<void*>* where) {
-    return {op, static_cast<int>(where->size()), where->data(), ndims.data(), shapes.data(), dtypes.data()};
-  }
-};
-
-struct Recording {
-  std::vector<Launch> launches;
-  std::string problem;
-  int64_t result = -1;
-  int64_t bytes = 0;  // of what its launches write
-  int64_t held = 0;   // by the recording itself, about
-  char* memory = nullptr;  // that the launches' arguments were last placed in
-};
 
 // Memory for what launches write, of all recordings: one is replayed at a time.
 struct Arena {
@@ -183,7 +53,8 @@ Launch& remember(Recording* recording, const Tensors& call, std::unique_ptr<Answ
   Launch& launch = recording->launches.back();
   launch.op = call.op;
   launch.data.assign(call.data, call.data + call.count);
-  launch.places.assign(static_cast<size_t>(call.count), -1);
+  launch.values.assign(static_cast<size_t>(call.count), -1);
+  launch.offsets.assign(static_cast<size_t>(call.count), 0);
   launch.ndims.assign(call.ndims, call.ndims + call.count);
   for (int i = 0; i < call.count; ++i) {
     launch.dtypes.push_back(interned(call.dtypes[i]));
@@ -200,112 +71,23 @@ Launch& remember(Recording* recording, const Tensors& call, std::unique_ptr<Answ
   return launch;
 }
 
-int64_t bytes_of(const Tensors& tensors, int i) { return tensors.size(i) * dtype_bytes(tensors.dtypes[i]); }
-
-// What the launches write, overlapping pieces as one, each with a place that keeps its alignment.
-std::vector<Range> written_by(std::vector<Launch>* launches, int64_t* total) {
-  std::vector<Range> pieces, ranges;
-  for (Launch& launch : *launches) {
-    const Tensors tensors = launch.tensors();
-    for (int i = launch.inputs; i < tensors.count; ++i) {
-      const char* start = tensors.as<char>(i);
-      if (start != nullptr) pieces.push_back({start, start + larger(1, bytes_of(tensors, i)), 0});
-    }
-  }
-  std::sort(pieces.begin(), pieces.end(), [](const Range& a, const Range& b) { return a.start < b.start; });
-  for (const Range& piece : pieces) {
-    if (!ranges.empty() && piece.start < ranges.back().end) {
-      ranges.back().end = std::max(ranges.back().end, piece.end);
-    } else {
-      ranges.push_back(piece);
-    }
-  }
-  *total = 0;
-  for (Range& range : ranges) {
-    range.place = *total + static_cast<int64_t>(reinterpret_cast<uintptr_t>(range.start) % kAlignment);
-    *total = ceil_div(range.place + (range.end - range.start), kAlignment) * kAlignment;
-  }
-  return ranges;
-}
-
-const Range* holder(const std::vector<Range>& ranges, const void* address) {
-  for (const Range& range : ranges) {
-    if (range.holds(address)) return &range;
-  }
-  return nullptr;
-}
-
-// Of what nobody wrote or named: a single number. Not a row of integers, which is what a graph's inputs are.
-bool is_constant(const Tensors& tensors, int i) {
-  return tensors.size(i) == 1 && (tensors.ndims[i] == 0 || tensors.dtype(i) != DType::kUnsupported);
-}
-
-// Where each argument is at a replay; false, and the recording's problem, where that is not known.
-bool place(Recording* recording, Launch* launch, const std::vector<Range>& written, const std::vector<Range>& staying) {
-  const Tensors tensors = launch->tensors();
-  for (int i = 0; i < tensors.count; ++i) {
-    const size_t at = static_cast<size_t>(i);
-    if (tensors.data[i] == nullptr || launch->answers->IsScalarInput(at)) continue;
-    if (const Range* range = holder(written, tensors.data[i])) {
-      launch->places[at] = range->place + (tensors.as<char>(i) - range->start);
-    } else if (holder(staying, tensors.data[i]) != nullptr) {
-      continue;
-    } else if (is_constant(tensors, i)) {
-      const size_t bytes = static_cast<size_t>(larger(1, bytes_of(tensors, i)));
-      launch->constants.emplace_back(new char[bytes]);
-      std::memcpy(launch->constants.back().get(), tensors.data[i], bytes);
-      launch->data[at] = launch->constants.back().get();
-    } else {
-      recording->problem = std::string(tensors.op) + " reads what none of our kernels wrote, as its argument " +
-                           std::to_string(i) + " of " + std::to_string(tensors.count);
-      return false;
-    }
-  }
-  return true;
-}
-
-bool settle(Recording* recording, const void* result, const std::vector<Range>& staying) {
-  if (recording->launches.empty()) recording->problem = "nothing was launched";
-  if (!recording->problem.empty()) return false;
-  const std::vector<Range> written = written_by(&recording->launches, &recording->bytes);
-  for (Launch& launch : recording->launches) {
-    if (!place(recording, &launch, written, staying)) return false;
-  }
-  const Range* range = holder(written, result);
-  if (range == nullptr) {
-    recording->problem = "none of our kernels wrote the result";
-    return false;
-  }
-  recording->result = range->place + (static_cast<const char*>(result) - range->start);
-  if (arena.grow(recording->bytes)) return true;
+// Counts what a recording holds, and sees to it that there is memory for its replays; false, and its problem, else.
+bool hold(Recording* recording) {
+  recordings_held -= recording->held;
+  recording->held = held_by(*recording);
+  recordings_held += recording->held;
+  if (arena.grow(recording->bytes())) return true;
+  recordings_held -= recording->held;
+  recording->held = 0;
   recording->problem = "there is no memory for what is between the operators";
   return false;
-}
-
-template <class T>
-int64_t held_by(const std::vector<T>& values) {
-  return static_cast<int64_t>(values.capacity() * sizeof(T));
-}
-
-int64_t held_by(const Recording& recording) {
-  constexpr int64_t kAllocation = 16;  // beside what is asked for
-  int64_t total = static_cast<int64_t>(sizeof(Recording)) + held_by(recording.launches);
-  for (const Launch& launch : recording.launches) {
-    total += 2 * held_by(launch.data) + held_by(launch.places) + held_by(launch.ndims) + held_by(launch.sizes) +
-             held_by(launch.shapes) + held_by(launch.dtypes) + launch.answers->held() + 9 * kAllocation;
-    total += static_cast<int64_t>(launch.constants.size()) * 2 * kAllocation;
-  }
-  return total;
 }
 
 // After a refusal nothing is launched; with `keeps_pace` what other agents wait for is, so that the next collective is
 // the same for all, whatever it sums. False where the refusal is not held back: nothing else was launched then.
 bool replay(Recording* recording, bool keeps_pace) {
   const StandardFloatingPoint scope;
-  if (recording->memory != arena.memory) {
-    for (Launch& launch : recording->launches) launch.find_places(arena.memory);
-    recording->memory = arena.memory;
-  }
+  if (recording->memory != arena.memory) find_places(recording, arena.memory);
   for (Launch& launch : recording->launches) {
     if (has_failed() && !(keeps_pace && launch.is_shared)) continue;
     const int error = launch.run();
@@ -371,18 +153,42 @@ LLMK_ENTRY void* llmk_end_recording(const void* const* starts, const int64_t* si
   std::vector<llmk::Range> staying;
   for (int64_t i = 0; i < count; ++i) {
     const char* start = static_cast<const char*>(starts[i]);
-    staying.push_back({start, start + sizes[i], 0});
+    staying.push_back({start, start + sizes[i]});
   }
   *problem = nullptr;
-  if (llmk::settle(recording.get(), result, staying)) {
+  if (llmk::settle(recording.get(), result, staying) && llmk::hold(recording.get())) {
     ++llmk::arena.users;
-    recording->held = llmk::held_by(*recording);
-    llmk::recordings_held += recording->held;
     return recording.release();
   }
   reason = recording->problem;
   *problem = reason.c_str();
   return nullptr;
+}
+
+// Makes of the recording of a step one of any step, by `other`, one of the same graph. `sizes`: tokens and sequences of
+// its step, of the other's, and of the largest there will be. 1, where `problem` becomes null, or 0 and a reason, valid
+// until the next call; the recording is good for nothing then.
+LLMK_ENTRY int llmk_generalise_recording(void* recording, const void* other, const int64_t* sizes,
+                                         const char** problem) {
+  static std::string reason;
+  const std::lock_guard<std::mutex> lock(llmk::mutex);
+  llmk::Recording* made = static_cast<llmk::Recording*>(recording);
+  const llmk::Recording& same = *static_cast<const llmk::Recording*>(other);
+  const bool is_made = llmk::generalise(made, same, {sizes[0], sizes[1]}, {sizes[2], sizes[3]}, {sizes[4], sizes[5]});
+  *problem = nullptr;
+  if (is_made && llmk::hold(made)) return 1;
+  reason = made->problem;
+  *problem = reason.c_str();
+  return 0;
+}
+
+// Of a recording of any step: its next replays are of a step of these sizes. Gives the bytes of its result.
+LLMK_ENTRY int64_t llmk_resize_recording(void* recording, int64_t tokens, int64_t seqs) {
+  const std::lock_guard<std::mutex> lock(llmk::mutex);
+  llmk::Recording* resized = static_cast<llmk::Recording*>(recording);
+  llmk::resize(resized, {tokens, seqs});
+  const llmk::Value& result = resized->values[static_cast<size_t>(resized->result)];
+  return resized->launches[static_cast<size_t>(result.launch)].bytes_of(result.argument);
 }
 
 LLMK_ENTRY void llmk_forget_recording(void* recording) {
@@ -399,7 +205,9 @@ LLMK_ENTRY void llmk_forget_recording(void* recording) {
 LLMK_ENTRY const void* llmk_replay(void* recording, int keeps_pace) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
   llmk::Recording* replayed = static_cast<llmk::Recording*>(recording);
-  return llmk::replay(replayed, keeps_pace != 0) ? llmk::arena.memory + replayed->result : nullptr;
+  if (!llmk::replay(replayed, keeps_pace != 0)) return nullptr;
+  const llmk::Value& result = replayed->values[static_cast<size_t>(replayed->result)];
+  return llmk::arena.memory + replayed->rooms[static_cast<size_t>(result.room)] + replayed->result_offset;
 }
 
 // Bytes that all recordings hold, and what they are replayed in.
@@ -408,10 +216,11 @@ LLMK_ENTRY int64_t llmk_recordings_bytes() {
   return llmk::recordings_held + llmk::arena.bytes;
 }
 
-// Fills the memory between operators with bytes that make no float a number.
-LLMK_ENTRY void llmk_spoil_memory() {
+// Fills what is between the operators of a replay with bytes that make no float a number.
+LLMK_ENTRY void llmk_spoil_memory(const void* recording) {
   const std::lock_guard<std::mutex> lock(llmk::mutex);
-  if (llmk::arena.memory != nullptr) std::memset(llmk::arena.memory, 0xFF, static_cast<size_t>(llmk::arena.bytes));
+  const int64_t bytes = static_cast<const llmk::Recording*>(recording)->bytes();
+  std::memset(llmk::arena.memory, 0xFF, static_cast<size_t>(bytes));
 }
 
 }  // extern "C"

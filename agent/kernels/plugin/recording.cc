@@ -1,0 +1,243 @@
+#include "recording.h"
+
+#include <algorithm>
+
+#include "../common/dtype_bytes.h"
+
+namespace llmk {
+namespace {
+
+constexpr int64_t kAlignment = 64;
+
+bool is_written(const Launch& launch, size_t argument) {
+  return static_cast<int>(argument) >= launch.inputs && launch.data[argument] != nullptr;
+}
+
+bool stays(const std::vector<Range>& staying, const void* address) {
+  return std::any_of(staying.begin(), staying.end(),
+                     [&](const Range& range) { return address >= range.start && address < range.end; });
+}
+
+// The last that was written there; -1: none.
+int holder(const std::vector<Value>& values, const void* address) {
+  for (size_t i = values.size(); i-- > 0;) {
+    if (address >= values[i].start && address < values[i].end) return static_cast<int>(i);
+  }
+  return -1;
+}
+
+// Of what nobody wrote or named: a single number. Not a row of integers, which is what a graph's inputs are.
+bool is_constant(const Tensors& tensors, int i) {
+  return tensors.size(i) == 1 && (tensors.ndims[i] == 0 || tensors.dtype(i) != DType::kUnsupported);
+}
+
+// What an input is at a replay; false, and the recording's problem, where that is not known.
+bool find_input(Recording* recording, int number, size_t at, const std::vector<Range>& staying) {
+  Launch& launch = recording->launches[static_cast<size_t>(number)];
+  const int argument = static_cast<int>(at), value = holder(recording->values, launch.data[at]);
+  if (launch.data[at] == nullptr || launch.answers->IsScalarInput(at) || stays(staying, launch.data[at])) return true;
+  if (value >= 0) {
+    Value& found = recording->values[static_cast<size_t>(value)];
+    launch.values[at] = value;
+    launch.offsets[at] = static_cast<const char*>(launch.data[at]) - found.start;
+    found.last = number;
+    return true;
+  }
+  if (is_constant(launch.tensors(), argument)) {
+    const size_t bytes = static_cast<size_t>(launch.bytes_of(argument));
+    launch.constants.emplace_back(new char[bytes]);
+    std::memcpy(launch.constants.back().get(), launch.data[at], bytes);
+    launch.data[at] = launch.constants.back().get();
+    return true;
+  }
+  recording->problem = std::string(launch.op) + " reads what none of our kernels wrote, as its argument " +
+                       std::to_string(argument) + " of " + std::to_string(launch.data.size());
+  return false;
+}
+
+void find_outputs(Recording* recording, int number, const std::vector<Range>& staying) {
+  Launch& launch = recording->launches[static_cast<size_t>(number)];
+  for (size_t at = 0; at < launch.data.size(); ++at) {
+    if (!is_written(launch, at) || stays(staying, launch.data[at])) continue;
+    const int argument = static_cast<int>(at);
+    const char* start = static_cast<const char*>(launch.data[at]);
+    launch.values[at] = static_cast<int>(recording->values.size());
+    recording->values.push_back({start, start + launch.bytes_of(argument), number, argument, number, -1});
+  }
+}
+
+int64_t bytes_of(Recording* recording, const Value& value) {
+  return recording->launches[static_cast<size_t>(value.launch)].bytes_of(value.argument);
+}
+
+// Where the rooms are with the sizes of now: each as large as the largest value that is in it at any time.
+void lay_out(Recording* recording) {
+  std::vector<int64_t> bytes(recording->rooms.size() - 1, 0);
+  for (const Value& value : recording->values) {
+    int64_t& room = bytes[static_cast<size_t>(value.room)];
+    room = larger(room, bytes_of(recording, value));
+  }
+  int64_t place = 0;
+  for (size_t room = 0; room < bytes.size(); ++room) {
+    recording->rooms[room] = place;
+    place += ceil_div(bytes[room], kAlignment) * kAlignment;
+  }
+  recording->rooms.back() = place;
+  recording->memory = nullptr;
+}
+
+bool meet(const Value& a, const Value& b) { return a.launch <= b.last && b.launch <= a.last; }
+
+// Gives each value a room, the largest first: one whose values are not needed at the same time, or one more.
+void give_rooms(Recording* recording) {
+  std::vector<std::pair<int64_t, Value*>> by_size;
+  for (Value& value : recording->values) by_size.push_back({bytes_of(recording, value), &value});
+  std::stable_sort(by_size.begin(), by_size.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+  std::vector<std::vector<const Value*>> rooms;
+  for (const auto& [bytes, value] : by_size) {
+    const auto has_place = [each = value](const std::vector<const Value*>& room) {
+      return std::none_of(room.begin(), room.end(), [each](const Value* other) { return meet(*other, *each); });
+    };
+    const auto found = std::find_if(rooms.begin(), rooms.end(), has_place);
+    value->room = static_cast<int>(found - rooms.begin());
+    if (found == rooms.end()) rooms.emplace_back();
+    rooms[static_cast<size_t>(value->room)].push_back(value);
+  }
+  recording->rooms.assign(rooms.size() + 1, 0);
+  lay_out(recording);
+}
+
+// A length that is `a` in a step and `b` in another.
+bool length_of(int64_t a, int64_t b, StepSizes of_a, StepSizes of_b, Length* length) {
+  *length = {a, 0, 0};
+  if (a == b) return true;
+  *length = {0, a / of_a.tokens, 0};
+  if (length->at(of_a.tokens, of_a.seqs) == a && length->at(of_b.tokens, of_b.seqs) == b) return true;
+  *length = {0, 0, a / of_a.seqs};
+  return length->at(of_a.tokens, of_a.seqs) == a && length->at(of_b.tokens, of_b.seqs) == b;
+}
+
+bool is_same(const Launch& a, const Launch& b) {
+  if (a.primitive != b.primitive || a.custom_op != b.custom_op || a.inputs != b.inputs || a.values != b.values ||
+      a.offsets != b.offsets || a.ndims != b.ndims || a.sizes.size() != b.sizes.size() || a.dtypes != b.dtypes ||
+      !(*a.answers == *b.answers) || a.constants.size() != b.constants.size()) {
+    return false;
+  }
+  return std::all_of(a.offsets.begin(), a.offsets.end(), [](int64_t offset) { return offset == 0; });
+}
+
+// Whether what stays, and what is constant, is the same; `a` and `b` are the same launch otherwise.
+bool reads_the_same(Launch* a, const Launch& b) {
+  size_t constants = 0;
+  for (size_t at = 0; at < a->data.size(); ++at) {
+    if (a->values[at] >= 0 || a->data[at] == b.data[at] || a->answers->IsScalarInput(at)) continue;
+    const bool both = constants < a->constants.size() && a->data[at] == a->constants[constants].get() &&
+                      b.data[at] == b.constants[constants].get();
+    if (!both) return false;
+    const size_t bytes = static_cast<size_t>(a->bytes_of(static_cast<int>(at)));
+    if (std::memcmp(a->data[at], b.data[at], bytes) != 0) return false;
+    ++constants;
+  }
+  return true;
+}
+
+template <class T>
+int64_t held_by(const std::vector<T>& values) {
+  return static_cast<int64_t>(values.capacity() * sizeof(T));
+}
+
+}  // namespace
+
+int64_t Launch::bytes_of(int argument) {
+  const Tensors all = tensors();
+  return larger(1, all.size(argument) * dtype_bytes(all.dtypes[argument]));
+}
+
+int Launch::run() {
+  const Tensors now = tensors_in(&placed);
+  return primitive == nullptr ? custom_op(now) : primitive({now, answers.get()});
+}
+
+bool settle(Recording* recording, const void* result, const std::vector<Range>& staying) {
+  if (recording->launches.empty()) recording->problem = "nothing was launched";
+  if (!recording->problem.empty()) return false;
+  for (size_t number = 0; number < recording->launches.size(); ++number) {
+    const size_t inputs = static_cast<size_t>(recording->launches[number].inputs);
+    for (size_t at = 0; at < inputs; ++at) {
+      if (!find_input(recording, static_cast<int>(number), at, staying)) return false;
+    }
+    find_outputs(recording, static_cast<int>(number), staying);
+    recording->launches[number].answers->find_lists(staying);
+  }
+  recording->result = stays(staying, result) ? -1 : holder(recording->values, result);
+  if (recording->result < 0) {
+    recording->problem = "none of our kernels wrote the result";
+    return false;
+  }
+  Value& value = recording->values[static_cast<size_t>(recording->result)];
+  recording->result_offset = static_cast<const char*>(result) - value.start;
+  value.last = static_cast<int>(recording->launches.size());
+  give_rooms(recording);
+  return true;
+}
+
+bool generalise(Recording* recording, const Recording& other, StepSizes of_this, StepSizes of_other,
+                StepSizes largest) {
+  if (recording->launches.size() != other.launches.size() || recording->result != other.result ||
+      recording->result_offset != 0 || other.result_offset != 0) {
+    recording->problem = "steps of other sizes launch something else";
+    return false;
+  }
+  for (size_t number = 0; number < other.launches.size(); ++number) {
+    Launch& launch = recording->launches[number];
+    const Launch& same = other.launches[number];
+    if (!is_same(launch, same) || !reads_the_same(&launch, same)) {
+      recording->problem = std::string(launch.op) + " is another launch in steps of other sizes";
+      return false;
+    }
+    launch.lengths.resize(launch.sizes.size());
+    for (size_t i = 0; i < launch.sizes.size(); ++i) {
+      if (length_of(launch.sizes[i], same.sizes[i], of_this, of_other, &launch.lengths[i])) continue;
+      recording->problem = std::string(launch.op) + " has a length of " + std::to_string(launch.sizes[i]) +
+                           " in one step and of " + std::to_string(same.sizes[i]) + " in another";
+      return false;
+    }
+  }
+  resize(recording, largest);
+  give_rooms(recording);
+  return true;
+}
+
+void resize(Recording* recording, StepSizes sizes) {
+  for (Launch& launch : recording->launches) {
+    for (size_t i = 0; i < launch.lengths.size(); ++i) launch.sizes[i] = launch.lengths[i].at(sizes.tokens, sizes.seqs);
+  }
+  lay_out(recording);
+}
+
+void find_places(Recording* recording, char* memory) {
+  for (Launch& launch : recording->launches) {
+    launch.placed = launch.data;
+    for (size_t at = 0; at < launch.values.size(); ++at) {
+      if (launch.values[at] < 0) continue;
+      const Value& value = recording->values[static_cast<size_t>(launch.values[at])];
+      launch.placed[at] = memory + recording->rooms[static_cast<size_t>(value.room)] + launch.offsets[at];
+    }
+  }
+  recording->memory = memory;
+}
+
+int64_t held_by(const Recording& recording) {
+  constexpr int64_t kAllocation = 16;  // beside what is asked for
+  int64_t total = static_cast<int64_t>(sizeof(Recording)) + held_by(recording.launches) + held_by(recording.values) +
+                  held_by(recording.rooms);
+  for (const Launch& launch : recording.launches) {
+    total += 2 * held_by(launch.data) + held_by(launch.values) + held_by(launch.offsets) + held_by(launch.ndims) +
+             held_by(launch.sizes) + held_by(launch.lengths) + held_by(launch.shapes) + held_by(launch.dtypes) +
+             launch.answers->held() + 11 * kAllocation;
+    total += static_cast<int64_t>(launch.constants.size()) * 2 * kAllocation;
+  }
+  return total;
+}
+
+}  // namespace llmk
