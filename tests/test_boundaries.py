@@ -16,7 +16,7 @@ HTTP = ("starlette", "uvicorn", "uvloop", "httptools", "asyncio", "aiohttp", "ht
 AGENT_MAY = ("llm_serving.config", "llm_serving.ipc", "llm_serving.log", "llm_serving.errors", "llm_serving.request")
 SHAPES = ("llm_serving.model_shape", "llm_serving.parallel", "llm_serving.model_families", "llm_serving.rope_scaling")
 AGENT_MAY_TOO = (*SHAPES, "llm_serving.quantization", "llm_serving.formats")
-AGENT_MAY_TOO += ("llm_serving.machine", "llm_serving.memory_plan")
+AGENT_MAY_TOO += ("llm_serving.machine", "llm_serving.memory_plan", "llm_serving.kernel_memory")
 
 
 CLOCKS_AND_IO = ("time", "datetime", "threading", "socket", "selectors", "os", "io", "pathlib", "random", "subprocess")

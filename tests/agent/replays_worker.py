@@ -30,7 +30,7 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
     tokens = golden["cases"][0]["tokens"][:FORCED_STEPS]
 
     def steps() -> list[str]:
-        return decodes(driver, prompts, tokens) + prompts_and_chunks(driver, max(prompts, key=len))
+        return decodes(driver, prompts, tokens) + prompts_and_chunks(driver)
 
     result: dict[str, Any] = {way: steps() for way in ("replayed", "replayed again")} | native_replays(graph)
     graph.replays = {}
