@@ -24,6 +24,8 @@ SETUPS = {
     "int4": Setup(2, 1, "bfloat16", "fused", "int4", "int8"),
     "int4_weight_only": Setup(2, 1, "bfloat16", "fused", "int4_weight_only"),
 }
+SWEPT = ("bfloat16", "int4_weight_only")
+"""Run by ``make test-sweeps`` alone: formats of floats and of groups are among the others."""
 INDIVISIBLE_INT4 = ("qwen2_tied",)
 
 
@@ -40,7 +42,7 @@ def answers(setup: Setup, folders: dict[str, Path]) -> dict[str, Any]:
     return run_group(setup, folders)[(setup.pipeline_parallel - 1) * setup.tensor_parallel]
 
 
-@pytest.mark.parametrize("name", SETUPS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in SWEPT)) for name in SETUPS])
 def test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group(name: str, folders: dict[str, Path]) -> None:
     shared = SETUPS[name]
     alone = replace(shared, tensor_parallel=1, extra={"parallel_config.sum_parts": 2})

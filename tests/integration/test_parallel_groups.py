@@ -38,7 +38,11 @@ NATIVE = ["model_config.op_table=native", "model_config.model_dtype=bfloat16"]
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks"), [([], (1, 0, 1)), (NATIVE, (0,))], ids=["fused", "native, whose steps are replays"]
+    ("settings", "ranks"),
+    [
+        pytest.param([], (1, 0, 1), id="fused"),
+        pytest.param(NATIVE, (0,), id="native, whose steps are replays", marks=pytest.mark.sweep),
+    ],
 )
 def test_agents_of_a_pair_killed_under_load(tmp_path, settings, ranks):
     with running_server(tmp_path, [*sets(tensor_parallel=2), LIMIT, *settings]) as server:

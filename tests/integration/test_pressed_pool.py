@@ -35,8 +35,8 @@ WAYS = {
     ],
     "auto, slo, cached": ["scheduler_config.preemption=auto", "scheduler_config.policy=slo", CACHE],
 }
-SWEPT = ("swap",)
-"""Run by ``make test-sweeps`` alone: what it does, "swap, chunked, cached" does too."""
+SWEPT = ("swap", "recompute")
+"""Run by ``make test-sweeps`` alone: what they do, "swap, chunked, cached" and "recompute, chunked, cached" do too."""
 
 
 def make_requests(seed: int) -> list[dict[str, Any]]:
