@@ -17,6 +17,8 @@ namespace LLMK_ARCH {
 
 constexpr int64_t kBlockRows = 256;
 constexpr int64_t kPieceBytes = 384 << 10;
+// From there on three tiles and more of kMostRows are as fast as two tall ones, and faster.
+constexpr int64_t kMostTallTilesRows = 16;
 
 // A piece of a panel in units: steps, or groups.
 struct Piece {
@@ -30,6 +32,7 @@ struct Piece {
 template <class S, int64_t kTile = kTileSteps>
 struct PlainForm {
   using Step = S;
+  static constexpr int kTallRows = Step::kTallRows;
   static constexpr int64_t kWholeUnits = kTile;  // pieces begin at multiples of it
   static int64_t units(const WeightShape& shape) { return shape.steps; }
   static int64_t unit_bytes(const WeightShape& shape) { return shape.step_bytes; }
@@ -73,6 +76,7 @@ struct PlainForm {
 template <class S>
 struct GroupedForm {
   using Step = S;
+  static constexpr int kTallRows = Step::kMostRows;  // totals take registers, too
   static constexpr int64_t kWholeUnits = 1;
   static int64_t units(const WeightShape& shape) { return shape.groups; }
   static int64_t unit_bytes(const WeightShape& shape) {
@@ -179,25 +183,22 @@ struct GroupedForm {
   }
 };
 
-template <class Form, int kLines>
+template <class Form, int kLines, int R = Form::kTallRows>
 static inline void any_tile(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
                             const uint8_t* next) {
-  static_assert(Form::Step::kMostRows == 4 || Form::Step::kMostRows == 6, "the cases below");
-  if (rows == 1) return Form::template tile<1, kLines>(job, piece, row, sums, next);
-  if (rows == 2) return Form::template tile<2, kLines>(job, piece, row, sums, next);
-  if (rows == 3) return Form::template tile<3, kLines>(job, piece, row, sums, next);
-  if (rows == 4) return Form::template tile<4, kLines>(job, piece, row, sums, next);
-  if constexpr (Form::Step::kMostRows == 6) {
-    if (rows == 5) return Form::template tile<5, kLines>(job, piece, row, sums, next);
-    return Form::template tile<6, kLines>(job, piece, row, sums, next);
+  if constexpr (R > 1) {
+    if (rows < R) return any_tile<Form, kLines, R - 1>(job, piece, row, rows, sums, next);
   }
+  Form::template tile<R, kLines>(job, piece, row, sums, next);
 }
 
 // The rows of a task as tiles of nearly the same height.
 template <class Form, class Finish>
 static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
                               const Finish& finish) {
-  const int64_t tiles = ceil_div(rows, Form::Step::kMostRows);
+  const bool tall = Form::kTallRows > Form::Step::kMostRows && rows > Form::Step::kMostRows &&
+                    rows <= kMostTallTilesRows;
+  const int64_t tiles = ceil_div(rows, tall ? Form::kTallRows : Form::Step::kMostRows);
   // Tiles that fetch, each its share of the next piece.
   const int64_t fetching = piece.bytes == 0 ? 0 : tiles >= 4 ? 4 : tiles >= 2 ? 2 : 1;
   for (int64_t t = 0; t < tiles; ++t) {
@@ -208,9 +209,9 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
       any_tile<Form, 0>(job, piece, first, count, tile_sums, nullptr);
     } else if (fetching == 1) {
       any_tile<Form, 4>(job, piece, first, count, tile_sums, nullptr);
-    } else if (fetching == 2) {
+    } else if (fetching == 2 && !tall) {
       any_tile<Form, 2>(job, piece, first, count, tile_sums, next);
-    } else {
+    } else {  // a tall tile has twice the steps
       any_tile<Form, 1>(job, piece, first, count, tile_sums, next);
     }
     finish(first, count, tile_sums);

@@ -14,18 +14,20 @@ constexpr int64_t kTileSteps = 1;
 #endif
 
 // How one step of a panel is multiplied. kDepth: depths of a step; kVectorBytes: weights of 16 columns; kMostRows: of
-// a tile whose sums stay in registers; columns(R): vectors of a tile of R rows.
+// a tile whose sums stay in registers; columns(R): vectors of a tile of R rows. Few rows are one or two tall tiles: of
+// up to kTallRows, which pass over a panel twice, half and half.
 struct WideTiles {
+  static constexpr int kMostRows = 6;
 #ifdef LLMK_VEC_AVX512
-  static constexpr int kMostRows = 6;
-  static constexpr int columns(int) { return 4; }
+  static constexpr int kTallRows = 13;
+  static constexpr int columns(int rows) { return rows <= kMostRows ? 4 : 2; }
 #else
-  static constexpr int kMostRows = 6;
+  static constexpr int kTallRows = kMostRows;
   static constexpr int columns(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
 };
 struct NarrowTiles {  // a step of the weights or the activations takes two registers
-  static constexpr int kMostRows = 4;
+  static constexpr int kMostRows = 4, kTallRows = kMostRows;
 #ifdef LLMK_VEC_AVX512
   static constexpr int columns(int) { return 4; }
 #else
