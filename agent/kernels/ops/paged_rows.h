@@ -34,8 +34,10 @@ constexpr int kFetchUnits = 8;      // units multiplied between two calls of Til
 constexpr float kLowest = -3.4028235e38f;
 #ifdef LLMK_VEC_AVX512
 constexpr int kRowBlock = 6, kBlockVectors = 4;  // rows and vectors of a panel multiplied together
+constexpr int kSideSums = 24;  // as many as registers hold beside the operands
 #else
 constexpr int kRowBlock = 2, kBlockVectors = 2;
+constexpr int kSideSums = 16;
 #endif
 
 // Softmax of some rows over what they have seen so far.
@@ -99,7 +101,7 @@ struct ProductRows {
 template <class P, int kPasses, int R, int V, class At>
 LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, int64_t units, int64_t panel_stride,
                           const At& at, const int32_t* offsets, TileFetch* fetch, typename P::Acc (&total)[R][V]) {
-  constexpr int kSide = kPasses * R * V <= 16 ? kPasses : 1;  // passes side by side
+  constexpr int kSide = kPasses * R * V <= kSideSums ? kPasses : 1;  // passes side by side
   typename P::Acc first_pass[R * V];
   for (int pass = 0; pass < kPasses; pass += kSide) {
     typename P::Acc sums[kSide][R][V];
@@ -147,15 +149,19 @@ LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, i
   }
 }
 
-// Calls function(row, std::integral_constant rows) over `rows` rows in blocks of about equal size.
-template <class Function>
+// Calls function(row, std::integral_constant rows) over `rows` rows in blocks of about equal size; of fewer rows where a
+// product has two passes, so that the sums of both have registers.
+template <int kPasses, class Function>
 LLMK_INLINE void for_row_blocks(int64_t rows, const Function& function) {
+  constexpr int kMost = kRowBlock / kPasses;
   for (int64_t row = 0; row < rows;) {
-    const int64_t left = rows - row, size = ceil_div(left, ceil_div(left, kRowBlock));
+    const int64_t left = rows - row, size = ceil_div(left, ceil_div(left, kMost));
 #ifdef LLMK_VEC_AVX512
-    if (size == 6) function(row, std::integral_constant<int, 6>());
-    if (size == 5) function(row, std::integral_constant<int, 5>());
-    if (size == 4) function(row, std::integral_constant<int, 4>());
+    if constexpr (kMost == 6) {
+      if (size == 6) function(row, std::integral_constant<int, 6>());
+      if (size == 5) function(row, std::integral_constant<int, 5>());
+      if (size == 4) function(row, std::integral_constant<int, 4>());
+    }
     if (size == 3) function(row, std::integral_constant<int, 3>());
 #endif
     if (size == 2) function(row, std::integral_constant<int, 2>());
@@ -188,7 +194,7 @@ static inline void score_rows(const TaskRows& all, const TilePanels& panels, Gro
                               int64_t rows, TileFetch* fetch, float* scores) {
   using P = typename F::ScoreProduct;
   const int64_t units = ceil_div(all.dim, F::kPerUnit), stride = F::kPasses * all.query_units;
-  for_row_blocks(rows, [&](int64_t r, auto size) {
+  for_row_blocks<F::kPasses>(rows, [&](int64_t r, auto size) {
     constexpr int R = decltype(size)::value;
     const ProductRows queries{all.queries + (row + r) * stride, stride, all.query_units};
     for (int64_t g = groups.begin; g < groups.end; g += kBlockVectors) {
@@ -327,7 +333,7 @@ LLMK_INLINE void add_values(const TilePanels& panels, GroupRange groups, int64_t
 template <class F>
 static inline void value_rows(const TilePanels& panels, GroupRange groups, int64_t rows, int64_t padded_dim,
                               const Unit* weights, const float* steps, TileFetch* fetch, float* sums) {
-  for_row_blocks(rows, [&](int64_t r, auto size) {
+  for_row_blocks<F::kPasses>(rows, [&](int64_t r, auto size) {
     constexpr int R = decltype(size)::value, V = kBlockVectors;
     const Unit* from = weights + r * kWeightStride<F>;
     float* out = sums + r * padded_dim;
