@@ -49,7 +49,8 @@ CALIBRATION = (
 PROBE = Load("probe", 6, 4, (16, 256), (32, 96), 21)
 """Tells how fast the machine is: some rows that decode, some prompts."""
 VALIDATION = (
-    Load("moderate", 4, 20, (16, 256), (16, 128), 1, parts=3),
-    Load("many answers", 8, 20, (32, 64), (64, 192), 2, parts=6),
-    Load("long prompts", 2, 20, (128, 1024), (32, 128), 3, parts=5),
+    Load("moderate", 4, 10, (16, 256), (16, 128), 1, parts=6),
+    Load("many answers", 8, 10, (32, 64), (64, 192), 2, parts=12),
+    Load("long prompts", 2, 10, (128, 1024), (32, 128), 3, parts=10),
 )
+"""Parts as short as a machine holds its speed for, and as many as chance needs."""

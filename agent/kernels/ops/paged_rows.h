@@ -149,8 +149,8 @@ LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, i
   }
 }
 
-// Calls function(row, std::integral_constant rows) over `rows` rows in blocks of about equal size; of fewer rows where a
-// product has two passes, so that the sums of both have registers.
+// Calls function(row, std::integral_constant rows) over `rows` rows in blocks of about equal size; of fewer rows where
+// a product has two passes, so that the sums of both have registers.
 template <int kPasses, class Function>
 LLMK_INLINE void for_row_blocks(int64_t rows, const Function& function) {
   constexpr int kMost = kRowBlock / kPasses;
