@@ -12,9 +12,11 @@ beside them, and a load is as long as it takes for that to be small in most.
 A machine's speed drifts, and one server is faster than the next: by more than the simulator may be off. So a load is
 cut into parts of some seconds, with a short probe, the same each time, before, between and after them. How much longer
 the steps of the two probes around a part took than those of the calibrations' probes, in their mean, is how much longer
-everything takes in the simulation of that part, of which itself nothing is looked at. A part whose probes do not agree,
-or during which others took time of the cores, is no evidence: it is run again, up to --tries times, and what is thrown
-away is told. A part that was never steady is left out; a load of which half was never steady is told, and not counted.
+such steps take in the simulation of that part, of which itself nothing is looked at: steps that only decode by one
+factor, steps with prompt tokens by another, as memory and arithmetic are seldom slow together. A part whose probes do
+not agree, or during which others took time of the cores, is no evidence: it is run again, up to --tries times, and what
+is thrown away is told. A part that was never steady is left out; a load of which half was never steady is told, and not
+counted.
 
 Rates suit a model of some hundred million parameters on two cores; --scale makes all of them smaller or larger.
 --keep keeps what was recorded, by the servers and by their clients, and --kept compares with that again, without a
@@ -43,7 +45,7 @@ from performance.load.others import OthersWatch
 from performance.load.report import report_json, write_json
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import measure
-from performance.simulation.fit import StepFit
+from performance.simulation.fit import Slowdown, StepFit
 from performance.simulation.kept_runs import read_others, read_runs, write_runs
 from performance.simulation.reality_loads import CALIBRATION, PROBE, VALIDATION, Load
 from performance.simulation.reality_report import ComparedLoad, closing_text, comparison_json, result_text
@@ -83,7 +85,7 @@ class _Study:
         self._program = program
         self._folder = folder
         self._recordings = folder / "recordings"
-        self._usual_probe = 1.0
+        self._usual_probe = Slowdown(1.0, 1.0, 1.0)
         self._failed = 0
 
     def run(self) -> int:
@@ -191,7 +193,8 @@ class _Study:
         config = simulated_config(self._parsed.config, self._parsed.settings, "cpu")
         repeated = [[_span(run) for run in runs] for runs in zip(*calibrations, strict=True)]
         fit = fit_recording(self._recordings, config, repeated)
-        self._usual_probe = statistics.median(slowdown_within(fit, self._recordings, [span]) for span in repeated[-1])
+        probes = [slowdown_within(fit, self._recordings, [span]) for span in repeated[-1]]
+        self._usual_probe = Slowdown.of_all(probes, statistics.median)
         records = [record for runs in calibrations for run in runs for record in run.records]
         return with_delivery(fit, self._recordings, records)
 
@@ -199,7 +202,7 @@ class _Study:
         """A probe that has ended: its steps are in the recording, and the server is idle."""
         from performance.simulation.recording import slowdown_within
 
-        return Probe(run, slowdown_within(fit, self._recording_of(load), [_span(run)]) / self._usual_probe)
+        return Probe(run, slowdown_within(fit, self._recording_of(load), [_span(run)]).over(self._usual_probe))
 
     def _compare(self, load: Load, parts: list[list[Try]], fit: StepFit) -> ComparedLoad:
         measured, simulated = [], []

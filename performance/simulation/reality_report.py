@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from performance.simulation.reality_loads import Load
-from performance.simulation.steadiness import OTHERS_TOLERANCE, TOLERANCE, Try, comparable, is_evidence
+from performance.simulation.steadiness import OTHERS_TOLERANCE, TOLERANCE, Probe, Try, comparable, is_evidence
 from performance.simulation.validate import GOAL, Compared, comparison_text
 
 __all__ = ["ComparedLoad", "closing_text", "comparison_json", "result_text"]
@@ -44,17 +44,21 @@ def result_text(result: ComparedLoad, scale: float) -> str:
     lines = [
         f"{load.name}: {options.rate:g} requests/s for {load.parts} times {options.duration:g} s, prompts of"
         f" {load.prompts[0]} to {load.prompts[1]} tokens, answers of {load.outputs[0]} to {load.outputs[1]}",
-        "  steps of the probes took so many times as long as in the calibrations:",
+        "  steps of the probes, and those with prompts, took so many times as long as in the calibrations:",
     ]
     for part, tries in enumerate(result.parts):
         for one in tries:
             told = "" if one.is_steady else ", not steady"
             told += ", compared" if result.counts(one) else ", thrown away"
             lines.append(
-                f"  part {part}: {one.before.slowdown:.3f} right before it, {one.after.slowdown:.3f} right after;"
+                f"  part {part}: {_speeds(one.before)} right before it, {_speeds(one.after)} right after;"
                 f" others took {one.others:.1%} of the cores' time{told}"
             )
     return "\n".join(lines) + f"\n\n{comparison_text(result.rows)}\n"
+
+
+def _speeds(probe: Probe) -> str:
+    return f"{probe.slowdown.steps:.3f} ({probe.slowdown.prompts:.3f})"
 
 
 def closing_text(results: Sequence[ComparedLoad]) -> str:

@@ -28,7 +28,7 @@ from llm_serving.scheduler.output import MoveKind
 from performance.load.errors import UsageError
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord
-from performance.simulation.fit import MeasuredStep, StepFit, at_one_speed, fit_steps, slowdown
+from performance.simulation.fit import MeasuredStep, Slowdown, StepFit, at_one_speed, fit_steps, slowdown
 from performance.simulation.host import HostModel
 from performance.simulation.requests import Arrivals, some_tokens
 from performance.simulation.setup import identity
@@ -106,7 +106,7 @@ def fit_recording(path: Path, config: Config, repeated: Sequence[Sequence[Span]]
     return replace(fit, host=_with_edge(host, [one for came in requests for one in came]))
 
 
-def slowdown_within(fit: StepFit, path: Path, spans: Sequence[Span]) -> float:
+def slowdown_within(fit: StepFit, path: Path, spans: Sequence[Span]) -> Slowdown:
     """How many times as long the steps of a recording took that were scheduled within one of ``spans`` (begin and end
     on the engine's clock) as such steps took in what was fitted. Raises as ``fit_recording`` does."""
     own_s = fit.provenance["agents_share_us"] * MICROSECOND

@@ -7,13 +7,15 @@ of the cores' time meanwhile. What was compared is never looked at.
 
 from __future__ import annotations
 
+import statistics
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from performance.load.client import LoadRun
 from performance.load.stream import RequestRecord
+from performance.simulation.fit import Slowdown
 
 __all__ = [
     *("OTHERS_TOLERANCE", "TOLERANCE", "Probe", "Try"),
@@ -33,7 +35,7 @@ class Probe:
     """How fast the machine was."""
 
     run: LoadRun
-    slowdown: float
+    slowdown: Slowdown
     """How many times as long as the fit says its steps took."""
 
 
@@ -48,14 +50,14 @@ class Try:
     """Share of the cores' time that others took during the run."""
 
     @property
-    def slowdown(self) -> float:
+    def slowdown(self) -> Slowdown:
         """Of the machine meanwhile: the mean of the probes."""
-        return (self.before.slowdown + self.after.slowdown) / 2
+        return Slowdown.of_all([self.before.slowdown, self.after.slowdown], statistics.fmean)
 
     @property
     def distance(self) -> float:
-        """Between the probes, relative to the faster."""
-        low, high = sorted((self.before.slowdown, self.after.slowdown))
+        """Between the probes' steps, relative to the faster."""
+        low, high = sorted((self.before.slowdown.steps, self.after.slowdown.steps))
         return high / low - 1.0
 
     @property
@@ -69,8 +71,8 @@ class Try:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "before": self.before.slowdown,
-            "after": self.after.slowdown,
+            "before": asdict(self.before.slowdown),
+            "after": asdict(self.after.slowdown),
             "others": self.others,
             "steady": self.is_steady,
         }

@@ -1,7 +1,8 @@
 """The fitter: exact where the truth is one of its terms, bounded where it is not."""
 
+import json
 import random
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from performance.simulation.fit import (
     TERMS,
     FittedDevice,
     MeasuredStep,
+    Slowdown,
     at_one_speed,
     fit_steps,
     non_negative_least_squares,
@@ -62,15 +64,33 @@ def test_what_a_request_takes_from_the_step_it_comes_in_is_found_again() -> None
 
 
 def test_a_machine_that_has_become_slower_is_noticed_and_the_fit_goes_with_it() -> None:
+    """Decode steps more than those with prompts, as where memory is what others take."""
     fit = fit_steps(some_steps(400, noise=0.1))
-    slow = [replace(step, seconds=1.25 * step.seconds) for step in some_steps(200, noise=0.1)]
+    slow = [
+        replace(step, seconds=(1.25 if step.work.kind is StepKind.DECODE else 1.1) * step.seconds)
+        for step in some_steps(300, noise=0.1)
+    ]
     slow[0] = replace(slow[0], seconds=100.0)  # held up
-    factor = slowdown(fit, slow)
-    assert factor == pytest.approx(1.25, rel=0.01)
-    assert slowdown(fit.slowed(factor), slow) == pytest.approx(1.0, rel=0.01)
-    assert fit.slowed(2.0).host.accept_s == 2.0 * fit.host.accept_s
+    by = slowdown(fit, slow)
+    assert (by.decode, by.prompts) == pytest.approx((1.25, 1.1), rel=0.01)
+    assert by.prompts < by.steps <= by.decode
+    slowed = fit.slowed(by)
+    assert astuple(slowdown(slowed, slow)) == pytest.approx((1.0, 1.0, 1.0), rel=0.01)
+    assert slowed.host.accept_s == by.steps * fit.host.accept_s
+    assert astuple(by.over(Slowdown(2.0, 5.0, 1.1))) == pytest.approx((by.steps / 2, 0.25, 1.0), rel=0.01)
     with pytest.raises(UsageError, match="49 steps"):
         slowdown(fit, slow[:49])
+    with pytest.raises(UsageError, match="0 with prompts"):
+        slowdown(fit, [step for step in slow if step.work.kind is StepKind.DECODE])
+
+
+def test_a_slowed_fit_is_written_and_read(tmp_path: Path) -> None:
+    fit = fit_steps(some_steps(400)).slowed(Slowdown(1.2, 1.25, 1.1))
+    (tmp_path / "fit.json").write_text(json.dumps(fit.as_json()))
+    work = next(step.work for step in some_steps(50) if step.work.kind is StepKind.PREFILL)
+    again = FittedDevice(read_fit(tmp_path / "fit.json"))
+    assert again.work_seconds(work) == pytest.approx(FittedDevice(fit).work_seconds(work))
+    assert fit.prompt_factor == pytest.approx(1.1 / 1.25)
 
 
 def test_non_negative_least_squares() -> None:

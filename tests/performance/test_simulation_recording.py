@@ -1,6 +1,6 @@
 """From a flight recording to a device: what a simulated device took is found again."""
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ from performance.load.options import LoadOptions
 from performance.load.report import write_json
 from performance.simulation import recording, setup
 from performance.simulation.device import RooflineDevice
-from performance.simulation.fit import FittedDevice
+from performance.simulation.fit import FittedDevice, Slowdown
 from performance.simulation.host import HostModel
 from performance.simulation.main import main
 from performance.simulation.recording import (
@@ -146,9 +146,10 @@ def test_the_device_is_found_again(folder: Path) -> None:
 
 def test_the_machines_speed_is_that_of_the_steps_in_a_span(folder: Path, tmp_path: Path) -> None:
     fit = fit_recording(folder, CONFIG)
-    assert slowdown_within(fit, folder, [(0.0, 100.0)]) == pytest.approx(1.0, abs=0.01)
+    assert astuple(slowdown_within(fit, folder, [(0.0, 100.0)])) == pytest.approx((1.0, 1.0, 1.0), abs=0.01)
     recorded(tmp_path / "later", [ask(9, 30)] * 20, [0.2 * index for index in range(20)])
-    assert slowdown_within(fit.slowed(0.5), tmp_path / "later", [(1.0, 2.0), (3.0, 4.0)]) == pytest.approx(2, rel=0.02)
+    twice = slowdown_within(fit.slowed(Slowdown(0.5, 0.5, 0.5)), tmp_path / "later", [(1.0, 2.0), (3.0, 4.0)])
+    assert astuple(twice) == pytest.approx((2.0, 2.0, 2.0), rel=0.02)
     with pytest.raises(UsageError, match="0 steps"):
         slowdown_within(fit, tmp_path / "later", [(50.0, 60.0)])
 
@@ -169,7 +170,7 @@ def test_of_repeated_loads_the_steps_within_are_fitted(folder: Path) -> None:
     spans = [(0.0, 1.5), (1.5, 3.0), (3.0, 4.5)]
     fit = fit_recording(folder, CONFIG, [spans])
     assert fit.provenance["steps"] < whole.provenance["steps"]
-    assert slowdown_within(fit, folder, spans) == pytest.approx(1.0, abs=0.01)
+    assert slowdown_within(fit, folder, spans).steps == pytest.approx(1.0, abs=0.01)
     with pytest.raises(UsageError, match="0 steps"):
         fit_recording(folder, CONFIG, [[(50.0, 60.0)]])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import astuple
 
 import pytest
 
@@ -11,6 +12,7 @@ from performance.load.client import LoadRun
 from performance.load.options import LoadOptions
 from performance.load.statistics import measure
 from performance.load.stream import RequestRecord
+from performance.simulation.fit import Slowdown
 from performance.simulation.reality_loads import Load
 from performance.simulation.reality_report import ComparedLoad, closing_text, comparison_json, result_text
 from performance.simulation.runs import NOWHERE
@@ -40,20 +42,21 @@ def planted(slowdowns: list[float], most: int, others: Sequence[float] = ()) -> 
     speeds: Iterator[float] = iter(slowdowns)
 
     def probe() -> Probe:
-        return Probe(a_run(0.0), next(speeds))
+        speed = next(speeds)
+        return Probe(a_run(0.0), Slowdown(speed, speed, 2.0 * speed))
 
     taken = iter(others)
     return run_until_steady(lambda: (a_run(0.0), next(taken, 0.0)), probe, probe(), most)
 
 
 def probes(tries: list[Try]) -> list[tuple[float, float]]:
-    return [(one.before.slowdown, one.after.slowdown) for one in tries]
+    return [(one.before.slowdown.steps, one.after.slowdown.steps) for one in tries]
 
 
 def test_a_steady_machine_is_asked_once() -> None:
     (only,) = planted([1.1, 1.12, 5.0], 4)
     assert only.is_steady
-    assert only.slowdown == pytest.approx(1.11)
+    assert astuple(only.slowdown) == pytest.approx((1.11, 1.11, 2.22))
 
 
 def test_a_load_is_run_again_until_its_probes_agree() -> None:
@@ -98,6 +101,10 @@ def test_runs_are_joined_end_to_begin() -> None:
     assert both.client_cpu_percent == one.client_cpu_percent
 
 
+def told(speed: float) -> dict[str, float]:
+    return {"steps": speed, "decode": speed, "prompts": 2.0 * speed}
+
+
 LOAD = Load("some", 2.0, 5.0, (4, 8), (8, 16), 1, parts=2)
 
 
@@ -110,16 +117,18 @@ def test_what_was_thrown_away_is_told() -> None:
     lines = result_text(result, 1.0).splitlines()
     assert lines[0].startswith("some: 2 requests/s for 2 times 5 s")
     assert lines[2:5] == [
-        "  part 0: 1.000 right before it, 1.010 right after; others took 0.0% of the cores' time, compared",
-        "  part 1: 1.010 right before it, 1.200 right after; others took 0.0% of the cores' time, not steady, thrown"
-        " away",
-        "  part 1: 1.200 right before it, 1.210 right after; others took 0.0% of the cores' time, compared",
+        "  part 0: 1.000 (2.000) right before it, 1.010 (2.020) right after; others took 0.0% of the cores' time,"
+        " compared",
+        "  part 1: 1.010 (2.020) right before it, 1.200 (2.400) right after; others took 0.0% of the cores' time, not"
+        " steady, thrown away",
+        "  part 1: 1.200 (2.400) right before it, 1.210 (2.420) right after; others took 0.0% of the cores' time,"
+        " compared",
     ]
     content = comparison_json([result])
     assert content["loads"]["some"]["steady"]
     assert content["loads"]["some"]["parts"][1] == [
-        {"before": 1.01, "after": 1.2, "others": 0.0, "steady": False, "compared": False},
-        {"before": 1.2, "after": 1.21, "others": 0.0, "steady": True, "compared": True},
+        {"before": told(1.01), "after": told(1.2), "others": 0.0, "steady": False, "compared": False},
+        {"before": told(1.2), "after": told(1.21), "others": 0.0, "steady": True, "compared": True},
     ]
     assert closing_text([result]) == "all loads: 1 of 1 figures within 10%, the worst is off by 5%"
 
@@ -139,8 +148,8 @@ def test_a_load_of_which_half_was_never_steady_is_not_counted() -> None:
     steady, unsteady = compared([1.0, 1.01], [1.01, 1.02], error=0.2), compared([1.0, 1.01], [1.01, 1.2, 1.3])
     assert comparable(unsteady.parts) == [unsteady.parts[0][0], unsteady.parts[1][1]]
     assert (
-        "part 1: 1.200 right before it, 1.300 right after; others took 0.0% of the cores' time, not steady, compared"
-        in result_text(unsteady, 1.0)
+        "part 1: 1.200 (2.400) right before it, 1.300 (2.600) right after; others took 0.0% of the cores' time, not"
+        " steady, compared" in result_text(unsteady, 1.0)
     )
     assert not comparison_json([unsteady])["loads"]["some"]["steady"]
     assert closing_text([steady, unsteady]).splitlines() == [
