@@ -45,6 +45,8 @@ class Case:
     format: str
     calls: Sequence[Callable[[], object]]
     operator: Operator
+    others: Sequence[Callable[[], object]] = ()
+    """The same calls of another build of the kernels, on the same arrays."""
 
 
 def load_shape(name: str) -> ModelShape:
@@ -75,7 +77,9 @@ def linear_shapes(names: Sequence[str]) -> dict[tuple[int, int], list[str]]:
     return sizes
 
 
-def linear_cases(names: Sequence[str], rows: Sequence[int], formats: Sequence[str]) -> Iterator[Case]:
+def linear_cases(
+    names: Sequence[str], rows: Sequence[int], formats: Sequence[str], other: ctypes.CDLL | None = None
+) -> Iterator[Case]:
     for (columns, depth), layers in linear_shapes(names).items():
         values = ordinary(columns, depth, dtype="float32")
         for weight_format in formats:
@@ -86,7 +90,8 @@ def linear_cases(names: Sequence[str], rows: Sequence[int], formats: Sequence[st
             for count in rows:
                 name = f"{count}x{columns}x{depth} {'/'.join(layers)}"
                 operator = linear("linear", count, columns, depth, numbers)
-                yield Case("linear", name, weight_format, linear_calls(blobs, count, columns, depth), operator)
+                others = [] if other is None else linear_calls(blobs, count, columns, depth, library=other)
+                yield Case("linear", name, weight_format, linear_calls(blobs, count, columns, depth), operator, others)
 
 
 def copy_of(blob: Blob) -> Blob:
@@ -96,10 +101,10 @@ def copy_of(blob: Blob) -> Blob:
 
 
 def linear_calls(
-    blobs: Sequence[Blob], rows: int, columns: int, depth: int, dtype: str = DTYPE
+    blobs: Sequence[Blob], rows: int, columns: int, depth: int, dtype: str = DTYPE, library: ctypes.CDLL | None = None
 ) -> list[Callable[[], object]]:
-    """Arguments made once: at one row a call takes as long as making them."""
-    entry = load_library().llmk_test_linear
+    """Arguments made once: at one row a call takes as long as making them. ``library``: whose kernel; this one's."""
+    entry = (library or load_library()).llmk_test_linear
     entry.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     x, out = ordinary(rows, depth, dtype=dtype), ordinary(rows, columns, dtype=dtype)
 
@@ -119,7 +124,7 @@ def _checked(code: int) -> None:
         raise RuntimeError(f"a kernel refused its arguments with {code}; the reason is on standard error")
 
 
-def attention_cases(names: Sequence[str]) -> Iterator[Case]:
+def attention_cases(names: Sequence[str], other: ctypes.CDLL | None = None) -> Iterator[Case]:
     """Decode of many sequences, prefill of one prompt, and a chunk of a prompt after a long context."""
     for name in names:
         shape = load_shape(name)
@@ -131,25 +136,42 @@ def attention_cases(names: Sequence[str]) -> Iterator[Case]:
                 ("prefill", 1, PREFILL_TOKENS, PREFILL_TOKENS),
                 ("chunk", 1, 256, PREFILL_TOKENS),
             ):
-                yield _attention_case(shape, f"attention {kind}", seqs, queries, context, kv_format)
+                yield _attention_case(shape, f"attention {kind}", seqs, queries, context, kv_format, other)
 
 
-def _attention_case(shape: ModelShape, kernel: str, seqs: int, queries: int, context: int, kv_format: str) -> Case:
+def _attention_case(
+    shape: ModelShape, kernel: str, seqs: int, queries: int, context: int, kv_format: str, other: ctypes.CDLL | None
+) -> Case:
     heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
     operator = attention(
         "attention", [(queries, context)] * seqs, heads, kv_heads, dim, Numbers(DTYPE, kv_format=kv_format)
     )
-    calls = [
-        attention_call((heads, kv_heads, dim), seqs, queries, context, kv_format)
+    tensors = [
+        _attention_tensors((heads, kv_heads, dim), seqs, queries, context, kv_format, DTYPE)
         for _ in range(copies_of(int(operator.num_bytes)) if queries == 1 else 1)
     ]
-    return Case(kernel, f"{seqs}x{queries}@{context} {heads}/{kv_heads}x{dim}", kv_format, calls, operator)
+    name = f"{seqs}x{queries}@{context} {heads}/{kv_heads}x{dim}"
+    calls = [_attention_run(one, load_library()) for one in tensors]
+    others = [] if other is None else [_attention_run(one, other) for one in tensors]
+    return Case(kernel, name, kv_format, calls, operator, others)
 
 
 def attention_call(
     sizes: tuple[int, int, int], seqs: int, queries: int, context: int, kv_format: str, dtype: str = DTYPE
 ) -> Callable[[], object]:
-    """A call of RotaryAttention on caches of its own; the blocks of a sequence lie anywhere, as in a server."""
+    """A call of RotaryAttention on caches of its own."""
+    return _attention_run(_attention_tensors(sizes, seqs, queries, context, kv_format, dtype), load_library())
+
+
+def _attention_run(tensors: EntryCall, library: ctypes.CDLL) -> Callable[[], object]:
+    entry = library.RotaryAttention
+    return lambda: _checked(tensors.run(entry))
+
+
+def _attention_tensors(
+    sizes: tuple[int, int, int], seqs: int, queries: int, context: int, kv_format: str, dtype: str
+) -> EntryCall:
+    """The blocks of a sequence lie anywhere, as in a server."""
     heads, kv_heads, dim = sizes
     width = -(-context // BLOCK_SIZE)
     tables = np.random.default_rng(0).permutation(seqs * width).astype(np.int32).reshape(seqs, width)
@@ -163,7 +185,7 @@ def attention_call(
     lens = [np.full(seqs, length, np.int32) for length in (context, queries)]
     counts = np.array([seqs * queries, seqs, width, 0], np.int32)
     out = ordinary(seqs * queries, heads * dim, dtype=dtype)
-    call = EntryCall(
+    return EntryCall(
         [
             (qkv, dtype), (positions, None), (np.cos(angles).astype(np.float32), None),
             (np.sin(angles).astype(np.float32), None), (caches[0], kv_format), (caches[1], kv_format),
@@ -171,8 +193,6 @@ def attention_call(
             (out, dtype),
         ]
     )  # fmt: skip
-    entry = load_library().RotaryAttention
-    return lambda: _checked(call.run(entry))
 
 
 def row_cases() -> Iterator[Case]:

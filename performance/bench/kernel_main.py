@@ -5,15 +5,21 @@ weights or caches, which are together larger than the last-level cache. share is
 longer of reading once what must be read at full bandwidth, and computing at the peak of the format's unit
 (performance/bench/roofline.py); bound says which of the two. Norms, SwiGLU and sampling work on what the last
 operator left in the caches and can pass 100 % of the bandwidth of memory.
+
+--against PATH names another build of the kernels (libllm_kernels.so of another tree). Passes of both take turns on the
+same arrays, so that a machine whose speed moves is as fast for one as for the other: "ratio" is the median of the other
+build's time over this one's, pass by pass, of the linear layers and of attention. Above 1 this build is the faster.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from agent.kernels import kernel_isa, set_threads
@@ -32,8 +38,11 @@ from performance.bench.numbers import parse_counts, write_json
 
 LEAST_PASSES = 5
 ATTENTION_KERNELS = ("attention decode", "attention prefill", "attention chunk")
-HEADER = (
-    f"{'kernel':<18} {'shape':<40} {'format':<16} {'thr':>3} {'us':>10} {'GB/s':>7} {'GOP/s':>7} {'share':>6} bound"
+HEADER = " ".join(
+    [
+        *(f"{'kernel':<18}", f"{'shape':<40}", f"{'format':<16}", f"{'thr':>3}", f"{'us':>10}"),
+        *(f"{'GB/s':>7}", f"{'GOP/s':>7}", f"{'share':>6}", f"{'bound':<7}"),
+    ]
 )
 
 
@@ -48,24 +57,30 @@ class Row:
     gop_s: float
     share_of_ceiling: float
     bound: str
+    ratio: float | None = None
+    """Of another build's time to this one's; None: there is no other."""
 
     def text(self) -> str:
-        return (
+        line = (
             f"{self.kernel:<18} {self.shape:<40} {self.format:<16} {self.threads:>3} {self.seconds * 1e6:>10.1f} "
-            f"{self.gb_s:>7.2f} {self.gop_s:>7.1f} {self.share_of_ceiling:>6.0%} {self.bound}"
+            f"{self.gb_s:>7.2f} {self.gop_s:>7.1f} {self.share_of_ceiling:>6.0%} {self.bound:<7}"
         )
+        return (line if self.ratio is None else f"{line} {self.ratio:>6.2f}").rstrip()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parsed = build_parser().parse_args(arguments)
+    other: ctypes.CDLL | None = parsed.against
     ceilings, rows = {}, []
     for threads in parsed.threads:
         ceilings[threads] = measure_ceilings(threads)
-        print(f"{ceilings[threads].text()}\n{HEADER}", flush=True)
+        print(f"{ceilings[threads].text()}\n{HEADER}{'' if other is None else '  ratio'}".rstrip(), flush=True)
         set_threads(threads)
+        if other is not None:
+            other.llmk_set_threads(ctypes.c_int(threads))
         for case in cases_of(parsed):
             if parsed.only in case.kernel:
-                rows.append(row_of(case, median_call_seconds(case.calls, parsed.seconds), ceilings[threads]))
+                rows.append(measured(case, parsed.seconds, ceilings[threads]))
                 print(rows[-1].text(), flush=True)
         if (warning := drift_text(ceilings[threads], measure_ceilings(threads))) is not None:
             print(warning)
@@ -88,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write ceilings and rows here")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a roofline plot here")
+    parser.add_argument("--against", type=kernel_library, metavar="PATH", help="another build, measured by turns")
     parser.add_argument("--threads", type=parse_threads, default=(0,), help="1,2: each in turn; 0 (default): all")
     parser.add_argument("--seconds", type=float, default=0.1, help="time spent on each line (default %(default)s)")
     parser.add_argument("--only", default="", help="only kernels whose name contains this: linear, attention ...")
@@ -97,6 +113,19 @@ def build_parser() -> argparse.ArgumentParser:
         "--formats", type=names_out_of(LINEAR_FORMATS), default=LINEAR_FORMATS, help=",".join(LINEAR_FORMATS)
     )
     return parser
+
+
+def kernel_library(text: str) -> ctypes.CDLL:
+    """Another build of the kernels, beside this one's in the same process."""
+    path = Path(text)
+    path = (path / "agent" / "kernels" / "libllm_kernels.so" if path.is_dir() else path).resolve()
+    try:
+        library = ctypes.CDLL(str(path), mode=os.RTLD_LOCAL)
+        for entry in ("llmk_set_threads", "llmk_test_linear", "RotaryAttention"):
+            getattr(library, entry)
+    except (OSError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: no build of the kernels, nor a tree with one: {error}") from error
+    return library
 
 
 def parse_threads(text: str) -> tuple[int, ...]:
@@ -122,25 +151,45 @@ def cases_of(parsed: argparse.Namespace) -> Iterator[Case]:
         return any(parsed.only in kernel for kernel in kernels)
 
     if wanted("linear"):
-        yield from linear_cases(parsed.models, parsed.rows, parsed.formats)
+        yield from linear_cases(parsed.models, parsed.rows, parsed.formats, parsed.against)
     if wanted(*ATTENTION_KERNELS):
-        yield from attention_cases(parsed.models)
+        yield from attention_cases(parsed.models, parsed.against)
     yield from row_cases()
     yield from sampler_cases()
 
 
+def measured(case: Case, seconds: float, ceilings: Ceilings) -> Row:
+    """The row of a case, with the other build's time over this one's where there is one."""
+    if not case.others:
+        return row_of(case, median_call_seconds(case.calls, seconds), ceilings)
+    own, others = passes_by_turns([case.calls, case.others], seconds)
+    row = row_of(case, statistics.median(own), ceilings)
+    return replace(row, ratio=statistics.median(theirs / ours for theirs, ours in zip(others, own, strict=True)))
+
+
 def median_call_seconds(calls: Sequence[Callable[[], object]], seconds: float) -> float:
     """Median seconds of a call, over passes through all of them for ``seconds``, after one that is not counted."""
+    return statistics.median(passes_by_turns([calls], seconds)[0])
+
+
+def passes_by_turns(each: Sequence[Sequence[Callable[[], object]]], seconds: float) -> list[list[float]]:
+    """Seconds of a call in each pass through the calls of each, which take turns for ``seconds`` apiece, after one pass
+    of each that is not counted."""
+    for calls in each:
+        _pass_seconds(calls)
+    passes: list[list[float]] = [[] for _ in each]
+    end = time.perf_counter() + seconds * len(each)
+    while len(passes[0]) < LEAST_PASSES or time.perf_counter() < end:
+        for calls, own in zip(each, passes, strict=True):
+            own.append(_pass_seconds(calls))
+    return passes
+
+
+def _pass_seconds(calls: Sequence[Callable[[], object]]) -> float:
+    start = time.perf_counter()
     for call in calls:
         call()
-    passes: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(passes) < LEAST_PASSES or time.perf_counter() < end:
-        start = time.perf_counter()
-        for call in calls:
-            call()
-        passes.append((time.perf_counter() - start) / len(calls))
-    return statistics.median(passes)
+    return (time.perf_counter() - start) / len(calls)
 
 
 def row_of(case: Case, seconds: float, ceilings: Ceilings) -> Row:

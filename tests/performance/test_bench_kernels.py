@@ -8,9 +8,18 @@ from pathlib import Path
 import pytest
 from some_machine import CEILINGS, SHAPE
 
+from agent.kernels.library import library_path
 from performance.bench import kernel_cases
 from performance.bench.kernel_cases import Case, attention_call, linear_cases, linear_shapes
-from performance.bench.kernel_main import build_parser, main, median_call_seconds, names_out_of, row_of
+from performance.bench.kernel_main import (
+    LEAST_PASSES,
+    build_parser,
+    main,
+    median_call_seconds,
+    names_out_of,
+    passes_by_turns,
+    row_of,
+)
 from performance.bench.plots import plot_kernels
 from performance.bench.roofline import Numbers, Operator
 from performance.bench.step_kernels import StepKernels, step_of
@@ -40,6 +49,38 @@ def test_a_linear_case_runs_over_copies_of_its_weight(weight_format: str, monkey
     assert [case.shape.split()[0] for case in cases[:2]] == ["1x256x128", "3x256x128"]
     assert {len(case.calls) for case in cases} == {2}
     assert all(median_call_seconds(case.calls, 0.0) > 0 for case in cases)
+
+
+def test_another_build_takes_turns_on_the_same_arrays(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The build that is here stands for the other one."""
+    monkeypatch.setattr(kernel_cases, "load_shape", lambda name: SMALL)
+    monkeypatch.setattr("performance.bench.kernel_main.measure_ceilings", lambda threads: CEILINGS)
+    arguments = ["--rows", "1", "--formats", "int8", "--models", "llama_160m", "--seconds", "0.01"]
+    for kernels in ("linear", "attention decode"):
+        assert main([*arguments, "--only", kernels, "--against", str(library_path())]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        header = next(number for number, line in enumerate(lines) if line.startswith("kernel"))
+        assert lines[header].endswith("ratio")
+        ratios = [float(line.split()[-1]) for line in lines[header + 1 :] if line.startswith(kernels)]
+        assert ratios
+        assert all(ratio > 0 for ratio in ratios)
+
+
+def test_passes_take_turns() -> None:
+    seen: list[str] = []
+    own, others = passes_by_turns([[lambda: seen.append("own")], [lambda: seen.append("other")]], 0.0)
+    assert seen[:6] == ["own", "other"] * 3
+    assert len(own) == len(others) == LEAST_PASSES
+
+
+@pytest.mark.parametrize("path", ["no such file", __file__])
+def test_what_is_no_build_of_the_kernels_is_refused(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["--against", path])
+    assert refused.value.code == 2
+    assert "no build of the kernels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kv_format", ["bfloat16", "int8"])
