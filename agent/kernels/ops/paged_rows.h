@@ -34,10 +34,8 @@ constexpr int kFetchUnits = 8;      // units multiplied between two calls of Til
 constexpr float kLowest = -3.4028235e38f;
 #ifdef LLMK_VEC_AVX512
 constexpr int kRowBlock = 6, kBlockVectors = 4;  // rows and vectors of a panel multiplied together
-constexpr int kSideSums = 24;  // as many as registers hold beside the operands
 #else
 constexpr int kRowBlock = 2, kBlockVectors = 2;
-constexpr int kSideSums = 16;
 #endif
 
 // Softmax of some rows over what they have seen so far.
@@ -96,56 +94,43 @@ struct ProductRows {
 };
 
 // total[r][v] = sum over units of row r and panel vectors v: pieces [begin, end) of `units` each, at(piece, v) the
-// first one of a piece. With two passes (of int8) the second one's products are added to the shifted first. Float sums
-// go on from what `total` holds.
+// first one of a piece. Two passes (of int8) go side by side; the second one's products are added to the shifted first.
+// Float sums go on from what `total` holds.
 template <class P, int kPasses, int R, int V, class At>
 LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, int64_t units, int64_t panel_stride,
                           const At& at, const int32_t* offsets, TileFetch* fetch, typename P::Acc (&total)[R][V]) {
-  constexpr int kSide = kPasses * R * V <= kSideSums ? kPasses : 1;  // passes side by side
-  typename P::Acc first_pass[R * V];
-  for (int pass = 0; pass < kPasses; pass += kSide) {
-    typename P::Acc sums[kSide][R][V];
+  static_assert(kPasses * R * V <= kRowBlock * kBlockVectors, "the sums stay in registers");
+  typename P::Acc sums[kPasses][R][V];
+  LLMK_UNROLL
+  for (int i = 0; i < kPasses * R * V; ++i) {
+    sums[i / (R * V)][i / V % R][i % V] = kPasses == 1 ? total[i / V % R][i % V] : P::clear();
+  }
+  for (int64_t piece = begin; piece < end; ++piece) {
+    const Unit* panel[V];
     LLMK_UNROLL
-    for (int i = 0; i < kSide * R * V; ++i) {
-      sums[i / (R * V)][i / V % R][i % V] = kPasses == 1 ? total[i / V % R][i % V] : P::clear();
-    }
-    for (int64_t piece = begin; piece < end; ++piece) {
-      const Unit* panel[V];
-      LLMK_UNROLL
-      for (int v = 0; v < V; ++v) panel[v] = at(piece, v);
-      const Unit* row = rows.units + pass * rows.pass_stride + piece * units;
-      for (int64_t k = 0; k < units;) {
-        const int64_t last = smaller(units, k + kFetchUnits);
-        if (fetch != nullptr && pass == 0) fetch->some(V * (last - k));
-        for (; k < last; ++k) {
-          typename P::Operand lanes[V];
+    for (int v = 0; v < V; ++v) panel[v] = at(piece, v);
+    const Unit* row = rows.units + piece * units;
+    for (int64_t k = 0; k < units;) {
+      const int64_t last = smaller(units, k + kFetchUnits);
+      if (fetch != nullptr) fetch->some(V * (last - k));
+      for (; k < last; ++k) {
+        typename P::Operand lanes[V];
+        LLMK_UNROLL
+        for (int v = 0; v < V; ++v) lanes[v] = P::lanes(panel[v] + k * panel_stride);
+        LLMK_UNROLL
+        for (int i = 0; i < kPasses * R; ++i) {
+          const typename P::Operand x = P::spread(row + i % R * rows.stride + i / R * rows.pass_stride + k);
           LLMK_UNROLL
-          for (int v = 0; v < V; ++v) lanes[v] = P::lanes(panel[v] + k * panel_stride);
-          LLMK_UNROLL
-          for (int i = 0; i < kSide * R; ++i) {
-            const typename P::Operand x = P::spread(row + i % R * rows.stride + i / R * rows.pass_stride + k);
-            LLMK_UNROLL
-            for (int v = 0; v < V; ++v) sums[i / R][i % R][v] = P::step(x, lanes[v], sums[i / R][i % R][v]);
-          }
+          for (int v = 0; v < V; ++v) sums[i / R][i % R][v] = P::step(x, lanes[v], sums[i / R][i % R][v]);
         }
       }
     }
-    LLMK_UNROLL
-    for (int i = 0; i < R * V; ++i) {
-      auto& out = total[i / V][i % V];
-      const int32_t offset = offsets == nullptr ? 0 : offsets[i / V];
-      if (kPasses == 1) out = sums[0][i / V][i % V];
-      if (kPasses > 1 && kSide > 1) {
-        out = P::join(P::shift(sums[0][i / V][i % V], offset), sums[kSide - 1][i / V][i % V]);
-      }
-      if (kPasses > 1 && kSide == 1) {
-        const auto sum = sums[0][i / V][i % V];
-        if (pass == 0) first_pass[i] = P::shift(sum, offset);
-        if (pass == 1) out = P::join(first_pass[i], sum);
-      }
-    }
-    // They wait in memory: as registers they would drive out what the second pass works with.
-    if (kPasses > 1 && kSide == 1) asm volatile("" : : "r"(first_pass) : "memory");
+  }
+  LLMK_UNROLL
+  for (int i = 0; i < R * V; ++i) {
+    const auto sum = sums[0][i / V][i % V];
+    const int32_t offset = offsets == nullptr ? 0 : offsets[i / V];
+    total[i / V][i % V] = kPasses == 1 ? sum : P::join(P::shift(sum, offset), sums[kPasses - 1][i / V][i % V]);
   }
 }
 
