@@ -3,7 +3,9 @@
 ``seconds = base + row * rows + context * context tokens of the rows + prompt * prompt tokens``: launching and reading
 the weights, a row's share, reading its keys and values, computing a prompt's token. The numbers are the least squares
 over the steps so far, the latest weighing most (exponential forgetting), each divided by its seconds, so that short
-steps count as much as long ones; none is negative. Plain arithmetic in a fixed order: the same steps give the same
+steps count as much as long ones; none is negative. All four are then multiplied by what the last few steps took
+against what was foretold: a device that others slow down, or steps larger than any the numbers were learnt from, are
+believed at once, not when the past is forgotten. Plain arithmetic in a fixed order: the same steps give the same
 numbers.
 """
 
@@ -18,6 +20,12 @@ _KEEP = 1 - 1 / 256
 
 _SOLVE_EVERY = 8
 """Steps between two looks at what they say together."""
+
+_DRIFT_STEPS = 8
+"""Steps over which the ratio of what steps took and what was foretold is averaged."""
+
+_MOST_DRIFT = 2.0
+"""What one step says of that ratio at most: it may have been interrupted."""
 
 _RIDGE = 1e-7
 """How much a number that the steps say nothing about stays near zero, against what they say of the others."""
@@ -37,6 +45,10 @@ class StepCostModel:
         self.is_known = False
         self.most_prompt_tokens = 0.0
         """The most prompt tokens of a step lately, fading as the past does: what is learnt holds for so many."""
+        self._numbers = (0.0, 0.0, 0.0, 0.0)
+        """As they were learnt."""
+        self._drift = 1.0
+        """The latest steps' seconds against those that the numbers foretold."""
         size = len(_SCALES)
         self._products = [[0.0] * size for _ in range(size)]
         self._sums = [0.0] * size
@@ -58,6 +70,7 @@ class StepCostModel:
         if step.kind is StepKind.MOVE or result.aborted or result.error is not None or seconds <= 0.0:
             return
         counts = _values(step)
+        self._compare(counts, seconds)
         self.most_prompt_tokens = max(self.most_prompt_tokens * _KEEP, counts[3])
         values = [value * scale / seconds for value, scale in zip(counts, _SCALES, strict=True)]
         for line, value in zip(self._products, values, strict=True):
@@ -68,6 +81,17 @@ class StepCostModel:
         if self._num_new >= _SOLVE_EVERY:
             self._num_new = 0
             self._solve()
+        self._tell()
+
+    def _compare(self, counts: tuple[float, float, float, float], seconds: float) -> None:
+        foretold = sum(number * count for number, count in zip(self._numbers, counts, strict=True))
+        if foretold > 0.0:
+            ratio = min(max(seconds / foretold, 1 / _MOST_DRIFT), _MOST_DRIFT)
+            self._drift += (ratio - self._drift) / _DRIFT_STEPS
+
+    def _tell(self) -> None:
+        numbers = [number * self._drift for number in self._numbers]
+        self.base_s, self.row_s, self.context_s, self.prompt_token_s = numbers
 
     def _solve(self) -> None:
         """Least squares without negative numbers: the most negative is held at zero, one after the other."""
@@ -81,7 +105,7 @@ class StepCostModel:
                     numbers[index] = value * _SCALES[index]
                 break
             del free[worst]
-        self.base_s, self.row_s, self.context_s, self.prompt_token_s = numbers
+        self._numbers = (numbers[0], numbers[1], numbers[2], numbers[3])
         self.is_known = any(numbers)
 
 

@@ -96,3 +96,19 @@ def test_steps_that_tell_nothing_are_passed_over() -> None:
 def test_the_same_steps_give_the_same_numbers() -> None:
     first, second = trained(random.Random(6), 300, 0.1), trained(random.Random(6), 300, 0.1)
     assert (first.base_s, first.row_s, first.context_s) == (second.base_s, second.row_s, second.context_s)
+
+
+def test_a_device_that_others_slow_down_is_believed_soon() -> None:
+    """What hundreds of steps said of a faster one would else outweigh the new ones for many seconds."""
+    model, rng = trained(random.Random(7), 400), random.Random(7)
+    for _ in range(20):
+        rows = [rng.randrange(1, 3000) for _ in range(rng.randrange(1, 64))]
+        model.learn(step := make_step(rows, 16), answer(step, 1.4 * seconds(rows, 16)))
+    assert model.seconds(32, 16_000, 16) == pytest.approx(1.4 * seconds([500] * 32, 16), rel=0.06)
+
+
+def test_a_step_that_was_interrupted_says_little() -> None:
+    model = trained(random.Random(8), 400)
+    step = make_step([500] * 32, 0)
+    model.learn(step, answer(step, 50 * seconds([500] * 32, 0)))
+    assert model.seconds(32, 16_000, 0) == pytest.approx(seconds([500] * 32, 0), rel=0.15)
