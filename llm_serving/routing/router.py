@@ -301,6 +301,8 @@ class Router:
             reason = BlockReason.BATCH
         elif all(room.num_free_rows <= room.num_all for room in rooms):
             reason = BlockReason.ROWS
+        if reason is not BlockReason.BATCH:
+            self._queue.limit_starts(0)
         by = [request_id for replica in live for request_id in list(replica.entries)[:MAX_BLOCKERS]][:MAX_BLOCKERS]
         entry.request.receipt.blocked(reason, by, now)
         self._line.blocked(reason, by, now)
@@ -329,6 +331,6 @@ class Router:
             del entry.replica.entries[entry.request.request_id]
 
     def _num_free_rows(self) -> int:
-        """Rows of the replicas that serve which nobody waits for there."""
+        """Rows of the replicas that serve which nobody waits for there; negative when more wait than can start."""
         rooms = [replica.scheduler.start_room() for replica in self.replicas if replica.is_live]
-        return sum(max(room.num_free_rows - room.num_waiting - room.num_late, 0) for room in rooms)
+        return sum(room.num_startable - room.num_waiting - room.num_late for room in rooms)

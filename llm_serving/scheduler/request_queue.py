@@ -29,6 +29,8 @@ class RequestQueue:
         self._new: QueueOrder = PriorityOrder() if order is None else order
         self._deadlines: KeyedHeap[Sequence] = KeyedHeap()
         self._drain_rate = DrainRate()
+        self._most_starts: int | None = None
+        """The fewest that could start whenever it was asked since the queue was last empty; None: as many as rows."""
         self.num_tokens = 0
         """Known tokens of the waiting sequences."""
         self.has_tenants = False
@@ -53,12 +55,15 @@ class RequestQueue:
     def check_room(self, num_tokens: int, num_free_rows: int) -> None:
         """Raises QueueFullError when one more request of ``num_tokens`` tokens is too much.
 
-        Requests for which a row is free do not count: they leave the queue with the next steps.
+        Requests for which a row is free do not count, but see ``limit_starts``: they leave the queue with the next
+        steps. A negative number of rows: so many more wait elsewhere, beyond the rows there.
         """
-        waiting = len(self) - num_free_rows
+        num_startable = self.num_startable(num_free_rows)
+        waiting = len(self) - num_startable
         if waiting >= self._max_requests:
+            num_waiting, num_startable = len(self) - min(num_startable, 0), max(num_startable, 0)
             raise QueueFullError(
-                f"{len(self)} requests are waiting and {num_free_rows} can start; the queue takes"
+                f"{num_waiting} requests are waiting and {num_startable} can start; the queue takes"
                 f" {self._max_requests} (scheduler_config.max_waiting_requests). Try again later.",
                 retry_after_s=self._drain_rate.retry_after_s(waiting - self._max_requests + 1, 0),
             )
@@ -69,6 +74,18 @@ class RequestQueue:
                 f" {self._max_tokens} tokens (scheduler_config.max_waiting_tokens). Try again later.",
                 retry_after_s=self._drain_rate.retry_after_s(1, excess),
             )
+
+    def num_startable(self, num_free_rows: int) -> int:
+        """For how many a row is free, and nothing else is known to keep them from it."""
+        return num_free_rows if self._most_starts is None else min(num_free_rows, self._most_starts)
+
+    def limit_starts(self, most: int) -> None:
+        """However many rows are free, only so many can start: for want of blocks, by admission, by the policy.
+
+        It holds until the queue is empty, whatever is said later. What is short comes back a little at a time, and a
+        door that opened wide each time would let in for every free row who then waits for something else.
+        """
+        self._most_starts = most if self._most_starts is None else min(self._most_starts, most)
 
     def append(self, sequence: Sequence) -> None:
         """Put a new request in."""
@@ -143,3 +160,4 @@ class RequestQueue:
             self._deadlines.remove(sequence)
         if not self:
             self._drain_rate.emptied()
+            self._most_starts = None

@@ -20,6 +20,8 @@ class StartRoom:
     num_returned: int
     """Requests that were preempted, or ran elsewhere, and wait here to go on: they go first."""
     num_free_rows: int
+    num_startable: int
+    """Free rows that nothing keeps those that wait here from, as far as is known; see ``RequestQueue.limit_starts``."""
     num_free_blocks: int
     """Less those that a start leaves free."""
     num_waiting_blocks: int
@@ -40,6 +42,7 @@ class StartRoom:
             num_late=num_late,
             num_returned=waiting.num_returned,
             num_free_rows=running.num_free_rows,
+            num_startable=waiting.num_startable(running.num_free_rows),
             num_free_blocks=kv_cache.num_free_blocks - running.reserve(state.limits.watermark_blocks),
             num_waiting_blocks=waiting.num_tokens // kv_cache.block_size + len(waiting),
             is_held_up=bool(state.swapped or running.num_preempted_leaving or state.is_held_up),

@@ -17,6 +17,10 @@ from llm_serving.scheduler.state import SchedulerState
 __all__ = ["StartGate", "Starter"]
 
 
+_NEXT_STEP_MAY_DO = (BlockReason.BATCH, BlockReason.PREFIX)
+"""Reasons not to start that are no lack of room."""
+
+
 class StartGate(Protocol):
     """What a policy has to say about requests that never ran and could start in a step."""
 
@@ -110,3 +114,5 @@ class Starter:
         by = [running.request.request_id for running in islice(self._state.running, MAX_BLOCKERS)]
         sequence.request.receipt.blocked(obstacle, by, now)
         self._state.line.blocked(obstacle, by, now)
+        if obstacle not in _NEXT_STEP_MAY_DO:
+            self._state.waiting.limit_starts(0)

@@ -240,3 +240,15 @@ def test_nobody_starves(
             placed = [request.replica is not None for request in simulation.requests.values()]
             assert placed == sorted(placed, reverse=True), "somebody was overtaken"
     simulation.finish()
+
+
+def test_who_waits_at_a_replica_without_room_counts_at_the_door() -> None:
+    """Rows are free everywhere, blocks nowhere."""
+    simulation = routed(max_num_seqs=16, max_waiting_requests=2, num_blocks=16, block_size=4)
+    for number in range(40):
+        if simulation.router.queue_full() is None:
+            simulation.add(ask(f"r{number}", 12, 8))
+        simulation.schedule()
+    waiting = [name for name in simulation.requests if name not in started(simulation)]
+    assert len(waiting) <= 4  # two in the queue, and one at each replica that a step had no room for
+    simulation.finish()

@@ -123,3 +123,22 @@ def test_impossible_limits(changes: dict[str, int]) -> None:
 
 def test_limits_are_values() -> None:
     assert make_limits() == SchedulerLimits(33, 4, 64, 48, 8, 64, 2, 8)
+
+
+def test_the_door_does_not_count_rows_without_blocks() -> None:
+    """A request holds three blocks of fifteen, and each that runs keeps one free: rows are free for many more."""
+    limits = make_limits(
+        max_num_seqs=16, max_waiting_requests=2, num_blocks=16, block_size=4, prefill_batch_size=8, decode_batch_size=16
+    )
+    simulation = Simulation(limits)
+    simulation.add(*(make_request(f"r{index}", 12, 8) for index in range(6)))
+    simulation.schedule()
+    scheduler = simulation.scheduler
+    assert scheduler.figures.num_waiting >= 2
+    full = scheduler.queue_full()
+    assert full is not None
+    assert "can start; the queue takes 2" in str(full)
+    with pytest.raises(QueueFullError):
+        scheduler.add_request(make_request("more"))
+    simulation.finish()
+    assert scheduler.queue_full() is None

@@ -149,3 +149,44 @@ def test_retry_after_is_within_its_bounds() -> None:
     assert refused(queue, 5) == 1.0
     queue.pop(10_000.0)
     assert refused(queue, 5) == MAX_RETRY_AFTER_S
+
+
+def has_room(queue: RequestQueue, num_free_rows: int) -> bool:
+    try:
+        queue.check_room(1, num_free_rows)
+    except QueueFullError:
+        return False
+    return True
+
+
+def test_free_rows_that_cannot_be_used_do_not_count() -> None:
+    queue, new = RequestQueue(2, None), Arrivals()
+    sequences = [new.next() for _ in range(4)]
+    for sequence in sequences[:3]:
+        queue.append(sequence)
+    assert has_room(queue, 8)
+    queue.limit_starts(2)
+    assert has_room(queue, 8)
+    assert not has_room(queue, 1)
+    queue.append(sequences[3])
+    assert not has_room(queue, 8)
+
+
+def test_starts_stay_limited_until_the_queue_is_empty() -> None:
+    queue, new = RequestQueue(2, None), Arrivals()
+    for _ in range(3):
+        queue.append(new.next())
+    queue.limit_starts(0)
+    queue.limit_starts(8)
+    assert not has_room(queue, 8), "a little room came back, and goes to those who wait"
+    take_all(queue)
+    for _ in range(3):
+        queue.append(new.next())
+    assert has_room(queue, 8)
+
+
+def test_who_waits_elsewhere_without_room_counts() -> None:
+    queue = RequestQueue(2, None)
+    assert has_room(queue, -1)
+    with pytest.raises(QueueFullError, match="2 requests are waiting and 0 can start; the queue takes 2"):
+        queue.check_room(1, -2)

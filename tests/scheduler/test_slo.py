@@ -206,3 +206,33 @@ def test_hopeless_objectives_stop_nobody() -> None:
     before = len(simulation.steps)
     simulation.finish()
     assert max(step.num_seqs for step in simulation.steps[before:]) >= 30
+
+
+def taken_at_the_door(simulation: TimedSimulation, seconds: float, every_s: float, prompt: int = 4) -> int:
+    """The most that ever waited, of requests that came every so many seconds and were refused when there was no
+    room."""
+    most, end, due, number = 0, simulation.now + seconds, simulation.now, 0
+    while simulation.now < end:
+        while due <= simulation.now:
+            if simulation.scheduler.queue_full() is None:
+                simulation.add(make_request(f"door{number}", prompt, 40, arrival=due))
+                number += 1
+            due += every_s
+        simulation.step()
+        most = max(most, simulation.scheduler.figures.num_waiting)
+    simulation.finish()
+    return most
+
+
+def test_the_door_counts_the_rows_that_can_keep_their_pace() -> None:
+    """Of 64 rows some 17 may run (see above): the queue takes 8 beside those, not beside 64."""
+    simulation = timed(tbt_objective=0.0064, ttft_objective=0.1, max_waiting_requests=8)
+    learn(simulation)
+    assert taken_at_the_door(simulation, 2.0, 0.0005) <= 8 + 18
+
+
+def test_the_door_counts_those_who_can_start_in_time() -> None:
+    """A prompt of 100 tokens takes 20 ms and more: in 0.2 s fewer than ten start, however many rows are free."""
+    simulation = timed(ttft_objective=0.2, tbt_objective=1.0, max_waiting_requests=8)
+    learn(simulation)
+    assert taken_at_the_door(simulation, 2.0, 0.002, prompt=100) <= 8 + 10

@@ -89,7 +89,11 @@ class Slo:
             return self._mixed.compose(limits.mixed_step_tokens, now, StepReason.BUDGET_SHARED)
         pace = self._pace(now)
         budget = self._budget(pace, now)
-        self._starts.begin_step(self._max_starts(pace, now), now)
+        max_starts = self._max_starts(pace, now)
+        self._starts.begin_step(max_starts, now)
+        if state.waiting:
+            in_time = self._num_in_time(pace, budget)
+            state.waiting.limit_starts(in_time if max_starts is None else min(in_time, max_starts))
         return self._mixed.compose(
             pace.num_rows + budget,
             now,
@@ -183,6 +187,12 @@ class Slo:
         context = pace.num_context_tokens / pace.num_rows if pace.num_rows else 0.0
         row_s = model.row_s + model.context_s * context
         return max(0, int(spare / row_s)) if row_s > 0.0 else None
+
+    def _num_in_time(self, pace: _Pace, budget: int) -> int:
+        """How many like those that wait have their first token in time, in steps like the next."""
+        waiting = self._state.waiting
+        mean_s = self._token_s(budget, pace) * waiting.num_tokens / len(waiting)
+        return int(self._state.limits.ttft_objective * (1.0 - _MARGIN) / mean_s)
 
     def _late(self, now: float) -> frozenset[Sequence]:
         """Prompts that have begun and cannot be on time any more."""
