@@ -27,7 +27,7 @@ from llm_serving.scheduler.sequence import Sequence
 
 __all__ = ["DEFAULT_MARGIN", "LATE_SHARE", "SloOrder"]
 
-LATE_SHARE = 16
+LATE_SHARE = 32
 """While there are late requests, at least one start of so many is theirs."""
 
 DEFAULT_MARGIN = 0.1

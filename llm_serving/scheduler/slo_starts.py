@@ -11,8 +11,9 @@ Late ones
     was not replaced, and one more every ``STEPS_FOR_ONE_MORE`` steps. What ended while nobody could start is not made
     up for. This is a token bucket whose depth is one request, or all that ended since the step before.
 
-    Nothing is held back where less than half of rows and blocks are in use, or when nobody has come for as long as
-    an objective for the first token takes. And the turn that late ones have after so many others is theirs.
+    Nothing is held back where less than half of the blocks, and of the rows that can keep their pace, are in use, or
+    when nobody has come for as long as an objective for the first token takes. And the turn that late ones have after
+    so many others is theirs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STEPS_FOR_ONE_MORE = 32
 """Steps after which late requests may be one more. From 8 on overload comes in waves again."""
 
 _PLENTY = 0.5
-"""Share of rows and blocks in use below which late ones start as they like."""
+"""Share of blocks, and of the rows that can keep their pace, in use below which late ones start as they like."""
 
 
 class SloStarts:
@@ -48,7 +49,7 @@ class SloStarts:
         num_ended = max(self._num_started - state.num_started, 0)
         self._num_started = state.num_started
         self._num_left = max_starts
-        self._holds_back = bool(order.num_late) and now < order.next_expected and self._use() >= _PLENTY
+        self._holds_back = bool(order.num_late) and now < order.next_expected and self._use(max_starts) >= _PLENTY
         if self._holds_back:
             most = max(1.0, num_ended)
             self._credit = min(self._credit + num_ended + 1 / STEPS_FOR_ONE_MORE, most)
@@ -66,6 +67,9 @@ class SloStarts:
         if self._num_left is not None:
             self._num_left -= 1
 
-    def _use(self) -> float:
+    def _use(self, max_starts: int | None) -> float:
         state = self._state
-        return max(state.page_use, len(state.running) / state.limits.max_num_seqs)
+        num_running, num_rows = len(state.running), state.limits.max_num_seqs
+        if max_starts is not None:
+            num_rows = min(num_rows, num_running + max_starts)
+        return max(state.page_use, num_running / num_rows if num_rows else 1.0)

@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from performance.load.options import LoadOptions
 from performance.simulation.pictures import CONFIG, DEVICE, PUBLISHED_LOAD
 from performance.simulation.requests import generated
-from performance.simulation.runs import simulate
+from performance.simulation.runs import NOWHERE, simulate
 from performance.simulation.setup import make_setup
 from performance.simulation.workload import OpenLoop
 
@@ -24,3 +25,28 @@ def good_per_s(rate: float) -> float:
 def test_slo_serves_as_many_on_time_however_many_come() -> None:
     assert good_per_s(12.0) > 0.9 * CAPACITY
     assert good_per_s(100.0) > 0.9 * CAPACITY
+
+
+def test_slo_serves_as_many_on_time_where_objectives_allow_fewer_rows_than_there_are() -> None:
+    """Some hundred of 256 rows keep 50 ms between tokens. Who is let in for the others comes late, and is served late
+    in the place of somebody on time."""
+    settings = [
+        "model_config.weight_format=int8",
+        "model_config.kv_format=int8",
+        "scheduler_config.policy=slo",
+        "scheduler_config.ttft_objective_ms=1000",
+        "scheduler_config.tbt_objective_ms=50",
+        "scheduler_config.max_waiting_requests=64",
+    ]
+    setup = make_setup("llama_160m_cpu.yaml", settings, "cpu")
+    load = LoadOptions(
+        NOWHERE, duration=SECONDS, token_ids=True, vocab_size=32_000, prompt_len=(32, 64), output_len=(64, 192),
+        ignore_eos=True, slo_ttft_ms=1000.0, slo_tpot_ms=50.0,
+    )  # fmt: skip
+    runs = []
+    for rate in (12.0, 110.0):
+        arrivals = generated(replace(load, rate=rate), setup.config)
+        runs.append(simulate("slo", setup, OpenLoop(arrivals.requests, arrivals.times), replace(load, rate=rate)))
+    peak, overload = (run.figures.good_requests / run.figures.total_time_s for run in runs)
+    assert peak > 11.0
+    assert overload > 0.95 * peak

@@ -102,3 +102,12 @@ def test_the_pace_of_rows_bounds_all_starts() -> None:
     assert line.starts.may_start(first)
     line.starts.started(first)
     assert not line.starts.may_start(first)
+
+
+def test_plenty_is_told_by_the_rows_that_keep_their_pace() -> None:
+    """Four of ten rows run, but their pace allows no more than two beside them."""
+    line = Line(5, running=4)
+    line.starts.begin_step(2, line.now)
+    first_late = line.late[0]
+    line.starts.started(line.order.first(line.now))
+    assert not line.starts.may_start(first_late)
