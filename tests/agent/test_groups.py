@@ -37,8 +37,9 @@ QUANTISED_SETUPS = (
     Setup(1, 2, "bfloat16", "fused", "int4", "int8"),
 )
 SETUPS = (*FLOAT32_SETUPS, *HALF_SETUPS, *QUANTISED_SETUPS)
-SWEPT = (FLOAT32_SETUPS[0], *HALF_SETUPS[1:], QUANTISED_SETUPS[1])
-"""Run by ``make test-sweeps`` alone: two agents and two stages of two do what these do."""
+SWEPT = (FLOAT32_SETUPS[0], *HALF_SETUPS, *QUANTISED_SETUPS[1:])
+"""Run by ``make test-sweeps`` alone: two agents and two stages of two do what these do; half types in groups are served
+in ``test_parallel_golden.py``, native operators in groups compared in ``test_native_quantised_groups.py``."""
 MOST_TIES = 0.08
 LEAST_AGREEMENT = {"int8": 0.97, "int4": 0.55}
 INDIVISIBLE = ("mistral_full", "qwen2_tied")

@@ -16,6 +16,7 @@ from llama_in_numpy import NumpyLlama
 from oracle_ties import check_forced
 from position_bits import check_position_bits, check_sharing_bits
 from small_configs import REPOSITORY
+from sweeps import with_sweeps
 
 from llm_serving.request import MAX_TOP_LOGITS
 from tools.seeded_model import VARIANTS, write_model
@@ -29,6 +30,8 @@ SETUPS = (
     ("float16", "native"),
     ("bfloat16", "native"),
 )
+SWEPT = (("float16", "native"), ("float16", "native", "auto", "auto"))
+"""Run by ``make test-sweeps`` alone: bfloat16 does what it does, and float16 with weights in int8."""
 HALF_SETUPS = SETUPS[1:]
 QUANTISED_SETUPS = (
     ("bfloat16", "fused", "int8", "auto"),
@@ -113,14 +116,14 @@ def test_float32_gives_the_oracles_tokens_exactly(results: Any, model: str) -> N
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("dtype", "op_table"), HALF_SETUPS)
+@pytest.mark.parametrize(("dtype", "op_table"), with_sweeps(HALF_SETUPS, SWEPT, apart=True))
 def test_half_types_differ_from_the_oracle_only_at_ties(results: Any, dtype: str, op_table: str, model: str) -> None:
     forced = results(dtype, op_table)["models"][model]["golden"]["forced"]
     check_forced(golden_of(model)["cases"], forced, dtype, MOST_TIES, f"{model} {dtype} {op_table}")
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("dtype", "op_table"), SETUPS)
+@pytest.mark.parametrize(("dtype", "op_table"), with_sweeps(SETUPS, SWEPT, apart=True))
 def test_logits_are_the_oracles(results: Any, dtype: str, op_table: str, model: str) -> None:
     best = results(dtype, op_table)["models"][model]["golden"]["best"]
     for case, steps in zip(golden_of(model)["cases"], best, strict=True):
@@ -151,7 +154,7 @@ def test_quantised_native_differs_from_fused_only_at_ties(results: Any, setup: t
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("setup", ROUNDED_SETUPS, ids="-".join)
+@pytest.mark.parametrize("setup", with_sweeps(ROUNDED_SETUPS, SWEPT))
 def test_errors_are_those_of_rounding_between_operators(
     results: Any, numpy_folder: Callable[[str], Path], setup: tuple[str, ...], model: str
 ) -> None:
@@ -207,7 +210,7 @@ def test_native_int4_says_what_the_trained_model_says(results: Any) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("setup", ALL_SETUPS, ids="-".join)
+@pytest.mark.parametrize("setup", with_sweeps(ALL_SETUPS, SWEPT))
 def test_a_position_gives_the_same_bits_however_it_is_computed(
     results: Any, setup: tuple[str, ...], model: str
 ) -> None:
@@ -215,7 +218,7 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("setup", NATIVE_SETUPS, ids="-".join)
+@pytest.mark.parametrize("setup", with_sweeps(NATIVE_SETUPS, SWEPT))
 def test_replayed_steps_have_the_bits_of_the_graph(results: Any, setup: tuple[str, ...], model: str) -> None:
     replays = results(*setup)["models"][model]["replays"]
     assert replays["problems"] == ["", "", ""]
@@ -229,14 +232,14 @@ def test_replayed_steps_have_the_bits_of_the_graph(results: Any, setup: tuple[st
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("setup", ALL_SETUPS, ids="-".join)
+@pytest.mark.parametrize("setup", with_sweeps(ALL_SETUPS, SWEPT))
 def test_shared_copied_and_swapped_blocks_and_mixed_steps_change_no_bit(
     results: Any, setup: tuple[str, ...], model: str
 ) -> None:
     check_sharing_bits(results(*setup)["models"][model]["sharing"])
 
 
-@pytest.mark.parametrize("setup", ALL_SETUPS, ids="-".join)
+@pytest.mark.parametrize("setup", with_sweeps(ALL_SETUPS, SWEPT))
 def test_penalties_see_prompt_and_output(results: Any, setup: tuple[str, ...]) -> None:
     rows = results(*setup)["rows"]
     assert rows["tokens"] == rows["expected"]
@@ -244,14 +247,14 @@ def test_penalties_see_prompt_and_output(results: Any, setup: tuple[str, ...]) -
     assert rows["tokens"] != rows["plain"]
 
 
-@pytest.mark.parametrize("setup", ALL_SETUPS, ids="-".join)
+@pytest.mark.parametrize("setup", with_sweeps(ALL_SETUPS, SWEPT))
 def test_a_resumed_sequence_goes_on_as_before(results: Any, setup: tuple[str, ...]) -> None:
     """Recomputed in another row, with its output as part of the prompt and its history sent again."""
     rows = results(*setup)["rows"]
     assert rows["resumed"] == rows["tokens"]
 
 
-@pytest.mark.parametrize("setup", ALL_SETUPS, ids="-".join)
+@pytest.mark.parametrize("setup", with_sweeps(ALL_SETUPS, SWEPT))
 def test_a_row_may_start_with_a_decode_that_brings_its_history(results: Any, setup: tuple[str, ...]) -> None:
     """As after a swap: the cache is there, the row is new."""
     rows = results(*setup)["rows"]
@@ -283,7 +286,7 @@ def test_a_wrong_slot_is_refused(results: Any, wrong: str) -> None:
     assert results("float32", "fused")["refusals"]["errors"][wrong] == REFUSALS[wrong]
 
 
-@pytest.mark.parametrize(("dtype", "op_table"), SETUPS)
+@pytest.mark.parametrize(("dtype", "op_table"), with_sweeps(SETUPS, SWEPT, apart=True))
 def test_a_refused_slot_leaves_the_runner_unharmed(results: Any, dtype: str, op_table: str) -> None:
     refusals = results(dtype, op_table)["refusals"]
     assert refusals["unharmed"]

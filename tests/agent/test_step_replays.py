@@ -14,7 +14,13 @@ SETUPS = {
     "2 share layers": (Setup(2, 1, "float32", "fused"), ("gqa_tied", "qwen3_moe")),
     "2 stages of 2": (Setup(2, 2, "bfloat16", "fused", "int4"), ("gqa_tied",)),
 }
-CASES = [(name, model) for name, (_, models) in SETUPS.items() for model in models]
+SWEPT = ("2 stages of 2",)
+"""Run by ``make test-sweeps`` alone: replays of stages are those of ``test_dynamic_replays.py``, too."""
+CASES = [
+    pytest.param(name, model, marks=[pytest.mark.sweep] * (name in SWEPT))
+    for name, (_, models) in SETUPS.items()
+    for model in models
+]
 REASONS = {
     "unnamed": ("reads what none of our kernels wrote", "another agent cannot replay its launches"),
     "no launches": ("another agent cannot replay its launches", "another agent cannot replay its launches"),
