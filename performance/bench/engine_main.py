@@ -128,12 +128,12 @@ def run(config: Config, cases: Sequence[Case], parsed: argparse.Namespace) -> di
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    header = ["", *(title for title, _ in COLUMNS), "share", "agent", "kernels"]
+    header = ["", *(title for title, _ in COLUMNS), "share", "by blocks", "agent", "kernels"]
     return format_table(header, [_line(row) for row in rows])
 
 
 def _line(row: Mapping[str, Any]) -> list[str]:
-    shares = (row["share_of_ceiling"], row["agent_share"], row.get("kernel_share"))
+    shares = (row["share_of_ceiling"], row["share_by_blocks"], row["agent_share"], row.get("kernel_share"))
     return [
         row["name"],
         *(format_number(row[key]) for _, key in COLUMNS),

@@ -84,16 +84,17 @@ def figures(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceili
     """One run's row. ``decode_tokens_per_s`` counts the tokens after the last prompt's first, over the time since.
 
     ``share_of_ceiling``: least time (``roofline``) over measured time, of the decode or, in a prefill row, of the
-    prefill. ``agent_share``: time the agent spent in graphs and sampler over measured time, the rest being between
-    the steps. ``step_ms`` is the mean time of a decode step, or of the whole prefill; ``graph_ms`` and ``sample_ms``
-    are of the median step.
+    prefill. ``share_by_blocks``: of a decode, the same with keys and values read block by block. ``agent_share``: time
+    the agent spent in graphs and sampler over measured time, the rest being between the steps. ``step_ms`` is the mean
+    time of a decode step, or of the whole prefill; ``graph_ms`` and ``sample_ms`` are of the median step.
     """
     prefill_least = prefill_seconds(shape, [case.prompt] * case.batch, numbers, ceilings)
     is_decode = case.kind == "decode"
     start = times.prefilled if is_decode else 0.0
     seconds = times.end - start
     num_steps = max(1, round(times.decoded_tokens / case.batch)) if is_decode else 1
-    least = _decode_least(case, num_steps, shape, numbers, ceilings) if is_decode else prefill_least
+    least = _decode_least(case, num_steps, shape, numbers, ceilings, False) if is_decode else prefill_least
+    by_blocks = _decode_least(case, num_steps, shape, numbers, ceilings, True) if is_decode else None
     steps = [step for step in times.steps if step.kind == case.kind]
     return {
         "kind": case.kind,
@@ -105,6 +106,7 @@ def figures(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceili
         "end_to_end_tokens_per_s": case.batch * case.new / times.end,
         "ttft_ms": 1000.0 * statistics.median(times.first_tokens),
         "share_of_ceiling": least / seconds,
+        "share_by_blocks": None if by_blocks is None else by_blocks / seconds,
         "prefill_share_of_ceiling": prefill_least / times.prefilled,
         "agent_share": sum(step.graph_s + step.sample_s for step in steps) / (seconds or 1.0),
         "step_ms": 1000.0 * seconds / num_steps,
@@ -113,9 +115,12 @@ def figures(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceili
     }
 
 
-def _decode_least(case: Case, steps: int, shape: ModelShape, numbers: Numbers, ceilings: Ceilings) -> float:
+def _decode_least(
+    case: Case, steps: int, shape: ModelShape, numbers: Numbers, ceilings: Ceilings, by_blocks: bool
+) -> float:
     """Of full batches, as many as the counted tokens fill: the last ones, with the longest contexts."""
-    return decode_seconds(shape, case.batch, case.prompt + case.new - steps, steps, numbers, ceilings)
+    first = case.prompt + case.new - steps
+    return decode_seconds(shape, case.batch, first, steps, numbers, ceilings, by_blocks=by_blocks)
 
 
 def _median(values: Sequence[float]) -> float:

@@ -12,12 +12,15 @@ the larger of the two:
 
 The lm_head computes only the rows that sample. Left out, as they stay in the caches or are small beside the rest:
 activations, norms, rotary embedding, the write of new keys and values, sampling.
+
+A paged cache lies in blocks anywhere, which no machine reads as fast as a stream: ``by_blocks`` takes the rate of
+such reads (``Ceilings.paged_read_gb_s``) for keys and values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llm_serving.model_shape import ModelShape
 from llm_serving.quantization import INT4_FORMATS, INT8_FORMATS
@@ -131,21 +134,32 @@ def step_operators(shape: ModelShape, sequences: Sequences, numbers: Numbers) ->
     ]
 
 
-def step_seconds(shape: ModelShape, sequences: Sequences, numbers: Numbers, ceilings: Ceilings) -> float:
+def step_seconds(
+    shape: ModelShape, sequences: Sequences, numbers: Numbers, ceilings: Ceilings, *, by_blocks: bool = False
+) -> float:
     """The least time of a step in which every sequence samples one token."""
-    *layer, lm_head = step_operators(shape, sequences, numbers)
-    return shape.num_layers * sum(each.seconds(ceilings) for each in layer) + lm_head.seconds(ceilings)
+    *linears, cached, lm_head = step_operators(shape, sequences, numbers)
+    reads = replace(ceilings, read_gb_s=ceilings.paged_read_gb_s) if by_blocks else ceilings
+    layer = sum(each.seconds(ceilings) for each in linears) + cached.seconds(reads)
+    return shape.num_layers * layer + lm_head.seconds(ceilings)
 
 
 def decode_seconds(
-    shape: ModelShape, batch: int, first: int, steps: int, numbers: Numbers, ceilings: Ceilings
+    shape: ModelShape,
+    batch: int,
+    first: int,
+    steps: int,
+    numbers: Numbers,
+    ceilings: Ceilings,
+    *,
+    by_blocks: bool = False,
 ) -> float:
     """``steps`` decode steps of ``batch`` sequences, the first with a context of ``first`` tokens.
 
     Time is linear in the context between the steps where the bound changes; the mean context stands for all.
     """
     middle = first + (steps - 1) // 2
-    return steps * step_seconds(shape, [(1, middle)] * batch, numbers, ceilings)
+    return steps * step_seconds(shape, [(1, middle)] * batch, numbers, ceilings, by_blocks=by_blocks)
 
 
 def prefill_seconds(shape: ModelShape, prompts: Sequence[int], numbers: Numbers, ceilings: Ceilings) -> float:

@@ -43,12 +43,15 @@ def test_the_share_is_least_time_over_the_time_of_the_same_steps() -> None:
     row = figures(decode_case(2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)
     least = decode_seconds(SHAPE, 2, 66, 2, Numbers(), CEILINGS)
     assert row["share_of_ceiling"] == pytest.approx(least / 1.5)
+    by_blocks = decode_seconds(SHAPE, 2, 66, 2, Numbers(), CEILINGS, by_blocks=True)
+    assert row["share_by_blocks"] == pytest.approx(by_blocks / 1.5)
 
 
 def test_a_prefill_row_has_no_decode_rate() -> None:
     times = Times(first_tokens=[0.25], tokens=[(0.25, 1)], steps=[StepTime("prefill", 1, 1024, 0.2, 0.01)])
     row = figures(prefill_case(1024, 2047), times, SHAPE, Numbers(), CEILINGS)
     assert row["decode_tokens_per_s"] is None
+    assert row["share_by_blocks"] is None
     assert row["prefill_tokens_per_s"] == pytest.approx(4096.0)
     assert row["share_of_ceiling"] == pytest.approx(prefill_seconds(SHAPE, [1024], Numbers(), CEILINGS) / 0.25)
 

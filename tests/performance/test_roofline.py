@@ -80,6 +80,16 @@ def test_a_step_is_the_sum_of_its_operators_with_the_lm_head_for_rows_that_sampl
     assert step_seconds(SHAPE, sequences, INT8, CEILINGS) == pytest.approx(expected)
 
 
+def test_a_cache_read_by_blocks_takes_their_rate_for_keys_and_values_alone() -> None:
+    sequences = [(1, 100_000)]
+    *_, cached, _ = step_operators(SHAPE, sequences, INT8)
+    assert cached.bound(CEILINGS) == "read"
+    more = step_seconds(SHAPE, sequences, INT8, CEILINGS, by_blocks=True) - step_seconds(
+        SHAPE, sequences, INT8, CEILINGS
+    )
+    assert more == pytest.approx(12e-9 * cached.num_bytes * (1 / CEILINGS.paged_read_gb_s - 1 / CEILINGS.read_gb_s))
+
+
 def test_one_sequence_decodes_no_faster_than_its_weights_are_read() -> None:
     seconds = decode_seconds(SHAPE, batch=1, first=65, steps=127, numbers=INT8, ceilings=CEILINGS)
     matrices = SHAPE.num_parameters - SHAPE.vocab_size * SHAPE.hidden_size
