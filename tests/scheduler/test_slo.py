@@ -8,6 +8,7 @@ from fakes import make_limits, make_request
 from simulation import Simulation
 
 from llm_serving.request import Request
+from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.policies.slo import LONGEST_STEP
 from llm_serving.scheduler.policy import Policy
@@ -38,7 +39,7 @@ def step_seconds(step: ScheduledStep, free_prompt_tokens: int = 0) -> float:
     return BASE + ROW * rows + PROMPT * max(step.num_tokens - rows - free_prompt_tokens, 0)
 
 
-def timed(**changes: object) -> TimedSimulation:
+def slo_limits(**changes: object) -> SchedulerLimits:
     values: dict[str, object] = {
         "policy": Policy.SLO,
         "decode_steps_ahead": 0,
@@ -51,7 +52,11 @@ def timed(**changes: object) -> TimedSimulation:
         "prefill_batch_size": 8,
         "decode_batch_size": 64,
     }
-    return TimedSimulation(make_limits(**{**values, **changes}))
+    return make_limits(**{**values, **changes})
+
+
+def timed(**changes: object) -> TimedSimulation:
+    return TimedSimulation(slo_limits(**changes))
 
 
 def learn(simulation: TimedSimulation) -> None:
@@ -236,3 +241,26 @@ def test_the_door_counts_those_who_can_start_in_time() -> None:
     simulation = timed(ttft_objective=0.2, tbt_objective=1.0, max_waiting_requests=8)
     learn(simulation)
     assert taken_at_the_door(simulation, 2.0, 0.002, prompt=100) <= 8 + 10
+
+
+class FreePrompts(Simulation):
+    """Only rows take time: a step of prompts alone takes none that anybody could measure."""
+
+    def run(self) -> bool:
+        if not self.device.queue:
+            return False
+        step = self.steps[min(slot.seq for slot in self.device.queue)]
+        super().run()
+        self.answers[-1].graph_us = 100 * sum(query_len == 1 for query_len in step.query_lens)
+        return True
+
+
+def test_prompts_that_cost_nothing_keep_nobody_out() -> None:
+    simulation = FreePrompts(slo_limits())
+    for index in range(12):
+        simulation.add(make_request(f"t{index}", 20, 12))
+        simulation.step()
+    simulation.finish()
+    simulation.add(*(make_request(f"r{index}", 20, 4) for index in range(30)))
+    simulation.finish()
+    assert len(simulation.ended) == 42

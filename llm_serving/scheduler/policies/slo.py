@@ -26,7 +26,8 @@ Order
 Load
     A request starts only if the rows will then still keep their pace: one that waits may miss its first token, one too
     many makes every row miss its time between tokens. When nothing runs, somebody starts. Those that are late anyway
-    do not fill the room that others, who can be on time, are about to come for (``slo_starts``).
+    do not fill the room that others, who can be on time, are about to come for (``slo_starts``). And the door is told
+    how many can start, beside whom the queue takes as many as it may wait: others would be late from the start.
 
 What was never measured is not guessed: until steps were answered, it is ``chunked``.
 """
@@ -91,9 +92,7 @@ class Slo:
         budget = self._budget(pace, now)
         max_starts = self._max_starts(pace, now)
         self._starts.begin_step(max_starts, now)
-        if state.waiting:
-            in_time = self._num_in_time(pace, budget)
-            state.waiting.limit_starts(in_time if max_starts is None else min(in_time, max_starts))
+        self._limit_door(pace, budget, max_starts)
         return self._mixed.compose(
             pace.num_rows + budget,
             now,
@@ -188,11 +187,18 @@ class Slo:
         row_s = model.row_s + model.context_s * context
         return max(0, int(spare / row_s)) if row_s > 0.0 else None
 
-    def _num_in_time(self, pace: _Pace, budget: int) -> int:
-        """How many like those that wait have their first token in time, in steps like the next."""
+    def _limit_door(self, pace: _Pace, budget: int, max_starts: int | None) -> None:
+        """The queue takes so many as it may beside those who can start: who keep their pace then, and of requests like
+        those that wait no more than have their first token in time, in steps like the next."""
         waiting = self._state.waiting
-        mean_s = self._token_s(budget, pace) * waiting.num_tokens / len(waiting)
-        return int(self._state.limits.ttft_objective * (1.0 - _MARGIN) / mean_s)
+        if not waiting:
+            return
+        bounds = [] if max_starts is None else [max_starts]
+        prompt_s = self._token_s(budget, pace) * waiting.num_tokens / len(waiting)
+        if prompt_s > 0.0:
+            bounds.append(int(self._state.limits.ttft_objective * (1.0 - _MARGIN) / prompt_s))
+        if bounds:
+            waiting.limit_starts(min(bounds))
 
     def _late(self, now: float) -> frozenset[Sequence]:
         """Prompts that have begun and cannot be on time any more."""
