@@ -1,8 +1,8 @@
 /* Turns of the engine's loop in which nothing but decoding goes on, taken down as numbers while they are looked at.
 
 llm_serving/flight/turn_log.py says what this does, in Python; the tests run both and compare. It is in C because in a
-server at work a step's objects are out of the processor's caches 200 ms later, and so is Python's code a step later:
-here a turn leaves 32 bytes, and touches what the scheduler has just touched.
+server at work a step's objects are out of the processor's caches half a second later, and so is Python's code a step
+later: here a turn leaves 32 bytes, and touches what the scheduler has just touched.
 
 A call that is not as expected is refused, and nothing has changed then. Fields of steps and answers are read where
 their classes, which have __slots__, keep them. */
