@@ -38,7 +38,7 @@ __all__ = ["TERMS", "FittedDevice", "MeasuredStep", "Slowdown", "StepFit", "at_o
            "non_negative_least_squares", "read_fit", "slowdown"]  # fmt: skip
 
 Array = npt.NDArray[np.float64]
-KNOTS = (2, 4, 8, 16, 32, 64, 128, 256)
+KNOTS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 64, 128, 256)
 TERMS = (
     "step",
     "prompt_step",

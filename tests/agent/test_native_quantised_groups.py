@@ -34,7 +34,7 @@ PAIRS = {
     "int4 stored": Setup(2, 1, "float16", "native", "int4"),
 }
 MODELS = {
-    "int8": ("llama_yarn_bias", "gqa_tied", "qwen3_moe"),
+    "int8": ("llama_yarn_bias", "gqa_tied", "qwen3_tied", "qwen3_moe"),
     "int8_weight_only": ("llama3_rope",),
     "int4": ("llama3_rope", "qwen3_moe"),
     "int8 stored": ("mha",),
@@ -42,7 +42,7 @@ MODELS = {
 }
 """With uneven columns, biases before and after the sum, and tied output layers."""
 SWEPT_MODELS = {
-    "int8": ("tiny_llama", "llama_linear_mqa", "qwen3_tied"),
+    "int8": ("tiny_llama", "llama_linear_mqa"),
     "int8_weight_only": ("qwen2_tied", "mixtral"),
     "int4": ("mha", "gqa_tied"),
     "int8 stored": ("mixtral",),

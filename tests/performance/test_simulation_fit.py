@@ -113,6 +113,18 @@ def test_the_truth_is_found_from_steps_without_noise() -> None:
     assert min(fit.spread.quantiles) == pytest.approx(max(fit.spread.quantiles))
 
 
+def test_a_curve_of_tiles_is_followed() -> None:
+    """Milliseconds by decoding rows, as tiles of 6 and of 13 rows made them on two cores of Zen 4."""
+    curve = {6: 12.6, 8: 12.9, 9: 13.4, 10: 13.4, 11: 14.0, 12: 14.3, 13: 15.5, 14: 16.6, 15: 17.1, 16: 18.3, 20: 23.1}
+    steps = [
+        MeasuredStep(StepWork(StepKind.DECODE, rows, rows, rows, 0, 0), milliseconds / 1e3)
+        for rows, milliseconds in curve.items()
+        for _ in range(20)
+    ]
+    device = FittedDevice(fit_steps(steps))
+    assert max(abs(device.work_seconds(step.work) / step.seconds - 1.0) for step in steps) < 0.025
+
+
 def test_noise_becomes_spread_and_the_mean_stays() -> None:
     steps = some_steps(2000, noise=0.2)
     fit = fit_steps(steps)
