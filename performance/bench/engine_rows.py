@@ -93,8 +93,8 @@ def figures(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceili
     start = times.prefilled if is_decode else 0.0
     seconds = times.end - start
     num_steps = max(1, round(times.decoded_tokens / case.batch)) if is_decode else 1
-    least = _decode_least(case, num_steps, shape, numbers, ceilings, False) if is_decode else prefill_least
-    by_blocks = _decode_least(case, num_steps, shape, numbers, ceilings, True) if is_decode else None
+    least = _decode_least(case, num_steps, shape, numbers, ceilings) if is_decode else prefill_least
+    by_blocks = _decode_least(case, num_steps, shape, numbers, ceilings, by_blocks=True) if is_decode else None
     steps = [step for step in times.steps if step.kind == case.kind]
     return {
         "kind": case.kind,
@@ -116,7 +116,7 @@ def figures(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceili
 
 
 def _decode_least(
-    case: Case, steps: int, shape: ModelShape, numbers: Numbers, ceilings: Ceilings, by_blocks: bool
+    case: Case, steps: int, shape: ModelShape, numbers: Numbers, ceilings: Ceilings, *, by_blocks: bool = False
 ) -> float:
     """Of full batches, as many as the counted tokens fill: the last ones, with the longest contexts."""
     first = case.prompt + case.new - steps

@@ -183,7 +183,7 @@ struct GroupedForm {
   }
 };
 
-// kLines 0 and 2 are asked for tiles of ordinary height alone, which spares the compiler a third of its tiles.
+// kLines 0 and 2 are asked for tiles of ordinary height alone: the tall ones of these are not even compiled.
 template <class Form, int kLines, int R = (kLines == 1 || kLines == 4) ? Form::kTallRows : Form::Step::kMostRows>
 static inline void any_tile(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
                             const uint8_t* next) {
