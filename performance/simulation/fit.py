@@ -19,8 +19,8 @@ Algorithm: Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,11 @@ import numpy.typing as npt
 from llm_serving.scheduler.output import MoveKind, ScheduledStep, StepKind
 from performance.load.errors import UsageError
 from performance.simulation.host import HostModel
+from performance.simulation.slowdown import FEW_ROWS, MANY_ROWS, Slowdown
 from performance.simulation.spread import Spread, lasting_part
 from performance.simulation.work import StepWork, work_of
 
-__all__ = ["TERMS", "FittedDevice", "MeasuredStep", "Slowdown", "StepFit", "at_one_speed", "fit_steps",
+__all__ = ["TERMS", "FittedDevice", "MeasuredStep", "StepFit", "at_one_speed", "fit_steps",
            "non_negative_least_squares", "read_fit", "slowdown"]  # fmt: skip
 
 Array = npt.NDArray[np.float64]
@@ -56,7 +57,7 @@ OUTLIER = 3.0
 ROUNDS = 5
 NUM_QUANTILES = 99
 LEAST_STEPS = 50
-LEAST_PROMPT_STEPS = 10
+LEAST_SUCH_STEPS = 10
 TOLERANCE = 1e-10
 
 
@@ -75,26 +76,6 @@ class MeasuredStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Slowdown:
-    """How many times as long steps took as such steps took in what was fitted: all, those that only decode, and those
-    with prompt tokens. A machine is seldom as slow at reading memory, of which decoding is most, as at arithmetic."""
-
-    steps: float
-    decode: float
-    prompts: float
-
-    def over(self, usual: Slowdown) -> Slowdown:
-        """Relative to ``usual``."""
-        return Slowdown(self.steps / usual.steps, self.decode / usual.decode, self.prompts / usual.prompts)
-
-    @staticmethod
-    def of_all(each: Sequence[Slowdown], middle: Callable[[Sequence[float]], float]) -> Slowdown:
-        """The ``middle`` (mean, median) of several."""
-        steps, decode, prompts = (middle(values) for values in zip(*(astuple(one) for one in each), strict=True))
-        return Slowdown(steps, decode, prompts)
-
-
-@dataclass(frozen=True, slots=True)
 class StepFit:
     """Coefficients in seconds by term, with where they come from. Belongs to one model in one set of formats."""
 
@@ -102,17 +83,13 @@ class StepFit:
     spread: Spread
     provenance: dict[str, Any] = field(default_factory=dict)
     host: HostModel = field(default_factory=HostModel)
-    prompt_factor: float = 1.0
-    """What a step with prompt tokens takes of the sum of its terms."""
+    slowdown: Slowdown = field(default_factory=Slowdown)
+    """What a step takes of the sum of its terms."""
 
     def slowed(self, by: Slowdown) -> StepFit:
         """On the same machine at a time when it is slower: the host's part, too, as all steps are."""
-        return replace(
-            self,
-            coefficients={name: by.decode * seconds for name, seconds in self.coefficients.items()},
-            host=HostModel(**{name: by.steps * seconds for name, seconds in asdict(self.host).items()}),
-            prompt_factor=self.prompt_factor * by.prompts / by.decode,
-        )
+        host = HostModel(**{name: by.steps * seconds for name, seconds in asdict(self.host).items()})
+        return replace(self, slowdown=self.slowdown.times(by), host=host)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -122,7 +99,7 @@ class StepFit:
             "lasting_share": self.spread.lasting_share,
             "lasting_s": self.spread.lasting_s,
             "host": asdict(self.host),
-            "prompt_factor": self.prompt_factor,
+            "slowdown": asdict(self.slowdown),
         }
 
 
@@ -175,20 +152,25 @@ def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None =
 
 
 def slowdown(fit: StepFit, steps: Sequence[MeasuredStep]) -> Slowdown:
-    """Medians of the times relative to the fit, which single steps that the machine held up do not move. Raises
-    UsageError when there are too few steps."""
+    """Medians of the times relative to the fit, which single steps that the machine held up do not move. Few or many
+    rows that hardly a step decoded are taken for as slow as all decode steps. Raises UsageError when there are too few
+    steps."""
     steps = [step for step in steps if step.seconds > 0.0]
     decode = [step for step in steps if step.work.kind is StepKind.DECODE]
     prompts = [step for step in steps if step.work.kind is not StepKind.DECODE]
     if len(steps) < LEAST_STEPS:
         raise UsageError(f"{len(steps)} steps with a time are recorded; the machine's speed takes {LEAST_STEPS}")
-    if len(prompts) < LEAST_PROMPT_STEPS or not decode:
+    if len(prompts) < LEAST_SUCH_STEPS or not decode:
         raise UsageError(
             f"{len(decode)} decode steps and {len(prompts)} with prompts are recorded; the machine's speed takes one"
-            f" and {LEAST_PROMPT_STEPS}"
+            f" and {LEAST_SUCH_STEPS}"
         )
+    between = (FEW_ROWS + MANY_ROWS) / 2
+    few = [step for step in decode if step.work.tokens < between]
+    many = [step for step in decode if step.work.tokens > between]
+    few, many = (those if len(those) >= LEAST_SUCH_STEPS else decode for those in (few, many))
     usual = float(np.median(fit.spread.quantiles))
-    return Slowdown(*(_median_ratio(fit, those) / usual for those in (steps, decode, prompts)))
+    return Slowdown(*(_median_ratio(fit, those) / usual for those in (steps, few, many, prompts)))
 
 
 def at_one_speed(fit: StepFit, loads: Sequence[Sequence[Sequence[MeasuredStep]]]) -> list[MeasuredStep]:
@@ -255,30 +237,32 @@ class FittedDevice:
         self._sequence_s, self._sample_s = seconds["sequences"], seconds["samples"]
         self._context_s, self._pair_s = seconds["context"], seconds["more_pairs"]
         self._swap_s, self._copy_s = seconds["swapped_blocks"], seconds["copied_blocks"]
-        self._prompt_factor = fit.prompt_factor
+        self._slowdown = fit.slowdown
 
     def seconds(self, step: ScheduledStep) -> float:
         copies = sum(move.kind is MoveKind.COPY for move in step.moves)
-        moves = copies * self._copy_s + (len(step.moves) - copies) * self._swap_s
+        moves = self._slowdown.steps * (copies * self._copy_s + (len(step.moves) - copies) * self._swap_s)
         if not step.rows:
-            return self._step_s + moves
+            return self._slowdown.steps * self._step_s + moves
         return moves + self.work_seconds(work_of(step))
 
     def measured_seconds(self, step: MeasuredStep, host: HostModel) -> float:
         """What a recorded step is expected to have taken, with what ``host`` says of the requests that came."""
-        moves = step.swapped_blocks * self._swap_s + step.copied_blocks * self._copy_s
+        moves = self._slowdown.steps * (step.swapped_blocks * self._swap_s + step.copied_blocks * self._copy_s)
         return self.work_seconds(step.work) + moves + step.arrivals * host.interrupt_s
 
     def work_seconds(self, work: StepWork) -> float:
         """A step of ``work`` without moves."""
         tokens = work.tokens
         seconds = self._step_s + tokens * self._token_s + work.sequences * self._sequence_s
+        if work.kind is not StepKind.DECODE:
+            seconds += self._prompt_s
         for knot, up_to_s, beyond_s in self._curve:
             seconds += tokens * up_to_s if tokens <= knot else knot * up_to_s + (tokens - knot) * beyond_s
         seconds += (
             work.samples * self._sample_s + work.context * self._context_s + (work.pairs - work.context) * self._pair_s
         )
-        return seconds if work.kind is StepKind.DECODE else self._prompt_factor * (seconds + self._prompt_s)
+        return self._slowdown.of(work) * seconds
 
 
 def read_fit(path: Path) -> StepFit:
@@ -294,7 +278,7 @@ def read_fit(path: Path) -> StepFit:
             ),
             dict(content["provenance"]),
             HostModel(**content["host"]),
-            float(content["prompt_factor"]),
+            Slowdown(**{name: float(content["slowdown"][name]) for name in asdict(Slowdown())}),
         )
     except (OSError, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path}: not a fit of the simulator: {error!r}") from error

@@ -11,12 +11,12 @@ beside them, and a load is as long as it takes for that to be small in most.
 
 A machine's speed drifts, and one server is faster than the next: by more than the simulator may be off. So a load is
 cut into parts of some seconds, with a short probe, the same each time, before, between and after them. How much longer
-the steps of the two probes around a part took than those of the calibrations' probes, in their mean, is how much longer
-such steps take in the simulation of that part, of which itself nothing is looked at: steps that only decode by one
-factor, steps with prompt tokens by another, as memory and arithmetic are seldom slow together. A part whose probes do
-not agree, or during which others took time of the cores, is no evidence: it is run again, up to --tries times, and what
-is thrown away is told. A part that was never steady is left out; a load of which half was never steady is told, and not
-counted.
+the steps of the two probes around a part took than the fit says, in their mean, is how much longer such steps take in
+the simulation of that part, of which itself nothing is looked at: steps that decode few rows, steps that decode many
+and steps with prompt tokens by factors of their own, as memory and arithmetic are seldom slow together. A part whose
+probes do not agree, or during which others took time of the cores, is no evidence: it is run again, up to --tries
+times, and what is thrown away is told. A part that was never steady is left out; a load of which half was never steady
+is told, and not counted.
 
 Rates suit a model of some hundred million parameters on two cores; --scale makes all of them smaller or larger.
 --keep keeps what was recorded, by the servers and by their clients, and --kept compares with that again, without a
@@ -26,7 +26,6 @@ server: what another model of the same runs is worth can be seen in seconds.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -45,7 +44,7 @@ from performance.load.others import OthersWatch
 from performance.load.report import report_json, write_json
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import measure
-from performance.simulation.fit import Slowdown, StepFit
+from performance.simulation.fit import StepFit
 from performance.simulation.kept_runs import read_others, read_runs, write_runs
 from performance.simulation.reality_loads import CALIBRATION, PROBE, VALIDATION, Load
 from performance.simulation.reality_report import ComparedLoad, closing_text, comparison_json, result_text
@@ -85,7 +84,6 @@ class _Study:
         self._program = program
         self._folder = folder
         self._recordings = folder / "recordings"
-        self._usual_probe = Slowdown(1.0, 1.0, 1.0)
         self._failed = 0
 
     def run(self) -> int:
@@ -108,7 +106,7 @@ class _Study:
 
     def _calibrate(self, number: int) -> list[LoadRun]:
         """A server that goes through all sizes of steps. Of a study that was kept: what it was."""
-        loads = (*CALIBRATION, PROBE)
+        loads = (*CALIBRATION, *PROBE)
         options = [load.options(self._parsed.scale) for load in loads]
         name = f"calibration {number}"
         if self._parsed.kept is not None:
@@ -124,7 +122,7 @@ class _Study:
         with self._server(load.name, self._recording_of(load)) as endpoint:
 
             def probe() -> Probe:
-                return self._probed(load, self._run(PROBE.name, PROBE.options(scale), endpoint), fit)
+                return self._probed(load, [self._run(one.name, one.options(scale), endpoint) for one in PROBE], fit)
 
             before = probe()
             for part in range(load.parts):
@@ -133,19 +131,20 @@ class _Study:
                 tries = run_until_steady(run, probe, before, self._parsed.tries)
                 before = tries[-1].after
                 for number, one in enumerate(tries):
-                    self._keep(f"{name}, try {number}", [one.before.run, one.run, one.after.run], one.others)
+                    self._keep(f"{name}, try {number}", [*one.before.runs, one.run, *one.after.runs], one.others)
                 parts.append(tries)
         return parts
 
     def _read_tries(self, load: Load, fit: StepFit) -> list[list[Try]]:
         """What ``_run_tries`` kept, judged by this fit."""
-        scale, probe = self._parsed.scale, PROBE.options(self._parsed.scale)
+        scale, probe = self._parsed.scale, [one.options(self._parsed.scale) for one in PROBE]
         parts = []
         for part in range(load.parts):
             tries: list[Try] = []
             while not tries or self._clients_of(f"{load.name}, part {part}, try {len(tries)}").exists():
                 path = self._clients_of(f"{load.name}, part {part}, try {len(tries)}")
-                before, run, after = read_runs(path, [probe, load.options(scale, part), probe])
+                runs = read_runs(path, [*probe, load.options(scale, part), *probe])
+                before, run, after = runs[: len(probe)], runs[len(probe)], runs[len(probe) + 1 :]
                 others = read_others(path)
                 tries.append(Try(self._probed(load, before, fit), run, self._probed(load, after, fit), others))
             parts.append(tries)
@@ -186,23 +185,20 @@ class _Study:
         return run, others.share
 
     def _fit(self, calibrations: Sequence[Sequence[LoadRun]]) -> StepFit:
-        """Of all calibrations, each of the same loads, the probe last: how fast the machine was at each is told by the
-        others."""
-        from performance.simulation.recording import fit_recording, slowdown_within, with_delivery
+        """Of all calibrations, each of the same loads: how fast the machine was at each is told by the others."""
+        from performance.simulation.recording import fit_recording, with_delivery
 
         config = simulated_config(self._parsed.config, self._parsed.settings, "cpu")
         repeated = [[_span(run) for run in runs] for runs in zip(*calibrations, strict=True)]
         fit = fit_recording(self._recordings, config, repeated)
-        probes = [slowdown_within(fit, self._recordings, [span]) for span in repeated[-1]]
-        self._usual_probe = Slowdown.of_all(probes, statistics.median)
         records = [record for runs in calibrations for run in runs for record in run.records]
         return with_delivery(fit, self._recordings, records)
 
-    def _probed(self, load: Load, run: LoadRun, fit: StepFit) -> Probe:
+    def _probed(self, load: Load, runs: list[LoadRun], fit: StepFit) -> Probe:
         """A probe that has ended: its steps are in the recording, and the server is idle."""
         from performance.simulation.recording import slowdown_within
 
-        return Probe(run, slowdown_within(fit, self._recording_of(load), [_span(run)]).over(self._usual_probe))
+        return Probe(runs, slowdown_within(fit, self._recording_of(load), [_span(run) for run in runs]))
 
     def _compare(self, load: Load, parts: list[list[Try]], fit: StepFit) -> ComparedLoad:
         measured, simulated = [], []

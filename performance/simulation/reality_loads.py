@@ -46,8 +46,11 @@ CALIBRATION = (
     Load("single prompts", 4, 5, (16, 256), (4, 8), 16),
     Load("single long prompts", 2, 10, (16, 1100), (4, 8), 17),
 )
-PROBE = Load("probe", 6, 4, (16, 256), (32, 96), 21)
-"""Tells how fast the machine is: some rows that decode, some prompts."""
+PROBE = (
+    Load("probe", 6, 3, (16, 256), (32, 96), 21),
+    Load("probe of many rows", 64, 0.25, (16, 64), (48, 112), 22),
+)
+"""Tell how fast the machine is: some rows that decode and some prompts, then many rows."""
 VALIDATION = (
     Load("moderate", 4, 10, (16, 256), (16, 128), 1, parts=6),
     Load("many answers", 8, 10, (32, 64), (64, 192), 2, parts=12),

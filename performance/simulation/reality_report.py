@@ -44,7 +44,7 @@ def result_text(result: ComparedLoad, scale: float) -> str:
     lines = [
         f"{load.name}: {options.rate:g} requests/s for {load.parts} times {options.duration:g} s, prompts of"
         f" {load.prompts[0]} to {load.prompts[1]} tokens, answers of {load.outputs[0]} to {load.outputs[1]}",
-        "  steps of the probes, and those with prompts, took so many times as long as in the calibrations:",
+        "  all steps of the probes (of few rows, of many, and with prompts) took so many times what the fit says:",
     ]
     for part, tries in enumerate(result.parts):
         for one in tries:
@@ -58,7 +58,8 @@ def result_text(result: ComparedLoad, scale: float) -> str:
 
 
 def _speeds(probe: Probe) -> str:
-    return f"{probe.slowdown.steps:.3f} ({probe.slowdown.prompts:.3f})"
+    slow = probe.slowdown
+    return f"{slow.steps:.3f} ({slow.few_rows:.3f}, {slow.many_rows:.3f}, {slow.prompts:.3f})"
 
 
 def closing_text(results: Sequence[ComparedLoad]) -> str:

@@ -28,10 +28,11 @@ from llm_serving.scheduler.output import MoveKind
 from performance.load.errors import UsageError
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord
-from performance.simulation.fit import MeasuredStep, Slowdown, StepFit, at_one_speed, fit_steps, slowdown
+from performance.simulation.fit import MeasuredStep, StepFit, at_one_speed, fit_steps, slowdown
 from performance.simulation.host import HostModel
 from performance.simulation.requests import Arrivals, some_tokens
 from performance.simulation.setup import identity
+from performance.simulation.slowdown import Slowdown
 from performance.simulation.work import count_work
 from performance.simulation.workload import SimulatedRequest
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from performance.load.client import LoadRun
 from performance.load.stream import RequestRecord
-from performance.simulation.fit import Slowdown
+from performance.simulation.slowdown import Slowdown
 
 __all__ = [
     *("OTHERS_TOLERANCE", "TOLERANCE", "Probe", "Try"),
@@ -34,7 +34,7 @@ cores in a part of 25 s, which all steps of that second wait for, doubles pauses
 class Probe:
     """How fast the machine was."""
 
-    run: LoadRun
+    runs: list[LoadRun]
     slowdown: Slowdown
     """How many times as long as the fit says its steps took."""
 

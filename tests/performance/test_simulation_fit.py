@@ -15,7 +15,6 @@ from performance.simulation.fit import (
     TERMS,
     FittedDevice,
     MeasuredStep,
-    Slowdown,
     at_one_speed,
     fit_steps,
     non_negative_least_squares,
@@ -23,6 +22,7 @@ from performance.simulation.fit import (
     slowdown,
     terms_of,
 )
+from performance.simulation.slowdown import Slowdown
 from performance.simulation.work import StepWork
 
 TRUTH = {
@@ -64,33 +64,42 @@ def test_what_a_request_takes_from_the_step_it_comes_in_is_found_again() -> None
 
 
 def test_a_machine_that_has_become_slower_is_noticed_and_the_fit_goes_with_it() -> None:
-    """Decode steps more than those with prompts, as where memory is what others take."""
+    """Decode steps of few rows more than of many, and those more than prompts, as where memory is what others take."""
     fit = fit_steps(some_steps(400, noise=0.1))
-    slow = [
-        replace(step, seconds=(1.25 if step.work.kind is StepKind.DECODE else 1.1) * step.seconds)
-        for step in some_steps(300, noise=0.1)
-    ]
+    planted = Slowdown(1.0, 1.4, 1.25, 1.1)
+    slow = [replace(step, seconds=planted.of(step.work) * step.seconds) for step in some_steps(900, noise=0.1)]
     slow[0] = replace(slow[0], seconds=100.0)  # held up
     by = slowdown(fit, slow)
-    assert (by.decode, by.prompts) == pytest.approx((1.25, 1.1), rel=0.01)
-    assert by.prompts < by.steps <= by.decode
+    assert (by.many_rows, by.prompts) == pytest.approx((1.25, 1.1), rel=0.01)
+    assert by.few_rows == pytest.approx(1.4, rel=0.03)
+    assert by.prompts < by.steps <= by.many_rows
     slowed = fit.slowed(by)
-    assert astuple(slowdown(slowed, slow)) == pytest.approx((1.0, 1.0, 1.0), rel=0.01)
+    assert astuple(slowdown(slowed, slow)) == pytest.approx((1.0, 1.0, 1.0, 1.0), rel=0.03)
     assert slowed.host.accept_s == by.steps * fit.host.accept_s
-    assert astuple(by.over(Slowdown(2.0, 5.0, 1.1))) == pytest.approx((by.steps / 2, 0.25, 1.0), rel=0.01)
     with pytest.raises(UsageError, match="49 steps"):
         slowdown(fit, slow[:49])
     with pytest.raises(UsageError, match="0 with prompts"):
         slowdown(fit, [step for step in slow if step.work.kind is StepKind.DECODE])
+    only_many = [step for step in slow if step.work.kind is not StepKind.DECODE or step.work.tokens > 8]
+    assert slowdown(fit, only_many).few_rows == pytest.approx(1.25, rel=0.01)
+
+
+def test_between_few_and_many_rows_a_machine_is_as_slow_as_lies_between() -> None:
+    by = Slowdown(9.0, 1.2, 1.4, 2.0)
+    rows = (1, 4, 6, 8, 12, 500)
+    steps = [StepWork(StepKind.DECODE, count, count, count, count, count) for count in rows]
+    assert [by.of(work) for work in steps] == pytest.approx([1.2, 1.2, 1.25, 1.3, 1.4, 1.4])
+    assert by.of(StepWork(StepKind.MIXED, 5)) == by.of(StepWork(StepKind.PREFILL, 500)) == 2.0
+    assert by.times(Slowdown(1.0, 2.0, 3.0, 0.5)) == Slowdown(9.0, 2.4, by.many_rows * 3.0, 1.0)
 
 
 def test_a_slowed_fit_is_written_and_read(tmp_path: Path) -> None:
-    fit = fit_steps(some_steps(400)).slowed(Slowdown(1.2, 1.25, 1.1))
+    fit = fit_steps(some_steps(400)).slowed(Slowdown(1.2, 1.3, 1.25, 1.1))
     (tmp_path / "fit.json").write_text(json.dumps(fit.as_json()))
-    work = next(step.work for step in some_steps(50) if step.work.kind is StepKind.PREFILL)
-    again = FittedDevice(read_fit(tmp_path / "fit.json"))
-    assert again.work_seconds(work) == pytest.approx(FittedDevice(fit).work_seconds(work))
-    assert fit.prompt_factor == pytest.approx(1.1 / 1.25)
+    again = read_fit(tmp_path / "fit.json")
+    assert again.slowdown == fit.slowdown == Slowdown(1.2, 1.3, 1.25, 1.1)
+    for step in some_steps(50):
+        assert FittedDevice(again).work_seconds(step.work) == FittedDevice(fit).work_seconds(step.work)
 
 
 def test_non_negative_least_squares() -> None:

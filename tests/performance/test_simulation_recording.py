@@ -15,7 +15,7 @@ from performance.load.options import LoadOptions
 from performance.load.report import write_json
 from performance.simulation import recording, setup
 from performance.simulation.device import RooflineDevice
-from performance.simulation.fit import FittedDevice, Slowdown
+from performance.simulation.fit import FittedDevice
 from performance.simulation.host import HostModel
 from performance.simulation.main import main
 from performance.simulation.recording import (
@@ -28,6 +28,7 @@ from performance.simulation.recording import (
 )
 from performance.simulation.runs import NOWHERE
 from performance.simulation.server import VirtualServer
+from performance.simulation.slowdown import Slowdown
 from performance.simulation.spread import Spread
 from performance.simulation.work import work_of
 from performance.simulation.workload import OpenLoop, SimulatedRequest
@@ -146,10 +147,10 @@ def test_the_device_is_found_again(folder: Path) -> None:
 
 def test_the_machines_speed_is_that_of_the_steps_in_a_span(folder: Path, tmp_path: Path) -> None:
     fit = fit_recording(folder, CONFIG)
-    assert astuple(slowdown_within(fit, folder, [(0.0, 100.0)])) == pytest.approx((1.0, 1.0, 1.0), abs=0.01)
+    assert astuple(slowdown_within(fit, folder, [(0.0, 100.0)])) == pytest.approx((1.0, 1.0, 1.0, 1.0), abs=0.01)
     recorded(tmp_path / "later", [ask(9, 30)] * 20, [0.2 * index for index in range(20)])
-    twice = slowdown_within(fit.slowed(Slowdown(0.5, 0.5, 0.5)), tmp_path / "later", [(1.0, 2.0), (3.0, 4.0)])
-    assert astuple(twice) == pytest.approx((2.0, 2.0, 2.0), rel=0.02)
+    twice = slowdown_within(fit.slowed(Slowdown(0.5, 0.5, 0.5, 0.5)), tmp_path / "later", [(1.0, 2.0), (3.0, 4.0)])
+    assert astuple(twice) == pytest.approx((2.0, 2.0, 2.0, 2.0), rel=0.02)
     with pytest.raises(UsageError, match="0 steps"):
         slowdown_within(fit, tmp_path / "later", [(50.0, 60.0)])
 

@@ -12,10 +12,10 @@ from performance.load.client import LoadRun
 from performance.load.options import LoadOptions
 from performance.load.statistics import measure
 from performance.load.stream import RequestRecord
-from performance.simulation.fit import Slowdown
 from performance.simulation.reality_loads import Load
 from performance.simulation.reality_report import ComparedLoad, closing_text, comparison_json, result_text
 from performance.simulation.runs import NOWHERE
+from performance.simulation.slowdown import Slowdown
 from performance.simulation.steadiness import (
     TOLERANCE,
     Probe,
@@ -43,7 +43,7 @@ def planted(slowdowns: list[float], most: int, others: Sequence[float] = ()) -> 
 
     def probe() -> Probe:
         speed = next(speeds)
-        return Probe(a_run(0.0), Slowdown(speed, speed, 2.0 * speed))
+        return Probe([a_run(0.0)], Slowdown(speed, speed, speed, 2.0 * speed))
 
     taken = iter(others)
     return run_until_steady(lambda: (a_run(0.0), next(taken, 0.0)), probe, probe(), most)
@@ -56,7 +56,7 @@ def probes(tries: list[Try]) -> list[tuple[float, float]]:
 def test_a_steady_machine_is_asked_once() -> None:
     (only,) = planted([1.1, 1.12, 5.0], 4)
     assert only.is_steady
-    assert astuple(only.slowdown) == pytest.approx((1.11, 1.11, 2.22))
+    assert astuple(only.slowdown) == pytest.approx((1.11, 1.11, 1.11, 2.22))
 
 
 def test_a_load_is_run_again_until_its_probes_agree() -> None:
@@ -102,7 +102,12 @@ def test_runs_are_joined_end_to_begin() -> None:
 
 
 def told(speed: float) -> dict[str, float]:
-    return {"steps": speed, "decode": speed, "prompts": 2.0 * speed}
+    return {"steps": speed, "few_rows": speed, "many_rows": speed, "prompts": 2.0 * speed}
+
+
+def between(before: float, after: float) -> str:
+    one, other = (f"{speed:.3f} ({speed:.3f}, {speed:.3f}, {2 * speed:.3f})" for speed in (before, after))
+    return f"{one} right before it, {other} right after; others took 0.0% of the cores' time"
 
 
 LOAD = Load("some", 2.0, 5.0, (4, 8), (8, 16), 1, parts=2)
@@ -117,12 +122,9 @@ def test_what_was_thrown_away_is_told() -> None:
     lines = result_text(result, 1.0).splitlines()
     assert lines[0].startswith("some: 2 requests/s for 2 times 5 s")
     assert lines[2:5] == [
-        "  part 0: 1.000 (2.000) right before it, 1.010 (2.020) right after; others took 0.0% of the cores' time,"
-        " compared",
-        "  part 1: 1.010 (2.020) right before it, 1.200 (2.400) right after; others took 0.0% of the cores' time, not"
-        " steady, thrown away",
-        "  part 1: 1.200 (2.400) right before it, 1.210 (2.420) right after; others took 0.0% of the cores' time,"
-        " compared",
+        f"  part 0: {between(1.00, 1.01)}, compared",
+        f"  part 1: {between(1.01, 1.20)}, not steady, thrown away",
+        f"  part 1: {between(1.20, 1.21)}, compared",
     ]
     content = comparison_json([result])
     assert content["loads"]["some"]["steady"]
@@ -147,10 +149,7 @@ def test_a_part_that_was_never_steady_is_left_out() -> None:
 def test_a_load_of_which_half_was_never_steady_is_not_counted() -> None:
     steady, unsteady = compared([1.0, 1.01], [1.01, 1.02], error=0.2), compared([1.0, 1.01], [1.01, 1.2, 1.3])
     assert comparable(unsteady.parts) == [unsteady.parts[0][0], unsteady.parts[1][1]]
-    assert (
-        "part 1: 1.200 (2.400) right before it, 1.300 (2.600) right after; others took 0.0% of the cores' time, not"
-        " steady, compared" in result_text(unsteady, 1.0)
-    )
+    assert f"part 1: {between(1.20, 1.30)}, not steady, compared" in result_text(unsteady, 1.0)
     assert not comparison_json([unsteady])["loads"]["some"]["steady"]
     assert closing_text([steady, unsteady]).splitlines() == [
         "loads while the machine was steady: 0 of 1 figures within 10%, the worst is off by 20%",

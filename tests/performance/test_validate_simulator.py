@@ -14,7 +14,7 @@ from performance.simulation.reality_loads import CALIBRATION, PROBE, VALIDATION,
 
 
 def test_no_load_is_both_fitted_and_compared() -> None:
-    seen = (*CALIBRATION, PROBE)
+    seen = (*CALIBRATION, *PROBE)
     fitted = {(load.rate, load.duration, load.prompts, load.outputs) for load in seen}
     assert not fitted & {(load.rate, load.duration, load.prompts, load.outputs) for load in VALIDATION}
     validated = [load.options(1.0, part).seed for load in VALIDATION for part in range(load.parts)]
@@ -34,7 +34,9 @@ def test_a_real_server_is_fitted_and_compared(
     monkeypatch.setattr(reality, "CALIBRATIONS", 1)
     monkeypatch.setattr(reality, "SEEDS", 2)
     monkeypatch.setattr(reality, "CALIBRATION", (Load("few", 20, 1, (4, 16), (8, 16), 11),))
-    monkeypatch.setattr(reality, "PROBE", Load("probe", 20, 1, (4, 16), (8, 16), 21))
+    monkeypatch.setattr(
+        reality, "PROBE", (Load("a", 20, 1, (4, 16), (8, 16), 21), Load("b", 60, 0.1, (4, 16), (8, 16), 22))
+    )
     monkeypatch.setattr(reality, "VALIDATION", (Load("others", 20, 1, (4, 16), (8, 16), 1, parts=2),))
     fit, result, kept = tmp_path / "fit.json", tmp_path / "result.json", tmp_path / "kept"
     tiny = ["--config", "llama_tiny_cpu.yaml", "--tries", "2"]
