@@ -27,9 +27,8 @@ namespace LLMK_ARCH {
 namespace paged {
 
 constexpr int64_t kTaskRows = 192;
-constexpr int64_t kTileRows = 16;   // rows that a partition is worked on for together
-constexpr int64_t kBlockRows = 32;  // where two tiles of rows are: twice as many
-constexpr int64_t kChunkGroups = 4;  // of all heads together, where a block has several
+constexpr int64_t kTileRows = 16;   // of a head, that a partition is worked on for together
+constexpr int64_t kBlockRows = 32;  // of several heads, or where two tiles of rows are
 constexpr int kFetchUnits = 8;      // units multiplied between two calls of TileFetch
 constexpr float kLowest = -3.4028235e38f;
 #ifdef LLMK_VEC_AVX512
@@ -37,6 +36,10 @@ constexpr int kRowBlock = 6, kBlockVectors = 4;  // rows and vectors of a panel 
 #else
 constexpr int kRowBlock = 2, kBlockVectors = 2;
 #endif
+
+// Groups of keys that `heads` are read together for, as they lie side by side in memory; a multiple of kBlockVectors. Of
+// few heads more, as with every chunk the sums are put away and taken up again.
+LLMK_INLINE int64_t chunk_groups(int64_t heads) { return smaller(kPartGroups, larger(4, kBlockRows / heads / 4 * 4)); }
 
 // Softmax of some rows over what they have seen so far.
 struct SoftmaxState {
@@ -87,6 +90,12 @@ constexpr int64_t kWeightStride = F::kPasses * kPartition / F::kPerUnit + kLanes
 template <class F>
 constexpr int64_t kWeightGroups = F::kPerUnit > 2 ? F::kPerUnit : 2;
 
+// What blocks of rows fetch that read the same, each its share.
+struct SharedFetch {
+  TileFetch* fetch;  // null: nothing
+  int64_t blocks;
+};
+
 // The rows of a product, where they lie.
 struct ProductRows {
   const Unit* units;
@@ -98,13 +107,14 @@ struct ProductRows {
 // Float sums go on from what `total` holds.
 template <class P, int kPasses, int R, int V, class At>
 LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, int64_t units, int64_t panel_stride,
-                          const At& at, const int32_t* offsets, TileFetch* fetch, typename P::Acc (&total)[R][V]) {
+                          const At& at, const int32_t* offsets, SharedFetch shared, typename P::Acc (&total)[R][V]) {
   static_assert(kPasses * R * V <= kRowBlock * kBlockVectors, "the sums stay in registers");
   typename P::Acc sums[kPasses][R][V];
   LLMK_UNROLL
   for (int i = 0; i < kPasses * R * V; ++i) {
     sums[i / (R * V)][i / V % R][i % V] = kPasses == 1 ? total[i / V % R][i % V] : P::clear();
   }
+  const int64_t lines = ceil_div(V * smaller(units, kFetchUnits), shared.blocks);
   for (int64_t piece = begin; piece < end; ++piece) {
     const Unit* panel[V];
     LLMK_UNROLL
@@ -112,7 +122,7 @@ LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, i
     const Unit* row = rows.units + piece * units;
     for (int64_t k = 0; k < units;) {
       const int64_t last = smaller(units, k + kFetchUnits);
-      if (fetch != nullptr) fetch->some(V * (last - k));
+      if (shared.fetch != nullptr) shared.fetch->some(lines);
       for (; k < last; ++k) {
         typename P::Operand lanes[V];
         LLMK_UNROLL
@@ -132,6 +142,12 @@ LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, i
     const int32_t offset = offsets == nullptr ? 0 : offsets[i / V];
     total[i / V][i % V] = kPasses == 1 ? sum : P::join(P::shift(sum, offset), sums[kPasses - 1][i / V][i % V]);
   }
+}
+
+// Of for_row_blocks().
+template <int kPasses>
+LLMK_INLINE int64_t row_blocks(int64_t rows) {
+  return ceil_div(rows, kRowBlock / kPasses);
 }
 
 // Calls function(row, std::integral_constant rows) over `rows` rows in blocks of about equal size; of fewer rows where
@@ -179,6 +195,7 @@ static inline void score_rows(const TaskRows& all, const TilePanels& panels, Gro
                               int64_t rows, TileFetch* fetch, float* scores) {
   using P = typename F::ScoreProduct;
   const int64_t units = ceil_div(all.dim, F::kPerUnit), stride = F::kPasses * all.query_units;
+  const SharedFetch shared{fetch, row_blocks<F::kPasses>(rows)};
   for_row_blocks<F::kPasses>(rows, [&](int64_t r, auto size) {
     constexpr int R = decltype(size)::value;
     const ProductRows queries{all.queries + (row + r) * stride, stride, all.query_units};
@@ -187,7 +204,7 @@ static inline void score_rows(const TaskRows& all, const TilePanels& panels, Gro
       clear_sums<P>(total);
       multiply<P, F::kPasses, R, kBlockVectors>(
           queries, 0, 1, units, kGroupKeys, [&](int64_t, int v) { return panels.keys[g + v]; }, all.offsets + row + r,
-          r == 0 ? fetch : nullptr, total);
+          shared, total);
       store_scores<P>(total, panels.key_scales, g, scores + r * kScoreStride);
     }
   });
@@ -294,7 +311,7 @@ LLMK_INLINE void store_values(typename F::ValueProduct::Acc total, bool fresh, b
 
 template <class F, int R, int V>
 LLMK_INLINE void add_values(const TilePanels& panels, GroupRange groups, int64_t d, int64_t padded_dim,
-                            const Unit* weights, const float* steps, TileFetch* fetch, float* sums) {
+                            const Unit* weights, const float* steps, SharedFetch shared, float* sums) {
   using P = typename F::ValueProduct;
   constexpr int64_t kPass = kPartition / F::kPerUnit;
   const bool fresh = groups.begin == 0;
@@ -306,7 +323,7 @@ LLMK_INLINE void add_values(const TilePanels& panels, GroupRange groups, int64_t
   }
   multiply<P, F::kPasses, R, V>(
       {weights, kWeightStride<F>, kPass}, groups.begin, groups.end, kGroupKeys / F::kPerUnit, panels.value_stride,
-      [&](int64_t g, int v) { return panels.values[g] + d + v * kLanes; }, nullptr, fetch, total);
+      [&](int64_t g, int v) { return panels.values[g] + d + v * kLanes; }, nullptr, shared, total);
   LLMK_UNROLL
   for (int i = 0; i < R * V; ++i) {
     store_values<F>(total[i / V][i % V], fresh, groups.done, steps[i / V],
@@ -318,19 +335,19 @@ LLMK_INLINE void add_values(const TilePanels& panels, GroupRange groups, int64_t
 template <class F>
 static inline void value_rows(const TilePanels& panels, GroupRange groups, int64_t rows, int64_t padded_dim,
                               const Unit* weights, const float* steps, TileFetch* fetch, float* sums) {
+  const SharedFetch shared{fetch, row_blocks<F::kPasses>(rows)};
   for_row_blocks<F::kPasses>(rows, [&](int64_t r, auto size) {
     constexpr int R = decltype(size)::value, V = kBlockVectors;
     const Unit* from = weights + r * kWeightStride<F>;
     float* out = sums + r * padded_dim;
-    TileFetch* fetching = r == 0 ? fetch : nullptr;
     int64_t d = 0;
     for (; d + V * kLanes <= padded_dim; d += V * kLanes) {
-      add_values<F, R, V>(panels, groups, d, padded_dim, from, steps + r, fetching, out);
+      add_values<F, R, V>(panels, groups, d, padded_dim, from, steps + r, shared, out);
     }
     for (; V > 2 && d + 2 * kLanes <= padded_dim; d += 2 * kLanes) {
-      add_values<F, R, 2>(panels, groups, d, padded_dim, from, steps + r, fetching, out);
+      add_values<F, R, 2>(panels, groups, d, padded_dim, from, steps + r, shared, out);
     }
-    if (d < padded_dim) add_values<F, R, 1>(panels, groups, d, padded_dim, from, steps + r, fetching, out);
+    if (d < padded_dim) add_values<F, R, 1>(panels, groups, d, padded_dim, from, steps + r, shared, out);
   });
 }
 
@@ -395,7 +412,7 @@ template <class F, class Source>
 static inline void attend_block(const TaskRows& all, const TilePanels* panels, const RowBlock& block, bool tiles,
                                 const BlockMemory& memory, TileFetch* fetch, const Source& source) {
   const int64_t groups = groups_seen(all, *panels, block);
-  const int64_t chunk = block.heads > 1 ? kChunkGroups : kPartGroups;
+  const int64_t chunk = chunk_groups(block.heads);
   const auto for_chunks = [&](bool keys, const auto& function) {
     for (int64_t g = 0; g < groups; g += chunk) {
       const GroupRange range{g, smaller(g + chunk, groups), g + chunk >= groups};
