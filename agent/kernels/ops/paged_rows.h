@@ -37,8 +37,8 @@ constexpr int kRowBlock = 6, kBlockVectors = 4;  // rows and vectors of a panel 
 constexpr int kRowBlock = 2, kBlockVectors = 2;
 #endif
 
-// Groups of keys that `heads` are read together for, as they lie side by side in memory; a multiple of kBlockVectors. Of
-// few heads more, as with every chunk the sums are put away and taken up again.
+// Groups of keys that `heads` are read together for, as they lie side by side in memory; a multiple of kBlockVectors.
+// Of few heads more, as with every chunk the sums are put away and taken up again.
 LLMK_INLINE int64_t chunk_groups(int64_t heads) { return smaller(kPartGroups, larger(4, kBlockRows / heads / 4 * 4)); }
 
 // Softmax of some rows over what they have seen so far.
