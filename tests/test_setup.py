@@ -140,18 +140,6 @@ def test_a_library_that_is_gone_is_put_back_without_compiling(tree: Tree) -> Non
     assert tree.library.read_bytes() == before
 
 
-def test_instruction_sets_are_compiled_alone_without_any_package(tmp_path: Path) -> None:
-    tree = Tree(tmp_path)
-    tree.write("agent/kernels/arch/avx2.cc", "int avx2() { return 5; }\n")
-    tree.write("setup.py", SETUP.read_text().replace('find_spec("mindspore")', 'find_spec("no_such_package")'))
-    assert tree.build("--instruction-sets") <= {"avx2.o"}  # nothing where the processor is another one
-    assert not tree.library.exists()
-    assert "needs the headers of mindspore" in tree.run().stderr
-    tree.write("setup.py", SETUP.read_text())
-    assert tree.build() == EVERYTHING
-    assert tree.build("--instruction-sets") == set()
-
-
 def test_names_with_spaces(tmp_path: Path) -> None:
     tree = Tree(tmp_path / "a folder with a # and $HOME")
     assert tree.run().returncode == 0
