@@ -22,7 +22,8 @@ PROMPTS = [
     "My name is Tiny and",
 ]
 
-# Small enough that blocks run out and sequences are preempted.
+# Small enough that blocks run out and sequences are preempted: a block is kept free for each that runs, and the longest
+# answers take eight more after their prompt.
 PRESSED = ["model_config.max_generate_length=256", "pa_config.num_blocks=18", "model_config.decode_batch_size=[24]"]
 
 
@@ -37,7 +38,7 @@ def make_request(draw: random.Random, index: int) -> dict[str, Any]:
         prompt: object = draw.choice(PROMPTS)
     else:
         prompt = [draw.randrange(300, VOCAB) for _ in range(draw.choice([1, 2, 15, 16, 17, 40, 120]))]
-    return mixed_body(draw, index, prompt, [1, 2, 16, 33, 64])
+    return mixed_body(draw, index, prompt, [1, 2, 16, 33, 64, 130])
 
 
 @pytest.fixture(scope="module")
