@@ -2,7 +2,7 @@
 //
 // A task is a panel and a block of rows. The weights of a piece stay in the second-level cache while the rows pass in
 // tiles; between pieces the sums wait in memory, which changes no bit. Meanwhile the next piece is fetched: it follows
-// in memory, be it of this panel or of the next.
+// half by half, be it of this panel or of the next.
 #pragma once
 #include <cmath>
 
@@ -26,6 +26,8 @@ struct Piece {
   int64_t half_bytes;  // from the first half of a panel's steps to the second
   int64_t begin, end, bytes;
   bool first;
+  const uint8_t* next;      // the piece after it, of about as many bytes
+  int64_t next_half_bytes;  // from its first half to its second
 };
 
 // Sums over steps alone: float formats, and int8 with one scale a column.
@@ -38,6 +40,8 @@ struct PlainForm {
   static int64_t unit_bytes(const WeightShape& shape) { return shape.step_bytes; }
   // From one unit to the next within half a panel; groups have their halves within.
   static int64_t unit_stride(const WeightShape& shape) { return shape.step_bytes / 2; }
+  // From the first half of a piece of so many units to its second: half a panel.
+  static int64_t half_bytes(const WeightShape& shape, int64_t) { return shape.steps * shape.step_bytes / 2; }
 
   template <int R, int kLines>
   static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const uint8_t* next) {
@@ -83,6 +87,7 @@ struct GroupedForm {
     return shape.group_steps * shape.step_bytes + shape.scale_bytes;
   }
   static int64_t unit_stride(const WeightShape& shape) { return unit_bytes(shape); }
+  static int64_t half_bytes(const WeightShape& shape, int64_t units) { return units * unit_bytes(shape) / 2; }
 
   template <int R, int kLines>
   static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const uint8_t* next) {
@@ -204,7 +209,8 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
   const int64_t fetching = piece.bytes == 0 ? 0 : tiles >= 4 ? 4 : tiles >= 2 ? 2 : 1;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin, first = row + begin;
-    const uint8_t* next = piece.weights + piece.bytes + t * (piece.bytes / 4) * (4 / larger(fetching, 1));
+    const uint8_t* next = fetching == 4 ? piece.next + t / 2 * piece.next_half_bytes + t % 2 * (piece.bytes / 4)
+                                        : piece.next + t * piece.next_half_bytes;
     float* tile_sums = sums + begin * kPanelColumns;
     if (t >= fetching && !tall) {
       any_tile<Form, 0>(job, piece, first, count, tile_sums, nullptr);
@@ -229,12 +235,21 @@ static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t
   const auto start = [&](int64_t p) {
     return p == pieces ? units : units * p / pieces / Form::kWholeUnits * Form::kWholeUnits;
   };
+  // What lies behind the last piece: scales of columns.
+  for (int64_t at = units * unit_bytes; at < job.shape.panel_bytes; at += 64) __builtin_prefetch(weights + at);
   for (int64_t p = 0; p < pieces; ++p) {
     const int64_t begin = start(p), end = start(p + 1);
-    const Piece piece{weights + begin * Form::unit_stride(job.shape), job.shape.steps * job.shape.step_bytes / 2,
-                      begin, end, (end - begin) * unit_bytes, p == 0};
+    const bool last = p == pieces - 1;
+    const Piece piece{weights + begin * Form::unit_stride(job.shape),
+                      Form::half_bytes(job.shape, end - begin),
+                      begin,
+                      end,
+                      (end - begin) * unit_bytes,
+                      p == 0,
+                      weights + (last ? job.shape.panel_bytes : end * Form::unit_stride(job.shape)),
+                      Form::half_bytes(job.shape, last ? start(1) : start(p + 2) - end)};
     piece_rows<Form>(job, piece, row, rows, sums, [&](int64_t first, int64_t count, const float* tile_sums) {
-      if (p == pieces - 1) finish_tile(job, panel, first, count, tile_sums);
+      if (last) finish_tile(job, panel, first, count, tile_sums);
     });
   }
 }

@@ -217,7 +217,9 @@ struct WeightOnlyForm {
                       begin,
                       begin + steps,
                       0,
-                      block.starts_group()};
+                      block.starts_group(),
+                      nullptr,
+                      0};
     piece_rows<PlainForm<Step, kUnpackedTile>>(job, piece, row, rows, sums, nothing);
   }
 };
