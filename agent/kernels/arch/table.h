@@ -21,7 +21,8 @@ const KernelTable LLMK_TABLE = {
     LLMK_ARCH::paged::rotary_attention,
     {LLMK_ARCH::logits_largest, LLMK_ARCH::logits_sum_exp, LLMK_ARCH::logits_divide, LLMK_ARCH::logits_collect,
      LLMK_ARCH::logits_first_equal, LLMK_ARCH::logits_weights},
-    {LLMK_ARCH::ceiling_fma, LLMK_ARCH::ceiling_dot_bf16, LLMK_ARCH::ceiling_dot_int8, LLMK_ARCH::ceiling_read},
+    {LLMK_ARCH::ceiling_fma, LLMK_ARCH::ceiling_dot_bf16, LLMK_ARCH::ceiling_dot_int8,
+     {LLMK_ARCH::ceiling_read<1>, LLMK_ARCH::ceiling_read<2>, LLMK_ARCH::ceiling_read<4>}},
 };
 
 }  // namespace llmk

@@ -13,16 +13,22 @@ double measure_fma(double seconds);             // float32 multiply-adds, 10^9 o
 double measure_dot_bf16(double seconds);        // products of bfloat16 pairs as ops/dot.h does them
 double measure_dot_int8(double seconds);        // products of four bytes as ops/linear.h does them
 double measure_read(const void* data, int64_t bytes);  // once over `bytes`, 10^9 bytes/s
-// The upper quartile of rounds over 256 MB of its own, in huge pages where the system has them.
+// The upper quartile of rounds over 256 MB of its own, in huge pages where the system has them, read in the way that is
+// the fastest here: at one place, or at several by turns.
 double measure_read_bandwidth(double seconds);
-// The same in pieces of 12 KB in any order, as the blocks of a sequence lie (16 keys of 12 heads of 64 in int8).
+// The same in pieces of 12 KB in any order, as the blocks of a sequence lie (16 keys of 12 heads of 64 in int8), and
+// with the next piece fetched meanwhile where that is faster.
 double measure_paged_read_bandwidth(double seconds);
+
+constexpr int kReadLoops = 3;
 
 struct CeilingLoops {
   int64_t (*fma)(int64_t steps);  // returns the operations done
   int64_t (*dot_bf16)(int64_t steps);
   int64_t (*dot_int8)(int64_t steps);
-  int32_t (*read)(const void* data, int64_t bytes);  // a multiple of 1024
+  // At one, two and four places at once. bytes: a multiple of 1024; next: as many, fetched into the second-level cache
+  // meanwhile; may be null.
+  int32_t (*read[kReadLoops])(const void* data, int64_t bytes, const void* next);
 };
 
 #ifdef LLMK_ARCH
@@ -108,22 +114,33 @@ static int64_t ceiling_dot_int8(int64_t steps) {
 
 #endif
 
-// Four places at once, each a cache line at a time.
-static int32_t ceiling_read(const void* data, int64_t bytes) {
-  constexpr int kStreams = 4;
-  const int64_t stream = bytes / kStreams / 128 * 128;
-  const char* from = static_cast<const char*>(data);
-  Ints total[kStreams];
-  for (int j = 0; j < kStreams; ++j) total[j] = broadcast_int(0);
-  for (int64_t i = 0; i < stream; i += 128) {
-    for (int j = 0; j < kStreams; ++j) {
-      total[j] = add(total[j], load_ints(from + j * stream + i));
-      total[j] = add(total[j], load_ints(from + j * stream + i + 64));
+template <int kPlaces, bool kFetch>
+static inline int32_t read_places(const char* from, int64_t bytes, const char* next) {
+  const int64_t piece = bytes / kPlaces;
+  Ints total[kPlaces];
+  for (int j = 0; j < kPlaces; ++j) total[j] = broadcast_int(0);
+  for (int64_t i = 0; i < piece; i += 128) {
+    LLMK_UNROLL
+    for (int j = 0; j < kPlaces; ++j) {
+      if (kFetch) {
+        __builtin_prefetch(next + j * piece + i, 0, 2);
+        __builtin_prefetch(next + j * piece + i + 64, 0, 2);
+      }
+      total[j] = add(total[j], load_ints(from + j * piece + i));
+      total[j] = add(total[j], load_ints(from + j * piece + i + 64));
     }
   }
+  for (int j = 1; j < kPlaces; ++j) total[0] = add(total[0], total[j]);
   int32_t result[kLanes];
-  store_ints(result, add(add(total[0], total[1]), add(total[2], total[3])));
+  store_ints(result, total[0]);
   return result[0];
+}
+
+template <int kPlaces>
+static int32_t ceiling_read(const void* data, int64_t bytes, const void* next) {
+  const char* from = static_cast<const char*>(data);
+  if (next == nullptr) return read_places<kPlaces, false>(from, bytes, nullptr);
+  return read_places<kPlaces, true>(from, bytes, static_cast<const char*>(next));
 }
 
 }  // namespace LLMK_ARCH

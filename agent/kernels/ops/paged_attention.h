@@ -185,13 +185,17 @@ static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask&
 // Heads whose rows are a block.
 static inline int64_t heads_together(const PagedTask& task) { return larger(1, kBlockRows / task.rows); }
 
+// Blocks fetched together: of a few rows a head, which wait for memory, several.
+static inline int blocks_together(const PagedTask& task) { return task.rows <= 3 ? 4 : 1; }
+
 // Fetches the first keys of `task` in the partition from `begin` on, for heads from `head` on, and before the partition
 // that the task's own keys and values are part of what it `writes` of them.
 static inline void fetch_keys(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
                               bool writes, TileFetch* fetch) {
   const int64_t heads = smaller(heads_together(task), task.heads - head);
   const int64_t end = begin + chunk_groups(heads) * kGroupKeys;
-  fetch->start(args, true, task.seq, begin, smaller(end, task_end(args, task)), task.head + head, heads);
+  fetch->start(args, true, task.seq, begin, smaller(end, task_end(args, task)), task.head + head, heads,
+               blocks_together(task));
   if (writes && head == 0 && begin + kPartition >= task_end(args, task) && task.end_part == task.parts) {
     fetch->add_written(args, task.seq, task.head, task.heads);
   }
@@ -284,7 +288,8 @@ struct BlockSource {
     if (!keys && groups.done) return fetch_next(args, task, tile.begin, head + heads, next, writes, fetch);
     const int64_t chunk = chunk_groups(heads) * kGroupKeys;
     const int64_t first = groups.done ? 0 : groups.end * kGroupKeys, end = smaller(tile.count, first + chunk);
-    fetch->start(args, keys && !groups.done, task.seq, tile.begin + first, tile.begin + end, task.head + head, heads);
+    fetch->start(args, keys && !groups.done, task.seq, tile.begin + first, tile.begin + end, task.head + head, heads,
+                 blocks_together(task));
   }
 
   // Of `groups` of all heads; a head alone has all its scales placed at once.

@@ -1,6 +1,7 @@
 // Brings what is read next into the second-level cache while something else is worked on: block tables are beyond the
-// hardware's prefetchers. Lines are asked for in the order in which they will be read, one for each line that is read
-// meanwhile: a core has a limited number of misses under way, which should neither run dry nor make it wait.
+// hardware's prefetchers. Lines are asked for in about the order in which they will be read, one for each that is read
+// meanwhile: a core has a limited number of misses under way, which should neither run dry nor make it wait. Several
+// blocks by turns come faster than one after the other.
 #pragma once
 #include "rotary_attention.h"
 
@@ -10,16 +11,22 @@ namespace paged {
 
 class TileFetch {
  public:
-  // The keys, or the values, of positions [begin, end) of a sequence for kv heads [head, head + heads), head after
-  // head. A group of keys is a whole one where the cache holds them in units.
+  // The keys, or the values, of positions [begin, end) of a sequence for kv heads [head, head + heads): of whole blocks
+  // `together` at a time, as heads lie side by side in them; head after head otherwise. A group of keys is a whole one
+  // where the cache holds them in units.
   void start(const RotaryAttentionArgs& args, bool keys, int64_t seq, int64_t begin, int64_t end, int64_t head,
-             int64_t heads) {
+             int64_t heads, int together) {
     const auto base = reinterpret_cast<uintptr_t>(keys ? args.key_cache : args.value_cache);
     count_ = piece_ = 0;
+    together_ = 1;
     if (lies_in_rows(args)) return start_ready(args, base, seq, begin, end, head, heads);
     const int64_t chunk = chunk_bytes(args), row_bytes = args.dim * cache_element_bytes(args);
     const int32_t* table = args.block_tables + seq * args.table_width;
     if (cache_has_units(args)) end = ceil_div(end, kGroupKeys) * kGroupKeys;
+    if (together > 1 && begin % args.block_size == 0 && end % args.block_size == 0) {
+      together_ = together;
+      return start_blocks(args, base, keys, table, begin / args.block_size, end / args.block_size, head, heads);
+    }
     for (int64_t h = 0; h < heads; ++h) {
       int64_t row = begin % args.block_size;
       const int32_t* block = table + begin / args.block_size;
@@ -56,20 +63,46 @@ class TileFetch {
   void stop() { count_ = piece_ = 0; }
 
   __attribute__((always_inline)) void some(int64_t lines) {
+    if (together_ > 1) return some_of_several(lines);
     while (lines > 0 && piece_ < count_) {
-      Piece& piece = pieces_[piece_];
-      const int64_t n = smaller(lines, piece.lines);
-      for (int64_t i = 0; i < n; ++i) __builtin_prefetch(piece.at + 64 * i, 0, 2);
-      piece.at += 64 * n;
-      piece.lines -= n;
-      lines -= n;
-      if (piece.lines == 0) ++piece_;
+      lines -= pieces_[piece_].fetch(lines);
+      if (pieces_[piece_].lines == 0) ++piece_;
     }
   }
 
   void rest() { some(int64_t{1} << 40); }
 
  private:
+  void some_of_several(int64_t lines) {
+    while (lines > 0 && piece_ < count_) {
+      const int end = smaller(piece_ + together_, count_);
+      const int64_t each = larger(1, lines / (end - piece_));
+      int64_t left = 0;
+      for (int i = piece_; i < end; ++i) {
+        lines -= pieces_[i].fetch(each);
+        left += pieces_[i].lines;
+      }
+      if (left == 0) piece_ = end;
+    }
+  }
+
+  void start_blocks(const RotaryAttentionArgs& args, uintptr_t base, bool keys, const int32_t* table, int64_t first,
+                    int64_t end, int64_t head, int64_t heads) {
+    const int64_t chunk = chunk_bytes(args);
+    for (int64_t i = first; i < end; ++i) {
+      add(base + static_cast<uintptr_t>((table[i] * args.kv_heads + head) * chunk), heads * chunk);
+    }
+    if (!keys || !args.int8_cache) return;
+    // The values' scales are needed with the weights of all keys, before any value.
+    const int64_t scale_bytes = args.block_size * 4;
+    const auto scales = reinterpret_cast<uintptr_t>(args.value_cache) + static_cast<uintptr_t>(chunk - scale_bytes);
+    for (int64_t h = 0; h < heads; ++h) {
+      for (int64_t i = first; i < end; ++i) {
+        add(scales + static_cast<uintptr_t>((table[i] * args.kv_heads + head + h) * chunk), scale_bytes);
+      }
+    }
+  }
+
   // Every key is a piece: its heads lie side by side.
   void start_ready(const RotaryAttentionArgs& args, uintptr_t base, int64_t seq, int64_t begin, int64_t end,
                    int64_t head, int64_t heads) {
@@ -90,9 +123,18 @@ class TileFetch {
   struct Piece {
     const char* at;
     int64_t lines;
+
+    // Of at most so many lines; how many there were.
+    __attribute__((always_inline)) int64_t fetch(int64_t most) {
+      const int64_t n = smaller(most, lines);
+      for (int64_t i = 0; i < n; ++i) __builtin_prefetch(at + 64 * i, 0, 2);
+      at += 64 * n;
+      lines -= n;
+      return n;
+    }
   };
   Piece pieces_[kPieces];
-  int count_ = 0, piece_ = 0;
+  int count_ = 0, piece_ = 0, together_ = 1;
 };
 
 }  // namespace paged
