@@ -232,6 +232,15 @@ static inline void write_group(const RotaryAttentionArgs& args, int64_t token, i
   place_value_group<uint16_t>(buffer.rows, args.dim, out);
 }
 
+// Brings the lines nearer that write_head() writes: they are in the second-level cache, and a key's are many.
+LLMK_INLINE void fetch_written(const RotaryAttentionArgs& args, bool is_key, int64_t index, char* chunk) {
+  const int64_t element = cache_element_bytes(args);
+  char* first = chunk + (is_key ? key_element(args, index, 0) : value_element(args, index, 0)) * element;
+  const int64_t bytes = cache_has_units(args) ? args.dim * (is_key ? kGroupKeys : 4 / element) * element
+                                              : args.dim * element;
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + i, 1, 3);
+}
+
 // Keys and values of kv heads [head, head + heads) of tokens [token, end).
 static inline void write_tokens(const RotaryAttentionArgs& args, int64_t token, int64_t end, int64_t head,
                                 int64_t heads, const WriteBuffer& buffer) {
@@ -245,6 +254,7 @@ static inline void write_tokens(const RotaryAttentionArgs& args, int64_t token, 
       for (void* cache : caches) {
         const bool is_key = cache == args.key_cache;
         char* chunk = static_cast<char*>(cache) + (slot / args.block_size * args.kv_heads + h) * chunk_bytes(args);
+        if (!whole && h + 1 < head + heads) fetch_written(args, is_key, index, chunk + chunk_bytes(args));
         (whole ? write_group : write_head)(args, token, h, is_key, index, buffer, chunk);
       }
     }
