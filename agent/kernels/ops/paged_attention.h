@@ -185,8 +185,16 @@ static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask&
 // Heads whose rows are a block.
 static inline int64_t heads_together(const PagedTask& task) { return larger(1, kBlockRows / task.rows); }
 
-// Blocks fetched together: of a few rows a head, which wait for memory, several.
-static inline int blocks_together(const PagedTask& task) { return task.rows <= 3 ? 4 : 1; }
+// Blocks fetched together: of a few rows a head, which wait for memory, several; one on the processors with matrix
+// units, where head after head is faster.
+static inline int blocks_together(const PagedTask& task) {
+#ifdef LLMK_AMX
+  static_cast<void>(task);
+  return 1;
+#else
+  return task.rows <= 3 ? 4 : 1;
+#endif
+}
 
 // Fetches the first keys of `task` in the partition from `begin` on, for heads from `head` on, and before the partition
 // that the task's own keys and values are part of what it `writes` of them.
