@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agent.backends.base import BlockMoves, OpTable
+from agent.group.model_part import ModelPart
 from agent.kv_cache import KVCache
-from agent.model_part import ModelPart
 from agent.weights import LinearForms, Packing, WeightSource, WeightSpec, load_weights, open_weights
 from agent.weights.cuts import CutSource
 from agent.weights.sharding import part_forms, shard_specs

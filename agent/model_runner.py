@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from agent.backends.runtime import start_runtime
-from agent.exchange import Exchange
-from agent.last_tokens import SharedLastTokens
+from agent.group.exchange import Exchange
+from agent.group.last_tokens import SharedLastTokens
+from agent.group.model_part import ModelPart
 from agent.model_loading import LoadedModel, load_model
-from agent.model_part import ModelPart
 from agent.sampler import Sampler
 from agent.step_inputs import Int32Array, StepInputs, StepReader
 from agent.warm_up import captured_steps, largest_steps, make_moves, make_step

@@ -18,8 +18,8 @@ from llm_serving.config import Config, load_config
 from llm_serving.config.schema import section_keys
 from llm_serving.config.sections import SECTIONS
 from llm_serving.errors import CheckpointError, ConfigError, MemoryPlanError
-from llm_serving.machine import Machine
-from llm_serving.memory_plan import MemoryPlan, plan_memory
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.memory_plan import MemoryPlan, plan_memory
 
 DEFAULT_CONFIG = "llama_tiny_cpu.yaml"
 EXIT_USAGE = 2

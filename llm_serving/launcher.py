@@ -27,16 +27,16 @@ from llm_serving.cli import EXIT_USAGE, Launch, launch_from_command_line
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError, ConfigError, LLMServingError
 from llm_serving.listening import listen
-from llm_serving.parallel import group_ranks
-from llm_serving.progress import ProgressDisplay
+from llm_serving.model.parallel import group_ranks
+from llm_serving.telemetry.progress import ProgressDisplay
 
 if TYPE_CHECKING:
     from llm_serving.engine.async_engine import AsyncEngine
     from llm_serving.executor.agent_executor import AgentExecutor
     from llm_serving.flight.recorder import FlightRecorder
-    from llm_serving.log import EventLog
     from llm_serving.request import Request
     from llm_serving.scheduler.scheduler import Scheduler
+    from llm_serving.telemetry.log import EventLog
 
 EXIT_FAILED = 1
 _POLL_START_S = 0.02
@@ -81,10 +81,10 @@ class _Launcher:
         from llm_serving.engine.detokenizer import IncrementalDetokenizer
         from llm_serving.engine.tokenizer import load_tokenizer
         from llm_serving.flight.setup import recorder_of
-        from llm_serving.log import EventLog
-        from llm_serving.metrics import Metrics
         from llm_serving.server.app import create_app
         from llm_serving.server.run import serve
+        from llm_serving.telemetry.log import EventLog
+        from llm_serving.telemetry.metrics import Metrics
 
         config = self._config
         settings = config.serving_config

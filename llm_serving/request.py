@@ -6,7 +6,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from llm_serving.receipt import BlockReason, Receipt
+from llm_serving.telemetry.receipt import BlockReason, Receipt
 
 MAX_TOP_LOGITS = 32
 """Most (token id, logit) pairs a step returns per sampled token."""

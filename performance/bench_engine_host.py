@@ -39,13 +39,13 @@ from llm_serving.flight.setup import record
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import FrameBuffer, frame
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, SlotLimits, StepSlot
-from llm_serving.log import EventLog
-from llm_serving.metrics import Metrics
 from llm_serving.request import Request, SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind
 from llm_serving.scheduler.scheduler import Scheduler
-from llm_serving.text_table import format_table
+from llm_serving.telemetry.log import EventLog
+from llm_serving.telemetry.metrics import Metrics
+from llm_serving.telemetry.text_table import format_table
 from performance.bench.numbers import parse_counts
 
 PROMPT_TOKENS = 64

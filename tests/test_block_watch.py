@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from block_watch import BlockWatch
 
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind
+from support.block_watch import BlockWatch
 
 COPY, OUT, IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from small_configs import REPOSITORY
+
+from support.small_configs import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from position_bits import FORCED_STEPS, SHARED_TOKENS, check_position_bits, check_sharing_bits
+
+from support.position_bits import FORCED_STEPS, SHARED_TOKENS, check_position_bits, check_sharing_bits
 
 
 def digests() -> dict[str, list[str]]:

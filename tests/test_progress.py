@@ -6,7 +6,7 @@ import io
 import itertools
 import re
 
-from llm_serving.progress import ProgressDisplay
+from llm_serving.telemetry.progress import ProgressDisplay
 
 
 class Terminal(io.StringIO):

@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agent.model_part import ModelPart
+from agent.group.model_part import ModelPart
 from agent.step_inputs import Int32Array
 from agent.weights.storage import Array
-from llm_serving.model_families import Experts
+from llm_serving.model.families import Experts
 
 CacheLayout = tuple[tuple[int, ...], str]
 """Shape, and type as ``agent.weights.storage`` names it."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from agent.model_part import ModelPart
+from agent.group.model_part import ModelPart
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from agent.backends.base import OpTable
-from agent.model_part import ModelPart
+from agent.group.model_part import ModelPart
 from agent.weights.forms import LinearForms
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError

@@ -1,4 +1,4 @@
-// C entries of the exchange between agents for ctypes (agent/exchange.py, agent/kernels/collectives.py).
+// C entries of the exchange between agents for ctypes (agent/group/exchange.py, agent/kernels/collectives.py).
 #include <chrono>
 
 #include "common/check.h"

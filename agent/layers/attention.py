@@ -8,7 +8,7 @@ from agent.backends.base import AttentionForm, OpTable
 from agent.layers.linear import NormLinear, RowParallelLinear
 from agent.layers.norm import NormWeight
 from agent.layers.parameter import unbound_parameter
-from llm_serving.model_shape import ModelShape
+from llm_serving.model.shape import ModelShape
 
 
 class Attention(nn.Cell):

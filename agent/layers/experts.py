@@ -8,7 +8,7 @@ from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
 from agent.layers.linear import operands_of
-from llm_serving.model_families import Experts
+from llm_serving.model.families import Experts
 
 
 class ExpertMLP(nn.Cell):

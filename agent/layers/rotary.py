@@ -7,8 +7,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from llm_serving.model_shape import ModelShape
-from llm_serving.rope_scaling import RopeScaling
+from llm_serving.model.rope import RopeScaling
+from llm_serving.model.shape import ModelShape
 
 Float32Array = npt.NDArray[np.float32]
 

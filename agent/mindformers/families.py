@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from llm_serving.config import Config
 from llm_serving.config.mindformers_models import rotary_positions
 from llm_serving.errors import AgentStartError
-from llm_serving.rope_scaling import RopeScaling
+from llm_serving.model.rope import RopeScaling
 
 Settings = dict[str, object]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from agent.models.names import weight_specs as our_specs
 from agent.weights import WeightSpec
-from llm_serving.model_shape import ModelShape
+from llm_serving.model.shape import ModelShape
 
 _LAYER_PARAMETER = re.compile(r"layers\.(\d+)\.(.+)\.([a-z_]+)")
 _STACKED = {"qkv": ("query", "key", "value"), "gate_up": ("gate", "up")}

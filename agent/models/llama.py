@@ -20,7 +20,7 @@ from agent.layers.norm import NormWeight
 from agent.layers.rotary import rotary_tables
 from agent.models.names import ignorable_suffixes, weight_specs
 from llm_serving.config import Config
-from llm_serving.model_shape import ModelShape
+from llm_serving.model.shape import ModelShape
 
 __all__ = ["Llama", "build", "ignorable_suffixes", "weight_specs"]
 

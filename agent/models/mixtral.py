@@ -6,7 +6,7 @@ from __future__ import annotations
 from agent.models import names
 from agent.models.llama import build, ignorable_suffixes
 from agent.weights import WeightSpec
-from llm_serving.model_shape import ModelShape
+from llm_serving.model.shape import ModelShape
 
 __all__ = ["build", "ignorable_suffixes", "weight_specs"]
 

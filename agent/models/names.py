@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from agent.weights import WeightKind, WeightPart, WeightSpec
-from llm_serving.model_shape import ModelShape
+from llm_serving.model.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

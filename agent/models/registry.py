@@ -10,7 +10,7 @@ from agent.backends.base import OpTable
 from agent.weights import WeightSpec
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
-from llm_serving.model_shape import ModelShape
+from llm_serving.model.shape import ModelShape
 
 _MODULES = {
     "LlamaForCausalLM": "agent.models.llama",
@@ -20,7 +20,7 @@ _MODULES = {
     "Qwen3ForCausalLM": "agent.models.qwen3",
     "Qwen3MoeForCausalLM": "agent.models.qwen3_moe",
 }
-"""The same as ``llm_serving.model_families.FAMILIES``, whose sizes the server knows; a test compares them."""
+"""The same as ``llm_serving.model.families.FAMILIES``, whose sizes the server knows; a test compares them."""
 
 _MINDFORMERS = "agent.mindformers.model"
 

@@ -1,6 +1,7 @@
 """The dynamic graphs, of native primitives: which of them takes a step, how it is run, what its failures mean.
 
-What the graphs are made of is in ``dynamic_cell``; steps without MindSpore are in ``agent.dynamic_replays``.
+What the graphs are made of is in ``dynamic_cell``; steps without MindSpore are in
+``agent.step_graph.replay.dynamic_replays``.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import numpy.typing as npt
 from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
-from agent.dynamic_replays import DynamicReplays
 from agent.layers.parameter import as_storage, as_tensor
 from agent.step_graph.compiled import CompiledGraph
 from agent.step_graph.dynamic_cell import GraphKind, dynamic_step
 from agent.step_graph.inputs import no_entry, padded_decode
 from agent.step_graph.interface import OperatorRefusedError, StepGraph
 from agent.step_graph.logits import LogitsInFloat32, StepLogits, beside
+from agent.step_graph.replay.dynamic_replays import DynamicReplays
 from agent.step_inputs import Int32Array, StepInputs
 from agent.weights.storage import Array
 from llm_serving.ipc.shm import SlotLimits

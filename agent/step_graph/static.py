@@ -11,8 +11,8 @@ from agent.step_graph.compiled import CompiledGraph
 from agent.step_graph.inputs import no_entry
 from agent.step_graph.interface import OperatorRefusedError, StepGraph
 from agent.step_graph.logits import StepLogits
+from agent.step_graph.replay.step_replays import StepReplays
 from agent.step_inputs import StepInputs
-from agent.step_replays import StepReplays
 from agent.weights.storage import Array
 
 _MOST_STEPS = 2**31 - 1

@@ -16,7 +16,7 @@ from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, convert_into, from_float32
 from agent.weights.tensor_files import TensorFiles, listed
 from llm_serving.errors import CheckpointError
-from llm_serving.quantization import Quantization
+from llm_serving.model.quantization import Quantization
 
 _DECODERS: dict[str, type[Decoder]] = {
     "gptq": GPTQDecoder,

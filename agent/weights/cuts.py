@@ -11,7 +11,7 @@ from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.source import WeightSource
 from agent.weights.storage import Array, convert_into
 from llm_serving.errors import CheckpointError
-from llm_serving.parallel import Span
+from llm_serving.model.parallel import Span
 
 _PIECE_ELEMENTS = 1 << 18
 

@@ -15,7 +15,7 @@ from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, to_float32
 from llm_serving.errors import CheckpointError
-from llm_serving.quantization import Quantization
+from llm_serving.model.quantization import Quantization
 
 FLOAT_TYPES = ("F16", "BF16", "F32")
 _FLOAT_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}

@@ -32,7 +32,7 @@ from agent.weights.packed import FLOAT_FORMATS, INT4, OUTPUT_LAYER, Packing
 from agent.weights.quantized import Scheme
 from agent.weights.source import WeightSource
 from llm_serving.errors import ConfigError
-from llm_serving.quantization import INT4_FORMATS, MAX_WEIGHT_ONLY_SIZE
+from llm_serving.model.quantization import INT4_FORMATS, MAX_WEIGHT_ONLY_SIZE
 
 GROUP_MULTIPLE = 32
 """WeightQuantBatchMatmul: groups are multiples of this, and smaller than the inputs."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from llm_serving.parallel import Span
+from llm_serving.model.parallel import Span
 
 WeightKind = Literal["plain", "linear", "gated_linear"]
 """``plain`` parameters stay arrays of ``model_dtype`` (norms, embeddings). The weight of a linear layer may be packed,

@@ -14,7 +14,7 @@ from agent.weights.primitive import load_primitive
 from agent.weights.seeded import SeededWeights
 from agent.weights.source import WeightSource
 from agent.weights.storage import Array, allocate
-from llm_serving.quantization import checkpoint_quantization
+from llm_serving.model.quantization import checkpoint_quantization
 
 
 def open_weights(

@@ -24,7 +24,7 @@ from agent.weights.quantized import INT4_ZERO, QuantizedTensor, Scheme
 from agent.weights.source import WeightSource
 from agent.weights.storage import STORAGE_DTYPES, Array, allocate
 from llm_serving.errors import CheckpointError, ConfigError
-from llm_serving.quantization import INT4_FORMATS, INT8_FORMATS
+from llm_serving.model.quantization import INT4_FORMATS, INT8_FORMATS
 
 AUTO = "auto"
 FLOAT_FORMATS = ("float32", "float16", "bfloat16", "bf16")

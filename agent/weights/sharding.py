@@ -12,14 +12,14 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from agent.model_part import ModelPart
+from agent.group.model_part import ModelPart
 from agent.weights.cuts import CutSource, TensorCut
 from agent.weights.forms import LinearForms, linear_forms
 from agent.weights.layout import WeightPart, WeightSpec
 from agent.weights.packed import Packing
 from agent.weights.source import WeightSource
 from llm_serving.errors import AgentStartError
-from llm_serving.parallel import Span
+from llm_serving.model.parallel import Span
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _EMBEDDING, _OUTPUT, _NORM = "embedding.weight", "lm_head.weight", "norm.weight"

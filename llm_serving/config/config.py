@@ -21,9 +21,9 @@ from llm_serving.config.sections import (
     WarmupInputsConfig,
 )
 from llm_serving.errors import ConfigError
-from llm_serving.model_shape import ModelShape
-from llm_serving.parallel import Shard, place, shard_of
-from llm_serving.quantization import INT4_FORMATS
+from llm_serving.model.parallel import Shard, place, shard_of
+from llm_serving.model.quantization import INT4_FORMATS
+from llm_serving.model.shape import ModelShape
 
 if TYPE_CHECKING:
     from llm_serving.ipc.shm import SlotLimits

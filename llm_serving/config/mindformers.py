@@ -9,7 +9,8 @@ from pathlib import Path
 from llm_serving.errors import ConfigError
 from llm_serving.formats.strict_yaml import read_yaml_mapping
 from llm_serving.formats.typed_fields import TypedFields
-from llm_serving.model_shape import (
+from llm_serving.model.rope import MAX_POSITIONS, RopeScaling
+from llm_serving.model.shape import (
     MAX_HEADS,
     MAX_HIDDEN_SIZE,
     MAX_LAYERS,
@@ -19,7 +20,6 @@ from llm_serving.model_shape import (
     head_dim_of,
     shape_of_fields,
 )
-from llm_serving.rope_scaling import MAX_POSITIONS, RopeScaling
 
 GRAPH_MODE = 0
 _DTYPES = ("float16", "bfloat16", "float32")

@@ -8,7 +8,7 @@ import math
 
 from llm_serving.config.config import Config
 from llm_serving.config.source import RawConfig
-from llm_serving.model_families import Experts
+from llm_serving.model.families import Experts
 
 MODEL_TYPE = "mindformers"
 VERSION = "1.9"

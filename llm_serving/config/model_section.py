@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_serving.config.schema import own, published
-from llm_serving.quantization import INT4_FORMATS, INT8_FORMATS
+from llm_serving.model.quantization import INT4_FORMATS, INT8_FORMATS
 
 MAX_TOKENS = 16 * 1024 * 1024
 MAX_SEQS = 4096

@@ -28,8 +28,8 @@ from llm_serving.config.validation import (
     check_sum_parts,
 )
 from llm_serving.errors import CheckpointError
-from llm_serving.model_shape import ModelShape
-from llm_serving.quantization import stored_weight_format, stored_weight_group
+from llm_serving.model.quantization import stored_weight_format, stored_weight_group
+from llm_serving.model.shape import ModelShape
 
 _TOKENIZER_FILES = (
     ("LlamaTokenizerFast", "tokenizer.json"),

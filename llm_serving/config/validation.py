@@ -10,9 +10,9 @@ from llm_serving.config.config import Config
 from llm_serving.config.parallel_section import MAX_RANKS
 from llm_serving.config.sections import ModelConfig, PagedAttentionConfig, ParallelConfig, ServingConfig
 from llm_serving.config.source import RawConfig
-from llm_serving.model_shape import ModelShape
-from llm_serving.parallel import find_obstacle, local_shape
-from llm_serving.quantization import INT4_FORMATS, INT8_FORMATS, MAX_WEIGHT_ONLY_SIZE
+from llm_serving.model.parallel import find_obstacle, local_shape
+from llm_serving.model.quantization import INT4_FORMATS, INT8_FORMATS, MAX_WEIGHT_ONLY_SIZE
+from llm_serving.model.shape import ModelShape
 
 MAX_CACHE_SLOTS = 2**31 - 1
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")

@@ -16,7 +16,7 @@ __all__ = ["EngineLog", "EngineMetrics"]
 
 
 class EngineLog(Protocol):
-    """The part of ``llm_serving.log.EventLog`` the engine uses: one line per call."""
+    """The part of ``llm_serving.telemetry.log.EventLog`` the engine uses: one line per call."""
 
     def event(self, name: str, /, *, level: str = ..., **fields: object) -> None: ...
 

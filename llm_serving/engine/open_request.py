@@ -19,9 +19,9 @@ from typing import Protocol
 from llm_serving.engine.receipts import RequestReceipt, receipt_of
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.errors import LLMServingError
-from llm_serving.receipt import microseconds
 from llm_serving.request import Request, RequestOutput, RequestTimings
-from llm_serving.statistics import time_per_output_token
+from llm_serving.telemetry.receipt import microseconds
+from llm_serving.telemetry.statistics import time_per_output_token
 
 __all__ = ["OpenRequest", "PieceSink"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from llm_serving.errors import LLMServingError
-from llm_serving.receipt import BlockReason, Phase, Receipt, microseconds
 from llm_serving.request import Blocked, FinishReason, Request, RequestOutput, RequestTimings, TokenLogits
 from llm_serving.scheduler.output import RequestUpdate, StepResult
-from llm_serving.statistics import time_per_output_token
+from llm_serving.telemetry.receipt import BlockReason, Phase, Receipt, microseconds
+from llm_serving.telemetry.statistics import time_per_output_token
 
 __all__ = [
     "MERGE_AT",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llm_serving.engine.outputs import request_timings
-from llm_serving.receipt import Phase
 from llm_serving.request import Request, RequestTimings
+from llm_serving.telemetry.receipt import Phase
 
 __all__ = ["RECENT_RECEIPTS", "ReceiptBook", "RequestReceipt", "receipt_of"]
 

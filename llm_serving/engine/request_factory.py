@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from llm_serving.errors import DeadlineExceededError, RequestError
-from llm_serving.receipt import Receipt
 from llm_serving.request import Request, SamplingParams, SchedulingParams
+from llm_serving.telemetry.receipt import Receipt
 
 if TYPE_CHECKING:
     from llm_serving.config import Config

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 
 from llm_serving.engine.observer import EngineLog
 from llm_serving.engine.outputs import DetokenizerFactory, RequestStream
-from llm_serving.receipt import Phase
 from llm_serving.request import FinishReason, Request, RequestOutput, RequestStatus
 from llm_serving.scheduler.output import RequestUpdate, StepResult
 from llm_serving.scheduler.protocols import RequestFront
+from llm_serving.telemetry.receipt import Phase
 
 __all__ = ["RequestTracker"]
 

@@ -10,8 +10,8 @@ from llm_serving.engine.beam_search import Beam, BeamSearchParams, search_beams
 from llm_serving.engine.outputs import request_timings
 from llm_serving.engine.piece_stream import PieceStream
 from llm_serving.errors import DeadlineExceededError, EngineFailedError, RequestError
-from llm_serving.receipt import Phase
 from llm_serving.request import FinishReason, Request, RequestOutput, SamplingParams, SchedulingParams, TokenLogits
+from llm_serving.telemetry.receipt import Phase
 
 if TYPE_CHECKING:
     from llm_serving.engine.async_engine import AsyncEngine

@@ -25,7 +25,7 @@ from llm_serving.executor.restarts import Restarts
 from llm_serving.executor.steps_in_flight import StepsInFlight
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import AgentMessage
-from llm_serving.parallel import group_ranks
+from llm_serving.model.parallel import group_ranks
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 
 

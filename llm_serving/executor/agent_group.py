@@ -16,7 +16,7 @@ from llm_serving.executor.group_memory import GroupMemory
 from llm_serving.executor.hccl_cluster import HcclCluster
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import ServerMessage
-from llm_serving.parallel import answering_rank, group_ranks
+from llm_serving.model.parallel import answering_rank, group_ranks
 
 
 class AgentGroup:

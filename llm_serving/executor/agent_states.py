@@ -10,7 +10,7 @@ from llm_serving.executor.agent_link import AgentLink
 from llm_serving.executor.base import AgentStatus
 from llm_serving.executor.restarts import Restarts
 from llm_serving.ipc.messages import StatusReply
-from llm_serving.parallel import group_ranks, place
+from llm_serving.model.parallel import group_ranks, place
 
 
 class AgentStates:

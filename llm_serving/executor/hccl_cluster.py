@@ -20,7 +20,7 @@ from pathlib import Path
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
 
-SCHEDULER_MODULE = "agent.cluster_scheduler"
+SCHEDULER_MODULE = "agent.group.cluster_scheduler"
 
 
 class HcclCluster:

@@ -26,7 +26,7 @@ PACKAGES = (
     "llm_serving.scheduler",
     "llm_serving.kvcache",
     "llm_serving.request",
-    "llm_serving.receipt",
+    "llm_serving.telemetry.receipt",
     "llm_serving.ipc.shm",
 )
 """Modules whose objects make up the state."""

@@ -2,7 +2,7 @@
 
 A group is the agents of one replica: ``tensor_parallel`` of them in each of ``pipeline_parallel`` stages. Beside the
 step slots the server makes one such segment for every group of more than one agent, each of which maps it. Kernels
-(``agent/kernels/exchange/``) and Python (``agent/exchange.py``) write in it:
+(``agent/kernels/exchange/``) and Python (``agent/group/exchange.py``) write in it:
 
     header              magic, what the layout was made for, the word that says the group is down
     flag lines          a cache line each: a counter that only one agent raises, and how many sleep until it moves
@@ -28,7 +28,7 @@ from llm_serving.ipc.shm import SlotLimits
 
 if TYPE_CHECKING:
     from llm_serving.config import ParallelConfig
-    from llm_serving.model_shape import ModelShape
+    from llm_serving.model.shape import ModelShape
 
 EXCHANGE_MAGIC = 0x0E8C4A6E
 EXCHANGE_VERSION = 1

@@ -21,7 +21,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from llm_serving.errors import QueueFullError, RequestError
-from llm_serving.receipt import MAX_BLOCKERS, BlockReason, WaitingLine
 from llm_serving.request import FinishReason, Request
 from llm_serving.routing.figures import RouterFigures
 from llm_serving.routing.placement import Candidate, Placed, Routing, choose
@@ -35,6 +34,7 @@ from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.sequence import Sequence as QueuedSequence
 from llm_serving.scheduler.slo_order import SloOrder
 from llm_serving.scheduler.wiring import make_order
+from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, WaitingLine
 
 __all__ = ["BALANCE_SHARE", "MAX_GROUPS", "Router"]
 

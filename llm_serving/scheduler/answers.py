@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from llm_serving.receipt import Phase
 from llm_serving.request import FinishReason, RequestStatus
 from llm_serving.scheduler.block_supply import BlockSupply
 from llm_serving.scheduler.in_flight import InFlightStep
@@ -10,6 +9,7 @@ from llm_serving.scheduler.lifecycle import Lifecycle
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.request_queue import RequestQueue
 from llm_serving.scheduler.sequence import Sequence, SequenceState
+from llm_serving.telemetry.receipt import Phase
 
 __all__ = ["AnswerReader", "shape_error"]
 

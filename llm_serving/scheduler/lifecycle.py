@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from llm_serving.errors import RequestError
-from llm_serving.receipt import Phase
 from llm_serving.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler.admission import Admission
 from llm_serving.scheduler.output import RequestUpdate
@@ -13,6 +12,7 @@ from llm_serving.scheduler.preemption import PreemptionChoice
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.swapping import Swapper
+from llm_serving.telemetry.receipt import Phase
 
 __all__ = ["Lifecycle", "note_end", "note_expiry"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from itertools import islice
 from typing import Protocol
 
-from llm_serving.receipt import MAX_BLOCKERS, BlockReason, Phase
 from llm_serving.request import RequestStatus
 from llm_serving.scheduler.admission import Admission
 from llm_serving.scheduler.batching.base import BatchingMode
@@ -13,6 +12,7 @@ from llm_serving.scheduler.block_supply import BlockSupply
 from llm_serving.scheduler.chunk_plan import ChunkPlan
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.state import SchedulerState
+from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, Phase
 
 __all__ = ["StartGate", "Starter"]
 

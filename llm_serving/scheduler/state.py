@@ -6,13 +6,13 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
-from llm_serving.receipt import WaitingLine
 from llm_serving.scheduler.in_flight import InFlightSteps
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.queue_order import QueueOrder
 from llm_serving.scheduler.request_queue import RequestQueue
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.telemetry.receipt import WaitingLine
 
 __all__ = ["SchedulerState"]
 

@@ -10,7 +10,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.errors import RequestError
-from llm_serving.metrics import CONTENT_TYPE
 from llm_serving.server.body import read_json_object
 from llm_serving.server.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES, MAX_STOP_STRINGS
 from llm_serving.server.models import check_model
@@ -19,6 +18,7 @@ from llm_serving.server.protocol_openai import DetokenizeRequest, TokenizeReques
 from llm_serving.server.responses import json_response
 from llm_serving.server.state import ServerState
 from llm_serving.server.validation import parse
+from llm_serving.telemetry.metrics import CONTENT_TYPE
 
 __all__ = ["detokenize", "health_live", "health_ready", "metrics", "server_info", "tokenize"]
 

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from llm_serving.metrics import Metrics
 from llm_serving.server.engine_api import Engine, EventLogger
 from llm_serving.server.errors import ClientGoneError, error_reply, note_error
 from llm_serving.server.generation import GENERATION, Generation
@@ -21,6 +20,7 @@ from llm_serving.server.http_protocol import RECEIVED_AT, STREAM_CHANNEL
 from llm_serving.server.routes import ENDPOINTS, AnyResponse, Endpoint
 from llm_serving.server.state import ServerSettings, ServerState
 from llm_serving.server.validation import clip
+from llm_serving.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from llm_serving.config import Config

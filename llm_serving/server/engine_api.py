@@ -137,7 +137,7 @@ class OpenRequest(Protocol):
 
 
 class EventLogger(Protocol):
-    """The part of ``llm_serving.log.EventLog`` the server uses."""
+    """The part of ``llm_serving.telemetry.log.EventLog`` the server uses."""
 
     def event(self, name: str, /, *, level: str = "info", **fields: object) -> None: ...
 

@@ -6,10 +6,10 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from llm_serving.metrics import Metrics
 from llm_serving.server.engine_api import Engine, EventLogger
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.lifecycle import ActiveRequests
+from llm_serving.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from llm_serving.config import Config

@@ -19,12 +19,12 @@ from llm_serving.engine.status import EngineState
 from llm_serving.errors import AgentStartError, LLMServingError
 from llm_serving.executor.agent_executor import AgentExecutor
 from llm_serving.executor.agent_process import bind_agent_ports
-from llm_serving.log import EventLog
-from llm_serving.metrics import Metrics
 from llm_serving.request import Request, RequestOutput, SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.telemetry.log import EventLog
+from llm_serving.telemetry.metrics import Metrics
 
 
 class BenchmarkError(LLMServingError):

@@ -26,7 +26,7 @@ from agent.kernels import set_threads
 from llm_serving.cli import config_as_yaml
 from llm_serving.config import Config, load_config
 from llm_serving.errors import LLMServingError
-from llm_serving.text_table import format_number, format_table
+from llm_serving.telemetry.text_table import format_number, format_table
 from performance.bench.ceilings import drift_text, measure_ceilings
 from performance.bench.engine import offline_engine
 from performance.bench.engine_rows import Case, decode_case, measure_case, numbers_of, prefill_case

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from llm_serving.config import Config
-from llm_serving.model_shape import ModelShape
-from llm_serving.quantization import INT4_FORMATS
+from llm_serving.model.quantization import INT4_FORMATS
+from llm_serving.model.shape import ModelShape
 from performance.bench.ceilings import Ceilings
 from performance.bench.engine import OfflineEngine, Times
 from performance.bench.numbers import median_row

@@ -19,7 +19,7 @@ from agent.kernels.direct_attention import EntryCall, cache_array
 from agent.kernels.direct_linear import LinearArgs, packed
 from agent.kernels.library import load_library
 from agent.kernels.packing import Blob, weight_blob
-from llm_serving.model_shape import ModelShape
+from llm_serving.model.shape import ModelShape
 from performance.bench.roofline import Numbers, Operator, attention, layer_linears, linear
 
 SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes"

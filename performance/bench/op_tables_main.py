@@ -21,7 +21,7 @@ from typing import Any
 from llm_serving.cli import config_as_yaml
 from llm_serving.config import Config, load_config
 from llm_serving.errors import LLMServingError
-from llm_serving.text_table import format_number, format_table
+from llm_serving.telemetry.text_table import format_number, format_table
 from performance.bench.ceilings import Ceilings, measure_ceilings
 from performance.bench.engine import OfflineEngine, offline_engine
 from performance.bench.engine_rows import Case, decode_case, measure_case, numbers_of, prefill_case

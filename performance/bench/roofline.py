@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llm_serving.model_shape import ModelShape
-from llm_serving.quantization import INT4_FORMATS, INT8_FORMATS
+from llm_serving.model.quantization import INT4_FORMATS, INT8_FORMATS
+from llm_serving.model.shape import ModelShape
 from performance.bench.ceilings import Ceilings
 
 FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llm_serving.statistics import Summary
+from llm_serving.telemetry.statistics import Summary
 from performance.bench.cpu_share import CpuMeter, CpuShare, NoServerProcessError, find_server_pid
 from performance.load.client import LoadRun, run_load
 from performance.load.errors import UsageError

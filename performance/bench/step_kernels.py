@@ -12,8 +12,8 @@ from typing import Any
 from agent.kernels.direct import rms_norm
 from agent.kernels.direct_linear import packed
 from agent.kernels.packing import Blob
-from llm_serving.model_shape import ModelShape
-from llm_serving.quantization import INT4_FORMATS
+from llm_serving.model.quantization import INT4_FORMATS
+from llm_serving.model.shape import ModelShape
 from performance.bench.kernel_cases import attention_call, copies_of, copy_of, linear_calls, ordinary
 from performance.bench.kernel_main import median_call_seconds
 from performance.bench.roofline import Numbers, attention, layer_linears

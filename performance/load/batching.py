@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm_serving.text_table import format_number, format_table
+from llm_serving.telemetry.text_table import format_number, format_table
 from performance.load.closed_loop import run_closed_loop
 from performance.load.errors import UsageError
 from performance.load.exit_codes import told_errors

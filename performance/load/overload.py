@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from llm_serving.statistics import percentile
-from llm_serving.text_table import format_number, format_table
+from llm_serving.telemetry.statistics import percentile
+from llm_serving.telemetry.text_table import format_number, format_table
 from performance.load.client import run_load
 from performance.load.endpoint import Endpoint
 from performance.load.errors import LoadTestError

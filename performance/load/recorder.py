@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llm_serving.text_table import format_number, format_table
+from llm_serving.telemetry.text_table import format_number, format_table
 from performance.bench.numbers import parse_counts
 from performance.load.closed_loop import run_closed_loop
 from performance.load.errors import LoadTestError

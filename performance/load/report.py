@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from llm_serving.text_table import format_number, format_summaries, format_table
+from llm_serving.telemetry.text_table import format_number, format_summaries, format_table
 from performance.load.client import LoadRun
 from performance.load.options import LoadOptions
 from performance.load.statistics import LoadFigures, RequestFigures

@@ -1,4 +1,5 @@
-"""The figures of a run. What they mean is defined in ``llm_serving.statistics``; here is where they come from.
+"""The figures of a run. What they mean is defined in ``llm_serving.telemetry.statistics``; here is where they come
+from.
 
 - A piece is a streamed event that brought output. The first piece stands for the first token, the last for the last.
 - Every latency is counted from the moment the request's first byte was written, as the server's log counts from its
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from llm_serving.statistics import Distribution, Summary, normalized_latency, summarize, time_per_output_token
+from llm_serving.telemetry.statistics import Distribution, Summary, normalized_latency, summarize, time_per_output_token
 from performance.load.client import LoadRun
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord

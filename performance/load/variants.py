@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llm_serving.text_table import format_number, format_table
+from llm_serving.telemetry.text_table import format_number, format_table
 from performance.load.client import run_load
 from performance.load.exit_codes import told_errors
 from performance.load.metric_watch import fetch_metrics

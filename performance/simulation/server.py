@@ -16,7 +16,6 @@ from typing import Any
 
 from llm_serving.errors import ContextLengthError, QueueFullError
 from llm_serving.ipc.shm import NUM_SLOTS
-from llm_serving.receipt import Receipt
 from llm_serving.request import FinishReason, Request, SamplingParams
 from llm_serving.routing.placement import Routing
 from llm_serving.routing.router import Router
@@ -24,6 +23,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind
 from llm_serving.scheduler.protocols import RequestFront, StepSource
 from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.telemetry.receipt import Receipt
 from performance.load.stream import RequestRecord
 from performance.simulation.agent import VirtualAgent
 from performance.simulation.device import CostModel

@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from llm_serving.statistics import percentile
-from llm_serving.text_table import format_number, format_table
+from llm_serving.telemetry.statistics import percentile
+from llm_serving.telemetry.text_table import format_number, format_table
 from performance.load.errors import UsageError
 
 __all__ = ["GOAL", "Compared", "compare", "comparison_text", "mean_of_runs", "read_load_test"]

@@ -17,11 +17,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "agent")]
 
-from cache_blocks import COPY, HOST_BLOCKS, IN, OUT, Arrays, after_moves, bits, make_caches, random_moves  # noqa: E402
-from step_config import make_config  # noqa: E402
-
 from agent.backends.runtime import start_runtime  # noqa: E402
 from llm_serving.errors import AgentError  # noqa: E402
+from support.cache_blocks import COPY, HOST_BLOCKS, IN, OUT, Arrays, after_moves, bits, make_caches, random_moves  # noqa: E402
+from support.step_config import make_config  # noqa: E402
 
 FOLDER = ROOT / "models" / "tiny_llama"
 TAIL = (2, 16, 36)
@@ -101,11 +100,11 @@ def _error_of(run: Callable[[], None]) -> str:
 def run_sharing() -> dict[str, Any]:
     """A model's sequences shared, copied and swapped, its cache moved as an Ascend's is."""
     from block_sharing import run_block_sharing
-    from golden_files import golden_of
     from step_driver import StepDriver
 
     from agent.backends.ascend.blocks import DeviceBlockMoves
     from agent.backends.cpu.native import NativeCpuOps
+    from support.golden_files import golden_of
 
     def block_moves(self: NativeCpuOps, arrays: Any, parameters: Any, host: Any) -> DeviceBlockMoves:
         return DeviceBlockMoves(parameters, host, pinned=False)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from position_bits import SHARED_TOKENS
-from step_config import BLOCK_SIZE, NUM_HOST_BLOCKS
 from step_driver import Part, Sampled, StepDriver, blocks_for
 
 from agent.backends.cpu.blocks import HostBlockMoves
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import LAST_TOKEN, MoveKind
+from support.position_bits import SHARED_TOKENS
+from support.step_config import BLOCK_SIZE, NUM_HOST_BLOCKS
 
 COPY, OUT, IN = MoveKind.COPY, MoveKind.SWAP_OUT, MoveKind.SWAP_IN
 

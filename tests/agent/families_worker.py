@@ -13,11 +13,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from golden_files import golden_of  # noqa: E402
 from runner_worker import generate, run_invariance  # noqa: E402
-from step_config import make_config  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
+from support.golden_files import golden_of  # noqa: E402
+from support.step_config import make_config  # noqa: E402
 from tools.make_golden import weights_digest  # noqa: E402
 from tools.seeded_families import FAMILY_VARIANTS  # noqa: E402
 from tools.seeded_model import write_model  # noqa: E402

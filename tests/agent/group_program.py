@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agent_group import Setup
 from step_driver import StepDriver
 
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+from support.agent_group import Setup
 
 
 def start_driver(setup: Setup, model: dict[str, Any], rank: int) -> StepDriver:

@@ -10,11 +10,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from agent_group import Setup  # noqa: E402
-from golden_files import golden_of  # noqa: E402
 from group_program import print_models, start_driver  # noqa: E402
 from runner_worker import expected_tokens, generate, penalised, run_invariance  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
+
+from support.agent_group import Setup  # noqa: E402
+from support.golden_files import golden_of  # noqa: E402
 
 PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.9}
 PROMPT, NUM_PENALISED = [5, 6, 7, 5, 9, 11], 12

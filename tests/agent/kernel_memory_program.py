@@ -15,13 +15,13 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from model_folders import write_model_folder  # noqa: E402
-from step_config import BLOCK_SIZE, make_config  # noqa: E402
 from step_driver import Part, StepDriver  # noqa: E402
 
 from agent.kernels import num_threads, recordings_bytes, scratch_bytes  # noqa: E402
-from llm_serving.machine import Machine  # noqa: E402
-from llm_serving.memory_plan import estimate_memory  # noqa: E402
+from llm_serving.planning.machine import Machine  # noqa: E402
+from llm_serving.planning.memory_plan import estimate_memory  # noqa: E402
+from support.model_folders import write_model_folder  # noqa: E402
+from support.step_config import BLOCK_SIZE, make_config  # noqa: E402
 
 TOKENS, LONGEST, SEQS, VOCABULARY = 1024, 2048, 8, 8000
 BLOCKS = LONGEST // BLOCK_SIZE

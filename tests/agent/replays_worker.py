@@ -10,14 +10,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from agent_group import Setup  # noqa: E402
-from golden_files import golden_of  # noqa: E402
 from group_program import print_models, start_driver  # noqa: E402
-from position_bits import FORCED_STEPS  # noqa: E402
 from runner_worker import decodes, native_replays, prompts_and_chunks  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
 from agent.kernels.launches import RecordedLaunches  # noqa: E402
+from support.agent_group import Setup  # noqa: E402
+from support.golden_files import golden_of  # noqa: E402
+from support.position_bits import FORCED_STEPS  # noqa: E402
 
 PLANTS = ("unnamed", "differs", "differs later", "refuses")
 """What agent 0 finds when it records: its parameters' memory is not named; a replay has other bits, the first or the
@@ -43,8 +43,10 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def run_planted(driver: StepDriver, plant: str, rank: int, prompts: Any, tokens: Any) -> dict[str, Any]:
     """The decodes with one of ``PLANTS`` in agent 0: what each of them comes to, and what is given as the reason."""
-    from agent.dynamic_replays import DynamicReplays  # MindSpore must not be imported before the runtime is set up
     from agent.step_graph.dynamic_cell import GraphKind
+    from agent.step_graph.replay.dynamic_replays import (
+        DynamicReplays,  # MindSpore must not be imported before the runtime is set up
+    )
 
     graph, asked, ops = driver.runner._graph, [0], driver.runner._graph._ops
     decode = graph._graphs[GraphKind.DECODE]

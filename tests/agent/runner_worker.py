@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from block_sharing import run_block_sharing, run_move_refusals  # noqa: E402
-from golden_files import LLAMAS, golden_of  # noqa: E402
-from position_bits import FORCED_STEPS  # noqa: E402
-from step_config import BLOCK_SIZE, make_config  # noqa: E402
 from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
 from llm_serving.errors import AgentError, ProtocolError  # noqa: E402
 from llm_serving.ipc.shm import LAST_TOKEN  # noqa: E402
+from support.golden_files import LLAMAS, golden_of  # noqa: E402
+from support.position_bits import FORCED_STEPS  # noqa: E402
+from support.step_config import BLOCK_SIZE, make_config  # noqa: E402
 from tools.make_golden import weights_digest  # noqa: E402
 from tools.seeded_model import VARIANTS, write_model  # noqa: E402
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from step_config import BLOCK_SIZE, MAX_MODEL_LEN
 
 from agent.model_runner import ModelRunner
 from llm_serving.config import Config
 from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.shm import SlotLayout, StepSlot
 from llm_serving.request import MAX_TOP_LOGITS
+from support.step_config import BLOCK_SIZE, MAX_MODEL_LEN
 
 GREEDY: dict[str, float] = {
     "temperature": 0.0,

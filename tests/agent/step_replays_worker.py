@@ -10,12 +10,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from agent_group import Setup  # noqa: E402
-from golden_files import golden_of  # noqa: E402
 from group_program import print_models, start_driver  # noqa: E402
-from position_bits import FORCED_STEPS  # noqa: E402
 from runner_worker import decodes  # noqa: E402
 from step_driver import Part, StepDriver, blocks_for  # noqa: E402
+
+from support.agent_group import Setup  # noqa: E402
+from support.golden_files import golden_of  # noqa: E402
+from support.position_bits import FORCED_STEPS  # noqa: E402
 
 PLANTS = ("unnamed", "no launches", "differs", "differs later", "writes nothing")
 """What agent 0 finds: its parameters' memory is not named; another agent has no recording; a replay has other bits, the
@@ -39,7 +40,7 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def recorded_by_large_steps(driver: StepDriver, usual: Any) -> bool:
     """Whether two steps of a token more than are computed twice record anything."""
-    from agent.step_replays import MOST_TOKENS, StepReplays
+    from agent.step_graph.replay.step_replays import MOST_TOKENS, StepReplays
 
     graph = driver.runner._graph
     graph.replays = StepReplays(usual._run_graph, usual._tensors, driver.runner._model.ops.stage_agrees)
@@ -52,7 +53,7 @@ def recorded_by_large_steps(driver: StepDriver, usual: Any) -> bool:
 def run_planted(driver: StepDriver, usual: Any, plant: str, rank: int, prompts: Any, tokens: Any) -> dict[str, Any]:
     """The decodes with one of ``PLANTS`` in agent 0: what each of them comes to, and what is given as the reason."""
     from agent.kernels.launches import RecordedLaunches  # MindSpore must not be imported before the runtime is set up
-    from agent.step_replays import StepReplays
+    from agent.step_graph.replay.step_replays import StepReplays
 
     graph, asked = driver.runner._graph, [0]
     ops, tensors = driver.runner._model.ops, usual._tensors

@@ -16,11 +16,11 @@ from agent.backends.ascend.communication import join_group
 from agent.backends.ascend.context import environment, jit_config, prepare_environment, set_up_device
 from agent.backends.ascend.limits import check_limits
 from agent.backends.ascend.memory import check_device_memory
-from agent.model_part import ModelPart
+from agent.group.model_part import ModelPart
 from agent.warm_up import captured_steps
 from llm_serving.config import Config, load_config
 from llm_serving.errors import AgentStartError, ConfigError
-from llm_serving.model_families import Experts
+from llm_serving.model.families import Experts
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from json_program import printed_json, run_program
-from position_bits import check_sharing_bits
+from support.json_program import printed_json, run_program
+from support.position_bits import check_sharing_bits
 
 PROGRAM = Path(__file__).with_name("ascend_program.py")
 

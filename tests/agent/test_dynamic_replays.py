@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from agent_group import Setup, seeded_runs
+
+from support.agent_group import Setup, seeded_runs
 
 pytestmark = pytest.mark.timeout(400)
 

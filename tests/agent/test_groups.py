@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_group import Setup, run_group
-from golden_files import golden_of
-from oracle_ties import check_forced
-from position_bits import check_position_bits
 
 from llm_serving.errors import ConfigError
+from support.agent_group import Setup, run_group
+from support.golden_files import golden_of
+from support.oracle_ties import check_forced
+from support.position_bits import check_position_bits
 from tools.seeded_families import FAMILY_VARIANTS
 from tools.seeded_model import VARIANTS, write_model
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from json_program import printed_json, run_program
+
+from support.json_program import printed_json, run_program
 
 PROGRAM = Path(__file__).with_name("kernel_memory_program.py")
 SETUPS = (

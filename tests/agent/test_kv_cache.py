@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_folders import write_model_folder
 
 from agent.backends.base import BlockMoves, CacheLayout
 from agent.backends.cpu.blocks import HostBlockMoves
@@ -17,6 +16,7 @@ from agent.kv_cache import KVCache
 from agent.weights.storage import Array
 from llm_serving.config import Config, load_config
 from llm_serving.ipc.shm import MoveKind
+from support.model_folders import write_model_folder
 
 MOVES = np.array(
     [(MoveKind.SWAP_OUT, 3, 1), (MoveKind.COPY, 4, 3), (MoveKind.SWAP_IN, 1, 4)], np.int32

@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_configs import TINY_LLAMA
-from some_machine import SHAPE
-from step_config import make_config
 
-from agent.exchange import Exchange
-from agent.last_tokens import SharedLastTokens
-from agent.model_part import ModelPart
+from agent.group.exchange import Exchange
+from agent.group.last_tokens import SharedLastTokens
+from agent.group.model_part import ModelPart
 from agent.sampler import RowTable
 from agent.warm_up import make_step
 from llm_serving.config import Config, ParallelConfig
 from llm_serving.errors import GroupDownError, ProtocolError
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.shm import LAST_TOKEN, StepSlot
-from llm_serving.parallel import place, shard_of
+from llm_serving.model.parallel import place, shard_of
+from support.small_configs import TINY_LLAMA
+from support.some_machine import SHAPE
+from support.step_config import make_config
 
 LAST, ONE = np.full(1, LAST_TOKEN, np.int32), np.ones(1, np.int32)
 

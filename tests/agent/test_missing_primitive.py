@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from json_program import printed_json, run_program
-from model_folders import write_model_folder
+from support.json_program import printed_json, run_program
+from support.model_folders import write_model_folder
 
 PROGRAM = Path(__file__).with_name("missing_primitive_program.py")
 

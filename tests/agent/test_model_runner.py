@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden_files import golden_of
-from json_program import printed_json, run_program
-from llama_in_numpy import NumpyLlama
-from oracle_ties import check_forced
-from position_bits import check_position_bits, check_sharing_bits
-from small_configs import REPOSITORY
-from sweeps import with_sweeps
 
 from llm_serving.request import MAX_TOP_LOGITS
+from support.golden_files import golden_of
+from support.json_program import printed_json, run_program
+from support.llama_in_numpy import NumpyLlama
+from support.oracle_ties import check_forced
+from support.position_bits import check_position_bits, check_sharing_bits
+from support.small_configs import REPOSITORY
+from support.sweeps import with_sweeps
 from tools.seeded_model import VARIANTS, write_model
 
 WORKER = Path(__file__).with_name("runner_worker.py")

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_group import Setup, run_group
-from golden_files import golden_of
-from position_bits import check_position_bits
 from safetensors.numpy import load_file, save_file
 
 from agent.weights.storage import from_float32, to_float32
+from support.agent_group import Setup, run_group
+from support.golden_files import golden_of
+from support.position_bits import check_position_bits
 from tools.seeded_families import FAMILY_VARIANTS
 from tools.seeded_model import Variant, write_model
 

@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quantised_folders import CASES, Case, Plain, awq, gptq, int_quantized, pack_quantized
 from safetensors.numpy import load_file, save_file
-from some_machine import SHAPE
 
-from agent.model_part import ModelPart
+from agent.group.model_part import ModelPart
 from agent.models.names import weight_specs
 from agent.weights import LinearForm, LinearForms, Packing, WeightSpec, load_weights, open_weights
 from agent.weights.checkpoint import Checkpoint
@@ -23,7 +21,9 @@ from agent.weights.seeded import SeededWeights
 from agent.weights.sharding import part_forms, shard_specs
 from llm_serving.config import ParallelConfig
 from llm_serving.errors import CheckpointError, ConfigError
-from llm_serving.parallel import place, shard_of
+from llm_serving.model.parallel import place, shard_of
+from support.quantised_folders import CASES, Case, Plain, awq, gptq, int_quantized, pack_quantized
+from support.some_machine import SHAPE
 
 TYPE = "float16"
 SMALL = replace(

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_group import Setup, run_group
-from golden_files import golden_of
-from position_bits import check_position_bits
 
+from support.agent_group import Setup, run_group
+from support.golden_files import golden_of
+from support.position_bits import check_position_bits
 from tools.quantization.convert import quantise_folder
 from tools.quantization.rounding import Settings
 from tools.seeded_families import FAMILY_VARIANTS

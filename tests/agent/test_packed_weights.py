@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quantised_folders import CASES, LINEARS, SPECS, write_case
 
 from agent.kernels.direct_linear import linear
 from agent.kernels.packing import pack_weight, packed_weight_bytes, weight_blob
 from agent.weights import Packing, WeightPart, WeightSpec, load_weights, open_weights
 from agent.weights.storage import Array
 from llm_serving.errors import CheckpointError, ConfigError
+from support.quantised_folders import CASES, LINEARS, SPECS, write_case
 
 NAMES = {"qkv": list(LINEARS)[:3], "gate_up": list(LINEARS)[3:]}
 DUMMY_SPECS = (
@@ -123,8 +123,9 @@ def test_zero_points_on_request() -> None:
 
 def test_a_float_file_is_quantised_from_what_it_stores(tmp_path: Path) -> None:
     """float16 values lose bits in bfloat16; they must not on the way to int8."""
-    from quantised_folders import float_tensors
     from safetensors.numpy import save_file
+
+    from support.quantised_folders import float_tensors
 
     spec = (WeightSpec("embed", (WeightPart("embed.weight", (10, 128)),), "linear"),)
     values = float_tensors()["embed.weight"]

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quantised_folders import CASES, LINEARS, SPECS, Case, Tensors, float_tensors, write_case
 
 from agent.kernels.direct_linear import linear
 from agent.weights import Packing, WeightPart, load_weights, open_weights
 from agent.weights.storage import Array, from_float32
 from llm_serving.errors import CheckpointError, LLMServingError
+from support.quantised_folders import CASES, LINEARS, SPECS, Case, Tensors, float_tensors, write_case
 
 
 def load(folder: Path, dtype: str = "float32") -> dict[str, Array]:

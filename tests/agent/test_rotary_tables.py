@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from agent.layers.rotary import rotary_frequencies, rotary_tables
-from llm_serving.model_shape import ModelShape
-from llm_serving.rope_scaling import RopeScaling
+from llm_serving.model.rope import RopeScaling
+from llm_serving.model.shape import ModelShape
 from tools.seeded_model import VARIANTS, write_model
 
 LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)

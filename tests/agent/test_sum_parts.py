@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_group import Setup, run_group
 
+from support.agent_group import Setup, run_group
 from tools.seeded_families import FAMILY_VARIANTS
 from tools.seeded_model import VARIANTS, write_model
 

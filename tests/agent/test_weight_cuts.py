@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quantised_folders import CASES, DEPTH, LINEARS, SPECS, write_case
 
-from agent.model_part import ModelPart
+from agent.group.model_part import ModelPart
 from agent.weights import WeightPart, load_weights, open_weights
 from agent.weights.checkpoint import Checkpoint
 from agent.weights.cuts import CutSource, TensorCut
@@ -19,8 +18,9 @@ from agent.weights.sharding import shard_specs
 from agent.weights.storage import allocate, to_float32
 from llm_serving.config import ParallelConfig
 from llm_serving.errors import CheckpointError
-from llm_serving.model_shape import ModelShape
-from llm_serving.parallel import Span, place, shard_of
+from llm_serving.model.parallel import Span, place, shard_of
+from llm_serving.model.shape import ModelShape
+from support.quantised_folders import CASES, DEPTH, LINEARS, SPECS, write_case
 from tools.seeded_model import write_safetensors
 
 COLUMNS = Span(DEPTH // 2, DEPTH)
@@ -117,7 +117,7 @@ class Model:
 
 
 def shape_of(**changes: Any) -> ModelShape:
-    from some_machine import SHAPE
+    from support.some_machine import SHAPE
 
     small = {
         "num_layers": 3,
@@ -195,7 +195,7 @@ def test_an_agent_reads_its_own_part_only(tmp_path: Path, tp: int, pp: int) -> N
 
 
 def test_experts_are_split_by_their_columns(tmp_path: Path) -> None:
-    from llm_serving.model_families import Experts
+    from llm_serving.model.families import Experts
 
     experts = Experts(count=4, per_token=2, intermediate_size=96, normalised=True, dense_layers=(1,))
     model = Model(tmp_path, shape_of(experts=experts, attention_bias=False, output_bias=False))

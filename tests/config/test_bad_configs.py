@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-from bad_config_cases import CASES, FILE, Case
-from model_folders import write_model_folder
 
 from llm_serving.config import load_config
 from llm_serving.config.overrides import parse_override
 from llm_serving.errors import ConfigError
+from support.bad_config_cases import CASES, FILE, Case
+from support.model_folders import write_model_folder
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])

@@ -8,14 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
-from model_folders import write_model_folder
 
 from llm_serving import __version__
 from llm_serving.cli import Arguments, launch_from_command_line, parse_arguments
 from llm_serving.config import load_config
 from llm_serving.config.schema import section_keys
 from llm_serving.config.sections import SECTIONS
-from llm_serving.machine import Machine
+from llm_serving.planning.machine import Machine
+from support.model_folders import write_model_folder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MACHINE = Machine(100 * 1024**3, "test machine")

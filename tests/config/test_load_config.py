@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from model_folders import write_model_folder
 
 from llm_serving.config import Config, load_config
 from llm_serving.config.lookup import DATA_ROOTS, find_config_file, has_ascend
 from llm_serving.errors import ConfigError
 from llm_serving.ipc.shm import SlotLimits
+from support.model_folders import write_model_folder
 
 TINY = "llama_tiny_cpu.yaml"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llm_serving import machine
-from llm_serving.machine import Machine, control_group_available
+from llm_serving.planning import machine
+from llm_serving.planning.machine import Machine, control_group_available
 
 GIB = 1024**3
 

@@ -6,13 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from model_folders import write_model_folder
 
 from llm_serving.config import Config, load_config
 from llm_serving.errors import MemoryPlanError
 from llm_serving.ipc.exchange import exchange_bytes
-from llm_serving.machine import Machine
-from llm_serving.memory_plan import (
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.memory_plan import (
     GIB,
     MIB,
     MemoryPlan,
@@ -22,7 +21,8 @@ from llm_serving.memory_plan import (
     format_count,
     plan_memory,
 )
-from llm_serving.rank_memory import device_items
+from llm_serving.planning.rank_memory import device_items
+from support.model_folders import write_model_folder
 
 PLENTY = Machine(1000 * GIB, "test machine")
 PORTS = "serving_config.agent_ports=[0]"

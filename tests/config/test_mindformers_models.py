@@ -9,13 +9,13 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
-from model_folders import write_model_folder
 
 from llm_serving.config import Config, load_config
 from llm_serving.config.mindformers_models import ARCHITECTURES, rotary_positions
 from llm_serving.errors import ConfigError
-from llm_serving.machine import Machine
-from llm_serving.memory_plan import MINDFORMERS_BYTES, estimate_memory
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.memory_plan import MINDFORMERS_BYTES, estimate_memory
+from support.model_folders import write_model_folder
 
 MACHINE = Machine(1024**4, "test machine")
 QWEN3: dict[str, object] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16}

@@ -9,8 +9,8 @@ import pytest
 from llm_serving.config.mindformers import KEYS_READ, MindSporeContext, read_mindformers_yaml
 from llm_serving.errors import ConfigError
 from llm_serving.formats.strict_yaml import read_yaml_mapping
-from llm_serving.model_shape import ModelShape
-from llm_serving.rope_scaling import RopeScaling
+from llm_serving.model.rope import RopeScaling
+from llm_serving.model.shape import ModelShape
 
 LLAMA2_7B = Path(__file__).resolve().parents[2] / "configs" / "llama" / "predict_llama2_7b.yaml"
 SIZES = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 300}

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_folders import write_model_folder
 
 from llm_serving.errors import CheckpointError
-from llm_serving.model_families import FAMILIES, Experts
-from llm_serving.model_shape import ModelShape
-from llm_serving.rope_scaling import RopeScaling
+from llm_serving.model.families import FAMILIES, Experts
+from llm_serving.model.rope import RopeScaling
+from llm_serving.model.shape import ModelShape
+from support.model_folders import write_model_folder
 
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from model_folders import write_model_folder
 
 from llm_serving.errors import CheckpointError
-from llm_serving.model_shape import ModelShape
-from llm_serving.rope_scaling import RopeScaling
+from llm_serving.model.rope import RopeScaling
+from llm_serving.model.shape import ModelShape
+from support.model_folders import write_model_folder
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 

@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from model_folders import write_model_folder
-from small_configs import TINY_LLAMA
 
 from llm_serving.config import Config, ParallelConfig, load_config
 from llm_serving.errors import ConfigError
-from llm_serving.model_families import Experts
-from llm_serving.model_shape import ModelShape
-from llm_serving.parallel import (
+from llm_serving.model.families import Experts
+from llm_serving.model.parallel import (
     Shard,
     Span,
     answering_rank,
@@ -29,6 +26,9 @@ from llm_serving.parallel import (
     split_heads,
     split_vocab,
 )
+from llm_serving.model.shape import ModelShape
+from support.model_folders import write_model_folder
+from support.small_configs import TINY_LLAMA
 
 WHOLE = ModelShape.from_hf_folder(TINY_LLAMA)
 

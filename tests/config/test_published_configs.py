@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from model_folders import write_model_folder
-
 from llm_serving.config import load_config
 from llm_serving.config.sections import (
     BasicInputsConfig,
@@ -16,6 +14,7 @@ from llm_serving.config.sections import (
     WarmupInputsConfig,
 )
 from llm_serving.formats.strict_yaml import read_yaml_mapping
+from support.model_folders import write_model_folder
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "llama"
 

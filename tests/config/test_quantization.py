@@ -7,11 +7,11 @@ import struct
 from pathlib import Path
 
 import pytest
-from model_folders import write_model_folder
 
 from llm_serving.config import Config, load_config
 from llm_serving.errors import CheckpointError, ConfigError
-from llm_serving.quantization import stored_weight_format
+from llm_serving.model.quantization import stored_weight_format
+from support.model_folders import write_model_folder
 from tools.seeded_families import FAMILY_VARIANTS
 from tools.seeded_model import write_model
 

@@ -6,18 +6,18 @@ import asyncio
 from contextlib import aclosing
 
 import pytest
-from fakes import (
-    END_TOKEN,
-    VOCABULARY,
-    expected_tokens,
-    make_request,
-)
-from served_engine import served
 
 from llm_serving.engine.outputs import merge_outputs
 from llm_serving.errors import AgentLostError, ContextLengthError, QueueFullError, RequestError
 from llm_serving.executor.base import AgentLost
 from llm_serving.request import FinishReason, RequestOutput
+from support.fakes import (
+    END_TOKEN,
+    VOCABULARY,
+    expected_tokens,
+    make_request,
+)
+from support.served_engine import served
 
 
 def test_many_at_once_get_what_each_gets_alone() -> None:

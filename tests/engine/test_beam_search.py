@@ -10,13 +10,13 @@ from hashlib import blake2b
 from typing import Any
 
 import pytest
-from fakes import make_request
-from served_engine import served
 
 from llm_serving.engine.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearchParams, search_beams
 from llm_serving.engine.search import SearchResult
 from llm_serving.errors import ContextLengthError, DeadlineExceededError, EngineFailedError, QueueFullError
 from llm_serving.request import MAX_TOP_LOGITS, FinishReason, SchedulingParams, TokenLogits
+from support.fakes import make_request
+from support.served_engine import served
 
 END = 0
 

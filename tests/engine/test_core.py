@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from engine_harness import Engine, text_of
-from fakes import (
-    expected_tokens,
-    make_request,
-)
 
 from llm_serving.engine.core import Abort
 from llm_serving.engine.outputs import RequestRefused
 from llm_serving.errors import ContextLengthError, QueueFullError
 from llm_serving.request import FinishReason
+from support.engine_harness import Engine, text_of
+from support.fakes import (
+    expected_tokens,
+    make_request,
+)
 
 
 def test_a_request_from_its_arrival_to_its_end() -> None:

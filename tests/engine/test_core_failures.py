@@ -3,12 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from engine_harness import Engine
-from fakes import (
-    FakeDetokenizer,
-    expected_tokens,
-    make_request,
-)
 
 from llm_serving.engine.core import Add, Stop
 from llm_serving.engine.outputs import RequestRefused
@@ -17,6 +11,12 @@ from llm_serving.errors import AgentLostError, ProtocolError
 from llm_serving.executor.base import AgentLost, AgentReady
 from llm_serving.request import FinishReason
 from llm_serving.scheduler.output import StepResult
+from support.engine_harness import Engine
+from support.fakes import (
+    FakeDetokenizer,
+    expected_tokens,
+    make_request,
+)
 
 
 def test_nothing_is_sent_before_the_agent_is_ready() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from engine_harness import Engine
 
 from llm_serving.engine.core import Probe
 from llm_serving.engine.outputs import ProbeAnswer
 from llm_serving.request import FinishReason
+from support.engine_harness import Engine
 
 
 def test_no_more_steps_than_slots() -> None:

@@ -6,12 +6,12 @@ import asyncio
 from typing import Any
 
 import pytest
-from fakes import RecordingLog, RecordingMetrics, make_request
-from served_engine import Served, Sink, served
 
 from llm_serving.engine.open_request import OpenRequest
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.request import PARTS, FinishReason, RequestOutput, RequestTimings
+from support.fakes import RecordingLog, RecordingMetrics, make_request
+from support.served_engine import Served, Sink, served
 
 ARRIVAL = 100.0
 

@@ -6,9 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-from engine_harness import Engine
-from fakes import RecordingLog, RecordingMetrics, make_request
-from served_engine import Served, Sink, served
 
 from llm_serving.engine.core import Add
 from llm_serving.engine.objectives import met_objectives
@@ -16,8 +13,11 @@ from llm_serving.engine.outputs import request_timings
 from llm_serving.engine.receipts import ReceiptBook, receipt_of
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.errors import DeadlineExceededError
-from llm_serving.receipt import BlockReason, Phase, Receipt
 from llm_serving.request import PARTS, FinishReason, Request, RequestOutput, RequestTimings, SchedulingParams
+from llm_serving.telemetry.receipt import BlockReason, Phase, Receipt
+from support.engine_harness import Engine
+from support.fakes import RecordingLog, RecordingMetrics, make_request
+from support.served_engine import Served, Sink, served
 
 
 def eventful_request() -> Request:

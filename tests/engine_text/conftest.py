@@ -1,15 +1,15 @@
 from pathlib import Path
 
 import pytest
-from small_configs import TINY_LLAMA
-from small_tokenizers import (
+
+from llm_serving.engine.tokenizer import Tokenizer
+from support.small_configs import TINY_LLAMA
+from support.small_tokenizers import (
     open_tokenizer,
     write_byte_level_folder,
     write_llama2_folder,
     write_sentencepiece_folder,
 )
-
-from llm_serving.engine.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from small_tokenizers import QWEN_SPECIAL, open_tokenizer, write_qwen_folder
 from tokenizers import Tokenizer as FastTokenizer
 
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.engine.tokenizer_files import find_vocabulary
 from llm_serving.errors import CheckpointError
+from support.small_tokenizers import QWEN_SPECIAL, open_tokenizer, write_qwen_folder
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import sentencepiece
 import tokenizers as fast_library
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from small_tokenizers import open_tokenizer, sentencepiece_model, tokenizer_config, write_sentencepiece_folder
 
 from llm_serving.engine.token_table import decode_rule
 from llm_serving.engine.tokenizer import load_tokenizer
 from llm_serving.engine.tokenizer_files import find_vocabulary
 from llm_serving.errors import CheckpointError, RequestError
+from support.small_tokenizers import open_tokenizer, sentencepiece_model, tokenizer_config, write_sentencepiece_folder
 
 fast = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 mixed_text = st.lists(

@@ -6,12 +6,12 @@ import os
 
 import psutil
 import pytest
-from executor_steps import shm_entries
-from small_configs import REPOSITORY, small_config
 
 from llm_serving.executor.agent_executor import AgentExecutor
 from llm_serving.executor.agent_process import bind_agent_ports
-from llm_serving.parallel import group_ranks
+from llm_serving.model.parallel import group_ranks
+from support.executor_steps import shm_entries
+from support.small_configs import REPOSITORY, small_config
 
 
 @pytest.fixture
@@ -25,7 +25,9 @@ def make_executor(tmp_path, monkeypatch):
         ranks = group_ranks(replica, config.parallel_config)
         ports = bind_agent_ports("127.0.0.1", [0] * len(ranks))
         listeners = ports.__enter__()
-        executor = AgentExecutor(config, listeners, tmp_path, report, agent_module="stub_agent", replica=replica)
+        executor = AgentExecutor(
+            config, listeners, tmp_path, report, agent_module="support.stub_agent", replica=replica
+        )
         made.append((executor, ports))
         executor.start()
         return executor

@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-from executor_steps import events_until, prefill, shm_entries, submit_decode_before_prefill
-from stub_agent import DIE, HANG, RAISE, REFUSE, SLOW, stub_token
 
 from llm_serving.errors import ConfigError
 from llm_serving.executor.agent_process import bind_agent_port
@@ -17,6 +15,8 @@ from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus
 from llm_serving.ipc import messages
 from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepResult
+from support.executor_steps import events_until, prefill, shm_entries, submit_decode_before_prefill
+from support.stub_agent import DIE, HANG, RAISE, REFUSE, SLOW, stub_token
 
 
 def pid_of(executor):

@@ -6,14 +6,14 @@ import time
 
 import psutil
 import pytest
-from executor_steps import events_until, prefill, results, shm_entries, submit_decode_before_prefill
-from stub_agent import DIE, HANG, RAISE, REFUSE, SLOW, stub_token
 
 from llm_serving.errors import AgentStartError
 from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus
 from llm_serving.executor.step_join import StepJoin
 from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.scheduler.output import StepResult
+from support.executor_steps import events_until, prefill, results, shm_entries, submit_decode_before_prefill
+from support.stub_agent import DIE, HANG, RAISE, REFUSE, SLOW, stub_token
 
 PAIR = ("parallel_config.tensor_parallel=2",)
 FOUR = ("parallel_config.tensor_parallel=2", "parallel_config.pipeline_parallel=2")

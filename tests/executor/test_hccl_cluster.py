@@ -10,9 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_configs import small_config
 
 from llm_serving.executor.hccl_cluster import HcclCluster
+from support.small_configs import small_config
 
 WORKER = Path(__file__).with_name("cluster_worker.py")
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from executor_steps import prefill
-from small_configs import small_config
 
 from llm_serving.errors import AgentLostError, ProtocolError
 from llm_serving.executor.steps_in_flight import StepsInFlight
 from llm_serving.ipc.messages import StepDone, StepFailed
 from llm_serving.ipc.shm import SlotLayout, StepSlot
 from llm_serving.scheduler.output import ScheduledStep, StepKind
+from support.executor_steps import prefill
+from support.small_configs import small_config
 
 NUM_SLOTS = 3
 

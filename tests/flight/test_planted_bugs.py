@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_configs import REPOSITORY
 
 from llm_serving.flight.reader import read_recording
+from support.small_configs import REPOSITORY
 from tools.replaying.main import main
 from tools.replaying.replayer import replay
 

@@ -9,10 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from fakes import make_limits, make_request
-from recorded_runs import RING_BYTES, record_random_run, recorded_simulation, some_requests
-from simulation import random_run
-from small_configs import REPOSITORY
 
 from llm_serving.errors import ContextLengthError, ProtocolError
 from llm_serving.flight.counts import STATE_NAMES, state_of
@@ -25,6 +21,10 @@ from llm_serving.flight.setup import limits_from_map, limits_to_map, record
 from llm_serving.scheduler.output import StepResult
 from llm_serving.scheduler.policy import Policy
 from llm_serving.scheduler.scheduler import Scheduler
+from support.fakes import make_limits, make_request
+from support.recorded_runs import RING_BYTES, record_random_run, recorded_simulation, some_requests
+from support.simulation import random_run
+from support.small_configs import REPOSITORY
 
 
 def public(kind, predicate):
@@ -279,7 +279,7 @@ def test_a_killed_process_leaves_all_but_its_last_turn(tmp_path):
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from fakes import make_request\n"
+        "from support.fakes import make_request\n"
         "from recorded_runs import recorded_simulation\n"
         f"simulation, recorder = recorded_simulation(Path({str(tmp_path)!r}))\n"
         "for number in range(30):\n"

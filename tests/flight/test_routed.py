@@ -6,9 +6,6 @@ import random
 from pathlib import Path
 
 import pytest
-from fakes import make_limits
-from recorded_runs import RING_BYTES, fail, some_requests
-from routed_simulation import RoutedSimulation
 
 from llm_serving.flight.format import replica_folder
 from llm_serving.flight.history import arrivals
@@ -17,6 +14,9 @@ from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.flight.setup import record
 from llm_serving.scheduler.policy import Policy, PreemptionKind
 from llm_serving.scheduler.scheduler import Scheduler
+from support.fakes import make_limits
+from support.recorded_runs import RING_BYTES, fail, some_requests
+from support.routed_simulation import RoutedSimulation
 from tools.replaying.main import main
 from tools.replaying.replayer import replay
 

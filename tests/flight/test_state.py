@@ -9,16 +9,16 @@ from collections import Counter, OrderedDict, defaultdict, deque
 
 import msgspec
 import pytest
-from fakes import make_limits, make_request
-from simulation import Simulation
 
 from llm_serving.flight import state as state_module
 from llm_serving.flight.disguise import StateDisguise
 from llm_serving.flight.format import FlightRecordingError
 from llm_serving.flight.state import first_difference, read_state, write_state
-from llm_serving.receipt import Receipt
 from llm_serving.request import Request
 from llm_serving.scheduler.policy import Policy, PreemptionKind
+from llm_serving.telemetry.receipt import Receipt
+from support.fakes import make_limits, make_request
+from support.simulation import Simulation
 
 
 def as_it_is(owner, name, value):

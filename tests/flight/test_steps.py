@@ -5,15 +5,15 @@ from __future__ import annotations
 import random
 
 import pytest
-from fakes import make_limits
-from recorded_runs import some_requests
-from simulation import Simulation, random_run
 
 from llm_serving.flight.format import MAGIC, FrameReader, encode_frame
 from llm_serving.flight.step_writer import StepWriter
 from llm_serving.flight.steps import StepReader
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.policy import Policy, PreemptionKind
+from support.fakes import make_limits
+from support.recorded_runs import some_requests
+from support.simulation import Simulation, random_run
 
 
 class Watched(Simulation):

@@ -7,13 +7,13 @@ import sysconfig
 from pathlib import Path
 
 import pytest
-from fakes import make_limits, make_request
-from small_configs import REPOSITORY, small_config
 
 from llm_serving.flight.setup import NOT_NATIVE, recorder_of
 from llm_serving.flight.turn_log import DUE, IS_NATIVE, REFUSED, TAKEN, TurnLog, turn_log
 from llm_serving.scheduler.output import BlockMove, MoveKind, RequestUpdate, ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
+from support.fakes import make_limits, make_request
+from support.small_configs import REPOSITORY, small_config
 
 COUNTS = (2, 0, 7, 0, 2, 0, 0)
 MAX_TURNS = 8

@@ -10,9 +10,9 @@ import time
 from importlib.util import find_spec
 
 import pytest
-from server_process import run_start_server, shm_entries
-from small_configs import TINY_LLAMA, small_overrides
 
+from support.server_process import run_start_server, shm_entries
+from support.small_configs import TINY_LLAMA, small_overrides
 from tools.seeded_families import FAMILY_VARIANTS
 from tools.seeded_model import write_model
 

@@ -6,7 +6,8 @@ import concurrent.futures
 import math
 
 import pytest
-from server_process import running_server
+
+from support.server_process import running_server
 
 PROMPT = {"prompt": "The capital of France is", "max_tokens": 8}
 TERMS = {"return_receipt": True, "priority": -1, "ttft_objective_ms": 9e6, "tbt_objective_ms": 9e6}

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_process import ServerProcess, running_server
 
+from support.server_process import ServerProcess, running_server
 from tools.replaying.main import main as replay
 
 BEGINNINGS = ["Once upon a time there was a little fox. " * 4, "The sum of three and four is seven. " * 4]

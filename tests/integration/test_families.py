@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from golden_files import golden_of
-from server_process import running_server
 
+from support.golden_files import golden_of
+from support.server_process import running_server
 from tools.seeded_families import FAMILY_VARIANTS
 from tools.seeded_model import write_model
 

@@ -12,11 +12,11 @@ import time
 
 import psutil
 import pytest
-from server_process import ServerProcess
-from small_configs import REPOSITORY
 
 from llm_serving.flight.history import arrivals, step_timings
 from llm_serving.flight.reader import AgentLost, read_recording
+from support.server_process import ServerProcess
+from support.small_configs import REPOSITORY
 
 SYSTEM = "You are a storyteller who never tires of telling stories about rabbits and their friends in the wood. "
 

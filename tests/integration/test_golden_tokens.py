@@ -10,11 +10,11 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from golden_files import golden_of
-from oracle_ties import MOST_TIES, TIE_MARGIN, complete, find_ties
-from server_process import running_server
-from small_configs import TINY_LLAMA
 
+from support.golden_files import golden_of
+from support.oracle_ties import MOST_TIES, TIE_MARGIN, complete, find_ties
+from support.server_process import running_server
+from support.small_configs import TINY_LLAMA
 from tools.seeded_model import VARIANTS, write_model
 
 MODELS = ["tiny_llama", *VARIANTS]

@@ -11,7 +11,8 @@ import time
 
 import psutil
 import pytest
-from server_process import ServerProcess, running_server, shm_entries
+
+from support.server_process import ServerProcess, running_server, shm_entries
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 

@@ -6,8 +6,8 @@ import json
 import subprocess
 import sys
 
-from server_process import running_server
-from small_configs import REPOSITORY
+from support.server_process import running_server
+from support.small_configs import REPOSITORY
 
 
 def run(*arguments):

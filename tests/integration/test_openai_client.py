@@ -7,7 +7,8 @@ import re
 
 import openai
 import pytest
-from server_process import running_server
+
+from support.server_process import running_server
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import socket
 
 import pytest
-from agent_kills import Load, engine_of, kill_agent
-from server_process import run_start_server, running_server
-from small_configs import small_overrides
+
+from support.agent_kills import Load, engine_of, kill_agent
+from support.server_process import run_start_server, running_server
+from support.small_configs import small_overrides
 
 ASK = {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 LIMIT = "serving_config.agent_restart_limit=100"

@@ -7,9 +7,10 @@ import random
 from typing import Any
 
 import pytest
-from completions_client import assert_same, run_alone, run_together
-from request_mixes import mixed_body
-from server_process import running_server
+
+from support.completions_client import assert_same, run_alone, run_together
+from support.request_mixes import mixed_body
+from support.server_process import running_server
 
 NUM_REQUESTS = 200
 VOCAB = 1900

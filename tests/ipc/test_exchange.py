@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from some_machine import SHAPE
 
 from llm_serving.config import ParallelConfig
 from llm_serving.errors import ProtocolError
@@ -22,6 +21,7 @@ from llm_serving.ipc.exchange import (
     exchange_bytes,
 )
 from llm_serving.ipc.shm import SlotLimits
+from support.some_machine import SHAPE
 
 LIMITS = SlotLimits(max_tokens=300, max_seqs=9, max_blocks_per_seq=4)
 SIZES = [(2, 1), (1, 2), (3, 1), (2, 2), (2, 3), (1, 4)]

@@ -7,9 +7,9 @@ import os
 from pathlib import Path
 
 import pytest
-from executor_steps import shm_entries
 
 from llm_serving.ipc.segment import SHM_DIRECTORY, NamedSegment, map_segment, new_segment
+from support.executor_steps import shm_entries
 
 
 def test_its_pages_are_there_and_it_is_the_owners_alone() -> None:

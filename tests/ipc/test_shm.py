@@ -4,11 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from executor_steps import shm_entries
 
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.segment import SHM_DIRECTORY
 from llm_serving.ipc.shm import HEADER, SlotLayout, SlotLimits, SlotMemory, StepSlot
+from support.executor_steps import shm_entries
 
 LIMITS = SlotLimits(max_tokens=64, max_seqs=4, max_blocks_per_seq=8)
 

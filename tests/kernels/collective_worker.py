@@ -17,11 +17,11 @@ TESTS = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 import numpy as np  # noqa: E402
-from collective_values import DTYPES, SIZES, contribution  # noqa: E402
 
 from agent.kernels import collectives  # noqa: E402
 from llm_serving.errors import GroupDownError  # noqa: E402
 from llm_serving.ipc.exchange import COLLECTIVE_BYTES, DOWN_WORD, ExchangeLayout, ExchangeMemory  # noqa: E402
+from support.collective_values import DTYPES, SIZES, contribution  # noqa: E402
 
 
 def open_stage(memory: ExchangeMemory, index: int, timeout_s: float) -> None:

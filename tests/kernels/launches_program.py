@@ -19,8 +19,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import auto_generate
 
-from agent.dynamic_replays import DynamicReplays
 from agent.kernels.launches import RecordedLaunches, RecordingError, StepSizes, record, record_any_size
+from agent.step_graph.replay.dynamic_replays import DynamicReplays
 from agent.step_inputs import StepInputs
 from llm_serving.ipc.shm import SlotLimits
 

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernel_calls import EPSILON, attention_rendering
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.ops import auto_generate
+
+from support.kernel_calls import EPSILON, attention_rendering
 
 ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
 ms.set_device("CPU")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_calls import PagedKeys, attention_rendering, page, random_tensor
-from kernel_threads import check_threads_change_no_bit
 
 from agent.kernels.direct import DTYPES, Array, attention, load
+from support.kernel_calls import PagedKeys, attention_rendering, page, random_tensor
+from support.kernel_threads import check_threads_change_no_bit
 
 TOLERANCE = {"float32": 3e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}
 """Absolute, for values of standard deviation 1."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from cache_blocks import COPY, IN, OUT, after_moves, bits, make_caches, random_moves
 
 from agent.kernels import BlockCopies
 from agent.kernels.library import KernelError
+from support.cache_blocks import COPY, IN, OUT, after_moves, bits, make_caches, random_moves
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "uint16", "int8"])

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from collective_values import DTYPES, SIZES, contribution
 
 from agent.kernels.collectives import sum_parts
 from agent.weights.storage import from_float32, to_float32
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+from support.collective_values import DTYPES, SIZES, contribution
 
 WORKER = Path(__file__).resolve().parent / "collective_worker.py"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_calls import EPSILON, random_tensor
-from kernel_threads import threads_as_before
 
 from agent.kernels.direct import DTYPES, Array, load, rms_norm, rotary, rotary_cache, silu, store, swiglu
 from agent.kernels.library import set_threads
+from support.kernel_calls import EPSILON, random_tensor
+from support.kernel_threads import threads_as_before
 
 
 def assert_rounded(stored: Array, exact: Array, dtype: str, slack: float = 1e-6) -> None:

@@ -7,12 +7,12 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_threads import threads_as_before
 
 from agent.kernels.direct import Array, load, store
 from agent.kernels.direct_attention import EntryCall
 from agent.kernels.direct_linear import packed
 from agent.kernels.library import load_library, set_threads
+from support.kernel_threads import threads_as_before
 
 WIDTH, INNER, EPSILON = 48, 40, 1e-6
 TOLERANCE = {"float32": 3e-6, "float16": 4e-3, "bfloat16": 3e-2}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from json_program import printed_json, run_program
-from small_configs import REPOSITORY
+from support.json_program import printed_json, run_program
+from support.small_configs import REPOSITORY
 
 PROGRAM = Path(__file__).with_name("launches_program.py")
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kernel_calls import random_tensor
-from kernel_threads import check_threads_change_no_bit
 
 from agent.kernels import library
 from agent.kernels.direct import matmul
 from agent.kernels.library import KernelsNotBuiltError, kernel_isa, library_path
+from support.kernel_calls import random_tensor
+from support.kernel_threads import check_threads_change_no_bit
 
 ROOT = Path(__file__).resolve().parents[2]
 NUMERIC_TESTS = (

@@ -8,11 +8,11 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_calls import EPSILON, random_tensor
-from kernel_threads import check_threads_change_no_bit
 
 from agent.kernels.direct import DTYPES, Array, load, store
 from agent.kernels.direct_linear import linear, linear_best, packed
+from support.kernel_calls import EPSILON, random_tensor
+from support.kernel_threads import check_threads_change_no_bit
 
 INTEGERS = ("int8", "int8_weight_only", "int4", "int4_weight_only")
 FORMATS = [*((dtype, dtype) for dtype in DTYPES), *((fmt, dtype) for fmt in INTEGERS for dtype in DTYPES)]

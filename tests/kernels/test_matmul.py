@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_calls import EPSILON, random_tensor
-from kernel_threads import check_threads_change_no_bit
 
 from agent.kernels.direct import DTYPES, load, matmul
+from support.kernel_calls import EPSILON, random_tensor
+from support.kernel_threads import check_threads_change_no_bit
 
 SHAPES = [
     (1, 1, 1),

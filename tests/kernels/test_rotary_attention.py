@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from attention_steps import FORMATS, Sequences, Shape, check_against_float64
-from kernel_threads import check_threads_change_no_bit
 
 from agent.kernels.direct import Array, load
 from agent.kernels.direct_attention import read_cache, rotary_attention
+from support.attention_steps import FORMATS, Sequences, Shape, check_against_float64
+from support.kernel_threads import check_threads_change_no_bit
 
 """Absolute, for values of standard deviation 1; with an int8 cache, of what the float32 weights of 15 bits give."""
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_calls import random_tensor
-from kernel_threads import threads_as_before
 
 from agent.kernels.direct import Array
 from agent.kernels.direct_attention import EntryCall
 from agent.kernels.direct_linear import packed
 from agent.kernels.library import load_library, set_threads
+from support.kernel_calls import random_tensor
+from support.kernel_threads import threads_as_before
 
 WIDTH, INNER = 64, 96
 MANY_ROWS = 777

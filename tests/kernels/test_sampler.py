@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from kernel_threads import threads_as_before
 
 from agent.kernels.library import KernelError, load_library, set_threads
 from agent.kernels.sample_call import SampleCall, SampleInputs, SampleOutputs
+from support.kernel_threads import threads_as_before
 
 Array = npt.NDArray[Any]
 

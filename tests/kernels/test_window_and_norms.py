@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from attention_steps import FORMATS, Sequences, Shape, check_against_float64
-from kernel_threads import check_threads_change_no_bit
 
 from agent.kernels.direct import Array, store
 from agent.kernels.direct_attention import cache_array, read_cache, rotary_attention
+from support.attention_steps import FORMATS, Sequences, Shape, check_against_float64
+from support.kernel_threads import check_threads_change_no_bit
 
 WINDOWS = [1, 5, 64, 100, 256, 300, 511]
 CASES = [

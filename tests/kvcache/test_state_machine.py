@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from kv_cache_model import KVCacheModel, ModelSequence, Outcome, State, random_operation
 
 from llm_serving.kvcache.block_hash import BlockHash, blake2b_128
+from support.kv_cache_model import KVCacheModel, ModelSequence, Outcome, State, random_operation
 
 
 def two_hashes(data: bytes) -> bytes:

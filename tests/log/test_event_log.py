@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from llm_serving.errors import ConfigError
-from llm_serving.log import EventLog, encode_line, readable
+from llm_serving.telemetry.log import EventLog, encode_line, readable
 
 
 class Colour(enum.Enum):

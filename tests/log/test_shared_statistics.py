@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from llm_serving.statistics import (
+from llm_serving.telemetry.statistics import (
     EMPTY_SUMMARY,
     Distribution,
     Summary,
@@ -14,7 +14,7 @@ from llm_serving.statistics import (
     summarize,
     time_per_output_token,
 )
-from llm_serving.text_table import format_number, format_summaries, format_table
+from llm_serving.telemetry.text_table import format_number, format_summaries, format_table
 
 
 @pytest.mark.parametrize(

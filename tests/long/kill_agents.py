@@ -20,8 +20,8 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
-from agent_kills import Kill, Load, engine_of, kill_agent  # noqa: E402
-from server_process import ServerProcess, running_server  # noqa: E402
+from support.agent_kills import Kill, Load, engine_of, kill_agent  # noqa: E402
+from support.server_process import ServerProcess, running_server  # noqa: E402
 
 START_FACTOR = 3.0
 """A start under load may take so many times the first one's seconds."""

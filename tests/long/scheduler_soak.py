@@ -23,8 +23,8 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
-from scheduler_scripts import Script, minimise, play  # noqa: E402
-from script_drawing import draw_script  # noqa: E402
+from support.scheduler_scripts import Script, minimise, play  # noqa: E402
+from support.script_drawing import draw_script  # noqa: E402
 
 BATCH = 100
 """Scripts a worker plays between two reports."""

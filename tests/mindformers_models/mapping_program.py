@@ -11,9 +11,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "agent")]
 
-from step_config import make_config  # noqa: E402
-
 from agent.backends.runtime import start_runtime  # noqa: E402
+from support.step_config import make_config  # noqa: E402
 
 
 class Gpt:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from completions_client import assert_same, run_alone, run_together
-from mindformers_variants import VARIANTS, needs_mindformers
-from server_process import running_server
 
+from support.completions_client import assert_same, run_alone, run_together
+from support.mindformers_variants import VARIANTS, needs_mindformers
+from support.server_process import running_server
 from tools.seeded_model import write_model
 
 pytestmark = needs_mindformers

@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from json_program import printed_json, run_program
-from mindformers_variants import VARIANTS
-from model_folders import write_model_folder
 
 from agent.mindformers.families import INFERENCE_MODELS, gpt_settings, inference_model, llama_settings, moe_settings
 from agent.mindformers.names import cache_names, names_of, our_parameters
@@ -21,7 +18,10 @@ from agent.mindformers.package import environment, import_mindformers
 from llm_serving.config import Config, load_config
 from llm_serving.config.mindformers_models import ARCHITECTURES
 from llm_serving.errors import AgentStartError
-from llm_serving.model_shape import ModelShape
+from llm_serving.model.shape import ModelShape
+from support.json_program import printed_json, run_program
+from support.mindformers_variants import VARIANTS
+from support.model_folders import write_model_folder
 from tools.seeded_model import tensor_shapes, write_model
 
 PROGRAM = Path(__file__).with_name("mapping_program.py")

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from json_program import printed_json, run_program
-from mindformers_variants import VARIANTS, needs_mindformers
-from position_bits import check_position_bits
+
+from support.json_program import printed_json, run_program
+from support.mindformers_variants import VARIANTS, needs_mindformers
+from support.position_bits import check_position_bits
 
 pytestmark = [needs_mindformers, pytest.mark.timeout(700)]
 

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from small_configs import REPOSITORY
-
 from performance.bench.parallel_main import TEXT_TOKENS, comparison, first_difference
+from support.small_configs import REPOSITORY
 
 
 def run(program: str, tmp_path: Path, *arguments: str) -> Any:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from some_machine import CEILINGS, SHAPE
 
 from agent.kernels.library import library_path
 from performance.bench import kernel_cases
@@ -23,6 +22,7 @@ from performance.bench.kernel_main import (
 from performance.bench.plots import plot_kernels
 from performance.bench.roofline import Numbers, Operator
 from performance.bench.step_kernels import StepKernels, step_of
+from support.some_machine import CEILINGS, SHAPE
 
 SMALL = replace(
     SHAPE, hidden_size=128, intermediate_size=256, num_layers=2, num_attention_heads=2, num_key_value_heads=1,

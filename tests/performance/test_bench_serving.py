@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_openai_server import Reply, fake_openai_server
 
 from performance.bench.cpu_share import CpuMeter, CpuShare, NoServerProcessError, find_server_pid
 from performance.bench.serving_main import main, serving_parser
 from performance.load.options import options_of
+from support.fake_openai_server import Reply, fake_openai_server
 
 BUSY = "while True: sum(range(1000))"
 

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from fake_openai_server import Reply, fake_openai_server
 
 from performance.load.batching import MODES, main, mode_settings
 from performance.load.closed_loop import run_closed_loop
@@ -13,6 +12,7 @@ from performance.load.metric_watch import read_metrics
 from performance.load.options import LoadOptions
 from performance.load.statistics import measure
 from performance.load.workload import study_workload
+from support.fake_openai_server import Reply, fake_openai_server
 
 TESTS = Path(__file__).resolve().parents[1]
 STAND_IN = """
@@ -20,7 +20,7 @@ import sys
 import time
 
 sys.path.insert(0, {tests!r})
-from fake_openai_server import Reply, fake_openai_server
+from support.fake_openai_server import Reply, fake_openai_server
 
 mode = next(text for text in sys.argv if text.startswith("model_config.batching_strategy="))
 slow = 0.06 if mode.endswith("=dynamic") else 0.02

@@ -21,7 +21,7 @@ import sys
 import time
 
 sys.path.insert(0, {tests!r})
-from fake_openai_server import Reply, fake_openai_server
+from support.fake_openai_server import Reply, fake_openai_server
 
 policy = next(text for text in sys.argv if text.startswith("scheduler_config.policy="))
 with open({record!r}, "a") as file:

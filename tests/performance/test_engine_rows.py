@@ -4,7 +4,6 @@ import argparse
 import json
 
 import pytest
-from some_machine import CEILINGS, SHAPE
 
 from llm_serving.config import load_config
 from performance.bench.engine import StepTime, Times
@@ -12,6 +11,7 @@ from performance.bench.engine_main import build_parser, cases_of, overrides, tab
 from performance.bench.engine_rows import decode_case, figures, numbers_of, prefill_case, random_prompts
 from performance.bench.numbers import median_row, parse_count, parse_counts
 from performance.bench.roofline import Numbers, decode_seconds, prefill_seconds
+from support.some_machine import CEILINGS, SHAPE
 
 CONFIG = load_config("llama_160m_cpu.yaml", ["serving_config.agent_ports=[0]"])
 

@@ -7,13 +7,13 @@ import time
 from dataclasses import replace
 
 import pytest
-from fake_openai_server import Reply, fake_openai_server
 
 from performance.load.client import LoadRun, run_load
 from performance.load.endpoint import Endpoint, parse_endpoint
 from performance.load.errors import ServerUnreachableError, UsageError
 from performance.load.options import LoadOptions
 from performance.load.statistics import measure
+from support.fake_openai_server import Reply, fake_openai_server
 
 
 def options_for(port: int, **changes: object) -> LoadOptions:

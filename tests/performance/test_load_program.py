@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from fake_openai_server import Reply, fake_openai_server
 
 from performance.load.main import main
+from support.fake_openai_server import Reply, fake_openai_server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = REPOSITORY / "performance" / "test_serving_performance.py"

@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from some_machine import CEILINGS
 
 from performance.bench import op_tables_main
 from performance.bench.op_tables_main import main
+from support.some_machine import CEILINGS
 
 SMALL = ["--batch", "2", "--prompt", "8", "--new", "4", "--prefill", "16", "--repeats", "1"]
 

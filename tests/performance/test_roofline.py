@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from some_machine import CEILINGS, SHAPE
 
 from performance.bench.ceilings import drift_text
 from performance.bench.roofline import (
@@ -18,6 +17,7 @@ from performance.bench.roofline import (
     step_seconds,
     weight_bytes,
 )
+from support.some_machine import CEILINGS, SHAPE
 
 INT8 = Numbers("bfloat16", "int8", "int8")
 

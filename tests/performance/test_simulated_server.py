@@ -4,13 +4,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from performance_simulated import DECODE_S, NO_TIME, PREFILL_S, FlatDevice, ask, limits
 
 from llm_serving.scheduler.output import ScheduledStep
 from llm_serving.scheduler.policy import Policy
 from performance.simulation.server import Outcome, VirtualServer
 from performance.simulation.spread import Spread
 from performance.simulation.workload import ClosedLoop, OpenLoop, Source
+from support.performance_simulated import DECODE_S, NO_TIME, PREFILL_S, FlatDevice, ask, limits
 
 
 def run(source: Source, **changes: object) -> Outcome:

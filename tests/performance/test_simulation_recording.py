@@ -4,7 +4,6 @@ from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
-from performance_simulated import NO_TIME, ask, limits
 
 from llm_serving.config import load_config
 from llm_serving.flight.reader import Stretch, read_recording
@@ -32,6 +31,7 @@ from performance.simulation.slowdown import Slowdown
 from performance.simulation.spread import Spread
 from performance.simulation.work import work_of
 from performance.simulation.workload import OpenLoop, SimulatedRequest
+from support.performance_simulated import NO_TIME, ask, limits
 
 CONFIG = load_config("llama_tiny_cpu.yaml", ascend=False)
 STEP_S, TOKEN_S, KEY_S = 5e-3, 1e-3, 1e-4

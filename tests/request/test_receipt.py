@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from llm_serving.receipt import MAX_BLOCKERS, BlockReason, Phase, Receipt, WaitingLine
 from llm_serving.request import Request, RequestStatus, SamplingParams
+from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, Phase, Receipt, WaitingLine
 
 
 def test_each_phase_has_the_time_between_its_instants() -> None:

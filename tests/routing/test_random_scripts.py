@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from routed_simulation import play_routed
-from script_drawing import draw_script
 
 from llm_serving.routing.placement import Routing
+from support.routed_simulation import play_routed
+from support.script_drawing import draw_script
 
 SCRIPTS = 120
 

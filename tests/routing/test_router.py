@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from fakes import make_limits, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from routed_simulation import RoutedSimulation
 
 from llm_serving.errors import ContextLengthError, QueueFullError, RequestError
-from llm_serving.receipt import BlockReason, Phase
 from llm_serving.request import FinishReason, Request
 from llm_serving.routing.placement import Placed, Routing
 from llm_serving.scheduler.policy import Policy
+from llm_serving.telemetry.receipt import BlockReason, Phase
+from support.fakes import make_limits, make_request
+from support.routed_simulation import RoutedSimulation
 
 SHARED = [[2 + (7 * place + 11 * family) % 50 for place in range(40)] for family in range(3)]
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from fakes import make_limits, make_request
-from simulation import Simulation
 
 from llm_serving.errors import ContextLengthError, QueueFullError, RequestError
 from llm_serving.request import FinishReason
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.scheduler import Scheduler
+from support.fakes import make_limits, make_request
+from support.simulation import Simulation
 
 
 def test_a_request_that_never_fits_the_cache_is_refused_with_the_arithmetic() -> None:

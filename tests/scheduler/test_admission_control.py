@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from fakes import make_request
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llm_serving.scheduler.admission import AimdAdmission, NoAdmission, RouterAdmission, peak_tokens
 from llm_serving.scheduler.output_length import OutputLengthPredictor
 from llm_serving.scheduler.sequence import Sequence
+from support.fakes import make_request
 
 
 def make_sequence(prompt: int, generated: int, max_tokens: int, *, inflight: int = 0) -> Sequence:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from fakes import make_limits, make_request
-from simulation import Simulation, names, order
 
 from llm_serving.scheduler.batching.base import BatchingStrategy
+from support.fakes import make_limits, make_request
+from support.simulation import Simulation, names, order
 
 NONE, STATIC, DYNAMIC = BatchingStrategy.NONE, BatchingStrategy.STATIC, BatchingStrategy.DYNAMIC
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from crossing_traces import TRACES
-from fakes import make_limits, make_request
-from simulation import Simulation
 
 from llm_serving.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler.output import StepKind
 from llm_serving.scheduler.policy import Policy, PreemptionKind
+from support.crossing_traces import TRACES
+from support.fakes import make_limits, make_request
+from support.simulation import Simulation
 
 TEXT = [2 + (5 * place) % 50 for place in range(16)]
 USABLE_BLOCKS = 6

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fakes import make_limits, make_request
-from simulation import Simulation
 
-from llm_serving.receipt import BlockReason, Phase
 from llm_serving.request import FinishReason
 from llm_serving.scheduler.policy import AdmissionKind, Policy
+from llm_serving.telemetry.receipt import BlockReason, Phase
+from support.fakes import make_limits, make_request
+from support.simulation import Simulation
 
 
 def test_a_request_past_its_deadline_is_dropped_and_never_prefilled() -> None:

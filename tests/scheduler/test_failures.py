@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from fakes import make_limits, make_request
-from simulation import Simulation
 
 from llm_serving.errors import ProtocolError
-from llm_serving.receipt import Phase
 from llm_serving.request import FinishReason, RequestStatus
 from llm_serving.scheduler.output import StepKind, StepResult
+from llm_serving.telemetry.receipt import Phase
+from support.fakes import make_limits, make_request
+from support.simulation import Simulation
 
 
 def test_abort_while_waiting() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from waiting_sequences import Arrivals
 
 from llm_serving.scheduler.fairness import INPUT_WEIGHT, MAX_IDLE_TENANTS, OUTPUT_WEIGHT, VirtualTokenCounters
 from llm_serving.scheduler.queue_order import PriorityOrder
 from llm_serving.scheduler.sequence import Sequence
+from support.waiting_sequences import Arrivals
 
 
 def test_the_least_counter_is_next_and_a_tie_goes_by_the_head() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fakes import make_limits
 
 from llm_serving.config import load_config
 from llm_serving.scheduler.batching.base import BatchingStrategy
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.policy import AdmissionKind, Policy, PreemptionKind
+from support.fakes import make_limits
 
 
 def test_every_limit_comes_from_its_key() -> None:

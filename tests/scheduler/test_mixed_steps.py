@@ -5,13 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from fakes import make_limits, make_request
-from simulation import Simulation
 
 from llm_serving.ipc.shm import LAST_TOKEN
 from llm_serving.scheduler.output import StepKind, StepReason
 from llm_serving.scheduler.policies.decode_first import DECODE_STREAK_LIMIT
 from llm_serving.scheduler.policy import Policy
+from support.fakes import make_limits, make_request
+from support.simulation import Simulation
 
 
 def chunked(**changes: object) -> Simulation:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from fakes import make_limits, make_request
-from simulation import Simulation, names, order, random_run
 
 from llm_serving.scheduler.output import StepKind
 from llm_serving.scheduler.policies.prompts_first import prefill_streak_limit
 from llm_serving.scheduler.policy import Policy
+from support.fakes import make_limits, make_request
+from support.simulation import Simulation, names, order, random_run
 
 PREFILL_FIRST, FCFS = Policy.PREFILL_FIRST, Policy.FCFS
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from fakes import make_limits, make_request
-from simulation import Simulation
 
 from llm_serving.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler.output import StepKind
 from llm_serving.scheduler.policy import Policy
+from support.fakes import make_limits, make_request
+from support.simulation import Simulation
 
 
 def crowded(num_blocks: int, *, ahead: int = 1, block_size: int = 4, **changes: object) -> Simulation:

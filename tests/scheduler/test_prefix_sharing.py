@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from fakes import make_limits, make_request
-from simulation import Simulation
 
-from llm_serving.receipt import BlockReason
 from llm_serving.request import Request
 from llm_serving.scheduler.output import BlockMove, MoveKind, StepKind
 from llm_serving.scheduler.policy import Policy
+from llm_serving.telemetry.receipt import BlockReason
+from support.fakes import make_limits, make_request
+from support.simulation import Simulation
 
 SYSTEM_PROMPT = [2 + (5 * place) % 50 for place in range(16)]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from hypothesis import given
 from hypothesis import strategies as st
-from waiting_sequences import Arrivals
 
 from llm_serving.scheduler.queue_order import MAX_IDLE_CLASSES, PriorityOrder
 from llm_serving.scheduler.sequence import Sequence
+from support.waiting_sequences import Arrivals
 
 
 def start_all(order: PriorityOrder) -> list[int]:

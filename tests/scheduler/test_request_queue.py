@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import pytest
-from fakes import make_request
-from waiting_sequences import Arrivals
 
 from llm_serving.errors import QueueFullError
 from llm_serving.scheduler.drain_rate import MAX_RETRY_AFTER_S
 from llm_serving.scheduler.request_queue import RequestQueue
 from llm_serving.scheduler.sequence import Sequence
+from support.fakes import make_request
+from support.waiting_sequences import Arrivals
 
 
 def make_sequences(count: int) -> list[Sequence]:

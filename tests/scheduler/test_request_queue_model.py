@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from waiting_sequences import Arrivals
 
 from llm_serving.scheduler.queue_order import PriorityOrder
 from llm_serving.scheduler.request_queue import RequestQueue
 from llm_serving.scheduler.sequence import Sequence
+from support.waiting_sequences import Arrivals
 
 
 class Model:

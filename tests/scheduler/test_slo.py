@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from fakes import make_limits, make_request
-from simulation import Simulation
-
 from llm_serving.request import Request
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.policies.slo import LONGEST_STEP
 from llm_serving.scheduler.policy import Policy
+from support.fakes import make_limits, make_request
+from support.simulation import Simulation
 
 BASE, ROW, PROMPT = 0.004, 0.0001, 0.0002
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
-from waiting_sequences import Arrivals
 
 from llm_serving.scheduler.queue_order import QueueOrder
 from llm_serving.scheduler.request_queue import RequestQueue
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo_order import LATE_SHARE, SloOrder
+from support.waiting_sequences import Arrivals
 
 
 def make_order(

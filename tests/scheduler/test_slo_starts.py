@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from fakes import make_limits
-from waiting_sequences import Arrivals
-
 from llm_serving.scheduler.policy import Policy
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.slo_order import LATE_SHARE, SloOrder
 from llm_serving.scheduler.slo_starts import STEPS_FOR_ONE_MORE, SloStarts
+from support.fakes import make_limits
+from support.waiting_sequences import Arrivals
 
 OBJECTIVE_S = 10.0
 

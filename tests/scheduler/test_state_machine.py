@@ -18,8 +18,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from scheduler_scripts import Operation, Player, Script, minimise, play
-from script_drawing import BATCHINGS, BLOCK_SIZES, POLICIES, draw_script
+
+from support.scheduler_scripts import Operation, Player, Script, minimise, play
+from support.script_drawing import BATCHINGS, BLOCK_SIZES, POLICIES, draw_script
 
 SHARED_TEXT = [2 + (7 * place) % 50 for place in range(64)]
 

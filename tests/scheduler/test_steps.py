@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fakes import END_TOKEN, make_limits, make_request, next_token
-from simulation import Simulation
 
 from llm_serving.ipc.shm import LAST_TOKEN
 from llm_serving.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler.output import History, StepKind
+from support.fakes import END_TOKEN, make_limits, make_request, next_token
+from support.simulation import Simulation
 
 
 def test_one_request_from_prompt_to_end() -> None:

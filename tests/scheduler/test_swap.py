@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from fakes import make_limits, make_request
-from simulation import Simulation
 
-from llm_serving.receipt import Phase
 from llm_serving.request import FinishReason, Request, RequestStatus
 from llm_serving.scheduler.output import MoveKind, StepKind, StepReason, StepResult
 from llm_serving.scheduler.policy import Policy, PreemptionKind
 from llm_serving.scheduler.preemption import PreemptionChoice
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.telemetry.receipt import Phase
+from support.fakes import make_limits, make_request
+from support.simulation import Simulation
 
 
 def swapping(**changes: object) -> Simulation:

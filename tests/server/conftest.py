@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
-from fake_engine import FakeEngine
-from http_server import HttpServer, running
-from small_tokenizers import open_tokenizer, write_llama2_folder
 
 from llm_serving.engine.tokenizer import Tokenizer
+from support.fake_engine import FakeEngine
+from support.http_server import HttpServer, running
+from support.small_tokenizers import open_tokenizer, write_llama2_folder
 
 
 @pytest.fixture(scope="session")

@@ -4,20 +4,20 @@ import asyncio
 import re
 
 import pytest
-from fake_engine import MODEL_NAME, FakeEngine, FakeStatus, Submitted
-from http_server import running
 from prometheus_client.parser import text_string_to_metric_families
-from small_configs import small_config
-from small_tokenizers import open_tokenizer, write_byte_level_folder
 
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.errors import AgentLostError, ContextLengthError, QueueFullError
-from llm_serving.metrics import Metrics
-from llm_serving.receipt import BlockReason
 from llm_serving.request import Blocked, FinishReason, RequestOutput, RequestTimings
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 from llm_serving.server.sampling import choice_seed
 from llm_serving.server.state import ServerSettings
+from llm_serving.telemetry.metrics import Metrics
+from llm_serving.telemetry.receipt import BlockReason
+from support.fake_engine import MODEL_NAME, FakeEngine, FakeStatus, Submitted
+from support.http_server import running
+from support.small_configs import small_config
+from support.small_tokenizers import open_tokenizer, write_byte_level_folder
 
 
 def test_live(server, engine):

@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from http_server import MAX_BODY_BYTES, http_request, read_response
+
+from support.http_server import MAX_BODY_BYTES, http_request, read_response
 
 LONG = "hello " * 40
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

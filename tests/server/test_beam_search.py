@@ -7,12 +7,12 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import FAKE_TIMINGS, MODEL_NAME
-from http_server import http_request, wait_until
 
 from llm_serving.engine.beam_search import Beam, BeamSearchParams
 from llm_serving.errors import EngineFailedError, QueueFullError
 from llm_serving.request import FinishReason, TokenLogits
+from support.fake_engine import FAKE_TIMINGS, MODEL_NAME
+from support.http_server import http_request, wait_until
 
 HELLO = [{"role": "user", "content": "hello"}]
 

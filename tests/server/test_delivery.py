@@ -4,7 +4,7 @@ import json
 import socket
 import time
 
-from http_server import http_request, read_response, wait_until
+from support.http_server import http_request, read_response, wait_until
 
 STREAM = {"prompt": "a", "max_tokens": 100, "stream": True}
 

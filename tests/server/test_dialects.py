@@ -1,7 +1,8 @@
 """The published dialects: /generate, /generate_stream, /chat, /stream_chat_post."""
 
 import pytest
-from fake_engine import LOGSUMEXP, MODEL_NAME
+
+from support.fake_engine import LOGSUMEXP, MODEL_NAME
 
 GENERATE = ["/generate", f"/models/{MODEL_NAME}/generate"]
 

@@ -6,10 +6,10 @@ import struct
 import time
 
 import pytest
-from http_server import MAX_BODY_BYTES, http_request, read_response, wait_until
 
 from llm_serving.server import body as body_module
 from llm_serving.server import http_protocol
+from support.http_server import MAX_BODY_BYTES, http_request, read_response, wait_until
 
 SLOW = {"prompt": "a", "max_tokens": 100}
 ENDLESS = [300] * 100

@@ -4,11 +4,11 @@ import gc
 import json
 
 import pytest
-from fakes import make_limits, make_request
-from http_server import http_request, wait_until
 
 from llm_serving.errors import ContextLengthError
 from llm_serving.scheduler.scheduler import Scheduler
+from support.fakes import make_limits, make_request
+from support.http_server import http_request, wait_until
 
 REQUESTS = 5
 

@@ -5,10 +5,10 @@ import re
 import shlex
 
 import pytest
-from fake_engine import MODEL_NAME
-from small_configs import REPOSITORY
 
 from llm_serving.server.routes import ENDPOINTS
+from support.fake_engine import MODEL_NAME
+from support.small_configs import REPOSITORY
 
 TEXT = (REPOSITORY / "docs" / "http_api.md").read_text("utf-8")
 BASE = "http://127.0.0.1:8835"

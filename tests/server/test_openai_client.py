@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import openai
 import pytest
-from fake_engine import LOGSUMEXP, MODEL_NAME
 
 from llm_serving.errors import QueueFullError
+from support.fake_engine import LOGSUMEXP, MODEL_NAME
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from http_server import http_request, wait_until
+
+from support.http_server import http_request, wait_until
 
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 PARTS_MS = {"tokenise": 1.0, "queue": 2.0, "prefill": 4.0, "decode": 8.0, "preempted": 16.0, "swapped": 32.0,

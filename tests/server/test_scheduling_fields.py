@@ -7,11 +7,11 @@ import time
 from typing import Any
 
 import pytest
-from fake_engine import MODEL_NAME
-from http_server import http_request, read_response, running
 
 from llm_serving.errors import DeadlineExceededError, QueueFullError
 from llm_serving.request import SchedulingParams
+from support.fake_engine import MODEL_NAME
+from support.http_server import http_request, read_response, running
 
 DIALECTS = [
     ("/v1/completions", {"prompt": "a"}),

@@ -4,8 +4,8 @@ import json
 import time
 from dataclasses import replace
 
-from fake_engine import FakeEngine
-from http_server import HttpServer, http_request, read_response, wait_until
+from support.fake_engine import FakeEngine
+from support.http_server import HttpServer, http_request, read_response, wait_until
 
 
 def slow_server(tokenizer) -> HttpServer:

@@ -27,7 +27,7 @@ from agent.backends.native import ops as native
 from agent.step_graph import dynamic_cell
 from agent.weights.forms import LinearForm
 from llm_serving.config import ParallelConfig
-from llm_serving.model_families import Experts
+from llm_serving.model.families import Experts
 from tools.ascend_graph.front_end import ascend_config, compile_graphs, forms_of, set_up
 from tools.ascend_graph.listing import list_graph
 from tools.ascend_graph.rules import check_graph

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from llm_serving.log import EventLog
+from llm_serving.telemetry.log import EventLog
 from tools.log_analysis.analysis import LogAnalysis, analyze
 from tools.log_analysis.main import main, parse_time
 from tools.log_analysis.reader import MAX_LINE_BYTES, LogReader

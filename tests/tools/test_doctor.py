@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from small_configs import REPOSITORY, small_overrides
 
 from llm_serving.cli import DEFAULT_CONFIG as SERVED_BY_DEFAULT
+from support.small_configs import REPOSITORY, small_overrides
 from tools.diagnosis import examination, main
 from tools.diagnosis.finding import Level, ok, problem, warning
 

@@ -6,15 +6,15 @@ import socket
 from datetime import datetime
 
 import pytest
-from small_configs import REPOSITORY, small_config
 
 from agent.kernels import library
 from llm_serving.config import load_config
 from llm_serving.errors import LLMServingError
 from llm_serving.executor.agent_process import bind_agent_port
-from llm_serving.log import EventLog
-from llm_serving.machine import Machine
-from llm_serving.memory_plan import plan_memory
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.memory_plan import plan_memory
+from llm_serving.telemetry.log import EventLog
+from support.small_configs import REPOSITORY, small_config
 from tools.diagnosis.catalogue import ENTRIES, FAMILIES, find, find_in_words
 from tools.diagnosis.explanation import UnknownThingError, explain
 from tools.diagnosis.log_reader import LogFile, read_logs

@@ -7,9 +7,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from small_configs import REPOSITORY, small_config
 
 from llm_serving.ipc.exchange import exchange_bytes
+from support.small_configs import REPOSITORY, small_config
 from tools.diagnosis import cann, deployment, npu, resources, software, versions
 from tools.diagnosis.finding import Level
 from tools.diagnosis.host import CommandResult, Host, run_command

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from small_configs import REPOSITORY
 
 from llm_serving.config import load_config
 from llm_serving.engine.tokenizer import load_tokenizer
 from llm_serving.errors import ConfigError
+from support.small_configs import REPOSITORY
 from tools import quality_gate
 from tools.quality_gate import FORMATS, Quality, chosen_formats, held_out_texts, table_line
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from golden_files import golden_of
 from safetensors.numpy import load_file
 
 from agent.models.registry import find_model
@@ -17,8 +16,9 @@ from agent.weights import WeightPart, WeightSpec, load_weights, open_weights
 from agent.weights.quantized import Scheme
 from agent.weights.storage import Array, from_float32, to_float32
 from agent.weights.tensor_files import TensorFiles
-from llm_serving.model_shape import ModelShape
-from llm_serving.quantization import Quantization, checkpoint_quantization
+from llm_serving.model.quantization import Quantization, checkpoint_quantization
+from llm_serving.model.shape import ModelShape
+from support.golden_files import golden_of
 from tools.quantization.folder_writer import FolderWriter
 from tools.quantization.gptq import DAMPING, gptq
 from tools.quantization.numpy_llama import NumpyLlama

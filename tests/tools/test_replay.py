@@ -7,9 +7,6 @@ import random
 import re
 
 import pytest
-from fakes import make_limits, make_request
-from recorded_runs import record_random_run, record_waves, recorded_simulation, some_requests
-from simulation import random_run
 
 from llm_serving.flight.format import FlightRecordingError
 from llm_serving.flight.history import arrivals
@@ -19,6 +16,9 @@ from llm_serving.scheduler.batching.base import BatchingStrategy
 from llm_serving.scheduler.output import StepKind
 from llm_serving.scheduler.policy import AdmissionKind, Policy, PreemptionKind
 from llm_serving.scheduler.scheduler import Scheduler
+from support.fakes import make_limits, make_request
+from support.recorded_runs import record_random_run, record_waves, recorded_simulation, some_requests
+from support.simulation import random_run
 from tools.replaying.answer_order import AnswerOrder
 from tools.replaying.figures import figures_of
 from tools.replaying.main import main

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from llm_serving.log import EventLog
 from llm_serving.request import PARTS
+from llm_serving.telemetry.log import EventLog
 from tools.log_analysis import why_slow
 from tools.log_analysis.main import main
 from tools.log_analysis.records import RequestEnd

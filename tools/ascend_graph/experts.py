@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 from agent.backends.native.linear import expert_parameters
 from agent.weights.forms import LinearForm
-from llm_serving.model_families import Experts
-from llm_serving.model_shape import ModelShape
+from llm_serving.model.families import Experts
+from llm_serving.model.shape import ModelShape
 from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Node, Operand, TensorType
 from tools.ascend_graph.products import TYPES

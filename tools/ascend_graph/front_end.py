@@ -42,7 +42,7 @@ def ascend_config(name: str, overrides: Sequence[str] = ()) -> Config:
 
 def forms_of(config: Config) -> LinearForms:
     """Of the weights of linear layers, made from floats; where several agents share the model, the first one's."""
-    from agent.model_part import ModelPart
+    from agent.group.model_part import ModelPart
     from agent.models.registry import find_model
 
     specs = find_model(config.shape.architecture).weight_specs(config.shape)
@@ -77,7 +77,7 @@ def compile_graphs(config: Config, kinds: Sequence[str] | None = None) -> Iterat
     from mindspore.graph.api import _cell_graph_executor
 
     from agent.backends.selector import select_op_table
-    from agent.model_part import ModelPart
+    from agent.group.model_part import ModelPart
     from agent.models.registry import find_model
     from agent.step_graph import GraphKind, dynamic_step
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from agent.model_part import ModelPart
+from agent.group.model_part import ModelPart
 from agent.weights.forms import LinearForms
 from llm_serving.config import Config
 from tools.ascend_graph.experts import EXPERT_PRIMITIVES, ExpertRules

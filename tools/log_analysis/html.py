@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from llm_serving.request import PARTS
-from llm_serving.statistics import Distribution
-from llm_serving.text_table import SUMMARY_COLUMNS, format_number
+from llm_serving.telemetry.statistics import Distribution
+from llm_serving.telemetry.text_table import SUMMARY_COLUMNS, format_number
 from tools.log_analysis.analysis import LogAnalysis
 from tools.log_analysis.reader import LogReader
 from tools.log_analysis.records import RequestEnd

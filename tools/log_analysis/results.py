@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from llm_serving.request import PARTS
-from llm_serving.statistics import Distribution
+from llm_serving.telemetry.statistics import Distribution
 from tools.log_analysis.analysis import LogAnalysis
 from tools.log_analysis.reader import LogReader
 from tools.log_analysis.records import RequestEnd

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from llm_serving.request import PARTS
-from llm_serving.statistics import Distribution, normalized_latency
+from llm_serving.telemetry.statistics import Distribution, normalized_latency
 from tools.log_analysis.records import EngineState, RequestEnd
 
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from agent.weights.storage import to_float32
 from agent.weights.tensor_files import TensorFiles
 from llm_serving.errors import CheckpointError
-from llm_serving.model_shape import ModelShape
-from llm_serving.quantization import checkpoint_quantization
+from llm_serving.model.quantization import checkpoint_quantization
+from llm_serving.model.shape import ModelShape
 from tools.quantization.folder_writer import FolderWriter, Stored
 from tools.quantization.gptq import Hessian, gptq
 from tools.quantization.numpy_llama import NumpyLlama

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.layers.rotary import rotary_tables
-from llm_serving.model_shape import ModelShape
+from llm_serving.model.shape import ModelShape
 
 Float32Array = NDArray[np.float32]
 Apply = Callable[[str, Float32Array], Float32Array]

@@ -32,11 +32,11 @@ from llm_serving.flight.setup import code_digest, compares_tokens, limits_from_m
 from llm_serving.flight.state import first_difference, read_state, write_state
 from llm_serving.flight.step_writer import StepWriter
 from llm_serving.flight.steps import RecordedStep, StepReader
-from llm_serving.receipt import Receipt
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.output import ScheduledStep
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.telemetry.receipt import Receipt
 from tools.replaying.answer_order import AnswerOrder
 from tools.replaying.describe import describe_event
 from tools.replaying.ending_names import EndingNames

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from agent.backends.native.groups import STAGE_GROUP
-from agent.model_part import ModelPart
+from agent.group.model_part import ModelPart
 from llm_serving.errors import AgentStartError
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from agent.backends.ascend.context import device_id
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
-from llm_serving.machine import Machine
-from llm_serving.memory_plan import MemoryPlan, estimate_rank_memory, format_bytes
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.memory_plan import MemoryPlan, estimate_rank_memory, format_bytes
 
 logger = logging.getLogger("agent.ascend")
 

@@ -11,7 +11,7 @@ from agent.backends.ascend.blocks import DeviceBlockMoves
 from agent.backends.ascend.limits import check_limits
 from agent.backends.base import AttentionForm, BlockMoves, CacheLayout, Operator
 from agent.backends.native.ops import NativeOps
-from agent.model_part import ModelPart
+from agent.group.model_part import ModelPart
 from agent.weights.forms import LinearForms
 from agent.weights.storage import Array
 from llm_serving.config import Config

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from agent.group.model_part import ModelPart
 from agent.kernels.collectives import all_gather
-from agent.model_part import ModelPart
 
 
 def all_agree(part: ModelPart | None, says_so: bool) -> bool:

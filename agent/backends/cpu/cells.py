@@ -14,7 +14,7 @@ from mindspore import Parameter, Tensor, nn
 from agent.backends.base import AttentionForm, Operator
 from agent.layers.parameter import as_tensor, bind, unbound_parameter
 from agent.weights.storage import Array
-from llm_serving.model_families import Experts
+from llm_serving.model.families import Experts
 
 
 class Embedding(nn.Cell):

@@ -10,13 +10,13 @@ from agent.backends.base import BlockMoves, CacheLayout, Operator
 from agent.backends.cpu.agreement import all_agree
 from agent.backends.cpu.blocks import HostBlockMoves
 from agent.backends.native.ops import NativeOps
+from agent.group.model_part import ModelPart
 from agent.kernels import hold_failures, set_attentive, take_failure
 from agent.kernels.primitive_weights import KeptWeights, PrimitiveWeight
-from agent.model_part import ModelPart
 from agent.weights.forms import LinearForms, scale_type
 from agent.weights.packed import OUTPUT_LAYER
 from agent.weights.storage import Array
-from llm_serving.model_families import Experts
+from llm_serving.model.families import Experts
 
 _EMBEDDING = "embedding.weight"
 _LINEAR_WEIGHTS = ("qkv.weight", "output.weight", "gate_up.weight", "down.weight", OUTPUT_LAYER)

@@ -18,12 +18,12 @@ from agent.backends.base import AttentionForm, BlockMoves, CacheLayout, Operator
 from agent.backends.cpu import cells
 from agent.backends.cpu.agreement import all_agree
 from agent.backends.cpu.blocks import HostBlockMoves
+from agent.group.model_part import ModelPart
 from agent.kernels import library_path
 from agent.layers.parameter import MINDSPORE_DTYPES, unbound_parameter
-from agent.model_part import ModelPart
 from agent.weights.storage import Array, allocate
 from llm_serving.config import Config
-from llm_serving.model_families import Experts
+from llm_serving.model.families import Experts
 
 KV_SCALE_BYTES = 4
 """Of a token's keys, or values, of one head in an int8 cache."""

@@ -18,7 +18,7 @@ from mindspore.ops.auto_generate import (
 from agent.backends.base import Operator
 from agent.layers.parameter import MINDSPORE_DTYPES
 from agent.weights.forms import LinearForm
-from llm_serving.model_families import Experts
+from llm_serving.model.families import Experts
 
 _COUNTS = 2
 """MoeInitRoutingV2: how many tokens each expert has, rather than running sums."""

@@ -12,11 +12,11 @@ from agent.backends.native import parallel
 from agent.backends.native.attention import Attention, ChunkMask, Rotary, RotaryAndMask, causal_mask
 from agent.backends.native.experts import ExpertMLP
 from agent.backends.native.linear import expert_parameters, linear_parameters, matrix_product
+from agent.group.model_part import ModelPart
 from agent.layers.parameter import unbound_parameter
-from agent.model_part import ModelPart
 from agent.weights.forms import LinearForm, LinearForms
 from agent.weights.storage import Array
-from llm_serving.model_families import Experts
+from llm_serving.model.families import Experts
 
 
 class NativeOps(OpTable):

@@ -11,8 +11,8 @@ from mindspore import Tensor, nn, ops
 
 from agent.backends.base import Operator
 from agent.backends.native.groups import STAGE_GROUP
+from agent.group.model_part import ModelPart
 from agent.layers.parameter import MINDSPORE_DTYPES
-from agent.model_part import ModelPart
 
 
 def all_gather(size: int) -> Operator:

@@ -13,7 +13,7 @@
 
 namespace llmk {
 
-// What a process is among the agents of its stage; agent/exchange.py fills it, field for field.
+// What a process is among the agents of its stage; agent/group/exchange.py fills it, field for field.
 struct ExchangeArgs {
   void* base;
   int64_t down;     // offset of the word that says the group is down

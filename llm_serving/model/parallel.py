@@ -1,0 +1,217 @@
+"""Which part of a model a rank holds: plain arithmetic, the same for the server's memory plan and an agent's loader.
+
+    rank = (dp_index * pipeline_parallel + pp_index) * tensor_parallel + tp_index
+
+Tensor parallelism splits every layer as Megatron-LM does (Shoeybi et al. 2019): query heads, intermediate columns and
+vocabulary rows are divided, the two row-split products of a layer are added up over the ranks. Pipeline parallelism
+divides the layers (Huang et al., GPipe, 2019); data parallelism nothing, each replica has the whole model.
+
+- Heads go by whole groups: a rank has the query heads of its key-value heads, some ranks one more than others where
+  the numbers do not divide. With more ranks than key-value heads a key-value head is held by several ranks, which
+  share its query heads.
+- Intermediate columns (of the MLP, of every expert) are split as evenly as units of ``granule`` columns let them.
+- Vocabulary rows are split into ranges of equal length (``vocab_stride``), the last one shorter: gathered in order of
+  rank, an entry's place is its token id, and padding is at the end only.
+- The first stages have a layer more than the last ones where the numbers do not divide; the last one has the output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llm_serving.config.parallel_section import ParallelConfig
+    from llm_serving.model.shape import ModelShape
+
+PREFERRED_GRANULE = 32
+"""Columns: 64 bytes of a 16-bit type, and a whole number of the kernels' tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlace:
+    """Where a rank stands: its index among the ranks of its stage, its stage, its replica; all from 0."""
+
+    rank: int
+    tp_index: int
+    pp_index: int
+    dp_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The half-open range ``start <= i < stop``."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __contains__(self, index: int) -> bool:
+        return self.start <= index < self.stop
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one rank holds. Indices are the whole model's."""
+
+    query_heads: Span
+    key_value_heads: Span
+    intermediate: Span
+    """Columns of the MLP."""
+    expert_intermediate: Span
+    """Columns of each expert; empty without experts."""
+    vocab: Span
+    """Rows of the output layer (and of the embedding, where that is split)."""
+    vocab_stride: int
+    """Rows of every rank's range, padding of the last one included."""
+    layers: Span
+    is_first_stage: bool
+    """Has the embedding."""
+    is_last_stage: bool
+    """Has the last norm and the output layer."""
+
+
+def place(rank: int, parallel: ParallelConfig) -> RankPlace:
+    """Where ``rank`` stands. Raises ValueError for a rank there is not."""
+    if not 0 <= rank < parallel.world_size:
+        raise ValueError(f"there is no rank {rank} of {parallel.world_size}")
+    rest, tp_index = divmod(rank, parallel.tensor_parallel)
+    dp_index, pp_index = divmod(rest, parallel.pipeline_parallel)
+    return RankPlace(rank, tp_index, pp_index, dp_index)
+
+
+def group_ranks(replica: int, parallel: ParallelConfig) -> range:
+    """The ranks of one replica, in order."""
+    return range(replica * parallel.group_size, (replica + 1) * parallel.group_size)
+
+
+def answering_rank(replica: int, parallel: ParallelConfig) -> int:
+    """The rank of a replica that samples and writes a step's outputs: the first of the last stage."""
+    return group_ranks(replica, parallel).stop - parallel.tensor_parallel
+
+
+def split_evenly(total: int, parts: int, index: int) -> Span:
+    """Part ``index`` of ``parts``: the first ``total % parts`` parts have one more than the others."""
+    size, longer = divmod(total, parts)
+    start = index * size + min(index, longer)
+    return Span(start, start + size + (index < longer))
+
+
+def split_columns(total: int, parts: int, index: int, group: int = 1) -> Span:
+    """As ``split_evenly``, in units of ``granule_of(total, parts, group)`` columns; the last unit may be shorter."""
+    granule = granule_of(total, parts, group)
+    units = split_evenly(-(-total // granule), parts, index)
+    return Span(min(units.start * granule, total), min(units.stop * granule, total))
+
+
+def granule_of(total: int, parts: int, group: int = 1) -> int:
+    """Columns that stay together: whole groups of the weight format, ``PREFERRED_GRANULE`` of them where it can be."""
+    granule = max(group, PREFERRED_GRANULE) if PREFERRED_GRANULE % group == 0 else group
+    return granule if total >= granule * parts else group
+
+
+def split_vocab(total: int, parts: int, index: int) -> tuple[Span, int]:
+    """Range ``index`` of ``parts`` of equal length, and that length; only the last one may be cut short."""
+    stride = -(-total // parts)
+    if stride >= PREFERRED_GRANULE:
+        stride = -(-stride // PREFERRED_GRANULE) * PREFERRED_GRANULE
+        if stride * (parts - 1) >= total:
+            stride = -(-total // parts)
+    return Span(min(index * stride, total), min((index + 1) * stride, total)), stride
+
+
+def split_heads(num_query: int, num_key_value: int, parts: int, index: int) -> tuple[Span, Span]:
+    """Query and key-value heads of part ``index``. A part of a replicated key-value head has only that one."""
+    per_group = num_query // num_key_value
+    if parts <= num_key_value:
+        key_value = split_evenly(num_key_value, parts, index)
+        return Span(key_value.start * per_group, key_value.stop * per_group), key_value
+    head = next(h for h in range(num_key_value) if index in split_evenly(parts, num_key_value, h))
+    sharers = split_evenly(parts, num_key_value, head)
+    query = split_evenly(per_group, len(sharers), index - sharers.start)
+    first = head * per_group
+    return Span(first + query.start, first + query.stop), Span(head, head + 1)
+
+
+def shard_of(shape: ModelShape, where: RankPlace, parallel: ParallelConfig, weight_group: int = 1) -> Shard:
+    """What the rank at ``where`` holds of a model.
+
+    ``weight_group`` is the number of weights that share a scale along a row (int4), 1 in other formats.
+    """
+    parts, index = parallel.tensor_parallel, where.tp_index
+    query, key_value = split_heads(shape.num_attention_heads, shape.num_key_value_heads, parts, index)
+    experts = shape.experts
+    vocab, vocab_stride = split_vocab(shape.vocab_size, parts, index)
+    return Shard(
+        query_heads=query,
+        key_value_heads=key_value,
+        intermediate=split_columns(shape.intermediate_size, parts, index, weight_group),
+        expert_intermediate=(
+            Span(0, 0) if experts is None else split_columns(experts.intermediate_size, parts, index, weight_group)
+        ),
+        vocab=vocab,
+        vocab_stride=vocab_stride,
+        layers=split_evenly(shape.num_layers, parallel.pipeline_parallel, where.pp_index),
+        is_first_stage=where.pp_index == 0,
+        is_last_stage=where.pp_index == parallel.pipeline_parallel - 1,
+    )
+
+
+def local_shape(shape: ModelShape, shard: Shard) -> ModelShape:
+    """The sizes of a rank's own layers: heads, columns and layers, these counted from 0. The vocabulary stays whole."""
+    layers = shard.layers
+    experts = shape.experts
+    if experts is not None:
+        dense = tuple(layer - layers.start for layer in experts.dense_layers if layer in layers)
+        experts = replace(experts, intermediate_size=len(shard.expert_intermediate), dense_layers=dense)
+    return replace(
+        shape,
+        num_layers=len(layers),
+        num_attention_heads=len(shard.query_heads),
+        num_key_value_heads=len(shard.key_value_heads),
+        intermediate_size=len(shard.intermediate),
+        full_attention_layers=tuple(n - layers.start for n in shape.full_attention_layers if n in layers),
+        experts=experts,
+    )
+
+
+def find_obstacle(shape: ModelShape, parallel: ParallelConfig, weight_group: int = 1) -> tuple[str, str] | None:
+    """The key of ``parallel_config`` that asks for a split there is not, and why; None when all can be done."""
+    parts, stages = parallel.tensor_parallel, parallel.pipeline_parallel
+    if stages > shape.num_layers:
+        return "pipeline_parallel", f"the model has {shape.num_layers} layers, and each stage needs one"
+    if parts == 1:
+        return None
+    problem = _head_obstacle(shape, parts, weight_group)
+    sizes = {"intermediate columns": (shape.intermediate_size, weight_group)}
+    if shape.experts is not None:
+        sizes["columns of an expert"] = (shape.experts.intermediate_size, weight_group)
+    for name, (total, group) in sizes.items():
+        if problem is None and -(-total // group) < parts:
+            kept = f", which its int4 weights keep together by {group}" if group > 1 else ""
+            problem = f"the model has {total} {name}{kept}: at most {-(-total // group)} agents can share them"
+    if problem is None and shape.vocab_size - (parts - 1) * -(-shape.vocab_size // parts) <= 0:
+        problem = f"a vocabulary of {shape.vocab_size} leaves some of {parts} agents nothing"
+    return None if problem is None else ("tensor_parallel", problem)
+
+
+def _head_obstacle(shape: ModelShape, parts: int, weight_group: int) -> str | None:
+    query, key_value = shape.num_attention_heads, shape.num_key_value_heads
+    most = max(key_value, key_value * (query // key_value))
+    if parts > most:
+        return f"the model has {query} query heads: at most {most} agents can share them"
+    splits = [split_heads(query, key_value, parts, index)[0] for index in range(parts)]
+    if not all(splits):
+        return f"{query} query heads in {key_value} groups leave some of {parts} agents nothing"
+    if any(span.start * shape.head_dim % weight_group for span in splits):
+        return (
+            f"the int4 groups of {weight_group} weights do not end where the heads (of {shape.head_dim}) of the agents "
+            f"do; use a smaller model_config.weight_group, or another number of agents"
+        )
+    return None

@@ -1,0 +1,199 @@
+"""The sizes of a model, read from a Hugging Face folder or a MindFormers YAML, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_serving.errors import CheckpointError
+from llm_serving.formats.json_object import read_json_object
+from llm_serving.formats.typed_fields import TypedFields
+from llm_serving.model.families import Experts, family_of, read_biases, read_experts, read_window
+from llm_serving.model.quantization import read_quantization
+from llm_serving.model.rope import MAX_POSITIONS, RopeScaling, read_rope_scaling
+
+MAX_CONFIG_JSON_BYTES = 1024 * 1024
+MAX_HIDDEN_SIZE = 65_536
+MAX_LAYERS = 1_024
+MAX_HEADS = 1_024
+MAX_HEAD_DIM = 512
+MAX_VOCAB_SIZE = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Everything about a model that decides shapes and arithmetic, but not the weights themselves."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    hidden_act: str
+    attention_bias: bool
+    """Of q, k and v."""
+    mlp_bias: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+    output_bias: bool = False
+    """Of the attention's output layer."""
+    query_key_norm: bool = False
+    """RMSNorm of every query and key head, before it is rotated."""
+    sliding_window: int = 0
+    """Tokens a token sees, itself included; 0: all before it."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers that see everything in spite of the window."""
+    experts: Experts | None = None
+
+    def window_of(self, layer: int) -> int:
+        """Tokens a token sees in a layer; 0: all before it."""
+        return 0 if layer in self.full_attention_layers else self.sliding_window
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of the MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    @property
+    def max_positions(self) -> int:
+        """The longest context."""
+        scaling = self.rope_scaling
+        stated = self.max_position_embeddings
+        return stated if scaling is None else scaling.max_positions(stated)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights to load. A tied embedding counts once."""
+        embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        return self.num_linear_parameters + self._num_other_parameters + embedding
+
+    @property
+    def _num_other_parameters(self) -> int:
+        """Of norms, biases and routers."""
+        query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        layer = 2 * self.hidden_size
+        layer += 2 * self.head_dim if self.query_key_norm else 0
+        layer += query + 2 * key_value if self.attention_bias else 0
+        layer += self.hidden_size if self.output_bias else 0
+        routers = 0
+        if self.experts is not None:
+            routers = (self.num_layers - len(self.experts.dense_layers)) * self.experts.count
+        return self.num_layers * layer + (routers + 1) * self.hidden_size
+
+    @property
+    def num_linear_parameters(self) -> int:
+        """Those of the layers' linear layers and of the output to the vocabulary: what a weight format applies to."""
+        query, key_value = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
+        attention = self.hidden_size * (query + 2 * key_value) + query * self.hidden_size
+        mlps = self.num_layers * self.intermediate_size
+        if self.experts is not None:
+            dense = len(self.experts.dense_layers)
+            experts = (self.num_layers - dense) * self.experts.count * self.experts.intermediate_size
+            mlps = dense * self.intermediate_size + experts
+        return self.num_layers * attention + (3 * mlps + self.vocab_size) * self.hidden_size
+
+    @classmethod
+    def from_hf_folder(cls, path: str | Path) -> ModelShape:
+        """Read ``config.json`` (and the end tokens of ``generation_config.json``) of a Hugging Face folder.
+
+        Raises CheckpointError naming file, key and value when something is missing, wrong or not supported.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such model folder")
+        values = read_json_object(folder / "config.json", MAX_CONFIG_JSON_BYTES, CheckpointError)
+        generation_file = folder / "generation_config.json"
+        generation: dict[str, object] = {}
+        if generation_file.exists():
+            generation = read_json_object(generation_file, MAX_CONFIG_JSON_BYTES, CheckpointError)
+        return shape_of_fields(
+            TypedFields(str(folder / "config.json"), values, CheckpointError),
+            TypedFields(str(generation_file), generation, CheckpointError),
+        )
+
+
+def check_head_sizes(fields: TypedFields, shape: ModelShape, heads: str, kv_heads: str) -> None:
+    """Raise unless the heads divide as grouped-query attention and rotary embedding need. Names are the file's."""
+    if shape.num_attention_heads % shape.num_key_value_heads:
+        raise fields.fail(kv_heads, f"must divide {heads} = {shape.num_attention_heads}")
+    if shape.head_dim % 2:
+        raise fields.fail("head_dim", f"the head size is {shape.head_dim}; rotary embedding needs an even one")
+
+
+def head_dim_of(fields: TypedFields, hidden_size: int, num_heads: int, heads: str, default: int | None = None) -> int:
+    """``head_dim`` if the file has it, else the family's default, or hidden size / heads, which must then divide."""
+    if default is not None:
+        return fields.integer("head_dim", default, 1, MAX_HEAD_DIM)
+    if "head_dim" not in fields and hidden_size % num_heads:
+        raise fields.fail(heads, f"does not divide hidden_size = {hidden_size}, and there is no head_dim")
+    return fields.integer("head_dim", hidden_size // num_heads, 1, MAX_HEAD_DIM)
+
+
+def shape_of_fields(
+    fields: TypedFields, generation: TypedFields, *, activations: tuple[str, ...] = ("silu",)
+) -> ModelShape:
+    """What ``config.json``, or a section with its names, says of a model; the end tokens of ``generation`` win.
+
+    ``activations`` are the names it may have for SwiGLU. Raises the fields' error.
+    """
+    family = family_of(fields)
+    _refuse_unsupported(fields)
+    fields.text("hidden_act", "silu", activations)
+    hidden = fields.integer("hidden_size", None, 1, MAX_HIDDEN_SIZE)
+    heads = fields.integer("num_attention_heads", None, 1, MAX_HEADS)
+    num_layers = fields.integer("num_hidden_layers", None, 1, MAX_LAYERS)
+    positions = fields.integer("max_position_embeddings", 2048, 1, MAX_POSITIONS)
+    vocab_size = fields.integer("vocab_size", None, 1, MAX_VOCAB_SIZE)
+    rope = fields.mapping("rope_parameters") if "rope_parameters" in fields else fields.mapping("rope_scaling")
+    theta_fields = rope if "rope_theta" in rope else fields
+    end_fields = generation if "eos_token_id" in generation else fields
+    first = fields.token_ids("bos_token_id", vocab_size)
+    biases, (window, full_layers) = read_biases(fields, family), read_window(fields, family, num_layers)
+    shape = ModelShape(
+        architecture=family.architecture,
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size", None, 1, 8 * MAX_HIDDEN_SIZE),
+        num_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=fields.integer("num_key_value_heads", heads, 1, MAX_HEADS),
+        head_dim=head_dim_of(fields, hidden, heads, "num_attention_heads", family.head_dim),
+        vocab_size=vocab_size,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6, 0.0, 1.0),
+        rope_theta=theta_fields.number("rope_theta", 10_000.0, 0.0, 1e12),
+        rope_scaling=read_rope_scaling(rope, positions),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        max_position_embeddings=positions,
+        hidden_act="silu",
+        attention_bias=biases[0],
+        mlp_bias=False,
+        bos_token_id=first[0] if first else None,
+        eos_token_ids=end_fields.token_ids("eos_token_id", vocab_size),
+        pad_token_id=_pad_token_id(fields, vocab_size),
+        output_bias=biases[1],
+        query_key_norm=family.query_key_norm,
+        sliding_window=window,
+        full_attention_layers=full_layers,
+        experts=read_experts(fields, family, num_layers),
+    )
+    check_head_sizes(fields, shape, "num_attention_heads", "num_key_value_heads")
+    return shape
+
+
+def _refuse_unsupported(fields: TypedFields) -> None:
+    read_quantization(fields)
+    if fields.number("partial_rotary_factor", 1.0, 0.0, 1.0) != 1.0:
+        raise fields.fail("partial_rotary_factor", "is not supported; every head dimension is rotated")
+
+
+def _pad_token_id(fields: TypedFields, vocab_size: int) -> int | None:
+    """Some folders state -1 or an id past the vocabulary for "none"; nothing is ever padded, so both are taken."""
+    pad = fields.integer("pad_token_id", -1, -1, MAX_VOCAB_SIZE)
+    return pad if 0 <= pad < vocab_size else None

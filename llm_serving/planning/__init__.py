@@ -1,0 +1,1 @@
+"""How much memory a deployment needs, and how much the machine has."""

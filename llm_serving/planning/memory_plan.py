@@ -1,0 +1,303 @@
+"""What a deployment takes of the machine's memory, worked out before anything is loaded.
+
+With T tokens and S sequences in the largest step, V tokens of vocabulary, L layers, hidden size h, intermediate size
+I, H query and K key-value heads of size D, b bytes per element of ``model_dtype``, and P the longest sequence:
+
+    weights          parameters x b, a tied embedding counted once (twice on a CPU, whose kernels have the output
+                     weight packed apart); in a quantised format the linear layers take 8 bits a parameter, or 4 and
+                     their group's share of 40 for scale and zero point
+    KV cache         2 x L x K x D x b x block_size x num_blocks; (D + 4) in place of D x b in int8
+    host blocks      the same with num_host_blocks, for sequences that are swapped out
+    activations      T x (2h + (H + 2K)D + 2HD + 3I) x b: residual and its norm; q, k, v; rotated q and the attention's
+                     output; gate, up and their product. One layer's worth: layers follow each other
+    logits           S x V x 4 (float32), and S x V x b more where ``model_dtype`` is another type
+    rotary tables    2 x P x D x 4, cosine and sine; MindFormers may have more rows than P
+    token history    S x P x 4, for penalties
+    kernel scratch   what the threads of a CPU's kernels keep from call to call (``kernel_memory.py``)
+    replays          recorded launches of a CPU's operators, and what they are replayed in (``kernel_memory.py``)
+    agent process    Python, MindSpore, compiled graphs; MindFormers where it is asked for
+    server process   HTTP, scheduler, tokenizer
+
+On a CPU all of it is taken from what the machine has free. On an Ascend the two processes and the host blocks live in
+the host's memory, where the blocks must fit, and the rest must fit ``context.max_device_memory`` of the MindFormers
+YAML, where that is stated.
+
+Of several agents (``llm_serving/model/parallel.py``) each has its own heads, columns, vocabulary rows and layers, so
+H, K, I,
+L and V are its own; the agent that samples has the logits of the whole vocabulary, and alone the token history.
+Each replica's group has an exchange, in shared memory. On a CPU all agents share the machine and the total counts; on
+Ascends each has a device to itself and the fullest one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from llm_serving.config import Config
+from llm_serving.errors import MemoryPlanError
+from llm_serving.planning.kernel_memory import kernel_items
+from llm_serving.planning.machine import Machine
+from llm_serving.planning.rank_memory import (
+    HOST_BLOCKS,
+    KV_CACHE,
+    WEIGHTS,
+    MemoryItem,
+    device_items,
+    format_bytes,
+    format_count,
+    host_block_items,
+    rank_kv_bytes_per_token,
+)
+
+__all__ = [
+    "GIB",
+    "HOST_BLOCKS",
+    "KV_CACHE",
+    "MIB",
+    "WEIGHTS",
+    "MemoryItem",
+    "MemoryPlan",
+    "estimate_memory",
+    "estimate_rank_memory",
+    "format_bytes",
+    "format_count",
+    "plan_memory",
+]
+
+GIB = 1024**3
+MIB = 1024**2
+AGENT_PROCESS_BYTES = 600 * MIB
+MINDFORMERS_BYTES = 250 * MIB
+"""Its package and all it imports, beside MindSpore."""
+SERVER_PROCESS_BYTES = 200 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """The lines, and what there is to take them from."""
+
+    items: tuple[MemoryItem, ...]
+    """All that is taken from what there is: of every agent on a machine, or of the fullest device."""
+    available_bytes: int | None
+    """None where it is not known (an Ascend without ``max_device_memory``): nothing is refused."""
+    available_from: str
+    num_blocks: int
+    block_size: int
+    kv_bytes_per_token: int
+    """In the cache of ``items``."""
+    max_model_len: int
+    ranks: tuple[tuple[MemoryItem, ...], ...] = ()
+    """What each agent takes, in order of rank; empty with one agent, which takes ``items``."""
+    counted: str = ""
+    """Whose ``items`` are where there are several agents: ``all``, or ``fullest``."""
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes of one line, 0 without it."""
+        return sum(each.num_bytes for each in self.items if each.name == name)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(each.num_bytes for each in self.items)
+
+    @property
+    def fits(self) -> bool:
+        return self.available_bytes is None or self.total_bytes <= self.available_bytes
+
+    @property
+    def without_host_blocks(self) -> MemoryPlan:
+        """The same without swapping."""
+        return replace(
+            self,
+            items=_without(HOST_BLOCKS, self.items),
+            ranks=tuple(_without(HOST_BLOCKS, items) for items in self.ranks),
+        )
+
+    @property
+    def largest_num_blocks(self) -> int | None:
+        """Most blocks that would fit, 0 when not even the rest does; None when the limit is not known."""
+        if self.available_bytes is None:
+            return None
+        without_cache = self.total_bytes - self.bytes_of(KV_CACHE)
+        return max((self.available_bytes - without_cache) // (self.kv_bytes_per_token * self.block_size), 0)
+
+    def table(self) -> str:
+        """The plan as text, one line an item, the total against what there is; before it a column for each kind of
+        agent, where there are several."""
+        rows = [(each.name, *self._cells(each.name), format_bytes(each.num_bytes), each.basis) for each in self.items]
+        kinds = self._kinds()
+        totals = [format_bytes(sum(item.num_bytes for item in self.ranks[ranks[0]])) for ranks in kinds]
+        rows.append(("total", *totals, format_bytes(self.total_bytes), ""))
+        available = "not known" if self.available_bytes is None else format_bytes(self.available_bytes)
+        rows.append(("available", *("" for _ in kinds), available, self.available_from))
+        if kinds:
+            rows.insert(0, ("", *(_name_ranks(ranks) for ranks in kinds), self.counted, ""))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+        return "\n".join(_line(row, widths) for row in rows)
+
+    def _kinds(self) -> list[list[int]]:
+        """Ranks that take the same, by their first."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank, items in enumerate(self.ranks):
+            found.setdefault(tuple(item.num_bytes for item in items), []).append(rank)
+        return list(found.values())
+
+    def _cells(self, name: str) -> list[str]:
+        """A line of the table for each kind of agent."""
+        sizes = [sum(item.num_bytes for item in self.ranks[ranks[0]] if item.name == name) for ranks in self._kinds()]
+        return [format_bytes(size) if size else "-" for size in sizes]
+
+
+def plan_memory(config: Config, machine: Machine) -> MemoryPlan:
+    """The plan. Raises MemoryPlanError, with the table and the largest setting that fits, when there is too little."""
+    plan = estimate_memory(config, machine)
+    if config.device != "CPU":
+        _check_host_memory(config, machine)
+    if not plan.fits:
+        assert plan.available_bytes is not None
+        raise MemoryPlanError(
+            f"the memory plan needs {format_bytes(plan.total_bytes)}, of {format_bytes(plan.available_bytes)} "
+            f"({plan.available_from}): {_advice(plan)}\n{plan.table()}"
+        )
+    return plan
+
+
+def estimate_memory(config: Config, machine: Machine) -> MemoryPlan:
+    """The plan, whether it fits or not."""
+    world = range(config.parallel_config.world_size)
+    if config.device == "CPU":
+        ranks = [_cpu_items(config, n, machine) for n in world]
+        items = (*_summed(ranks), *_exchange_items(config), _server_item())
+        return _plan(config, items, ranks, sum(rank_kv_bytes_per_token(config, n) for n in world), machine)
+    ranks = [device_items(config, n) for n in world]
+    fullest = max(world, key=lambda n: sum(item.num_bytes for item in ranks[n]))
+    available = Machine(config.context.max_device_memory_bytes or 0, "max_device_memory")
+    plan = _plan(config, ranks[fullest], ranks, rank_kv_bytes_per_token(config, fullest), available)
+    return plan if config.context.max_device_memory_bytes is not None else replace(plan, available_bytes=None)
+
+
+def estimate_rank_memory(config: Config, rank: int, device: Machine) -> MemoryPlan:
+    """What one agent takes of a device of its own; ``config`` is that of all of them."""
+    items = device_items(config, rank)
+    return _plan(config, items, [items], rank_kv_bytes_per_token(config, rank), device)
+
+
+def _plan(
+    config: Config,
+    items: tuple[MemoryItem, ...],
+    ranks: Sequence[tuple[MemoryItem, ...]],
+    kv_bytes_per_token: int,
+    available: Machine,
+) -> MemoryPlan:
+    return MemoryPlan(
+        items=items,
+        available_bytes=available.available_bytes,
+        available_from=available.available_from,
+        num_blocks=config.pa_config.num_blocks,
+        block_size=config.pa_config.block_size,
+        kv_bytes_per_token=kv_bytes_per_token,
+        max_model_len=config.max_model_len,
+        ranks=tuple(ranks) if len(ranks) > 1 else (),
+        counted="all" if config.device == "CPU" else "fullest",
+    )
+
+
+def _cpu_items(config: Config, rank: int, machine: Machine) -> tuple[MemoryItem, ...]:
+    kernels = kernel_items(config, rank, machine.num_cores)
+    return (*device_items(config, rank), *kernels, *host_block_items(config, rank), _agent_item(config))
+
+
+def _summed(ranks: Sequence[tuple[MemoryItem, ...]]) -> tuple[MemoryItem, ...]:
+    """Line by line over all agents, which have the same lines."""
+    return tuple(
+        MemoryItem(lines[0].name, sum(line.num_bytes for line in lines), lines[0].basis)
+        for lines in zip(*ranks, strict=True)
+    )
+
+
+def _check_host_memory(config: Config, machine: Machine) -> None:
+    """Where the device has a memory of its own, the blocks of the host are all there is to fit the host's."""
+    world = range(config.parallel_config.world_size)
+    needed = sum(item.num_bytes for rank in world for item in host_block_items(config, rank))
+    if needed > machine.available_bytes:
+        block_bytes = needed // config.num_host_blocks
+        raise MemoryPlanError(
+            f"the host blocks need {format_bytes(needed)}, of {format_bytes(machine.available_bytes)} "
+            f"({machine.available_from}): pa_config.num_host_blocks = {config.num_host_blocks} does not fit; "
+            f"the largest that does is {machine.available_bytes // block_bytes}"
+        )
+
+
+def _exchange_items(config: Config) -> tuple[MemoryItem, ...]:
+    """Of every group; nothing for agents alone."""
+    from llm_serving.ipc.exchange import exchange_bytes  # imports numpy, which checking a config does not need
+
+    parallel = config.parallel_config
+    num_bytes = exchange_bytes(config.shape, config.slot_limits(), parallel) * parallel.data_parallel
+    groups = "1 group" if parallel.data_parallel == 1 else f"{parallel.data_parallel} groups"
+    return (MemoryItem("exchange", num_bytes, f"of {groups} of agents"),) if num_bytes else ()
+
+
+def _agent_item(config: Config) -> MemoryItem:
+    if config.model_config.model_type == "mindformers":
+        num_bytes = AGENT_PROCESS_BYTES + MINDFORMERS_BYTES
+        return MemoryItem("agent process", num_bytes, "Python, MindSpore, MindFormers, graphs")
+    return MemoryItem("agent process", AGENT_PROCESS_BYTES, "Python, MindSpore, graphs")
+
+
+def _server_item() -> MemoryItem:
+    return MemoryItem("server process", SERVER_PROCESS_BYTES, "HTTP, scheduler, tokenizer")
+
+
+def _without(name: str, items: tuple[MemoryItem, ...]) -> tuple[MemoryItem, ...]:
+    return tuple(each for each in items if each.name != name)
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    """``agent 0``, ``agents 1-3``, ``agents 1, 3, 5``."""
+    if len(ranks) == 1:
+        return f"agent {ranks[0]}"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"agents {ranks[0]}-{ranks[-1]}"
+    return f"agents {', '.join(map(str, ranks))}"
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    """Name to the left, sizes to the right, what it comes from after them."""
+    sizes = "  ".join(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:], strict=True))
+    return f"  {row[0].ljust(widths[0])}  {sizes}  {row[-1]}".rstrip()
+
+
+def _advice(plan: MemoryPlan) -> str:
+    """What would fit. Host blocks are the first to go: a server runs without them."""
+    if plan.bytes_of(HOST_BLOCKS):
+        return _advice_on_host_blocks(plan)
+    largest = plan.largest_num_blocks
+    assert largest is not None
+    assert plan.available_bytes is not None
+    if plan.bytes_of(WEIGHTS) > plan.available_bytes:
+        return "not even the weights fit; it takes a smaller model, a smaller model_config.model_dtype or more memory"
+    if largest < 2:
+        return (
+            "the weights leave no room for a KV cache; lower scheduler_config.max_num_batched_tokens (or "
+            "model_config.seq_length) and model_config.decode_batch_size, or take a smaller model"
+        )
+    advice = f"pa_config.num_blocks = {plan.num_blocks} does not fit; the largest that does is {largest}"
+    longest = (largest - 1) * plan.block_size + 1
+    if longest < plan.max_model_len:
+        advice += (
+            f", too few for a sequence of {plan.max_model_len} tokens: lower pa_config.decode_seq_length "
+            f"to {longest} or less too"
+        )
+    return advice
+
+
+def _advice_on_host_blocks(plan: MemoryPlan) -> str:
+    rest = plan.without_host_blocks
+    if not rest.fits:
+        return f"without pa_config.num_host_blocks, too, {_advice(rest)}"
+    assert rest.available_bytes is not None
+    block_bytes = plan.kv_bytes_per_token * plan.block_size
+    wanted = plan.bytes_of(HOST_BLOCKS) // block_bytes
+    largest = (rest.available_bytes - rest.total_bytes) // block_bytes
+    return f"pa_config.num_host_blocks = {wanted} does not fit; the largest that does is {largest}"

@@ -1,0 +1,178 @@
+"""What each agent takes of its device's memory, line by line; the formulas are in ``memory_plan.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llm_serving.config import Config
+from llm_serving.config.mindformers_models import rotary_positions
+from llm_serving.model.parallel import Shard, answering_rank, local_shape, place
+from llm_serving.model.quantization import INT4_FORMATS, INT8_FORMATS, MAX_WEIGHT_ONLY_SIZE
+from llm_serving.model.shape import ModelShape
+
+EXPERT_PIECE_ROWS = 256
+"""``kPieceRows`` of agent/kernels/custom_ops_experts.cc."""
+FLOAT32_BYTES = 4
+INT32_BYTES = 4
+KV_CACHE = "KV cache"
+HOST_BLOCKS = "host blocks"
+WEIGHTS = "weights"
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryItem:
+    """One line of the plan."""
+
+    name: str
+    num_bytes: int
+    basis: str
+    """What the number comes from."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A rank's part of the model: its layers' sizes, its vocabulary rows, what else it has."""
+
+    shape: ModelShape
+    shard: Shard
+    answers: bool
+
+    @classmethod
+    def of(cls, config: Config, rank: int) -> _Part:
+        parallel, shard = config.parallel_config, config.shard(rank)
+        answers = rank == answering_rank(place(rank, parallel).dp_index, parallel)
+        return cls(local_shape(config.shape, shard), shard, answers)
+
+
+def rank_kv_bytes_per_token(config: Config, rank: int) -> int:
+    """Cache bytes of a token in the layers and key-value heads of a rank."""
+    return config.kv_bytes_of(local_shape(config.shape, config.shard(rank)))
+
+
+def device_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
+    """What a rank puts into its device's memory. ``basis`` speaks of the whole model."""
+    part, shape, cache = _Part.of(config, rank), config.shape, config.pa_config
+    tokens, seqs, longest = config.max_num_batched_tokens, config.max_num_seqs, config.max_model_len
+    rotary = rotary_positions(config)
+    kv_bytes = config.kv_bytes_of(part.shape) * cache.block_size * cache.num_blocks
+    per_token = format_bytes(config.kv_bytes_per_token)
+    return (
+        MemoryItem(
+            WEIGHTS, _weight_bytes(config, part), f"{format_count(shape.num_parameters)} in {_weight_formats(config)}"
+        ),
+        MemoryItem(
+            KV_CACHE,
+            kv_bytes,
+            f"{cache.num_blocks} blocks of {cache.block_size} tokens, {per_token} a token in {config.kv_format}",
+        ),
+        MemoryItem("activations", activation_bytes(config, part.shape), f"a step of {tokens} tokens"),
+        MemoryItem("logits", _logit_bytes(config, part), f"{seqs} sequences, vocabulary of {shape.vocab_size}"),
+        MemoryItem("rotary tables", 2 * rotary * shape.head_dim * FLOAT32_BYTES, f"{rotary} positions"),
+        MemoryItem(
+            "token history", seqs * longest * INT32_BYTES * part.answers, f"{seqs} sequences of {longest} tokens"
+        ),
+    )
+
+
+def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
+    """Host memory for a rank's part of the blocks that are swapped out; nothing without."""
+    if config.num_host_blocks == 0:
+        return ()
+    num_bytes = rank_kv_bytes_per_token(config, rank) * config.pa_config.block_size * config.num_host_blocks
+    return (MemoryItem(HOST_BLOCKS, num_bytes, f"{config.num_host_blocks} blocks for sequences that are swapped out"),)
+
+
+def _weight_bytes(config: Config, part: _Part) -> int:
+    """The linear layers in their format, norms and embedding in ``model_dtype``."""
+    shape, bits = part.shape, _linear_bits(config)
+    rows = len(part.shard.vocab) * shape.hidden_size
+    whole_vocab = shape.vocab_size * shape.hidden_size
+    layers = shape.num_linear_parameters - whole_vocab
+    others = shape.num_parameters - shape.num_linear_parameters - (0 if shape.tie_word_embeddings else whole_vocab)
+    others -= 0 if part.shard.is_last_stage else shape.hidden_size
+    output = rows if part.shard.is_last_stage else 0
+    # The kernels of a CPU have packed weights: that of the output apart from the embedding.
+    is_shared = shape.tie_word_embeddings and config.device != "CPU" and part.shard.is_last_stage
+    embedding = rows if part.shard.is_first_stage and not is_shared else 0
+    if bits is None:
+        return (layers + output + embedding + others) * config.dtype_bytes
+    quantised = layers if _output_stays_float(config, part) else layers + output
+    floats = layers + output - quantised + embedding + others
+    return floats * config.dtype_bytes + int(quantised * bits / 8)
+
+
+def _linear_bits(config: Config) -> float | None:
+    """Of a weight of a linear layer with its share of scales and zero points; None: as ``model_dtype``. An Ascend's
+    native primitives have scales and offsets in ``model_dtype``."""
+    group = config.model_config.weight_group
+    int4 = 4.0 + ((16 + 16) if config.device == "Ascend" else (32 + 8)) / group
+    return {**dict.fromkeys(INT8_FORMATS, 8.0), **dict.fromkeys(INT4_FORMATS, int4)}.get(config.weight_format)
+
+
+def _output_stays_float(config: Config, part: _Part) -> bool:
+    """Native primitives share a tied one with the embedding, and multiply only so wide a one by weights alone, and an
+    even one in int4."""
+    if config.op_table != "native":
+        return False
+    too_wide = config.weight_format != "int8" and part.shard.vocab_stride > MAX_WEIGHT_ONLY_SIZE
+    is_odd = config.weight_format in INT4_FORMATS and part.shard.vocab_stride % 2 == 1
+    return config.shape.tie_word_embeddings or too_wide or is_odd
+
+
+def _weight_formats(config: Config) -> str:
+    weights, dtype = config.weight_format, config.model_config.model_dtype
+    return dtype if weights == dtype else f"{weights}, embedding and norms in {dtype}"
+
+
+def activation_bytes(config: Config, shape: ModelShape) -> int:
+    """What lies between the operators of a layer in the largest step; ``shape`` is a rank's own."""
+    query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    per_token = 2 * shape.hidden_size + (query + 2 * key_value) + 2 * query + 3 * shape.intermediate_size
+    if config.op_table == "native" and shape.sliding_window:
+        per_token += 2 * config.max_model_len  # the mask of the window, and what it is made of
+    return config.max_num_batched_tokens * per_token * config.dtype_bytes + _expert_bytes(config, shape)
+
+
+def _expert_bytes(config: Config, shape: ModelShape) -> int:
+    """Rows grouped by expert, as often as each is chosen. The fused operators take so many rows at a time: what goes
+    in, the product of gate and up, what comes out in float32. The native ones have gate and up besides, and in int8
+    what goes into both products once more."""
+    if shape.experts is None:
+        return 0
+    rows, hidden, inner = config.max_num_batched_tokens, shape.hidden_size, shape.experts.intermediate_size
+    if config.op_table == "fused":
+        per_row = (hidden + inner) * config.dtype_bytes + hidden * FLOAT32_BYTES
+        return min(rows, EXPERT_PIECE_ROWS) * shape.experts.per_token * per_row
+    per_row = (2 * hidden + 3 * inner) * config.dtype_bytes
+    if config.weight_format == "int8":
+        per_row += hidden + inner + 2 * FLOAT32_BYTES
+    return rows * shape.experts.per_token * per_row
+
+
+def _logit_bytes(config: Config, part: _Part) -> int:
+    """Of the whole vocabulary where a step is sampled, of a rank's own part where it is gathered from."""
+    if not part.shard.is_last_stage:
+        return 0
+    copies = 0 if config.dtype_bytes == FLOAT32_BYTES else config.dtype_bytes
+    width = config.shape.vocab_size if part.answers else len(part.shard.vocab)
+    return config.max_num_seqs * width * (FLOAT32_BYTES + copies)
+
+
+def format_bytes(num_bytes: int) -> str:
+    """With the unit that leaves one to four digits before the point: ``512 B``, ``1.5 MiB``, ``12.6 GiB``."""
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    size, unit = num_bytes / 1024, "KiB"
+    for larger in ("MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.1f} {unit}"
+
+
+def format_count(count: int) -> str:
+    """Parameters the way people say them: ``6.74 B``, ``3.7 M``."""
+    for size, unit, digits in ((10**9, "B", 2), (10**6, "M", 1), (10**3, "K", 1)):
+        if count >= size:
+            return f"{count / size:.{digits}f} {unit} parameters"
+    return f"{count} parameters"

@@ -1,0 +1,1 @@
+"""What the server reports about itself: event log, metrics, statistics, timing receipts and start-up progress."""

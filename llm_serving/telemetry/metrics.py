@@ -1,0 +1,204 @@
+"""Prometheus metrics: what the engine and the HTTP edge count, and what is read off the engine when asked.
+
+Names start with ``llm_serving_``; times are seconds. The registry is the object's own, so that several can live in
+one process and nothing global is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+
+from llm_serving.request import PARTS, FinishReason, RequestOutput, RequestTimings
+from llm_serving.telemetry.receipt import BlockReason
+from llm_serving.telemetry.status_metrics import StatusCollector
+
+if TYPE_CHECKING:
+    from llm_serving.scheduler.output import ScheduledStep, StepResult
+    from llm_serving.server.engine_api import EngineStatus
+
+__all__ = ["CONTENT_TYPE", "Metrics"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LATENCY = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+_STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+_BATCH = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+_HOST = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+
+
+class Metrics:
+    """All metrics of one server. The engine thread and the event loop call it; prometheus_client locks.
+
+    Implements ``llm_serving.engine.observer.EngineMetrics``.
+    """
+
+    def __init__(self, *, process: bool = True) -> None:
+        """``process``: also this process's memory, CPU time and open files."""
+        self.registry = CollectorRegistry(auto_describe=True)
+        self._engine_counters()
+        self._engine_histograms()
+        self._http = Counter(
+            "llm_serving_http_responses",
+            "HTTP responses by route and status.",
+            ["route", "status"],
+            registry=self.registry,
+        )
+        self._present = StatusCollector()
+        self.registry.register(self._present)
+        if process:
+            ProcessCollector(registry=self.registry)
+
+    def _engine_counters(self) -> None:
+        registry = self.registry
+        self._finished = Counter(
+            "llm_serving_requests_finished", "Requests that ended, by reason.", ["reason"], registry=registry
+        )
+        self._refused = Counter(
+            "llm_serving_requests_refused", "Requests the engine did not take, by code.", ["code"], registry=registry
+        )
+        self._prompt_tokens = Counter(
+            "llm_serving_prompt_tokens", "Prompt tokens of requests that ended.", registry=registry
+        )
+        self._generated_tokens = Counter("llm_serving_generated_tokens", "Tokens generated.", registry=registry)
+        preemptions = Counter(
+            "llm_serving_preemptions",
+            "Requests that lost their cache blocks, by what became of them: computed again, or moved to host memory.",
+            ["kind"],
+            registry=registry,
+        )
+        self._preemptions = {kind: preemptions.labels(kind) for kind in ("recompute", "swap")}
+        parts = Counter(
+            "llm_serving_request_part_seconds",
+            "What requests spent their time on: the parts of their receipts.",
+            ["part"],
+            registry=registry,
+        )
+        self._parts = {part: parts.labels(part) for part in PARTS}
+        blocked = Counter(
+            "llm_serving_queue_blocked_seconds",
+            "Time requests waited because the next in line could not start, by reason.",
+            ["reason"],
+            registry=registry,
+        )
+        self._blocked = {reason: blocked.labels(reason.value) for reason in BlockReason}
+        objectives = Counter(
+            "llm_serving_request_objectives",
+            "Requests with objectives that ended, by objective and whether it was met; 'both' and 'true' is goodput.",
+            ["objective", "met"],
+            registry=registry,
+        )
+        self._objectives = {
+            (objective, met): objectives.labels(objective, str(met).lower())
+            for objective in ("ttft", "tbt", "both")
+            for met in (True, False)
+        }
+        for reason in FinishReason:
+            self._finished.labels(reason.value)
+
+    def _engine_histograms(self) -> None:
+        registry = self.registry
+        self._ttft = Histogram(
+            "llm_serving_time_to_first_token_seconds",
+            "From a streamed request's first byte to its first output's being written to the socket.",
+            buckets=_LATENCY,
+            registry=registry,
+        )
+        self._tpot = Histogram(
+            "llm_serving_time_per_output_token_seconds", "Mean time between a request's tokens after the first.",
+            buckets=_PER_TOKEN, registry=registry,
+        )  # fmt: skip
+        self._e2e = Histogram(
+            "llm_serving_request_seconds", "From a request's first byte to the last of its answer.",
+            buckets=_LATENCY, registry=registry,
+        )  # fmt: skip
+        self._queue = Histogram(
+            "llm_serving_queue_seconds",
+            "From a request's arrival in the queue to its first step.",
+            buckets=_LATENCY,
+            registry=registry,
+        )
+        self._prompt_length = Histogram(
+            "llm_serving_request_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS, registry=registry
+        )
+        self._output_length = Histogram(
+            "llm_serving_request_output_tokens", "Generated tokens of a request.", buckets=_TOKENS, registry=registry
+        )
+        self._host_overhead = Histogram(
+            "llm_serving_engine_host_overhead_seconds",
+            "Host time of a step that the device did not overlap: after a step's answer with no other step in flight, "
+            "the time from the answer's arrival until the next step was handed to the agent; 0 when another step was "
+            "in flight. Not observed when there was no next step to hand over.",
+            buckets=_HOST,
+            registry=registry,
+        )
+        step = Histogram(
+            "llm_serving_step_seconds", "From sending a step to its answer.", ["kind"], buckets=_STEP, registry=registry
+        )
+        size = Histogram(
+            "llm_serving_step_sequences", "Sequences in a step.", ["kind"], buckets=_BATCH, registry=registry
+        )
+        tokens = Counter("llm_serving_step_tokens", "Tokens computed, by kind of step.", ["kind"], registry=registry)
+        kinds = ("prefill", "decode", "mixed", "move")
+        self._step = {kind: (step.labels(kind), size.labels(kind), tokens.labels(kind)) for kind in kinds}
+
+    def bind(self, status: Callable[[], EngineStatus]) -> None:
+        """Where present values (running, waiting, blocks) are read from."""
+        self._present.status = status
+
+    # What the engine tells.
+
+    def step(self, step: ScheduledStep, result: StepResult, seconds: float) -> None:
+        duration, size, tokens = self._step[step.kind.value]
+        duration.observe(seconds)
+        size.observe(step.num_seqs)
+        tokens.inc(step.num_tokens)
+        sampled = len(result.sampled_ids) - result.sampled_ids.count(-1)
+        if sampled:
+            self._generated_tokens.inc(sampled)
+
+    def first_token(self, seconds: float) -> None:
+        self._ttft.observe(seconds)
+
+    def request_end(self, output: RequestOutput, reason: FinishReason, timings: RequestTimings) -> None:
+        self._finished.labels(reason.value).inc()
+        self._prompt_tokens.inc(output.num_prompt_tokens)
+        self._prompt_length.observe(output.num_prompt_tokens)
+        self._output_length.observe(output.num_output_tokens)
+        self._queue.observe(timings.queue)
+        self._e2e.observe(timings.e2e)
+        if timings.tpot is not None:
+            self._tpot.observe(timings.tpot)
+        for part, seconds in timings.parts.items():
+            self._parts[part].inc(seconds)
+        for one in timings.blocked:
+            self._blocked[one.reason].inc(one.seconds)
+
+    def objectives(self, met: Mapping[str, bool]) -> None:
+        for objective, is_met in met.items():
+            self._objectives[objective, is_met].inc()
+
+    def host_overhead(self, seconds: float) -> None:
+        self._host_overhead.observe(seconds)
+
+    def request_refused(self, code: str) -> None:
+        self._refused.labels(code).inc()
+
+    def preemptions(self, count: int, swaps: int) -> None:
+        self._preemptions["recompute"].inc(count - swaps)
+        self._preemptions["swap"].inc(swaps)
+
+    # What the HTTP edge tells.
+
+    def http_response(self, route: str, status: int) -> None:
+        """A response was sent; ``route`` is one of the server's paths, or ``unmatched``."""
+        self._http.labels(route, str(status)).inc()
+
+    def exposition(self) -> bytes:
+        """All metrics in the text format of Prometheus."""
+        return generate_latest(self.registry)

@@ -1,0 +1,90 @@
+"""Starts the agents of a group as processes, each with a driver of its own that goes through the same steps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llm_serving.config import Config
+from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+from support.step_config import make_config
+from tools.seeded_families import FAMILY_VARIANTS
+from tools.seeded_model import VARIANTS, write_model
+
+FOLDER = Path(__file__).resolve().parents[1] / "agent"
+TIMEOUT_S = 850
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How the group runs every model."""
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    dtype: str = "float32"
+    op_table: str = "fused"
+    weights: str = "auto"
+    kv: str = "auto"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def config(self, folder: Path) -> Config:
+        parallel = {
+            "parallel_config.tensor_parallel": self.tensor_parallel,
+            "parallel_config.pipeline_parallel": self.pipeline_parallel,
+        }
+        return make_config(folder, self.dtype, self.op_table, self.weights, self.kv, extra={**parallel, **self.extra})
+
+    def __str__(self) -> str:
+        parallel = f"tp{self.tensor_parallel}-pp{self.pipeline_parallel}"
+        return "-".join([parallel, self.dtype, self.op_table, self.weights, self.kv])
+
+
+def run_group(setup: Setup, folders: dict[str, Path], worker: str = "group_worker.py") -> list[dict[str, Any]]:
+    """What each agent printed, by rank, of the models by name. Fails with what the agents said when one does."""
+    with ExitStack() as stack:
+        models = []
+        for name, folder in folders.items():
+            model: dict[str, Any] = {"name": name, "folder": str(folder), "exchange": None}
+            config = setup.config(folder)
+            if config.parallel_config.group_size > 1:
+                layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
+                exchange = ExchangeMemory.create(layout)
+                stack.callback(exchange.close)
+                model["exchange"] = exchange.name
+            models.append(model)
+        job = json.dumps({"setup": asdict(setup), "models": models})
+        agents: list[subprocess.Popen[str]] = []
+        for rank in range(setup.tensor_parallel * setup.pipeline_parallel):
+            command = [sys.executable, str(FOLDER / worker), str(rank), job]
+            agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            stack.callback(agent.wait)
+            stack.callback(agent.kill)
+            agents.append(agent)
+        outputs = [agent.communicate(timeout=TIMEOUT_S) for agent in agents]
+    problems = [err[-3000:] for agent, (_, err) in zip(agents, outputs, strict=True) if agent.returncode != 0]
+    assert not problems, "\n".join(problems)
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def seeded_runs(
+    setups: Mapping[str, tuple[Setup, Sequence[str]]], scratch: Path, worker: str
+) -> Callable[[str], list[dict[str, Any]]]:
+    """What ``run_group`` gives for a setup by its name, with its seeded models, computed when it is first asked for."""
+    seeded = {**VARIANTS, **FAMILY_VARIANTS}
+
+    @cache
+    def run(name: str) -> list[dict[str, Any]]:
+        setup, models = setups[name]
+        for model in models:
+            if not (scratch / model).exists():
+                write_model(seeded[model], scratch / model)
+        return run_group(setup, {model: scratch / model for model in models}, worker)
+
+    return run

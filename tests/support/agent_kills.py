@@ -1,0 +1,136 @@
+"""Kills agents of a server under load, one after the other, and watches what becomes of group and requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from llm_serving.executor.restarts import backoff_after
+from support.server_process import ServerProcess
+
+PROMPTS = ("Once upon a time", "The dog", "One day, a girl", "There was a bird")
+MAX_TOKENS = (40, 120, 200)
+REQUEST_TIMEOUT_S = 600.0
+"""A request may live through many kills: between two, its group serves for a moment only."""
+
+
+@dataclass
+class Kill:
+    """One kill. Seconds count from the signal."""
+
+    rank: int
+    noticed_s: float
+    ready_s: float
+    backoff_s: float
+
+    @property
+    def start_s(self) -> float:
+        """What the start itself took."""
+        return self.ready_s - self.backoff_s
+
+
+@dataclass
+class Load:
+    """Clients that ask one thing after another until told to stop."""
+
+    server: ServerProcess
+    num_clients: int = 4
+    answered: int = 0
+    failed: list[str] = field(default_factory=list)
+    """What requests that ended with an error were told."""
+    wrong: list[str] = field(default_factory=list)
+    """Answers that are neither the expected tokens nor a clear error."""
+
+    def __post_init__(self) -> None:
+        self._expected = {
+            (prompt, length): self._ask(prompt, length)["choices"][0]["token_ids"]
+            for prompt in PROMPTS
+            for length in MAX_TOKENS
+        }
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(self.num_clients)]
+
+    def __enter__(self) -> Load:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def wait_for_more(self, timeout_s: float = 30.0) -> None:
+        """Until a request more has been answered: the next kill then finds others in the middle."""
+        answered, deadline = self.answered, time.monotonic() + timeout_s
+        while self.answered == answered:
+            assert time.monotonic() < deadline, f"no answer within {timeout_s} s"
+            time.sleep(0.01)
+
+    def _run(self, client: int) -> None:
+        turn = client
+        while not self._stopping.is_set():
+            prompt, length = PROMPTS[turn % len(PROMPTS)], MAX_TOKENS[turn % len(MAX_TOKENS)]
+            turn += 1
+            try:
+                answer = self._ask(prompt, length)
+            except OSError as error:  # no answer is a wrong one
+                answer = {"no answer": repr(error)}
+            with self._lock:
+                self._judge(answer, (prompt, length))
+
+    def _judge(self, answer: dict[str, Any], asked: tuple[str, int]) -> None:
+        if "choices" in answer:
+            self.answered += 1
+            if answer["choices"][0]["token_ids"] != self._expected[asked]:
+                self.wrong.append(f"{asked}: {answer['choices'][0]}")
+        elif answer.get("status", 0) >= 500 and answer["error"]["message"]:
+            self.failed.append(answer["error"]["message"])
+        else:
+            self.wrong.append(f"{asked}: {answer}")
+
+    def _ask(self, prompt: str, length: int) -> dict[str, Any]:
+        body = {"prompt": prompt, "max_tokens": length, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        answer: dict[str, Any] = self.server.post("/v1/completions", body, timeout_s=REQUEST_TIMEOUT_S)
+        return answer
+
+
+def kill_agent(server: ServerProcess, rank: int, nth: int, timeout_s: float = 120.0) -> Kill:
+    """Kill the agent of a rank with SIGKILL and wait until its group serves again. ``nth``: kills before this one."""
+    agents = {agent["rank"]: agent for agent in engine_of(server)["agents"]}
+    restarts, began = agents[rank]["restarts"], time.monotonic()
+    os.kill(agents[rank]["pid"], signal.SIGKILL)
+    while (agent := agent_of(server, rank))["restarts"] == restarts:
+        _check_in_time(began, timeout_s, agent)
+    noticed = time.monotonic() - began
+    while not is_ready(server, agent_of(server, rank)["replica"]):
+        _check_in_time(began, timeout_s, agent_of(server, rank))
+    backoff = backoff_after(nth)
+    return Kill(rank, noticed, time.monotonic() - began, backoff)
+
+
+def engine_of(server: ServerProcess) -> dict[str, Any]:
+    """What the server says of its engine."""
+    engine: dict[str, Any] = server.get("/server_info")["engine"]
+    return engine
+
+
+def agent_of(server: ServerProcess, rank: int) -> dict[str, Any]:
+    """What it says of an agent."""
+    return next(agent for agent in engine_of(server)["agents"] if agent["rank"] == rank)
+
+
+def is_ready(server: ServerProcess, replica: int) -> bool:
+    """Whether every agent of a replica is."""
+    agents = [agent for agent in engine_of(server)["agents"] if agent["replica"] == replica]
+    return all(agent["state"] == "ready" for agent in agents)
+
+
+def _check_in_time(began: float, timeout_s: float, agent: dict[str, Any]) -> None:
+    assert time.monotonic() - began < timeout_s, f"not back after {timeout_s} s: {agent}"
+    time.sleep(0.01)

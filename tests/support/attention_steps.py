@@ -1,0 +1,128 @@
+"""Steps of random sequences for RotaryAttention: any part of them, in any order, with the caches they find."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from agent.kernels.direct import Array, load, store
+from agent.kernels.direct_attention import AttentionStep, cache_array, rotary_attention
+from support.kernel_calls import random_tensor
+
+FORMATS = [
+    ("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16"),
+    ("float32", "int8"), ("float16", "int8"), ("bfloat16", "int8"),
+]  # fmt: skip
+"""Types of the model and of the cache."""
+TOLERANCE = {"float32": 3e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+"""Absolute, of an output, against float64."""
+INT8_TOLERANCE = 4e-4
+"""At least, with a cache in int8: queries have 15 bits there and weights 16."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    dim: int
+    block_size: int
+
+    @property
+    def width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.dim
+
+
+class Sequences:
+    """Random tokens of some sequences, with blocks of the cache in random order."""
+
+    def __init__(
+        self, shape: Shape, lengths: list[int], formats: tuple[str, str], *, seed: int = 5, window: int | None = None,
+        norms: bool = False,
+    ) -> None:  # fmt: skip
+        rng = np.random.default_rng(seed)
+        self.window = window
+        gammas = [store(1 + rng.standard_normal(shape.dim) / 8, formats[0]) for _ in range(2)]
+        self.gammas = (gammas[0], gammas[1]) if norms else None
+        self.shape, self.lengths, (self.dtype, self.cache_dtype) = shape, lengths, formats
+        self.qkv = [random_tensor(rng, (length, shape.width), self.dtype) for length in lengths]
+        counts = [-(-length // shape.block_size) for length in lengths]
+        self.num_blocks = sum(counts) + 2
+        order = rng.permutation(self.num_blocks).astype(np.int32)
+        self.tables = np.zeros((len(lengths), max([1, *counts])), np.int32)
+        used = 0
+        for seq, count in enumerate(counts):
+            self.tables[seq, :count] = order[used : used + count]
+            used += count
+        rows = max([1, *lengths])
+        angles = np.arange(rows)[:, None] / 10000.0 ** (np.arange(0, shape.dim, 2) / shape.dim)
+        angles = np.concatenate([angles, angles], 1).astype(np.float32)
+        self.cos, self.sin = np.cos(angles), np.sin(angles)
+
+    def new_caches(self) -> tuple[Array, Array]:
+        """Full of NaN: what no one wrote must not matter."""
+        return self._nan_cache(), self._nan_cache()
+
+    def _nan_cache(self) -> Array:
+        shape = self.shape
+        cache = cache_array(self.num_blocks, shape.kv_heads, shape.block_size, shape.dim, self.cache_dtype)
+        if self.cache_dtype != "int8":
+            cache[:] = store(np.full(cache.shape, np.nan, np.float32), self.dtype)
+            return cache
+        scales = cache.reshape(self.num_blocks, shape.kv_heads, -1)[..., shape.block_size * shape.dim :]
+        scales[:] = np.full((self.num_blocks, shape.kv_heads, shape.block_size), np.nan, np.float32).view(np.int8)
+        return cache
+
+    def slots(self, seq: int, begin: int, end: int) -> npt.NDArray[np.int32]:
+        positions = np.arange(begin, end)
+        block = self.tables[seq, positions // self.shape.block_size]
+        return (block * self.shape.block_size + positions % self.shape.block_size).astype(np.int32)
+
+    def step(self, parts: list[tuple[int, int, int]]) -> AttentionStep:
+        """Parts: (sequence, begin, end)."""
+        none = [np.zeros(0, np.int32)]
+        return AttentionStep(
+            qkv=np.concatenate([np.zeros((0, self.shape.width), self.qkv[0].dtype)]
+                               + [self.qkv[seq][begin:end] for seq, begin, end in parts]),
+            positions=np.concatenate(none + [np.arange(b, e, dtype=np.int32) for _, b, e in parts]),
+            cos=self.cos,
+            sin=self.sin,
+            slot_mapping=np.concatenate(none + [self.slots(*part) for part in parts]),
+            block_tables=self.tables[[seq for seq, _, _ in parts]].copy(),
+            context_lens=np.array([end for _, _, end in parts], np.int32),
+            query_lens=np.array([end - begin for _, begin, end in parts], np.int32),
+            dtype=self.dtype,
+            window=self.window,
+            gammas=self.gammas,
+        )  # fmt: skip
+
+    def run(
+        self, parts: list[tuple[int, int, int]], caches: tuple[Array, Array], *, write: bool = True,
+        reference: bool = False,
+    ) -> list[Array]:  # fmt: skip
+        """The output rows of each part. ``write`` False: the caches hold the step's keys and values already."""
+        step = self.step(parts)
+        if not write:
+            step.slot_mapping[:] = -1
+        code, out = rotary_attention(step, *caches, self.cache_dtype, reference=reference)
+        assert code == 0
+        ends = np.cumsum([end - begin for _, begin, end in parts])
+        return np.split(out, ends[:-1])
+
+    def whole(self, caches: tuple[Array, Array] | None = None) -> list[Array]:
+        """Every sequence in one step from position 0."""
+        return self.run([(seq, 0, n) for seq, n in enumerate(self.lengths)], caches or self.new_caches())
+
+
+def check_against_float64(made: Sequences, parts: list[tuple[int, int]]) -> None:
+    """A step of ``parts``, (begin, end) of each sequence, behind what comes before them, gives what the reference
+    makes of the same caches."""
+    caches = made.new_caches()
+    made.run([(seq, 0, begin) for seq, (begin, _) in enumerate(parts)], caches)
+    step = [(seq, begin, end) for seq, (begin, end) in enumerate(parts)]
+    outs = made.run(step, caches)
+    exact = made.run(step, caches, write=False, reference=True)
+    tolerance = max(TOLERANCE[made.dtype], INT8_TOLERANCE if made.cache_dtype == "int8" else 0)
+    for out, wanted in zip(outs, exact, strict=True):
+        np.testing.assert_allclose(load(out, made.dtype), load(wanted, made.dtype), rtol=0, atol=tolerance)

@@ -1,0 +1,68 @@
+"""Executors over stub agents: steps to give them, and waiting for what they say."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, TypeVar
+
+from llm_serving.executor.agent_executor import AgentExecutor
+from llm_serving.executor.base import ExecutorEvent
+from llm_serving.ipc.segment import SHM_DIRECTORY, SHM_PREFIX
+from llm_serving.request import Request, SamplingParams
+from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
+from support.stub_agent import SLOW
+
+E = TypeVar("E", bound=ExecutorEvent)
+
+
+def shm_entries() -> set[str]:
+    """Names of the segments this process has made."""
+    return {name for name in os.listdir(SHM_DIRECTORY) if name.startswith(f"{SHM_PREFIX}{os.getpid()}x")}
+
+
+def events_until(executor: AgentExecutor, kind: type[E], timeout_s: float = 20.0) -> list[ExecutorEvent]:
+    """Poll until an event of the kind comes; all events so far."""
+    deadline, events = time.monotonic() + timeout_s, []
+    while time.monotonic() < deadline:
+        events += executor.poll(0.5)
+        if any(isinstance(event, kind) for event in events):
+            return events
+    raise AssertionError(f"no {kind} within {timeout_s} s; got {events}")
+
+
+def results(executor: AgentExecutor, count: int, timeout_s: float = 20.0) -> list[StepResult]:
+    """The next so many results, in the order they come; nothing else may happen."""
+    found: list[StepResult] = []
+    deadline = time.monotonic() + timeout_s
+    while len(found) < count:
+        assert time.monotonic() < deadline, found
+        events = executor.poll(0.5)
+        assert all(isinstance(event, StepResult) for event in events), events
+        found += [event for event in events if isinstance(event, StepResult)]
+    return found
+
+
+def prefill(seq: int, token: int, row: int = 0, **sampling: Any) -> ScheduledStep:
+    """A step of one prompt of one token."""
+    return ScheduledStep(
+        seq,
+        StepKind.PREFILL,
+        requests=[Request(f"r{seq}", [token], SamplingParams(**sampling), 0.0)],
+        rows=[row],
+        token_ids=[token],
+        query_lens=[1],
+        starts=[0],
+        block_tables=[[1]],
+        do_sample=[True],
+        sample_positions=[0],
+    )
+
+
+def submit_decode_before_prefill(executor: AgentExecutor) -> None:
+    """While step 0 runs, 1 is a decode and 2, behind it, a prefill."""
+    decode = prefill(1, 5)
+    decode.kind = StepKind.DECODE
+    executor.submit(prefill(0, SLOW))
+    executor.submit(decode)
+    executor.submit(prefill(2, 6, row=1))

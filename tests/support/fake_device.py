@@ -1,0 +1,271 @@
+"""A device without a device: runs steps over a cache of token ids.
+
+The fake model's next token is a hash of the whole history *as read through block table and slot mapping*: a block
+given out twice, freed too early or mapped wrongly changes the text, like it would on a real device, only surely.
+``expected_tokens`` computes the same text from the tokens alone, one request after the other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llm_serving.ipc.shm import LAST_TOKEN
+from llm_serving.request import Request, SamplingParams
+from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.output import BlockMove, History, MoveKind, ScheduledStep, StepKind, StepResult
+from support.block_watch import BlockWatch
+
+VOCABULARY = 53
+END_TOKEN = 1
+
+
+def next_token(tokens: Sequence[int], num_prompt_tokens: int, sampling: SamplingParams) -> int:
+    """The fake model: what follows ``tokens``."""
+    key: list[object] = [tuple(tokens), sampling.seed, len(tokens) - num_prompt_tokens]
+    if sampling.has_penalties:
+        key.append((tuple(tokens), num_prompt_tokens))
+    return hash(tuple(key)) % VOCABULARY
+
+
+def expected_tokens(request: Request, max_model_len: int) -> list[int]:
+    """The output of the request run alone."""
+    prompt, sampling = list(request.prompt_token_ids), request.sampling
+    limit = min(sampling.max_tokens, max_model_len - len(prompt))
+    output: list[int] = []
+    while len(output) < limit:
+        token = next_token(prompt + output, len(prompt), sampling)
+        output.append(token)
+        if (token in request.end_token_ids and not sampling.ignore_eos) or token in sampling.stop_token_ids:
+            break
+    return output
+
+
+@dataclass
+class _Row:
+    last_token: int = LAST_TOKEN
+    history: list[int] | None = None
+    num_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A step as the executor writes it: everything copied, nothing shared with the scheduler."""
+
+    seq: int
+    kind: StepKind
+    samplings: list[SamplingParams]
+    prompt_lens: list[int]
+    rows: list[int]
+    token_ids: list[int]
+    query_lens: list[int]
+    starts: list[int]
+    block_tables: list[list[int]]
+    do_sample: list[bool]
+    sample_positions: list[int]
+    histories: list[History]
+    restarts: list[bool]
+    moves: list[BlockMove]
+
+    @classmethod
+    def of(cls, step: ScheduledStep) -> _Slot:
+        return cls(
+            step.seq,
+            step.kind,
+            [request.sampling for request in step.requests],
+            [len(request.prompt_token_ids) for request in step.requests],
+            list(step.rows),
+            list(step.token_ids),
+            list(step.query_lens),
+            list(step.starts),
+            [list(table) for table in step.block_tables],
+            list(step.do_sample),
+            list(step.sample_positions),
+            list(step.histories),
+            list(step.restarts) or [False] * step.num_seqs,
+            list(step.moves),
+        )
+
+
+@dataclass
+class FakeDevice:
+    """Runs steps one at a time over a KV cache of one token a slot, in the order of the policy.
+
+    Whoever drives it tells ``answered`` when the scheduler has taken a step's result.
+    """
+
+    limits: SchedulerLimits
+    queue: list[_Slot] = field(default_factory=list)
+    ran: list[int] = field(default_factory=list)
+    """Numbers of the steps run, in that order."""
+    begun: int | None = None
+    """Number of the step that is running: nothing overtakes it, nor can it be dropped any more."""
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        self._garbage = random.Random(0)
+        self._watch = BlockWatch(limits.block_size, limits.num_blocks, limits.num_host_blocks)
+        self.reset()
+
+    def reset(self) -> None:
+        """A new agent: nothing queued, no rows, cache and host memory full of garbage."""
+        self.cache = self._memory(self.limits.num_blocks)
+        self.host = self._memory(self.limits.num_host_blocks)
+        self.rows: dict[int, _Row] = {}
+        self.queue.clear()
+        self.begun = None
+        self._watch.clear()
+
+    def _memory(self, num_blocks: int) -> list[int]:
+        return [self._garbage.randrange(1 << 30) for _ in range(num_blocks * self.limits.block_size)]
+
+    def submit(self, step: ScheduledStep) -> None:
+        self._check(step)
+        self._watch.submit(step)
+        self.queue.append(_Slot.of(step))
+
+    def answered(self, seq: int) -> None:
+        """The scheduler has taken the result of step ``seq``."""
+        self._watch.answered(seq)
+
+    def abort(self, seq: int) -> StepResult | None:
+        """Drop a queued step; its answer, or None when it is not queued any more."""
+        for place, slot in enumerate(self.queue):
+            if slot.seq == seq and seq != self.begun:
+                del self.queue[place]
+                return StepResult(seq, aborted=True)
+        return None
+
+    def run_next(self) -> StepResult:
+        """Run the first step in the order of the policy: moves alone before all others."""
+        return self._run(self._take_next())
+
+    def fail_next(self) -> int:
+        """The step that would run next fails halfway; its number."""
+        slot = self._take_next()
+        self._run(slot)
+        self._spoil(slot)
+        return slot.seq
+
+    def begin(self) -> None:
+        """The step that would run next is running from now on; it ends with the next ``run_next``."""
+        if self.queue:
+            self.begun = self._next().seq
+
+    def _next(self) -> _Slot:
+        last = {"prefill_first": {StepKind.DECODE}, "decode_first": {StepKind.PREFILL, StepKind.MIXED}}
+        run_last = last.get(self.limits.policy.value, set())
+        return min(
+            self.queue, key=lambda s: (s.seq != self.begun, s.kind is not StepKind.MOVE, s.kind in run_last, s.seq)
+        )
+
+    def _take_next(self) -> _Slot:
+        slot = self._next()
+        self.queue.remove(slot)
+        self.ran.append(slot.seq)
+        self.begun = None
+        return slot
+
+    def _spoil(self, slot: _Slot) -> None:
+        """Garbage wherever the step was to write."""
+        size = self.limits.block_size
+        for move in slot.moves:
+            memory = self.host if move.kind is MoveKind.SWAP_OUT else self.cache
+            for place in range(move.destination * size, (move.destination + 1) * size):
+                memory[place] = self._garbage.randrange(1 << 30)
+        for start, query_len, table in zip(slot.starts, slot.query_lens, slot.block_tables, strict=True):
+            for position in range(start, start + query_len):
+                self.cache[table[position // size] * size + position % size] = self._garbage.randrange(1 << 30)
+
+    def _run(self, slot: _Slot) -> StepResult:
+        result, offset = StepResult(slot.seq), 0
+        histories = {history.index: history for history in slot.histories}
+        for move in slot.moves:
+            self._move(move)
+        for index, query_len in enumerate(slot.query_lens):
+            tokens = slot.token_ids[offset : offset + query_len]
+            offset += query_len
+            token = self._run_sequence(slot, index, tokens, histories.get(index))
+            result.sampled_ids.append(token)
+            result.logits.append(float(token))
+            result.logsumexps.append(float(slot.sample_positions[index]))
+        if any(sampling.top_logits for sampling in slot.samplings):
+            result.tops = [
+                tuple((token + rank, float(-rank)) for rank in range(sampling.top_logits))
+                for token, sampling in zip(result.sampled_ids, slot.samplings, strict=True)
+            ]
+        return result
+
+    def _move(self, move: BlockMove) -> None:
+        size = self.limits.block_size
+        source = self.host if move.kind is MoveKind.SWAP_IN else self.cache
+        destination = self.host if move.kind is MoveKind.SWAP_OUT else self.cache
+        tokens = source[move.source * size : (move.source + 1) * size]
+        destination[move.destination * size : (move.destination + 1) * size] = tokens
+
+    def _run_sequence(self, slot: _Slot, index: int, tokens: list[int], history: History | None) -> int:
+        start, table, size = slot.starts[index], slot.block_tables[index], self.limits.block_size
+        if slot.restarts[index]:
+            self.rows[slot.rows[index]] = _Row()
+        row = self.rows[slot.rows[index]]
+        tokens = [row.last_token if token == LAST_TOKEN else token for token in tokens]
+        for position, token in enumerate(tokens, start):
+            self.cache[table[position // size] * size + position % size] = token
+        if not slot.do_sample[index]:
+            return -1
+        context = [self.cache[table[p // size] * size + p % size] for p in range(start + len(tokens))]
+        sampling, num_prompt_tokens = slot.samplings[index], slot.prompt_lens[index]
+        if history is not None:
+            row.history, row.num_prompt_tokens = list(history.token_ids), history.num_prompt_tokens
+        key: list[object] = [tuple(context), sampling.seed, slot.sample_positions[index]]
+        if sampling.has_penalties:
+            assert row.history is not None
+            key.append((tuple(row.history), row.num_prompt_tokens))
+        assert len(context) - num_prompt_tokens == slot.sample_positions[index]
+        row.last_token = hash(tuple(key)) % VOCABULARY
+        if row.history is not None:
+            row.history.append(row.last_token)
+        return row.last_token
+
+    def _check(self, step: ScheduledStep) -> None:
+        """What every step promises."""
+        limits, seqs = self.limits, step.num_seqs
+        columns = (step.requests, step.query_lens, step.starts, step.block_tables, step.do_sample)
+        assert all(len(column) == seqs for column in (*columns, step.sample_positions))
+        assert len(set(step.rows)) == seqs
+        assert all(0 <= row < limits.max_num_seqs for row in step.rows)
+        assert sum(step.query_lens) == step.num_tokens
+        assert sum(len(history.token_ids) for history in step.histories) <= limits.max_step_history
+        assert step.restarts == [] or len(step.restarts) == seqs
+        assert len(step.moves) <= limits.max_moves
+        self._check_kind(step)
+        self._check_restarts(step)
+        assert all(len(set(table)) == len(table) for table in step.block_tables)
+        assert all(0 < block < limits.num_blocks for table in step.block_tables for block in table)
+        for start, query_len, table in zip(step.starts, step.query_lens, step.block_tables, strict=True):
+            assert len(table) * limits.block_size >= start + query_len
+            assert start + query_len < limits.max_model_len
+
+    def _check_kind(self, step: ScheduledStep) -> None:
+        limits, seqs = self.limits, step.num_seqs
+        if step.kind is StepKind.MOVE:
+            assert step.moves
+            assert (seqs, step.num_tokens) == (0, 0)
+        elif step.kind is StepKind.DECODE:
+            assert 1 <= seqs <= limits.decode_batch_size
+            assert step.query_lens == [1] * seqs
+            assert step.do_sample == [True] * seqs
+        else:
+            most = limits.prefill_batch_size if step.kind is StepKind.PREFILL else limits.max_num_seqs
+            assert 1 <= seqs <= most
+            assert step.num_tokens <= limits.max_num_batched_tokens
+
+    def _check_restarts(self, step: ScheduledStep) -> None:
+        """A position 0 is always a restart, and the agent knows no last token of a row that restarts."""
+        restarts, offset = step.restarts or [False] * step.num_seqs, 0
+        for start, query_len, restart in zip(step.starts, step.query_lens, restarts, strict=True):
+            assert restart or start > 0, f"step {step.seq} starts at position 0 without a restart"
+            tokens = step.token_ids[offset : offset + query_len]
+            assert not (restart and LAST_TOKEN in tokens), f"step {step.seq} restarts with a token nobody knows"
+            offset += query_len

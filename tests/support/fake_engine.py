@@ -1,0 +1,321 @@
+"""An engine without a scheduler, for tests of the HTTP edge: it says what a script tells it to say."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from llm_serving.engine.beam_search import Beam, BeamSearchParams
+from llm_serving.engine.detokenizer import IncrementalDetokenizer
+from llm_serving.engine.open_request import PieceSink
+from llm_serving.engine.receipts import RequestReceipt
+from llm_serving.engine.search import SearchResult
+from llm_serving.engine.status import ReplicaStatus
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.errors import QueueFullError
+from llm_serving.request import (
+    DEFAULT_SCHEDULING,
+    Blocked,
+    FinishReason,
+    RequestOutput,
+    RequestTimings,
+    SamplingParams,
+    SchedulingParams,
+    TokenLogits,
+)
+from llm_serving.telemetry.receipt import BlockReason
+
+MODEL_NAME = "fake-llama"
+LOGSUMEXP = 2.5
+
+Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
+"""Prompt and parameters -> the tokens of the answer, an end token included if there is to be one."""
+
+
+@dataclass
+class FakeStatus:
+    state: str = "ready"
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 90
+    total_blocks: int = 100
+    steps: int = 7
+    last_step_age_s: float | None = 0.1
+    agents: list[dict[str, object]] = field(default_factory=lambda: [{"rank": 0, "state": "ready"}])
+    preemptions: int = 0
+    swapped: int = 0
+    swaps: int = 0
+    kv_waste: float = 0.0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    recorder_s: float = 0.0
+    replicas: list[ReplicaStatus] = field(default_factory=list)
+
+
+@dataclass
+class Submitted:
+    """A request the engine got, and what became of it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    scheduling: SchedulingParams = DEFAULT_SCHEDULING
+    num_pieces: int = 0
+    streamed: bool = True
+    arrival_time: float | None = None
+    finished: bool = False
+    aborted: bool = False
+    delivered: list[float] = field(default_factory=list)
+    closed_at: float | None = None
+    num_tokens: int = 0
+    finish_reason: str | None = None
+
+    def receipt(self) -> RequestReceipt:
+        """Always the same times, in a row of binary digits."""
+        return RequestReceipt(
+            request_id=self.request_id,
+            tenant=self.scheduling.tenant,
+            priority=self.scheduling.priority,
+            state="done" if self.closed_at is not None else "delivery" if self.finished else "decode",
+            finish_reason=self.finish_reason,
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_output_tokens=self.num_tokens,
+            timings=FAKE_TIMINGS,
+        )
+
+
+FAKE_TIMINGS = RequestTimings(
+    tokenise=0.001, queue=0.002, prefill=0.004, decode=0.008, preempted=0.016, swapped=0.032, delivery=0.064,
+    e2e=0.127, ttft=0.007, tpot=0.002, num_preemptions=1, num_swaps=2, num_chunks=3, num_cached_tokens=2,
+    blocked=(Blocked(BlockReason.BLOCKS, 5, 0.0015),), blocked_by=("cmpl-other",),
+)  # fmt: skip
+
+
+class FakeOpenRequest:
+    """What ``FakeEngine.open`` gives: remembers in its ``Submitted`` what it is told."""
+
+    def __init__(self, record: Submitted, task: asyncio.Task[None]) -> None:
+        self._record = record
+        self._task = task
+        self.is_closed = False
+
+    def receipt(self, now: float, /) -> RequestReceipt:
+        return self._record.receipt()
+
+    def delivered(self, now: float, /) -> None:
+        self._record.delivered.append(now)
+
+    def close(self, now: float | None = None, /) -> None:
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._record.closed_at = now
+        self._record.aborted = not self._record.finished
+        self._task.cancel()
+
+
+class FakeEngine:
+    """Says the script's tokens, ``delay_s`` apart, ``tokens_per_piece`` at a time."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.model_name = MODEL_NAME
+        self.max_model_len = 128
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to an engine that answers every prompt with the same sentence."""
+        reply = [*self.tokenizer.encode(" hello to the bird", add_special_tokens=False), *self.tokenizer.eos_token_ids]
+        self.script: Script = lambda prompt, sampling: reply
+        self.delay_s = 0.0
+        self.tokens_per_piece = 1
+        self.refuse: Exception | None = None
+        self.refuse_after: int | None = None
+        """So many requests are taken before ``refuse`` is raised."""
+        self.fail_after: int | None = None
+        """So many tokens come before the engine fails."""
+        self.crash: Exception | None = None
+        """Raised after the first piece."""
+        self.current = FakeStatus()
+        self.probe_answer = True
+        self.num_probes = 0
+        self.full: QueueFullError | None = None
+        """What ``queue_full`` says."""
+        self.num_cached_tokens = 0
+        self.beams = [Beam(tuple(reply), tuple(fake_logits(token, 2) for token in reply), -2.0, FinishReason.STOP)]
+        """What every search finds."""
+        self.searches: list[BeamSearchParams] = []
+        self.drop: str | None = None
+        """Every request is ended with this text before its first token, as one whose deadline passes is."""
+        self.submitted: list[Submitted] = []
+        self.opened: list[FakeOpenRequest] = []
+
+    @property
+    def num_open(self) -> int:
+        """Requests whose reader is not done with them."""
+        return sum(not opened.is_closed for opened in self.opened)
+
+    def say(self, text: str) -> None:
+        """Every answer is ``text``, ended by the model."""
+        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), *self.tokenizer.eos_token_ids]
+        self.script = lambda prompt, sampling: tokens
+
+    def queue_full(self) -> QueueFullError | None:
+        return self.full
+
+    def receipt(self, request_id: str, /) -> RequestReceipt | None:
+        return next((record.receipt() for record in self.submitted if record.request_id == request_id), None)
+
+    def status(self) -> FakeStatus:
+        return self.current
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.eos_token_ids)
+
+    async def search(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: BeamSearchParams,
+        arrival_time: float | None = None,
+        *,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
+    ) -> SearchResult:
+        """Finds ``beams``, after ``delay_s``."""
+        record = Submitted(request_id, list(prompt_token_ids), SamplingParams(), scheduling)
+        self.submitted.append(record)
+        self.searches.append(params)
+        try:
+            await asyncio.sleep(self.delay_s)
+        except asyncio.CancelledError:
+            record.aborted = True
+            raise
+        if self.refuse is not None:
+            raise self.refuse
+        record.finished = True
+        return SearchResult(self.beams[: params.width], self.num_cached_tokens)
+
+    async def probe(self, timeout_s: float, /) -> bool:
+        self.num_probes += 1
+        return self.probe_answer
+
+    def open(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        sink: PieceSink,
+        arrival_time: float | None = None,
+        *,
+        scheduling: SchedulingParams = DEFAULT_SCHEDULING,
+        streamed: bool = True,
+    ) -> FakeOpenRequest:
+        record = Submitted(
+            request_id, list(prompt_token_ids), sampling, scheduling, streamed=streamed, arrival_time=arrival_time
+        )
+        refuse = self.refuse if len(self.submitted) >= (self.refuse_after or 0) else None
+        if refuse is None:
+            self.submitted.append(record)
+        opened = FakeOpenRequest(record, asyncio.ensure_future(self._serve(record, sink, refuse)))
+        self.opened.append(opened)
+        return opened
+
+    async def _serve(self, record: Submitted, sink: PieceSink, refuse: Exception | None) -> None:
+        if refuse is not None:
+            sink.fail(refuse)  # type: ignore[arg-type]
+            return
+        async for piece in self._pieces(record):
+            record.num_pieces += 1
+            record.num_tokens += len(piece.token_ids)
+            if piece.finished:
+                record.finished = True
+                record.finish_reason = piece.finish_reason and piece.finish_reason.value
+                piece.num_cached_tokens = self.num_cached_tokens
+            sink.push(piece)
+            if self.crash is not None:
+                sink.fail(self.crash)  # type: ignore[arg-type]
+                return
+
+    async def _pieces(self, record: Submitted) -> AsyncGenerator[RequestOutput, None]:
+        sampling = record.sampling
+        detokenizer = IncrementalDetokenizer.for_request(self.tokenizer, record.prompt_token_ids, sampling)
+        tokens = list(self.script(record.prompt_token_ids, sampling))
+        said: list[int] = []
+        if self.drop is not None:
+            yield self._piece(record, "", (), said, FinishReason.ABORT, error=self.drop)
+            return
+        pending: list[RequestOutput] = []
+        for position, token in enumerate(tokens):
+            if position % self.tokens_per_piece == 0:
+                await asyncio.sleep(self.delay_s)
+            if self.fail_after is not None and position >= self.fail_after:
+                yield self._piece(record, "", (), said, FinishReason.ERROR, error="agent 0 was lost")
+                return
+            said.append(token)
+            pending.append(self._step(record, detokenizer, token, said, position == len(tokens) - 1))
+            if pending[-1].finished or len(pending) == self.tokens_per_piece:
+                yield _merge(pending)
+                if pending[-1].finished:
+                    return
+                pending = []
+
+    def _step(
+        self, record: Submitted, detokenizer: IncrementalDetokenizer, token: int, said: list[int], is_last: bool
+    ) -> RequestOutput:
+        sampling = record.sampling
+        ends = token in self.tokenizer.eos_token_ids and not sampling.ignore_eos
+        reason, stop_reason, text, stop = None, None, "", None
+        if ends or token in sampling.stop_token_ids:
+            reason, stop_reason = FinishReason.STOP, None if ends else token
+        else:
+            text, stop = detokenizer.append((token,))
+        if stop is not None:
+            reason, stop_reason = FinishReason.STOP, stop
+        elif reason is None and (len(said) >= sampling.max_tokens or is_last):
+            reason = FinishReason.LENGTH
+        if reason is not None and stop is None:
+            text += detokenizer.flush()
+        return self._piece(record, text, (token,), said, reason, stop_reason=stop_reason)
+
+    def _piece(
+        self,
+        record: Submitted,
+        text: str,
+        tokens: tuple[int, ...],
+        said: list[int],
+        reason: FinishReason | None,
+        **more: Any,
+    ) -> RequestOutput:
+        wanted = tokens if record.sampling.wants_logits else ()
+        logits = tuple(fake_logits(token, record.sampling.top_logits) for token in wanted)
+        return RequestOutput(
+            record.request_id, text, tokens, logits, len(record.prompt_token_ids), len(said), reason, **more
+        )
+
+
+def fake_logits(token: int, count: int) -> TokenLogits:
+    """The token itself has logit 2, its followers 1, 0, -1 ..."""
+    top = tuple((token + i, 2.0 - i) for i in range(count))
+    return TokenLogits(token, 2.0 - LOGSUMEXP, LOGSUMEXP, top)
+
+
+def _merge(pieces: list[RequestOutput]) -> RequestOutput:
+    last = pieces[-1]
+    return RequestOutput(
+        last.request_id,
+        "".join(piece.text for piece in pieces),
+        tuple(token for piece in pieces for token in piece.token_ids),
+        tuple(entry for piece in pieces for entry in piece.logits),
+        last.num_prompt_tokens,
+        last.num_output_tokens,
+        last.finish_reason,
+        last.stop_reason,
+        last.error,
+    )
+
+
+assert math.isclose(fake_logits(5, 0).logprob, -0.5)

@@ -1,0 +1,20 @@
+"""What the oracle, Hugging Face transformers in float32, said of the seeded models (see ``tools/make_golden.py``)."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+LLAMAS = Path(__file__).resolve().parents[1] / "golden"
+FAMILIES = LLAMAS / "families"
+
+
+@cache
+def golden_of(model: str) -> dict[str, Any]:
+    """The document of a Llama or, where there is none of that name, of a model of another family."""
+    path = LLAMAS / f"{model}.json"
+    path = path if path.is_file() else FAMILIES / f"{model}.json"
+    document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return document

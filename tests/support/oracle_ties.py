@@ -1,0 +1,65 @@
+"""Greedy tokens held against an oracle's, where rounding may turn a tie round."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from support.server_process import ServerProcess
+
+NUM_TOKENS = 64
+
+# How far apart two of the oracle's logits may be for rounding to reverse them. A logit between 8 and 16, as the best
+# ones of the golden models are, is itself rounded to a multiple of 0.0078 in float16 and of 0.0625 in bfloat16.
+TIE_MARGIN = {"float16": 0.02, "bfloat16": 0.35}
+MOST_TIES = {"float16": 0.01, "bfloat16": 0.05}
+"""Of all positions."""
+RELATIVE_TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
+"""The same for any model: times the standard deviation of the oracle's logits."""
+
+
+def check_forced(
+    cases: list[dict[str, Any]], forced: list[list[int]], dtype: str, most_ties: float, label: str
+) -> None:
+    """Of a model fed with the oracle's tokens every arg-max is the oracle's, or one whose logit is as good but for the
+    margin, which are at most ``most_ties`` of all."""
+    margins = []
+    for case, tokens in zip(cases, forced, strict=True):
+        limit = RELATIVE_TIE_MARGIN[dtype] * case["logit_std"]
+        for step, token in enumerate(tokens):
+            if token != case["tokens"][step]:
+                top_ids, top_logits = case["top_ids"][step], case["top_logits"][step]
+                assert token in top_ids, f"prompt of {len(case['prompt'])}, token {step}: {token} is not near the best"
+                margins.append(top_logits[0] - top_logits[top_ids.index(token)])
+                assert margins[-1] < limit, f"prompt of {len(case['prompt'])}, token {step}: {margins[-1]} >= {limit}"
+    total = sum(len(tokens) for tokens in forced)
+    print(f"{label}: {len(margins)} ties in {total} tokens, widest {max(margins, default=0):.3f}")
+    assert len(margins) <= most_ties * total
+
+
+def complete(server: ServerProcess, prompt: list[int], count: int, **sampling: Any) -> list[int]:
+    """The tokens of an answer; greedy unless ``sampling`` says otherwise."""
+    body = {"prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answer = server.post("/v1/completions", {**body, **sampling})
+    tokens: list[int] = answer["choices"][0]["token_ids"]
+    return tokens
+
+
+def find_ties(server: ServerProcess, case: dict[str, Any], margin: float) -> list[tuple[int, float]]:
+    """Every position where the choice was not the oracle's, as (position, how much the oracle preferred its own), which
+    is less than ``margin``. After one the sequence goes on from the oracle's tokens."""
+    ties, done = [], 0
+    while done < NUM_TOKENS:
+        ours = complete(server, case["prompt"] + case["tokens"][:done], NUM_TOKENS - done)
+        expected = case["tokens"][done:]
+        differing = [index for index, pair in enumerate(zip(ours, expected, strict=True)) if pair[0] != pair[1]]
+        if not differing:
+            break
+        position = done + differing[0]
+        ids, logits = case["top_ids"][position], case["top_logits"][position]
+        token = ours[differing[0]]
+        assert token in ids, f"position {position}: token {token} is not among the oracle's best {ids}"
+        gap = logits[0] - logits[ids.index(token)]
+        assert gap < margin, f"position {position}: the oracle prefers {ids[0]} to {token} by {gap}"
+        ties.append((position, round(gap, 4)))
+        done = position + 1
+    return ties

@@ -1,0 +1,274 @@
+"""Drives a Router over several schedulers, each with a FakeDevice, through random interleavings, checking on the way.
+
+The same operations as ``simulation.Simulation``; which replica's device runs, answers or dies is drawn from the seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from llm_serving.request import Request
+from llm_serving.routing.placement import Routing
+from llm_serving.routing.replica import ReplicaScheduler
+from llm_serving.routing.router import Router
+from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.output import RequestUpdate, StepResult
+from llm_serving.scheduler.scheduler import Scheduler
+from support.fakes import FakeDevice
+from support.salt_watch import SaltWatch
+from support.scheduler_scripts import Operation, Player, Script, make_script_limits
+from support.simulated_clients import SimulatedClients
+
+__all__ = ["RoutedPlayer", "RoutedSimulation", "play_routed"]
+
+
+class FakeReplica:
+    """A scheduler behind the router, with its device, and the answers that have not reached it."""
+
+    def __init__(self, scheduler: ReplicaScheduler, limits: SchedulerLimits) -> None:
+        self.scheduler = scheduler
+        self.device = FakeDevice(limits)
+        self.salt_watch = SaltWatch(limits.block_size)
+        self.answers: deque[StepResult] = deque()
+        self.is_ready = True
+        self.num_steps = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.answers or self.device.queue)
+
+
+class RoutedSimulation(SimulatedClients):
+    """``record`` may put a flight recorder before each scheduler."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        num_replicas: int,
+        seed: int = 0,
+        routing: Routing = Routing.PREFIX,
+        record: Callable[[Scheduler, int], Scheduler] | None = None,
+    ) -> None:
+        schedulers = [Scheduler(limits) for _ in range(num_replicas)]
+        self.inner = schedulers
+        self.router = Router(
+            schedulers if record is None else [record(one, index) for index, one in enumerate(schedulers)], routing
+        )
+        super().__init__(self.router)
+        self.limits = limits
+        self.replicas = [FakeReplica(scheduler, limits) for scheduler in self.router.replicas]
+        for index in range(num_replicas):
+            self.router.agent_ready(index)
+        self.rng = random.Random(seed)
+        self.served_by: dict[str, set[int]] = {}
+        """Replicas that a request was in a step of."""
+
+    def add(self, *requests: Request) -> None:
+        super().add(*requests)
+        self.served_by.update((request.request_id, set()) for request in requests)
+
+    def schedule(self) -> int:
+        """Everything that can be scheduled now, as the engine does it. Nothing idles while there is work."""
+        number = sum(self._schedule(index) for index in range(len(self.replicas)))
+        while placed := self.router.take_placed():
+            number += sum(self._schedule(index) for index in placed)
+        self.take_ended()
+        self._check_busy()
+        self.check()
+        return number
+
+    def _schedule(self, index: int) -> int:
+        replica, number = self.replicas[index], 0
+        while replica.is_ready and (step := replica.scheduler.schedule(self.now)) is not None:
+            assert step.seq == replica.num_steps
+            replica.num_steps += 1
+            replica.device.submit(step)
+            replica.salt_watch.scheduled(step)
+            for request in step.requests:
+                assert request.replica == index
+                self.served_by[request.request_id].add(index)
+            number += 1
+            assert number < 100, "there is always one more step"
+        return number
+
+    def _check_busy(self) -> None:
+        """While a request waits for a replica, every replica that serves has work."""
+        if self.router.figures.num_unplaced:
+            for index, replica in enumerate(self.replicas):
+                assert not (replica.is_ready and replica.scheduler.scheduler.is_idle), f"replica {index} idles"
+
+    def _some(self, condition: Callable[[FakeReplica], Any]) -> FakeReplica | None:
+        able = [replica for replica in self.replicas if condition(replica)]
+        return self.rng.choice(able) if able else None
+
+    @property
+    def has_queue(self) -> bool:
+        return any(replica.device.queue for replica in self.replicas)
+
+    @property
+    def num_answers(self) -> int:
+        return sum(len(replica.answers) for replica in self.replicas)
+
+    def begin(self) -> None:
+        if (replica := self._some(lambda one: one.device.queue)) is not None:
+            replica.device.begin()
+
+    def run(self, replica: FakeReplica | None = None) -> None:
+        replica = replica or self._some(lambda one: one.device.queue)
+        if replica is not None:
+            result = replica.device.run_next()
+            result.graph_us = 500 + 20 * len(result.sampled_ids) + 37 * result.seq % 300
+            replica.answers.append(result)
+
+    def answer(self) -> None:
+        """The oldest answer of one of the replicas arrives."""
+        replica = self._some(lambda one: one.has_work)
+        assert replica is not None
+        if not replica.answers:
+            self.run(replica)
+        self.update(replica, replica.answers.popleft())
+
+    def step_all(self) -> None:
+        """Schedule; each device runs a step, and its answer arrives."""
+        self.schedule()
+        self.now += 0.001
+        for replica in self.replicas:
+            if not replica.answers and replica.device.queue:
+                self.run(replica)
+            if replica.answers:
+                self.update(replica, replica.answers.popleft())
+
+    def update(self, replica: FakeReplica, result: StepResult) -> list[RequestUpdate]:
+        updates = replica.scheduler.update(result, self.now)
+        replica.device.answered(result.seq)
+        self.take(updates)
+        self.check()
+        return updates
+
+    def finish(self, max_steps: int = 100_000) -> None:
+        for index in range(len(self.replicas)):
+            self.revive(index)
+        for _ in range(max_steps):
+            self.schedule()
+            if any(replica.has_work for replica in self.replicas):
+                self.answer()
+                continue
+            times = [replica.scheduler.next_wakeup(self.now) for replica in self.replicas]
+            if not (due := [time for time in times if time is not None]):
+                break
+            assert min(due) > self.now
+            self.now = min(due)
+        assert self.router.is_idle, "the devices are idle while requests are waiting"
+        self.check_quiet()
+
+    def fail_step(self) -> None:
+        if (replica := self._some(lambda one: one.device.queue)) is not None:
+            updates = self.update(replica, StepResult(replica.device.fail_next(), error="it failed"))
+            self.cut.update(update.request.request_id for update in updates)
+            self.seen["failed steps"] += 1
+
+    def drop_void_steps(self) -> None:
+        for replica in self.replicas:
+            for seq in replica.scheduler.void_steps():
+                if (result := replica.device.abort(seq)) is not None:
+                    replica.answers.append(result)
+
+    def skip_step(self) -> None:
+        if (replica := self._some(lambda one: one.device.queue)) is not None:
+            result = replica.device.abort(max(slot.seq for slot in replica.device.queue))
+            if result is not None:
+                self.update(replica, result)
+
+    def lose(self, index: int) -> None:
+        """A replica's agents die, and stay away until ``revive``."""
+        replica = self.replicas[index]
+        self.seen["agents lost"] += 1
+        self.seen["requests that lost their replica"] += len(replica.scheduler.entries)
+        replica.device.reset()
+        replica.answers.clear()
+        replica.scheduler.agent_lost(self.now)
+        replica.is_ready = False
+        inner = self.inner[index]
+        assert (inner.figures.num_steps_in_flight, inner.num_requests) == (0, 0)
+        assert inner.figures.num_free_blocks == inner.figures.num_blocks
+        self.check()
+
+    def revive(self, index: int) -> None:
+        if not self.replicas[index].is_ready:
+            self.replicas[index].is_ready = True
+            self.router.agent_ready(index)
+
+    def check(self) -> None:
+        """Every request is in exactly one place, and every scheduler is whole."""
+        super().check()
+        assert self.router.figures.num_waiting >= 0
+        assert len(self.requests) - len(self.ended) == len(self.router._entries)
+
+    def check_quiet(self) -> None:
+        figures = self.router.figures
+        assert figures.num_free_blocks == figures.num_blocks
+        for scheduler in self.inner:
+            assert scheduler.is_idle
+            assert scheduler._kv_cache.num_free_host_blocks == self.limits.num_host_blocks
+            scheduler._kv_cache.check_cache()
+        assert (figures.num_running, figures.num_waiting, figures.num_swapped, figures.num_unplaced) == (0, 0, 0, 0)
+        self.check_texts(self.limits.max_model_len)
+
+
+class RoutedPlayer(Player):
+    """Plays scripts of one scheduler on several. A loss is that of one replica, which comes back after a while."""
+
+    def __init__(self, limits: dict[str, Any], num_replicas: int, seed: int, routing: Routing = Routing.PREFIX) -> None:
+        self.routed = RoutedSimulation(make_script_limits(limits), num_replicas, seed, routing)
+        self.simulation: Any = self.routed
+
+    def do(self, operation: Operation) -> None:
+        for index in range(len(self.routed.replicas)):
+            if self.routed.rng.random() < 0.1:
+                self.routed.revive(index)
+        super().do(operation)
+
+    def begin(self) -> None:
+        self.routed.begin()
+
+    def answer(self, times: int) -> None:
+        for _ in range(times):
+            if self.routed.num_answers:
+                self.routed.answer()
+
+    def run(self, times: int) -> None:
+        for _ in range(times):
+            self.routed.run()
+
+    def rounds(self, number: int) -> None:
+        for _ in range(number):
+            self.routed.schedule()
+            while any(replica.has_work for replica in self.routed.replicas):
+                self.routed.answer()
+
+    def go_on(self, steps: int) -> None:
+        for _ in range(steps):
+            self.routed.schedule()
+            if any(replica.has_work for replica in self.routed.replicas):
+                self.routed.answer()
+
+    def fail(self) -> None:
+        self.routed.fail_step()
+
+    def skip(self) -> None:
+        self.routed.skip_step()
+
+    def lose(self) -> None:
+        self.routed.lose(self.routed.rng.randrange(len(self.routed.replicas)))
+
+
+def play_routed(script: Script, num_replicas: int, seed: int, routing: Routing = Routing.PREFIX) -> RoutedSimulation:
+    """From the first operation to the end of all requests. AssertionError when anything is wrong on the way."""
+    player = RoutedPlayer(script.limits, num_replicas, seed, routing)
+    for operation in script.operations:
+        player.do(operation)
+    player.finish()
+    return player.routed

@@ -1,0 +1,96 @@
+"""The engine in its thread over the fake device, for tests from asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llm_serving.engine import async_engine
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.outputs import merge_outputs
+from llm_serving.errors import LLMServingError
+from llm_serving.request import Request, RequestOutput
+from support.fakes import (
+    END_TOKEN,
+    VOCABULARY,
+    FakeDetokenizer,
+    FakeExecutor,
+    RecordingLog,
+    RecordingMetrics,
+    make_limits,
+)
+
+
+class Sink:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.pieces: list[RequestOutput] = []
+        self.errors: list[LLMServingError] = []
+
+    def push(self, piece: RequestOutput) -> None:
+        self.pieces.append(piece)
+
+    def fail(self, error: LLMServingError) -> None:
+        self.errors.append(error)
+
+
+class Served:
+    def __init__(self, engine: AsyncEngine, executor: FakeExecutor, log: RecordingLog) -> None:
+        self.engine, self.executor, self.log = engine, executor, log
+
+    async def whole(self, request: Request) -> RequestOutput:
+        """The request's answer, all pieces as one."""
+        return merge_outputs([piece async for piece in self.pieces(request)])
+
+    def pieces(self, request: Request) -> Any:
+        return self.engine.generate(request.request_id, request.prompt_token_ids, request.sampling)
+
+    async def until(self, condition: Any) -> None:
+        for _ in range(2000):
+            if condition():
+                return
+            await asyncio.sleep(0.001)
+        raise AssertionError("it never came true")
+
+    def is_idle(self) -> bool:
+        return self.engine._core._front.is_idle
+
+
+@asynccontextmanager
+async def served(**limits: object) -> AsyncIterator[Served]:
+    """A running engine; afterwards its thread is gone, and it was idle and whole."""
+    sizes = make_limits(**limits)
+    config: Any = SimpleNamespace(
+        model_name="fake",
+        max_model_len=sizes.max_model_len,
+        shape=SimpleNamespace(vocab_size=VOCABULARY),
+        end_token_ids=(END_TOKEN,),
+        parallel_config=SimpleNamespace(routing="prefix"),
+        log_config=SimpleNamespace(state_interval_s=60.0),
+        scheduler_config=SimpleNamespace(ttft_objective_ms=500.0, tbt_objective_ms=50.0),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_engine.SchedulerLimits, "from_config", lambda config: sizes)
+        executor, log = FakeExecutor(sizes), RecordingLog()
+        tokenizer: Any = object()
+        engine = AsyncEngine(config, tokenizer, [executor], FakeDetokenizer, log, RecordingMetrics())
+    engine.start()
+    running = Served(engine, executor, log)
+    try:
+        yield running
+        executor.hold(False)
+        if engine.status().state == "ready":
+            await running.until(running.is_idle)
+            assert engine.status().free_blocks == engine.status().total_blocks
+    finally:
+        await engine.stop()
+    assert not any(thread.name == "engine" for thread in threading.enumerate())
+    assert engine._open == {}
+    engine._core._front.check_integrity()

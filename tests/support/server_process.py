@@ -1,0 +1,145 @@
+"""A real server with real agents, as a user starts it, for tests that need the whole path."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from support.small_configs import REPOSITORY, small_overrides
+
+SHM_DIRECTORY = Path("/dev/shm")
+
+
+def shm_entries(pid: int | None = None) -> set[str]:
+    """Names of the shared-memory segments that a server has made, or any."""
+    pattern = "llm-serving-*" if pid is None else f"llm-serving-{pid}x*"
+    return {path.name for path in SHM_DIRECTORY.glob(pattern)}
+
+
+class ServerProcess:
+    """``start_server.py`` in a process group of its own. ``stop`` proves that it leaves nothing behind."""
+
+    def __init__(self, folder: Path, overrides: Sequence[str] = (), config: str = "llama_tiny_cpu.yaml") -> None:
+        self.folder = folder
+        self.log = folder / "server.log"
+        self._stderr = (folder / "stderr.txt").open("wb")
+        sets = [part for override in small_overrides(folder, overrides) for part in ("--set", override)]
+        self._process = subprocess.Popen(
+            [sys.executable, str(REPOSITORY / "start_server.py"), "--config", config, *sets],
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            start_new_session=True,
+        )
+        self.url = ""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait_ready(self) -> ServerProcess:
+        """Wait for the line that says where it serves."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline().decode()
+        if not line.startswith("ready http://"):
+            self._process.wait()
+            raise AssertionError(f"not ready but {line!r}; it said: {self.stderr()}")
+        self.url = line.removeprefix("ready ").strip()
+        return self
+
+    def stderr(self) -> str:
+        return (self.folder / "stderr.txt").read_text(errors="replace")
+
+    def agents(self) -> list[psutil.Process]:
+        """The agent processes that run now."""
+        children = psutil.Process(self.pid).children(recursive=True)
+        return [child for child in children if "agent" in child.cmdline()]
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+            return json.load(response)
+
+    def post(self, path: str, body: object, timeout_s: float = 120.0) -> Any:
+        """POST JSON; the answer, or what an error answer says, with its status under ``status``."""
+        request = urllib.request.Request(
+            self.url + path, json.dumps(body).encode(), {"content-type": "application/json"}, method="POST"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
+                return json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                return {"status": error.code, **json.loads(error.read())}
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The log's events of one kind."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [line for line in lines if line["event"] == name]
+
+    def wait_until_idle(self, timeout_s: float = 30.0) -> dict[str, Any]:
+        """Wait until nothing runs or waits; what /server_info says of the engine then."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            engine: dict[str, Any] = self.get("/server_info")["engine"]
+            if engine["running"] == 0 and engine["waiting"] == 0 and engine["free_blocks"] == engine["total_blocks"]:
+                return engine
+            assert time.monotonic() < deadline, f"not idle after {timeout_s} s: {engine}"
+            time.sleep(0.05)
+
+    def stop(self, with_signal: int = signal.SIGTERM, timeout_s: float = 20.0) -> int:
+        """End it and check that no process and no shared memory is left. Returns the exit code."""
+        family = [self._process, *self._family()]
+        if self._process.poll() is None:
+            self._process.send_signal(with_signal)
+        code = self._process.wait(timeout=timeout_s)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._stderr.close()
+        _, alive = psutil.wait_procs(family[1:], timeout=5.0)
+        for process in alive:
+            process.kill()
+        assert alive == [], f"processes outlived the server: {alive}"
+        assert shm_entries(self.pid) == set(), "shared memory was left behind"
+        return code
+
+    def _family(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.pid).children(recursive=True)
+        return []
+
+
+@contextlib.contextmanager
+def running_server(
+    folder: Path, overrides: Sequence[str] = (), config: str = "llama_tiny_cpu.yaml"
+) -> Iterator[ServerProcess]:
+    """A server that is ready, stopped at the end whatever happens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    server = ServerProcess(folder, overrides, config)
+    try:
+        yield server.wait_ready()
+    finally:
+        if server._process.poll() is None or not server._stderr.closed:
+            server.stop()
+
+
+def run_start_server(*arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """Run ``start_server.py`` to its end."""
+    return subprocess.run(
+        [sys.executable, str(REPOSITORY / "start_server.py"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+    )

@@ -1,0 +1,95 @@
+"""The clients' side of a simulation: what they asked, what they got, and that it is what each would have got alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from llm_serving.request import FinishReason, Request
+from llm_serving.scheduler.output import RequestUpdate
+from llm_serving.telemetry.receipt import microseconds
+from support.fakes import expected_tokens
+
+__all__ = ["SimulatedClients"]
+
+
+class SimulatedClients:
+    """Asks ``scheduler``, which is a Scheduler or a Router, on a clock that is turned by hand."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.now = 0.0
+        self.requests: dict[str, Request] = {}
+        self.streams: dict[str, list[int]] = {}
+        self.ended: dict[str, FinishReason] = {}
+        self.cut: set[str] = set()
+        """Requests that something else than their own text ended."""
+        self.seen: Counter[str] = Counter()
+        """What has happened, by name: a test of everything should know that it met everything."""
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add_request(request)
+            self.requests[request.request_id] = request
+            self.streams[request.request_id] = []
+
+    def end(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request from outside."""
+        update = self.scheduler.finish_request(request_id, reason, self.now)
+        assert (update is None) == (request_id in self.ended)
+        if update is not None:
+            self.cut.add(request_id)
+            self.take([update])
+            self.seen["ends from outside"] += 1
+        self.check()
+
+    def fail_all(self) -> None:
+        """The engine gives up on every request."""
+        updates = self.scheduler.fail_all("the end", self.now)
+        self.cut.update(update.request.request_id for update in updates)
+        self.take(updates)
+        self.check()
+
+    def take_ended(self) -> None:
+        """Requests whose deadline has passed."""
+        updates = self.scheduler.take_ended()
+        for update in updates:
+            assert update.error is not None
+            assert update.request.deadline is not None
+            assert update.request.deadline <= self.now
+            self.cut.add(update.request.request_id)
+        self.seen["deadlines"] += len(updates)
+        self.take(updates)
+
+    def take(self, updates: list[RequestUpdate]) -> None:
+        for update in updates:
+            request = update.request
+            assert request.request_id not in self.ended, "an update after the last one"
+            if update.token_id is not None:
+                self.streams[request.request_id].append(update.token_id)
+            if request.is_finished:
+                assert request.finish_reason is not None
+                self.ended[request.request_id] = request.finish_reason
+                self._check_receipt(request)
+
+    def _check_receipt(self, request: Request) -> None:
+        receipt = request.receipt
+        assert request.finish_time is not None
+        assert sum(receipt.phase_us) == microseconds(request.finish_time) - receipt.start_us
+        assert receipt.preemptions + receipt.swaps == request.num_preemptions
+        self.seen["swaps"] += receipt.swaps
+        self.seen["preemptions"] += request.num_preemptions
+
+    def check(self) -> None:
+        """What holds at any time."""
+        self.scheduler.check_integrity()
+
+    def check_texts(self, max_model_len: int) -> None:
+        """Every request ended, and with the text it has when run alone."""
+        assert self.ended.keys() == self.requests.keys()
+        for name, request in self.requests.items():
+            expected = expected_tokens(request, max_model_len)
+            if name in self.cut:
+                expected = expected[: len(self.streams[name])]
+            assert self.streams[name] == expected, name
+            assert self.streams[name] == request.output_token_ids

@@ -1,0 +1,250 @@
+"""Drives a Scheduler and a FakeDevice through random or chosen interleavings, checking everything on the way."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+from llm_serving.request import FinishReason, Request
+from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.output import MoveKind, RequestUpdate, ScheduledStep, StepKind, StepResult
+from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.scheduler.sequence import SequenceState
+from support.fakes import FakeDevice
+from support.queue_watch import QueueWatch
+from support.salt_watch import SaltWatch
+from support.simulated_clients import SimulatedClients
+
+
+class Simulation(SimulatedClients):
+    """One server's worth of scheduler and device on a clock that is turned by hand."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        super().__init__(Scheduler(limits))
+        self.limits = limits
+        self.device = FakeDevice(limits)
+        self.steps: list[ScheduledStep] = []
+        self.tables: list[list[list[int]]] = []
+        """Of each step, the block tables as they were handed over."""
+        self.answers: deque[StepResult] = deque()
+        self._queue_watch = QueueWatch(limits)
+        self._salt_watch = SaltWatch(limits.block_size)
+        self._unanswered: dict[int, frozenset[int]] = {}
+        self._idle_until: float | None = None
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            super().add(request)
+            self._queue_watch.arrived(request, self.now)
+        self._idle_until = None
+
+    def schedule(self) -> list[ScheduledStep]:
+        """Everything that can be scheduled now. Nothing idles while there is work."""
+        steps: list[ScheduledStep] = []
+        while (step := self._next_step()) is not None:
+            assert step.seq == len(self.steps)
+            self._watch(step)
+            self.steps.append(step)
+            self.tables.append([list(table) for table in step.block_tables])
+            steps.append(step)
+            assert len(steps) < 100, "there is always one more step"
+        self.take_ended()
+        self._check_busy()
+        self.check()
+        return steps
+
+    def _next_step(self) -> ScheduledStep | None:
+        """The scheduler's next step. The oldest of those that run is not preempted for it."""
+        oldest = min(self.scheduler._running, key=lambda sequence: sequence.arrival_index, default=None)
+        before = oldest.request.num_preemptions if oldest is not None else 0
+        coming_back = [sequence for sequence in self.scheduler._running if sequence.on_host]
+        step = self.scheduler.schedule(self.now)
+        self.seen["preemptions on the way back"] += sum(s.state is not SequenceState.RUNNING for s in coming_back)
+        assert oldest is None or oldest.request.num_preemptions == before, "the oldest was preempted"
+        return step
+
+    def _watch(self, step: ScheduledStep) -> None:
+        self.device.submit(step)
+        self._queue_watch.scheduled(step, self.now)
+        self._salt_watch.scheduled(step)
+        touched = {block for table in step.block_tables for block in table}
+        touched |= {move.source for move in step.moves if move.kind is not MoveKind.SWAP_IN}
+        touched |= {move.destination for move in step.moves if move.kind is not MoveKind.SWAP_OUT}
+        self._unanswered[step.seq] = frozenset(touched)
+        self.seen[f"{step.kind.value} steps"] += 1
+        self.seen.update(f"{move.kind.name} moves" for move in step.moves)
+        self.seen["chunks"] += step.kind is not StepKind.MOVE and step.do_sample.count(False)
+        self.seen["cached starts"] += sum(
+            restart and start > 0 for restart, start in zip(step.restarts, step.starts, strict=False)
+        )
+
+    def _check_busy(self) -> None:
+        """Nothing in flight: then there is no work, or a batch waits for company, for as long as it is told to."""
+        scheduler, limits = self.scheduler, self.limits
+        if scheduler.figures.num_steps_in_flight or scheduler.is_idle:
+            self._idle_until = None
+            return
+        patience = limits.batch_waiting_time + limits.decode_batch_waiting_time
+        assert patience > 0.0, "the device is idle while requests are waiting"
+        if self._idle_until is None:
+            self._idle_until = self.now + patience
+        assert self.now <= self._idle_until, "a batch waits for longer than it is told to"
+        wakeup = scheduler.next_wakeup(self.now)
+        assert wakeup is not None, "the device is idle and nobody knows until when"
+        assert wakeup <= self._idle_until + 1e-9
+
+    def run(self) -> bool:
+        """The device runs one step; its answer waits for ``answer``."""
+        if self.device.queue:
+            result = self.device.run_next()
+            result.graph_us = 500 + 20 * len(result.sampled_ids) + 37 * result.seq % 300
+            self.answers.append(result)
+            return True
+        return False
+
+    def answer(self) -> list[RequestUpdate]:
+        """The oldest answer reaches the scheduler."""
+        if not self.answers:
+            self.run()
+        result = self.answers.popleft()
+        return self.update(result)
+
+    def update(self, result: StepResult) -> list[RequestUpdate]:
+        """An answer reaches the scheduler."""
+        updates = self.scheduler.update(result, self.now)
+        self.device.answered(result.seq)
+        del self._unanswered[result.seq]
+        self._idle_until = None
+        self.take(updates)
+        self.check()
+        return updates
+
+    def step(self) -> list[RequestUpdate]:
+        """Schedule, let the device run a step, answer it."""
+        self.schedule()
+        return self.answer()
+
+    def finish(self, max_steps: int = 100_000) -> None:
+        """Run until idle. No idle moment may come while there is work."""
+        for _ in range(max_steps):
+            self.schedule()
+            if self.answers or self.device.queue:
+                self.answer()
+            elif (wakeup := self.scheduler.next_wakeup(self.now)) is not None:
+                assert wakeup > self.now
+                self.now = wakeup
+            else:
+                break
+        assert self.scheduler.is_idle, "the device is idle while requests are waiting"
+        self.check_quiet()
+
+    def end(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        super().end(request_id, reason)
+        self._idle_until = None
+
+    def fail_step(self, error: str) -> list[RequestUpdate]:
+        """The step that would run next fails halfway; nobody knows what is in the blocks it was to write."""
+        seq = self.device.fail_next()
+        updates = self.update(StepResult(seq, error=error))
+        self.cut.update(update.request.request_id for update in updates)
+        self.seen["failed steps"] += 1
+        return updates
+
+    def drop_void_steps(self) -> None:
+        """What the engine does after an abort: drop steps nobody wants any more, if they have not begun."""
+        for seq in self.scheduler.void_steps():
+            result = self.device.abort(seq)
+            if result is not None:
+                self.answers.append(result)
+                self.seen["void steps"] += 1
+
+    def skip_step(self) -> None:
+        """The step handed over last never runs, and is answered as such; unless it has begun."""
+        result = self.device.abort(max(slot.seq for slot in self.device.queue))
+        if result is not None:
+            self.update(result)
+            self.seen["skipped steps"] += 1
+
+    def fail_all(self) -> None:
+        super().fail_all()
+        self._idle_until = None
+
+    def lose_agent(self) -> None:
+        self.device.reset()
+        self._unanswered.clear()
+        self._idle_until = None
+        self.seen["agents lost"] += 1
+        self.answers.clear()
+        self.scheduler.agent_lost(self.now)
+        assert self.scheduler.figures.num_steps_in_flight == 0
+        assert self.scheduler.figures.num_free_blocks == self.scheduler.figures.num_blocks
+        self.check()
+
+    def take(self, updates: list[RequestUpdate]) -> None:
+        super().take(updates)
+        for update in updates:
+            if update.token_id is not None:
+                self._queue_watch.got_token(update.request)
+            if update.request.is_finished:
+                self._queue_watch.ended(update.request)
+
+    def check(self) -> None:
+        """What holds at any time: blocks and rows are conserved, and no block of an unanswered step is free."""
+        super().check()
+        figures = self.scheduler.figures
+        assert 0.0 <= figures.kv_waste <= 1.0
+        assert 0 <= figures.prefix_hit_tokens <= figures.prefix_query_tokens
+        for seq, blocks in self._unanswered.items():
+            free = [block for block in blocks if not self._is_held(block)]
+            assert not free, f"blocks {free} are free while step {seq} is in flight"
+
+    def _is_held(self, block: int) -> bool:
+        kv_cache = self.scheduler._kv_cache
+        contiguous = kv_cache._contiguous
+        return kv_cache._pool.ref_count(block) > 0 if contiguous is None else bool(contiguous._taken[block])
+
+    def check_quiet(self) -> None:
+        """Idle: everything is free, every request ended, and with the text it has when run alone."""
+        scheduler, figures = self.scheduler, self.scheduler.figures
+        assert scheduler.is_idle
+        assert figures.num_free_blocks == figures.num_blocks
+        assert scheduler._kv_cache.num_free_host_blocks == self.limits.num_host_blocks
+        scheduler._kv_cache.check_cache()
+        assert (figures.num_running, figures.num_waiting, figures.num_swapped) == (0, 0, 0)
+        assert figures.num_steps_in_flight == 0
+        assert scheduler.next_wakeup(self.now) is None
+        self.check_texts(self.limits.max_model_len)
+
+
+def names(step: ScheduledStep) -> str:
+    """``p:ab``: a prefill of the requests a and b."""
+    return step.kind.value[0] + ":" + "".join(request.request_id for request in step.requests)
+
+
+def order(simulation: Simulation) -> list[str]:
+    """The steps in the order the device ran them."""
+    return [names(simulation.steps[seq]) for seq in simulation.device.ran]
+
+
+def random_run(simulation: Simulation, requests: list[Request], rng: random.Random, *, aborts: float = 0.0) -> None:
+    """Let the requests arrive at random while steps run and are answered at random; abort some."""
+    todo = deque(requests)
+    while todo or not simulation.scheduler.is_idle:
+        choice = rng.random()
+        if todo and choice < 0.3:
+            simulation.add(todo.popleft())
+        elif simulation.requests and choice < 0.3 + aborts:
+            simulation.end(rng.choice(list(simulation.requests)))
+            if rng.random() < 0.5:
+                simulation.drop_void_steps()
+        elif choice < 0.6:
+            simulation.schedule()
+        elif choice < 0.8:
+            simulation.run()
+        elif simulation.answers:
+            simulation.answer()
+        else:
+            simulation.now += 0.001
+        if not todo and rng.random() < 0.02:
+            simulation.finish()
+    simulation.finish()

@@ -1,0 +1,93 @@
+"""An agent process without a device: the real socket thread, queue and worker over arithmetic instead of a model.
+
+The token sampled for a sequence is ``(context length * 31 + row * 7) % 251``. Some prompt tokens make it misbehave,
+and so does the model's name; run as ``python -m support.stub_agent`` in place of ``python -m agent``. In a group all
+agents run
+the step, the one that answers writes what was sampled, and of a model named ``bad-last-agent`` only the last is bad.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from agent.process import run_agent
+from agent.worker import StartReport
+from llm_serving.config import Config
+from llm_serving.errors import ProtocolError
+from llm_serving.ipc.shm import StepSlot
+from llm_serving.model.parallel import answering_rank, group_ranks
+
+DIE, RAISE, REFUSE, HANG, SLOW = 201, 202, 203, 204, 205
+"""Token ids: be killed, fail in an unforeseen way, refuse the step, never answer, answer after 0.2 s."""
+
+
+def stub_token(context_len: int, row: int) -> int:
+    return (context_len * 31 + row * 7) % 251
+
+
+class StubRunner:
+    def __init__(self, config: Config, report: StartReport, rank: int) -> None:
+        self._config = config
+        self._report = report
+        parallel, replica = config.parallel_config, rank // config.parallel_config.group_size
+        self._member = rank - group_ranks(replica, parallel).start
+        self._answers = rank == answering_rank(replica, parallel)
+        self._behaves = config.model_name == "bad-last-agent" and self._member < parallel.group_size - 1
+
+    def load(self) -> None:
+        self._report("load weights", 1, 2)
+        if self._config.model_name == "fails-to-load":
+            raise ValueError("the weights are made of cheese")
+        if self._config.model_name == "dies-while-loading":
+            print("about to die", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._config.model_name == "loads-forever":
+            time.sleep(600)
+        self._report("load weights", 2, 2)
+
+    def compile(self) -> None:
+        self._report("compile", 1, 1)
+
+    def warm_up(self) -> None:
+        self._report("warm up", 1, 1)
+
+    def summary(self) -> dict[str, str | int | float]:
+        return {"device": "stub", "pid": os.getpid()}
+
+    def run_prefill(self, slot: StepSlot) -> tuple[int, int]:
+        tokens = set() if self._behaves else set(slot.token_ids[: slot.num_tokens].tolist())
+        if DIE in tokens:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if RAISE in tokens:
+            raise ZeroDivisionError("something nobody thought of")
+        if REFUSE in tokens:
+            raise ProtocolError("token 203 is refused")
+        if HANG in tokens:
+            time.sleep(600)
+        if SLOW in tokens:
+            time.sleep(0.2)
+        return self.run_decode(slot)
+
+    def run_decode(self, slot: StepSlot) -> tuple[int, int]:
+        for index in range(slot.num_seqs * self._answers):
+            sampled = stub_token(int(slot.context_lens[index]), int(slot.rows[index]))
+            slot.sampled_ids[index] = sampled if slot.do_sample[index] else -1
+            slot.sampled_logit[index] = sampled / 2
+            slot.logsumexp[index] = sampled
+            for place in range(int(slot.num_top_logits[index])):
+                slot.top_ids[index * 32 + place] = place
+                slot.top_logits[index * 32 + place] = -place
+        return 11 + self._member, 22 * self._answers
+
+    def run_moves(self, slot: StepSlot) -> tuple[int, int]:
+        return 33 * slot.num_moves, 0
+
+    def reset(self) -> None:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(run_agent(lambda config, report, rank, exchange: StubRunner(config, report, rank)))
