@@ -11,8 +11,8 @@ from agent.backends.base import BlockMoves, OpTable
 from agent.group.model_part import ModelPart
 from agent.kv_cache import KVCache
 from agent.weights import LinearForms, Packing, WeightSource, WeightSpec, load_weights, open_weights
-from agent.weights.cuts import CutSource
 from agent.weights.sharding import part_forms, shard_specs
+from agent.weights.source import CutSource
 from agent.weights.storage import Array
 from llm_serving.config import Config
 from llm_serving.errors import CheckpointError

@@ -21,17 +21,72 @@ AGENT_MAY += ("llm_serving.planning", "llm_serving.request", "llm_serving.teleme
 CLOCKS_AND_IO = ("time", "datetime", "threading", "socket", "selectors", "os", "io", "pathlib", "random", "subprocess")
 
 
+LAYERS = ("llm_serving", "agent", "performance", "tools", "tests")
+"""From the lowest to the highest. A file imports files of its own layer and of lower layers only."""
+
+KNOWN_CYCLES = {
+    frozenset({"llm_serving/engine/async_engine.py", "llm_serving/engine/search.py"}),
+    frozenset({"llm_serving/engine/replica.py", "llm_serving/engine/status.py"}),
+    frozenset({"llm_serving/routing/replica.py", "llm_serving/routing/router.py"}),
+    frozenset({"llm_serving/server/openapi.py", "llm_serving/server/pages.py", "llm_serving/server/routes.py"}),
+    frozenset({"performance/load/batching.py", "performance/simulation/batching.py"}),
+}
+"""Import cycles that still exist. Nobody may add one."""
+
+KNOWN_IMPORTS_FROM_HIGHER_LAYERS = {("performance/peers/model_folder.py", "tools/seeded_model.py")}
+
+
 def python_files(package):
     return sorted((REPOSITORY / package).rglob("*.py"))
 
 
 def imports_of(path):
-    """Full names of all that a file imports, wherever it does."""
+    """Yields the full name of every module that a file imports, also inside functions and type-checking blocks."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module or ""
+
+
+def imported_files(path):
+    """Returns the project's files that a file imports. ``from package import module`` counts as the module's file."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            folder = path.relative_to(REPOSITORY).parts[: -node.level] if node.level else ()
+            module = ".".join((*folder, *([node.module] if node.module else [])))
+            for alias in node.names:
+                member = f"{module}.{alias.name}"
+                names.add(member if file_of_module(member) else module)
+    return {file for name in names if (file := file_of_module(name)) is not None and file != path}
+
+
+def file_of_module(name):
+    """Returns the file of a module of this project, or None."""
+    top = "tests/" if name.partition(".")[0] == "support" else ""
+    place = REPOSITORY / (top + name.replace(".", "/"))
+    candidates = (place.with_suffix(".py"), place / "__init__.py")
+    return next((each for each in candidates if each.is_file()), None)
+
+
+def cycles_of(graph):
+    """Returns the groups of two or more nodes in which each node reaches every other node."""
+    reached = {}
+    for start in graph:
+        seen, waiting = set(), [start]
+        while waiting:
+            new = graph.get(waiting.pop(), set()) - seen
+            seen |= new
+            waiting += new
+        reached[start] = seen
+    return {
+        frozenset(other for other in graph if other in reached[node] and node in reached[other])
+        for node in graph
+        if node in reached[node]
+    }
 
 
 def inside(name, packages):
@@ -65,6 +120,38 @@ def test_nobody_unpickles_or_evaluates(package):
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
         named = {call.func.id for call in calls if isinstance(call.func, ast.Name)}
         assert not named & {"eval", "exec", "__import__"}, path
+
+
+def short_name(path):
+    return str(path.relative_to(REPOSITORY))
+
+
+def import_graph():
+    """Returns the imports between the project's files, without the tests."""
+    paths = [path for layer in LAYERS[:-1] for path in python_files(layer)]
+    return {short_name(path): {short_name(file) for file in imported_files(path)} for path in paths}
+
+
+def test_cycles_are_found_in_a_graph_that_has_two():
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a"}, "g": set()}
+    assert cycles_of(graph) == {frozenset("abc"), frozenset("de")}
+
+
+def test_no_files_import_each_other_in_a_cycle():
+    graph = import_graph()
+    assert len(graph) > 300
+    assert sum(map(len, graph.values())) > 1000
+    assert cycles_of(graph) - KNOWN_CYCLES == set()
+
+
+def test_no_file_imports_a_file_of_a_higher_layer():
+    found = {
+        (file, other)
+        for file, others in import_graph().items()
+        for other in others
+        if LAYERS.index(other.partition("/")[0]) > LAYERS.index(file.partition("/")[0])
+    }
+    assert found - KNOWN_IMPORTS_FROM_HIGHER_LAYERS == set()
 
 
 def test_a_server_with_everything_imported_has_no_mindspore():

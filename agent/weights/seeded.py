@@ -20,17 +20,14 @@ import hashlib
 import math
 import statistics
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from agent.weights.cuts import TensorCut
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, from_float32
-
-if TYPE_CHECKING:
-    from agent.weights.cuts import TensorCut
 
 TABLE_SIZE = 1 << 16
 CHUNK_ELEMENTS = 1 << 20

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from agent.group.model_part import ModelPart
-from agent.weights.cuts import CutSource, TensorCut
+from agent.weights.cuts import TensorCut
 from agent.weights.forms import LinearForms, linear_forms
 from agent.weights.layout import WeightPart, WeightSpec
 from agent.weights.packed import Packing
-from agent.weights.source import WeightSource
+from agent.weights.source import CutSource, WeightSource
 from llm_serving.errors import AgentStartError
 from llm_serving.model.parallel import Span
 

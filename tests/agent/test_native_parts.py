@@ -16,9 +16,9 @@ from agent.group.model_part import ModelPart
 from agent.models.names import weight_specs
 from agent.weights import LinearForm, LinearForms, Packing, WeightSpec, load_weights, open_weights
 from agent.weights.checkpoint import Checkpoint
-from agent.weights.cuts import CutSource
 from agent.weights.seeded import SeededWeights
 from agent.weights.sharding import part_forms, shard_specs
+from agent.weights.source import CutSource
 from llm_serving.config import ParallelConfig
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.model.parallel import place, shard_of

@@ -12,9 +12,10 @@ import pytest
 from agent.group.model_part import ModelPart
 from agent.weights import WeightPart, load_weights, open_weights
 from agent.weights.checkpoint import Checkpoint
-from agent.weights.cuts import CutSource, TensorCut
+from agent.weights.cuts import TensorCut
 from agent.weights.seeded import CHUNK_ELEMENTS, SeededWeights, fill_seeded
 from agent.weights.sharding import shard_specs
+from agent.weights.source import CutSource
 from agent.weights.storage import allocate, to_float32
 from llm_serving.config import ParallelConfig
 from llm_serving.errors import CheckpointError
@@ -55,7 +56,7 @@ def test_a_cut_through_a_group_or_a_word_is_refused(tmp_path: Path) -> None:
     tensor = next(iter(LINEARS))
     part = WeightPart(tensor, LINEARS[tensor])
     source = open_weights(write_case(tmp_path, CASES["awq"]), SPECS, seed=None)
-    with pytest.raises(CheckpointError, match="columns 0 to 56 part a group of 64 inputs"):
+    with pytest.raises(CheckpointError, match="columns 0 to 56 divide a group of 64 inputs"):
         source.read_quantised(part, TensorCut(part.shape, Span(0, 8), Span(0, 56)))
     with pytest.raises(CheckpointError, match="values 0 to 4 are not whole words of 8"):
         source.read_quantised(part, TensorCut(part.shape, Span(0, 4)))
