@@ -10,7 +10,7 @@ WORKERS ?= 2
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
 KERNELS := agent/kernels/libllm_kernels.so
-SOURCES := setup.py llm_serving/flight/_turn_log.c $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernels/*/*.cc agent/kernels/*/*.h)
+SOURCES := setup.py $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernels/*/*.cc agent/kernels/*/*.h)
 
 MINDFORMERS := $(VENV)/.mindformers-installed
 
@@ -43,7 +43,7 @@ docs: setup
 	@$(BIN)/python tools/write_configuration_docs.py
 
 clean:
-	rm -rf build *.egg-info $(KERNELS) llm_serving/flight/_turn_log*.so performance/ceilings .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build *.egg-info $(KERNELS) performance/ceilings .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 help:
 	@printf '%s\n' \

@@ -1,12 +1,10 @@
-"""Builds the kernels (agent/kernels/libllm_kernels.so; in place also performance/ceilings) and the flight recorder's
-log of turns (llm_serving/flight/_turn_log), and packs the data folders.
+"""Builds the kernels (agent/kernels/libllm_kernels.so; in place also performance/ceilings) and packs the data folders.
 
 Everything else is in pyproject.toml.
 
 The kernels are compiled once per instruction set and chosen at run time, so the library runs on any machine of its
-architecture. An instruction set the compiler does not know is left out. So is the log of turns where Python has no
-headers (Debian's ``python3-dev``): the server then does in Python what it does. What has been compiled stays in
-build/kernels, and is compiled again only when something it is made of has changed (``Compiler``).
+architecture. An instruction set the compiler does not know is left out. Object files stay in build/kernels; a file is
+compiled again only when something it depends on has changed (``Compiler``).
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
-import sysconfig
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,10 +32,6 @@ LIBRARY = "libllm_kernels.so"
 PROGRAM = Path("performance/ceilings")
 PROGRAM_MAIN = "ceilings_main.cc"
 OBJECTS = Path("build/kernels")
-TURN_LOG = Path("llm_serving/flight/_turn_log.c")
-TURN_LOG_FLAGS = ["-x", "c", "-std=c11", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
-# Python's tables of methods and slots are written with fewer members than they have, and with casts of functions.
-TURN_LOG_FLAGS += ["-Wno-missing-field-initializers", "-Wno-cast-function-type", "-Wno-unused-parameter"]
 DATA_FOLDERS = ("configs", "models")
 
 COMPILE_FLAGS = [
@@ -151,7 +143,6 @@ class BuildKernels(build_ext):
         compiler = Compiler(os.environ.get("CXX", "g++"), bool(self.force))
         folder = ROOT / OBJECTS / platform.machine()
         self._build_kernels(compiler, folder)
-        self._build_turn_log(compiler, folder)
 
     def _build_kernels(self, compiler: Compiler, folder: Path) -> None:
         units = [(*unit, folder / unit[0].relative_to(ROOT).with_suffix(".o")) for unit in self._units(compiler)]
@@ -165,16 +156,6 @@ class BuildKernels(build_ext):
             compiler.link(objects, ["-pthread"], folder / PROGRAM.name)
             self._put(folder / PROGRAM.name, ROOT / PROGRAM)
 
-    def _build_turn_log(self, compiler: Compiler, folder: Path) -> None:
-        include, target = sysconfig.get_path("include"), self._turn_log_target()
-        if not (Path(include) / "Python.h").is_file():
-            sys.stderr.write(f"{TURN_LOG} is left out: {include} has no Python.h; install the headers of Python\n")
-            return
-        object_file = folder / TURN_LOG.with_name(target.name).with_suffix(".o")
-        compiler.compile(ROOT / TURN_LOG, [*TURN_LOG_FLAGS, f"-I{include}"], object_file)
-        compiler.link([object_file], ["-shared"], folder / target.name)
-        self._put(folder / target.name, target)
-
     @staticmethod
     def _put(made: Path, target: Path) -> None:
         """Copy a file to where it is used, under another name first: a process may have the old one mapped."""
@@ -186,14 +167,10 @@ class BuildKernels(build_ext):
         os.replace(partial, target)
 
     def get_outputs(self) -> list[str]:
-        return [str(path) for path in (self._target(), self._turn_log_target()) if path.is_file()]
+        return [str(self._target())]
 
     def _target(self) -> Path:
         return (ROOT if self.inplace else Path(self.build_lib).resolve()) / SOURCES / LIBRARY
-
-    def _turn_log_target(self) -> Path:
-        name = TURN_LOG.stem + sysconfig.get_config_var("EXT_SUFFIX")
-        return (ROOT if self.inplace else Path(self.build_lib).resolve()) / TURN_LOG.with_name(name)
 
     def _units(self, compiler: Compiler) -> list[tuple[Path, list[str]]]:
         """Source file and flags of each object file."""
@@ -223,9 +200,6 @@ class BuildPython(build_py):
 
 
 setup(
-    ext_modules=[
-        Extension("agent.kernels.libllm_kernels", sources=[]),
-        Extension("llm_serving.flight._turn_log", sources=[]),
-    ],
+    ext_modules=[Extension("agent.kernels.libllm_kernels", sources=[])],
     cmdclass={"build_ext": BuildKernels, "build_py": BuildPython},
 )

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -21,17 +20,13 @@ FILES = {
     "agent/kernels/common/deep.h": '#pragma once\n#include "deeper.h"\n#define deep() DEEPER\n',
     "agent/kernels/common/deeper.h": "#pragma once\n#define DEEPER 1\n",
     "performance/README": "where the program goes\n",
-    "llm_serving/flight/_turn_log.c": "int turn_log(void) { return 3; }\n",
 }
 COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then cat "$(dirname "$0")/version"; else exec g++ "$@"; fi
 """
 OBJECTS = {"ceilings_main.o", "one.o", "two.o"}
 LINKED = {"ceilings", LIBRARY}
-EXTENSION = "_turn_log" + sysconfig.get_config_var("EXT_SUFFIX")
-HAS_PYTHON_HEADERS = Path(sysconfig.get_path("include"), "Python.h").is_file()
-TURN_LOG = {EXTENSION, EXTENSION.removesuffix(".so") + ".o"} if HAS_PYTHON_HEADERS else set()
-EVERYTHING = OBJECTS | LINKED | TURN_LOG
+EVERYTHING = OBJECTS | LINKED
 
 
 class Tree:

@@ -81,13 +81,12 @@ class Tag(enum.IntEnum):
     index, number of output tokens it has."""
     RELEASE = 11
     """numbers of waiting requests that went elsewhere."""
-    TURNS = 12
-    """Turns in which nothing but decoding went on: in each a step is answered without fault or ending, a step is sent
-    that goes on from the one sent before it, and nothing more is to send. Steps (see ``llm_serving.flight.steps``), seq
-    of the first that is answered, times, queue_us, graph_us, sample_us, states, output pseudonyms?, odd turns. Times
-    has an entry a turn, the three after it and the pseudonyms have one an answer; states has ``[place of the step,
-    state]`` where it was taken. An odd turn is ``[place, answers, steps, whether nothing more was to send]``: one in
-    which other numbers of steps were answered and sent, or that goes on in the next record."""
+    DECODING = 12
+    """Undisturbed decoding (see ``llm_serving.flight.decode_log``): steps (see ``llm_serving.flight.steps``), number of
+    the first completed step, times, queue_us, graph_us, sample_us, counts, output pseudonyms?, irregular iterations.
+    ``times`` has one entry per iteration, the next three and the pseudonyms have one per result. ``counts`` has
+    ``[index of the step, counts]`` for the steps with counts. An irregular iteration is ``[index, number of results,
+    number of steps, whether it ended]``: it has other numbers than one, or goes on in the next record."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""What is written of the scheduler's calls, and when.
+"""Decides what is written about each call of the scheduler, and when.
 
-Turns in which nothing but decoding goes on are taken down by a ``TurnLog`` and become one record later; of any other
-call there is a record at once. Records are written in one call, without waiting for the disk: when
-``WRITE_INTERVAL_S`` has passed, at the end of a turn in which something went wrong, and when no step is in flight.
+Undisturbed decoding goes into a ``DecodeLog``, which becomes one record later. Every other call becomes a record at
+once. The journal writes its records together, in one system call that does not wait for the disk: after
+``WRITE_INTERVAL_S``, at the end of a loop iteration in which something went wrong, and when no step is in flight.
 """
 
 from __future__ import annotations
@@ -11,262 +11,262 @@ import math
 from operator import attrgetter
 
 from llm_serving.flight.counts import Counts
+from llm_serving.flight.decode_log import DecodeLog
 from llm_serving.flight.facts import ending_indices, is_whole
 from llm_serving.flight.format import Tag
 from llm_serving.flight.identities import Identities
 from llm_serving.flight.known_requests import KnownRequests
 from llm_serving.flight.segments import SegmentWriter
 from llm_serving.flight.step_writer import StepWriter
-from llm_serving.flight.turn_log import turn_log
 from llm_serving.request import Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
 
 __all__ = ["WRITE_INTERVAL_S", "Journal"]
 
-_TIME, _SCHEDULE, _UPDATE, _TURNS = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag.UPDATE), int(Tag.TURNS)
-"""A plain number is written in a tenth of the time of an enumeration's member."""
+_TIME, _SCHEDULE, _UPDATE, _DECODING = int(Tag.TIME), int(Tag.SCHEDULE), int(Tag.UPDATE), int(Tag.DECODING)
+"""Plain numbers, because the encoder writes a number ten times as fast as a member of an enumeration."""
 WRITE_INTERVAL_S = 0.5
-"""While steps are in flight and nothing goes wrong, records are written so often, together."""
-_AT_ONCE = -math.inf
-_MAX_TURNS = 1024
+"""Maximum time between writes while steps are in flight."""
+_NOW = -math.inf
+_MAX_ITERATIONS = 1024
 _MAX_PENDING = 256
-"""So many turns, or so many records, are written whatever the clock says."""
-_ANSWER = attrgetter(
+"""This number of iterations or of records is written regardless of the time."""
+_RESULT = attrgetter(
     "seq", "sampled_ids", "logits", "logsumexps", "error", "aborted", "queue_us", "graph_us", "sample_us"
 )
-"""What is recorded of an answer."""
 
 
 class Journal:
-    """Writes the calls of ``scheduler`` into ``segments``. Raises OSError when the disk takes no more: the caller then
-    calls ``pause``.
+    """Writes the calls of ``scheduler`` into ``segments``.
 
-    Calls of ``update`` and ``schedule`` are offered to ``turns`` first, with ``answer``, ``step`` and ``end``; those
-    that it does not take are told here.
+    The caller offers each ``schedule`` and ``update`` to ``decode_log`` first, and calls the journal's methods for what
+    the log refuses. The methods raise OSError if the disk is full; the caller then calls ``pause``.
     """
 
     def __init__(self, scheduler: Scheduler, segments: SegmentWriter, identities: Identities | None) -> None:
         self._scheduler = scheduler
         self._figures = scheduler.figures
         self._segments = segments
-        self._requests = KnownRequests(identities, self._forgotten)
-        self._names_tokens = identities is not None
+        self._requests = KnownRequests(identities, self._forget_number)
+        self._has_pseudonyms = identities is not None
         self._sent: dict[int, ScheduledStep] = {}
-        """Steps in flight; for one that ``turns`` took down another of its batch may stand."""
+        """Steps in flight by number. A step from the decode log is represented by the latest step of its batch."""
         self._steps = StepWriter()
-        self.turns = turn_log(self._figures.counts, _MAX_TURNS)
+        self.decode_log = DecodeLog(self._figures.counts, _MAX_ITERATIONS)
         self._num_steps = 0
         self._is_step_latest = False
-        """The last call was ``schedule`` and gave a step."""
-        self._seen_requests: list[Request] | None = None
-        self._seen_lens: list[int] = []
-        """Of the last step whose counts were taken. No requests: those of the next are taken."""
+        """The latest call was ``schedule``, and it returned a step."""
+        self._counted_requests: list[Request] | None = None
+        self._counted_lens: list[int] = []
+        """Requests and lengths of block tables of the latest step with counts. None: the next step gets counts."""
         self._pending: list[object] = []
-        self._due = _AT_ONCE
+        self._due = _NOW
         self._now = 0.0
 
     @property
     def num_steps(self) -> int:
-        """Steps recorded."""
-        return self._num_steps + self.turns.num_steps
+        """Number of recorded steps."""
+        return self._num_steps + self.decode_log.num_steps
 
-    # Calls of every turn, that ``turns`` has not taken
+    # Calls in every loop iteration that the decode log refuses
 
-    def note_step(self, step: ScheduledStep, now: float) -> None:
-        """``schedule`` gave a step.
+    def record_step(self, step: ScheduledStep, now: float) -> None:
+        """Records that ``schedule`` returned a step.
 
-        Counts are taken when it has other sequences than the last, or more blocks, or another call than ``schedule``
-        and ``update`` came before it, and when there is nothing to send: there alone can they be others.
+        The record has the scheduler's counts if they can differ from those of the latest step: the step has other
+        sequences or more blocks, or another call than ``schedule`` and ``update`` came before it.
         """
-        self._leave_turns()
+        self._stop_log()
         self._num_steps += 1
         lens, counts = list(map(len, step.block_tables)), None
-        if step.requests is not self._seen_requests or lens != self._seen_lens:
+        if step.requests is not self._counted_requests or lens != self._counted_lens:
             counts = self._figures.counts()
-        self._record_step(step, lens, counts, now)
+        self._record_time(now)
+        self._counted_requests, self._counted_lens = step.requests, lens
+        self._is_step_latest = True
+        self._sent[step.seq] = step
+        self._pending.append((_SCHEDULE, self._steps.record(step, self._requests.number_of, lens), None, counts))
         if len(self._pending) >= 2 * _MAX_PENDING:
             self.flush()
 
-    def note_update(self, result: StepResult, updates: list[RequestUpdate], now: float) -> None:
-        """``update`` took an answer."""
-        self._leave_turns()
-        self._record_answer(result, updates, len(updates), None, now)
+    def record_result(self, result: StepResult, updates: list[RequestUpdate], now: float) -> None:
+        """Records a call of ``update``."""
+        self._stop_log()
+        self._record_result(result, updates, len(updates), None, now)
         if result.error is not None:
-            self._due = _AT_ONCE
+            self._due = _NOW
 
-    def note_failed_update(self, result: StepResult, error: Exception, now: float) -> None:
-        """``update`` raised."""
-        self._leave_turns()
-        self._record_answer(result, [], type(error).__name__, self._figures.counts(), now)
-        self._due = _AT_ONCE
+    def record_failed_update(self, result: StepResult, error: Exception, now: float) -> None:
+        """Records that ``update`` raised ``error``."""
+        self._stop_log()
+        self._record_result(result, [], type(error).__name__, self._figures.counts(), now)
+        self._due = _NOW
 
-    def note_nothing(self, now: float) -> None:
-        """``schedule`` gave no step: the turn ends."""
-        self._leave_turns()
+    def record_no_step(self, now: float) -> None:
+        """Records that ``schedule`` returned None, which ends the loop iteration."""
+        self._stop_log()
         wakeup = self._scheduler.next_wakeup(now)
         counts = None if self._is_step_latest else self._figures.counts()
         self._is_step_latest = False
-        self._note_time(now)
+        self._record_time(now)
         self._pending.append((_SCHEDULE, None, wakeup, counts))
-        is_last = counts is not None and not counts[4]  # nothing is in flight
+        is_last = counts is not None and not counts[4]  # no step is in flight
         if now >= self._due or is_last or len(self._pending) >= _MAX_PENDING:
             self.flush()
-        self._enter_turns()
+        self._start_log()
 
     # Other calls
 
     def begin(self) -> None:
-        """The first segment, before the first record."""
+        """Starts the first segment before the first record."""
         if self._segments.is_new:
             self._begin_segment()
 
-    def note(self, record: list[object], now: float | None = None, *, urgent: bool = False) -> None:
-        """A record of a call that is not of every step. ``urgent``: something went wrong; it is written at the end of
-        this turn, with all before it."""
-        self._leave_turns()
+    def record(self, record: list[object], now: float | None = None, *, urgent: bool = False) -> None:
+        """Adds a record of a call that is rare. An urgent record reports a fault: it is written, with all records
+        before it, at the end of this loop iteration."""
+        self._stop_log()
         self._is_step_latest = False
-        self._seen_requests = None
+        self._counted_requests = None
         if now is not None:
-            self._note_time(now)
+            self._record_time(now)
         self._pending.append(record)
         if urgent:
-            self._due = _AT_ONCE
+            self._due = _NOW
         if len(self._pending) >= _MAX_PENDING:
             self.flush()
 
-    def know(self, request: Request, *, refused: bool) -> tuple[int, bytes | None]:
-        """A new request's number, and the names of its tokens where there are any."""
-        self._leave_turns()
-        if not refused and len(self._requests) > 2 * self._num_requests() + _MAX_PENDING:
+    def add_request(self, request: Request, *, refused: bool) -> tuple[int, bytes | None]:
+        """Returns the number of a new request, and the packed pseudonyms of its tokens if the recording has them."""
+        self._stop_log()
+        num_requests = self._figures.num_running + self._figures.num_waiting
+        if not refused and len(self._requests) > 2 * num_requests + _MAX_PENDING:
             self._requests.forget_ended()
         return self._requests.add(request, refused=refused)
 
     def number_of(self, request: Request) -> int:
+        """Returns the number of a known request."""
         return self._requests.number_of(request)
 
     def find(self, request_id: str) -> int | None:
-        """A request's number; None where it is not known."""
+        """Returns the number of a request, or None for an unknown id."""
         return self._requests.find(request_id)
 
     def release(self, request_ids: list[str]) -> None:
-        """Requests that went elsewhere: those that come back have other numbers."""
+        """Forgets requests that move to another replica. They get new numbers if they come back."""
         for request_id in request_ids:
             self._requests.forget(request_id)
         self._steps.renumber()
 
     def lose_steps(self) -> None:
-        """No step is in flight any more."""
+        """Forgets the steps in flight, because their agent is lost."""
         self._sent.clear()
 
     # Writing
 
     def flush(self) -> None:
-        """Write what there is, which is lost while the recording pauses; then the next segment begins if it is time.
-        The scheduler's state is that after the last record."""
+        """Writes all pending records, then starts the next segment if the present one is full.
+
+        Records are lost while the recording pauses. A new segment begins with the scheduler's present state.
+        """
         self.begin()
-        self._take_turns()
-        self._due = self.turns.due = self._now + WRITE_INTERVAL_S
+        self._take_run()
+        self._due = self.decode_log.due = self._now + WRITE_INTERVAL_S
         records, self._pending = self._pending, []
         self._segments.write(records)
         if self._segments.wants_next(self._now):
             self._begin_segment()
 
     def finish(self) -> None:
-        """Write all that was taken down, the turn under way too."""
-        self._leave_turns()
+        """Writes everything, including an iteration that has not ended."""
+        self._stop_log()
         self.flush()
 
     def pause(self, error: OSError) -> None:
-        """Nothing is written for a while."""
-        self._leave_turns()
+        """Drops the pending records and stops writing for a while, because of ``error``."""
+        self._stop_log()
         self._pending.clear()
         self._segments.pause(self._now, error)
 
     def close(self) -> None:
-        """Close the files; what was not written is lost. May be called twice."""
-        self.turns.leave()
-        self.turns.take()
+        """Closes the files without writing. May be called twice."""
+        self.decode_log.stop()
+        self.decode_log.take()
         self._segments.close()
 
     def _begin_segment(self) -> None:
-        """What records refer to begins anew, too."""
-        self._leave_turns()
+        """Starts a segment. Its records refer to nothing outside it, so the writers' memory starts empty as well."""
+        self._stop_log()
         self._requests.forget_ended()
         self._steps = StepWriter()
         self._requests.settle_endings()
-        self._seen_requests = None
+        self._counted_requests = None
         self._segments.begin(self._now, self._requests.numbers)
 
-    def _num_requests(self) -> int:
-        return self._figures.num_running + self._figures.num_waiting
-
-    def _forgotten(self, number: int) -> None:
+    def _forget_number(self, number: int) -> None:
         self._steps.forget(number)
 
-    # Turns alike
+    # Undisturbed decoding
 
-    def _enter_turns(self) -> None:
-        """From now on, if all that is in flight is of one batch that decodes."""
+    def _start_log(self) -> None:
+        """Starts the decode log if all steps in flight are decode steps of one batch."""
         latest = next(reversed(self._sent.values()), None)
-        if latest is None or latest.requests is not self._seen_requests:
+        if latest is None or latest.requests is not self._counted_requests:
             return
         seqs, steps = list(self._sent), list(self._sent.values())
         if (lens := self._steps.table_lens_of(steps)) is None:
             return
         if seqs == list(range(seqs[0], latest.seq + 1)):
-            self.turns.due = self._due
-            self.turns.begin(seqs[0], latest, lens, self._requests.endings, self._names_tokens)
+            self.decode_log.due = self._due
+            self.decode_log.begin(seqs[0], latest, lens, self._requests.endings, self._has_pseudonyms)
 
-    def _take_turns(self) -> None:
-        """A record of the turns taken down."""
-        taken = self.turns.take()
-        if taken is None:
+    def _take_run(self) -> None:
+        """Turns the logged iterations into a record."""
+        run = self.decode_log.take()
+        if run is None:
             return
-        latest, answered, sent, times, queue_us, graph_us, sample_us, growths, states, updates, odd_turns, lens = taken
         names = None
         if self._requests.identities is not None:
-            names = [self._requests.identities.take(each, len(each)) for each in updates]
-        run = self._steps.record_run(sent, growths)
-        self._steps.go_to(latest, lens)
-        self._pending.append((_TURNS, run, answered, times, queue_us, graph_us, sample_us, states, names, odd_turns))
-        self._sent = dict.fromkeys(range(answered + len(queue_us), latest.seq + 1), latest)
-        self._seen_requests, self._seen_lens = latest.requests, lens
-        self._now = times[-1]
-        _, _, num_steps, has_ended = odd_turns[-1] if odd_turns else (0, 1, 1, True)
+            names = [self._requests.identities.take(updates, len(updates)) for updates in run.updates]
+        steps = self._steps.record_run(run.first_step, run.growths)
+        self._steps.go_to(run.latest, run.table_lens)
+        queue_us, graph_us, sample_us = map(list, zip(*run.times_us, strict=True))
+        self._pending.append(
+            (
+                *(_DECODING, steps, run.first_result, run.times, queue_us, graph_us, sample_us),
+                *(run.counts, names, run.irregular),
+            )
+        )
+        self._sent = dict.fromkeys(range(run.first_result + len(queue_us), run.latest.seq + 1), run.latest)
+        self._counted_requests, self._counted_lens = run.latest.requests, run.table_lens
+        self._now = run.times[-1]
+        _, _, num_steps, has_ended = run.irregular[-1] if run.irregular else (0, 1, 1, True)
         self._is_step_latest = not has_ended and num_steps > 0
 
-    def _leave_turns(self) -> None:
-        """Something else has happened: records of all that was taken down, before that of what it was."""
-        self.turns.leave()
-        self._take_turns()
+    def _stop_log(self) -> None:
+        """Ends undisturbed decoding. Its record must precede the record of the call that disturbs it."""
+        self.decode_log.stop()
+        self._take_run()
 
     # Records of calls
 
-    def _note_time(self, now: float) -> None:
+    def _record_time(self, now: float) -> None:
         if now != self._now:
             self._now = now
             self._pending.append((_TIME, now))
 
-    def _record_step(self, step: ScheduledStep, lens: list[int], counts: Counts | None, now: float) -> None:
-        """``lens``: of its block tables when it was made; ``counts`` then."""
-        self._note_time(now)
-        self._seen_requests, self._seen_lens = step.requests, lens
-        self._is_step_latest = True
-        self._sent[step.seq] = step
-        self._pending.append((_SCHEDULE, self._steps.record(step, self._requests.number_of, lens), None, counts))
-
-    def _record_answer(
+    def _record_result(
         self,
-        answer: StepResult,
+        result: StepResult,
         updates: list[RequestUpdate],
         outcome: int | str,
         counts: Counts | None,
         now: float,
     ) -> None:
-        self._note_time(now)
+        self._record_time(now)
         self._is_step_latest = False
-        seq, sampled_ids, logits, logsumexps, error, aborted, *times = _ANSWER(answer)
+        seq, sampled_ids, logits, logsumexps, error, aborted, *times = _RESULT(result)
         step = self._sent.pop(seq, None)
         fault: list[object] | None = None
         ends, names = [], None

@@ -168,8 +168,8 @@ class Segment:
         for record in self.records:
             if record[0] == Tag.TIME:
                 now = record[1]
-            elif record[0] == Tag.TURNS:
-                yield from _turns(record, steps)
+            elif record[0] == Tag.DECODING:
+                yield from _decoding(record, steps)
                 now = record[3][-1]
             else:
                 yield _event(record, now, steps)
@@ -231,21 +231,21 @@ def _read_segment(file: Path) -> Segment | None:
     return Segment(file, header, state, records, frames.is_torn)
 
 
-def _turns(record: list[Any], steps: StepReader) -> Iterator[Event]:
-    """The events of turns in which nothing but decoding went on."""
-    _, run, answered, times, queue_us, graph_us, sample_us, states, names, *rest = record
-    odd_turns = {place: tuple(odd) for place, *odd in (rest[0] if rest else [])}
-    num_sent = len(times) + sum(num_steps - 1 for _, num_steps, _ in odd_turns.values())
+def _decoding(record: list[Any], steps: StepReader) -> Iterator[Event]:
+    """Yields the events of undisturbed decoding."""
+    _, run, first_result, times, queue_us, graph_us, sample_us, counts, names, *rest = record
+    irregular = {index: tuple(numbers) for index, *numbers in (rest[0] if rest else [])}
+    num_sent = len(times) + sum(num_steps - 1 for _, num_steps, _ in irregular.values())
     sent = enumerate(steps.run(run, num_sent))
-    num_seqs, state_of = steps.num_seqs_of(run), dict(states)
-    answers = enumerate(zip(queue_us, graph_us, sample_us, strict=True))
-    for turn, now in enumerate(times):
-        num_answers, num_steps, has_ended = odd_turns.get(turn, (1, 1, True))
-        for place, us in islice(answers, num_answers):
-            named = None if names is None else names[place]
-            yield Answered(now, answered + place, None, [], named, *us, num_seqs, None)
-        for place, step in islice(sent, num_steps):
-            yield Scheduled(now, step, None, state_of.get(place))
+    num_seqs, counts_of = steps.num_seqs_of(run), dict(counts)
+    results = enumerate(zip(queue_us, graph_us, sample_us, strict=True))
+    for iteration, now in enumerate(times):
+        num_results, num_steps, has_ended = irregular.get(iteration, (1, 1, True))
+        for index, us in islice(results, num_results):
+            named = None if names is None else names[index]
+            yield Answered(now, first_result + index, None, [], named, *us, num_seqs, None)
+        for index, step in islice(sent, num_steps):
+            yield Scheduled(now, step, None, counts_of.get(index))
         if has_ended:
             yield Scheduled(now, None, None, None)
 

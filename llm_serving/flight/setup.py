@@ -18,7 +18,6 @@ from llm_serving import __version__
 from llm_serving.flight.format import FlightRecordingError, SegmentHeader, replica_folder
 from llm_serving.flight.recorder import FlightRecorder
 from llm_serving.flight.ring import SegmentRing
-from llm_serving.flight.turn_log import IS_NATIVE
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.scheduler import Scheduler
 
@@ -28,12 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["code_digest", "compares_tokens", "limits_from_map", "limits_to_map", "record", "recorder_of"]
 
 _MEBIBYTE = 1024 * 1024
-NOT_NATIVE = (
-    "the flight recorder's log of turns is not built, and done in Python, which takes several times as long."
-    " Build it: python setup.py build_ext --inplace (needs a C compiler and the headers of Python)"
-)
 _PACKAGE = Path(__file__).resolve().parents[1]
-_RECORDED_CODE = ("scheduler/**/*.py", "kvcache/*.py", "request.py", "receipt.py")
+_RECORDED_CODE = ("scheduler/**/*.py", "kvcache/*.py", "request.py", "telemetry/receipt.py")
 
 
 def recorder_of(
@@ -45,8 +40,6 @@ def recorder_of(
     if settings.flight_recorder_mib == 0:
         return None
     folder = Path(settings.flight_recorder or Path(settings.path).with_name("flight"))
-    if not IS_NATIVE:
-        on_error(NOT_NATIVE)
     num_replicas = config.parallel_config.data_parallel
     if num_replicas > 1:
         folder = replica_folder(folder, replica)

@@ -280,7 +280,7 @@ def test_a_killed_process_leaves_all_but_its_last_turn(tmp_path):
         "import os, sys\n"
         "from pathlib import Path\n"
         "from support.fakes import make_request\n"
-        "from recorded_runs import recorded_simulation\n"
+        "from support.recorded_runs import recorded_simulation\n"
         f"simulation, recorder = recorded_simulation(Path({str(tmp_path)!r}))\n"
         "for number in range(30):\n"
         "    simulation.now += 0.5\n"

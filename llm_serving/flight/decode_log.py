@@ -1,0 +1,208 @@
+"""Records undisturbed decoding as numbers, because most loop iterations of a busy engine contain nothing else.
+
+An iteration is undisturbed if every result brings each sequence of the batch one token and ends no request, every
+scheduled step continues the step before it with the same batch, and the scheduler then waits for the next result.
+Such an iteration needs no record of its own: its times and its new blocks describe it. The engine calls this code in
+every step, so it compares whole columns in few calls and allocates little.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import lt, sub
+
+from llm_serving.flight.counts import Counts
+from llm_serving.flight.steps import Growth
+from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
+
+__all__ = ["DUE", "LOGGED", "REFUSED", "DecodeLog", "DecodeRun"]
+
+REFUSED, LOGGED, DUE = range(3)
+"""Return values of ``DecodeLog.end``. DUE means LOGGED, and that the caller should call ``take`` now."""
+
+_SPARE_RESULTS = 16
+"""Results beyond the maximum number of iterations that the log accepts."""
+
+
+@dataclass(slots=True)
+class DecodeRun:
+    """Consecutive undisturbed iterations. Lists have one entry per iteration, per result or per step, as stated."""
+
+    latest: ScheduledStep
+    """The last step that was scheduled."""
+    first_result: int
+    """Number of the step of the first result."""
+    first_step: int
+    """Number of the first step that was scheduled."""
+    table_lens: list[int]
+    """Length of each block table in ``latest``."""
+    times: list[float] = field(default_factory=list)
+    """Time of each iteration, in seconds."""
+    times_us: list[tuple[int, int, int]] = field(default_factory=list)
+    """queue_us, graph_us and sample_us of each result."""
+    growths: list[Growth] = field(default_factory=list)
+    """Blocks that were added to block tables."""
+    counts: list[tuple[int, Counts]] = field(default_factory=list)
+    """The scheduler's counts after each step that added blocks, with the index of that step."""
+    updates: list[list[RequestUpdate]] = field(default_factory=list)
+    """Updates of each result, if the log keeps them."""
+    irregular: list[tuple[int, int, int, bool]] = field(default_factory=list)
+    """Iterations that do not have exactly one result, one step and an end: index of the iteration, number of results,
+    number of steps, whether it ended."""
+
+
+class DecodeLog:
+    """Collects undisturbed iterations between ``begin`` and ``stop``.
+
+    ``result``, ``step`` and ``end`` refuse whatever disturbs decoding, and then leave the log as it was. The log asks
+    ``counts`` for the scheduler's counts when a step has more blocks. After ``max_iterations`` it accepts no more.
+    """
+
+    def __init__(self, counts: Callable[[], Counts], max_iterations: int) -> None:
+        self.due = -math.inf
+        """An iteration that ends at this time or later is DUE."""
+        self.num_steps = 0
+        """Steps that the log has accepted since it was created."""
+        self._counts = counts
+        self._max_iterations = max_iterations
+        self._max_results = max_iterations + _SPARE_RESULTS
+        self._is_active = False
+        self._run: DecodeRun | None = None
+        self._num_sent = 0
+        self._now = 0.0
+        self._next_result = 0
+        self._iteration_results = self._iteration_steps = 0
+        self._ending_token_ids: set[int] = set()
+        self._keeps_updates = False
+
+    def begin(
+        self,
+        next_result: int,
+        latest: ScheduledStep,
+        table_lens: list[int],
+        ending_token_ids: set[int],
+        keeps_updates: bool,
+    ) -> None:
+        """Starts the log after ``latest``, whose block tables are recorded up to ``table_lens``.
+
+        The next result belongs to step ``next_result``. A token in ``ending_token_ids`` may end a request. ``latest``
+        must not restart a batch row. Raises ValueError if the log is active or not empty.
+        """
+        if self._is_active or self._run is not None or not len(latest.starts) == len(latest.rows) == len(table_lens):
+            raise ValueError("the log is active, or the columns of the step have different sizes")
+        self._next_result = next_result
+        self._ending_token_ids, self._keeps_updates = ending_token_ids, keeps_updates
+        self._continue(latest, table_lens)
+        self._is_active = True
+
+    def result(self, result: StepResult, updates: list[RequestUpdate], now: float) -> bool:
+        """Logs a call of ``Scheduler.update``. Returns False if the result disturbs decoding."""
+        run = self._run
+        if not self._is_active or run is None:
+            return False
+        sampled_ids, size = result.sampled_ids, len(run.table_lens)
+        if (
+            self._iteration_steps
+            or (self._iteration_results and now != self._now)
+            or result.seq != self._next_result
+            or len(updates) != size
+            or len(sampled_ids) != size
+            or len(result.logits) != size
+            or len(result.logsumexps) != size
+            or result.error is not None
+            or result.aborted
+            or not self._ending_token_ids.isdisjoint(sampled_ids)
+            or min(sampled_ids) < 0
+            or len(run.times) == self._max_iterations
+            or len(run.times_us) == self._max_results
+        ):
+            return False
+        if self._keeps_updates:
+            run.updates.append(updates)
+        self._now = now
+        run.times_us.append((result.queue_us, result.graph_us, result.sample_us))
+        self._iteration_results += 1
+        self._next_result += 1
+        return True
+
+    def step(self, step: ScheduledStep, now: float) -> bool:
+        """Logs a step that ``Scheduler.schedule`` returned. Returns False if it does not just continue the last one."""
+        run = self._run
+        if not self._is_active or run is None or not self._iteration_results or now != self._now:
+            return False
+        latest, size = run.latest, len(run.table_lens)
+        if (
+            # Steps of one batch share these columns, so the same objects mean the same batch.
+            step.requests is not latest.requests
+            or step.rows is not latest.rows
+            or step.query_lens is not latest.query_lens
+            or step.do_sample is not latest.do_sample
+            or step.block_tables is not latest.block_tables
+            or step.restarts is not latest.restarts
+            or step.kind is not latest.kind
+            or step.reason is not latest.reason
+            or step.seq != latest.seq + 1
+            or step.moves
+            or step.histories
+            or list(map(sub, step.starts, latest.starts)).count(1) != size
+            or list(map(sub, step.sample_positions, latest.sample_positions)).count(1) != size
+        ):
+            return False
+        table_lens = list(map(len, step.block_tables))
+        if table_lens != run.table_lens:
+            if any(map(lt, table_lens, run.table_lens)):
+                return False
+            for index, (table, known) in enumerate(zip(step.block_tables, run.table_lens, strict=True)):
+                if len(table) > known:
+                    run.growths.append((self._num_sent, index, known, table[known:]))
+            run.counts.append((self._num_sent, self._counts()))
+            run.table_lens = table_lens
+        run.latest = step
+        self._num_sent += 1
+        self._iteration_steps += 1
+        self.num_steps += 1
+        return True
+
+    def end(self, now: float, wakeup: float | None) -> int:
+        """Logs that ``Scheduler.schedule`` returned None, which ends the iteration."""
+        run = self._run
+        if not self._is_active or run is None or not self._iteration_steps or now != self._now or wakeup is not None:
+            return REFUSED
+        self._end_iteration(run, has_ended=True)
+        return DUE if len(run.times_us) >= self._max_iterations or now >= self.due else LOGGED
+
+    def stop(self) -> None:
+        """Accepts nothing more until ``begin``. An iteration may stop before its end."""
+        run = self._run
+        if run is not None and self._iteration_results:
+            self._end_iteration(run, has_ended=False)
+        if run is not None and not run.times:
+            self._run = None
+        self._is_active = False
+
+    def take(self) -> DecodeRun | None:
+        """Returns the iterations since the last call and forgets them, or returns None if there are none.
+
+        Raises ValueError within an iteration.
+        """
+        run = self._run
+        if run is None or not run.times:
+            return None
+        if self._iteration_results:
+            raise ValueError("an iteration has not ended")
+        self._run = None
+        if self._is_active:
+            self._continue(run.latest, run.table_lens)
+        return run
+
+    def _continue(self, latest: ScheduledStep, table_lens: list[int]) -> None:
+        self._run = DecodeRun(latest, self._next_result, latest.seq + 1, table_lens)
+        self._num_sent = 0
+
+    def _end_iteration(self, run: DecodeRun, *, has_ended: bool) -> None:
+        if not (self._iteration_results == self._iteration_steps == 1 and has_ended):
+            run.irregular.append((len(run.times), self._iteration_results, self._iteration_steps, has_ended))
+        run.times.append(self._now)
+        self._iteration_results = self._iteration_steps = 0
