@@ -116,8 +116,9 @@ class Sentence:
         return sum(1 for word in self.text.split() if re.search(r"\w", word))
 
     def rejected(self) -> list[Rejected]:
-        """The rejected phrases in this sentence."""
-        return [rejected for pattern, rejected in _REJECTED if pattern.search(self.text)]
+        """The rejected phrases in this sentence. Code spans are names and may contain any word."""
+        text = _SPAN.sub("`code`", self.text)
+        return [rejected for pattern, rejected in _REJECTED if pattern.search(text)]
 
 
 Line = tuple[int, str]

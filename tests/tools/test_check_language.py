@@ -32,6 +32,7 @@ PAIRS = [
     ("Of an agent with all columns simply the linear layer.", "With all columns, an agent runs a linear layer."),
     ("Which step is to be run next.", "Chooses the next step."),
     ("The runs are made by turns.", "Runs of both trees alternate."),
+    ("It is the door.", "It is `the door`."),
 ]
 
 
