@@ -1,0 +1,123 @@
+"""The calls of one streamed chat, from the HTTP request to the first token's bytes, are those that the docs list."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import uvloop
+
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.engine.detokenizer import IncrementalDetokenizer
+from llm_serving.engine.tokenizer import load_tokenizer
+from llm_serving.executor.agent_executor import AgentExecutor
+from llm_serving.executor.agent_process import bind_agent_ports
+from llm_serving.server.app import create_app
+from llm_serving.server.run import serve
+from llm_serving.telemetry.log import EventLog
+from llm_serving.telemetry.metrics import Metrics
+from support.call_trace import RECORD_VARIABLE, Call, CallRecorder, named_calls, read_calls
+from support.small_configs import REPOSITORY, small_config
+
+POINTS = (
+    "llm_serving/server/body.py:read_json_object",
+    "llm_serving/server/validation.py:parse",
+    "llm_serving/engine/chat_template.py:ChatTemplate.render",
+    "llm_serving/engine/tokenizer_backends.py:FastBackend.encode",
+    "llm_serving/engine/request_factory.py:RequestFactory.make",
+    "llm_serving/engine/core.py:EngineCore.submit",
+    "llm_serving/scheduler/request_queue.py:RequestQueue.append",
+    "llm_serving/scheduler/step_builder.py:build_prefill",
+    "llm_serving/ipc/shm.py:StepSlot.write_header",
+    "llm_serving/ipc/channel.py:Channel.send",
+    "agent/task_queue.py:TaskQueue.put",
+    "agent/task_queue.py:TaskQueue.get",
+    "agent/step_inputs.py:StepReader.read",
+    "agent/step_graph/static.py:StaticStepGraph.run",
+    "agent/sampler.py:Sampler.sample",
+    "agent/server.py:AgentServer.send",
+    "llm_serving/executor/slot_io.py:read_result",
+    "llm_serving/scheduler/answers.py:AnswerReader.take",
+    "llm_serving/engine/detokenizer.py:IncrementalDetokenizer.append",
+    "llm_serving/engine/async_engine.py:AsyncEngine._deliver",
+    "llm_serving/server/openai_chat.py:ChatStream.chunk",
+    "llm_serving/server/http_protocol.py:StreamChannel.write",
+)
+"""Where the request changes its form, or goes to another thread or process, in this order."""
+
+BODY = {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 4, "temperature": 0, "stream": True}
+
+
+async def ask(address: tuple[str, int]) -> bytes:
+    """One streamed chat; the whole response."""
+    body = json.dumps(BODY).encode()
+    reader, writer = await asyncio.open_connection(*address)
+    head = (
+        "POST /v1/chat/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json",
+        f"Content-Length: {len(body)}", "Connection: close", "", "",
+    )  # fmt: skip
+    writer.write("\r\n".join(head).encode() + body)
+    response = await reader.read()
+    writer.close()
+    return response
+
+
+async def calls_of_a_chat(folder: Path) -> list[Call]:
+    """The server's calls while it serves one chat."""
+    config, recorder = small_config(folder), CallRecorder()
+    tokenizer = load_tokenizer(config)
+    stop, metrics = asyncio.Event(), Metrics(process=False)
+    with bind_agent_ports("127.0.0.1", [0]) as listeners, EventLog(config.log_config.path) as log:
+        executor = AgentExecutor(config, listeners, folder, agent_module="support.call_trace")
+        engine = AsyncEngine(
+            config,
+            tokenizer,
+            [executor],
+            lambda request: IncrementalDetokenizer.for_request(tokenizer, request.prompt_token_ids, request.sampling),
+            log,
+            metrics,
+        )
+        listener = socket.create_server(("127.0.0.1", 0))
+        executor.start()
+        threading.setprofile(recorder)
+        engine.start()
+        threading.setprofile(None)  # type: ignore[arg-type]
+        http = asyncio.create_task(serve(create_app(engine, log, metrics, config), listener, stop))
+        while engine.status().state != "ready":
+            assert not engine.stop_reason, engine.stop_reason
+            await asyncio.sleep(0.05)
+        sys.setprofile(recorder)
+        began = time.monotonic_ns()
+        try:
+            response = await ask(listener.getsockname())
+        finally:
+            sys.setprofile(None)
+        assert b"[DONE]" in response
+        stop.set()
+        await http
+        await engine.stop()
+        executor.close()
+    return [call for call in recorder.calls + read_calls(folder / "agent_calls.json") if call.at >= began]
+
+
+def documented_calls() -> list[str]:
+    """The rows of the table in docs/architecture.md."""
+    section = (REPOSITORY / "docs/architecture.md").read_text().partition("## The calls of one streamed chat")[2]
+    return re.findall(r"^\| \d+ \| `([^`]+)` \|", section.partition("\n## ")[0], re.MULTILINE)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified name before Python 3.11")
+def test_the_calls_of_one_streamed_chat_are_documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}")
+    monkeypatch.setenv(RECORD_VARIABLE, str(tmp_path / "agent_calls.json"))
+    path = named_calls(uvloop.run(calls_of_a_chat(tmp_path)), POINTS)
+    assert path == documented_calls()
+    assert len(path) <= 54
