@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llm_serving.scheduler.intake import RequestQueue
 from llm_serving.scheduler.protocols import Figures
-from llm_serving.scheduler.request_queue import RequestQueue
 
 __all__ = ["RouterFigures"]
 

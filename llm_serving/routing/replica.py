@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 from llm_serving.kvcache.block_hash import hash_blocks, root_hash
 from llm_serving.request import Request
 from llm_serving.routing.placement import Candidate, Placed
-from llm_serving.scheduler.batching.base import BatchingStrategy
-from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.limits import BatchingStrategy, Policy, SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
-from llm_serving.scheduler.policy import Policy
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.sequence import Sequence
 

@@ -25,15 +25,14 @@ from llm_serving.request import FinishReason, Request
 from llm_serving.routing.figures import RouterFigures
 from llm_serving.routing.placement import Candidate, Placed, Routing, choose
 from llm_serving.routing.replica import Entry, ReplicaScheduler, Survey
+from llm_serving.scheduler.figures import StartRoom
+from llm_serving.scheduler.intake import RequestQueue
 from llm_serving.scheduler.lifecycle import note_end, note_expiry
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate
-from llm_serving.scheduler.request_queue import RequestQueue
-from llm_serving.scheduler.room import StartRoom
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.scheduler.sequence import Sequence as QueuedSequence
-from llm_serving.scheduler.slo_order import SloOrder
-from llm_serving.scheduler.wiring import make_order
+from llm_serving.scheduler.slo_order import SloOrder, make_order
 from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, WaitingLine
 
 __all__ = ["BALANCE_SHARE", "MAX_GROUPS", "Router"]

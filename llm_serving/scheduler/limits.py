@@ -1,19 +1,60 @@
-"""The sizes the scheduler works within, and which request can never fit them."""
+"""Policies, kinds of preemption and of admission control by name; see ``policies`` and ``slo``.
+
+The sizes the scheduler works within, and which request can never fit them.
+"""
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llm_serving.errors import ContextLengthError
 from llm_serving.request import Request
-from llm_serving.scheduler.batching.base import BatchingStrategy
-from llm_serving.scheduler.policy import AdmissionKind, Policy, PreemptionKind
 
 if TYPE_CHECKING:
     from llm_serving.config import Config
 
-__all__ = ["MAX_DECODE_STEPS_AHEAD", "SchedulerLimits"]
+__all__ = ["MAX_DECODE_STEPS_AHEAD", "AdmissionKind", "BatchingStrategy", "Policy", "PreemptionKind", "SchedulerLimits"]
+
+
+class Policy(enum.Enum):
+    """``scheduler_config.policy``."""
+
+    PREFILL_FIRST = "prefill_first"
+    FCFS = "fcfs"
+    DECODE_FIRST = "decode_first"
+    CHUNKED = "chunked"
+    SLO = "slo"
+
+
+class BatchingStrategy(enum.Enum):
+    """``model_config.batching_strategy``; see the file of each."""
+
+    NONE = "none"
+    STATIC = "static"
+    DYNAMIC = "dynamic"
+    CONTINUOUS = "continuous"
+
+
+class PreemptionKind(enum.Enum):
+    """``scheduler_config.preemption``: what becomes of a sequence whose blocks are needed by an older one."""
+
+    RECOMPUTE = "recompute"
+    """It waits, and all its known tokens are computed again."""
+    SWAP = "swap"
+    """Its blocks go to host memory, and come back; where the host has no room it is recomputed."""
+    AUTO = "auto"
+    """Whatever takes less time, by the rates measured so far."""
+
+
+class AdmissionKind(enum.Enum):
+    """``scheduler_config.admission``; see ``admission``."""
+
+    NONE = "none"
+    ROUTER = "router"
+    AIMD = "aimd"
+
 
 MAX_DECODE_STEPS_AHEAD = 3
 

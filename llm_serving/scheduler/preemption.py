@@ -1,12 +1,21 @@
-"""What becomes of a sequence that has to give up its blocks: computed again, or swapped to the host and back."""
+"""What becomes of a sequence that has to give up its blocks: computed again, or swapped to the host and back.
+
+Swapping: blocks of preempted sequences go to host memory and come back, by steps that move blocks and nothing else.
+
+A sequence on its way out is LEAVING: first its steps in flight are answered, then a step of moves copies its blocks,
+then they are free. On its way back it is RUNNING, but neither prefilled nor decoding before its blocks are there.
+So no step in flight ever touches a block that a move reads or writes.
+"""
 
 from __future__ import annotations
 
-from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
-from llm_serving.scheduler.policy import PreemptionKind
-from llm_serving.scheduler.sequence import Sequence
+from llm_serving.request import RequestStatus
+from llm_serving.scheduler.limits import PreemptionKind
+from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepReason, StepResult
+from llm_serving.scheduler.sequence import Sequence, SequenceState
+from llm_serving.scheduler.state import SchedulerState
 
-__all__ = ["PreemptionChoice"]
+__all__ = ["PreemptionChoice", "Swapper"]
 
 _KEEP = 1 - 1 / 32
 """What the past weighs against the next step: about the last 32 count."""
@@ -62,3 +71,96 @@ class PreemptionChoice:
             self._prefill.note(seconds, step.num_tokens)
         elif step.kind is StepKind.MOVE:
             self._move.note(seconds, len(step.moves))
+
+
+class Swapper:
+    """Owns the host's blocks: gives them to a sequence in ``reserve_host``, takes them back in ``drop``."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._going_out: list[Sequence] = []
+        self._max_moves = state.limits.max_moves
+
+    def reserve_host(self, sequence: Sequence) -> bool:
+        """Take host blocks for what a running sequence has computed. False when it has nothing, or there are none."""
+        kv_cache = self._state.kv_cache
+        host_table = kv_cache.host_allocate(kv_cache.blocks_for(sequence.request.num_computed_tokens))
+        if not host_table:
+            return False
+        sequence.host_table = host_table
+        return True
+
+    def drop(self, sequence: Sequence) -> None:
+        """What the host has of a sequence, or was to get, is not needed any more. No move in flight uses it."""
+        if sequence.host_table:
+            self._state.kv_cache.host_free(sequence.host_table)
+            sequence.host_table = []
+        sequence.on_host = False
+        if sequence in self._going_out:
+            self._going_out.remove(sequence)
+
+    def send_out(self, sequence: Sequence) -> None:
+        """Have the next step of moves copy a leaving sequence's blocks, which no step in flight touches any more."""
+        if sequence not in self._going_out:
+            self._going_out.append(sequence)
+
+    def next_step(self) -> ScheduledStep | None:
+        """The step of moves to send now: first those on their way out, whose blocks somebody waits for."""
+        return self._move_out() or self._move_in()
+
+    def moved(self, kind: MoveKind, sequences: list[Sequence]) -> None:
+        """A step of moves was answered."""
+        for sequence in sequences:
+            if kind is MoveKind.SWAP_OUT:
+                sequence.on_host = True
+            elif sequence.state is SequenceState.RUNNING:
+                self.drop(sequence)
+                self._go_on(sequence)
+            # One that was preempted again on its way back still has all it needs on the host.
+
+    def _move_out(self) -> ScheduledStep | None:
+        sequences: list[Sequence] = []
+        moves: list[BlockMove] = []
+        while self._going_out and len(moves) + len(self._going_out[0].host_table) <= self._max_moves:
+            sequence = self._going_out.pop(0)
+            sequences.append(sequence)
+            pairs = zip(sequence.block_table, sequence.host_table, strict=False)  # blocks without tokens stay behind
+            moves += [BlockMove(MoveKind.SWAP_OUT, block, host) for block, host in pairs]
+        return self._send(moves, sequences, StepReason.SWAP_OUT) if moves else None
+
+    def _move_in(self) -> ScheduledStep | None:
+        """The oldest of the swapped ones come back, as many as there is room for."""
+        state = self._state
+        sequences: list[Sequence] = []
+        moves: list[BlockMove] = []
+        while state.swapped and not self._waits(state.swapped[0]):
+            sequence = state.swapped[0]
+            too_many = len(moves) + len(sequence.host_table) > self._max_moves
+            if too_many or not state.running.return_from_host(sequence, state.limits.watermark_blocks):
+                break
+            del state.swapped[0]
+            sequence.request.status = RequestStatus.RUNNING
+            sequence.notes_tokens = True
+            sequences.append(sequence)
+            pairs = zip(sequence.host_table, sequence.block_table, strict=False)
+            moves += [BlockMove(MoveKind.SWAP_IN, host, block) for host, block in pairs]
+        return self._send(moves, sequences, StepReason.SWAP_IN) if moves else None
+
+    def _waits(self, sequence: Sequence) -> bool:
+        """Whether an older sequence is to start again first, or one that was preempted still drains."""
+        waiting, running = self._state.waiting, self._state.running
+        if running.num_preempted_leaving:
+            return True
+        return waiting.num_returned > 0 and next(waiting.preempted()).arrival_index < sequence.arrival_index
+
+    def _send(self, moves: list[BlockMove], sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
+        in_flight = self._state.in_flight
+        step = ScheduledStep(in_flight.next_seq, StepKind.MOVE, moves=moves, reason=reason)
+        return in_flight.add(step, sequences)
+
+    def _go_on(self, sequence: Sequence) -> None:
+        """A sequence is back: it decodes, or its prompt goes on."""
+        if sequence.request.output_token_ids and sequence.num_uncomputed_tokens == 1:
+            self._state.running.end_prefill(sequence)
+        else:
+            self._state.running.start_prefill(sequence)

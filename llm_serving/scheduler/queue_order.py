@@ -1,4 +1,16 @@
-"""In which order waiting requests start: the rule, and its strategies.
+"""Fair shares between tenants: virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language
+Models", OSDI 2024).
+
+Every tenant has a counter of the service it got: ``INPUT_WEIGHT`` a prompt token when a request is started,
+``OUTPUT_WEIGHT`` an output token when it is sampled. Of the tenants with waiting requests the one with the least
+counter is next. A tenant that comes back with nothing waiting is lifted to the least counter of those that wait (to
+that of the last one that waited when none does), so that idling saves up no credit.
+
+What holds, as proven there: between two tenants that both have requests waiting all the time, the service in
+any interval differs by at most ``2 * max(INPUT_WEIGHT * L, OUTPUT_WEIGHT * M)``, L being the longest prompt and M
+the most tokens that running requests can hold together, however many other tenants there are and whatever they send.
+
+In which order waiting requests start: the rule, and its strategies.
 
 The rule of order, whatever the strategy:
 
@@ -23,13 +35,141 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
-from llm_serving.scheduler.fairness import FairQueue
 from llm_serving.scheduler.keyed_heap import KeyedHeap
 from llm_serving.scheduler.sequence import Sequence
 
-__all__ = ["DEFAULT_AGEING_S", "MAX_IDLE_CLASSES", "PriorityOrder", "QueueOrder"]
+__all__ = [
+    "DEFAULT_AGEING_S",
+    "INPUT_WEIGHT",
+    "MAX_IDLE_CLASSES",
+    "MAX_IDLE_TENANTS",
+    "OUTPUT_WEIGHT",
+    "FairQueue",
+    "PriorityOrder",
+    "QueueOrder",
+    "VirtualTokenCounters",
+]
+
+INPUT_WEIGHT = 1
+OUTPUT_WEIGHT = 2
+"""As in the paper: an output token costs about twice what a prompt token does."""
+
+MAX_IDLE_TENANTS = 1024
+"""Counters kept for tenants without waiting requests. Those that would be lifted anyway are forgotten first, which
+changes nothing, then those that owe least."""
+
+
+class VirtualTokenCounters:
+    """The counters, and which tenants have requests waiting. All operations O(log tenants), charging O(1)."""
+
+    def __init__(self) -> None:
+        self._counters: dict[str, int] = {}
+        self._waiting: KeyedHeap[str] = KeyedHeap()
+        self._last = ""
+        """The tenant that waited last, while none does."""
+
+    def __len__(self) -> int:
+        """Tenants with a counter."""
+        return len(self._counters)
+
+    def counter(self, tenant: str) -> int:
+        """The service a tenant got, lifts included; what it would be lifted to when it has no counter."""
+        return self._counters[tenant] if tenant in self._counters else self._floor()
+
+    def wait(self, tenant: str, head: Any) -> None:
+        """A tenant has requests waiting, the first of which sorts as ``head`` among equal counters."""
+        if tenant not in self._waiting:
+            self._counters[tenant] = max(self._counters.get(tenant, 0), self._floor())
+        self._waiting.set(tenant, (self._counters[tenant], head))
+        self._forget()
+
+    def leave(self, tenant: str) -> None:
+        """A tenant has nothing waiting any more."""
+        self._waiting.remove(tenant)
+        self._last = tenant
+
+    def first(self) -> str:
+        """The waiting tenant with the least counter. Raises IndexError when none waits."""
+        waiting = self._waiting
+        while True:
+            # Counters only rise, so a key that is out of date is too small and comes up here to be renewed.
+            tenant = waiting.first()
+            counter, head = waiting.key(tenant)
+            if counter == self._counters[tenant]:
+                return tenant
+            waiting.set(tenant, (self._counters[tenant], head))
+
+    def charge(self, tenant: str, service: int) -> None:
+        """A tenant got service, in weighted tokens."""
+        self._counters[tenant] = self.counter(tenant) + service
+
+    def _floor(self) -> int:
+        """What a tenant that comes back is lifted to. Never falls."""
+        return self._counters[self.first()] if self._waiting else self._counters.get(self._last, 0)
+
+    def _forget(self) -> None:
+        counters, waiting = self._counters, self._waiting
+        if len(counters) - len(waiting) <= MAX_IDLE_TENANTS:
+            return
+        idle = sorted((counter, tenant) for tenant, counter in counters.items() if tenant not in waiting)
+        for _, tenant in idle[: -MAX_IDLE_TENANTS // 2]:
+            del counters[tenant]
+
+
+class FairQueue:
+    """Waiting sequences by tenant: the tenant with the least counter first, and of its sequences the least key."""
+
+    def __init__(self, fairness: bool) -> None:
+        self._fairness = fairness
+        self._tenants: dict[str, KeyedHeap[Sequence]] = {}
+        self._counters = VirtualTokenCounters()
+        self._num_sequences = 0
+
+    def __len__(self) -> int:
+        return self._num_sequences
+
+    def add(self, sequence: Sequence, key: Any) -> None:
+        """Put a sequence in; ``key`` orders it among its tenant's, and between tenants of equal counters."""
+        tenant = self._tenant(sequence)
+        self._tenants.setdefault(tenant, KeyedHeap()).set(sequence, key)
+        self._num_sequences += 1
+        self._renew(tenant)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out. Raises KeyError when it is not in."""
+        tenant = self._tenant(sequence)
+        self._tenants[tenant].remove(sequence)
+        self._num_sequences -= 1
+        self._renew(tenant)
+
+    def first(self) -> Sequence:
+        """The next one. Raises IndexError when there is none."""
+        return self._tenants[self._counters.first()].first()
+
+    def charge_input(self, sequence: Sequence) -> None:
+        """Its prompt is going to be computed."""
+        if self._fairness:
+            self._counters.charge(self._tenant(sequence), INPUT_WEIGHT * len(sequence.request.prompt_token_ids))
+
+    def charge_output(self, sequence: Sequence, num_tokens: int) -> None:
+        """It got output tokens."""
+        if self._fairness:
+            self._counters.charge(self._tenant(sequence), OUTPUT_WEIGHT * num_tokens)
+
+    def _tenant(self, sequence: Sequence) -> str:
+        return sequence.request.tenant if self._fairness else ""
+
+    def _renew(self, tenant: str) -> None:
+        """Tell the counters who is first of the tenant's, or that nobody is left."""
+        sequences = self._tenants[tenant]
+        if sequences:
+            self._counters.wait(tenant, sequences.key(sequences.first()))
+        else:
+            del self._tenants[tenant]
+            self._counters.leave(tenant)
+
 
 DEFAULT_AGEING_S = 30.0
 """Seconds of waiting that outweigh one level of priority."""

@@ -1,4 +1,8 @@
-"""The scheduler: a pure state machine from requests to steps. No clock, no IO, no threads.
+"""The parts of a scheduler, put together as its limits say.
+
+The policy of a name, wired to what it composes steps with.
+
+The scheduler: a pure state machine from requests to steps. No clock, no IO, no threads.
 
 The engine calls ``schedule`` until it gives None, hands every step to the executor, and calls ``update`` with each
 answer. What holds at all times:
@@ -11,38 +15,55 @@ answer. What holds at all times:
   preempted, what of it was found in the cache, or in which chunks it was computed: the keys and values are the same
   bits, and so is the next token.
 
-Which part decides what: ``batching/`` who may start, ``Starter`` whether there is room, ``policies/`` which kind of
+Which part decides what: ``batching`` who may start, ``Starter`` whether there is room, ``policies`` which kind of
 step comes next, the composers what is in it, ``Lifecycle`` what becomes of a sequence, ``Swapper`` what moves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from llm_serving.errors import ProtocolError, QueueFullError
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.request import FinishReason, Request
-from llm_serving.scheduler.answers import AnswerReader, shape_error
-from llm_serving.scheduler.batching.select import select_batching
+from llm_serving.scheduler.admission import make_admission
+from llm_serving.scheduler.batching import Starter, select_batching
 from llm_serving.scheduler.block_supply import make_block_supply
-from llm_serving.scheduler.figures import SchedulerFigures
-from llm_serving.scheduler.in_flight import InFlightStep, InFlightSteps
-from llm_serving.scheduler.lifecycle import Lifecycle, note_expiry
-from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.decode_steps import DecodeComposer
+from llm_serving.scheduler.figures import SchedulerFigures, StartRoom
+from llm_serving.scheduler.intake import RequestQueue
+from llm_serving.scheduler.lifecycle import AnswerReader, Lifecycle, note_expiry, shape_error
+from llm_serving.scheduler.limits import Policy, SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
-from llm_serving.scheduler.policies.select import make_policy
-from llm_serving.scheduler.preemption import PreemptionChoice
-from llm_serving.scheduler.request_queue import RequestQueue
-from llm_serving.scheduler.room import StartRoom
+from llm_serving.scheduler.policies import Chunked, DecodeFirst, Fcfs, PrefillFirst, SchedulingPolicy, StepComposers
+from llm_serving.scheduler.preemption import PreemptionChoice, Swapper
+from llm_serving.scheduler.prefill_steps import MixedComposer, PrefillComposer
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import Sequence, SequenceState
-from llm_serving.scheduler.slo_order import SloOrder
-from llm_serving.scheduler.starting import Starter
-from llm_serving.scheduler.state import SchedulerState
-from llm_serving.scheduler.swapping import Swapper
-from llm_serving.scheduler.wiring import make_admission, make_order
+from llm_serving.scheduler.slo import Slo
+from llm_serving.scheduler.slo_order import SloOrder, make_order
+from llm_serving.scheduler.state import InFlightStep, InFlightSteps, SchedulerState
 
 __all__ = ["Scheduler"]
+
+_POLICIES: dict[Policy, type[SchedulingPolicy]] = {
+    Policy.PREFILL_FIRST: PrefillFirst,
+    Policy.FCFS: Fcfs,
+    Policy.DECODE_FIRST: DecodeFirst,
+    Policy.CHUNKED: Chunked,
+    Policy.SLO: Slo,
+}
+
+
+def _make_policy(
+    state: SchedulerState, starter: Starter, preempt: Callable[[Sequence, float], None]
+) -> SchedulingPolicy:
+    """The policy that ``state.limits.policy`` names."""
+    policy = state.limits.policy
+    prefills = PrefillComposer(state, starter)
+    decodes = DecodeComposer(state, preempt, prefill_answered=policy is Policy.DECODE_FIRST)
+    mixed = MixedComposer(state, decodes, prefills, starter)
+    return _POLICIES[policy](state, StepComposers(prefills, decodes, mixed))
 
 
 class Scheduler:
@@ -70,7 +91,7 @@ class Scheduler:
         self._lifecycle = Lifecycle(self._state, self._swapper, self._preemption, self._admission)
         self._answers = AnswerReader(self._lifecycle, self._waiting, self._supply, fairness=limits.fairness)
         starter = Starter(self._state, select_batching(self._state), self._supply, self._admission)
-        self._policy = make_policy(self._state, starter, self._lifecycle.preempt)
+        self._policy = _make_policy(self._state, starter, self._lifecycle.preempt)
         self._ended: list[RequestUpdate] = []
         self.figures = SchedulerFigures(self._state, self._lifecycle)
 

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from llm_serving.scheduler.policy import Policy
+from llm_serving.scheduler.limits import Policy
 from performance.load.batching import BATCH_SIZE, BATCH_WAIT_S, MODES, OUTPUTS, PROMPT_LEN, VOCAB, mode_settings
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord

@@ -10,7 +10,7 @@ from llm_serving.engine.core import Probe, Stop
 from llm_serving.engine.outputs import ProbeAnswer
 from llm_serving.executor.base import AgentReady
 from llm_serving.request import FinishReason
-from llm_serving.scheduler.policy import Policy, PreemptionKind
+from llm_serving.scheduler.limits import Policy, PreemptionKind
 from support.engine_harness import text_of
 from support.fakes import expected_tokens
 from support.replicas_harness import ReplicatedEngine

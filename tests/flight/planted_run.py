@@ -15,9 +15,8 @@ from llm_serving.flight.setup import record
 from llm_serving.ipc.messages import Decode, Move, Prefill
 from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.request import Request, SamplingParams
-from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.limits import Policy, SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
-from llm_serving.scheduler.policy import Policy
 from llm_serving.scheduler.scheduler import Scheduler
 
 NUM_REQUESTS = 60

@@ -11,7 +11,7 @@ from llm_serving.flight.format import MAGIC, SegmentHeader, Tag, encode_frame
 from llm_serving.flight.journal import WRITE_INTERVAL_S
 from llm_serving.flight.reader import Answered, Scheduled, read_recording
 from llm_serving.flight.setup import code_digest, limits_to_map
-from llm_serving.scheduler.policy import Policy, PreemptionKind
+from llm_serving.scheduler.limits import Policy, PreemptionKind
 from support.fakes import make_limits, make_request
 from support.recorded_runs import record_random_run, recorded_simulation
 from tools.replaying.replayer import replay

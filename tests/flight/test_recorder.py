@@ -18,8 +18,8 @@ from llm_serving.flight.reader import Added, Answered, Finished, Raised, Schedul
 from llm_serving.flight.recorder import READ_ONLY_METHODS, FlightRecorder
 from llm_serving.flight.segments import PAUSE_S
 from llm_serving.flight.setup import limits_from_map, limits_to_map, record
+from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.output import StepResult
-from llm_serving.scheduler.policy import Policy
 from llm_serving.scheduler.scheduler import Scheduler
 from support.fakes import make_limits, make_request
 from support.recorded_runs import RING_BYTES, record_random_run, recorded_simulation, some_requests

@@ -12,7 +12,7 @@ from llm_serving.flight.history import arrivals
 from llm_serving.flight.reader import Added, Released, read_recording
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.flight.setup import record
-from llm_serving.scheduler.policy import Policy, PreemptionKind
+from llm_serving.scheduler.limits import Policy, PreemptionKind
 from llm_serving.scheduler.scheduler import Scheduler
 from support.fakes import make_limits
 from support.recorded_runs import RING_BYTES, fail, some_requests

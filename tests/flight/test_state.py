@@ -15,7 +15,7 @@ from llm_serving.flight.disguise import StateDisguise
 from llm_serving.flight.format import FlightRecordingError
 from llm_serving.flight.state import first_difference, read_state, write_state
 from llm_serving.request import Request
-from llm_serving.scheduler.policy import Policy, PreemptionKind
+from llm_serving.scheduler.limits import Policy, PreemptionKind
 from llm_serving.telemetry.receipt import Receipt
 from support.fakes import make_limits, make_request
 from support.simulation import Simulation

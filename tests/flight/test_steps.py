@@ -9,8 +9,8 @@ import pytest
 from llm_serving.flight.format import MAGIC, FrameReader, encode_frame
 from llm_serving.flight.step_writer import StepWriter
 from llm_serving.flight.steps import StepReader
+from llm_serving.scheduler.limits import Policy, PreemptionKind
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
-from llm_serving.scheduler.policy import Policy, PreemptionKind
 from support.fakes import make_limits
 from support.recorded_runs import some_requests
 from support.simulation import Simulation, random_run

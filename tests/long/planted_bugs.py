@@ -78,19 +78,19 @@ BUGS = [
     ),
     PlantedBug(
         "the last, partial block is not swapped out",
-        SCHEDULER + "swapping.py",
+        SCHEDULER + "preemption.py",
         "kv_cache.blocks_for(sequence.request.num_computed_tokens)",
         "sequence.request.num_computed_tokens // kv_cache.block_size",
     ),
     PlantedBug(
         "blocks go out in one order and come back in another",
-        SCHEDULER + "swapping.py",
+        SCHEDULER + "preemption.py",
         "pairs = zip(sequence.block_table, sequence.host_table, strict=False)  #",
         "pairs = zip(sequence.block_table, reversed(sequence.host_table), strict=False)  #",
     ),
     PlantedBug(
         "a sequence preempted on its way back loses what it has on the host",
-        SCHEDULER + "swapping.py",
+        SCHEDULER + "preemption.py",
         """            elif sequence.state is SequenceState.RUNNING:
                 self.drop(sequence)""",
         """            else:
@@ -98,20 +98,20 @@ BUGS = [
     ),
     PlantedBug(
         "moves are sent for a sequence that has ended meanwhile",
-        SCHEDULER + "swapping.py",
+        SCHEDULER + "preemption.py",
         """        if sequence in self._going_out:
             self._going_out.remove(sequence)""",
         "",
     ),
     PlantedBug(
         "a prompt swapped out between its chunks comes back as one that decodes",
-        SCHEDULER + "swapping.py",
+        SCHEDULER + "preemption.py",
         "if sequence.request.output_token_ids and sequence.num_uncomputed_tokens == 1:",
         "if sequence.request.output_token_ids:",
     ),
     PlantedBug(
         "moves in flight do not hold the blocks they move",
-        SCHEDULER + "in_flight.py",
+        SCHEDULER + "state.py",
         """        elif step.kind is StepKind.MOVE:
             for sequence in sequences:
                 sequence.num_inflight_steps += change""",
@@ -151,13 +151,13 @@ BUGS = [
     ),
     PlantedBug(
         "a request gets one token more than it asked for",
-        SCHEDULER + "answers.py",
+        SCHEDULER + "lifecycle.py",
         "elif len(output_token_ids) >= sequence.max_output_tokens:",
         "elif len(output_token_ids) > sequence.max_output_tokens:",
     ),
     PlantedBug(
         "prefixes of steps whose predecessor never ran are found by others",
-        SCHEDULER + "answers.py",
+        SCHEDULER + "lifecycle.py",
         "            if not sequence.drop_tokens:\n                self._supply.answered",
         "            if True:\n                self._supply.answered",
     ),

@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
+from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.output import ScheduledStep
-from llm_serving.scheduler.policy import Policy
 from performance.simulation.server import Outcome, VirtualServer
 from performance.simulation.spread import Spread
 from performance.simulation.workload import ClosedLoop, OpenLoop, Source

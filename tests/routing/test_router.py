@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from llm_serving.errors import ContextLengthError, QueueFullError, RequestError
 from llm_serving.request import FinishReason, Request
 from llm_serving.routing.placement import Placed, Routing
-from llm_serving.scheduler.policy import Policy
+from llm_serving.scheduler.limits import Policy
 from llm_serving.telemetry.receipt import BlockReason, Phase
 from support.fakes import make_limits, make_request
 from support.routed_simulation import RoutedSimulation

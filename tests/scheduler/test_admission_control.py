@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_serving.scheduler.admission import AimdAdmission, NoAdmission, RouterAdmission, peak_tokens
-from llm_serving.scheduler.output_length import OutputLengthPredictor
+from llm_serving.scheduler.admission import (
+    AimdAdmission,
+    NoAdmission,
+    OutputLengthPredictor,
+    RouterAdmission,
+    peak_tokens,
+)
 from llm_serving.scheduler.sequence import Sequence
 from support.fakes import make_request
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_serving.scheduler.batching.base import BatchingStrategy
+from llm_serving.scheduler.limits import BatchingStrategy
 from support.fakes import make_limits, make_request
 from support.simulation import Simulation, names, order
 

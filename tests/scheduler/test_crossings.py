@@ -13,8 +13,8 @@ from itertools import product
 import pytest
 
 from llm_serving.request import FinishReason, Request, RequestStatus
+from llm_serving.scheduler.limits import Policy, PreemptionKind
 from llm_serving.scheduler.output import StepKind
-from llm_serving.scheduler.policy import Policy, PreemptionKind
 from support.crossing_traces import TRACES
 from support.fakes import make_limits, make_request
 from support.simulation import Simulation

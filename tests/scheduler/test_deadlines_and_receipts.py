@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_serving.request import FinishReason
-from llm_serving.scheduler.policy import AdmissionKind, Policy
+from llm_serving.scheduler.limits import AdmissionKind, Policy
 from llm_serving.telemetry.receipt import BlockReason, Phase
 from support.fakes import make_limits, make_request
 from support.simulation import Simulation

@@ -6,8 +6,13 @@ import random
 
 import pytest
 
-from llm_serving.scheduler.fairness import INPUT_WEIGHT, MAX_IDLE_TENANTS, OUTPUT_WEIGHT, VirtualTokenCounters
-from llm_serving.scheduler.queue_order import PriorityOrder
+from llm_serving.scheduler.queue_order import (
+    INPUT_WEIGHT,
+    MAX_IDLE_TENANTS,
+    OUTPUT_WEIGHT,
+    PriorityOrder,
+    VirtualTokenCounters,
+)
 from llm_serving.scheduler.sequence import Sequence
 from support.waiting_sequences import Arrivals
 

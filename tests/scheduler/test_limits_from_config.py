@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llm_serving.config import load_config
-from llm_serving.scheduler.batching.base import BatchingStrategy
-from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.policy import AdmissionKind, Policy, PreemptionKind
+from llm_serving.scheduler.limits import AdmissionKind, BatchingStrategy, Policy, PreemptionKind, SchedulerLimits
 from support.fakes import make_limits
 
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from llm_serving.request import FinishReason, Request, RequestStatus
+from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.output import StepKind
-from llm_serving.scheduler.policy import Policy
 from support.fakes import make_limits, make_request
 from support.simulation import Simulation
 

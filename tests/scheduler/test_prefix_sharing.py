@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llm_serving.request import Request
+from llm_serving.scheduler.limits import Policy
 from llm_serving.scheduler.output import BlockMove, MoveKind, StepKind
-from llm_serving.scheduler.policy import Policy
 from llm_serving.telemetry.receipt import BlockReason
 from support.fakes import make_limits, make_request
 from support.simulation import Simulation

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from llm_serving.errors import QueueFullError
-from llm_serving.scheduler.drain_rate import MAX_RETRY_AFTER_S
-from llm_serving.scheduler.request_queue import RequestQueue
+from llm_serving.scheduler.intake import MAX_RETRY_AFTER_S, RequestQueue
 from llm_serving.scheduler.sequence import Sequence
 from support.fakes import make_request
 from support.waiting_sequences import Arrivals

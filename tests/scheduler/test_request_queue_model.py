@@ -6,8 +6,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from llm_serving.scheduler.intake import RequestQueue
 from llm_serving.scheduler.queue_order import PriorityOrder
-from llm_serving.scheduler.request_queue import RequestQueue
 from llm_serving.scheduler.sequence import Sequence
 from support.waiting_sequences import Arrivals
 

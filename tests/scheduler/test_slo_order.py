@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from llm_serving.scheduler.intake import RequestQueue
 from llm_serving.scheduler.queue_order import QueueOrder
-from llm_serving.scheduler.request_queue import RequestQueue
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo_order import LATE_SHARE, SloOrder
 from support.waiting_sequences import Arrivals

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from llm_serving.request import FinishReason, Request, RequestStatus
+from llm_serving.scheduler.limits import Policy, PreemptionKind
 from llm_serving.scheduler.output import MoveKind, StepKind, StepReason, StepResult
-from llm_serving.scheduler.policy import Policy, PreemptionKind
 from llm_serving.scheduler.preemption import PreemptionChoice
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.telemetry.receipt import Phase

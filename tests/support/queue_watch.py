@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections import Counter
 
 from llm_serving.request import Request
-from llm_serving.scheduler.fairness import INPUT_WEIGHT, OUTPUT_WEIGHT
-from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.limits import Policy, SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep
-from llm_serving.scheduler.policy import Policy
-from llm_serving.scheduler.queue_order import DEFAULT_AGEING_S
+from llm_serving.scheduler.queue_order import DEFAULT_AGEING_S, INPUT_WEIGHT, OUTPUT_WEIGHT
 from llm_serving.scheduler.slo_order import LATE_SHARE
 
 

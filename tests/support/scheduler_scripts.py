@@ -13,9 +13,7 @@ from typing import Any
 
 from llm_serving.errors import ContextLengthError, QueueFullError
 from llm_serving.request import FinishReason
-from llm_serving.scheduler.batching.base import BatchingStrategy
-from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.policy import AdmissionKind, Policy, PreemptionKind
+from llm_serving.scheduler.limits import AdmissionKind, BatchingStrategy, Policy, PreemptionKind, SchedulerLimits
 from support.fakes import make_limits, make_request
 from support.simulation import Simulation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
-from llm_serving.scheduler.request_queue import RequestQueue
+from llm_serving.scheduler.intake import RequestQueue
 from llm_serving.scheduler.sequence import Sequence
 from support.fakes import make_request
 

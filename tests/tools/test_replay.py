@@ -12,9 +12,8 @@ from llm_serving.flight.format import FlightRecordingError
 from llm_serving.flight.history import arrivals
 from llm_serving.flight.reader import Stretch, read_recording
 from llm_serving.flight.setup import limits_to_map, record
-from llm_serving.scheduler.batching.base import BatchingStrategy
+from llm_serving.scheduler.limits import AdmissionKind, BatchingStrategy, Policy, PreemptionKind
 from llm_serving.scheduler.output import StepKind
-from llm_serving.scheduler.policy import AdmissionKind, Policy, PreemptionKind
 from llm_serving.scheduler.scheduler import Scheduler
 from support.fakes import make_limits, make_request
 from support.recorded_runs import record_random_run, record_waves, recorded_simulation, some_requests
