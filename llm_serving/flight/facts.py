@@ -1,7 +1,7 @@
-"""What the scheduler is told about requests and answers, without what was said.
+"""The recorded facts about requests and results, without any text or token id.
 
-Of a request: lengths, times, priorities, and which sampling parameters are not the usual ones. Of an answer: which
-tokens ended their request, and how long the device took. Token ids, stop strings and error texts are not kept.
+A request has lengths, times, priorities and the sampling parameters that differ from their defaults. A result has the
+tokens that ended their requests and the device's times. Token ids, stop strings and error texts are never recorded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SCALARS = (bool, int, float, str, bytes)
 
 
 def _plain_defaults(kind: type, hidden: Iterable[str]) -> tuple[tuple[str, Any], ...]:
-    """(name, default) of a dataclass's fields that may be written down."""
+    """Returns (name, default) of the fields of a dataclass that may be recorded."""
     return tuple(
         (declared.name, declared.default)
         for declared in fields(kind)
@@ -46,7 +46,7 @@ _SAMPLING_VALUES = attrgetter(*(name for name, _ in _SAMPLING_DEFAULTS))
 
 
 def request_facts(request: Request) -> dict[str, Any]:
-    """What the scheduler can know of a new request, but for its tokens; what is as usual is left out."""
+    """Returns what the scheduler knows of a new request except its tokens. Default values are left out."""
     sampling = request.sampling
     facts: dict[str, Any] = {
         "request_id": request.request_id,
@@ -66,7 +66,7 @@ def request_facts(request: Request) -> dict[str, Any]:
 
 
 def make_request(facts: dict[str, Any], prompt: list[int] | None) -> Request:
-    """A request with these facts. ``prompt``: pseudonyms of its tokens, or None where tokens do not matter."""
+    """Creates a request from its facts. ``prompt`` has the pseudonyms of its tokens, or None without pseudonyms."""
     values = dict(facts)
     num_prompt_tokens = values.pop("num_prompt_tokens")
     sampling = SamplingParams(max_tokens=values.pop("max_tokens"), **values.pop("sampling", {}))
@@ -81,24 +81,24 @@ def make_request(facts: dict[str, Any], prompt: list[int] | None) -> Request:
 
 
 def is_gone(request: Request) -> bool:
-    """It has ended, and no step in flight touches what it had."""
+    """Returns True if the request has ended and no step in flight uses its blocks or its batch row."""
     return request.is_finished and request.row < 0
 
 
 def without_texts(sampling: SamplingParams) -> SamplingParams:
-    """The parameters that ``request_facts`` keeps."""
+    """Returns the sampling parameters that ``request_facts`` records."""
     others = {name: getattr(sampling, name) for name, _ in _SAMPLING_DEFAULTS}
     return SamplingParams(max_tokens=sampling.max_tokens, **others)
 
 
 def ending_tokens(request: Request) -> frozenset[int]:
-    """Tokens that end a request, as ``Request`` and ``SamplingParams`` define it."""
+    """Returns the tokens that end a request."""
     stop_token_ids = request.sampling.stop_token_ids
     return stop_token_ids if request.sampling.ignore_eos else stop_token_ids | request.end_token_ids
 
 
 def ending_indices(step: ScheduledStep, sampled_ids: list[int]) -> list[int]:
-    """Sequences of the step whose token is one that ends them."""
+    """Returns the indices of the step's sequences whose token ends them."""
     if len(sampled_ids) != len(step.requests):
         return []
     return [
@@ -110,7 +110,7 @@ def ending_indices(step: ScheduledStep, sampled_ids: list[int]) -> list[int]:
 
 
 def is_whole(step: ScheduledStep, sampled_ids: list[int], num_logits: int, num_logsumexps: int) -> bool:
-    """Whether an answer has a value for each sequence, and a token where the step samples."""
+    """Returns True if a result has a value for each sequence, and a token for each sequence that the step samples."""
     if not len(sampled_ids) == num_logits == num_logsumexps == len(step.rows):
         return False
     if all(step.do_sample):
@@ -126,9 +126,9 @@ def make_result(
     names: list[int] | None,
     times: tuple[int, int, int],
 ) -> StepResult:
-    """An answer that means to the scheduler what the recorded one meant. ``do_sample`` is that of the step.
+    """Creates a result that has the same meaning for the scheduler as the recorded one.
 
-    Without ``names`` its tokens are ``PLAIN_TOKEN`` and ``ENDING_TOKEN``.
+    ``do_sample`` is the column of the step. Without ``names`` the tokens are ``PLAIN_TOKEN`` and ``ENDING_TOKEN``.
     """
     result = StepResult(seq, queue_us=times[0], graph_us=times[1], sample_us=times[2])
     signs, num_logits, num_sums = do_sample, len(do_sample), len(do_sample)

@@ -1,12 +1,12 @@
-"""The files of the flight recorder: frames of records, each with a checksum.
+"""The file format of the flight recorder: frames of records, each with a checksum.
 
     segment = MAGIC, header frame, state frame, any number of record frames
     frame   = length (uint32), CRC-32 of the payload (uint32), payload: one MessagePack value; little-endian
 
-A header is a map (see ``SegmentHeader``), a state frame the scheduler's state when the segment began (see
-``llm_serving.flight.state``), a record frame a list of records: what was called in some turns of the engine's loop. A
-record is a list that begins with its ``Tag``. A process that is killed leaves at most one torn frame at the end, which
-length or checksum tell; what comes before it is whole.
+The header is a map, see ``SegmentHeader``. The state frame holds the scheduler's state at the start of the segment. A
+record frame is a list of records, which describe the calls of some loop iterations. A record is a list that begins with
+its ``Tag``. A killed process leaves at most one torn frame at the end of a file. Its length or checksum is wrong, and
+all frames before it are complete.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 MAGIC = b"LLMFLT01"
 FORMAT_VERSION = 3
 READ_VERSIONS = range(1, FORMAT_VERSION + 1)
-"""Version 1 has no runs, and the counts with every call; in version 2 turns are all alike."""
+"""Version 1 has counts with every call and no decode runs. Version 2 has no irregular iterations."""
 SUFFIX = ".flight"
 _FRAME = struct.Struct("<II")
 _ENCODER = msgspec.msgpack.Encoder()
@@ -52,35 +52,35 @@ class FlightRecordingError(LLMServingError):
 
 
 class Tag(enum.IntEnum):
-    """What a record tells. Fields after the tag; ``?`` may be None."""
+    """The kind of a record. The docstrings list the fields after the tag; a field with ``?`` may be None."""
 
     TIME = 0
-    """``now``: the time of the calls that follow."""
+    """``now``: time of the following calls."""
     ADD = 1
     """number, request (a map, see ``llm_serving.flight.facts``), prompt pseudonyms?, refusal?."""
     SCHEDULE = 2
-    """step? (see ``llm_serving.flight.steps``), wake-up?, state?. The state is that of the scheduler afterwards; None
-    of most calls: it is told when it may be another than at the last step."""
+    """step? (see ``llm_serving.flight.steps``), wake-up time?, counts after the call?. The counts are None unless they
+    can differ from those of the latest step."""
     UPDATE = 3
     """seq, fault? (see ``llm_serving.flight.facts``), ending indices, output pseudonyms?, queue_us, graph_us,
-    sample_us, number of updates or what was raised, state?."""
+    sample_us, number of updates or name of the raised error, counts?."""
     FINISH = 4
-    """number?, reason, whether it was there."""
+    """number?, reason, whether the scheduler knew the request."""
     AGENT_LOST = 5
-    """state."""
+    """counts."""
     FAIL_ALL = 6
-    """number of requests that ended, state."""
+    """number of requests that ended, counts."""
     TAKE_ENDED = 7
-    """numbers of the requests that ``schedule`` ended."""
+    """numbers of the requests that ``schedule`` ended itself."""
     VOID_STEPS = 8
-    """sequence numbers."""
+    """step numbers."""
     RAISED = 9
-    """tag of the call, name of what it raised: the scheduler failed."""
+    """tag of the call, name of the error that the scheduler raised."""
     PLACE = 10
-    """A router's request. Fields of ``ADD``, but for the pseudonyms, which are those of prompt and output; arrival
-    index, number of output tokens it has."""
+    """A request that a router placed here. Fields of ``ADD``, with the pseudonyms of prompt and output; then arrival
+    index and number of output tokens."""
     RELEASE = 11
-    """numbers of waiting requests that went elsewhere."""
+    """numbers of waiting requests that moved to another replica."""
     DECODING = 12
     """Undisturbed decoding (see ``llm_serving.flight.decode_log``): steps (see ``llm_serving.flight.steps``), number of
     the first completed step, times, queue_us, graph_us, sample_us, counts, output pseudonyms?, irregular iterations.
@@ -91,27 +91,27 @@ class Tag(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """What one must know to read a segment on its own."""
+    """Everything that a reader needs to read a segment on its own."""
 
     run: str
-    """Names the process's run: segments of a run are one recording."""
+    """Name of the process's run. The segments of a run form one recording."""
     index: int
     """Number of the segment in its run, from 0."""
     version: str
-    """Of the server."""
+    """Version of the server."""
     code_digest: str
-    """Of the source of scheduler and KV cache manager."""
+    """Digest of the source of scheduler and KV cache manager."""
     config_digest: str
     limits: dict[str, Any]
     """``SchedulerLimits``."""
     unix_time: float
-    """When the segment began, by the wall clock ..."""
+    """Start of the segment on the wall clock, in seconds."""
     engine_time: float
-    """... and by the engine's."""
+    """Start of the segment on the engine's clock, in seconds."""
     numbers: dict[str, int]
-    """Numbers of the requests that were in the scheduler, by id."""
+    """Numbers of the requests in the scheduler at the start, by id."""
     after_gap: bool = False
-    """Records before it were lost: the disk was full."""
+    """True if records before the segment were lost because the disk was full."""
     format_version: int = FORMAT_VERSION
 
     def to_map(self) -> dict[str, Any]:
@@ -133,31 +133,31 @@ class SegmentHeader:
 
 
 def segment_name(run: str, index: int) -> str:
-    """File name of a segment; in order of time within a run, and between runs."""
+    """Returns the file name of a segment. Names sort by time, within a run and between runs."""
     return f"{run}-{index:06d}{SUFFIX}"
 
 
 def replica_folder(folder: Path, replica: int) -> Path:
-    """Where the recording of one of several replicas is."""
+    """Returns the folder of one replica's recording."""
     return folder / f"replica_{replica}"
 
 
 def replica_folders(folder: Path) -> list[Path]:
-    """The recordings of the replicas in a folder, in order; empty where it is that of one alone."""
+    """Returns the folders of the replicas' recordings in order. Empty if the folder holds a single recording."""
     found = [path for path in folder.glob("replica_*") if path.is_dir() and path.name[8:].isdigit()]
     return sorted(found, key=lambda path: int(path.name[8:]))
 
 
 def encode_frame(value: object) -> bytes:
-    """One frame. ``value``: what MessagePack knows."""
+    """Encodes one frame. ``value`` consists of types that MessagePack knows."""
     payload = _ENCODER.encode(value)
     return _FRAME.pack(len(payload), zlib.crc32(payload)) + payload
 
 
 class FrameReader:
-    """The values of a segment's whole frames, up to its end or the first that is torn (``is_torn``).
+    """Iterates over the values of a segment's frames, up to the end or the first torn frame (``is_torn``).
 
-    Raises FlightRecordingError when the file is none of ours.
+    Raises FlightRecordingError if the file is not a segment.
     """
 
     def __init__(self, data: bytes, file: Path) -> None:

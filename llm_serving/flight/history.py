@@ -1,6 +1,6 @@
-"""Steps and requests followed through a recorded stretch.
+"""Follows steps and requests through a recorded stretch.
 
-``step_timings`` is what a cost model of the device is fitted to, ``arrivals`` a load to run again.
+``step_timings`` returns data to fit a cost model of the device. ``arrivals`` returns a load that can run again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from llm_serving.flight.reader import (
     Added,
     AgentLost,
-    Answered,
+    Completed,
     FailedAll,
     Finished,
     Released,
@@ -23,21 +23,21 @@ from llm_serving.flight.reader import (
 from llm_serving.flight.steps import RecordedStep
 from llm_serving.scheduler.output import StepKind
 
-__all__ = ["Arrival", "StepTiming", "answered_steps", "arrivals", "step_timings"]
+__all__ = ["Arrival", "StepTiming", "arrivals", "completed_steps", "step_timings"]
 
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """What a step had to do and how long the device took for it. Times are seconds, on the engine's clock."""
+    """The work of a step and the device's time for it. Times are seconds on the engine's clock."""
 
     seq: int
     kind: StepKind
     num_seqs: int
     num_tokens: int
     num_prompt_tokens: int
-    """Tokens in sequences with more than one in this step."""
+    """Tokens of the sequences that have more than one token in this step."""
     num_context_tokens: int
-    """Keys and values that its attention reads: the contexts of its sequences."""
+    """Tokens whose keys and values its attention reads: the contexts of its sequences."""
     num_moves: int
     scheduled: float
     answered: float
@@ -48,44 +48,44 @@ class StepTiming:
 
 @dataclass(slots=True)
 class Arrival:
-    """A request as a load: when, how long, and what it became."""
+    """A recorded request: its arrival, its lengths and its outcome."""
 
     number: int
     facts: dict[str, Any]
     prompt: list[int] | None
     refusal: str | None
     num_output_tokens: int = 0
-    """Tokens that it was seen to get, or came with."""
+    """Output tokens in the recording, including those that it arrived with."""
     end: str | None = None
-    """``stop``, ``length``, ``abort`` or ``error``; ``moved`` when it went to another replica; None when it had not
-    ended."""
+    """``stop``, ``length``, ``abort``, ``error``, or ``moved`` if it moved to another replica. None if it had not ended
+    by the end of the recording."""
     end_time: float | None = None
     first_token_time: float | None = None
     token_times: list[float] = field(default_factory=list)
     names: list[int] = field(default_factory=list)
-    """Pseudonyms of its output tokens, where they were recorded."""
+    """Pseudonyms of its output tokens, if the recording has them."""
 
 
-def answered_steps(stretch: Stretch) -> Iterator[tuple[RecordedStep, float, Answered]]:
-    """The steps that ran without fault, in the order of their answers: each with when it was scheduled."""
+def completed_steps(stretch: Stretch) -> Iterator[tuple[RecordedStep, float, Completed]]:
+    """Yields the steps that ran without a fault, with their scheduling time, in the order of their results."""
     sent: dict[int, tuple[float, RecordedStep]] = {}
     for event in stretch.events():
         if isinstance(event, Scheduled) and event.step is not None:
             sent[event.step.seq] = (event.now, event.step)
         elif isinstance(event, AgentLost):
             sent.clear()
-        elif isinstance(event, Answered) and event.seq in sent:
+        elif isinstance(event, Completed) and event.seq in sent:
             scheduled, step = sent.pop(event.seq)
             if event.fault is None:
                 yield step, scheduled, event
 
 
 def step_timings(stretch: Stretch) -> list[StepTiming]:
-    """What each of ``answered_steps`` had to do, and its times."""
-    return [_timing(*answered) for answered in answered_steps(stretch)]
+    """Returns the work and the times of each of ``completed_steps``."""
+    return [_timing(*answered) for answered in completed_steps(stretch)]
 
 
-def _timing(step: RecordedStep, scheduled: float, answer: Answered) -> StepTiming:
+def _timing(step: RecordedStep, scheduled: float, answer: Completed) -> StepTiming:
     return StepTiming(
         seq=step.seq,
         kind=step.kind,
@@ -103,15 +103,15 @@ def _timing(step: RecordedStep, scheduled: float, answer: Answered) -> StepTimin
 
 
 def arrivals(stretch: Stretch) -> list[Arrival]:
-    """The requests that came in a stretch, in order, with what was recorded of their ends.
+    """Returns the requests that arrived during a stretch, in order, with their recorded outcome.
 
-    Requests that were there before it began are not among them.
+    Requests that arrived before the stretch are left out.
     """
     return _Arrivals().of(stretch)
 
 
 class _Arrivals:
-    """Follows tokens and ends through a stretch, as the scheduler counts them."""
+    """Follows the tokens and ends of requests in the same way as the scheduler."""
 
     def __init__(self) -> None:
         self._found: dict[int, Arrival] = {}
@@ -131,7 +131,7 @@ class _Arrivals:
                         self._end(self._found[number], "moved", event.now)
             elif isinstance(event, Scheduled) and event.step is not None:
                 self._sent[event.step.seq] = event.step
-            elif isinstance(event, Answered) and event.seq in self._sent:
+            elif isinstance(event, Completed) and event.seq in self._sent:
                 self._take(self._sent.pop(event.seq), event)
             elif isinstance(event, Finished) and event.was_there and event.number in self._found:
                 self._end(self._found[event.number], event.reason.lower(), event.now)
@@ -146,7 +146,7 @@ class _Arrivals:
                     self._end(arrival, "error", event.now)
         return list(self._found.values())
 
-    def _take(self, step: RecordedStep, answer: Answered) -> None:
+    def _take(self, step: RecordedStep, answer: Completed) -> None:
         failed = answer.fault is not None and not answer.fault[0]
         for index, number in enumerate(step.numbers):
             arrival = self._found.get(number)
@@ -159,7 +159,7 @@ class _Arrivals:
                 self._token(arrival, step.sample_positions[index], index in answer.ends, answer.now, name)
 
     def _token(self, arrival: Arrival, position: int, is_ending: bool, now: float, name: int | None) -> None:
-        if position != arrival.num_output_tokens:  # of a step that was void: it is computed again
+        if position != arrival.num_output_tokens:  # the step was void, so the token is computed again
             return
         arrival.num_output_tokens += 1
         arrival.token_times.append(now)

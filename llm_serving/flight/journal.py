@@ -14,8 +14,7 @@ from llm_serving.flight.counts import Counts
 from llm_serving.flight.decode_log import DecodeLog
 from llm_serving.flight.facts import ending_indices, is_whole
 from llm_serving.flight.format import Tag
-from llm_serving.flight.identities import Identities
-from llm_serving.flight.known_requests import KnownRequests
+from llm_serving.flight.requests import KnownRequests, TokenNames
 from llm_serving.flight.segments import SegmentWriter
 from llm_serving.flight.step_writer import StepWriter
 from llm_serving.request import Request
@@ -44,12 +43,12 @@ class Journal:
     the log refuses. The methods raise OSError if the disk is full; the caller then calls ``pause``.
     """
 
-    def __init__(self, scheduler: Scheduler, segments: SegmentWriter, identities: Identities | None) -> None:
+    def __init__(self, scheduler: Scheduler, segments: SegmentWriter, names: TokenNames | None) -> None:
         self._scheduler = scheduler
         self._figures = scheduler.figures
         self._segments = segments
-        self._requests = KnownRequests(identities, self._forget_number)
-        self._has_pseudonyms = identities is not None
+        self._requests = KnownRequests(names, self._forget_number)
+        self._has_pseudonyms = names is not None
         self._sent: dict[int, ScheduledStep] = {}
         """Steps in flight by number. A step from the decode log is represented by the latest step of its batch."""
         self._steps = StepWriter()
@@ -227,8 +226,8 @@ class Journal:
         if run is None:
             return
         names = None
-        if self._requests.identities is not None:
-            names = [self._requests.identities.take(updates, len(updates)) for updates in run.updates]
+        if self._requests.names is not None:
+            names = [self._requests.names.take(updates, len(updates)) for updates in run.updates]
         steps = self._steps.record_run(run.first_step, run.growths)
         self._steps.go_to(run.latest, run.table_lens)
         queue_us, graph_us, sample_us = map(list, zip(*run.times_us, strict=True))
@@ -269,7 +268,7 @@ class Journal:
         seq, sampled_ids, logits, logsumexps, error, aborted, *times = _RESULT(result)
         step = self._sent.pop(seq, None)
         fault: list[object] | None = None
-        ends, names = [], None
+        ends, step_names = [], None
         if (
             error is not None
             or aborted
@@ -280,7 +279,7 @@ class Journal:
             fault = [aborted, error is not None, [signs, len(logits), len(logsumexps)]]
         if step is not None and not self._requests.endings.isdisjoint(sampled_ids):
             ends = ending_indices(step, sampled_ids)
-        identities = self._requests.identities
-        if identities is not None and updates:
-            names = identities.take(updates, len(sampled_ids))
-        self._pending.append((_UPDATE, seq, fault, ends, names, *times, outcome, counts))
+        names = self._requests.names
+        if names is not None and updates:
+            step_names = names.take(updates, len(sampled_ids))
+        self._pending.append((_UPDATE, seq, fault, ends, step_names, *times, outcome, counts))

@@ -1,9 +1,9 @@
-"""Names for tokens that tell which prefixes are equal, and nothing else.
+"""Pseudonyms of tokens. They reveal which prefixes are equal, and nothing else.
 
-Token ``i`` of a sequence is written as ``BLAKE2b(key, salt, tokens 0 .. i)`` cut to 31 bits. Two sequences of one salt
-have equal names as far as their tokens are equal, and no further (but for one chance in 2^31), which is all a prefix
-cache asks. The key is made for the process and never leaves it, so a recording cannot be searched for a known text.
-It costs 0.4 us a token.
+The pseudonym of token ``i`` of a sequence is ``BLAKE2b(key, salt, tokens 0 .. i)``, cut to 31 bits. If two sequences
+have the same salt, their pseudonyms are equal exactly as far as their tokens are (except for one chance in 2^31). The
+prefix cache needs no more than that. The key never leaves the process, so a recording cannot be searched for a known
+text. A pseudonym costs 0.4 us.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable
 __all__ = ["ENDING_TOKEN", "FIRST_PSEUDONYM", "PLAIN_TOKEN", "PSEUDONYM_MASK", "Pseudonyms", "TokenChain"]
 
 PLAIN_TOKEN = 0
-"""Stands for a sampled token where names do not matter."""
+"""Replaces a sampled token if the recording has no pseudonyms."""
 ENDING_TOKEN = 1
-"""Stands for one that ends its request."""
+"""Replaces a token that ends its request."""
 FIRST_PSEUDONYM = 2
 
 _PACK = struct.Struct("<i").pack
@@ -26,7 +26,7 @@ PSEUDONYM_MASK = 0x7FFFFFFF
 
 
 class TokenChain:
-    """The names of one sequence's tokens, one after the other."""
+    """Computes the pseudonyms of one sequence, token by token."""
 
     __slots__ = ("_hash", "digest", "update")
 
@@ -37,10 +37,10 @@ class TokenChain:
         self._hash = state
         self.update: Callable[[bytes], None] = state.update
         self.digest: Callable[[], bytes] = state.digest
-        """The last token's name is this, masked and not below ``FIRST_PSEUDONYM``."""
+        """Returns the latest token's pseudonym before it is masked and raised to ``FIRST_PSEUDONYM``."""
 
     def extend(self, token_ids: Iterable[int]) -> list[int]:
-        """The names of the tokens that follow."""
+        """Appends tokens to the sequence and returns their pseudonyms."""
         update, digest, from_bytes, pack = self.update, self.digest, int.from_bytes, _PACK
         names = []
         for token_id in token_ids:
@@ -49,14 +49,14 @@ class TokenChain:
         return names
 
     def copy(self) -> TokenChain:
-        """A chain that goes on from here."""
+        """Returns an independent chain with the same tokens."""
         other: TokenChain = object.__new__(TokenChain)
         other._begin(self._hash.copy())
         return other
 
 
 class Pseudonyms:
-    """The chains of one process."""
+    """Creates token chains with one secret key, which is random unless it is given."""
 
     def __init__(self, key: bytes | None = None) -> None:
         self._key = secrets.token_bytes(32) if key is None else key

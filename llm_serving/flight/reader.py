@@ -1,4 +1,4 @@
-"""Reads flight recordings: segments into stretches, records into events.
+"""Reads flight recordings: joins segments into stretches and turns records into events.
 
     for stretch in read_recording(Path("output/flight")):
         for event in stretch.events():
@@ -23,7 +23,7 @@ from llm_serving.flight.steps import RecordedStep, StepReader
 __all__ = [
     "Added",
     "AgentLost",
-    "Answered",
+    "Completed",
     "Event",
     "FailedAll",
     "Finished",
@@ -40,24 +40,25 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """``add_request``, or ``place_request`` where it has an ``arrival_index``. ``refusal``: the error it raised."""
+    """A call of ``add_request``, or of ``place_request`` if it has an ``arrival_index``."""
 
     now: float
-    """The engine's time of the last call that had one."""
+    """Engine time of the latest call that has a time, in seconds."""
     number: int
     facts: dict[str, Any]
     """See ``llm_serving.flight.facts.request_facts``."""
     prompt: list[int] | None
-    """Pseudonyms of the prompt's tokens."""
+    """Pseudonyms of the prompt's tokens, or None if the recording has none."""
     refusal: str | None
+    """Name of the error that the call raised."""
     arrival_index: int | None = None
     output: list[int] | None = None
-    """Pseudonyms of the output it came with; zeros where none were recorded."""
+    """Pseudonyms of the output that the request already has, or zeros if the recording has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """``release_requests``: they went to another replica."""
+    """A call of ``release_requests``: the requests moved to another replica."""
 
     now: float
     numbers: list[int]
@@ -65,39 +66,39 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """``schedule``: a step, or None and when to look again."""
+    """A call of ``schedule``, which returned a step, or None with the time to call it again."""
 
     now: float
     step: RecordedStep | None
     wakeup: float | None
     state: list[int] | None
-    """Counts of the scheduler afterwards, see ``llm_serving.flight.counts.STATE_NAMES``; None where they were not
-    taken: they are told when they may be others than at the last step."""
+    """The scheduler's counts after the call, see ``llm_serving.flight.counts.STATE_NAMES``. None if they cannot differ
+    from those of the latest step."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """``update`` with the answer to a step."""
+class Completed:
+    """A call of ``update`` with the result of a step."""
 
     now: float
     seq: int
     fault: list[Any] | None
     ends: list[int]
-    """Sequences of the step whose token was an ending one."""
+    """Indices of the step's sequences whose token ended them."""
     names: list[int] | None
-    """Pseudonyms of the sampled tokens."""
+    """Pseudonyms of the sampled tokens, or None if the recording has none."""
     queue_us: int
     graph_us: int
     sample_us: int
     outcome: int | str
-    """Updates that it gave, or what it raised."""
+    """Number of updates that the call returned, or name of the error that it raised."""
     state: list[int] | None
-    """As in ``Scheduled``."""
+    """See ``Scheduled.state``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """``finish_request`` or ``abort_request``. ``number`` is None for an unknown id."""
+    """A call of ``finish_request`` or ``abort_request``. ``number`` is None for an unknown id."""
 
     now: float
     number: int | None
@@ -107,7 +108,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class AgentLost:
-    """``agent_lost``."""
+    """A call of ``agent_lost``."""
 
     now: float
     state: list[int]
@@ -115,7 +116,7 @@ class AgentLost:
 
 @dataclass(frozen=True, slots=True)
 class FailedAll:
-    """``fail_all``."""
+    """A call of ``fail_all``."""
 
     now: float
     num_ended: int
@@ -124,7 +125,7 @@ class FailedAll:
 
 @dataclass(frozen=True, slots=True)
 class TookEnded:
-    """``take_ended``: requests that ``schedule`` had ended."""
+    """A call of ``take_ended`` that returned requests which ``schedule`` ended."""
 
     now: float
     numbers: list[int]
@@ -132,7 +133,7 @@ class TookEnded:
 
 @dataclass(frozen=True, slots=True)
 class VoidSteps:
-    """``void_steps``."""
+    """A call of ``void_steps``."""
 
     now: float
     seqs: list[int]
@@ -140,30 +141,30 @@ class VoidSteps:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """A call in which the scheduler failed."""
+    """A call in which the scheduler raised an unexpected error."""
 
     now: float
     call: Tag
     error: str
 
 
-Event = Added | Released | Scheduled | Answered | Finished | AgentLost | FailedAll | TookEnded | VoidSteps | Raised
+Event = Added | Released | Scheduled | Completed | Finished | AgentLost | FailedAll | TookEnded | VoidSteps | Raised
 
 
 @dataclass(slots=True)
 class Segment:
-    """One file."""
+    """One file of a recording."""
 
     file: Path
     header: SegmentHeader
     state: dict[str, Any]
-    """``{"new": True}``, ``{"missing": why}``, or what ``llm_serving.flight.state`` reads."""
+    """The scheduler's state at the start: ``{"new": True}``, ``{"missing": reason}`` or the state itself."""
     records: list[list[Any]]
     is_torn: bool
-    """The file ends in the middle of a frame: what came last is lost."""
+    """True if the file ends within a frame, so that its last records are lost."""
 
     def events(self) -> Iterator[Event]:
-        """What happened, in order."""
+        """Yields the events of the segment in order."""
         now, steps = self.header.engine_time, StepReader()
         for record in self.records:
             if record[0] == Tag.TIME:
@@ -177,7 +178,7 @@ class Segment:
 
 @dataclass(slots=True)
 class Stretch:
-    """Segments of one run that follow one another without a gap."""
+    """Segments of one run that follow each other without a gap."""
 
     segments: list[Segment] = field(default_factory=list)
 
@@ -191,10 +192,10 @@ class Stretch:
 
 
 def read_recording(path: Path) -> list[Stretch]:
-    """The stretches of a segment file or of a folder of them, the oldest first; of a folder with the recordings of
-    several replicas, one replica after the other.
+    """Reads a segment file or a folder of segments and returns its stretches, the oldest first.
 
-    Raises FlightRecordingError when there is none or a file is none of ours.
+    The stretches of several replicas in a folder follow replica by replica. Raises FlightRecordingError if there is no
+    segment, or if a file is not a segment.
     """
     if folders := replica_folders(path):
         return [stretch for folder in folders for stretch in read_recording(folder)]
@@ -243,7 +244,7 @@ def _decoding(record: list[Any], steps: StepReader) -> Iterator[Event]:
         num_results, num_steps, has_ended = irregular.get(iteration, (1, 1, True))
         for index, us in islice(results, num_results):
             named = None if names is None else names[index]
-            yield Answered(now, first_result + index, None, [], named, *us, num_seqs, None)
+            yield Completed(now, first_result + index, None, [], named, *us, num_seqs, None)
         for index, step in islice(sent, num_steps):
             yield Scheduled(now, step, None, counts_of.get(index))
         if has_ended:
@@ -269,7 +270,7 @@ def _event(record: list[Any], now: float, steps: StepReader) -> Event:
         step, wakeup, state = fields
         return Scheduled(now, None if step is None else steps.step(step), wakeup, state)
     if tag is Tag.UPDATE:
-        return Answered(now, *fields)
+        return Completed(now, *fields)
     if tag is Tag.FINISH:
         return Finished(now, *fields)
     if tag is Tag.AGENT_LOST:

@@ -16,8 +16,8 @@ from llm_serving.flight.counts import state_of
 from llm_serving.flight.decode_log import DUE, LOGGED
 from llm_serving.flight.facts import request_facts
 from llm_serving.flight.format import SegmentHeader, Tag
-from llm_serving.flight.identities import Identities
 from llm_serving.flight.journal import Journal
+from llm_serving.flight.requests import TokenNames
 from llm_serving.flight.ring import SegmentRing
 from llm_serving.flight.segments import SegmentWriter
 from llm_serving.request import FinishReason, Request
@@ -33,7 +33,8 @@ READ_ONLY_METHODS = frozenset({"check_integrity", "known_prefix", "next_wakeup",
 class FlightRecorder:
     """Records ``scheduler`` into ``ring``. ``header`` is the header of the run's first segment.
 
-    ``scheduler`` must be new. ``seconds`` and ``num_steps`` report what recording costs.
+    ``scheduler`` must be new. If it ``compares_tokens``, the recording has pseudonyms.
+    ``seconds`` and ``num_steps`` report what recording costs.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class FlightRecorder:
         ring: SegmentRing,
         header: SegmentHeader,
         *,
-        identities: bool,
+        compares_tokens: bool,
         on_error: Callable[[str], None],
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -52,7 +53,7 @@ class FlightRecorder:
         self._scheduler = scheduler
         self._state = scheduler._state
         self._on_error = on_error
-        names = Identities() if identities else None
+        names = TokenNames() if compares_tokens else None
         self._journal = Journal(scheduler, SegmentWriter(ring, header, scheduler, names, on_error, wall_clock), names)
         self._ended = False
         log = self._journal.decode_log

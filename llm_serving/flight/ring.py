@@ -1,4 +1,4 @@
-"""The ring on disk: segment files of a bounded size, the oldest deleted for the newest."""
+"""The ring on disk: segment files of bounded size. The newest segment replaces the oldest."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from llm_serving.flight.format import MAGIC, SUFFIX, encode_frame, segment_name
 __all__ = ["SEGMENTS_PER_RING", "SegmentRing"]
 
 SEGMENTS_PER_RING = 8
-"""An eighth of the ring is what is lost at a time when it is full."""
+"""A full ring loses this fraction of its content at a time."""
 
 
 class SegmentRing:
-    """Appends frames to segments in ``folder``, which together have no more than ``max_bytes`` bytes.
+    """Appends frames to segments in ``folder``, which together have at most ``max_bytes`` bytes.
 
-    Segments of earlier runs in the folder count, and go first. Frames reach the kernel with the call, so that they
-    outlive the process; nothing waits for the disk. Raises OSError.
+    Segments of earlier runs count as well and are deleted first. Each call hands its frames to the kernel, so they
+    survive the process. No call waits for the disk. The methods raise OSError.
     """
 
     def __init__(self, folder: Path, max_bytes: int, run: str) -> None:
         self.segment_bytes = max_bytes // SEGMENTS_PER_RING
         self.run = run
         self.num_segments = 0
-        """Segments begun."""
+        """Number of segments that this run has started."""
         self.num_bytes = 0
-        """Of the present segment."""
+        """Size of the present segment."""
         self._folder = folder
         self.max_bytes = max_bytes
         self._descriptor = -1
@@ -37,7 +37,7 @@ class SegmentRing:
         return self._descriptor >= 0
 
     def begin(self, frames: list[bytes], num_bytes: int) -> None:
-        """Close the present segment and begin the next with these frames, to have about ``num_bytes`` in the end."""
+        """Closes the present segment and starts the next with these frames. It may grow to about ``num_bytes``."""
         self.close()
         data = b"".join([MAGIC, *frames])
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -49,11 +49,11 @@ class SegmentRing:
         self._write(data)
 
     def append(self, records: list[object]) -> None:
-        """Write one frame of records."""
+        """Writes one frame of records."""
         self._write(encode_frame(records))
 
     def close(self) -> None:
-        """May be called twice."""
+        """Closes the present segment. May be called twice."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = -1
@@ -65,7 +65,7 @@ class SegmentRing:
         self.num_bytes += len(data)
 
     def _make_room(self, wanted: int) -> None:
-        """Delete the oldest segments until ``wanted`` bytes more fit."""
+        """Deletes the oldest segments until ``wanted`` more bytes fit."""
         segments = sorted((path.stat().st_mtime_ns, path) for path in self._folder.glob(f"*{SUFFIX}"))
         total = sum(path.stat().st_size for _, path in segments)
         for _, path in segments:

@@ -1,4 +1,4 @@
-"""Puts a flight recorder before a scheduler, with all that a segment's header has to tell."""
+"""Creates the flight recorder of a scheduler, with the header of its segments."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ _RECORDED_CODE = ("scheduler/**/*.py", "kvcache/*.py", "request.py", "telemetry/
 def recorder_of(
     config: Config, scheduler: Scheduler, on_error: Callable[[str], None], replica: int = 0
 ) -> FlightRecorder | None:
-    """The recorder that a deployment's configuration asks for; None where it is switched off. Where there are several
-    replicas of the model each has a folder of its own, and its part of the room."""
+    """Returns the recorder that the configuration asks for, or None if it is switched off.
+
+    Each of several replicas gets its own folder and its fraction of the size limit."""
     settings = config.log_config
     if settings.flight_recorder_mib == 0:
         return None
@@ -62,7 +63,7 @@ def record(
     on_error: Callable[[str], None],
     wall_clock: Callable[[], float] = time.time,
 ) -> FlightRecorder:
-    """A recorder before ``scheduler``, which is new, that writes segments of ``max_bytes`` in all into ``folder``."""
+    """Returns a recorder of a new ``scheduler``, which writes at most ``max_bytes`` of segments into ``folder``."""
     limits = scheduler.limits
     run = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(wall_clock()))}-{os.getpid()}-{os.urandom(2).hex()}"
     header = SegmentHeader(
@@ -80,7 +81,7 @@ def record(
         scheduler,
         SegmentRing(folder, max_bytes, run),
         header,
-        identities=compares_tokens(limits),
+        compares_tokens=compares_tokens(limits),
         on_error=on_error,
         wall_clock=wall_clock,
     )
@@ -88,7 +89,7 @@ def record(
 
 @cache
 def code_digest() -> str:
-    """Of the source that decides: a recording replays only with the same decisions."""
+    """Returns a digest of the scheduler's source. The same source makes the same decisions in a replay."""
     digest = hashlib.blake2b(digest_size=16)
     for pattern in _RECORDED_CODE:
         for file in sorted(_PACKAGE.glob(pattern)):
@@ -97,18 +98,18 @@ def code_digest() -> str:
 
 
 def compares_tokens(limits: SchedulerLimits) -> bool:
-    """Whether decisions depend on which tokens are equal: the prefix cache is on."""
+    """Returns True if decisions depend on which tokens are equal, because the prefix cache is on."""
     return bool(getattr(limits, "prefix_cache", False))
 
 
 def limits_to_map(limits: SchedulerLimits) -> dict[str, Any]:
-    """Limits as plain values, for ``limits_from_map``."""
+    """Returns the limits as plain values, for ``limits_from_map``."""
     values = {declared.name: getattr(limits, declared.name) for declared in fields(limits)}
     return {name: value.value if isinstance(value, enum.Enum) else value for name, value in values.items()}
 
 
 def limits_from_map(values: dict[str, Any]) -> SchedulerLimits:
-    """The limits of a recording. Raises FlightRecordingError when they are not those of this version."""
+    """Returns the limits of a recording. Raises FlightRecordingError if this version does not know them."""
     hints = typing.get_type_hints(SchedulerLimits)
     unknown = values.keys() - hints.keys()
     if unknown:
@@ -119,7 +120,7 @@ def limits_from_map(values: dict[str, Any]) -> SchedulerLimits:
     try:
         return SchedulerLimits(**{name: _convert(hints[name], value) for name, value in values.items()})
     except (TypeError, ValueError) as error:
-        raise FlightRecordingError(f"the limits {values} are not possible: {error}") from error
+        raise FlightRecordingError(f"the limits {values} are invalid: {error}") from error
 
 
 def _convert(hint: Any, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Makes records of scheduled steps, in the form that ``llm_serving.flight.steps`` tells of."""
+"""Encodes scheduled steps as the records that ``llm_serving.flight.steps`` defines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["StepWriter"]
 
 @dataclass(slots=True)
 class _Last:
-    """The last step of a kind. ``numbers`` are those of its requests."""
+    """The latest step of a kind. ``numbers`` are the numbers of its requests."""
 
     kind: StepKind
     requests: list[Request]
@@ -31,15 +31,15 @@ class _Last:
     reason: StepReason
     reason_name: str
     is_plain: bool
-    """Each sequence has one token and samples."""
+    """True if each sequence has one token and samples."""
 
 
 class StepWriter:
-    """Makes records of steps. Begins anew with each segment.
+    """Encodes steps. Each segment needs a new writer.
 
-    A step of the same sequences as the one before it costs a few passes in C over its columns, and Python only for
-    block tables that have grown. Columns are kept to be compared with, so nobody may change them after the step was
-    made, but for block tables, which grow at the end.
+    A step with the same sequences as the one before costs a few calls that compare whole columns. The writer keeps the
+    columns to compare them with the next step. Therefore nobody may change a column after the step was scheduled,
+    except block tables, which may grow at the end.
     """
 
     def __init__(self) -> None:
@@ -47,15 +47,15 @@ class StepWriter:
         self._latest: _Last | None = None
         self._has_grown = False
         self._tables: dict[int, tuple[list[int], int]] = {}
-        """Block table and how much of it is recorded, by request. Of the latest step's, if ``_has_grown``, its
-        ``table_lens`` knows better."""
+        """Block table and its recorded length, by request number. If ``_has_grown`` is set, ``table_lens`` of the
+        latest step is more recent."""
 
     def forget(self, number: int) -> None:
-        """A request has ended."""
+        """Forgets a request that has ended."""
         self._tables.pop(number, None)
 
     def renumber(self) -> None:
-        """Requests may have other numbers from now on: what comes is told whole."""
+        """Forgets the earlier steps, because requests may get other numbers. The next steps are recorded in full."""
         self._note_growth()
         self._latest = None
         self._last.clear()
@@ -63,7 +63,7 @@ class StepWriter:
     def record(
         self, step: ScheduledStep, number_of: Callable[[Request], int], table_lens: list[int] | None = None
     ) -> list[object]:
-        """The step as a record. ``table_lens``: the lengths of its block tables when it was made, if that is past."""
+        """Returns the record of a step. ``table_lens`` are the lengths of its block tables when it was scheduled."""
         if table_lens is None:
             table_lens = list(map(len, step.block_tables))
         last = self._latest
@@ -73,7 +73,7 @@ class StepWriter:
         if last is None or not _same_batch(step, last):
             return self._new_batch(step, number_of, table_lens)
         tables, starts, positions = step.block_tables, step.starts, step.sample_positions
-        # Differences are small numbers, of which Python has one object each: nothing is made but the lists.
+        # Differences are small numbers, which Python caches. So only the lists are allocated.
         goes_on = list(map(sub, starts, last.starts)) == last.query_lens
         samples_next = list(map(sub, positions, last.sample_positions)).count(1) == len(positions)
         blocks: list[object] = []
@@ -89,8 +89,10 @@ class StepWriter:
         return _record(step, last, None, None if goes_on else starts, None if samples_next else positions, blocks)
 
     def table_lens_of(self, sent: Sequence[ScheduledStep]) -> list[int] | None:
-        """How much of the block tables of ``sent`` is recorded, if the last of these is the latest step, they all have
-        its sequences, and each has one token, samples and restarts no row; None otherwise."""
+        """Returns the recorded lengths of the block tables of the steps in flight, ``sent``.
+
+        Returns None unless the last of them is the latest step and all have its sequences. Each sequence must have one
+        token, sample and not restart its batch row."""
         last = self._latest
         if (
             last is None
@@ -104,14 +106,15 @@ class StepWriter:
         return last.table_lens
 
     def record_run(self, first_seq: int, growths: Sequence[Growth]) -> list[object]:
-        """Steps from ``first_seq`` on that all go on from the latest, with nothing new but blocks, as one record of a
-        run, see ``llm_serving.flight.steps``. ``go_to`` must follow."""
+        """Returns the record of a run of steps that only continue the latest one, see ``llm_serving.flight.steps``.
+
+        The caller must call ``go_to`` next."""
         last = self._latest
         assert last is not None
         return [first_seq, KIND_CODES[last.kind], growths, last.reason_name]
 
     def go_to(self, latest: ScheduledStep, table_lens: list[int]) -> None:
-        """``latest`` is the last of the steps that ``record_run`` told of."""
+        """Sets the latest step to the last step of a recorded run."""
         last = self._latest
         assert last is not None
         last.starts, last.sample_positions = latest.starts, latest.sample_positions
@@ -121,7 +124,7 @@ class StepWriter:
     def _new_batch(
         self, step: ScheduledStep, number_of: Callable[[Request], int], table_lens: list[int]
     ) -> list[object]:
-        """A step of other sequences than the last of its kind."""
+        """Returns the record of a step whose sequences differ from those of the latest step of its kind."""
         self._note_growth()
         numbers = [number_of(request) for request in step.requests]
         last = self._latest = self._last[step.kind] = _Last(
@@ -151,16 +154,16 @@ class StepWriter:
         return _record(step, last, batch, step.starts, step.sample_positions, blocks)
 
     def _grown(self, tables: list[list[int]], last: _Last, table_lens: list[int]) -> list[object]:
-        """Blocks of a step with the sequences of ``last``: looked at only where a table is longer, or another."""
+        """Returns the new blocks of a step with the sequences of ``last``. Looks only at tables that changed."""
         if tables is not last.block_tables and not all(map(is_, tables, last.block_tables)):
             self._note_growth()
             changed = list(range(len(tables)))
         else:
             changed = list(compress(range(len(tables)), map(ne, table_lens, last.table_lens)))
-            if last is self._latest:  # no step of another kind has told of them
+            if last is self._latest:  # no step of another kind has recorded their growth
                 self._has_grown = self._has_grown or bool(changed)
-                told = last.table_lens
-                return [(index, told[index], tables[index][told[index] : table_lens[index]]) for index in changed]
+                known = last.table_lens
+                return [(index, known[index], tables[index][known[index] : table_lens[index]]) for index in changed]
         last.block_tables, last.table_lens = tables, table_lens
         return self._new_blocks(last, changed)
 
@@ -176,7 +179,7 @@ class StepWriter:
         return list(blocks)
 
     def _note_growth(self) -> None:
-        """Before another step than one that goes on from the latest: put down how far that one's tables are told."""
+        """Stores the recorded lengths of the latest step's tables, before a step that does not continue it."""
         latest = self._latest
         if self._has_grown and latest is not None:
             known_tables = self._tables

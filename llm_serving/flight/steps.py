@@ -1,16 +1,16 @@
-"""A scheduled step as a record, and what is read of it: what has changed since the steps before it.
+"""The record of a scheduled step, which holds only the differences to the steps before it.
 
     [seq, kind, batch?, starts?, sample_positions?, blocks, moves, restarts?, histories, reason]
 
-``batch`` is None when requests, rows, query lengths and sampling are those of the last step of the kind, else
-``[numbers, rows, query_lens?, do_sample?]`` (None: all ones, all true). ``starts`` is None when each sequence goes on
-where that step left it, ``sample_positions`` when each samples the next. ``blocks`` has ``[index, place, ids]`` for
-each block table that is not what it was in the sequence's last step: its entries from ``place`` on. ``restarts`` and
-``histories`` are indices. Writer (``step_writer``) and reader
-keep the same memory, so the reader knows the whole step again.
+``batch`` is None if requests, rows, query lengths and sampling equal those of the latest step of the same kind.
+Otherwise it is ``[numbers, rows, query_lens?, do_sample?]``, where None means all ones and all true. ``starts`` is None
+if each sequence continues where that step ended, ``sample_positions`` if each sequence samples the next position.
+``blocks`` has ``[index, place, ids]`` for each block table that changed since the sequence's latest step: its entries
+from ``place`` on. ``restarts`` and ``histories`` are indices. The writer (``step_writer``) and the reader keep the same
+memory of earlier steps, so the reader restores the whole step.
 
-Steps that all go on from the latest, with nothing new but blocks, are one record: ``[seq of the first, kind, growths,
-reason]``. A growth is ``[place of the step in the run, index, place, ids]``, for what is ``blocks`` of a step alone.
+A run of steps that only continue the latest one is a single record: ``[seq of the first, kind, growths, reason]``. A
+growth is ``[index of the step in the run, index, place, ids]`` and replaces the ``blocks`` of a step.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ __all__ = ["KIND_CODES", "Growth", "RecordedStep", "StepReader"]
 
 _KINDS = list(StepKind)
 KIND_CODES = {kind: code for code, kind in enumerate(_KINDS)}
-"""What stands for the kind of a step in its record."""
+"""Number of each kind of step in records."""
 
 Growth = tuple[int, int, int, list[int]]
-"""Place of the step in its run, index, place, ids."""
+"""Index of the step in its run, index of the block table, place in the table, block ids."""
 
 
 @dataclass(slots=True)
 class RecordedStep:
-    """A step as the scheduler decided it, with its requests by number; columns as in ``ScheduledStep``."""
+    """A step as the scheduler decided it. Requests are numbers; the other columns equal those of ``ScheduledStep``."""
 
     seq: int
     kind: StepKind
@@ -44,7 +44,7 @@ class RecordedStep:
     do_sample: list[bool]
     sample_positions: list[int]
     blocks: list[tuple[int, int, list[int]]]
-    """(index, place, block ids): block tables that changed, from ``place`` on."""
+    """(index, place, block ids) of each block table that changed, from ``place`` on."""
     moves: list[BlockMove] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)
     histories: list[int] = field(default_factory=list)
@@ -60,18 +60,18 @@ class RecordedStep:
 
     @property
     def num_context_tokens(self) -> int:
-        """Tokens that the step's sequences have afterwards: what its attention reads."""
+        """Number of tokens that the step's attention reads: all tokens of its sequences after the step."""
         return sum(self.starts) + sum(self.query_lens)
 
 
 class StepReader:
-    """Makes steps of records again. Begins anew with each segment."""
+    """Restores steps from records. Each segment needs a new reader."""
 
     def __init__(self) -> None:
         self._last: dict[StepKind, RecordedStep] = {}
 
     def step(self, record: list[Any]) -> RecordedStep:
-        """The step of a record."""
+        """Returns the step of a record."""
         seq, code, batch, starts, positions, blocks, moves, restarts, histories, reason = record
         kind = _KINDS[code]
         last = self._last.get(kind)
@@ -98,11 +98,11 @@ class StepReader:
         return step
 
     def num_seqs_of(self, run: list[Any]) -> int:
-        """Of each step of a run's record."""
+        """Returns the number of sequences in each step of a run."""
         return self._last[_KINDS[run[1]]].num_seqs
 
     def run(self, record: list[Any], count: int) -> list[RecordedStep]:
-        """The ``count`` steps of a run's record."""
+        """Returns the ``count`` steps of a run."""
         first, code, growths, reason = record
         blocks: list[list[list[Any]]] = [[] for _ in range(count)]
         for place, *growth in growths:

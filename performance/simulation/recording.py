@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from llm_serving.config import Config
-from llm_serving.flight.history import Arrival, answered_steps, arrivals
+from llm_serving.flight.history import Arrival, arrivals, completed_steps
 from llm_serving.flight.reader import Stretch, read_recording
 from llm_serving.flight.steps import RecordedStep
 from llm_serving.scheduler.output import MoveKind
@@ -81,7 +81,7 @@ def timed_steps(stretch: Stretch) -> list[TimedStep]:
             answer.queue_us * MICROSECOND,
             (answer.graph_us + answer.sample_us) * MICROSECOND,
         )
-        for step, scheduled, answer in answered_steps(stretch)
+        for step, scheduled, answer in completed_steps(stretch)
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from llm_serving.flight.format import MAGIC, SegmentHeader, Tag, encode_frame
 from llm_serving.flight.journal import WRITE_INTERVAL_S
-from llm_serving.flight.reader import Answered, Scheduled, read_recording
+from llm_serving.flight.reader import Completed, Scheduled, read_recording
 from llm_serving.flight.setup import code_digest, limits_to_map
 from llm_serving.scheduler.limits import Policy, PreemptionKind
 from support.fakes import make_limits, make_request
@@ -60,8 +60,8 @@ def test_undisturbed_decoding_takes_few_records(tmp_path, monkeypatch, prompts, 
     with monkeypatch.context() as patched:
         record_each_call(patched)
         if prefix_cache:
-            pseudonyms = recorder._journal._requests.identities.pseudonyms
-            patched.setattr("llm_serving.flight.identities.Pseudonyms", lambda: pseudonyms)
+            pseudonyms = recorder._journal._requests.names.pseudonyms
+            patched.setattr("llm_serving.flight.requests.Pseudonyms", lambda: pseudonyms)
         _, other = decode(tmp_path / "single", 30, prompts, **limits)
         other.close()
     assert tags_of(tmp_path / "runs").count(Tag.DECODING) >= 4
@@ -70,7 +70,7 @@ def test_undisturbed_decoding_takes_few_records(tmp_path, monkeypatch, prompts, 
     assert events == events_of(tmp_path / "single")
     steps = [event.step for event in events if isinstance(event, Scheduled) and event.step is not None]
     assert [step.seq for step in steps] == [step.seq for step in simulation.steps]
-    answers = [event for event in events if isinstance(event, Answered)]
+    answers = [event for event in events if isinstance(event, Completed)]
     assert [(a.queue_us, a.graph_us, a.sample_us) for a in answers] == [
         (a.seq, 100 + a.seq, 7 * a.seq) for a in answers
     ]
@@ -118,7 +118,7 @@ def test_the_result_that_ends_a_request_is_recorded(tmp_path):
         if simulation.requests["a"].is_finished:
             break
     recorder.close()
-    ends = [event.ends for event in events_of(tmp_path) if isinstance(event, Answered)]
+    ends = [event.ends for event in events_of(tmp_path) if isinstance(event, Completed)]
     assert ends.count([0]) == 1
     (stretch,) = read_recording(tmp_path)
     assert replay(stretch).difference is None

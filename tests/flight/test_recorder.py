@@ -14,7 +14,7 @@ from llm_serving.errors import ContextLengthError, ProtocolError
 from llm_serving.flight.counts import STATE_NAMES, state_of
 from llm_serving.flight.history import arrivals, step_timings
 from llm_serving.flight.journal import WRITE_INTERVAL_S
-from llm_serving.flight.reader import Added, Answered, Finished, Raised, Scheduled, read_recording
+from llm_serving.flight.reader import Added, Completed, Finished, Raised, Scheduled, read_recording
 from llm_serving.flight.recorder import READ_ONLY_METHODS, FlightRecorder
 from llm_serving.flight.segments import PAUSE_S
 from llm_serving.flight.setup import limits_from_map, limits_to_map, record
@@ -77,7 +77,7 @@ def test_what_is_recorded_is_what_was_called(tmp_path):
     assert refused.refusal == "ContextLengthError"
     steps = [event.step for event in others if isinstance(event, Scheduled) and event.step is not None]
     assert [step.seq for step in steps] == [step.seq for step in simulation.steps]
-    assert others[-1] == Answered(
+    assert others[-1] == Completed(
         8.0, 99, [False, False, [[], 0, 0]], [], None, 0, 0, 0, "ProtocolError", state_of(recorder)
     )
     assert {event.now for event in others[:-1]} == {7.5}
@@ -401,7 +401,7 @@ def test_a_failed_step_is_written_with_its_turn(tmp_path):
     assert recorder.schedule(now) is None
     assert file.stat().st_size > size
     (stretch,) = read_recording(file)
-    assert [event.fault for event in stretch.events() if isinstance(event, Answered) and event.seq == seq] == [
+    assert [event.fault for event in stretch.events() if isinstance(event, Completed) and event.seq == seq] == [
         [False, True, [[], 0, 0]]
     ]
 

@@ -8,7 +8,7 @@ from llm_serving.flight.counts import STATE_NAMES
 from llm_serving.flight.reader import (
     Added,
     AgentLost,
-    Answered,
+    Completed,
     Event,
     FailedAll,
     Finished,
@@ -46,7 +46,7 @@ def _what(event: Event) -> str:
             wakeup = "" if event.wakeup is None else f", look again at {event.wakeup:.6f}"
             return f"schedule: nothing{wakeup}{_after(event.state)}"
         return f"schedule: {describe_step(event.step)}{_after(event.state)}"
-    if isinstance(event, Answered):
+    if isinstance(event, Completed):
         ends = f", ends {event.ends}" if event.ends else ""
         fault = "" if event.fault is None else (", dropped" if event.fault[0] else ", failed")
         return f"answer to step {event.seq}: {event.outcome} updates{ends}{fault}{_after(event.state)}"

@@ -16,7 +16,7 @@ from llm_serving.flight.pseudonyms import PLAIN_TOKEN
 from llm_serving.flight.reader import (
     Added,
     AgentLost,
-    Answered,
+    Completed,
     Event,
     FailedAll,
     Finished,
@@ -91,7 +91,7 @@ class _Replayer:
         if header.code_digest != code_digest():
             self._notes.append("it was recorded by another version of the scheduler's code than this")
         self._scheduler = Scheduler(limits_from_map(header.limits))
-        self._has_identities = compares_tokens(self._scheduler.limits)
+        self._has_pseudonyms = compares_tokens(self._scheduler.limits)
         self._order = AnswerOrder(header.limits["policy"])
         self._requests: dict[int, Request] = {}
         self._numbers: dict[str, int] = {}
@@ -176,7 +176,7 @@ class _Replayer:
             self._scheduler.release_requests([self._requests[number].request_id for number in event.numbers])
         elif isinstance(event, Scheduled):
             self._schedule(event)
-        elif isinstance(event, Answered):
+        elif isinstance(event, Completed):
             self._answer(event)
         elif isinstance(event, Finished):
             self._finish(event)
@@ -230,7 +230,7 @@ class _Replayer:
         self._compare_state("schedule", event.state)
         self._num_steps += step is not None
 
-    def _answer(self, event: Answered) -> None:
+    def _answer(self, event: Completed) -> None:
         overtaken = self._order.answered(event.seq, ran=event.fault is None)
         if overtaken is not None:
             rule = f"step {overtaken} was sent earlier and runs first (agent's queue, policy {self._order.policy})"
@@ -247,7 +247,7 @@ class _Replayer:
         self._compare("update", "updates", event.outcome, outcome)
         self._compare_state("update", event.state)
 
-    def _let_end(self, event: Answered) -> None:
+    def _let_end(self, event: Completed) -> None:
         """The tokens that ended their requests are what ends them here."""
         requests = self._step_requests.pop(event.seq, [])
         if event.names is None:
@@ -277,7 +277,7 @@ class _Replayer:
 
     def _own_tokens(self, request: Request) -> list[int] | None:
         """In a replay the tokens are pseudonyms already."""
-        if not self._has_identities:
+        if not self._has_pseudonyms:
             return None
         return [*request.prompt_token_ids, *request.output_token_ids]
 

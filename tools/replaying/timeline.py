@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from llm_serving.flight.reader import (
     Added,
     AgentLost,
-    Answered,
+    Completed,
     Event,
     FailedAll,
     Finished,
@@ -138,7 +138,7 @@ class _Builder:
             self._add(event)
         elif isinstance(event, Scheduled):
             self._schedule(event)
-        elif isinstance(event, Answered):
+        elif isinstance(event, Completed):
             self._answer(event)
         elif isinstance(event, Finished) and event.was_there and event.number is not None:
             self._finish(event.number, event.reason.lower(), event.now)
@@ -189,7 +189,7 @@ class _Builder:
         last = self._steps[lane.steps[-1]].end if lane.steps else lane.since
         lane.enter(phase, min(max(last, lane.since), now))
 
-    def _answer(self, event: Answered) -> None:
+    def _answer(self, event: Completed) -> None:
         scheduled, step = self._sent.pop(event.seq, (event.now, None))
         if step is None:
             return

@@ -20,7 +20,7 @@ from llm_serving.flight.facts import make_request
 from llm_serving.flight.format import FlightRecordingError
 from llm_serving.flight.history import Arrival, arrivals
 from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN
-from llm_serving.flight.reader import Answered, Scheduled, Stretch, read_recording
+from llm_serving.flight.reader import Completed, Scheduled, Stretch, read_recording
 from llm_serving.flight.setup import limits_from_map, limits_to_map, record
 from llm_serving.flight.steps import RecordedStep
 from llm_serving.ipc.shm import NUM_SLOTS
@@ -88,7 +88,7 @@ def fit_device(stretch: Stretch) -> DeviceModel:
     for event in stretch.events():
         if isinstance(event, Scheduled) and event.step is not None:
             sent[event.step.seq] = (event.now, event.step)
-        elif isinstance(event, Answered) and event.seq in sent and event.fault is None:
+        elif isinstance(event, Completed) and event.seq in sent and event.fault is None:
             scheduled, step = sent.pop(event.seq)
             busy_us = event.graph_us + event.sample_us
             steps.append(_measured(step, busy_us / 1e6))
