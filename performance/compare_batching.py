@@ -10,7 +10,7 @@ from llm_serving.own_python import use_own_python
 
 use_own_python()
 
-from performance.load.batching import main
+from performance.simulation.batching import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -106,6 +106,16 @@ def test_the_agent_imports_no_http_and_little_of_the_control_plane(path):
     assert [name for name in ours if not inside(name, AGENT_MAY)] == []
 
 
+@pytest.mark.parametrize(
+    ("package", "higher"),
+    [("llm_serving", "performance"), ("agent", "performance"), ("performance", "tools"),
+     ("performance/load", "performance.simulation"), ("performance/bench", "performance.simulation")],
+)  # fmt: skip
+def test_a_lower_layer_does_not_import_a_higher_one(package, higher):
+    for path in python_files(package):
+        assert [name for name in imports_of(path) if inside(name, (higher, "tools"))] == [], path
+
+
 @pytest.mark.parametrize("package", ["scheduler", "kvcache", "routing"])
 def test_who_decides_has_no_clock_and_no_io(package):
     """So that a run can be simulated, and replayed bit for bit."""

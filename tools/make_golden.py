@@ -7,7 +7,7 @@ Needs torch and transformers, which the project itself does not use; in an envir
     /tmp/oracle/bin/python tools/make_golden.py                # all models
     /tmp/oracle/bin/python tools/make_golden.py tiny_llama     # after it was trained anew
 
-The files of ``tools.seeded_families`` go to tests/golden/families and are smaller: two prompts, no whole logits.
+The files of ``performance.models.variants`` go to tests/golden/families and are smaller: two prompts, no whole logits.
 
 A file holds, per prompt, 64 greedy tokens (end tokens do not end), the oracle's best ``TOP`` token ids and logits at
 each of them, and the whole logits of a few, so that tests can tell a tie from an error. Random prompts are drawn until
@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tools.seeded_families import FAMILY_VARIANTS  # noqa: E402
-from tools.seeded_model import VARIANTS, write_model  # noqa: E402
+from performance.models.folders import write_model  # noqa: E402
+from performance.models.variants import FAMILY_VARIANTS, VARIANTS  # noqa: E402
 
 NUM_TOKENS = 64
 TOP = 4
@@ -53,10 +54,12 @@ TINY_PROMPTS = (
 
 
 def weights_digest(folder: Path) -> str:
-    """Of config.json and every weight file: a golden file fits one model only."""
-    digest = hashlib.sha256()
-    for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        digest.update(path.read_bytes())
+    """Returns a digest of ``config.json`` and every tensor, however the tensors are divided into files."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    tensors = [each for path in folder.glob("*.safetensors") for each in safetensors.deserialize(path.read_bytes())]
+    for name, tensor in sorted(tensors, key=lambda each: each[0]):
+        digest.update(f"{name} {tensor['dtype']} {tensor['shape']}".encode())
+        digest.update(tensor["data"])
     return digest.hexdigest()
 
 

@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import math
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -17,12 +18,15 @@ from typing import Any
 
 import mindspore as ms
 from mindspore import Tensor
-from tiny_llama.corpus import documents
-from tiny_llama.data import batches
-from tiny_llama.export import from_bfloat16, save_config, save_curve, save_weights, to_bfloat16, weights
-from tiny_llama.model import ModelShape, TinyLlama
-from tiny_llama.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
-from tiny_llama.trainer import History, Trainer, TrainingPlan, evaluate
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.tiny_llama.corpus import documents
+from tools.tiny_llama.data import batches
+from tools.tiny_llama.export import from_bfloat16, save_config, save_curve, save_weights, to_bfloat16, weights
+from tools.tiny_llama.model import ModelShape, TinyLlama
+from tools.tiny_llama.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
+from tools.tiny_llama.trainer import History, Trainer, TrainingPlan, evaluate
 
 TOKENIZER_DOCUMENTS = 20000
 DEFAULT_OUT = Path(__file__).resolve().parent.parent / "models" / "tiny_llama"

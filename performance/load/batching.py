@@ -1,18 +1,4 @@
-"""The study of batching modes: one engine, one load, each mode of batching in turn.
-
-    none         one request at a time
-    static       what waits when the device becomes free runs as one batch, to the end of its longest request
-    dynamic      a batch leaves when it is full or late, the next one waits until it has ended
-    continuous   requests join and leave at any step; each reserves contiguous room for its longest answer
-    paged        the same, with blocks on demand (paged attention)
-
-Clients in a closed loop send prompts of 64 to 256 random tokens (160 in the mean, as the conversations of ShareGPT have
-161: Kwon et al. 2023) that want 64, 128 or 256 tokens (end tokens are ignored); both are drawn by seed and the same in
-every mode. So are the answers, which is checked.
-
-How far behind static and dynamic batching are depends on ``--batch-size``: a larger batch serves more clients at a
-time, and each waits for the longest of more. docs/scheduling.md has several.
-"""
+"""The batching modes of ``performance/compare_batching.py``: their settings, a real run of one, and the results."""
 
 from __future__ import annotations
 
@@ -26,18 +12,13 @@ from typing import Any
 
 from llm_serving.telemetry.text_table import format_number, format_table
 from performance.load.closed_loop import run_closed_loop
-from performance.load.errors import UsageError
-from performance.load.exit_codes import told_errors
 from performance.load.metric_watch import MetricWatch
-from performance.load.options import LoadOptions, positive
+from performance.load.options import LoadOptions
 from performance.load.progress import progress_display
-from performance.load.report import figures_json, write_json
-from performance.load.server_process import START_SERVER, configured_server
+from performance.load.report import figures_json
+from performance.load.server_process import configured_server
 from performance.load.statistics import LoadFigures, measure
-from performance.load.workload import LoadRequest, study_workload
-from performance.simulation.presets import PRESETS
-
-__all__ = ["MODES", "Measured", "main", "mode_settings", "results_json"]
+from performance.load.workload import LoadRequest
 
 MODES: dict[str, tuple[str, bool]] = {
     "none": ("none", True),
@@ -48,7 +29,6 @@ MODES: dict[str, tuple[str, bool]] = {
 }
 """``batching_strategy`` and ``page_attention``. Batches are of a time before paged attention; one request at a time
 has the cache to itself."""
-DEFAULT_MODES = ("static", "dynamic", "continuous", "paged")
 PROMPT_LEN = (64, 256)
 OUTPUTS = (64, 128, 256)
 VOCAB = 1000
@@ -74,25 +54,6 @@ class Measured:
         return {"requests_per_s": self.figures.qps, "kv_waste": self.kv_waste, **figures_json(self.figures)}
 
 
-@told_errors
-def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """0; 1 when requests failed or answers differ between modes, 2 when a server did not start."""
-    parsed = _parser().parse_args(arguments)
-    _check(parsed)
-    requests = study_workload(parsed.requests, parsed.seed, PROMPT_LEN, OUTPUTS, VOCAB)
-    if parsed.simulate is not None:
-        from performance.simulation.batching import simulate_mode
-
-        measured = [simulate_mode(mode, requests, parsed) for mode in parsed.modes]
-    else:
-        measured = [_measure(mode, requests, parsed, program) for mode in parsed.modes]
-    results = results_json(measured, parsed)
-    print(format_results(measured, results))
-    if parsed.json is not None:
-        write_json(parsed.json, results)
-    return 1 if results["texts_identical"] is False or any(one.figures.failed for one in measured) else 0
-
-
 def mode_settings(mode: str, batch_size: int, batch_wait_s: float) -> list[str]:
     """The mode as ``--set`` takes it."""
     strategy, paged = MODES[mode]
@@ -104,7 +65,7 @@ def mode_settings(mode: str, batch_size: int, batch_wait_s: float) -> list[str]:
     return settings
 
 
-def _measure(mode: str, requests: Sequence[LoadRequest], parsed: argparse.Namespace, program: Path) -> Measured:
+def measure_mode(mode: str, requests: Sequence[LoadRequest], parsed: argparse.Namespace, program: Path) -> Measured:
     with tempfile.TemporaryDirectory(prefix="compare_batching_") as folder:
         print(f"starting the server for {mode}", file=sys.stderr)
         settings = [*mode_settings(mode, parsed.batch_size, parsed.batch_wait), *parsed.settings]
@@ -171,47 +132,3 @@ def format_results(measured: Sequence[Measured], results: dict[str, Any]) -> str
         same = "the same in every mode" if results["texts_identical"] else "NOT the same in every mode"
         lines.append(f"  answers: {same}")
     return "\n".join(lines)
-
-
-def _check(parsed: argparse.Namespace) -> None:
-    for name in ("clients", "requests", "batch_size"):
-        if getattr(parsed, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(parsed, name)}: the least is 1")
-
-
-def _modes(text: str) -> tuple[str, ...]:
-    modes = tuple(text.split(","))
-    for mode in modes:
-        if mode not in MODES:
-            raise argparse.ArgumentTypeError(f"{mode!r}: there are {', '.join(MODES)}")
-    return modes
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="for all modes"
-    )
-    parser.add_argument("--clients", type=int, default=50, help="in a closed loop (default %(default)s)")
-    parser.add_argument("--requests", type=int, default=1000, help="in all (default %(default)s)")
-    parser.add_argument(
-        "--modes", type=_modes, default=DEFAULT_MODES, metavar="M,M", help=f"default {','.join(DEFAULT_MODES)}"
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=BATCH_SIZE, help="of static and dynamic batching (default %(default)s)"
-    )
-    parser.add_argument(
-        "--batch-wait",
-        type=positive,
-        default=BATCH_WAIT_S,
-        metavar="S",
-        help="seconds a dynamic batch that is not full waits (default %(default)s)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths (default %(default)s)")
-    parser.add_argument("--simulate", choices=sorted(PRESETS), metavar="DEVICE", help="in the simulator: %(choices)s")
-    parser.add_argument("--recording", type=Path, metavar="F", help="with --simulate cpu: fit the device from this")
-    parser.add_argument("--timeout", type=positive, default=3600.0, help="seconds for one request")
-    parser.add_argument("--start-timeout", type=positive, default=600.0, help="seconds for a server to be ready")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    return parser

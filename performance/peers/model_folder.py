@@ -10,7 +10,6 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from agent.weights.seeded import fill_seeded
 from agent.weights.storage import Array, allocate
-from tools.seeded_model import tensor_shapes
+from performance.models.folders import tensor_shapes, write_safetensors
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "shapes" / "tokenizer"
 BFLOAT16_ONE = 0x3F80
 INT8_LIMIT = 127
-SAFETENSORS_DTYPES = {"uint16": "BF16", "int8": "I8", "float32": "F32"}
-"""By the type of the array; bfloat16 is kept as its bits."""
 
 
 def write_model_folder(shape: Path, folder: Path, *, w8a8: bool = False, seed: int = 0) -> None:
@@ -53,7 +50,7 @@ def write_model_folder(shape: Path, folder: Path, *, w8a8: bool = False, seed: i
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for file in TOKENIZER.iterdir():
         shutil.copyfile(file, folder / file.name)
-    _write_safetensors(folder / "model.safetensors", tensors)
+    write_safetensors(folder / "model.safetensors", tensors)
 
 
 def _quantize(bits: Array) -> tuple[Array, Array]:
@@ -77,21 +74,6 @@ def _w8a8_config() -> dict[str, Any]:
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
-
-
-def _write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, array in tensors.items():
-        begin, end = end, end + array.nbytes
-        dtype = SAFETENSORS_DTYPES[array.dtype.name]
-        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for array in tensors.values():
-            file.write(np.ascontiguousarray(array).data)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Runs every model of ``tools.seeded_families`` through ModelRunner, in one type and op table; prints JSON.
+"""Runs every model of ``performance.models.variants`` through ModelRunner, in one type and op table; prints JSON.
 
 python tests/agent/families_worker.py DTYPE OP_TABLE WEIGHT_FORMAT KV_FORMAT SCRATCH_FOLDER [MODEL ...]
 """
@@ -16,11 +16,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from runner_worker import generate, run_invariance  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
+from performance.models.folders import write_model  # noqa: E402
+from performance.models.variants import FAMILY_VARIANTS  # noqa: E402
 from support.golden_files import golden_of  # noqa: E402
 from support.step_config import make_config  # noqa: E402
 from tools.make_golden import weights_digest  # noqa: E402
-from tools.seeded_families import FAMILY_VARIANTS  # noqa: E402
-from tools.seeded_model import write_model  # noqa: E402
 
 
 def tokens(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> list[list[int]]:

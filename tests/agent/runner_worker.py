@@ -23,11 +23,12 @@ from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
 from llm_serving.errors import AgentError, ProtocolError  # noqa: E402
 from llm_serving.ipc.shm import LAST_TOKEN  # noqa: E402
+from performance.models.folders import write_model  # noqa: E402
+from performance.models.variants import VARIANTS  # noqa: E402
 from support.golden_files import LLAMAS, golden_of  # noqa: E402
 from support.position_bits import FORCED_STEPS  # noqa: E402
 from support.step_config import BLOCK_SIZE, make_config  # noqa: E402
 from tools.make_golden import weights_digest  # noqa: E402
-from tools.seeded_model import VARIANTS, write_model  # noqa: E402
 
 
 def run_golden(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:

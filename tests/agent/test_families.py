@@ -11,13 +11,13 @@ import pytest
 from agent.models import registry
 from llm_serving.errors import AgentStartError
 from llm_serving.model.families import FAMILIES
+from performance.models.variants import FAMILY_VARIANTS
 from support import golden_files
 from support.golden_files import golden_of
 from support.json_program import printed_json, run_program
 from support.oracle_ties import check_forced
 from support.position_bits import check_position_bits
 from support.sweeps import with_sweeps
-from tools.seeded_families import FAMILY_VARIANTS
 
 WORKER = Path(__file__).with_name("families_worker.py")
 MODELS = tuple(FAMILY_VARIANTS)

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from llm_serving.errors import ConfigError
+from performance.models.folders import write_model
+from performance.models.variants import FAMILY_VARIANTS, VARIANTS
 from support.agent_group import Setup, run_group
 from support.golden_files import golden_of
 from support.oracle_ties import check_forced
 from support.position_bits import check_position_bits
-from tools.seeded_families import FAMILY_VARIANTS
-from tools.seeded_model import VARIANTS, write_model
 
 pytestmark = pytest.mark.timeout(900)
 """A setup's first test runs all models."""

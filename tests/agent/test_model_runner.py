@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from llm_serving.request import MAX_TOP_LOGITS
+from performance.models.folders import write_model
+from performance.models.variants import VARIANTS
 from support.golden_files import golden_of
 from support.json_program import printed_json, run_program
 from support.llama_in_numpy import NumpyLlama
@@ -19,7 +21,6 @@ from support.oracle_ties import check_forced
 from support.position_bits import check_position_bits, check_sharing_bits
 from support.small_configs import REPOSITORY
 from support.sweeps import with_sweeps
-from tools.seeded_model import VARIANTS, write_model
 
 WORKER = Path(__file__).with_name("runner_worker.py")
 MODELS = ("gqa_tied", "llama3_rope", "mha", "tiny_llama")

@@ -14,11 +14,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from agent.weights.storage import from_float32, to_float32
+from performance.models.folders import write_model
+from performance.models.variants import FAMILY_VARIANTS, Variant
 from support.agent_group import Setup, run_group
 from support.golden_files import golden_of
 from support.position_bits import check_position_bits
-from tools.seeded_families import FAMILY_VARIANTS
-from tools.seeded_model import Variant, write_model
 
 pytestmark = pytest.mark.timeout(600)
 

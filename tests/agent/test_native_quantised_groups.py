@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from performance.models.folders import write_model
+from performance.models.variants import FAMILY_VARIANTS, VARIANTS
 from support.agent_group import Setup, run_group
 from support.golden_files import golden_of
 from support.position_bits import check_position_bits
 from tools.quantization.convert import quantise_folder
 from tools.quantization.rounding import Settings
-from tools.seeded_families import FAMILY_VARIANTS
-from tools.seeded_model import VARIANTS, write_model
 
 pytestmark = pytest.mark.timeout(600)
 

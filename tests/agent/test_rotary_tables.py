@@ -10,7 +10,8 @@ import pytest
 from agent.layers.rotary import rotary_frequencies, rotary_tables
 from llm_serving.model.rope import RopeScaling
 from llm_serving.model.shape import ModelShape
-from tools.seeded_model import VARIANTS, write_model
+from performance.models.folders import write_model
+from performance.models.variants import VARIANTS
 
 LLAMA3 = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
 

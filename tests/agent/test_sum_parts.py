@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from performance.models.folders import write_model
+from performance.models.variants import FAMILY_VARIANTS, VARIANTS
 from support.agent_group import Setup, run_group
-from tools.seeded_families import FAMILY_VARIANTS
-from tools.seeded_model import VARIANTS, write_model
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -12,7 +12,8 @@ from agent.backends.runtime import start_runtime
 from agent.warm_up import largest_steps, make_moves, make_step
 from llm_serving.config import Config, load_config
 from llm_serving.errors import AgentStartError
-from tools.seeded_model import VARIANTS, write_model
+from performance.models.folders import write_model
+from performance.models.variants import VARIANTS
 
 
 @pytest.fixture

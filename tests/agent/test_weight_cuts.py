@@ -21,8 +21,8 @@ from llm_serving.config import ParallelConfig
 from llm_serving.errors import CheckpointError
 from llm_serving.model.parallel import Span, place, shard_of
 from llm_serving.model.shape import ModelShape
+from performance.models.folders import write_safetensors
 from support.quantised_folders import CASES, DEPTH, LINEARS, SPECS, write_case
-from tools.seeded_model import write_safetensors
 
 COLUMNS = Span(DEPTH // 2, DEPTH)
 
@@ -93,7 +93,7 @@ class Model:
         for part in parts.values():
             arrays[part.name] = allocate(part.shape, stored)
             SeededWeights(5, std=1.0).read_into(f"{part.name} values", arrays[part.name], stored)
-        write_safetensors(folder / "model.safetensors", arrays, stored)
+        write_safetensors(folder / "model.safetensors", arrays)
         self.folder = folder
         self.num_bytes = {name: array.nbytes for name, array in arrays.items()}
         self.whole = self.load(Checkpoint(folder))

@@ -14,7 +14,7 @@ from agent.weights import WeightPart, WeightSpec, load_weights, open_weights
 from agent.weights.seeded import SeededWeights
 from agent.weights.storage import Array, allocate, from_float32, to_float32
 from llm_serving.errors import CheckpointError
-from tools.seeded_model import write_safetensors
+from performance.models.folders import write_safetensors
 
 SPECS = (
     WeightSpec("embedding.weight", (WeightPart("embed", (6, 4)),)),
@@ -31,7 +31,7 @@ def values(name: str, dtype: str = "float32") -> Array:
 
 
 def write_folder(folder: Path, dtype: str = "float32") -> Path:
-    write_safetensors(folder / "model.safetensors", {name: values(name, dtype) for name in SHAPES}, dtype)
+    write_safetensors(folder / "model.safetensors", {name: values(name, dtype) for name in SHAPES})
     return folder
 
 
@@ -39,8 +39,8 @@ def write_shards(folder: Path) -> Path:
     first = {name: values(name) for name in ("embed", "k")}
     second = {name: values(name) for name in ("q", "v", "norm.weight")}
     weight_map = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
-    write_safetensors(folder / "a.safetensors", first, "float32")
-    write_safetensors(folder / "b.safetensors", second, "float32")
+    write_safetensors(folder / "a.safetensors", first)
+    write_safetensors(folder / "b.safetensors", second)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder
 
@@ -82,7 +82,7 @@ def test_loaded_weights_do_not_need_the_files(tmp_path: Path) -> None:
 
 def test_ignorable_tensors_may_be_there(tmp_path: Path) -> None:
     tensors = {name: values(name) for name in SHAPES} | {"layers.0.rotary.inv_freq": np.ones(2, np.float32)}
-    write_safetensors(tmp_path / "model.safetensors", tensors, "float32")
+    write_safetensors(tmp_path / "model.safetensors", tensors)
     assert load(tmp_path).keys() == {"embedding.weight", "qkv.weight", "norm.weight"}
 
 
@@ -99,7 +99,7 @@ def rewrite(change: Callable[[dict[str, Array]], object]) -> Callable[[Path], No
     def break_it(folder: Path) -> None:
         tensors = {name: values(name) for name in SHAPES}
         change(tensors)
-        write_safetensors(folder / "model.safetensors", tensors, "float32")
+        write_safetensors(folder / "model.safetensors", tensors)
 
     return break_it
 
@@ -148,7 +148,7 @@ def make_pipe(folder: Path) -> None:
 def duplicate_in_other_shard(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     write_shards(folder)
-    write_safetensors(folder / "a.safetensors", {name: values(name) for name in ("embed", "k", "q")}, "float32")
+    write_safetensors(folder / "a.safetensors", {name: values(name) for name in ("embed", "k", "q")})
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -237,7 +237,7 @@ def test_a_broken_folder_is_refused(tmp_path: Path, case: str) -> None:
 def test_a_value_beyond_float16_is_refused(tmp_path: Path) -> None:
     tensors = {name: values(name) for name in SHAPES}
     tensors["v"][1, 2] = 70_000.0
-    write_safetensors(tmp_path / "model.safetensors", tensors, "float32")
+    write_safetensors(tmp_path / "model.safetensors", tensors)
     with pytest.raises(CheckpointError, match=r"tensor v: 70000 does not fit float16; use model_config\.model_dtype"):
         load(tmp_path, "float16")
     assert load(tmp_path, "bfloat16")["qkv.weight"].shape == (8, 4)

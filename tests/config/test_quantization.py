@@ -11,9 +11,9 @@ import pytest
 from llm_serving.config import Config, load_config
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.model.quantization import stored_weight_format
+from performance.models.folders import write_model
+from performance.models.variants import FAMILY_VARIANTS
 from support.model_folders import write_model_folder
-from tools.seeded_families import FAMILY_VARIANTS
-from tools.seeded_model import write_model
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 W8A8 = {

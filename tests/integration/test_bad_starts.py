@@ -11,10 +11,10 @@ from importlib.util import find_spec
 
 import pytest
 
+from performance.models.folders import write_model
+from performance.models.variants import FAMILY_VARIANTS
 from support.server_process import run_start_server, shm_entries
 from support.small_configs import TINY_LLAMA, small_overrides
-from tools.seeded_families import FAMILY_VARIANTS
-from tools.seeded_model import write_model
 
 
 def start(tmp_path, *overrides, config="llama_tiny_cpu.yaml"):

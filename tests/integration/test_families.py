@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from performance.models.folders import write_model
+from performance.models.variants import FAMILY_VARIANTS
 from support.golden_files import golden_of
 from support.server_process import running_server
-from tools.seeded_families import FAMILY_VARIANTS
-from tools.seeded_model import write_model
 
 
 @pytest.mark.parametrize(

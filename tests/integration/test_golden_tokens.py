@@ -11,11 +11,12 @@ from functools import cache
 
 import pytest
 
+from performance.models.folders import write_model
+from performance.models.variants import VARIANTS
 from support.golden_files import golden_of
 from support.oracle_ties import MOST_TIES, TIE_MARGIN, complete, find_ties
 from support.server_process import running_server
 from support.small_configs import TINY_LLAMA
-from tools.seeded_model import VARIANTS, write_model
 
 MODELS = ["tiny_llama", *VARIANTS]
 SERVED = {

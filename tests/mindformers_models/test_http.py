@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from performance.models.folders import write_model
 from support.completions_client import assert_same, run_alone, run_together
 from support.mindformers_variants import VARIANTS, needs_mindformers
 from support.server_process import running_server
-from tools.seeded_model import write_model
 
 pytestmark = needs_mindformers
 

@@ -19,10 +19,10 @@ from llm_serving.config import Config, load_config
 from llm_serving.config.mindformers_models import ARCHITECTURES
 from llm_serving.errors import AgentStartError
 from llm_serving.model.shape import ModelShape
+from performance.models.folders import tensor_shapes, write_model
 from support.json_program import printed_json, run_program
 from support.mindformers_variants import VARIANTS
 from support.model_folders import write_model_folder
-from tools.seeded_model import tensor_shapes, write_model
 
 PROGRAM = Path(__file__).with_name("mapping_program.py")
 

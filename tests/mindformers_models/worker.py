@@ -20,9 +20,9 @@ from step_driver import StepDriver  # noqa: E402
 from agent.layers.rotary import rotary_tables  # noqa: E402
 from agent.weights.storage import to_float32  # noqa: E402
 from llm_serving.config.mindformers_models import rotary_positions  # noqa: E402
+from performance.models.folders import write_model  # noqa: E402
 from support.mindformers_variants import VARIANTS  # noqa: E402
 from support.step_config import make_config  # noqa: E402
-from tools.seeded_model import write_model  # noqa: E402
 
 PROMPT_LENS = (3, 17, 33, 75)
 NUM_TOKENS = 64

@@ -14,9 +14,9 @@ from typing import Any
 
 from llm_serving.config import Config
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
+from performance.models.folders import write_model
+from performance.models.variants import FAMILY_VARIANTS, VARIANTS
 from support.step_config import make_config
-from tools.seeded_families import FAMILY_VARIANTS
-from tools.seeded_model import VARIANTS, write_model
 
 FOLDER = Path(__file__).resolve().parents[1] / "agent"
 TIMEOUT_S = 850

@@ -6,9 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from tools.seeded_families import FAMILY_VARIANTS
-from tools.seeded_model import VARIANTS as LLAMAS
-from tools.seeded_model import Variant
+from performance.models.variants import FAMILY_VARIANTS, Variant
+from performance.models.variants import VARIANTS as LLAMAS
 
 _TIED = FAMILY_VARIANTS["qwen3_tied"]
 _QWEN2 = {**FAMILY_VARIANTS["qwen2_tied"].config, "tie_word_embeddings": False}

@@ -18,14 +18,14 @@ from agent.weights.storage import Array, from_float32, to_float32
 from agent.weights.tensor_files import TensorFiles
 from llm_serving.model.quantization import Quantization, checkpoint_quantization
 from llm_serving.model.shape import ModelShape
+from performance.models.folders import tensor_shapes, write_model
+from performance.models.variants import FAMILY_VARIANTS, VARIANTS
 from support.golden_files import golden_of
 from tools.quantization.folder_writer import FolderWriter
 from tools.quantization.gptq import DAMPING, gptq
 from tools.quantization.numpy_llama import NumpyLlama
 from tools.quantization.rounding import Settings, fit, round_to_nearest
 from tools.quantize import main
-from tools.seeded_families import FAMILY_VARIANTS
-from tools.seeded_model import VARIANTS, tensor_shapes, write_model
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 CASES: dict[str, tuple[list[str], Settings, Quantization]] = {
@@ -116,7 +116,7 @@ def test_the_folder_is_complete_and_another_library_reads_it(models: Path, tmp_p
 
 def test_a_large_folder_is_written_in_shards(tmp_path: Path) -> None:
     tensors = {f"t{i}": np.arange(100 * i, 100 * i + 100, dtype=np.float32) for i in range(5)}
-    writer = FolderWriter(tmp_path, dict.fromkeys(tensors, ("F32", (100,))), max_shard_bytes=900)
+    writer = FolderWriter(tmp_path, max_shard_bytes=900)
     for name, array in tensors.items():
         writer.write(name, array)
     writer.close()

@@ -14,16 +14,15 @@ import tokenizers
 from jinja2 import Environment
 from safetensors import safe_open
 
+from tools.tiny_llama.corpus import documents
+from tools.tiny_llama.data import batches, encoded_documents, is_held_out
+from tools.tiny_llama.drills import training_documents
+from tools.tiny_llama.initial import Circuit, Matrix
+from tools.tiny_llama.tokenizer import BOS_ID, EOS_ID, encode_document, render
+
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT / "tools"
 COMMITTED = ROOT / "models" / "tiny_llama"
-sys.path.insert(0, str(TOOLS))
-
-from tiny_llama.corpus import documents  # noqa: E402
-from tiny_llama.data import batches, encoded_documents, is_held_out  # noqa: E402
-from tiny_llama.drills import training_documents  # noqa: E402
-from tiny_llama.initial import Circuit, Matrix  # noqa: E402
-from tiny_llama.tokenizer import BOS_ID, EOS_ID, encode_document, render  # noqa: E402
 
 FILES = {
     "config.json", "generation_config.json", "loss_curve.png", "model.safetensors", "special_tokens_map.json",

@@ -18,7 +18,7 @@ from agent.weights.tensor_files import TensorFiles
 from llm_serving.errors import CheckpointError
 from llm_serving.model.quantization import checkpoint_quantization
 from llm_serving.model.shape import ModelShape
-from tools.quantization.folder_writer import FolderWriter, Stored
+from tools.quantization.folder_writer import FolderWriter
 from tools.quantization.gptq import Hessian, gptq
 from tools.quantization.numpy_llama import NumpyLlama
 from tools.quantization.rounding import (
@@ -27,7 +27,6 @@ from tools.quantization.rounding import (
     Settings,
     round_to_nearest,
     stored_arrays,
-    stored_shapes,
 )
 
 Report = Callable[[str, int, int], None]
@@ -37,7 +36,6 @@ _LINEAR = re.compile(
     r"(self_attn\.[qkvo]|mlp\.(experts\.\d+\.)?(gate|up|down))_proj|block_sparse_moe\.experts\.\d+\.w[123]"
 )
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "*.pth", "*.gguf")
-_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
 def quantise_folder(
@@ -92,10 +90,7 @@ class _Conversion:
             raise CheckpointError(f"{files.folder}: there are no linear layers of a Llama in its weights")
         self._settings = replace(settings, scale_dtype=files.float_dtype(linears[0]))
         self._check(linears)
-        stored: dict[str, Stored] = {}
-        for name in self._names:
-            stored |= self._stored(name)
-        self._writer = FolderWriter(out, stored)
+        self._writer = FolderWriter(out)
 
     def run(self, calibration: NDArray[np.int32] | None) -> None:
         """Write every tensor."""
@@ -121,12 +116,6 @@ class _Conversion:
         """A tensor as float32."""
         array, dtype = self._files.read(name)
         return np.array(to_float32(array, dtype))
-
-    def _stored(self, name: str) -> dict[str, Stored]:
-        shape = self._files.info(name).shape
-        if _is_linear(name):
-            return stored_shapes(name.removesuffix(".weight"), (shape[0], shape[1]), self._settings)
-        return {name: (_TYPES[self._files.float_dtype(name)], shape)}
 
     def _check(self, linears: list[str]) -> None:
         for name in linears:

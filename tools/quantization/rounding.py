@@ -91,24 +91,8 @@ def round_to_nearest(weight: Float32Array, settings: Settings) -> Quantised:
     return Quantised(q.reshape(rows, depth).astype(np.uint8), scales, zeros.astype(np.uint8))
 
 
-def stored_shapes(stem: str, shape: tuple[int, int], settings: Settings) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type (as in a safetensors file) and shape of each tensor that stands for a weight."""
-    (rows, depth), groups = shape, shape[1] // settings.group_of(shape[1])
-    scale = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}[settings.scale_dtype]
-    if settings.bits == 8:
-        return {f"{stem}.weight": ("I8", (rows, depth)), f"{stem}.weight_scale": (scale, (rows, groups))}
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {
-        f"{stem}.weight_packed": ("I32", (rows, -(-depth // 8))),
-        f"{stem}.weight_scale": (scale, (rows, groups)),
-        f"{stem}.weight_shape": ("I64", (2,)),
-    }
-    if settings.asymmetric:
-        tensors[f"{stem}.weight_zero_point"] = ("I32", (-(-rows // 8), groups))
-    return tensors
-
-
 def stored_arrays(stem: str, weight: Quantised, settings: Settings) -> Mapping[str, NDArray[Any]]:
-    """The arrays of ``stored_shapes``."""
+    """Returns the tensors that represent a weight in compressed-tensors, by name."""
     scales = from_float32(weight.scales, settings.scale_dtype)
     if settings.bits == 8:
         signed = (weight.q.astype(np.int16) - settings.middle).astype(np.int8)

@@ -16,6 +16,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from numpy.typing import NDArray
 
+from performance.models.folders import write_safetensors
+
 
 def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     """float32 to the bits of bfloat16 (uint16), rounded to nearest, ties to even; the values must be finite."""
@@ -33,24 +35,10 @@ def weights(network: TinyLlama) -> dict[str, NDArray[np.float32]]:
     return {name: parameter.asnumpy() for name, parameter in network.parameters_and_names()}
 
 
-def safetensors_bytes(tensors: dict[str, NDArray[np.float32]]) -> bytes:
-    """The safetensors file of float32 ``tensors`` as bfloat16, which numpy lacks: header length, header, data."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    parts = []
-    offset = 0
-    for name, values in sorted(tensors.items()):
-        parts.append(to_bfloat16(values).tobytes())
-        header[name] = {"dtype": "BF16", "shape": list(values.shape), "data_offsets": [offset, offset + len(parts[-1])]}
-        offset += len(parts[-1])
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + b"".join(parts)
-
-
 def save_weights(tensors: dict[str, NDArray[np.float32]], path: Path) -> None:
-    """Write ``tensors`` as bfloat16 safetensors; the file appears whole or not at all."""
+    """Writes ``tensors`` as bfloat16. The file is renamed when it is complete, so that no partial file is visible."""
     temporary = path.with_suffix(".partial")
-    temporary.write_bytes(safetensors_bytes(tensors))
+    write_safetensors(temporary, {name: to_bfloat16(values) for name, values in tensors.items()})
     os.replace(temporary, path)
 
 

@@ -1,18 +1,95 @@
-"""Small random models of every family and variant that is served, as ``tools.seeded_model`` makes them.
+"""Small random models of every family and variant that the server supports.
 
-What differs from a Llama has to matter: norms of heads are not ones, biases are as large as what they are added to, the
-window is shorter than the prompts, and the contexts of stretched rotary angles are passed.
+Each feature that differs from a plain Llama changes the text: norms of heads are not 1, biases are as large as the
+products, windows are shorter than the prompts, and prompts exceed the original context of scaled rotary embeddings.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tools.seeded_model import Variant
+@dataclass(frozen=True)
+class Variant:
+    """A model: the content of its ``config.json``, the element type of its weights, and the number of shards."""
+
+    config: Mapping[str, Any]
+    seed: int
+    dtype: str = "float32"
+    num_shards: int = 1
+    logit_scale: float = 4.0
+    """Approximate standard deviation of the logits."""
+
+    def config_json(self) -> dict[str, Any]:
+        common = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "torch_dtype": self.dtype,
+        }
+        return {**common, **self.config}
+
+
+VARIANTS: dict[str, Variant] = {
+    "mha": Variant(
+        {
+            "vocab_size": 1024,
+            "hidden_size": 128,
+            "intermediate_size": 352,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": False,
+        },
+        seed=1,
+        num_shards=3,
+    ),
+    "gqa_tied": Variant(
+        {
+            "vocab_size": 1536,
+            "hidden_size": 192,
+            "intermediate_size": 512,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": True,
+        },
+        seed=2,
+        dtype="bfloat16",
+    ),
+    "llama3_rope": Variant(
+        {
+            "vocab_size": 768,
+            "hidden_size": 256,
+            "intermediate_size": 512,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 512,
+            "tie_word_embeddings": False,
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        seed=3,
+    ),
+}
 
 
 def _config(architecture: str, model_type: str, **values: Any) -> dict[str, Any]:

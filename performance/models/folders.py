@@ -1,117 +1,32 @@
-"""Random models as Hugging Face folders, made with NumPy alone and the same everywhere: three Llamas for tests.
-Those of the other families are in ``tools.seeded_families``.
+"""Writes models with seeded random weights as Hugging Face folders, the same on every machine.
 
-The weights come from ``agent.weights.seeded`` (which documents the generator), so tests make the folders anew instead
-of keeping them. Standard deviations are chosen per kind of tensor so that blocks weigh more than the embedding: then
-text depends on its context, tokens vary, and the best logit is clear of the second.
+    python -m performance.models.folders gqa_tied /tmp/gqa_tied
 
-    python tools/seeded_model.py gqa_tied /tmp/gqa_tied
+Tests make these folders anew instead of storing them. ``agent.weights.seeded`` documents the generator of the weights.
+Each kind of tensor has its own standard deviation, chosen so that the blocks outweigh the embedding. As a result the
+text depends on its context, the tokens vary, and the best logit is clearly above the second.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from safetensors import TensorSpec, serialize_file
 
 from agent.weights.seeded import fill_seeded
 from agent.weights.storage import Array, allocate, from_float32
+from performance.models.variants import VARIANTS, Variant
 
 _HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
-_SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A model: what its ``config.json`` says, the type of its files, and how many shards they make."""
-
-    config: Mapping[str, Any]
-    seed: int
-    dtype: str = "float32"
-    num_shards: int = 1
-    logit_scale: float = 4.0
-    """Standard deviation of the logits, about."""
-
-    def config_json(self) -> dict[str, Any]:
-        common = {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "torch_dtype": self.dtype,
-        }
-        return {**common, **self.config}
-
-
-VARIANTS: dict[str, Variant] = {
-    "mha": Variant(
-        {
-            "vocab_size": 1024,
-            "hidden_size": 128,
-            "intermediate_size": 352,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": False,
-        },
-        seed=1,
-        num_shards=3,
-    ),
-    "gqa_tied": Variant(
-        {
-            "vocab_size": 1536,
-            "hidden_size": 192,
-            "intermediate_size": 512,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 6,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": True,
-        },
-        seed=2,
-        dtype="bfloat16",
-    ),
-    "llama3_rope": Variant(
-        {
-            "vocab_size": 768,
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 512,
-            "tie_word_embeddings": False,
-            "rope_theta": 500000.0,
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        },
-        seed=3,
-    ),
-}
 
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a model of that ``config.json``, in Hugging Face's names."""
+    """Returns the shape of every tensor of the model that ``config`` describes, by its Hugging Face name."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for index in range(config["num_hidden_layers"]):
@@ -178,22 +93,20 @@ def _gated_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ..
 
 
 def tensor_std(name: str, shape: tuple[int, ...], variant: Variant) -> float:
-    """Spread of a tensor's values: see this module's text."""
+    """Returns the standard deviation of a tensor's random values; the module's docstring gives the reason."""
     if name.endswith(("embed_tokens.weight", "lm_head.weight")):
         tied_or_head = variant.config["tie_word_embeddings"] or name == "lm_head.weight"
         return float(variant.logit_scale * shape[1] ** -0.5) if tied_or_head else 0.3
-    if name.endswith(
-        (".mlp.gate.weight", "moe.gate.weight")
-    ):  # a router so sure of itself that rounding seldom changes its mind
+    if name.endswith((".mlp.gate.weight", "moe.gate.weight")):  # large router logits: rounding rarely changes a choice
         return float(3.0 * shape[1] ** -0.5)
-    if name.endswith(".bias"):  # smaller than what they are added to: text must depend on its context
+    if name.endswith(".bias"):  # smaller than the products, so that the text still depends on its context
         return 0.4 if name.endswith(("q_proj.bias", "k_proj.bias")) else 0.15
     gain = 2.0 if name.endswith(("o_proj.weight", "down_proj.weight", ".w2.weight")) else 1.2
     return float(gain * shape[1] ** -0.5) if len(shape) == 2 else 1.0
 
 
 def write_model(variant: Variant, folder: Path) -> None:
-    """Write ``config.json``, the weights as one file or shards with an index, and a tokenizer of words t0, t1, ..."""
+    """Writes ``config.json``, the weights (one file, or shards with an index) and a tokenizer of words t0, t1, ..."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", variant.config_json())
     _write_json(folder / "tokenizer.json", _tokenizer(variant.config["vocab_size"]))
@@ -206,13 +119,13 @@ def write_model(variant: Variant, folder: Path) -> None:
         else:
             fill_seeded(name, tensors[name], variant.dtype, seed=variant.seed, std=std)
     if variant.num_shards == 1:
-        write_safetensors(folder / "model.safetensors", tensors, variant.dtype)
+        write_safetensors(folder / "model.safetensors", tensors)
     else:
         _write_shards(folder, tensors, variant)
 
 
 def _spread_ones(name: str, shape: tuple[int, ...], variant: Variant) -> Array:
-    """Weights of a norm that are not all the same."""
+    """Returns weights of a norm that vary around 1, so that a model that ignores them is noticed."""
     values = allocate(shape, "float32")
     fill_seeded(f"{name}.spread", values, "float32", seed=variant.seed, std=0.3)
     return from_float32(values + np.float32(1), variant.dtype)
@@ -223,14 +136,14 @@ def _write_shards(folder: Path, tensors: Mapping[str, Array], variant: Variant) 
     for shard in range(variant.num_shards):
         file_name = f"model-{shard + 1:05}-of-{variant.num_shards:05}.safetensors"
         part = dict(list(tensors.items())[shard :: variant.num_shards])
-        write_safetensors(folder / file_name, part, variant.dtype)
+        write_safetensors(folder / file_name, part)
         weight_map |= dict.fromkeys(part, file_name)
     index = {"metadata": {"total_size": sum(each.nbytes for each in tensors.values())}, "weight_map": weight_map}
     _write_json(folder / "model.safetensors.index.json", index)
 
 
 def _tokenizer(vocab_size: int) -> dict[str, Any]:
-    """A ``tokenizer.json``: token i is the word ``t<i>``, with the space before it."""
+    """Returns a ``tokenizer.json`` in which token i is the word ``t<i>`` with a space before it."""
     space = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always", "split": True}
     return {
         "version": "1.0",
@@ -249,23 +162,14 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Array], dtype: str) -> None:
-    """Write arrays that store ``dtype`` (bfloat16 as uint16) in the safetensors format."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, array in tensors.items():
-        begin, end = end, end + array.nbytes
-        header[name] = {
-            "dtype": _SAFETENSORS_DTYPES[dtype],
-            "shape": list(array.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for array in tensors.values():
-            file.write(np.ascontiguousarray(array).tobytes())
+def write_safetensors(path: Path, tensors: Mapping[str, Array]) -> None:
+    """Writes arrays as one safetensors file. NumPy has no bfloat16, so a uint16 array holds the bits of bfloat16."""
+    arrays = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
+    specs = {}
+    for name, array in arrays.items():
+        dtype = "bfloat16" if array.dtype == np.uint16 else array.dtype.name
+        specs[name] = TensorSpec(dtype=dtype, shape=array.shape, data_ptr=array.ctypes.data, data_len=array.nbytes)
+    serialize_file(specs, path, {"format": "pt"})
 
 
 def main() -> None:
