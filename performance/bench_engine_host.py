@@ -45,8 +45,8 @@ from llm_serving.scheduler.output import ScheduledStep, StepKind
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
-from llm_serving.telemetry.text_table import format_table
-from performance.bench.numbers import parse_counts
+from performance.program import parse_counts
+from performance.terminal import format_table
 
 PROMPT_TOKENS = 64
 BLOCK_SIZE = 16
@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(_table(figures))
     print(f"\n  fit: {fixed:.0f} us a step + {slope:.2f} us a sequence")
     if options.json is not None:
-        from performance.load.report import write_json
+        from performance.program import write_json
 
         rows = [one.as_json() for one in figures]
         write_json(options.json, {"rows": rows, "fixed_us": fixed, "us_per_sequence": slope})

@@ -132,7 +132,7 @@ def overrides_of(each: Format, scratch: Path, folder: Path) -> list[str]:
     if each.calibrated is not None:
         out = scratch / each.name.replace(" ", "_")
         tokens = calibration_tokens(folder, "builtin", 128, 256)
-        quantise_folder(folder, out, each.calibrated, lambda stage, done, of: None, calibration=tokens)
+        quantise_folder(folder, out, each.calibrated, lambda done, total: None, calibration=tokens)
         items.append(f"model_path={out}")
     return [f"model_config.{item}" for item in items]
 

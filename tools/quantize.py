@@ -21,11 +21,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_serving.errors import LLMServingError
+from performance.terminal import progress_bar
 from tools.quantization.calibration import BUILTIN, calibration_tokens
 from tools.quantization.convert import quantise_folder
 from tools.quantization.rounding import Settings
-
-_BAR_CHARS = 28
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -53,14 +52,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def show_progress(stage: str, done: int, total: int) -> None:
-    """A bar on a terminal, nothing elsewhere."""
-    if sys.stderr.isatty():
-        filled = _BAR_CHARS * done // max(total, 1)
-        end = "\n" if done == total else ""
-        print(f"\r\x1b[K{stage} {'█' * filled}{'░' * (_BAR_CHARS - filled)} {done}/{total}", end=end, file=sys.stderr)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """0, or 1 after one line that says what is wrong."""
     options, start = parse_arguments(arguments), time.monotonic()
@@ -70,7 +61,13 @@ def main(arguments: list[str] | None = None) -> int:
         tokens = None
         if options.method == "gptq":
             tokens = calibration_tokens(options.folder, options.calibration, options.sequences, options.length)
-        quantise_folder(options.folder, options.out, settings, show_progress, calibration=tokens)
+        with progress_bar() as bar:
+            task = bar.add_task("tensors", note="")
+
+            def show_progress(done: int, total: int) -> None:
+                bar.update(task, completed=done, total=total)
+
+            quantise_folder(options.folder, options.out, settings, show_progress, calibration=tokens)
     except LLMServingError as error:
         print(f"quantize: {error}", file=sys.stderr)
         return 1

@@ -15,7 +15,7 @@ import numpy as np
 from agent.kernels import collectives
 from agent.weights.storage import STORAGE_DTYPES
 from llm_serving.ipc.exchange import COLLECTIVE_BYTES, DOWN_WORD, ExchangeLayout, ExchangeMemory
-from llm_serving.telemetry.text_table import format_table
+from performance.terminal import format_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (256, 4096, 65_536, 1_048_576)

@@ -26,12 +26,12 @@ from agent.kernels import set_threads
 from llm_serving.cli import config_as_yaml
 from llm_serving.config import Config, load_config
 from llm_serving.errors import LLMServingError
-from llm_serving.telemetry.text_table import format_number, format_table
 from performance.bench.ceilings import drift_text, measure_ceilings
 from performance.bench.engine import offline_engine
 from performance.bench.engine_rows import Case, decode_case, measure_case, numbers_of, prefill_case
-from performance.bench.numbers import parse_count, parse_counts, write_json
 from performance.bench.step_kernels import add_kernel_shares
+from performance.program import parse_count, parse_counts, write_json
+from performance.terminal import format_number, format_table
 
 COLUMNS = (
     ("decode tok/s", "decode_tokens_per_s"),
@@ -53,8 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LLMServingError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if parsed.json is not None:
-        write_json(parsed.json, result)
+    write_json(parsed.json, result)
     if parsed.png is not None:
         from performance.bench.plots import plot_engine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from llm_serving.model.quantization import INT4_FORMATS
 from llm_serving.model.shape import ModelShape
 from performance.bench.ceilings import Ceilings
 from performance.bench.engine import OfflineEngine, Times
-from performance.bench.numbers import median_row
 from performance.bench.roofline import Numbers, decode_seconds, prefill_seconds
 
 FIRST_PLAIN_TOKEN = 10
@@ -33,6 +32,14 @@ class Case:
     @property
     def name(self) -> str:
         return f"batch {self.batch}" if self.kind == "decode" else f"prefill {self.batch * self.prompt}"
+
+
+def median_row(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the medians of the figures of repeated rows. A value that is not a float comes from the first row."""
+    return {
+        key: statistics.median(row[key] for row in rows) if isinstance(value, float) else value
+        for key, value in rows[0].items()
+    }
 
 
 def decode_case(batch: int, prompt: int, new: int) -> Case:

@@ -34,7 +34,7 @@ from performance.bench.kernel_cases import (
     row_cases,
     sampler_cases,
 )
-from performance.bench.numbers import parse_counts, write_json
+from performance.program import parse_counts, write_json
 
 LEAST_PASSES = 5
 ATTENTION_KERNELS = ("attention decode", "attention prefill", "attention chunk")
@@ -90,8 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "ceilings_by_threads": {str(each.threads): asdict(each) for each in ceilings.values()},
         "rows": [asdict(row) for row in rows],
     }
-    if parsed.json is not None:
-        write_json(parsed.json, result)
+    write_json(parsed.json, result)
     if parsed.png is not None:
         from performance.bench.plots import plot_kernels
 

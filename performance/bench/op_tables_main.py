@@ -21,11 +21,11 @@ from typing import Any
 from llm_serving.cli import config_as_yaml
 from llm_serving.config import Config, load_config
 from llm_serving.errors import LLMServingError
-from llm_serving.telemetry.text_table import format_number, format_table
 from performance.bench.ceilings import Ceilings, measure_ceilings
 from performance.bench.engine import OfflineEngine, offline_engine
 from performance.bench.engine_rows import Case, decode_case, measure_case, numbers_of, prefill_case
-from performance.bench.numbers import parse_count, parse_counts, write_json
+from performance.program import parse_count, parse_counts, write_json
+from performance.terminal import format_number, format_table
 
 TABLES = ("fused", "native")
 SAME = "same"
@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LLMServingError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if parsed.json is not None:
-        write_json(parsed.json, {"limit": parsed.limit, "repeats": parsed.repeats, "models": results})
+    write_json(parsed.json, {"limit": parsed.limit, "repeats": parsed.repeats, "models": results})
     held = [result for result in results if result["same_products"]]
     above = [row for result in held for row in result["rows"] if row["ratio"] > parsed.limit]
     print(f"{len(above)} ratios above {parsed.limit}")

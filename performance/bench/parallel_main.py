@@ -21,7 +21,7 @@ from agent.warm_up import make_step
 from llm_serving.config import Config, load_config
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.shm import LAST_TOKEN, StepSlot
-from llm_serving.telemetry.text_table import format_table
+from performance.terminal import format_table
 
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = ((1, 1), (2, 1), (1, 2))

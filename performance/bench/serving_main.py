@@ -20,18 +20,17 @@ from typing import Any
 from llm_serving.telemetry.statistics import Summary
 from performance.bench.cpu_share import CpuMeter, CpuShare, NoServerProcessError, find_server_pid
 from performance.load.client import LoadRun, run_load
-from performance.load.errors import UsageError
-from performance.load.exit_codes import EXIT_FAILURES, EXIT_INTERRUPTED, told_errors
 from performance.load.options import LoadOptions, build_parser, options_of
 from performance.load.progress import progress_display
-from performance.load.report import format_report, report_json, write_json
+from performance.load.report import format_report, report_json
 from performance.load.statistics import LoadFigures, measure
+from performance.program import EXIT_FAILURES, EXIT_INTERRUPTED, UsageError, exits_with_errors, write_json
 
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 VOCAB_SIZE = 32_000
 
 
-@told_errors
+@exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 1 when requests failed, 2 when there is no server, 130 when interrupted."""
     parsed = serving_parser().parse_args(arguments)
@@ -105,8 +104,7 @@ def _ms(summary_: Summary, name: str) -> str:
 def write_results(run: LoadRun, figures: LoadFigures, share: CpuShare | None, png: Path | None) -> None:
     """The load test's JSON with ``cpu`` added; only the files that were asked for."""
     content: dict[str, Any] = report_json(run, figures) | {"cpu": None if share is None else share.as_dict()}
-    if run.options.json_path is not None:
-        write_json(run.options.json_path, content)
+    write_json(run.options.json_path, content)
     if png is not None and figures.requests:
         from performance.load.plot import write_plot
 

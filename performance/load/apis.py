@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from performance.load.errors import UsageError
 from performance.load.workload import LoadRequest
+from performance.program import UsageError
 
 
 class Generation(msgspec.Struct, frozen=True):

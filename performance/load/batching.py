@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llm_serving.telemetry.text_table import format_number, format_table
 from performance.load.closed_loop import run_closed_loop
 from performance.load.metric_watch import MetricWatch
 from performance.load.options import LoadOptions
@@ -19,6 +18,7 @@ from performance.load.report import figures_json
 from performance.load.server_process import configured_server
 from performance.load.statistics import LoadFigures, measure
 from performance.load.workload import LoadRequest
+from performance.terminal import format_number, format_table
 
 MODES: dict[str, tuple[str, bool]] = {
     "none": ("none", True),

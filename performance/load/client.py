@@ -19,11 +19,11 @@ import uvloop
 from performance.load.apis import APIS, Generation
 from performance.load.batch import Batch, Display
 from performance.load.discovery import discover_model
-from performance.load.errors import ServerUnreachableError
 from performance.load.http_client import ConnectionPool, connect_error_text, request_bytes
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord
 from performance.load.workload import LoadRequest
+from performance.program import ServerUnreachableError
 
 WANTED_OPEN_FILES = 65536
 

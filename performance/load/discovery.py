@@ -7,8 +7,8 @@ import asyncio
 import msgspec
 
 from performance.load.endpoint import Endpoint
-from performance.load.errors import ServerUnreachableError
 from performance.load.http_client import Connection, ConnectionPool, request_bytes
+from performance.program import ServerUnreachableError
 
 TIMEOUT_S = 10.0
 

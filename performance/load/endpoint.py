@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from performance.load.errors import UsageError
+from performance.program import UsageError
 
 
 @dataclass(frozen=True, slots=True)

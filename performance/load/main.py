@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from performance.load.client import LoadRun, run_load
-from performance.load.errors import LoadTestError
-from performance.load.exit_codes import EXIT_FAILURES, EXIT_INTERRUPTED, told_errors
 from performance.load.options import LoadOptions, parse_options
 from performance.load.progress import progress_display
-from performance.load.report import format_report, report_json, write_json
+from performance.load.report import format_report, report_json
 from performance.load.statistics import LoadFigures, measure
+from performance.program import EXIT_FAILURES, EXIT_INTERRUPTED, LoadTestError, exits_with_errors, write_json
 
 
-@told_errors
+@exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
     _check_writable(options)

@@ -12,16 +12,15 @@ from typing import Any
 from performance.load.apis import APIS, OPENAI_APIS
 from performance.load.arrivals import ARRIVALS, arrival_times, request_count
 from performance.load.endpoint import Endpoint, parse_endpoint
-from performance.load.errors import UsageError
 from performance.load.workload import (
     FIRST_PLAIN_TOKEN,
     LoadRequest,
-    Range,
     dataset_workload,
     text_workload,
     token_workload,
     with_beginnings,
 )
+from performance.program import Range, UsageError, parse_range, positive
 
 DESCRIPTION = """\
 Send requests at a given rate, whether or not the server keeps up (open loop), and report latencies counted from the
@@ -100,36 +99,6 @@ class LoadOptions:
         else:
             made = text_workload(count, seed, self.prompt_len, self.output_len)
         return with_beginnings(made, *self.beginnings, seed, self.vocab_size) if self.beginnings[0] else made
-
-
-def parse_range(text: str) -> Range:
-    """``N`` or ``A:B``, inclusive, from 1 on."""
-    try:
-        low, _, high = text.partition(":")
-        bounds = (int(low), int(high or low))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number or A:B") from None
-    if not 1 <= bounds[0] <= bounds[1]:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected 1 <= A <= B")
-    return bounds
-
-
-def parse_values(text: str) -> tuple[str, tuple[str, ...]]:
-    """A setting and some values of it, ``KEY=V1,V2``; commas inside brackets belong to a value."""
-    key, equals, values = text.partition("=")
-    if not key or not equals or not values:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=V1,V2")
-    return key, tuple(re.split(r",(?![^\[]*\])", values))
-
-
-def positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
-    return value
 
 
 def _beginnings(text: str) -> tuple[int, int]:

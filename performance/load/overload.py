@@ -24,15 +24,13 @@ from typing import Any
 import psutil
 
 from llm_serving.telemetry.statistics import percentile
-from llm_serving.telemetry.text_table import format_number, format_table
 from performance.load.client import run_load
 from performance.load.endpoint import Endpoint
-from performance.load.errors import LoadTestError
-from performance.load.exit_codes import told_errors
-from performance.load.options import LoadOptions, parse_range, positive
-from performance.load.report import write_json
+from performance.load.options import LoadOptions
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import LoadFigures, measure
+from performance.program import LoadTestError, exits_with_errors, parse_range, positive, write_json
+from performance.terminal import format_number, format_table
 
 __all__ = ["MemoryWatch", "main"]
 
@@ -69,7 +67,7 @@ class MemoryWatch:
                 return
 
 
-@told_errors
+@exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
     """0; 2 when the server did not start, or failed requests otherwise than by refusing them."""
     parsed = _parser().parse_args(arguments)
@@ -86,8 +84,7 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
         with server as endpoint:
             results = _study(parsed, endpoint)
     print(_text(results))
-    if parsed.json is not None:
-        write_json(parsed.json, results)
+    write_json(parsed.json, results)
     return 0
 
 

@@ -15,17 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llm_serving.telemetry.text_table import format_number, format_table
-from performance.bench.numbers import parse_counts
 from performance.load.closed_loop import run_closed_loop
-from performance.load.errors import LoadTestError
-from performance.load.exit_codes import told_errors
 from performance.load.metric_watch import fetch_metrics
-from performance.load.options import LoadOptions, positive
-from performance.load.report import write_json
+from performance.load.options import LoadOptions
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import measure
 from performance.load.workload import token_workload
+from performance.program import LoadTestError, exits_with_errors, parse_counts, positive, write_json
+from performance.terminal import format_number, format_table
 
 __all__ = ["Share", "main"]
 
@@ -64,7 +61,7 @@ class Share:
         return cls(clients, steps, *per_step, recorder_s / seconds, recorder_s / cpu_s if cpu_s > 0 else None)
 
 
-@told_errors
+@exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
     """0; 2 when the server did not start, or requests failed."""
     parsed = _parser().parse_args(arguments)
@@ -79,8 +76,7 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
             run_closed_loop(options, token_workload(WARM_UP, 0, (8, 8), (8, 8), VOCAB), 1, None)
             shares = [_measure(options, clients, parsed) for clients in parsed.clients]
     print(_table(shares))
-    if parsed.json is not None:
-        write_json(parsed.json, {"config": parsed.config, "rows": [asdict(share) for share in shares]})
+    write_json(parsed.json, {"config": parsed.config, "rows": [asdict(share) for share in shares]})
     return 0
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import orjson
-
-from llm_serving.telemetry.text_table import format_number, format_summaries, format_table
 from performance.load.client import LoadRun
 from performance.load.options import LoadOptions
 from performance.load.statistics import LoadFigures, RequestFigures
+from performance.terminal import format_number, format_summaries, format_table
 
 SHOWN_FAILURES = 3
 
@@ -194,8 +191,3 @@ def _request_json(figures: RequestFigures, start: float) -> dict[str, Any]:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 6)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))

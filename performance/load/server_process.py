@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from performance.load.endpoint import Endpoint, parse_endpoint
-from performance.load.errors import LoadTestError
+from performance.program import LoadTestError
 
 START_SERVER = Path(__file__).resolve().parent.parent.parent / "start_server.py"
 READY = "ready "

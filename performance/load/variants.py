@@ -11,9 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from llm_serving.telemetry.text_table import format_number, format_table
 from performance.load.client import run_load
-from performance.load.exit_codes import told_errors
 from performance.load.metric_watch import fetch_metrics
 from performance.load.options import (
     LoadOptions,
@@ -21,12 +19,12 @@ from performance.load.options import (
     add_objective_options,
     add_workload_options,
     options_of,
-    parse_values,
-    positive,
 )
-from performance.load.report import figures_json, write_json
+from performance.load.report import figures_json
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import LoadFigures, measure
+from performance.program import exits_with_errors, parse_values, positive, write_json
+from performance.terminal import format_number, format_table
 
 __all__ = ["Measurement", "main"]
 
@@ -107,7 +105,7 @@ class Measurement:
         }
 
 
-@told_errors
+@exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
     """0, or 1 when a request failed or answers differ, or 2 when a server did not start or an option is wrong."""
     parsed = _parser().parse_args(arguments)
@@ -115,8 +113,7 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
     measurements = _measure_all(parsed, base, program)
     results = results_json(measurements, parsed)
     print(format_results(measurements, results))
-    if parsed.json is not None:
-        write_json(parsed.json, results)
+    write_json(parsed.json, results)
     has_failed = any(measurement.figures.failed for measurement in measurements)
     return 1 if has_failed or results["texts_identical"] is False else 0
 

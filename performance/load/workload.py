@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from performance.load.errors import UsageError
+from performance.program import Range, UsageError
 
 FIRST_PLAIN_TOKEN = 10
 """Random token ids start here, above the control tokens of the usual vocabularies."""
@@ -30,9 +30,6 @@ OPENINGS = (
     "Please write a few words about the {place} and the {thing}.",
 )
 SENTENCE = "The {adjective} {animal} {verb} a {thing} near the {place}."
-
-Range = tuple[int, int]
-"""Inclusive bounds of a length; lengths are drawn uniformly."""
 
 
 class LoadRequest(msgspec.Struct, frozen=True):

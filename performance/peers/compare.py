@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from llm_serving.telemetry.text_table import format_number, format_table
-from performance.bench.numbers import parse_count, parse_counts, write_json
 from performance.peers.driver import MARK
+from performance.program import parse_count, parse_counts, write_json
+from performance.terminal import format_number, format_table
 
 FOLDER = Path(__file__).resolve().parent
 KINDS = ("openvino", "vllm", "llama_cpp")

@@ -33,12 +33,10 @@ from performance.load.batching import (
     mode_settings,
     results_json,
 )
-from performance.load.errors import UsageError
-from performance.load.exit_codes import told_errors
-from performance.load.options import LoadOptions, positive
-from performance.load.report import write_json
+from performance.load.options import LoadOptions
 from performance.load.server_process import START_SERVER
 from performance.load.workload import LoadRequest, study_workload
+from performance.program import UsageError, exits_with_errors, positive, write_json
 from performance.simulation.presets import PRESETS
 from performance.simulation.recording import fit_recording
 from performance.simulation.runs import NOWHERE, simulate
@@ -48,7 +46,7 @@ from performance.simulation.workload import ClosedLoop, SimulatedRequest
 DEFAULT_MODES = ("static", "dynamic", "continuous", "paged")
 
 
-@told_errors
+@exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
     """0; 1 when requests failed or answers differ between modes, 2 when a server did not start."""
     parsed = _parser().parse_args(arguments)
@@ -60,8 +58,7 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
         measured = [measure_mode(mode, requests, parsed, program) for mode in parsed.modes]
     results = results_json(measured, parsed)
     print(format_results(measured, results))
-    if parsed.json is not None:
-        write_json(parsed.json, results)
+    write_json(parsed.json, results)
     return 1 if results["texts_identical"] is False or any(one.figures.failed for one in measured) else 0
 
 

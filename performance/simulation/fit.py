@@ -27,16 +27,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import nnls
 
 from llm_serving.scheduler.output import MoveKind, ScheduledStep, StepKind
-from performance.load.errors import UsageError
+from performance.program import UsageError
 from performance.simulation.host import HostModel
 from performance.simulation.slowdown import FEW_ROWS, MANY_ROWS, Slowdown
 from performance.simulation.spread import Spread, lasting_part
 from performance.simulation.work import StepWork, work_of
 
-__all__ = ["TERMS", "FittedDevice", "MeasuredStep", "StepFit", "at_one_speed", "fit_steps",
-           "non_negative_least_squares", "read_fit", "slowdown"]  # fmt: skip
+__all__ = ["TERMS", "FittedDevice", "MeasuredStep", "StepFit", "at_one_speed", "fit_steps", "read_fit", "slowdown"]
 
 Array = npt.NDArray[np.float64]
 KNOTS = (2, 4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 64, 128, 256)
@@ -133,7 +133,7 @@ def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None =
     kept, expected = np.ones(len(steps), bool), seconds
     for _ in range(ROUNDS):
         weights = 1.0 / expected[kept]
-        coefficients = non_negative_least_squares(counts[kept] * weights[:, None], seconds[kept] * weights)
+        coefficients = _coefficients(counts[kept] * weights[:, None], seconds[kept] * weights)
         expected = predicted = np.maximum(counts @ coefficients, TOLERANCE)
         kept = seconds <= OUTLIER * predicted
     ratio = seconds / predicted
@@ -191,39 +191,15 @@ def _median_ratio(fit: StepFit, steps: Sequence[MeasuredStep]) -> float:
     return float(np.median([step.seconds / max(device.measured_seconds(step, fit.host), TOLERANCE) for step in steps]))
 
 
-def non_negative_least_squares(matrix: Array, values: Array) -> Array:
-    """The non-negative ``x`` for which ``matrix @ x`` is closest to ``values``. Columns may be zero or dependent."""
-    norms = np.linalg.norm(matrix, axis=0)
-    matrix = matrix / np.where(norms > 0, norms, 1.0)
-    count = matrix.shape[1]
-    solution, free = np.zeros(count), np.zeros(count, bool)
-    gradient = matrix.T @ values
-    for _ in range(3 * count):
-        candidates = np.where(free | (norms == 0), -np.inf, gradient)
-        best = int(np.argmax(candidates))
-        if candidates[best] <= TOLERANCE * len(values):
-            break
-        free[best] = True
-        solution = _step_to_feasible(matrix, values, solution, free)
-        gradient = matrix.T @ (values - matrix @ solution)
-    result: Array = solution / np.where(norms > 0, norms, 1.0)
-    return result
+def _coefficients(counts: Array, seconds: Array) -> Array:
+    """Returns the coefficients of at least 0 with which ``counts @ coefficients`` is closest to ``seconds``.
 
-
-def _step_to_feasible(matrix: Array, values: Array, solution: Array, free: npt.NDArray[np.bool_]) -> Array:
-    """Least squares over the free columns; those that would turn negative are taken out on the way, in place."""
-    while True:
-        wanted = np.zeros_like(solution)
-        wanted[free] = np.linalg.lstsq(matrix[:, free], values, rcond=None)[0]
-        negative = free & (wanted <= 0.0)
-        if not negative.any():
-            return wanted
-        shares = solution[negative] / np.maximum(solution[negative] - wanted[negative], TOLERANCE)
-        solution = solution + float(shares.min()) * (wanted - solution)
-        free &= solution > TOLERANCE
-        solution = np.where(free, solution, 0.0)
-        if not free.any():
-            return solution
+    Columns of ``counts`` may be zero or depend on each other.
+    """
+    scale = np.linalg.norm(counts, axis=0)
+    scale[scale == 0.0] = 1.0
+    solution: Array = nnls(counts / scale, seconds, maxiter=30 * len(scale))[0]
+    return solution / scale
 
 
 class FittedDevice:

@@ -11,9 +11,9 @@ from typing import Any
 import orjson
 
 from performance.load.client import LoadRun
-from performance.load.errors import UsageError
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord
+from performance.program import UsageError
 
 __all__ = ["read_others", "read_runs", "write_runs"]
 

@@ -8,10 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from llm_serving.flight.format import SUFFIX
-from performance.load.errors import UsageError
-from performance.load.exit_codes import told_errors
 from performance.load.options import LoadOptions
-from performance.load.report import write_json
+from performance.program import UsageError, exits_with_errors, write_json
 from performance.simulation.fit import StepFit, read_fit
 from performance.simulation.options import SimulationOptions, Variant, parse_options
 from performance.simulation.rate import find_rate
@@ -23,7 +21,7 @@ from performance.simulation.validate import compare, comparison_text, read_load_
 from performance.simulation.workload import OpenLoop
 
 
-@told_errors
+@exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """0; 2 when there is nothing to simulate, 130 when interrupted."""
     options = parse_options(arguments)
@@ -111,6 +109,5 @@ def _validate(options: SimulationOptions, fit: StepFit | None) -> int:
         rows = compare(measured, run.as_json())
         print(f"{run_title(run)}\nagainst {options.validate}\n\n{comparison_text(rows)}")
         results[variant.name] = {row.name: row.as_json() for row in rows}
-    if options.json_path is not None:
-        write_json(options.json_path, {"validate": str(options.validate), "policies": results})
+    write_json(options.json_path, {"validate": str(options.validate), "policies": results})
     return 0

@@ -9,15 +9,14 @@ from itertools import product
 from pathlib import Path
 
 from performance.load.arrivals import request_count
-from performance.load.errors import UsageError
 from performance.load.options import (
     LoadOptions,
     add_arrival_options,
     add_objective_options,
     add_workload_options,
-    parse_values,
     workload_options,
 )
+from performance.program import UsageError, parse_values
 from performance.simulation.presets import PRESETS
 from performance.simulation.runs import NOWHERE
 

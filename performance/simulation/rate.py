@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from performance.load.errors import UsageError
+from performance.program import UsageError
 from performance.simulation.runs import SimulatedRun
 
 __all__ = ["RateFound", "find_rate", "keeps_objectives"]

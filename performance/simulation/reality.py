@@ -37,13 +37,12 @@ from typing import Any
 
 from performance.load.client import LoadRun, run_load
 from performance.load.endpoint import Endpoint
-from performance.load.errors import UsageError
-from performance.load.exit_codes import EXIT_FAILURES, EXIT_UNSTEADY, told_errors
-from performance.load.options import LoadOptions, positive
+from performance.load.options import LoadOptions
 from performance.load.others import OthersWatch
-from performance.load.report import report_json, write_json
+from performance.load.report import report_json
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import measure
+from performance.program import EXIT_FAILURES, EXIT_UNSTEADY, UsageError, exits_with_errors, positive, write_json
 from performance.simulation.fit import StepFit
 from performance.simulation.kept_runs import read_others, read_runs, write_runs
 from performance.simulation.reality_loads import CALIBRATION, PROBE, VALIDATION, Load
@@ -63,7 +62,7 @@ SEEDS = 8
 """Simulated runs of a load."""
 
 
-@told_errors
+@exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
     """0; 1 when requests failed, 2 when a server did not start, 3 when the machine was not steady for a load."""
     parsed = _parser().parse_args(arguments)
@@ -98,8 +97,7 @@ class _Study:
         if parsed.save_fit is not None:
             write_json(parsed.save_fit, fit.as_json())
             print(f"  {parsed.save_fit}")
-        if parsed.json is not None:
-            write_json(parsed.json, comparison_json(results))
+        write_json(parsed.json, comparison_json(results))
         if self._failed:
             return EXIT_FAILURES
         return 0 if all(one.is_steady for one in results) else EXIT_UNSTEADY

@@ -25,9 +25,9 @@ from llm_serving.flight.history import Arrival, arrivals, completed_steps
 from llm_serving.flight.reader import Stretch, read_recording
 from llm_serving.flight.steps import RecordedStep
 from llm_serving.scheduler.output import MoveKind
-from performance.load.errors import UsageError
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord
+from performance.program import UsageError
 from performance.simulation.fit import MeasuredStep, StepFit, at_one_speed, fit_steps, slowdown
 from performance.simulation.host import HostModel
 from performance.simulation.requests import Arrivals, some_tokens

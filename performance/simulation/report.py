@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llm_serving.telemetry.text_table import format_number, format_table
 from performance.load.report import figure_tables, goodput_text, objective_text
 from performance.simulation.options import SimulationOptions
 from performance.simulation.runs import SimulatedRun
+from performance.terminal import format_number, format_table
 
 __all__ = ["comparison_table", "result_json", "run_text", "run_title"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from llm_serving.config import Config
-from performance.load.errors import UsageError
 from performance.load.options import LoadOptions
 from performance.load.workload import FIRST_PLAIN_TOKEN, LoadRequest
+from performance.program import UsageError
 from performance.simulation.workload import SimulatedRequest
 
 __all__ = ["Arrivals", "generated", "of_load_test", "of_trace", "some_tokens"]

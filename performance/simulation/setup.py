@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from llm_serving.config import Config, load_config
 from llm_serving.errors import CheckpointError, ConfigError
 from llm_serving.scheduler.limits import SchedulerLimits
-from performance.load.errors import UsageError
+from performance.program import UsageError
 from performance.simulation.device import CostModel, DeviceRates, RooflineDevice
 from performance.simulation.fit import FittedDevice, StepFit, read_fit
 from performance.simulation.host import HostModel

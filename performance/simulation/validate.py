@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 
 from llm_serving.telemetry.statistics import percentile
-from llm_serving.telemetry.text_table import format_number, format_table
-from performance.load.errors import UsageError
+from performance.program import UsageError
+from performance.terminal import format_number, format_table
 
 __all__ = ["GOAL", "Compared", "compare", "comparison_text", "mean_of_runs", "read_load_test"]
 

@@ -14,7 +14,6 @@ from llm_serving.telemetry.statistics import (
     summarize,
     time_per_output_token,
 )
-from llm_serving.telemetry.text_table import format_number, format_summaries, format_table
 
 
 @pytest.mark.parametrize(
@@ -110,25 +109,3 @@ def test_a_large_distribution_of_one_value_is_that_value() -> None:
         distribution.add(0.0)
     summary = distribution.summary()
     assert (summary.p50, summary.p99, summary.mean) == (0.0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "-"), (0.0, "0"), (-0.5, "-0.500"), (0.1234, "0.123"), (1.234, "1.23"), (12.34, "12.3"), (1234.5, "1234")],
-)
-def test_format_number(value: float | None, text: str) -> None:
-    assert format_number(value) == text
-
-
-def test_format_table() -> None:
-    assert format_table(["name", "n"], [["a", "1"], ["long name", "100"]]) == (
-        "  name         n\n  a            1\n  long name  100"
-    )
-
-
-def test_format_summaries() -> None:
-    assert format_summaries("latency", [("ttft", summarize([1.0, 3.0])), ("tpot", EMPTY_SUMMARY)]) == (
-        "  latency  mean   p50   p90   p99   max\n"
-        "  ttft     2.00  2.00  2.80  2.98  3.00\n"
-        "  tpot        -     -     -     -     -"
-    )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from performance.load.errors import LoadTestError
 from performance.load.recorder import Share, main
+from performance.program import LoadTestError
 
 BEFORE = {
     "llm_serving_flight_recorder_seconds_total": 1.0,

@@ -8,9 +8,9 @@ import pytest
 from llm_serving.config import load_config
 from performance.bench.engine import StepTime, Times
 from performance.bench.engine_main import build_parser, cases_of, overrides, table
-from performance.bench.engine_rows import decode_case, figures, numbers_of, prefill_case, random_prompts
-from performance.bench.numbers import median_row, parse_count, parse_counts
+from performance.bench.engine_rows import decode_case, figures, median_row, numbers_of, prefill_case, random_prompts
 from performance.bench.roofline import Numbers, decode_seconds, prefill_seconds
+from performance.program import parse_count, parse_counts
 from support.some_machine import CEILINGS, SHAPE
 
 CONFIG = load_config("llama_160m_cpu.yaml", ["serving_config.agent_ports=[0]"])

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from performance.load.client import LoadRun
-from performance.load.errors import UsageError
 from performance.load.options import LoadOptions
 from performance.load.stream import RequestRecord
+from performance.program import UsageError
 from performance.simulation.kept_runs import read_others, read_runs, write_runs
 from performance.simulation.runs import NOWHERE
 

@@ -10,9 +10,9 @@ import pytest
 
 from performance.load.client import LoadRun, run_load
 from performance.load.endpoint import Endpoint, parse_endpoint
-from performance.load.errors import ServerUnreachableError, UsageError
 from performance.load.options import LoadOptions
 from performance.load.statistics import measure
+from performance.program import ServerUnreachableError, UsageError
 from support.fake_openai_server import Reply, fake_openai_server
 
 

@@ -5,19 +5,16 @@ import random
 from dataclasses import astuple, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind
-from performance.load.errors import UsageError
-from performance.load.report import write_json
+from performance.program import UsageError, write_json
 from performance.simulation.fit import (
     TERMS,
     FittedDevice,
     MeasuredStep,
     at_one_speed,
     fit_steps,
-    non_negative_least_squares,
     read_fit,
     slowdown,
     terms_of,
@@ -100,17 +97,6 @@ def test_a_slowed_fit_is_written_and_read(tmp_path: Path) -> None:
     assert again.slowdown == fit.slowdown == Slowdown(1.2, 1.3, 1.25, 1.1)
     for step in some_steps(50):
         assert FittedDevice(again).work_seconds(step.work) == FittedDevice(fit).work_seconds(step.work)
-
-
-def test_non_negative_least_squares() -> None:
-    matrix = np.array([[1.0, 0.0], [1.0, 1.0], [0.0, 2.0]])
-    assert non_negative_least_squares(matrix, matrix @ np.array([3.0, 0.5])) == pytest.approx([3.0, 0.5])
-    # the free solution is (2, -1): the second column may not take away, so the first alone does its best
-    assert non_negative_least_squares(matrix, matrix @ np.array([2.0, -1.0])) == pytest.approx([1.5, 0.0])
-    with_nothing = np.hstack([matrix, np.zeros((3, 1)), matrix[:, :1]])
-    assert matrix @ [3.0, 0.5] == pytest.approx(
-        with_nothing @ non_negative_least_squares(with_nothing, matrix @ np.array([3.0, 0.5]))
-    )
 
 
 def test_the_truth_is_found_from_steps_without_noise() -> None:

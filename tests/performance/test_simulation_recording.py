@@ -9,9 +9,8 @@ from llm_serving.config import load_config
 from llm_serving.flight.reader import Stretch, read_recording
 from llm_serving.flight.setup import record
 from llm_serving.scheduler.output import ScheduledStep, StepKind
-from performance.load.errors import UsageError
 from performance.load.options import LoadOptions
-from performance.load.report import write_json
+from performance.program import UsageError, write_json
 from performance.simulation import recording, setup
 from performance.simulation.device import RooflineDevice
 from performance.simulation.fit import FittedDevice

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from performance.load.apis import APIS, Generation, Piece
-from performance.load.errors import UsageError
 from performance.load.workload import LoadRequest, dataset_workload, text_workload, token_workload, with_beginnings
+from performance.program import UsageError
 
 
 def test_text_prompts_have_the_lengths_asked_for_and_follow_the_seed() -> None:

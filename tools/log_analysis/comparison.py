@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from llm_serving.telemetry.statistics import Distribution
-from llm_serving.telemetry.text_table import format_number, format_summaries, format_table
+from performance.terminal import format_number, format_summaries, format_table
 from tools.log_analysis.analysis import LogAnalysis, analyze
 from tools.log_analysis.reader import LogEvent, LogReader
 from tools.log_analysis.results import to_json

@@ -7,12 +7,12 @@ from html import escape
 
 from llm_serving.request import PARTS
 from llm_serving.telemetry.statistics import Distribution
-from llm_serving.telemetry.text_table import SUMMARY_COLUMNS, format_number
+from performance.terminal import SUMMARY_COLUMNS, format_number
 from tools.log_analysis.analysis import LogAnalysis
+from tools.log_analysis.charts import Line, charts_svg
 from tools.log_analysis.reader import LogReader
 from tools.log_analysis.records import RequestEnd
 from tools.log_analysis.story import story
-from tools.log_analysis.svg import Line, chart
 from tools.log_analysis.text import REQUEST_COLUMNS, clock, slowest_row
 from tools.log_analysis.timeline import Timeline
 from tools.log_analysis.why_slow_report import why_slow_html
@@ -37,9 +37,7 @@ th:first-child, td:first-child { text-align: left; }
 .card b { display: block; font-size: 1.25rem; }
 .bar { display: flex; width: 160px; height: 12px; background: #edf2f7; }
 .bar i { display: block; height: 12px; }
-svg { width: 100%; height: auto; margin: .4rem 0; }
-svg text { font: 11px system-ui, sans-serif; fill: #4a5568; } svg .title { font-weight: 600; font-size: 13px; }
-svg .legend tspan { font-weight: 600; } .grid { stroke: #e2e8f0; } .mark { stroke: #a0aec0; stroke-dasharray: 4 3; }
+svg { width: 100%; height: auto; }
 """
 
 
@@ -122,30 +120,18 @@ def _charts(analysis: LogAnalysis) -> str:
         return ""
     marks = [start - origin for start in analysis.starts if 0 < start - origin < duration]
     seconds_per_point = f"maximum of every {timeline.width:g} s" if timeline.width > 1 else "as logged"
-    charts = [
-        chart(
-            f"Requests in the engine ({seconds_per_point})",
-            [_maxima(timeline, "running", GREEN, filled=True), _maxima(timeline, "waiting", ORANGE)],
-            duration,
-            marks,
-        ),
-        chart("KV blocks in use (%)", [_maxima(timeline, "kv_use", BLUE, 100.0, filled=True)], duration, marks),
-        chart("Decode batch, mean", [_maxima(timeline, "decode_batch", GREEN)], duration, marks),
-        chart("Output tokens per second", [_maxima(timeline, "output_tokens_per_s", GREEN)], duration, marks),
-        chart(
-            "Requests per second",
-            [Line("arrivals", BLUE, timeline.rate("arrivals")), Line("ends", GREEN, timeline.rate("ends"))],
-            duration,
-            marks,
-        ),
-        chart(
-            "Time to first token (ms), by arrival",
-            [_maxima(timeline, "ttft_ms", RED, name="maximum"), _means(timeline, "ttft_ms", BLUE, name="mean")],
-            duration,
-            marks,
-        ),
+    ttft = [_maxima(timeline, "ttft_ms", RED, name="maximum"), _means(timeline, "ttft_ms", BLUE, name="mean")]
+    rates = [Line("arrivals", BLUE, timeline.rate("arrivals")), Line("ends", GREEN, timeline.rate("ends"))]
+    requests = [_maxima(timeline, "running", GREEN, filled=True), _maxima(timeline, "waiting", ORANGE)]
+    charts: list[tuple[str, list[Line]]] = [
+        (f"Requests in the engine ({seconds_per_point})", requests),
+        ("KV blocks in use (%)", [_maxima(timeline, "kv_use", BLUE, 100.0, filled=True)]),
+        ("Decode batch, mean", [_maxima(timeline, "decode_batch", GREEN)]),
+        ("Output tokens per second", [_maxima(timeline, "output_tokens_per_s", GREEN)]),
+        ("Requests per second", rates),
+        ("Time to first token (ms), by arrival", ttft),
     ]
-    return "<h2>Over time</h2>\n" + "\n".join(charts)
+    return "<h2>Over time</h2>\n" + charts_svg(charts, duration, marks)
 
 
 def _maxima(

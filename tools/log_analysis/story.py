@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llm_serving.request import PARTS
 from llm_serving.telemetry.statistics import Distribution
-from llm_serving.telemetry.text_table import format_number
+from performance.terminal import format_number
 from tools.log_analysis.analysis import LogAnalysis
 
 QUEUE_IS_LIMIT = 0.20

@@ -6,7 +6,7 @@ import time
 from itertools import pairwise
 
 from llm_serving.request import PARTS
-from llm_serving.telemetry.text_table import format_number, format_summaries, format_table
+from performance.terminal import format_number, format_summaries, format_table
 from tools.log_analysis.analysis import LogAnalysis
 from tools.log_analysis.reader import LogReader
 from tools.log_analysis.records import RequestEnd

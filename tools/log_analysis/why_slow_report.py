@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from llm_serving.request import PARTS
-from llm_serving.telemetry.text_table import format_number, format_table
+from performance.terminal import format_number, format_table
 from tools.log_analysis.why_slow import SlowRequests, WhySlow
 
 TOLD = 0.10

@@ -29,8 +29,8 @@ from tools.quantization.rounding import (
     stored_arrays,
 )
 
-Report = Callable[[str, int, int], None]
-"""What is done now, how much of it is done, of how much."""
+Report = Callable[[int, int], None]
+"""Receives the number of tensors written so far and their total."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.weight")
 _LINEAR = re.compile(
     r"(self_attn\.[qkvo]|mlp\.(experts\.\d+\.)?(gate|up|down))_proj|block_sparse_moe\.experts\.\d+\.w[123]"
@@ -97,7 +97,7 @@ class _Conversion:
         forward = None if calibration is None else _Forward(self, self._shape, calibration)
         layer, quantised = -1, dict[str, Quantised]()
         for done, name in enumerate(self._names):
-            self._report("tensors", done, len(self._names))
+            self._report(done, len(self._names))
             match = _LAYER.fullmatch(name)
             if forward is not None and match and int(match[1]) != layer:
                 layer = int(match[1])
@@ -110,7 +110,7 @@ class _Conversion:
                     self._writer.write(each, array)
             self._files.release(name)
         self._writer.close()
-        self._report("tensors", len(self._names), len(self._names))
+        self._report(len(self._names), len(self._names))
 
     def floats(self, name: str) -> Float32Array:
         """A tensor as float32."""

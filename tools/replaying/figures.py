@@ -10,7 +10,7 @@ from llm_serving.flight.counts import STATE_NAMES
 from llm_serving.flight.history import Arrival, arrivals
 from llm_serving.flight.reader import Scheduled, Stretch
 from llm_serving.telemetry.statistics import Summary, summarize
-from llm_serving.telemetry.text_table import format_number, format_table
+from performance.terminal import format_number, format_table
 
 __all__ = ["StretchFigures", "comparison_table", "figures_of"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from llm_serving.errors import LLMServingError
 from llm_serving.flight.format import FlightRecordingError, replica_folders
 from llm_serving.flight.reader import Stretch, read_recording
-from performance.load.errors import UsageError
+from performance.program import UsageError
 from tools.replaying.describe import shorten
 from tools.replaying.figures import comparison_table, figures_of
 from tools.replaying.html import timeline_html

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
-from tqdm import tqdm
+
+from performance.terminal import progress_bar
 
 from .data import Batch
 from .model import TinyLlama
@@ -110,42 +111,47 @@ class Trainer:
         """Train to the end of the plan; an interrupt (Ctrl-C) ends it early, and what was learned is still exported."""
         tokens_per_step = self.plan.batch * self.plan.length
         start = exported = time.monotonic()
-        with tqdm(total=self.plan.steps * tokens_per_step, unit="tok", unit_scale=True, smoothing=0.05) as bar:
+        done = 0
+        with progress_bar() as bar:
+            task = bar.add_task("steps", total=self.plan.steps, note="")
             try:
-                for step in range(self.plan.steps):
+                while done < self.plan.steps:
                     minutes = (time.monotonic() - start) / 60
                     if minutes >= self.plan.minutes:
                         break
-                    self.step(step, minutes, bar)
-                    bar.update(tokens_per_step)
+                    note = self.step(done, minutes)
+                    done += 1
+                    seconds = time.monotonic() - start
+                    bar.update(task, completed=done, note=f"{note}, {done * tokens_per_step / seconds:.0f} tokens/s")
                     if (time.monotonic() - exported) / 60 >= self.plan.export_every_minutes:
-                        self.measure(step + 1, bar)
+                        self.measure(done)
                         self.export()
                         exported = time.monotonic()
             except KeyboardInterrupt:
-                bar.write("Interrupted: exporting what has been learned.")
-            self.measure(bar.n // tokens_per_step, bar)
+                print("Interrupted: exporting what has been learned.")
+            self.measure(done)
         self.export()
         return self.history
 
-    def step(self, step: int, minutes: float, bar: "tqdm[None]") -> None:
-        """One update, and an evaluation when it is due."""
+    def step(self, step: int, minutes: float) -> str:
+        """Runs one update, and an evaluation if it is due. Returns a note for the progress bar."""
         progress = max(step / self.plan.steps, minutes / self.plan.minutes)
         rate = learning_rate(self.plan, step, progress)
         batch = next(self.short_rows if progress < 1 - self.plan.long_share else self.long_rows)
         self.optimizer.learning_rate.set_data(Tensor(rate, ms.float32))
         self.recent.append(float(self.train_step(*to_tensors(batch)).asnumpy()))
-        bar.set_postfix(loss=f"{np.mean(self.recent[-20:]):.3f}", lr=f"{rate:.1e}", refresh=False)
+        note = f"loss {np.mean(self.recent[-20:]):.3f}, learning rate {rate:.1e}"
         if (step + 1) % self.plan.eval_every == 0:
-            self.measure(step + 1, bar)
+            self.measure(step + 1)
+        return note
 
-    def measure(self, step: int, bar: "tqdm[None]") -> None:
-        """Record the training loss since the last evaluation, and the held-out loss."""
+    def measure(self, step: int) -> None:
+        """Records the mean training loss since the last evaluation, and the loss on held-out text."""
         if not self.recent:
             return
         self.history.train.append((step, float(np.mean(self.recent))))
         self.history.held_out.append((step, evaluate(self.network, self.held_out)))
         self.recent = []
-        bar.write(
+        print(
             f"step {step}: train loss {self.history.train[-1][1]:.4f}, held-out loss {self.history.held_out[-1][1]:.4f}"
         )

@@ -1,0 +1,126 @@
+"""What the command-line programs share: option types, errors, exit codes and JSON files."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any, ParamSpec
+
+import orjson
+
+from llm_serving.errors import LLMServingError
+
+EXIT_FAILURES = 1
+EXIT_NOT_STARTED = 2
+EXIT_UNSTEADY = 3
+"""The result proves nothing, because the machine's speed changed during the measurement."""
+EXIT_INTERRUPTED = 130
+
+Range = tuple[int, int]
+"""Inclusive bounds of a length; lengths are drawn uniformly."""
+
+Arguments = ParamSpec("Arguments")
+
+
+class LoadTestError(Exception):
+    """Base of the errors that end a program before it measures. The text states the cause and the remedy."""
+
+
+class UsageError(LoadTestError):
+    """An option or a data set is wrong."""
+
+
+class ServerUnreachableError(LoadTestError):
+    """No server responds at the address, or its response does not name a model."""
+
+
+def exits_with_errors(main: Callable[Arguments, int]) -> Callable[Arguments, int]:
+    """Decorates a program's main function: prints an expected error as one line and returns its exit code."""
+
+    @wraps(main)
+    def wrapped(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except (LoadTestError, LLMServingError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_NOT_STARTED
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+
+    return wrapped
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    """Parses ``1,8,32``: whole numbers of at least 1."""
+    try:
+        counts = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        counts = ()
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected whole numbers above 0, separated by commas")
+    return counts
+
+
+def parse_count(text: str) -> int:
+    """Parses one whole number of at least 1."""
+    counts = parse_counts(text)
+    if len(counts) != 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected one number")
+    return counts[0]
+
+
+def positive(text: str) -> float:
+    """Parses a finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+    return value
+
+
+def parse_range(text: str) -> Range:
+    """Parses ``N`` or ``A:B``, inclusive bounds of at least 1."""
+    try:
+        low, _, high = text.partition(":")
+        bounds = (int(low), int(high or low))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number or A:B") from None
+    if not 1 <= bounds[0] <= bounds[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected 1 <= A <= B")
+    return bounds
+
+
+def parse_values(text: str) -> tuple[str, tuple[str, ...]]:
+    """Parses ``KEY=V1,V2``: a setting and values for it. A comma inside brackets belongs to a value."""
+    key, equals, values = text.partition("=")
+    if not key or not equals or not values:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=V1,V2")
+    return key, tuple(re.split(r",(?![^\[]*\])", values))
+
+
+def new_parser(description: str | None, config: str | None = None) -> argparse.ArgumentParser:
+    """Returns a parser with the options of every program: ``--json``, and ``--config`` with ``--set`` if it has one."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file, too")
+    if config is not None:
+        parser.add_argument("--config", default=config, help="YAML file or its name in configs/ (default %(default)s)")
+        parser.add_argument(
+            "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
+            help="override a setting of the config; can be repeated",
+        )  # fmt: skip
+    return parser
+
+
+def write_json(path: Path | None, content: Mapping[str, Any]) -> None:
+    """Writes a program's results, and creates the folder. Does nothing if ``path`` is None."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY
+    path.write_bytes(orjson.dumps(content, option=options))

@@ -1,0 +1,67 @@
+"""Tables and progress bars of the command-line programs. If the output is not a terminal, both are plain text."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from llm_serving.telemetry.statistics import Summary
+
+SUMMARY_COLUMNS = ("mean", "p50", "p90", "p99", "max")
+MAX_WIDTH = 1000
+"""A table is never wrapped: programs and ``grep`` read it, too."""
+
+
+def format_number(value: float | None) -> str:
+    """Returns three or four significant digits without an exponent, or ``-`` for None."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    magnitude = abs(value)
+    digits = 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3
+    return f"{value:.{digits}f}"
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns an indented table. The first column is left-aligned, the others are right-aligned."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for index, name in enumerate(header):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(
+        file=io.StringIO(), width=MAX_WIDTH, force_terminal=sys.stdout.isatty(), markup=False, highlight=False,
+        emoji=False,
+    )  # fmt: skip
+    with console.capture() as capture:
+        console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def format_summaries(title: str, summaries: Sequence[tuple[str, Summary]]) -> str:
+    """Returns a table with one row per named summary: mean, p50, p90, p99 and maximum."""
+    rows = []
+    for name, summary in summaries:
+        figures = (summary.mean, summary.p50, summary.p90, summary.p99, summary.max)
+        rows.append([name, *(format_number(figure) for figure in figures)])
+    return format_table([title, *SUMMARY_COLUMNS], rows)
+
+
+def progress_bar(stream: TextIO = sys.stderr) -> Progress:
+    """Returns a progress bar. It disappears at the end, and it shows nothing if ``stream`` is not a terminal.
+
+    A task has the field ``note``, a text behind the bar.
+    """
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}"),
+    )  # fmt: skip
+    return Progress(*columns, console=Console(file=stream), transient=True, disable=not stream.isatty())
