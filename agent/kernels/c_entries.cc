@@ -7,7 +7,6 @@
 #include "common/floating_point.h"
 #include "common/kernel_table.h"
 #include "common/thread_pool.h"
-#include "ops/checks.h"
 #include "ops/copy_blocks.h"
 #include "ops/experts.h"
 #include "ops/gather.h"
@@ -132,27 +131,22 @@ LLMK_ENTRY int llmk_test_rotary(const llmk::RotaryArgs* args, int use_reference)
   return 0;
 }
 
-LLMK_ENTRY int llmk_test_rotary_cache(const llmk::RotaryCacheArgs* args) {
-  const llmk::StandardFloatingPoint scope;
-  llmk::kernels().rotary_cache(*args);
-  return 0;
-}
-
 LLMK_ENTRY int llmk_test_matmul(const llmk::MatMulArgs* args, int use_reference) {
   const llmk::StandardFloatingPoint scope;
   use_reference != 0 ? llmk::run_reference<llmk::MatMulReference>(*args) : llmk::kernels().matmul(*args);
   return 0;
 }
 
-// `tokens` rows of query; `num_blocks` blocks of cache, or `plain_rows` rows of keys where block_tables is null.
-LLMK_ENTRY int llmk_test_attention(const llmk::AttentionArgs* given, int64_t tokens, int64_t num_blocks,
-                                   int64_t plain_rows, int use_reference) {
+// Attention over ready queries and keys, as the native primitives run it. `key_rows`: rows of keys if block_tables is
+// null.
+LLMK_ENTRY int llmk_test_attention(const llmk::RotaryAttentionArgs* given, int64_t key_rows, int use_reference) {
   const llmk::StandardFloatingPoint scope;
-  llmk::AttentionArgs args = *given;
+  llmk::RotaryAttentionArgs args = *given;
   std::vector<int64_t> starts(static_cast<size_t>(2 * args.num_seqs) + 1);
-  const int error = llmk::check_attention("Attention", &args, tokens, num_blocks, plain_rows, starts.data());
-  if (error == 0) use_reference != 0 ? llmk::reference::attention(args) : llmk::kernels().attention(args);
-  return error;
+  const int error = llmk::check_ready_attention("Attention", &args, key_rows, starts.data());
+  if (error != 0) return error;
+  use_reference != 0 ? llmk::reference::rotary_attention(args) : llmk::kernels().rotary_attention(args);
+  return 0;
 }
 
 LLMK_ENTRY void llmk_test_route_tokens(const llmk::RoutingArgs* args, int use_reference) {

@@ -57,17 +57,13 @@ RotaryArgs = _struct(
     "RotaryArgs",
     "p: x out cos sin positions; i: tokens heads dim x_stride out_stride; d: dtype table_dtype; b: interleaved",
 )
-RotaryCacheArgs = _struct(
-    "RotaryCacheArgs",
-    "p: qkv query key_cache value_cache cos sin positions slots; i: tokens heads kv_heads dim; d: dtype",
-)
 MatMulArgs = _struct("MatMulArgs", "p: x w out; i: rows columns depth; d: dtype")
 AttentionArgs = _struct(
-    "AttentionArgs",
-    "p: query out keys values query_starts key_starts block_tables query_lens context_lens first_keys;"
-    "i: table_width block_size num_seqs heads kv_heads dim; f: scale; d: dtype",
+    "RotaryAttentionArgs",
+    "p: qkv out key_cache value_cache cos sin positions slots block_tables context_lens query_lens query_starts;"
+    "p: query_gamma key_gamma; i: tokens num_seqs table_width table_rows num_blocks block_size heads kv_heads dim;"
+    "i: window; f: epsilon scale; d: dtype; b: int8_cache write_first ready laid_out; p: key_starts first_keys",
 )
-GatherArgs = _struct("GatherArgs", "p: table indices out; i: batch outer limit count row_bytes; b: wide_indices")
 
 
 def _fill(struct: type[ctypes.Structure], **values: Any) -> ctypes.Structure:
@@ -139,22 +135,6 @@ def rotary(
     return out
 
 
-def rotary_cache(
-    qkv: Array, caches: tuple[Array, Array], cos: Array, sin: Array, positions: Array, slots: Array, dtype: str
-) -> Array:
-    """Writes the caches [blocks, block_size, kv_heads, dim]; returns the rotated query [tokens, heads * dim]."""
-    _, _, kv_heads, dim = caches[0].shape
-    tokens, width = qkv.shape
-    heads = width // dim - 2 * kv_heads
-    query = np.empty((tokens, heads * dim), qkv.dtype)
-    args = _fill(
-        RotaryCacheArgs, qkv=qkv, query=query, key_cache=caches[0], value_cache=caches[1], cos=cos, sin=sin,
-        positions=positions, slots=slots, tokens=tokens, heads=heads, kv_heads=kv_heads, dim=dim, dtype=dtype,
-    )  # fmt: skip
-    load_library().llmk_test_rotary_cache(ctypes.byref(args))
-    return query
-
-
 def attention(
     query: Array, keys: Array, values: Array, query_lens: list[int], context_lens: list[int], dtype: str, *,
     block_tables: Array | None = None, first_keys: Array | None = None, reference: bool = False,
@@ -162,17 +142,16 @@ def attention(
     """``query`` [tokens, heads, dim]; ``keys`` and ``values`` [blocks, block_size, kv_heads, dim] with
     ``block_tables`` [sequences, width], else [rows, kv_heads, dim]; ``first_keys`` int64 [tokens]. Returns the entry's
     code and the output."""
-    load_library().llmk_test_attention.argtypes = [_POINTER, _INT64, _INT64, _INT64, ctypes.c_int]
+    load_library().llmk_test_attention.argtypes = [_POINTER, _INT64, ctypes.c_int]
     tokens, heads, dim = query.shape
     out = np.full_like(query, 77)
     lens = np.array(query_lens, np.int32), np.array(context_lens, np.int32)
+    blocks = {} if block_tables is None else {"table_width": block_tables.shape[1], "num_blocks": keys.shape[0]}
     args = _fill(
-        AttentionArgs, query=query, out=out, keys=keys, values=values, block_tables=block_tables,
-        query_lens=lens[0], context_lens=lens[1], first_keys=first_keys,
-        table_width=0 if block_tables is None else block_tables.shape[1],
-        block_size=0 if block_tables is None else keys.shape[1], num_seqs=len(query_lens), heads=heads,
-        kv_heads=keys.shape[-2], dim=dim, scale=dim**-0.5, dtype=dtype,
+        AttentionArgs, qkv=query, out=out, key_cache=keys, value_cache=values, block_tables=block_tables,
+        query_lens=lens[0], context_lens=lens[1], first_keys=first_keys, tokens=tokens, num_seqs=len(query_lens),
+        block_size=keys.shape[1], heads=heads, kv_heads=keys.shape[-2], dim=dim, scale=dim**-0.5, dtype=dtype,
+        ready=True, **blocks,
     )  # fmt: skip
-    blocks, rows = (0, keys.shape[0]) if block_tables is None else (keys.shape[0], 0)
-    code = load_library().llmk_test_attention(ctypes.byref(args), tokens, blocks, rows, int(reference))
+    code = load_library().llmk_test_attention(ctypes.byref(args), keys.shape[0], int(reference))
     return int(code), out

@@ -1,4 +1,5 @@
-"""Attention against float64, and bit for bit against itself: paged or plain, chunked or whole, alone or in a batch."""
+"""The attention of the native primitives: compares it with float64, and its bits for paged and plain keys, for chunks
+and whole prompts, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -142,7 +143,7 @@ def test_rows_past_the_last_sequence_become_zero() -> None:
     [
         ([3], [2], "sequence 0 has 3 queries and 2 keys"),
         ([-1], [2], "sequence 0 has -1 queries and 2 keys"),
-        ([4], [4], "the query lengths sum to 4; the query has 3 tokens"),
+        ([4], [4], "the query lengths sum to 4; the step has 3 tokens"),
         ([3], [9], "context_lens[0] is 9; block_tables of width 2 and block_size 4 hold 8"),
     ],
 )

@@ -1,11 +1,11 @@
-"""RmsNorm, AddRmsNorm, Swiglu, SiLU, rotary embedding and the fused rotary-and-cache against float64."""
+"""Compares RmsNorm, AddRmsNorm, Swiglu, SiLU and the rotary embedding with float64."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from agent.kernels.direct import DTYPES, Array, load, rms_norm, rotary, rotary_cache, silu, store, swiglu
+from agent.kernels.direct import DTYPES, Array, load, rms_norm, rotary, silu, store, swiglu
 from agent.kernels.library import set_threads
 from support.kernel_calls import EPSILON, random_tensor
 from support.kernel_threads import threads_as_before
@@ -126,31 +126,6 @@ def test_rotary_in_float32_is_the_plain_expression_bit_for_bit() -> None:
     x, positions = random_tensor(rng, (7, 3, 64), "float32"), rng.integers(0, 20, 7).astype(np.int32)
     out = rotary(x, cos, sin, positions, ("float32", "float32"))
     np.testing.assert_array_equal(out, rotated(x, cos[positions], sin[positions]))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(1, 1, 2, 1), (4, 2, 32, 4), (6, 3, 22, 128)])
-def test_rotary_cache_is_rotary_then_scatter(dtype: str, heads: int, kv_heads: int, dim: int, block_size: int) -> None:
-    rng = np.random.default_rng(6)
-    tokens, blocks = 11, -(-16 // block_size)
-    cos, sin = tables(30, dim)
-    qkv = random_tensor(rng, (tokens, (heads + 2 * kv_heads) * dim), dtype)
-    positions = rng.integers(0, 30, tokens).astype(np.int32)
-    slots = rng.permutation(blocks * block_size)[:tokens].astype(np.int32)
-    slots[[2, 5]] = -1
-    shape = (blocks, block_size, kv_heads, dim)
-    caches = random_tensor(rng, shape, dtype), random_tensor(rng, shape, dtype)
-    wanted = [cache.copy().reshape(-1, kv_heads, dim) for cache in caches]
-    split = qkv.reshape(tokens, heads + 2 * kv_heads, dim)
-    key = rotary(split[:, heads:-kv_heads].copy(), cos, sin, positions, (dtype, "float32"))
-    for token, slot in enumerate(slots):
-        if slot >= 0:
-            wanted[0][slot], wanted[1][slot] = key[token], split[token, -kv_heads:]
-    query = rotary_cache(qkv, caches, cos, sin, positions, slots, dtype)
-    expected = rotary(split[:, :heads].copy(), cos, sin, positions, (dtype, "float32"))
-    np.testing.assert_array_equal(query, expected.reshape(tokens, -1))
-    for cache, want in zip(caches, wanted, strict=True):
-        np.testing.assert_array_equal(cache.reshape(want.shape), want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

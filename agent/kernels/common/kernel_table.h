@@ -1,6 +1,5 @@
 // The kernels of one instruction set. arch/<isa>.cc fills one table each; kernels() is the one chosen at run time.
 #pragma once
-#include "../ops/attention.h"
 #include "../ops/ceilings.h"
 #include "../ops/linear.h"
 #include "../ops/logits.h"
@@ -20,12 +19,10 @@ struct KernelTable {
   void (*swiglu)(const SwigluArgs&);
   void (*silu)(const SiluArgs&);
   void (*rotary)(const RotaryArgs&);
-  void (*rotary_cache)(const RotaryCacheArgs&);
   void (*matmul)(const MatMulArgs&);
   void (*linear)(const LinearArgs&);
   // Quantises row `row` of `rows` (x: its depth elements); any thread may do any row.
   void (*quantize_row)(DType dtype, const void* x, const QuantizedRows& rows, int64_t row, const void* blob);
-  void (*attention)(const AttentionArgs&);
   void (*rotary_attention)(const RotaryAttentionArgs&);
   LogitsPasses logits;
   CeilingLoops ceilings;

@@ -1,10 +1,12 @@
-// Rotary position embedding (Su et al. 2021), and the fused form that also writes the KV cache.
+// Rotary position embedding (Su et al. 2021): rotates pairs of elements of every head by an angle per position.
 //
-//   x [tokens, heads * dim] (rows `x_stride` apart)   cos, sin [table_rows, dim]   positions[tokens] -> table row
+//   x [tokens, heads * dim], rows `x_stride` elements apart; out the same with `out_stride`
+//   cos, sin [table_rows, dim]; positions [tokens] give the table row of each token
 //   halves:      out[i] = x[i] * cos[i] - x[i + dim/2] * sin[i],   out[i + dim/2] = x[i + dim/2] * cos + x[i] * sin
 //   interleaved: the same with pairs (2i, 2i + 1)
 //
-// Each product and sum rounds on its own in float32, as the plain expression does; the result rounds once to T.
+// Every product and every sum rounds to float32 on its own, without fused multiply-adds. So the result equals that of
+// the expression written out in any language. It rounds once more to the type of x.
 #pragma once
 #include "../common/thread_pool.h"
 #include "../common/types.h"
@@ -21,20 +23,6 @@ struct RotaryArgs {
   int64_t x_stride, out_stride;  // elements from one token to the next
   DType dtype, table_dtype;
   bool interleaved;
-};
-
-// qkv [tokens, (heads + 2 * kv_heads) * dim]: rotates q into `query` and k into the cache, copies v into the cache.
-struct RotaryCacheArgs {
-  const void* qkv;
-  void* query;
-  void* key_cache;    // [num_slots, kv_heads * dim]
-  void* value_cache;  // [num_slots, kv_heads * dim]
-  const float* cos;
-  const float* sin;
-  const int32_t* positions;
-  const int32_t* slots;  // negative: the token's k and v are not written
-  int64_t tokens, heads, kv_heads, dim;
-  DType dtype;
 };
 
 namespace reference {
@@ -130,42 +118,6 @@ static void rotary(const RotaryArgs& args) {
   if (args.dtype == DType::kFloat32) rotary_table<float>(args);
   if (args.dtype == DType::kFloat16) rotary_table<half_t>(args);
   if (args.dtype == DType::kBFloat16) rotary_table<bfloat_t>(args);
-}
-
-template <class T>
-static inline void rotary_cache_token(const RotaryCacheArgs& args, int64_t token) {
-  const int64_t dim = args.dim, kv_width = args.kv_heads * dim;
-  const float* cos = args.cos + args.positions[token] * dim;
-  const float* sin = args.sin + args.positions[token] * dim;
-  const T* q = static_cast<const T*>(args.qkv) + token * (args.heads * dim + 2 * kv_width);
-  const T* k = q + args.heads * dim;
-  T* query = static_cast<T*>(args.query) + token * args.heads * dim;
-  for (int64_t head = 0; head < args.heads; ++head) {
-    rotate_half_head(q + head * dim, query + head * dim, cos, sin, dim);
-  }
-  const int64_t slot = args.slots[token];
-  if (slot < 0) return;
-  T* key = static_cast<T*>(args.key_cache) + slot * kv_width;
-  for (int64_t head = 0; head < args.kv_heads; ++head) {
-    rotate_half_head(k + head * dim, key + head * dim, cos, sin, dim);
-  }
-  T* value = static_cast<T*>(args.value_cache) + slot * kv_width;
-  std::memcpy(static_cast<void*>(value), k + kv_width, static_cast<size_t>(kv_width) * sizeof(T));
-}
-
-template <class T>
-static inline void rotary_cache_tokens(const RotaryCacheArgs& args) {
-  const int64_t per_task = larger(1, 8192 / ((args.heads + 2 * args.kv_heads) * args.dim));
-  parallel_for(ceil_div(args.tokens, per_task), [&](int64_t task) {
-    const int64_t end = smaller((task + 1) * per_task, args.tokens);
-    for (int64_t token = task * per_task; token < end; ++token) rotary_cache_token<T>(args, token);
-  });
-}
-
-static void rotary_cache(const RotaryCacheArgs& args) {
-  if (args.dtype == DType::kFloat32) rotary_cache_tokens<float>(args);
-  if (args.dtype == DType::kFloat16) rotary_cache_tokens<half_t>(args);
-  if (args.dtype == DType::kBFloat16) rotary_cache_tokens<bfloat_t>(args);
 }
 
 }  // namespace LLMK_ARCH

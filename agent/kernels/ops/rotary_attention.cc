@@ -102,19 +102,36 @@ Head read_cache(const RotaryAttentionArgs& args, const Held& at) {
   return x;
 }
 
+// The key, or the value, at a position of a sequence.
+Head held_at(const RotaryAttentionArgs& args, int64_t seq, int64_t position, int64_t kv_head, bool is_key) {
+  if (lies_in_rows(args)) {
+    const int64_t first = ready_place(args, seq, position) / size_of(args.dtype) + kv_head * args.dim;
+    Head x(static_cast<size_t>(args.dim));
+    const void* cache = is_key ? args.key_cache : args.value_cache;
+    for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_element(args.dtype, cache, first + d);
+    return x;
+  }
+  const int64_t block = args.block_tables[seq * args.table_width + position / args.block_size];
+  return read_cache(args, held(args, block * args.block_size + position % args.block_size, kv_head, is_key));
+}
+
+Head query_of(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
+  if (!args.ready) return rotate(args, token, load_head(args, token, head));
+  Head x(static_cast<size_t>(args.dim));
+  const int64_t first = (token * args.heads + head) * args.dim;
+  for (int64_t d = 0; d < args.dim; ++d) x[static_cast<size_t>(d)] = load_element(args.dtype, args.qkv, first + d);
+  return x;
+}
+
 void attend(const RotaryAttentionArgs& args, int64_t seq, int64_t row, int64_t head) {
   const int64_t token = args.query_starts[seq] + row, kv_head = head / (args.heads / args.kv_heads);
   const int64_t group = args.heads / args.kv_heads, first = first_key(args, seq, row * group);
   const int64_t visible = visible_keys(args, seq, row * group);
-  const Head query = rotate(args, token, load_head(args, token, head));
-  const auto slot = [&](int64_t position) {
-    return args.block_tables[seq * args.table_width + position / args.block_size] * args.block_size +
-           position % args.block_size;
-  };
+  const Head query = query_of(args, token, head);
   std::vector<double> scores(static_cast<size_t>(visible));
   double best = -1e300, mass = 0;
   for (int64_t j = first; j < visible; ++j) {
-    const Head key = read_cache(args, held(args, slot(j), kv_head, true));
+    const Head key = held_at(args, seq, j, kv_head, true);
     double score = 0;
     for (size_t d = 0; d < key.size(); ++d) score += query[d] * key[d];
     scores[static_cast<size_t>(j)] = score * args.scale;
@@ -122,7 +139,7 @@ void attend(const RotaryAttentionArgs& args, int64_t seq, int64_t row, int64_t h
   }
   Head sums(query.size());
   for (int64_t j = first; j < visible; ++j) {
-    const Head value = read_cache(args, held(args, slot(j), kv_head, false));
+    const Head value = held_at(args, seq, j, kv_head, false);
     const double weight = std::exp(scores[static_cast<size_t>(j)] - best);
     mass += weight;
     for (size_t d = 0; d < value.size(); ++d) sums[d] += weight * value[d];
@@ -136,7 +153,7 @@ void attend(const RotaryAttentionArgs& args, int64_t seq, int64_t row, int64_t h
 }  // namespace
 
 void rotary_attention(const RotaryAttentionArgs& args) {
-  for (int64_t token = 0; token < args.tokens; ++token) {
+  for (int64_t token = 0; token < args.tokens && !args.ready; ++token) {
     if (args.slots[token] < 0) continue;
     for (int64_t head = 0; head < args.kv_heads; ++head) {
       write_cache(args, rotate(args, token, load_head(args, token, args.heads + head)),

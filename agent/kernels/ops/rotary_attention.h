@@ -127,9 +127,13 @@ static inline CachePlace cache_place(const RotaryAttentionArgs& args, int64_t bl
   return {chunk + row * row_bytes, chunk + args.block_size * row_bytes + row * 4};
 }
 
-// 0, or an error code after one line on standard error; nothing is written then. Fills query_starts (num_seqs long) and
-// write_first, and sets rows of `out` past the last sequence to zero.
+// Checks the arguments of a whole step. Returns 0, or an error code after one line on standard error; then nothing was
+// written. Fills `query_starts` [num_seqs] and write_first, and sets the rows of `out` after the last sequence to zero.
 int check_rotary_attention(const char* op, RotaryAttentionArgs* args, int64_t* query_starts);
+
+// The same for ready queries and keys. `starts` [2 * num_seqs] receives query_starts and, without block tables,
+// key_starts; then `key_rows` is the number of rows that keys and values have.
+int check_ready_attention(const char* op, RotaryAttentionArgs* args, int64_t key_rows, int64_t* starts);
 
 namespace reference {
 

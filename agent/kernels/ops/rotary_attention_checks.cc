@@ -1,4 +1,4 @@
-// What RotaryAttention refuses, before anything is written.
+// Checks the arguments of attention before anything is written: lengths, positions, slots and block tables.
 #include "../common/check.h"
 #include "checks.h"
 #include "rotary_attention.h"
@@ -6,35 +6,35 @@
 namespace llmk {
 namespace {
 
-int check_lengths(const char* op, RotaryAttentionArgs* args, int64_t* query_starts) {
+constexpr int64_t kPlainBlockKeys = 64;  // how many keys the kernel takes at a time if they are not in blocks
+
+// Checks the lengths of every sequence and fills query_starts.
+int check_lengths(const char* op, const RotaryAttentionArgs& args, int64_t* query_starts) {
   int64_t end = 0;
-  for (int64_t seq = 0; seq < args->num_seqs; ++seq) {
-    const int64_t query_len = args->query_lens[seq], context = args->context_lens[seq];
-    if (query_len < 0 || context < query_len) return refuse_lengths(op, seq, query_len, context);
-    if (query_len > 0 && context > args->table_width * args->block_size) {
-      return refuse_context(op, seq, context, args->table_width, args->block_size);
+  for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
+    const int64_t query_len = args.query_lens[seq], context = args.context_lens[seq];
+    if (query_len < 0 || context < query_len) {
+      return refuse_text(op, "sequence %lld has %lld queries and %lld keys; it needs 0 <= queries <= keys",
+                         static_cast<long long>(seq), static_cast<long long>(query_len),
+                         static_cast<long long>(context));
+    }
+    if (args.block_tables != nullptr && query_len > 0 && context > args.table_width * args.block_size) {
+      return refuse_text(op, "context_lens[%lld] is %lld; block_tables of width %lld and block_size %lld hold %lld",
+                         static_cast<long long>(seq), static_cast<long long>(context),
+                         static_cast<long long>(args.table_width), static_cast<long long>(args.block_size),
+                         static_cast<long long>(args.table_width * args.block_size));
     }
     query_starts[seq] = end;
     end += query_len;
   }
-  if (end > args->tokens) {
+  if (end > args.tokens) {
     return refuse_text(op, "the query lengths sum to %lld; the step has %lld tokens", static_cast<long long>(end),
-                       static_cast<long long>(args->tokens));
+                       static_cast<long long>(args.tokens));
   }
   return 0;
 }
 
-int check_tokens(const char* op, const RotaryAttentionArgs& args) {
-  const int64_t num_slots = args.num_blocks * args.block_size;
-  for (int64_t i = 0; i < args.tokens; ++i) {
-    if (args.positions[i] < 0 || args.positions[i] >= args.table_rows) {
-      return refuse_index(op, "positions", i, args.positions[i], args.table_rows);
-    }
-    if (args.slots[i] >= num_slots) return refuse_index(op, "slot_mapping", i, args.slots[i], num_slots);
-  }
-  return 0;
-}
-
+// Checks every block that the kernel reads against the size of the cache.
 int check_tables(const char* op, const RotaryAttentionArgs& args) {
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
     if (args.query_lens[seq] == 0) continue;
@@ -48,7 +48,15 @@ int check_tables(const char* op, const RotaryAttentionArgs& args) {
   return 0;
 }
 
-// Blocks written in this step, a bit each.
+// Sets the output rows after the last sequence to zero: they are padding.
+void clear_padding(const RotaryAttentionArgs& args) {
+  const int64_t last = args.num_seqs - 1, used = last < 0 ? 0 : args.query_starts[last] + args.query_lens[last];
+  const int64_t row_bytes = args.heads * args.dim * size_of(args.dtype);
+  char* padding = static_cast<char*>(args.out) + used * row_bytes;
+  std::memset(padding, 0, static_cast<size_t>((args.tokens - used) * row_bytes));
+}
+
+// The set of blocks that this step writes, one bit for each block.
 class WrittenBlocks {
  public:
   explicit WrittenBlocks(int64_t num_blocks) {
@@ -63,7 +71,8 @@ class WrittenBlocks {
   uint64_t* words_;
 };
 
-// Marks what a sequence writes. False when it writes anywhere but at its own last positions, or where another one does.
+// Adds the blocks that a sequence writes. Returns false if the sequence writes outside its own last positions, or into
+// a block that another sequence writes.
 bool mark_writes(const RotaryAttentionArgs& args, int64_t seq, WrittenBlocks* written) {
   const int64_t begin = args.context_lens[seq] - args.query_lens[seq];
   int64_t last = -1;
@@ -78,8 +87,8 @@ bool mark_writes(const RotaryAttentionArgs& args, int64_t seq, WrittenBlocks* wr
   return true;
 }
 
-// True unless every sequence reads only what it writes itself, or what no one writes in this step. With a prefix cache
-// a sequence may share a block that another one fills in the same step.
+// Returns true if a sequence may read a block that another sequence writes in this step. The prefix cache allows this:
+// two sequences may share a block that one of them fills now. Then the kernel writes all keys before it reads any.
 bool must_write_first(const RotaryAttentionArgs& args) {
   WrittenBlocks written(args.num_blocks);
   int64_t tokens = 0;
@@ -100,17 +109,37 @@ bool must_write_first(const RotaryAttentionArgs& args) {
 }  // namespace
 
 int check_rotary_attention(const char* op, RotaryAttentionArgs* args, int64_t* query_starts) {
-  int error = check_lengths(op, args, query_starts);
-  if (error == 0) error = check_tokens(op, *args);
+  int error = check_lengths(op, *args, query_starts);
+  if (error == 0) error = check_positions(op, args->positions, args->tokens, args->table_rows);
+  if (error == 0) error = check_slots(op, args->slots, args->tokens, args->num_blocks * args->block_size);
   if (error == 0) error = check_tables(op, *args);
   if (error != 0) return error;
   args->query_starts = query_starts;
   args->write_first = must_write_first(*args);
-  const int64_t used =
-      args->num_seqs == 0 ? 0 : query_starts[args->num_seqs - 1] + args->query_lens[args->num_seqs - 1];
-  const int64_t row_bytes = args->heads * args->dim * size_of(args->dtype);
-  std::memset(static_cast<char*>(args->out) + used * row_bytes, 0,
-              static_cast<size_t>((args->tokens - used) * row_bytes));
+  clear_padding(*args);
+  return 0;
+}
+
+int check_ready_attention(const char* op, RotaryAttentionArgs* args, int64_t key_rows, int64_t* starts) {
+  int error = check_lengths(op, *args, starts);
+  if (error == 0 && args->block_tables != nullptr) error = check_tables(op, *args);
+  if (error != 0) return error;
+  args->query_starts = starts;
+  if (args->block_tables == nullptr) {
+    int64_t* key_starts = starts + args->num_seqs;
+    int64_t key_end = 0;
+    for (int64_t seq = 0; seq < args->num_seqs; ++seq) {
+      key_starts[seq] = key_end;
+      key_end += args->context_lens[seq];
+    }
+    if (key_end > key_rows) {
+      return refuse_text(op, "the key lengths sum to %lld; the key has %lld tokens", static_cast<long long>(key_end),
+                         static_cast<long long>(key_rows));
+    }
+    args->key_starts = key_starts;
+    args->block_size = kPlainBlockKeys;
+  }
+  clear_padding(*args);
   return 0;
 }
 

@@ -1,13 +1,15 @@
-// FlashAttentionScore and PagedAttention: from the primitives' arguments to ops/rotary_attention.h.
+// FlashAttentionScore and PagedAttention: translates the arguments of the primitives for ops/rotary_attention.h.
+//
+// Both primitives run the kernel of RotaryAttention with `ready` set: the query is rotated, and keys and values are
+// where they will be read. So prompts, chunks and decodes share one arithmetic.
 #include <vector>
 
 #include "../common/kernel_table.h"
-#include "../ops/checks.h"
 #include "call.h"
 
 namespace llmk {
 
-static int check_heads(const Call& call, const AttentionArgs& args, int64_t query_width, int64_t key_width) {
+static int check_heads(const Call& call, const RotaryAttentionArgs& args, int64_t query_width, int64_t key_width) {
   if (args.heads > 0 && args.kv_heads > 0 && args.heads % args.kv_heads == 0 && args.dim > 0 &&
       args.dim * args.heads == query_width && args.dim * args.kv_heads == key_width) {
     return 0;
@@ -17,50 +19,28 @@ static int check_heads(const Call& call, const AttentionArgs& args, int64_t quer
                      static_cast<long long>(key_width), static_cast<long long>(args.kv_heads));
 }
 
-// The kernel of RotaryAttention over queries, keys and values that are ready: one arithmetic for prompts, chunks and
-// decodes.
-static void attend(const AttentionArgs& args, int64_t tokens) {
-  RotaryAttentionArgs ready{};
-  ready.ready = true;
-  ready.qkv = args.query;
-  ready.out = args.out;
-  ready.key_cache = const_cast<void*>(args.keys);
-  ready.value_cache = const_cast<void*>(args.values);
-  ready.block_tables = args.block_tables;
-  ready.key_starts = args.key_starts;
-  ready.context_lens = args.context_lens;
-  ready.query_lens = args.query_lens;
-  ready.query_starts = args.query_starts;
-  ready.tokens = tokens;
-  ready.num_seqs = args.num_seqs;
-  ready.table_width = args.table_width;
-  ready.block_size = args.block_tables == nullptr ? 64 : args.block_size;
-  ready.heads = args.heads;
-  ready.kv_heads = args.kv_heads;
-  ready.dim = args.dim;
-  ready.scale = args.scale;
-  ready.dtype = args.dtype;
-  for (int64_t token = 0; args.first_keys != nullptr && token < tokens; ++token) {
-    if (args.first_keys[token] > 0) ready.first_keys = args.first_keys;
-  }
-  kernels().rotary_attention(ready);
+// The arguments that both primitives have at the same places: query 0, key 1, value 2, the output last.
+static RotaryAttentionArgs ready_args(const Call& call) {
+  RotaryAttentionArgs args{};
+  args.ready = true;
+  args.qkv = call.data[0];
+  args.key_cache = call.data[1];
+  args.value_cache = call.data[2];
+  args.out = call.data[call.count - 1];
+  args.dtype = call.dtype(0);
+  return args;
 }
 
-// Position of each query's first visible key: the last `window` ones, its own included.
-static std::vector<int64_t> window_starts(const AttentionArgs& args, int64_t tokens, int64_t window) {
-  std::vector<int64_t> starts(static_cast<size_t>(tokens));
-  for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
-    for (int64_t row = 0; row < args.query_lens[seq]; ++row) {
-      const int64_t visible = args.context_lens[seq] - args.query_lens[seq] + row + 1;
-      starts[static_cast<size_t>(args.query_starts[seq] + row)] = larger(0, visible - window);
-    }
-  }
-  return starts;
+static int64_t longest_context(const RotaryAttentionArgs& args) {
+  int64_t longest = 0;
+  for (int64_t seq = 0; seq < args.num_seqs; ++seq) longest = larger(longest, args.context_lens[seq]);
+  return longest;
 }
 
-// Layout TH: query [tokens, heads * dim], key and value [tokens, kv_heads * dim]; actual_seq_qlen and actual_seq_kvlen
-// are the lengths of the sequences (not running sums), zero allowed. Causal only; pre_tokens limits how far back a
-// query sees (the band of sparse_mode 4).
+// Attention over keys that lie side by side, layout TH: query [tokens, heads * dim], key and value
+// [tokens, kv_heads * dim]. actual_seq_qlen and actual_seq_kvlen are the lengths of the sequences, not running sums; a
+// length may be zero. Only causal attention is supported. pre_tokens limits how far back a query sees (the band of
+// sparse_mode 4).
 int plugin_flash_attention(const Call& call) {
   enum { kAttnMask = 6, kQueryLens = 8, kKeyLens = 9, kHeadNum = 10, kKeepProb, kScale, kPreTokens, kNextTokens,
          kInnerPrecise, kLayout, kSparseMode };
@@ -78,8 +58,9 @@ int plugin_flash_attention(const Call& call) {
   int error = check_equal_dtype(call, 0, 1);
   if (error == 0) error = check_equal_dtype(call, 0, 2);
   if (error != 0) return error;
-  AttentionArgs args{};
-  const int64_t width = call.dim(0, -1), key_width = call.dim(1, -1), tokens = call.size(0) / width;
+  RotaryAttentionArgs args = ready_args(call);
+  const int64_t width = call.dim(0, -1), key_width = call.dim(1, -1);
+  args.tokens = call.size(0) / width;
   args.heads = call.integer(kHeadNum);
   args.dim = args.heads > 0 ? width / args.heads : 0;
   args.kv_heads = args.dim > 0 ? key_width / args.dim : 0;
@@ -91,24 +72,15 @@ int plugin_flash_attention(const Call& call) {
                        query_lens.size(), key_lens.size(), static_cast<long long>(call.size(1)),
                        static_cast<long long>(call.size(2)));
   }
-  args.query = call.data[0];
-  args.out = call.data[call.count - 1];
-  args.keys = call.data[1];
-  args.values = call.data[2];
   args.query_lens = query_lens.data();
   args.context_lens = key_lens.data();
   args.num_seqs = static_cast<int64_t>(query_lens.size());
   args.scale = static_cast<float>(call.real(kScale));
-  args.dtype = call.dtype(0);
   std::vector<int64_t> starts(2 * query_lens.size() + 1);
-  error = check_attention(call.op, &args, tokens, 0, call.size(1) / key_width, starts.data());
+  error = check_ready_attention(call.op, &args, call.size(1) / key_width, starts.data());
   if (error != 0) return error;
-  std::vector<int64_t> first_keys;
-  if (pre_tokens < tokens) {
-    first_keys = window_starts(args, tokens, pre_tokens + 1);
-    args.first_keys = first_keys.data();
-  }
-  attend(args, tokens);
+  if (pre_tokens + 1 < longest_context(args)) args.window = pre_tokens + 1;
+  kernels().rotary_attention(args);
   return 0;
 }
 
@@ -117,18 +89,18 @@ static bool is_masked(const Call& call, int mask, int64_t index) {
   return (call.as<uint16_t>(mask)[index] & 0x7FFF) != 0;  // float16 and bfloat16: any bit but the sign
 }
 
-// The first key each query sees, from a mask [tokens, positions] that is 0 where a key is seen: one run of keys that
-// ends at the query's own position. A mask of another shape says nothing: queries are causal by their position.
-static int read_mask(const Call& call, int mask, const AttentionArgs& args, int64_t tokens,
-                     std::vector<int64_t>* first_keys) {
-  int64_t longest = 0;
-  for (int64_t seq = 0; seq < args.num_seqs; ++seq) longest = larger(longest, args.context_lens[seq]);
-  if (!call.is_tensor(mask) || call.ndims[mask] != 2 || call.dim(mask, 0) != tokens || call.dim(mask, 1) < longest) {
+// Reads the first key that each query sees from a mask [tokens, positions]. The mask is 0 at every visible key. The
+// visible keys must be one run that ends at the query's own position. A mask of another shape is ignored: the kernel
+// hides later keys by their position. Leaves `first_keys` empty if every query sees its keys from position 0 on.
+static int read_mask(const Call& call, int mask, const RotaryAttentionArgs& args, std::vector<int64_t>* first_keys) {
+  if (!call.is_tensor(mask) || call.ndims[mask] != 2 || call.dim(mask, 0) != args.tokens ||
+      call.dim(mask, 1) < longest_context(args)) {
     return 0;
   }
   const int error = check_float(call, mask);
   if (error != 0) return error;
-  first_keys->assign(static_cast<size_t>(tokens), 0);
+  first_keys->assign(static_cast<size_t>(args.tokens), 0);
+  bool hides = false;
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
     for (int64_t row = 0; row < args.query_lens[seq]; ++row) {
       const int64_t token = args.query_starts[seq] + row, base = token * call.dim(mask, 1);
@@ -144,15 +116,17 @@ static int read_mask(const Call& call, int mask, const AttentionArgs& args, int6
                            static_cast<long long>(visible - 1));
       }
       (*first_keys)[static_cast<size_t>(token)] = first;
+      hides = hides || first > 0;
     }
   }
+  if (!hides) first_keys->clear();
   return 0;
 }
 
-// Query [tokens, heads * dim], caches [blocks, block_size, kv_heads, dim], block_tables int32 [sequences, width]. The
-// last q_seq_lens[s] of the context_lens[s] tokens of sequence s are its queries, one where q_seq_lens is missing; each
-// sees the keys up to its own position, which the cache holds already. Padding of block_tables is not read. An Ascend
-// hides later keys by attn_mask alone; here the position does.
+// Attention over a paged cache: query [tokens, heads * dim], caches [blocks, block_size, kv_heads, dim], block_tables
+// int32 [sequences, width]. The last q_seq_lens[s] of the context_lens[s] tokens of sequence s are its queries; without
+// q_seq_lens each sequence has one. A query sees the keys up to its own position, which are in the cache already.
+// Unused entries of block_tables are not read. An Ascend hides later keys by attn_mask; this kernel uses the position.
 int plugin_paged_attention(const Call& call) {
   enum { kQuery, kKeyCache, kValueCache, kBlockTables, kContextLens, kAntiquantScale, kAntiquantOffset, kAttnMask,
          kQueryLens, kAlibi, kHeadNum, kScale, kKvHeadNum, kQuantMode, kMaskMode, kMlaDim };
@@ -171,13 +145,15 @@ int plugin_paged_attention(const Call& call) {
                        "caches must be [blocks, block_size, kv_heads, head_dim], block_tables int32 [sequences, "
                        "width], mla_v_dim 0");
   }
-  AttentionArgs args{};
+  RotaryAttentionArgs args = ready_args(call);
   args.heads = call.integer(kHeadNum);
   args.kv_heads = call.integer(kKvHeadNum);
   args.dim = call.size(kKeyCache, 2) / larger(1, args.kv_heads);
+  args.num_blocks = call.dim(kKeyCache, 0);
   args.block_size = call.dim(kKeyCache, 1);
-  const int64_t width = args.heads * args.dim, tokens = width > 0 ? call.size(kQuery) / width : 0;
-  error = check_heads(call, args, call.size(kQuery) == tokens * width ? width : -1, call.size(kKeyCache, 2));
+  const int64_t width = args.heads * args.dim;
+  args.tokens = width > 0 ? call.size(kQuery) / width : 0;
+  error = check_heads(call, args, call.size(kQuery) == args.tokens * width ? width : -1, call.size(kKeyCache, 2));
   if (error != 0) return error;
   const std::vector<int32_t> context_lens = integers(call, kContextLens);
   std::vector<int32_t> query_lens(context_lens.size(), 1);
@@ -187,22 +163,17 @@ int plugin_paged_attention(const Call& call) {
     return refuse_text(call.op, "%zu q_seq_lens, %zu context_lens, %lld rows of block_tables; they must be equal",
                        query_lens.size(), context_lens.size(), static_cast<long long>(call.dim(kBlockTables, 0)));
   }
-  args.query = call.data[kQuery];
-  args.out = call.data[call.count - 1];
-  args.keys = call.data[kKeyCache];
-  args.values = call.data[kValueCache];
   args.block_tables = call.as<int32_t>(kBlockTables);
   args.table_width = call.dim(kBlockTables, 1);
   args.query_lens = query_lens.data();
   args.context_lens = context_lens.data();
   args.scale = static_cast<float>(call.real(kScale));
-  args.dtype = call.dtype(kQuery);
   std::vector<int64_t> starts(2 * context_lens.size() + 1), first_keys;
-  error = check_attention(call.op, &args, tokens, call.dim(kKeyCache, 0), 0, starts.data());
-  if (error == 0) error = read_mask(call, kAttnMask, args, tokens, &first_keys);
+  error = check_ready_attention(call.op, &args, 0, starts.data());
+  if (error == 0) error = read_mask(call, kAttnMask, args, &first_keys);
   if (error != 0) return error;
   args.first_keys = first_keys.empty() ? nullptr : first_keys.data();
-  attend(args, tokens);
+  kernels().rotary_attention(args);
   return 0;
 }
 

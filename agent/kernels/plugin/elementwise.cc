@@ -4,7 +4,6 @@
 #include "../common/dtype_bytes.h"
 #include "../common/kernel_table.h"
 #include "../common/thread_pool.h"
-#include "../ops/checks.h"
 #include "call.h"
 
 namespace llmk {
