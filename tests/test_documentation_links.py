@@ -1,25 +1,30 @@
-"""Every link of the README and the documentation leads to a file and a heading that are there."""
+"""Every link of the documentation leads to a file and a heading that exist."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from support.small_configs import REPOSITORY
 
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 
 
-def anchors_of(text):
-    """The names that a renderer gives headings: lower case, punctuation dropped, spaces as hyphens."""
+def anchors_of(text: str) -> set[str]:
+    """Return the names that a renderer gives headings: lower case, punctuation dropped, spaces as hyphens."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(text)}
 
 
-def broken_links(page):
-    for link in LINK.findall(page.read_text()):
+def broken_links(page: Path) -> Iterator[str]:
+    """Yield the links of a page whose file or heading does not exist."""
+    for link in LINK.findall(CODE.sub("", page.read_text())):
         if "://" in link:
             continue
         path, _, anchor = link.partition("#")
@@ -30,12 +35,25 @@ def broken_links(page):
             yield f"{link}: no such heading"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_links_lead_somewhere(page: Path) -> None:
     assert list(broken_links(page)) == []
 
 
-def test_a_broken_link_is_found(tmp_path):
+def test_every_page_is_listed_in_the_index() -> None:
+    index = (REPOSITORY / "docs" / "index.md").read_text()
+    assert [page.name for page in (REPOSITORY / "docs").glob("*.md") if f"({page.name})" not in index] == ["index.md"]
+    lab = (REPOSITORY / "docs" / "lab" / "README.md").read_text()
+    assert [p.name for p in (REPOSITORY / "docs" / "lab").glob("*.md") if f"({p.name})" not in lab] == ["README.md"]
+
+
+@pytest.mark.parametrize("page", sorted((REPOSITORY / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_a_page_says_first_for_whom_it_is(page: Path) -> None:
+    first = next(line for line in page.read_text().splitlines()[1:] if line)
+    assert first.startswith("For "), f"the first line of {page.name} must say who should read it: {first!r}"
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# One heading, and no more\n[a](#one-heading-and-no-more) [b](#another) [c](gone.md)\n")
+    page.write_text("# One heading, and no more\n[a](#one-heading-and-no-more) [b](#another) [c](gone.md) `[d](x)`\n")
     assert list(broken_links(page)) == ["#another: no such heading", "gone.md: no such file"]

@@ -64,7 +64,7 @@ REJECTED = [
     Rejected(r"\bso (many|much)\b", "give the number or name it"),
     Rejected(r"\bthe most of\b|\bthe most that\b|\bno more than (is|are|it|they|those)\b", "maximum"),
     Rejected(r"\b(nobody|somebody|anybody|everybody)\b", "no request, a client, each process: name it"),
-    Rejected(r"(?<!users )(?<!readers )(?<!operators )(?<!engineers )(?<!people )\bwho\b(?! should\b)", "that"),
+    Rejected(r"(?<!users )(?<!readers )(?<!operators )(?<!people )(?<!developers )(?<!everyone )(?<!^)\bwho\b", "that"),
     Rejected(r"\bwhose (turn|own|is|are)\b", "name the owner"),
     Rejected(r"\bnothing else\b|\bnothing (more|less) than\b", "only"),
     Rejected(r"\bnone else\b|\bno others\b|\bno other[.,;:]", "name the noun: no other request, no other process"),
@@ -72,7 +72,7 @@ REJECTED = [
     Rejected(r"\bwhat (it|they|one|he) (is|are|was|were) (made|asked|given)\b", "name the noun"),
     Rejected(r"\band so (does|do|is|are|has|have|it is)\b", "also; write a second sentence"),
     # Inverted word order and missing verbs.
-    Rejected(r"^What\b[^?]*$", "start with the noun that 'what' stands for"),
+    Rejected(r"^What \w[^?]*$", "start with the noun that 'what' stands for"),
     Rejected(r"^(Of|Those|That of|Those of) ", "start with the subject"),
     Rejected(r"^(Is|Are|Has|Have|Was|Were|Had) (it|they|he|there|this|that|a|the)\b[^?]*$", "If ..., then ..."),
     Rejected(r"\b(is|are|was|were|still|yet|be|being) to be\b", "must be, will be, or: is not yet"),

@@ -1,0 +1,151 @@
+"""All events of the log (``log_config.path``) with their fields. To add an event, add it here and log it.
+
+``docs/log_events.md`` is generated from this table. A test compares it with the calls in the code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["EVENTS", "LogEvent"]
+
+_TERMS = {
+    "tenant": "hash of the API key; only if one was sent",
+    "priority": "priority; only if it is not 0",
+}
+_REPLICA = {"replica": "number of the replica; only if there are several"}
+_FAILURE = {"message": "the failed operation", "traceback": "Python traceback"}
+
+
+@dataclass(frozen=True, slots=True)
+class LogEvent:
+    """An event: when it is logged, and the meaning of each field."""
+
+    meaning: str
+    fields: Mapping[str, str] = field(default_factory=dict)
+
+
+EVENTS: Mapping[str, LogEvent] = {
+    "server_start": LogEvent(
+        "The server process has started.",
+        {"version": "version of the server", "pid": "process id", "config": "every setting as it takes effect"},
+    ),
+    "server_ready": LogEvent(
+        "All agents are ready; requests are served.",
+        {"url": "address of the server", "start_seconds": "seconds since the process started"},
+    ),
+    "server_stop": LogEvent("A signal stops the server."),
+    "agent_ready": LogEvent(
+        "An agent has loaded, compiled and warmed up.",
+        {"summary": "the agent's report: device, memory, times of the start", **_REPLICA},
+    ),
+    "agent_lost": LogEvent(
+        "An agent failed. Its requests wait and are computed again.",
+        {
+            "message": "how the agent ended",
+            "final": "true if the server does not restart it",
+            "requests": "number of affected requests",
+            **_REPLICA,
+        },
+    ),
+    "request_arrival": LogEvent(
+        "A request was accepted.",
+        {
+            "request_id": "id of the response",
+            "api": "endpoint",
+            "prompt_tokens": "length of the prompt",
+            "max_tokens": "maximum number of new tokens",
+            "stream": "true for a streamed response",
+            "prompt": "text of the prompt; only with log_config.log_prompts",
+            "ttft_objective_ms": "objective for the first token; only if the request states one",
+            "tbt_objective_ms": "objective for the time between tokens; only if the request states one",
+            "deadline_ms": "deadline; only if the request states one",
+            **_TERMS,
+        },
+    ),
+    "request_refused": LogEvent(
+        "A request was refused.",
+        {"request_id": "id of the request; absent if its body was not read", "code": "error code", "message": "reason"},
+    ),
+    "first_token": LogEvent(
+        "The first piece of a stream was written to its socket.",
+        {"request_id": "id of the response", "ttft_ms": "time since the first byte of the request"},
+    ),
+    "request_end": LogEvent(
+        "A request ended. The parts of its time add up to e2e_ms.",
+        {
+            "request_id": "id of the response",
+            "prompt_tokens": "length of the prompt",
+            "cached_tokens": "prompt tokens found in the prefix cache",
+            "output_tokens": "generated tokens",
+            "total_tokens": "prompt and generated tokens",
+            "finish_reason": "stop, length, abort or error",
+            "replica": "number of the replica",
+            "tokenise_ms": "from the first byte until its tokens are in the queue",
+            "queue_ms": "until its first step",
+            "prefill_ms": "until its first token",
+            "decode_ms": "until its last token, without the next three parts",
+            "preempted_ms": "lost by preemption with recomputation",
+            "swapped_ms": "lost while its blocks were in host memory",
+            "restarted_ms": "lost by the failure of an agent",
+            "delivery_ms": "from its last token until the last byte was written",
+            "ttft_ms": "time to first token; null without one",
+            "tpot_ms": "mean time between tokens; null with fewer than two",
+            "e2e_ms": "total time",
+            "preemptions": "number of preemptions",
+            "swaps": "number of preemptions by swap",
+            "prefill_chunks": "number of steps that computed the prompt",
+            "blocked_ms": "waiting time by reason; only if the head of the queue could not start",
+            "blocked_times": "number of attempts by reason",
+            "blocked_by": "requests that held the missing rows or blocks",
+            "objectives_met": "whether each objective was met; only if there are objectives",
+            "error": "message; only if the request failed",
+            **_TERMS,
+        },
+    ),
+    "engine_state": LogEvent(
+        "State of the engine, every log_config.state_interval_s during work. Counts begin at the last event.",
+        {
+            "running": "requests in the batch",
+            "waiting": "requests in the queue",
+            "blocks_used": "used blocks of the KV cache",
+            "blocks_total": "all blocks of the KV cache",
+            "steps": "completed steps",
+            "prefill_steps": "prefill steps",
+            "decode_steps": "decode steps",
+            "mixed_steps": "mixed steps",
+            "move_steps": "steps that only copied blocks",
+            "prefill_tokens": "tokens of prefill steps",
+            "decode_tokens": "tokens of decode steps",
+            "mixed_tokens": "tokens of mixed steps",
+            "decode_batch_mean": "mean number of sequences in a decode step",
+            "output_tokens_per_s": "generated tokens per second",
+            "preemptions": "preemptions",
+            "swaps": "preemptions by swap",
+            "swapped": "requests whose blocks are in host memory now",
+            "kv_waste": "fraction of the running requests' token positions that hold nothing",
+            "prefix_hit_tokens": "prompt tokens found in the prefix cache",
+            "prefix_query_tokens": "prompt tokens looked up in the prefix cache",
+        },
+    ),
+    "flight_recorder": LogEvent(
+        "The flight recorder paused, or continues in another form.", {"message": "reason and effect"}
+    ),
+    "log_lines_lost": LogEvent(
+        "Lines could not be written, for example because the disk was full.", {"lines": "number of lost lines"}
+    ),
+    "internal_error": LogEvent(
+        "A defect of the server; one request failed.", {"where": "route of the request", **_FAILURE}
+    ),
+    "error": LogEvent(
+        "A step, a request or the engine failed.",
+        {
+            "step": "number of the step",
+            "reason": "reason that the agent or the check reported",
+            "request_id": "id of the request",
+            **_FAILURE,
+            **_REPLICA,
+        },
+    ),
+}

@@ -1,0 +1,82 @@
+"""Generates docs/command_line.md from the ``--help`` of every command."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+INTRODUCTION = """\
+# Command line
+
+For users of the programs in this repository. Each section is the `--help` of one program.
+
+<!-- Written by tools/write_reference_docs.py from the programs themselves. Edit there. -->
+
+Start a program with any Python, for example `python tools/doctor.py`. It continues in `.venv` if that exists.
+
+"""
+
+PROGRAMS: dict[str, tuple[str, ...]] = {
+    "Server": ("start_server.py",),
+    "Tools": (
+        "tools/doctor.py",
+        "tools/doctor.py explain",
+        "tools/analyze_log.py",
+        "tools/replay.py",
+        "tools/quantize.py",
+        "tools/quality_gate.py",
+        "tools/check_ascend_graph.py",
+        "tools/train_tiny_llama.py",
+    ),
+    "Load tests and comparisons": (
+        "performance/test_serving_performance.py",
+        "performance/bench_serving.py",
+        "performance/bench_overload.py",
+        "performance/compare_settings.py",
+        "performance/compare_batching.py",
+        "performance/compare_op_tables.py",
+        "performance/compare_peers.py",
+    ),
+    "Benchmarks": (
+        "performance/bench_engine.py",
+        "performance/bench_engine_host.py",
+        "performance/bench_kernels.py",
+        "performance/bench_parallel.py",
+        "performance/bench_collectives.py",
+        "performance/bench_recorder.py",
+    ),
+    "Simulator": ("performance/simulate.py", "performance/validate_simulator.py"),
+    "Development": ("tools/check_language.py", "tools/write_reference_docs.py", "tools/draw_pictures.py"),
+}
+"""Every program that a user starts, by section of the page. A test compares this with the files."""
+
+
+def command_line_page() -> str:
+    """Return the whole page."""
+    parts = [INTRODUCTION]
+    for title, programs in PROGRAMS.items():
+        parts.append(f"## {title}\n\n")
+        parts += [f"### `{program}`\n\n```text\n{help_of(program)}\n```\n\n" for program in programs]
+    return "".join(parts).rstrip() + "\n"
+
+
+def help_of(program: str) -> str:
+    """Return what ``program --help`` prints, with the default width of the page."""
+    path, *arguments = program.split()
+    saved, output = (sys.argv, dict(os.environ), list(sys.path)), io.StringIO()
+    sys.argv, os.environ["COLUMNS"] = [path, *arguments, "--help"], "110"
+    try:
+        with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
+            runpy.run_path(str(ROOT / path), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = saved[0], saved[2]
+        os.environ.clear()
+        os.environ.update(saved[1])
+    return re.sub(r"[ \t]+$", "", output.getvalue().strip(), flags=re.MULTILINE)

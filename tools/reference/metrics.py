@@ -1,0 +1,60 @@
+"""Generates docs/metrics.md from the Prometheus metrics of the server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from llm_serving.routing.placement import Placed
+from llm_serving.telemetry.metrics import Metrics
+
+INTRODUCTION = """\
+# Metrics
+
+For operators who build dashboards and alerts. [Operations](operations.md#metrics) lists the questions that they answer.
+
+<!-- Written by tools/write_reference_docs.py from llm_serving/telemetry. Edit there. -->
+
+`GET /metrics` returns these metrics in Prometheus' text format. Times are in seconds. A histogram has the series
+`..._bucket`, `..._sum` and `..._count`.
+
+"""
+
+
+class _Status(SimpleNamespace):
+    """The status of an engine or of a replica in which every number is 0."""
+
+    def __getattr__(self, name: str) -> int:
+        return 0
+
+
+def metrics_page() -> str:
+    """Return the whole page."""
+    agent = {"rank": 0, "state": "ready", "summary": {"weight_bytes": 0, "kv_cache_bytes": 0}}
+    replica = _Status(state="ready", placed={each.value: 0 for each in Placed})
+    metrics = Metrics()
+    metrics.bind(lambda: _Status(state="ready", agents=[agent], replicas=[replica]))  # type: ignore[arg-type, return-value]
+    declared = {each._name: each._labelnames for each in metrics.registry._collector_to_names if hasattr(each, "_name")}
+    rows: dict[str, list[str]] = {"Requests and steps": [], "Replicas": [], "Agents": [], "Process": []}
+    for family in sorted(metrics.registry.collect(), key=lambda each: each.name):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        labels = ", ".join(_label(label, family) for label in declared.get(family.name) or _labels(family))
+        rows[_section(name)].append(f"| `{name}` | {family.type} | {labels} | {family.documentation} |\n")
+    header = "| metric | type | labels | meaning |\n|---|---|---|---|\n"
+    return INTRODUCTION + "\n".join(f"## {title}\n\n{header}{''.join(lines)}" for title, lines in rows.items())
+
+
+def _section(name: str) -> str:
+    parts = {"llm_serving_replica_": "Replicas", "llm_serving_agent_": "Agents", "llm_serving_": "Requests and steps"}
+    return next((title for prefix, title in parts.items() if name.startswith(prefix)), "Process")
+
+
+def _labels(family: Any) -> list[str]:
+    return list(dict.fromkeys(label for sample in family.samples for label in sample.labels if label != "le"))
+
+
+def _label(name: str, family: Any) -> str:
+    """Return a label and its values, if the server defines them in advance."""
+    values = list(dict.fromkeys(sample.labels[name] for sample in family.samples if name in sample.labels))
+    fixed = values and name not in ("replica", "rank")
+    return f"`{name}` ({', '.join(values)})" if fixed else f"`{name}`"
