@@ -37,9 +37,10 @@ __all__ = [
 ]
 
 MAGIC = b"LLMFLT01"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 READ_VERSIONS = range(1, FORMAT_VERSION + 1)
-"""Version 1 has counts with every call and no decode runs. Version 2 has no irregular iterations."""
+"""Version 1 has counts with every call and no decode runs. Version 2 has no irregular iterations. Up to version 3 the
+state lists the scheduler's objects and cannot be restored, so a replay starts at the beginning of a run."""
 SUFFIX = ".flight"
 _FRAME = struct.Struct("<II")
 _ENCODER = msgspec.msgpack.Encoder()

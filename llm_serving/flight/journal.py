@@ -174,7 +174,7 @@ class Journal:
         self._due = self.decode_log.due = self._now + WRITE_INTERVAL_S
         records, self._pending = self._pending, []
         self._segments.write(records)
-        if self._segments.wants_next(self._now):
+        if self._segments.wants_next(self._now) and not self._scheduler.has_ended_updates:
             self._begin_segment()
 
     def finish(self) -> None:

@@ -24,10 +24,15 @@ from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
 
-__all__ = ["READ_ONLY_METHODS", "FlightRecorder", "as_scheduler"]
+__all__ = ["UNRECORDED_METHODS", "FlightRecorder", "as_scheduler"]
 
-READ_ONLY_METHODS = frozenset({"check_integrity", "known_prefix", "next_wakeup", "queue_full", "start_room"})
-"""Methods of the scheduler that change nothing. They are not recorded."""
+UNRECORDED_METHODS = frozenset(
+    (
+        *("check_integrity", "known_prefix", "next_wakeup", "queue_full", "restore", "sequences", "snapshot"),
+        *("start_room", "steps_in_flight"),
+    )
+)
+"""Methods of the scheduler that are not recorded: they change nothing, and a recorded scheduler is never restored."""
 
 
 class FlightRecorder:

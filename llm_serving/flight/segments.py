@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from llm_serving.flight.disguise import StateDisguise
-from llm_serving.flight.format import FlightRecordingError, SegmentHeader, encode_frame
+from llm_serving.flight.format import SegmentHeader, encode_frame
 from llm_serving.flight.requests import TokenNames
 from llm_serving.flight.ring import SegmentRing
-from llm_serving.flight.state import write_state
+from llm_serving.flight.state import RecordingCodec
 from llm_serving.scheduler.scheduler import Scheduler
 
 __all__ = ["PAUSE_S", "SegmentWriter"]
@@ -107,11 +106,4 @@ class SegmentWriter:
         """Returns the content of the state frame."""
         if self.is_new:
             return {"new": True}
-        names = self._names
-        pseudonyms = None if names is None else names.pseudonyms
-        names_of = (lambda request: None) if names is None else names.of
-        try:
-            return write_state(self._scheduler, StateDisguise(names_of, pseudonyms))
-        except FlightRecordingError as error:
-            self._on_error(f"a segment of the flight recording cannot be replayed on its own: {error}")
-            return {"missing": str(error)}
+        return self._scheduler.snapshot(RecordingCodec(self._names))

@@ -48,3 +48,8 @@ class BlockCopies:
     def sources(self) -> list[int]:
         """The sources, each as often as it is held."""
         return list(self._sources.elements())
+
+    def restore(self, sources: list[int]) -> None:
+        """Restores what ``sources`` returned. The pool's reference counts already include the sources."""
+        self._sources = Counter(sources)
+        self.num_under_way = len(sources)

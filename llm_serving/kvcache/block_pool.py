@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from typing import Any
 
 from llm_serving.kvcache.block_hash import TOKEN_BYTES
 from llm_serving.kvcache.prefix_index import Parent, PrefixIndex
@@ -126,6 +127,16 @@ class BlockPool:
         for block, entry in enumerate(self.index.entries):
             if entry:
                 self._forget(block)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the reference counts and both queues of free blocks. ``index`` is saved by the prefix cache."""
+        return {"ref_counts": self._ref_counts.copy(), "free": self._free.copy(), "cached": list(self._free_cached)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores what ``snapshot`` returned."""
+        self._ref_counts, self._free = state["ref_counts"], state["free"]
+        self._free_cached = OrderedDict.fromkeys(state["cached"])
+        self.num_holds = sum(self._ref_counts)
 
     def check_integrity(self, held: list[int]) -> None:
         """Raises AssertionError unless ``held`` (a block once for each hold) and the free blocks are all there is.

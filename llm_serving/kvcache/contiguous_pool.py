@@ -39,6 +39,15 @@ class ContiguousPool:
             self._taken[block] = 0
         self.num_free_blocks += len(blocks)
 
+    def snapshot(self) -> bytes:
+        """Returns one byte per block, 1 if the block is taken."""
+        return bytes(self._taken)
+
+    def restore(self, state: bytes) -> None:
+        """Restores what ``snapshot`` returned."""
+        self._taken = bytearray(state)
+        self.num_free_blocks = state.count(0)
+
     def check_integrity(self, held: list[int]) -> None:
         """Raises AssertionError unless ``held`` and the free blocks are every usable block, each once."""
         num_taken = self._taken.count(1) - 1

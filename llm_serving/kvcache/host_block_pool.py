@@ -40,6 +40,17 @@ class HostBlockPool:
             self._taken[block] = 0
         self._free.extend(reversed(blocks))
 
+    def snapshot(self) -> list[int]:
+        """Returns the free blocks in their order."""
+        return self._free.copy()
+
+    def restore(self, state: list[int]) -> None:
+        """Restores what ``snapshot`` returned."""
+        self._free = state
+        self._taken = bytearray(b"\1" * self.num_blocks)
+        for block in state:
+            self._taken[block] = 0
+
     def check_integrity(self, held: list[int]) -> None:
         """Raises AssertionError unless ``held`` and the free blocks are every block, each once."""
         if len(held) + len(self._free) != self.num_blocks or sum(self._taken) != len(held):

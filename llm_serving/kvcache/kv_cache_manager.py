@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llm_serving.kvcache.block_copy import BlockCopies, BlockCopy
 from llm_serving.kvcache.block_hash import BlockHash, blake2b_128
@@ -20,6 +21,7 @@ from llm_serving.kvcache.contiguous_pool import ContiguousPool
 from llm_serving.kvcache.host_block_pool import HostBlockPool
 from llm_serving.kvcache.prefix_cache import PrefixCache, PrefixMatch, TailMatch
 from llm_serving.kvcache.prefix_chain import PrefixChain
+from llm_serving.kvcache.prefix_index import PrefixIndex
 
 __all__ = ["Adoption", "BlockCopy", "KVCacheManager"]
 
@@ -239,6 +241,38 @@ class KVCacheManager:
         """Share of the slots in all tables that hold nothing, ``num_tokens`` being what they hold: 0 to 1."""
         reserved = self.num_reserved_tokens
         return (reserved - num_tokens) / reserved if reserved else 0.0
+
+    @property
+    def prefix_index(self) -> PrefixIndex:
+        """The contents of the cached blocks."""
+        return self._pool.index
+
+    def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
+        """Returns the state of all pools and of the prefix cache. ``contents`` replaces the tokens of each block."""
+        contiguous, prefix_cache = self._contiguous, self._prefix_cache
+        return {
+            "pool": self._pool.snapshot(),
+            "contiguous": None if contiguous is None else contiguous.snapshot(),
+            "host_pool": self._host_pool.snapshot(),
+            "copies": self._copies.sources(),
+            "prefix_cache": None if prefix_cache is None else prefix_cache.snapshot(contents),
+        }
+
+    def restore(self, state: dict[str, Any]) -> int:
+        """Restores what ``snapshot`` returned. Returns the number of cached blocks that cannot be found any more."""
+        self._pool.restore(state["pool"])
+        if self._contiguous is not None:
+            self._contiguous.restore(state["contiguous"])
+        self._host_pool.restore(state["host_pool"])
+        self._copies.restore(state["copies"])
+        return 0 if self._prefix_cache is None else self._prefix_cache.restore(state["prefix_cache"])
+
+    def restore_chain(self, state: dict[str, Any], salt: bytes) -> PrefixChain:
+        """Returns the chain that ``PrefixChain.snapshot`` saved, and announces its blocks again."""
+        chain = self.new_chain([], salt)
+        chain.restore(state)
+        self._prefixes.restore_announcements(chain)
+        return chain
 
     def check_integrity(self, block_tables: list[list[int]], host_tables: Sequence[list[int]] = ()) -> None:
         """Raises AssertionError unless tables, copies under way and free blocks are every usable block.

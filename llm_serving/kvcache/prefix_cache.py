@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from llm_serving.kvcache.block_hash import BlockHash, root_hash
 from llm_serving.kvcache.block_pool import BlockPool
@@ -42,6 +43,17 @@ class PrefixMatch:
     @property
     def pending(self) -> bool:
         return self.num_pending_tokens > 0
+
+    def snapshot(self) -> list[Any]:
+        """Returns the match as plain data."""
+        tail = None if self.tail is None else [self.tail.block, self.tail.entry, self.tail.num_tokens]
+        return [self.blocks.copy(), self.entries.copy(), self.num_tokens, tail, self.num_pending_tokens]
+
+    @classmethod
+    def restored(cls, state: list[Any]) -> PrefixMatch:
+        """Returns the match that ``snapshot`` saved."""
+        blocks, entries, num_tokens, tail, num_pending_tokens = state
+        return cls(blocks, entries, num_tokens, None if tail is None else TailMatch(*tail), num_pending_tokens)
 
 
 class PrefixCache:
@@ -134,6 +146,27 @@ class PrefixCache:
     def end(self, chain: PrefixChain) -> None:
         """The sequence has no blocks any more. It may start again."""
         self.withdraw(chain)
+
+    def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
+        """Returns the counters and the index. ``contents`` replaces the tokens of each block."""
+        counters = [self.epoch, self.num_query_tokens, self.num_hit_tokens]
+        return {"counters": counters, "index": self._index.snapshot(contents)}
+
+    def restore(self, state: dict[str, Any]) -> int:
+        """Restores what ``snapshot`` returned. Returns the number of blocks that cannot be found any more.
+
+        The caller must then restore the chains and pass each to ``restore_announcements``."""
+        self.epoch, self.num_query_tokens, self.num_hit_tokens = state["counters"]
+        self._announced = {}
+        return self._index.restore(
+            state["index"], self._block_hash, lambda salt: root_hash(self._namespace, salt, self._block_hash)
+        )
+
+    def restore_announcements(self, chain: PrefixChain) -> None:
+        """Counts the announced blocks of a restored chain again."""
+        for index in range(chain.announce_begin, chain.announce_end):
+            block_hash = chain.hash_at(index)
+            self._announced[block_hash] = self._announced.get(block_hash, 0) + 1
 
     def drop_all(self) -> None:
         """Nothing is cached any more; nor will what tables hold now ever be."""

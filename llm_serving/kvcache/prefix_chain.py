@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from llm_serving.kvcache.block_hash import TOKEN_BYTES, BlockHash, pack_tokens
 
@@ -72,6 +73,22 @@ class PrefixChain:
     def tokens(self, start: int, end: int) -> bytes:
         """The packed tokens ``start .. end - 1``."""
         return self._packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
+
+    def snapshot(self, tokens: bytes) -> dict[str, Any]:
+        """Returns the chain's notes, with ``tokens`` in place of its packed tokens."""
+        return {
+            "tokens": tokens,
+            "blocks": self.blocks.copy(),
+            "entries": self.entries.copy(),
+            "announced": [self.announce_begin, self.announce_end],
+            "epoch": self.epoch,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores what ``snapshot`` returned."""
+        self._packed, self._hashes = state["tokens"], []
+        self.blocks, self.entries, self.epoch = state["blocks"], state["entries"], state["epoch"]
+        self.announce_begin, self.announce_end = state["announced"]
 
     def fork(self, num_tokens: int) -> PrefixChain:
         """A chain that begins with this one's first ``num_tokens`` tokens; what it hashed is kept."""

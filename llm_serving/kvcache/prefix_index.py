@@ -10,7 +10,10 @@ block by block from the first, whose whole prefix is: two prefixes of one hash c
 
 from __future__ import annotations
 
-from llm_serving.kvcache.block_hash import TOKEN_BYTES
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from llm_serving.kvcache.block_hash import TOKEN_BYTES, BlockHash
 
 __all__ = ["NO_ENTRY", "Parent", "PrefixIndex"]
 
@@ -91,6 +94,45 @@ class PrefixIndex:
             siblings.remove(block)
             if not siblings:
                 del self._children[parent]
+
+    def in_order(self) -> Iterator[tuple[int, int, Parent, bytes]]:
+        """Yields entry, block, parent and content of each cached block, in the order of the entries."""
+        for entry, block in sorted((entry, block) for block, entry in enumerate(self.entries) if entry):
+            yield entry, block, self._parents[block], self._contents[block]
+
+    def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
+        """Returns the entries and the order of the children. ``contents`` replaces the tokens of each block.
+
+        Hashes depend on the tokens, so only their presence is saved."""
+        return {
+            "entries": self.entries.copy(),
+            "parents": self._parents.copy(),
+            "contents": contents,
+            "hashed": bytes(map(bool, self._hashes)),
+            "children": [[parent, blocks.copy()] for parent, blocks in self._children.items()],
+            "num_entries": self._num_entries,
+        }
+
+    def restore(self, state: dict[str, Any], block_hash: BlockHash, root: Callable[[bytes], bytes]) -> int:
+        """Restores what ``snapshot`` returned and computes the hashes. ``root`` returns the root hash of a salt.
+
+        Returns the number of blocks that cannot be found any more, because the block before them is not cached."""
+        self.entries, self._parents, self._contents = state["entries"], state["parents"], state["contents"]
+        self._children = dict(state["children"])
+        self._num_entries = state["num_entries"]
+        self._hashes, self._blocks = [b""] * len(self.entries), {}
+        hashes: dict[Parent, bytes] = {}
+        num_lost = 0
+        for entry, block, parent, content in self.in_order():
+            if not state["hashed"][block]:
+                continue
+            before = root(parent) if isinstance(parent, bytes) else hashes.get(parent)
+            if before is None:
+                num_lost += 1
+                content = b"lost %d" % entry
+            self._hashes[block] = hashes[entry] = block_hash((before or b"") + content)
+            self._blocks[self._hashes[block]] = block
+        return num_lost
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless hashes, children and entries tell the same."""

@@ -32,10 +32,11 @@ from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable
 from math import ceil
-from typing import Protocol
+from typing import Any, Protocol
 
 from llm_serving.scheduler.limits import AdmissionKind, SchedulerLimits
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.snapshot import Sequences
 
 __all__ = [
     "MIN_SAMPLES",
@@ -83,20 +84,31 @@ class OutputLengthPredictor:
             return max_output_tokens
         return min(lengths.quantile_of_longest(longer, self._quantile), max_output_tokens)
 
+    def snapshot(self) -> list[Any]:
+        """Returns the latest lengths of each group."""
+        return [[group, list(lengths.recent)] for group, lengths in self._groups.items()]
+
+    def restore(self, state: list[Any]) -> None:
+        """Restores what ``snapshot`` returned."""
+        for group, recent in state:
+            self._groups[group] = _Lengths(self._window)
+            for length in recent:
+                self._groups[group].add(length)
+
 
 class _Lengths:
     """The last lengths of a group, in order of arrival and sorted."""
 
     def __init__(self, window: int) -> None:
         self._window = window
-        self._recent: deque[int] = deque()
+        self.recent: deque[int] = deque()
         self._sorted: list[int] = []
 
     def add(self, length: int) -> None:
-        self._recent.append(length)
+        self.recent.append(length)
         insort(self._sorted, length)
-        if len(self._recent) > self._window:
-            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        if len(self.recent) > self._window:
+            del self._sorted[bisect_left(self._sorted, self.recent.popleft())]
 
     def longer_than(self, length: int) -> int:
         return len(self._sorted) - bisect_right(self._sorted, length)
@@ -124,6 +136,12 @@ class Admission(Protocol):
 
     def finished(self, sequence: Sequence) -> None:
         """A sequence ended by itself: an end token, a stop string or its length."""
+
+    def snapshot(self) -> Any:
+        """See ``Stateful``."""
+
+    def restore(self, state: Any, sequences: Sequences) -> None:
+        """See ``Stateful``."""
 
 
 def peak_tokens(entries: Iterable[tuple[int, int]], block_size: int = 1, at_least: int = 0) -> int:
@@ -159,6 +177,12 @@ class NoAdmission:
 
     def finished(self, sequence: Sequence) -> None:
         """Learns nothing."""
+
+    def snapshot(self) -> None:
+        return None
+
+    def restore(self, state: None, sequences: Sequences) -> None:
+        """Has no state."""
 
 
 class RouterAdmission:
@@ -214,6 +238,22 @@ class RouterAdmission:
             return True
         return peak_tokens(entries, size, limit) <= limit
 
+    def snapshot(self) -> dict[str, Any]:
+        refused = None
+        if self._refused is not None:
+            candidate, *others = self._refused
+            refused = [candidate.arrival_index, *others]
+        predictor = None if self._predictor is None else self._predictor.snapshot()
+        return {"max_total_tokens": self.max_total_tokens, "refused": refused, "predictor": predictor}
+
+    def restore(self, state: dict[str, Any], sequences: Sequences) -> None:
+        self.max_total_tokens, refused = state["max_total_tokens"], state["refused"]
+        if refused is not None and refused[0] in sequences:
+            index, version, limit = refused
+            self._refused = (sequences[index], version, limit)
+        if self._predictor is not None:
+            self._predictor.restore(state["predictor"])
+
 
 class AimdAdmission(RouterAdmission):
     """A limit that goes up while it holds requests back for nothing, and down when it let in too many."""
@@ -252,6 +292,13 @@ class AimdAdmission(RouterAdmission):
 
     def preempted(self) -> None:
         self.max_total_tokens = max(self.max_total_tokens - self.DECREASE, self._floor)
+
+    def snapshot(self) -> dict[str, Any]:
+        return super().snapshot() | {"may_increase": self._may_increase}
+
+    def restore(self, state: dict[str, Any], sequences: Sequences) -> None:
+        super().restore(state, sequences)
+        self._may_increase = state["may_increase"]
 
 
 _AIMD_FLOOR = 4

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from llm_serving.request import RequestStatus
 from llm_serving.scheduler.admission import Admission
 from llm_serving.scheduler.block_supply import BlockSupply
 from llm_serving.scheduler.limits import BatchingStrategy
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.snapshot import Sequences
 from llm_serving.scheduler.state import SchedulerState
 from llm_serving.scheduler.step_builder import ChunkPlan
 from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, Phase
@@ -55,6 +56,12 @@ class BatchingMode(Protocol):
 
     def held_up(self) -> None:
         """The first in line may start, but there is no row for it, or no room in the cache."""
+
+    def snapshot(self) -> Any:
+        """See ``Stateful``."""
+
+    def restore(self, state: Any, sequences: Sequences) -> None:
+        """See ``Stateful``."""
 
 
 class ContinuousBatching:
@@ -85,6 +92,12 @@ class ContinuousBatching:
 
     def held_up(self) -> None:
         pass
+
+    def snapshot(self) -> None:
+        return None
+
+    def restore(self, state: None, sequences: Sequences) -> None:
+        """Has no state."""
 
 
 class StaticBatching:
@@ -121,6 +134,12 @@ class StaticBatching:
         if self._state.num_started:
             self._places = 0
 
+    def snapshot(self) -> list[int]:
+        return [self._places, self._num_arrivals]
+
+    def restore(self, state: list[int], sequences: Sequences) -> None:
+        self._places, self._num_arrivals = state
+
 
 class DynamicBatching(StaticBatching):
     """As model servers batch calls of a model without state (Clipper, Crankshaw et al. 2017): up to ``batch_size``
@@ -150,6 +169,12 @@ class NoBatching:
 
     def held_up(self) -> None:
         pass
+
+    def snapshot(self) -> None:
+        return None
+
+    def restore(self, state: None, sequences: Sequences) -> None:
+        """Has no state."""
 
 
 _MODES: dict[BatchingStrategy, Callable[[SchedulerState], BatchingMode]] = {

@@ -50,6 +50,10 @@ class BlockSupply(Protocol):
     def lose_all(self) -> None:
         """The device's memory was lost. Blocks that are held are still to be released."""
 
+    @property
+    def version(self) -> int:
+        """Goes up whenever the prefix match of a sequence can change."""
+
 
 class PagedSupply:
     """Blocks for the known tokens, and one more at a time as they become more."""
@@ -76,6 +80,10 @@ class PagedSupply:
 
     def lose_all(self) -> None:
         pass
+
+    @property
+    def version(self) -> int:
+        return 0
 
 
 class ContiguousSupply(PagedSupply):
@@ -142,6 +150,10 @@ class PrefixSupply(PagedSupply):
     def lose_all(self) -> None:
         self._kv_cache.drop_all()
         self._num_changes += 1
+
+    @property
+    def version(self) -> int:
+        return self._num_changes
 
     def _match(self, sequence: Sequence) -> PrefixMatch:
         """The match of a waiting sequence, looked up again only where something has changed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
+from typing import Any
 
 from llm_serving.scheduler.output import ScheduledStep, StepReason
 from llm_serving.scheduler.sequence import Sequence, SequenceState
@@ -28,7 +28,7 @@ class DecodeComposer:
         self._preempt = preempt
         self._prefill_answered = prefill_answered
         self._held_since: float | None = None
-        self._turns = count(1)
+        self._num_turns = 0
         self._batch: DecodeBatch | None = None
         self._batch_changes = 0
 
@@ -111,7 +111,8 @@ class DecodeComposer:
         """As many as a decode step takes, those first whose last turn is the longest ago; in order of arrival."""
         chosen = sorted(ready, key=lambda sequence: sequence.last_turn)[: self._state.limits.decode_batch_size]
         for sequence in chosen:
-            sequence.last_turn = next(self._turns)
+            self._num_turns += 1
+            sequence.last_turn = self._num_turns
         return sorted(chosen, key=lambda sequence: sequence.arrival_index)
 
     def _whose_history_fits(self, ready: list[Sequence]) -> list[Sequence]:
@@ -143,6 +144,14 @@ class DecodeComposer:
                     break
                 self._preempt(running.victim, now)
         return [s for s in ready if s.state is SequenceState.RUNNING and s not in short]
+
+    def snapshot(self) -> list[Any]:
+        """Returns the state. The columns of the batch are not part of it: the next step makes them again."""
+        return [self._held_since, self._num_turns]
+
+    def restore(self, state: list[Any]) -> None:
+        """Restores what ``snapshot`` returned."""
+        self._held_since, self._num_turns = state
 
 
 def _prefill_in_flight(sequence: Sequence) -> bool:

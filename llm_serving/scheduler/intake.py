@@ -8,11 +8,13 @@ The rule of order is in ``queue_order``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from llm_serving.errors import QueueFullError
 from llm_serving.scheduler.keyed_heap import KeyedHeap
 from llm_serving.scheduler.queue_order import PriorityOrder, QueueOrder
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.snapshot import Sequences
 
 __all__ = ["MAX_RETRY_AFTER_S", "DrainRate", "RequestQueue"]
 
@@ -54,6 +56,14 @@ class DrainRate:
             return MIN_RETRY_AFTER_S
         seconds = self._seconds * max(num_requests / self._requests, num_tokens / max(self._tokens, 1.0))
         return min(max(seconds, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+
+    def snapshot(self) -> list[Any]:
+        """Returns the sums of the rate."""
+        return [self._since, self._seconds, self._requests, self._tokens]
+
+    def restore(self, state: list[Any]) -> None:
+        """Restores what ``snapshot`` returned."""
+        self._since, self._seconds, self._requests, self._tokens = state
 
 
 class RequestQueue:
@@ -201,3 +211,22 @@ class RequestQueue:
         if not self:
             self._drain_rate.emptied()
             self._most_starts = None
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "returned": self._returned.snapshot(lambda sequence: sequence.arrival_index),
+            "new": self._new.snapshot(),
+            "deadlines": self._deadlines.snapshot(lambda sequence: sequence.arrival_index),
+            "drain_rate": self._drain_rate.snapshot(),
+            "most_starts": self._most_starts,
+            "num_tokens": self.num_tokens,
+            "has_tenants": self.has_tenants,
+        }
+
+    def restore(self, state: dict[str, Any], sequences: Sequences) -> None:
+        self._returned.restore(state["returned"], sequences.__getitem__)
+        self._new.restore(state["new"], sequences)
+        self._deadlines.restore(state["deadlines"], sequences.__getitem__)
+        self._drain_rate.restore(state["drain_rate"])
+        self._most_starts, self.num_tokens = state["most_starts"], state["num_tokens"]
+        self.has_tenants = state["has_tenants"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterator
-from itertools import count
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, TypeVar
 
 __all__ = ["KeyedHeap"]
@@ -24,7 +23,7 @@ class KeyedHeap(Generic[Item]):
     def __init__(self) -> None:
         self._heap: list[tuple[Any, int, Item]] = []
         self._entries: dict[Item, tuple[Any, int, Item]] = {}
-        self._serials = count()
+        self._num_sets = 0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -38,7 +37,8 @@ class KeyedHeap(Generic[Item]):
 
     def set(self, item: Item, key: Any) -> None:
         """Put an item in, or give it another key."""
-        entry = self._entries[item] = (key, next(self._serials), item)
+        self._num_sets += 1
+        entry = self._entries[item] = (key, self._num_sets, item)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entries) + _SLACK:
             self._heap = list(self._entries.values())
@@ -60,3 +60,21 @@ class KeyedHeap(Generic[Item]):
         while entries.get(heap[0][2]) is not heap[0]:
             heapq.heappop(heap)
         return heap[0][2]
+
+    def snapshot(self, save: Callable[[Item], Any]) -> list[Any]:
+        """Returns the number of ``set`` calls, then ``[item, key, number of its last set call]`` of each item."""
+        return [self._num_sets, *([save(item), key, number] for key, number, item in self._entries.values())]
+
+    def restore(self, state: list[Any], load: Callable[[Any], Item]) -> None:
+        """Restores what ``snapshot`` returned. ``load`` is the inverse of its ``save``."""
+        self._num_sets, *entries = state
+        for saved, key, number in entries:
+            item = load(saved)
+            self._entries[item] = (_as_key(key), number, item)
+        self._heap = list(self._entries.values())
+        heapq.heapify(self._heap)
+
+
+def _as_key(value: Any) -> Any:
+    """Returns a key with tuples in place of the lists that MessagePack makes of them."""
+    return tuple(map(_as_key, value)) if isinstance(value, list | tuple) else value

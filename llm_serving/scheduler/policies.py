@@ -30,11 +30,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from llm_serving.scheduler.decode_steps import DecodeComposer
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason, StepResult
 from llm_serving.scheduler.prefill_steps import MixedComposer, PrefillComposer
+from llm_serving.scheduler.snapshot import Sequences
 from llm_serving.scheduler.state import SchedulerState
 
 __all__ = [
@@ -58,6 +59,14 @@ class StepComposers:
     decodes: DecodeComposer
     mixed: MixedComposer
 
+    def snapshot(self) -> list[Any]:
+        return [self.decodes.snapshot(), self.mixed.snapshot()]
+
+    def restore(self, state: list[Any], sequences: Sequences) -> None:
+        decodes, mixed = state
+        self.decodes.restore(decodes)
+        self.mixed.restore(mixed)
+
 
 class SchedulingPolicy(Protocol):
     """Asked for a step whenever one may be sent, told of every answer."""
@@ -72,6 +81,12 @@ class SchedulingPolicy(Protocol):
 
     def reset(self) -> None:
         """The agent was lost: nothing runs any more."""
+
+    def snapshot(self) -> Any:
+        """See ``Stateful``."""
+
+    def restore(self, state: Any, sequences: Sequences) -> None:
+        """See ``Stateful``."""
 
 
 class PromptsFirst(ABC):
@@ -121,6 +136,12 @@ class PromptsFirst(ABC):
         return self._state.in_flight.num_decode_steps > 0 or any(
             sequence.wants_token and sequence.request not in prefill.requests for sequence in self._state.running
         )
+
+    def snapshot(self) -> int:
+        return self._streak
+
+    def restore(self, state: int, sequences: Sequences) -> None:
+        self._streak = state
 
 
 def prefill_streak_limit(max_num_seqs: int, prefill_batch_size: int) -> int:
@@ -212,6 +233,12 @@ class DecodeFirst:
             self._streak += 1
         return step
 
+    def snapshot(self) -> list[Any]:
+        return [self._streak, self._overdue_in_flight]
+
+    def restore(self, state: list[Any], sequences: Sequences) -> None:
+        self._streak, self._overdue_in_flight = state
+
 
 class Chunked:
     """A step is put together when no more than ``decode_steps_ahead`` are unanswered."""
@@ -231,3 +258,9 @@ class Chunked:
 
     def reset(self) -> None:
         pass
+
+    def snapshot(self) -> None:
+        return None
+
+    def restore(self, state: None, sequences: Sequences) -> None:
+        """Has no state."""

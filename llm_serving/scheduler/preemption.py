@@ -13,6 +13,7 @@ from llm_serving.request import RequestStatus
 from llm_serving.scheduler.limits import PreemptionKind
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepReason, StepResult
 from llm_serving.scheduler.sequence import Sequence, SequenceState
+from llm_serving.scheduler.snapshot import Sequences
 from llm_serving.scheduler.state import SchedulerState
 
 __all__ = ["PreemptionChoice", "Swapper"]
@@ -25,17 +26,17 @@ class _Rate:
     """Seconds for each unit of work, the latest steps weighing most."""
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        self._units = 0.0
+        self.seconds = 0.0
+        self.units = 0.0
 
     def note(self, seconds: float, units: int) -> None:
-        self._seconds = self._seconds * _KEEP + seconds
-        self._units = self._units * _KEEP + units
+        self.seconds = self.seconds * _KEEP + seconds
+        self.units = self.units * _KEEP + units
 
     @property
     def seconds_per_unit(self) -> float | None:
         """None before anything was measured."""
-        return self._seconds / self._units if self._units else None
+        return self.seconds / self.units if self.units else None
 
 
 class PreemptionChoice:
@@ -71,6 +72,13 @@ class PreemptionChoice:
             self._prefill.note(seconds, step.num_tokens)
         elif step.kind is StepKind.MOVE:
             self._move.note(seconds, len(step.moves))
+
+    def snapshot(self) -> list[float]:
+        prefill, move = self._prefill, self._move
+        return [prefill.seconds, prefill.units, move.seconds, move.units]
+
+    def restore(self, state: list[float], sequences: Sequences) -> None:
+        self._prefill.seconds, self._prefill.units, self._move.seconds, self._move.units = state
 
 
 class Swapper:
@@ -164,3 +172,9 @@ class Swapper:
             self._state.running.end_prefill(sequence)
         else:
             self._state.running.start_prefill(sequence)
+
+    def snapshot(self) -> list[int]:
+        return [sequence.arrival_index for sequence in self._going_out]
+
+    def restore(self, state: list[int], sequences: Sequences) -> None:
+        self._going_out = [sequences[index] for index in state]

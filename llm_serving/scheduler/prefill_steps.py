@@ -144,6 +144,14 @@ class MixedComposer:
             self._num_without_prompts += 1
         return plan
 
+    def snapshot(self) -> int:
+        """Returns the number of steps without prompts."""
+        return self._num_without_prompts
+
+    def restore(self, state: int) -> None:
+        """Restores what ``snapshot`` returned."""
+        self._num_without_prompts = state
+
 
 def _num_history_tokens(rows: list[Sequence]) -> int:
     return sum(s.request.num_tokens for s in rows if s.restarts and s.request.sampling.has_penalties)

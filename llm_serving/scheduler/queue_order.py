@@ -39,6 +39,7 @@ from typing import Any, Protocol
 
 from llm_serving.scheduler.keyed_heap import KeyedHeap
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.snapshot import Sequences
 
 __all__ = [
     "DEFAULT_AGEING_S",
@@ -117,6 +118,13 @@ class VirtualTokenCounters:
         for _, tenant in idle[: -MAX_IDLE_TENANTS // 2]:
             del counters[tenant]
 
+    def snapshot(self) -> list[Any]:
+        return [self._counters.copy(), self._last, self._waiting.snapshot(str)]
+
+    def restore(self, state: list[Any]) -> None:
+        self._counters, self._last, waiting = state
+        self._waiting.restore(waiting, str)
+
 
 class FairQueue:
     """Waiting sequences by tenant: the tenant with the least counter first, and of its sequences the least key."""
@@ -170,12 +178,28 @@ class FairQueue:
             del self._tenants[tenant]
             self._counters.leave(tenant)
 
+    def snapshot(self) -> list[Any]:
+        tenants = [[tenant, heap.snapshot(_arrival_index)] for tenant, heap in self._tenants.items()]
+        return [self._counters.snapshot(), tenants]
+
+    def restore(self, state: list[Any], sequences: Sequences) -> None:
+        counters, tenants = state
+        self._counters.restore(counters)
+        for tenant, heap in tenants:
+            self._tenants[tenant] = KeyedHeap()
+            self._tenants[tenant].restore(heap, sequences.__getitem__)
+        self._num_sequences = sum(map(len, self._tenants.values()))
+
 
 DEFAULT_AGEING_S = 30.0
 """Seconds of waiting that outweigh one level of priority."""
 
 MAX_IDLE_CLASSES = 64
 """Classes without waiting requests whose counters are kept; those empty the longest are forgotten first."""
+
+
+def _arrival_index(sequence: Sequence) -> int:
+    return sequence.arrival_index
 
 
 class QueueOrder(Protocol):
@@ -198,6 +222,12 @@ class QueueOrder(Protocol):
 
     def charge_output(self, sequence: Sequence, num_tokens: int) -> None:
         """A started sequence got output tokens: its tenant pays for them."""
+
+    def snapshot(self) -> Any:
+        """See ``Stateful``."""
+
+    def restore(self, state: Any, sequences: Sequences) -> None:
+        """See ``Stateful``."""
 
 
 class PriorityOrder:
@@ -268,6 +298,20 @@ class PriorityOrder:
             its_class.known_oldest = oldest
             self._oldest.set(priority, (oldest.request.arrival_time + self._ageing_s * priority, priority))
 
+    def snapshot(self) -> list[Any]:
+        kept = (self._classes, self._idle)
+        classes = [[[priority, each.snapshot()] for priority, each in one.items()] for one in kept]
+        return [*classes, self._oldest.snapshot(int)]
+
+    def restore(self, state: list[Any], sequences: Sequences) -> None:
+        *saved, oldest = state
+        for kept, classes in zip((self._classes, self._idle), saved, strict=True):
+            for priority, each in classes:
+                kept[priority] = _PriorityClass(self._fairness)
+                kept[priority].restore(each, sequences)
+        self._oldest.restore(oldest, int)
+        self._num_sequences = sum(len(each.by_arrival) for each in self._classes.values())
+
 
 class _PriorityClass:
     """The waiting requests of one priority."""
@@ -289,3 +333,13 @@ class _PriorityClass:
     def remove(self, sequence: Sequence) -> None:
         self.by_arrival.remove(sequence)
         self.queue.remove(sequence)
+
+    def snapshot(self) -> list[Any]:
+        oldest = None if self.known_oldest is None else self.known_oldest.arrival_index
+        return [self.queue.snapshot(), oldest, self.by_arrival.snapshot(_arrival_index)]
+
+    def restore(self, state: list[Any], sequences: Sequences) -> None:
+        queue, oldest, by_arrival = state
+        self.queue.restore(queue, sequences)
+        self.known_oldest = None if oldest is None else sequences[oldest]
+        self.by_arrival.restore(by_arrival, sequences.__getitem__)

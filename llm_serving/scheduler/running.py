@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.scheduler.block_supply import BlockSupply
 from llm_serving.scheduler.sequence import Sequence, SequenceState
+from llm_serving.scheduler.snapshot import Sequences
 
 __all__ = ["RunningSet"]
 
@@ -178,3 +180,20 @@ class RunningSet:
             held, cached = len(sequence.block_table), sequence.request.num_computed_tokens
             if held < self._kv_cache.blocks_for(cached):
                 raise AssertionError(f"{sequence.request.request_id} holds {held} blocks for {cached} tokens")
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "free_rows": self._free_rows.copy(),
+            "running": list(self._running),
+            "leaving": list(self._leaving),
+            "prefilling": list(self._prefilling),
+            "num_preempted": self._num_preempted,
+            "num_changes": self.num_changes,
+        }
+
+    def restore(self, state: dict[str, Any], sequences: Sequences) -> None:
+        self._free_rows = state["free_rows"]
+        self._running = {index: sequences[index] for index in state["running"]}
+        self._leaving = {index: sequences[index] for index in state["leaving"]}
+        self._prefilling = {index: sequences[index] for index in state["prefilling"]}
+        self._num_preempted, self.num_changes = state["num_preempted"], state["num_changes"]

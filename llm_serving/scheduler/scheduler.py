@@ -22,6 +22,7 @@ step comes next, the composers what is in it, ``Lifecycle`` what becomes of a se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from llm_serving.errors import ProtocolError, QueueFullError
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
@@ -42,6 +43,7 @@ from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import Sequence, SequenceState
 from llm_serving.scheduler.slo import Slo
 from llm_serving.scheduler.slo_order import SloOrder, make_order
+from llm_serving.scheduler.snapshot import RequestCodec, Sequences, Stateful
 from llm_serving.scheduler.state import InFlightStep, InFlightSteps, SchedulerState
 
 __all__ = ["Scheduler"]
@@ -55,15 +57,15 @@ _POLICIES: dict[Policy, type[SchedulingPolicy]] = {
 }
 
 
-def _make_policy(
+def _make_composers(
     state: SchedulerState, starter: Starter, preempt: Callable[[Sequence, float], None]
-) -> SchedulingPolicy:
-    """The policy that ``state.limits.policy`` names."""
+) -> StepComposers:
+    """Returns the composers that every policy chooses from."""
     policy = state.limits.policy
     prefills = PrefillComposer(state, starter)
     decodes = DecodeComposer(state, preempt, prefill_answered=policy is Policy.DECODE_FIRST)
     mixed = MixedComposer(state, decodes, prefills, starter)
-    return _POLICIES[policy](state, StepComposers(prefills, decodes, mixed))
+    return StepComposers(prefills, decodes, mixed)
 
 
 class Scheduler:
@@ -90,8 +92,19 @@ class Scheduler:
         self._admission = make_admission(limits)
         self._lifecycle = Lifecycle(self._state, self._swapper, self._preemption, self._admission)
         self._answers = AnswerReader(self._lifecycle, self._waiting, self._supply, fairness=limits.fairness)
-        starter = Starter(self._state, select_batching(self._state), self._supply, self._admission)
-        self._policy = _make_policy(self._state, starter, self._lifecycle.preempt)
+        batching = select_batching(self._state)
+        starter = Starter(self._state, batching, self._supply, self._admission)
+        composers = _make_composers(self._state, starter, self._lifecycle.preempt)
+        self._policy: SchedulingPolicy = _POLICIES[limits.policy](self._state, composers)
+        self._parts: dict[str, Stateful] = {
+            "state": self._state,
+            "swapper": self._swapper,
+            "preemption": self._preemption,
+            "admission": self._admission,
+            "batching": batching,
+            "composers": composers,
+            "policy": self._policy,
+        }
         self._ended: list[RequestUpdate] = []
         self.figures = SchedulerFigures(self._state, self._lifecycle)
 
@@ -184,6 +197,20 @@ class Scheduler:
         ended, self._ended = self._ended, []
         return ended
 
+    @property
+    def has_ended_updates(self) -> bool:
+        """True if ``take_ended`` has updates to return."""
+        return bool(self._ended)
+
+    def sequences(self) -> list[Sequence]:
+        """Returns all sequences that have not ended, or whose blocks a step in flight still uses."""
+        by_index = {s.arrival_index: s for s in [*self._lifecycle.sequences.values(), *self._running.leaving]}
+        return list(by_index.values())
+
+    def steps_in_flight(self) -> list[ScheduledStep]:
+        """Returns the steps in flight, in the order in which they were scheduled."""
+        return [flight.step for flight in self._in_flight]
+
     def next_wakeup(self, now: float) -> float | None:
         """When to call ``schedule`` again though nothing has happened: the end of a batch's waiting time, if the
         last ``schedule`` held a batch back, or a request's deadline."""
@@ -231,6 +258,41 @@ class Scheduler:
         self._supply.lose_all()
         self._lifecycle.lose_device(now)
         self._policy.reset()
+
+    def snapshot(self, codec: RequestCodec) -> dict[str, Any]:
+        """Returns the whole state as plain data, see ``llm_serving.scheduler.snapshot``."""
+        if self._ended:
+            raise AssertionError("take_ended must come before a snapshot")
+        lifecycle, supply, kv_cache = self._lifecycle, self._supply, self._kv_cache
+        contents = codec.block_contents(kv_cache.prefix_index) if self.limits.prefix_cache else []
+        return {
+            "kv_cache": kv_cache.snapshot(contents),
+            "sequences": [
+                sequence.snapshot(codec.save_request(sequence.request), codec.chain_tokens, supply.version)
+                for sequence in self.sequences()
+            ],
+            "requests": [sequence.arrival_index for sequence in lifecycle.sequences.values()],
+            "counters": [lifecycle.num_preemptions, lifecycle.num_swaps],
+            "parts": {name: part.snapshot() for name, part in self._parts.items()},
+        }
+
+    def restore(self, state: dict[str, Any], codec: RequestCodec) -> int:
+        """Restores what ``snapshot`` returned. The scheduler must be new and have the same limits.
+
+        Returns the number of cached blocks that cannot be found any more. If one of them is replaced later, decisions
+        can differ from those of the saved scheduler."""
+        num_lost = self._kv_cache.restore(state["kv_cache"])
+        sequences: Sequences = {}
+        for saved in state["sequences"]:
+            request = codec.load_request(saved["request"])
+            sequence = Sequence.restored(saved, request, self._kv_cache, self._supply.version)
+            sequences[sequence.arrival_index] = sequence
+        requests = [sequences[index] for index in state["requests"]]
+        self._lifecycle.sequences = {sequence.request.request_id: sequence for sequence in requests}
+        self._lifecycle.num_preemptions, self._lifecycle.num_swaps = state["counters"]
+        for name, part in self._parts.items():
+            part.restore(state["parts"][name], sequences)
+        return num_lost
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless every block and row is held once or free, and counts agree with the steps

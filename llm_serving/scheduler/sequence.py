@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from typing import Any
 
-from llm_serving.kvcache.kv_cache_manager import BlockCopy
+from llm_serving.kvcache.kv_cache_manager import BlockCopy, KVCacheManager
 from llm_serving.kvcache.prefix_cache import PrefixMatch
 from llm_serving.kvcache.prefix_chain import PrefixChain
 from llm_serving.request import Request
 
 __all__ = ["Sequence", "SequenceState"]
+
+_PLAIN_STATE = (
+    "arrival_index",
+    "max_output_tokens",
+    "on_host",
+    "is_decoding",
+    "restarts",
+    "notes_tokens",
+    "num_inflight_steps",
+    "num_inflight_decodes",
+    "drop_tokens",
+    "last_turn",
+)
+"""Attributes of a sequence that are numbers."""
 
 
 class SequenceState(enum.Enum):
@@ -106,6 +122,39 @@ class Sequence:
         if end > num_prompt_tokens:
             tokens += request.output_token_ids[max(start - num_prompt_tokens, 0) : end - num_prompt_tokens]
         return tokens
+
+    def snapshot(
+        self, request: Any, chain_tokens: Callable[[PrefixChain, Request], bytes], version: int
+    ) -> dict[str, Any]:
+        """Returns the sequence with ``request`` in place of its request. A prefix match of another ``version`` is void.
+
+        ``chain_tokens`` returns the packed tokens of a prefix chain."""
+        chain, match = self.prefix_chain, self.prefix_match
+        return {
+            "request": request,
+            "state": self.state.name,
+            "block_table": self.block_table.copy(),
+            "copies": [[copy.source, copy.destination] for copy in self.copies],
+            "prefix_chain": None if chain is None else chain.snapshot(chain_tokens(chain, self.request)),
+            "prefix_match": None if match is None or match[0] != version else match[1].snapshot(),
+            "host_table": self.host_table.copy(),
+            **{name: getattr(self, name) for name in _PLAIN_STATE},
+        }
+
+    @classmethod
+    def restored(cls, state: dict[str, Any], request: Request, kv_cache: KVCacheManager, version: int) -> Sequence:
+        """Returns the sequence that ``snapshot`` saved. ``version`` is the present version of prefix matches."""
+        sequence = cls(request, state["arrival_index"], state["max_output_tokens"])
+        sequence.state = SequenceState[state["state"]]
+        sequence.block_table, sequence.host_table = state["block_table"], state["host_table"]
+        sequence.copies = [BlockCopy(source, destination) for source, destination in state["copies"]]
+        if state["prefix_chain"] is not None:
+            sequence.prefix_chain = kv_cache.restore_chain(state["prefix_chain"], request.cache_salt)
+        if state["prefix_match"] is not None:
+            sequence.prefix_match = (version, PrefixMatch.restored(state["prefix_match"]))
+        for name in _PLAIN_STATE:
+            setattr(sequence, name, state[name])
+        return sequence
 
     def leave_device(self) -> None:
         """No row, no blocks, nothing in flight."""

@@ -45,11 +45,13 @@ numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason, StepResult
 from llm_serving.scheduler.policies import StepComposers
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo_order import LATE_SHARE, SloOrder, SloStarts
+from llm_serving.scheduler.snapshot import Sequences
 from llm_serving.scheduler.state import SchedulerState
 
 __all__ = ["LONGEST_STEP", "Slo", "StepCostModel"]
@@ -229,6 +231,14 @@ class Slo:
         objective = sequence.request.tbt_objective
         return self._state.limits.tbt_objective if objective is None else objective
 
+    def snapshot(self) -> list[Any]:
+        return [self._num_steps, self._model.snapshot(), self._starts.snapshot()]
+
+    def restore(self, state: list[Any], sequences: Sequences) -> None:
+        self._num_steps, model, starts = state
+        self._model.restore(model)
+        self._starts.restore(starts)
+
 
 _KEEP = 1 - 1 / 256
 """What the past weighs against the next step: about the last 256 count."""
@@ -322,6 +332,26 @@ class StepCostModel:
             del free[worst]
         self._numbers = (numbers[0], numbers[1], numbers[2], numbers[3])
         self.is_known = any(numbers)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns everything that was learnt."""
+        return {
+            "is_known": self.is_known,
+            "most_prompt_tokens": self.most_prompt_tokens,
+            "numbers": list(self._numbers),
+            "drift": self._drift,
+            "products": [line.copy() for line in self._products],
+            "sums": self._sums.copy(),
+            "num_new": self._num_new,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Restores what ``snapshot`` returned."""
+        self.is_known, self.most_prompt_tokens = state["is_known"], state["most_prompt_tokens"]
+        base_s, row_s, context_s, prompt_token_s = state["numbers"]
+        self._numbers, self._drift = (base_s, row_s, context_s, prompt_token_s), state["drift"]
+        self._products, self._sums, self._num_new = state["products"], state["sums"], state["num_new"]
+        self._tell()
 
 
 def _values(step: ScheduledStep) -> tuple[float, float, float, float]:

@@ -36,11 +36,14 @@ Late ones
 
 from __future__ import annotations
 
+from typing import Any
+
 from llm_serving.request import Request
 from llm_serving.scheduler.keyed_heap import KeyedHeap
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
 from llm_serving.scheduler.queue_order import DEFAULT_AGEING_S, FairQueue, PriorityOrder, QueueOrder
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.snapshot import Sequences
 from llm_serving.scheduler.state import SchedulerState
 
 __all__ = ["DEFAULT_MARGIN", "LATE_SHARE", "STEPS_FOR_ONE_MORE", "SloOrder", "SloStarts", "make_order"]
@@ -167,6 +170,23 @@ class SloOrder:
             self._late.remove(sequence)
             self.add(sequence)
 
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "learnt": [self._overhead_s, self._seconds_per_token],
+            "on_time": self._on_time.snapshot(),
+            "latest_starts": self._latest_starts.snapshot(lambda sequence: sequence.arrival_index),
+            "late": self._late.snapshot(),
+            "starts_before_late": self._starts_before_late,
+            "next_expected": self.next_expected,
+        }
+
+    def restore(self, state: dict[str, Any], sequences: Sequences) -> None:
+        self._overhead_s, self._seconds_per_token = state["learnt"]
+        self._on_time.restore(state["on_time"], sequences)
+        self._latest_starts.restore(state["latest_starts"], sequences.__getitem__)
+        self._late.restore(state["late"], sequences)
+        self._starts_before_late, self.next_expected = state["starts_before_late"], state["next_expected"]
+
 
 def _is_news(known: float, learnt: float) -> bool:
     return abs(learnt - known) > _RELEARN * known
@@ -221,6 +241,12 @@ class SloStarts:
         if max_starts is not None:
             num_rows = min(num_rows, num_running + max_starts)
         return max(state.page_use, num_running / num_rows if num_rows else 1.0)
+
+    def snapshot(self) -> list[Any]:
+        return [self._credit, self._num_started, self._num_left, self._holds_back]
+
+    def restore(self, state: list[Any]) -> None:
+        self._credit, self._num_started, self._num_left, self._holds_back = state
 
 
 def make_order(limits: SchedulerLimits) -> QueueOrder:

@@ -8,14 +8,16 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from llm_serving.kvcache.kv_cache_manager import BlockCopy, KVCacheManager
 from llm_serving.scheduler.intake import RequestQueue
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.output import ScheduledStep, StepKind
+from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.queue_order import QueueOrder
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.snapshot import Sequences
 from llm_serving.telemetry.receipt import WaitingLine
 
 __all__ = ["InFlightStep", "InFlightSteps", "SchedulerState"]
@@ -31,6 +33,46 @@ class InFlightStep:
     """Index of the first sequence that computes part of its prompt; those before it decode."""
     copies: list[BlockCopy]
     """Copies the step makes, whose sources it holds."""
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the step without its tokens. Nobody reads them again."""
+        step = self.step
+        return {
+            "seq": step.seq,
+            "kind": step.kind.name,
+            "reason": step.reason.name,
+            "sequences": [sequence.arrival_index for sequence in self.sequences],
+            "rows": step.rows.copy(),
+            "query_lens": step.query_lens.copy(),
+            "starts": step.starts.copy(),
+            "do_sample": step.do_sample.copy(),
+            "sample_positions": step.sample_positions.copy(),
+            "moves": [[move.kind.name, move.source, move.destination] for move in step.moves],
+            "first_chunk": self.first_chunk,
+            "copies": [[copy.source, copy.destination] for copy in self.copies],
+        }
+
+    @classmethod
+    def restored(cls, state: dict[str, Any], sequences: Sequences) -> InFlightStep:
+        """Returns the step that ``snapshot`` saved, with zeros in place of its tokens."""
+        its_sequences = [sequences[index] for index in state["sequences"]]
+        is_move = state["kind"] == StepKind.MOVE.name
+        step = ScheduledStep(
+            state["seq"],
+            StepKind[state["kind"]],
+            requests=[] if is_move else [sequence.request for sequence in its_sequences],
+            rows=state["rows"],
+            token_ids=[0] * sum(state["query_lens"]),
+            query_lens=state["query_lens"],
+            starts=state["starts"],
+            block_tables=[] if is_move else [sequence.block_table for sequence in its_sequences],
+            do_sample=state["do_sample"],
+            sample_positions=state["sample_positions"],
+            restarts=[False] * len(state["rows"]),
+            moves=[BlockMove(MoveKind[kind], source, target) for kind, source, target in state["moves"]],
+            reason=StepReason[state["reason"]],
+        )
+        return cls(step, its_sequences, state["first_chunk"], [BlockCopy(*pair) for pair in state["copies"]])
 
 
 class InFlightSteps:
@@ -102,6 +144,18 @@ class InFlightSteps:
         self.num_prefill_steps = 0
         self.num_decode_steps = 0
 
+    def snapshot(self) -> dict[str, Any]:
+        return {"next_seq": self.next_seq, "steps": [flight.snapshot() for flight in self._steps.values()]}
+
+    def restore(self, state: dict[str, Any], sequences: Sequences) -> None:
+        """See ``Stateful``. The sequences' own counts of steps in flight are restored with the sequences."""
+        self.next_seq = state["next_seq"]
+        flights = [InFlightStep.restored(each, sequences) for each in state["steps"]]
+        self._steps = {flight.step.seq: flight for flight in flights}
+        kinds = [flight.step.kind for flight in flights]
+        self.num_decode_steps = kinds.count(StepKind.DECODE)
+        self.num_prefill_steps = len(kinds) - self.num_decode_steps - kinds.count(StepKind.MOVE)
+
 
 @dataclass(slots=True)
 class SchedulerState:
@@ -164,6 +218,27 @@ class SchedulerState:
     def wake_at(self, deadline: float) -> None:
         """Look again then, at the latest."""
         self.wakeup = deadline if self.wakeup is None else min(self.wakeup, deadline)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "waiting": self.waiting.snapshot(),
+            "running": self.running.snapshot(),
+            "in_flight": self.in_flight.snapshot(),
+            "swapped": [sequence.arrival_index for sequence in self.swapped],
+            "num_arrivals": self.num_arrivals,
+            "num_started": self.num_started,
+            "held_up": None if self.held_up is None else list(self.held_up),
+            "wakeup": self.wakeup,
+        }
+
+    def restore(self, state: dict[str, Any], sequences: Sequences) -> None:
+        self.waiting.restore(state["waiting"], sequences)
+        self.running.restore(state["running"], sequences)
+        self.in_flight.restore(state["in_flight"], sequences)
+        self.swapped = [sequences[index] for index in state["swapped"]]
+        self.num_arrivals, self.num_started = state["num_arrivals"], state["num_started"]
+        self.held_up = None if state["held_up"] is None else tuple(state["held_up"])
+        self.wakeup = state["wakeup"]
 
 
 def _arrival_index(sequence: Sequence) -> int:

@@ -64,7 +64,7 @@ def test_a_header_comes_back():
 
 
 def test_a_header_of_another_version_is_refused_with_both_versions():
-    with pytest.raises(FlightRecordingError, match="version 9, this program reads 1 to 3"):
+    with pytest.raises(FlightRecordingError, match="version 9, this program reads 1 to 4"):
         SegmentHeader.from_map(header(format_version=9).to_map(), FILE)
 
 

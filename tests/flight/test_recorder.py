@@ -15,7 +15,7 @@ from llm_serving.flight.counts import STATE_NAMES, state_of
 from llm_serving.flight.history import arrivals, step_timings
 from llm_serving.flight.journal import WRITE_INTERVAL_S
 from llm_serving.flight.reader import Added, Completed, Finished, Raised, Scheduled, read_recording
-from llm_serving.flight.recorder import READ_ONLY_METHODS, FlightRecorder
+from llm_serving.flight.recorder import UNRECORDED_METHODS, FlightRecorder
 from llm_serving.flight.segments import PAUSE_S
 from llm_serving.flight.setup import limits_from_map, limits_to_map, record
 from llm_serving.scheduler.limits import Policy
@@ -33,8 +33,8 @@ def public(kind, predicate):
 
 def test_every_method_of_the_scheduler_is_recorded_or_known_to_change_nothing():
     methods = public(Scheduler, inspect.isfunction)
-    assert methods == public(FlightRecorder, inspect.isfunction) - {"close"} | READ_ONLY_METHODS
-    for name in methods - READ_ONLY_METHODS:
+    assert methods == public(FlightRecorder, inspect.isfunction) - {"close"} | UNRECORDED_METHODS
+    for name in methods - UNRECORDED_METHODS:
         theirs, ours = (list(inspect.signature(getattr(kind, name)).parameters) for kind in (Scheduler, FlightRecorder))
         assert theirs == ours, name
 
@@ -144,10 +144,10 @@ def test_the_ring_keeps_its_size_and_each_segment_tells_the_state(tmp_path):
 
 
 def test_a_state_too_large_for_the_ring_is_left_out_and_said(tmp_path):
-    record_random_run(tmp_path, 1, count=400, ring_bytes=1 << 17)
+    record_random_run(tmp_path, 1, count=400, ring_bytes=1 << 16)
     segments = [segment for stretch in read_recording(tmp_path) for segment in stretch.segments]
-    assert any("too many for a ring of 131072" in segment.state.get("missing", "") for segment in segments)
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1 << 17
+    assert any("too large for a ring of 65536" in segment.state.get("missing", "") for segment in segments)
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1 << 16
 
 
 def test_tokens_and_texts_are_nowhere_in_the_files(tmp_path):
@@ -226,7 +226,7 @@ def test_a_full_disk_pauses_the_recording_and_a_new_segment_goes_on(tmp_path, mo
     before, after = read_recording(tmp_path)
     assert [arrival.facts["request_id"] for arrival in arrivals(before)] == ["before"]
     assert after.header.after_gap
-    assert "nodes" in after.segments[0].state
+    assert "parts" in after.segments[0].state
     assert len(complaints) == 1
 
 

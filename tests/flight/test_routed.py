@@ -88,7 +88,7 @@ def test_segments_stand_on_their_own(tmp_path: Path) -> None:
             for first in range(len(stretch.segments)):
                 rest = type(stretch)(stretch.segments[first:])
                 assert replay(rest).difference is None
-                late += "nodes" in rest.segments[0].state
+                late += "parts" in rest.segments[0].state
     assert late, "no segment begins with requests under way"
 
 

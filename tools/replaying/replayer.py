@@ -8,10 +8,8 @@ from typing import Any
 
 from llm_serving.errors import LLMServingError
 from llm_serving.flight.counts import STATE_NAMES, state_of
-from llm_serving.flight.disguise import StateDisguise
 from llm_serving.flight.facts import make_request, make_result
 from llm_serving.flight.format import FlightRecordingError, Tag
-from llm_serving.flight.prefix_state import restore_prefixes
 from llm_serving.flight.pseudonyms import PLAIN_TOKEN
 from llm_serving.flight.reader import (
     Added,
@@ -29,14 +27,12 @@ from llm_serving.flight.reader import (
     VoidSteps,
 )
 from llm_serving.flight.setup import code_digest, compares_tokens, limits_from_map
-from llm_serving.flight.state import first_difference, read_state, write_state
+from llm_serving.flight.state import ReplayCodec, first_difference, restore_state
 from llm_serving.flight.step_writer import StepWriter
 from llm_serving.flight.steps import RecordedStep, StepReader
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.output import ScheduledStep
 from llm_serving.scheduler.scheduler import Scheduler
-from llm_serving.scheduler.sequence import Sequence
-from llm_serving.telemetry.receipt import Receipt
 from tools.replaying.answer_order import AnswerOrder
 from tools.replaying.describe import describe_event
 from tools.replaying.ending_names import EndingNames
@@ -91,7 +87,7 @@ class _Replayer:
         if header.code_digest != code_digest():
             self._notes.append("it was recorded by another version of the scheduler's code than this")
         self._scheduler = Scheduler(limits_from_map(header.limits))
-        self._has_pseudonyms = compares_tokens(self._scheduler.limits)
+        self._codec = ReplayCodec(compares_tokens(self._scheduler.limits))
         self._order = AnswerOrder(header.limits["policy"])
         self._requests: dict[int, Request] = {}
         self._numbers: dict[str, int] = {}
@@ -120,42 +116,37 @@ class _Replayer:
 
     def _replayable(self, stretch: Stretch) -> list[Segment]:
         for index, segment in enumerate(stretch.segments):
-            if "missing" not in segment.state:
+            if "new" in segment.state or "parts" in segment.state:
                 return stretch.segments[index:]
-            self._notes.append(f"segment {segment.header.index} is passed over: {segment.state['missing']}")
+            self._notes.append(f"segment {segment.header.index} is passed over: {_reason(segment)}")
         raise FlightRecordingError(
             "no segment of the stretch begins with the scheduler's state: "
-            + "; ".join(segment.state["missing"] for segment in stretch.segments)
+            + "; ".join(map(_reason, stretch.segments))
         )
 
     # Segments
 
     def _begin(self, segment: Segment, *, first: bool) -> None:
         self._writer, self._reader = StepWriter(), StepReader()
-        if first and "nodes" in segment.state:
+        if first and "parts" in segment.state:
             self._restore(segment)
-        elif not first and "nodes" in segment.state:
-            replayed = write_state(self._scheduler, StateDisguise(self._own_tokens, None))
-            found = first_difference(segment.state, replayed)
+        elif not first and "parts" in segment.state:
+            found = first_difference(segment.state, self._scheduler.snapshot(self._codec))
             if found is not None:
                 raise _DiffersError("state", *found)
 
     def _restore(self, segment: Segment) -> None:
-        objects = read_state(segment.state)
-        self._scheduler = objects[0]
         numbers = segment.header.numbers
-        lost = restore_prefixes(objects)
+        lost = restore_state(self._scheduler, segment.state, self._codec)
         if lost:
-            self._notes.append(f"{lost} cached blocks cannot be found any more: where one is replaced, it may differ")
-        for thing in objects:
-            if isinstance(thing, Sequence):
-                thing.ending_token_ids = thing.request.end_token_ids = EndingNames()
-            if isinstance(thing, Request):
-                thing.receipt = Receipt(thing.arrival_time)
-                if thing.request_id in numbers:
-                    self._know(numbers[thing.request_id], thing)
-            elif isinstance(thing, ScheduledStep):
-                self._sent(thing)
+            self._notes.append(f"{lost} cached blocks cannot be found any more: replacing one may change decisions")
+        for sequence in self._scheduler.sequences():
+            request = sequence.request
+            sequence.ending_token_ids = request.end_token_ids = EndingNames()
+            if request.request_id in numbers:
+                self._know(numbers[request.request_id], request)
+        for step in self._scheduler.steps_in_flight():
+            self._sent(step)
         self._notes.append(f"it begins with segment {segment.header.index}, {len(numbers)} requests under way")
 
     def _know(self, number: int, request: Request) -> None:
@@ -275,12 +266,6 @@ class _Replayer:
     def _number_of(self, request: Request) -> int:
         return self._numbers[request.request_id]
 
-    def _own_tokens(self, request: Request) -> list[int] | None:
-        """In a replay the tokens are pseudonyms already."""
-        if not self._has_pseudonyms:
-            return None
-        return [*request.prompt_token_ids, *request.output_token_ids]
-
     # Comparisons
 
     def _compare(self, call: str, field: str, recorded: object, replayed: object) -> None:
@@ -297,3 +282,9 @@ class _Replayer:
 def _as_read(record: list[Any]) -> list[Any]:
     """Copies of lists that the scheduler goes on with."""
     return [list(part) if isinstance(part, list) else part for part in record]
+
+
+def _reason(segment: Segment) -> str:
+    """Returns why a replay cannot start with a segment."""
+    reason = segment.state.get("missing", f"its state has format {segment.header.format_version}, which is too old")
+    return str(reason)
