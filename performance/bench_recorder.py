@@ -1,16 +1,6 @@
 #!/usr/bin/env python3
-"""What the flight recorder costs in a server at work: ``python performance/bench_recorder.py --clients 1,16``."""
+"""Measures the flight recorder's cost in a busy server: ``python performance/bench_recorder.py --clients 1,16``."""
 
-import sys
-from pathlib import Path
+from entry import run
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from llm_serving.own_python import use_own_python
-
-use_own_python()
-
-from performance.load.recorder import main
-
-if __name__ == "__main__":
-    sys.exit(main())
+run("performance.load.recorder")

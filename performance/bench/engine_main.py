@@ -25,12 +25,12 @@ from typing import Any
 from agent.kernels import set_threads
 from llm_serving.cli import config_as_yaml
 from llm_serving.config import Config, load_config
-from llm_serving.errors import LLMServingError
+from performance.bench.against import add_against_options, compare_trees
 from performance.bench.ceilings import drift_text, measure_ceilings
 from performance.bench.engine import offline_engine
 from performance.bench.engine_rows import Case, decode_case, measure_case, numbers_of, prefill_case
 from performance.bench.step_kernels import add_kernel_shares
-from performance.program import parse_count, parse_counts, write_json
+from performance.program import exits_with_errors, parse_count, parse_counts, write_json
 from performance.terminal import format_number, format_table
 
 COLUMNS = (
@@ -44,15 +44,14 @@ COLUMNS = (
 )
 
 
+@exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0, or 2 when the config is wrong or the engine does not start."""
+    """Returns 0, or 2 if the config is wrong or the engine does not start."""
     parsed = build_parser().parse_args(arguments)
-    try:
-        config = load_config(parsed.config, overrides(parsed))
-        result = run(config, cases_of(parsed, config), parsed)
-    except LLMServingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if parsed.against is not None:
+        return compare_trees("performance/bench_engine.py", arguments, "name", "step_ms")
+    config = load_config(parsed.config, overrides(parsed))
+    result = run(config, cases_of(parsed, config), parsed)
     write_json(parsed.json, result)
     if parsed.png is not None:
         from performance.bench.plots import plot_engine
@@ -77,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-kernels", action="store_true", help="do not measure the step's kernels alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write ceilings and rows here")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture here")
+    add_against_options(parser)
     return parser
 
 

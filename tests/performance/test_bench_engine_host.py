@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from performance.bench_engine_host import PARTS, Figures, linear_fit, main, measure
+from performance.bench.engine_host import PARTS, Figures, linear_fit, main, measure
 
 
 def test_the_parts_sum_to_the_step() -> None:

@@ -1,0 +1,87 @@
+"""Compares a benchmark's figure in this tree and in another tree, in alternating runs.
+
+A machine's speed changes over minutes. Runs of both trees therefore alternate, and each ratio compares two runs that
+followed each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from performance.program import LoadTestError, UsageError, parse_count, write_json
+from performance.terminal import format_number, format_table
+
+__all__ = ["add_against_options", "compare_trees"]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHOWN_CHARS = 2000
+
+
+def add_against_options(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--against`` and ``--rounds``."""
+    parser.add_argument(
+        "--against", type=Path, metavar="TREE", help="compare with another tree (kernels built) in alternating runs"
+    )
+    parser.add_argument("--rounds", type=parse_count, default=5, help="with --against: runs of each tree (default 5)")
+
+
+def compare_trees(
+    script: str, arguments: Sequence[str] | None, name: str, figure: str, *, root: Path = REPOSITORY
+) -> int:
+    """Runs ``script`` of both trees with the other options of ``arguments`` and prints a ratio for each row.
+
+    ``name`` and ``figure`` are keys of a row in the script's JSON. A ratio is this tree's figure divided by the other
+    tree's: the median over the rounds, with the smallest and the largest. Raises LoadTestError if a run fails.
+    """
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_against_options(parser)
+    parser.add_argument("--json", type=Path)
+    own, forwarded = parser.parse_known_args(arguments)
+    trees = {"this": root, "other": own.against.resolve()}
+    if not (trees["other"] / script).is_file():
+        raise UsageError(f"--against: {own.against} has no {script}")
+    runs: dict[str, list[dict[str, float]]] = {tree: [] for tree in trees}
+    for index in range(own.rounds):
+        for tree in sorted(trees, reverse=index % 2 == 0):
+            print(f"round {index + 1}/{own.rounds}: {tree} tree", file=sys.stderr, flush=True)
+            runs[tree].append(_figures(trees[tree], script, forwarded, name, figure))
+    rows = []
+    for row in runs["this"][0]:
+        this, other = ([run[row] for run in runs[tree]] for tree in ("this", "other"))
+        ratios = sorted(one / another for one, another in zip(this, other, strict=True))
+        medians = {"this": statistics.median(this), "other": statistics.median(other)}
+        rows.append({"name": row, **medians, "ratio": statistics.median(ratios), "ratios": ratios})
+    ratio = statistics.geometric_mean(row["ratio"] for row in rows)
+    print(_table(rows, figure))
+    print(f"\n  ratio of {figure}, geometric mean of the rows: {ratio:.3f} (below 1 this tree is faster)")
+    write_json(own.json, {"against": str(own.against), "figure": figure, "ratio": ratio, "rows": rows})
+    return 0
+
+
+def _figures(tree: Path, script: str, arguments: Sequence[str], name: str, figure: str) -> dict[str, float]:
+    """Runs the script once in ``tree`` and returns the figure of each row by the row's name."""
+    with tempfile.TemporaryDirectory(prefix="against_") as folder:
+        path = Path(folder) / "result.json"
+        command = [sys.executable, str(tree / script), *arguments, "--json", str(path)]
+        result = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+        if result.returncode != 0 or not path.is_file():
+            raise LoadTestError(f"{tree / script} failed with {result.returncode}:\n{result.stderr[-SHOWN_CHARS:]}")
+        return {str(row[name]): float(row[figure]) for row in json.loads(path.read_text())["rows"]}
+
+
+def _table(rows: Sequence[dict[str, float | list[float]]], figure: str) -> str:
+    header = [figure, "this tree", "other tree", "ratio", "smallest", "largest"]
+    lines = []
+    for row in rows:
+        ratios = (row["ratio"], row["ratios"][0], row["ratios"][-1])
+        lines.append(
+            [row["name"], format_number(row["this"]), format_number(row["other"]), *(f"{each:.3f}" for each in ratios)]
+        )
+    return format_table(header, lines)

@@ -1,0 +1,302 @@
+"""Host time of a step, without a device: ``python performance/bench_engine_host.py --json host.json``.
+
+The real scheduler with its flight recorder, engine core, detokenizer, slot writer and message codec run decode steps
+over a fake device that answers at once; the time of the fake device is taken off. What is left is what the engine
+thread adds to a step. With ``--evict MIB`` the fake device reads so much memory in each step, as an agent does, and
+what follows finds the processor's caches as they are in a server at work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llm_serving.config import load_config
+from llm_serving.engine.core import Add, EngineCore
+from llm_serving.engine.detokenizer import IncrementalDetokenizer
+from llm_serving.engine.tokenizer import load_tokenizer
+from llm_serving.executor.base import AgentReady, ExecutorEvent
+from llm_serving.executor.slot_io import SlotWriter, announcement, read_result
+from llm_serving.flight.recorder import FlightRecorder, as_scheduler
+from llm_serving.flight.setup import record
+from llm_serving.ipc import messages
+from llm_serving.ipc.channel import FrameBuffer, frame
+from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, SlotLimits, StepSlot
+from llm_serving.request import Request, SamplingParams
+from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.output import ScheduledStep, StepKind
+from llm_serving.scheduler.scheduler import Scheduler
+from llm_serving.telemetry.log import EventLog
+from llm_serving.telemetry.metrics import Metrics
+from performance.bench.against import add_against_options, compare_trees
+from performance.program import exits_with_errors, parse_counts, write_json
+from performance.terminal import format_table
+
+PROMPT_TOKENS = 64
+BLOCK_SIZE = 16
+WARM_UP_STEPS = 20
+FIRST_TOKEN_ID = 300
+"""Sampled ids are from here on: pieces of plain text in the embedded model's vocabulary."""
+PARTS = ("schedule", "write", "read", "update", "text", "recorder", "other")
+RECORDING_BYTES = 64 << 20
+
+
+class Stopwatch:
+    """Seconds by name, of calls that do not contain one another."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+        return timed
+
+
+class InstantExecutor:
+    """The executor over slots in private memory: steps are written and announced, answers decoded and read, as ever.
+
+    ``poll`` answers the oldest step in flight. ``device_seconds`` is what the fake device took.
+    """
+
+    def __init__(self, limits: SlotLimits, stopwatch: Stopwatch, evict_mib: int) -> None:
+        layout = SlotLayout.of(limits)
+        self._slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]
+        self._free = list(range(NUM_SLOTS))
+        self._queue: list[tuple[ScheduledStep, int]] = []
+        self._writer = SlotWriter(limits, BLOCK_SIZE, limits.max_seqs)
+        self._frames = FrameBuffer()
+        self._write = stopwatch.wrap("write", self._write_step)
+        self._read = stopwatch.wrap("read", self._read_answer)
+        self._is_new = True
+        self._others = np.ones(evict_mib << 17)
+        """What else is in the caches, 8 bytes each."""
+        self.device_seconds = 0.0
+        self.last_kind: StepKind | None = None
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free)
+
+    def submit(self, step: ScheduledStep) -> None:
+        slot = self._free.pop()
+        self._write(step, slot)
+        self._queue.append((step, slot))
+
+    def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
+        if self._is_new:
+            self._is_new = False
+            return [AgentReady()]
+        if not self._queue:
+            return []
+        start = time.perf_counter()
+        step, index = self._queue.pop(0)
+        self.last_kind = step.kind
+        self._run(self._slots[index])
+        self._others.sum()
+        answer = frame(messages.encode(messages.StepDone(seq=step.seq, slot=index)))
+        self.device_seconds += time.perf_counter() - start
+        event: ExecutorEvent = self._read(answer)
+        return [event]
+
+    def wake(self) -> None: ...
+
+    def fileno(self) -> int:
+        raise AssertionError("one executor alone is polled")
+
+    def next_due(self) -> float | None:
+        return None
+
+    def abort(self, seq: int) -> None: ...
+
+    def request_status(self) -> None: ...
+
+    def agents(self) -> list[dict[str, object]]:
+        return []
+
+    def _write_step(self, step: ScheduledStep, index: int) -> None:
+        self._writer.write(step, self._slots[index])
+        frame(messages.encode(announcement(step, index)))
+
+    def _read_answer(self, data: bytes) -> ExecutorEvent:
+        [payload] = self._frames.feed(data)
+        message = messages.decode_agent_message(payload)
+        assert isinstance(message, messages.StepDone)
+        result = read_result(self._slots[message.slot], message.seq, (0, 0, 0))
+        self._free.append(message.slot)
+        return result
+
+    @staticmethod
+    def _run(slot: StepSlot) -> None:
+        count = slot.num_seqs
+        tokens = FIRST_TOKEN_ID + (slot.context_lens[:count] * 31 + slot.rows[:count] * 7) % 1500
+        slot.sampled_ids[:count] = np.where(slot.do_sample[:count], tokens, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Microseconds of host time for one number of running sequences."""
+
+    sequences: int
+    us_per_step: float
+    parts: dict[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "sequences": self.sequences,
+            "us_per_step": self.us_per_step,
+            "us_per_sequence": self.us_per_step / self.sequences,
+            "parts_us": self.parts,
+        }
+
+
+@exits_with_errors
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a row per number of sequences, or the ratios of two trees with ``--against``. Returns the exit code."""
+    options = _parser().parse_args(arguments)
+    if options.against is not None:
+        return compare_trees("performance/bench_engine_host.py", arguments, "sequences", "us_per_step")
+    figures = [measure(count, options.steps, options.repeats, options.evict) for count in options.sequences]
+    fixed, slope = linear_fit(figures)
+    print(_table(figures))
+    print(f"\n  fit: {fixed:.0f} us a step + {slope:.2f} us a sequence")
+    rows = [one.as_json() for one in figures]
+    write_json(options.json, {"rows": rows, "fixed_us": fixed, "us_per_sequence": slope})
+    return 0
+
+
+def measure(sequences: int, steps: int, repeats: int, evict_mib: int = 0) -> Figures:
+    """Medians over ``repeats`` engines of the mean over ``steps`` decode steps of all ``sequences``."""
+    runs = [_run(sequences, steps, evict_mib) for _ in range(repeats)]
+    parts = {name: statistics.median(run[name] for run in runs) for name in PARTS}
+    return Figures(sequences, statistics.median(run["total"] for run in runs), parts)
+
+
+def _run(sequences: int, steps: int, evict_mib: int) -> dict[str, float]:
+    with tempfile.TemporaryDirectory(prefix="bench_engine_host_") as folder:
+        return _run_recorded(sequences, steps, evict_mib, Path(folder))
+
+
+def _run_recorded(sequences: int, steps: int, evict_mib: int, folder: Path) -> dict[str, float]:
+    stopwatch = Stopwatch()
+    core, executor, recorder = _engine(sequences, steps, stopwatch, evict_mib, folder)
+    while executor.last_kind is not StepKind.DECODE:
+        core.step()
+    for _ in range(WARM_UP_STEPS):
+        core.step()
+    gc.collect()
+    gc.disable()
+    stopwatch.seconds.clear()
+    recorder.seconds = 0.0
+    executor.device_seconds = 0.0
+    start = time.perf_counter()
+    for _ in range(steps):
+        core.step()
+    total = time.perf_counter() - start - executor.device_seconds
+    gc.enable()
+    recorder.close()
+    stopwatch.seconds["recorder"] = recorder.seconds
+    named = {name: 1e6 * stopwatch.seconds.get(name, 0.0) / steps for name in PARTS[:-1]}
+    total_us = 1e6 * total / steps
+    return {**named, "other": total_us - sum(named.values()), "total": total_us}
+
+
+def _engine(
+    sequences: int, steps: int, stopwatch: Stopwatch, evict_mib: int, folder: Path
+) -> tuple[EngineCore, InstantExecutor, FlightRecorder]:
+    """An engine with ``sequences`` requests that will not end before all steps are measured."""
+    max_tokens = steps + 2 * WARM_UP_STEPS
+    max_model_len = PROMPT_TOKENS + max_tokens + BLOCK_SIZE
+    blocks = -(-max_model_len // BLOCK_SIZE)
+    limits = SchedulerLimits(
+        num_blocks=2 * sequences * blocks + 64,
+        block_size=BLOCK_SIZE,
+        max_model_len=max_model_len,
+        max_prompt_len=PROMPT_TOKENS,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=max(sequences, sequences * PROMPT_TOKENS),
+        prefill_batch_size=sequences,
+        decode_batch_size=sequences,
+    )
+    executor = InstantExecutor(
+        SlotLimits(limits.max_num_batched_tokens, sequences, blocks, limits.max_model_len), stopwatch, evict_mib
+    )
+    tokenizer = load_tokenizer(load_config("llama_tiny_cpu.yaml"))
+    scheduler = Scheduler(limits)
+    scheduler.schedule = stopwatch.wrap("schedule", scheduler.schedule)  # type: ignore[method-assign]
+    scheduler.update = stopwatch.wrap("update", scheduler.update)  # type: ignore[method-assign]
+    recorder = record(scheduler, folder, RECORDING_BYTES, on_error=_fail)
+    core = EngineCore(
+        as_scheduler(recorder),
+        [(as_scheduler(recorder), executor)],
+        lambda request: IncrementalDetokenizer.for_request(tokenizer, request.prompt_token_ids, request.sampling),
+        EventLog(None),
+        Metrics(process=False),
+        lambda outputs: None,
+        state_interval_s=1e9,
+    )
+    core._tracker.outputs = stopwatch.wrap("text", core._tracker.outputs)  # type: ignore[method-assign]
+    for index in range(sequences):
+        prompt = [FIRST_TOKEN_ID + (index + place) % 1000 for place in range(PROMPT_TOKENS)]
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        core.submit(Add(Request(f"cmpl-{index}", prompt, params, 0.0)))
+    return core, executor, recorder
+
+
+def _fail(message: str) -> None:
+    raise RuntimeError(message)
+
+
+def linear_fit(figures: Sequence[Figures]) -> tuple[float, float]:
+    """Least squares in relative error: microseconds a step, and a sequence. One row is all slope."""
+    if len(figures) == 1:
+        return 0.0, figures[0].us_per_step / figures[0].sequences
+    times = np.array([one.us_per_step for one in figures])
+    terms = np.array([[1.0, one.sequences] for one in figures])
+    fixed, slope = np.linalg.lstsq(terms / times[:, None], np.ones(len(figures)), rcond=None)[0]
+    return float(fixed), float(slope)
+
+
+def _table(figures: Sequence[Figures]) -> str:
+    header = ["sequences", "us/step", "us/sequence", *PARTS]
+    rows = [
+        [
+            str(one.sequences),
+            f"{one.us_per_step:.0f}",
+            f"{one.us_per_step / one.sequences:.2f}",
+            *(f"{one.parts[name]:.0f}" for name in PARTS),
+        ]
+        for one in figures
+    ]
+    return format_table(header, rows)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--sequences",
+        type=parse_counts,
+        default=(1, 4, 16, 64, 128, 256, 512),
+        metavar="N,N",
+        help="default 1,4,...,512",
+    )
+    parser.add_argument("--steps", type=int, default=200, help="decode steps measured (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="engines a row; medians are shown (default %(default)s)")
+    parser.add_argument("--evict", type=int, default=0, metavar="MIB", help="read so much in each step (default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    add_against_options(parser)
+    return parser
