@@ -15,16 +15,17 @@ from rich.table import Table
 from llm_serving.telemetry.statistics import Summary
 
 SUMMARY_COLUMNS = ("mean", "p50", "p90", "p99", "max")
+"""Fields of ``Summary`` that every table of latencies shows. To add a column, add its name here."""
 MAX_WIDTH = 1000
 """A table is never wrapped: programs and ``grep`` read it, too."""
 
 
 def format_number(value: float | None) -> str:
-    """Returns three or four significant digits without an exponent, or ``-`` for None."""
+    """Returns three or four significant digits without an exponent, an integer unchanged, or ``-`` for None."""
     if value is None:
         return "-"
-    if value == 0:
-        return "0"
+    if value == 0 or isinstance(value, int):
+        return str(int(value))
     magnitude = abs(value)
     digits = 0 if magnitude >= 100 else 1 if magnitude >= 10 else 2 if magnitude >= 1 else 3
     return f"{value:.{digits}f}"
@@ -47,12 +48,13 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def format_summaries(title: str, summaries: Sequence[tuple[str, Summary]]) -> str:
-    """Returns a table with one row per named summary: mean, p50, p90, p99 and maximum."""
-    rows = []
-    for name, summary in summaries:
-        figures = (summary.mean, summary.p50, summary.p90, summary.p99, summary.max)
-        rows.append([name, *(format_number(figure) for figure in figures)])
-    return format_table([title, *SUMMARY_COLUMNS], rows)
+    """Returns a table with one row per named summary."""
+    return format_table([title, *SUMMARY_COLUMNS], [[name, *summary_cells(summary)] for name, summary in summaries])
+
+
+def summary_cells(summary: Summary) -> list[str]:
+    """Returns the numbers of ``SUMMARY_COLUMNS``."""
+    return [format_number(getattr(summary, column)) for column in SUMMARY_COLUMNS]
 
 
 def progress_bar(stream: TextIO = sys.stderr) -> Progress:

@@ -14,7 +14,7 @@ from performance.load.closed_loop import run_closed_loop
 from performance.load.metric_watch import MetricWatch
 from performance.load.options import LoadOptions
 from performance.load.progress import progress_display
-from performance.load.report import figures_json
+from performance.load.report import COLUMNS, figures_json
 from performance.load.server_process import configured_server
 from performance.load.statistics import LoadFigures, measure
 from performance.load.workload import LoadRequest
@@ -37,6 +37,7 @@ BATCH_SIZE = 16
 BATCH_WAIT_S = 0.05
 WARM_UP = 4
 KV_WASTE, RUNNING = "llm_serving_kv_waste_ratio", "llm_serving_requests_running"
+SHOWN = ("requests/s", "tokens/s", "TTFT p50 ms", "TTFT p99 ms", "TBT p50 ms", "TBT p99 ms")
 RATIOS = (("continuous", "dynamic"), ("paged", "continuous"), ("paged", "dynamic"), ("paged", "none"))
 
 
@@ -112,21 +113,12 @@ def results_json(measured: Sequence[Measured], parsed: argparse.Namespace) -> di
 
 
 def format_results(measured: Sequence[Measured], results: dict[str, Any]) -> str:
-    header = ["", "requests/s", "tokens/s", "TTFT p50 ms", "p99", "TBT p50 ms", "p99", "KV waste %", "failed"]
     rows = []
     for one in measured:
-        figures = one.figures
-        numbers = (
-            figures.qps,
-            figures.output_tokens_per_s,
-            figures.ttft_ms.p50,
-            figures.ttft_ms.p99,
-            figures.tbt_ms.p50,
-            figures.tbt_ms.p99,
-            None if one.kv_waste is None else 100 * one.kv_waste,
-        )
-        rows.append([one.mode, *(format_number(number) for number in numbers), str(figures.failed)])
-    lines = [format_table(header, rows), ""]
+        waste = None if one.kv_waste is None else 100 * one.kv_waste
+        numbers = [*(COLUMNS[name](one.figures) for name in SHOWN), waste]
+        rows.append([one.mode, *(format_number(number) for number in numbers), str(one.figures.failed)])
+    lines = [format_table(["", *SHOWN, "KV waste %", "failed"], rows), ""]
     lines += [f"  {name}: {ratio:.2f}" for name, ratio in results["ratios"].items()]
     if results["texts_identical"] is not None:
         same = "the same in every mode" if results["texts_identical"] else "NOT the same in every mode"

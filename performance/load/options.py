@@ -185,7 +185,7 @@ def options_of(parsed: argparse.Namespace) -> LoadOptions:
     if parsed.token_ids and parsed.vocab_size <= FIRST_PLAIN_TOKEN:
         raise UsageError(f"--vocab-size {parsed.vocab_size}: token ids start at {FIRST_PLAIN_TOKEN}")
     if parsed.warmup < 0:
-        raise UsageError(f"--warmup {parsed.warmup}: the least is 0")
+        raise UsageError(f"--warmup {parsed.warmup}: the minimum is 0")
     if (parsed.ignore_eos or parsed.return_token_ids) and parsed.api not in OPENAI_APIS:
         raise UsageError(f"--api {parsed.api} knows neither --ignore-eos nor --return-token-ids: use --api openai")
     return LoadOptions(

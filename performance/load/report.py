@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from performance.load.client import LoadRun
 from performance.load.options import LoadOptions
-from performance.load.statistics import LoadFigures, RequestFigures
+from performance.load.statistics import LATENCIES, LoadFigures, RequestFigures
 from performance.terminal import format_number, format_summaries, format_table
 
 SHOWN_FAILURES = 3
+
+COLUMNS: dict[str, Callable[[LoadFigures], float | None]] = {
+    "requests/s": lambda figures: figures.qps,
+    "total s": lambda figures: figures.total_time_s,
+    "tokens/s": lambda figures: figures.output_tokens_per_s,
+    "TTFT mean ms": lambda figures: figures.ttft_ms.mean,
+    "TTFT p50 ms": lambda figures: figures.ttft_ms.p50,
+    "TTFT p99 ms": lambda figures: figures.ttft_ms.p99,
+    "TBT p50 ms": lambda figures: figures.tbt_ms.p50,
+    "TBT p99 ms": lambda figures: figures.tbt_ms.p99,
+    "TPOT mean ms": lambda figures: figures.tpot_ms.mean,
+    "goodput %": lambda figures: 100 * figures.goodput_fraction,
+    "failed": lambda figures: figures.failed,
+}
+"""Columns of tables that compare runs. Each table names the columns that it shows."""
 
 
 def objective_text(options: LoadOptions) -> str:
@@ -51,13 +67,7 @@ def figure_tables(figures: LoadFigures) -> tuple[str, str]:
         ["output tokens", str(figures.output_tokens)],
         ["output tokens/s", format_number(figures.output_tokens_per_s)],
     ]
-    latencies = [
-        ("time to first token (ms)", figures.ttft_ms),
-        ("time between tokens (ms)", figures.tbt_ms),
-        ("time per output token (ms)", figures.tpot_ms),
-        ("end to end (s)", figures.e2e_s),
-        ("normalized (ms/token)", figures.normalized_latency_ms),
-    ]
+    latencies = [(title, getattr(figures, name)) for name, title in LATENCIES.items() if title is not None]
     return format_table(rows[0], rows[1:]), format_summaries("latency", latencies)
 
 
@@ -108,10 +118,7 @@ def figures_json(figures: LoadFigures) -> dict[str, Any]:
         "total_time_s": figures.total_time_s,
         "qps": figures.qps,
         "output_tokens_per_s": figures.output_tokens_per_s,
-        "ttft_ms": figures.ttft_ms.as_dict(),
-        "tbt_ms": figures.tbt_ms.as_dict(),
-        "tpot_ms": figures.tpot_ms.as_dict(),
-        "e2e_s": figures.e2e_s.as_dict(),
+        **{name: getattr(figures, name).as_dict() for name in LATENCIES},
     }
 
 
@@ -124,9 +131,6 @@ def report_json(run: LoadRun, figures: LoadFigures) -> dict[str, Any]:
         "failures": figures.failures,
         "prompt_tokens": figures.prompt_tokens,
         "output_tokens": figures.output_tokens,
-        "ttft_from_due_ms": figures.ttft_from_due_ms.as_dict(),
-        "e2e_from_due_s": figures.e2e_from_due_s.as_dict(),
-        "normalized_latency_ms": figures.normalized_latency_ms.as_dict(),
         "goodput": {
             "slo_ttft_ms": options.slo_ttft_ms,
             "slo_tpot_ms": options.slo_tpot_ms,

@@ -1,11 +1,12 @@
-"""The figures of a run. What they mean is defined in ``llm_serving.telemetry.statistics``; here is where they come
-from.
+"""Calculates the figures of a load test. ``llm_serving.telemetry.statistics`` defines the figures themselves.
 
-- A piece is a streamed event that brought output. The first piece stands for the first token, the last for the last.
-- Every latency is counted from the moment the request's first byte was written, as the server's log counts from its
-  first byte. How late that was is a figure of its own, ``lateness_ms``: if the client is held up, its delay must not
-  hide ("coordinated omission"). ``ttft_from_due_ms`` and ``e2e_from_due_s`` count from the due time, with that delay.
-- Latencies are those of requests that succeeded; throughput counts all tokens that arrived.
+- A piece is a streamed event with output. The first piece stands for the first token, the last piece for the last
+token.
+- Latencies count from the time at which the request's first byte was written, as in the server's log. A late client
+must
+  not hide its delay ("coordinated omission"): ``lateness_ms`` is the delay of the write. ``ttft_from_due_ms`` and
+  ``e2e_from_due_s`` count from the due time and include the delay.
+- Latencies include only requests that succeeded. Throughput includes all tokens that arrived.
 """
 
 from __future__ import annotations
@@ -22,14 +23,27 @@ from performance.load.stream import RequestRecord
 
 BUSY_CPU_PERCENT = 70.0
 LATE_MS = 50.0
-"""Beyond these the client, not the server, may have set the figures."""
-LATE_SHARE = 0.1
-"""Mean lateness beyond this share of the mean time to first token is worth a warning."""
+"""Above these limits, the client may have determined the figures instead of the server."""
+LATENCIES = {
+    "ttft_ms": "time to first token (ms)",
+    "tbt_ms": "time between tokens (ms)",
+    "tpot_ms": "time per output token (ms)",
+    "e2e_s": "end to end (s)",
+    "normalized_latency_ms": "normalized (ms/token)",
+    "ttft_from_due_ms": None,
+    "e2e_from_due_s": None,
+}
+"""Latencies by name, with their titles in the printed table. Those without a title are only in the JSON file.
+
+To add a latency, declare its name here, in ``RequestFigures`` and in ``LoadFigures``.
+"""
+LATE_FRACTION = 0.1
+"""If the mean lateness exceeds this fraction of the mean TTFT, the report contains a warning."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFigures:
-    """One request in figures; latencies are None unless it succeeded."""
+    """The figures of a request. The latencies are None if the request failed."""
 
     record: RequestRecord
     lateness_ms: float
@@ -39,37 +53,37 @@ class RequestFigures:
     max_tbt_ms: float | None = None
     e2e_s: float | None = None
     e2e_from_due_s: float | None = None
-    normalized_ms: float | None = None
+    normalized_latency_ms: float | None = None
     is_good: bool = False
-    """Succeeded, and within the objectives."""
+    """True if the request succeeded and met the objectives."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """A whole run in figures."""
+    """The figures of a run."""
 
     requests: int
     failures: dict[str, int]
     total_time_s: float
     qps: float
-    """Requests that succeeded, per second of total time."""
+    """Successful requests per second of total time."""
     prompt_tokens: int | None
-    """None when the server did not say."""
+    """None if the server did not report the number."""
     output_tokens: int
     output_tokens_per_s: float
     tokens_are_counted_pieces: bool
-    """True when the server did not say how many tokens it sent."""
-    ttft_ms: Summary
-    ttft_from_due_ms: Summary
-    tbt_ms: Summary
-    tpot_ms: Summary
-    e2e_s: Summary
-    e2e_from_due_s: Summary
-    normalized_latency_ms: Summary
+    """True if the server did not report the number of tokens."""
     good_requests: int
     client_cpu_percent: float
     lateness_ms: Summary
     per_request: list[RequestFigures]
+    ttft_ms: Summary
+    tbt_ms: Summary
+    tpot_ms: Summary
+    e2e_s: Summary
+    normalized_latency_ms: Summary
+    ttft_from_due_ms: Summary
+    e2e_from_due_s: Summary
 
     @property
     def failed(self) -> int:
@@ -93,12 +107,12 @@ class LoadFigures:
 
     @property
     def sends_were_late(self) -> bool:
-        """The latencies, which count from the send, leave out a delay that is not small beside them."""
-        return (self.lateness_ms.mean or 0.0) > LATE_SHARE * (self.ttft_ms.mean or float("inf"))
+        """True if the delay before sending, which the latencies do not include, is large compared with them."""
+        return (self.lateness_ms.mean or 0.0) > LATE_FRACTION * (self.ttft_ms.mean or float("inf"))
 
 
 def measure(run: LoadRun) -> LoadFigures:
-    """All figures of ``run``."""
+    """Calculates all figures of ``run``."""
     per_request = [_request_figures(record, run.options) for record in run.records]
     gaps = Distribution()
     for record in run.records:
@@ -115,17 +129,12 @@ def measure(run: LoadRun) -> LoadFigures:
         output_tokens=output_tokens,
         output_tokens_per_s=_ratio(output_tokens, run.total_time_s),
         tokens_are_counted_pieces=any(record.ok and not record.tokens_known for record in run.records),
-        ttft_ms=_summary(per_request, "ttft_ms"),
-        ttft_from_due_ms=_summary(per_request, "ttft_from_due_ms"),
-        tbt_ms=gaps.summary(),
-        tpot_ms=_summary(per_request, "tpot_ms"),
-        e2e_s=_summary(per_request, "e2e_s"),
-        e2e_from_due_s=_summary(per_request, "e2e_from_due_s"),
-        normalized_latency_ms=_summary(per_request, "normalized_ms"),
         good_requests=sum(figures.is_good for figures in per_request),
         client_cpu_percent=100.0 * _ratio(run.client_cpu_s, run.total_time_s),
         lateness_ms=_summary(per_request, "lateness_ms"),
         per_request=per_request,
+        tbt_ms=gaps.summary(),
+        **{name: _summary(per_request, name) for name in LATENCIES if name != "tbt_ms"},
     )
 
 
@@ -154,7 +163,7 @@ def _request_figures(record: RequestRecord, options: LoadOptions) -> RequestFigu
         max_tbt_ms=max_tbt_ms,
         e2e_s=e2e_s,
         e2e_from_due_s=record.end - record.due,
-        normalized_ms=None if normalized_s is None else normalized_s * 1000.0,
+        normalized_latency_ms=None if normalized_s is None else normalized_s * 1000.0,
         is_good=is_good,
     )
 

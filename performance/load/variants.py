@@ -20,7 +20,7 @@ from performance.load.options import (
     add_workload_options,
     options_of,
 )
-from performance.load.report import figures_json
+from performance.load.report import COLUMNS, figures_json
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import LoadFigures, measure
 from performance.program import exits_with_errors, parse_values, positive, write_json
@@ -40,9 +40,9 @@ or when requests failed.
   --vary scheduler_config.policy=prefill_first,fcfs,decode_first,chunked,slo
   --vary scheduler_config.prefix_cache=false,true --beginnings 1x1000"""
 
-COLUMNS = (
-    "total s", "tokens/s", "TTFT mean ms", "p50", "p99", "TBT p50 ms", "p99", "TPOT mean ms", "goodput %", "preempted",
-    "found %", "prompt steps s",
+SHOWN = (
+    "total s", "tokens/s", "TTFT mean ms", "TTFT p50 ms", "TTFT p99 ms", "TBT p50 ms", "TBT p99 ms", "TPOT mean ms",
+    "goodput %",
 )  # fmt: skip
 
 
@@ -77,22 +77,15 @@ class Measurement:
         """Over all labels."""
         return sum(value for each, value in self.metrics.items() if each.partition("{")[0] == name)
 
-    def columns(self) -> tuple[float, ...]:
-        """The numbers of ``COLUMNS``; infinite where no request succeeded, so that no ratio flatters."""
-        figures = self.figures
-        latencies = (
-            figures.ttft_ms.mean, figures.ttft_ms.p50, figures.ttft_ms.p99, figures.tbt_ms.p50, figures.tbt_ms.p99,
-            figures.tpot_ms.mean,
-        )  # fmt: skip
-        return (
-            figures.total_time_s,
-            figures.output_tokens_per_s,
-            *(float("inf") if value is None else value for value in latencies),
-            100 * figures.goodput_fraction,
-            self.preemptions,
-            100 * self.found,
-            self.prompt_steps_s,
-        )
+    def columns(self) -> dict[str, float]:
+        """Returns the table's numbers. A missing latency is infinite, so that it never looks like a good ratio."""
+        values = {name: COLUMNS[name](self.figures) for name in SHOWN}
+        return {
+            **{name: float("inf") if value is None else value for name, value in values.items()},
+            "preempted": self.preemptions,
+            "prefix hit %": 100 * self.found,
+            "prompt steps s": self.prompt_steps_s,
+        }
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -200,12 +193,11 @@ def results_json(measurements: Sequence[Measurement], parsed: argparse.Namespace
 
 
 def _ratios(runs: Mapping[str, Sequence[Measurement]], column: str) -> dict[str, dict[str, Any]]:
-    index = COLUMNS.index(column)
     first, *others = runs
     found = {}
     for other in others:
         pairs = zip(runs[first], runs[other], strict=True)
-        ratios = [_ratio(one.columns()[index], another.columns()[index]) for one, another in pairs]
+        ratios = [_ratio(one.columns()[column], another.columns()[column]) for one, another in pairs]
         found[f"{first}/{other}"] = {"median": statistics.median(ratios), "per_repeat": ratios}
     return found
 
@@ -223,9 +215,10 @@ def format_results(measurements: Sequence[Measurement], results: Mapping[str, An
     repeats = len(next(iter(results["values"].values())))
     rows = []
     for value in results["values"]:
-        columns = zip(*(one.columns() for one in measurements if one.value == value), strict=True)
+        columns = zip(*(one.columns().values() for one in measurements if one.value == value), strict=True)
         rows.append([value, *(format_number(statistics.median(column)) for column in columns)])
-    lines = [format_table([results["vary"] + (", medians" if repeats > 1 else ""), *COLUMNS], rows), ""]
+    header = [results["vary"] + (", medians" if repeats > 1 else ""), *measurements[0].columns()]
+    lines = [format_table(header, rows), ""]
     for name, ratio in results["ratio_mean_ttft"].items():
         each = ", ".join(f"{value:.2f}" for value in ratio["per_repeat"])
         lines.append(f"  mean TTFT {name}: {ratio['median']:.2f}" + (f" (median of {each})" if repeats > 1 else ""))

@@ -160,5 +160,5 @@ def _parse_line(decoder: msgspec.json.Decoder[DatasetLine], raw: bytes, where: s
     if (line.prompt is None) == (line.messages is None):
         raise UsageError(f"{where}: give either 'prompt' (text or token ids) or 'messages'")
     if line.max_tokens is not None and line.max_tokens < 1:
-        raise UsageError(f"{where}: max_tokens is {line.max_tokens}, the least is 1")
+        raise UsageError(f"{where}: max_tokens is {line.max_tokens}, the minimum is 1")
     return line

@@ -1,4 +1,4 @@
-"""The agent on a virtual clock: a queue of steps in the order of the policy, and a device that runs one at a time."""
+"""The agent on a virtual clock: a queue of steps in the policy's order, and a device that runs one step at a time."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ ORDERS: dict[str, tuple[str, ...]] = {
     "decode_first": ("move", "decode", "prefill"),
     "fcfs": ("move", ""),
 }
-"""Classes of kinds, the first runs first; the empty name stands for all others. A mixed step is announced as a
-prefill. See ``agent/task_queue.py``."""
+"""Priority classes of step kinds by policy; the first class runs first. An empty name stands for all other kinds. A
+mixed step has the class of a prefill. The real queue is in ``agent/task_queue.py``."""
 
 Sampler = Callable[[ScheduledStep], list[int]]
-"""The tokens a step samples, -1 where it does not sample."""
+"""Returns the sampled token of each row of a step, or -1 where the row samples nothing."""
 
 
 def agent_order(policy: str) -> dict[str, int]:
-    """Class of each kind of step under a policy; policies the agent has no order for run first come, first served."""
+    """Returns the priority class of each step kind. A policy that the agent does not know runs first come, first
+    served."""
     classes = ORDERS.get(policy, ORDERS["fcfs"])
     kinds = {"move": "move", "prefill": "prefill", "mixed": "prefill", "decode": "decode"}
     return {
@@ -37,17 +38,18 @@ def agent_order(policy: str) -> dict[str, int]:
 @dataclass(slots=True)
 class _Queued:
     rank: tuple[int, int]
-    """Class and number: the smallest runs first."""
+    """Class and sequence number; the smallest rank runs first."""
     ready: float
-    """When it is in the agent's queue."""
+    """Time at which the step reaches the agent's queue."""
     step: ScheduledStep
     seconds: float
 
 
 class VirtualAgent:
-    """Steps are submitted with the moment they reach the queue; answers come ``answer_delay_s`` after their end.
+    """Runs submitted steps and returns each result ``answer_delay_s`` after the step's end.
 
-    The caller asks for ``next_answer`` and calls ``run_until`` with a moment before which it submits nothing more.
+    The caller submits each step with the time at which it reaches the queue. It asks for ``next_answer``, and it calls
+    ``run_until`` with a time before which it will submit nothing more.
     """
 
     def __init__(
@@ -65,8 +67,8 @@ class VirtualAgent:
         self._answer_delay_s = answer_delay_s
         self._draws = None if spread is None else spread.draws(random.Random(f"steps/{seed}"))
         self._noise_s = 0.0
-        """What steps took longer by their noise, which goes by the time without it: by the clock there would be fewer
-        steps in slow times than in fast ones, and so fewer slow steps than were measured."""
+        """Time that noise has added so far. The state of the noise advances with the time without noise. If it advanced
+        with the clock, fewer steps would fall into slow periods than were measured."""
         self._queue: list[_Queued] = []
         self._running: _Queued | None = None
         self._free_at = 0.0
@@ -77,7 +79,7 @@ class VirtualAgent:
     def submit(self, step: ScheduledStep, ready: float) -> None:
         seconds = self._device.seconds(step)
         if self._draws is not None:
-            ratio = self._draws.draw(max(ready, self._free_at) - self._noise_s)  # about when it begins
+            ratio = self._draws.draw(max(ready, self._free_at) - self._noise_s)  # the approximate begin
             self._noise_s += (ratio - 1.0) * seconds
             seconds *= ratio
         kind = step.kind.value
@@ -87,7 +89,7 @@ class VirtualAgent:
         self.kind_s[kind] = self.kind_s.get(kind, 0.0) + seconds
 
     def next_answer(self) -> float | None:
-        """When the next answer comes if nothing else is submitted; None when none does."""
+        """Returns the time of the next result if nothing else is submitted, or None if there is none."""
         if self._running is not None:
             return self._free_at + self._answer_delay_s
         if not self._queue:
@@ -96,14 +98,16 @@ class VirtualAgent:
         return start + chosen.seconds + self._answer_delay_s
 
     def interrupt(self, moment: float, seconds: float) -> None:
-        """Others take ``seconds`` of the device's cores at ``moment``, before which the caller submits nothing more:
-        the step that runs then, if one does, takes so much longer."""
+        """Delays the step that runs at ``moment``, if any, because other work takes the device's cores for ``seconds``.
+
+        The caller must not submit a step before ``moment`` afterwards.
+        """
         if self._running is None:
             self._begin(moment)
         step = self._running
         if step is not None and moment < self._free_at:
             self._free_at += seconds
-        else:  # it has ended, its answer is on the way, and the next has begun
+        else:  # the step has ended, its result is in transfer, and the next step has begun
             start, step = self._next_start() if self._queue else (moment, None)
             if step is None or start > moment:
                 return
@@ -112,20 +116,21 @@ class VirtualAgent:
         self.kind_s[step.step.kind.value] += seconds
 
     def run_until(self, now: float) -> list[tuple[float, StepResult]]:
-        """The answers that have come by ``now``, with the time their steps ended. What begins by then has begun."""
+        """Returns the results that arrive by ``now``, each with the end of its step, and starts the steps due by
+        then."""
         answers = []
         while True:
             if self._running is None and not self._begin(now):
                 break
             assert self._running is not None
-            if self._free_at + self._answer_delay_s > now:  # as next_answer adds up, to the last bit
+            if self._free_at + self._answer_delay_s > now:  # the same sum as in next_answer, bit for bit
                 break
             answers.append((self._free_at, self._answer(self._running)))
             self._running = None
         return answers
 
     def _begin(self, now: float) -> bool:
-        """The next step begins, if there is one that does by ``now``."""
+        """Starts the next step if there is one that can start by ``now``. Returns True if it did."""
         if not self._queue:
             return False
         start, chosen = self._next_start()
@@ -136,7 +141,7 @@ class VirtualAgent:
         return True
 
     def _next_start(self) -> tuple[float, _Queued]:
-        """The step that runs next and when: of those that are there when the device is free, the first in order."""
+        """Returns the next step and its start: the first in order of those that are queued when the device is free."""
         queue = self._queue
         if len(queue) == 1:
             return max(self._free_at, queue[0].ready), queue[0]

@@ -1,17 +1,18 @@
-"""The study of batching modes: one engine, one load, each mode of batching in turn.
+"""Compares batching modes under the same load, on real servers or in the simulator.
 
     none         one request at a time
-    static       what waits when the device becomes free runs as one batch, to the end of its longest request
-    dynamic      a batch leaves when it is full or late, the next one waits until it has ended
-    continuous   requests join and leave at any step; each reserves contiguous room for its longest answer
-    paged        the same, with blocks on demand (paged attention)
+    static       when the device is free, the waiting requests form a batch, which runs to its longest end
+    dynamic      a batch starts when it is full or has waited long enough; the next one waits until it has ended
+    continuous   requests join and leave at any step; each reserves contiguous memory for its maximum length
+    paged        as continuous, but blocks are allocated on demand (paged attention)
 
-Clients in a closed loop send prompts of 64 to 256 random tokens (160 in the mean, as the conversations of ShareGPT have
-161: Kwon et al. 2023) that want 64, 128 or 256 tokens (end tokens are ignored); both are drawn by seed and the same in
-every mode. So are the answers, which is checked.
+Clients in a closed loop send prompts of 64 to 256 random tokens and ask for 64, 128 or 256 tokens; end tokens are
+ignored. The mean prompt has 160 tokens, as in the conversations of ShareGPT (161: Kwon et al. 2023). Prompts and
+lengths depend only on the seed, so every mode gets the same requests. The program checks that all modes return the same
+text.
 
-How far behind static and dynamic batching are depends on ``--batch-size``: a larger batch serves more clients at a
-time, and each waits for the longest of more. docs/scheduling.md has several.
+The results of static and dynamic batching depend on ``--batch-size``: a larger batch serves more clients at a time, but
+each of them waits for the longest request of the batch. docs/scheduling.md shows several sizes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ DEFAULT_MODES = ("static", "dynamic", "continuous", "paged")
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """0; 1 when requests failed or answers differ between modes, 2 when a server did not start."""
+    """Returns 0; 1 if requests failed or texts differ between modes; 2 if a server did not start."""
     parsed = _parser().parse_args(arguments)
     _check(parsed)
     requests = study_workload(parsed.requests, parsed.seed, PROMPT_LEN, OUTPUTS, VOCAB)
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
 
 
 def _simulate(mode: str, requests: Sequence[LoadRequest], parsed: argparse.Namespace) -> Measured:
-    """The load of the study under one mode. Raises ConfigError, or UsageError about the recording."""
+    """Simulates the load in one mode. Raises ConfigError, or UsageError if the recording does not fit."""
     settings = [*mode_settings(mode, parsed.batch_size, parsed.batch_wait), *parsed.settings]
     fit = None
     if parsed.recording is not None:
@@ -78,14 +79,14 @@ def _simulate(mode: str, requests: Sequence[LoadRequest], parsed: argparse.Names
 def _check(parsed: argparse.Namespace) -> None:
     for name in ("clients", "requests", "batch_size"):
         if getattr(parsed, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(parsed, name)}: the least is 1")
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(parsed, name)}: the minimum is 1")
 
 
 def _modes(text: str) -> tuple[str, ...]:
     modes = tuple(text.split(","))
     for mode in modes:
         if mode not in MODES:
-            raise argparse.ArgumentTypeError(f"{mode!r}: there are {', '.join(MODES)}")
+            raise argparse.ArgumentTypeError(f"{mode!r}: the modes are {', '.join(MODES)}")
     return modes
 
 
@@ -93,27 +94,29 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="for all modes"
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override for all modes"
     )
-    parser.add_argument("--clients", type=int, default=50, help="in a closed loop (default %(default)s)")
-    parser.add_argument("--requests", type=int, default=1000, help="in all (default %(default)s)")
+    parser.add_argument("--clients", type=int, default=50, help="number of clients (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=1000, help="number of requests (default %(default)s)")
     parser.add_argument(
         "--modes", type=_modes, default=DEFAULT_MODES, metavar="M,M", help=f"default {','.join(DEFAULT_MODES)}"
     )
     parser.add_argument(
-        "--batch-size", type=int, default=BATCH_SIZE, help="of static and dynamic batching (default %(default)s)"
+        "--batch-size", type=int, default=BATCH_SIZE, help="for static and dynamic batching (default %(default)s)"
     )
     parser.add_argument(
         "--batch-wait",
         type=positive,
         default=BATCH_WAIT_S,
         metavar="S",
-        help="seconds a dynamic batch that is not full waits (default %(default)s)",
+        help="maximum seconds that a dynamic batch waits to become full (default %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of prompts and lengths (default %(default)s)")
-    parser.add_argument("--simulate", choices=sorted(PRESETS), metavar="DEVICE", help="in the simulator: %(choices)s")
-    parser.add_argument("--recording", type=Path, metavar="F", help="with --simulate cpu: fit the device from this")
-    parser.add_argument("--timeout", type=positive, default=3600.0, help="seconds for one request")
-    parser.add_argument("--start-timeout", type=positive, default=600.0, help="seconds for a server to be ready")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--simulate", choices=sorted(PRESETS), metavar="DEVICE", help="simulate; device: %(choices)s")
+    parser.add_argument(
+        "--recording", type=Path, metavar="F", help="with --simulate cpu: fit the device to this recording"
+    )
+    parser.add_argument("--timeout", type=positive, default=3600.0, help="maximum seconds for one request")
+    parser.add_argument("--start-timeout", type=positive, default=600.0, help="maximum seconds for a server to start")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     return parser

@@ -1,20 +1,20 @@
-"""What a step costs on a device: the roofline of its operators, and the price of starting them.
+"""Calculates the time of a step from a device's rates: the roofline of its operators, and the kernel launches.
 
     step = overhead + max(kernels x launch, busy)
-    busy = linear layers + output to the vocabulary + attention + activations + sampling
+    busy = linear layers + output layer + attention + activations + sampling
 
-    linear       operations / peak, over weight bytes / bandwidth
-    attention    pair operations / peak, over keys and values of the context / bandwidth
-    activations  bytes between the operators / bandwidth
-    sampling     reading the logits once / bandwidth, and a price a row
+    linear layers  max(operations / peak, weight bytes / bandwidth)
+    attention      max(operations of the query-key pairs / peak, bytes of the context's keys and values / bandwidth)
+    activations    bytes between the operators / bandwidth
+    sampling       reading the logits once / bandwidth, plus a fixed time per row
 
-"Over": a device that reads while it computes takes the longer of the two (``overlap`` infinite). One that does so in
-part takes ``(a ** overlap + b ** overlap) ** (1 / overlap)``, the sum at 1.
+A device that reads and computes at the same time takes the maximum, as above (``overlap`` is infinite). With a partial
+overlap the time is ``(a ** overlap + b ** overlap) ** (1 / overlap)``; ``overlap`` 1 gives the sum.
 
-Kernels are started by the host one after the other while the device runs those started before; a step therefore takes
-the longer of the two ("host bound" or "device bound"). Moves of blocks take the bytes over the way they go.
+The host starts kernels one after the other while the device runs earlier ones. A step therefore takes the longer of the
+two: it is host bound or device bound. Block moves take their bytes divided by the bandwidth of the transfer.
 
-The rates are what is reached, not the peaks: a preset says which share of the published rate that is, and why.
+Rates are achieved rates and not peaks. A preset states which fraction of the published rate it assumes, and why.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["CostModel", "DeviceRates", "RooflineDevice"]
 
 
 class CostModel(Protocol):
-    """Seconds of a step, from the moment the agent takes it out of its queue to the moment the next may begin."""
+    """Gives the seconds of a step: from leaving the agent's queue until the next step can begin."""
 
     name: str
 
@@ -39,36 +39,36 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """A device in figures that are reached, not peaks. Seconds, bytes and operations a second."""
+    """Achieved rates of a device, in seconds, bytes per second and operations per second."""
 
     name: str
     operations_per_s: dict[str, float]
-    """By what multiplies: ``float16``, ``bfloat16``, ``int8``, ``float32``."""
+    """By the type of the operands: ``float16``, ``bfloat16``, ``int8``, ``float32``."""
     attention_share: float
-    """Of ``operations_per_s`` that attention over a prompt reaches."""
+    """Fraction of ``operations_per_s`` that attention over a prompt achieves."""
     memory_bytes_per_s: float
     attention_bytes_per_s: float
-    """Of keys and values read through block tables."""
+    """Rate of reading keys and values through block tables."""
     host_bytes_per_s: float
-    """Between device and host, one way: blocks swapped out and in."""
+    """Rate between device and host in one direction, for blocks that are swapped."""
     copy_bytes_per_s: float
-    """Blocks copied on the device."""
+    """Rate of copying blocks on the device."""
     step_overhead_s: float
-    """Inputs to the device, the call of the graph, results back: paid by every step, overlapping nothing."""
+    """Time of every step that overlaps nothing: inputs to the device, the call of the graph, results to the host."""
     sample_row_s: float
     kernel_launch_s: float = 0.0
     kernels_per_layer: int = 0
     kernels_per_step: int = 0
     overlap: float = math.inf
-    """How far reading and computing go on at a time."""
+    """How much reading and computing overlap; see the module's docstring."""
     move_overhead_s: float = 0.0
-    """A step that only moves blocks ..."""
+    """Time of a step that only moves blocks."""
     block_overhead_s: float = 0.0
-    """... and each block moved."""
+    """Time of each moved block."""
 
 
 class RooflineDevice:
-    """A cost model from rates and the sizes of a model."""
+    """A cost model from a device's rates and a model's sizes."""
 
     def __init__(self, rates: DeviceRates, model: ModelWork) -> None:
         self.name = rates.name
@@ -86,12 +86,12 @@ class RooflineDevice:
         return moves + self.work_seconds(work_of(step))
 
     def work_seconds(self, work: StepWork) -> float:
-        """A step of ``work`` without moves."""
+        """Returns the seconds of a step without its block moves."""
         busy = self._linear(work) + self._attention(work) + self._rest(work)
         return self._rates.step_overhead_s + max(self._launch_s, busy)
 
     def move_seconds(self, step: ScheduledStep) -> float:
-        """The block moves that come before the graph."""
+        """Returns the seconds of the block moves before the graph."""
         seconds, rates, size = 0.0, self._rates, self._model.block_bytes
         for move in step.moves:
             rate = rates.copy_bytes_per_s if move.kind is MoveKind.COPY else rates.host_bytes_per_s

@@ -1,20 +1,24 @@
-"""A device's costs learnt from steps that ran: non-negative least squares over what a step holds.
+"""Fits a device's step times to measured steps, by non-negative least squares.
 
-The time of a step is taken as a sum of terms that can only add time, each a count of the step times a coefficient:
+The time of a step is a sum of terms. Each term is a count from the step times a coefficient, which cannot be negative:
 
-    a step; a step with prompt tokens; tokens, tokens up to each of some knots and tokens beyond each (weights are read
-    once, so tokens are cheap until arithmetic takes longer; a unit that multiplies 16 rows at a time, as AMX does, is
-    dear for the first of them: the sum is any curve that rises, piecewise linear); sequences; rows sampled; keys read;
-    pairs of a query and a position beyond those; blocks swapped, blocks copied; requests that came while it ran, whose
-    way in takes time of the device's cores where it shares them (what they take is the host's, ``interrupt_s``)
+    - a constant for every step, and one for steps with prompt tokens
+    - tokens; tokens up to each of several knots; tokens beyond each knot
+    - sequences; sampled rows; keys read; query-key pairs beyond the keys
+    - swapped blocks; copied blocks
+    - requests that arrived during the step (this coefficient is the host's ``interrupt_s``)
 
-Residuals are weighted by one over the time expected (by one over the measured one in the first round, which is biased
-to short steps but not led astray by single long ones), so that a small step counts as much as a large one, and steps
-that the machine held up (beyond ``OUTLIER`` times the fit) do not shape it. What all steps took, relative to the
-fit, is kept as quantiles, with the share of it that lasts and for how long (see ``spread``): a simulation draws from
-them, and so has the machine's mean and tails.
+The terms of the tokens add up to any increasing, piecewise linear curve. The curve is needed because weights are read
+only once per step, so that tokens cost little until arithmetic takes longer. And a unit that multiplies 16 rows at a
+time, such as AMX, takes as long for one row as for 16.
 
-Algorithm: Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23.
+Residuals are divided by the expected time, so that a short step counts as much as a long one. The first round divides
+by the measured time instead: this favours short steps, but single delayed steps cannot distort it. Steps that took more
+than ``OUTLIER`` times the fit are then left out. The ratios of measured to fitted time of all steps are stored as
+quantiles, with the fraction that lasts and its duration (see ``spread``). A simulation draws from them, so that it has
+the machine's mean and tail latencies.
+
+Algorithm: Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23 (``scipy.optimize.nnls``).
 """
 
 from __future__ import annotations
@@ -56,38 +60,39 @@ TERMS = (
 OUTLIER = 3.0
 ROUNDS = 5
 NUM_QUANTILES = 99
-LEAST_STEPS = 50
-LEAST_SUCH_STEPS = 10
+MIN_STEPS = 50
+MIN_STEPS_OF_KIND = 10
 TOLERANCE = 1e-10
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step as it ran. ``seconds``: from when the device could begin it to when the next could begin."""
+    """A completed step. ``seconds`` is the time from when the device could start it until it could start the next
+    one."""
 
     work: StepWork
     seconds: float
     swapped_blocks: int = 0
     copied_blocks: int = 0
     arrivals: int = 0
-    """Requests that came while it ran."""
+    """Number of requests that arrived during the step."""
     begin: float = 0.0
-    """On the engine's clock, in seconds."""
+    """Start on the engine's clock, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepFit:
-    """Coefficients in seconds by term, with where they come from. Belongs to one model in one set of formats."""
+    """Coefficients by term, in seconds, and their origin. A fit is valid for one model in one set of number formats."""
 
     coefficients: dict[str, float]
     spread: Spread
     provenance: dict[str, Any] = field(default_factory=dict)
     host: HostModel = field(default_factory=HostModel)
     slowdown: Slowdown = field(default_factory=Slowdown)
-    """What a step takes of the sum of its terms."""
+    """Factors by which steps take longer than the sum of their terms."""
 
     def slowed(self, by: Slowdown) -> StepFit:
-        """On the same machine at a time when it is slower: the host's part, too, as all steps are."""
+        """Returns the fit of the same machine in a slower period. The host's times grow by the factor of all steps."""
         host = HostModel(**{name: by.steps * seconds for name, seconds in asdict(self.host).items()})
         return replace(self, slowdown=self.slowdown.times(by), host=host)
 
@@ -104,7 +109,7 @@ class StepFit:
 
 
 def terms_of(work: StepWork, swapped: int = 0, copied: int = 0) -> list[float]:
-    """The counts of a step, in the order of ``TERMS``."""
+    """Returns the counts of a step in the order of ``TERMS``."""
     tokens = work.tokens
     return [
         1.0,
@@ -122,10 +127,10 @@ def terms_of(work: StepWork, swapped: int = 0, copied: int = 0) -> list[float]:
 
 
 def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None = None) -> StepFit:
-    """Raises UsageError when there are too few steps to tell anything."""
+    """Fits the coefficients. Raises UsageError if there are too few steps."""
     steps = [step for step in steps if step.seconds > 0.0]
-    if len(steps) < LEAST_STEPS:
-        raise UsageError(f"{len(steps)} steps with a time are recorded; a fit takes at least {LEAST_STEPS}")
+    if len(steps) < MIN_STEPS:
+        raise UsageError(f"{len(steps)} steps with a time are recorded; a fit needs at least {MIN_STEPS}")
     counts = np.array(
         [[*terms_of(step.work, step.swapped_blocks, step.copied_blocks), step.arrivals] for step in steps], float
     )
@@ -152,30 +157,35 @@ def fit_steps(steps: Sequence[MeasuredStep], provenance: dict[str, Any] | None =
 
 
 def slowdown(fit: StepFit, steps: Sequence[MeasuredStep]) -> Slowdown:
-    """Medians of the times relative to the fit, which single steps that the machine held up do not move. Few or many
-    rows that hardly a step decoded are taken for as slow as all decode steps. Raises UsageError when there are too few
-    steps."""
+    """Returns the median ratios of measured to fitted time, for all steps and for each kind.
+
+    Medians ignore single delayed steps. If too few steps decoded few (or many) rows, the ratio of all decode steps
+    takes their place. Raises UsageError if there are too few steps.
+    """
     steps = [step for step in steps if step.seconds > 0.0]
     decode = [step for step in steps if step.work.kind is StepKind.DECODE]
     prompts = [step for step in steps if step.work.kind is not StepKind.DECODE]
-    if len(steps) < LEAST_STEPS:
-        raise UsageError(f"{len(steps)} steps with a time are recorded; the machine's speed takes {LEAST_STEPS}")
-    if len(prompts) < LEAST_SUCH_STEPS or not decode:
+    if len(steps) < MIN_STEPS:
+        raise UsageError(f"{len(steps)} steps with a time are recorded; measuring the speed needs {MIN_STEPS}")
+    if len(prompts) < MIN_STEPS_OF_KIND or not decode:
         raise UsageError(
-            f"{len(decode)} decode steps and {len(prompts)} with prompts are recorded; the machine's speed takes one"
-            f" and {LEAST_SUCH_STEPS}"
+            f"{len(decode)} decode steps and {len(prompts)} with prompts are recorded; measuring the speed needs 1"
+            f" and {MIN_STEPS_OF_KIND}"
         )
     between = (FEW_ROWS + MANY_ROWS) / 2
     few = [step for step in decode if step.work.tokens < between]
     many = [step for step in decode if step.work.tokens > between]
-    few, many = (those if len(those) >= LEAST_SUCH_STEPS else decode for those in (few, many))
+    few, many = (those if len(those) >= MIN_STEPS_OF_KIND else decode for those in (few, many))
     usual = float(np.median(fit.spread.quantiles))
     return Slowdown(*(_median_ratio(fit, those) / usual for those in (steps, few, many, prompts)))
 
 
 def at_one_speed(fit: StepFit, loads: Sequence[Sequence[Sequence[MeasuredStep]]]) -> list[MeasuredStep]:
-    """The steps of several runs of each of some loads, every load the same each time, as if the machine had been as
-    fast in all runs of a load as in the median one. ``fit``: of all of them. A run without steps has no speed."""
+    """Scales the steps of repeated runs as if the machine had always had the same speed.
+
+    ``loads`` has the runs of each load, which were equal except for the machine's speed. Each run is scaled to the
+    median speed of its load. ``fit`` is the fit of all steps. A run without steps is ignored.
+    """
     steps = []
     for runs in loads:
         ratios = [_median_ratio(fit, run) for run in runs if run]
@@ -186,7 +196,7 @@ def at_one_speed(fit: StepFit, loads: Sequence[Sequence[Sequence[MeasuredStep]]]
 
 
 def _median_ratio(fit: StepFit, steps: Sequence[MeasuredStep]) -> float:
-    """Of measured to fitted time."""
+    """Returns the median of measured time divided by fitted time."""
     device = FittedDevice(fit)
     return float(np.median([step.seconds / max(device.measured_seconds(step, fit.host), TOLERANCE) for step in steps]))
 
@@ -203,7 +213,7 @@ def _coefficients(counts: Array, seconds: Array) -> Array:
 
 
 class FittedDevice:
-    """A cost model from a fit."""
+    """A cost model that uses a fit."""
 
     def __init__(self, fit: StepFit) -> None:
         self.name = str(fit.provenance.get("name", "fitted"))
@@ -223,12 +233,12 @@ class FittedDevice:
         return moves + self.work_seconds(work_of(step))
 
     def measured_seconds(self, step: MeasuredStep, host: HostModel) -> float:
-        """What a recorded step is expected to have taken, with what ``host`` says of the requests that came."""
+        """Returns the expected time of a recorded step, including the delay by requests that arrived during it."""
         moves = self._slowdown.steps * (step.swapped_blocks * self._swap_s + step.copied_blocks * self._copy_s)
         return self.work_seconds(step.work) + moves + step.arrivals * host.interrupt_s
 
     def work_seconds(self, work: StepWork) -> float:
-        """A step of ``work`` without moves."""
+        """Returns the seconds of a step without its block moves."""
         tokens = work.tokens
         seconds = self._step_s + tokens * self._token_s + work.sequences * self._sequence_s
         if work.kind is not StepKind.DECODE:
@@ -242,7 +252,7 @@ class FittedDevice:
 
 
 def read_fit(path: Path) -> StepFit:
-    """A file of ``StepFit.as_json``. Raises UsageError when it is none."""
+    """Reads a file with the JSON of a ``StepFit``. Raises UsageError if it is something else."""
     try:
         content = msgspec.json.decode(path.read_bytes())
         return StepFit(

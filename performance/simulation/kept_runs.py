@@ -1,4 +1,4 @@
-"""What clients saw, as files: load tests as they happened, to be looked at again."""
+"""Stores what clients measured in load tests, so that it can be compared again without a server."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ _RECORD = tuple(declared.name for declared in fields(RequestRecord) if declared.
 
 
 def write_runs(path: Path, runs: Sequence[LoadRun], others: float = 0.0) -> None:
-    """The runs without their options, which who reads them gives. ``others``: share of the cores' time that others took
-    during what they were made for."""
+    """Writes runs without their options, and the fraction of the cores' time that other processes took."""
     content = [
         {name: getattr(run, name) for name in _RUN} | {"records": [_record_json(record) for record in run.records]}
         for run in runs
@@ -32,24 +31,24 @@ def write_runs(path: Path, runs: Sequence[LoadRun], others: float = 0.0) -> None
 
 
 def read_runs(path: Path, options: Sequence[LoadOptions]) -> list[LoadRun]:
-    """What ``write_runs`` wrote of runs with these options. Raises UsageError when it is something else."""
+    """Reads the runs that ``write_runs`` wrote; ``options`` are theirs. Raises UsageError if the file is different."""
     try:
         content = orjson.loads(path.read_bytes())["runs"]
         runs = [_run(run, asked) for run, asked in zip(content, options, strict=True)]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--kept: {path} is not what clients of these loads saw: {error}") from error
+        raise UsageError(f"--kept: {path} does not contain runs of these loads: {error}") from error
     for run in runs:
         if len(run.records) != run.options.count:
-            raise UsageError(f"--kept: {path} has {len(run.records)} requests of a load of {run.options.count}")
+            raise UsageError(f"--kept: {path} has {len(run.records)} requests; the load has {run.options.count}")
     return runs
 
 
 def read_others(path: Path) -> float:
-    """``others`` of what ``write_runs`` wrote. Raises UsageError when it is something else."""
+    """Reads the fraction of the cores' time that other processes took. Raises UsageError if it is missing."""
     try:
         return float(orjson.loads(path.read_bytes())["others"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--kept: {path} does not say what others took of the cores' time: {error}") from error
+        raise UsageError(f"--kept: {path} has no fraction of time that other processes took: {error}") from error
 
 
 def _record_json(record: RequestRecord) -> dict[str, Any]:

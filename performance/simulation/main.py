@@ -1,4 +1,4 @@
-"""The simulator from the command line to the exit code."""
+"""The simulator's program, from the command line to the exit code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from performance.simulation.workload import OpenLoop
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 2 when there is nothing to simulate, 130 when interrupted."""
+    """Returns 0; 2 if nothing can be simulated; 130 if interrupted."""
     options = parse_options(arguments)
     fit = _fit(options)
     if options.validate is not None:
@@ -42,7 +42,7 @@ def _fit(options: SimulationOptions) -> StepFit | None:
         fit = read_fit(options.fit)
     if options.save_fit is not None:
         if fit is None:
-            raise UsageError("--save-fit: there is no fit to save; give a --recording")
+            raise UsageError("--save-fit: there is no fit to save; use --recording")
         write_json(options.save_fit, fit.as_json())
         print(f"  {options.save_fit}", file=sys.stderr)
     return fit
@@ -58,7 +58,7 @@ def _simulate_all(options: SimulationOptions, fit: StepFit | None) -> int:
             found = find_rate(lambda rate: _run(variant, setup, options, replace(load, rate=rate)), load.rate)  # noqa: B023
             rates[variant.name] = found.as_json()
             runs.append(found.run)
-            print(f"{variant.name}: {found.rate:.3g} requests/s keep the objectives, {found.above:.3g} do not")
+            print(f"{variant.name}: {found.rate:.3g} requests/s meet the objectives, {found.above:.3g} do not")
         else:
             runs.append(_run(variant, setup, options, load))
     print(run_text(runs[0]) if len(runs) == 1 else comparison_table(runs))
@@ -97,7 +97,7 @@ def _write(options: SimulationOptions, runs: Sequence[SimulatedRun], rates: dict
 
 
 def _validate(options: SimulationOptions, fit: StepFit | None) -> int:
-    """Repeat a load test's requests in the simulator, one policy at a time, and compare."""
+    """Repeats the requests of a load test in the simulator, under each policy, and compares the figures."""
     assert options.validate is not None
     measured = read_load_test(options.validate)
     results: dict[str, Any] = {}

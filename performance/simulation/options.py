@@ -36,16 +36,16 @@ examples
       --set parallel_config.data_parallel=4 --sweep parallel_config.routing=prefix,least_loaded,round_robin
   simulate.py --config C --recording F --validate LOADTEST.json       how far off is the simulation?
 
-settings are those of the server, beside device.RATE and host.TIME (fields of DeviceRates and HostModel); a sweep takes
-rate, too. A trace has one JSON object a line: arrival_s, prompt_tokens (or prompt: token ids), output_tokens, and may
-have max_tokens, priority, tenant, ttft_objective_ms, tbt_objective_ms. A flight recording is a trace, too."""
+Settings are those of the server, and device.RATE and host.TIME (fields of DeviceRates and HostModel). A sweep also
+takes rate. A trace has one JSON object per line with arrival_s, prompt_tokens (or prompt: token ids) and output_tokens.
+It may have max_tokens, priority, tenant, ttft_objective_ms, tbt_objective_ms. A flight recording is a trace, too."""
 
 RATE = "rate"
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One point of a sweep under one policy."""
+    """One combination of a policy and swept values."""
 
     name: str
     settings: tuple[str, ...]
@@ -54,7 +54,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class SimulationOptions:
-    """Everything the command line says."""
+    """The parsed command line."""
 
     config: str
     device: str
@@ -72,7 +72,7 @@ class SimulationOptions:
     plot_dir: Path | None
 
     def variants(self) -> list[Variant]:
-        """Every combination of policy and swept values, in the order given. Policies go by their own name."""
+        """Returns every combination of policies and swept values, in the given order."""
         bases = [(policy, [f"scheduler_config.policy={policy}"]) for policy in self.policies] or [("", [])]
         found = []
         for values in product(*(values for _, values in self.sweeps)):
@@ -87,16 +87,18 @@ class SimulationOptions:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> SimulationOptions:
-    """Exits with 2 on a wrong option; raises UsageError on a wrong combination."""
+    """Parses the command line. Exits with 2 on a wrong option; raises UsageError on a wrong combination."""
     parsed = _parser().parse_args(arguments)
     if parsed.trace is None and parsed.validate is None and request_count(parsed.rate, parsed.duration) < 1:
-        raise UsageError(f"-X {parsed.rate:g} for -T {parsed.duration:g} seconds makes no request: raise one of them")
+        raise UsageError(
+            f"-X {parsed.rate:g} for -T {parsed.duration:g} seconds makes no request: raise one of them"
+        )
     if parsed.recording is not None and parsed.device != "cpu":
-        raise UsageError(f"--recording fits a device from its steps; --device {parsed.device} has rates of its own")
+        raise UsageError(f"--recording fits a device to measured steps; --device {parsed.device} has its own rates")
     if parsed.beginnings[0] and parsed.trace is not None:
-        raise UsageError("--beginnings goes before generated prompts; a trace has its own")
+        raise UsageError("--beginnings applies to generated prompts; a trace has its own prompts")
     if parsed.find_rate and parsed.trace is not None:
-        raise UsageError("--find-rate changes the rate of generated arrivals; a trace has its own")
+        raise UsageError("--find-rate changes the rate of generated arrivals; a trace has its own arrival times")
     load = LoadOptions(
         endpoint=NOWHERE,
         rate=parsed.rate,
@@ -131,12 +133,12 @@ def _parser() -> argparse.ArgumentParser:
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_argument_group("deployment")
-    what.add_argument("--config", required=True, help="as for the server")
+    what.add_argument("--config", required=True, help="the server's config")
     what.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="see below")
     what.add_argument("--device", choices=sorted(PRESETS), default="cpu", help="default %(default)s")
-    what.add_argument("--recording", type=Path, metavar="F", help="fit the device from the steps of a flight recording")
-    what.add_argument("--fit", type=Path, metavar="FILE", help="a fit made before (--save-fit)")
-    what.add_argument("--save-fit", type=Path, metavar="FILE", help="write the fit here")
+    what.add_argument("--recording", type=Path, metavar="F", help="fit the device to the steps of a flight recording")
+    what.add_argument("--fit", type=Path, metavar="FILE", help="use a stored fit (--save-fit)")
+    what.add_argument("--save-fit", type=Path, metavar="FILE", help="write the fit to this file")
     what.add_argument("--policy", metavar="P[,P...]", help="scheduling policies to compare (default: the config's)")
     what.add_argument(
         "--sweep", action="append", default=[], type=parse_values, metavar="KEY=V1,V2", help="values to compare"
@@ -147,10 +149,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text-prompts", dest="token_ids", action="store_false", help="words instead of token ids")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests and their times, see below")
     result = parser.add_argument_group("result")
-    result.add_argument("--find-rate", action="store_true", help="the rate at which p99 keeps the objectives")
-    result.add_argument("--validate", type=Path, metavar="LOADTEST.json", help="compare with a load test's result")
-    result.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    result.add_argument("--plots", type=Path, metavar="FOLDER", help="write a picture of each run here")
+    result.add_argument(
+        "--find-rate", action="store_true", help="find the highest rate with p99 in the objectives"
+    )
+    result.add_argument("--validate", type=Path, metavar="LOADTEST.json", help="compare with the JSON of a load test")
+    result.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    result.add_argument("--plots", type=Path, metavar="FOLDER", help="write a picture of each run to this folder")
     add_objective_options(result)
     return parser
 

@@ -1,7 +1,7 @@
-"""The pictures of ``docs/scheduling.md``: ``python -m performance.simulation.pictures docs``.
+"""Draws the pictures of ``docs/scheduling.md``: ``python -m performance.simulation.pictures docs``.
 
-All are simulated on the Ascend preset with the published deployment of Llama 2 7B, in seconds, and come out the same
-on every machine.
+All simulations use the Ascend preset with the published deployment of Llama 2 7B. They take seconds, and give the same
+result on every machine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STUDY_CLIENTS, STUDY_REQUESTS, SHOWN_S = 50, 1000, 20.0
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A pause of a stream: when it ended, and how long it was. Seconds."""
+    """A pause between two pieces of a stream: its end and its length, in seconds."""
 
     at: float
     seconds: float
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def policy_runs(policies: Sequence[str] = tuple(POLICIES), load: LoadOptions = PUBLISHED_LOAD) -> list[SimulatedRun]:
-    """The published load under each policy."""
+    """Simulates the published load under each policy."""
     runs = []
     for policy in policies:
         setup = make_setup(CONFIG, [f"scheduler_config.policy={policy}"], DEVICE)
@@ -75,7 +75,7 @@ def policy_runs(policies: Sequence[str] = tuple(POLICIES), load: LoadOptions = P
 
 
 def long_prompt_runs(policies: Sequence[str] = tuple(POLICIES)) -> list[SimulatedRun]:
-    """A prompt that nearly fills the context arrives among streams that decode. The cache has room for all."""
+    """Simulates a prompt that nearly fills the context and arrives while streams decode. The cache holds all blocks."""
     load = replace(PUBLISHED_LOAD, duration=LONG_AT_S)
     generator = random.Random("long prompt")
     lengths = [*(STREAMS * [(PROMPT_LEN[0], STREAM_TOKENS)]), (LONG_PROMPT, 64)]
@@ -93,7 +93,7 @@ def long_prompt_runs(policies: Sequence[str] = tuple(POLICIES)) -> list[Simulate
 
 
 def batching_runs(modes: Sequence[str] = tuple(MODES), requests: int = STUDY_REQUESTS) -> list[SimulatedRun]:
-    """The study of batching modes."""
+    """Simulates the comparison of batching modes."""
     asked = [
         SimulatedRequest(each.token_ids or (), each.max_tokens)
         for each in study_workload(requests, 0, PROMPT_LEN, OUTPUTS, VOCAB)
@@ -107,7 +107,7 @@ def batching_runs(modes: Sequence[str] = tuple(MODES), requests: int = STUDY_REQ
 
 
 def policies_picture(path: Path, runs: Sequence[SimulatedRun]) -> None:
-    """Times to the first token, times between tokens, and requests under way, a line a policy."""
+    """Draws TTFT, times between tokens, and running requests, with one line per policy."""
     figure, (first, between, flight) = _figure(path, 3)
     for run in runs:
         colour = COLOURS[run.name]
@@ -117,16 +117,16 @@ def policies_picture(path: Path, runs: Sequence[SimulatedRun]) -> None:
         _requests_under_way(flight, run.run.records, run.name, colour)
     first.set_xlabel("time to first token (ms)")
     between.set_xlabel("time between tokens (ms)")
-    first.set_ylabel("share of requests")
-    between.set_ylabel("share of tokens")
+    first.set_ylabel("fraction of requests")
+    between.set_ylabel("fraction of tokens")
     flight.set_xlabel("seconds since the start")
-    flight.set_ylabel("requests under way")
+    flight.set_ylabel("running requests")
     between.legend(fontsize=7, frameon=False, loc="center right")
     _save(figure, path)
 
 
 def long_prompt_picture(path: Path, runs: Sequence[SimulatedRun]) -> None:
-    """The pauses of the streams around the arrival of the long prompt, a panel a policy."""
+    """Draws the streams' times between tokens around the arrival of the long prompt, with one panel per policy."""
     figure, panels = _figure(path, len(runs))
     for axes, run in zip(panels, runs, strict=True):
         *streams, long = run.run.records
@@ -148,7 +148,7 @@ def long_prompt_picture(path: Path, runs: Sequence[SimulatedRun]) -> None:
 
 
 def batching_picture(path: Path, runs: Sequence[SimulatedRun]) -> None:
-    """Requests that are being answered over the first seconds, a panel a mode."""
+    """Draws the number of requests that receive tokens during the first seconds, with one panel per mode."""
     figure, panels = _figure(path, len(runs))
     for axes, run in zip(panels, runs, strict=True):
         answered = [record for record in run.run.records if record.piece_times]
@@ -159,12 +159,12 @@ def batching_picture(path: Path, runs: Sequence[SimulatedRun]) -> None:
         axes.set_ylim(0, STUDY_CLIENTS + 5)
         axes.set_title(f"{run.name}\n{run.figures.qps:.3g} requests/s", fontsize=8)
         axes.set_xlabel("seconds")
-    panels[0].set_ylabel("requests that get tokens")
+    panels[0].set_ylabel("requests that receive tokens")
     _save(figure, path)
 
 
 def gaps_of(record: RequestRecord) -> list[Gap]:
-    """The pauses of one answer."""
+    """Returns the pauses between the pieces of a request."""
     return [Gap(later, later - earlier) for earlier, later in pairwise(record.piece_times)]
 
 
@@ -189,7 +189,7 @@ def _distribution(axes: Axes, values: Sequence[float], label: str, colour: str) 
     ordered = np.sort(np.array(values))
     if len(ordered) > 2000:
         ordered = np.quantile(ordered, np.linspace(0, 1, 2000))
-    dashes = "--" if label == Policy.SLO.value else "-"  # it mostly lies on chunked
+    dashes = "--" if label == Policy.SLO.value else "-"  # its line mostly covers the one of chunked
     axes.plot(ordered, np.linspace(0, 1, len(ordered)), dashes, color=colour, label=label, linewidth=1.2)
     axes.set_xscale("log")
 

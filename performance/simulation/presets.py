@@ -1,28 +1,29 @@
-"""Devices by name. Every rate is a published or a measured one times the share of it that is reached, both stated.
+"""Rates of known devices. Every rate is a published or measured rate times the fraction that is achieved.
 
 ``ascend-910b``: an Ascend 910B2 of 64 GB, float16, one device, MindSpore's kernel-by-kernel mode.
 
-    FP16             24 cube cores x 16 x 16 x 16 multiply-adds a cycle x 1.8 GHz = 353.9 TFLOP/s (core count, size and
-                     frequency: CANN's platform file Ascend910B2*.ini, gitcode.com/cann/runtime, src/platform/
+    FP16             24 cube cores x 16 x 16 x 16 multiply-adds per cycle x 1.8 GHz = 353.9 TFLOP/s (core count, size
+                     and frequency: CANN's platform file Ascend910B2*.ini, gitcode.com/cann/runtime, src/platform/
                      platform_config; the product: gitcode.com/cann/ops-cv, issue 997). Large products in bfloat16
-                     reach 328 TFLOP/s as measured by the project "limulidae" (93 %). Assumed: 70 %, as a server's
+                     achieved 328 TFLOP/s in the project "limulidae" (93 %). Assumed: 70 %, because a server's
                      products have some hundred rows, not thousands. int8: twice the rate.
-    HBM              64 GB at 1.6 TB/s (the same issue). Assumed: 80 % for weights, 60 % for keys and values read block
-                     by block.
-    device to host   PCIe 4.0 x16, 31.5 GB/s one way. Assumed: 75 %.
-    kernels          13 a layer and 6 a step in the native graph (``agent/backends/native``). The mode starts them
-                     from the host one by one while earlier ones run. Assumed: 12 us each. For scale: eager PyTorch
-                     took 832 us a transformer block of a 30B mixture of experts on a 910B3, 591 us of it waiting for
-                     the host (github.com/vllm-project/vllm-ascend, issue 9404).
-    a step           Assumed: 1.5 ms for the inputs' way to the device, the call of the graph and the results' way
-                     back, and 10 us a row sampled.
+    HBM              64 GB at 1.6 TB/s (the same issue). Assumed: 80 % for weights, 60 % for keys and values that are
+                     read by blocks.
+    device to host   PCIe 4.0 x16, 31.5 GB/s in one direction. Assumed: 75 %.
+    kernels          13 per layer and 6 per step in the native graph (``agent/backends/native``). The host starts them
+                     one by one while earlier ones run. Assumed: 12 us each. For comparison: eager PyTorch took 832 us
+                     for a transformer block of a 30B mixture of experts on a 910B3, and waited for the host for
+                     591 us of it (github.com/vllm-project/vllm-ascend, issue 9404).
+    step             Assumed: 1.5 ms for the transfer of inputs, the call of the graph and the transfer of results, and
+                     10 us per sampled row.
 
-``cpu``: two cores of an AMD EPYC (Zen 4, AVX-512 with VNNI and BF16), from the ceilings and the shares of them that
-``docs/performance.md`` measured: 473 GFLOP/s in bfloat16, 946 GOP/s in int8, 236 GFLOP/s in float32, 40 GB/s of reads;
-linear layers at 85 % of either, the two added as squares (a batch of 8 takes longer than the longer of them); attention
-at 55 % of the peak over a prompt and 73 % of the reads in decoding. It decodes 160M in int8 and bfloat16 within 20 % of
-that document's table, in int4 within 30 %. A recording of the machine at hand is better by far (``--recording``), and
-so is a fit of one: those in ``fits/`` are of the machine of that document, and are taken for the models they are of.
+``cpu``: two cores of an AMD EPYC (Zen 4, AVX-512 with VNNI and BF16). The peaks and the achieved fractions are the
+measurements of ``docs/performance.md``: 473 GFLOP/s in bfloat16, 946 GOP/s in int8, 236 GFLOP/s in float32, 40 GB/s of
+reads. Linear layers achieve 85 % of either; computing and reading are added as squares, because a batch of 8 takes
+longer than the longer of the two. Attention achieves 55 % of the peak over a prompt and 73 % of the reads in decode.
+Compared with that page, decode of the 160M model is within 20 % in int8 and bfloat16 and within 30 % in int4. A
+recording of your own machine (``--recording``) or its fit is much more accurate. The folder ``fits/`` has fits of that
+page's machine, which are used for their models.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ __all__ = ["ASCEND_910B", "CPU", "PRESETS", "preset_device"]
 
 GIGA = 1e9
 CUBE_FLOPS = 24 * 16 * 16 * 16 * 2 * 1.8e9
-"""353.9e12."""
 
 ASCEND_910B = DeviceRates(
     name="ascend-910b",
@@ -83,5 +83,5 @@ PRESETS = {"cpu": CPU, "ascend-910b": ASCEND_910B}
 
 
 def preset_device(name: str, config: Config) -> RooflineDevice:
-    """The cost model of ``config``'s model on the device of that name."""
+    """Returns the cost model of ``config``'s model on a preset device."""
     return RooflineDevice(PRESETS[name], ModelWork.of(config))

@@ -1,4 +1,4 @@
-"""How many requests a second a deployment serves within its objectives."""
+"""Finds the highest request rate at which a deployment meets its objectives."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 from performance.program import UsageError
 from performance.simulation.runs import SimulatedRun
 
-__all__ = ["RateFound", "find_rate", "keeps_objectives"]
+__all__ = ["RateFound", "find_rate", "meets_objectives"]
 
 PRECISION = 0.02
-"""Relative width of the interval at which the bisection ends."""
+"""The bisection ends when the interval's width relative to the rate is below this value."""
 LOWEST_RATE = 1 / 64
 HIGHEST_RATE = 65_536.0
 
@@ -21,7 +21,7 @@ SimulateAt = Callable[[float], SimulatedRun]
 
 @dataclass(frozen=True, slots=True)
 class RateFound:
-    """The highest rate that was seen to keep the objectives, with its run, and the lowest that was seen not to."""
+    """The highest rate that met the objectives, with its run, and the lowest rate that did not."""
 
     rate: float
     above: float
@@ -32,8 +32,8 @@ class RateFound:
         return {"rate": self.rate, "above": self.above, "tried": self.tried, "run": self.run.as_json(per_request=False)}
 
 
-def keeps_objectives(run: SimulatedRun) -> bool:
-    """p99 of the time to first token and of the time between tokens within the objectives, and nobody refused."""
+def meets_objectives(run: SimulatedRun) -> bool:
+    """Returns True if p99 of TTFT and of the time between tokens meet the objectives and no request failed."""
     figures, options = run.figures, run.run.options
     between_ms = options.slo_tpot_ms if options.slo_tbt_ms is None else options.slo_tbt_ms
     return (
@@ -44,14 +44,16 @@ def keeps_objectives(run: SimulatedRun) -> bool:
 
 
 def find_rate(simulate_at: SimulateAt, first: float) -> RateFound:
-    """Doubling or halving from ``first`` until the limit is enclosed, then bisection. The figures of a finite load go
-    up and down a little with the rate, so the limit is one of a run's length and seed. Raises UsageError when no rate
-    keeps the objectives, or every one does."""
+    """Doubles or halves the rate until the limit is enclosed, and then bisects.
+
+    The figures of a finite load vary a little with the rate, so the result depends on the run's length and seed. Raises
+    UsageError if no rate meets the objectives, or if every rate does.
+    """
     run, rate, tried = simulate_at(first), first, 1
     good: tuple[float, SimulatedRun] | None = None
     bad: float | None = None
     while good is None or bad is None:
-        if keeps_objectives(run):
+        if meets_objectives(run):
             good, rate = (rate, run), rate * 2
         else:
             bad, rate = rate, rate / 2
@@ -61,7 +63,7 @@ def find_rate(simulate_at: SimulateAt, first: float) -> RateFound:
     while bad - good[0] > PRECISION * good[0]:
         rate = (good[0] + bad) / 2
         run, tried = simulate_at(rate), tried + 1
-        if keeps_objectives(run):
+        if meets_objectives(run):
             good = (rate, run)
         else:
             bad = rate
@@ -73,6 +75,6 @@ def _check_range(rate: float, run: SimulatedRun) -> None:
         return
     figures = run.figures
     raise UsageError(
-        f"--find-rate: {'no rate keeps' if rate < LOWEST_RATE else 'every rate keeps'} the objectives (at "
+        f"--find-rate: {'no rate meets' if rate < LOWEST_RATE else 'every rate meets'} the objectives (at "
         f"{run.run.options.rate:g} requests/s: TTFT p99 {figures.ttft_ms.p99} ms, TBT p99 {figures.tbt_ms.p99} ms)"
     )

@@ -1,26 +1,26 @@
-"""Fits the simulator to this machine and holds it against real runs that the fit has not seen.
+"""Fits the simulator to this machine and compares it with real runs that were not used for the fit.
 
-Servers of the configuration are started one after the other. The first are calibrated: they go through the sizes of
-steps (few and many rows, short and long prompts, a burst, the probe of below), and their flight recordings together
-make the fit. Each of these loads runs once on each server, which tells how fast the machine was; that is divided out.
-Each further server is validated by an open-loop load; the simulator then gets the same requests at the same moments.
+The program starts servers one after the other. The first servers are for calibration: each runs the same loads, which
+cover all step sizes (few and many rows, short and long prompts, a burst, the probe). The flight recordings of all of
+them together give the fit. Because every server ran the same loads, differences of the machine's speed are removed.
+Each further server is for validation: it runs an open-loop load, and the simulator runs the same requests at the same
+times.
 
-Chance moves figures, too, the tails most: which prompts meet, and so how long a pause is, depends on a millisecond. So
-the simulated figures are means over some runs whose steps are spread differently, with the deviation of a single run
-beside them, and a load is as long as it takes for that to be small in most.
+Chance influences the figures, mostly the tail latencies: a millisecond can decide which prompts run together. A
+simulated figure is therefore the mean of several runs with different noise, next to the standard deviation of a single
+run. The loads are long enough to make this deviation small for most figures.
 
-A machine's speed drifts, and one server is faster than the next: by more than the simulator may be off. So a load is
-cut into parts of some seconds, with a short probe, the same each time, before, between and after them. How much longer
-the steps of the two probes around a part took than the fit says, in their mean, is how much longer such steps take in
-the simulation of that part, of which itself nothing is looked at: steps that decode few rows, steps that decode many
-and steps with prompt tokens by factors of their own, as memory and arithmetic are seldom slow together. A part whose
-probes do not agree, or during which others took time of the cores, is no evidence: it is run again, up to --tries
-times, and what is thrown away is told. A part that was never steady is left out; a load of which half was never steady
-is told, and not counted.
+The machine's speed changes by more than the simulator's errors, over time and from server to server. Therefore a load
+is divided into parts of some seconds, with a probe (a short load, always the same) before and after each part. The mean
+slowdown of both probes is applied to the simulation of the part. Decode steps of few rows, decode steps of many rows
+and steps with prompts have separate factors, because memory and arithmetic rarely become slow together. Figures of the
+part itself are never used. If the two probes differ, or if other processes used the cores during the part, the part
+proves nothing: it is repeated, up to --tries times, and the report lists the discarded tries. A part that was never
+steady is left out. If this happens to half of a load's parts, the report says so and the load does not count.
 
-Rates suit a model of some hundred million parameters on two cores; --scale makes all of them smaller or larger.
---keep keeps what was recorded, by the servers and by their clients, and --kept compares with that again, without a
-server: what another model of the same runs is worth can be seen in seconds.
+The rates suit a model of some hundred million parameters on two cores; --scale multiplies them. --keep stores the
+recordings of the servers and the measurements of the clients. --kept compares with stored data, without a server: this
+shows within seconds how a changed model of the same runs performs.
 """
 
 from __future__ import annotations
@@ -57,26 +57,26 @@ from performance.simulation.workload import OpenLoop
 __all__ = ["main"]
 
 CALIBRATIONS = 4
-"""Calibrated servers."""
+"""Number of servers for calibration."""
 SEEDS = 8
-"""Simulated runs of a load."""
+"""Number of simulated runs per load."""
 
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """0; 1 when requests failed, 2 when a server did not start, 3 when the machine was not steady for a load."""
+    """Returns 0; 1 if requests failed; 2 if a server did not start; 3 if a load has no steady machine."""
     parsed = _parser().parse_args(arguments)
     kept: Path | None = parsed.kept or parsed.keep
     if kept is not None:
         if parsed.keep is not None and kept.is_dir() and any(kept.iterdir()):
-            raise UsageError(f"--keep {kept}: there is something in it already")
+            raise UsageError(f"--keep {kept}: the folder is not empty")
         return _Study(parsed, program, kept).run()
     with tempfile.TemporaryDirectory(prefix="validate_simulator_") as folder:
         return _Study(parsed, program, Path(folder)).run()
 
 
 class _Study:
-    """One run of the program."""
+    """One execution of the program."""
 
     def __init__(self, parsed: argparse.Namespace, program: Path, folder: Path) -> None:
         self._parsed = parsed
@@ -103,7 +103,7 @@ class _Study:
         return 0 if all(one.is_steady for one in results) else EXIT_UNSTEADY
 
     def _calibrate(self, number: int) -> list[LoadRun]:
-        """A server that goes through all sizes of steps. Of a study that was kept: what it was."""
+        """Runs all calibration loads on a server, or reads the stored runs."""
         loads = (*CALIBRATION, *PROBE)
         options = [load.options(self._parsed.scale) for load in loads]
         name = f"calibration {number}"
@@ -115,7 +115,7 @@ class _Study:
         return runs
 
     def _run_tries(self, load: Load, fit: StepFit) -> list[list[Try]]:
-        """Every try of every part, on one server."""
+        """Runs every part of a load on one server, and returns the tries of each part."""
         scale, parts = self._parsed.scale, []
         with self._server(load.name, self._recording_of(load)) as endpoint:
 
@@ -134,7 +134,7 @@ class _Study:
         return parts
 
     def _read_tries(self, load: Load, fit: StepFit) -> list[list[Try]]:
-        """What ``_run_tries`` kept, judged by this fit."""
+        """Reads the stored tries and evaluates their probes with this fit."""
         scale, probe = self._parsed.scale, [one.options(self._parsed.scale) for one in PROBE]
         parts = []
         for part in range(load.parts):
@@ -160,7 +160,7 @@ class _Study:
 
     @contextmanager
     def _server(self, name: str, recording: Path) -> Iterator[Endpoint]:
-        """With its flight recording in the folder ``recording``."""
+        """Starts a server that writes its flight recording to the folder ``recording``."""
         parsed = self._parsed
         settings = [*parsed.settings, f"log_config.flight_recorder={recording}"]
         place = self._folder / name.replace(" ", "_")
@@ -183,7 +183,7 @@ class _Study:
         return run, others.share
 
     def _fit(self, calibrations: Sequence[Sequence[LoadRun]]) -> StepFit:
-        """Of all calibrations, each of the same loads: how fast the machine was at each is told by the others."""
+        """Fits the steps of all calibrations. Equal loads of different servers show the machine's speed during each."""
         from performance.simulation.recording import fit_recording, with_delivery
 
         config = simulated_config(self._parsed.config, self._parsed.settings, "cpu")
@@ -193,7 +193,7 @@ class _Study:
         return with_delivery(fit, self._recordings, records)
 
     def _probed(self, load: Load, runs: list[LoadRun], fit: StepFit) -> Probe:
-        """A probe that has ended: its steps are in the recording, and the server is idle."""
+        """Evaluates a completed probe. The server is idle, so the recording contains all of the probe's steps."""
         from performance.simulation.recording import slowdown_within
 
         return Probe(runs, slowdown_within(fit, self._recording_of(load), [_span(run) for run in runs]))
@@ -210,12 +210,12 @@ class _Study:
 
 
 def _span(run: LoadRun) -> tuple[float, float]:
-    """On the engine's clock, which is the client's."""
+    """Returns start and end on the engine's clock, which is also the client's."""
     return run.start, run.start + run.total_time_s
 
 
 def _simulated(run: LoadRun, setup: Setup, seed: int) -> LoadRun:
-    """The same requests at the same moments."""
+    """Simulates the same requests at the same times."""
     arrivals = of_load_test(_report([run]), run.options)
     options = replace(run.options, seed=seed)
     return simulate("", setup, OpenLoop(arrivals.requests, arrivals.times), options).run
@@ -229,19 +229,25 @@ def _report(parts: Sequence[LoadRun]) -> dict[str, Any]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="for all")
-    parser.add_argument("--scale", type=positive, default=1.0, help="of all rates (default %(default)s)")
-    parser.add_argument("--tries", type=_count, default=4, help="of a part that is not steady (default %(default)s)")
-    parser.add_argument("--start-timeout", type=positive, default=600.0, help="seconds for a server to be ready")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override for all servers"
+    )
+    parser.add_argument("--scale", type=positive, default=1.0, help="factor of all rates (default %(default)s)")
+    parser.add_argument(
+        "--tries", type=_count, default=4, help="maximum tries of a part (default %(default)s)"
+    )
+    parser.add_argument("--start-timeout", type=positive, default=600.0, help="maximum seconds for a server to start")
     runs = parser.add_mutually_exclusive_group()
-    runs.add_argument("--keep", type=Path, metavar="FOLDER", help="keep recordings and what clients saw in this folder")
-    runs.add_argument("--kept", type=Path, metavar="FOLDER", help="start no server, compare with what was kept there")
-    parser.add_argument("--save-fit", type=Path, metavar="FILE", help="write the fit here, for simulate.py --fit")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison here")
+    runs.add_argument("--keep", type=Path, metavar="FOLDER", help="store recordings and client measurements here")
+    runs.add_argument("--kept", type=Path, metavar="FOLDER", help="start no server; use the data stored by --keep")
+    parser.add_argument(
+        "--save-fit", type=Path, metavar="FILE", help="write the fit to this file (for simulate.py)"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison to this file")
     return parser
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
     return int(text)

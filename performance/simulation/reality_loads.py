@@ -1,4 +1,4 @@
-"""The loads of ``validate_simulator.py``: what is fitted, what probes the machine's speed, what is compared."""
+"""The loads of ``validate_simulator.py``: for the fit, for the probes, and for the comparison."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ WARM_UP = 4
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Requests of random tokens, open loop."""
+    """An open-loop load of random tokens."""
 
     name: str
     rate: float
     duration: float
-    """Of a part, in seconds."""
+    """Length of a part in seconds."""
     prompts: tuple[int, int]
     outputs: tuple[int, int]
     seed: int
     parts: int = 1
-    """One after the other, each with requests of its own, from an idle server."""
+    """Number of parts. Each part has its own requests and starts on an idle server."""
 
     def options(self, scale: float, part: int = 0) -> LoadOptions:
-        """To nowhere yet. Fewer requests a second come for longer: as many in all."""
+        """Returns the options without an address. At a lower rate the load lasts longer, with as many requests."""
         seed = self.seed + 100 * part
         return LoadOptions(
             NOWHERE, rate=self.rate * scale, duration=self.duration / scale, seed=seed, token_ids=True,
@@ -50,10 +50,10 @@ PROBE = (
     Load("probe", 6, 3, (16, 256), (32, 96), 21),
     Load("probe of many rows", 64, 0.25, (16, 64), (48, 112), 22),
 )
-"""Tell how fast the machine is: some rows that decode and some prompts, then many rows."""
+"""Loads that measure the machine's speed: first a few decode rows and some prompts, then many rows."""
 VALIDATION = (
     Load("moderate", 4, 10, (16, 256), (16, 128), 1, parts=6),
     Load("many answers", 8, 10, (32, 64), (64, 192), 2, parts=12),
     Load("long prompts", 2, 10, (128, 1024), (32, 128), 3, parts=10),
 )
-"""Parts as short as a machine holds its speed for, and as many as chance needs."""
+"""A part is so short that the speed stays constant; there are enough parts to average out chance."""

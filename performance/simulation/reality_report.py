@@ -1,4 +1,4 @@
-"""A load held against reality, part by part, as text and as JSON."""
+"""The comparison of simulations with real runs, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ComparedLoad", "closing_text", "comparison_json", "result_text"]
 
 @dataclass(frozen=True, slots=True)
 class ComparedLoad:
-    """All tries of each part, and the figures of those that count."""
+    """All tries of each part of a load, and the figures of the compared tries."""
 
     load: Load
     parts: list[list[Try]]
@@ -26,7 +26,7 @@ class ComparedLoad:
         return is_evidence(self.parts)
 
     def counts(self, one: Try) -> bool:
-        """Whether the figures are of this try, too."""
+        """Returns True if the figures include this try."""
         return any(one is other for other in comparable(self.parts))
 
     def as_json(self) -> dict[str, Any]:
@@ -38,21 +38,21 @@ class ComparedLoad:
 
 
 def result_text(result: ComparedLoad, scale: float) -> str:
-    """What ran, how steadily, and the comparison."""
+    """Returns the load, the probes of every part, and the comparison."""
     load = result.load
     options = load.options(scale)
     lines = [
         f"{load.name}: {options.rate:g} requests/s for {load.parts} times {options.duration:g} s, prompts of"
-        f" {load.prompts[0]} to {load.prompts[1]} tokens, answers of {load.outputs[0]} to {load.outputs[1]}",
-        "  all steps of the probes (of few rows, of many, and with prompts) took so many times what the fit says:",
+        f" {load.prompts[0]} to {load.prompts[1]} tokens, outputs of {load.outputs[0]} to {load.outputs[1]}",
+        "  measured step time / fitted step time of the probes: all steps (few rows, many rows, prompts):",
     ]
     for part, tries in enumerate(result.parts):
         for one in tries:
-            told = "" if one.is_steady else ", not steady"
-            told += ", compared" if result.counts(one) else ", thrown away"
+            note = "" if one.is_steady else ", not steady"
+            note += ", compared" if result.counts(one) else ", discarded"
             lines.append(
-                f"  part {part}: {_speeds(one.before)} right before it, {_speeds(one.after)} right after;"
-                f" others took {one.others:.1%} of the cores' time{told}"
+                f"  part {part}: {_speeds(one.before)} before it, {_speeds(one.after)} after it;"
+                f" other processes took {one.others:.1%} of the cores' time{note}"
             )
     return "\n".join(lines) + f"\n\n{comparison_text(result.rows)}\n"
 
@@ -63,24 +63,24 @@ def _speeds(probe: Probe) -> str:
 
 
 def closing_text(results: Sequence[ComparedLoad]) -> str:
-    """How many figures are within the goal, of the loads for which the machine was steady."""
+    """Returns how many figures are within the goal, counting only loads during which the machine was steady."""
     off = [abs(row.error) for one in results if one.is_steady for row in one.rows]
     unsteady = [one.load.name for one in results if not one.is_steady]
     lines = []
     if off:
         name = "all loads" if not unsteady else "loads while the machine was steady"
         within = sum(error <= GOAL for error in off)
-        lines.append(f"{name}: {within} of {len(off)} figures within {GOAL:.0%}, the worst is off by {max(off):.0%}")
+        lines.append(f"{name}: {within} of {len(off)} figures within {GOAL:.0%}, the largest error is {max(off):.0%}")
     if unsteady:
         lines.append(
-            f"no evidence, as in every try of half of the parts probes were more than {TOLERANCE:.0%} apart, or others"
-            f" took more than {OTHERS_TOLERANCE:.0%} of the cores' time: {', '.join(unsteady)}"
+            f"discarded: {', '.join(unsteady)}: in half of the parts the probes always differed by more than"
+            f" {TOLERANCE:.0%}, or other processes took more than {OTHERS_TOLERANCE:.0%} of the cores' time"
         )
     return "\n".join(lines)
 
 
 def comparison_json(results: Sequence[ComparedLoad]) -> dict[str, Any]:
-    """For programs."""
+    """Returns the comparison for programs."""
     return {
         "goal": GOAL,
         "tolerance": TOLERANCE,

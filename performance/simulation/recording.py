@@ -1,10 +1,10 @@
-"""What a flight recording knows of a device: how long its steps took, and what the server added.
+"""Extracts from a flight recording how long steps took, and how much time the server process added.
 
-A step's time is what its agent measured (graph and sampler) and the agent's own share, which the recording shows where
-one step followed another at once: the time between their answers beyond what was measured. The rest of a step's way,
-from the scheduler to its answer, is the host's: its mean is halved between the way to the agent and the way back. How
-long requests took from their arrival to the queue is recorded, too, and which steps ran when they came. How long a
-token was on its way to the client is what the client says, see ``with_delivery``.
+A step's time is the time that its agent measured (graph and sampler) plus the agent's overhead. The overhead shows
+where two steps ran back to back: it is the time between their results beyond the measured time of the second one. All
+other time between scheduling and result is transfer time; its mean is divided equally between the two directions. The
+recording also has each request's time from arrival to the queue, and which steps ran when requests arrived. The
+delivery of tokens is not in the recording; it comes from the clients (``with_delivery``).
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ from performance.simulation.workload import SimulatedRequest
 
 __all__ = ["TimedStep", "fit_recording", "of_recording", "slowdown_within", "timed_steps", "with_delivery"]
 
-LEAST_FOLLOWERS = 20
-"""Steps that follow another at once, below which the agent's own share is not told from noise."""
+MIN_BACK_TO_BACK = 20
+"""Below this number of back-to-back steps, the agent's overhead cannot be distinguished from noise."""
 MICROSECOND = 1e-6
 Span = tuple[float, float]
-"""Begin and end on the engine's clock, half open."""
+"""Begin (included) and end (excluded) on the engine's clock."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedStep:
-    """A step that ran. Times are seconds on the engine's clock."""
+    """A completed step. Times are seconds on the engine's clock."""
 
     step: RecordedStep
     scheduled: float
-    answered: float
+    completed_at: float
     queue_s: float
     run_s: float
-    """Graph and sampler."""
+    """Time in graph and sampler."""
 
     @property
-    def ways_s(self) -> float:
-        """To the agent and back, with all that was neither the queue nor the step."""
-        return self.answered - self.scheduled - self.queue_s - self.run_s
+    def transfer_s(self) -> float:
+        """Transfer time in both directions: everything that is neither queueing nor running."""
+        return self.completed_at - self.scheduled - self.queue_s - self.run_s
 
     @property
     def end(self) -> float:
-        """When the agent had run it, if it was as long on the way there as back."""
-        return self.answered - self.ways_s / 2
+        """End of the step on the device, if both transfers take equally long."""
+        return self.completed_at - self.transfer_s / 2
 
     @property
     def begin(self) -> float:
@@ -72,7 +72,7 @@ class TimedStep:
 
 
 def timed_steps(stretch: Stretch) -> list[TimedStep]:
-    """The steps that ran without fault, in the order of their answers."""
+    """Returns the steps without a fault, in the order of their results."""
     return [
         TimedStep(
             step,
@@ -86,16 +86,18 @@ def timed_steps(stretch: Stretch) -> list[TimedStep]:
 
 
 def fit_recording(path: Path, config: Config, repeated: Sequence[Sequence[Span]] = ()) -> StepFit:
-    """A fit of the device and the host of a recording, a file or a folder, of a server with ``config``.
+    """Fits the device and the host to a recording (a file or a folder) of a server with ``config``.
 
-    ``repeated``: for each of some loads the spans in which it ran, the same each time. Only steps scheduled within are
-    fitted then, and those of a span are taken as if the machine had been as fast as in the load's median span.
+    ``repeated`` contains, for each of several loads, the spans in which the same load ran. If it is given, only steps
+    that were scheduled within a span are fitted. Their times are scaled as if the machine had been as fast in every
+    span of a load as in the median one.
 
-    Raises FlightRecordingError when it is none, UsageError when it holds too little."""
+    Raises FlightRecordingError if the file is not a recording, and UsageError if it has too few steps.
+    """
     stretches = read_recording(path)
     timed = [timed_steps(stretch) for stretch in stretches]
     requests = [arrivals(stretch) for stretch in stretches]
-    own_s = _agents_share(timed)
+    own_s = _agent_overhead(timed)
     steps = [step for run, came in zip(timed, requests, strict=True) for step in _measured_steps(run, came, own_s)]
     moments = [each.scheduled for run in timed for each in run]
     provenance = identity(config) | _provenance(path, stretches, own_s)
@@ -108,8 +110,7 @@ def fit_recording(path: Path, config: Config, repeated: Sequence[Sequence[Span]]
 
 
 def slowdown_within(fit: StepFit, path: Path, spans: Sequence[Span]) -> Slowdown:
-    """How many times as long the steps of a recording took that were scheduled within one of ``spans`` (begin and end
-    on the engine's clock) as such steps took in what was fitted. Raises as ``fit_recording`` does."""
+    """Returns how much slower the steps scheduled within ``spans`` were than the fit. Raises as ``fit_recording``."""
     own_s = fit.provenance["agents_share_us"] * MICROSECOND
     steps = []
     for stretch in read_recording(path):
@@ -119,9 +120,11 @@ def slowdown_within(fit: StepFit, path: Path, spans: Sequence[Span]) -> Slowdown
 
 
 def with_delivery(fit: StepFit, path: Path, records: Iterable[RequestRecord]) -> StepFit:
-    """The fit of a recording with what its clients' ``records`` say of the way of a token to them: the median time from
-    the engine's turn in which a request had its first token to when its first piece arrived. Both clocks are the
-    machine's, where Python has one for both."""
+    """Returns the fit with the delivery time of tokens, measured by the clients of the recorded server.
+
+    The delivery time is the median time from the loop iteration that produced a request's first token to the arrival of
+    its first piece. It can be measured only if Python uses the same system clock in server and client.
+    """
     if time.get_clock_info("perf_counter").implementation != time.get_clock_info("monotonic").implementation:
         return fit
     known = {one.facts["request_id"]: one for stretch in read_recording(path) for one in arrivals(stretch)}
@@ -142,22 +145,25 @@ def _scheduled_within(span: Span, moments: Sequence[float], steps: Sequence[Meas
 
 
 def _count_between(moments: Sequence[float], begin: float, end: float) -> int:
-    """How many of the sorted ``moments`` are in the half-open interval."""
+    """Returns how many of the sorted ``moments`` are in the half-open interval."""
     return bisect_left(moments, end) - bisect_left(moments, begin)
 
 
-def _agents_share(timed: Iterable[Sequence[TimedStep]]) -> float:
-    """Median time between answers beyond what the later step measured, where it had waited for the earlier."""
+def _agent_overhead(timed: Iterable[Sequence[TimedStep]]) -> float:
+    """Returns the agent's overhead: the median time between two results beyond the second step's measured time.
+
+    Only steps that waited for the step before them count.
+    """
     gaps = []
     for run in timed:
         for earlier, later in pairwise(run):
-            if later.queue_s > later.run_s / 100 and later.scheduled < earlier.answered < later.answered:
-                gaps.append(later.answered - earlier.answered - later.run_s)
-    return max(0.0, statistics.median(gaps)) if len(gaps) >= LEAST_FOLLOWERS else 0.0
+            if later.queue_s > later.run_s / 100 and later.scheduled < earlier.completed_at < later.completed_at:
+                gaps.append(later.completed_at - earlier.completed_at - later.run_s)
+    return max(0.0, statistics.median(gaps)) if len(gaps) >= MIN_BACK_TO_BACK else 0.0
 
 
 def _measured_steps(timed: Iterable[TimedStep], requests: Iterable[Arrival], own_s: float) -> list[MeasuredStep]:
-    """The steps as they ran, each with the ``requests`` that came meanwhile."""
+    """Returns the steps with their times and the number of ``requests`` that arrived while each ran."""
     moments = sorted(one.facts["arrival_time"] for one in requests)
     return [_measured(each, own_s, _count_between(moments, each.begin, each.end)) for each in timed]
 
@@ -176,15 +182,18 @@ def _measured(timed: TimedStep, own_s: float, num_arrivals: int) -> MeasuredStep
 
 
 def _host(host: HostModel, timed: Iterable[TimedStep], own_s: float) -> HostModel:
-    """With the mean of the ways: what single ones take longer when the cores are busy adds up, too."""
-    ways = [each.ways_s - own_s - host.send_s - host.send_seq_s * each.step.num_seqs for each in timed]
+    """Returns the host model with the mean transfer time, because the slow transfers of a busy machine count, too."""
+    ways = [each.transfer_s - own_s - host.send_s - host.send_seq_s * each.step.num_seqs for each in timed]
     way_s = max(0.0, statistics.fmean(ways)) / 2
     return replace(host, to_agent_s=way_s, from_agent_s=way_s)
 
 
 def _with_edge(host: HostModel, requests: Iterable[Arrival]) -> HostModel:
-    """What the event loop adds: to a request that came as long as it was recorded to, to a piece that leaves, of which
-    nothing is recorded, no less than waking another thread of this server took."""
+    """Returns the host model with the time that the event loop adds.
+
+    Accepting a request takes the recorded mean. Delivering a piece is not recorded; it takes at least as long as waking
+    another thread of the server did.
+    """
     waits = [one.facts["receipt_start"] - one.facts["arrival_time"] for one in requests if "receipt_start" in one.facts]
     accept_s = statistics.fmean(waits) if waits else host.accept_s
     return replace(host, accept_s=accept_s, deliver_s=max(host.deliver_s, host.from_agent_s))
@@ -213,9 +222,9 @@ def _cpu_name() -> str:
 
 
 def of_recording(path: Path, options: LoadOptions) -> Arrivals:
-    """The requests of a recording that came to their end, with the recorded lengths, priorities and objectives.
+    """Returns the requests of a recording that ended with stop or length, with their recorded lengths and objectives.
 
-    Prompts are the recorded pseudonyms, where there are any: equal prefixes are equal. Raises UsageError when no
+    Prompts are the recorded pseudonyms if there are any, so that equal prefixes stay equal. Raises UsageError if no
     request ended.
     """
     generator = random.Random(f"prompts/{options.seed}")
@@ -237,7 +246,7 @@ def of_recording(path: Path, options: LoadOptions) -> Arrivals:
             )
             found.append((facts["arrival_time"], request))
     if not found:
-        raise UsageError(f"--trace: no request of {path} came to its end")
+        raise UsageError(f"--trace: no request of {path} completed")
     found.sort(key=lambda pair: pair[0])
     start = found[0][0]
     return Arrivals([request for _, request in found], [moment - start for moment, _ in found])

@@ -1,36 +1,29 @@
-"""Simulated runs as tables for people and as JSON for programs."""
+"""Presents simulated runs as text and as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from performance.load.report import figure_tables, goodput_text, objective_text
+from performance.load.report import COLUMNS, figure_tables, goodput_text, objective_text
 from performance.simulation.options import SimulationOptions
 from performance.simulation.runs import SimulatedRun
 from performance.terminal import format_number, format_table
 
 __all__ = ["comparison_table", "result_json", "run_text", "run_title"]
 
-COLUMNS = (
-    "",
-    "total s",
-    "tokens/s",
-    "TTFT p50 ms",
-    "p99",
-    "TBT p50 ms",
-    "p99",
-    "goodput %",
-    "failed",
-    "preempted",
-    "KV waste %",
-    "found %",
-    "device %",
-)
+SHOWN = ("total s", "tokens/s", "TTFT p50 ms", "TTFT p99 ms", "TBT p50 ms", "TBT p99 ms", "goodput %", "failed")
+SERVER_COLUMNS: dict[str, Callable[[SimulatedRun], float]] = {
+    "preempted": lambda run: run.outcome.preemptions,
+    "KV waste %": lambda run: 100 * run.outcome.kv_waste,
+    "prefix hit %": lambda run: 100 * run.outcome.prefix_hit_share,
+    "device %": lambda run: 100 * run.device_share,
+}
+"""Columns of the comparison table that only the simulated server knows."""
 
 
 def run_title(simulated: SimulatedRun) -> str:
-    """One line: what was run."""
+    """Returns one line that describes the run."""
     options = simulated.run.options
     return (
         f"simulated on {simulated.device}: {simulated.run.model}, {simulated.name}: {options.rate:g} requests/s "
@@ -39,15 +32,15 @@ def run_title(simulated: SimulatedRun) -> str:
 
 
 def run_text(simulated: SimulatedRun) -> str:
-    """What the load test prints, and what only the server's side knows."""
+    """Returns the report of a load test, with additional figures that only the server knows."""
     figures, outcome = simulated.figures, simulated.outcome
     steps = ", ".join(f"{count} {kind}" for kind, count in outcome.steps.items())
     lines = [
         goodput_text(simulated.run.options, figures),
         f"steps    {steps}; the device was busy {100 * simulated.device_share:.0f} % of the time",
         f"cache    {outcome.preemptions} preemptions ({outcome.swaps} by swap); {outcome.prefix_hit_tokens} prompt "
-        f"tokens found; {100 * outcome.kv_waste:.1f} % of what running sequences held "
-        f"was empty; at most {outcome.peak_running} ran and {outcome.peak_waiting} waited",
+        f"tokens found; {100 * outcome.kv_waste:.1f} % of the running sequences' token positions "
+        f"were empty; maximum {outcome.peak_running} running, {outcome.peak_waiting} waiting",
         *(
             f"replica {index}: {sum(placed.values())} requests placed ("
             + ", ".join(f"{number} by {why}" for why, number in placed.items())
@@ -65,35 +58,17 @@ def run_text(simulated: SimulatedRun) -> str:
 
 
 def comparison_table(runs: Sequence[SimulatedRun]) -> str:
-    """One line a run."""
+    """Returns a table with one row per run."""
     rows = []
-    for each in runs:
-        figures = each.figures
-        numbers = (
-            figures.total_time_s,
-            figures.output_tokens_per_s,
-            figures.ttft_ms.p50,
-            figures.ttft_ms.p99,
-            figures.tbt_ms.p50,
-            figures.tbt_ms.p99,
-            100 * figures.goodput_fraction,
-        )
-        rows.append(
-            [
-                each.name,
-                *(format_number(number) for number in numbers),
-                str(figures.failed),
-                str(each.outcome.preemptions),
-                format_number(100 * each.outcome.kv_waste),
-                format_number(100 * each.outcome.prefix_hit_share),
-                format_number(100 * each.device_share),
-            ]
-        )
-    return f"{format_table(COLUMNS, rows)}\n\n  goodput: {objective_text(runs[0].run.options)}"
+    for run in runs:
+        numbers = [*(COLUMNS[name](run.figures) for name in SHOWN), *(each(run) for each in SERVER_COLUMNS.values())]
+        rows.append([run.name, *(format_number(number) for number in numbers)])
+    table = format_table(["", *SHOWN, *SERVER_COLUMNS], rows)
+    return f"{table}\n\n  goodput: {objective_text(runs[0].run.options)}"
 
 
 def result_json(options: SimulationOptions, runs: Sequence[SimulatedRun], rates: dict[str, Any]) -> dict[str, Any]:
-    """``policies``: by name, the load test's keys of each run. Sweeps leave ``per_request`` out."""
+    """Returns the results for programs. ``policies`` has a load test's JSON by run; sweeps omit ``per_request``."""
     return {
         "config": options.config,
         "device": options.device,

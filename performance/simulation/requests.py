@@ -1,4 +1,4 @@
-"""What the simulated clients ask: the load test's generator, a data set, a trace, or the requests of a former run."""
+"""Creates the requests of a simulation: generated as in the load test, from a trace, or from an earlier run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Encode = Callable[[LoadRequest], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Requests and when they are sent, in seconds from the start."""
+    """Requests and their arrival times, in seconds from the start."""
 
     requests: Sequence[SimulatedRequest]
     times: Sequence[float]
@@ -34,7 +34,8 @@ class Arrivals:
 
 
 class TraceLine(msgspec.Struct, forbid_unknown_fields=True):
-    """A request of a trace: when it came, and its tokens or their number. ``max_tokens`` defaults to the output."""
+    """A request of a trace: its arrival, and its prompt or the prompt's length. ``max_tokens`` defaults to the
+    output."""
 
     arrival_s: float
     output_tokens: int
@@ -48,7 +49,7 @@ class TraceLine(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def generated(options: LoadOptions, config: Config) -> Arrivals:
-    """What the load test with these options sends, at its moments. Text goes through the deployment's tokenizer."""
+    """Returns the requests and times of the load test with these options. The config's tokenizer encodes text."""
     asked = options.requests(options.count, options.seed)
     encode = _encoder(config) if any(each.token_ids is None for each in asked) else None
     return Arrivals([_request(each, encode, options) for each in asked], options.arrival_times())
@@ -64,19 +65,19 @@ def _request(asked: LoadRequest, encode: Encode | None, options: LoadOptions) ->
 
 
 def _objectives(options: LoadOptions) -> tuple[float, float]:
-    """What goodput counts is what the requests ask for: seconds to the first token, seconds between tokens."""
+    """Returns the objectives that goodput uses, in seconds: time to first token, and time between tokens."""
     between_ms = options.slo_tpot_ms if options.slo_tbt_ms is None else options.slo_tbt_ms
     return options.slo_ttft_ms / 1000.0, between_ms / 1000.0
 
 
 def _encoder(config: Config) -> Encode:
-    """Raises UsageError when the deployment's tokenizer is not here."""
+    """Returns the function that encodes a request. Raises UsageError if the model's tokenizer is missing."""
     from llm_serving.engine.tokenizer import load_tokenizer
 
     if config.model_config.load_format == "dummy" and "shapes" in config.tokenizer_file:
         raise UsageError(
-            f"{config.model_name}: text prompts need the model's tokenizer, which is not here (tokenizer.vocab_file);"
-            " ask for token ids instead"
+            f"{config.model_name}: text prompts need the model's tokenizer, which is missing (tokenizer.vocab_file);"
+            " use token ids instead"
         )
     tokenizer = load_tokenizer(config)
 
@@ -90,8 +91,10 @@ def _encoder(config: Config) -> Encode:
 
 
 def of_trace(path: Path, options: LoadOptions) -> Arrivals:
-    """A JSONL trace, see ``TraceLine``. Prompts of which only the length is known share no prefix. Raises UsageError
-    naming the line."""
+    """Reads a JSONL trace of ``TraceLine`` objects. If only a prompt's length is known, its tokens are random.
+
+    Raises UsageError with the number of the wrong line.
+    """
     decoder = msgspec.json.Decoder(TraceLine)
     lines = []
     for number, raw in enumerate(_lines(path), 1):
@@ -102,12 +105,12 @@ def of_trace(path: Path, options: LoadOptions) -> Arrivals:
             if (line.prompt is None) == (line.prompt_tokens is None):
                 raise msgspec.ValidationError("give either 'prompt' (token ids) or 'prompt_tokens' (their number)")
             if line.output_tokens < 1 or (line.prompt_tokens is not None and line.prompt_tokens < 1):
-                raise msgspec.ValidationError("a request has at least 1 prompt and 1 output token")
+                raise msgspec.ValidationError("a request needs at least 1 prompt token and 1 output token")
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise UsageError(f"{path}:{number}: {error}") from error
         lines.append(line)
     if not lines:
-        raise UsageError(f"--trace: {path} holds no line")
+        raise UsageError(f"--trace: {path} is empty")
     lines.sort(key=lambda line: line.arrival_s)
     generator = random.Random(f"prompts/{options.seed}")
     start = lines[0].arrival_s
@@ -130,8 +133,10 @@ def _traced(line: TraceLine, generator: random.Random, options: LoadOptions) -> 
 
 
 def of_load_test(content: dict[str, Any], options: LoadOptions) -> Arrivals:
-    """The requests of a load test's JSON that succeeded, as they were sent: late ones late, answers as long as they
-    were. Raises UsageError when it holds none."""
+    """Returns the successful requests of a load test's JSON, at the times at which they were really sent.
+
+    Their outputs have the measured lengths. Raises UsageError if there are none.
+    """
     generator = random.Random(f"prompts/{options.seed}")
     ttft, tbt = _objectives(options)
     sent = []
@@ -139,7 +144,7 @@ def of_load_test(content: dict[str, Any], options: LoadOptions) -> Arrivals:
         if one["failure"] is None and one["output_tokens"]:
             length = one["prompt_tokens"]
             if length is None:
-                raise UsageError("the load test's server did not say how many tokens the prompts have")
+                raise UsageError("the load test's server did not report the number of prompt tokens")
             tokens = some_tokens(length, generator)
             request = SimulatedRequest(tokens, one["output_tokens"], ttft_objective=ttft, tbt_objective=tbt)
             sent.append((one["due_s"] + one["lateness_ms"] / 1000.0, request))
@@ -150,7 +155,7 @@ def of_load_test(content: dict[str, Any], options: LoadOptions) -> Arrivals:
 
 
 def some_tokens(count: int, generator: random.Random) -> tuple[int, ...]:
-    """A prompt that shares nothing with any other."""
+    """Returns a random prompt, which shares no prefix with others."""
     return tuple(generator.choices(range(FIRST_PLAIN_TOKEN, 30_000), k=count))
 
 

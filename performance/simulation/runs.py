@@ -1,4 +1,4 @@
-"""One simulated load test, measured as a real one is."""
+"""Runs one simulated load test and measures it like a real one."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from performance.simulation.workload import Source
 __all__ = ["NOWHERE", "SimulatedRun", "simulate"]
 
 NOWHERE = Endpoint("simulated", 0)
-"""Where a simulated load goes."""
+"""Address of a simulated server."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """What came out, under the name it is compared by."""
+    """The result of a simulation, and the name under which it is compared."""
 
     name: str
     run: LoadRun
@@ -32,16 +32,16 @@ class SimulatedRun:
     outcome: Outcome
     device: str
     cpu_s: float
-    """Processor time of the simulation itself."""
+    """Processor time that the simulation took."""
 
     @property
     def device_share(self) -> float:
-        """Share of the run's time in which the devices were busy."""
+        """Fraction of the run's time in which the devices were busy."""
         total = self.figures.total_time_s * self.outcome.num_replicas
         return self.outcome.device_busy_s / total if total > 0 else 0.0
 
     def as_json(self, *, per_request: bool = True) -> dict[str, Any]:
-        """The load test's JSON, with what only the server's side knows."""
+        """Returns the JSON of a load test, with additional figures that only the server knows."""
         content = report_json(self.run, self.figures)
         content["options"]["url"] = f"simulated {self.device}"
         if not per_request:
@@ -65,7 +65,7 @@ class SimulatedRun:
 
 
 def simulate(name: str, setup: Setup, source: Source, options: LoadOptions) -> SimulatedRun:
-    """Run ``source`` against ``setup`` to its end."""
+    """Simulates ``source`` until every request has ended."""
     start = time.process_time()
     parallel = setup.config.parallel_config
     server = VirtualServer(

@@ -1,10 +1,10 @@
-"""The server on a virtual clock: the real scheduler, driven as the engine thread drives it.
+"""The server on a virtual clock: it drives the real scheduler as the engine thread does.
 
-Virtual time passes in places that run side by side, as in the real thing: the edge (requests come in, pieces go out),
-the engine thread (one loop: take what has happened, then send steps), the agents (each one step after the other; one
-for each replica of the model, behind the real router). What each does and when is ``engine/core.py`` and
-``agent/worker.py``; what it costs is ``HostModel`` and the device's cost model. Nothing here looks at a real clock, so
-a run depends on its inputs alone.
+Virtual time passes in three places that work in parallel, as in a real server: HTTP (requests arrive, pieces leave),
+the engine thread (a loop that first processes events and then sends steps), and the agents (each runs one step at a
+time). With several replicas, there is one agent per replica behind the real router. The order of events follows
+``engine/core.py`` and ``agent/worker.py``. ``HostModel`` and the device's cost model give the times. Nothing reads a
+real clock, so a run depends only on its inputs.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ from performance.simulation.workload import SimulatedRequest, Source
 __all__ = ["Outcome", "VirtualServer"]
 
 TOKEN = 7
-"""What the device samples: no token ends a simulated request but ``END_TOKEN``."""
+"""The token that the device samples. It never ends a request."""
 END_TOKEN = 2
-MOST_TURNS = 1000
-"""Turns of the engine at one moment, beyond which time stands still."""
+MAX_ITERATIONS = 1000
+"""Maximum number of loop iterations at the same virtual time; more mean that time does not advance."""
 WASTE_SAMPLES = 8
-"""Decode steps from one look at how full the blocks are to the next."""
+"""KV waste is sampled in every eighth decode step."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What came out of a run. Times are virtual seconds since its start."""
+    """The result of a run. Times are virtual seconds since the start."""
 
     records: list[RequestRecord]
-    """In order of arrival."""
+    """Records in order of arrival."""
     preemptions: int = 0
     swaps: int = 0
-    """Preemptions whose blocks went to the host."""
+    """Preemptions that swapped blocks to the host."""
     prefix_hit_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     prefix_query_tokens: int = 0
-    """Of so many that sequences started with."""
+    """Prompt tokens that were looked up in the prefix cache."""
     kv_waste: float = 0.0
-    """Mean share of the token slots held by running sequences that hold no token."""
+    """Mean fraction of the token positions in running sequences' blocks that hold no token."""
     peak_running: int = 0
     peak_waiting: int = 0
     device_busy_s: float = 0.0
-    """Of all devices together."""
+    """Sum over all devices."""
     num_replicas: int = 1
     placed: list[dict[str, int]] = field(default_factory=list)
-    """By replica, where there are several: requests that were placed there, by why."""
+    """With several replicas: by replica, the number of requests placed there, by reason."""
     steps: dict[str, int] = field(default_factory=dict)
     """Number of steps by kind."""
     step_s: dict[str, float] = field(default_factory=dict)
@@ -71,13 +71,13 @@ class Outcome:
 
     @property
     def prefix_hit_share(self) -> float:
-        """Share of the prompt tokens that were found, 0 to 1."""
+        """Fraction of the looked-up prompt tokens that the prefix cache had, 0 to 1."""
         return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else 0.0
 
 
 @dataclass(slots=True)
 class _Replica:
-    """Where steps come from, and the device they run on."""
+    """A source of steps and the device that runs them."""
 
     source: StepSource
     agent: VirtualAgent
@@ -85,7 +85,7 @@ class _Replica:
 
 
 class VirtualServer:
-    """One run of one workload. Used once."""
+    """One run of one workload. An instance is used once."""
 
     def __init__(
         self,
@@ -127,35 +127,35 @@ class VirtualServer:
         self._arriving: deque[tuple[float, int]] = deque()
         self._free_at = 0.0
         self._has_interrupted = False
-        """The request that comes next, what runs then."""
+        """True if the next request has already delayed the running step."""
         self._num_decodes = 0
         self._waste_sum = 0.0
         self._waste_count = 0
         self._outcome = Outcome([])
 
     def put_before(self, recorder: Callable[[Scheduler], Any]) -> Any:
-        """What ``recorder`` makes of the only scheduler stands before it from now on: a flight recorder. Returns it."""
+        """Puts a flight recorder in front of the only scheduler and returns it."""
         [replica] = self._replicas
         if not isinstance(self.scheduler, Scheduler):
-            raise TypeError("something stands before the scheduler already")
+            raise TypeError("another object is already in front of the scheduler")
         recording = recorder(self.scheduler)
         self.scheduler = replica.source = recording
         return recording
 
     def run(self) -> Outcome:
-        """Until every request has ended. Raises AssertionError when the scheduler stands still before that."""
-        turns, last = 0, -1.0
+        """Runs until every request has ended. Raises AssertionError if the scheduler stops before that."""
+        iterations, last = 0, -1.0
         while (wake := self._next_event()) is not None:
             now = max(wake, self._free_at)
-            turns, last = turns + 1 if now == last else 0, now
-            if turns > MOST_TURNS:
-                raise AssertionError(
-                    f"virtual time stands still at {now}: nothing comes of {turns} turns of the engine"
-                )
+            iterations, last = iterations + 1 if now == last else 0, now
+            if iterations > MAX_ITERATIONS:
+                raise AssertionError(f"virtual time stays at {now}: {iterations} loop iterations had no effect")
             self._step(now)
         if not self.scheduler.is_idle:
             figures = self.scheduler.figures
-            raise AssertionError(f"the scheduler stands still: {figures.num_running} run, {figures.num_waiting} wait")
+            raise AssertionError(
+                f"the scheduler is stuck, {figures.num_running} running, {figures.num_waiting} waiting"
+            )
         self.scheduler.check_integrity()
         return self._finish()
 
@@ -181,15 +181,16 @@ class VirtualServer:
         return outcome
 
     def _next_event(self) -> float | None:
-        """When the engine thread is woken next: a request, an answer, or a batch that has waited long enough."""
+        """Returns when the engine thread wakes next: for a request, a result, or a batch that has waited long
+        enough."""
         due = self._source.next_due()
         if due is not None and not self._has_interrupted and min(self._other_events(), default=due) >= due:
-            self._interrupt(due)  # nothing is sent before it comes, so it is known what runs then
+            self._interrupt(due)  # nothing is sent before the request arrives, so the running step is known
         times = [] if due is None else [due + self._host.accept_s]
         return min([*times, *self._other_events()], default=None)
 
     def _other_events(self) -> list[float]:
-        """When the engine is woken next by each replica."""
+        """Returns the times at which replicas wake the engine next."""
         times: list[float] = []
         for replica in self._replicas:
             moments = (replica.agent.next_answer(), replica.source.next_wakeup(self._free_at))
@@ -197,16 +198,16 @@ class VirtualServer:
         return times
 
     def _interrupt(self, moment: float) -> None:
-        """The request that comes next takes its share of the device's cores."""
+        """Delays the running steps, because the next request uses the device's cores."""
         self._has_interrupted = True
         if self._host.interrupt_s:
             for replica in self._replicas:
                 replica.agent.interrupt(moment, self._host.interrupt_s)
 
     def _step(self, now: float) -> None:
-        """One turn of the engine's loop, beginning at ``now``."""
+        """Runs one iteration of the engine's loop, starting at ``now``."""
         clock = self._take_requests(now)
-        clock = self._take_answers(now, clock)
+        clock = self._take_results(now, clock)
         self._free_at = self._send_steps(now, clock)
 
     def _take_requests(self, now: float) -> float:
@@ -245,7 +246,7 @@ class VirtualServer:
             record.http_status = 429 if isinstance(error, QueueFullError) else 400
             self._fail(record, f"http {record.http_status}", str(error), clock + self._host.deliver_s)
 
-    def _take_answers(self, now: float, clock: float) -> float:
+    def _take_results(self, now: float, clock: float) -> float:
         host = self._host
         for replica in self._replicas:
             for _, result in replica.agent.run_until(now):
@@ -275,11 +276,11 @@ class VirtualServer:
             replica.num_in_flight += 1
             replica.agent.submit(step, clock + host.to_agent_s)
             if step.kind is StepKind.DECODE:
-                self._look_at_blocks(step)
+                self._measure_waste(step)
         return clock
 
     def _deliver(self, updates: list[RequestUpdate], clock: float) -> None:
-        """Pieces reach their clients one after the other."""
+        """Delivers the pieces of a step to their clients, one after the other."""
         records, arrival, piece_s = self._records, clock + self._host.deliver_s, self._host.deliver_piece_s
         for update in updates:
             request = update.request
@@ -302,8 +303,8 @@ class VirtualServer:
         record.failure, record.detail, record.end = failure, detail, now
         self._source.finished(now)
 
-    def _look_at_blocks(self, step: ScheduledStep) -> None:
-        """Now and then: how much of the blocks of a decode step's sequences holds tokens."""
+    def _measure_waste(self, step: ScheduledStep) -> None:
+        """Measures how much of a decode step's blocks is empty, in every ``WASTE_SAMPLES``-th step."""
         self._num_decodes += 1
         if self._num_decodes % WASTE_SAMPLES:
             return
@@ -312,7 +313,7 @@ class VirtualServer:
         self._waste_count += 1
 
     def _sample(self, step: ScheduledStep) -> list[int]:
-        """Tokens that end nothing, but where the workload says that an answer ends."""
+        """Samples tokens that end nothing, except where the workload specifies the end of the output."""
         if not self._ends:
             return [TOKEN if samples else -1 for samples in step.do_sample]
         ends = self._ends

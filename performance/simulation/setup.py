@@ -1,4 +1,4 @@
-"""From a configuration, a device and settings to what a run needs. Neither weights nor a device are looked at."""
+"""Builds what a simulated run needs from a config, a device and settings. It reads neither weights nor a device."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ WITHOUT_FILES = (
     "tokenizer.type=auto",
 )
 ANY_PORTS = "serving_config.agent_ports=[0]"
-"""As many as there are agents: nothing listens here."""
+"""Zero stands for any number of free ports; a simulation listens on none."""
 OWN_SECTIONS = ("device", "host")
-"""Sections of ``--set`` and ``--sweep`` that are the simulator's, beside the configuration's."""
+"""Sections of ``--set`` and ``--sweep`` that belong to the simulator and not to the config."""
 
 
 Figures = TypeVar("Figures", DeviceRates, HostModel)
@@ -47,19 +47,22 @@ Figures = TypeVar("Figures", DeviceRates, HostModel)
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One deployment to simulate."""
+    """A deployment to simulate."""
 
     config: Config
     limits: SchedulerLimits
     device: CostModel
     host: HostModel
     spread: Spread | None
-    """How single steps differ from the model; only a fit knows."""
+    """Deviations of single steps; None without a fit."""
 
 
 def simulated_config(name: str, settings: Sequence[str], device: str) -> Config:
-    """``load_config`` as the device would see it. Where weights or a tokenizer are not here, which a simulation does
-    not need, the sizes alone are taken. Raises ConfigError or CheckpointError when those are not known either."""
+    """Loads a config as a server on ``device`` would.
+
+    If the weights or the tokenizer are missing, stand-ins take their place, because a simulation needs only the sizes.
+    Raises ConfigError or CheckpointError if the sizes are missing, too.
+    """
     ascend = device != "cpu"
     settings = [ANY_PORTS, *settings]
     try:
@@ -70,15 +73,18 @@ def simulated_config(name: str, settings: Sequence[str], device: str) -> Config:
 
 
 def make_setup(name: str, settings: Sequence[str], device: str, fit: StepFit | None = None) -> Setup:
-    """``settings`` are ``section.key=value``: the configuration's, or ``device.RATE`` and ``host.TIME``, fields of
-    ``DeviceRates`` and ``HostModel``. Without a ``fit`` a CPU is the stored fit of this model, where there is one and
-    no rate is given, else its preset. Raises UsageError for a figure that is not there."""
+    """Builds the setup. ``settings`` are ``section.key=value``.
+
+    The sections ``device`` and ``host`` change fields of ``DeviceRates`` and ``HostModel``; others change the config.
+    For a CPU without ``fit`` and without changed rates, the stored fit of the model is used if it exists, otherwise the
+    preset. Raises UsageError for an unknown field.
+    """
     theirs, own = split_settings(settings)
     config = simulated_config(name, theirs, device)
     if fit is None and device == "cpu" and not own["device"] and stored_fit(config).is_file():
         fit = read_fit(stored_fit(config))
     if fit is not None and own["device"]:
-        raise UsageError(f"device.{next(iter(own['device']))}: the device is fitted from steps and has no rates")
+        raise UsageError(f"device.{next(iter(own['device']))}: the device is fitted to measured steps and has no rates")
     host = _replaced(HostModel() if fit is None else fit.host, own["host"], "host")
     spread = None
     cost: CostModel
@@ -91,7 +97,7 @@ def make_setup(name: str, settings: Sequence[str], device: str, fit: StepFit | N
 
 
 def identity(config: Config) -> dict[str, str]:
-    """What a fit belongs to: a model in its formats, on a table of operators."""
+    """Returns what a fit depends on: the model, its number formats and the op table."""
     return {
         "model": config.model_name,
         "weight_format": config.weight_format,
@@ -101,22 +107,22 @@ def identity(config: Config) -> dict[str, str]:
 
 
 def check_belongs(fit: StepFit, config: Config) -> None:
-    """Raises UsageError when the fit is of another model, or of other formats."""
+    """Raises UsageError if the fit belongs to another model or to other formats."""
     for name, value in identity(config).items():
         if fit.provenance.get(name) != value:
             raise UsageError(
-                f"the fit is of {name} {fit.provenance.get(name)!r}, the configuration has {value!r};"
-                " fit a recording of it (--recording)"
+                f"the fit is for {name} {fit.provenance.get(name)!r}, the configuration has {value!r};"
+                " fit a recording of this deployment (--recording)"
             )
 
 
 def stored_fit(config: Config) -> Path:
-    """Where the fit of this model on the machine of ``docs/performance.md`` is, if there is one."""
+    """Returns the path of a model's fit on the machine of ``docs/performance.md``; it may not exist."""
     return STORED_FITS / ("_".join(identity(config).values()) + ".json")
 
 
 def split_settings(settings: Sequence[str]) -> tuple[list[str], dict[str, dict[str, float]]]:
-    """The configuration's settings, and the simulator's own by section."""
+    """Separates the config's settings from the simulator's own, which are returned by section."""
     theirs: list[str] = []
     own: dict[str, dict[str, float]] = {section: {} for section in OWN_SECTIONS}
     for setting in settings:
@@ -136,6 +142,6 @@ def _replaced(model: Figures, changes: Mapping[str, float], section: str) -> Fig
     known = [field.name for field in fields(model) if isinstance(getattr(model, field.name), float | int)]
     for name in changes:
         if name not in known:
-            raise UsageError(f"{section}.{name}: there is no such figure; there are {', '.join(known)}")
+            raise UsageError(f"{section}.{name}: there is no such field; the fields are {', '.join(known)}")
     changed: dict[str, Any] = dict(changes)
     return replace(model, **changed)

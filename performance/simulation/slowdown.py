@@ -1,4 +1,4 @@
-"""How much slower a machine is than when it was fitted, for each kind of step."""
+"""How much slower a machine is now than when it was fitted, for each kind of step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from performance.simulation.work import StepWork
 __all__ = ["FEW_ROWS", "MANY_ROWS", "Slowdown"]
 
 FEW_ROWS, MANY_ROWS = 4, 12
-"""Up to the one a decode step is mostly reading weights, from the other on arithmetic counts as much."""
+"""Up to FEW_ROWS rows, a decode step mostly reads weights. From MANY_ROWS rows on, arithmetic takes as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """How many times as long steps took as the fit says: all, those that decode few or many rows, and those with prompt
-    tokens. A machine is seldom as slow at reading memory, of which decoding few rows is most, as at arithmetic."""
+    """Measured step time divided by fitted step time: of all steps, and of three kinds of steps.
+
+    The kinds are decode steps of few rows, decode steps of many rows, and steps with prompt tokens. Slow memory mostly
+    affects decode steps of few rows, slow arithmetic the others.
+    """
 
     steps: float = 1.0
     few_rows: float = 1.0
@@ -25,17 +28,17 @@ class Slowdown:
     prompts: float = 1.0
 
     def of(self, work: StepWork) -> float:
-        """That of a step: between few and many rows what lies between."""
+        """Returns the factor of a step. Between few and many rows, it interpolates."""
         if work.kind is not StepKind.DECODE:
             return self.prompts
         many = min(1.0, max(0.0, (work.tokens - FEW_ROWS) / (MANY_ROWS - FEW_ROWS)))
         return self.few_rows + many * (self.many_rows - self.few_rows)
 
     def times(self, other: Slowdown) -> Slowdown:
-        """Of a machine that is slower by ``other`` yet."""
+        """Combines two slowdowns by multiplying their factors."""
         return Slowdown(*(mine * more for mine, more in zip(astuple(self), astuple(other), strict=True)))
 
     @staticmethod
     def of_all(each: Sequence[Slowdown], middle: Callable[[Sequence[float]], float]) -> Slowdown:
-        """The ``middle`` (mean, median) of several."""
+        """Combines several slowdowns with ``middle``, for example the mean or the median of each factor."""
         return Slowdown(*(middle(values) for values in zip(*(astuple(one) for one in each), strict=True)))

@@ -1,13 +1,13 @@
-"""How far single steps lie from a model of their times, and for how long.
+"""How far single steps deviate from the fitted time, and for how long.
 
-A step takes more or less time than such steps do because of what else goes on in the machine: other processes, a
-hypervisor that gives the cores to somebody else, memory that others read. Part of that lasts: while it does every step
-is slow. Of the steps' noise a share therefore belongs to a state of the machine that is forgotten exponentially, the
-rest to each step alone. That does not change how often a step is so slow, but slow steps come together: noise of
-single steps is averaged away over the tokens of an answer, seconds that are slow are not, and requests pile up in them.
+The time of equal steps varies because of other activity on the machine: other processes, a hypervisor that takes away
+cores, other users of the memory. Part of this noise lasts: for some time every step is slow. The model therefore splits
+the variance. One fraction belongs to a state of the machine that decays exponentially; the rest is independent for each
+step. The split does not change how many steps are slow, but it makes slow steps come together. This matters: noise of
+single steps averages out over the tokens of a request, but during slow seconds requests queue up.
 
-The noise is a normal one, made to have the quantiles that were measured (a Gaussian copula); the state is the Ornstein
-and Uhlenbeck process (Uhlenbeck and Ornstein, "On the Theory of the Brownian Motion", 1930).
+The noise is a normal variable, mapped to the measured quantiles (a Gaussian copula). The state is an Ornstein-Uhlenbeck
+process (Uhlenbeck and Ornstein, "On the Theory of the Brownian Motion", 1930).
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ import numpy as np
 __all__ = ["Spread", "SpreadDraws", "lasting_part"]
 
 NEAREST_S, FARTHEST_S, CLASSES = 0.01, 2.56, 8
-"""Distances between steps at which they are compared, in classes that double: from steps that follow each other to
-what is forgotten, or is the machine's speed in a whole run."""
-LEAST_PAIRS = 100
-"""Of steps at such a distance, below which it says nothing."""
-LASTINGS_S = np.geomspace(0.01, 2.0, 107)
-"""Lastings that are tried, 5 % apart."""
+"""Steps are compared at distances in this range, in classes that double. Shorter distances are between consecutive
+steps; over longer ones the state has decayed, or differs because the whole run was slow or fast."""
+MIN_PAIRS = 100
+"""A class of distances with fewer pairs of steps is ignored."""
+DECAY_TIMES_S = np.geomspace(0.01, 2.0, 107)
+"""Candidates for the decay time, 5 % apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How far single steps lie from the model: quantiles of measured over predicted time, evenly spaced."""
+    """Deviations of single steps: evenly spaced quantiles of measured time divided by predicted time."""
 
     quantiles: Sequence[float]
     lasting_share: float = 0.0
-    """Share of the noise's variance that is a state of the machine, 0 to 1."""
+    """Fraction of the noise's variance that belongs to the state of the machine, 0 to 1."""
     lasting_s: float = 0.0
-    """Seconds after which that state is correlated with itself by 1/e."""
+    """Time after which the state's correlation with itself has decayed to 1/e."""
 
     def draws(self, generator: random.Random) -> SpreadDraws:
-        """One machine's steps."""
+        """Returns a generator of deviations for the steps of one machine."""
         return SpreadDraws(self, generator)
 
 
 class SpreadDraws:
-    """Measured over predicted time, step after step."""
+    """Draws measured time divided by predicted time, one step after another."""
 
     def __init__(self, spread: Spread, generator: random.Random) -> None:
         self._spread = spread
@@ -56,8 +56,10 @@ class SpreadDraws:
         self._moment = -math.inf
 
     def draw(self, moment: float) -> float:
-        """Of a step that begins at ``moment``, in seconds without what noise took; one before the last draw's counts as
-        that."""
+        """Returns the deviation of a step that begins at ``moment``.
+
+        ``moment`` is in seconds, without the time that noise added. The state never goes back in time.
+        """
         spread, gauss = self._spread, self._random.gauss
         if spread.lasting_share and moment > self._moment:
             kept = math.exp(-(moment - self._moment) / spread.lasting_s)
@@ -71,11 +73,13 @@ class SpreadDraws:
 
 
 def lasting_part(ratios: Sequence[float], begins: Sequence[float]) -> tuple[float, float]:
-    """Share and seconds of the part that lasts (``Spread``), of steps in the order in which they ran: measured over
-    predicted time, and when each began, in seconds. Zeros when nothing lasts, or too few steps are near each other.
+    """Returns ``lasting_share`` and ``lasting_s`` of a ``Spread``, or zeros if nothing lasts or the steps are too few.
 
-    ``share * exp(-distance / seconds)``, least squares over the classes of distances, is fitted to the mean products of
-    the steps' normal scores: what counts is the order of the ratios, so single extreme ones do not."""
+    ``ratios`` are measured times divided by predicted times, in the order in which the steps ran. ``begins`` are their
+    start times in seconds. The function computes products of pairs of steps and fits ``share * exp(-distance /
+    seconds)`` to their means, by least squares over the classes of distances. It uses normal scores, which depend only
+    on the order of the ratios, so that single extreme ratios have little influence.
+    """
     order = np.argsort(np.argsort(np.asarray(ratios), kind="stable"), kind="stable")
     normal = NormalDist()
     scores = np.array([normal.inv_cdf((place + 0.5) / len(order)) for place in order.tolist()])
@@ -92,11 +96,11 @@ def lasting_part(ratios: Sequence[float], begins: Sequence[float]) -> tuple[floa
         products += np.bincount(place, (scores[lag:] * scores[:-lag])[near], CLASSES)
         distances += np.bincount(place, between[near], CLASSES)
         counts += np.bincount(place, minlength=CLASSES)
-    told = counts >= LEAST_PAIRS
-    if told.sum() < 2:
+    enough = counts >= MIN_PAIRS
+    if enough.sum() < 2:
         return 0.0, 0.0
-    found, distance = products[told] / counts[told], distances[told] / counts[told]
-    shapes = np.exp(-distance[None, :] / LASTINGS_S[:, None])
+    found, distance = products[enough] / counts[enough], distances[enough] / counts[enough]
+    shapes = np.exp(-distance[None, :] / DECAY_TIMES_S[:, None])
     shares = np.clip((shapes @ found) / (shapes * shapes).sum(1), 0.0, 1.0)
     best = int(np.argmin(((shares[:, None] * shapes - found) ** 2).sum(1)))
-    return (float(shares[best]), float(LASTINGS_S[best])) if shares[best] > 0.0 else (0.0, 0.0)
+    return (float(shares[best]), float(DECAY_TIMES_S[best])) if shares[best] > 0.0 else (0.0, 0.0)

@@ -1,8 +1,10 @@
-"""A load between two probes of the machine's speed: evidence only where the two agree, and the cores were its own.
+"""Decides whether the machine's speed was constant during a real run.
 
-A comparison of a simulation with a real run says something of the simulation while the machine holds its speed. Whether
-it did is seen from a short probe, the same each time, right before the load and right after, and from what others took
-of the cores' time meanwhile. What was compared is never looked at.
+Only then can the run be compared with a simulation.
+
+A short probe, always the same load, runs directly before and after each part of a load. A part is steady if both probes
+ran at nearly the same speed, and if other processes took little of the cores' time during the part. The decision never
+looks at the compared figures.
 """
 
 from __future__ import annotations
@@ -23,46 +25,46 @@ __all__ = [
 ]
 
 TOLERANCE = 0.04
-"""How far two probes may be apart. Those of a machine at rest repeat within 1 to 2 %; speed that moves evenly from one
-probe to the other is known by their mean, and one that does not by no worse than half their distance, 2 %."""
+"""Maximum relative difference of two probes. On an idle machine probes repeat within 1 to 2 %. If the speed changes
+evenly between two probes, their mean is exact; otherwise it is wrong by at most half of the difference, 2 %."""
 OTHERS_TOLERANCE = 0.02
-"""Share of the cores' time that others may take. No probe sees what they do during the load: a second of one of two
-cores in a part of 25 s, which all steps of that second wait for, doubles pauses, and so moves the tails."""
+"""Maximum fraction of the cores' time that other processes may take. The probes do not see those processes. If they
+take one of two cores for one second of a 25 s part, all steps of that second wait, and the tail latencies change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """How fast the machine was."""
+    """Runs of the probe's loads, and the speed of the machine during them."""
 
     runs: list[LoadRun]
     slowdown: Slowdown
-    """How many times as long as the fit says its steps took."""
+    """Measured step times divided by fitted ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """A load that ran between two probes."""
+    """A real run between two probes."""
 
     before: Probe
     run: LoadRun
     after: Probe
     others: float = 0.0
-    """Share of the cores' time that others took during the run."""
+    """Fraction of the cores' time that other processes took during the run."""
 
     @property
     def slowdown(self) -> Slowdown:
-        """Of the machine meanwhile: the mean of the probes."""
+        """Returns the mean slowdown of the two probes."""
         return Slowdown.of_all([self.before.slowdown, self.after.slowdown], statistics.fmean)
 
     @property
     def distance(self) -> float:
-        """Between the probes' steps, relative to the faster."""
+        """Returns the relative difference of the two probes' step times."""
         low, high = sorted((self.before.slowdown.steps, self.after.slowdown.steps))
         return high / low - 1.0
 
     @property
     def unrest(self) -> float:
-        """In tolerances: above 1 it is no evidence."""
+        """Returns the deviation in units of the tolerances; above 1 the run proves nothing."""
         return max(self.distance / TOLERANCE, self.others / OTHERS_TOLERANCE)
 
     @property
@@ -79,13 +81,15 @@ class Try:
 
 
 def run_until_steady(
-    run: Callable[[], tuple[LoadRun, float]], probe: Callable[[], Probe], before: Probe, most: int
+    run: Callable[[], tuple[LoadRun, float]], probe: Callable[[], Probe], before: Probe, max_tries: int
 ) -> list[Try]:
-    """Run a load, with a probe after it, until it was steady, ``most`` times at most. ``run`` gives the share of the
-    cores that others took, too. ``before``: a probe right before the first time; the probe after a try is the one
-    before the next."""
+    """Repeats a load, each time followed by a probe, until it was steady or ``max_tries`` is reached.
+
+    ``run`` returns the run and the fraction of the cores' time that other processes took. ``before`` is the probe
+    before the first try; the probe after a try is the one before the next try.
+    """
     tries: list[Try] = []
-    while len(tries) < most and not (tries and tries[-1].is_steady):
+    while len(tries) < max_tries and not (tries and tries[-1].is_steady):
         measured, others = run()
         tries.append(Try(before, measured, probe(), others))
         before = tries[-1].after
@@ -93,17 +97,17 @@ def run_until_steady(
 
 
 def steadiest(tries: Sequence[Try]) -> Try:
-    """The try of a part that says most."""
+    """Returns the try with the smallest deviation."""
     return min(tries, key=lambda one: one.unrest)
 
 
 def is_evidence(parts: Sequence[Sequence[Try]]) -> bool:
-    """Of a load, from the tries of its parts: whether more than half of the parts were steady at last."""
+    """Returns True if more than half of a load's parts have a steady try."""
     return 2 * len(_steady(parts)) > len(parts)
 
 
 def comparable(parts: Sequence[Sequence[Try]]) -> list[Try]:
-    """The tries of a load that count: of the parts that were steady at last; of all parts where it is no evidence."""
+    """Returns the tries to compare: those of the steady parts, or of all parts if the load proves nothing."""
     return _steady(parts) if is_evidence(parts) else [steadiest(tries) for tries in parts]
 
 
@@ -112,7 +116,7 @@ def _steady(parts: Sequence[Sequence[Try]]) -> list[Try]:
 
 
 def joined(runs: Sequence[LoadRun]) -> LoadRun:
-    """Several runs as one, each beginning when the one before has ended."""
+    """Joins several runs into one in which each run begins when the previous one has ended."""
     records: list[RequestRecord] = []
     end = start = runs[0].start
     for run in runs:

@@ -1,4 +1,4 @@
-"""How far a simulation is from the load test it repeats."""
+"""Compares a simulation with the load test that it repeats."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ PERCENTS = (50, 95)
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One figure, measured and simulated."""
+    """A figure, measured and simulated."""
 
     name: str
     measured: float
     simulated: float
     deviation: float = 0.0
-    """Standard deviation of a single simulated run, where ``simulated`` is the mean of several: what chance alone moves
-    this figure of a load of this length by, in reality as well."""
+    """Standard deviation of a single simulated run if ``simulated`` is the mean of several. It shows how much chance
+    alone changes the figure in a load of this length, in a real run as well."""
 
     @property
     def error(self) -> float:
-        """Relative; 0 when both are 0."""
+        """Relative error of the simulation; 0 if both figures are 0."""
         if self.measured == 0:
             return 0.0 if self.simulated == 0 else float("inf")
         return self.simulated / self.measured - 1.0
@@ -43,7 +43,7 @@ class Compared:
 
 
 def read_load_test(path: Path) -> dict[str, Any]:
-    """The JSON of a load test. Raises UsageError when it is something else."""
+    """Reads the JSON of a load test. Raises UsageError if the file is something else."""
     try:
         content = orjson.loads(path.read_bytes())
     except (OSError, orjson.JSONDecodeError) as error:
@@ -54,9 +54,11 @@ def read_load_test(path: Path) -> dict[str, Any]:
 
 
 def compare(measured: dict[str, Any], simulated: dict[str, Any]) -> list[Compared]:
-    """Two load tests, each as its JSON: p50 and p95 of the requests' times to first token, mean times between tokens,
-    longest pauses and total times; p50, p95 and p99 of all times between tokens; the run's total time, which counts
-    from the first request on, and tokens per second."""
+    """Compares two load tests by their JSON.
+
+    The figures are p50 and p95 over the requests of TTFT, TPOT, longest time between tokens and total time; p50, p95
+    and p99 of all times between tokens; the run's total time from the first arrival; and tokens per second.
+    """
     theirs = [one for one in measured["per_request"] if one["failure"] is None and one["ttft_ms"] is not None]
     ours = simulated["per_request"]
     rows = []
@@ -79,7 +81,7 @@ def compare(measured: dict[str, Any], simulated: dict[str, Any]) -> list[Compare
 
 
 def mean_of_runs(runs: Sequence[Sequence[Compared]]) -> list[Compared]:
-    """The figures of several simulated runs, which differ by chance, against the same measured ones."""
+    """Returns the means of several simulated runs, which differ by chance, next to the same measured figures."""
     rows = []
     for figures in zip(*runs, strict=True):
         values = [one.simulated for one in figures]
@@ -94,8 +96,8 @@ def _percentile(requests: Sequence[dict[str, Any]], key: str, percent: float) ->
 
 
 def comparison_text(rows: Sequence[Compared]) -> str:
-    """A table, and how many of the figures are within the goal."""
-    header = ["", "measured", "simulated", "off by"]
+    """Returns a table, and the number of figures within the goal."""
+    header = ["", "measured", "simulated", "error"]
     cells = [
         [row.name, format_number(row.measured), format_number(row.simulated), f"{100 * row.error:+.1f} %"]
         for row in rows

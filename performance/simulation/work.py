@@ -1,4 +1,4 @@
-"""What a step makes a device do: counts taken from the step's columns, and the sizes of the model behind them."""
+"""Counts the work in a step, from the step's columns and the sizes of the model."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The counts a step's time depends on."""
+    """The counts that determine a step's time."""
 
     kind: StepKind
     tokens: int = 0
-    """Rows of the linear layers."""
+    """Rows of the linear layers' inputs."""
     sequences: int = 0
     samples: int = 0
-    """Rows of the output to the vocabulary: sequences that sample."""
+    """Rows of the output layer's input: the sequences that sample."""
     context: int = 0
-    """Keys read: the sum over the sequences of their context after the step, in tokens."""
+    """Keys read: the sum of the sequences' context lengths after the step."""
     pairs: int = 0
-    """Queries times the positions each sees, summed. A decode step has as many pairs as context."""
+    """Query-key pairs: for each query, the number of positions it attends to. A decode step has as many as
+    ``context``."""
 
 
 def work_of(step: ScheduledStep) -> StepWork:
-    """The counts of ``step``."""
+    """Counts the work in ``step``."""
     return count_work(step.kind, step.starts, step.query_lens, step.do_sample)
 
 
 def count_work(kind: StepKind, starts: Sequence[int], query_lens: Sequence[int], do_sample: Sequence[bool]) -> StepWork:
-    """The counts of a step with these columns."""
+    """Counts the work in a step with these columns."""
     sequences, tokens = len(starts), sum(query_lens)
     context = sum(starts) + tokens
     if tokens == sequences:
@@ -49,41 +50,42 @@ def count_work(kind: StepKind, starts: Sequence[int], query_lens: Sequence[int],
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """The bytes and operations of a model in its formats, over all layers."""
+    """Bytes and operations of a model in its number formats, summed over all layers."""
 
     num_layers: int
     weight_unit: str
-    """What multiplies: ``int8``, ``bfloat16``, ``float16`` or ``float32``."""
+    """Type of the operands of linear layers: ``int8``, ``bfloat16``, ``float16`` or ``float32``."""
     float_unit: str
-    """What attention computes in: one of the float types."""
+    """Type in which attention computes."""
     layer_bytes: float
-    """Weights and scales of the linear layers without the output to the vocabulary."""
+    """Weights and scales of the linear layers, without the output layer."""
     layer_operations: float
-    """Of those, a token."""
+    """Operations of these layers per token."""
     head_bytes: float
     head_operations: float
-    """A sampled row."""
+    """Operations of the output layer per sampled row."""
     kv_token_bytes: float
     pair_operations: float
-    """Attention's, a query and a position it sees."""
+    """Operations of attention per query-key pair."""
     activation_bytes: float
-    """Read and written between the operators, a token: residual, norms, rotary embedding, gate and up."""
+    """Bytes read and written between operators per token: residual, norms, rotary embedding, gate and up."""
     logit_bytes: float
-    """A sampled row, float32."""
+    """Bytes of the float32 logits of one sampled row."""
     block_bytes: float
-    """A block of the KV cache."""
+    """Bytes of one block of the KV cache."""
 
     @classmethod
     def of(cls, config: Config) -> ModelWork:
-        """The model a deployment's configuration serves."""
+        """Returns the sizes of the model that a config serves."""
         shape, numbers = config.shape, config.weight_format
         group, dtype = config.model_config.weight_group, config.model_config.model_dtype
         linears = layer_linears(shape).values()
         layer_bytes = sum(weight_bytes(numbers, columns, depth, group) for columns, depth in linears)
         layer_operations = sum(2.0 * columns * depth for columns, depth in linears)
         query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        # Once each: residual and norm before attention and before the MLP (read, add, write, normalise: 4 x h), the
-        # rotary embedding (read and write q and k), attention's q and output, gate, up and their product.
+        # Elements per layer and token: residual and norm before attention and before the MLP (read, add, write,
+        # normalise: 4 x hidden size), rotary embedding (read and write q and k), attention's q and output, gate, up and
+        # their product.
         elements = 8 * shape.hidden_size + 4 * query + 2 * key + 3 * shape.intermediate_size
         return cls(
             num_layers=shape.num_layers,

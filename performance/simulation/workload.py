@@ -1,4 +1,4 @@
-"""What arrives when: the load test's own generator, a trace, a former load test, or clients in a closed loop."""
+"""Sources of simulated requests: an open loop with given arrival times, and a closed loop of clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ClosedLoop", "OpenLoop", "SimulatedRequest", "Source"]
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """One thing to ask, in tokens. ``output_tokens``: where its answer ends, None for never before ``max_tokens``."""
+    """A request in tokens. It ends after ``output_tokens``, or at ``max_tokens`` if ``output_tokens`` is None."""
 
     prompt_token_ids: Sequence[int]
     max_tokens: int
@@ -21,34 +21,34 @@ class SimulatedRequest:
     priority: int = 0
     tenant: str = ""
     ttft_objective: float | None = None
-    """Seconds."""
+    """Objective for the time to first token, in seconds."""
     tbt_objective: float | None = None
-    """Seconds."""
+    """Objective for the time between tokens, in seconds."""
 
 
 class Source(Protocol):
-    """Requests by their number, and when the next one is sent."""
+    """Gives the requests one after the other, and the time at which the next one is sent."""
 
     requests: Sequence[SimulatedRequest]
 
     def next_due(self) -> float | None:
-        """When the next request is sent; None when none is sent before another ends, or at all."""
+        """Returns when the next request is sent, or None if none is sent before another one ends."""
 
     def pop(self) -> int:
-        """Take the number of that request."""
+        """Removes the next request and returns its index."""
 
     def finished(self, now: float) -> None:
-        """A client has its whole answer, or was refused."""
+        """Reports that a client has its complete output, or that its request was rejected."""
 
 
 class OpenLoop:
-    """Each request at its moment, whatever became of the others."""
+    """Sends each request at its arrival time, independently of the others."""
 
     def __init__(self, requests: Sequence[SimulatedRequest], arrivals: Sequence[float]) -> None:
         if len(requests) != len(arrivals):
             raise ValueError(f"{len(requests)} requests and {len(arrivals)} arrival times")
         if any(later < earlier for earlier, later in pairwise(arrivals)):
-            raise ValueError("arrival times must not go down")
+            raise ValueError("arrival times must not decrease")
         self.requests = requests
         self._arrivals = arrivals
         self._next = 0
@@ -64,11 +64,11 @@ class OpenLoop:
 
 
 class ClosedLoop:
-    """``clients`` that each send the next request as soon as they have the answer to their last."""
+    """``clients`` clients, each of which sends its next request when the previous one has completed."""
 
     def __init__(self, requests: Sequence[SimulatedRequest], clients: int) -> None:
         if clients < 1:
-            raise ValueError(f"{clients} clients; the least is 1")
+            raise ValueError(f"{clients} clients; the minimum is 1")
         self.requests = requests
         self._due = [0.0] * min(clients, len(requests))
         self._next = 0

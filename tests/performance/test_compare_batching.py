@@ -104,7 +104,7 @@ def test_a_server_that_does_not_start_is_exit_code_2(tmp_path: Path, capsys: pyt
     assert main([], program) == 2
     assert "config: no such key" in capsys.readouterr().err
     assert main(["--clients", "0"], program) == 2
-    assert "--clients 0: the least is 1" in capsys.readouterr().err
+    assert "--clients 0: the minimum is 1" in capsys.readouterr().err
 
 
 def test_modes_as_settings() -> None:

@@ -63,7 +63,7 @@ def test_no_server_is_exit_code_2_with_a_hint(capsys: pytest.CaptureFixture[str]
         (["--base-url", "ftp://x"], "expected http://HOST:PORT"),
         (["--dataset", "/no/such/file"], "cannot read /no/such/file"),
         (["-O", "/proc/no/such"], "cannot create the folder /proc/no/such"),
-        (["--warmup", "-1"], "the least is 0"),
+        (["--warmup", "-1"], "the minimum is 0"),
     ],
 )
 def test_wrong_options_are_exit_code_2(

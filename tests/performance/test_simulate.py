@@ -79,12 +79,12 @@ def test_the_rate_found_keeps_the_objectives_and_a_little_more_does_not(
     assert found["rate"] < found["above"] <= 1.02 * found["rate"] * 1.001
     assert found["run"]["ttft_ms"]["p99"] <= 500
     assert found["run"]["tbt_ms"]["p99"] <= 40
-    assert f"fcfs: {found['rate']:.3g} requests/s keep the objectives" in capsys.readouterr().out
+    assert f"fcfs: {found['rate']:.3g} requests/s meet the objectives" in capsys.readouterr().out
 
 
 def test_no_rate_keeps_an_objective_below_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PUBLISHED, "-T", "100", "--output-len", "2:4", "--find-rate", "--slo-ttft-ms", "1"]) == 2
-    assert "no rate keeps the objectives" in capsys.readouterr().err
+    assert "no rate meets the objectives" in capsys.readouterr().err
 
 
 def test_a_trace_is_run_as_it_is(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_text_prompts_go_through_the_tokenizer(tmp_path: Path) -> None:
         (["--config", "none.yaml"], "no such config file"),
         ([*PUBLISHED, "-X", "0.01", "-T", "1"], "makes no request"),
         ([*PUBLISHED, "--policy", "luck"], "scheduler_config.policy"),
-        ([*PUBLISHED, "--recording", "f"], "--recording fits a device from its steps"),
-        ([*PUBLISHED, "--set", "device.speed=3"], "device.speed: there is no such figure; there are"),
+        ([*PUBLISHED, "--recording", "f"], "--recording fits a device to measured steps"),
+        ([*PUBLISHED, "--set", "device.speed=3"], "device.speed: there is no such field; the fields are"),
         ([*PUBLISHED, "--set", "host.send_s=soon"], "host.send_s: 'soon' is not a number"),
         ([*PUBLISHED, "--sweep", "rate=fast"], "--sweep rate: 'fast' is not a number above 0"),
         ([*PUBLISHED, "--trace", "/no/such"], "cannot read /no/such"),
@@ -153,7 +153,7 @@ def test_a_wrong_line_of_a_trace_is_named(tmp_path: Path, capsys: pytest.Capture
     for line, message in (
         ('{"arrival_s": 1, "output_tokens": 2}', ":2: give either 'prompt'"),
         ('{"arrival_s": 1, "prompt_tokens": 2}', ":2: Object missing required field `output_tokens`"),
-        ('{"arrival_s": 1, "prompt_tokens": 2, "output_tokens": 0}', ":2: a request has at least 1 prompt and 1"),
+        ('{"arrival_s": 1, "prompt_tokens": 2, "output_tokens": 0}', ":2: a request needs at least 1 prompt token"),
         ('{"arrival_s": 1, "prompt_tokens": 2, "output_tokens": 1, "x": 1}', ":2: Object contains unknown field `x`"),
     ):
         trace.write_text('{"arrival_s": 0, "prompt_tokens": 2, "output_tokens": 2}\n' + line)

@@ -155,7 +155,7 @@ def test_a_step_with_moves_and_one_of_moves_alone() -> None:
 
 
 def test_too_few_steps_are_refused() -> None:
-    with pytest.raises(UsageError, match="49 steps with a time are recorded; a fit takes at least 50"):
+    with pytest.raises(UsageError, match="49 steps with a time are recorded; a fit needs at least 50"):
         fit_steps(some_steps(49))
 
 

@@ -94,7 +94,7 @@ def test_the_ways_mean_counts_not_their_median(tmp_path: Path, monkeypatch: pyte
     def some_late(stretch: Stretch) -> list[TimedStep]:
         """Every fourth answer takes 4 ms, as behind a busy core."""
         return [
-            replace(each, answered=each.answered + 0.004 * (index % 4 == 0))
+            replace(each, completed_at=each.completed_at + 0.004 * (index % 4 == 0))
             for index, each in enumerate(timed(stretch))
         ]
 
@@ -124,9 +124,9 @@ def test_steps_come_with_what_they_held_and_how_long_they_took(folder: Path) -> 
     first = timed[0]
     assert (first.step.kind, first.step.query_lens, first.scheduled, first.queue_s) == (StepKind.PREFILL, [3], 0.0, 0.0)
     assert first.run_s == pytest.approx(STEP_S + 3 * TOKEN_S + 3 * KEY_S, abs=1e-6)
-    assert first.answered == pytest.approx(first.run_s, abs=1e-6)
+    assert first.completed_at == pytest.approx(first.run_s, abs=1e-6)
     assert sorted(each.step.seq for each in timed) == list(range(len(timed)))
-    assert [each.answered for each in timed] == sorted(each.answered for each in timed)
+    assert [each.completed_at for each in timed] == sorted(each.completed_at for each in timed)
 
 
 def test_the_device_is_found_again(folder: Path) -> None:
@@ -196,9 +196,9 @@ def test_the_program_fits_saves_and_repeats(folder: Path, tmp_path: Path, capsys
     assert "cpu fitted" in capsys.readouterr().out
     other = ["--config", "llama_160m_cpu.yaml", "--fit", str(fit)]
     assert main(other) == 2
-    assert "the fit is of model 'llama_tiny', the configuration has 'llama_160m'" in capsys.readouterr().err
+    assert "the fit is for model 'llama_tiny', the configuration has 'llama_160m'" in capsys.readouterr().err
     assert main([*arguments, "--fit", str(fit), "--set", "device.memory_bytes_per_s=1e9"]) == 2
-    assert "the device is fitted from steps and has no rates" in capsys.readouterr().err
+    assert "the device is fitted to measured steps and has no rates" in capsys.readouterr().err
 
 
 def test_a_stored_fit_is_taken_for_its_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_a_stored_fit_is_taken_for_its_model(folder: Path, tmp_path: Path, monke
 
 def test_a_recording_without_an_ended_request_is_no_load(tmp_path: Path) -> None:
     recorded(tmp_path / "empty", [SimulatedRequest((1,) * 60, 4)], [0.0])
-    with pytest.raises(UsageError, match=r"no request of .* came to its end"):
+    with pytest.raises(UsageError, match=r"no request of .* completed"):
         of_recording(tmp_path / "empty", LoadOptions(NOWHERE))
 
 

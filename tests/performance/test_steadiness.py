@@ -107,7 +107,7 @@ def told(speed: float) -> dict[str, float]:
 
 def between(before: float, after: float) -> str:
     one, other = (f"{speed:.3f} ({speed:.3f}, {speed:.3f}, {2 * speed:.3f})" for speed in (before, after))
-    return f"{one} right before it, {other} right after; others took 0.0% of the cores' time"
+    return f"{one} before it, {other} after it; other processes took 0.0% of the cores' time"
 
 
 LOAD = Load("some", 2.0, 5.0, (4, 8), (8, 16), 1, parts=2)
@@ -123,7 +123,7 @@ def test_what_was_thrown_away_is_told() -> None:
     assert lines[0].startswith("some: 2 requests/s for 2 times 5 s")
     assert lines[2:5] == [
         f"  part 0: {between(1.00, 1.01)}, compared",
-        f"  part 1: {between(1.01, 1.20)}, not steady, thrown away",
+        f"  part 1: {between(1.01, 1.20)}, not steady, discarded",
         f"  part 1: {between(1.20, 1.21)}, compared",
     ]
     content = comparison_json([result])
@@ -132,14 +132,14 @@ def test_what_was_thrown_away_is_told() -> None:
         {"before": told(1.01), "after": told(1.2), "others": 0.0, "steady": False, "compared": False},
         {"before": told(1.2), "after": told(1.21), "others": 0.0, "steady": True, "compared": True},
     ]
-    assert closing_text([result]) == "all loads: 1 of 1 figures within 10%, the worst is off by 5%"
+    assert closing_text([result]) == "all loads: 1 of 1 figures within 10%, the largest error is 5%"
 
 
 def test_a_part_that_was_never_steady_is_left_out() -> None:
     result = compared([1.0, 1.01], [1.01, 1.2, 1.3], [1.3, 1.31])
     assert comparable(result.parts) == [result.parts[0][0], result.parts[2][0]]
     told = [line.rpartition(", ")[2] for line in result_text(result, 1.0).splitlines()[2:6]]
-    assert told == ["compared", "thrown away", "thrown away", "compared"]
+    assert told == ["compared", "discarded", "discarded", "compared"]
     content = comparison_json([result])["loads"]["some"]
     assert content["steady"]
     assert [[one["compared"] for one in tries] for tries in content["parts"]] == [[True], [False, False], [True]]
@@ -152,8 +152,8 @@ def test_a_load_of_which_half_was_never_steady_is_not_counted() -> None:
     assert f"part 1: {between(1.20, 1.30)}, not steady, compared" in result_text(unsteady, 1.0)
     assert not comparison_json([unsteady])["loads"]["some"]["steady"]
     assert closing_text([steady, unsteady]).splitlines() == [
-        "loads while the machine was steady: 0 of 1 figures within 10%, the worst is off by 20%",
-        "no evidence, as in every try of half of the parts probes were more than 4% apart, or others took more than 2%"
-        " of the cores' time: some",
+        "loads while the machine was steady: 0 of 1 figures within 10%, the largest error is 20%",
+        "discarded: some: in half of the parts the probes always differed by more than 4%, or other processes took more"
+        " than 2% of the cores' time",
     ]
-    assert closing_text([unsteady]).startswith("no evidence")
+    assert closing_text([unsteady]).startswith("discarded")

@@ -53,7 +53,7 @@ def test_a_real_server_is_fitted_and_compared(
     assert others["figures"]["tokens/s"]["measured"] > 0
     assert others["figures"]["TTFT ms p50"]["simulated"] > 0
     told = capsys.readouterr().out
-    assert "no evidence" in told
+    assert "discarded: others: in half of the parts" in told
     assert main([*tiny, "--kept", str(kept)], program=tmp_path / "none") == 3
     assert capsys.readouterr().out.splitlines() == told.splitlines()[:-1]
     monkeypatch.setattr(steadiness, "TOLERANCE", 1e9)

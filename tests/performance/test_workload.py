@@ -63,7 +63,7 @@ def test_a_dataset_is_read_in_order_and_again(tmp_path: Path) -> None:
         ('{"prompt": "x"}\n{"prompt": 5}\n', r":2: Expected `str \| array \| null`, got `int`"),
         ("{}\n", ":1: give either 'prompt'"),
         ('{"prompt": "x", "messages": []}\n', ":1: give either 'prompt'"),
-        ('{"prompt": "x", "max_tokens": 0}\n', ":1: max_tokens is 0, the least is 1"),
+        ('{"prompt": "x", "max_tokens": 0}\n', ":1: max_tokens is 0, the minimum is 1"),
         ("not json\n", ":1: JSON is malformed"),
     ],
 )

@@ -7,7 +7,7 @@ from html import escape
 
 from llm_serving.request import PARTS
 from llm_serving.telemetry.statistics import Distribution
-from performance.terminal import SUMMARY_COLUMNS, format_number
+from performance.terminal import SUMMARY_COLUMNS, format_number, summary_cells
 from tools.log_analysis.analysis import LogAnalysis
 from tools.log_analysis.charts import Line, charts_svg
 from tools.log_analysis.reader import LogReader
@@ -98,8 +98,7 @@ def _latencies(analysis: LogAnalysis) -> str:
     ]
     rows = []
     for name, distribution in named:
-        one = distribution.summary()
-        rows.append([name, *(format_number(value) for value in (one.mean, one.p50, one.p90, one.p99, one.max))])
+        rows.append([name, *summary_cells(distribution.summary())])
     return "<h2>Latency (ms)</h2>\n" + _table(["", *SUMMARY_COLUMNS], rows)
 
 
