@@ -4,7 +4,7 @@
 Asks a question, waits for the streamed answer, starts a long one and stops it. Needs Debian's packages ``chromium``
 and ``chromium-driver``. Exit code 1 when the page did not do what it should.
 
-    python tools/try_chat_page.py --url http://127.0.0.1:8835 --out output
+    python tools/try_chat_page.py --out output
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ import time
 import urllib.request
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from llm_serving.config.sections import DEFAULT_SERVER_PORT
 
 CHROMIUM_FLAGS = [
     "--headless=new",
@@ -118,7 +122,8 @@ def try_page(browser: Browser, url: str, out: Path) -> list[str]:
 def main() -> int:
     """Parse, run, print what was seen."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8835", help="the running server (default: %(default)s)")
+    url = f"http://127.0.0.1:{DEFAULT_SERVER_PORT}"
+    parser.add_argument("--url", default=url, help="URL of the running server (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("output"), help="folder of the screenshot")
     parser.add_argument("--size", default="900,760", help="window size (default: %(default)s)")
     arguments = parser.parse_args()

@@ -28,6 +28,8 @@ __all__ = [
 
 MAX_BLOCKS = 64 * 1024 * 1024
 MAX_SECONDS = 86_400.0
+DEFAULT_SERVER_PORT = 8835
+"""The only place that holds this number. Docs and examples repeat it; a test compares them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,9 @@ class ServingConfig:
     server_ip: str = published(
         "127.0.0.1", "Address the HTTP server listens on. Beyond loopback only with `allow_remote: true`."
     )
-    server_port: int = published(8835, "Port of the HTTP server; 0 takes any free one.", low=0, high=65535)
+    server_port: int = published(
+        DEFAULT_SERVER_PORT, "Port of the HTTP server; 0 takes any free one.", low=0, high=65535
+    )
     allow_remote: bool = own(
         False, "Let `server_ip` be reachable from other machines. There is no authentication: whoever connects may ask."
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llm_serving.config.sections import DEFAULT_SERVER_PORT
 from performance.load.apis import APIS, OPENAI_APIS
 from performance.load.arrivals import ARRIVALS, arrival_times, request_count
 from performance.load.endpoint import Endpoint, parse_endpoint
@@ -118,7 +119,7 @@ def build_parser() -> argparse.ArgumentParser:
     load.add_argument("--timeout", type=positive, default=600.0, help="seconds for one request (default %(default)s)")
     add_workload_options(parser)
     server = parser.add_argument_group("server")
-    server.add_argument("-P", "--port", type=int, default=8835, help="default %(default)s")
+    server.add_argument("-P", "--port", type=int, default=DEFAULT_SERVER_PORT, help="default %(default)s")
     server.add_argument("--host", default="127.0.0.1", help="default %(default)s")
     server.add_argument("--base-url", metavar="URL", help="instead of host and port; any OpenAI-compatible server")
     server.add_argument("--model", help="model to ask for (default: the first of /v1/models)")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from llm_serving.config import load_config
 from llm_serving.config.sections import (
+    DEFAULT_SERVER_PORT,
     BasicInputsConfig,
     ExtraInputsConfig,
     PagedAttentionConfig,
@@ -15,6 +17,7 @@ from llm_serving.config.sections import (
 )
 from llm_serving.formats.strict_yaml import read_yaml_mapping
 from support.model_folders import write_model_folder
+from support.small_configs import REPOSITORY
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "llama"
 
@@ -42,6 +45,7 @@ PUBLISHED_MODEL_CONFIG = {
 
 
 def test_the_file_has_the_published_keys_and_values() -> None:
+    """The published file also sets ``server_port`` to 8835, which is the default here."""
     document = read_yaml_mapping(CONFIGS / "llama_7b_kbk_pa_dyn.yaml")
     model = document.pop("model_config")
     assert isinstance(model, dict)
@@ -52,7 +56,6 @@ def test_the_file_has_the_published_keys_and_values() -> None:
             "agent_ip": "127.0.0.1",
             "start_device_id": 0,
             "server_ip": "127.0.0.1",
-            "server_port": 8835,
         },
         "pa_config": {"num_blocks": 1024, "block_size": 16, "decode_seq_length": 4096},
         "tokenizer": {"type": "LlamaTokenizer", "vocab_file": None},
@@ -116,3 +119,10 @@ def test_the_default_has_the_promised_ports_and_sizes(tmp_path: Path) -> None:
     assert config.model_config.decode_batch_size == (64,)
     assert config.pa_config == PagedAttentionConfig(2048, 16, 2048)
     assert read_yaml_mapping(CONFIGS / "llama_tiny_cpu.yaml")["model_config"]["model_path"] == "models/tiny_llama"  # type: ignore[index]
+
+
+def test_pages_and_configs_repeat_no_other_default_port() -> None:
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").rglob("*.md")]
+    ports = {port for page in pages for port in re.findall(r"http://127\.0\.0\.1:(\d+)", page.read_text())}
+    assert ports == {str(DEFAULT_SERVER_PORT)} == {"8835"}
+    assert [path.name for path in CONFIGS.parent.rglob("*.yaml") if "server_port: 8835" in path.read_text()] == []
