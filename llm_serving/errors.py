@@ -2,6 +2,7 @@
 
 LLMServingError
 ├── ConfigError               a config file or override is wrong (exit code 2)
+│   └── UnknownFormatError    a weight or KV cache format is not in the registry
 ├── CheckpointError           a model folder or one of its tensors is wrong
 ├── MemoryPlanError           weights, KV cache and activations do not fit the machine
 ├── RequestError              a request is wrong or cannot be taken (an HTTP 4xx)
@@ -27,6 +28,10 @@ class LLMServingError(Exception):
 
 class ConfigError(LLMServingError):
     """A config file or a command-line override is wrong; nothing has been started."""
+
+
+class UnknownFormatError(ConfigError, ValueError):
+    """A weight or KV cache format is not in the registry, or the operators do not have it."""
 
 
 class CheckpointError(LLMServingError):

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from llm_serving.config import Config, ModelConfig, load_config
 from llm_serving.engine.tokenizer import Tokenizer, load_tokenizer
 from llm_serving.errors import ConfigError, LLMServingError
+from llm_serving.model.number_formats import INTEGER_FORMATS
 from tools.quality.forced_decoding import ForcedDecoder, forced_config
 from tools.quantization.calibration import builtin_documents, calibration_tokens
 from tools.quantization.convert import quantise_folder
@@ -54,10 +55,7 @@ class Format:
 FORMATS = (
     Format(BASELINE, ("weight_format=bf16", "kv_format=bf16")),
     Format("float32", ("model_dtype=float32",)),
-    Format("int8", ("weight_format=int8",), 0.01),
-    Format("int8_weight_only", ("weight_format=int8_weight_only",), 0.01),
-    Format("int4", ("weight_format=int4",), 0.05),
-    Format("int4_weight_only", ("weight_format=int4_weight_only",), 0.05),
+    *(Format(each.name, (f"weight_format={each.name}",), each.perplexity_limit) for each in INTEGER_FORMATS),
     Format("int4 gptq", ("weight_format=auto",), 0.05, Settings(4, 64, False, "bfloat16")),
     Format("kv int8", ("weight_format=bf16", "kv_format=int8"), 0.01),
     Format("int8 + kv int8", ("weight_format=int8", "kv_format=int8"), 0.01),

@@ -21,6 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from llm_serving.errors import LLMServingError
+from llm_serving.model.number_formats import GROUP_SIZES, STORED_FORMATS, weight_format
 from performance.terminal import progress_bar
 from tools.quantization.calibration import BUILTIN, calibration_tokens
 from tools.quantization.convert import quantise_folder
@@ -32,9 +33,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the model: config.json, safetensors, tokenizer")
     parser.add_argument("out", type=Path, help="folder to write; must not be there")
-    parser.add_argument("--format", choices=("int8", "int4"), required=True)
-    parser.add_argument("--group", type=int, choices=(32, 64, 128), help="inputs to a scale of int4 (default 64)")
-    parser.add_argument("--asymmetric", action="store_true", help="int4 with zero points")
+    parser.add_argument("--format", choices=[each.name for each in STORED_FORMATS], required=True)
+    parser.add_argument("--group", type=int, choices=GROUP_SIZES, help="inputs that share a scale in int4 (default 64)")
+    parser.add_argument("--asymmetric", action="store_true", help="store zero points, which int4 has")
     parser.add_argument("--method", choices=("rtn", "gptq"), default="rtn", help="round to nearest (default), or GPTQ")
     parser.add_argument(
         "--calibration",
@@ -45,8 +46,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequences", type=int, default=128, help="calibration sequences (default 128)")
     parser.add_argument("--length", type=int, default=256, help="tokens in each (default 256)")
     options = parser.parse_args(arguments)
-    if options.format == "int8" and (options.group or options.asymmetric):
-        parser.error("--group and --asymmetric are for int4; int8 has a scale per output")
+    wanted = weight_format(options.format)
+    if (options.group and not wanted.has_groups) or (options.asymmetric and not wanted.zero):
+        parser.error(f"--group and --asymmetric are not for {wanted.name}, which has a scale for each output")
     if options.sequences < 1 or options.length < 2:
         parser.error("--sequences must be at least 1, --length at least 2")
     return options
@@ -55,8 +57,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """0, or 1 after one line that says what is wrong."""
     options, start = parse_arguments(arguments), time.monotonic()
-    bits, group = (8, 0) if options.format == "int8" else (4, options.group or 64)
-    settings = Settings(bits, group, options.asymmetric, "float32")
+    wanted = weight_format(options.format)
+    group = (options.group or 64) if wanted.has_groups else 0
+    settings = Settings(wanted.bits, group, options.asymmetric, "float32")
     try:
         tokens = None
         if options.method == "gptq":

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from agent.kernels.direct import Array, load
 from agent.kernels.library import load_library
 from agent.weights.storage import allocate
+from llm_serving.model.number_formats import kv_format
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -23,7 +24,7 @@ _GROUP_KEYS = 16
 def cache_array(num_blocks: int, kv_heads: int, block_size: int, head_dim: int, dtype: str) -> Array:
     """A zeroed key or value cache in memory as an agent's; ``dtype`` "int8" or a float type. The layout is in
     agent/kernels/ops/rotary_attention.h: a head of a block of an int8 one holds its values first, then its scales."""
-    cache = allocate((num_blocks, kv_heads, block_size, head_dim + (4 if dtype == "int8" else 0)), dtype)
+    cache = allocate((num_blocks, kv_heads, block_size, kv_format(dtype).head_width(head_dim)), dtype)
     cache.fill(0)
     return cache
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from agent.kernels.direct import DTYPES, Array
 from agent.kernels.library import KernelError, load_library
-from agent.kernels.packing import WEIGHT_FORMATS, Blob, pack_weight, packed_weight_bytes, weight_blob
+from agent.kernels.packing import Blob, pack_weight, packed_weight_bytes, weight_blob
 
 EPILOGUES = ("store", "store_float", "swiglu")
 MODES = {"kernel": 0, "quantized": 1, "reference": 2}
@@ -89,5 +89,5 @@ def _call(
     function = load_library().llmk_test_linear
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     if function(ctypes.byref(args), blob.size, MODES[mode]) != 0:
-        raise KernelError(f"the kernel refused a {WEIGHT_FORMATS[header(blob)['format']]} weight; see standard error")
+        raise KernelError(f"the kernel refused a weight of format {header(blob)['format']}; see standard error")
     return out, ids, values

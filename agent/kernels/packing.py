@@ -10,12 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from agent.kernels.library import KernelError, load_library
+from llm_serving.model.number_formats import weight_format
 
 Array = npt.NDArray[Any]
 Blob = npt.NDArray[np.uint8]
 
-WEIGHT_FORMATS = ("float32", "float16", "bfloat16", "int8", "int8_weight_only", "int4", "int4_weight_only")
-"""Names of llmk::WeightFormat, in its order."""
 _SOURCE_DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 _HUGE_PAGE = 2 << 20
 
@@ -38,22 +37,17 @@ class _PackSource(ctypes.Structure):
     )
 
 
-def _format_number(fmt: str) -> int:
-    if fmt not in WEIGHT_FORMATS:
-        raise ValueError(f"weight format {fmt!r} is not known; there are {', '.join(WEIGHT_FORMATS)}")
-    return WEIGHT_FORMATS.index(fmt)
-
-
 def packed_weight_bytes(fmt: str, columns: int, depth: int, group: int = 0, *, biased: bool = False) -> int:
     """Bytes of the blob of a weight of ``columns`` outputs by ``depth`` inputs, ``group`` inputs to a scale (0: all).
 
     Raises ValueError for a format or size no blob can have: groups must be multiples of 8, and only integer formats
     have them; integer depths go up to 65536.
     """
+    code = weight_format(fmt).kernel_code
     function = load_library().llmk_packed_weight_bytes
     function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int]
     function.restype = ctypes.c_int64
-    num_bytes = int(function(_format_number(fmt), columns, depth, group, int(biased)))
+    num_bytes = int(function(code, columns, depth, group, int(biased)))
     if num_bytes == 0:
         raise ValueError(f"no packed {fmt} weight can have {columns} columns, depth {depth} and group {group}")
     return num_bytes
@@ -102,14 +96,14 @@ def pack_weight(
         raise ValueError(f"a weight has 2 dimensions, [columns, depth]; this one has shape {values.shape}")
     if source_dtype not in _SOURCE_DTYPES:
         raise ValueError(f"source_dtype {source_dtype!r} is not known; there are {', '.join(_SOURCE_DTYPES)}")
-    number, (columns, depth) = _format_number(fmt), values.shape
-    if scales is not None and not fmt.startswith("int"):
+    wanted, (columns, depth) = weight_format(fmt), values.shape
+    if scales is not None and wanted.is_float:
         raise ValueError(f"a {fmt} weight has no scales")
     packed_weight_bytes(fmt, columns, depth, group)
     groups = (columns, -(-depth // group) if group else 1)
-    given = _SOURCE_DTYPES[source_dtype] if scales is None else np.uint8 if fmt.startswith("int4") else np.int8
+    given = _SOURCE_DTYPES[source_dtype] if scales is None else np.dtype(wanted.storage)
     source = _PackSource(
-        format=number, source_dtype=list(_SOURCE_DTYPES).index(source_dtype), columns=columns, depth=depth,
+        format=wanted.kernel_code, source_dtype=list(_SOURCE_DTYPES).index(source_dtype), columns=columns, depth=depth,
         group=group, gated=gated, asymmetric=asymmetric,
         values=_check("values", values, (columns, depth), given),
         scales=_check("scales", scales, groups, np.float32),

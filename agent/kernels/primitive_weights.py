@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from agent.kernels.library import KernelError, load_library
 from agent.kernels.packing import Blob, weight_blob
+from llm_serving.model.number_formats import weight_format
 
 Array = npt.NDArray[Any]
 
@@ -148,7 +149,7 @@ def _described(weight: PrimitiveWeight) -> _PrimitiveWeight:
     if weight.values.ndim != 2 or weight.values.dtype != _STORAGE[weight.type]:
         raise ValueError(f"a weight of {weight.type} is {weight.values.dtype} {weight.values.shape}")
     outer, inner = weight.values.shape
-    inner *= 2 if weight.type == "int4" else 1
+    inner *= weight_format(weight.type).values_per_byte
     columns, depth = (outer, inner) if weight.transposed else (inner, outer)
     groups = -(-depth // weight.group) if weight.group else 1
     for array in (weight.values, weight.scales, weight.offsets):

@@ -45,7 +45,7 @@ class AWQDecoder(Decoder):
         check_zero(tensors, "bias")
         values, zeros = _outputs_first(tensors.array("qweight")), _outputs_first(tensors.array("qzeros"))
         scales = np.ascontiguousarray(tensors.floats("scales").T)
-        return QuantizedTensor(self.scheme(), values, scales, without_usual_zeros(zeros))
+        return QuantizedTensor(self.scheme(), values, scales, without_usual_zeros(zeros, self.scheme()))
 
 
 def _outputs_first(words: Array) -> npt.NDArray[np.uint8]:

@@ -29,7 +29,7 @@ from agent.weights.decoder import (
     uneven_groups,
 )
 from agent.weights.layout import WeightPart
-from agent.weights.quantized import INT4_ZERO, QuantizedTensor, nibbles, signed, unpacked, without_usual_zeros
+from agent.weights.quantized import QuantizedTensor, signed, unpacked, without_usual_zeros
 
 
 class IntQuantizedDecoder(Decoder):
@@ -93,22 +93,23 @@ class PackQuantizedDecoder(Decoder):
             raise tensors.fail("weight_shape", f"is {tensors.array('weight_shape').tolist()}, not {whole}")
         values = np.ascontiguousarray(unpacked(tensors.array("weight_packed"), bits)[:, :depth])
         scales, group_of_input = _scales(part, groups, tensors), uneven_groups(part, groups, tensors, "weight_g_idx")
-        if bits == 8:
+        if not self.scheme().weights.zero:
             check_zero(tensors, "weight_zero_point")
             return QuantizedTensor(self.scheme(), signed(values), scales, None, group_of_input)
         zeros = self._zeros(rows, groups, tensors)
         return QuantizedTensor(self.scheme(), values, scales, zeros, group_of_input)
 
-    @staticmethod
-    def _zeros(rows: int, groups: int, tensors: StoredTensors) -> npt.NDArray[np.uint8] | None:
+    def _zeros(self, rows: int, groups: int, tensors: StoredTensors) -> npt.NDArray[np.uint8] | None:
         stored = tensors.optional("weight_zero_point")
         if stored is None:
             return None
+        scheme, zero = self.scheme(), self.scheme().weights.zero
         if stored.dtype == np.int8:
-            if int(stored.min()) < -INT4_ZERO or int(stored.max()) >= INT4_ZERO:
-                raise tensors.fail("weight_zero_point", "holds values beyond -8 to 7")
-            return without_usual_zeros((stored.reshape(rows, groups) + np.int8(INT4_ZERO)).astype(np.uint8))
-        return without_usual_zeros(np.ascontiguousarray(nibbles(stored.T)[:, :rows].T))
+            if int(stored.min()) < -zero or int(stored.max()) >= zero:
+                raise tensors.fail("weight_zero_point", f"holds values beyond -{zero} to {zero - 1}")
+            return without_usual_zeros((stored.reshape(rows, groups) + np.int8(zero)).astype(np.uint8), scheme)
+        words = unpacked(stored.T, self.quantization.bits)
+        return without_usual_zeros(np.ascontiguousarray(words[:, :rows].T), scheme)
 
 
 def _per_group(part: WeightPart, groups: int) -> tuple[tuple[int, ...], ...]:

@@ -136,7 +136,7 @@ class Decoder(ABC):
 
     def scheme(self) -> Scheme:
         """Of every quantised tensor of the checkpoint."""
-        return Scheme("int4" if self.quantization.bits == 4 else "int8", self.quantization.group)
+        return Scheme(self.quantization.format.name, self.quantization.group)
 
     def groups(self, part: WeightPart) -> int:
         """Scales of a row. Raises CheckpointError when groups do not divide the row."""

@@ -5,19 +5,20 @@
     int8               DynamicQuantExt, QuantBatchMatmul  int8 [out, in]              float32 [out]
     int8_weight_only   WeightQuantBatchMatmul,            int8 [out, in]              model_dtype [out], with groups
                        transposed                                                     [out, groups]
-    int4               WeightQuantBatchMatmul             int4 [in, out], two a byte  model_dtype [groups, out]
+    int4_weight_only   WeightQuantBatchMatmul             int4 [in, out], two a byte  model_dtype [groups, out]
 
-``int4_weight_only`` is another name of ``int4`` here, whose activations stay floats.
+A form has the name of the format that the primitives compute: ``int4`` becomes ``int4_weight_only``.
 
-Those of all experts of a layer are one weight of GroupedMatmulV4:
+The weights of all experts of a layer are one weight of GroupedMatmulV4:
 
     float                                                 model_dtype [experts, in, out]
     int8               behind DynamicQuantExt             int8, the same              [experts, out], bfloat16 for
                                                                                       bfloat16, else float32
     int8_weight_only                                      int8, the same              model_dtype [experts, out]
-    int4                                                  int4, two a byte, the same  model_dtype [experts, groups, out]
+    int4_weight_only                                      int4, two a byte, the same  model_dtype [experts, groups, out]
 
-The last two have offsets always, for the primitive asks for them; they are zeros but for whole rows with zero points.
+The last two always have offsets, because the primitive requires them. Offsets are zero except for whole rows with zero
+points.
 
 Sources and limits: docs/ascend.md.
 """
@@ -28,33 +29,50 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent.weights.layout import WeightSpec
-from agent.weights.packed import FLOAT_FORMATS, INT4, OUTPUT_LAYER, Packing
+from agent.weights.packed import OUTPUT_LAYER, Packing
 from agent.weights.quantized import Scheme
 from agent.weights.source import WeightSource
 from llm_serving.errors import ConfigError
-from llm_serving.model.quantization import INT4_FORMATS, MAX_WEIGHT_ONLY_SIZE
+from llm_serving.model.number_formats import AUTO, WeightFormat, weight_format
+from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
 
 GROUP_MULTIPLE = 32
-"""WeightQuantBatchMatmul: groups are multiples of this, and smaller than the inputs."""
+"""Groups of WeightQuantBatchMatmul are multiples of this number, and smaller than the inputs."""
+FLOAT = "float"
+"""The form of weights in ``model_dtype``."""
 
 
 @dataclass(frozen=True, slots=True)
 class LinearForm:
-    """Of one linear layer's weight."""
+    """How a native primitive takes the weight of one linear layer."""
 
-    format: str = "float"
-    """``float``, ``int8``, ``int8_weight_only`` or ``int4``."""
+    format: str = FLOAT
+    """``FLOAT``, or the format that the primitive computes."""
     group: int = 0
     """Inputs that share a scale; 0: all."""
     has_offsets: bool = False
     stored: Scheme | None = None
-    """How the checkpoint has it; None: as floats."""
+    """How the checkpoint stores the weight; None: as floats."""
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the weight is in ``model_dtype``."""
+        return self.format == FLOAT
+
+    @property
+    def weights(self) -> WeightFormat:
+        """The registry's entry of integers. Raises UnknownFormatError."""
+        return weight_format(self.format)
+
+    @property
+    def quantises_activations(self) -> bool:
+        """Whether the primitive multiplies integers by integers."""
+        return not self.is_float and self.weights.quantises_activations
 
 
 @dataclass(frozen=True, slots=True)
 class LinearForms:
-    """Of a model: one form for the linear layers of all blocks, one for the output to the vocabulary, and one for the
-    experts of all blocks."""
+    """The forms of a model's linear layers, its output layer and its experts; all layers have the same."""
 
     layers: LinearForm = LinearForm()
     output: LinearForm = LinearForm()
@@ -63,7 +81,7 @@ class LinearForms:
 
 def scale_type(form: LinearForm, dtype: str, *, of_experts: bool) -> str:
     """The type of the scales of integers that multiply activations of ``dtype``."""
-    if form.format != "int8":
+    if not form.quantises_activations:
         return dtype
     return "bfloat16" if of_experts and dtype == "bfloat16" else "float32"
 
@@ -75,7 +93,7 @@ def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Pac
     does one to an odd vocabulary in int4, and one that is the embedding always. Raises ConfigError where the primitives
     cannot do what is asked.
     """
-    if packing.weight_format in ("auto", *FLOAT_FORMATS):
+    if packing.weight_format == AUTO or packing.keeps_floats:
         return LinearForms()
     found: dict[str, LinearForm] = {}
     for spec in specs:
@@ -93,9 +111,9 @@ def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Pac
     return LinearForms(**found)
 
 
-def _wanted(packing: Packing) -> str:
-    """The name of the form."""
-    return INT4 if packing.weight_format in INT4_FORMATS else packing.weight_format
+def _wanted(packing: Packing) -> WeightFormat:
+    """The format that the primitives compute."""
+    return weight_format(packing.weight_format).on("native")
 
 
 def _stored(spec: WeightSpec, source: WeightSource, packing: Packing) -> Scheme | None:
@@ -104,7 +122,7 @@ def _stored(spec: WeightSpec, source: WeightSource, packing: Packing) -> Scheme 
     if len(schemes) > 1:
         raise _error(packing, f"the parts of {spec.parameter} are stored in different formats; use auto")
     stored = schemes.pop()
-    if stored is not None and (stored.format == INT4) != (_wanted(packing) == INT4):
+    if stored is not None and stored.format != _wanted(packing).stored_as:
         raise _error(packing, f"tensor {spec.parts[0].name} is stored as {stored.format}; use {stored.format} or auto")
     return stored
 
@@ -112,48 +130,48 @@ def _stored(spec: WeightSpec, source: WeightSource, packing: Packing) -> Scheme 
 def _form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearForm:
     wanted, (columns, depth) = _wanted(packing), spec.shape
     stored, is_output = _stored(spec, source, packing), spec.parameter == OUTPUT_LAYER
-    if wanted == "int8":
+    if wanted.quantises_activations:
         if stored is not None and stored.group:
             raise _error(
                 packing,
                 f"QuantBatchMatmul has one scale an output, and tensor {spec.parts[0].name} has {stored}; use "
-                f"int8_weight_only",
+                f"{wanted.stored_as}_weight_only",
             )
-        return LinearForm("int8", stored=stored)
-    is_odd = wanted == INT4 and columns % 2 == 1
-    if is_output and stored is None and (is_odd or max(columns, depth) > MAX_WEIGHT_ONLY_SIZE):
+        return LinearForm(wanted.name, stored=stored)
+    fills_bytes = columns % wanted.values_per_byte == 0
+    if is_output and stored is None and (not fills_bytes or max(columns, depth) > MAX_WEIGHT_ONLY_SIZE):
         return LinearForm()
     if max(columns, depth) > MAX_WEIGHT_ONLY_SIZE:
         raise _error(
             packing, f"{spec.parameter} is {columns} x {depth}; WeightQuantBatchMatmul takes {MAX_WEIGHT_ONLY_SIZE}"
         )
-    group = stored.group if stored is not None else packing.group if wanted == INT4 else 0
+    group = stored.group if stored is not None else packing.group if wanted.has_groups else 0
     if group and (group % GROUP_MULTIPLE or group >= depth):
         raise _error(
             packing,
             f"{spec.parameter} has groups of {group} of its {depth} inputs; WeightQuantBatchMatmul takes multiples of "
             f"{GROUP_MULTIPLE} that are smaller than the inputs",
         )
-    if is_odd:
-        raise _error(packing, f"{spec.parameter} has {columns} outputs; two int4 share a byte, so they must be even")
-    return LinearForm(wanted, group, wanted == INT4 and stored is not None, stored)
+    if not fills_bytes:
+        raise _error(packing, f"{spec.parameter} has {columns} outputs; {_bytes_text(wanted)}")
+    return LinearForm(wanted.name, group, wanted.zero != 0 and stored is not None, stored)
 
 
 def _expert_form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearForm:
     """Of the weights of all experts: the limits of GroupedMatmulV4."""
     wanted, (columns, depth) = _wanted(packing), spec.expert(0).shape
     stored = _stored(spec, source, packing)
-    group = stored.group if stored is not None else packing.group if wanted == INT4 else 0
+    group = stored.group if stored is not None else packing.group if wanted.has_groups else 0
     if max(columns, depth) > MAX_WEIGHT_ONLY_SIZE:
         raise _error(
             packing,
             f"an expert of {spec.parameter} is {columns} x {depth}; GroupedMatmulV4 takes {MAX_WEIGHT_ONLY_SIZE}",
         )
-    if wanted != INT4 and group:
+    if not wanted.has_groups and group:
         raise _error(
             packing,
-            f"GroupedMatmulV4 has one scale an output where weights are int8, and tensor {spec.parts[0].name} has "
-            f"{stored}; use auto, which multiplies out",
+            f"GroupedMatmulV4 has one scale an output where weights are {wanted.stored_as}, and tensor "
+            f"{spec.parts[0].name} has {stored}; use auto, which multiplies out",
         )
     if group and (group % GROUP_MULTIPLE or depth % group):
         raise _error(
@@ -161,9 +179,13 @@ def _expert_form(spec: WeightSpec, source: WeightSource, packing: Packing) -> Li
             f"{spec.parameter} has groups of {group} of an expert's {depth} inputs; GroupedMatmulV4 takes multiples of "
             f"{GROUP_MULTIPLE} that divide the inputs",
         )
-    if wanted == INT4 and columns % 2:
-        raise _error(packing, f"an expert of {spec.parameter} has {columns} outputs; two int4 share a byte")
-    return LinearForm(wanted, group, wanted != "int8", stored)
+    if columns % wanted.values_per_byte:
+        raise _error(packing, f"an expert of {spec.parameter} has {columns} outputs; {_bytes_text(wanted)}")
+    return LinearForm(wanted.name, group, not wanted.quantises_activations, stored)
+
+
+def _bytes_text(wanted: WeightFormat) -> str:
+    return f"{wanted.values_per_byte} {wanted.stored_as} share a byte, so outputs must be a multiple of that"
 
 
 def _error(packing: Packing, problem: str) -> ConfigError:

@@ -25,12 +25,13 @@ from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.storage import Array, convert_into, from_float32
 from agent.weights.tensor_files import listed
 from llm_serving.errors import CheckpointError
+from llm_serving.model.number_formats import STORED_FORMATS
+from llm_serving.model.quantization import GGUF_GROUP
 
-_BLOCK = 32
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_SCHEMES = {"Q8_0": Scheme("int8", _BLOCK), "Q4_0": Scheme("int4", _BLOCK)}
+_SCHEMES = {each.gguf_type: Scheme(each.name, GGUF_GROUP) for each in STORED_FORMATS if each.gguf_type}
 _MULTIPLIED_OUT = ("Q6_K",)
-_Q8_0_BYTES, _Q4_0_BYTES, _SCALE_BYTES = 34, 18, 2
+_SCALE_BYTES = 2
 _OUTSIDE_LAYERS = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -95,19 +96,15 @@ class GGUFFile:
         if cut is not None:
             return cut.of_quantised(self.read_quantised(WeightPart(part.name, cut.whole)))
         rows, type_name = part.shape[0], self._type_of(part.name)
-        size = _Q8_0_BYTES if type_name == "Q8_0" else _Q4_0_BYTES
+        scheme, unpack = _SCHEMES[type_name], _UNPACKERS[type_name]
+        size = _SCALE_BYTES + GGUF_GROUP * scheme.weights.bits // 8
         blocks = self._data(part.name).reshape(rows, -1, size)[self._row_order(part)]
         scales = np.ascontiguousarray(blocks[:, :, :_SCALE_BYTES]).view("<f2")[:, :, 0].astype(np.float32)
         if not np.isfinite(scales).all():
             raise CheckpointError(f"{self.path}: tensor {gguf_name(part.name)} holds a scale that is not finite")
-        packed, values = blocks[:, :, _SCALE_BYTES:], np.empty((rows, blocks.shape[1], _BLOCK), np.uint8)
-        if type_name == "Q8_0":
-            values[:] = packed
-        else:
-            np.bitwise_and(packed, 15, out=values[:, :, : _BLOCK // 2])
-            np.right_shift(packed, 4, out=values[:, :, _BLOCK // 2 :])
-        flat = values.reshape(rows, -1)
-        return QuantizedTensor(_SCHEMES[type_name], flat.view(np.int8) if type_name == "Q8_0" else flat, scales)
+        values = np.empty((rows, blocks.shape[1], GGUF_GROUP), np.uint8)
+        unpack(blocks[:, :, _SCALE_BYTES:], values)
+        return QuantizedTensor(scheme, values.reshape(rows, -1).view(scheme.weights.storage), scales)
 
     def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:
         """Copy a tensor or a part of it, as elements of ``dtype``, into ``out``.
@@ -188,6 +185,19 @@ class GGUFFile:
             raise CheckpointError(
                 f"{self.path}: tensor {name} has shape {list(shape)}; config.json makes it {list(part.shape)}"
             )
+
+
+def _unpack_bytes(packed: Array, values: npt.NDArray[np.uint8]) -> None:
+    values[:] = packed
+
+
+def _unpack_halves(packed: Array, values: npt.NDArray[np.uint8]) -> None:
+    """Input i is in the low four bits of byte i, input i + 16 in its high ones."""
+    np.bitwise_and(packed, 15, out=values[:, :, : GGUF_GROUP // 2])
+    np.right_shift(packed, 4, out=values[:, :, GGUF_GROUP // 2 :])
+
+
+_UNPACKERS = {"Q8_0": _unpack_bytes, "Q4_0": _unpack_halves}
 
 
 def gguf_name(name: str) -> str:

@@ -25,7 +25,8 @@ from agent.weights.decoder import (
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, signed, unpacked, without_usual_zeros
 
-_INT8_ZERO = 128
+_SIGNED_ZERO = 128
+"""The only zero point of 8-bit integers: they are stored unsigned and become signed."""
 
 
 class GPTQDecoder(Decoder):
@@ -60,9 +61,10 @@ class GPTQDecoder(Decoder):
             zeros &= np.uint8(2**bits - 1)  # a stored 15 is a zero point of 0
         scales = np.ascontiguousarray(tensors.floats("scales").T)
         group_of_input = uneven_groups(part, self.groups(part), tensors, "g_idx")
-        if bits == 4:
-            usual = without_usual_zeros(np.ascontiguousarray(zeros.T))
-            return QuantizedTensor(self.scheme(), values, scales, usual, group_of_input)
-        if (zeros != _INT8_ZERO).any():
+        scheme = self.scheme()
+        if scheme.weights.zero:
+            own = without_usual_zeros(np.ascontiguousarray(zeros.T), scheme)
+            return QuantizedTensor(scheme, values, scales, own, group_of_input)
+        if (zeros != _SIGNED_ZERO).any():
             raise tensors.fail("qzeros", "holds zero points; 8-bit weights must be symmetric (sym: true)")
-        return QuantizedTensor(self.scheme(), signed(values), scales, None, group_of_input)
+        return QuantizedTensor(scheme, signed(values), scales, None, group_of_input)

@@ -62,7 +62,7 @@ def load_weights(
         form = _form_of(spec, forms)
         if packer is not None and spec.kind != "plain":
             weights[spec.parameter] = packer.pack(spec)
-        elif form.format != "float":
+        elif not form.is_float:
             weights |= load_primitive(spec, form, source, dtype)
         else:
             weights[spec.parameter] = _load_plain(spec, source, "float32" if spec.float32 else dtype)

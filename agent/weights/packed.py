@@ -2,10 +2,9 @@
 
 What becomes of a weight, by how it is stored and what ``weight_format`` asks for:
 
-    stored as    auto         a float type                        int8, int8_weight_only  int4, int4_weight_only
-    floats       model_dtype  model_dtype                         quantised here          quantised here
-    int8         int8         multiplied out, rounded to nearest  the same integers       refused
-    int4         int4         multiplied out, rounded to nearest  refused                 the same integers
+    stored as    auto         a float type                        a format of these integers  one of other integers
+    floats       model_dtype  model_dtype                         quantised here              quantised here
+    integers     as stored    multiplied out, rounded to nearest  the same integers           refused
 """
 
 from __future__ import annotations
@@ -20,15 +19,12 @@ import numpy.typing as npt
 
 from agent.kernels.packing import join_weight_parts, pack_weight, packed_weight_bytes, weight_blob
 from agent.weights.layout import WeightPart, WeightSpec
-from agent.weights.quantized import INT4_ZERO, QuantizedTensor, Scheme
+from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.source import WeightSource
 from agent.weights.storage import STORAGE_DTYPES, Array, allocate
 from llm_serving.errors import CheckpointError, ConfigError
-from llm_serving.model.quantization import INT4_FORMATS, INT8_FORMATS
+from llm_serving.model.number_formats import AUTO, formats_of_stored, weight_format
 
-AUTO = "auto"
-FLOAT_FORMATS = ("float32", "float16", "bfloat16", "bf16")
-INT4 = "int4"
 _ALIGNMENT = 64
 OUTPUT_LAYER = "lm_head.weight"
 """The parameter that gives the logits."""
@@ -39,16 +35,29 @@ class Packing:
     """What ``model_config`` asks of the weights of linear layers."""
 
     weight_format: str
-    """``auto``, ``bf16`` or another name of the ``model_dtype``, ``int8``, ``int8_weight_only``, ``int4`` or
-    ``int4_weight_only``."""
+    """``auto``, or a name of the registry (``llm_serving.model.number_formats``)."""
     group: int = 64
-    """Inputs that share a scale where floats become int4; the last group of a layer may be shorter. Stored integers
-    keep theirs."""
+    """Inputs that share a scale if floats become a format with groups; the last group of a layer may be shorter.
+    Stored integers keep their groups."""
     asymmetric: bool = False
-    """Whether floats become int4 with zero points."""
+    """Whether floats get zero points if they become a format that has them."""
     output_format: str | None = None
-    """That of an output layer of floats where ``weight_format`` is an integer one; None: the same. Rounding hurts
-    most there (``docs/quantization.md`` has figures)."""
+    """Format of an output layer of floats if ``weight_format`` is an integer format; None: ``weight_format``. Rounding
+    the output layer costs the most quality (docs/quantization.md has figures)."""
+
+    def __post_init__(self) -> None:
+        for name in (self.weight_format, self.output_format or AUTO):
+            if name != AUTO:
+                weight_format(name)
+
+    @property
+    def keeps_floats(self) -> bool:
+        """Whether all weights become floats."""
+        return self.weight_format != AUTO and weight_format(self.weight_format).is_float
+
+    def zero_points(self, fmt: str) -> bool:
+        """Whether floats that become ``fmt`` get zero points."""
+        return self.asymmetric and weight_format(fmt).zero != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +113,7 @@ class LinearPacker:
                 np.ascontiguousarray(values[:, span.slice]),
                 blob[begin : begin + size],
                 group=plan.group,
-                asymmetric=self._packing.asymmetric and plan.format in INT4_FORMATS,
+                asymmetric=self._packing.zero_points(plan.format),
                 source_dtype=dtype,
                 bias=bias if index == 0 else None,
             )
@@ -125,7 +134,7 @@ class LinearPacker:
                 blob,
                 group=plan.group,
                 gated=gated,
-                asymmetric=self._packing.asymmetric and plan.format in INT4_FORMATS,
+                asymmetric=self._packing.zero_points(plan.format),
                 source_dtype=dtype,
                 bias=bias,
             )
@@ -156,7 +165,7 @@ class LinearPacker:
         stored, wanted = self._stored_scheme(spec), self._packing.weight_format
         if spec.float32:
             return _Plan("float32", 0, None)
-        if wanted in FLOAT_FORMATS or (stored is None and wanted == AUTO):
+        if self._packing.keeps_floats or (stored is None and wanted == AUTO):
             return _Plan(self._dtype, 0, None)
         if stored is not None and spec.input_spans:
             raise ConfigError(
@@ -165,8 +174,8 @@ class LinearPacker:
             )
         if stored is None:
             fmt = (spec.parameter == OUTPUT_LAYER and self._packing.output_format) or wanted
-            return _Plan(fmt, self._packing.group if fmt in INT4_FORMATS else 0, None)
-        if wanted != AUTO and wanted not in (INT4_FORMATS if stored.format == INT4 else INT8_FORMATS):
+            return _Plan(fmt, self._packing.group if weight_format(fmt).has_groups else 0, None)
+        if wanted != AUTO and wanted not in formats_of_stored(stored.format):
             raise ConfigError(
                 f"model_config.weight_format = {wanted}: tensor {spec.parts[0].name} is stored as {stored.format}; "
                 f"use auto, {stored.format} or bf16, or a model of floats"
@@ -187,7 +196,7 @@ class LinearPacker:
     def _floats(self, spec: WeightSpec, plan: _Plan) -> tuple[Array, str]:
         """All rows, and their type: as they are stored where they are quantised here, so that they are rounded once."""
         kept = {self._source.float_dtype(part.name) for part in spec.parts}
-        quantised_here = plan.format not in FLOAT_FORMATS
+        quantised_here = not weight_format(plan.format).is_float
         dtype = (kept.pop() if len(kept) == 1 else "float32") if quantised_here else plan.format
         dtype = dtype or self._dtype
         values = self._memory(spec.shape, STORAGE_DTYPES[dtype])
@@ -198,8 +207,7 @@ class LinearPacker:
     def _join(self, spec: WeightSpec, plan: _Plan) -> QuantizedTensor:
         """All rows as one tensor."""
         assert plan.stored is not None, "floats are not joined here"
-        is_int4 = plan.stored.format == INT4
-        values = self._memory(spec.shape, np.uint8 if is_int4 else np.int8)
+        values = self._memory(spec.shape, np.dtype(plan.stored.weights.storage))
         tensors = []
         for part, rows in _rows_of(spec.parts):
             tensor = self._source.read_quantised(part)
@@ -241,6 +249,7 @@ def _joined_zeros(tensors: Sequence[QuantizedTensor]) -> npt.NDArray[np.uint8] |
     if all(each.zeros is None for each in tensors):
         return None
     zeros: list[npt.NDArray[np.uint8]] = [
-        np.full(each.scales.shape, INT4_ZERO, np.uint8) if each.zeros is None else each.zeros for each in tensors
+        np.full(each.scales.shape, each.scheme.weights.zero, np.uint8) if each.zeros is None else each.zeros
+        for each in tensors
     ]
     return np.concatenate(zeros)

@@ -1,7 +1,7 @@
 """Weights of linear layers as the native primitives take them (``agent.weights.forms``): integers, scales, offsets.
 
-Floats are quantised here: int8 with scale = max|w| / 127, int4 with max|w| / 7 of each group, to nearest. Where scales
-are kept in a type of 16 bits they are rounded to it first, so that the integers fit the scale that is used.
+Floats are quantised here, to nearest: scale = max|w| / 127 for 8 bits and max|w| / 7 for 4 bits. If scales are kept in
+a type of 16 bits, they are rounded to it first, so that the integers fit the scale that is used.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ import numpy.typing as npt
 
 from agent.weights.forms import LinearForm, scale_type
 from agent.weights.layout import WeightPart, WeightSpec
-from agent.weights.quantized import INT4_ZERO, QuantizedTensor
+from agent.weights.quantized import QuantizedTensor
 from agent.weights.source import WeightSource
 from agent.weights.storage import Array, allocate, from_float32, to_float32
 from llm_serving.errors import CheckpointError
 
 _PIECE_ROWS = 256
-_LARGEST = {"int8": 127, "int8_weight_only": 127, "int4": 7}
 
 
 def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str) -> dict[str, Array]:
@@ -34,7 +33,7 @@ def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dty
     kind = scale_type(form, dtype, of_experts=False)
     numbers = _read(spec, form, source, dtype, kind)
     weight, scales, offsets = numbers.integers, numbers.scales, numbers.offsets
-    if form.format == "int4":
+    if form.weights.values_per_byte == 2:
         weight, scales, offsets = _pairs(weight), scales.T, offsets.T
     if form.group == 0:
         scales, offsets = scales.reshape(-1), offsets.reshape(-1)
@@ -43,9 +42,9 @@ def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dty
 
 def _load_experts(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str) -> dict[str, Array]:
     """Of all experts of a layer, each [in, out] with scales and offsets [out] or [groups, out]."""
-    kind, int4 = scale_type(form, dtype, of_experts=True), form.format == "int4"
+    kind, per_byte = scale_type(form, dtype, of_experts=True), form.weights.values_per_byte
     columns, depth = spec.expert(0).shape
-    weight = allocate((spec.experts, depth, columns // 2 if int4 else columns), "int8")
+    weight = allocate((spec.experts, depth, columns // per_byte), "int8")
     rows = (depth // form.group, columns) if form.group else (columns,)
     scales, offsets = (allocate((spec.experts, *rows), kind) for _ in range(2))
     for index in range(spec.experts):
@@ -56,7 +55,7 @@ def _load_experts(spec: WeightSpec, form: LinearForm, source: WeightSource, dtyp
                 f"tensor {each.parts[0].name}: its groups have zero points, which GroupedMatmulV4 takes of whole rows "
                 "only; model_config.weight_format = auto multiplies it out"
             )
-        weight[index] = _pairs(numbers.integers) if int4 else numbers.integers.T
+        weight[index] = _pairs(numbers.integers) if per_byte == 2 else numbers.integers.T
         scales[index] = from_float32(np.ascontiguousarray(numbers.scales.T).reshape(rows), kind)
         offsets[index] = from_float32(np.ascontiguousarray(numbers.offsets.T).reshape(rows), kind)
     return _named(spec, form, weight, scales, offsets)
@@ -105,7 +104,7 @@ def _quantise(
     """``types``: of the activations, and of the scales as they will be."""
     (dtype, kind), (rows, depth) = types, part.shape
     kept = source.float_dtype(part.name) or dtype
-    values, largest = allocate((rows, depth), kept), np.float32(_LARGEST[form.format])
+    values, largest = allocate((rows, depth), kept), np.float32(form.weights.largest)
     source.read_into(part.name, values, kept)
     group = form.group or depth
     for start in range(0, rows, _PIECE_ROWS):
@@ -128,19 +127,17 @@ def _take(
     scales: npt.NDArray[np.float32],
     offsets: npt.NDArray[np.float32],
 ) -> None:
-    """value = (integer - zero) * scale, int4 as 0 to 15, becomes (integer - 8 + offset) * scale."""
+    """Copies stored integers. Those with zero points become signed: (integer - zero + offset) * scale."""
     if tensor.group_of_input is not None:
         raise CheckpointError(
             f"tensor {part.name}: its groups are not consecutive inputs (GPTQ's desc_act), which "
             "WeightQuantBatchMatmul cannot take; model_config.weight_format = auto multiplies it out"
         )
     scales[:] = tensor.scales
-    if tensor.scheme.format == "int8":
-        integers[:] = tensor.values
-        return
-    integers[:] = tensor.values.astype(np.int8) - np.int8(INT4_ZERO)
+    zero = tensor.scheme.weights.zero
+    np.subtract(tensor.values.view(np.int8), np.int8(zero), out=integers)
     if tensor.zeros is not None:
-        offsets[:] = INT4_ZERO - tensor.zeros.astype(np.float32)
+        offsets[:] = zero - tensor.zeros.astype(np.float32)
 
 
 def _pairs(integers: Array) -> Array:

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from agent.weights.storage import Array
+from llm_serving.errors import CheckpointError
+from llm_serving.model.number_formats import WeightFormat, weight_format
 
-INT4_ZERO = 8
-"""The zero point of int4 values where none is stored."""
 _PIECE_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """What must agree for tensors to be joined to one."""
+    """How a tensor is quantised. Tensors that are joined must have the same scheme."""
 
-    format: Literal["int8", "int4"]
+    format: str
+    """Name of the format that keeps these integers as they are stored."""
     group: int
-    """Inputs that share a scale; 0: a whole row does."""
+    """Inputs that share a scale; 0: all inputs of an output do."""
+
+    @property
+    def weights(self) -> WeightFormat:
+        """The registry's entry. Raises UnknownFormatError."""
+        return weight_format(self.format)
 
     def __str__(self) -> str:
         return f"{self.format} with {f'groups of {self.group}' if self.group else 'a scale per row'}"
@@ -33,34 +38,31 @@ class QuantizedTensor:
 
     scheme: Scheme
     values: Array
-    """[out, in]: int8, or for int4 uint8 from 0 to 15, one a byte."""
+    """[out, in], one integer a byte: int8, or uint8 for formats with zero points."""
     scales: npt.NDArray[np.float32]
     """[out, groups]"""
     zeros: npt.NDArray[np.uint8] | None = None
-    """int4 only, [out, groups] from 0 to 15; None: 8 everywhere. int8 has a zero point of 0."""
+    """[out, groups] zero points; None: the format's own everywhere."""
     group_of_input: npt.NDArray[np.int32] | None = None
     """[in], where groups are not consecutive inputs (GPTQ's ``desc_act``). Kernels cannot take such a tensor."""
 
     def dequantise_rows(self, begin: int, end: int) -> npt.NDArray[np.float32]:
         """Rows as float32 [end - begin, in]: the difference is exact, the product is rounded once."""
         scales, zeros = self.scales[begin:end], None if self.zeros is None else self.zeros[begin:end]
-        rows = self.values[begin:end].astype(np.float32)
+        rows, zero = self.values[begin:end].astype(np.float32), np.float32(self.scheme.weights.zero)
         if self.group_of_input is not None:
-            rows -= INT4_ZERO_FLOAT if zeros is None else zeros[:, self.group_of_input]
+            rows -= zero if zeros is None else zeros[:, self.group_of_input]
             rows *= scales[:, self.group_of_input]
             return rows
         grouped = rows.reshape(len(rows), scales.shape[1], -1)
-        if self.scheme.format == "int4":
-            grouped -= INT4_ZERO_FLOAT if zeros is None else zeros[:, :, None]
+        if zero or zeros is not None:
+            grouped -= zero if zeros is None else zeros[:, :, None]
         grouped *= scales[:, :, None]
         return rows
 
     def rows_at_once(self) -> int:
         """Rows to dequantise at a time, for a piece that fits a cache."""
         return max(1, _PIECE_ELEMENTS // max(self.values.shape[1], 1))
-
-
-INT4_ZERO_FLOAT = np.float32(INT4_ZERO)
 
 
 def nibbles(words: Array) -> npt.NDArray[np.uint8]:
@@ -78,13 +80,18 @@ def bytes_of(words: Array) -> npt.NDArray[np.uint8]:
 
 
 def unpacked(words: Array, bits: int) -> npt.NDArray[np.uint8]:
-    """``nibbles`` or ``bytes_of``."""
-    return nibbles(words) if bits == 4 else bytes_of(words)
+    """int32 [..., n] -> uint8 [..., 32 / bits * n]. Raises CheckpointError for a number of bits it cannot unpack."""
+    if bits not in _UNPACKERS:
+        raise CheckpointError(f"integers of {bits} bits cannot be unpacked; only {sorted(_UNPACKERS)}")
+    return _UNPACKERS[bits](words)
 
 
-def without_usual_zeros(zeros: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8] | None:
-    """None where every zero point is the usual one of int4."""
-    return None if bool((zeros == INT4_ZERO).all()) else zeros
+_UNPACKERS = {4: nibbles, 8: bytes_of}
+
+
+def without_usual_zeros(zeros: npt.NDArray[np.uint8], scheme: Scheme) -> npt.NDArray[np.uint8] | None:
+    """The zero points, or None if each is the format's own."""
+    return None if bool((zeros == scheme.weights.zero).all()) else zeros
 
 
 def signed(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:

@@ -21,14 +21,12 @@ from llm_serving.config.sections import (
     WarmupInputsConfig,
 )
 from llm_serving.errors import ConfigError
+from llm_serving.model.number_formats import AUTO, KvFormat, WeightFormat, kv_format, weight_format
 from llm_serving.model.parallel import Shard, place, shard_of
-from llm_serving.model.quantization import INT4_FORMATS
 from llm_serving.model.shape import ModelShape
 
 if TYPE_CHECKING:
     from llm_serving.ipc.shm import SlotLimits
-
-DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +51,9 @@ class Config:
     context: MindSporeContext
     """From the MindFormers YAML; defaults without one."""
     stored_weight_format: str | None = None
-    """``int8`` or ``int4`` where the checkpoint's linear weights are quantised."""
+    """Name of the checkpoint's integers in the registry (``int8``, ``int4``); None for floats."""
     stored_weight_group: int = 1
-    """Weights of a row that share a scale in the checkpoint's int4; 1 where a whole row does, or none."""
+    """Inputs that share a scale in the checkpoint; 1 for a scale for each output, and for floats."""
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     notes: tuple[str, ...] = ()
     """What was decided between contradicting values, for the log."""
@@ -77,37 +75,47 @@ class Config:
     @property
     def dtype_bytes(self) -> int:
         """Bytes of an activation, and of a weight and a cache element that are not quantised."""
-        return DTYPE_BYTES[self.model_config.model_dtype]
+        return weight_format(self.model_config.model_dtype).bits // 8
 
     @property
     def weight_format(self) -> str:
-        """Of the linear layers' weights: ``model_dtype``, ``int8``, ``int8_weight_only``, ``int4`` or
-        ``int4_weight_only``.
+        """The name of the linear layers' weight format, with ``auto`` resolved.
 
-        A checkpoint may leave single layers, often the output to the vocabulary, in a float type.
+        A checkpoint may leave single layers, often the output layer, in a float type.
         """
         wanted = self.model_config.weight_format
-        if wanted == "auto" and self.op_table == "fused" and self.stored_weight_format is not None:
-            return self.stored_weight_format
-        return self.model_config.model_dtype if wanted in ("auto", "bf16") else wanted
+        if wanted != AUTO:
+            return weight_format(wanted).name
+        from_checkpoint = self.stored_weight_format if self.op_table == "fused" else None
+        return weight_format(from_checkpoint or self.model_config.model_dtype).name
+
+    @property
+    def linear_format(self) -> WeightFormat:
+        """The format that the linear layers compute; native operators replace some formats by others."""
+        return weight_format(self.weight_format).on(self.op_table)
 
     @property
     def quantises_activations(self) -> bool:
-        """Whether what linear layers multiply becomes int8, token by token; native int4 is of weights alone."""
-        return self.weight_format == "int8" or (self.weight_format == "int4" and self.op_table == "fused")
+        """Whether the inputs of linear layers become int8, with a scale for each token."""
+        return self.linear_format.quantises_activations
 
     @property
     def kv_format(self) -> str:
-        """Of the KV cache: ``model_dtype`` or ``int8``."""
+        """The name of the KV cache's format, with ``auto`` resolved."""
+        return self.cache_format.name
+
+    @property
+    def cache_format(self) -> KvFormat:
+        """The registry's entry for ``kv_format``."""
         wanted = self.model_config.kv_format
-        return self.model_config.model_dtype if wanted in ("auto", "bf16") else wanted
+        return kv_format(self.model_config.model_dtype if wanted == AUTO else wanted)
 
     @property
     def shard_group(self) -> int:
-        """Weights of a row that must stay on one agent: those that share a scale in int4."""
+        """Inputs that must stay on one agent because they share a scale; 1 if all inputs of an output do."""
         if self.stored_weight_format is not None:
             return self.stored_weight_group
-        return self.model_config.weight_group if self.weight_format in INT4_FORMATS else 1
+        return self.model_config.weight_group if weight_format(self.weight_format).has_groups else 1
 
     def shard(self, rank: int) -> Shard:
         """The part of the model that a rank holds."""
@@ -142,8 +150,7 @@ class Config:
 
     def kv_bytes_of(self, shape: ModelShape) -> int:
         """The same of a part of the model's layers and heads, as ``shape`` has them."""
-        per_head = shape.head_dim + 4 if self.kv_format == "int8" else shape.head_dim * self.dtype_bytes
-        return 2 * shape.num_layers * shape.num_key_value_heads * per_head
+        return 2 * shape.num_layers * shape.num_key_value_heads * self.cache_format.head_bytes(shape.head_dim)
 
     @property
     def tokenizer_file(self) -> str:

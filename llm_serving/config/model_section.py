@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llm_serving.config.schema import own, published
-from llm_serving.model.quantization import INT4_FORMATS, INT8_FORMATS
+from llm_serving.model.number_formats import GROUP_SIZES, GROUP_SIZES_TEXT, INTEGER_FORMATS, INTEGER_KV_FORMATS
 
 MAX_TOKENS = 16 * 1024 * 1024
 MAX_SEQS = 4096
@@ -166,25 +166,24 @@ class ModelConfig:
     )
     weight_format: str = own(
         "auto",
-        "How the weights of the linear layers are stored: `bf16` (with model_dtype bfloat16), `int8` (a scale for each "
-        "output channel, activations quantised for each token), `int8_weight_only` (activations stay floats), `int4` "
-        "(a scale for each group of `weight_group`; activations are quantised with `fused` operators and stay floats "
-        "with `native` ones), `int4_weight_only` (they stay floats with both); `auto`: as the checkpoint has them, "
-        "else in `model_dtype`; with `native` operators always in `model_dtype`.",
-        choices=("auto", "bf16", *INT8_FORMATS, *INT4_FORMATS),
+        "How the weights of the linear layers are stored: `bf16` (with model_dtype bfloat16), "
+        + ", ".join(f"`{each.name}` ({each.summary})" for each in INTEGER_FORMATS)
+        + "; `auto`: as in the checkpoint, else in `model_dtype`; with `native` operators always in `model_dtype`.",
+        choices=("auto", "bf16", *(each.name for each in INTEGER_FORMATS)),
     )
     weight_group: int = own(
         64,
-        "Weights that share a scale in int4: 32, 64 or 128. It must divide the input size of every linear layer.",
+        f"Inputs that share a scale, for formats with groups: {GROUP_SIZES_TEXT}. It must divide the input size of "
+        "every linear layer.",
         unit="weights",
-        low=32,
-        high=128,
+        low=GROUP_SIZES[0],
+        high=GROUP_SIZES[-1],
     )
     kv_format: str = own(
         "auto",
         "How the KV cache is stored: `bf16` (with model_dtype bfloat16), `int8` (a scale for each token and head), "
         "`auto`: in `model_dtype`. `int8` with `fused` operators only.",
-        choices=("auto", "bf16", "int8"),
+        choices=("auto", "bf16", *INTEGER_KV_FORMATS),
     )
     weight_layout: str = own(
         "nd",

@@ -10,8 +10,16 @@ from llm_serving.config.config import Config
 from llm_serving.config.parallel_section import MAX_RANKS
 from llm_serving.config.sections import ModelConfig, PagedAttentionConfig, ParallelConfig, ServingConfig
 from llm_serving.config.source import RawConfig
+from llm_serving.model.number_formats import (
+    AUTO,
+    GROUP_SIZES,
+    GROUP_SIZES_TEXT,
+    formats_of_stored,
+    kv_format,
+    weight_format,
+)
 from llm_serving.model.parallel import find_obstacle, local_shape
-from llm_serving.model.quantization import INT4_FORMATS, INT8_FORMATS, MAX_WEIGHT_ONLY_SIZE
+from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
 from llm_serving.model.shape import ModelShape
 
 MAX_CACHE_SLOTS = 2**31 - 1
@@ -95,10 +103,10 @@ def check_formats(raw: RawConfig, model: ModelConfig) -> None:
         if value == "bf16" and model.model_dtype != "bfloat16":
             problem = f"needs model_dtype bfloat16, which is {model.model_dtype}; set it, or use auto"
             raise raw.error(f"model_config.{key}", value, problem)
-    if model.kv_format == "int8" and model.op_table != "fused":
+    if model.kv_format != AUTO and model.op_table not in kv_format(model.kv_format).op_tables:
         problem = (
-            "PagedAttention takes int8 keys and values with calibrated scales of channels, which there are none "
-            "of; use op_table fused (CPU), whose scales are per token and head, or auto"
+            "the primitive PagedAttention needs calibrated scales of channels for integer keys and values, and there "
+            "are none; use op_table fused (CPU), whose scales are per token and head, or auto"
         )
         raise raw.error("model_config.kv_format", model.kv_format, problem)
 
@@ -106,9 +114,11 @@ def check_formats(raw: RawConfig, model: ModelConfig) -> None:
 def check_stored_format(raw: RawConfig, config: Config) -> None:
     """Stored integers stay what they are, or are multiplied out to floats; they are not rounded a second time."""
     wanted, stored = config.model_config.weight_format, config.stored_weight_format
-    kept = {"int8": INT8_FORMATS, "int4": INT4_FORMATS}
-    if stored is not None and wanted not in ("auto", "bf16", *kept[stored]):
-        problem = f"the model folder holds {stored} weights; use auto, {' or '.join(kept[stored])}, or bf16"
+    if stored is None or wanted == AUTO or weight_format(wanted).is_float:
+        return
+    kept = formats_of_stored(stored)
+    if wanted not in kept:
+        problem = f"the model folder holds {stored} weights; use auto, {' or '.join(kept)}, or bf16"
         raise raw.error("model_config.weight_format", wanted, problem)
 
 
@@ -122,8 +132,8 @@ def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
 
 
 def check_group(raw: RawConfig, config: Config) -> None:
-    """Groups of int4 weights must fill the rows of every linear layer."""
-    if config.model_config.weight_format not in INT4_FORMATS or config.stored_weight_format is not None:
+    """Groups of inputs that share a scale must fill the inputs of every linear layer."""
+    if not weight_format(config.weight_format).has_groups or config.stored_weight_format is not None:
         return
     shape, group = config.shape, config.model_config.weight_group
     sizes = {
@@ -135,8 +145,8 @@ def check_group(raw: RawConfig, config: Config) -> None:
     if shape.experts is not None:
         sizes["experts' intermediate size"] = shape.experts.intermediate_size
     for name, size in sizes.items():
-        if group not in (32, 64, 128) or size % group:
-            problem = f"must be 32, 64 or 128 and divide the model's {name} of {size}; or use int8"
+        if group not in GROUP_SIZES or size % group:
+            problem = f"must be {GROUP_SIZES_TEXT} and divide the model's {name} of {size}; or use int8"
             raise raw.error("model_config.weight_group", group, problem)
 
 
@@ -162,7 +172,7 @@ def check_sum_parts(raw: RawConfig, config: Config) -> None:
         )
     elif config.shape.experts is not None:
         problem = "the model has experts, whose sums have no parts; use 1"
-    elif config.stored_weight_format is not None and config.model_config.weight_format != "bf16":
+    elif config.stored_weight_format is not None and not weight_format(config.weight_format).is_float:
         problem = f"the folder's weights are stored as {config.stored_weight_format}; use weight_format bf16, or 1"
     else:
         obstacle = find_obstacle(config.shape, parallel.as_summed, config.shard_group)
@@ -174,11 +184,14 @@ def check_sum_parts(raw: RawConfig, config: Config) -> None:
 def check_native_weights(raw: RawConfig, config: Config) -> None:
     """Limits of the native primitives of quantised products (docs/ascend.md)."""
     key, wanted, shape = "model_config.weight_format", config.model_config.weight_format, config.shape
-    if config.op_table != "native" or wanted in ("auto", "bf16"):
+    if config.op_table != "native" or weight_format(config.weight_format).is_float:
         return
+    if weight_format(wanted).native is None:
+        raise raw.error(key, wanted, "the native primitives do not have this format; use another one, or auto")
+    weight_only = not config.quantises_activations
     agents = [local_shape(shape, config.shard(rank)) for rank in range(config.parallel_config.group_size)]
     widest = max(size for each in agents for size in (*_layer_inputs(each), *_layer_outputs(each)))
-    if wanted != "int8" and widest > MAX_WEIGHT_ONLY_SIZE:
+    if weight_only and widest > MAX_WEIGHT_ONLY_SIZE:
         problem = (
             f"a layer of the model is {widest} wide; WeightQuantBatchMatmul takes {MAX_WEIGHT_ONLY_SIZE}; use int8"
         )
@@ -186,7 +199,7 @@ def check_native_weights(raw: RawConfig, config: Config) -> None:
     if shape.experts is not None:
         _check_native_experts(raw, config, max(2 * each.experts.intermediate_size for each in agents if each.experts))
     fewest = min(size for each in agents for size in _layer_inputs(each))
-    if wanted != "int8" and config.shard_group > 1 and config.shard_group >= fewest:
+    if weight_only and config.shard_group > 1 and config.shard_group >= fewest:
         _refuse_wide_groups(raw, config, fewest)
 
 
@@ -196,10 +209,10 @@ def _check_native_experts(raw: RawConfig, config: Config, outputs: int) -> None:
     if max(outputs, config.shape.hidden_size) > MAX_WEIGHT_ONLY_SIZE:
         problem = f"an expert is {outputs} wide; GroupedMatmulV4 takes {MAX_WEIGHT_ONLY_SIZE}; use auto"
         raise raw.error(key, wanted, problem)
-    if wanted not in INT4_FORMATS and group > 1:
+    if not config.linear_format.has_groups and group > 1:
         problem = (
-            f"the folder's experts have a scale for each {group} inputs, and GroupedMatmulV4 takes one an output of "
-            f"int8 weights; use auto, which multiplies out"
+            f"the folder's experts have a scale for each {group} inputs, and GroupedMatmulV4 takes one for each output "
+            f"of {config.stored_weight_format} weights; use auto, which multiplies the weights by their scales"
         )
         raise raw.error(key, wanted, problem)
 
@@ -240,8 +253,8 @@ def check_ascend_options(raw: RawConfig, config: Config) -> None:
     model, context = config.model_config, config.context
     if model.weight_layout == "nz":
         _check_ascend_only(raw, config, "weight_layout", "nz", "nd")
-        if config.weight_format != "int8":
-            problem = f"is for the products of weight_format int8, and it is {config.weight_format}; use nd"
+        if not config.quantises_activations:
+            problem = f"needs weight_format int8, and it is {config.weight_format}; use nd"
             raise raw.error("model_config.weight_layout", "nz", problem)
     if not model.capture_launches:
         return

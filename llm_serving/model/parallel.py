@@ -142,7 +142,7 @@ def split_heads(num_query: int, num_key_value: int, parts: int, index: int) -> t
 def shard_of(shape: ModelShape, where: RankPlace, parallel: ParallelConfig, weight_group: int = 1) -> Shard:
     """What the rank at ``where`` holds of a model.
 
-    ``weight_group`` is the number of weights that share a scale along a row (int4), 1 in other formats.
+    ``weight_group`` is the number of inputs that share a scale; 1 if all inputs of an output share one.
     """
     parts, index = parallel.tensor_parallel, where.tp_index
     query, key_value = split_heads(shape.num_attention_heads, shape.num_key_value_heads, parts, index)
@@ -194,7 +194,7 @@ def find_obstacle(shape: ModelShape, parallel: ParallelConfig, weight_group: int
         sizes["columns of an expert"] = (shape.experts.intermediate_size, weight_group)
     for name, (total, group) in sizes.items():
         if problem is None and -(-total // group) < parts:
-            kept = f", which its int4 weights keep together by {group}" if group > 1 else ""
+            kept = f", which its weights keep together in groups of {group}" if group > 1 else ""
             problem = f"the model has {total} {name}{kept}: at most {-(-total // group)} agents can share them"
     if problem is None and shape.vocab_size - (parts - 1) * -(-shape.vocab_size // parts) <= 0:
         problem = f"a vocabulary of {shape.vocab_size} leaves some of {parts} agents nothing"
@@ -211,7 +211,7 @@ def _head_obstacle(shape: ModelShape, parts: int, weight_group: int) -> str | No
         return f"{query} query heads in {key_value} groups leave some of {parts} agents nothing"
     if any(span.start * shape.head_dim % weight_group for span in splits):
         return (
-            f"the int4 groups of {weight_group} weights do not end where the heads (of {shape.head_dim}) of the agents "
+            f"the groups of {weight_group} weights do not end where the heads (of {shape.head_dim}) of the agents "
             f"do; use a smaller model_config.weight_group, or another number of agents"
         )
     return None

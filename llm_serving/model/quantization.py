@@ -13,45 +13,38 @@ from llm_serving.errors import CheckpointError
 from llm_serving.formats.gguf_header import read_gguf_uint32
 from llm_serving.formats.json_object import read_json_object
 from llm_serving.formats.typed_fields import TypedFields
+from llm_serving.model.number_formats import STORED_FORMATS, WeightFormat, stored_format
 
 MAX_CONFIG_BYTES = 1024 * 1024
 MAX_GROUP = 65_536
-INT8_FORMATS = ("int8", "int8_weight_only")
-INT4_FORMATS = ("int4", "int4_weight_only")
-"""Values of ``model_config.weight_format`` that keep such integers. ``weight_only``: activations stay floats. Native
-operators have no other int4."""
 MAX_WEIGHT_ONLY_SIZE = 65_535
-"""WeightQuantBatchMatmul of the native operators: inputs and outputs of a layer, at most (docs/ascend.md)."""
+"""Maximum number of inputs and of outputs that the primitive WeightQuantBatchMatmul takes (docs/ascend.md)."""
+GGUF_GROUP = 32
+"""Weights of a block of a quantised GGUF tensor; they share a scale."""
 _OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""Where AutoGPTQ and AutoAWQ wrote the same values before ``config.json`` had a place for them."""
-
-_GGUF_FILE_TYPES = {2: "int4", 7: "int8"}
-"""llama.cpp's numbers for files that are mostly Q4_0 and mostly Q8_0."""
-_GGUF_GROUP = 32
-"""Weights of a block of either."""
+"""Files of AutoGPTQ and AutoAWQ from before ``config.json`` had a place for these values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """The scheme of a checkpoint's quantised tensors. Which tensors are quantised, their names tell."""
+    """The scheme of a checkpoint's quantised tensors. The names of its tensors say which of them are quantised."""
 
     layout: str
     """``gptq``, ``awq``, ``int-quantized`` or ``pack-quantized``."""
     bits: int
-    """4 or 8."""
     group: int
-    """Inputs that share a scale; 0: a whole row does."""
+    """Inputs that share a scale; 0: all inputs of an output do."""
     zeros_minus_one: bool = False
-    """GPTQ's first format stores each zero point less one."""
+    """Whether each zero point is stored less one, as in GPTQ's first format."""
 
     @property
-    def weight_format(self) -> str:
-        """``int8`` or ``int4``: what ``model_config.weight_format: auto`` means for such a checkpoint."""
-        return "int4" if self.bits == 4 else "int8"
+    def format(self) -> WeightFormat:
+        """The format that ``model_config.weight_format: auto`` takes for such a checkpoint."""
+        return stored_format(self.bits)
 
 
 def checkpoint_quantization(folder: Path) -> Quantization | None:
-    """Of a Hugging Face folder; None where nothing in it tells of integers. Raises CheckpointError."""
+    """Reads how a Hugging Face folder is quantised; None for floats. Raises CheckpointError."""
     file = folder / "config.json"
     found = read_quantization(_fields(file)) if file.exists() else None
     for name, method in _OLDER_FILES.items():
@@ -61,24 +54,24 @@ def checkpoint_quantization(folder: Path) -> Quantization | None:
 
 
 def stored_weight_format(folder: Path) -> str | None:
-    """``int8`` or ``int4`` where most weights of a folder are such integers, a GGUF file's by what it says of itself;
-    None for floats. Raises CheckpointError."""
+    """Name of the format that most weights of a folder are stored in; None for floats. Raises CheckpointError."""
     found = checkpoint_quantization(folder)
     if found is not None:
-        return found.weight_format
+        return found.format.name
     files = sorted(folder.glob("*.gguf"))
     if not files or any(folder.glob("*.safetensors")):
         return None
     file_type = read_gguf_uint32(files[0], "general.file_type")
-    return None if file_type is None else _GGUF_FILE_TYPES.get(file_type)
+    names = {each.gguf_file_type: each.name for each in STORED_FORMATS}
+    return None if file_type is None else names.get(file_type)
 
 
 def stored_weight_group(folder: Path) -> int:
-    """Weights of a row that share a scale where a folder's weights are integers; 1: a whole row, or no integers."""
+    """Inputs that share a scale in a folder of integers; 1 for a scale for each output, and for floats."""
     found = checkpoint_quantization(folder)
     if found is not None:
         return found.group or 1
-    return _GGUF_GROUP if stored_weight_format(folder) is not None else 1
+    return GGUF_GROUP if stored_weight_format(folder) is not None else 1
 
 
 def read_quantization(fields: TypedFields) -> Quantization | None:
@@ -100,7 +93,7 @@ def _of_method(fields: TypedFields, method: str) -> Quantization:
 
 
 def _gptq(fields: TypedFields) -> Quantization:
-    bits = _bits(fields, "bits")
+    bits = _bits(fields, "bits", "gptq")
     if fields.boolean("is_marlin_format", False):
         raise fields.fail("is_marlin_format", "the Marlin layout is not supported; only gptq or gptq_v2")
     if "dynamic" in fields and fields.mapping("dynamic"):
@@ -111,15 +104,10 @@ def _gptq(fields: TypedFields) -> Quantization:
 
 
 def _awq(fields: TypedFields) -> Quantization:
-    """AutoAWQ writes ``bits`` and ``group_size``, older files ``w_bit`` and ``q_group_size``."""
-    bits, group = (
-        ("bits" if "bits" in fields else "w_bit"),
-        ("group_size" if "group_size" in fields else "q_group_size"),
-    )
-    if fields.integer(bits, 4, 1, 32) != 4:
-        raise fields.fail(bits, "is not supported; AWQ weights have 4 bits")
+    """Reads the keys of AutoAWQ: ``bits`` and ``group_size``, in older files ``w_bit`` and ``q_group_size``."""
+    bits = _bits(fields, "bits" if "bits" in fields else "w_bit", "awq", default=4)
     fields.text("version", "gemm", ("gemm", "GEMM"))
-    return Quantization("awq", 4, _group(fields, group))
+    return Quantization("awq", bits, _group(fields, "group_size" if "group_size" in fields else "q_group_size"))
 
 
 def _compressed_tensors(fields: TypedFields) -> Quantization:
@@ -146,12 +134,10 @@ def _compressed_tensors(fields: TypedFields) -> Quantization:
 
 
 def _compressed_weights(weights: TypedFields, layout: str) -> Quantization:
-    bits = _bits(weights, "num_bits")
+    bits = _bits(weights, "num_bits", layout)
     weights.text("type", "int", ("int",))
-    if layout == "int-quantized" and bits != 8:
-        raise weights.fail("num_bits", "is not supported in the format int-quantized; only 8")
-    if bits == 8 and not weights.boolean("symmetric", True):
-        raise weights.fail("symmetric", "8-bit weights with zero points are not supported")
+    if stored_format(bits).zero == 0 and not weights.boolean("symmetric", True):
+        raise weights.fail("symmetric", f"{bits}-bit weights with zero points are not supported")
     strategy = weights.text("strategy", "channel", ("channel", "group", "tensor"))
     return Quantization(layout, bits, _group(weights, "group_size") if strategy == "group" else 0)
 
@@ -171,10 +157,11 @@ def _check_activations(group: TypedFields) -> None:
     activations.text("strategy", "token", ("token",))
 
 
-def _bits(fields: TypedFields, key: str) -> int:
-    bits = fields.integer(key, None, 1, 32)
-    if bits not in (4, 8):
-        raise fields.fail(key, "is not supported; only 4 or 8")
+def _bits(fields: TypedFields, key: str, layout: str, default: int | None = None) -> int:
+    bits = fields.integer(key, default, 1, 32)
+    known = sorted(each.bits for each in STORED_FORMATS if layout in each.layouts)
+    if bits not in known:
+        raise fields.fail(key, f"is not supported in the format {layout}; only {' or '.join(map(str, known))}")
     return bits
 
 

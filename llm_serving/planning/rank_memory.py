@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from llm_serving.config import Config
 from llm_serving.config.mindformers_models import rotary_positions
 from llm_serving.model.parallel import Shard, answering_rank, local_shape, place
-from llm_serving.model.quantization import INT4_FORMATS, INT8_FORMATS, MAX_WEIGHT_ONLY_SIZE
+from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
 from llm_serving.model.shape import ModelShape
 
 EXPERT_PIECE_ROWS = 256
@@ -84,7 +84,7 @@ def host_block_items(config: Config, rank: int) -> tuple[MemoryItem, ...]:
 
 def _weight_bytes(config: Config, part: _Part) -> int:
     """The linear layers in their format, norms and embedding in ``model_dtype``."""
-    shape, bits = part.shape, _linear_bits(config)
+    shape, linear_format = part.shape, config.linear_format
     rows = len(part.shard.vocab) * shape.hidden_size
     whole_vocab = shape.vocab_size * shape.hidden_size
     layers = shape.num_linear_parameters - whole_vocab
@@ -94,29 +94,25 @@ def _weight_bytes(config: Config, part: _Part) -> int:
     # The kernels of a CPU have packed weights: that of the output apart from the embedding.
     is_shared = shape.tie_word_embeddings and config.device != "CPU" and part.shard.is_last_stage
     embedding = rows if part.shard.is_first_stage and not is_shared else 0
-    if bits is None:
+    if linear_format.is_float:
         return (layers + output + embedding + others) * config.dtype_bytes
     quantised = layers if _output_stays_float(config, part) else layers + output
     floats = layers + output - quantised + embedding + others
+    bits = linear_format.bits_with_scales(config.model_config.weight_group, config.device)
     return floats * config.dtype_bytes + int(quantised * bits / 8)
 
 
-def _linear_bits(config: Config) -> float | None:
-    """Of a weight of a linear layer with its share of scales and zero points; None: as ``model_dtype``. An Ascend's
-    native primitives have scales and offsets in ``model_dtype``."""
-    group = config.model_config.weight_group
-    int4 = 4.0 + ((16 + 16) if config.device == "Ascend" else (32 + 8)) / group
-    return {**dict.fromkeys(INT8_FORMATS, 8.0), **dict.fromkeys(INT4_FORMATS, int4)}.get(config.weight_format)
-
-
 def _output_stays_float(config: Config, part: _Part) -> bool:
-    """Native primitives share a tied one with the embedding, and multiply only so wide a one by weights alone, and an
-    even one in int4."""
+    """Whether the native primitives cannot multiply by an output layer of integers.
+
+    A tied output layer is the embedding. Weight-only primitives limit the vocabulary, and outputs that share a byte
+    must fill it.
+    """
     if config.op_table != "native":
         return False
-    too_wide = config.weight_format != "int8" and part.shard.vocab_stride > MAX_WEIGHT_ONLY_SIZE
-    is_odd = config.weight_format in INT4_FORMATS and part.shard.vocab_stride % 2 == 1
-    return config.shape.tie_word_embeddings or too_wide or is_odd
+    vocabulary, linear_format = part.shard.vocab_stride, config.linear_format
+    too_wide = not linear_format.quantises_activations and vocabulary > MAX_WEIGHT_ONLY_SIZE
+    return config.shape.tie_word_embeddings or too_wide or vocabulary % linear_format.values_per_byte != 0
 
 
 def _weight_formats(config: Config) -> str:
@@ -144,7 +140,7 @@ def _expert_bytes(config: Config, shape: ModelShape) -> int:
         per_row = (hidden + inner) * config.dtype_bytes + hidden * FLOAT32_BYTES
         return min(rows, EXPERT_PIECE_ROWS) * shape.experts.per_token * per_row
     per_row = (2 * hidden + 3 * inner) * config.dtype_bytes
-    if config.weight_format == "int8":
+    if config.quantises_activations:
         per_row += hidden + inner + 2 * FLOAT32_BYTES
     return rows * shape.experts.per_token * per_row
 

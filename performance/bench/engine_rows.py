@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from llm_serving.config import Config
-from llm_serving.model.quantization import INT4_FORMATS
 from llm_serving.model.shape import ModelShape
 from performance.bench.ceilings import Ceilings
 from performance.bench.engine import OfflineEngine, Times
 from performance.bench.roofline import Numbers, decode_seconds, prefill_seconds
 
 FIRST_PLAIN_TOKEN = 10
-_PLAIN_NAMES = {"bf16": "bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +59,9 @@ def random_prompts(case: Case, vocab_size: int, seed: int) -> list[list[int]]:
 
 
 def numbers_of(config: Config) -> Numbers:
-    """The formats a config runs in; ``auto`` of random weights is the model's type, native int4 is of weights alone."""
+    """The formats that a config's operators compute."""
     model = config.model_config
-    dtype = model.model_dtype
-
-    def resolved(name: str) -> str:
-        value: str = getattr(model, name, "auto")
-        return dtype if value == "auto" else _PLAIN_NAMES.get(value, value)
-
-    weights = resolved("weight_format")
-    if weights in INT4_FORMATS and not config.quantises_activations:
-        weights = "int4_weight_only"
-    return Numbers(dtype, weights, resolved("kv_format"), getattr(model, "weight_group", 64))
+    return Numbers(model.model_dtype, config.linear_format.name, config.kv_format, model.weight_group)
 
 
 def measure_case(engine: OfflineEngine, case: Case, config: Config, ceilings: Ceilings, repeats: int) -> dict[str, Any]:

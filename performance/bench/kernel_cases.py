@@ -19,12 +19,13 @@ from agent.kernels.direct_attention import EntryCall, cache_array
 from agent.kernels.direct_linear import LinearArgs, packed
 from agent.kernels.library import load_library
 from agent.kernels.packing import Blob, weight_blob
+from llm_serving.model.number_formats import INTEGER_FORMATS, weight_format
 from llm_serving.model.shape import ModelShape
 from performance.bench.roofline import Numbers, Operator, attention, layer_linears, linear
 
 SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes"
 SHAPE_NAMES = ("llama_160m", "llama_1b", "llama_7b")
-LINEAR_FORMATS = ("bfloat16", "int8", "int4", "int8_weight_only", "int4_weight_only")
+LINEAR_FORMATS = ("bfloat16", *(each.name for each in INTEGER_FORMATS))
 LINEAR_ROWS = (1, 8, 64, 512)
 ROTATION_BYTES = 160 << 20
 """Five times the largest last-level cache met so far."""
@@ -82,16 +83,15 @@ def linear_cases(
 ) -> Iterator[Case]:
     for (columns, depth), layers in linear_shapes(names).items():
         values = ordinary(columns, depth, dtype="float32")
-        for weight_format in formats:
-            group = GROUP if weight_format.startswith("int4") else 0
-            blob = packed(weight_format, values, group=group)
+        for name in formats:
+            blob = packed(name, values, group=GROUP if weight_format(name).has_groups else 0)
             blobs = [blob, *(copy_of(blob) for _ in range(copies_of(blob.size) - 1))]
-            numbers = Numbers(DTYPE, weight_format, group=GROUP)
+            numbers = Numbers(DTYPE, name, group=GROUP)
             for count in rows:
-                name = f"{count}x{columns}x{depth} {'/'.join(layers)}"
+                size = f"{count}x{columns}x{depth} {'/'.join(layers)}"
                 operator = linear("linear", count, columns, depth, numbers)
                 others = [] if other is None else linear_calls(blobs, count, columns, depth, library=other)
-                yield Case("linear", name, weight_format, linear_calls(blobs, count, columns, depth), operator, others)
+                yield Case("linear", size, name, linear_calls(blobs, count, columns, depth), operator, others)
 
 
 def copy_of(blob: Blob) -> Blob:

@@ -21,6 +21,7 @@ from typing import Any
 from llm_serving.cli import config_as_yaml
 from llm_serving.config import Config, load_config
 from llm_serving.errors import LLMServingError
+from llm_serving.model.number_formats import AUTO, weight_format
 from performance.bench.ceilings import Ceilings, measure_ceilings
 from performance.bench.engine import OfflineEngine, offline_engine
 from performance.bench.engine_rows import Case, decode_case, measure_case, numbers_of, prefill_case
@@ -77,7 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
 def compare(name: str, weights: str, fused_weights: str, parsed: argparse.Namespace) -> dict[str, Any]:
     """Measure one model with both tables, and print the rows."""
     if fused_weights == SAME:
-        fused_weights = "int4_weight_only" if weights == "int4" else weights
+        fused_weights = weights if weights == AUTO else weight_format(weights).on("native").name
     configs = {
         "fused": _config(name, fused_weights, "fused", parsed),
         "native": _config(name, weights, "native", parsed),
@@ -108,8 +109,8 @@ def compare(name: str, weights: str, fused_weights: str, parsed: argparse.Namesp
 
 def products(config: Config) -> str:
     """What its linear layers multiply by what: ``bfloat16 by int4``."""
-    dtype, weights = config.model_config.model_dtype, config.weight_format
-    return f"{'int8' if config.quantises_activations else dtype} by {weights.removesuffix('_weight_only')}"
+    dtype, weights = config.model_config.model_dtype, config.linear_format
+    return f"{'int8' if weights.quantises_activations else dtype} by {weights.stored_as or weights.name}"
 
 
 def _title(model: str, formats: dict[str, dict[str, str]], *, same: bool, threads: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,10 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-COLOURS = {
-    "bfloat16": "#2b6cb0",
-    "int8": "#c53030",
-    "int4": "#dd6b20",
-    "int8_weight_only": "#2f855a",
-    "int4_weight_only": "#6b46c1",
-    "float32": "#718096",
-}
+from llm_serving.model.number_formats import WEIGHT_FORMATS
+
+_PALETTE = ("#718096", "#d69e2e", "#2b6cb0", "#c53030", "#2f855a", "#dd6b20", "#6b46c1", "#319795", "#d53f8c")
+COLOURS = dict(zip(WEIGHT_FORMATS, itertools.cycle(_PALETTE), strict=False))
 MARKERS = {"linear": "o", "attention decode": "^", "attention prefill": "s", "attention chunk": "D"}
 ROOFS = (
     ("int8_gops", "int8", "#c53030"),

@@ -22,12 +22,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from llm_serving.model.quantization import INT4_FORMATS, INT8_FORMATS
+from llm_serving.model.number_formats import kv_format, weight_format
 from llm_serving.model.shape import ModelShape
 from performance.bench.ceilings import Ceilings
 
-FLOAT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-WEIGHT_FORMATS = (*FLOAT_BYTES, *INT8_FORMATS, *INT4_FORMATS)
 SCALE_BYTES = 4
 
 Sequences = Sequence[tuple[int, int]]
@@ -74,18 +72,16 @@ def float_unit(dtype: str) -> str:
     return "bf16_gflops" if dtype == "bfloat16" else "fp32_gflops"
 
 
-def weight_unit(weight_format: str, dtype: str) -> str:
-    """What multiplies weights of a format with activations of ``dtype``."""
-    return "int8_gops" if weight_format in ("int8", "int4") else float_unit(dtype)
+def weight_unit(name: str, dtype: str) -> str:
+    """The unit that multiplies weights of format ``name`` by activations of ``dtype``. Raises UnknownFormatError."""
+    return "int8_gops" if weight_format(name).quantises_activations else float_unit(dtype)
 
 
-def weight_bytes(weight_format: str, columns: int, depth: int, group: int) -> float:
-    """Values and scales; one scale a column for int8, one a group for int4."""
-    if weight_format in INT4_FORMATS:
-        return columns * (depth / 2 + SCALE_BYTES * (depth / group))
-    if weight_format in INT8_FORMATS:
-        return columns * (depth + SCALE_BYTES)
-    return float(columns * depth * FLOAT_BYTES[weight_format])
+def weight_bytes(name: str, columns: int, depth: int, group: int) -> float:
+    """Bytes of a linear layer's weights with their scales. Raises UnknownFormatError."""
+    wanted = weight_format(name)
+    scales = 0.0 if wanted.is_float else depth / group if wanted.has_groups else 1
+    return columns * (depth * wanted.bits / 8 + SCALE_BYTES * scales)
 
 
 def linear(name: str, rows: int, columns: int, depth: int, numbers: Numbers) -> Operator:
@@ -97,10 +93,9 @@ def linear(name: str, rows: int, columns: int, depth: int, numbers: Numbers) -> 
     )
 
 
-def kv_token_bytes(kv_format: str, kv_heads: int, head_dim: int) -> int:
-    """Keys and values of a token in one layer; int8 has a scale for each token and head."""
-    per_head = head_dim + SCALE_BYTES if kv_format == "int8" else head_dim * FLOAT_BYTES[kv_format]
-    return 2 * kv_heads * per_head
+def kv_token_bytes(name: str, kv_heads: int, head_dim: int) -> int:
+    """Bytes of a token's keys and values in one layer. Raises UnknownFormatError."""
+    return 2 * kv_heads * kv_format(name).head_bytes(head_dim)
 
 
 def attention(name: str, sequences: Sequences, heads: int, kv_heads: int, head_dim: int,

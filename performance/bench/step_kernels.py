@@ -12,7 +12,7 @@ from typing import Any
 from agent.kernels.direct import rms_norm
 from agent.kernels.direct_linear import packed
 from agent.kernels.packing import Blob
-from llm_serving.model.quantization import INT4_FORMATS
+from llm_serving.model.number_formats import weight_format
 from llm_serving.model.shape import ModelShape
 from performance.bench.kernel_cases import attention_call, copies_of, copy_of, linear_calls, ordinary
 from performance.bench.kernel_main import median_call_seconds
@@ -42,7 +42,7 @@ class StepKernels:
 
     def _packed_copies(self, columns: int, depth: int) -> list[Blob]:
         numbers = self._numbers
-        group = numbers.group if numbers.weight_format in INT4_FORMATS else 0
+        group = numbers.group if weight_format(numbers.weight_format).has_groups else 0
         blob = packed(numbers.weight_format, ordinary(columns, depth, dtype="float32"), group=group)
         return [blob, *(copy_of(blob) for _ in range(copies_of(blob.size) - 1))]
 

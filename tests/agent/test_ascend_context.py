@@ -127,7 +127,7 @@ def test_weights_in_blocks_are_those_of_the_integer_product() -> None:
     [
         (
             ("weight_layout=nz",),
-            "model_config.weight_layout = 'nz': is for the products of weight_format int8, and it is",
+            "model_config.weight_layout = 'nz': needs weight_format int8, and it is",
         ),
         (("capture_launches=True", "backend=ge"), "capture_launches = True: not with model_config.backend ge, which"),
     ],

@@ -66,16 +66,16 @@ def test_the_form_of_each_format() -> None:
     assert linear_forms(specs, source, Packing("int8")) == LinearForms(both, both)
     assert linear_forms(specs, source, Packing("int8_weight_only")) == LinearForms(LinearForm("int8_weight_only"))
     for name in ("int4", "int4_weight_only"):
-        assert linear_forms(specs, source, Packing(name, 64)) == LinearForms(LinearForm("int4", 64))
+        assert linear_forms(specs, source, Packing(name, 64)) == LinearForms(LinearForm("int4_weight_only", 64))
     odd = [LAYER, spec("lm_head", 419, DEPTH)]
-    assert linear_forms(odd, source, Packing("int4", 64)) == LinearForms(LinearForm("int4", 64))
+    assert linear_forms(odd, source, Packing("int4", 64)) == LinearForms(LinearForm("int4_weight_only", 64))
     tied = [LAYER, replace(OUTPUT, packed_only=True)]
     assert linear_forms(tied, source, Packing("int8")) == LinearForms(both)
 
 
 def test_stored_int4_has_offsets() -> None:
     tensor = int4_tensor()
-    form = LinearForm("int4", 32, has_offsets=True, stored=tensor.scheme)
+    form = LinearForm("int4_weight_only", 32, has_offsets=True, stored=tensor.scheme)
     stored = Stored({"theirs.layers.0.attention.qkv.weight": tensor})
     for name in ("int4", "int4_weight_only"):
         assert linear_forms([LAYER], stored, Packing(name)) == LinearForms(form)
@@ -85,7 +85,7 @@ def test_stored_int4_has_offsets() -> None:
     ("specs", "packing", "problem"),
     [
         ([spec("layers.0.a", 4, 32)], Packing("int4", 32), "groups of 32 of its 32 inputs"),
-        ([spec("layers.0.a", 5, 128)], Packing("int4", 32), "5 outputs; two int4 share a byte"),
+        ([spec("layers.0.a", 5, 128)], Packing("int4", 32), "5 outputs; 2 int4 share a byte"),
         ([spec("layers.0.a", 65_536, 128)], Packing("int8_weight_only"), "WeightQuantBatchMatmul takes 65535"),
         (
             [experts(4, 80)],
@@ -161,8 +161,8 @@ def test_the_form_of_experts_goes_beside_that_of_the_layers() -> None:
     for packing, layers, of_experts in (
         (Packing("int8"), LinearForm("int8"), LinearForm("int8")),
         (Packing("int8_weight_only"), LinearForm("int8_weight_only"), LinearForm("int8_weight_only", 0, True)),
-        (Packing("int4", 32), LinearForm("int4", 32), LinearForm("int4", 32, True)),
-        (Packing("int4", 128), LinearForm("int4", 64), LinearForm("int4", 128, True)),
+        (Packing("int4", 32), LinearForm("int4_weight_only", 32), LinearForm("int4_weight_only", 32, True)),
+        (Packing("int4", 128), LinearForm("int4_weight_only", 64), LinearForm("int4_weight_only", 128, True)),
     ):
         if packing.group == 128:  # groups may be all of an expert's inputs, as of a small part of one
             assert linear_forms(specs[1:], source, packing) == LinearForms(experts=of_experts)

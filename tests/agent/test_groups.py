@@ -143,5 +143,5 @@ def test_agents_take_a_part_each(results: Any, setup: Setup) -> None:
 
 @pytest.mark.parametrize("model", INDIVISIBLE)
 def test_int4_groups_that_heads_part_are_refused_at_the_door(folders: dict[str, Path], model: str) -> None:
-    with pytest.raises(ConfigError, match="the int4 groups of 32 weights do not end where the heads"):
+    with pytest.raises(ConfigError, match="the groups of 32 weights do not end where the heads"):
         Setup(2, 1, "float32", "fused", "int4").config(folders[model])

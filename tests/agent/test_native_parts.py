@@ -41,7 +41,7 @@ SMALL = replace(
 FORMATS = {
     "int8": LinearForm("int8"),
     "int8_weight_only": LinearForm("int8_weight_only"),
-    "int4": LinearForm("int4", 32),
+    "int4": LinearForm("int4_weight_only", 32),
 }
 STORED = ("gptq4", "awq", "w8a8", "w4a16 asymmetric", "w8a16", "gptq8", "gptq4 whole rows")
 SERVED_AS = {4: "int4", 8: "int8_weight_only"}

@@ -199,7 +199,11 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors, dict[str, Any]], object], str]] 
     "unexpected": ("awq", lambda t, c: t.update({"q_proj.g_idx": np.zeros(128, np.int32)}), "q_proj.g_idx in the"),
     "no quantization_config": ("awq", lambda t, c: c.clear(), "config.json has no quantization_config"),
     "unknown method": ("awq", setting("quant_method", "bitsandbytes"), "quant_method = 'bitsandbytes': is not supp"),
-    "three bits": ("gptq4", setting("bits", 3), "quantization_config.bits = 3: is not supported; only 4 or 8"),
+    "three bits": (
+        "gptq4",
+        setting("bits", 3),
+        "quantization_config.bits = 3: is not supported in the format gptq; only 4 or 8",
+    ),
     "marlin": ("gptq4", setting("checkpoint_format", "marlin"), "checkpoint_format = 'marlin': is not supported"),
     "module settings": ("gptq4", setting("dynamic", {"+:q": {"bits": 8}}), "settings of single modules"),
     "gemv": ("awq", setting("version", "gemv"), "version = 'gemv': is not supported; only gemm"),

@@ -44,7 +44,7 @@ CASES = [
     Case(
         "int8 KV cache with the native operators",
         in_model("model_dtype: float16, op_table: native, kv_format: int8"),
-        f"{FILE}: model_config.kv_format = 'int8': PagedAttention takes int8 keys and values with calibrated scales",
+        f"{FILE}: model_config.kv_format = 'int8': the primitive PagedAttention needs calibrated scales",
     ),
     Case(
         "groups that do not fill a row",

@@ -61,7 +61,7 @@ class ExpertRules:
 
     @property
     def num_quantised_inputs(self) -> int:
-        return 2 * self._layers if self._form.format == "int8" else 0
+        return 2 * self._layers if self._form.quantises_activations else 0
 
     def is_router(self, node: Node) -> bool:
         return node.primitive == "MatMul" and self._wiring.source(node.operands[1])[0].name.endswith(ROUTER)
@@ -116,7 +116,7 @@ class ExpertRules:
         yield from self._group_problems(given["group_list"])
         yield from self._rows_problems(given)
         present = {"x", "weight", "group_list", *self._scales().values()}
-        present |= {"pre_token_scale"} if self._form.format == "int8" else set()
+        present |= {"pre_token_scale"} if self._form.quantises_activations else set()
         for name, operand in given.items():
             is_given = operand.kind != "constant" or operand.value is not None
             if is_given != (name in present):
@@ -127,7 +127,7 @@ class ExpertRules:
         """Our parameters by the operands that they are."""
         if self._form.format == "float":
             return {}
-        if self._form.format == "int8":
+        if self._form.quantises_activations:
             return {"scale": "scale"}
         return {"scale": "antiquant_scale", "offset": "antiquant_offset"}
 
@@ -141,7 +141,7 @@ class ExpertRules:
     def _rows_problems(self, given: dict[str, Operand]) -> Iterator[str]:
         """Rows come ordered, or from the activation behind the product before; integers with their own scales."""
         rows = given["x"]
-        if self._form.format == "int8":
+        if self._form.quantises_activations:
             primitive, name, index = self._origin(rows)
             scales = self._origin(given["pre_token_scale"])
             if (primitive, index) != ("DynamicQuantExt", 0):

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from agent.backends.native.linear import linear_parameters
+from agent.backends.native.linear import is_transposed, linear_parameters
 from agent.weights.forms import LinearForm, LinearForms
 from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Node, Operand, TensorType
 
 TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "int8": "i8", "int4": "i4"}
 """Of the graph's listing, by the names of ``agent.weights.storage``."""
-PRODUCT = {
-    "float": "MatMul",
-    "int8": "QuantBatchMatmul",
-    "int8_weight_only": "WeightQuantBatchMatmul",
-    "int4": "WeightQuantBatchMatmul",
-}
-"""The primitive of each form."""
+PRODUCTS = ("MatMul", "QuantBatchMatmul", "WeightQuantBatchMatmul")
+"""The primitives of matrix products with weights."""
+
+
+def product_of(form: LinearForm) -> str:
+    """The primitive that multiplies by a weight of ``form``."""
+    if form.is_float:
+        return "MatMul"
+    return "QuantBatchMatmul" if form.quantises_activations else "WeightQuantBatchMatmul"
 
 
 class ProductRules:
@@ -34,21 +36,21 @@ class ProductRules:
     def counts(self, layers: int, *, with_experts: int, with_output: bool) -> dict[str, int]:
         """How many there are of each primitive: four products a layer, two where it has experts, and the output's where
         the stage has it."""
-        counts = dict.fromkeys([*PRODUCT.values(), "DynamicQuantExt"], 0)
+        counts = dict.fromkeys([*PRODUCTS, "DynamicQuantExt"], 0)
         products = 4 * layers - 2 * with_experts
         for form, times in ((self._forms.layers, products), (self._forms.output, int(with_output))):
-            counts[PRODUCT[form.format]] += times
-            counts["DynamicQuantExt"] += times if form.format == "int8" else 0
+            counts[product_of(form)] += times
+            counts["DynamicQuantExt"] += times if form.quantises_activations else 0
         return counts
 
     def problems(self, node: Node) -> Iterator[str]:
         """Of any of the primitives above."""
         form = self.form_of(node)
-        if node.primitive != PRODUCT[form.format]:
-            yield f"the weight's form is {form.format}, whose primitive is {PRODUCT[form.format]}"
-        elif form.format == "float":
+        if node.primitive != product_of(form):
+            yield f"the weight's form is {form.format}, whose primitive is {product_of(form)}"
+        elif form.is_float:
             yield from self._float_problems(node)
-        elif form.format == "int8":
+        elif form.quantises_activations:
             yield from self._dynamic_problems(node, form)
         else:
             yield from self._weight_only_problems(node, form)
@@ -81,7 +83,7 @@ class ProductRules:
     def _weight_only_problems(self, node: Node, form: LinearForm) -> Iterator[str]:
         """x, weight, scale, offset, quant_scale, quant_offset, bias, transpose_x, transpose_weight, group_size."""
         operands = self._wiring.operands(node)
-        transposed = form.format != "int4"
+        transposed = is_transposed(form)
         if [each.value for each in operands[7:9]] != [False, transposed]:
             shape = "[out, in] with" if transposed else "[in, out] without"
             yield f"must multiply by a weight {shape} transpose_weight"

@@ -15,7 +15,7 @@ from llm_serving.config import Config
 from tools.ascend_graph.experts import EXPERT_PRIMITIVES, ExpertRules
 from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Graph, Node, Operand, TensorType
-from tools.ascend_graph.products import PRODUCT, TYPES, ProductRules
+from tools.ascend_graph.products import PRODUCTS, TYPES, ProductRules
 
 PRIMITIVES = frozenset(
     {
@@ -89,7 +89,7 @@ class _Rules:
             "FlashAttentionScore": self._check_flash_attention,
             "ApplyRotaryPosEmb": self._check_rotary,
             "AddRmsNorm": self._check_norm,
-        } | dict.fromkeys(PRODUCT.values(), self._products.problems)
+        } | dict.fromkeys(PRODUCTS, self._products.problems)
         checks |= self._experts.checks
         for node in self._calls:
             check = self._experts.router_problems if self._experts.is_router(node) else checks.get(node.primitive)

@@ -86,7 +86,7 @@ ENTRIES = (
         "weights, cache, activations and processes exceed the memory that is free; nothing was started",
         (
             "take the largest pa_config.num_blocks that the message names",
-            "or int8 / int4 weights, a smaller pa_config.decode_seq_length, or more memory",
+            "or a weight_format of fewer bits, a smaller pa_config.decode_seq_length, or more memory",
         ),
         _CONFIGURATION,
         pattern=r"the memory plan needs|MemoryPlanError",

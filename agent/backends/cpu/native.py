@@ -9,6 +9,7 @@ from typing import Any
 from agent.backends.base import BlockMoves, CacheLayout, Operator
 from agent.backends.cpu.agreement import all_agree
 from agent.backends.cpu.blocks import HostBlockMoves
+from agent.backends.native.linear import is_transposed
 from agent.backends.native.ops import NativeOps
 from agent.group.model_part import ModelPart
 from agent.kernels import hold_failures, set_attentive, take_failure
@@ -66,15 +67,15 @@ class NativeCpuOps(NativeOps):
     def _described(self, name: str, weights: Mapping[str, Array]) -> PrimitiveWeight:
         stem, of_experts = name.removesuffix(".weight"), weights[name].ndim == 3
         form = self.forms.output if name == OUTPUT_LAYER else self.forms.experts if of_experts else self.forms.layers
-        if form.format == "float":
+        if form.is_float:
             return PrimitiveWeight(weights[name], self.dtype, transposed=not of_experts)
         return PrimitiveWeight(
             values=weights[name],
-            type="int4" if form.format == "int4" else "int8",
-            transposed=form.format != "int4" and not of_experts,
+            type=form.weights.stored_as,
+            transposed=is_transposed(form) and not of_experts,
             scales=weights[f"{stem}.scale"],
             offsets=weights.get(f"{stem}.offset"),
             scale_type=scale_type(form, self.dtype, of_experts=of_experts),
             group=form.group,
-            float_products=form.format != "int8",
+            float_products=not form.quantises_activations,
         )

@@ -25,9 +25,6 @@ from agent.weights.storage import Array, allocate
 from llm_serving.config import Config
 from llm_serving.model.families import Experts
 
-KV_SCALE_BYTES = 4
-"""Of a token's keys, or values, of one head in an int8 cache."""
-
 
 class FusedCpuOps(OpTable):
     """Every operator is a custom one.
@@ -46,7 +43,7 @@ class FusedCpuOps(OpTable):
         self._max_tokens = config.max_num_batched_tokens
         self._max_seqs = config.max_num_seqs
         self._hidden_size = config.shape.hidden_size
-        self._kv_format = config.kv_format
+        self._cache_format = config.cache_format
         vocab_size = config.shape.vocab_size if self.is_first else self.vocab_rows(config.shape.vocab_size)
         seqs, tokens = (self._max_seqs, 0) if self.is_last_stage else (0, self._max_tokens)
         self.logits: npt.NDArray[np.float32] = allocate((seqs, vocab_size), "float32")
@@ -66,9 +63,8 @@ class FusedCpuOps(OpTable):
         return self.linear_weight(in_features, out_features)
 
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
-        if self._kv_format == "int8":
-            return (num_blocks, num_kv_heads, block_size, head_dim + KV_SCALE_BYTES), "int8"
-        return (num_blocks, num_kv_heads, block_size, head_dim), self.dtype
+        cache = self._cache_format
+        return (num_blocks, num_kv_heads, block_size, cache.head_width(head_dim)), cache.name
 
     def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
         return HostBlockMoves(arrays, host)

@@ -31,9 +31,9 @@ written out one by one: behind a star the graph forgets which layer a call belon
 def grouped_product(form: LinearForm) -> Operator:
     """(rows [N, in] ordered by expert, weight as ``OpTable.expert_mlp`` takes it, groups int64 [experts], how many rows
     each expert has) -> [N, out]."""
-    if form.format == "float":
+    if form.is_float:
         return _FloatProducts()
-    return _DynamicProducts() if form.format == "int8" else _WeightOnlyProducts()
+    return _DynamicProducts() if form.quantises_activations else _WeightOnlyProducts()
 
 
 class _FloatProducts(nn.Cell):

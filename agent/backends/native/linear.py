@@ -14,16 +14,14 @@ def linear_parameters(
     form: LinearForm, in_features: int, out_features: int, dtype: str
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """Shape and type of ``weight``, ``scale`` and ``offset``, those that the form has."""
-    if form.format == "float":
+    if form.is_float:
         return {"weight": ((out_features, in_features), dtype)}
-    if form.format == "int8":
+    if form.quantises_activations:
         scale = scale_type(form, dtype, of_experts=False)
-        return {"weight": ((out_features, in_features), "int8"), "scale": ((out_features,), scale)}
-    scales = _scale_shape(form, in_features, out_features)
-    weight = ((out_features, in_features), "int8")
-    if form.format == "int4":
-        weight = ((in_features, out_features // 2), "int4")
-    found = {"weight": weight, "scale": (scales, dtype)}
+        return {"weight": ((out_features, in_features), form.weights.stored_as), "scale": ((out_features,), scale)}
+    scales, per_byte = _scale_shape(form, in_features, out_features), form.weights.values_per_byte
+    shape = (out_features, in_features) if is_transposed(form) else (in_features, out_features // per_byte)
+    found = {"weight": (shape, form.weights.stored_as), "scale": (scales, dtype)}
     return found | {"offset": (scales, dtype)} if form.has_offsets else found
 
 
@@ -31,15 +29,18 @@ def expert_parameters(
     form: LinearForm, experts: int, in_features: int, out_features: int, dtype: str
 ) -> dict[str, tuple[tuple[int, ...], str]]:
     """The same of a layer of all experts, as ``GroupedMatmulV4`` takes them."""
-    if form.format == "float":
+    if form.is_float:
         return {"weight": ((experts, in_features, out_features), dtype)}
-    weight = ((experts, in_features, out_features), "int8")
-    if form.format == "int4":
-        weight = ((experts, in_features, out_features // 2), "int4")
+    weight = ((experts, in_features, out_features // form.weights.values_per_byte), form.weights.stored_as)
     rows = (in_features // form.group, out_features) if form.group else (out_features,)
     scale = ((experts, *rows), scale_type(form, dtype, of_experts=True))
     found = {"weight": weight, "scale": scale}
     return found | {"offset": scale} if form.has_offsets else found
+
+
+def is_transposed(form: LinearForm) -> bool:
+    """Whether the weight is [out, in]; else [in, out], because outputs share bytes."""
+    return form.is_float or form.weights.values_per_byte == 1
 
 
 def _scale_shape(form: LinearForm, in_features: int, out_features: int) -> tuple[int, ...]:
@@ -47,14 +48,14 @@ def _scale_shape(form: LinearForm, in_features: int, out_features: int) -> tuple
     if form.group == 0:
         return (out_features,)
     groups = -(-in_features // form.group)
-    return (groups, out_features) if form.format == "int4" else (out_features, groups)
+    return (out_features, groups) if is_transposed(form) else (groups, out_features)
 
 
 def matrix_product(form: LinearForm, dtype: str) -> Operator:
     """(x [T, in], weight as ``OpTable.linear`` takes it) -> [T, out]."""
-    if form.format == "float":
+    if form.is_float:
         return ops.MatMul(transpose_b=True)
-    return _DynamicProduct(dtype) if form.format == "int8" else _WeightOnlyProduct(form)
+    return _DynamicProduct(dtype) if form.quantises_activations else _WeightOnlyProduct(form)
 
 
 class _DynamicProduct(nn.Cell):
@@ -76,7 +77,7 @@ class _WeightOnlyProduct(nn.Cell):
     def __init__(self, form: LinearForm) -> None:
         super().__init__()
         self.multiply = WeightQuantBatchMatmul(
-            transpose_x=False, transpose_weight=form.format != "int4", antiquant_group_size=form.group
+            transpose_x=False, transpose_weight=is_transposed(form), antiquant_group_size=form.group
         )
 
     def construct(self, x: Tensor, weight: tuple[Tensor, ...]) -> Tensor:

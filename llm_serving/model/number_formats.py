@@ -1,0 +1,208 @@
+"""The registry of number formats: one entry for each format of weights and of the KV cache.
+
+Code that depends on a format reads the entry's fields; it compares no names. An unknown name is an error everywhere.
+
+To add a weight format, add an entry to ``_WEIGHT_FORMATS`` and follow "A weight format" in CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from llm_serving.errors import UnknownFormatError
+
+AUTO = "auto"
+"""Not a format: the checkpoint's format, or ``model_dtype``."""
+GROUP_SIZES = (32, 64, 128)
+"""Inputs that may share a scale where floats become integers."""
+GROUP_SIZES_TEXT = f"{', '.join(map(str, GROUP_SIZES[:-1]))} or {GROUP_SIZES[-1]}"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFormat:
+    """How the weights of linear layers are kept and multiplied.
+
+    Integers stand for weights: weight = (integer - zero point) * scale. Each output has a scale, or each group of
+    inputs of each output.
+    """
+
+    name: str
+    """Value of ``model_config.weight_format``."""
+    bits: int
+    """Bits of a weight, without its part of a scale."""
+    storage: str
+    """Type of an unpacked weight in memory (a key of ``agent.weights.storage.STORAGE_DTYPES``)."""
+    kernel_code: int
+    """Number of the format in ``llmk::WeightFormat`` (agent/kernels/ops/linear.h)."""
+    summary: str = ""
+    """For the reference of the configuration."""
+    stored_as: str = ""
+    """The format that checkpoints hold these integers in; empty for floats."""
+    zero: int = 0
+    """Zero point of integers whose checkpoint stores none. 0: the integers are signed and never have zero points."""
+    has_groups: bool = False
+    """Whether floats get a scale for each group of inputs when they become this format, not one for each output."""
+    quantises_activations: bool = False
+    """Whether the inputs of a linear layer become int8, with a scale for each token."""
+    native: str | None = None
+    """The format that the native primitives compute instead; None: they have no such format."""
+    layouts: tuple[str, ...] = ()
+    """Layouts of safetensors checkpoints that hold these integers (``Quantization.layout``)."""
+    gguf_type: str | None = None
+    """Name of GGUF tensors that hold these integers."""
+    gguf_file_type: int | None = None
+    """llama.cpp's number of a file whose tensors mostly have ``gguf_type``."""
+    perplexity_limit: float | None = None
+    """Largest relative increase of the perplexity that ``tools/quality_gate.py`` accepts."""
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the weights are floats, without scales."""
+        return not self.stored_as
+
+    @property
+    def largest(self) -> int:
+        """The largest magnitude of integers without a zero point."""
+        return (1 << (self.bits - 1)) - 1
+
+    @property
+    def values_per_byte(self) -> int:
+        """How many integers the native primitives keep in a byte."""
+        return max(1, 8 // self.bits)
+
+    def on(self, op_table: str) -> WeightFormat:
+        """The format that the operators of ``op_table`` compute. Raises UnknownFormatError if they have none."""
+        if op_table == "fused":
+            return self
+        if self.native is None:
+            known = ", ".join(name for name, each in WEIGHT_FORMATS.items() if each.native == name)
+            raise UnknownFormatError(f"weight format {self.name!r} has no native primitives; use {known} or auto")
+        return WEIGHT_FORMATS[self.native]
+
+    def bits_with_scales(self, group: int, device: str) -> float:
+        """Bits of a weight with its part of the group's scale and zero point; a scale of a whole output counts as 0."""
+        if not self.has_groups:
+            return float(self.bits)
+        # The native primitives keep scale and offset in model_dtype; a packed weight has float32 and a byte.
+        of_group = 16 + 16 if device == "Ascend" else 32 + (8 if self.zero else 0)
+        return self.bits + of_group / group
+
+
+_INT8 = WeightFormat(
+    "int8",
+    bits=8,
+    storage="int8",
+    kernel_code=3,
+    summary="a scale for each output; activations are quantised for each token",
+    stored_as="int8",
+    quantises_activations=True,
+    native="int8",
+    layouts=("gptq", "int-quantized", "pack-quantized"),
+    gguf_type="Q8_0",
+    gguf_file_type=7,
+    perplexity_limit=0.01,
+)
+_INT4 = WeightFormat(
+    "int4",
+    bits=4,
+    storage="uint8",
+    kernel_code=5,
+    summary="a scale for each group of `weight_group` inputs; activations are quantised with `fused` operators only",
+    stored_as="int4",
+    zero=8,
+    has_groups=True,
+    quantises_activations=True,
+    native="int4_weight_only",
+    layouts=("gptq", "awq", "pack-quantized"),
+    gguf_type="Q4_0",
+    gguf_file_type=2,
+    perplexity_limit=0.05,
+)
+
+
+def _weight_only(of: WeightFormat, kernel_code: int) -> WeightFormat:
+    """The same integers, multiplied by activations that stay floats."""
+    name = f"{of.name}_weight_only"
+    return replace(
+        of,
+        name=name,
+        kernel_code=kernel_code,
+        summary=f"weights as in `{of.name}`; activations stay floats",
+        quantises_activations=False,
+        native=None if of.native is None else name,
+    )
+
+
+_WEIGHT_FORMATS = (
+    WeightFormat("float32", bits=32, storage="float32", kernel_code=0, native="float32"),
+    WeightFormat("float16", bits=16, storage="float16", kernel_code=1, native="float16"),
+    WeightFormat("bfloat16", bits=16, storage="bfloat16", kernel_code=2, native="bfloat16"),
+    _INT8,
+    _weight_only(_INT8, kernel_code=4),
+    _INT4,
+    _weight_only(_INT4, kernel_code=6),
+)
+WEIGHT_FORMATS = {each.name: each for each in _WEIGHT_FORMATS}
+INTEGER_FORMATS = tuple(each for each in _WEIGHT_FORMATS if not each.is_float)
+STORED_FORMATS = tuple(each for each in INTEGER_FORMATS if each.stored_as == each.name)
+"""Those that checkpoints hold; the others are other ways to multiply the same integers."""
+_ALIASES = {"bf16": "bfloat16"}
+
+
+def weight_format(name: str) -> WeightFormat:
+    """The entry of a format; ``bf16`` is ``bfloat16``. Raises UnknownFormatError."""
+    found = WEIGHT_FORMATS.get(_ALIASES.get(name, name))
+    if found is None:
+        raise UnknownFormatError(f"weight format {name!r} is not known; there are {', '.join(WEIGHT_FORMATS)}")
+    return found
+
+
+def formats_of_stored(stored: str) -> tuple[str, ...]:
+    """Names of the formats that keep the integers ``stored`` of a checkpoint. Raises UnknownFormatError."""
+    return tuple(each.name for each in INTEGER_FORMATS if each.stored_as == weight_format(stored).name)
+
+
+def stored_format(bits: int) -> WeightFormat:
+    """The format of a checkpoint's integers of ``bits`` bits. Raises UnknownFormatError."""
+    for each in STORED_FORMATS:
+        if each.bits == bits:
+            return each
+    raise UnknownFormatError(f"no weight format has integers of {bits} bits; there are {', '.join(WEIGHT_FORMATS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class KvFormat:
+    """How keys and values are kept in the KV cache."""
+
+    name: str
+    element_bytes: int
+    scale_bytes: int = 0
+    """Of the scale of a token's key or value in one head."""
+    op_tables: tuple[str, ...] = ("native", "fused")
+    """Those that have this format."""
+
+    def head_width(self, head_dim: int) -> int:
+        """Elements of the cache that a token's key or value takes in one head, with its scale."""
+        return head_dim + self.scale_bytes // self.element_bytes
+
+    def head_bytes(self, head_dim: int) -> int:
+        """The same in bytes."""
+        return self.head_width(head_dim) * self.element_bytes
+
+
+_KV_FORMATS = (
+    KvFormat("float32", 4),
+    KvFormat("float16", 2),
+    KvFormat("bfloat16", 2),
+    KvFormat("int8", 1, scale_bytes=4, op_tables=("fused",)),
+)
+KV_FORMATS = {each.name: each for each in _KV_FORMATS}
+INTEGER_KV_FORMATS = tuple(each.name for each in _KV_FORMATS if each.scale_bytes)
+
+
+def kv_format(name: str) -> KvFormat:
+    """The entry of a KV cache format; ``bf16`` is ``bfloat16``. Raises UnknownFormatError."""
+    found = KV_FORMATS.get(_ALIASES.get(name, name))
+    if found is None:
+        raise UnknownFormatError(f"KV cache format {name!r} is not known; there are {', '.join(KV_FORMATS)}")
+    return found
