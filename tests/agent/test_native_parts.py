@@ -123,7 +123,7 @@ def encode(case: Case, name: str, plain: Plain) -> dict[str, np.ndarray]:
 
 def by_rows(array: np.ndarray, form: LinearForm, *, is_weight: bool) -> np.ndarray:
     """[out, in], or of scales and offsets [out, groups], of what the primitive takes."""
-    if form.format != "int4":
+    if form.is_float or form.weights.values_per_byte == 1:
         return array if array.ndim == 2 else array[:, None]
     if not is_weight:
         return (array if array.ndim == 2 else array[None]).T
