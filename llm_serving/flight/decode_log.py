@@ -1,9 +1,9 @@
-"""Records undisturbed decoding as numbers, because most loop iterations of a busy engine contain nothing else.
+"""Records undisturbed decoding as numbers, because it makes up most loop iterations of a busy engine.
 
-An iteration is undisturbed if every result brings each sequence of the batch one token and ends no request, every
-scheduled step continues the step before it with the same batch, and the scheduler then waits for the next result.
-Such an iteration needs no record of its own: its times and its new blocks describe it. The engine calls this code in
-every step, so it compares whole columns in few calls and allocates little.
+An iteration is undisturbed under three conditions. Every result brings each sequence of the batch one token and ends no
+request. Every scheduled step continues the step before it with the same batch. The scheduler then waits for the next
+result. The times and the new blocks describe an undisturbed iteration completely. The engine calls this code in every
+step, so it compares whole columns in few calls and allocates little.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class DecodeRun:
     updates: list[list[RequestUpdate]] = field(default_factory=list)
     """Updates of each result, if the log keeps them."""
     irregular: list[tuple[int, int, int, bool]] = field(default_factory=list)
-    """Iterations that do not have exactly one result, one step and an end: index of the iteration, number of results,
-    number of steps, whether it ended."""
+    """Iterations that do not have exactly one result, one step and an end. Each has its index, its numbers of results
+    and steps, and whether it ended."""
 
 
 class DecodeLog:

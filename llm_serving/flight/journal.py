@@ -1,8 +1,8 @@
 """Decides what is written about each call of the scheduler, and when.
 
-Undisturbed decoding goes into a ``DecodeLog``, which becomes one record later. Every other call becomes a record at
-once. The journal writes its records together, in one system call that does not wait for the disk: after
-``WRITE_INTERVAL_S``, at the end of a loop iteration in which something went wrong, and when no step is in flight.
+Undisturbed decoding goes into a ``DecodeLog``, which becomes one record later. Every other call becomes a record
+immediately. The journal writes its records together, in one system call that does not wait for the disk. It writes
+after ``WRITE_INTERVAL_S``, at the end of a loop iteration with a fault, and when no step is in flight.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Journal:
     def record_step(self, step: ScheduledStep, now: float) -> None:
         """Records that ``schedule`` returned a step.
 
-        The record has the scheduler's counts if they can differ from those of the latest step: the step has other
-        sequences or more blocks, or another call than ``schedule`` and ``update`` came before it.
+        The record has the scheduler's counts if they can differ from those of the latest step. That is so if the step
+        has other sequences or more blocks, or follows another call than ``schedule`` and ``update``.
         """
         self._stop_log()
         self._num_steps += 1

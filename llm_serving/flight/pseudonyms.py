@@ -1,4 +1,4 @@
-"""Pseudonyms of tokens. They reveal which prefixes are equal, and nothing else.
+"""Pseudonyms of tokens. They only reveal which prefixes are equal.
 
 The pseudonym of token ``i`` of a sequence is ``BLAKE2b(key, salt, tokens 0 .. i)``, cut to 31 bits. If two sequences
 have the same salt, their pseudonyms are equal exactly as far as their tokens are (except for one chance in 2^31). The

@@ -1,8 +1,8 @@
 """Replaces tokens and texts in a snapshot of the scheduler, so that a recorded state contains neither.
 
-A recording with a prefix cache has pseudonyms in place of tokens, see ``llm_serving.flight.pseudonyms``. A pseudonym
+A recording with a prefix cache has pseudonyms instead of tokens, see ``llm_serving.flight.pseudonyms``. A pseudonym
 depends on the tokens before it. The tokens of a cached block follow those of its parent block, which has a smaller
-entry number. If the parent is no longer cached, nobody can find the block, so its content is left out. A
+entry number. If the parent is no longer cached, no request can find the block, so its content is left out. A
 recording without a prefix cache has no tokens at all, only their numbers.
 """
 
@@ -41,7 +41,7 @@ class ReplayCodec:
         return [request_facts(request), request.status.name, len(request.output_token_ids), tokens]
 
     def load_request(self, state: list[Any]) -> Request:
-        """Returns a request with zeros in place of tokens that were not saved."""
+        """Returns a request with zeros instead of tokens that were not saved."""
         facts, status, num_output_tokens, tokens = state
         num_prompt_tokens = facts["num_prompt_tokens"]
         if tokens is None:

@@ -38,8 +38,8 @@ class StepWriter:
     """Encodes steps. Each segment needs a new writer.
 
     A step with the same sequences as the one before costs a few calls that compare whole columns. The writer keeps the
-    columns to compare them with the next step. Therefore nobody may change a column after the step was scheduled,
-    except block tables, which may grow at the end.
+    columns to compare them with the next step. Therefore the scheduler must not change a column of a scheduled
+    step, except that block tables may grow at the end.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Frames, headers, and what is left of a file that was cut off."""
+"""Frames, headers, and the readable part of a truncated file."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def header(**changes):
     return SegmentHeader(**{**values, **changes})
 
 
-def test_frames_come_back_as_they_were():
+def test_frames_can_be_read_again():
     reader = FrameReader(DATA, FILE)
     assert list(reader) == FRAMES
     assert not reader.is_torn
 
 
-def test_whatever_is_cut_off_at_the_end_the_frames_before_it_stay():
+def test_the_complete_frames_of_a_truncated_file_are_read():
     ends = [len(MAGIC)]
     for frame in FRAMES:
         ends.append(ends[-1] + len(encode_frame(frame)))
@@ -54,21 +54,21 @@ def test_a_changed_byte_ends_the_file():
         assert reader.is_torn
 
 
-def test_other_files_are_refused():
+def test_a_file_of_another_kind_is_refused():
     with pytest.raises(FlightRecordingError, match=r"a\.flight: not a segment of a flight recording"):
         FrameReader(b'{"event": "server_start"}', FILE)
 
 
-def test_a_header_comes_back():
+def test_a_header_can_be_read_again():
     assert SegmentHeader.from_map(header().to_map(), FILE) == header()
 
 
-def test_a_header_of_another_version_is_refused_with_both_versions():
+def test_an_unknown_format_version_is_refused():
     with pytest.raises(FlightRecordingError, match="version 9, this program reads 1 to 4"):
         SegmentHeader.from_map(header(format_version=9).to_map(), FILE)
 
 
 @pytest.mark.parametrize("values", [[], {"run": "r"}])
-def test_what_is_no_header_is_refused(values):
+def test_a_wrong_header_is_refused(values):
     with pytest.raises(FlightRecordingError, match="the header is not one of a flight recording"):
         SegmentHeader.from_map(values, FILE)

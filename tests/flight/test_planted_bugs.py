@@ -42,7 +42,7 @@ def record_run(tmp_path):
 
 
 @pytest.mark.parametrize("policy", ["prefill_first", "fcfs", "decode_first", "chunked"])
-def test_the_right_tree_is_identical(record_run, policy):
+def test_the_tree_without_a_bug_replays_identically(record_run, policy):
     _, stretch = record_run(policy)
     result = replay(stretch)
     assert result.difference is None
@@ -76,8 +76,8 @@ def test_a_wrong_order_in_the_agent_is_found(record_run, capsys):
     result = replay(stretch)
     found = result.difference
     assert found is not None
-    assert (found.call, found.field) == ("update", "order of answers")
+    assert (found.call, found.field) == ("update", "order of results")
     assert "runs first (agent's queue, policy prefill_first)" in str(found.replayed)
     assert result.notes == [], "the scheduler's code is what it was"
     assert main([str(folder)]) == 1
-    assert "order of answers" in capsys.readouterr().out
+    assert "order of results" in capsys.readouterr().out

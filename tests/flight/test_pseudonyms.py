@@ -1,4 +1,4 @@
-"""Names tell which prefixes are equal, and nothing else."""
+"""Pseudonyms only reveal which prefixes are equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def common(one, other):
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def test_names_are_equal_as_far_as_tokens_are():
+def test_pseudonyms_are_equal_as_far_as_the_tokens_are():
     pseudonyms, rng = Pseudonyms(), random.Random(3)
     for _ in range(300):
         one = [rng.randrange(3) for _ in range(12)]
@@ -23,13 +23,13 @@ def test_names_are_equal_as_far_as_tokens_are():
         assert common(names(pseudonyms, one), names(pseudonyms, other)) == common(one, other)
 
 
-def test_a_token_is_named_by_all_before_it():
+def test_a_pseudonym_depends_on_all_tokens_before_it():
     pseudonyms = Pseudonyms()
     assert len(set(names(pseudonyms, [7] * 200))) == 200
     assert not set(names(pseudonyms, [1, 5, 6])) & set(names(pseudonyms, [2, 5, 6]))
 
 
-def test_another_salt_or_key_has_other_names():
+def test_another_salt_or_key_gives_other_pseudonyms():
     pseudonyms = Pseudonyms(b"k" * 32)
     tokens = list(range(50))
     assert names(pseudonyms, tokens) == names(Pseudonyms(b"k" * 32), tokens)
@@ -37,7 +37,7 @@ def test_another_salt_or_key_has_other_names():
     assert not set(names(pseudonyms, tokens)) & set(names(Pseudonyms(), tokens))
 
 
-def test_a_chain_goes_on_piece_by_piece_and_from_a_copy():
+def test_a_chain_can_be_extended_in_pieces_and_copied():
     pseudonyms = Pseudonyms()
     chain = pseudonyms.chain(b"s")
     first = chain.extend([1, 2, 3])
@@ -46,5 +46,5 @@ def test_a_chain_goes_on_piece_by_piece_and_from_a_copy():
     assert first + copy.extend([9]) == names(pseudonyms, [1, 2, 3, 9], b"s")
 
 
-def test_names_are_positive_and_none_that_is_reserved():
+def test_pseudonyms_are_positive_and_not_reserved():
     assert all(FIRST_PSEUDONYM <= name < 2**31 for name in names(Pseudonyms(), range(5000)))

@@ -1,4 +1,4 @@
-"""The recorder passes everything on, records it, and never stands in the way."""
+"""The recorder passes every call on, records it, and never disturbs the engine."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def public(kind, predicate):
     return {name for name, _ in inspect.getmembers(kind, predicate) if not name.startswith("_")}
 
 
-def test_every_method_of_the_scheduler_is_recorded_or_known_to_change_nothing():
+def test_every_method_of_the_scheduler_is_recorded_or_listed_as_unrecorded():
     methods = public(Scheduler, inspect.isfunction)
     assert methods == public(FlightRecorder, inspect.isfunction) - {"close"} | UNRECORDED_METHODS
     for name in methods - UNRECORDED_METHODS:
@@ -39,14 +39,14 @@ def test_every_method_of_the_scheduler_is_recorded_or_known_to_change_nothing():
         assert theirs == ours, name
 
 
-def test_what_only_looks_goes_straight_to_the_scheduler(tmp_path):
+def test_properties_are_those_of_the_scheduler(tmp_path):
     _, recorder = recorded_simulation(tmp_path)
     for name in public(Scheduler, lambda value: isinstance(value, property)):
         assert getattr(recorder, name) == getattr(recorder._scheduler, name)
     assert len(state_of(recorder._scheduler)) == len(STATE_NAMES)
 
 
-def test_a_run_is_the_same_with_and_without(tmp_path):
+def test_a_run_is_the_same_with_and_without_a_recorder(tmp_path):
     def steps(recorded):
         rng = random.Random(4)
         simulation, _ = recorded_simulation(tmp_path)
@@ -58,7 +58,7 @@ def test_a_run_is_the_same_with_and_without(tmp_path):
     assert steps(recorded=True) == steps(recorded=False)
 
 
-def test_what_is_recorded_is_what_was_called(tmp_path):
+def test_the_events_are_the_calls(tmp_path):
     simulation, recorder = recorded_simulation(tmp_path)
     simulation.now = 7.5
     simulation.add(make_request("a", 5, 2, arrival=7.0))
@@ -85,7 +85,7 @@ def test_what_is_recorded_is_what_was_called(tmp_path):
     assert (arrival.num_output_tokens, arrival.end, arrival.token_times) == (2, "length", [7.5, 7.5])
 
 
-def test_arrivals_are_what_the_requests_became(tmp_path):
+def test_arrivals_have_the_outcome_of_the_requests(tmp_path):
     rng = random.Random(9)
     simulation, recorder = recorded_simulation(tmp_path, num_blocks=24)
     random_run(simulation, some_requests(rng, 60), rng, aborts=0.03)
@@ -100,7 +100,7 @@ def test_arrivals_are_what_the_requests_became(tmp_path):
         assert found[name].end_time == request.finish_time
 
 
-def test_step_timings_have_the_devices_times(tmp_path):
+def test_step_timings_have_the_times_of_the_device(tmp_path):
     simulation, recorder = recorded_simulation(tmp_path)
     simulation.add(make_request("a", 5, 3))
     for microseconds in (500, 20, 30):
@@ -132,7 +132,7 @@ def test_step_timings_have_the_devices_times(tmp_path):
     assert (first.scheduled, first.answered) == (0.0, 0.25)
 
 
-def test_the_ring_keeps_its_size_and_each_segment_tells_the_state(tmp_path):
+def test_the_ring_keeps_its_size_and_each_segment_has_the_state(tmp_path):
     ring_bytes = 1 << 19
     for seed in range(8):
         record_random_run(tmp_path, seed, count=100, ring_bytes=ring_bytes)
@@ -143,14 +143,14 @@ def test_the_ring_keeps_its_size_and_each_segment_tells_the_state(tmp_path):
     assert all("missing" not in segment.state for segment in segments)
 
 
-def test_a_state_too_large_for_the_ring_is_left_out_and_said(tmp_path):
+def test_a_state_too_large_for_the_ring_is_reported_and_left_out(tmp_path):
     record_random_run(tmp_path, 1, count=400, ring_bytes=1 << 16)
     segments = [segment for stretch in read_recording(tmp_path) for segment in stretch.segments]
     assert any("too large for a ring of 65536" in segment.state.get("missing", "") for segment in segments)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1 << 16
 
 
-def test_tokens_and_texts_are_nowhere_in_the_files(tmp_path):
+def test_the_files_contain_no_tokens_and_no_texts(tmp_path):
     secret = 1_234_500_000
     for prefix_cache in (False, True):
         folder = tmp_path / str(prefix_cache)
@@ -196,7 +196,7 @@ def scalars(value):
         yield value
 
 
-def test_a_full_disk_pauses_the_recording_and_a_new_segment_goes_on(tmp_path, monkeypatch):
+def test_a_full_disk_pauses_the_recording_until_a_new_segment(tmp_path, monkeypatch):
     complaints = []
     recorder = record(Scheduler(make_limits()), tmp_path, RING_BYTES, on_error=complaints.append)
     simulation, _ = recorded_simulation(tmp_path / "unused")
@@ -230,7 +230,7 @@ def test_a_full_disk_pauses_the_recording_and_a_new_segment_goes_on(tmp_path, mo
     assert len(complaints) == 1
 
 
-def test_a_folder_that_cannot_be_made_is_said_and_harmless(tmp_path):
+def test_a_folder_that_cannot_be_made_is_reported_and_harmless(tmp_path):
     (tmp_path / "file").write_text("")
     complaints = []
     recorder = record(Scheduler(make_limits()), tmp_path / "file" / "flight", RING_BYTES, on_error=complaints.append)
@@ -243,7 +243,7 @@ def test_a_folder_that_cannot_be_made_is_said_and_harmless(tmp_path):
     assert "Not a directory" in complaints[0]
 
 
-def test_an_error_of_the_recorder_ends_the_recording_and_nothing_else(tmp_path, monkeypatch):
+def test_an_error_of_the_recorder_only_ends_the_recording(tmp_path, monkeypatch):
     complaints = []
     recorder = record(Scheduler(make_limits()), tmp_path, RING_BYTES, on_error=complaints.append)
     monkeypatch.setattr(recorder._journal._steps, "record", None)
@@ -275,7 +275,7 @@ def test_an_error_of_the_scheduler_is_recorded_and_passed_on(tmp_path, monkeypat
     assert (last.now, last.error) == (1.0, "AssertionError")
 
 
-def test_a_killed_process_leaves_all_but_its_last_turn(tmp_path):
+def test_a_killed_process_loses_only_its_last_iteration(tmp_path):
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
@@ -304,18 +304,18 @@ def test_a_killed_process_leaves_all_but_its_last_turn(tmp_path):
 
 
 def decoding(folder, **limits):
-    """A recorded simulation with a decode step in flight, and its file."""
+    """Returns a recorded simulation with a decode step in flight, and its file."""
     simulation, recorder = recorded_simulation(folder, **limits)
     simulation.now = 1.0
     simulation.add(make_request("a", 5, 40, arrival=1.0))
     simulation.schedule()
-    turn(simulation, 1.0)
+    iterate(simulation, 1.0)
     (file,) = folder.iterdir()
     return simulation, recorder, file
 
 
-def turn(simulation, now):
-    """The oldest step is answered, the next is sent: there is always one in flight afterwards."""
+def iterate(simulation, now):
+    """Completes the oldest step and schedules the next, so that one step stays in flight."""
     simulation.now = now
     simulation.scheduler.update(simulation.device.run_next(), now)
     simulation.schedule()
@@ -326,17 +326,17 @@ def recorded_steps(file):
     return [event.step.seq for event in stretch.events() if isinstance(event, Scheduled) and event.step is not None]
 
 
-def test_steps_are_written_together_and_at_the_latest_after_the_interval(tmp_path):
+def test_steps_are_written_together_after_the_interval(tmp_path):
     simulation, recorder, file = decoding(tmp_path)
     recorder._guarded(recorder._journal.flush)
     size, frames = file.stat().st_size, 0
     for number in range(1, 11):
-        turn(simulation, 1.0 + number * WRITE_INTERVAL_S / 10)
+        iterate(simulation, 1.0 + number * WRITE_INTERVAL_S / 10)
         if file.stat().st_size != size:
             size, frames = file.stat().st_size, frames + 1
     assert frames == 1
     assert recorded_steps(file) == [step.seq for step in simulation.steps]
-    turn(simulation, 1.0 + 1.5 * WRITE_INTERVAL_S)
+    iterate(simulation, 1.0 + 1.5 * WRITE_INTERVAL_S)
     assert file.stat().st_size == size
     assert recorded_steps(file) == [step.seq for step in simulation.steps][:-1]
     recorder.close()
@@ -344,7 +344,7 @@ def test_steps_are_written_together_and_at_the_latest_after_the_interval(tmp_pat
 
 
 @pytest.mark.parametrize("call", ["add", "abort"])
-def test_what_requests_do_is_written_after_the_interval_too(tmp_path, call):
+def test_calls_about_requests_are_written_after_the_interval(tmp_path, call):
 
     def answer(now):
         simulation.now = now
@@ -375,13 +375,13 @@ def test_what_requests_do_is_written_after_the_interval_too(tmp_path, call):
 
 
 @pytest.mark.parametrize("call", ["void", "lost", "failed"])
-def test_what_goes_wrong_is_written_with_its_turn(tmp_path, call):
+def test_a_fault_is_written_at_the_end_of_its_iteration(tmp_path, call):
     simulation, recorder, file = decoding(tmp_path)
     recorder._guarded(recorder._journal.flush)
     size, now = file.stat().st_size, 1.0 + WRITE_INTERVAL_S / 10
     if call == "void":
         recorder.void_steps()
-        turn(simulation, now)
+        iterate(simulation, now)
     else:
         if call == "lost":
             recorder.agent_lost(now)
@@ -392,7 +392,7 @@ def test_what_goes_wrong_is_written_with_its_turn(tmp_path, call):
     assert file.stat().st_size > size
 
 
-def test_a_failed_step_is_written_with_its_turn(tmp_path):
+def test_a_failed_step_is_written_at_the_end_of_its_iteration(tmp_path):
     _, recorder, file = decoding(tmp_path)
     recorder._guarded(recorder._journal.flush)
     size, now = file.stat().st_size, 1.0 + WRITE_INTERVAL_S / 10
@@ -406,8 +406,8 @@ def test_a_failed_step_is_written_with_its_turn(tmp_path):
     ]
 
 
-def test_turns_without_an_end_are_not_kept_for_good(tmp_path, monkeypatch):
-    """While no slot is free nobody asks for a step that there is not."""
+def test_iterations_without_an_end_are_written_in_time(tmp_path, monkeypatch):
+    """While no slot is free, the engine does not call ``schedule``, so the iteration has no end."""
     monkeypatch.setattr("llm_serving.flight.journal._MAX_PENDING", 8)
     simulation, recorder, file = decoding(tmp_path)
     recorder._guarded(recorder._journal.flush)
@@ -422,11 +422,11 @@ def test_turns_without_an_end_are_not_kept_for_good(tmp_path, monkeypatch):
     assert recorded_steps(file) == [step.seq for step in simulation.steps]
 
 
-def test_blocks_that_come_after_a_step_are_not_told_with_it(tmp_path):
-    """Steps are recorded later than they are made; until then block tables have grown."""
+def test_a_record_has_no_blocks_that_came_after_its_step(tmp_path):
+    """Block tables can grow between a step and its record."""
     simulation, recorder, file = decoding(tmp_path, block_size=4)
     for _ in range(30):
-        turn(simulation, 1.0)
+        iterate(simulation, 1.0)
     recorder.close()
     (stretch,) = read_recording(file)
     steps = [event.step for event in stretch.events() if isinstance(event, Scheduled) and event.step is not None]
@@ -439,6 +439,6 @@ def test_blocks_that_come_after_a_step_are_not_told_with_it(tmp_path):
     assert length > 8
 
 
-def test_limits_go_through_a_map():
+def test_limits_can_be_converted_to_a_map_and_back():
     limits = make_limits(policy=Policy.CHUNKED, cache_namespace=b"n", batch_size=3)
     assert limits_from_map(limits_to_map(limits)) == limits

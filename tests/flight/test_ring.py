@@ -1,4 +1,4 @@
-"""The ring never outgrows its size, and forgets the oldest."""
+"""The ring never exceeds its size and deletes the oldest segment first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def sizes(folder):
     return {path.name: path.stat().st_size for path in folder.glob("*")}
 
 
-def test_segments_are_numbered_and_the_oldest_goes(tmp_path):
+def test_segments_are_numbered_and_the_oldest_is_deleted(tmp_path):
     ring = SegmentRing(tmp_path, 8000, "run")
     assert ring.segment_bytes == 1000
     for index in range(20):
@@ -24,7 +24,7 @@ def test_segments_are_numbered_and_the_oldest_goes(tmp_path):
     assert sorted(sizes(tmp_path)) == [f"run-{index:06d}.flight" for index in range(12, 20)]
 
 
-def test_a_large_segment_takes_the_place_of_several(tmp_path):
+def test_a_large_segment_replaces_several(tmp_path):
     ring = SegmentRing(tmp_path, 8000, "run")
     for index in range(6):
         ring.begin([bytes(990)], 1000)
@@ -34,7 +34,7 @@ def test_a_large_segment_takes_the_place_of_several(tmp_path):
     assert sorted(sizes(tmp_path)) == [f"run-{index:06d}.flight" for index in (4, 5, 6)]
 
 
-def test_runs_before_count_and_go_first(tmp_path):
+def test_segments_of_earlier_runs_count_and_are_deleted_first(tmp_path):
     old = tmp_path / "earlier-000007.flight"
     old.write_bytes(bytes(7500))
     os.utime(old, ns=(1, 1))
@@ -46,7 +46,7 @@ def test_runs_before_count_and_go_first(tmp_path):
     assert sorted(sizes(tmp_path)) == ["run-000000.flight", "server.log"]
 
 
-def test_what_was_appended_is_there_before_the_file_is_closed(tmp_path):
+def test_appended_records_are_readable_before_the_file_is_closed(tmp_path):
     ring = SegmentRing(tmp_path / "made", 8000, "run")
     ring.begin([], 1000)
     ring.append([[1, 2]])

@@ -1,4 +1,4 @@
-"""Recordings of several replicas: each replays bit for bit on its own, requests that came and went among them."""
+"""Recordings of several replicas: each replays on its own, also with requests that moved between replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tools.replaying.replayer import replay
 def record_routed(
     folder: Path, seed: int, *, ring_bytes: int = RING_BYTES, count: int = 150, **limits: object
 ) -> RoutedSimulation:
-    """Random arrivals, steps, aborts and losses over three replicas, each with a recorder."""
+    """Runs random arrivals, steps, aborts and losses over three replicas, each with a recorder."""
     recorders: list[FlightRecorder] = []
 
     def recorded(scheduler: Scheduler, index: int) -> Scheduler:
@@ -61,7 +61,7 @@ def record_routed(
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("policy", list(Policy))
-def test_each_replicas_recording_replays(tmp_path: Path, policy: Policy, prefix_cache: bool) -> None:
+def test_the_recording_of_each_replica_replays(tmp_path: Path, policy: Policy, prefix_cache: bool) -> None:
     routed = record_routed(
         tmp_path, 5, policy=policy, prefix_cache=prefix_cache, preemption=PreemptionKind.SWAP, num_host_blocks=16
     )
@@ -79,7 +79,7 @@ def test_each_replicas_recording_replays(tmp_path: Path, policy: Policy, prefix_
     assert went == sum(replica.num_recalled for replica in routed.router.replicas)
 
 
-def test_segments_stand_on_their_own(tmp_path: Path) -> None:
+def test_a_replay_can_begin_with_any_segment(tmp_path: Path) -> None:
     routed = record_routed(tmp_path, 6, ring_bytes=1 << 18, count=250, prefix_cache=True)
     assert sum(replica.num_recalled for replica in routed.router.replicas)
     late = 0
@@ -92,7 +92,7 @@ def test_segments_stand_on_their_own(tmp_path: Path) -> None:
     assert late, "no segment begins with requests under way"
 
 
-def test_the_command_replays_all(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_replays_all_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record_routed(tmp_path, 7)
     assert main([str(tmp_path)]) == 0
     said = capsys.readouterr().out.splitlines()
@@ -100,12 +100,12 @@ def test_the_command_replays_all(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert sum(line.startswith("identical, ") for line in said) == 3
     assert main([str(tmp_path / "replica_1"), "--html", str(tmp_path / "timeline.html")]) == 0
     assert main([str(tmp_path), "--policy", "fcfs"]) == 2
-    assert "name one" in capsys.readouterr().err
+    assert "choose one" in capsys.readouterr().err
     assert main([str(tmp_path / "replica_1"), "--policy", "fcfs"]) == 0
 
 
-def test_a_load_is_found_whole_over_all_replicas(tmp_path: Path) -> None:
-    """Each request ended in one recording; where it went to another replica, the others say so."""
+def test_the_recordings_contain_the_outcome_of_every_request(tmp_path: Path) -> None:
+    """Each request ends in exactly one recording. The other recordings report that it moved."""
     routed = record_routed(tmp_path, 8)
     ends: dict[str, list[str]] = {}
     for stretch in read_recording(tmp_path):

@@ -1,4 +1,4 @@
-"""Steps as records: every column comes back, and block tables add up to what they were."""
+"""Records of steps: the reader restores every column and every block table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.simulation import Simulation, random_run
 
 
 class Watched(Simulation):
-    """Writes and reads each step when it is scheduled, and follows the block tables that the records tell of."""
+    """Writes and reads each step when it is scheduled, and follows the block tables in the records."""
 
     def __init__(self, limits):
         super().__init__(limits)
@@ -65,7 +65,7 @@ class Watched(Simulation):
 
 @pytest.mark.parametrize("policy", list(Policy))
 @pytest.mark.parametrize("kind", [PreemptionKind.RECOMPUTE, PreemptionKind.SWAP])
-def test_every_step_of_a_run_comes_back(policy, kind):
+def test_every_step_of_a_run_is_restored(policy, kind):
     rng = random.Random(5)
     watched = Watched(
         make_limits(num_blocks=24, policy=policy, preemption=kind, num_host_blocks=30, prefix_cache=rng.random() < 0.5)
@@ -104,7 +104,7 @@ def test_a_decode_step_of_an_unchanged_batch_is_next_to_nothing():
     assert third[5] == [(1, 0, [3, 4, 9])], "another table, though it holds the same"
 
 
-def test_a_table_is_written_whole_for_a_new_segment():
+def test_a_new_segment_contains_whole_block_tables():
     requests, tables = some_requests(random.Random(1), 3), [[1, 2], [3, 4], [5, 6]]
     StepWriter().record(decode(7, requests, 6, tables), requests.index)
     assert len(StepWriter().record(decode(8, requests, 7, tables), requests.index)[5]) == 3

@@ -1,4 +1,4 @@
-"""Runs of the scheduler with a flight recorder before it."""
+"""Recorded runs of the scheduler."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from support.simulation import Simulation, random_run
 
 RING_BYTES = 1 << 22
 SMALL_RING_BYTES = 1 << 18
-"""Eight segments of some hundred steps, each with room for the state of 30 requests."""
+"""A ring of eight segments with some hundred steps each. A segment can hold the state of 30 requests."""
 
 
 def recorded_simulation(folder: Path, ring_bytes: int = RING_BYTES, **limits: Any) -> tuple[Simulation, FlightRecorder]:
-    """A simulation whose scheduler is recorded; an error of the recorder fails the test."""
+    """Returns a simulation whose scheduler is recorded. An error of the recorder fails the test."""
     simulation = Simulation(make_limits(**limits))
     recorder = record(simulation.scheduler, folder, ring_bytes, on_error=fail)
     simulation.scheduler = as_scheduler(recorder)
@@ -26,7 +26,7 @@ def recorded_simulation(folder: Path, ring_bytes: int = RING_BYTES, **limits: An
 
 
 def some_requests(rng: random.Random, count: int) -> list[Request]:
-    """Requests of all kinds; many begin alike."""
+    """Returns random requests, many of which have a common prefix."""
     beginnings = [[rng.randrange(2, 50) for _ in range(40)] for _ in range(3)]
     requests = []
     for number in range(count):
@@ -43,7 +43,7 @@ def some_requests(rng: random.Random, count: int) -> list[Request]:
 def record_random_run(
     folder: Path, seed: int, *, count: int = 80, ring_bytes: int = RING_BYTES, **limits: Any
 ) -> FlightRecorder:
-    """Requests that arrive, run, are answered and aborted at random, until all is quiet."""
+    """Records a random run, with aborts, until every request has ended."""
     rng = random.Random(seed)
     simulation, recorder = recorded_simulation(folder, ring_bytes, **limits)
     random_run(simulation, some_requests(rng, count), rng, aborts=0.02)
@@ -52,7 +52,7 @@ def record_random_run(
 
 
 def record_waves(folder: Path, seed: int, *, waves: int = 4, **limits: Any) -> FlightRecorder:
-    """Random runs one after the other, into a ring of small segments."""
+    """Records several random runs after each other, into a ring of small segments."""
     rng = random.Random(seed)
     simulation, recorder = recorded_simulation(folder, SMALL_RING_BYTES, **limits)
     for wave in range(waves):

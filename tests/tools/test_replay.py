@@ -1,4 +1,4 @@
-"""Replays: identical where they should be, the first difference where not; what if; pictures."""
+"""``tools/replay.py``: identical replays, the first difference, what-if runs, timelines."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from llm_serving.scheduler.scheduler import Scheduler
 from support.fakes import make_limits, make_request
 from support.recorded_runs import record_random_run, record_waves, recorded_simulation, some_requests
 from support.simulation import random_run
-from tools.replaying.answer_order import AnswerOrder
 from tools.replaying.figures import figures_of
 from tools.replaying.main import main
 from tools.replaying.replayer import replay
+from tools.replaying.result_order import ResultOrder
 from tools.replaying.timeline import SpanPhase, build_timeline
 from tools.replaying.what_if import DeviceModel, changed_limits, fit_device, what_if
 
@@ -35,7 +35,7 @@ def assert_identical(stretch, least_steps=1):
 @pytest.mark.parametrize("prefix_cache", [False, True])
 @pytest.mark.parametrize("preemption", list(PreemptionKind))
 @pytest.mark.parametrize("policy", list(Policy))
-def test_a_run_under_pressure_is_identical_from_later_segments_too(tmp_path, policy, preemption, prefix_cache):
+def test_a_replay_from_a_later_segment_is_identical(tmp_path, policy, preemption, prefix_cache):
     recorder = record_waves(
         tmp_path,
         7,
@@ -71,7 +71,7 @@ def test_every_mode_is_identical(tmp_path, batching, admission):
         assert_identical(Stretch(stretch.segments[first:]), 0)
 
 
-def test_failed_steps_lost_agents_and_the_end_of_all_are_identical(tmp_path):
+def test_failed_steps_and_lost_agents_replay_identically(tmp_path):
     rng = random.Random(2)
     simulation, recorder = recorded_simulation(tmp_path, num_blocks=24, prefix_cache=True)
     for number, request in enumerate(some_requests(rng, 60)):
@@ -91,14 +91,14 @@ def test_failed_steps_lost_agents_and_the_end_of_all_are_identical(tmp_path):
     assert_identical(stretch, 60)
 
 
-def test_a_run_whose_head_the_ring_has_lost_is_identical_from_where_it_begins(tmp_path):
+def test_a_recording_without_its_beginning_is_identical(tmp_path):
     record_waves(tmp_path, 8, waves=14, num_blocks=24, prefix_cache=True)
     (stretch,) = read_recording(tmp_path)
     assert stretch.header.index > 0, "the ring has come round"
     assert_identical(stretch, 500)
 
 
-def test_a_torn_tail_is_left_out(tmp_path):
+def test_a_torn_end_is_left_out(tmp_path):
     record_random_run(tmp_path, 5)
     (file,) = tmp_path.iterdir()
     data = file.read_bytes()
@@ -108,7 +108,7 @@ def test_a_torn_tail_is_left_out(tmp_path):
     assert_identical(stretch, 25)
 
 
-def test_the_program_says_identical_and_how_many_steps(tmp_path, capsys):
+def test_the_program_prints_identical_and_the_number_of_steps(tmp_path, capsys):
     recorder = record_random_run(tmp_path, 1)
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"identical, {recorder.num_steps} steps\n"
@@ -118,13 +118,13 @@ def test_the_program_shows_the_first_difference(tmp_path, capsys, monkeypatch):
     recorder = record_random_run(tmp_path, 1, num_blocks=18)
     monkeypatch.setattr("llm_serving.scheduler.limits.SchedulerLimits.watermark_blocks", 3)
     assert main([str(tmp_path)]) == 1
-    told = capsys.readouterr().out
-    found = re.match(r"different after (\d+) equal steps \(run .*\), in \w+:\n  .*\n    recorded  ", told)
-    assert found, told
+    printed = capsys.readouterr().out
+    found = re.match(r"different after (\d+) equal steps \(run .*\), in \w+:\n  .*\n    recorded  ", printed)
+    assert found, printed
     assert 0 < int(found[1]) < recorder.num_steps
-    assert "\n    replayed  " in told
-    assert "  before:\n" in told
-    assert "answer to step" in told
+    assert "\n    replayed  " in printed
+    assert "  before:\n" in printed
+    assert "result of step" in printed
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_the_program_shows_the_first_difference(tmp_path, capsys, monkeypatch):
         (b"LLMFLT01", "its segments are empty"),
     ],
 )
-def test_what_cannot_be_read_is_exit_code_2(tmp_path, capsys, content, message):
+def test_an_unreadable_file_gives_exit_code_2(tmp_path, capsys, content, message):
     if content is not None:
         (tmp_path / "x.flight").write_bytes(content)
     assert main([str(tmp_path)]) == 2
@@ -150,7 +150,7 @@ def test_a_recording_with_limits_of_another_version_is_refused(tmp_path):
         replay(stretch)
 
 
-def test_a_replay_by_other_code_says_so(tmp_path, capsys, monkeypatch):
+def test_a_replay_by_other_code_is_reported(tmp_path, capsys, monkeypatch):
     record_random_run(tmp_path, 1)
     monkeypatch.setattr("tools.replaying.replayer.code_digest", lambda: "another")
     assert main([str(tmp_path)]) == 0
@@ -174,25 +174,25 @@ def test_a_replay_by_other_code_says_so(tmp_path, capsys, monkeypatch):
         ("prefill_first", "dm", "10", None),
     ],
 )
-def test_which_step_may_overtake_which(policy, sent, answered, overtaken):
+def test_the_policy_decides_which_step_may_overtake(policy, sent, answered, overtaken):
     kinds = {"p": StepKind.PREFILL, "d": StepKind.DECODE, "m": StepKind.MIXED, "v": StepKind.MOVE}
-    order = AnswerOrder(policy)
+    order = ResultOrder(policy)
     for seq, kind in enumerate(sent):
         order.sent(seq, kinds[kind])
-    found = [order.answered(int(seq), ran=True) for seq in answered]
+    found = [order.completed(int(seq), ran=True) for seq in answered]
     assert found[0] == overtaken
     assert found[1] is None
 
 
-def test_a_dropped_step_overtakes_nobody():
-    order = AnswerOrder("fcfs")
+def test_a_dropped_step_overtakes_no_step():
+    order = ResultOrder("fcfs")
     order.sent(0, StepKind.DECODE)
     order.sent(1, StepKind.DECODE)
-    assert order.answered(1, ran=False) is None
+    assert order.completed(1, ran=False) is None
 
 
 class SteadyDevice:
-    """2 ms and 0.1 ms a token."""
+    """A device that takes 2 ms per step and 0.1 ms per token."""
 
     name = "steady"
 
@@ -201,7 +201,7 @@ class SteadyDevice:
 
 
 class SteadyModel(DeviceModel):
-    """What a fit to ``SteadyDevice`` should find."""
+    """The model that a fit to ``SteadyDevice`` should find."""
 
     def __init__(self):
         object.__setattr__(self, "latency_s", 0.0)
@@ -213,7 +213,7 @@ class SteadyModel(DeviceModel):
 
 @pytest.fixture
 def steady(tmp_path):
-    """A load on a steady device: the stretch and its limits."""
+    """Returns the recording of a load on a steady device, and its limits."""
     rng = random.Random(6)
     recorder = record(Scheduler(make_limits()), tmp_path / "load", 1 << 24, on_error=pytest.fail)
     now = 0.0
@@ -234,7 +234,7 @@ def test_the_same_limits_and_times_give_the_same_run(steady):
     assert figures_of(steady).ended == 120
 
 
-def test_answers_end_in_a_what_if_as_they_ended(tmp_path):
+def test_a_what_if_run_has_the_recorded_outcomes(tmp_path):
     recorder = record_random_run(tmp_path, 4, count=40)
     (stretch,) = read_recording(tmp_path)
     changed = what_if(stretch, changed_limits(stretch.header.limits, ["policy=fcfs", "num_blocks=28"]), SteadyModel())
@@ -255,7 +255,7 @@ def test_a_fit_finds_the_times_of_a_steady_device(steady):
 
 
 def _with_times(stretch):
-    """The recorded answers with the microseconds of ``SteadyDevice``."""
+    """Returns the recorded results with the times of ``SteadyDevice``."""
     sizes = {}
     for segment in stretch.segments:
         for record_ in segment.records:
@@ -295,7 +295,7 @@ def test_the_program_compares_recorded_and_what_if(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("change", ["colour=red", "policy", "policy=sideways", "block_size=0"])
-def test_an_impossible_change_is_exit_code_2(tmp_path, capsys, change):
+def test_an_invalid_change_gives_exit_code_2(tmp_path, capsys, change):
     record_random_run(tmp_path, 1)
     assert main([str(tmp_path), "--set", change]) == 2
     assert change.partition("=")[0] in capsys.readouterr().err
@@ -317,7 +317,7 @@ def test_a_timeline_has_every_phase_of_every_request(steady):
     assert {SpanPhase.QUEUED, SpanPhase.PREFILL, SpanPhase.DECODE} <= phases
 
 
-def test_a_preempted_request_is_seen_preempted(tmp_path):
+def test_the_timeline_shows_a_preemption(tmp_path):
     recorder = record_random_run(tmp_path, 7, num_blocks=24)
     (stretch,) = read_recording(tmp_path)
     spans = [span for lane in build_timeline(stretch).lanes for span in lane.spans]
@@ -325,7 +325,7 @@ def test_a_preempted_request_is_seen_preempted(tmp_path):
     assert sum(span.phase is SpanPhase.PREEMPTED for span in spans) > 0
 
 
-def test_a_request_whose_agent_was_lost_is_seen_restarted(tmp_path):
+def test_the_timeline_shows_a_restart_after_a_lost_agent(tmp_path):
     simulation, recorder = recorded_simulation(tmp_path)
     simulation.add(make_request("r"))
     for _ in range(4):
@@ -342,7 +342,7 @@ def test_a_request_whose_agent_was_lost_is_seen_restarted(tmp_path):
     assert SpanPhase.PREEMPTED not in phases
 
 
-def test_the_page_holds_everything_and_loads_nothing(steady, tmp_path, capsys):
+def test_the_page_contains_everything_and_loads_no_other_file(steady, tmp_path, capsys):
     record_random_run(tmp_path / "run", 7)
     page, trace = tmp_path / "t.html", tmp_path / "t.json"
     assert main([str(tmp_path / "run"), "--html", str(page), "--trace", str(trace)]) == 0
@@ -358,7 +358,7 @@ def test_the_page_holds_everything_and_loads_nothing(steady, tmp_path, capsys):
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
-def test_a_request_id_is_never_markup(tmp_path):
+def test_a_request_id_is_escaped_in_the_page(tmp_path):
     simulation, recorder = recorded_simulation(tmp_path / "run")
     name = "</script><script>alert(1)</script>\u2028"
     simulation.add(make_request(name, 3, 2))

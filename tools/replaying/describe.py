@@ -1,4 +1,4 @@
-"""Events and decisions as lines for people."""
+"""Describes events and decisions in one line each."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from llm_serving.flight.steps import RecordedStep
 __all__ = ["describe_event", "describe_state", "describe_step", "shorten"]
 
 LONGEST = 100
-"""Characters of a list that are shown."""
+"""Maximum number of characters that a value takes."""
 
 
 def describe_event(event: Event) -> str:
-    """One line."""
-    return f"{event.now:14.6f}  {_what(event)}"
+    """Returns the time and the call of an event."""
+    return f"{event.now:14.6f}  {_describe_call(event)}"
 
 
-def _what(event: Event) -> str:
+def _describe_call(event: Event) -> str:
     if isinstance(event, Added):
         facts = event.facts
         refused = f": refused, {event.refusal}" if event.refusal else ""
@@ -40,18 +40,18 @@ def _what(event: Event) -> str:
             f" max_tokens {facts['max_tokens']}{', with output' if event.output else ''}{refused}"
         )
     if isinstance(event, Released):
-        return f"requests {shorten(event.numbers)} go to another replica"
+        return f"requests {shorten(event.numbers)} move to another replica"
     if isinstance(event, Scheduled):
         if event.step is None:
-            wakeup = "" if event.wakeup is None else f", look again at {event.wakeup:.6f}"
-            return f"schedule: nothing{wakeup}{_after(event.state)}"
+            wakeup = "" if event.wakeup is None else f", call again at {event.wakeup:.6f}"
+            return f"schedule: no step{wakeup}{_after(event.state)}"
         return f"schedule: {describe_step(event.step)}{_after(event.state)}"
     if isinstance(event, Completed):
         ends = f", ends {event.ends}" if event.ends else ""
         fault = "" if event.fault is None else (", dropped" if event.fault[0] else ", failed")
-        return f"answer to step {event.seq}: {event.outcome} updates{ends}{fault}{_after(event.state)}"
+        return f"result of step {event.seq}: {event.outcome} updates{ends}{fault}{_after(event.state)}"
     if isinstance(event, Finished):
-        return f"finish request {event.number}: {event.reason}{'' if event.was_there else ', but it was gone'}"
+        return f"finish request {event.number}: {event.reason}{'' if event.was_there else ', which had ended already'}"
     if isinstance(event, AgentLost):
         return f"the agent was lost; {describe_state(event.state)}"
     if isinstance(event, FailedAll):
@@ -69,7 +69,7 @@ def _after(state: Sequence[int] | None) -> str:
 
 
 def describe_step(step: RecordedStep) -> str:
-    """What a step does, in one line."""
+    """Returns number, kind, size and reason of a step."""
     moves = f", {len(step.moves)} moves" if step.moves else ""
     blocks = sum(len(ids) for _, _, ids in step.blocks)
     return (
@@ -79,12 +79,12 @@ def describe_step(step: RecordedStep) -> str:
 
 
 def describe_state(state: Sequence[int]) -> str:
-    """Counts with their names; those that are zero are left out, but for the free blocks."""
+    """Returns the scheduler's counts with their names. Zeros are left out, except for free blocks."""
     pairs = zip(STATE_NAMES, state, strict=True)
     return ", ".join(f"{count} {name}" for name, count in pairs if count or name == "free blocks")
 
 
 def shorten(values: object) -> str:
-    """A value, cut where it gets long."""
+    """Returns a value as text, cut to ``LONGEST`` characters."""
     text = str(values)
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 4]} ..."

@@ -1,4 +1,4 @@
-"""The tokens that end a request, in a replay."""
+"""The tokens that end a request in a replay."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ __all__ = ["EndingNames"]
 
 
 class EndingNames(frozenset[int]):
-    """A set that learns when it is time: which token ended a request is known with the answer that had it.
+    """A set of ending tokens that grows during the replay.
 
-    The scheduler unites a request's own set with that of its sampling parameters when the request comes, which in a
-    replay is empty: the union is this set itself.
+    The recording names the token that ended a request only with the result that contains it. When a request arrives,
+    the scheduler unites this set with the ending tokens of the sampling parameters. A replay has none of those, so
+    the union is this set itself.
     """
 
     names: set[int]

@@ -1,4 +1,4 @@
-"""What a stretch was like for its clients, in a few figures, to compare with another."""
+"""Summarises a stretch in a few figures that can be compared with those of another stretch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREEMPTIONS, _SWAPS = STATE_NAMES.index("preemptions"), STATE_NAMES.index("swap
 
 @dataclass(frozen=True, slots=True)
 class StretchFigures:
-    """Times are seconds, as the engine saw them: to the answer of the step that had the token."""
+    """Times are seconds. A token's time is the time of the result that contains it."""
 
     requests: int
     refused: int
@@ -36,18 +36,18 @@ class StretchFigures:
 
 
 def figures_of(stretch: Stretch, numbers: frozenset[int] | None = None) -> StretchFigures:
-    """The figures of the requests that came in a stretch, or of those with these numbers among them."""
-    came = [arrival for arrival in arrivals(stretch) if numbers is None or arrival.number in numbers]
-    served = [arrival for arrival in came if arrival.token_times]
+    """Returns the figures of the requests that arrived in a stretch. ``numbers`` selects some of them."""
+    arrived = [arrival for arrival in arrivals(stretch) if numbers is None or arrival.number in numbers]
+    served = [arrival for arrival in arrived if arrival.token_times]
     last = max((arrival.token_times[-1] for arrival in served), default=0.0)
-    first = min((arrival.facts["arrival_time"] for arrival in came), default=last)
+    first = min((arrival.facts["arrival_time"] for arrival in arrived), default=last)
     num_steps, preemptions, swaps = _counts(stretch)
     return StretchFigures(
-        requests=len(came),
-        refused=sum(arrival.refusal is not None for arrival in came),
-        ended=sum(arrival.end is not None for arrival in came),
+        requests=len(arrived),
+        refused=sum(arrival.refusal is not None for arrival in arrived),
+        ended=sum(arrival.end is not None for arrival in arrived),
         steps=num_steps,
-        output_tokens=sum(arrival.num_output_tokens for arrival in came),
+        output_tokens=sum(arrival.num_output_tokens for arrival in arrived),
         total_s=max(last - first, 0.0),
         ttft=summarize(arrival.token_times[0] - arrival.facts["arrival_time"] for arrival in served),
         tbt=summarize(late - early for arrival in served for early, late in pairwise(arrival.token_times)),
@@ -76,7 +76,7 @@ def _counts(stretch: Stretch) -> tuple[int, int, int]:
 
 
 def comparison_table(columns: Sequence[tuple[str, StretchFigures]]) -> str:
-    """One column each."""
+    """Returns a table with one column for each stretch."""
     rows = [
         ["requests", *(str(each.requests) for _, each in columns)],
         ["refused", *(str(each.refused) for _, each in columns)],

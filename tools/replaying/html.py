@@ -1,4 +1,7 @@
-"""The timeline as one HTML file: no network, no other file. Request ids come from clients and are never markup."""
+"""Writes the timeline as one HTML file, which needs no network and no other file.
+
+Request ids come from clients, so they are escaped.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _TEMPLATE = Path(__file__).with_name("timeline.html")
 
 
 def timeline_html(timeline: Timeline, stretch: Stretch, source: str) -> str:
-    """The page. Times in it are microseconds from the timeline's begin."""
+    """Returns the page. Its times are microseconds since the beginning of the timeline."""
     header = stretch.header
     data = {
         "phases": [phase.name.lower() for phase in SpanPhase],

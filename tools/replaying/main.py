@@ -1,4 +1,4 @@
-"""``tools/replay.py`` from the command line to the exit code."""
+"""The command line of ``tools/replay.py``."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["main"]
 
 EXIT_DIFFERENT, EXIT_USAGE = 1, 2
 EPILOG = (
-    "exit code: 0 every decision was the recorded one (with --policy or --set: the stretch was run),"
-    " 1 one was not, 2 the recording cannot be read or replayed, or a wrong option"
+    "exit code: 0 if every decision equals the recorded one (with --policy or --set: if the run succeeded),"
+    " 1 if a decision differs, 2 if the recording cannot be read or replayed, or if an option is wrong"
 )
 
 
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if replicas and not (changes or options.html or options.trace):
             return max(_replay_replica(folder, options) for folder in replicas)
         if replicas:
-            raise UsageError(f"{options.recording} has the recordings of several replicas: name one, {replicas[0]}")
+            raise UsageError(f"{options.recording} has the recordings of several replicas: choose one, {replicas[0]}")
         stretches = _chosen(read_recording(options.recording), all_runs=options.all)
         if changes:
             shown = _what_if(stretches[-1], changes)
@@ -62,22 +62,22 @@ def _replay_replica(folder: Path, options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="replay.py",
-        description="Run a flight recording again through the scheduler, and compare every decision.",
+        description="Runs a flight recording again through the scheduler and compares every decision.",
         epilog=EPILOG,
     )
     parser.add_argument(
-        "recording", type=Path, help="a folder of segments, one of them, or a folder with one for each replica"
+        "recording", type=Path, help="a folder of segments, one segment, or a folder with one recording per replica"
     )
-    parser.add_argument("--policy", help="what if the policy had been another one")
+    parser.add_argument("--policy", help="serve the recorded requests again under another policy")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="what if a limit of the scheduler had been another one, e.g. num_blocks=512; may be repeated",
+        help="serve the recorded requests again with another limit, e.g. num_blocks=512; may be repeated",
     )
-    parser.add_argument("--all", action="store_true", help="every run in the folder, not only the last")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a timeline to look at")
+    parser.add_argument("--all", action="store_true", help="replay every run in the folder, not only the last one")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a timeline as a web page")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write a trace for chrome://tracing or Perfetto")
     return parser
 
@@ -99,19 +99,19 @@ def _replay_all(stretches: list[Stretch]) -> int:
             print(f"note: {note}")
         num_steps += result.num_steps
         if result.difference is not None:
-            print(_told(result.difference, stretch))
+            print(_difference_text(result.difference, stretch))
             code = EXIT_DIFFERENT
     if len(failures) == len(stretches):
         raise FlightRecordingError("; ".join(failures))
     for failure in failures:
-        print(f"note: a stretch is left out: {failure}")
+        print(f"note: a stretch was not replayed: {failure}")
     if code == 0:
         print(f"identical, {num_steps} steps")
     return code
 
 
-def _told(difference: Difference, stretch: Stretch) -> str:
-    """The first difference, for a person."""
+def _difference_text(difference: Difference, stretch: Stretch) -> str:
+    """Returns the description of the first difference."""
     lines = [
         f"different after {difference.num_steps} equal steps (run {stretch.header.run}), in {difference.call}:",
         f"  {difference.field}",
@@ -125,7 +125,7 @@ def _told(difference: Difference, stretch: Stretch) -> str:
 
 
 def _what_if(stretch: Stretch, changes: list[str]) -> Stretch:
-    """Run it twice: as it was, which tells how far the model can be trusted, and changed."""
+    """Runs the stretch with the recorded and with the changed limits. The first run shows how exact the model is."""
     limits = changed_limits(stretch.header.limits, changes)
     model = fit_device(stretch)
     again = what_if(stretch, changed_limits(stretch.header.limits, []), model)
@@ -134,12 +134,12 @@ def _what_if(stretch: Stretch, changes: list[str]) -> Stretch:
     print(comparison_table([(name, figures_of(each)) for name, each in columns]))
     fit = model.fit.provenance
     print(
-        f"\nsteps from a fit to {fit['steps']} recorded ones (median error {fit['median_error']:.1%});"
-        " 'simulated' is the recorded configuration under that model"
+        f"\nstep times come from a fit to {fit['steps']} recorded steps (median error {fit['median_error']:.1%});"
+        " 'simulated' is the recorded configuration under this model"
     )
     under_way = len(stretch.header.numbers)
     if under_way:
-        print(f"{under_way} requests were under way when the recording begins; the simulated runs begin without them")
+        print(f"{under_way} requests had started before the recording; the simulated runs do not contain them")
     return changed
 
 

@@ -33,34 +33,34 @@ from llm_serving.flight.steps import RecordedStep, StepReader
 from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.output import ScheduledStep
 from llm_serving.scheduler.scheduler import Scheduler
-from tools.replaying.answer_order import AnswerOrder
 from tools.replaying.describe import describe_event
 from tools.replaying.ending_names import EndingNames
+from tools.replaying.result_order import ResultOrder
 
 __all__ = ["Difference", "Replay", "replay"]
 
 HISTORY = 8
-"""Events told before a difference."""
+"""Number of events that are shown before a difference."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first decision that is not the recorded one."""
+    """The first decision that differs from the recorded one."""
 
     call: str
     num_steps: int
-    """Steps that were equal before."""
+    """Number of equal steps before the difference."""
     field: str
     recorded: object
     replayed: object
     event: str
     before: list[str]
-    """What happened just before, a line each."""
+    """The latest events before the difference, one line each."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """How a replay ended."""
+    """The outcome of a replay."""
 
     num_steps: int
     num_requests: int
@@ -69,7 +69,7 @@ class Replay:
 
 
 def replay(stretch: Stretch) -> Replay:
-    """Replay a stretch from its first segment that can be. Raises FlightRecordingError when there is none."""
+    """Replays a stretch from its first segment with a state. Raises FlightRecordingError if no segment has one."""
     return _Replayer(stretch).run()
 
 
@@ -85,10 +85,10 @@ class _Replayer:
         self._segments = self._replayable(stretch)
         header = stretch.header
         if header.code_digest != code_digest():
-            self._notes.append("it was recorded by another version of the scheduler's code than this")
+            self._notes.append("the recording was made by another version of the scheduler's code")
         self._scheduler = Scheduler(limits_from_map(header.limits))
         self._codec = ReplayCodec(compares_tokens(self._scheduler.limits))
-        self._order = AnswerOrder(header.limits["policy"])
+        self._order = ResultOrder(header.limits["policy"])
         self._requests: dict[int, Request] = {}
         self._numbers: dict[str, int] = {}
         self._sampling: dict[int, list[bool]] = {}
@@ -108,9 +108,9 @@ class _Replayer:
                     self._replay(event)
                     self._before.append(describe_event(event))
         except _DiffersError as found:
-            told = "the next segment begins" if event is None else describe_event(event)
+            place = "the next segment begins" if event is None else describe_event(event)
             difference = Difference(
-                found.call, self._num_steps, found.field, found.recorded, found.replayed, told, list(self._before)
+                found.call, self._num_steps, found.field, found.recorded, found.replayed, place, list(self._before)
             )
         return Replay(self._num_steps, len(self._requests), difference, self._notes)
 
@@ -118,7 +118,7 @@ class _Replayer:
         for index, segment in enumerate(stretch.segments):
             if "new" in segment.state or "parts" in segment.state:
                 return stretch.segments[index:]
-            self._notes.append(f"segment {segment.header.index} is passed over: {_reason(segment)}")
+            self._notes.append(f"segment {segment.header.index} is skipped: {_reason(segment)}")
         raise FlightRecordingError(
             "no segment of the stretch begins with the scheduler's state: "
             + "; ".join(map(_reason, stretch.segments))
@@ -147,7 +147,7 @@ class _Replayer:
                 self._know(numbers[request.request_id], request)
         for step in self._scheduler.steps_in_flight():
             self._sent(step)
-        self._notes.append(f"it begins with segment {segment.header.index}, {len(numbers)} requests under way")
+        self._notes.append(f"the replay begins with segment {segment.header.index} and {len(numbers)} requests")
 
     def _know(self, number: int, request: Request) -> None:
         self._requests[number] = request
@@ -168,7 +168,7 @@ class _Replayer:
         elif isinstance(event, Scheduled):
             self._schedule(event)
         elif isinstance(event, Completed):
-            self._answer(event)
+            self._complete(event)
         elif isinstance(event, Finished):
             self._finish(event)
         elif isinstance(event, AgentLost):
@@ -206,7 +206,7 @@ class _Replayer:
     def _schedule(self, event: Scheduled) -> None:
         try:
             step = self._scheduler.schedule(event.now)
-        except Exception as error:  # whatever the code at hand does wrong is a difference
+        except Exception as error:  # an error of the present code is a difference
             raise _DiffersError("schedule", "raised", None, repr(error)) from error
         replayed = None if step is None else self._reader.step(_as_read(self._writer.record(step, self._number_of)))
         if replayed is None or event.step is None:
@@ -221,11 +221,11 @@ class _Replayer:
         self._compare_state("schedule", event.state)
         self._num_steps += step is not None
 
-    def _answer(self, event: Completed) -> None:
-        overtaken = self._order.answered(event.seq, ran=event.fault is None)
+    def _complete(self, event: Completed) -> None:
+        overtaken = self._order.completed(event.seq, ran=event.fault is None)
         if overtaken is not None:
             rule = f"step {overtaken} was sent earlier and runs first (agent's queue, policy {self._order.policy})"
-            raise _DiffersError("update", "order of answers", f"step {event.seq} answered before {overtaken}", rule)
+            raise _DiffersError("update", "order of results", f"step {event.seq} completed before {overtaken}", rule)
         times = (event.queue_us, event.graph_us, event.sample_us)
         do_sample = self._sampling.pop(event.seq, [])
         self._let_end(event)
@@ -239,7 +239,7 @@ class _Replayer:
         self._compare_state("update", event.state)
 
     def _let_end(self, event: Completed) -> None:
-        """The tokens that ended their requests are what ends them here."""
+        """Adds the tokens that ended their requests to the ending tokens of these requests."""
         requests = self._step_requests.pop(event.seq, [])
         if event.names is None:
             return
@@ -252,7 +252,7 @@ class _Replayer:
         request = self._requests.get(-1 if event.number is None else event.number)
         request_id = "unknown" if request is None else request.request_id
         update = self._scheduler.finish_request(request_id, FinishReason[event.reason], event.now)
-        self._compare("finish_request", "was there", event.was_there, update is not None)
+        self._compare("finish_request", "was known", event.was_there, update is not None)
 
     def _raise_again(self, event: Raised) -> None:
         replayed = None
@@ -280,7 +280,7 @@ class _Replayer:
 
 
 def _as_read(record: list[Any]) -> list[Any]:
-    """Copies of lists that the scheduler goes on with."""
+    """Copies the lists of a record, because the scheduler changes them later."""
     return [list(part) if isinstance(part, list) else part for part in record]
 
 

@@ -1,4 +1,4 @@
-"""From the events of a stretch to what a timeline shows: steps on the device, phases of requests, counts."""
+"""Builds a timeline from the events of a stretch: steps on the device, phases of requests, counts."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["Counts", "DeviceStep", "Lane", "Span", "SpanPhase", "Timeline", "bui
 
 
 class SpanPhase(enum.IntEnum):
-    """What a request is doing."""
+    """The phases of a request."""
 
     UNDER_WAY = 0
-    """It was there before the recording began, and nothing has been heard of it yet."""
+    """The request arrived before the recording, and no event has mentioned it yet."""
     QUEUED = 1
     PREFILL = 2
     DECODE = 3
     PREEMPTED = 4
     SWAPPED = 5
     RESTARTED = 6
-    """It lost what was computed with its agent."""
+    """The request lost its computed tokens with its agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Span:
 
 @dataclass(slots=True)
 class Lane:
-    """One request."""
+    """The line of one request in the timeline."""
 
     number: int
     request_id: str
@@ -56,15 +56,15 @@ class Lane:
     max_output_tokens: int | None = None
     num_output_tokens: int = 0
     end: str = ""
-    """How it ended; empty for one that had not."""
+    """The outcome of the request, or an empty text if it had not ended."""
     spans: list[Span] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    """Indices of the steps that it was in."""
+    """Indices of the steps that contain the request."""
     phase: SpanPhase | None = None
     since: float = 0.0
 
     def enter(self, phase: SpanPhase | None, now: float) -> None:
-        """The phase before ends."""
+        """Ends the present phase and starts the next."""
         if self.phase is not None and now > self.since:
             self.spans.append(Span(self.phase, self.since, now))
         self.phase, self.since = phase, max(now, self.since)
@@ -72,7 +72,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """A step while it ran, as the agent's own times and the moment of its answer tell."""
+    """A step on the device. Its times come from the agent and from the time of its result."""
 
     step: RecordedStep
     scheduled: float
@@ -83,7 +83,7 @@ class DeviceStep:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The scheduler's counts at a moment."""
+    """The scheduler's counts at one time."""
 
     time: float
     running: int
@@ -93,7 +93,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Timeline:
-    """Times are the engine's; ``begin`` and ``end`` are those of the first and the last event."""
+    """Steps, requests and counts. ``begin`` and ``end`` are the engine's times of the first and the last event."""
 
     begin: float
     end: float
@@ -103,7 +103,7 @@ class Timeline:
 
 
 def build_timeline(stretch: Stretch) -> Timeline:
-    """Everything that the stretch tells."""
+    """Returns the timeline of a stretch."""
     header = stretch.header
     builder = _Builder(header.limits["max_model_len"])
     for request_id, number in header.numbers.items():
@@ -139,7 +139,7 @@ class _Builder:
         elif isinstance(event, Scheduled):
             self._schedule(event)
         elif isinstance(event, Completed):
-            self._answer(event)
+            self._complete(event)
         elif isinstance(event, Finished) and event.was_there and event.number is not None:
             self._finish(event.number, event.reason.lower(), event.now)
         elif isinstance(event, TookEnded):
@@ -185,11 +185,11 @@ class _Builder:
                 self._lose_blocks(lane, SpanPhase.SWAPPED if swapped else SpanPhase.PREEMPTED, event.now)
 
     def _lose_blocks(self, lane: Lane, phase: SpanPhase, now: float) -> None:
-        """It starts again, so it stopped before: after its last step was answered, as far as the recording tells."""
+        """Inserts the phase in which a request that starts again had no blocks: since the result of its last step."""
         last = self._steps[lane.steps[-1]].end if lane.steps else lane.since
         lane.enter(phase, min(max(last, lane.since), now))
 
-    def _answer(self, event: Completed) -> None:
+    def _complete(self, event: Completed) -> None:
         scheduled, step = self._sent.pop(event.seq, (event.now, None))
         if step is None:
             return

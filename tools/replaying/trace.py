@@ -1,4 +1,4 @@
-"""A timeline in Chrome's trace event format, for ``chrome://tracing`` and https://ui.perfetto.dev."""
+"""Writes a timeline in Chrome's trace event format, for ``chrome://tracing`` and https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DEVICE, _REQUESTS, _COUNTS = 1, 2, 3
 
 
 def chrome_trace(timeline: Timeline) -> bytes:
-    """JSON; times are microseconds from the timeline's begin."""
+    """Returns the trace as JSON. Its times are microseconds since the beginning of the timeline."""
     events: list[dict[str, Any]] = [
         _name(_DEVICE, "device"),
         _name(_REQUESTS, "requests"),

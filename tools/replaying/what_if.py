@@ -1,8 +1,8 @@
-"""The requests of a stretch again, under other settings: the real scheduler on a virtual clock.
+"""Serves the requests of a stretch again under other settings, with the real scheduler on a virtual clock.
 
-Requests arrive when they did and end as they did: with the same number of tokens where they ended by themselves, left
-when their clients had as many tokens as when they left. How long a step takes comes from a fit to the recorded steps
-(``performance.simulation.fit``). The run is recorded like any other, so it has the same figures and timeline.
+Requests arrive at their recorded times. A request that ended by itself ends after the same number of tokens. A client
+that left leaves after the same number of tokens. Step times come from a fit to the recorded steps
+(``performance.simulation.fit``). The run is recorded, so it has the same figures and the same timeline as any other.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from performance.simulation.work import StepWork
 __all__ = ["DeviceModel", "changed_limits", "fit_device", "what_if"]
 
 _RING_BYTES = 1 << 33
-"""A run in memory's time is never cut."""
+"""Size of the ring of a simulated run, which must keep all segments."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """How long things take, from a recording."""
+    """The times of a recorded device."""
 
     fit: StepFit
     latency_s: float
-    """What a step takes on the way beside its run, to the agent and back."""
+    """Time that a step needs in addition to its run: to the agent and back."""
 
     @property
     def device(self) -> CostModel:
@@ -53,9 +53,9 @@ class DeviceModel:
 
 
 def changed_limits(values: dict[str, Any], changes: Sequence[str]) -> SchedulerLimits:
-    """The recorded limits with some changed: ``name=value``, ``scheduler_config.name=value`` too.
+    """Returns the recorded limits with changes of the form ``name=value`` or ``scheduler_config.name=value``.
 
-    Raises FlightRecordingError for a name that is none of theirs, or a value they cannot have.
+    Raises FlightRecordingError for an unknown name or an invalid value.
     """
     limits = limits_from_map(values)
     known = {declared.name for declared in fields(limits)}
@@ -82,7 +82,7 @@ def _value(text: str) -> Any:
 
 
 def fit_device(stretch: Stretch) -> DeviceModel:
-    """The device of a recording. Raises UsageError when it has too few steps to tell anything."""
+    """Fits a model to the device of a recording. Raises UsageError if there are too few steps for a fit."""
     sent: dict[int, tuple[float, RecordedStep]] = {}
     steps, latencies = [], []
     for event in stretch.events():
@@ -106,7 +106,7 @@ def _measured(step: RecordedStep, seconds: float) -> MeasuredStep:
 
 
 def what_if(stretch: Stretch, limits: SchedulerLimits, model: DeviceModel) -> Stretch:
-    """The stretch's requests served under ``limits``."""
+    """Returns the recording of the stretch's requests, served under ``limits``."""
     with tempfile.TemporaryDirectory() as folder:
         _VirtualRun(arrivals(stretch), limits, model, Path(folder)).run()
         (served,) = read_recording(Path(folder))
@@ -114,7 +114,7 @@ def what_if(stretch: Stretch, limits: SchedulerLimits, model: DeviceModel) -> St
 
 
 class _VirtualRun:
-    """The engine's loop on a virtual clock."""
+    """Runs the engine's loop on a virtual clock."""
 
     def __init__(self, wanted: list[Arrival], limits: SchedulerLimits, model: DeviceModel, folder: Path) -> None:
         self._recorder = record(Scheduler(limits), folder, _RING_BYTES, on_error=_fail)
@@ -135,22 +135,22 @@ class _VirtualRun:
         now = 0.0
         while (wake := self._next_event(now)) is not None:
             now = max(now, wake)
-            self._turn(now)
+            self._iterate(now)
         if not self._recorder.is_idle:
-            raise AssertionError("the scheduler stands still with requests in it")
+            raise AssertionError("the scheduler has requests but schedules no step")
         self._recorder.close()
 
     def _next_event(self, now: float) -> float | None:
-        answer = self._agent.next_answer()
+        result_time = self._agent.next_answer()
         times = [
-            None if answer is None else answer + self._back_s,
+            None if result_time is None else result_time + self._back_s,
             _arrival_time(self._arriving[0]) if self._arriving else None,
             self._leaving[0][0] if self._leaving else None,
             self._recorder.next_wakeup(now),
         ]
-        return min((moment for moment in times if moment is not None), default=None)
+        return min((time for time in times if time is not None), default=None)
 
-    def _turn(self, now: float) -> None:
+    def _iterate(self, now: float) -> None:
         while self._arriving and _arrival_time(self._arriving[0]) <= now:
             self._add(self._arriving.popleft())
         while self._leaving and self._leaving[0][0] <= now:
@@ -167,13 +167,13 @@ class _VirtualRun:
     def _add(self, arrival: Arrival) -> None:
         try:
             request = make_request(arrival.facts, arrival.prompt)
-            request.first_scheduled_time = request.first_token_time = None  # it may have run before, elsewhere
+            request.first_scheduled_time = request.first_token_time = None  # it may have run on another replica before
             self._recorder.add_request(request)
         except LLMServingError:
-            return  # it is refused, as its record says
+            return  # the recording has the same refusal
 
     def _maybe_leave(self, update: RequestUpdate, now: float) -> None:
-        """The client leaves with as many tokens as it had when it left."""
+        """Aborts a request whose recorded client left after this number of tokens."""
         request = update.request
         arrival = self._wanted[request.request_id]
         if arrival.end == "abort" and len(request.output_token_ids) >= arrival.num_output_tokens:

@@ -1,22 +1,22 @@
-"""Whether the agent ran steps in an order that its queue's policy allows, seen from the order of its answers.
+"""Checks that the agent ran its steps in an order that the policy of its queue allows.
 
-The agent runs one step at a time and answers each when it has run, and a step that was sent earlier was in its queue
-earlier. So of two steps the later one may be answered first only where its class goes before the other's.
+The agent runs one step at a time and returns its result when the step has run. A step that was sent earlier entered the
+queue earlier. So the result of a later step may come first only if the queue prefers the class of that step.
 """
 
 from __future__ import annotations
 
 from llm_serving.scheduler.output import StepKind
 
-__all__ = ["AnswerOrder"]
+__all__ = ["ResultOrder"]
 
 _CLASSES = {StepKind.MOVE: "move", StepKind.PREFILL: "prefill", StepKind.MIXED: "prefill", StepKind.DECODE: "decode"}
 _OVERTAKERS = {"prefill_first": "prefill", "decode_first": "decode"}
-"""The class that goes before the other, by policy; under the others steps run first come, first served."""
+"""The preferred class of each policy. Under all other policies the queue is first come, first served."""
 
 
-class AnswerOrder:
-    """Steps that were sent and not answered. ``answered`` gives what was overtaken against the rule."""
+class ResultOrder:
+    """The steps in flight. ``completed`` finds a step that the completed step must not overtake."""
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
@@ -24,15 +24,17 @@ class AnswerOrder:
         self._sent: dict[int, StepKind] = {}
 
     def sent(self, seq: int, kind: StepKind) -> None:
+        """Adds a step."""
         self._sent[seq] = kind
 
     def lost(self) -> None:
-        """The agent is gone, and its queue."""
+        """Removes all steps, because the agent failed."""
         self._sent.clear()
 
-    def answered(self, seq: int, *, ran: bool) -> int | None:
-        """The answer to a step. Gives an earlier step that should have run before it. ``ran`` is False for a step that
-        was dropped, or failed before it was sent: those are answered at once."""
+    def completed(self, seq: int, *, ran: bool) -> int | None:
+        """Removes a step. Returns an earlier step that should have run before it, or None.
+
+        ``ran`` is False for a step that was dropped or that failed before it was sent. Its result comes immediately."""
         kind = self._sent.pop(seq, None)
         if kind is None or not ran:
             return None
