@@ -79,7 +79,7 @@ class _Launcher:
     async def _serve(self, owned: ExitStack) -> int:
         from llm_serving.engine.async_engine import AsyncEngine
         from llm_serving.engine.detokenizer import IncrementalDetokenizer
-        from llm_serving.engine.tokenizer import load_tokenizer
+        from llm_serving.engine.tokenizer_backends import load_tokenizer
         from llm_serving.flight.setup import recorder_of
         from llm_serving.server.app import create_app
         from llm_serving.server.run import serve

@@ -27,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.config import Config, ModelConfig, load_config
-from llm_serving.engine.tokenizer import Tokenizer, load_tokenizer
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import ConfigError, LLMServingError
 from llm_serving.model.number_formats import INTEGER_FORMATS
 from tools.quality.forced_decoding import ForcedDecoder, forced_config

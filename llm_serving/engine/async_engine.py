@@ -1,4 +1,4 @@
-"""The engine for asyncio: a request in, its pieces out as they come; closing it aborts the request."""
+"""The engine for asyncio: opens requests and delivers their pieces. Closing a request aborts it."""
 
 from __future__ import annotations
 
@@ -7,20 +7,17 @@ import dataclasses
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import TYPE_CHECKING
 
-from llm_serving.engine.beam_search import BeamSearchParams
+from llm_serving.config import Config
+from llm_serving.engine.beam_search import BeamSearch, BeamSearchParams, SearchResult
 from llm_serving.engine.core import Abort, Add, EngineCore, Probe, Stop
-from llm_serving.engine.observer import EngineLog, EngineMetrics
-from llm_serving.engine.open_request import OpenRequest, PieceSink
-from llm_serving.engine.outputs import DetokenizerFactory, EngineOutput, ProbeAnswer
-from llm_serving.engine.piece_stream import PieceStream
+from llm_serving.engine.open_request import OpenRequest, PieceSink, PieceStream
+from llm_serving.engine.outputs import EngineOutput, ProbeAnswer
 from llm_serving.engine.receipts import ReceiptBook, RequestReceipt, receipt_of
-from llm_serving.engine.request_factory import RequestFactory
 from llm_serving.engine.request_log import RequestLog
-from llm_serving.engine.search import Search, SearchResult
-from llm_serving.engine.status import EngineStatus
-from llm_serving.errors import AgentLostError, QueueFullError, RequestError
+from llm_serving.engine.text_streams import DetokenizerFactory
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.errors import AgentLostError, DeadlineExceededError, QueueFullError, RequestError
 from llm_serving.executor.base import Executor
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.request import DEFAULT_SCHEDULING, Request, RequestOutput, SamplingParams, SchedulingParams
@@ -29,20 +26,16 @@ from llm_serving.routing.router import Router
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.protocols import StepSource
 from llm_serving.scheduler.scheduler import Scheduler
-
-if TYPE_CHECKING:
-    from llm_serving.config import Config
-    from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.telemetry.log import EventLog
+from llm_serving.telemetry.metrics import Metrics
+from llm_serving.telemetry.receipt import Receipt
+from llm_serving.telemetry.status import EngineStatus
 
 __all__ = ["AsyncEngine"]
 
 
 class AsyncEngine:
-    """Runs an EngineCore in a thread of its own. Its methods belong to the event loop that called ``start``.
-
-    ``executors``: one for each replica of the model. ``record`` may put a flight recorder before the scheduler of
-    a replica, which it is given with its number; it is closed with the engine.
-    """
+    """Runs an EngineCore in a thread of its own. Its methods belong to the event loop that called ``start``."""
 
     def __init__(
         self,
@@ -50,19 +43,23 @@ class AsyncEngine:
         tokenizer: Tokenizer,
         executors: Sequence[Executor],
         detokenizer: DetokenizerFactory,
-        log: EngineLog,
-        metrics: EngineMetrics,
+        log: EventLog,
+        metrics: Metrics,
         *,
         clock: Callable[[], float] = time.monotonic,
         record: Callable[[Scheduler, int], FlightRecorder | None] | None = None,
     ) -> None:
+        """``executors``: one for each replica of the model.
+
+        ``record`` takes a scheduler and the number of its replica. It may return a flight recorder, which the engine
+        uses instead of the scheduler and closes at the end.
+        """
         self.config = config
         self.tokenizer = tokenizer
         self.model_name = config.model_name
         self.max_model_len = config.max_model_len
+        self.end_token_ids = frozenset(config.end_token_ids)
         self._clock = clock
-        self._factory = RequestFactory(config, clock)
-        self.end_token_ids = self._factory.end_token_ids
         self._loop: asyncio.AbstractEventLoop | None = None
         self._open: dict[str, OpenRequest] = {}
         self._metrics = metrics
@@ -89,33 +86,37 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._core.run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the engine thread; pieces are delivered on the running event loop."""
+        """Start the engine thread. Pieces are delivered on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     async def stop(self, timeout_s: float = 5.0) -> None:
-        """End every request with an error, then the thread. Agents and executor are the launcher's to end."""
+        """End every request with an error, then the thread. The launcher ends the agents and the executors."""
         if self._thread.is_alive():
             self._core.submit(Stop())
             await asyncio.to_thread(self._thread.join, timeout_s)
         if not self._thread.is_alive():
             for recorder in self._recorders:
                 recorder.close()
-        # What the thread has delivered last is still to be taken from the loop.
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # lets the event loop process the engine thread's last delivery
+
+    @property
+    def state(self) -> str:
+        """State of the engine, a value of ``EngineState``. Any thread may read it."""
+        return self._core.state.value
 
     @property
     def stop_reason(self) -> str:
-        """Why nothing is served any more; empty before."""
+        """Why the engine serves no more requests. Empty while it serves."""
         return self._core.stop_reason
 
     def status(self) -> EngineStatus:
-        """How the engine is doing; cheap. Any thread may call it."""
+        """Return the engine's present state and figures. Any thread may call this method."""
         recorder_s = sum(recorder.seconds for recorder in self._recorders)
         return dataclasses.replace(self._core.status(), recorder_s=recorder_s)
 
     async def probe(self, timeout: float) -> bool:
-        """Whether every agent answers within ``timeout`` seconds."""
+        """Return whether every agent replies within ``timeout`` seconds."""
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._probes.append(answer)
         self._core.submit(Probe())
@@ -127,8 +128,25 @@ class AsyncEngine:
             if answer in self._probes:
                 self._probes.remove(answer)
 
+    def queue_full(self) -> QueueFullError | None:
+        """Return why a new request would be refused, or None if it may be accepted.
+
+        The call is cheap, so that a server can refuse a request before it reads the body.
+        """
+        full = self._core.queue_full()
+        if full is not None:
+            self._metrics.request_refused(full.code)
+        return full
+
+    def receipt(self, request_id: str) -> RequestReceipt | None:
+        """Return where the time of a request went. None if the request is unknown or ended long ago."""
+        opened, search = self._open.get(request_id), self._searches.get(request_id)
+        if opened is not None:
+            return opened.receipt(self._clock())
+        return self._receipts.get(request_id) if search is None else receipt_of(search, self._clock())
+
     def abort(self, request_id: str) -> None:
-        """End a request from outside its stream, which then gets a last piece with ``FinishReason.ABORT``."""
+        """End a request of another reader, which then receives a last piece with ``FinishReason.ABORT``."""
         self._core.submit(Abort(request_id))
 
     def open(
@@ -139,43 +157,31 @@ class AsyncEngine:
         sink: PieceSink,
         arrival_time: float | None = None,
         *,
+        index: int = 0,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         streamed: bool = True,
         quiet: bool = False,
     ) -> OpenRequest:
-        """Serve a request; its pieces go to ``sink``. The caller must ``close`` what is returned.
+        """Serve a request. Its pieces go to ``sink`` with the number ``index``. The caller must close the result.
 
-        ``arrival_time``, on the engine's clock, is when the client's request came, from which its times count; by
-        default now. ``streamed``: the caller will say when output was ``delivered``. ``quiet``: log, metrics and
-        receipts hear nothing of it.
-        Raises RequestError for token ids outside the vocabulary or an id in use, DeadlineExceededError when its
-        deadline has passed, AgentLostError when nothing is served any more; other refusals come by ``sink.fail``.
+        ``arrival_time``: when the client's request arrived, on the engine's clock; the default is now. All times of
+        the request count from it. ``streamed``: the caller reports each output with ``delivered``. ``quiet``: the
+        request does not appear in the log, the metrics and the receipts.
+
+        Raises RequestError for token ids outside the vocabulary and for an id in use, DeadlineExceededError if the
+        deadline has passed, and AgentLostError if the engine has stopped. All other refusals go to ``sink.fail``.
         """
         if request_id in self._open:
             raise RequestError(f"a request with the id {request_id!r} is being served", param="request_id")
-        request = self._factory.make(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
-        opened = OpenRequest(request, sink, self._closed, self._requests, streamed=streamed, quiet=quiet)
+        request = self._new_request(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
+        opened = OpenRequest(request, sink, index, self._closed, self._requests, streamed=streamed, quiet=quiet)
         self._open[request_id] = opened
         self._core.submit(Add(request))
-        if self._core.ended and not opened.is_ended:  # it may have missed the command
+        if self._core.ended and not opened.is_ended:  # the engine thread may not have seen the command
             opened.is_ended = True
             opened.close()
             raise AgentLostError(f"requests are not served any more: {self._core.stop_reason}")
         return opened
-
-    def queue_full(self) -> QueueFullError | None:
-        """Why a request that comes now would be refused; None when it may be taken. Cheap: ask before reading one."""
-        full = self._core.queue_full()
-        if full is not None:
-            self._metrics.request_refused(full.code)
-        return full
-
-    def receipt(self, request_id: str) -> RequestReceipt | None:
-        """Where the time of a request went that is being served, or ended not long ago; else None."""
-        opened, search = self._open.get(request_id), self._searches.get(request_id)
-        if opened is not None:
-            return opened.receipt(self._clock())
-        return self._receipts.get(request_id) if search is None else receipt_of(search, self._clock())
 
     async def search(
         self,
@@ -186,11 +192,14 @@ class AsyncEngine:
         *,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
     ) -> SearchResult:
-        """The likeliest answers to a prompt. Prompt and ``max_tokens`` must fit the longest prompt together, since a
-        beam's steps send it as one. Raises as ``open`` does, and EngineFailedError; cancel it to abort."""
+        """Return the most likely outputs of a prompt. Cancel the call to abort it.
+
+        A step of the search sends prompt and beam as one prompt. The prompt and ``max_tokens`` together must therefore
+        fit the longest prompt. Raises as ``open`` does, and EngineFailedError.
+        """
         sampling = SamplingParams(max_tokens=params.max_tokens, temperature=0.0)
-        whole = self._factory.make(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
-        search = Search(self, whole, params, scheduling, self._clock)
+        whole = self._new_request(request_id, prompt_token_ids, sampling, arrival_time, scheduling)
+        search = BeamSearch(self._open_search_step, whole, params, scheduling, self._clock)
         self._searches[request_id] = whole
         try:
             return await search.run()
@@ -210,14 +219,14 @@ class AsyncEngine:
         *,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """``open`` for a reader that pulls: the pieces of a request's answer, the last with ``finish_reason`` set.
+        """Yield the pieces of a request. The last piece has ``finish_reason``.
 
-        Raises LLMServingError before the first piece when the request is refused. Pieces that a slow reader lets pile
-        up are merged. Close the generator (``contextlib.aclosing``) to abort: the request's blocks are free within a
-        step. Where a request of that id has just been left, waits until the engine has ended it.
+        If the request is refused, this method raises LLMServingError before the first piece. Pieces that wait for a
+        slow reader are merged. Close the generator (``contextlib.aclosing``) to abort the request: its blocks are free
+        within a step. If a request with the same id was just closed, this method waits until the engine has ended it.
         """
-        while (old := self._open.get(request_id)) is not None and old.gone is not None:
-            await old.gone.wait()
+        while (old := self._open.get(request_id)) is not None and old.ended is not None:
+            await old.ended.wait()
         stream = PieceStream()
         opened = self.open(
             request_id, prompt_token_ids, sampling, stream, arrival_time, scheduling=scheduling, streamed=False
@@ -237,26 +246,84 @@ class AsyncEngine:
         index: int,
         record: Callable[[Scheduler, int], FlightRecorder | None] | None,
     ) -> Scheduler:
-        """The scheduler of a replica, with its flight recorder before it where there is one."""
+        """Return the scheduler of a replica, wrapped by its flight recorder if there is one."""
         recorder = None if record is None else record(scheduler, index)
         if recorder is None:
             return scheduler
         self._recorders.append(recorder)
         return as_scheduler(recorder)
 
+    def _new_request(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        arrival_time: float | None,
+        scheduling: SchedulingParams,
+    ) -> Request:
+        """Make a request that enters the queue now. Raises RequestError and DeadlineExceededError, see ``open``."""
+        self._check_tokens(prompt_token_ids)
+        now = self._clock()
+        arrival = now if arrival_time is None else arrival_time
+        deadline = None if scheduling.deadline is None else arrival + scheduling.deadline
+        if deadline is not None and now >= deadline:
+            raise DeadlineExceededError(
+                f"the deadline was {_ms(deadline - arrival)} ms after the request's arrival; reading the request took"
+                f" {_ms(now - arrival)} ms. Allow more time.",
+                param="deadline_ms",
+            )
+        defaults = self.config.scheduler_config
+        ttft, tbt = scheduling.ttft_objective, scheduling.tbt_objective
+        return Request(
+            request_id,
+            prompt_token_ids,
+            sampling,
+            arrival,
+            self.end_token_ids,
+            priority=scheduling.priority,
+            tenant=scheduling.tenant,
+            cache_salt=scheduling.cache_salt,
+            group=scheduling.group,
+            ttft_objective=defaults.ttft_objective_ms / 1000.0 if ttft is None else ttft,
+            tbt_objective=defaults.tbt_objective_ms / 1000.0 if tbt is None else tbt,
+            deadline=deadline,
+            receipt=Receipt(now),
+        )
+
+    def _check_tokens(self, token_ids: Sequence[int]) -> None:
+        size = self.config.shape.vocab_size
+        if len(token_ids) and not (min(token_ids) >= 0 and max(token_ids) < size):
+            wrong = next(token for token in token_ids if not 0 <= token < size)
+            raise RequestError(
+                f"token id {wrong} in the prompt is not in the vocabulary (0 to {size - 1})", param="prompt"
+            )
+
+    def _open_search_step(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        sink: PieceStream,
+        arrival_time: float | None,
+        scheduling: SchedulingParams,
+    ) -> OpenRequest:
+        return self.open(
+            request_id, token_ids, sampling, sink, arrival_time, scheduling=scheduling, streamed=False, quiet=True
+        )
+
     def _closed(self, opened: OpenRequest) -> None:
-        """The reader goes. If the engine has not ended the request, it is to do so, and the id is taken until then."""
+        """Abort a request whose reader has closed it, if it has not ended. Its id stays in use until its end."""
         if opened.is_ended:
             self._settle(opened)
         else:
-            opened.gone = asyncio.Event()
-            self._core.submit(Abort(opened.request_id))
+            opened.ended = asyncio.Event()
+            self._core.submit(Abort(opened.request.request_id))
 
     def _settle(self, opened: OpenRequest) -> None:
-        """A request has ended and its reader is gone."""
-        del self._open[opened.request_id]
-        if opened.gone is not None:
-            opened.gone.set()
+        """Forget a request that has ended and is closed. Write its end to the log."""
+        del self._open[opened.request.request_id]
+        if opened.ended is not None:
+            opened.ended.set()
         piece = opened.last_piece
         if piece is not None and not opened.quiet:
             timings = opened.timings(piece)
@@ -264,26 +331,38 @@ class AsyncEngine:
             self._receipts.add(receipt_of(opened.request, self._clock(), timings))
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """Called by the engine thread, once a step."""
+        """Pass outputs to the event loop. The engine thread calls this method once or twice in a loop iteration."""
         if self._loop is None:
             raise AssertionError("the engine thread runs before start()")
         self._loop.call_soon_threadsafe(self._take, outputs)
 
     def _take(self, outputs: list[EngineOutput]) -> None:
-        requests = self._open
+        """Pass each output to the sink of its request."""
         for output in outputs:
             if isinstance(output, ProbeAnswer):
                 self._answer_probes()
-            elif (opened := requests.get(output.request_id)) is not None:
-                if isinstance(output, RequestOutput):
-                    opened.take(output)
-                else:
-                    opened.refuse(output.error)
-                if opened.is_ended and opened.gone is not None:
-                    self._settle(opened)
+                continue
+            opened = self._open.get(output.request_id)
+            if opened is None:
+                continue
+            if isinstance(output, RequestOutput):
+                if output.finish_reason is not None:
+                    opened.is_ended, opened.last_piece = True, output
+                if not opened.is_closed:
+                    opened.sink.push(opened.index, output)
+            else:
+                opened.is_ended = True
+                if not opened.is_closed:
+                    opened.sink.fail(output.error)
+            if opened.is_ended and opened.ended is not None:
+                self._settle(opened)
 
     def _answer_probes(self) -> None:
         probes, self._probes = self._probes, []
         for answer in probes:
             if not answer.done():
                 answer.set_result(True)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000.0, 3)

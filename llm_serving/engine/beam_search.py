@@ -1,43 +1,67 @@
-"""Beam search: the likeliest continuations of a prompt, by keeping the ``width`` likeliest beginnings at every length.
+"""Beam search: finds the most likely outputs of a prompt. It keeps the ``width`` most likely beams at every length.
 
-As in vLLM, a step asks for the best next tokens of every live beam, each a request of its own that continues prompt
-and beam: blocks of the prefix cache make all but its last tokens free, and the scheduler needs to know nothing of
-beams. Candidates are the ``2 * width`` likeliest next tokens of each live beam. Every one that ends its beam is set
-aside; of the others the ``width`` likeliest live on. Finished beams compare by
+As in vLLM, each step of the search asks for the best next tokens of every live beam. Each of these is an engine request
+of its own, with the prompt and the beam as its prompt. The prefix cache holds all blocks except the last ones, and the
+scheduler knows nothing of beams. The candidates are the ``2 * width`` most likely next tokens of each live beam. A
+candidate that ends its beam is set aside. The ``width`` most likely of the others stay alive. Finished beams are
+compared by
 
     score = sum of log-probabilities / length ** length_penalty
 
-(Wu et al. 2016, in the form transformers uses), the length being that of the output, its end token included. The search
-ends at ``max_tokens``, or before, when no live beam can get into the ``width`` best any more: log-probabilities are not
-positive, so what a live beam can reach is known, and ending early changes nothing.
+(Wu et al. 2016, in the form of transformers). The length counts the tokens of the output with its end token. The search
+ends at ``max_tokens``, or earlier if no live beam can reach the ``width`` best beams any more. Log-probabilities are
+not positive, so the best reachable score of a live beam is known and the early end changes no result.
 
-Log-probabilities are the model's own. They do not depend on what else is being served, and ties are broken by the
-rank of the beam and then by the smaller token id: the same prompt always gives the same beams.
+Log-probabilities are the model's own and do not depend on other requests. Ties are broken by the rank of the beam, then
+by the smaller token id. The same prompt therefore always gives the same beams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from llm_serving.request import MAX_TOP_LOGITS, FinishReason, TokenLogits
+from llm_serving.engine.open_request import OpenRequest, PieceStream
+from llm_serving.engine.receipts import request_timings
+from llm_serving.errors import DeadlineExceededError, EngineFailedError
+from llm_serving.request import (
+    MAX_TOP_LOGITS,
+    FinishReason,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    SchedulingParams,
+    TokenLogits,
+)
+from llm_serving.telemetry.receipt import Phase
 
-__all__ = ["MAX_BEAM_WIDTH", "Beam", "BeamSearchParams", "Expand", "search_beams"]
+__all__ = [
+    "MAX_BEAM_WIDTH",
+    "Beam",
+    "BeamSearch",
+    "BeamSearchParams",
+    "Expand",
+    "OpenStep",
+    "SearchResult",
+    "search_beams",
+]
 
 MAX_BEAM_WIDTH = MAX_TOP_LOGITS // 2
 
 Expand = Callable[[Sequence[tuple[int, ...]]], Awaitable[list[TokenLogits]]]
-"""The outputs of the live beams -> what the model says of the token after each, with ``num_candidates`` best ones."""
+"""Takes the outputs of the live beams. Returns the model's ``num_candidates`` best next tokens of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
-    """How to search. ``width + len(end_token_ids)`` is at most ``MAX_TOP_LOGITS``: whatever ends, enough goes on."""
+    """Parameters of a beam search. ``width + len(end_token_ids)`` is at most ``MAX_TOP_LOGITS``, so that enough
+    candidates continue even if every end token is among them."""
 
     width: int
     max_tokens: int
     length_penalty: float = 1.0
-    """Above 0 favours longer answers, below 0 shorter ones; 0 compares plain sums."""
+    """A value above 0 favours longer outputs, a value below 0 shorter ones. 0 compares plain sums."""
     end_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -46,41 +70,159 @@ class BeamSearchParams:
         if self.num_candidates > MAX_TOP_LOGITS:
             raise ValueError(
                 f"{self.width} beams and {len(self.end_token_ids)} end tokens need {self.num_candidates} candidates a "
-                f"step; there are {MAX_TOP_LOGITS}"
+                f"step; the maximum is {MAX_TOP_LOGITS}"
             )
 
     @property
     def num_candidates(self) -> int:
-        """Next tokens looked at of each beam."""
+        """Number of next tokens that the search considers for each beam."""
         return max(2 * self.width, self.width + len(self.end_token_ids))
 
     def score(self, logprob: float, length: int) -> float:
-        """What finished beams are compared by; higher is better."""
+        """Return the score by which finished beams are compared. A higher score is better."""
         score: float = logprob / length**self.length_penalty
         return score
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """An output and how likely it is."""
+    """One output of the search and its likelihood."""
 
     token_ids: tuple[int, ...] = ()
-    """Its end token, if it has one, included."""
+    """The tokens of the output, with the end token if there is one."""
     logits: tuple[TokenLogits, ...] = ()
-    """One a token."""
+    """One entry for each token."""
     logprob: float = 0.0
     """Sum of the tokens' log-probabilities."""
     finish_reason: FinishReason | None = None
 
     def extended(self, entry: TokenLogits, finish_reason: FinishReason | None) -> Beam:
-        """With one more token."""
+        """Return this beam with one more token."""
         return Beam(
             (*self.token_ids, entry.token_id), (*self.logits, entry), self.logprob + entry.logprob, finish_reason
         )
 
 
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The beams that a search found, best first."""
+
+    beams: list[Beam]
+    num_cached_tokens: int
+    """Number of prompt tokens that were in the prefix cache."""
+
+
+class OpenStep(Protocol):
+    """Opens an engine request for one step of a search. Logs and metrics ignore the request."""
+
+    def __call__(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        sink: PieceStream,
+        arrival_time: float | None,
+        scheduling: SchedulingParams,
+        /,
+    ) -> OpenRequest: ...
+
+
+class BeamSearch:
+    """One search over the engine.
+
+    ``whole`` is the request that stands for the search in logs, metrics and receipts. It is queued until the first step
+    is scheduled, in prefill until that step has completed, and in decode until the end of the search.
+    """
+
+    def __init__(
+        self,
+        open_step: OpenStep,
+        whole: Request,
+        params: BeamSearchParams,
+        scheduling: SchedulingParams,
+        clock: Callable[[], float],
+    ) -> None:
+        self.whole = whole
+        self._open_step = open_step
+        self._params = params
+        self._scheduling = replace(scheduling, group=whole.request_id)
+        self._clock = clock
+        self._step = 0
+        self._sampling = SamplingParams(
+            max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=True, top_logits=params.num_candidates
+        )
+
+    async def run(self) -> SearchResult:
+        """Run the search. Raises the error that ends it early, also the refusal of any of its steps.
+
+        ``whole`` has ended when this method returns or raises.
+        """
+        try:
+            beams = await search_beams(self._expand, self._params)
+        except EngineFailedError:
+            self._end(FinishReason.ERROR)
+            raise
+        except BaseException:  # a refused step, or a client that closed the connection
+            self._end(FinishReason.ABORT)
+            raise
+        best = beams[0]
+        self.whole.output_token_ids += best.token_ids
+        self._end(best.finish_reason or FinishReason.LENGTH)
+        return SearchResult(beams, self.whole.num_cached_tokens)
+
+    def output(self) -> RequestOutput:
+        """Return the last piece of ``whole``, which must have ended."""
+        whole = self.whole
+        timings = request_timings(whole)
+        return RequestOutput(
+            whole.request_id, "", (), (), len(whole.prompt_token_ids), len(whole.output_token_ids),
+            whole.finish_reason, timings=timings, num_cached_tokens=whole.num_cached_tokens,
+        )  # fmt: skip
+
+    async def _expand(self, outputs: Sequence[tuple[int, ...]]) -> list[TokenLogits]:
+        """Compute the next token of each output. They are opened before the first wait, so they share a step."""
+        whole, scheduling = self.whole, self._scheduling
+        arrival = whole.arrival_time if self._step == 0 else None
+        if self._step > 0:  # from here on a step is due within the time between tokens, as in a stream
+            scheduling = replace(scheduling, deadline=None, ttft_objective=scheduling.tbt_objective)
+        streams = [PieceStream() for _ in outputs]
+        opened: list[OpenRequest] = []
+        try:
+            for index, (output, stream) in enumerate(zip(outputs, streams, strict=True)):
+                name = f"{whole.request_id}.{self._step}.{index}"
+                tokens = [*whole.prompt_token_ids, *output]
+                opened.append(self._open_step(name, tokens, self._sampling, stream, arrival, scheduling))
+            entries = [_logits(await stream.next()) for stream in streams]
+            self._note([one.request for one in opened])
+        finally:
+            for one in opened:
+                one.close()
+        self._step += 1
+        return entries
+
+    def _note(self, steps: Sequence[Request]) -> None:
+        """Copy the times and counts of a step's requests to ``whole``."""
+        whole, receipt = self.whole, self.whole.receipt
+        whole.replica = steps[0].replica
+        whole.num_preemptions += sum(step.num_preemptions for step in steps)
+        if self._step > 0:
+            return
+        [first] = steps
+        now = self._clock()
+        whole.num_cached_tokens = receipt.cached_tokens = first.num_cached_tokens
+        whole.first_scheduled_time = now if first.first_scheduled_time is None else first.first_scheduled_time
+        whole.first_token_time = now if first.first_token_time is None else first.first_token_time
+        receipt.chunks = first.receipt.chunks
+        receipt.enter(Phase.PREFILL, whole.first_scheduled_time)
+        receipt.enter(Phase.DECODE, whole.first_token_time)
+
+    def _end(self, reason: FinishReason) -> None:
+        self.whole.finish_reason, self.whole.finish_time = reason, self._clock()
+        self.whole.receipt.enter(Phase.DONE, self.whole.finish_time)
+
+
 async def search_beams(expand: Expand, params: BeamSearchParams) -> list[Beam]:
-    """The ``width`` best finished beams, best first; fewer when the model has not so many."""
+    """Return the ``width`` best finished beams, best first. There are fewer if the model has fewer candidates."""
     live, finished = [Beam()], _Finished(params)
     while live:
         is_last = len(live[0].token_ids) + 1 >= params.max_tokens
@@ -102,7 +244,7 @@ async def search_beams(expand: Expand, params: BeamSearchParams) -> list[Beam]:
 def _ranked(
     live: Sequence[Beam], entries: Sequence[TokenLogits], params: BeamSearchParams
 ) -> list[tuple[Beam, TokenLogits]]:
-    """All candidates, the likeliest first; of equals the one of the better beam, then the smaller token id."""
+    """Return all candidates, the most likely first. Ties go to the better beam, then to the smaller token id."""
     ranked = []
     for beam, entry in zip(live, entries, strict=True):
         for token_id, logit in entry.top[: params.num_candidates]:
@@ -113,7 +255,7 @@ def _ranked(
 
 
 class _Finished:
-    """The ``width`` best finished beams so far, best first; of equals the one found first."""
+    """The ``width`` best finished beams, best first. Ties go to the beam that was found first."""
 
     def __init__(self, params: BeamSearchParams) -> None:
         self._params = params
@@ -129,14 +271,23 @@ class _Finished:
         del self._scored[self._params.width :]
 
     def beats(self, live: Sequence[Beam]) -> bool:
-        """Whether none of the live beams can get in any more."""
+        """Return whether no live beam can reach the best beams any more."""
         if len(self._scored) < self._params.width:
             return False
         worst = self._scored[-1][0]
         return all(self._reachable(beam) <= worst for beam in live)
 
     def _reachable(self, beam: Beam) -> float:
-        """The best score the beam could end with: its further tokens certain, its length the most favourable."""
+        """Return the best score that a beam could end with: certain further tokens and the most favourable length."""
         params = self._params
         length = len(beam.token_ids) + 1 if params.length_penalty < 0 else params.max_tokens
         return params.score(beam.logprob, length)
+
+
+def _logits(piece: RequestOutput) -> TokenLogits:
+    """Return the logits of a step's token. Raises the error with which the engine ended the step."""
+    if piece.finish_reason is FinishReason.ABORT:
+        raise DeadlineExceededError(piece.error or "the request was aborted by the server", param="deadline_ms")
+    if piece.finish_reason is FinishReason.ERROR or not piece.logits:
+        raise EngineFailedError(piece.error or "a step of the search gave no token")
+    return piece.logits[0]

@@ -1,9 +1,9 @@
-"""Chat templates: Jinja programs that turn messages into a prompt, run as Hugging Face transformers runs them.
+"""Chat templates: Jinja programs that turn messages into a prompt. They run as in Hugging Face transformers.
 
-A template comes with the model, so it is not trusted: it runs in Jinja's immutable sandbox, cannot load anything, and
-what it writes, how far it counts and how large a value it may make by ``*`` and ``**`` are bounded. User text that
-spells a special token is that special token to the tokenizer, as with
-transformers; see ``docs/http_api.md``.
+A template comes with the model and is not trusted. It runs in Jinja's immutable sandbox and cannot load anything.
+Limits bound the length of its output, the length of its loops and the values that it may compute with ``*`` and ``**``.
+If user text spells a special token, the tokenizer reads it as that token, as in transformers (see
+``docs/http_api.md``).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["ChatTemplate"]
 
 
 MAX_COUNTED = 1_000_000
-"""Numbers that all ``range`` calls of one rendering give together: nested loops stay short."""
+"""Maximum of all numbers that the ``range`` calls of one rendering return. It keeps nested loops short."""
 MAX_REPEATED = 1_000_000
-"""Characters or items that ``text * number`` may make."""
+"""Maximum length of the result of ``text * number``, in characters or items."""
 _MAX_BITS = 256
 
 _TEMPLATE_FAILURES = (
@@ -39,11 +39,11 @@ _TEMPLATE_FAILURES = (
     AttributeError,
     RecursionError,
 )
-"""What a template may raise on messages it was not written for."""
+"""Errors that a template may raise on messages that it does not expect."""
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """``{% generation %}`` marks the model's own turns for training; for a prompt it changes nothing."""
+    """Accepts ``{% generation %}``, which marks the model's own messages for training. It does not change a prompt."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja's own declaration)
 
@@ -67,7 +67,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON; Jinja's own filter escapes characters for HTML."""
+    """Return plain JSON. Jinja's own filter escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -76,7 +76,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Refuses products and powers that would take long or fill the memory."""
+    """A sandbox that refuses products and powers that would take long or fill the memory."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -94,7 +94,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Counter:
-    """``range`` of one rendering."""
+    """The ``range`` function of one rendering."""
 
     def __init__(self) -> None:
         self._left = MAX_COUNTED
@@ -116,23 +116,34 @@ def _environment() -> _Sandbox:
 
 
 class ChatTemplate:
-    """One compiled template.
+    """One compiled template. ``source`` is None for a model without a template, which cannot render messages.
 
-    ``variables`` (``bos_token``, ``eos_token``, ...) are visible to it beside the messages.
-    Raises CheckpointError when the text is no template.
+    The template sees ``variables`` (``bos_token``, ``eos_token``, ...) as well as the messages. Raises CheckpointError
+    if the source is not a valid template.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str], *, name: str = "chat_template") -> None:
+    def __init__(self, source: str | None, variables: Mapping[str, str], *, name: str = "chat_template") -> None:
+        self.is_missing = source is None
         self._variables = dict(variables)
         try:
-            self._template = _environment().from_string(source)
+            self._template = _environment().from_string(source or "")
         except (jinja2.TemplateError, RecursionError) as reason:
             raise CheckpointError(f"{name}: not a valid chat template: {reason}") from reason
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, max_chars: int | None = None
     ) -> str:
-        """The prompt text. Raises RequestError when the template refuses the messages or writes too much."""
+        """Return the prompt, with special tokens spelled out. Encode it with ``add_special_tokens=False``.
+
+        Raises RequestError if there is no template, if the template refuses the messages, or if the prompt is longer
+        than ``max_chars``.
+        """
+        if self.is_missing:
+            raise RequestError(
+                "This model has no chat template, so it cannot answer messages; use /v1/completions with a prompt.",
+                param="messages",
+                code="no_chat_template",
+            )
         pieces = []
         length = 0
         try:

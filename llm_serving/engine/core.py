@@ -1,8 +1,7 @@
-"""The step loop: one thread that asks schedulers for steps, hands them to executors and spreads the answers.
+"""The engine loop: one thread that schedules steps, sends them to the agents and turns the results into text.
 
-There is one scheduler and one executor for each replica of the model. The thread sleeps until one of the executors has
-something to give, so none waits for another; all else it has to know arrives through ``submit``: requests, aborts,
-probes.
+Each replica of the model has a scheduler and an executor. The thread sleeps until any executor has an event, so no
+replica waits for another. All other input arrives through ``submit``: requests, aborts and probes.
 """
 
 from __future__ import annotations
@@ -13,18 +12,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from llm_serving.engine.observer import EngineLog, EngineMetrics
-from llm_serving.engine.outputs import DetokenizerFactory, EngineOutput, ProbeAnswer, RequestRefused
+from llm_serving.engine.outputs import EngineOutput, ProbeAnswer, RequestRefused
 from llm_serving.engine.replica import Replica
-from llm_serving.engine.request_tracker import RequestTracker
-from llm_serving.engine.status import EngineState, EngineStatus, StateLine
+from llm_serving.engine.state_line import StateLine
+from llm_serving.engine.text_streams import DetokenizerFactory, TextStreams
 from llm_serving.errors import AgentLostError, LLMServingError, QueueFullError, RequestError
-from llm_serving.executor.base import AgentLost, AgentReady, Executor, ExecutorEvent
-from llm_serving.executor.waiting import Poll, poll_all
+from llm_serving.executor.base import AgentLost, AgentReady, Executor, ExecutorEvent, Poll, poll_all
 from llm_serving.request import Request
 from llm_serving.routing.router import Router
 from llm_serving.scheduler.output import StepResult
 from llm_serving.scheduler.protocols import RequestFront, StepSource
+from llm_serving.telemetry.log import EventLog
+from llm_serving.telemetry.metrics import Metrics
+from llm_serving.telemetry.status import EngineState, EngineStatus
 
 __all__ = ["Abort", "Add", "Command", "EngineCore", "Probe", "Stop"]
 
@@ -38,14 +38,14 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Nobody wants the rest of a request."""
+    """End a request whose further output is not wanted."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Ask the agents whether they are there; answered by ``ProbeAnswer`` when they all are."""
+    """Ask every agent for its status. ``ProbeAnswer`` follows when all have replied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ Command = Add | Abort | Probe | Stop
 
 
 class EngineCore:
-    """Owned by its thread, but for ``submit``, ``status`` and the public attributes, which any thread may use.
+    """The engine loop. Other threads may use only ``submit``, ``status``, ``queue_full`` and public attributes.
 
-    ``front`` takes requests in. ``replicas``: where each replica's steps come from and go to; a single one's scheduler
-    is the front itself, several stand behind a ``Router``. ``poll``: how to wait for their executors.
+    ``front`` accepts requests: the scheduler of a single replica, or the ``Router`` before several. ``replicas`` has
+    the scheduler and the executor of each replica. ``poll`` waits for their executors.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class EngineCore:
         front: RequestFront,
         replicas: Sequence[tuple[StepSource, Executor]],
         detokenizer: DetokenizerFactory,
-        log: EngineLog,
-        metrics: EngineMetrics,
+        log: EventLog,
+        metrics: Metrics,
         deliver: Callable[[list[EngineOutput]], None],
         *,
         state_interval_s: float = 5.0,
@@ -81,20 +81,21 @@ class EngineCore:
         self.state = EngineState.STARTING
         self.stop_reason = ""
         self.ended = False
-        """What is submitted from now on may never be looked at: who submits looks here afterwards."""
+        """The loop has ended and may ignore new commands. Check this attribute after ``submit``."""
         self._front = front
         self._router = front if isinstance(front, Router) else None
         self._log = log
         self._metrics = metrics
         self._deliver = deliver
         self._clock = clock
-        self._tracker = RequestTracker(front, detokenizer, log)
+        self._detokenizer = detokenizer
+        self._texts = TextStreams(front, log)
         self._state_line = StateLine(front, state_interval_s)
         executors = [executor for _, executor in replicas]
         self._poll = poll_all(executors) if poll is None else poll
         self._wake = executors[0].wake
         self._replicas = [
-            Replica(index, scheduler, executor, self._tracker, self._state_line, log, metrics, named=len(replicas) > 1)
+            Replica(index, scheduler, executor, self._texts, self._state_line, log, metrics, named=len(replicas) > 1)
             for index, (scheduler, executor) in enumerate(replicas)
         ]
         self._commands: deque[Command] = deque()
@@ -106,25 +107,40 @@ class EngineCore:
     # Any thread
 
     def submit(self, command: Command) -> None:
-        """Hand the engine thread something to do, and wake it."""
+        """Give the engine thread a command and wake it."""
         self._commands.append(command)
         self._wake()
 
     def status(self) -> EngineStatus:
-        """A picture of the moment; its numbers may be a step apart from one another."""
-        answers = [replica.last_answer for replica in self._replicas if replica.last_answer is not None]
-        age = max(0.0, self._clock() - max(answers)) if answers else None
-        return EngineStatus.of(self.state, self._front.figures, self._replicas, age)
+        """Return the engine's present state and figures. The figures may be one step apart from each other."""
+        figures, replicas = self._front.figures, [replica.status() for replica in self._replicas]
+        times = [replica.last_result for replica in self._replicas if replica.last_result is not None]
+        return EngineStatus(
+            state=self.state.value,
+            running=figures.num_running,
+            waiting=max(0, figures.num_waiting),
+            free_blocks=figures.num_free_blocks,
+            total_blocks=figures.num_blocks,
+            steps=sum(replica.num_steps for replica in self._replicas),
+            last_step_age_s=max(0.0, self._clock() - max(times)) if times else None,
+            agents=[agent for replica in self._replicas for agent in replica.executor.agents()],
+            preemptions=figures.num_preemptions,
+            swapped=figures.num_swapped,
+            swaps=figures.num_swaps,
+            kv_waste=figures.kv_waste,
+            prefix_hit_tokens=figures.prefix_hit_tokens,
+            prefix_query_tokens=figures.prefix_query_tokens,
+            replicas=replicas,
+        )
 
     def queue_full(self) -> QueueFullError | None:
-        """Why one more request would be refused, as far as can be told without asking the scheduler's thread; None
-        when it may be taken. Cheap, so that under overload a request need not be read to be refused."""
+        """Return why one more request would be refused, or None. The call does not wake the engine thread."""
         return self._front.queue_full()
 
     # The engine thread
 
     def run(self) -> None:
-        """Step until ``Stop``. An error that no request can be blamed for ends all requests, and the engine."""
+        """Run the loop until ``Stop``. An error that belongs to no single request ends all requests and the loop."""
         try:
             while self._running:
                 self.step()
@@ -132,7 +148,7 @@ class EngineCore:
             self.state = EngineState.STOPPED
             self.stop_reason = f"the engine stopped on an internal error: {error!r}"
             self._log.error(self.stop_reason, traceback=traceback.format_exc())
-            self._outputs += self._tracker.abandon_all(self.stop_reason, self._clock())
+            self._outputs += self._texts.abandon_all(self.stop_reason, self._clock())
         self.ended = True
         while self._commands:
             if isinstance(command := self._commands.popleft(), Add):
@@ -140,24 +156,24 @@ class EngineCore:
         self._hand_over()
 
     def step(self) -> None:
-        """Wait for something to happen, then act on all of it and keep the agents supplied."""
+        """Run one loop iteration: wait for events, process all of them, and keep the agents supplied with steps."""
         events = self._poll(self._poll_timeout())
         now = self._clock()
         replicas = self._replicas if self._commands else self._concerned(events, now)
         self._take_commands(now)
         for index, event in events:
             self._take_event(self._replicas[index], event, now)
-        if any(replica.is_at_work for replica in self._replicas):
-            self._hand_over()  # a device is at work on another step: clients first
+        if any(replica.has_steps for replica in self._replicas):
+            self._hand_over()  # a device computes another step meanwhile, so the clients come first
         self._send_steps(replicas, now)
-        self._outputs += self._tracker.take_ended(now)
+        self._outputs += self._texts.outputs(self._front.take_ended(), None, now)
         for replica in replicas:
             replica.note_host_overhead(now, self._clock)
         self._hand_over()
         self._look_after(now)
 
     def _concerned(self, events: list[tuple[int, ExecutorEvent]], now: float) -> list[Replica]:
-        """Replicas for which there may be a step where there was none. What one has lost may be for any other."""
+        """Return the replicas that may have a new step. Requests of a lost replica may go to any other replica."""
         replicas = self._replicas
         if len(replicas) == 1 or any(isinstance(event, AgentLost) for _, event in events):
             return replicas
@@ -173,20 +189,21 @@ class EngineCore:
         return max(0.0, min(times) - self._clock()) if times else None
 
     def _take_commands(self, now: float) -> None:
-        aborts = False
+        has_aborts = False
         while self._commands:
             command = self._commands.popleft()
             if isinstance(command, Add):
                 self._add(command.request, now)
             elif isinstance(command, Abort):
-                self._outputs += self._tracker.abort(command.request_id, now)
-                aborts = True
+                update = self._front.abort_request(command.request_id, now)
+                self._outputs += self._texts.outputs([] if update is None else [update], None, now)
+                has_aborts = True
             elif isinstance(command, Probe):
                 self._probe()
             else:
                 self._give_up(command.reason, now)
                 self._running = False
-        if aborts:
+        if has_aborts:
             for replica in self._replicas:
                 replica.drop_void_steps()
 
@@ -203,7 +220,7 @@ class EngineCore:
     def _send_steps(self, replicas: Sequence[Replica], now: float) -> None:
         for replica in replicas:
             self._outputs += replica.send_steps(now)
-        # While steps were made for one replica, a request may have gone to another.
+        # While steps were made for one replica, a request may have been placed at another.
         while self._router is not None and (placed := self._router.take_placed()):
             for index in placed:
                 self._outputs += self._replicas[index].send_steps(now)
@@ -214,7 +231,7 @@ class EngineCore:
             self._deliver(outputs)
 
     def _look_after(self, now: float) -> None:
-        """Integrity on going idle, and the periodic line."""
+        """Report preemptions, check the scheduler when the engine becomes idle, and write the periodic log line."""
         for replica in self._replicas:
             replica.note_preemptions()
         idle = self._front.is_idle
@@ -237,12 +254,14 @@ class EngineCore:
         try:
             if self.state is EngineState.STOPPED:
                 raise AgentLostError(f"requests are not served any more: {self.stop_reason}")
-            self._tracker.add(request)
+            detokenizer = self._detokenizer(request)
+            self._front.add_request(request)
+            self._texts.add(request, detokenizer)
         except LLMServingError as error:
             self._refuse(request, error)
         except Exception as error:
-            self._log.error("a request could not be taken in", traceback=traceback.format_exc())
-            self._refuse(request, LLMServingError(f"the request could not be taken in: {error!r}"))
+            self._log.error("a request could not be accepted", traceback=traceback.format_exc())
+            self._refuse(request, LLMServingError(f"the request could not be accepted: {error!r}"))
         else:
             self._state_line.changed(now)
             self._was_idle = False
@@ -254,21 +273,21 @@ class EngineCore:
     # Agents
 
     def _probe(self) -> None:
-        """Ask those who are to answer: who serves, or where nobody does, all."""
+        """Ask the agents of all ready replicas for their status. If no replica is ready, ask all agents."""
         asked = [replica for replica in self._replicas if replica.is_ready] or self._replicas
         self._probed = {replica.index for replica in asked}
         for replica in asked:
             replica.executor.request_status()
 
     def _answer_probe(self, replica: Replica) -> None:
-        """One is there, or gone; with the last of those asked the answer is complete."""
+        """Note that a replica has replied or was lost. With the last replica that was asked, the probe is complete."""
         if replica.index in self._probed:
             self._probed.remove(replica.index)
             if not self._probed:
                 self._outputs.append(ProbeAnswer())
 
     def _agent_ready(self, replica: Replica, event: AgentReady) -> None:
-        """Serves from now on. The engine is ready when every replica has been so once."""
+        """Let a replica serve. The engine becomes ready when every replica has been ready once."""
         replica.is_ready = replica.was_ready = True
         if self._router is not None:
             self._router.agent_ready(replica.index)
@@ -277,8 +296,10 @@ class EngineCore:
         self._log.event("agent_ready", summary=dict(event.summary), **replica.log_fields)
 
     def _lose_agent(self, replica: Replica, event: AgentLost, now: float) -> None:
-        """Every step in flight there is void; its requests are computed again, by others or when it is back, or end
-        with the last replica. One that cannot even start says that none could."""
+        """Void every step in flight of a replica. Its requests are computed again, there or at another replica.
+
+        If the last replica is given up, or one that was never ready, the engine stops.
+        """
         replica.lose(now, final=event.final)
         waiting = self._front.figures.num_waiting
         self._log.error(event.error, event="agent_lost", final=event.final, requests=waiting, **replica.log_fields)
@@ -292,4 +313,4 @@ class EngineCore:
     def _give_up(self, reason: str, now: float) -> None:
         if self.state is not EngineState.STOPPED:
             self.state, self.stop_reason = EngineState.STOPPED, reason
-        self._outputs += self._tracker.fail_all(reason, now)
+        self._outputs += self._texts.outputs(self._front.fail_all(reason, now), None, now)

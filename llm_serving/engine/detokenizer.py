@@ -1,28 +1,28 @@
-"""Token ids to text, piece by piece: no character split, no stop string let out, constant cost per token."""
+"""Turns token ids into text, piece by piece, at a constant cost per token.
+
+A piece never contains part of a character, and never part of a stop string.
+"""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.request import SamplingParams
-
-if TYPE_CHECKING:
-    from llm_serving.engine.tokenizer import Tokenizer
 
 __all__ = ["IncrementalDetokenizer", "StopMatcher"]
 
 
 class _Utf8Decoder(codecs.BufferedIncrementalDecoder):
-    """As the standard library's; ``buffer`` holds the bytes of an unfinished character."""
+    """The decoder of the standard library. ``buffer`` holds the bytes of an unfinished character."""
 
     buffer: bytes
 
     @staticmethod
     def _buffer_decode(data: bytes, errors: str, final: bool) -> tuple[str, int]:  # type: ignore[override]
         text, used = codecs.utf_8_decode(data, errors, final)
-        if _begins_surrogate(data[used:]):  # CPython waits for a third byte, which could not make it a character
+        if _begins_surrogate(data[used:]):  # CPython waits for a third byte, but no third byte makes it a character
             rest, _ = codecs.utf_8_decode(data[used:], errors, True)
             return text + rest, len(data)
         return text, used
@@ -35,9 +35,9 @@ def _begins_surrogate(data: bytes) -> bool:
 class StopMatcher:
     """Finds the first of several stop strings in a stream of characters.
 
-    The stop string that is complete first ends the text, the longest if several end at the same character; so
-    the result does not depend on how the characters are cut into pieces. One failure automaton a string (Knuth,
-    Morris and Pratt 1977) makes a character cost a few steps, whatever was held back before it.
+    The stop string that is complete first ends the text. If several end at the same character, the longest one does.
+    The result therefore does not depend on how the characters are split into pieces. Each stop string has a failure
+    automaton (Knuth, Morris and Pratt 1977), so a character costs a few steps, however much text is held back.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
@@ -48,9 +48,9 @@ class StopMatcher:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """Takes characters and returns those that cannot belong to a stop string any more.
+        """Add characters. Returns those that cannot belong to a stop string any more.
 
-        Once a stop string is complete, ``matched`` is set and the text before it has been returned.
+        If a stop string is complete, ``matched`` is set and all text before the stop string has been returned.
         """
         text = self._held + text
         for position in range(len(self._held), len(text)):
@@ -62,7 +62,7 @@ class StopMatcher:
         return text[:keep]
 
     def flush(self) -> str:
-        """The characters held back; the stream has ended without completing a stop string."""
+        """Return the characters that were held back. The stream has ended without a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -82,7 +82,7 @@ class StopMatcher:
 
 
 def _failure_table(pattern: str) -> list[int]:
-    """``table[i]``: length of the longest proper prefix of ``pattern`` that ends at ``pattern[i]``."""
+    """Return for each position ``i`` the length of the longest proper prefix of ``pattern`` that ends at ``i``."""
     table = [0] * len(pattern)
     length = 0
     for i in range(1, len(pattern)):
@@ -97,13 +97,12 @@ def _failure_table(pattern: str) -> list[int]:
 class IncrementalDetokenizer:
     """The text of one growing sequence.
 
-    The pieces, joined, are ``tokenizer.decode`` of all the ids, but for an unfinished character at the very end,
-    which is dropped (``decode`` shows it as U+FFFD): text never holds part of a character. Bytes that are no
-    UTF-8 in any continuation become U+FFFD, one for each maximal invalid part, as soon as that is certain.
+    The joined pieces equal ``tokenizer.decode`` of all ids, with one exception: an unfinished character at the end is
+    dropped, where ``decode`` shows U+FFFD. Bytes that no continuation can turn into UTF-8 become U+FFFD, one for each
+    maximal invalid part.
 
-    A sequence continues its prompt: the space that SentencePiece puts before the first word of a text is taken
-    off only where the prompt is empty or ends with a special token, because otherwise it is a real space between
-    the prompt and the first word.
+    SentencePiece puts a space before the first word of a text. This space is removed only if the prompt is empty or
+    ends with a special token. Otherwise the space separates the prompt from the first word of the output.
     """
 
     def __init__(
@@ -124,15 +123,15 @@ class IncrementalDetokenizer:
         self._strip_spaces = tokenizer.table.rule.strip_spaces if at_start else 0
         self._strip_first_token = at_start and tokenizer.table.rule.strip_first_token
         self._is_plain = not self._strip_spaces and not self._strip_first_token
-        """Nothing is to be stripped any more: a token of whole characters is its own text."""
+        """No space must be stripped any more. If a token has only whole characters, its text is a table entry."""
         self.num_tokens = 0
-        """Tokens taken in; fewer than were given once a stop string was found."""
+        """Number of tokens processed. The tokens after a stop string are not counted."""
 
     @classmethod
     def for_request(
         cls, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], sampling: SamplingParams
     ) -> IncrementalDetokenizer:
-        """A detokenizer set up as a request asks."""
+        """Make the detokenizer of a request."""
         return cls(
             tokenizer,
             sampling.stop,
@@ -142,11 +141,11 @@ class IncrementalDetokenizer:
         )
 
     def append(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
-        """Takes the next tokens; returns the text that is now certain, and the stop string that ended it, if any.
+        """Add tokens. Returns the text that they complete, and the stop string that ended the text, if there is one.
 
-        Tokens after the one that completes a stop string are not looked at.
+        The tokens after a stop string are ignored.
         """
-        if self._matcher is None and len(token_ids) == 1:  # every step of most requests
+        if self._matcher is None and len(token_ids) == 1:  # the common case: one token of a decode step
             self.num_tokens += 1
             return self._text_of(token_ids[0]), None
         pieces = []
@@ -166,11 +165,11 @@ class IncrementalDetokenizer:
         return "".join(pieces), None
 
     def flush(self) -> str:
-        """What was held back as the possible start of a stop string, once the sequence has ended without one."""
+        """Return the text that was held back as the possible start of a stop string. The sequence has ended."""
         return self._matcher.flush() if self._matcher is not None else ""
 
     def _text_of(self, token_id: int) -> str:
-        """The characters that this token completes."""
+        """Return the characters that a token completes."""
         if token_id in self._skip:
             return ""
         if self._is_plain and not self._decoder.buffer:
@@ -181,7 +180,7 @@ class IncrementalDetokenizer:
         return self._decode(token_id)
 
     def _decode(self, token_id: int) -> str:
-        """The characters that this token completes, by way of its bytes."""
+        """Return the characters that a token completes, decoded from its bytes."""
         if self._strip_first_token:
             self._strip_first_token = False
             self._is_plain = self._strip_spaces == 0

@@ -1,12 +1,14 @@
-"""A request on the event loop: where its pieces go, when they left for the client, and what the log says at its end.
+"""A request on the event loop: where its pieces go, and when they left for the client.
 
-The engine thread knows when a token was sampled, the HTTP edge when its bytes were written to the socket. A client sees
-the second, so that is what ``ttft_ms``, ``tpot_ms`` and ``e2e_ms`` of the log count to, from the request's first byte:
+The engine thread knows when a token was sampled. The HTTP edge knows when its bytes were written to the socket, and
+that is the time a client sees. ``ttft_ms``, ``tpot_ms`` and ``e2e_ms`` of the log therefore count from the request's
+first byte to the bytes on the socket:
 
-    arrival -tokenise-> queue -queue-> first step -prefill-> first token -decode-> last step's answer -delivery-> last
-    byte written; between first token and last step's answer a request may also be preempted, swapped or restarted
+    arrival -tokenise-> queue -queue-> first step -prefill-> first token -decode-> result of the last step -delivery->
+    last byte written
 
-An answer that is not streamed has no first token on the wire; its ``ttft_ms`` and ``tpot_ms`` are the engine's.
+Between the first token and the last step, a request may also be preempted, swapped or restarted. A response that is not
+streamed has no first token on the wire. Its ``ttft_ms`` and ``tpot_ms`` are those of the engine.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
+from llm_serving.engine.outputs import MERGE_AT, merge_outputs
 from llm_serving.engine.receipts import RequestReceipt, receipt_of
 from llm_serving.engine.request_log import RequestLog
 from llm_serving.errors import LLMServingError
@@ -23,32 +26,33 @@ from llm_serving.request import Request, RequestOutput, RequestTimings
 from llm_serving.telemetry.receipt import microseconds
 from llm_serving.telemetry.statistics import time_per_output_token
 
-__all__ = ["OpenRequest", "PieceSink"]
+__all__ = ["OpenRequest", "PieceSink", "PieceStream"]
 
 
 class PieceSink(Protocol):
-    """Takes a request's pieces, on the event loop, as soon as they are there. Must not raise."""
+    """Receives the pieces of one or more requests on the event loop, as soon as they arrive. Must not raise."""
 
-    def push(self, piece: RequestOutput, /) -> None:
-        """The next piece; the last one is ``finished``."""
+    def push(self, index: int, piece: RequestOutput, /) -> None:
+        """Receive the next piece of request ``index``. The last one is ``finished``."""
 
     def fail(self, error: LLMServingError, /) -> None:
-        """The request was refused; no piece comes."""
+        """A request was refused. It has no pieces."""
 
 
 class OpenRequest:
-    """One request from ``AsyncEngine.open`` until it has ended and its reader is done with it.
+    """One request of ``AsyncEngine.open``, until it has ended and its reader has closed it.
 
-    The reader says when output was ``delivered`` to the client (times on the engine's clock), and must ``close``.
+    The reader reports when output was ``delivered`` to the client, on the engine's clock, and must call ``close``.
     """
 
-    __slots__ = ("_closed_at", "_first", "_last", "_on_close", "_requests", "gone", "is_closed", "is_ended",
+    __slots__ = ("_closed_at", "_first", "_last", "_on_close", "_requests", "ended", "index", "is_closed", "is_ended",
                  "last_piece", "quiet", "request", "sink", "streamed")  # fmt: skip
 
     def __init__(
         self,
         request: Request,
         sink: PieceSink,
+        index: int,
         on_close: Callable[[OpenRequest], None],
         requests: RequestLog,
         *,
@@ -57,14 +61,16 @@ class OpenRequest:
     ) -> None:
         self.request = request
         self.sink = sink
+        self.index = index
+        """Number of the request among those of its sink."""
         self.streamed = streamed
         self.quiet = quiet
-        """A step of something larger, of whose end nothing is told."""
-        self.gone: asyncio.Event | None = None
-        """Set when the request has ended, for one whose reader left before."""
+        """The request is a step of a larger request. Its end is not logged."""
+        self.ended: asyncio.Event | None = None
+        """Set when the request ends, if its reader closed it before."""
         self.is_closed = False
         self.is_ended = False
-        """Its last piece, or a refusal, has come."""
+        """The last piece, or the refusal, has arrived."""
         self.last_piece: RequestOutput | None = None
         self._on_close = on_close
         self._requests = requests
@@ -72,43 +78,21 @@ class OpenRequest:
         self._last: float | None = None
         self._closed_at: float | None = None
 
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    @property
-    def arrival(self) -> float:
-        return self.request.arrival_time
-
     def receipt(self, now: float) -> RequestReceipt:
-        """Where the time went until ``now``."""
+        """Return where the time of the request went until ``now``."""
         return receipt_of(self.request, now)
 
-    def take(self, piece: RequestOutput) -> None:
-        """A piece from the engine."""
-        if piece.finish_reason is not None:
-            self.is_ended = True
-            self.last_piece = piece
-        if not self.is_closed:
-            self.sink.push(piece)
-
-    def refuse(self, error: LLMServingError) -> None:
-        """The engine did not take the request in."""
-        self.is_ended = True
-        if not self.is_closed:
-            self.sink.fail(error)
-
     def delivered(self, now: float) -> None:
-        """Output of this request had been written to the client's socket by ``now``."""
+        """Note that output of this request was written to the client's socket by ``now``."""
         if self._first is None:
             self._first = now
-            self._requests.first_token(self.request_id, now - self.arrival)
+            self._requests.first_token(self.request.request_id, now - self.request.arrival_time)
         self._last = now
 
     def close(self, now: float | None = None) -> None:
-        """The reader is done: the whole answer was written by ``now`` (by default with the last ``delivered``).
+        """End the reader's interest. A request that has not ended is aborted. Further calls have no effect.
 
-        A request that has not ended is aborted. Further calls do nothing.
+        ``now``: when the whole response was written. The default is the time of the last ``delivered``.
         """
         if not self.is_closed:
             self.is_closed = True
@@ -116,18 +100,55 @@ class OpenRequest:
             self._on_close(self)
 
     def timings(self, piece: RequestOutput) -> RequestTimings:
-        """The timings of a closed request that ended with ``piece``, counted to the last byte."""
-        engine = piece.timings
+        """Return the timings of a closed request that ended with ``piece``, up to the last byte on the socket."""
+        engine, arrival = piece.timings, self.request.arrival_time
         if engine is None:
-            raise AssertionError(f"the last piece of {self.request_id} has no timings")
+            raise AssertionError(f"the last piece of {self.request.request_id} has no timings")
         delivery = 0.0
         if self._closed_at is not None:
-            arrival_us, ended_us = microseconds(self.arrival), microseconds(engine.e2e)
-            delivery = max(0, microseconds(self._closed_at) - arrival_us - ended_us) / 1e6
+            delivery = max(0, microseconds(self._closed_at) - microseconds(arrival) - microseconds(engine.e2e)) / 1e6
         timings = replace(engine, delivery=delivery, e2e=round(engine.e2e + delivery, 6))
         if not self.streamed:
             return timings
         if self._first is None or self._last is None:
             return replace(timings, ttft=None, tpot=None)
         tpot = time_per_output_token(self._first, self._last, piece.num_output_tokens)
-        return replace(timings, ttft=self._first - self.arrival, tpot=tpot)
+        return replace(timings, ttft=self._first - arrival, tpot=tpot)
+
+
+class PieceStream:
+    """A ``PieceSink`` of one request, for a reader that pulls the pieces."""
+
+    __slots__ = ("_error", "_pieces", "_waiter")
+
+    def __init__(self) -> None:
+        self._pieces: list[RequestOutput] = []
+        self._error: LLMServingError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def push(self, index: int, piece: RequestOutput) -> None:
+        self._pieces.append(piece)
+        if len(self._pieces) >= MERGE_AT:
+            self._pieces = [merge_outputs(self._pieces)]
+        self._notify()
+
+    def fail(self, error: LLMServingError) -> None:
+        self._error = error
+        self._notify()
+
+    async def next(self) -> RequestOutput:
+        """Wait for a piece. All pieces since the last call are merged into one. Raises the request's refusal."""
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        pieces, self._pieces = self._pieces, []
+        return merge_outputs(pieces)
+
+    def _notify(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,19 +1,20 @@
-"""Why was this request slow? The answer for one that is being served, or was a while ago."""
+"""Receipts: where the time of a request went, for a request that is being served or ended recently."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llm_serving.engine.outputs import request_timings
-from llm_serving.request import Request, RequestTimings
-from llm_serving.telemetry.receipt import Phase
+from llm_serving.request import Blocked, Request, RequestTimings
+from llm_serving.telemetry.receipt import BlockReason, Phase, Receipt, microseconds
+from llm_serving.telemetry.statistics import time_per_output_token
 
-__all__ = ["RECENT_RECEIPTS", "ReceiptBook", "RequestReceipt", "receipt_of"]
+__all__ = ["RECENT_RECEIPTS", "ReceiptBook", "RequestReceipt", "receipt_of", "request_timings"]
 
 RECENT_RECEIPTS = 4096
-"""Receipts of ended requests that are kept: some megabytes at most."""
+"""Number of receipts of ended requests that are kept. They take a few megabytes."""
 
 _STATES = {
     Phase.QUEUED: "queued",
@@ -28,23 +29,23 @@ _STATES = {
 
 @dataclass(frozen=True, slots=True)
 class RequestReceipt:
-    """Where the time of one sequence went, up to a moment."""
+    """Where the time of one sequence went, up to a given time."""
 
     request_id: str
     tenant: str
-    """Whose it is; nobody else is to see it."""
+    """Owner of the request. Other tenants may not read the receipt."""
     priority: int
     state: str
-    """What it is doing: a part of its time, or ``done``."""
+    """The part of its time that the sequence is in, or ``done``."""
     finish_reason: str | None
     num_prompt_tokens: int
     num_output_tokens: int
     timings: RequestTimings
     replica: int | None = 0
-    """Of the model, which serves it or did last; None for one that has had none yet."""
+    """The replica that serves the sequence, or served it last. None if it has not been placed yet."""
 
     def to_json(self) -> dict[str, Any]:
-        """As clients get it: times in milliseconds. ``parts_ms`` add up to ``e2e_ms``."""
+        """Return the receipt in the form that clients get. Times are milliseconds; ``parts_ms`` sum to ``e2e_ms``."""
         timings = self.timings
         return {
             "request_id": self.request_id,
@@ -69,10 +70,31 @@ class RequestReceipt:
         }
 
 
-def receipt_of(request: Request, now: float, timings: RequestTimings | None = None) -> RequestReceipt:
-    """The receipt at ``now``, on the engine's clock. ``timings`` are those of a request that was delivered: it is done.
+class ReceiptBook:
+    """Receipts of the requests that ended last, by id. A new receipt replaces the oldest one."""
 
-    Any thread may call it.
+    def __init__(self, size: int = RECENT_RECEIPTS) -> None:
+        self._size = size
+        self._receipts: OrderedDict[str, RequestReceipt] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._receipts)
+
+    def add(self, receipt: RequestReceipt) -> None:
+        """Keep a receipt. A receipt with the same id is replaced."""
+        self._receipts.pop(receipt.request_id, None)
+        self._receipts[receipt.request_id] = receipt
+        if len(self._receipts) > self._size:
+            self._receipts.popitem(last=False)
+
+    def get(self, request_id: str) -> RequestReceipt | None:
+        return self._receipts.get(request_id)
+
+
+def receipt_of(request: Request, now: float, timings: RequestTimings | None = None) -> RequestReceipt:
+    """Return the receipt of a request at ``now``, on the engine's clock. Any thread may call this function.
+
+    ``timings``: the final times of a request whose response has been delivered. Its state is then ``done``.
     """
     reason = request.finish_reason
     return RequestReceipt(
@@ -88,25 +110,52 @@ def receipt_of(request: Request, now: float, timings: RequestTimings | None = No
     )
 
 
-class ReceiptBook:
-    """The receipts of the requests that ended last, by id; the oldest makes room."""
+def request_timings(request: Request, now: float | None = None) -> RequestTimings:
+    """Return where the time of a request went until ``now``.
 
-    def __init__(self, size: int = RECENT_RECEIPTS) -> None:
-        self._size = size
-        self._receipts: OrderedDict[str, RequestReceipt] = OrderedDict()
+    If the request has ended, ``now`` may be left out: its time then ends with its last step. The time after the last
+    step counts as ``delivery``.
+    """
+    receipt = request.receipt
+    has_ended = receipt.phase is Phase.DONE
+    if now is None and not has_ended:
+        raise AssertionError(f"{request.request_id} has not ended")
+    phase_us = receipt.phase_us if now is None else receipt.phases_until(now)
+    delivery_us = max(0, microseconds(now) - receipt.end_us) if has_ended and now is not None else 0
+    tokenise_us = max(0, receipt.start_us - microseconds(request.arrival_time))
+    first_token, end = request.first_token_time, request.finish_time
+    tpot = None
+    if first_token is not None and end is not None:
+        tpot = time_per_output_token(first_token, end, len(request.output_token_ids))
+    return RequestTimings(
+        tokenise=tokenise_us / 1e6,
+        queue=phase_us[Phase.QUEUED] / 1e6,
+        prefill=phase_us[Phase.PREFILL] / 1e6,
+        decode=phase_us[Phase.DECODE] / 1e6,
+        preempted=phase_us[Phase.PREEMPTED] / 1e6,
+        swapped=phase_us[Phase.SWAPPED] / 1e6,
+        restarted=phase_us[Phase.RESTARTED] / 1e6,
+        delivery=delivery_us / 1e6,
+        e2e=(tokenise_us + sum(phase_us) + delivery_us) / 1e6,
+        ttft=None if first_token is None else first_token - request.arrival_time,
+        tpot=tpot,
+        num_preemptions=request.num_preemptions,
+        num_swaps=receipt.swaps,
+        num_chunks=receipt.chunks,
+        num_cached_tokens=request.num_cached_tokens,
+        blocked=_blocked(receipt, receipt.blocked_us if now is None else receipt.blocked_until(now)),
+        blocked_by=tuple(receipt.blockers),
+    )
 
-    def __len__(self) -> int:
-        return len(self._receipts)
 
-    def add(self, receipt: RequestReceipt) -> None:
-        """Keep it; one of the same id is replaced."""
-        self._receipts.pop(receipt.request_id, None)
-        self._receipts[receipt.request_id] = receipt
-        if len(self._receipts) > self._size:
-            self._receipts.popitem(last=False)
-
-    def get(self, request_id: str) -> RequestReceipt | None:
-        return self._receipts.get(request_id)
+def _blocked(receipt: Receipt, blocked_us: Mapping[BlockReason, int]) -> tuple[Blocked, ...]:
+    times = receipt.num_blocked.copy()
+    blocked = [
+        Blocked(reason, times.get(reason, 0), blocked_us.get(reason, 0) / 1e6)
+        for reason in BlockReason
+        if reason in times or reason in blocked_us
+    ]
+    return tuple(sorted(blocked, key=lambda one: (-one.seconds, -one.times, one.reason.value)))
 
 
 def _ms(seconds: float) -> float:

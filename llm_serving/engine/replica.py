@@ -1,4 +1,4 @@
-"""One replica in the step loop: a scheduler that makes steps, and the executor that carries them to its agents."""
+"""One replica in the engine loop: a scheduler that makes steps, and the executor that sends them to the agents."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from llm_serving.engine.observer import EngineLog, EngineMetrics
-from llm_serving.engine.request_tracker import RequestTracker
-from llm_serving.engine.status import StateLine
+from llm_serving.engine.state_line import StateLine
+from llm_serving.engine.text_streams import TextStreams
 from llm_serving.errors import ProtocolError
 from llm_serving.executor.base import Executor
 from llm_serving.request import RequestOutput
+from llm_serving.routing.replica import ReplicaScheduler
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 from llm_serving.scheduler.protocols import StepSource
+from llm_serving.telemetry.log import EventLog
+from llm_serving.telemetry.metrics import Metrics
+from llm_serving.telemetry.status import ReplicaStatus
 
 __all__ = ["Replica"]
 
 
 class Replica:
-    """Owned by the engine's thread. ``named``: log lines say which replica it is."""
+    """State of one replica. The engine thread owns it. ``named``: log lines carry the number of the replica."""
 
     def __init__(
         self,
         index: int,
         scheduler: StepSource,
         executor: Executor,
-        tracker: RequestTracker,
+        texts: TextStreams,
         state_line: StateLine,
-        log: EngineLog,
-        metrics: EngineMetrics,
+        log: EventLog,
+        metrics: Metrics,
         *,
         named: bool,
     ) -> None:
@@ -41,38 +44,57 @@ class Replica:
         """Steps may be sent."""
         self.was_ready = False
         self.is_given_up = False
-        """Its agents are lost and not restarted."""
+        """The agents are lost and are not restarted."""
         self.wakeup: float | None = None
-        """When to ask for steps again though nothing has happened."""
+        """When to schedule again without an event."""
         self.num_steps = 0
-        """Answered without an error, since the start."""
-        self.last_answer: float | None = None
-        self._tracker = tracker
+        """Steps that completed without an error, since the start."""
+        self.last_result: float | None = None
+        """When the last of these steps completed."""
+        self._texts = texts
         self._state_line = state_line
         self._log = log
         self._metrics = metrics
         self._figures = scheduler.figures
         self._sent: dict[int, tuple[ScheduledStep, float]] = {}
         self._dropped: set[int] = set()
-        self._num_answered = 0
+        self._num_completed = 0
         self._num_just_sent = 0
         self._preemptions_reported = 0
         self._swaps_reported = 0
 
     @property
-    def is_at_work(self) -> bool:
-        """Steps are with the agents."""
+    def has_steps(self) -> bool:
+        """Whether the agents have steps that have not completed."""
         return bool(self._sent)
 
-    @property
-    def state(self) -> str:
-        """For people."""
+    def status(self) -> ReplicaStatus:
+        """Return the present state and figures. Any thread may call this method."""
         if self.is_ready:
-            return "ready"
-        return "stopped" if self.is_given_up else "recovering" if self.was_ready else "starting"
+            state = "ready"
+        else:
+            state = "stopped" if self.is_given_up else "recovering" if self.was_ready else "starting"
+        scheduler, figures = self.scheduler, self.scheduler.figures
+        routed = scheduler if isinstance(scheduler, ReplicaScheduler) else None
+        return ReplicaStatus(
+            replica=self.index,
+            state=state,
+            running=figures.num_running,
+            waiting=max(0, figures.num_waiting),
+            free_blocks=figures.num_free_blocks,
+            total_blocks=figures.num_blocks,
+            steps=self.num_steps,
+            preemptions=figures.num_preemptions,
+            swapped=figures.num_swapped,
+            prefix_hit_tokens=figures.prefix_hit_tokens,
+            prefix_query_tokens=figures.prefix_query_tokens,
+            outstanding_tokens=0 if routed is None else routed.load,
+            placed={} if routed is None else {why.value: number for why, number in routed.num_placed.items()},
+            recalled=0 if routed is None else routed.num_recalled,
+        )
 
     def take_result(self, result: StepResult, now: float) -> list[RequestOutput]:
-        """The answer to a step; what it means for its requests' streams."""
+        """Process the result of a step. Returns the next pieces of its requests."""
         try:
             updates = self.scheduler.update(result, now)
         except ProtocolError as error:
@@ -82,20 +104,22 @@ class Replica:
         self._dropped.discard(result.seq)
         if result.error is not None:
             self._log.error("a step failed", step=result.seq, reason=result.error, **self.log_fields)
-        outputs = self._tracker.outputs(updates, result, now)
+        outputs = self._texts.outputs(updates, result, now)
         if result.aborted:
             return outputs
         self._metrics.step(step, result, now - sent)
-        self._num_answered += 1
+        self._num_completed += 1
         if result.error is None:
             self.num_steps += 1
-            self.last_answer = now
+            self.last_result = now
             self._state_line.step(step, len(outputs), now)
         return outputs
 
     def send_steps(self, now: float) -> list[RequestOutput]:
-        """Hand over every step that can be scheduled; the ends of requests whose step could not be sent. Without a
-        free slot the next answer brings us back here."""
+        """Send every step that can be scheduled. Returns the last pieces of requests whose step could not be sent.
+
+        If no step slot is free, the next result leads to another call.
+        """
         self.wakeup = None
         outputs: list[RequestOutput] = []
         if not self.is_ready:
@@ -111,7 +135,7 @@ class Replica:
             try:
                 executor.submit(step)
             except Exception as error:
-                # The step's requests end, the others go on; not an error of the engine.
+                # The step's requests end and all others continue. The engine itself has no error.
                 self._log.error(
                     "a step could not be sent", step=step.seq, traceback=traceback.format_exc(), **self.log_fields
                 )
@@ -120,17 +144,17 @@ class Replica:
         return outputs
 
     def note_host_overhead(self, now: float, clock: Callable[[], float]) -> None:
-        """One value for each step answered since ``now``, when ``poll`` returned."""
-        answered, self._num_answered = self._num_answered, 0
+        """Report one value to the metrics for each step that completed since ``now``, when ``poll`` returned."""
+        completed, self._num_completed = self._num_completed, 0
         sent, self._num_just_sent = self._num_just_sent, 0
-        if not answered or not self._sent:
+        if not completed or not self._sent:
             return
         self._metrics.host_overhead(clock() - now if len(self._sent) == sent else 0.0)
-        for _ in range(answered - 1):
-            self._metrics.host_overhead(0.0)  # the device went on with the other
+        for _ in range(completed - 1):
+            self._metrics.host_overhead(0.0)  # the device continued with the next step
 
     def note_preemptions(self) -> None:
-        """Tell the metrics of those since the last call."""
+        """Report the preemptions since the last call to the metrics."""
         figures = self._figures
         preemptions = figures.num_preemptions - self._preemptions_reported
         swaps = figures.num_swaps - self._swaps_reported
@@ -140,14 +164,14 @@ class Replica:
             self._metrics.preemptions(preemptions, swaps)
 
     def drop_void_steps(self) -> None:
-        """Ask the agents to drop queued steps that nobody wants any more."""
+        """Ask the agents to drop queued steps whose requests have all ended."""
         for seq in self.scheduler.void_steps():
             if seq not in self._dropped:
                 self._dropped.add(seq)
                 self.executor.abort(seq)
 
     def lose(self, now: float, *, final: bool) -> None:
-        """The agents are gone: every step in flight is void, its requests wait to be computed again."""
+        """Void every step in flight because the agents were lost. Their requests wait to be computed again."""
         self.is_ready = False
         self.is_given_up = final
         self._sent.clear()

@@ -1,31 +1,31 @@
-"""What the event log and the metrics are told of a request: its first token, and at its end where its time went."""
+"""Writes the log lines and metrics of a request: its first token, and at its end where its time went."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from llm_serving.engine.objectives import met_objectives
-from llm_serving.engine.observer import EngineLog, EngineMetrics
-from llm_serving.request import Request, RequestOutput, RequestTimings
+from llm_serving.request import FinishReason, Request, RequestOutput, RequestTimings
+from llm_serving.telemetry.log import EventLog
+from llm_serving.telemetry.metrics import Metrics
 
-__all__ = ["RequestLog"]
+__all__ = ["RequestLog", "met_objectives"]
 
 
 class RequestLog:
-    """Writes a request's lines into the event log, and tells the metrics."""
+    """Writes the events of requests to the event log and counts them in the metrics."""
 
-    def __init__(self, log: EngineLog, metrics: EngineMetrics) -> None:
+    def __init__(self, log: EventLog, metrics: Metrics) -> None:
         self._log = log
         self._metrics = metrics
 
     def first_token(self, request_id: str, seconds: float) -> None:
-        """A streamed request's first output left ``seconds`` after the request arrived."""
+        """Note that the first output of a streamed request left the server ``seconds`` after the request arrived."""
         self._log.event("first_token", request_id=request_id, ttft_ms=_ms(seconds))
         self._metrics.first_token(seconds)
 
     def request_end(self, output: RequestOutput, timings: RequestTimings, request: Request) -> None:
-        """``request`` ended with ``output``."""
+        """Note that ``request`` ended with ``output``."""
         reason, tokens = output.finish_reason, output.num_output_tokens
         if reason is None:
             raise AssertionError(f"{output.request_id} has not ended")
@@ -45,8 +45,7 @@ class RequestLog:
             "preemptions": timings.num_preemptions,
             "swaps": timings.num_swaps,
             "prefill_chunks": timings.num_chunks,
-            **_blocked_fields(timings),
-            **_terms_fields(request, objectives),
+            **_optional_fields(request, timings, objectives),
         }
         if output.error is not None:
             fields["error"] = output.error
@@ -55,20 +54,41 @@ class RequestLog:
         self._metrics.objectives(objectives)
 
 
-def _blocked_fields(timings: RequestTimings) -> dict[str, object]:
-    """What stood in the way, if anything did."""
-    if not timings.blocked:
+def met_objectives(request: Request, timings: RequestTimings) -> Mapping[str, bool]:
+    """Return for each objective of a request (``ttft``, ``tbt``) whether it was met. ``both``: whether all were met.
+
+    Goodput counts the requests with ``both`` (DistServe, Zhong et al. 2024). The time between tokens is the mean of
+    the request. The result is empty if the request has no objectives or the client closed the connection. A request
+    that failed or missed its deadline has met no objective.
+    """
+    client_left = request.finish_reason is FinishReason.ABORT and not _missed_deadline(request)
+    if client_left or (request.ttft_objective is None and request.tbt_objective is None):
         return {}
-    return {
-        "blocked_ms": {one.reason.value: _ms(one.seconds) for one in timings.blocked},
-        "blocked_times": {one.reason.value: one.times for one in timings.blocked},
-        "blocked_by": list(timings.blocked_by),
-    }
+    is_complete = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+    met: dict[str, bool] = {}
+    if request.ttft_objective is not None:
+        met["ttft"] = is_complete and timings.ttft is not None and timings.ttft <= request.ttft_objective
+    if request.tbt_objective is not None:
+        met["tbt"] = is_complete and (timings.tpot is None or timings.tpot <= request.tbt_objective)
+    met["both"] = all(met.values())
+    return met
 
 
-def _terms_fields(request: Request, objectives: Mapping[str, bool]) -> dict[str, object]:
-    """What the request asked of the scheduler, where it is not the usual."""
+def _missed_deadline(request: Request) -> bool:
+    """Return whether the request was dropped because its deadline passed before its first token."""
+    deadline, end = request.deadline, request.finish_time
+    if request.first_token_time is not None or deadline is None or end is None:
+        return False
+    return request.finish_reason is FinishReason.ABORT and end >= deadline
+
+
+def _optional_fields(request: Request, timings: RequestTimings, objectives: Mapping[str, bool]) -> dict[str, object]:
+    """Return the fields that the log has only where they differ from the default."""
     fields: dict[str, object] = {}
+    if timings.blocked:
+        fields["blocked_ms"] = {one.reason.value: _ms(one.seconds) for one in timings.blocked}
+        fields["blocked_times"] = {one.reason.value: one.times for one in timings.blocked}
+        fields["blocked_by"] = list(timings.blocked_by)
     if request.tenant:
         fields["tenant"] = request.tenant
     if request.priority:

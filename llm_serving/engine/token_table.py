@@ -1,10 +1,10 @@
-"""The bytes behind every token: what makes text a matter of joining bytes.
+"""A table of the bytes of every token, so that decoding only joins bytes.
 
-In the tokenizers of the Llama family the text of a sequence is the concatenation of its tokens' bytes, read as
-UTF-8, less a leading space the tokenizer added by itself. That holds for byte-level BPE (GPT-2, Radford et al.
-2019: every byte is a printable character of the vocabulary) and for SentencePiece models with byte fallback
-(Kudo and Richardson 2018: a space is U+2581, an unknown character is a run of ``<0xNN>`` pieces). So decoding
-needs no window over earlier tokens, costs the same for each token, and is exact.
+In the supported tokenizers, the text of a sequence is the concatenation of its tokens' bytes, without a
+leading space that the tokenizer added. This is true for byte-level BPE (GPT-2, Radford et al. 2019), where each byte is
+a printable character of the vocabulary. It is also true for SentencePiece models with byte fallback (Kudo and
+Richardson 2018), where a space is U+2581 and an unknown character is a run of ``<0xNN>`` pieces. Decoding is therefore
+exact, needs no window over earlier tokens, and costs the same for each token.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class DecodeRule:
-    """How a piece of the vocabulary becomes bytes.
+    """The rule that turns a vocabulary entry into bytes.
 
-    ``strip_spaces``: so many spaces at the start of a text were added by the tokenizer and are taken off.
-    ``strip_first_token``: the same, written as "the word marks of the first token" (Metaspace).
+    ``strip_spaces``: number of spaces that the tokenizer added at the start of a text. Decoding removes them.
+    ``strip_first_token``: decoding removes the word marks of the first token instead (Metaspace).
     """
 
     byte_level: bool = False
@@ -44,14 +44,14 @@ BYTE_LEVEL = DecodeRule(byte_level=True)
 
 
 def sentencepiece_rule(*, add_dummy_prefix: bool) -> DecodeRule:
-    """The rule of a SentencePiece model."""
+    """Return the rule of a SentencePiece model."""
     return DecodeRule(replacements=((WORD_MARK, " "),), byte_fallback=True, strip_spaces=1 if add_dummy_prefix else 0)
 
 
 def decode_rule(decoder: Mapping[str, Any] | None, source: str) -> DecodeRule:
-    """Reads the ``decoder`` of a ``tokenizer.json``.
+    """Read the ``decoder`` of a ``tokenizer.json``.
 
-    Raises CheckpointError, naming the part, for one whose text is not the concatenation of its tokens.
+    If a text is not the concatenation of its tokens, this function raises CheckpointError with the part of the decoder.
     """
     if decoder is None:
         raise CheckpointError(f"{source}: the tokenizer has no decoder, so its tokens cannot be turned into text")
@@ -88,7 +88,7 @@ def _add_part(rule: DecodeRule, part: Mapping[str, Any], fused: bool, source: st
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in of each byte, as character -> byte."""
+    """Return the byte of each printable character with which GPT-2 writes bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
@@ -100,10 +100,10 @@ _ALPHABET = _byte_level_alphabet()
 
 
 class TokenTable:
-    """Token id -> bytes, computed when first asked for. Safe to share between threads.
+    """Maps token ids to bytes. Entries are computed on first use. Threads may share a table.
 
-    ``piece(id)`` is the vocabulary entry, None outside the vocabulary; ``added`` maps the ids of added tokens
-    (special ones too) to their literal text; ``special`` are the ids that ``skip_special_tokens`` leaves out.
+    ``piece(id)`` returns the vocabulary entry, or None outside the vocabulary. ``added`` maps the ids of added tokens,
+    also special ones, to their literal text. ``special`` has the ids that ``skip_special_tokens`` leaves out.
     """
 
     def __init__(
@@ -119,22 +119,22 @@ class TokenTable:
         self._added = dict(added)
         self._bytes: dict[int, bytes] = {}
         self.texts: dict[int, str] = {}
-        """The text of tokens seen before whose bytes are whole characters; see ``remember_text``."""
+        """Texts of the tokens whose bytes are whole characters, as far as they have occurred. See ``remember_text``."""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """The token's bytes; empty for an id without a piece (a padding row of the model's vocabulary)."""
+        """Return the bytes of a token. An id that only pads the model's vocabulary has none."""
         data = self._bytes.get(token_id)
         if data is None:
             data = self._bytes[token_id] = self._encode(token_id)
         return data
 
     def remember_text(self, token_id: int) -> None:
-        """Put the token into ``texts``, unless its bytes are part of a character or not UTF-8."""
+        """Add a token to ``texts``, unless its bytes are part of a character or not UTF-8."""
         with contextlib.suppress(UnicodeDecodeError):
             self.texts[token_id] = self.bytes_of(token_id).decode()
 
     def bytes_at_start(self, token_id: int) -> bytes:
-        """The token's bytes as the first of a text, under a rule with ``strip_first_token``."""
+        """Return the bytes of the first token of a text, for a rule with ``strip_first_token``."""
         piece = self._piece(token_id) or ""
         mark = self.rule.replacements[-1][0]
         return self.bytes_of(token_id) if token_id in self._added else piece.replace(mark, "").encode()

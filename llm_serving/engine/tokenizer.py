@@ -1,67 +1,68 @@
-"""Text to token ids and back, special tokens, chat templates: everything the server knows about text.
+"""The tokenizer as the server uses it: text to token ids and back, special tokens and the chat template.
 
-Nothing here runs code from a model folder or asks a hub.
+Nothing here runs code from a model folder or contacts a model hub. ``tokenizer_backends`` has the two implementations.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from llm_serving.engine.chat_template import ChatTemplate
-from llm_serving.engine.token_table import TokenTable
-from llm_serving.engine.tokenizer_backends import FastBackend, SentencePieceBackend, TokenizerBackend
-from llm_serving.engine.tokenizer_files import TokenizerFiles, find_vocabulary, read_tokenizer_files
-from llm_serving.errors import RequestError
+from llm_serving.engine.token_table import DecodeRule, TokenTable
+from llm_serving.engine.tokenizer_files import TokenizerFiles
 
-if TYPE_CHECKING:
-    from llm_serving.config import Config
-
-__all__ = ["Tokenizer", "load_tokenizer"]
+__all__ = ["Tokenizer"]
 
 
-class Tokenizer:
-    """One model's tokenizer. Immutable after construction; its methods may be called from any thread."""
+class Tokenizer(ABC):
+    """The tokenizer of one model. It does not change after construction. Any thread may call its methods."""
 
-    def __init__(self, files: TokenizerFiles, eos_token_ids: Sequence[int] = ()) -> None:
-        """``eos_token_ids`` are the model's; without any, the tokenizer's ``eos_token`` ends a text."""
-        backend: TokenizerBackend = SentencePieceBackend(files) if files.is_sentencepiece else FastBackend(files)
-        self._backend = backend
-        self._templates = {
-            name: ChatTemplate(text, files.special_tokens, name=f"{files.settings.source}: chat template {name!r}")
-            for name, text in files.templates.items()
-        }
-        self.table = TokenTable(backend.rule, backend.piece, backend.added, backend.special)
-        self.vocab_size = backend.vocab_size
-        self.bos_token_id = self._named(files, "bos_token")
-        end = self._named(files, "eos_token")
+    def __init__(
+        self,
+        files: TokenizerFiles,
+        eos_token_ids: Sequence[int],
+        *,
+        rule: DecodeRule,
+        added: Mapping[int, str],
+        special: frozenset[int],
+        vocab_size: int,
+    ) -> None:
+        """``eos_token_ids`` are the model's end tokens. If there are none, the tokenizer's ``eos_token`` ends a text.
+
+        ``added`` has the literal texts of added tokens, by id. ``vocab_size`` counts added tokens, too.
+        """
+        self.table = TokenTable(rule, self.piece, added, special)
+        self.vocab_size = vocab_size
+        self.special_token_ids = special
+        self.bos_token_id = self._special_id(files, "bos_token")
+        end = self._special_id(files, "eos_token")
         self.eos_token_ids = tuple(eos_token_ids) or (() if end is None else (end,))
-        self.special_token_ids = backend.special
+        self.chat_template = _chat_template(files)
 
-    def _named(self, files: TokenizerFiles, name: str) -> int | None:
-        token = files.special_tokens.get(name)
-        return None if token is None else self._backend.token_id(token)
+    @abstractmethod
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of ``text``. If the text spells a special token, it becomes that token."""
 
-    @property
-    def has_chat_template(self) -> bool:
-        return bool(self._templates)
+    @abstractmethod
+    def piece(self, token_id: int) -> str | None:
+        """Return the vocabulary entry of a token. None for an id outside the vocabulary."""
+
+    @abstractmethod
+    def token_id(self, piece: str) -> int | None:
+        """Return the id of a vocabulary entry. None if there is no entry with this text."""
 
     @cached_property
     def max_piece_chars(self) -> int:
-        """Characters of the longest token: a text of more than ``n`` times this is more than ``n`` tokens."""
-        pieces = (self._backend.piece(token_id) for token_id in range(self.vocab_size))
+        """Length of the longest token. A text of more than ``n`` times this length has more than ``n`` tokens."""
+        pieces = (self.piece(token_id) for token_id in range(self.vocab_size))
         return max(len(piece) for piece in pieces if piece)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``. A special token spelled out in the text becomes that token."""
-        return self._backend.encode(text, add_special_tokens)
-
     def decode(self, token_ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of ``token_ids``, taken as a whole text. Bytes that are no UTF-8 become U+FFFD.
+        """Return the text of ``token_ids``, taken as a whole text. Bytes that are not UTF-8 become U+FFFD.
 
-        Equals transformers' ``decode(..., clean_up_tokenization_spaces=False)`` for ids whose bytes are UTF-8.
+        If the bytes are UTF-8, the result equals transformers' ``decode(..., clean_up_tokenization_spaces=False)``.
         """
         table = self.table
         kept = [i for i in token_ids if not (skip_special_tokens and i in table.special)]
@@ -73,35 +74,18 @@ class Tokenizer:
         return text[min(leading, table.rule.strip_spaces) :]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token adds to a text; may be part of a character."""
+        """Return the bytes that a token adds to a text. They may be part of a character."""
         return self.table.bytes_of(token_id)
 
-    def id_to_piece(self, token_id: int) -> str:
-        """The entry of the vocabulary; empty for an id outside it."""
-        return self._backend.piece(token_id) or ""
-
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        *,
-        max_chars: int | None = None,
-    ) -> str:
-        """The prompt of a conversation, special tokens spelled out; encode it with ``add_special_tokens=False``.
-
-        Raises RequestError when the model has no chat template or the template refuses the messages.
-        """
-        template = self._templates.get("default") or next(iter(self._templates.values()), None)
-        if template is None:
-            raise RequestError(
-                "This model has no chat template, so it cannot answer messages; use /v1/completions with a prompt.",
-                param="messages",
-                code="no_chat_template",
-            )
-        return template.render(messages, add_generation_prompt=add_generation_prompt, max_chars=max_chars)
+    def _special_id(self, files: TokenizerFiles, name: str) -> int | None:
+        token = files.special_tokens.get(name)
+        return None if token is None else self.token_id(token)
 
 
-def load_tokenizer(config: Config) -> Tokenizer:
-    """The tokenizer a config names. Raises CheckpointError."""
-    vocabulary = find_vocabulary(Path(config.tokenizer_file), config.tokenizer.type)
-    return Tokenizer(read_tokenizer_files(vocabulary), config.end_token_ids)
+def _chat_template(files: TokenizerFiles) -> ChatTemplate:
+    """Return the default template, or the first one. Raises CheckpointError if any template is invalid."""
+    templates = {
+        name: ChatTemplate(text, files.special_tokens, name=f"{files.settings.source}: chat template {name!r}")
+        for name, text in files.templates.items()
+    }
+    return templates.get("default") or next(iter(templates.values()), ChatTemplate(None, {}))

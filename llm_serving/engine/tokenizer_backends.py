@@ -1,74 +1,89 @@
-"""The two libraries that cut text into tokens, behind one small interface."""
+"""The two implementations of Tokenizer, with the libraries ``tokenizers`` and ``sentencepiece``."""
 
 from __future__ import annotations
 
 import json
 import re
-from typing import Protocol
+from collections.abc import Sequence
+from pathlib import Path
 
 import sentencepiece
 import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from llm_serving.engine.byte_level_bpe import byte_level_bpe
-from llm_serving.engine.token_table import DecodeRule, decode_rule, sentencepiece_rule
-from llm_serving.engine.tokenizer_files import BPE_FILE, AddedToken, TokenizerFiles
+from llm_serving.config import Config
+from llm_serving.engine.token_table import decode_rule, sentencepiece_rule
+from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.engine.tokenizer_files import (
+    BPE_FILE,
+    MERGES_FILE,
+    AddedToken,
+    TokenizerFiles,
+    find_vocabulary,
+    read_tokenizer_files,
+)
 from llm_serving.errors import CheckpointError
 
-__all__ = ["FastBackend", "SentencePieceBackend", "TokenizerBackend"]
+__all__ = ["FastTokenizer", "SentencePieceTokenizer", "load_tokenizer", "make_tokenizer"]
 
 MAX_VOCABULARY_BYTES = 256 * 1024 * 1024
 
-# Appended to a serialised ModelProto: normalizer_spec { add_dummy_prefix: false }. Protocol buffers merge what
-# comes twice, so this changes that one flag and nothing else.
+# Appended to a serialised ModelProto: normalizer_spec { add_dummy_prefix: false }. Protocol buffers merge a field that
+# occurs twice, so these bytes change only this flag.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
-
-class TokenizerBackend(Protocol):
-    """Cuts text; knows the vocabulary. All methods may be called from several threads."""
-
-    rule: DecodeRule
-    added: dict[int, str]
-    """Added tokens: id -> literal text."""
-    special: frozenset[int]
-    vocab_size: int
-    """Number of tokens, added ones included."""
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-
-    def piece(self, token_id: int) -> str | None: ...
-
-    def token_id(self, piece: str) -> int | None: ...
+_QWEN2_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""The words of Qwen2. They equal those of GPT-4, except that each digit is a word."""
 
 
-class FastBackend:
-    """``tokenizer.json``, or ``vocab.json`` with ``merges.txt``, through the ``tokenizers`` library. No truncation, no
-    padding, whatever the file says."""
+def load_tokenizer(config: Config) -> Tokenizer:
+    """Load the tokenizer that a config names. Raises CheckpointError."""
+    vocabulary = find_vocabulary(Path(config.tokenizer_file), config.tokenizer.type)
+    return make_tokenizer(read_tokenizer_files(vocabulary), config.end_token_ids)
 
-    def __init__(self, files: TokenizerFiles) -> None:
+
+def make_tokenizer(files: TokenizerFiles, eos_token_ids: Sequence[int] = ()) -> Tokenizer:
+    """Make the tokenizer of a model folder. See ``Tokenizer`` for ``eos_token_ids``."""
+    make = SentencePieceTokenizer if files.is_sentencepiece else FastTokenizer
+    return make(files, eos_token_ids)
+
+
+class FastTokenizer(Tokenizer):
+    """Reads ``tokenizer.json``, or ``vocab.json`` with ``merges.txt``, through the ``tokenizers`` library.
+
+    Truncation and padding are off, even if the file turns them on.
+    """
+
+    def __init__(self, files: TokenizerFiles, eos_token_ids: Sequence[int] = ()) -> None:
         source = str(files.vocabulary)
         _check_size(files)
         try:
             is_bpe = files.vocabulary.name == BPE_FILE
-            self._tokenizer = byte_level_bpe(files) if is_bpe else tokenizers.Tokenizer.from_file(source)
+            self._tokenizer = _byte_level_bpe(files) if is_bpe else tokenizers.Tokenizer.from_file(source)
         except CheckpointError:
             raise
         except Exception as reason:  # the library raises plain Exception
-            raise CheckpointError(f"{source}: not a {files.vocabulary.name}: {reason}") from reason
+            raise CheckpointError(f"{source}: not a valid {files.vocabulary.name}: {reason}") from reason
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._add_missing(files)
         decoder = self._tokenizer.decoder
-        self.rule = decode_rule(None if decoder is None else json.loads(decoder.__getstate__()), source)
         entries = self._tokenizer.get_added_tokens_decoder()
-        self.added = {token_id: token.content for token_id, token in entries.items()}
         named = (self._tokenizer.token_to_id(token) for token in files.special_tokens.values())
-        self.special = frozenset(i for i, token in entries.items() if token.special) | {
-            token_id for token_id in named if token_id is not None
-        }
-        self.vocab_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        super().__init__(
+            files,
+            eos_token_ids,
+            rule=decode_rule(None if decoder is None else json.loads(decoder.__getstate__()), source),
+            added={token_id: token.content for token_id, token in entries.items()},
+            special=frozenset(i for i, token in entries.items() if token.special)
+            | {token_id for token_id in named if token_id is not None},
+            vocab_size=self._tokenizer.get_vocab_size(with_added_tokens=True),
+        )
 
     def _add_missing(self, files: TokenizerFiles) -> None:
-        """Adds the tokens that only ``tokenizer_config.json`` lists, as transformers does."""
+        """Add the tokens that only ``tokenizer_config.json`` lists, as transformers does."""
         known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
         for token in files.added_tokens:
             if token.content in known:
@@ -87,7 +102,7 @@ class FastBackend:
                     f"{files.vocabulary.name} gives it {self._tokenizer.token_to_id(token.content)}"
                 )
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -100,19 +115,19 @@ class FastBackend:
         return token_id
 
 
-class SentencePieceBackend:
-    """``tokenizer.model``, through sentencepiece, with the added tokens of ``tokenizer_config.json``.
+class SentencePieceTokenizer(Tokenizer):
+    """Reads ``tokenizer.model`` through sentencepiece, with the added tokens of ``tokenizer_config.json``.
 
-    As transformers' LlamaTokenizer: text is first cut at the added tokens; the parts between are cut by
-    sentencepiece. With ``legacy: false`` only the very start of the text gets the word mark sentencepiece puts
-    before a sentence, otherwise every part does.
+    As in transformers' LlamaTokenizer, a text is first split at the added tokens, then sentencepiece splits the parts
+    between them. Sentencepiece puts a word mark before a sentence. With ``legacy: false`` only the start of the text
+    gets this mark, otherwise every part does.
     """
 
-    def __init__(self, files: TokenizerFiles) -> None:
+    def __init__(self, files: TokenizerFiles, eos_token_ids: Sequence[int] = ()) -> None:
         proto = _read_model(files)
         self._processor = _processor(proto, files)
         self._plain = _processor(proto + _NO_DUMMY_PREFIX, files)
-        self._has_dummy_prefix = self._processor.encode("a") != self._plain.encode("a")
+        has_dummy_prefix = self._processor.encode("a") != self._plain.encode("a")
         self._legacy = files.settings.boolean("legacy", True)
         self._prefix_first = files.settings.boolean("add_prefix_space", True)
         self._add_bos = files.settings.boolean("add_bos_token", True)
@@ -124,11 +139,16 @@ class SentencePieceBackend:
         self._splitter = _splitter(tokens)
         self._bos = self._end_of_text(files, "bos_token", self._processor.bos_id())
         self._eos = self._end_of_text(files, "eos_token", self._processor.eos_id())
-        self.added = {token.token_id: token.content for token in tokens}
+        self._added = {token.token_id: token.content for token in tokens}
         control = (i for i in range(self._size) if self._processor.is_control(i) or self._processor.is_unknown(i))
-        self.special = frozenset(token.token_id for token in tokens if token.special) | frozenset(control)
-        self.rule = sentencepiece_rule(add_dummy_prefix=self._has_dummy_prefix)
-        self.vocab_size = max([self._size - 1, *self.added]) + 1
+        super().__init__(
+            files,
+            eos_token_ids,
+            rule=sentencepiece_rule(add_dummy_prefix=has_dummy_prefix),
+            added=self._added,
+            special=frozenset(token.token_id for token in tokens if token.special) | frozenset(control),
+            vocab_size=max([self._size - 1, *self._added]) + 1,
+        )
 
     def _check_ids(self, files: TokenizerFiles) -> None:
         for token in files.added_tokens:
@@ -139,7 +159,7 @@ class SentencePieceBackend:
                 )
 
     def _literal_tokens(self, files: TokenizerFiles) -> tuple[AddedToken, ...]:
-        """The added tokens, and the named special tokens that are pieces of the model."""
+        """Return the added tokens, and the named special tokens that are in the model's vocabulary."""
         listed = {token.content for token in files.added_tokens}
         named = []
         for content in dict.fromkeys(files.special_tokens.values()):
@@ -149,7 +169,7 @@ class SentencePieceBackend:
         return (*files.added_tokens, *named)
 
     def _piece_id(self, piece: str) -> int | None:
-        token_id: int = self._processor.piece_to_id(piece)  # the unknown token's for what is no piece
+        token_id: int = self._processor.piece_to_id(piece)  # for an unknown piece, the id of the unknown token
         return token_id if self._processor.id_to_piece(token_id) == piece else None
 
     def _end_of_text(self, files: TokenizerFiles, name: str, default: int) -> int | None:
@@ -158,7 +178,7 @@ class SentencePieceBackend:
             return token.token_id
         return default if default >= 0 else None
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = []
         if add_special_tokens and self._add_bos and self._bos is not None:
             ids.append(self._bos)
@@ -173,8 +193,8 @@ class SentencePieceBackend:
         return ids
 
     def piece(self, token_id: int) -> str | None:
-        if token_id in self.added:
-            return self.added[token_id]
+        if token_id in self._added:
+            return self._added[token_id]
         if not 0 <= token_id < self._size:
             return None
         piece: str = self._processor.id_to_piece(token_id)
@@ -187,7 +207,7 @@ class SentencePieceBackend:
 def _check_size(files: TokenizerFiles) -> None:
     size = files.vocabulary.stat().st_size
     if size > MAX_VOCABULARY_BYTES:
-        raise CheckpointError(f"{files.vocabulary}: has {size} bytes; at most {MAX_VOCABULARY_BYTES} are read")
+        raise CheckpointError(f"{files.vocabulary}: has {size} bytes; the maximum is {MAX_VOCABULARY_BYTES}")
 
 
 def _read_model(files: TokenizerFiles) -> bytes:
@@ -203,12 +223,12 @@ def _processor(proto: bytes, files: TokenizerFiles) -> sentencepiece.SentencePie
         processor = sentencepiece.SentencePieceProcessor()
         processor.LoadFromSerializedProto(proto)
     except (RuntimeError, OSError, ValueError) as reason:
-        raise CheckpointError(f"{files.vocabulary}: not a sentencepiece model: {reason}") from reason
+        raise CheckpointError(f"{files.vocabulary}: not a valid sentencepiece model: {reason}") from reason
     return processor
 
 
 def _splitter(tokens: tuple[AddedToken, ...]) -> re.Pattern[str] | None:
-    """Matches any added token, the longest first, with the white space it swallows."""
+    """Return a pattern of all added tokens, the longest first, each with the white space that it removes."""
     if not tokens:
         return None
     ordered = sorted(tokens, key=lambda token: -len(token.content))
@@ -216,3 +236,29 @@ def _splitter(tokens: tuple[AddedToken, ...]) -> re.Pattern[str] | None:
         (r"\s*" if t.strip_left else "") + re.escape(t.content) + (r"\s*" if t.strip_right else "") for t in ordered
     )
     return re.compile(f"({'|'.join(patterns)})")
+
+
+def _byte_level_bpe(files: TokenizerFiles) -> tokenizers.Tokenizer:
+    """Make a byte-level BPE (GPT-2, Radford et al. 2019) from ``vocab.json`` and ``merges.txt``, without added tokens.
+
+    A folder without ``tokenizer.json`` does not describe how text is split into words. The class of the tokenizer
+    determines it. Raises CheckpointError for an unknown class.
+    """
+    merges = files.vocabulary.with_name(MERGES_FILE)
+    if not merges.is_file():
+        raise CheckpointError(f"{files.vocabulary}: there is no {MERGES_FILE} in the same folder")
+    name = files.settings.text("tokenizer_class", "").removesuffix("Fast")
+    if name not in ("Qwen2Tokenizer", "GPT2Tokenizer"):
+        raise files.settings.fail(
+            "tokenizer_class", "must be Qwen2Tokenizer or GPT2Tokenizer if there is no tokenizer.json"
+        )
+    tokenizer = tokenizers.Tokenizer(models.BPE.from_file(str(files.vocabulary), str(merges)))
+    tokenizer.decoder = decoders.ByteLevel()
+    if name == "GPT2Tokenizer":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        return tokenizer
+    tokenizer.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(Regex(_QWEN2_WORDS), behavior="isolated", invert=False)
+    bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_of_words])
+    return tokenizer

@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says about its tokenizer: which file holds the vocabulary, special tokens, templates."""
+"""Reads the tokenizer files of a Hugging Face folder: vocabulary file, special tokens and chat templates."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MAX_TEMPLATE_BYTES = 256 * 1024
 MAX_ADDED_TOKENS = 100_000
 FAST_FILE, SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
 BPE_FILE, MERGES_FILE = "vocab.json", "merges.txt"
-"""Of byte-level BPE without a ``tokenizer.json``."""
+"""Files of a byte-level BPE without a ``tokenizer.json``."""
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that stands for its literal text, beside the learned vocabulary.
+    """A token that stands for its literal text, in addition to the learned vocabulary.
 
-    ``strip_left`` and ``strip_right``: it swallows the white space around it.
+    ``strip_left`` and ``strip_right``: the token also removes the white space on that side.
     """
 
     token_id: int
@@ -38,9 +38,9 @@ class AddedToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """The tokenizer's files, read but for the vocabulary itself.
+    """Contents of the tokenizer's files, without the vocabulary itself.
 
-    ``special_tokens`` maps ``bos_token`` and the like to the token; ``templates`` chat templates by name.
+    ``special_tokens`` maps names like ``bos_token`` to tokens. ``templates`` maps names to chat templates.
     """
 
     vocabulary: Path
@@ -55,9 +55,9 @@ class TokenizerFiles:
 
 
 def find_vocabulary(place: Path, kind: str = "auto") -> Path:
-    """The vocabulary file: ``place`` itself, or the one in the folder ``place``.
+    """Return the vocabulary file: ``place`` itself, or the vocabulary file in the folder ``place``.
 
-    ``kind`` is the config's ``tokenizer.type``. Raises CheckpointError when there is none.
+    ``kind`` is the config's ``tokenizer.type``. Raises CheckpointError if there is no vocabulary file.
     """
     names = {"LlamaTokenizer": (SENTENCEPIECE_FILE,), "LlamaTokenizerFast": (FAST_FILE, BPE_FILE)}.get(
         kind, (FAST_FILE, SENTENCEPIECE_FILE, BPE_FILE)
@@ -75,7 +75,7 @@ def find_vocabulary(place: Path, kind: str = "auto") -> Path:
 
 
 def read_tokenizer_files(vocabulary: Path) -> TokenizerFiles:
-    """Reads what lies beside ``vocabulary``. Raises CheckpointError naming file, key and value."""
+    """Read the other files in the folder of ``vocabulary``. Raises CheckpointError with file, key and value."""
     folder = vocabulary.parent
     settings = _read_object(folder / "tokenizer_config.json")
     names = _read_object(folder / "special_tokens_map.json")
@@ -95,7 +95,7 @@ def read_tokenizer_files(vocabulary: Path) -> TokenizerFiles:
 
 
 def _read_object(file: Path) -> dict[str, object]:
-    """The JSON object in ``file``; empty when there is no such file."""
+    """Return the JSON object in ``file``. The result is empty if the file does not exist."""
     if not file.exists():
         return {}
     try:
@@ -108,14 +108,14 @@ def _read_object(file: Path) -> dict[str, object]:
 
 
 def _token_text(value: object) -> str | None:
-    """A token is written as text, or as an object with ``content``."""
+    """Return the text of a token, which is either text or an object with ``content``."""
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) else None
 
 
 def _added_tokens(folder: Path, settings: Mapping[str, object]) -> tuple[AddedToken, ...]:
-    """From ``added_tokens_decoder``, or the older ``added_tokens.json`` (text -> id); in order of id."""
+    """Read ``added_tokens_decoder``, or the older ``added_tokens.json`` (text -> id). The result is in order of id."""
     source = f"{folder / 'tokenizer_config.json'}: added_tokens_decoder"
     entries = settings.get("added_tokens_decoder") or {}
     tokens = []
@@ -135,12 +135,12 @@ def _added_tokens(folder: Path, settings: Mapping[str, object]) -> tuple[AddedTo
                 raise CheckpointError(f"{source}: {content!r} = {token_id!r}: must map a text to a token id")
             tokens.append(AddedToken(token_id, content, special=False))
     if len(tokens) > MAX_ADDED_TOKENS:
-        raise CheckpointError(f"{source}: {len(tokens)} added tokens; at most {MAX_ADDED_TOKENS} are taken")
+        raise CheckpointError(f"{source}: {len(tokens)} added tokens; the maximum is {MAX_ADDED_TOKENS}")
     return tuple(sorted(tokens, key=lambda token: token.token_id))
 
 
 def _templates(folder: Path, fields: TypedFields, settings: Mapping[str, object]) -> dict[str, str]:
-    """``chat_template.jinja`` goes before ``chat_template`` in ``tokenizer_config.json``: text, or a list of named."""
+    """Read the chat templates. ``chat_template.jinja`` replaces the ``chat_template`` of ``tokenizer_config.json``."""
     templates: dict[str, str] = {}
     value = settings.get("chat_template")
     if isinstance(value, str):

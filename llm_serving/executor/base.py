@@ -1,48 +1,50 @@
-"""The executor as the engine sees it: steps go in, results and news of the agents come out.
+"""The executor as the engine sees it: steps go in, results and changes of the agents' state come out.
 
-There is one for each replica of the model; its agents are one group, ready together and lost together.
-
-One thread, the engine's, calls everything but ``wake`` and ``agents``, which any thread may call.
+Each replica of the model has one executor. The agents of a replica are one group: they become ready together, and if
+one is lost, all are ended. Only the engine thread calls the methods, except ``wake`` and ``agents``, which any thread
+may call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import selectors
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 
-__all__ = ["AgentLost", "AgentReady", "AgentStatus", "Executor", "ExecutorEvent"]
+__all__ = ["AgentLost", "AgentReady", "AgentStatus", "Executor", "ExecutorEvent", "Poll", "poll_all"]
 
 
 @dataclass(frozen=True, slots=True)
 class AgentReady:
-    """Every agent is ready and holds no state: steps may be submitted from now on.
+    """Every agent is ready and holds no state. From now on, steps may be submitted.
 
-    The first one comes after the start, the next ones after a loss.
+    The first event follows the start, and each further one follows a loss.
     """
 
     summary: Mapping[str, object] = field(default_factory=dict)
-    """For the log: device, op table, bytes of weights and KV cache, seconds per stage."""
+    """Facts for the log: device, op table, bytes of weights and KV cache, seconds per stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentLost:
-    """An agent died or stopped answering, and the group was ended with it. Every step in flight is void and no result
-    of one follows.
+    """An agent died or stopped replying, and its group was ended. Every step in flight is void and has no result.
 
-    Unless ``final``, an ``AgentReady`` follows when the agents have been restarted; nothing is submitted before.
+    If the loss is not ``final``, an ``AgentReady`` follows when the agents have been restarted. No step may be
+    submitted before.
     """
 
     error: str
     final: bool = False
-    """The agent is given up: no restart will be tried."""
+    """The agents are given up and not restarted."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentStatus:
-    """Every agent answered a ``request_status``."""
+    """Every agent replied to a ``request_status``."""
 
     agents: list[dict[str, object]]
 
@@ -51,41 +53,75 @@ ExecutorEvent = StepResult | AgentReady | AgentLost | AgentStatus
 
 
 class Executor(Protocol):
-    """Carries steps to the agents and back. It starts and restarts agents on its own, or with the launcher."""
+    """Sends steps to the agents and receives the results. It restarts lost agents."""
 
     @property
     def num_free_slots(self) -> int:
-        """Steps that can be submitted now. A slot is free again once its result has come out of ``poll``."""
+        """Number of steps that can be submitted now. After ``poll`` returns a result, its step slot is free again."""
 
     def submit(self, step: ScheduledStep) -> None:
-        """Send a step; never blocks for long. The step's lists are read here and not kept.
+        """Send a step. The call does not wait for the agents, and keeps no reference to the step's lists.
 
-        Raises LLMServingError when the step cannot be written or sent; then no result of it follows. A connection
-        found dead is not an error here: the step counts as sent and ``poll`` reports ``AgentLost``.
+        Raises LLMServingError if the step cannot be written or sent. The step then has no result. A broken connection
+        is not an error of this call: the step counts as sent, and ``poll`` reports ``AgentLost``.
         """
 
     def abort(self, seq: int) -> None:
-        """Ask the agents to drop step ``seq`` if it has not begun. Its StepResult comes in any case."""
+        """Ask the agents to drop step ``seq`` if it has not begun. The step has a result in either case."""
 
     def request_status(self) -> None:
-        """Ask every agent how it is; ``poll`` reports ``AgentStatus`` when all have answered."""
+        """Ask every agent for its status. ``poll`` reports ``AgentStatus`` when all have replied."""
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
-        """What has happened, in order. Waits up to ``timeout_s`` (None: as long as it takes) for something.
+        """Return the next events in order. If there are none, wait up to ``timeout_s``, or without limit if it is None.
 
-        Returns an empty list after the timeout or a ``wake``.
+        The result is empty after the timeout or a ``wake``.
         """
 
     def fileno(self) -> int:
-        """A descriptor that is readable while ``poll`` has something to give, a ``wake`` among it: for whoever waits
-        for several executors at once."""
+        """Return a descriptor that is readable while ``poll`` has an event or was woken. It serves to wait for several
+        executors together."""
 
     def next_due(self) -> float | None:
-        """When, by ``time.monotonic``, ``poll`` has something to do though nothing becomes readable: a step that was
-        not answered in time, a restart. None when nothing is due."""
+        """Return when ``poll`` must run even if no descriptor becomes readable, by ``time.monotonic``.
+
+        Examples are the timeout of a step and a restart. None if nothing is due.
+        """
 
     def wake(self) -> None:
-        """Make the running ``poll``, or else the next one, return at once. Any thread may call it."""
+        """Make the present or the next ``poll`` return immediately. Any thread may call this method."""
 
     def agents(self) -> list[dict[str, object]]:
-        """What is known of each agent now (rank, pid, state, restarts ...). Any thread may call it."""
+        """Return the facts about each agent: rank, pid, state, restarts and others. Any thread may call this method."""
+
+
+Poll = Callable[[float | None], list[tuple[int, ExecutorEvent]]]
+"""``Executor.poll`` for several executors. Each event comes with the index of its executor."""
+
+
+def poll_all(executors: Sequence[Executor]) -> Poll:
+    """Return a function that polls the executors with events. It waits only while no executor has an event."""
+    if len(executors) == 1:
+        [only] = executors
+        return lambda timeout_s: [(0, event) for event in only.poll(timeout_s)]
+    return _SeveralExecutors(executors).poll
+
+
+class _SeveralExecutors:
+    def __init__(self, executors: Sequence[Executor]) -> None:
+        self._executors = executors
+        self._selector = selectors.DefaultSelector()
+        for index, executor in enumerate(executors):
+            self._selector.register(executor.fileno(), selectors.EVENT_READ, index)
+
+    def poll(self, timeout_s: float | None) -> list[tuple[int, ExecutorEvent]]:
+        due = [executor.next_due() for executor in self._executors]
+        times = [at for at in due if at is not None]
+        if times:
+            until = max(0.0, min(times) - time.monotonic())
+            timeout_s = until if timeout_s is None else min(until, timeout_s)
+        active = {key.data for key, _ in self._selector.select(timeout_s)}
+        if times:
+            now = time.monotonic()
+            active.update(index for index, at in enumerate(due) if at is not None and at <= now)
+        return [(index, event) for index in sorted(active) for event in self._executors[index].poll(0.0)]

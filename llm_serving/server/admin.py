@@ -1,38 +1,81 @@
-"""Health, metrics, facts about the server, and the tokenizer on its own."""
+"""Endpoints about the server: models, health, metrics, facts, and the tokenizer without generation."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llm_serving import __version__
 from llm_serving.errors import RequestError
-from llm_serving.server.body import read_json_object
+from llm_serving.server.body import json_response, read_request
 from llm_serving.server.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES, MAX_STOP_STRINGS
-from llm_serving.server.models import check_model
 from llm_serving.server.prompts import check_vocabulary, encode_text, max_chars
-from llm_serving.server.protocol_openai import DetokenizeRequest, TokenizeRequest
-from llm_serving.server.responses import json_response
-from llm_serving.server.state import ServerState
-from llm_serving.server.validation import parse
+from llm_serving.server.protocol import Messages, Name
+from llm_serving.server.state import Endpoint, ServerState
+from llm_serving.server.validation import StrictModel
 from llm_serving.telemetry.metrics import CONTENT_TYPE
+from llm_serving.telemetry.status import EngineStatus
 
-__all__ = ["detokenize", "health_live", "health_ready", "metrics", "server_info", "tokenize"]
+__all__ = ["ENDPOINTS"]
 
 RECENT_STEP_S = 5.0
+"""If a step completed within this time, the agents are known to work."""
 PROBE_TIMEOUT_S = 2.0
 
 
-async def health_live(state: ServerState, request: Request) -> Response:
-    """The process answers."""
+class TokenizeRequest(StrictModel):
+    """A text or a conversation to tokenize."""
+
+    model: Name = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Add the special tokens at the start of a text (default: true for a prompt, false for messages).",
+    )
+    add_generation_prompt: bool = Field(
+        default=True, description="End the conversation where the assistant's message begins."
+    )
+
+
+class DetokenizeRequest(StrictModel):
+    """Tokens to turn into text."""
+
+    model: Name = None
+    tokens: Annotated[list[int], Field(fail_fast=True)]
+    skip_special_tokens: bool = True
+
+
+async def _list_models(state: ServerState, request: Request) -> Response:
+    return json_response({"object": "list", "data": [_model(state)]})
+
+
+async def _get_model(state: ServerState, request: Request) -> Response:
+    state.check_model(request.path_params["name"])
+    return json_response(_model(state))
+
+
+def _model(state: ServerState) -> dict[str, Any]:
+    return {
+        "id": state.engine.model_name,
+        "object": "model",
+        "created": int(state.started_at),
+        "owned_by": "llm-serving",
+        "max_model_len": state.settings.max_context,
+    }
+
+
+async def _health_live(state: ServerState, request: Request) -> Response:
     return json_response({"status": "live"})
 
 
-async def health_ready(state: ServerState, request: Request) -> Response:
-    """Requests would be served: a step was answered in the last seconds, or the agents answer a probe."""
+async def _health_ready(state: ServerState, request: Request) -> Response:
+    """Report ready if requests would be served: a step completed recently, or all agents reply to a probe."""
     status = state.engine.status()
     ready = status.state == "ready" and not state.active.stopping
     age = status.last_step_age_s
@@ -44,16 +87,11 @@ async def health_ready(state: ServerState, request: Request) -> Response:
     return json_response({"status": name, "ready": ready}, status=200 if ready else 503)
 
 
-async def metrics(state: ServerState, request: Request) -> Response:
-    """All metrics, for Prometheus."""
+async def _metrics(state: ServerState, request: Request) -> Response:
     return Response(state.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
 
-async def server_info(state: ServerState, request: Request) -> Response:
-    """The model, the limits, and how the engine is doing."""
-    from llm_serving import __version__
-
-    status = state.engine.status()
+async def _server_info(state: ServerState, request: Request) -> Response:
     tokenizer = state.engine.tokenizer
     return json_response(
         {
@@ -64,7 +102,7 @@ async def server_info(state: ServerState, request: Request) -> Response:
                 "name": state.engine.model_name,
                 "max_model_len": state.settings.max_context,
                 "max_prompt_tokens": state.settings.max_prompt_tokens,
-                "chat_template": tokenizer.has_chat_template,
+                "chat_template": not tokenizer.chat_template.is_missing,
                 "bos_token_id": tokenizer.bos_token_id,
                 "eos_token_ids": list(tokenizer.eos_token_ids),
                 **state.settings.info,
@@ -77,27 +115,29 @@ async def server_info(state: ServerState, request: Request) -> Response:
                 "stop_strings": MAX_STOP_STRINGS,
                 "logprobs": MAX_LOGPROBS,
             },
-            "engine": _engine(status),
+            "engine": _engine(state.engine.status()),
         }
     )
 
 
-def _engine(status: Any) -> dict[str, Any]:
+def _engine(status: EngineStatus) -> dict[str, Any]:
     names = ("state", "running", "waiting", "free_blocks", "total_blocks", "steps", "last_step_age_s", "preemptions",
              "swapped", "swaps", "kv_waste", "prefix_hit_tokens", "prefix_query_tokens")  # fmt: skip
     replicas = [asdict(replica) for replica in status.replicas]
     return {**{name: getattr(status, name) for name in names}, "agents": status.agents, "replicas": replicas}
 
 
-async def tokenize(state: ServerState, request: Request) -> Response:
-    """The tokens of a text or a conversation."""
-    body = parse(TokenizeRequest, await read_json_object(request, state.settings.max_body_bytes))
-    check_model(state, body.model)
+async def _tokenize(state: ServerState, request: Request) -> Response:
+    body = await read_request(TokenizeRequest, request, state.settings.max_body_bytes)
+    state.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("Give either 'prompt' or 'messages'.", param="prompt", code="invalid_value")
     if body.messages is not None:
-        messages = [message.for_template() for message in body.messages]
-        text = state.engine.tokenizer.render_chat(messages, body.add_generation_prompt, max_chars=max_chars(state))
+        text = state.engine.tokenizer.chat_template.render(
+            [message.for_template() for message in body.messages],
+            add_generation_prompt=body.add_generation_prompt,
+            max_chars=max_chars(state),
+        )
         ids = await encode_text(state, text, "messages", add_special_tokens=body.add_special_tokens is True)
     else:
         text = body.prompt or ""
@@ -105,10 +145,27 @@ async def tokenize(state: ServerState, request: Request) -> Response:
     return json_response({"tokens": ids, "count": len(ids), "max_model_len": state.settings.max_context})
 
 
-async def detokenize(state: ServerState, request: Request) -> Response:
-    """The text of tokens, under both names that clients look for."""
-    body = parse(DetokenizeRequest, await read_json_object(request, state.settings.max_body_bytes))
-    check_model(state, body.model)
+async def _detokenize(state: ServerState, request: Request) -> Response:
+    """Return the text of tokens, under both names that clients expect."""
+    body = await read_request(DetokenizeRequest, request, state.settings.max_body_bytes)
+    state.check_model(body.model)
     check_vocabulary(body.tokens, state.settings.vocab_size, "tokens")
     text = state.engine.tokenizer.decode(body.tokens, body.skip_special_tokens)
     return json_response({"text": text, "prompt": text})
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/v1/models", _list_models, "The served model, in OpenAI's format."),
+    Endpoint("GET", "/v1/models/{name:path}", _get_model, "The served model by its name."),
+    Endpoint(
+        "POST", "/tokenize", _tokenize, "The tokens of a text or a conversation.",
+        TokenizeRequest, '{"prompt": "Once upon a time"}',
+    ),
+    Endpoint(
+        "POST", "/detokenize", _detokenize, "The text of tokens.", DetokenizeRequest, '{"tokens": [1, 300, 301]}'
+    ),
+    Endpoint("GET", "/health/live", _health_live, "200 while the process responds."),
+    Endpoint("GET", "/health/ready", _health_ready, "200 while requests are served, 503 otherwise."),
+    Endpoint("GET", "/metrics", _metrics, "Metrics for Prometheus."),
+    Endpoint("GET", "/server_info", _server_info, "The model, the limits, and the state of the engine."),
+)  # fmt: skip

@@ -1,9 +1,8 @@
-"""The ASGI application: routes, errors, and what every request passes through."""
+"""The ASGI application: it routes requests to endpoints and turns errors into responses."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -12,43 +11,42 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from llm_serving.server.engine_api import Engine, EventLogger
+from llm_serving.config import Config
+from llm_serving.engine.async_engine import AsyncEngine
 from llm_serving.server.errors import ClientGoneError, error_reply, note_error
 from llm_serving.server.generation import GENERATION, Generation
 from llm_serving.server.guard import check_origin
 from llm_serving.server.http_protocol import RECEIVED_AT, STREAM_CHANNEL
-from llm_serving.server.routes import ENDPOINTS, AnyResponse, Endpoint
-from llm_serving.server.state import ServerSettings, ServerState
+from llm_serving.server.routes import ENDPOINTS
+from llm_serving.server.state import AnyResponse, Endpoint, ServerSettings, ServerState
 from llm_serving.server.validation import clip
+from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
-
-if TYPE_CHECKING:
-    from llm_serving.config import Config
 
 __all__ = ["ServerApp", "create_app"]
 
 
-def create_app(engine: Engine, log: EventLogger, metrics: Metrics, config: Config | ServerSettings) -> ServerApp:
-    """The application of one engine. ``metrics`` starts to read present values off the engine."""
+def create_app(engine: AsyncEngine, log: EventLog, metrics: Metrics, config: Config | ServerSettings) -> ServerApp:
+    """Make the application of an engine. From now on, ``metrics`` reads gauges from the engine's status."""
     settings = config if isinstance(config, ServerSettings) else ServerSettings.from_config(config)
     metrics.bind(engine.status)
-    _ = engine.tokenizer.max_piece_chars  # computed now, not by the first request
-    return ServerApp(ServerState(engine, log, metrics, settings))
+    _ = engine.tokenizer.max_piece_chars  # computed now and not during the first request
+    return ServerApp(ServerState(engine, log, metrics, settings, ENDPOINTS))
 
 
 class ServerApp:
-    """Answers every HTTP request; no exception leaves it, but one raised when a response has begun."""
+    """Responds to every HTTP request. It raises an exception only if the response has already begun."""
 
     def __init__(self, state: ServerState) -> None:
         self.state = state
-        routes = [Route(endpoint.path, _Route(state, endpoint), methods=[endpoint.method]) for endpoint in ENDPOINTS]
+        routes = [Route(one.path, _Route(state, one), methods=[one.method]) for one in state.endpoints]
         self._router = Router(routes, redirect_slashes=False, default=_not_found)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         scope.setdefault(RECEIVED_AT, time.monotonic())
-        scope["app"] = self  # Starlette then raises 405 as an exception
+        scope["app"] = self  # with this entry, Starlette raises 405 as an exception
         try:
             check_origin(Headers(scope=scope), self.state.settings)
             await self._router(scope, receive, send)
@@ -57,10 +55,10 @@ class ServerApp:
             self.state.metrics.http_response("unmatched", response.status_code)
             await response(scope, receive, send)
         finally:
-            scope.pop(STREAM_CHANNEL, None)  # which holds the scope: as a cycle, both would wait for the collector
+            scope.pop(STREAM_CHANNEL, None)  # it refers to the scope; without this, the cycle would stay
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new requests, and ends those under way after ``grace_s`` seconds with an error."""
+        """Refuse new requests. After ``grace_s`` seconds, end the active ones with an error."""
         await self.state.active.drain(grace_s)
 
 

@@ -1,4 +1,4 @@
-"""Beam search in OpenAI's API, by vLLM's fields: ``use_beam_search``, ``n`` or ``best_of``, ``length_penalty``."""
+"""Beam search in OpenAI's API, with vLLM's fields: ``use_beam_search``, ``n`` or ``best_of``, ``length_penalty``."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from llm_serving.engine.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearchParam
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.request import MAX_TOP_LOGITS, FinishReason
-from llm_serving.server.choices import Answer, Choice
-from llm_serving.server.generation import Generation
+from llm_serving.server.generation import Answer, Generation
 from llm_serving.server.limits import MAX_SEQUENCES
 from llm_serving.server.protocol import SamplingFields
-from llm_serving.server.sampling import GREEDY_BELOW
+from llm_serving.server.sampling import GREEDY_BELOW, Choice
 
 __all__ = ["check_beam_fields", "search_answers"]
 
@@ -25,11 +24,11 @@ _SAMPLING = {
     "frequency_penalty": (None, 0),
     "stop": ((),),
 }
-"""What a beam search takes no account of, and the values that ask for nothing."""
+"""Sampling fields that a beam search does not use, and their values that have no effect."""
 
 
 def check_beam_fields(fields: SamplingFields) -> None:
-    """Raises RequestError for what does not go together: silently doing something else would be worse."""
+    """Raise RequestError for fields that cannot be combined, instead of ignoring one of them."""
     if not fields.use_beam_search:
         for name in ("beam_width", "length_penalty"):
             if getattr(fields, name) is not None:
@@ -37,19 +36,19 @@ def check_beam_fields(fields: SamplingFields) -> None:
         return
     if fields.stream:
         raise _unsupported(
-            "stream", "'stream' with 'use_beam_search' is not supported: no text is sure before the end."
+            "stream", "'stream' with 'use_beam_search' is not supported: no text is final before the end."
         )
     if fields.temperature is not None and fields.temperature >= GREEDY_BELOW:
-        raise _no_sampling("temperature", fields.temperature)
+        raise _not_used("temperature", fields.temperature)
     for name, neutral in _SAMPLING.items():
         if getattr(fields, name) not in neutral:
-            raise _no_sampling(name, getattr(fields, name))
+            raise _not_used(name, getattr(fields, name))
 
 
 async def search_answers(
     generation: Generation, fields: SamplingFields, best_of: int | None, *, has_limit: bool
 ) -> list[Answer]:
-    """The ``n`` best of each prompt's beams, the best first. ``has_limit``: the client gave the most tokens itself."""
+    """Return the ``n`` best beams of each prompt, best first. ``has_limit``: the client gave ``max_tokens``."""
     n = fields.n or 1
     firsts = generation.choices[::n]
     width = _width(fields, best_of, n, len(firsts))
@@ -69,15 +68,15 @@ def _width(fields: SamplingFields, best_of: int | None, n: int, num_prompts: int
     name = "beam_width" if fields.beam_width else "best_of" if best_of else "n"
     if not n <= width <= MAX_BEAM_WIDTH:
         raise RequestError(
-            f"A beam search of {width} beams ('{name}') with n = {n} cannot be done; beams are at least 'n' and at "
-            f"most {MAX_BEAM_WIDTH}.",
+            f"A beam search of {width} beams ('{name}') with n = {n} is not possible; the number of beams is 'n' to "
+            f"{MAX_BEAM_WIDTH}.",
             param=name,
             code="invalid_value",
         )
     if num_prompts * width > MAX_SEQUENCES:
         raise RequestError(
-            f"{num_prompts} prompts of {width} beams make {num_prompts * width} sequences; one request may make at "
-            f"most {MAX_SEQUENCES}.",
+            f"{num_prompts} prompts of {width} beams make {num_prompts * width} sequences; the maximum for one request "
+            f"is {MAX_SEQUENCES}.",
             param=name,
             code="invalid_value",
         )
@@ -91,8 +90,9 @@ def _params(
     ends = sampling.stop_token_ids if sampling.ignore_eos else sampling.stop_token_ids | engine.end_token_ids
     if width + len(ends) > MAX_TOP_LOGITS:
         raise RequestError(
-            f"{width} beams and {len(ends)} end tokens are {width + len(ends)}; a beam search looks at "
-            f"{MAX_TOP_LOGITS} next tokens, so together there may be no more. Ask for fewer beams or 'stop_token_ids'.",
+            f"{width} beams and {len(ends)} end tokens are {width + len(ends)} together; the maximum is "
+            f"{MAX_TOP_LOGITS}, the number of next tokens that a beam search sees. Ask for fewer beams or "
+            "'stop_token_ids'.",
             param="stop_token_ids",
             code="invalid_value",
         )
@@ -105,21 +105,21 @@ def _params(
 
 
 def _max_tokens(generation: Generation, choice: Choice, *, has_limit: bool) -> int:
-    """A beam's last step sends prompt and beam as one prompt, which must not be too long for one."""
+    """Return the maximum output. The last step of a beam sends prompt and beam as one prompt, which must fit."""
     longest, num_tokens = generation.state.settings.max_prompt_tokens, len(choice.prompt.token_ids)
-    room, wanted = longest - num_tokens + 1, choice.sampling.max_tokens
-    if wanted > room and has_limit:
+    available, wanted = longest - num_tokens + 1, choice.sampling.max_tokens
+    if wanted > available and has_limit:
         raise ContextLengthError(
             f"A beam search for {wanted} tokens after a prompt of {num_tokens} needs prompts of up to "
-            f"{num_tokens + wanted - 1} tokens; the longest this server takes is {longest} (model_config.seq_length). "
-            f"Ask for at most {room} tokens.",
+            f"{num_tokens + wanted - 1} tokens; the maximum is {longest} (model_config.seq_length). "
+            f"Ask for at most {available} tokens.",
             param="max_tokens",
         )
-    return min(wanted, room)
+    return min(wanted, available)
 
 
 def _answer(generation: Generation, choice: Choice, beam: Beam) -> Answer:
-    """The beam as an answer: its text without the token that ended it, unless that was asked for."""
+    """Return a beam as an answer. Its text has the end token only if the request asked for it."""
     sampling, engine = choice.sampling, generation.state.engine
     ended = beam.finish_reason is FinishReason.STOP
     shown = beam.token_ids[:-1] if ended and not sampling.include_stop_str_in_output else beam.token_ids
@@ -140,5 +140,5 @@ def _unsupported(name: str, message: str) -> RequestError:
     return RequestError(message, param=name, code="unsupported_parameter")
 
 
-def _no_sampling(name: str, value: object) -> RequestError:
-    return _unsupported(name, f"'{name}' is {value!r}; a beam search takes no account of it. Leave it out.")
+def _not_used(name: str, value: object) -> RequestError:
+    return _unsupported(name, f"'{name}' is {value!r}; a beam search does not use it. Leave it out.")

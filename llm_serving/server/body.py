@@ -1,4 +1,4 @@
-"""Reads a JSON request body, bounded in size, time and depth while it arrives."""
+"""Reads JSON request bodies, with limits on size, time and depth, and makes JSON responses."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive
 
 from llm_serving.server.errors import (
@@ -18,9 +19,9 @@ from llm_serving.server.errors import (
     PayloadTooLargeError,
 )
 from llm_serving.server.limits import BODY_TIMEOUT_S, MAX_JSON_DEPTH
-from llm_serving.server.validation import clip
+from llm_serving.server.validation import ModelT, clip, parse
 
-__all__ = ["read_json_object"]
+__all__ = ["json_response", "read_request"]
 
 DRAIN_TIMEOUT_S = 1.0
 DRAIN_BYTES = 32 * 1024 * 1024
@@ -29,11 +30,11 @@ _AS_SQUARE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
-async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The body as a JSON object.
+async def read_request(model: type[ModelT], request: Request, max_bytes: int) -> ModelT:
+    """Read the body and check it against ``model``.
 
-    NaN, Infinity, numbers beyond a double, lone surrogates and anything that is not UTF-8 are refused.
-    Raises RequestError (400, 408, 413, 415), or ClientGoneError.
+    NaN, Infinity, numbers beyond a double, lone surrogates and bytes that are not UTF-8 are refused. Raises
+    RequestError (400, 408, 413, 415), or ClientGoneError.
     """
     _check_headers(request)
     body = await _read_in_time(request, max_bytes)
@@ -44,11 +45,17 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
         raise InvalidJSONError(f"The request body is not valid JSON: {reason}") from None
     if not isinstance(value, dict):
         raise InvalidJSONError(f"The request body must be a JSON object, not {_kind(value)}.")
-    return value
+    return parse(model, value)
+
+
+def json_response(content: Any, request_id: str | None = None, status: int = 200) -> Response:
+    """Return ``content`` as a JSON response."""
+    headers = {} if request_id is None else {"X-Request-Id": request_id}
+    return Response(orjson.dumps(content), status, headers, "application/json")
 
 
 def _check_headers(request: Request) -> None:
-    """Only a declared JSON body is read: a form on a foreign web page cannot declare one."""
+    """Raise MediaTypeError unless the body is declared as JSON. A form on a foreign web page cannot declare JSON."""
     kind, _, options = request.headers.get("content-type", "").partition(";")
     if kind.strip().lower() != "application/json":
         raise MediaTypeError(
@@ -56,14 +63,14 @@ def _check_headers(request: Request) -> None:
         )
     charset = re.search(r"charset\s*=\s*\"?([\w.-]+)", options, re.IGNORECASE)
     if charset and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
-        raise MediaTypeError(f"The charset is {clip(charset[1])!r}; JSON is sent as UTF-8.")
+        raise MediaTypeError(f"The charset is {clip(charset[1])!r}; send JSON as UTF-8.")
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
         raise MediaTypeError(f"The content encoding is {clip(encoding)!r}; send the body uncompressed.")
 
 
 async def _read_in_time(request: Request, max_bytes: int) -> bytes:
-    """``asyncio.wait_for`` without its task: nearly always the whole body is there already."""
+    """Read the body with a timeout. ``asyncio.wait_for`` would start a task, but most bodies have already arrived."""
     task = asyncio.current_task()
     if task is None:
         raise AssertionError("a body is read by a task")
@@ -109,12 +116,12 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 def _too_large(size: str, max_bytes: int) -> PayloadTooLargeError:
     return PayloadTooLargeError(
-        f"The request body has {size}; at most {max_bytes} bytes (serving_config.max_body_bytes) are read."
+        f"The request body has {size}; the maximum is {max_bytes} bytes (serving_config.max_body_bytes)."
     )
 
 
 async def _drain(receive: Receive) -> None:
-    """Throws away what is still coming, for a moment: a client that is still sending does not read the answer."""
+    """Discard the rest of a body for a short time. A client that is still sending does not read the response."""
 
     async def discard() -> None:
         size = 0
@@ -131,9 +138,9 @@ async def _drain(receive: Receive) -> None:
 
 
 def _check_depth(body: bytes) -> None:
-    """Refuses deep nesting before it is built. Most bodies have too few brackets to be looked at twice.
+    """Raise InvalidJSONError for deep nesting, before the parser runs. Most bodies have too few brackets for a check.
 
-    Each pass takes away the innermost level; a body whose brackets do not match is left to the parser.
+    Each pass removes the innermost level. A body with unmatched brackets is left to the parser.
     """
     if body.count(b"[") + body.count(b"{") <= MAX_JSON_DEPTH:
         return

@@ -2,60 +2,145 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.request import RequestOutput
-from llm_serving.server.body import read_json_object
-from llm_serving.server.choices import Choice, make_choices
+from llm_serving.server.body import json_response, read_request
 from llm_serving.server.errors import ErrorReply
-from llm_serving.server.generate import dialect_error
 from llm_serving.server.generation import Generation
 from llm_serving.server.lifecycle import run_while_connected
-from llm_serving.server.logits import step_logits
-from llm_serving.server.prompts import chat_prompt
-from llm_serving.server.protocol_dialects import ChatDialectRequest, GenerationSettings
-from llm_serving.server.responses import json_response
-from llm_serving.server.sampling import dialect_sampling, output_room
+from llm_serving.server.limits import MAX_MESSAGES, MAX_NAME_CHARS
+from llm_serving.server.logprobs import step_logits
+from llm_serving.server.prompts import Prompt, check_prompt, encode_text, max_chars, max_output_tokens
+from llm_serving.server.protocol import DialectSampling, MaxTokens
+from llm_serving.server.sampling import Choice, dialect_sampling, make_choices
+from llm_serving.server.scheduling import SchedulingFields
 from llm_serving.server.sse import EventStream
-from llm_serving.server.state import ServerState
-from llm_serving.server.validation import parse
+from llm_serving.server.state import Endpoint, ServerState
+from llm_serving.server.validation import LaxModel
 
-__all__ = ["chat", "stream_chat"]
+__all__ = ["ENDPOINTS", "chat"]
 
-
-async def chat(state: ServerState, request: Request) -> Response | EventStream:
-    """Answers ``query``."""
-    return await _chat(state, request, stream=False)
+Role = Literal["system", "user", "assistant"]
 
 
-async def stream_chat(state: ServerState, request: Request) -> Response | EventStream:
-    """Answers ``query`` piece by piece."""
-    return await _chat(state, request, stream=True)
+class Turn(LaxModel):
+    """One message of ``history``."""
+
+    role: Role
+    content: str
 
 
-async def _chat(state: ServerState, request: Request, *, stream: bool) -> Response | EventStream:
-    state.require_room()
-    body = parse(ChatDialectRequest, await read_json_object(request, state.settings.max_body_bytes))
+def _turns(value: object) -> object:
+    """Return ``history`` as a list of messages. It has ``{role, content}`` objects or ``[query, answer]`` pairs."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        return value
+    turns: list[object] = []
+    for i, entry in enumerate(value):
+        if isinstance(entry, list):
+            if len(entry) != 2 or not all(isinstance(text, str) for text in entry):
+                raise PydanticCustomError(
+                    "history_pair", f"holds an entry [{i}] that is no [query, answer] pair of strings"
+                )
+            turns += [{"role": "user", "content": entry[0]}, {"role": "assistant", "content": entry[1]}]
+        else:
+            turns.append(entry)
+    return turns
+
+
+History = Annotated[
+    list[Turn],
+    Field(max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(_turns),
+    WithJsonSchema({"type": "array", "items": {"anyOf": [{"type": "object"}, {"type": "array"}]}}),
+]
+
+
+class GenerationSettings(DialectSampling):
+    """``gen_kwargs`` of ``/chat``."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "num_beams": (None, 1),
+        "num_return_sequences": (None, 1),
+    }
+
+    max_length: MaxTokens = Field(default=None, description="Maximum number of tokens to generate.")
+    max_new_tokens: MaxTokens = Field(
+        default=None, description="Maximum number of tokens to generate. The smaller of the two values applies."
+    )
+    prefix_text: str | None = Field(
+        default=None, description="Start of the response. The model continues it; the response does not repeat it."
+    )
+
+
+class ChatDialectRequest(SchedulingFields, LaxModel):
+    """One question in a conversation."""
+
+    request_id: Annotated[
+        str | None,
+        BeforeValidator(lambda value: str(value) if type(value) is int else value),
+        Field(max_length=MAX_NAME_CHARS, description="Returned with the response."),
+    ] = None
+    query: str
+    role: Role = Field(default="user", description="Role of the query's author.")
+    history: History = Field(
+        default=[], description="Earlier messages: {role, content} objects or [query, answer] pairs."
+    )
+    gen_kwargs: GenerationSettings | None = None
+    stream: bool | None = Field(default=None, description="On `/chat`: respond as `/stream_chat_post` does.")
+
+
+async def chat(state: ServerState, request: Request, *, stream: bool = False) -> Response | EventStream:
+    """Answer ``query``. With ``stream``, respond piece by piece."""
+    state.check_queue()
+    body = await read_request(ChatDialectRequest, request, state.settings.max_body_bytes)
     settings = body.gen_kwargs or GenerationSettings()
     stream = stream or bool(body.stream)
     generation = Generation(state, request, "chat", "chat", body, stream=stream)
-    messages: list[dict[str, object]] = [{"role": turn.role, "content": turn.content} for turn in body.history]
-    messages.append({"role": body.role, "content": body.query})
-    prompt = await chat_prompt(state, messages, settings.prefix_text or "")
-    limit, name = _smaller_limit(settings)
-    room = output_room(len(prompt.token_ids), limit, state.settings, name)
-    generation.choices = make_choices(
-        generation.request_id, [prompt], [(dialect_sampling(settings), room)], 1, settings.seed
-    )
-    state.require_ready()
+    generation.choices = await _choices(state, body, settings, generation.request_id)
+    state.check_ready()
     request_id = generation.request_id if body.request_id is None else body.request_id
     if stream:
         return EventStream(generation, ChatEvents(generation, settings, request_id))
     return await _answer(state, request, generation, settings, request_id)
+
+
+async def _stream_chat(state: ServerState, request: Request) -> Response | EventStream:
+    return await chat(state, request, stream=True)
+
+
+_EXAMPLE = '{"request_id": "1", "query": "Hello!", "role": "user", "history": [], "gen_kwargs": {"max_new_tokens": 64}}'
+
+ENDPOINTS = (
+    Endpoint("POST", "/chat", chat, "Answer a question in a conversation.", ChatDialectRequest, _EXAMPLE),
+    Endpoint(
+        "POST", "/stream_chat_post", _stream_chat,
+        "Answer a question in a conversation, piece by piece.", ChatDialectRequest, _EXAMPLE,
+    ),
+)  # fmt: skip
+
+
+async def _choices(
+    state: ServerState, body: ChatDialectRequest, settings: GenerationSettings, request_id: str
+) -> list[Choice]:
+    messages: list[dict[str, object]] = [{"role": turn.role, "content": turn.content} for turn in body.history]
+    messages.append({"role": body.role, "content": body.query})
+    text = state.engine.tokenizer.chat_template.render(messages, max_chars=max_chars(state))
+    text += settings.prefix_text or ""
+    ids = await encode_text(state, text, "messages", add_special_tokens=False)
+    check_prompt(len(ids), state.settings, "messages")
+    limit, name = _smaller_limit(settings)
+    max_tokens = max_output_tokens(len(ids), limit, state.settings, name)
+    return make_choices(request_id, [Prompt(ids, text)], [(dialect_sampling(settings), max_tokens)], 1, settings.seed)
 
 
 async def _answer(
@@ -86,7 +171,7 @@ def _usage(generation: Generation, num_output_tokens: int) -> dict[str, int]:
 
 
 def _smaller_limit(settings: GenerationSettings) -> tuple[int | None, str]:
-    """Both limits count new tokens; the smaller one wins."""
+    """Return the smaller of the two limits on new tokens, and its name."""
     limits = [
         (limit, name)
         for limit, name in (
@@ -99,7 +184,10 @@ def _smaller_limit(settings: GenerationSettings) -> tuple[int | None, str]:
 
 
 class ChatEvents:
-    """``delta`` is the new text; the last event has the whole ``response``, the reason and the counts."""
+    """The events of ``/stream_chat_post``. ``delta`` is the new text.
+
+    The last event has the whole ``response``, the finish reason and the token counts.
+    """
 
     def __init__(self, generation: Generation, settings: GenerationSettings, request_id: str) -> None:
         self._generation = generation
@@ -109,7 +197,6 @@ class ChatEvents:
         self._num_tokens = 0
 
     def events(self, choice: Choice, piece: RequestOutput) -> bytes:
-        """One event."""
         self._texts.append(piece.text)
         self._num_tokens += len(piece.token_ids)
         event: dict[str, Any] = {"request_id": self._request_id, "delta": piece.text, "finish_reason": None}
@@ -126,9 +213,7 @@ class ChatEvents:
         return b"data: " + orjson.dumps(event) + b"\n\n"
 
     def last(self) -> bytes:
-        """The last event has said it all."""
         return b""
 
     def error(self, reply: ErrorReply) -> bytes:
-        """After the stream has begun."""
-        return dialect_error(reply)
+        return b"data:" + reply.body() + b"\n\n"

@@ -1,4 +1,4 @@
-"""Errors on the wire: OpenAI's format, the right status, a text that tells the value and the limit."""
+"""Turns errors into HTTP responses in OpenAI's format, with the right status."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import math
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from llm_serving.errors import AgentError, EngineFailedError, LLMServingError, QueueFullError, RequestError
-
-if TYPE_CHECKING:
-    from llm_serving.server.engine_api import EventLogger
+from llm_serving.telemetry.log import EventLog
 
 __all__ = [
     "BodyTimeoutError",
@@ -35,7 +32,7 @@ INTERNAL_ERROR = "internal_error"
 
 
 class InvalidJSONError(RequestError):
-    """The body is no JSON object this server reads."""
+    """The body is not a JSON object that this server reads."""
 
     code = "invalid_json"
 
@@ -62,14 +59,14 @@ class BodyTimeoutError(RequestError):
 
 
 class ForbiddenError(RequestError):
-    """A web page of another origin, or a host name that is not ours."""
+    """The request comes from a web page of another origin, or names a host that is not this server."""
 
     status = 403
     code = "forbidden"
 
 
 class UnavailableError(LLMServingError):
-    """The server cannot take requests now; ``code`` says why (starting, recovering, stopping, stopped)."""
+    """The server cannot serve requests now. ``code`` is the reason: starting, recovering, stopping or stopped."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -77,12 +74,12 @@ class UnavailableError(LLMServingError):
 
 
 class ClientGoneError(Exception):
-    """The client has closed the connection: there is nobody to answer."""
+    """The client has closed the connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """What a client is told about an error."""
+    """The response to an error."""
 
     status: int
     message: str
@@ -92,7 +89,7 @@ class ErrorReply:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> bytes:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return orjson.dumps({"error": error})
 
@@ -101,7 +98,7 @@ class ErrorReply:
 
 
 def error_reply(error: Exception) -> ErrorReply:
-    """The reply to any exception; one the project does not raise on purpose is a 500 without details."""
+    """Return the reply to an exception. An unexpected exception becomes a 500 without details."""
     if isinstance(error, RequestError):
         return _request_error(error)
     if isinstance(error, UnavailableError):
@@ -114,11 +111,11 @@ def error_reply(error: Exception) -> ErrorReply:
         return ErrorReply(
             error.status_code, error.detail, _type_of(error.status_code), headers=dict(error.headers or {})
         )
-    return ErrorReply(500, "The server had an internal error; its log says more.", "server_error", code=INTERNAL_ERROR)
+    return ErrorReply(500, "The server had an internal error; see its log.", "server_error", code=INTERNAL_ERROR)
 
 
-def note_error(log: EventLogger, error: Exception, reply: ErrorReply, where: str) -> None:
-    """Logs, with its traceback, an error that nobody raised on purpose: the client is told nothing of it."""
+def note_error(log: EventLog, error: Exception, reply: ErrorReply, where: str) -> None:
+    """Log an unexpected exception with its traceback. The client does not see the details."""
     if reply.code == INTERNAL_ERROR:
         trace = "".join(traceback.format_exception(error))
         log.error(f"{type(error).__name__}: {error}", event="internal_error", where=where, traceback=trace)
@@ -129,7 +126,7 @@ def _request_error(error: RequestError) -> ErrorReply:
     if isinstance(error, QueueFullError):
         headers = _retry_after(error.retry_after_s)
     elif error.status == 504:
-        headers = {"X-Should-Retry": "false"}  # OpenAI's clients would send it again at once: it is late already
+        headers = {"X-Should-Retry": "false"}  # OpenAI's clients would retry, but the deadline has passed
     elif error.status in (408, 413):
         headers = {"Connection": "close"}
     return ErrorReply(error.status, str(error), _type_of(error.status), error.param, error.code, headers)

@@ -1,66 +1,89 @@
 """The published dialect ``/models/{name}/generate`` and ``/models/{name}/generate_stream``, also without the model.
 
-A stream is one event a token, ``data:{"token": {...}, "generated_text": null, ...}``; the last one has the whole
-``generated_text``. A token's ``text`` is what became certain with it, so the texts join to ``generated_text``.
+A stream has one event for each token, ``data:{"token": {...}, "generated_text": null, ...}``. The last event has the
+whole ``generated_text``. The ``text`` of a token is the text that this token completed, so the texts join to
+``generated_text``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 import orjson
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llm_serving.request import RequestOutput, TokenLogits
-from llm_serving.server.body import read_json_object
-from llm_serving.server.choices import Answer, Choice, make_choices
+from llm_serving.request import MAX_TOP_LOGITS, RequestOutput, TokenLogits
+from llm_serving.server.body import json_response, read_request
 from llm_serving.server.errors import ErrorReply
-from llm_serving.server.generation import Generation
+from llm_serving.server.generation import Answer, Generation
 from llm_serving.server.lifecycle import run_while_connected
-from llm_serving.server.logits import step_logits
-from llm_serving.server.models import check_model
-from llm_serving.server.openai_logprobs import LOWEST, token_string
-from llm_serving.server.prompts import resolve_prompts
-from llm_serving.server.protocol_dialects import GenerateParameters, GenerateRequest
-from llm_serving.server.responses import json_response
-from llm_serving.server.sampling import dialect_sampling, output_room
+from llm_serving.server.logprobs import LOWEST, step_logits, token_string
+from llm_serving.server.prompts import max_output_tokens, resolve_prompts
+from llm_serving.server.protocol import DialectSampling, MaxTokens
+from llm_serving.server.sampling import Choice, dialect_sampling, make_choices
+from llm_serving.server.scheduling import SchedulingFields
 from llm_serving.server.sse import EventStream
-from llm_serving.server.state import ServerState
-from llm_serving.server.validation import parse
+from llm_serving.server.state import Endpoint, ServerState
+from llm_serving.server.validation import LaxModel
 
-__all__ = ["dialect_error", "generate", "generate_stream"]
+__all__ = ["ENDPOINTS", "generate"]
 
 DEFAULT_MAX_NEW_TOKENS = 300
 
 
-async def generate(state: ServerState, request: Request) -> Response | EventStream:
-    """Continues ``inputs``."""
-    return await _generate(state, request, stream=False)
+class GenerateParameters(DialectSampling):
+    """``parameters`` of ``/generate``."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "best_of": (None, 1),
+        "truncate": (None, False, "False"),
+        "typical_p": (None, 0, 1),
+        "watermark": (None, False, "False"),
+        "decoder_input_details": (None, False, "False"),
+        "grammar": (None,),
+        "adapter_id": (None,),
+    }
+    ignored = frozenset({"return_protocol"})
+
+    max_new_tokens: MaxTokens = Field(
+        default=None,
+        description=f"Maximum number of tokens (default {DEFAULT_MAX_NEW_TOKENS}, or the rest of the context).",
+    )
+    return_full_text: bool | None = Field(default=None, description="Put the prompt before `generated_text`.")
+    details: bool | None = Field(default=None, description="Return the tokens with their log-probabilities.")
+    top_n_tokens: int | None = Field(
+        default=None, ge=0, le=MAX_TOP_LOGITS, description="Number of best tokens, in details and in a stream."
+    )
 
 
-async def generate_stream(state: ServerState, request: Request) -> Response | EventStream:
-    """Continues ``inputs``, token by token."""
-    return await _generate(state, request, stream=True)
+class GenerateRequest(SchedulingFields, LaxModel):
+    """A prompt to continue."""
+
+    inputs: Annotated[str, Field(description="The prompt.")]
+    parameters: GenerateParameters | None = None
+    stream: bool | None = Field(default=None, description="On `/generate`: respond as `/generate_stream` does.")
 
 
-async def _generate(state: ServerState, request: Request, *, stream: bool) -> Response | EventStream:
-    check_model(state, request.path_params.get("name"))
-    state.require_room()
-    body = parse(GenerateRequest, await read_json_object(request, state.settings.max_body_bytes))
+async def generate(state: ServerState, request: Request, *, stream: bool = False) -> Response | EventStream:
+    """Continue ``inputs``. With ``stream``, respond token by token."""
+    state.check_model(request.path_params.get("name"))
+    state.check_queue()
+    body = await read_request(GenerateRequest, request, state.settings.max_body_bytes)
     parameters = body.parameters or GenerateParameters()
     stream = stream or bool(body.stream)
     generation = Generation(state, request, "generate", "gen", body, stream=stream)
     [prompt] = await resolve_prompts(state, [body.inputs], "inputs")
     name = "parameters.max_new_tokens"
-    room = output_room(len(prompt.token_ids), parameters.max_new_tokens, state.settings, name)
+    max_tokens = max_output_tokens(len(prompt.token_ids), parameters.max_new_tokens, state.settings, name)
     if parameters.max_new_tokens is None:
-        room = min(room, DEFAULT_MAX_NEW_TOKENS)
+        max_tokens = min(max_tokens, DEFAULT_MAX_NEW_TOKENS)
     keep = bool(parameters.details or parameters.return_logits)
     sampling = dialect_sampling(parameters, parameters.top_n_tokens or 0, logprobs=stream or keep)
-    generation.choices = make_choices(generation.request_id, [prompt], [(sampling, room)], 1, parameters.seed)
-    state.require_ready()
+    generation.choices = make_choices(generation.request_id, [prompt], [(sampling, max_tokens)], 1, parameters.seed)
+    state.check_ready()
     if stream:
         return EventStream(generation, GenerateEvents(generation, parameters, body.inputs))
     [answer] = await run_while_connected(state.active, request.receive, generation.answers(keep_logits=keep))
@@ -71,8 +94,25 @@ async def _generate(state: ServerState, request: Request, *, stream: bool) -> Re
     return json_response(result, generation.request_id)
 
 
+async def _generate_stream(state: ServerState, request: Request) -> Response | EventStream:
+    return await generate(state, request, stream=True)
+
+
+_EXAMPLE = '{"inputs": "Once upon a time", "parameters": {"max_new_tokens": 32, "do_sample": false}}'
+_SUMMARY, _STREAM_SUMMARY = "Continue a prompt.", "Continue a prompt, token by token."
+
+ENDPOINTS = (
+    Endpoint("POST", "/models/{name}/generate", generate, _SUMMARY, GenerateRequest, _EXAMPLE),
+    Endpoint(
+        "POST", "/models/{name}/generate_stream", _generate_stream, _STREAM_SUMMARY, GenerateRequest, _EXAMPLE
+    ),
+    Endpoint("POST", "/generate", generate, _SUMMARY, GenerateRequest, _EXAMPLE),
+    Endpoint("POST", "/generate_stream", _generate_stream, _STREAM_SUMMARY, GenerateRequest, _EXAMPLE),
+)  # fmt: skip
+
+
 def _summary(generation: Generation, parameters: GenerateParameters, answer: Answer) -> dict[str, Any]:
-    """What goes with the finished text."""
+    """Return the members that accompany the complete text."""
     summary: dict[str, Any] = {
         "finish_reason": answer.finish_reason,
         "generated_tokens": len(answer.token_ids),
@@ -117,7 +157,7 @@ def _top_tokens(generation: Generation, parameters: GenerateParameters, entry: T
 
 
 class GenerateEvents:
-    """An event a token; the last one has the whole text."""
+    """The events of ``/generate_stream``: one for each token. The last one has the whole text."""
 
     def __init__(self, generation: Generation, parameters: GenerateParameters, inputs: str) -> None:
         self._generation = generation
@@ -127,7 +167,6 @@ class GenerateEvents:
         self._texts: list[str] = []
 
     def events(self, choice: Choice, piece: RequestOutput) -> bytes:
-        """The events of the piece's tokens."""
         answer, parameters = self._answer, self._parameters
         self._texts.append(piece.text)
         answer.token_ids.extend(piece.token_ids)
@@ -140,50 +179,37 @@ class GenerateEvents:
             text = "".join([self._inputs, *texts] if parameters.return_full_text else texts)
             last = {"generated_text": text, **_summary(self._generation, parameters, answer)}
         first_index = len(answer.token_ids) - len(piece.token_ids) + 1
-        return _token_events(self._generation, parameters, piece, first_index, last)
+        return self._token_events(piece, first_index, last)
 
     def last(self) -> bytes:
-        """The last event has said it all."""
         return b""
 
     def error(self, reply: ErrorReply) -> bytes:
-        """After the stream has begun."""
-        return dialect_error(reply)
+        return b"data:" + reply.body() + b"\n\n"
 
-
-def _token_events(
-    generation: Generation,
-    parameters: GenerateParameters,
-    piece: RequestOutput,
-    first_index: int,
-    last: dict[str, Any],
-) -> bytes:
-    """An event a token. Of tokens that piled up, the last carries the text of all."""
-    entries: Sequence[TokenLogits | None] = piece.logits or (None,)
-    events = []
-    for i, entry in enumerate(entries):
-        is_last = i == len(entries) - 1
-        token = None
-        if entry is not None:
-            token = _token(generation, entry, piece.text if is_last else "")
-        elif piece.text:
-            token = {"id": None, "text": piece.text, "logprob": None, "special": False}
-        event: dict[str, Any] = {
-            "index": first_index + i,
-            "token": token,
-            "generated_text": None,
-            "details": None,
-        }
-        if entry is not None and parameters.top_n_tokens:
-            event["top_tokens"] = _top_tokens(generation, parameters, entry)
-        if entry is not None and parameters.return_logits:
-            event["logits"] = step_logits([entry])
-        if is_last:
-            event.update(last)
-        events.append(b"data:" + orjson.dumps(event) + b"\n\n")
-    return b"".join(events)
-
-
-def dialect_error(reply: ErrorReply) -> bytes:
-    """An error after the stream has begun."""
-    return b"data:" + reply.body() + b"\n\n"
+    def _token_events(self, piece: RequestOutput, first_index: int, last: dict[str, Any]) -> bytes:
+        """Return an event for each token. If a piece has several tokens, the last one carries the text of all."""
+        parameters = self._parameters
+        entries: Sequence[TokenLogits | None] = piece.logits or (None,)
+        events = []
+        for i, entry in enumerate(entries):
+            is_last = i == len(entries) - 1
+            token = None
+            if entry is not None:
+                token = _token(self._generation, entry, piece.text if is_last else "")
+            elif piece.text:
+                token = {"id": None, "text": piece.text, "logprob": None, "special": False}
+            event: dict[str, Any] = {
+                "index": first_index + i,
+                "token": token,
+                "generated_text": None,
+                "details": None,
+            }
+            if entry is not None and parameters.top_n_tokens:
+                event["top_tokens"] = _top_tokens(self._generation, parameters, entry)
+            if entry is not None and parameters.return_logits:
+                event["logits"] = step_logits([entry])
+            if is_last:
+                event.update(last)
+            events.append(b"data:" + orjson.dumps(event) + b"\n\n")
+        return b"".join(events)

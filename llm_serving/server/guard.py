@@ -1,7 +1,9 @@
-"""Keeps web pages of other origins away from a server that anybody on this machine may use.
+"""Access control: keeps web pages of other origins away from a server that any user of this machine may use.
 
-A browser lets any page send requests to ``http://127.0.0.1``. Such a request carries the page's ``Origin``; and a
-page that points its own host name at 127.0.0.1 (DNS rebinding) carries that name in ``Host``. Both are refused.
+A browser lets any page send requests to ``http://127.0.0.1``. The request carries the page's ``Origin``. A page may
+also point its own host name at 127.0.0.1 (DNS rebinding); its requests carry that name in ``Host``. Both are refused.
+
+To add another kind of access control, check the request here. ``ServerApp`` calls ``check_origin`` for every request.
 """
 
 from __future__ import annotations
@@ -19,16 +21,16 @@ __all__ = ["check_origin"]
 
 
 def check_origin(headers: Headers, settings: ServerSettings) -> None:
-    """Raises ForbiddenError (403) for a request that a foreign web page makes a browser send."""
+    """Raise ForbiddenError (403) for a request that a foreign web page makes a browser send."""
     host = headers.get("host", "")
     if settings.loopback and not _is_local(_host_name(host), settings):
         raise ForbiddenError(
-            f"The host {clip(host)!r} is not this server's: it listens on this machine only, as localhost or by its "
-            "address."
+            f"The host {clip(host)!r} is not a name of this server. It listens only on this machine: use localhost or "
+            "the server's address."
         )
     origin = headers.get("origin")
     if origin is not None and _authority(origin) != host.lower():
-        raise ForbiddenError(f"Requests from web pages of another origin ({clip(origin)!r}) are not taken.")
+        raise ForbiddenError(f"Requests from web pages of another origin ({clip(origin)!r}) are refused.")
 
 
 def _is_local(name: str, settings: ServerSettings) -> bool:
@@ -42,13 +44,13 @@ def _is_local(name: str, settings: ServerSettings) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """``host`` without its port, in lower case."""
+    """Return ``host`` without its port, in lower case."""
     name, _, port = host.rpartition(":")
     return (name if port.isdecimal() and name else host).lower()
 
 
 def _authority(origin: str) -> str | None:
-    """Host and port of an origin; None for ``null`` and the like."""
+    """Return host and port of an origin. None for ``null`` and other values without a host."""
     try:
         return urlsplit(origin).netloc.lower() or None
     except ValueError:

@@ -1,44 +1,82 @@
-"""uvicorn's HTTP protocol with bounds on the headers (their size, and the time they may take), and with a short way
-for streamed responses to the socket."""
+"""uvicorn's HTTP protocol with limits on the headers, and with a direct path of streamed responses to the socket."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import time
 from collections.abc import Iterable
 from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from llm_serving.server import request_start
 from llm_serving.server.limits import HEADER_TIMEOUT_S, MAX_HEADER_BYTES
 
-__all__ = ["RECEIVED_AT", "STREAM_CHANNEL", "BoundedHttpProtocol", "ChannelUser", "StreamChannel"]
+__all__ = [
+    "MAX_AGE_S",
+    "RECEIVED_AT",
+    "STREAM_CHANNEL",
+    "BoundedHttpProtocol",
+    "ChannelUser",
+    "Header",
+    "StreamChannel",
+    "age_of",
+]
 
 RECEIVED_AT = "llm_serving.received_at"
-"""Key of the ASGI scope: when the request's first byte was read, or was sent by its own word (``X-Request-Start``), on
-the monotonic clock. Latency counts from there."""
+"""Key of the ASGI scope: when the request's first byte arrived, on the monotonic clock. Latencies count from this time.
+
+If the header ``X-Request-Start`` gives an earlier time, this is that time.
+"""
 STREAM_CHANNEL = "llm_serving.stream_channel"
 """Key of the ASGI scope: the ``StreamChannel`` of the response."""
+
+REQUEST_START = b"x-request-start"
+"""Header in which a client or a proxy writes when it sent the request.
+
+nginx sets it with ``proxy_set_header X-Request-Start "t=${msec}"``. There is no standard. The value is a Unix time,
+with or without ``t=`` in front, in seconds (with a fraction), milliseconds or microseconds. The size of the number
+shows the unit.
+"""
+MAX_AGE_S = 60.0
+"""An older time in ``X-Request-Start`` is ignored. It probably comes from another clock."""
+
+_STAMP = re.compile(rb"(?:t=)?([0-9]{9,17}(?:\.[0-9]{1,9})?)")
+_UNITS = ((1e11, 1.0), (1e14, 1e3), (math.inf, 1e6))
+"""Upper limits of the numbers in seconds, milliseconds and microseconds, each with its units per second."""
 
 Header = tuple[bytes, bytes]
 
 
+def age_of(value: bytes, now: float) -> float:
+    """Return the seconds from a value of ``X-Request-Start`` to ``now``, a Unix time.
+
+    The result is 0 if the value is not a time, is in the future, or is older than ``MAX_AGE_S``.
+    """
+    match = _STAMP.fullmatch(value)
+    if match is None:
+        return 0.0
+    stamp = float(match[1])
+    age = now - stamp / next(unit for limit, unit in _UNITS if stamp < limit)
+    return age if 0.0 < age <= MAX_AGE_S else 0.0
+
+
 class ChannelUser(Protocol):
-    """Who writes to a ``StreamChannel``."""
+    """An object that writes to a ``StreamChannel``."""
 
     def drained(self) -> None:
-        """Everything written has been taken by the socket, after a time in which it had not."""
+        """The socket has accepted all data, after a time in which it had not."""
 
     def lost(self) -> None:
         """The connection is closed."""
 
 
 class StreamChannel:
-    """The way of one streamed response to its socket: each ``write`` is one chunk and one system call, made at once.
+    """The path of one streamed response to its socket. Each ``write`` is one chunk and one system call.
 
-    It stands in for ASGI's ``send`` from the response's start to its end, so there is no task to wake for a piece.
-    While ``is_full`` the socket has not taken all that was written, and nothing more should be until ``drained``.
+    The channel replaces ASGI's ``send`` for the whole response, so no task must wake for a piece. While ``is_full``,
+    the socket has not accepted all data. The user should then write nothing more until ``drained``.
     """
 
     def __init__(self, protocol: BoundedHttpProtocol, cycle: RequestResponseCycle) -> None:
@@ -51,18 +89,18 @@ class StreamChannel:
         return self._protocol.flow.write_paused
 
     def attach(self, user: ChannelUser) -> None:
-        """From now on ``user`` is told what happens to the connection; ``lost`` at once if it is gone already."""
-        self._transport.set_write_buffer_limits(high=0)  # full as soon as the socket leaves a byte behind
+        """Report the events of the connection to ``user``. If the connection is closed, ``lost`` is called now."""
+        self._transport.set_write_buffer_limits(high=0)  # full as soon as the socket does not accept a byte
         self._protocol.channel_user = user
         if self._cycle.disconnected or self._transport.is_closing():
             user.lost()
 
     def detach(self) -> None:
-        """The user hears no more, and ASGI's ``send`` may take over if nothing was written."""
+        """Stop the reports to the user. If nothing was written, ASGI's ``send`` may write the response."""
         self._protocol.channel_user = None
 
     def start(self, headers: Iterable[Header], body: bytes, *, is_last: bool = False) -> None:
-        """Status 200, the headers and the first chunk, in one write."""
+        """Write status 200, the headers and the first chunk in one write."""
         cycle = self._cycle
         cycle.response_started = True
         cycle.waiting_for_100_continue = False
@@ -76,7 +114,7 @@ class StreamChannel:
         self._write(b"".join(lines), body, is_last)
 
     def write(self, body: bytes, *, is_last: bool = False) -> None:
-        """One chunk, not empty; with ``is_last`` the response is complete."""
+        """Write one chunk, which must not be empty. ``is_last`` completes the response."""
         self._write(b"", body, is_last)
 
     def _write(self, head: bytes, body: bytes, is_last: bool) -> None:
@@ -87,7 +125,7 @@ class StreamChannel:
             self._complete()
 
     def _complete(self) -> None:
-        """What uvicorn does at the end of a response: the next request of the connection may be answered."""
+        """End the response as uvicorn does, so that the connection can serve its next request."""
         cycle = self._cycle
         cycle.response_complete = True
         cycle.message_event.set()
@@ -136,14 +174,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._headers_done()
         for name, value in self.headers:
-            if name == request_start.HEADER:
-                sent = time.monotonic() - request_start.age_of(value, time.time())
+            if name == REQUEST_START:
+                sent = time.monotonic() - age_of(value, time.time())
                 self.scope[RECEIVED_AT] = min(self.scope[RECEIVED_AT], sent)  # type: ignore[literal-required]
         super().on_headers_complete()
         self.scope[STREAM_CHANNEL] = StreamChannel(self, self.cycle)  # type: ignore[literal-required]
 
     def cut_off(self) -> None:
-        """Closes the connection at once, without what is still to be sent."""
+        """Close the connection now and discard the data that was not sent."""
         self.transport.abort()
 
     def _await_headers(self) -> None:

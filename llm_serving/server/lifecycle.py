@@ -1,4 +1,4 @@
-"""Work for a client, done only as long as the client is there and the server is not stopping."""
+"""The active requests: work for a client ends when the client closes the connection or the server stops."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class ActiveRequests:
-    """The requests under way, so that a stopping server can end them."""
+    """The tasks of active requests, so that a stopping server can end them."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -39,10 +39,10 @@ class ActiveRequests:
 
     @contextlib.contextmanager
     def this_task(self) -> Iterator[None]:
-        """Within it, the running task is a request under way. Raises UnavailableError when a stop ends it."""
+        """Make the running task an active request. Raises UnavailableError if the server stops."""
         task = asyncio.current_task()
         if task is None:
-            raise AssertionError("only a task can be a request under way")
+            raise AssertionError("only a task can be an active request")
         self.add(task)
         try:
             yield
@@ -54,7 +54,7 @@ class ActiveRequests:
             self.discard(task)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new requests, waits ``grace_s`` for those under way, then ends them with an error."""
+        """Refuse new requests, wait ``grace_s`` seconds for the active ones, then end them with an error."""
         self.stopping = True
         try:
             await asyncio.wait_for(self._idle.wait(), grace_s)
@@ -64,10 +64,10 @@ class ActiveRequests:
 
 
 async def run_while_connected(active: ActiveRequests, receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Runs ``work`` to its end, or cancels it as soon as the client closes the connection.
+    """Run ``work`` to its end. If the client closes the connection before, cancel it.
 
-    Raises ClientGoneError then, and UnavailableError when the server stops meanwhile. The request body must have
-    been read: what ``receive`` still brings is only the end of the connection.
+    Raises ClientGoneError if the client closes the connection, and UnavailableError if the server stops. The request
+    body must have been read, so that ``receive`` can only report the end of the connection.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_until_disconnect(receive))
@@ -84,7 +84,7 @@ async def run_while_connected(active: ActiveRequests, receive: Receive, work: Co
         task.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
         active.discard(task)
-        del task  # an error in it holds this frame: as a cycle, both would wait for the collector
+        del task  # an error in it refers to this frame, and the cycle would wait for the garbage collector
 
 
 async def _until_disconnect(receive: Receive) -> None:

@@ -2,49 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.errors import RequestError
 from llm_serving.request import RequestOutput
 from llm_serving.server.beams import check_beam_fields, search_answers
-from llm_serving.server.body import read_json_object
-from llm_serving.server.choices import Answer, Choice, check_choices, make_choices
-from llm_serving.server.generation import Generation
+from llm_serving.server.body import json_response, read_request
+from llm_serving.server.generation import Answer, Generation
 from llm_serving.server.lifecycle import run_while_connected
-from llm_serving.server.models import check_model
-from llm_serving.server.openai_logprobs import chat_logprobs
-from llm_serving.server.openai_stream import (
-    OpenAIStream,
-    check_stream_options,
-    finish_json,
-    stop_reason_json,
-    usage_of,
-)
-from llm_serving.server.prompts import chat_prompt
-from llm_serving.server.protocol_openai import ChatRequest
-from llm_serving.server.responses import json_response
-from llm_serving.server.sampling import base_sampling, output_room
+from llm_serving.server.limits import MAX_LOGPROBS
+from llm_serving.server.logprobs import chat_logprobs
+from llm_serving.server.openai_stream import FINISH, OpenAIStream, check_stream_options, stop_reason_json, usage_of
+from llm_serving.server.prompts import Prompt, check_prompt, encode_text, max_chars, max_output_tokens
+from llm_serving.server.protocol import IGNORED, MaxTokens, Messages, SamplingFields
+from llm_serving.server.sampling import Choice, base_sampling, check_choices, make_choices
 from llm_serving.server.sse import EventStream
-from llm_serving.server.state import ServerState
-from llm_serving.server.validation import parse
+from llm_serving.server.state import Endpoint, ServerState
 
-__all__ = ["create_chat_completion"]
+__all__ = ["ENDPOINTS", "create_chat_completion"]
+
+
+class ChatRequest(SamplingFields):
+    """A conversation that the assistant continues."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "response_format": (None, {"type": "text"}),
+        "logit_bias": (None, {}),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+        "prediction": (None,),
+        "reasoning_effort": (None, "none"),
+        "verbosity": (None,),
+        "web_search_options": (None,),
+        "moderation": (None,),
+    }
+    ignored = IGNORED | {"parallel_tool_calls"}
+
+    messages: Messages
+    max_tokens: MaxTokens = Field(
+        default=None, description="Maximum number of tokens to generate (default: the rest of the context)."
+    )
+    max_completion_tokens: MaxTokens = Field(default=None, description="The newer name of `max_tokens`.")
+    logprobs: bool | None = Field(default=None, description="Return log-probabilities.")
+    top_logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_LOGPROBS, description="Number of best tokens with log-probabilities, for each token."
+    )
 
 
 async def create_chat_completion(state: ServerState, request: Request) -> Response | EventStream:
-    """Answers a conversation, ``n`` times."""
-    state.require_room()
-    body = parse(ChatRequest, await read_json_object(request, state.settings.max_body_bytes))
-    check_model(state, body.model)
+    """Answer a conversation, ``n`` times."""
+    state.check_queue()
+    body = await read_request(ChatRequest, request, state.settings.max_body_bytes)
+    state.check_model(body.model)
     _check(body)
     generation = Generation(state, request, "chat.completions", "chatcmpl", body, stream=bool(body.stream))
     generation.choices = await _choices(state, body, generation.request_id)
-    state.require_ready()
+    state.check_ready()
     if body.stream:
         return EventStream(generation, ChatStream(generation, body))
     if body.use_beam_search:
@@ -54,6 +78,14 @@ async def create_chat_completion(state: ServerState, request: Request) -> Respon
         work = generation.answers(keep_logits=bool(body.logprobs))
     answers = await run_while_connected(state.active, request.receive, work)
     return json_response(_response(generation, body, answers), generation.request_id)
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST", "/v1/chat/completions", create_chat_completion, "OpenAI: answer a conversation.", ChatRequest,
+        '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 64}',
+    ),
+)  # fmt: skip
 
 
 def _check(body: ChatRequest) -> None:
@@ -74,13 +106,16 @@ def _check(body: ChatRequest) -> None:
 async def _choices(state: ServerState, body: ChatRequest, request_id: str) -> list[Choice]:
     n = body.n or 1
     check_choices(1, n)
-    prompt = await chat_prompt(state, [message.for_template() for message in body.messages])
+    messages = [message.for_template() for message in body.messages]
+    text = state.engine.tokenizer.chat_template.render(messages, max_chars=max_chars(state))
+    ids = await encode_text(state, text, "messages", add_special_tokens=False)
+    check_prompt(len(ids), state.settings, "messages")
     newer = body.max_completion_tokens is not None
-    max_tokens = body.max_completion_tokens if newer else body.max_tokens
+    wanted = body.max_completion_tokens if newer else body.max_tokens
     name = "max_completion_tokens" if newer else "max_tokens"
-    room = output_room(len(prompt.token_ids), max_tokens, state.settings, name)
+    max_tokens = max_output_tokens(len(ids), wanted, state.settings, name)
     params = replace(base_sampling(body), logprobs=bool(body.logprobs), top_logits=body.top_logprobs or 0)
-    return make_choices(request_id, [prompt], [(params, room)], n, body.seed)
+    return make_choices(request_id, [Prompt(ids, text)], [(params, max_tokens)], n, body.seed)
 
 
 def _response(generation: Generation, body: ChatRequest, answers: list[Answer]) -> dict[str, Any]:
@@ -112,7 +147,7 @@ def _choice(generation: Generation, body: ChatRequest, answer: Answer) -> dict[s
 
 
 class ChatStream(OpenAIStream):
-    """The chunks of a chat completion: the role, then the text, then the reason it ended."""
+    """The chunks of a chat completion: the role, the text, and the reason for the end."""
 
     object = "chat.completion.chunk"
 
@@ -120,9 +155,9 @@ class ChatStream(OpenAIStream):
         super().__init__(generation, body)
         self._logprobs = body.top_logprobs or 0 if body.logprobs else None
 
-    def chunk(self, choice: Choice, piece: RequestOutput, first: bool) -> bytes:
+    def events(self, choice: Choice, piece: RequestOutput) -> bytes:
         events = []
-        if first:
+        if self.count(choice, piece):
             events.append(self.event(choice.index, _ROLE, self.token_ids(choice, (), first=True)))
         logprobs = b"null"
         if self._logprobs is not None and piece.logits:
@@ -141,13 +176,10 @@ class ChatStream(OpenAIStream):
                     ids,
                 )
             )
-        if piece.finished:
-            reason = finish_json(piece.finish_reason)
-            events.append(
-                self.event(
-                    choice.index, b',"delta":{},"logprobs":null,"finish_reason":', reason, stop_reason_json(piece)
-                )
-            )
+        if piece.finish_reason is not None:
+            reason, stop_reason = FINISH[piece.finish_reason], stop_reason_json(piece)
+            fields = (b',"delta":{},"logprobs":null,"finish_reason":', reason, stop_reason)
+            events.append(self.event(choice.index, *fields))
         return b"".join(events)
 
 

@@ -2,51 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving.errors import RequestError
 from llm_serving.request import RequestOutput
 from llm_serving.server.beams import check_beam_fields, search_answers
-from llm_serving.server.body import read_json_object
-from llm_serving.server.choices import Answer, Choice, check_choices, make_choices
-from llm_serving.server.generation import Generation
+from llm_serving.server.body import json_response, read_request
+from llm_serving.server.generation import Answer, Generation
 from llm_serving.server.lifecycle import run_while_connected
-from llm_serving.server.models import check_model
-from llm_serving.server.openai_logprobs import CompletionLogprobs
-from llm_serving.server.openai_stream import (
-    OpenAIStream,
-    check_stream_options,
-    finish_json,
-    stop_reason_json,
-    usage_of,
-)
-from llm_serving.server.prompts import parse_prompts, resolve_prompts
-from llm_serving.server.protocol_openai import CompletionRequest
-from llm_serving.server.responses import json_response
-from llm_serving.server.sampling import base_sampling, output_room
+from llm_serving.server.limits import MAX_LOGPROBS
+from llm_serving.server.logprobs import CompletionLogprobs
+from llm_serving.server.openai_stream import FINISH, OpenAIStream, check_stream_options, stop_reason_json, usage_of
+from llm_serving.server.prompts import max_output_tokens, parse_prompts, resolve_prompts
+from llm_serving.server.protocol import IGNORED, MaxTokens, SamplingFields
+from llm_serving.server.sampling import Choice, base_sampling, check_choices, make_choices
 from llm_serving.server.sse import EventStream
-from llm_serving.server.state import ServerState
-from llm_serving.server.validation import parse
+from llm_serving.server.state import Endpoint, ServerState
 
-__all__ = ["create_completion"]
+__all__ = ["ENDPOINTS", "create_completion"]
 
 DEFAULT_MAX_TOKENS = 16
 
 
+class CompletionRequest(SamplingFields):
+    """One or more prompts to continue."""
+
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"suffix": (None, ""), "logit_bias": (None, {})}
+    ignored = IGNORED
+
+    prompt: Any = Field(
+        description="Text, token ids, or a list of either.",
+        json_schema_extra={
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}},
+                {"type": "array", "items": {"type": "integer"}},
+                {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
+            ]
+        },
+    )
+    max_tokens: MaxTokens = Field(
+        default=None, description=f"Maximum number of tokens to generate (default {DEFAULT_MAX_TOKENS})."
+    )
+    logprobs: int | None = Field(
+        default=None, ge=0, le=MAX_LOGPROBS, description="Number of best tokens with log-probabilities."
+    )
+    echo: bool | None = Field(default=None, description="Put the prompt before the text.")
+    best_of: int | None = Field(
+        default=None, ge=1, description="The value of `n`, or the number of beams of a beam search."
+    )
+
+
 async def create_completion(state: ServerState, request: Request) -> Response | EventStream:
-    """Continues each prompt ``n`` times."""
-    state.require_room()
-    body = parse(CompletionRequest, await read_json_object(request, state.settings.max_body_bytes))
-    check_model(state, body.model)
+    """Continue each prompt ``n`` times."""
+    state.check_queue()
+    body = await read_request(CompletionRequest, request, state.settings.max_body_bytes)
+    state.check_model(body.model)
     _check(body)
     generation = Generation(state, request, "completions", "cmpl", body, stream=bool(body.stream))
     generation.choices = await _choices(state, body, generation.request_id)
-    state.require_ready()
+    state.check_ready()
     if body.stream:
         return EventStream(generation, CompletionStream(generation, body))
     if body.use_beam_search:
@@ -55,6 +77,14 @@ async def create_completion(state: ServerState, request: Request) -> Response | 
         work = generation.answers(keep_logits=body.logprobs is not None)
     answers = await run_while_connected(state.active, request.receive, work)
     return json_response(_response(generation, body, answers), generation.request_id)
+
+
+ENDPOINTS = (
+    Endpoint(
+        "POST", "/v1/completions", create_completion, "OpenAI: continue prompts.", CompletionRequest,
+        '{"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0}',
+    ),
+)  # fmt: skip
 
 
 def _check(body: CompletionRequest) -> None:
@@ -84,8 +114,8 @@ async def _choices(state: ServerState, body: CompletionRequest, request_id: str)
     wanted = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     sampling = []
     for prompt in prompts:
-        room = output_room(len(prompt.token_ids), body.max_tokens, state.settings, "max_tokens")
-        sampling.append((params, min(wanted, room)))
+        maximum = max_output_tokens(len(prompt.token_ids), body.max_tokens, state.settings, "max_tokens")
+        sampling.append((params, min(wanted, maximum)))
     return make_choices(request_id, prompts, sampling, n, body.seed)
 
 
@@ -131,12 +161,13 @@ class CompletionStream(OpenAIStream):
         if body.logprobs is not None:
             self._logprobs = [CompletionLogprobs(self.tokenizer, c, body.logprobs) for c in generation.choices]
 
-    def chunk(self, choice: Choice, piece: RequestOutput, first: bool) -> bytes:
+    def events(self, choice: Choice, piece: RequestOutput) -> bytes:
+        first = self.count(choice, piece)
         text = choice.prompt.as_text(self.tokenizer) + piece.text if first and self._echo else piece.text
         logprobs = b"null"
         if self._logprobs and piece.logits:
             logprobs = orjson.dumps(self._logprobs[choice.index].take(piece.logits))
-        elif not text and not piece.finished and not (piece.token_ids and self.wants_token_ids):
+        elif not text and piece.finish_reason is None and not (piece.token_ids and self.wants_token_ids):
             return b""
         return self.event(
             choice.index,
@@ -145,7 +176,7 @@ class CompletionStream(OpenAIStream):
             b',"logprobs":',
             logprobs,
             b',"finish_reason":',
-            finish_json(piece.finish_reason),
+            FINISH[piece.finish_reason],
             stop_reason_json(piece),
             self.token_ids(choice, piece.token_ids, first),
         )

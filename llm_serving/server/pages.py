@@ -1,22 +1,26 @@
-"""Pages for people: the chat page and the docs. Each is one answer without outside resources."""
+"""The chat page and the API docs: the OpenAPI document and a page made from it, without external resources."""
 
 from __future__ import annotations
 
 import base64
 import functools
 import hashlib
+import html
 import re
+from collections.abc import Sequence
 from importlib import resources
+from typing import Any
 
+from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llm_serving import __version__
-from llm_serving.server.openapi import docs_body, openapi_document
-from llm_serving.server.responses import json_response
-from llm_serving.server.state import ServerState
+from llm_serving.server.body import json_response
+from llm_serving.server.scheduling import SCHEDULING_HEADERS, SchedulingFields
+from llm_serving.server.state import Endpoint, ServerState
 
-__all__ = ["chat_page", "content_security_policy", "docs", "openapi"]
+__all__ = ["ENDPOINTS", "content_security_policy", "openapi_document"]
 
 _HEADERS = {
     "Cache-Control": "no-cache",
@@ -38,15 +42,54 @@ table{{border-collapse:collapse;width:100%;font-size:.9rem;table-layout:fixed;ov
 td:first-child{{width:32%}}td:nth-child(2){{width:28%}}
 td{{border-top:1px solid #8884;padding:.3rem .6rem .3rem 0;vertical-align:top}}
 </style></head><body><h1>llm-serving API</h1>
-<p>Version {version}. The same as <a href="/openapi.json">OpenAPI document</a>. Errors are
+<p>Version {version}. This page is made from the <a href="/openapi.json">OpenAPI document</a>. Errors are
 <code>{{"error": {{"message", "type", "param", "code"}}}}</code>.</p>
 {body}
 </body></html>
 """
 
+_REF = "#/components/schemas/"
+
+_ERROR_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+async def _openapi(state: ServerState, request: Request) -> Response:
+    return json_response(openapi_document(state.endpoints, __version__))
+
+
+async def _docs(state: ServerState, request: Request) -> Response:
+    document = openapi_document(state.endpoints, __version__)
+    body = _docs_body(document, state.endpoints, str(request.base_url).rstrip("/"))
+    page = _DOCS.format(version=__version__, body=body)
+    return _html(page, content_security_policy(page))
+
+
+async def _chat_page(state: ServerState, request: Request) -> Response:
+    return _html(*_chat_page_and_policy())
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/openapi.json", _openapi, "This API as an OpenAPI document."),
+    Endpoint("GET", "/docs", _docs, "This API as a page.", in_docs=False),
+    Endpoint("GET", "/", _chat_page, "The chat page.", in_docs=False),
+)
+
 
 def content_security_policy(page: str) -> str:
-    """A policy that allows the page's own inline script and style, and requests to this server; nothing else."""
+    """Return a policy that allows only the page's own inline scripts and styles, and requests to this server."""
     scripts = _hashes(re.findall(r"<script>(.*?)</script>", page, re.DOTALL))
     styles = _hashes(re.findall(r"<style>(.*?)</style>", page, re.DOTALL))
     return (
@@ -61,32 +104,111 @@ def _hashes(sources: list[str]) -> str:
 
 
 @functools.cache
-def _chat_page() -> tuple[str, str]:
+def _chat_page_and_policy() -> tuple[str, str]:
     page = resources.files("llm_serving.server").joinpath("static/index.html").read_text("utf-8")
     return page, content_security_policy(page)
 
 
-async def chat_page(state: ServerState, request: Request) -> Response:
-    """The chat page."""
-    page, policy = _chat_page()
-    return _html(page, policy)
-
-
-async def openapi(state: ServerState, request: Request) -> Response:
-    """The OpenAPI document."""
-    from llm_serving.server.routes import ENDPOINTS  # which imports this module
-
-    return json_response(openapi_document(ENDPOINTS, __version__))
-
-
-async def docs(state: ServerState, request: Request) -> Response:
-    """The API for people."""
-    from llm_serving.server.routes import ENDPOINTS
-
-    body = docs_body(openapi_document(ENDPOINTS, __version__), ENDPOINTS, str(request.base_url).rstrip("/"))
-    page = _DOCS.format(version=__version__, body=body)
-    return _html(page, content_security_policy(page))
-
-
 def _html(page: str, policy: str) -> Response:
     return Response(page, headers={**_HEADERS, "Content-Security-Policy": policy}, media_type="text/html")
+
+
+def openapi_document(endpoints: Sequence[Endpoint], version: str) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of the endpoints."""
+    bodies = list(dict.fromkeys(endpoint.body for endpoint in endpoints if endpoint.body is not None))
+    names, schemas = models_json_schema([(body, "validation") for body in bodies], ref_template=_REF + "{model}")
+    paths: dict[str, dict[str, Any]] = {}
+    for endpoint in endpoints:
+        if not endpoint.in_docs:
+            continue
+        path = endpoint.path.replace(":path", "")
+        schema = None if endpoint.body is None else names[(endpoint.body, "validation")]
+        paths.setdefault(path, {})[endpoint.method.lower()] = _operation(endpoint, path, schema)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "llm-serving", "version": version},
+        "paths": paths,
+        "components": {"schemas": {**schemas.get("$defs", {}), "Error": _ERROR_SCHEMA}},
+    }
+
+
+def _operation(endpoint: Endpoint, path: str, schema: dict[str, Any] | None) -> dict[str, Any]:
+    error = {"content": {"application/json": {"schema": {"$ref": _REF + "Error"}}}}
+    operation: dict[str, Any] = {
+        "summary": endpoint.summary,
+        "operationId": f"{endpoint.method.lower()}_{re.sub(r'[^a-z0-9]+', '_', path.lower()).strip('_')}",
+        "responses": {"200": {"description": "The response."}, "default": {"description": "An error.", **error}},
+    }
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+    if endpoint.body is not None and issubclass(endpoint.body, SchedulingFields):
+        parameters += [
+            {"name": header, "in": "header", "required": False, "schema": {"type": "number"},
+             "description": f"Replaces the body's `{field}`, if the body has none."}
+            for field, header in SCHEDULING_HEADERS.items()
+        ]  # fmt: skip
+    if parameters:
+        operation["parameters"] = parameters
+    if schema is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return operation
+
+
+def _docs_body(document: dict[str, Any], endpoints: Sequence[Endpoint], base_url: str) -> str:
+    """Return the document as HTML without scripts."""
+    schemas = document["components"]["schemas"]
+    sections = [_section(endpoint, schemas, base_url) for endpoint in endpoints if endpoint.in_docs]
+    used = {name for name in schemas if name not in {e.body.__name__ for e in endpoints if e.body} and name != "Error"}
+    parts = [f"<h2 id='{name}'>{name}</h2>{_fields(schemas[name])}" for name in sorted(used)]
+    return "\n".join([*sections, *parts])
+
+
+def _section(endpoint: Endpoint, schemas: dict[str, Any], base_url: str) -> str:
+    path = endpoint.path.replace(":path", "")
+    lines = [
+        f"<h2><span class='{endpoint.method.lower()}'>{endpoint.method}</span> {html.escape(path)}</h2>",
+        f"<p>{html.escape(endpoint.summary)}</p>",
+        f"<pre>{html.escape(_curl(endpoint, path, base_url))}</pre>",
+    ]
+    if endpoint.body is not None:
+        lines.append(_fields(schemas[endpoint.body.__name__]))
+    return "\n".join(lines)
+
+
+def _curl(endpoint: Endpoint, path: str, base_url: str) -> str:
+    url = base_url + path.replace("{name}", "MODEL")
+    if endpoint.example is None:
+        return f"curl {url}"
+    stream = " -N" if "stream" in path else ""
+    return f"curl{stream} {url} -H 'Content-Type: application/json' \\\n  -d '{endpoint.example}'"
+
+
+def _fields(schema: dict[str, Any]) -> str:
+    """Return a table of an object's members, required ones first."""
+    required = set(schema.get("required", ()))
+    rows = []
+    for name, member in sorted(schema.get("properties", {}).items(), key=lambda item: item[0] not in required):
+        kind = _type(member) + (", required" if name in required else "")
+        note = member.get("description", "")
+        rows.append(f"<tr><td><code>{html.escape(name)}</code></td><td>{kind}</td><td>{html.escape(note)}</td></tr>")
+    return f"<table>{''.join(rows)}</table>" if rows else ""
+
+
+def _type(member: dict[str, Any]) -> str:
+    """Return a short name of a schema's type, with its range."""
+    if "anyOf" in member:
+        kinds = [_type(option) for option in member["anyOf"] if option.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    if "$ref" in member:
+        name = member["$ref"].removeprefix(_REF)
+        return f"<a href='#{name}'>{name}</a>"
+    if "enum" in member:
+        return " | ".join(html.escape(repr(value)) for value in member["enum"])
+    if member.get("type") == "array":
+        return f"array of {_type(member.get('items', {}))}"
+    low = member.get("minimum", member.get("exclusiveMinimum", ""))
+    high = member.get("maximum", "")
+    limits = f" {low}..{high}" if (low, high) != ("", "") else ""
+    return f"{member.get('type', 'any')}{limits}"

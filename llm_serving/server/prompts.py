@@ -1,4 +1,4 @@
-"""Prompts in all their forms, to token ids."""
+"""Turns prompts in all their forms into token ids, and checks their lengths."""
 
 from __future__ import annotations
 
@@ -9,27 +9,35 @@ from dataclasses import dataclass
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import ContextLengthError, RequestError
 from llm_serving.server.limits import INLINE_TOKENIZE_CHARS, MAX_PROMPTS
-from llm_serving.server.sampling import check_prompt
-from llm_serving.server.state import ServerState
+from llm_serving.server.state import ServerSettings, ServerState
 from llm_serving.server.validation import short
 
-__all__ = ["Prompt", "chat_prompt", "check_vocabulary", "encode_text", "max_chars", "parse_prompts", "resolve_prompts"]
+__all__ = [
+    "Prompt",
+    "check_prompt",
+    "check_vocabulary",
+    "encode_text",
+    "max_chars",
+    "max_output_tokens",
+    "parse_prompts",
+    "resolve_prompts",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. ``text`` is None where the client gave token ids."""
+    """One prompt. ``text`` is None if the client sent token ids."""
 
     token_ids: Sequence[int]
     text: str | None = None
 
     def as_text(self, tokenizer: Tokenizer) -> str:
-        """What ``echo`` puts before the answer."""
+        """Return the text of the prompt, which ``echo`` puts before the output."""
         return tokenizer.decode(self.token_ids) if self.text is None else self.text
 
 
 def parse_prompts(value: object) -> list[str | list[int]]:
-    """The ``prompt`` field: text, token ids, or a list of either. Raises RequestError naming the entry at fault."""
+    """Return the prompts of a ``prompt`` field: text, token ids, or a list of either. Raises RequestError."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -40,9 +48,7 @@ def parse_prompts(value: object) -> list[str | list[int]]:
         return [_token_list(value, "prompt")]
     if len(value) > MAX_PROMPTS:
         raise RequestError(
-            f"'prompt' holds {len(value)} prompts; at most {MAX_PROMPTS} are taken.",
-            param="prompt",
-            code="invalid_value",
+            f"'prompt' holds {len(value)} prompts; the maximum is {MAX_PROMPTS}.", param="prompt", code="invalid_value"
         )
     prompts: list[str | list[int]] = []
     for i, entry in enumerate(value):
@@ -53,6 +59,88 @@ def parse_prompts(value: object) -> list[str | list[int]]:
         else:
             raise _wrong_prompt(f"prompt[{i}]", entry)
     return prompts
+
+
+async def resolve_prompts(state: ServerState, prompts: Sequence[str | list[int]], param: str) -> list[Prompt]:
+    """Return the prompts as token ids, checked against vocabulary and context. Raises RequestError."""
+    inline = sum(len(prompt) for prompt in prompts) <= INLINE_TOKENIZE_CHARS
+    names = [param] if len(prompts) == 1 else [f"{param}[{i}]" for i in range(len(prompts))]
+    return [await _resolve(state, prompt, name, inline) for prompt, name in zip(prompts, names, strict=True)]
+
+
+async def encode_text(
+    state: ServerState, text: str, param: str, *, add_special_tokens: bool = True, inline: bool = True
+) -> list[int]:
+    """Return the token ids of a text. A text that cannot fit the context is refused before it is tokenized.
+
+    A long text is tokenized in another thread, so that it does not delay other requests. If ``inline`` is False, every
+    text is.
+    """
+    tokenizer = state.engine.tokenizer
+    maximum = max_chars(state)
+    if len(text) > maximum:
+        raise ContextLengthError(
+            f"'{param}' has {len(text)} characters; more than {maximum} cannot fit {state.settings.max_context} tokens."
+            " Shorten it.",
+            param=param,
+        )
+    if inline and len(text) <= INLINE_TOKENIZE_CHARS:
+        ids = tokenizer.encode(text, add_special_tokens)
+    else:
+        ids = await asyncio.get_running_loop().run_in_executor(None, tokenizer.encode, text, add_special_tokens)
+    if tokenizer.vocab_size > state.settings.vocab_size:
+        check_vocabulary(ids, state.settings.vocab_size, param)
+    return ids
+
+
+def max_chars(state: ServerState) -> int:
+    """Return the number of characters above which no text can fit the context."""
+    return state.settings.max_context * state.engine.tokenizer.max_piece_chars
+
+
+def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise RequestError for a token id outside the model's vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
+        raise RequestError(
+            f"'{param}[{wrong}]' is token id {ids[wrong]}; the model's vocabulary has ids 0 to {vocab_size - 1}.",
+            param=param,
+            code="invalid_value",
+        )
+
+
+def check_prompt(num_tokens: int, settings: ServerSettings, param: str) -> None:
+    """Raise ContextLengthError if a prompt with ``num_tokens`` tokens leaves no space for an output."""
+    if num_tokens > settings.max_prompt_tokens:
+        raise ContextLengthError(
+            f"The prompt has {num_tokens} tokens; the maximum is {settings.max_prompt_tokens} "
+            "(model_config.seq_length). Shorten it.",
+            param=param,
+        )
+    if num_tokens >= settings.max_context:
+        raise ContextLengthError(
+            f"This model's maximum context length is {settings.max_context} tokens, and the prompt has {num_tokens}, "
+            "which leaves no space for an output. Shorten it.",
+            param=param,
+        )
+
+
+def max_output_tokens(num_tokens: int, max_tokens: int | None, settings: ServerSettings, param: str) -> int:
+    """Return the maximum output of a prompt with ``num_tokens`` tokens: ``max_tokens``, or the rest of the context.
+
+    Raises ContextLengthError if ``max_tokens`` does not fit.
+    """
+    available = settings.max_context - num_tokens
+    if max_tokens is None:
+        return available
+    if max_tokens > available:
+        raise ContextLengthError(
+            f"This model's maximum context length is {settings.max_context} tokens. However, you requested "
+            f"{num_tokens + max_tokens} tokens ({num_tokens} in the prompt, {max_tokens} in the output). Shorten the "
+            f"prompt or lower {param}.",
+            param=param,
+        )
+    return max_tokens
 
 
 def _token_list(value: list[object], param: str) -> list[int]:
@@ -75,13 +163,6 @@ def _wrong_prompt(param: str, value: object) -> RequestError:
     )
 
 
-async def resolve_prompts(state: ServerState, prompts: Sequence[str | list[int]], param: str) -> list[Prompt]:
-    """The prompts as tokens, checked against vocabulary and context. Raises RequestError."""
-    inline = sum(len(prompt) for prompt in prompts) <= INLINE_TOKENIZE_CHARS
-    names = [param] if len(prompts) == 1 else [f"{param}[{i}]" for i in range(len(prompts))]
-    return [await _resolve(state, prompt, name, inline) for prompt, name in zip(prompts, names, strict=True)]
-
-
 async def _resolve(state: ServerState, prompt: str | list[int], param: str, inline: bool) -> Prompt:
     if isinstance(prompt, str):
         ids = await encode_text(state, prompt, param, inline=inline)
@@ -92,51 +173,3 @@ async def _resolve(state: ServerState, prompt: str | list[int], param: str, inli
         check_vocabulary(ids, state.settings.vocab_size, param)
     check_prompt(len(ids), state.settings, param)
     return Prompt(ids, prompt if isinstance(prompt, str) else None)
-
-
-async def chat_prompt(state: ServerState, messages: Sequence[dict[str, object]], prefix: str = "") -> Prompt:
-    """The conversation as the model's chat template writes it, ``prefix`` being the start of the answer."""
-    text = state.engine.tokenizer.render_chat(messages, max_chars=max_chars(state)) + prefix
-    ids = await encode_text(state, text, "messages", add_special_tokens=False)
-    check_prompt(len(ids), state.settings, "messages")
-    return Prompt(ids, text)
-
-
-async def encode_text(
-    state: ServerState, text: str, param: str, *, add_special_tokens: bool = True, inline: bool = True
-) -> list[int]:
-    """Token ids of a text. A text that cannot fit the context is refused without looking at it.
-
-    A long one is left to a thread, so that it holds up nobody; without ``inline`` every one is.
-    """
-    tokenizer = state.engine.tokenizer
-    most = max_chars(state)
-    if len(text) > most:
-        raise ContextLengthError(
-            f"'{param}' has {len(text)} characters; more than {most} cannot fit {state.settings.max_context} tokens. "
-            "Shorten it.",
-            param=param,
-        )
-    if inline and len(text) <= INLINE_TOKENIZE_CHARS:
-        ids = tokenizer.encode(text, add_special_tokens)
-    else:
-        ids = await asyncio.get_running_loop().run_in_executor(None, tokenizer.encode, text, add_special_tokens)
-    if tokenizer.vocab_size > state.settings.vocab_size:
-        check_vocabulary(ids, state.settings.vocab_size, param)
-    return ids
-
-
-def max_chars(state: ServerState) -> int:
-    """A longer text cannot fit the context, whatever its tokens."""
-    return state.settings.max_context * state.engine.tokenizer.max_piece_chars
-
-
-def check_vocabulary(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises RequestError for a token id the model does not have."""
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        wrong = next(i for i, token in enumerate(ids) if not 0 <= token < vocab_size)
-        raise RequestError(
-            f"'{param}[{wrong}]' is token id {ids[wrong]}; the model's vocabulary has ids 0 to {vocab_size - 1}.",
-            param=param,
-            code="invalid_value",
-        )

@@ -1,87 +1,96 @@
-"""Fields that every kind of request shares, with their ranges."""
+"""Types and fields of request bodies that several endpoints share, with their ranges."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from llm_serving.engine.beam_search import MAX_BEAM_WIDTH
+from llm_serving.request import MAX_TOP_LOGITS
 from llm_serving.server.limits import (
     MAX_CHOICES,
     MAX_LENGTH_PENALTY,
-    MAX_MILLISECONDS,
+    MAX_MESSAGES,
     MAX_NAME_CHARS,
-    MAX_PRIORITY,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     MAX_TOP_K,
 )
-from llm_serving.server.validation import RequestModel, StopStrings, StrictModel
+from llm_serving.server.scheduling import SchedulingFields
+from llm_serving.server.validation import LaxModel, StrictModel, short
 
-__all__ = [
-    "FrequencyPenalty",
-    "MaxTokens",
-    "Milliseconds",
-    "MinP",
-    "Name",
-    "PresencePenalty",
-    "Priority",
-    "RepetitionPenalty",
-    "SamplingFields",
-    "SchedulingFields",
-    "Seed",
-    "StreamOptions",
-    "Temperature",
-    "TokenIds",
-    "TopK",
-    "TopP",
-]
+__all__ = ["IGNORED", "DialectSampling", "MaxTokens", "Message", "Messages", "Name", "SamplingFields", "StreamOptions"]
+
+
+def _stop_strings(value: object) -> object:
+    """Return one string, or a list of them, as a tuple."""
+    if value is None:
+        return ()
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
+        raise PydanticCustomError("string_type", "should be a string or a list of strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise PydanticCustomError("stop_count", f"should hold at most {MAX_STOP_STRINGS} strings, not {len(strings)}")
+    for text in strings:
+        if not 0 < len(text) <= MAX_STOP_CHARS:
+            raise PydanticCustomError(
+                "stop_length", f"should hold strings of 1 to {MAX_STOP_CHARS} characters, not {len(text)}"
+            )
+    return tuple(strings)
+
 
 Temperature = Annotated[float | None, Field(ge=0, le=2, description="Randomness; 0 is greedy.")]
-TopP = Annotated[float | None, Field(ge=0, le=1, description="Least probable tokens beyond this mass are left out.")]
-TopK = Annotated[int | None, Field(ge=-1, le=MAX_TOP_K, description="Only so many best tokens; 0 and -1: all.")]
-MinP = Annotated[float | None, Field(ge=0, le=1, description="Least probability, relative to the best token's.")]
-RepetitionPenalty = Annotated[float | None, Field(gt=0, le=100, description="Over prompt and output; 1 is none.")]
-PresencePenalty = Annotated[float | None, Field(ge=-2, le=2, description="Over tokens of the output.")]
-FrequencyPenalty = Annotated[float | None, Field(ge=-2, le=2, description="Over tokens of the output, per occurrence.")]
+TopP = Annotated[
+    float | None, Field(ge=0, le=1, description="Keep the most probable tokens up to this sum of probabilities.")
+]
+TopK = Annotated[
+    int | None, Field(ge=-1, le=MAX_TOP_K, description="Keep this number of best tokens; 0 and -1 keep all.")
+]
+MinP = Annotated[
+    float | None, Field(ge=0, le=1, description="Minimum probability of a token, relative to the best token's.")
+]
+RepetitionPenalty = Annotated[
+    float | None, Field(gt=0, le=100, description="Penalty for tokens of the prompt and the output; 1 is none.")
+]
+PresencePenalty = Annotated[float | None, Field(ge=-2, le=2, description="Penalty for tokens of the output.")]
+FrequencyPenalty = Annotated[
+    float | None, Field(ge=-2, le=2, description="Penalty for tokens of the output, for each occurrence.")
+]
 Seed = Annotated[
     int | None,
-    Field(ge=-(2**63), le=2**64 - 1, description="Same seed, same text; random if left out."),
+    Field(ge=-(2**63), le=2**64 - 1, description="The same seed gives the same text. Random by default."),
 ]
-MaxTokens = Annotated[int | None, Field(ge=1, description="Most tokens to generate.")]
-Priority = Annotated[
-    int | None,
-    Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Smaller is served earlier among equally urgent ones."),
-]
-Milliseconds = Annotated[float | None, Field(gt=0, le=MAX_MILLISECONDS)]
+MaxTokens = Annotated[int | None, Field(ge=1, description="Maximum number of tokens to generate.")]
 Name = Annotated[str | None, Field(max_length=MAX_NAME_CHARS)]
 TokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
+StopStrings = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_stop_strings),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
+    Field(description=f"Up to {MAX_STOP_STRINGS} strings at which the text ends."),
+]
 
-
-class SchedulingFields(RequestModel):
-    """How urgent a request is, and what it wants to know of how it was served. Nothing here changes its text."""
-
-    priority: Priority = None
-    ttft_objective_ms: Milliseconds = Field(
-        default=None, description="Time to the first token that is good enough (default: the server's)."
-    )
-    tbt_objective_ms: Milliseconds = Field(
-        default=None, description="Time between tokens that is good enough (default: the server's)."
-    )
-    deadline_ms: Milliseconds = Field(
-        default=None, description="Drop the request (504) if it has not begun so long after it came."
-    )
-    cache_salt: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=MAX_NAME_CHARS,
-        description="Share the prefix cache only with requests that have the same.",
-    )
-    return_receipt: bool | None = Field(default=None, description="Add `receipt`: where the time went.")
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "prompt_cache_options",
+    }
+)
+"""Fields of OpenAI's API that have no effect here."""
 
 
 class StreamOptions(StrictModel):
-    """How to stream."""
+    """Options of a streamed response."""
 
     ignored = frozenset({"include_obfuscation"})
 
@@ -89,11 +98,11 @@ class StreamOptions(StrictModel):
 
 
 class SamplingFields(SchedulingFields, StrictModel):
-    """OpenAI's sampling parameters, and this server's additions in the names vLLM uses."""
+    """OpenAI's sampling parameters, and this server's additions, which have vLLM's names."""
 
     model: Name = Field(default=None, description="Name of the served model; may be left out.")
-    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="Answers to each prompt.")
-    stream: bool | None = Field(default=None, description="Send the text as it comes, as server-sent events.")
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES, description="Number of choices for each prompt.")
+    stream: bool | None = Field(default=None, description="Send the text as server-sent events while it is generated.")
     stream_options: StreamOptions | None = None
     temperature: Temperature = None
     top_p: TopP = None
@@ -111,17 +120,104 @@ class SamplingFields(SchedulingFields, StrictModel):
     )
     include_stop_str_in_output: bool | None = Field(default=None, description="Keep the stop string in the text.")
     use_beam_search: bool | None = Field(
-        default=None, description="Return the likeliest answers, as beam search finds them; not streamed."
+        default=None, description="Return the most likely outputs, found by beam search; not streamed."
     )
     beam_width: int | None = Field(
-        default=None, ge=1, le=MAX_BEAM_WIDTH, description="Beams of a beam search (default: the value of `n`)."
+        default=None,
+        ge=1,
+        le=MAX_BEAM_WIDTH,
+        description="Number of beams of a beam search (default: the value of `n`).",
     )
     length_penalty: float | None = Field(
         default=None,
         ge=-MAX_LENGTH_PENALTY,
         le=MAX_LENGTH_PENALTY,
-        description="Of a beam search: beams compare by their log-probability / length ** this (default 1).",
+        description="Beam search: the score of a beam is its log-probability / length ** this value (default 1).",
     )
     return_token_ids: bool | None = Field(
         default=None, description="Add `token_ids` and `prompt_token_ids` to each choice."
     )
+
+
+class DialectSampling(LaxModel):
+    """Sampling parameters of the published dialects."""
+
+    do_sample: bool | None = Field(
+        default=None,
+        description="Sample, or take the best token. Default: sample if temperature, top_k or top_p is given.",
+    )
+    temperature: Temperature = None
+    top_k: TopK = None
+    top_p: TopP = None
+    repetition_penalty: RepetitionPenalty = None
+    frequency_penalty: FrequencyPenalty = None
+    seed: Seed = None
+    stop: StopStrings = ()
+    return_logits: bool | None = Field(
+        default=None, description=f"Return the top {MAX_TOP_LOGITS} ids and logits of each step."
+    )
+
+
+def _join_content(value: object) -> object:
+    """Return text, or a list of text parts, as text."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for i, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text":
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise PydanticCustomError(
+                "content_part", f"holds a part [{i}] of type {short(kind)}, which is not supported; only text parts are"
+            )
+        if not isinstance(part.get("text"), str) or part.keys() - {"type", "text"}:
+            raise PydanticCustomError("content_part", f"holds a part [{i}] that is not just type and text")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+Content = Annotated[
+    str,
+    BeforeValidator(_join_content),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+                        "required": ["type", "text"],
+                    },
+                },
+            ]
+        }
+    ),
+]
+
+
+class Message(StrictModel):
+    """One message of a conversation."""
+
+    # Clients send an earlier response back with all its fields.
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "refusal": (None,),
+        "audio": (None,),
+        "function_call": (None,),
+        "tool_calls": (None, []),
+        "annotations": (None, []),
+    }
+
+    role: Literal["system", "developer", "user", "assistant"] = Field(description="`developer` means `system`.")
+    content: Content
+    name: str | None = Field(default=None, max_length=MAX_NAME_CHARS)
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message in the form that chat templates take."""
+        message = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        if self.name is not None:
+            message["name"] = self.name
+        return message
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

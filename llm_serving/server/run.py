@@ -1,4 +1,4 @@
-"""Runs the application on a listening socket until it is told to stop."""
+"""Runs the application on a listening socket until a stop event is set."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from llm_serving.server.limits import KEEP_ALIVE_S
 __all__ = ["serve"]
 
 GRACE_S = 3.0
-"""Time that requests under way get to end by themselves when the server stops."""
+"""Time that active requests have to complete when the server stops."""
 CLOSE_S = 1.0
-"""Time after that for their last bytes to reach the client; a client that does not read is cut off."""
+"""Further time for their last bytes to reach the client. Then connections are closed."""
 TICK_S = 1.0
-"""The ``Date`` header is renewed this often."""
+"""Interval at which the ``Date`` header is updated."""
 
 
 async def serve(app: ServerApp, sock: socket.socket, stop: asyncio.Event, *, grace_s: float = GRACE_S) -> None:
-    """Serves HTTP on ``sock``, which is bound and listening and is closed at the end, until ``stop`` is set.
+    """Serve HTTP on ``sock`` until ``stop`` is set. The socket must be bound and listening. It is closed at the end.
 
-    Then new connections are refused, requests under way have ``grace_s`` seconds to end, and those that remain end
-    with an error (a stream: with an error event): all of it takes less than ``grace_s`` + 2 seconds. Signals are
-    the caller's business. Run it in the event loop of choice; uvloop is the fast one.
+    After ``stop``, new connections are refused. Active requests have ``grace_s`` seconds to complete, then they end
+    with an error. A stream ends with an error event. The stop takes less than ``grace_s`` + 2 seconds. The caller
+    handles signals. Any event loop works; uvloop is the fastest.
     """
     config = uvicorn.Config(
         app,
@@ -42,7 +42,7 @@ async def serve(app: ServerApp, sock: socket.socket, stop: asyncio.Event, *, gra
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=int(KEEP_ALIVE_S),
-        timeout_graceful_shutdown=math.ceil(grace_s + CLOSE_S + 0.5),  # for what even that does not end
+        timeout_graceful_shutdown=math.ceil(grace_s + CLOSE_S + 0.5),  # for connections that even this does not end
     )
     await _Server(config, app, stop, grace_s).serve(sockets=[sock])
 

@@ -1,38 +1,50 @@
-"""From a request's fields to ``SamplingParams``: defaults, room in the context, seeds."""
+"""Turns the fields of a request into the sequences to generate: sampling parameters, seeds and choices."""
 
 from __future__ import annotations
 
 import secrets
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from llm_serving.errors import ContextLengthError
+from llm_serving.errors import RequestError
 from llm_serving.request import MAX_TOP_LOGITS, SamplingParams
-from llm_serving.server.protocol import SamplingFields
-from llm_serving.server.protocol_dialects import DialectSampling
-from llm_serving.server.state import ServerSettings
+from llm_serving.server.limits import MAX_SEQUENCES
+from llm_serving.server.prompts import Prompt
+from llm_serving.server.protocol import DialectSampling, SamplingFields
 
 __all__ = [
     "GREEDY_BELOW",
+    "Choice",
     "base_sampling",
-    "check_prompt",
+    "check_choices",
     "choice_seed",
     "dialect_sampling",
-    "output_room",
-    "request_seed",
-    "with_choice",
+    "make_choices",
 ]
 
 GREEDY_BELOW = 1e-5
-"""A temperature below this is greedy: dividing logits by it leaves nothing of the others, or overflows."""
+"""A temperature below this value is greedy. Logits divided by it would overflow or leave only the best token."""
 
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One sequence of an HTTP request, which is a request of the engine. ``index`` is its place in the response."""
+
+    index: int
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    group: str = ""
+    """Name of the group of choices of one prompt, if there are several. They share the prompt's blocks."""
+
+
 def base_sampling(fields: SamplingFields) -> SamplingParams:
-    """What the fields say, without ``max_tokens``, seed and log-probabilities."""
+    """Return the sampling parameters of OpenAI's API, without ``max_tokens``, seed and log-probabilities."""
     return SamplingParams(
-        temperature=temperature_of(fields.temperature),
+        temperature=_temperature(fields.temperature),
         top_k=max(fields.top_k or 0, 0),
         top_p=1.0 if fields.top_p is None else fields.top_p,
         min_p=fields.min_p or 0.0,
@@ -48,14 +60,15 @@ def base_sampling(fields: SamplingFields) -> SamplingParams:
 
 
 def dialect_sampling(fields: DialectSampling, top_logits: int = 0, *, logprobs: bool = False) -> SamplingParams:
-    """As ``base_sampling``, for the published dialects: greedy unless asked to sample, or given something to sample by.
+    """Return the sampling parameters of the published dialects, without ``max_tokens`` and seed.
 
-    ``top_logits`` is raised to the most there are where ``return_logits`` asks for them.
+    A request is greedy unless it asks for sampling or gives a parameter of it. ``return_logits`` raises ``top_logits``
+    to the maximum.
     """
     given = (fields.temperature, fields.top_k, fields.top_p)
     sample = any(value is not None for value in given) if fields.do_sample is None else fields.do_sample
     return SamplingParams(
-        temperature=temperature_of(fields.temperature) if sample else 0.0,
+        temperature=_temperature(fields.temperature) if sample else 0.0,
         top_k=max(fields.top_k or 0, 0) if sample else 0,
         top_p=fields.top_p if sample and fields.top_p is not None else 1.0,
         repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
@@ -66,22 +79,41 @@ def dialect_sampling(fields: DialectSampling, top_logits: int = 0, *, logprobs: 
     )
 
 
-def temperature_of(value: float | None) -> float:
-    """OpenAI's default is 1; next to nothing is greedy."""
-    if value is None:
-        return 1.0
-    return 0.0 if value < GREEDY_BELOW else value
+def check_choices(num_prompts: int, n: int) -> None:
+    """Raise RequestError if one HTTP request would make too many sequences."""
+    if num_prompts * n > MAX_SEQUENCES:
+        raise RequestError(
+            f"{num_prompts} prompts with n = {n} make {num_prompts * n} sequences; the maximum for one request is "
+            f"{MAX_SEQUENCES}.",
+            param="n",
+            code="invalid_value",
+        )
 
 
-def with_choice(sampling: SamplingParams, max_tokens: int, seed: int, index: int) -> SamplingParams:
-    """The parameters of answer ``index`` to a prompt."""
-    return replace(sampling, max_tokens=max_tokens, seed=choice_seed(seed, index))
+def make_choices(
+    request_id: str, prompts: Sequence[Prompt], sampling: Sequence[tuple[SamplingParams, int]], n: int, seed: int | None
+) -> list[Choice]:
+    """Make ``n`` choices for each prompt. ``sampling`` has the parameters and ``max_tokens`` of each prompt.
+
+    The seed of a choice depends on the request's seed and the number of the choice among the ``n``. It does not depend
+    on the other prompts.
+    """
+    choices: list[Choice] = []
+    for prompt, (params, max_tokens) in zip(prompts, sampling, strict=True):
+        prompt_seed = secrets.randbits(64) if seed is None else seed & _MASK
+        for i in range(n):
+            index = len(choices)
+            name = request_id if len(prompts) * n == 1 else f"{request_id}-{index}"
+            group = f"{request_id}/{index - i}" if n > 1 else ""
+            its_params = replace(params, max_tokens=max_tokens, seed=choice_seed(prompt_seed, i))
+            choices.append(Choice(index, name, prompt, its_params, group))
+    return choices
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """Seed of answer ``index`` (of ``n``) to a prompt: the first uses the request's seed itself.
+    """Return the seed of choice ``index`` of a prompt. The first choice uses the request's own seed.
 
-    The others use SplitMix64 (Steele, Lea and Flood 2014), so that neighbouring seeds share no answer.
+    The others use SplitMix64 (Steele, Lea and Flood 2014), so that neighbouring seeds share no choice.
     """
     if index == 0:
         return seed & _MASK
@@ -91,40 +123,8 @@ def choice_seed(seed: int, index: int) -> int:
     return z ^ (z >> 31)
 
 
-def request_seed(seed: int | None) -> int:
-    """The seed asked for, or a random one of 64 bits."""
-    return secrets.randbits(64) if seed is None else seed & _MASK
-
-
-def check_prompt(num_tokens: int, settings: ServerSettings, param: str) -> None:
-    """Raises ContextLengthError when a prompt of so many tokens leaves no room for an answer."""
-    if num_tokens > settings.max_prompt_tokens:
-        raise ContextLengthError(
-            f"The prompt has {num_tokens} tokens; the longest this server takes is {settings.max_prompt_tokens} "
-            "(model_config.seq_length). Shorten it.",
-            param=param,
-        )
-    if num_tokens >= settings.max_context:
-        raise ContextLengthError(
-            f"This model's maximum context length is {settings.max_context} tokens, and the prompt has {num_tokens}, "
-            "which leaves no room for an answer. Shorten it.",
-            param=param,
-        )
-
-
-def output_room(num_tokens: int, max_tokens: int | None, settings: ServerSettings, param: str) -> int:
-    """The most tokens to generate after a prompt of ``num_tokens``: ``max_tokens``, or all there is room for.
-
-    Raises ContextLengthError when ``max_tokens`` does not fit.
-    """
-    room = settings.max_context - num_tokens
-    if max_tokens is None:
-        return room
-    if max_tokens > room:
-        raise ContextLengthError(
-            f"This model's maximum context length is {settings.max_context} tokens. However, you requested "
-            f"{num_tokens + max_tokens} tokens ({num_tokens} in the prompt, {max_tokens} in the answer). Shorten the "
-            f"prompt or lower {param}.",
-            param=param,
-        )
-    return max_tokens
+def _temperature(value: float | None) -> float:
+    """Return the temperature: 1 by default, as in OpenAI's API, and 0 for a value close to 0."""
+    if value is None:
+        return 1.0
+    return 0.0 if value < GREEDY_BELOW else value

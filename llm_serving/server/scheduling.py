@@ -1,22 +1,51 @@
-"""Whose a request is and how urgent: from the fields of its body and its headers to ``SchedulingParams``."""
+"""Scheduling parameters of a request: its urgency and its tenant, from fields of the body and from headers."""
 
 from __future__ import annotations
 
 from hashlib import blake2b
+from typing import Annotated
 
 from pydantic import Field
 from starlette.datastructures import Headers
 
 from llm_serving.request import SchedulingParams
-from llm_serving.server.protocol import Milliseconds, Priority, SchedulingFields
+from llm_serving.server.limits import MAX_MILLISECONDS, MAX_NAME_CHARS, MAX_PRIORITY
 from llm_serving.server.state import ServerSettings
-from llm_serving.server.validation import LaxModel, parse
+from llm_serving.server.validation import LaxModel, RequestModel, parse
 
-__all__ = ["SCHEDULING_HEADERS", "scheduling_of", "tenant_of"]
+__all__ = ["SCHEDULING_HEADERS", "SchedulingFields", "scheduling_of", "tenant_of"]
+
+Priority = Annotated[
+    int | None,
+    Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="Of equally urgent requests, the smaller number goes first."),
+]
+Milliseconds = Annotated[float | None, Field(gt=0, le=MAX_MILLISECONDS)]
+
+
+class SchedulingFields(RequestModel):
+    """Body fields about a request's urgency and its receipt. They do not change the generated text."""
+
+    priority: Priority = None
+    ttft_objective_ms: Milliseconds = Field(
+        default=None, description="Objective for the time to the first token (default: the server's)."
+    )
+    tbt_objective_ms: Milliseconds = Field(
+        default=None, description="Objective for the time between tokens (default: the server's)."
+    )
+    deadline_ms: Milliseconds = Field(
+        default=None, description="Drop the request (504) if it has not started this long after its arrival."
+    )
+    cache_salt: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_NAME_CHARS,
+        description="Share the prefix cache only with requests that have the same salt.",
+    )
+    return_receipt: bool | None = Field(default=None, description="Add `receipt`: where the request's time went.")
 
 
 class SchedulingHeaders(LaxModel):
-    """The same as ``SchedulingFields``, for clients whose library leaves the body to itself."""
+    """Headers with the same meaning, for clients whose library does not let them change the body."""
 
     priority: Priority = Field(default=None, alias="X-Priority")
     ttft_objective_ms: Milliseconds = Field(default=None, alias="X-TTFT-Objective-Ms")
@@ -25,11 +54,14 @@ class SchedulingHeaders(LaxModel):
 
 
 SCHEDULING_HEADERS = {name: str(field.alias) for name, field in SchedulingHeaders.model_fields.items()}
-"""Field of the body -> the header that says the same."""
+"""Maps each of these body fields to the header with the same meaning."""
 
 
 def scheduling_of(fields: SchedulingFields, headers: Headers, settings: ServerSettings) -> SchedulingParams:
-    """What the request says; a field of its body goes before the header. Raises RequestError naming a wrong header."""
+    """Return the scheduling parameters of a request. A body field takes precedence over its header.
+
+    Raises RequestError with the name of a wrong header.
+    """
     given = {alias: headers[alias] for alias in SCHEDULING_HEADERS.values() if alias in headers}
     from_headers = parse(SchedulingHeaders, given)
     values = {name: getattr(fields, name) for name in SCHEDULING_HEADERS}
@@ -46,13 +78,15 @@ def scheduling_of(fields: SchedulingFields, headers: Headers, settings: ServerSe
 
 
 def tenant_of(headers: Headers) -> str:
-    """A short hash of the API key: it tells requests of one key from those of others, and not the key. Empty without
-    a key."""
+    """Return the tenant of a request: a short hash of its API key, or an empty text without a key.
+
+    The hash separates the requests of different keys and does not reveal the key.
+    """
     return _tenant(_api_key(headers))
 
 
 def _api_key(headers: Headers) -> bytes:
-    """What follows ``Bearer``; empty without."""
+    """Return the key after ``Bearer``, or nothing."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return key.strip().encode() if scheme.lower() == "bearer" else b""
 
@@ -62,7 +96,7 @@ def _tenant(key: bytes) -> str:
 
 
 def _cache_salt(salt: str | None, key: bytes) -> bytes:
-    """One salt of the client's and the tenant's, where there is either: nobody who lacks one of them can make it."""
+    """Combine the client's salt and the tenant's key into one salt. A client needs both to compute it."""
     if not salt and not key:
         return b""
     tenant = blake2b(key, digest_size=32, person=b"llm-cache-key").digest() if key else b""

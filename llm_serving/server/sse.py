@@ -1,4 +1,4 @@
-"""Server-sent events, written straight to the connection: one write for each piece of the engine, when it comes."""
+"""Server-sent events. Each piece of the engine is written to the connection directly, in one write."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from starlette.types import Receive, Scope, Send
 
 from llm_serving.engine.outputs import MERGE_AT, merge_outputs
 from llm_serving.request import RequestOutput
-from llm_serving.server.choices import Choice
 from llm_serving.server.errors import ClientGoneError, ErrorReply, error_reply, note_error
 from llm_serving.server.generation import Generation
 from llm_serving.server.http_protocol import STREAM_CHANNEL, Header, StreamChannel
+from llm_serving.server.sampling import Choice
 
 __all__ = ["EventFormat", "EventStream"]
 
@@ -25,24 +25,24 @@ _HEADERS: tuple[Header, ...] = (
 
 
 class EventFormat(Protocol):
-    """How an API writes its events, each in the form ``data: ...\\n\\n``. Kept for one stream."""
+    """The event format of an API. Each event has the form ``data: ...\\n\\n``. An object serves one stream."""
 
     def events(self, choice: Choice, piece: RequestOutput, /) -> bytes:
-        """The events of a piece; empty when there is nothing to tell."""
+        """Return the events of a piece. The result is empty if the piece has nothing for the client."""
 
     def last(self) -> bytes:
-        """What follows the last piece of the last choice."""
+        """Return the events after the last piece of the last choice."""
 
     def error(self, reply: ErrorReply, /) -> bytes:
-        """An error after the stream has begun."""
+        """Return the event of an error after the stream has begun."""
 
 
 class EventStream:
-    """A response that is written by the pieces of ``generation`` as they come.
+    """A response that writes the pieces of ``generation`` as they arrive. It is a ``PieceSink`` and a ``ChannelUser``.
 
-    Nothing is sent before the first event is there, so a request the engine refuses still gets its own status.
-    Later errors are one more event. The status sent is in ``status_code``. While the socket takes nothing, pieces are
-    merged: a client that does not read costs one piece a choice.
+    Nothing is sent before the first event, so a request that the engine refuses still gets its own status. Later errors
+    become an event. ``status_code`` has the status that was sent. While the socket accepts no data, pieces are merged,
+    so a client that does not read costs one piece for each choice.
     """
 
     def __init__(self, generation: Generation, events: EventFormat) -> None:
@@ -79,61 +79,70 @@ class EventStream:
                 self.status_code = reply.status
                 await reply.response()(scope, receive, send)
         else:
-            generation.close()  # with the last byte delivered; else the caller says when
+            generation.close()  # with the time of the last byte; after an error, the caller gives the time
         finally:
             channel.detach()
-            self._over = None  # an error in it holds this frame: as a cycle, both would wait for the collector
+            self._over = None  # an error in it refers to this frame, and the cycle would wait for the garbage collector
 
-    # Called by the generation
+    # Called by the engine
 
-    def take(self, choice: Choice, piece: RequestOutput) -> None:
-        """A piece of an answer."""
-        if self._done:
+    def push(self, index: int, piece: RequestOutput) -> None:
+        """Write a piece of choice ``index``, or keep it while the socket accepts no data."""
+        if self._is_over:
             return
-        if self._full:
-            backlog = self._backlog.setdefault(choice.index, [])
+        if piece.finish_reason is not None and (failure := self._generation.note_end(index, piece)) is not None:
+            self._end(failure)
+        elif self._is_full:
+            backlog = self._backlog.setdefault(index, [])
             backlog.append(piece)
             if len(backlog) >= MERGE_AT:
-                self._backlog[choice.index] = [merge_outputs(backlog)]
+                self._backlog[index] = [merge_outputs(backlog)]
         else:
-            self._write(choice, piece)
+            try:
+                self._write(index, piece)
+            except Exception as error:  # a failing format ends only this response
+                self._end(error)
 
     def fail(self, error: Exception) -> None:
-        """No more pieces come."""
-        if self._over is not None and not self._over.done():
-            self._over.set_exception(error)
+        """End the response because the engine refused a choice."""
+        self._generation.note_refusal(error)
+        self._end(error)
 
     # Called by the channel
 
     def drained(self) -> None:
-        """The socket has taken all: its time counts for what was written, and what was held back may go."""
+        """Write the pieces that were kept, because the socket has accepted all data. It was delivered now."""
         now = time.monotonic()
         for index in self._unsent:
             self._generation.delivered(index, now)
         self._unsent.clear()
-        while self._backlog and not self._full and not self._done:
+        while self._backlog and not self._is_full and not self._is_over:
             index, pieces = next(iter(self._backlog.items()))
             del self._backlog[index]
-            self._write(self._generation.choices[index], merge_outputs(pieces))
+            self._write(index, merge_outputs(pieces))
         self._check_over()
 
     def lost(self) -> None:
-        """The client has closed the connection: there is nobody to write to."""
-        self.fail(ClientGoneError())
+        """End the response because the client has closed the connection."""
+        self._end(ClientGoneError())
 
     @property
-    def _full(self) -> bool:
+    def _is_full(self) -> bool:
         return self._channel is not None and self._channel.is_full
 
     @property
-    def _done(self) -> bool:
+    def _is_over(self) -> bool:
         return self._over is None or self._over.done()
 
-    def _write(self, choice: Choice, piece: RequestOutput) -> None:
+    def _end(self, error: Exception) -> None:
+        if self._over is not None and not self._over.done():
+            self._over.set_exception(error)
+
+    def _write(self, index: int, piece: RequestOutput) -> None:
         channel = self._channel
         if channel is None:
-            raise AssertionError("a piece came before the stream was open")
-        data = self._format.events(choice, piece)
+            raise AssertionError("a piece arrived before the stream was open")
+        data = self._format.events(self._generation.choices[index], piece)
         is_last = False
         if piece.finish_reason is not None:
             self._num_open -= 1
@@ -141,27 +150,27 @@ class EventStream:
             if is_last:
                 data += self._format.last()
         if data:
-            now = time.monotonic()  # not after: the client that the write wakes may run before this thread goes on
+            now = time.monotonic()  # before the write, which may wake the client before this thread continues
             if self._started:
                 channel.write(data, is_last=is_last)
             else:
                 self._started = True
                 channel.start(self._headers, data, is_last=is_last)
             if channel.is_full:
-                self._unsent.add(choice.index)
+                self._unsent.add(index)
             else:
-                self._generation.delivered(choice.index, now)
+                self._generation.delivered(index, now)
         if is_last:
             self._check_over()
 
     def _held_back(self) -> bytes:
-        """The events of the pieces that wait for the socket."""
+        """Return the events of the pieces that wait for the socket."""
         choices = self._generation.choices
         return b"".join(
             self._format.events(choices[index], merge_outputs(pieces)) for index, pieces in self._backlog.items()
         )
 
     def _check_over(self) -> None:
-        """The last byte has gone to the client."""
+        """End the response if all bytes have been accepted by the socket."""
         if self._num_open == 0 and not self._unsent and self._over is not None and not self._over.done():
             self._over.set_result(None)

@@ -1,33 +1,38 @@
-"""What the handlers share: the engine, the log, the metrics, and the limits of this deployment."""
+"""The data that all HTTP handlers share: engine, log, metrics, limits, and the table of endpoints."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from llm_serving.server.engine_api import Engine, EventLogger
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from llm_serving.config import Config
+from llm_serving.engine.async_engine import AsyncEngine
+from llm_serving.errors import ModelNotFoundError
 from llm_serving.server.errors import UnavailableError
 from llm_serving.server.lifecycle import ActiveRequests
+from llm_serving.server.validation import RequestModel, short
+from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 
-if TYPE_CHECKING:
-    from llm_serving.config import Config
-
-__all__ = ["ServerSettings", "ServerState"]
+__all__ = ["AnyResponse", "Endpoint", "Handler", "ServerSettings", "ServerState"]
 
 _NOT_READY = {
-    "starting": "The model is still being loaded; come back in a moment.",
-    "recovering": "The server is recovering from the loss of an agent; come back in a moment.",
-    "stopped": "The engine has stopped; the server must be started again.",
+    "starting": "The model is still being loaded; try again in a few seconds.",
+    "recovering": "The server is recovering from the loss of an agent; try again in a few seconds.",
+    "stopped": "The engine has stopped; the server must be restarted.",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """The part of the config the HTTP edge needs.
+    """The part of the config that the HTTP edge needs.
 
-    ``max_context`` is the longest sequence, prompt and output together.
+    ``max_context`` is the maximum length of a sequence, prompt and output together.
     """
 
     max_prompt_tokens: int
@@ -36,11 +41,11 @@ class ServerSettings:
     max_body_bytes: int = 8 * 1024 * 1024
     log_prompts: bool = False
     loopback: bool = True
-    """The server listens on a loopback address, so other host names than the machine's own are an attack."""
+    """The server listens on a loopback address. It then refuses requests with other host names in ``Host``."""
     cache_salt: str = "none"
-    """`tenant`: requests with different API keys share nothing in the prefix cache."""
+    """With ``tenant``, requests with different API keys share nothing in the prefix cache."""
     hosts: frozenset[str] = frozenset()
-    """Further names in a ``Host`` header that mean this server."""
+    """Further host names of this server."""
     info: dict[str, object] = field(default_factory=dict)
     """Facts about the model for ``/server_info``."""
 
@@ -71,30 +76,62 @@ class ServerSettings:
 
 @dataclass(slots=True)
 class ServerState:
-    """One server's state, handed to every handler."""
+    """The state of one server, which every handler receives."""
 
-    engine: Engine
-    log: EventLogger
+    engine: AsyncEngine
+    log: EventLog
     metrics: Metrics
     settings: ServerSettings
+    endpoints: Sequence[Endpoint]
     active: ActiveRequests = field(default_factory=ActiveRequests)
     started_at: float = field(default_factory=time.time)
 
-    def require_room(self) -> None:
-        """Raises QueueFullError when the queue is full already. Asked before a request's body is looked at, so that
-        refusing one costs next to nothing however many come."""
+    def check_queue(self) -> None:
+        """Raise QueueFullError if the queue is full. Call this method before the body is read."""
         full = self.engine.queue_full()
         if full is not None:
             self.log.event("request_refused", code=full.code, message=str(full))
             try:
                 raise full
             finally:
-                del full  # its traceback holds this frame: as a cycle, both would wait for the collector
+                del full  # its traceback refers to this frame, and the cycle would wait for the garbage collector
 
-    def require_ready(self) -> None:
-        """Raises UnavailableError while requests cannot be served."""
+    def check_model(self, name: str | None) -> None:
+        """Raise ModelNotFoundError unless ``name`` is the name of the served model or None."""
+        if name is not None and name != self.engine.model_name:
+            raise ModelNotFoundError(
+                f"The model {short(name)} does not exist; this server serves {short(self.engine.model_name)}.",
+                param="model",
+            )
+
+    def check_ready(self) -> None:
+        """Raise UnavailableError while the server cannot serve requests."""
         if self.active.stopping:
             raise UnavailableError("The server is stopping.", "stopping")
-        state = self.engine.status().state
+        state = self.engine.state
         if state != "ready":
             raise UnavailableError(_NOT_READY.get(state, f"The engine is {state}."), state)
+
+
+class AnyResponse(Protocol):
+    """A response of a handler: a Starlette response or an ``EventStream``."""
+
+    status_code: int
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
+
+
+Handler = Callable[[ServerState, Request], Awaitable[AnyResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One method of one path. ``example`` is a JSON body for the docs."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: type[RequestModel] | None = None
+    example: str | None = None
+    in_docs: bool = True

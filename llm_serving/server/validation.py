@@ -1,18 +1,17 @@
-"""From a JSON object to a checked request model, with errors a client can act on."""
+"""Checks a JSON object against a request model. Errors name the field, its value and the allowed values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from llm_serving.errors import RequestError
-from llm_serving.server.limits import MAX_STOP_CHARS, MAX_STOP_STRINGS
 
-__all__ = ["LaxModel", "RequestModel", "StopStrings", "StrictModel", "clip", "parse", "short"]
+__all__ = ["LaxModel", "RequestModel", "StrictModel", "clip", "parse", "short"]
 
 SHORT_CHARS = 80
 
@@ -22,8 +21,8 @@ ModelT = TypeVar("ModelT", bound="RequestModel")
 class RequestModel(BaseModel):
     """Base of every request body.
 
-    ``unsupported`` are features that other servers have: field -> the values that ask for nothing. ``ignored`` are
-    fields that clients send and that change nothing here.
+    ``unsupported``: features that this server does not have. It maps each field to the values that do not ask for the
+    feature. ``ignored``: fields that clients send and that have no effect here.
     """
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
@@ -41,19 +40,19 @@ class RequestModel(BaseModel):
 
 
 class StrictModel(RequestModel):
-    """Types as JSON writes them: no number in a string, no 1 for true."""
+    """A model that accepts only the JSON types: no number in a string, no 1 for true."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
 
 class LaxModel(RequestModel):
-    """The published dialects: their clients write ``"True"`` and ``"0.7"``."""
+    """A model of the published dialects. Their clients write ``"True"`` and ``"0.7"``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 def parse(model: type[ModelT], data: Mapping[str, Any]) -> ModelT:
-    """The checked model. Raises RequestError naming the first field at fault, its value and what is allowed."""
+    """Return the checked model. Raises RequestError with the first wrong field, its value and the allowed values."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -61,7 +60,7 @@ def parse(model: type[ModelT], data: Mapping[str, Any]) -> ModelT:
 
 
 def short(value: object) -> str:
-    """The value as JSON, cut to a few words."""
+    """Return a value as JSON, shortened for a message."""
     try:
         return clip(orjson.dumps(value).decode())
     except (orjson.JSONEncodeError, TypeError):
@@ -69,7 +68,7 @@ def short(value: object) -> str:
 
 
 def clip(text: str) -> str:
-    """A text from a client, short enough for a message."""
+    """Return a client's text, shortened for a message."""
     return text if len(text) <= SHORT_CHARS else f"{text[:SHORT_CHARS]}..."
 
 
@@ -96,33 +95,8 @@ def _request_error(error: ValidationError) -> RequestError:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """``('messages', 0, 'role')`` is ``messages[0].role``."""
+    """Return a location as text: ``('messages', 0, 'role')`` is ``messages[0].role``."""
     text = ""
     for part in location:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     return clip(text)
-
-
-def _stop_strings(value: object) -> object:
-    """One string or a list of them, as a tuple."""
-    if value is None:
-        return ()
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
-        raise PydanticCustomError("string_type", "should be a string or a list of strings")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise PydanticCustomError("stop_count", f"should hold at most {MAX_STOP_STRINGS} strings, not {len(strings)}")
-    for text in strings:
-        if not 0 < len(text) <= MAX_STOP_CHARS:
-            raise PydanticCustomError(
-                "stop_length", f"should hold strings of 1 to {MAX_STOP_CHARS} characters, not {len(text)}"
-            )
-    return tuple(strings)
-
-
-StopStrings = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_stop_strings),
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
-    Field(description=f"Up to {MAX_STOP_STRINGS} strings at which the text ends."),
-]

@@ -1,23 +1,20 @@
-"""Prometheus metrics: what the engine and the HTTP edge count, and what is read off the engine when asked.
+"""Prometheus metrics: counters and histograms of the engine and the HTTP edge, and the engine's status.
 
-Names start with ``llm_serving_``; times are seconds. The registry is the object's own, so that several can live in
-one process and nothing global is touched.
+Names start with ``llm_serving_``. Times are seconds. Each ``Metrics`` object has its own registry, so a process may
+have several.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 
 from llm_serving.request import PARTS, FinishReason, RequestOutput, RequestTimings
+from llm_serving.scheduler.output import ScheduledStep, StepResult
 from llm_serving.telemetry.receipt import BlockReason
+from llm_serving.telemetry.status import EngineStatus
 from llm_serving.telemetry.status_metrics import StatusCollector
-
-if TYPE_CHECKING:
-    from llm_serving.scheduler.output import ScheduledStep, StepResult
-    from llm_serving.server.engine_api import EngineStatus
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
@@ -33,13 +30,13 @@ _HOST = (0.0, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1
 
 
 class Metrics:
-    """All metrics of one server. The engine thread and the event loop call it; prometheus_client locks.
+    """All metrics of one server. The engine thread and the event loop call its methods, which do not block.
 
-    Implements ``llm_serving.engine.observer.EngineMetrics``.
+    The engine calls a method at most once for each step or once for each request.
     """
 
     def __init__(self, *, process: bool = True) -> None:
-        """``process``: also this process's memory, CPU time and open files."""
+        """``process``: add the memory, CPU time and open files of this process."""
         self.registry = CollectorRegistry(auto_describe=True)
         self._engine_counters()
         self._engine_histograms()
@@ -60,7 +57,7 @@ class Metrics:
             "llm_serving_requests_finished", "Requests that ended, by reason.", ["reason"], registry=registry
         )
         self._refused = Counter(
-            "llm_serving_requests_refused", "Requests the engine did not take, by code.", ["code"], registry=registry
+            "llm_serving_requests_refused", "Requests that the engine refused, by code.", ["code"], registry=registry
         )
         self._prompt_tokens = Counter(
             "llm_serving_prompt_tokens", "Prompt tokens of requests that ended.", registry=registry
@@ -68,14 +65,14 @@ class Metrics:
         self._generated_tokens = Counter("llm_serving_generated_tokens", "Tokens generated.", registry=registry)
         preemptions = Counter(
             "llm_serving_preemptions",
-            "Requests that lost their cache blocks, by what became of them: computed again, or moved to host memory.",
+            "Requests that lost their cache blocks, by kind: computed again, or moved to host memory.",
             ["kind"],
             registry=registry,
         )
         self._preemptions = {kind: preemptions.labels(kind) for kind in ("recompute", "swap")}
         parts = Counter(
             "llm_serving_request_part_seconds",
-            "What requests spent their time on: the parts of their receipts.",
+            "Time of requests, by the parts of their receipts.",
             ["part"],
             registry=registry,
         )
@@ -105,7 +102,7 @@ class Metrics:
         registry = self.registry
         self._ttft = Histogram(
             "llm_serving_time_to_first_token_seconds",
-            "From a streamed request's first byte to its first output's being written to the socket.",
+            "Time from a streamed request's first byte until its first output was written to the socket.",
             buckets=_LATENCY,
             registry=registry,
         )
@@ -114,12 +111,12 @@ class Metrics:
             buckets=_PER_TOKEN, registry=registry,
         )  # fmt: skip
         self._e2e = Histogram(
-            "llm_serving_request_seconds", "From a request's first byte to the last of its answer.",
+            "llm_serving_request_seconds", "Time from a request's first byte to the last byte of its response.",
             buckets=_LATENCY, registry=registry,
         )  # fmt: skip
         self._queue = Histogram(
             "llm_serving_queue_seconds",
-            "From a request's arrival in the queue to its first step.",
+            "Time from a request's arrival in the queue to its first step.",
             buckets=_LATENCY,
             registry=registry,
         )
@@ -131,14 +128,17 @@ class Metrics:
         )
         self._host_overhead = Histogram(
             "llm_serving_engine_host_overhead_seconds",
-            "Host time of a step that the device did not overlap: after a step's answer with no other step in flight, "
-            "the time from the answer's arrival until the next step was handed to the agent; 0 when another step was "
-            "in flight. Not observed when there was no next step to hand over.",
+            "Host time of a step during which the device was idle: from the arrival of a step's result until the next "
+            "step was sent. 0 if another step was in flight. Not observed if there was no next step.",
             buckets=_HOST,
             registry=registry,
         )
         step = Histogram(
-            "llm_serving_step_seconds", "From sending a step to its answer.", ["kind"], buckets=_STEP, registry=registry
+            "llm_serving_step_seconds",
+            "Time from sending a step to its result.",
+            ["kind"],
+            buckets=_STEP,
+            registry=registry,
         )
         size = Histogram(
             "llm_serving_step_sequences", "Sequences in a step.", ["kind"], buckets=_BATCH, registry=registry
@@ -148,12 +148,13 @@ class Metrics:
         self._step = {kind: (step.labels(kind), size.labels(kind), tokens.labels(kind)) for kind in kinds}
 
     def bind(self, status: Callable[[], EngineStatus]) -> None:
-        """Where present values (running, waiting, blocks) are read from."""
+        """Set the function that returns the engine's status, from which gauges are read."""
         self._present.status = status
 
-    # What the engine tells.
+    # Called by the engine
 
     def step(self, step: ScheduledStep, result: StepResult, seconds: float) -> None:
+        """Count a step whose result arrived ``seconds`` after the step was sent."""
         duration, size, tokens = self._step[step.kind.value]
         duration.observe(seconds)
         size.observe(step.num_seqs)
@@ -163,9 +164,11 @@ class Metrics:
             self._generated_tokens.inc(sampled)
 
     def first_token(self, seconds: float) -> None:
+        """Observe the time from a request's arrival until its first output was written to the socket."""
         self._ttft.observe(seconds)
 
     def request_end(self, output: RequestOutput, reason: FinishReason, timings: RequestTimings) -> None:
+        """Count a request that ended and was delivered. ``output`` is its last piece, with the token counts."""
         self._finished.labels(reason.value).inc()
         self._prompt_tokens.inc(output.num_prompt_tokens)
         self._prompt_length.observe(output.num_prompt_tokens)
@@ -180,25 +183,29 @@ class Metrics:
             self._blocked[one.reason].inc(one.seconds)
 
     def objectives(self, met: Mapping[str, bool]) -> None:
+        """Count the objectives of a request that ended. ``met``: see ``met_objectives``."""
         for objective, is_met in met.items():
             self._objectives[objective, is_met].inc()
 
     def host_overhead(self, seconds: float) -> None:
+        """Observe the time during which the device was idle after a step because the host was not ready."""
         self._host_overhead.observe(seconds)
 
     def request_refused(self, code: str) -> None:
+        """Count a refused request. ``code`` is the code of its ``RequestError``."""
         self._refused.labels(code).inc()
 
     def preemptions(self, count: int, swaps: int) -> None:
+        """Count preempted requests since the last call. ``swaps`` of them were moved to host memory."""
         self._preemptions["recompute"].inc(count - swaps)
         self._preemptions["swap"].inc(swaps)
 
-    # What the HTTP edge tells.
+    # Called by the HTTP edge
 
     def http_response(self, route: str, status: int) -> None:
-        """A response was sent; ``route`` is one of the server's paths, or ``unmatched``."""
+        """Count a response. ``route`` is one of the server's paths, or ``unmatched``."""
         self._http.labels(route, str(status)).inc()
 
     def exposition(self) -> bytes:
-        """All metrics in the text format of Prometheus."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)

@@ -1,58 +1,55 @@
-"""Metrics that are read off the engine's status when a scrape asks for them, and not counted along the way."""
+"""Metrics that are read from the engine's status at each scrape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from llm_serving.telemetry.agent_metrics import agent_families
-
-if TYPE_CHECKING:
-    from llm_serving.engine.status import ReplicaStatus
-    from llm_serving.server.engine_api import EngineStatus
+from llm_serving.telemetry.status import EngineState, EngineStatus, ReplicaStatus
 
 __all__ = ["StatusCollector"]
 
-_STATES = ("starting", "ready", "recovering", "stopped")
+AGENT_STATES = ("starting", "ready", "restarting", "stopped")
+_AGENT_LABELS = ["replica", "rank"]
 
-# Fields of a status: name and help of the metric that has the field's value.
+# The fields of a status, and the name and help text of the metric with the field's value.
 
 _ENGINE_GAUGES = {
     "running": ("requests_running", "Requests in the batch."),
     "waiting": ("requests_waiting", "Requests in the queue."),
-    "total_blocks": ("kv_blocks_total", "Cache blocks there are."),
+    "total_blocks": ("kv_blocks_total", "Blocks of the KV cache."),
     "swapped": ("requests_swapped", "Requests whose keys and values are in host memory."),
-    "kv_waste": ("kv_waste_ratio", "Share of the running requests' token slots in the cache that hold nothing."),
+    "kv_waste": ("kv_waste_ratio", "Fraction of the running requests' cache positions that hold no token."),
 }
 _ENGINE_COUNTERS = {
     "prefix_query_tokens": ("prefix_cache_query_tokens", "Prompt tokens looked up in the prefix cache."),
     "prefix_hit_tokens": ("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache."),
-    "steps": ("steps", "Steps answered."),
-    "recorder_s": ("flight_recorder_seconds", "Time of the engine's thread that the flight recorder took."),
+    "steps": ("steps", "Completed steps."),
+    "recorder_s": ("flight_recorder_seconds", "Time of the engine thread that the flight recorder took."),
 }
 _REPLICA_GAUGES = {
     "running": ("requests_running", "Requests in the replica's batch."),
-    "waiting": ("requests_waiting", "Requests placed at the replica that have no blocks there."),
-    "total_blocks": ("kv_blocks_total", "Cache blocks of the replica."),
+    "waiting": ("requests_waiting", "Requests that were placed at the replica and wait for blocks."),
+    "total_blocks": ("kv_blocks_total", "Blocks of the replica's KV cache."),
     "outstanding_tokens": (
         "outstanding_tokens",
-        "Tokens the replica's requests may still take, at the last placement.",
+        "Maximum number of tokens that the replica's requests may still take, at the last placement.",
     ),
 }
 _REPLICA_COUNTERS = {
-    "steps": ("steps", "Steps the replica answered."),
-    "preemptions": ("preemptions", "Requests that lost their cache blocks there."),
+    "steps": ("steps", "Steps that the replica completed."),
+    "preemptions": ("preemptions", "Requests of the replica that lost their cache blocks."),
     "prefix_query_tokens": ("prefix_cache_query_tokens", "Prompt tokens looked up in the replica's prefix cache."),
     "prefix_hit_tokens": ("prefix_cache_hit_tokens", "Prompt tokens found in the replica's prefix cache."),
-    "recalled": ("requests_recalled", "Requests that went from the replica to another."),
+    "recalled": ("requests_recalled", "Requests that were moved from the replica to another."),
 }
 
 
 class StatusCollector(Collector):
-    """``status`` gives the engine's; nothing is collected while it is None."""
+    """Collects the metrics of a status. ``status`` returns the engine's; while it is None there are no metrics."""
 
     def __init__(self) -> None:
         self.status: Callable[[], EngineStatus] | None = None
@@ -66,7 +63,7 @@ class StatusCollector(Collector):
         status = self.status()
         yield from _engine_families(status)
         yield from _replica_families(status.replicas)
-        yield from agent_families(status.agents)
+        yield from _agent_families(status.agents)
 
 
 def _engine_families(status: EngineStatus) -> Iterable[Metric]:
@@ -76,20 +73,23 @@ def _engine_families(status: EngineStatus) -> Iterable[Metric]:
     used = status.total_blocks - status.free_blocks
     yield GaugeMetricFamily("llm_serving_kv_blocks_used", "Cache blocks in use.", value=used)
     usage = used / status.total_blocks if status.total_blocks else 0.0
-    yield GaugeMetricFamily("llm_serving_kv_usage_ratio", "Share of cache blocks in use.", value=usage)
-    state = GaugeMetricFamily("llm_serving_engine_state", "1 for the state the engine is in.", labels=["state"])
-    for name in _STATES:
-        state.add_metric([name], float(name == status.state))
+    yield GaugeMetricFamily("llm_serving_kv_usage_ratio", "Fraction of the cache blocks in use.", value=usage)
+    state = GaugeMetricFamily("llm_serving_engine_state", "1 for the engine's present state.", labels=["state"])
+    for one in EngineState:
+        state.add_metric([one.value], float(one.value == status.state))
     yield state
 
 
 def _replica_families(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
-    """Each replica of the model, by the label ``replica``."""
+    """Return the metrics of each replica, with the label ``replica``."""
     ready = GaugeMetricFamily("llm_serving_replica_ready", "1 while the replica serves.", labels=["replica"])
-    used = GaugeMetricFamily("llm_serving_replica_kv_blocks_used", "Cache blocks in use there.", labels=["replica"])
+    used = GaugeMetricFamily(
+        "llm_serving_replica_kv_blocks_used", "Cache blocks of the replica in use.", labels=["replica"]
+    )
     placed = CounterMetricFamily(
         "llm_serving_replica_requests_placed",
-        "Requests given to the replica, by why: it held most of the prompt, had the least to do, its turn, its group.",
+        "Requests placed at the replica, by reason: it held most of the prompt, had the smallest load, was next in "
+        "order, or has the request's group.",
         labels=["replica", "reason"],
     )
     for one in replicas:
@@ -105,3 +105,27 @@ def _replica_families(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
             for one in replicas:
                 values.add_metric([str(one.replica)], getattr(one, field))
             yield values
+
+
+def _agent_families(agents: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
+    """Return the metrics of each agent, with the labels ``replica`` and ``rank``. See ``Executor.agents``."""
+    state = GaugeMetricFamily(
+        "llm_serving_agent_state", "1 for the agent's present state.", labels=[*_AGENT_LABELS, "state"]
+    )
+    restarts = CounterMetricFamily(
+        "llm_serving_agent_restarts", "Number of restarts of the agent's group.", labels=_AGENT_LABELS
+    )
+    weights = GaugeMetricFamily("llm_serving_agent_weight_bytes", "Bytes of the agent's weights.", labels=_AGENT_LABELS)
+    cache = GaugeMetricFamily(
+        "llm_serving_agent_kv_cache_bytes", "Bytes of the agent's KV cache.", labels=_AGENT_LABELS
+    )
+    for agent in agents:
+        labels = [str(agent.get("replica", 0)), str(agent["rank"])]
+        for name in AGENT_STATES:
+            state.add_metric([*labels, name], float(name == agent["state"]))
+        restarts.add_metric(labels, agent.get("restarts", 0))
+        summary = agent.get("summary", {})
+        for family, key in ((weights, "weight_bytes"), (cache, "kv_cache_bytes")):
+            if key in summary:
+                family.add_metric(labels, summary[key])
+    return state, restarts, weights, cache

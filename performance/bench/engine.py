@@ -15,7 +15,6 @@ from pathlib import Path
 from llm_serving.config import Config
 from llm_serving.engine.core import Add, EngineCore
 from llm_serving.engine.outputs import EngineOutput
-from llm_serving.engine.status import EngineState
 from llm_serving.errors import AgentStartError, LLMServingError
 from llm_serving.executor.agent_executor import AgentExecutor
 from llm_serving.executor.agent_process import bind_agent_ports
@@ -25,6 +24,7 @@ from llm_serving.scheduler.output import ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
+from llm_serving.telemetry.status import EngineState
 
 
 class BenchmarkError(LLMServingError):

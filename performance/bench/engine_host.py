@@ -23,7 +23,7 @@ import numpy as np
 from llm_serving.config import load_config
 from llm_serving.engine.core import Add, EngineCore
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
-from llm_serving.engine.tokenizer import load_tokenizer
+from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.executor.base import AgentReady, ExecutorEvent
 from llm_serving.executor.slot_io import SlotWriter, announcement, read_result
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
@@ -249,7 +249,7 @@ def _engine(
         lambda outputs: None,
         state_interval_s=1e9,
     )
-    core._tracker.outputs = stopwatch.wrap("text", core._tracker.outputs)  # type: ignore[method-assign]
+    core._texts.outputs = stopwatch.wrap("text", core._texts.outputs)  # type: ignore[method-assign]
     for index in range(sequences):
         prompt = [FIRST_TOKEN_ID + (index + place) % 1000 for place in range(PROMPT_TOKENS)]
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)

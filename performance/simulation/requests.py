@@ -72,7 +72,7 @@ def _objectives(options: LoadOptions) -> tuple[float, float]:
 
 def _encoder(config: Config) -> Encode:
     """Returns the function that encodes a request. Raises UsageError if the model's tokenizer is missing."""
-    from llm_serving.engine.tokenizer import load_tokenizer
+    from llm_serving.engine.tokenizer_backends import load_tokenizer
 
     if config.model_config.load_format == "dummy" and "shapes" in config.tokenizer_file:
         raise UsageError(
@@ -85,7 +85,7 @@ def _encoder(config: Config) -> Encode:
         if asked.text is not None:
             return tokenizer.encode(asked.text)
         assert asked.messages is not None
-        return tokenizer.encode(tokenizer.render_chat(list(asked.messages)), add_special_tokens=False)
+        return tokenizer.encode(tokenizer.chat_template.render(list(asked.messages)), add_special_tokens=False)
 
     return encode
 

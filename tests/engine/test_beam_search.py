@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from llm_serving.engine.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearchParams, search_beams
-from llm_serving.engine.search import SearchResult
+from llm_serving.engine.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearchParams, SearchResult, search_beams
 from llm_serving.errors import ContextLengthError, DeadlineExceededError, EngineFailedError, QueueFullError
 from llm_serving.request import MAX_TOP_LOGITS, FinishReason, SchedulingParams, TokenLogits
 from support.fakes import make_request

@@ -6,11 +6,11 @@ import pytest
 
 from llm_serving.engine.core import Add, Stop
 from llm_serving.engine.outputs import RequestRefused
-from llm_serving.engine.status import EngineState
 from llm_serving.errors import AgentLostError, ProtocolError
 from llm_serving.executor.base import AgentLost, AgentReady
 from llm_serving.request import FinishReason
 from llm_serving.scheduler.output import StepResult
+from llm_serving.telemetry.status import EngineState
 from support.engine_harness import Engine
 from support.fakes import (
     FakeDetokenizer,

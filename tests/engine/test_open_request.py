@@ -30,10 +30,14 @@ class Told:
         self.log, self.metrics, self.closed = RecordingLog(), RecordingMetrics(), 0
         self.requests = RequestLog(self.log, self.metrics)
         self.request = make_request("r", 10, arrival=ARRIVAL)
-        self.opened = OpenRequest(self.request, Sink(), self._on_close, self.requests, streamed=streamed)
+        self.opened = OpenRequest(self.request, Sink(), 0, self._on_close, self.requests, streamed=streamed)
 
     def _on_close(self, opened: OpenRequest) -> None:
         self.closed += 1
+
+    def take(self, piece: RequestOutput) -> None:
+        """Receive the last piece, as ``AsyncEngine`` does."""
+        self.opened.is_ended, self.opened.last_piece = True, piece
 
     def end(self) -> dict[str, Any]:
         """The line of its end, which must add up."""
@@ -51,7 +55,7 @@ def test_a_streams_times_are_those_of_its_bytes() -> None:
     told = Told()
     told.opened.delivered(ARRIVAL + 0.31)
     told.opened.delivered(ARRIVAL + 0.5)
-    told.opened.take(last_piece())
+    told.take(last_piece())
     told.opened.delivered(ARRIVAL + 0.91)
     told.opened.close()
     line = told.end()
@@ -63,7 +67,7 @@ def test_a_streams_times_are_those_of_its_bytes() -> None:
 def test_a_client_that_reads_slowly_shows_as_delivery() -> None:
     told = Told()
     told.opened.delivered(ARRIVAL + 0.4)
-    told.opened.take(last_piece())
+    told.take(last_piece())
     told.opened.delivered(ARRIVAL + 5.4)
     told.opened.close()
     line = told.end()
@@ -72,7 +76,7 @@ def test_a_client_that_reads_slowly_shows_as_delivery() -> None:
 
 def test_an_answer_that_is_not_streamed_has_the_engines_first_token_and_ends_with_its_bytes() -> None:
     told = Told(streamed=False)
-    told.opened.take(last_piece())
+    told.take(last_piece())
     told.opened.close(ARRIVAL + 1.0)
     line = told.end()
     assert (line["ttft_ms"], line["tpot_ms"], line["delivery_ms"], line["e2e_ms"]) == (300.0, 150.0, 100.0, 1000.0)
@@ -83,7 +87,7 @@ def test_an_answer_that_is_not_streamed_has_the_engines_first_token_and_ends_wit
 def test_a_client_gone_before_its_first_output_saw_nothing(tokens: int) -> None:
     told = Told()
     told.opened.close(ARRIVAL + 0.2)
-    told.opened.take(last_piece(tokens, FinishReason.ABORT))
+    told.take(last_piece(tokens, FinishReason.ABORT))
     line = told.end()
     assert (line["ttft_ms"], line["tpot_ms"], line["delivery_ms"], line["e2e_ms"]) == (None, None, 0.0, 900.0)
     assert (line["finish_reason"], line["output_tokens"]) == ("abort", tokens)

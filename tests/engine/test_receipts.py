@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from llm_serving.engine.core import Add
-from llm_serving.engine.objectives import met_objectives
-from llm_serving.engine.outputs import request_timings
-from llm_serving.engine.receipts import ReceiptBook, receipt_of
-from llm_serving.engine.request_log import RequestLog
+from llm_serving.engine.receipts import ReceiptBook, receipt_of, request_timings
+from llm_serving.engine.request_log import RequestLog, met_objectives
 from llm_serving.errors import DeadlineExceededError
 from llm_serving.request import PARTS, FinishReason, Request, RequestOutput, RequestTimings, SchedulingParams
 from llm_serving.telemetry.receipt import BlockReason, Phase, Receipt

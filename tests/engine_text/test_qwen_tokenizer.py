@@ -73,12 +73,12 @@ def test_special_tokens(as_json: Tokenizer, as_files: Tokenizer) -> None:
 
 
 def test_digits_stand_alone(as_files: Tokenizer) -> None:
-    assert [as_files.id_to_piece(token) for token in as_files.encode("1234")] == ["1", "2", "3", "4"]
+    assert [as_files.piece(token) for token in as_files.encode("1234")] == ["1", "2", "3", "4"]
 
 
 def test_a_conversation(as_json: Tokenizer) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
-    text = as_json.render_chat(messages)
+    text = as_json.chat_template.render(messages)
     assert text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -97,11 +97,11 @@ def test_tokenizer_json_goes_first(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: (folder / "merges.txt").unlink(), "vocab.json: there is no merges.txt beside it"),
-        (lambda folder: (folder / "vocab.json").write_text("{"), "vocab.json: not a vocab.json"),
+        (lambda folder: (folder / "merges.txt").unlink(), "vocab.json: there is no merges.txt in the same folder"),
+        (lambda folder: (folder / "vocab.json").write_text("{"), "vocab.json: not a valid vocab.json"),
         (
             lambda folder: (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "X"})),
-            "tokenizer_class = 'X': must be Qwen2Tokenizer or GPT2Tokenizer where there is no tokenizer.json",
+            "tokenizer_class = 'X': must be Qwen2Tokenizer or GPT2Tokenizer if there is no tokenizer.json",
         ),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from llm_serving.engine.token_table import decode_rule
-from llm_serving.engine.tokenizer import load_tokenizer
+from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.engine.tokenizer_files import find_vocabulary
 from llm_serving.errors import CheckpointError, RequestError
 from support.small_tokenizers import open_tokenizer, sentencepiece_model, tokenizer_config, write_sentencepiece_folder
@@ -66,15 +66,15 @@ def test_truncation_in_the_file_is_ignored(tokenizers):
 
 def test_longest_token_bounds_the_length_of_a_text(tokenizers):
     tokenizer = tokenizers["byte_level"]
-    assert tokenizer.max_piece_chars == max(len(tokenizer.id_to_piece(i)) for i in range(tokenizer.vocab_size))
+    assert tokenizer.max_piece_chars == max(len(tokenizer.piece(i)) for i in range(tokenizer.vocab_size))
 
 
 def test_without_the_legacy_flag_only_the_start_gets_a_word_mark(tmp_path):
     ids = {}
     for legacy in (True, False):
         tokenizer = open_tokenizer(write_sentencepiece_folder(tmp_path / str(legacy), legacy=legacy))
-        ids[legacy] = [tokenizer.id_to_piece(i) for i in tokenizer.encode("fox<|user|>fox")]
-        assert [tokenizer.id_to_piece(i) for i in tokenizer.encode("<|user|>fox")][:2] == ["<s>", "<|user|>"]
+        ids[legacy] = [tokenizer.piece(i) for i in tokenizer.encode("fox<|user|>fox")]
+        assert [tokenizer.piece(i) for i in tokenizer.encode("<|user|>fox")][:2] == ["<s>", "<|user|>"]
     assert ids[True] == ["<s>", "\u2581fox", "<|user|>", "\u2581fox"]
     assert ids[False][:3] == ["<s>", "\u2581fox", "<|user|>"]
     assert "".join(ids[False][3:]) == "fox"
@@ -133,8 +133,8 @@ def test_the_config_names_file_and_end_tokens(folder):
     ("files", "message"),
     [
         ({}, "holds no tokenizer.json and no tokenizer.model and no vocab.json"),
-        ({"tokenizer.json": "{"}, "tokenizer.json: not a tokenizer.json"),
-        ({"tokenizer.model": "x"}, "tokenizer.model: not a sentencepiece model"),
+        ({"tokenizer.json": "{"}, "tokenizer.json: not a valid tokenizer.json"),
+        ({"tokenizer.model": "x"}, "tokenizer.model: not a valid sentencepiece model"),
         ({"tokenizer.json": "{}", "tokenizer_config.json": "[]"}, "must hold a JSON object, not list"),
         ({"tokenizer.json": "{}", "tokenizer_config.json": "{"}, "tokenizer_config.json: not valid JSON"),
         ({"tokenizer.json": "{}", "tokenizer_config.json": '{"chat_template": 5}'}, "chat_template = 5: must be text"),
@@ -191,26 +191,27 @@ def test_metaspace_takes_the_mark_off_the_first_token(tmp_path):
 
 
 def test_a_model_without_template_says_so(tokenizers):
-    assert not tokenizers["byte_level"].has_chat_template
+    assert tokenizers["byte_level"].chat_template.is_missing
     with pytest.raises(RequestError, match="no chat template") as error:
-        tokenizers["byte_level"].render_chat([{"role": "user", "content": "hi"}])
+        tokenizers["byte_level"].chat_template.render([{"role": "user", "content": "hi"}])
     assert (error.value.code, error.value.param) == ("no_chat_template", "messages")
 
 
 def test_a_conversation_as_tokens(tokenizers):
     tokenizer = tokenizers["llama2"]
-    text = tokenizer.render_chat([{"role": "user", "content": "fox"}])
+    text = tokenizer.chat_template.render([{"role": "user", "content": "fox"}])
     assert text == "<s><|user|>fox</s><|assistant|>"
     assert tokenizer.encode(text, add_special_tokens=False)[:2] == [1, 4]
-    assert tokenizer.render_chat([{"role": "user", "content": "fox"}], add_generation_prompt=False)[-4:] == "</s>"
+    text = tokenizer.chat_template.render([{"role": "user", "content": "fox"}], add_generation_prompt=False)
+    assert text[-4:] == "</s>"
 
 
 def test_the_jinja_file_goes_before_the_settings(tmp_path):
     vocabulary = write_sentencepiece_folder(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("file: {{ messages | length }}")
-    assert open_tokenizer(vocabulary).render_chat([{}, {}]) == "file: 2"
+    assert open_tokenizer(vocabulary).chat_template.render([{}, {}]) == "file: 2"
 
 
 def test_named_templates(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    assert open_tokenizer(write_sentencepiece_folder(tmp_path, chat_template=named)).render_chat([]) == "plain"
+    assert open_tokenizer(write_sentencepiece_folder(tmp_path, chat_template=named)).chat_template.render([]) == "plain"

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llm_serving.executor.base import AgentReady, ExecutorEvent
-from llm_serving.executor.waiting import poll_all
+from llm_serving.executor.base import AgentReady, ExecutorEvent, poll_all
 from llm_serving.scheduler.output import ScheduledStep
 
 

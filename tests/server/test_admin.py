@@ -120,7 +120,7 @@ def test_tokenize_and_back(server, tokenizer):
     assert server.post("/detokenize", {"tokens": []}).json()["text"] == ""
     messages = [{"role": "user", "content": "hi"}]
     chat = server.post("/tokenize", {"messages": messages}).json()["tokens"]
-    assert chat == tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False)
+    assert chat == tokenizer.encode(tokenizer.chat_template.render(messages), add_special_tokens=False)
     closed = server.post("/tokenize", {"messages": messages, "add_generation_prompt": False}).json()["tokens"]
     assert closed == chat[:-1]
 

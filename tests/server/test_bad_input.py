@@ -73,8 +73,8 @@ BAD_REQUESTS = [
     # prompts
     ((COMPLETIONS, {"prompt": []}), "prompt", "'prompt' is an empty list"),
     ((COMPLETIONS, {"prompt": [[]]}), "prompt[0]", "'prompt[0]' holds no tokens."),
-    ((COMPLETIONS, {"prompt": ["a"] * 257}), "prompt", "holds 257 prompts; at most 256 are taken."),
-    ((COMPLETIONS, {"prompt": ["a"] * 200, "n": 2}), "n", "make 400 sequences; one request may make at most 256."),
+    ((COMPLETIONS, {"prompt": ["a"] * 257}), "prompt", "holds 257 prompts; the maximum is 256."),
+    ((COMPLETIONS, {"prompt": ["a"] * 200, "n": 2}), "n", "make 400 sequences; the maximum for one request is 256."),
     ((COMPLETIONS, {"prompt": [1, 360]}), "prompt", "'prompt[1]' is token id 360; the model's vocabulary has ids 0 to"),
     ((COMPLETIONS, {"prompt": [-1]}), "prompt", "is token id -1"),
     ((COMPLETIONS, {"prompt": "x" * 5000}), "prompt", "has 5000 characters; more than"),
@@ -152,10 +152,10 @@ TOO_LONG = [
     (
         *completion(max_tokens=127),
         "max_tokens",
-        "However, you requested 129 tokens (2 in the prompt, 127 in the answer).",
+        "However, you requested 129 tokens (2 in the prompt, 127 in the output).",
     ),
-    (*completion(prompt=[5] * 101), "prompt", "has 101 tokens; the longest this server takes is 100"),
-    (*completion(prompt=LONG * 3), "prompt", "the longest this server takes is 100"),
+    (*completion(prompt=[5] * 101), "prompt", "has 101 tokens; the maximum is 100"),
+    (*completion(prompt=LONG * 3), "prompt", "tokens; the maximum is 100"),
     (*completion(prompt=["a", [5] * 101]), "prompt[1]", "has 101 tokens"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 3000}]}, "messages", "more than"),
     (*chat(max_completion_tokens=200), "max_completion_tokens", "maximum context length is 128 tokens"),
@@ -187,10 +187,15 @@ BAD_BODIES = [
     (b'{"prompt": "\xff"}', 400, "invalid_json", "is not valid JSON"),
     (b'{"prompt": "a"} x', 400, "invalid_json", "is not valid JSON"),
     (b'{"prompt": ' + b"[" * 40 + b"]" * 40 + b"}", 400, "invalid_json", "nested deeper than 32 levels"),
-    (b'{"a": ' * 20000 + b"1" + b"}" * 20000, 413, "payload_too_large", f"at most {MAX_BODY_BYTES} bytes"),
+    (b'{"a": ' * 20000 + b"1" + b"}" * 20000, 413, "payload_too_large", f"the maximum is {MAX_BODY_BYTES} bytes"),
     (b'{"a":' * 8000 + b"1" + b"}" * 8000, 400, "invalid_json", "nested deeper than 32 levels"),
     (b"[" * 60000, 400, "invalid_json", "is not valid JSON"),
-    (b'{"prompt": "' + b"x" * MAX_BODY_BYTES + b'"}', 413, "payload_too_large", f"at most {MAX_BODY_BYTES} bytes"),
+    (
+        b'{"prompt": "' + b"x" * MAX_BODY_BYTES + b'"}',
+        413,
+        "payload_too_large",
+        f"the maximum is {MAX_BODY_BYTES} bytes",
+    ),
 ]
 
 
@@ -214,13 +219,13 @@ BAD_HEADERS = [
     ("Content-Type: application/x-www-form-urlencoded", 415, "send 'Content-Type: application/json'."),
     ("Content-Type: multipart/form-data; boundary=x", 415, "'multipart/form-data'"),
     ("Content-Type: ", 415, "The content type is 'not given'"),
-    ("Content-Type: application/json; charset=utf-16", 415, "The charset is 'utf-16'; JSON is sent as UTF-8."),
+    ("Content-Type: application/json; charset=utf-16", 415, "The charset is 'utf-16'; send JSON as UTF-8."),
     ("Content-Encoding: gzip", 415, "send the body uncompressed"),
-    ("Content-Length: 99999999", 413, f"has 99999999 bytes; at most {MAX_BODY_BYTES} bytes"),
+    ("Content-Length: 99999999", 413, f"has 99999999 bytes; the maximum is {MAX_BODY_BYTES} bytes"),
     ("Origin: https://evil.example", 403, "web pages of another origin ('https://evil.example')"),
     ("Origin: null", 403, "another origin"),
-    ("Host: evil.example", 403, "The host 'evil.example' is not this server's"),
-    ("Host: evil.example:8835", 403, "is not this server's"),
+    ("Host: evil.example", 403, "The host 'evil.example' is not a name of this server"),
+    ("Host: evil.example:8835", 403, "is not a name of this server"),
 ]
 
 

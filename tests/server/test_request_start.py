@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from llm_serving.server.request_start import MAX_AGE_S, age_of
+from llm_serving.server.http_protocol import MAX_AGE_S, age_of
 
 NOW = 1_763_740_800.5
 

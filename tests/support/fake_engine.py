@@ -8,12 +8,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from llm_serving.engine.beam_search import Beam, BeamSearchParams
+from llm_serving.engine.beam_search import Beam, BeamSearchParams, SearchResult
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.engine.open_request import PieceSink
 from llm_serving.engine.receipts import RequestReceipt
-from llm_serving.engine.search import SearchResult
-from llm_serving.engine.status import ReplicaStatus
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import QueueFullError
 from llm_serving.request import (
@@ -27,6 +25,7 @@ from llm_serving.request import (
     TokenLogits,
 )
 from llm_serving.telemetry.receipt import BlockReason
+from llm_serving.telemetry.status import ReplicaStatus
 
 MODEL_NAME = "fake-llama"
 LOGSUMEXP = 2.5
@@ -173,6 +172,10 @@ class FakeEngine:
         return self.current
 
     @property
+    def state(self) -> str:
+        return self.current.state
+
+    @property
     def end_token_ids(self) -> frozenset[int]:
         return frozenset(self.tokenizer.eos_token_ids)
 
@@ -211,6 +214,7 @@ class FakeEngine:
         sink: PieceSink,
         arrival_time: float | None = None,
         *,
+        index: int = 0,
         scheduling: SchedulingParams = DEFAULT_SCHEDULING,
         streamed: bool = True,
     ) -> FakeOpenRequest:
@@ -220,11 +224,11 @@ class FakeEngine:
         refuse = self.refuse if len(self.submitted) >= (self.refuse_after or 0) else None
         if refuse is None:
             self.submitted.append(record)
-        opened = FakeOpenRequest(record, asyncio.ensure_future(self._serve(record, sink, refuse)))
+        opened = FakeOpenRequest(record, asyncio.ensure_future(self._serve(record, sink, index, refuse)))
         self.opened.append(opened)
         return opened
 
-    async def _serve(self, record: Submitted, sink: PieceSink, refuse: Exception | None) -> None:
+    async def _serve(self, record: Submitted, sink: PieceSink, index: int, refuse: Exception | None) -> None:
         if refuse is not None:
             sink.fail(refuse)  # type: ignore[arg-type]
             return
@@ -235,7 +239,7 @@ class FakeEngine:
                 record.finished = True
                 record.finish_reason = piece.finish_reason and piece.finish_reason.value
                 piece.num_cached_tokens = self.num_cached_tokens
-            sink.push(piece)
+            sink.push(index, piece)
             if self.crash is not None:
                 sink.fail(self.crash)  # type: ignore[arg-type]
                 return

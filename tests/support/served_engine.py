@@ -34,7 +34,7 @@ class Sink:
         self.pieces: list[RequestOutput] = []
         self.errors: list[LLMServingError] = []
 
-    def push(self, piece: RequestOutput) -> None:
+    def push(self, index: int, piece: RequestOutput) -> None:
         self.pieces.append(piece)
 
     def fail(self, error: LLMServingError) -> None:

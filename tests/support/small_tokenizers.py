@@ -13,6 +13,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.engine.tokenizer_backends import make_tokenizer
 from llm_serving.engine.tokenizer_files import read_tokenizer_files
 
 TEXT = (
@@ -153,7 +154,7 @@ def write_byte_level_folder(folder: Path) -> Path:
 
 
 def open_tokenizer(vocabulary: Path) -> Tokenizer:
-    return Tokenizer(read_tokenizer_files(vocabulary))
+    return make_tokenizer(read_tokenizer_files(vocabulary))
 
 
 QWEN_WORDS = (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llm_serving.config import load_config
-from llm_serving.engine.tokenizer import load_tokenizer
+from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import ConfigError
 from support.small_configs import REPOSITORY
 from tools import quality_gate

@@ -96,7 +96,7 @@ def test_every_logged_event_and_its_fields_are_declared() -> None:
 def test_the_fields_that_are_built_as_dictionaries_are_declared() -> None:
     for module, function, event in (
         ("llm_serving/engine/request_log.py", "request_end", "request_end"),
-        ("llm_serving/engine/status.py", "take", "engine_state"),
+        ("llm_serving/engine/state_line.py", "take", "engine_state"),
         ("llm_serving/server/generation.py", "_log_arrival", "request_arrival"),
     ):
         tree = ast.parse((REPOSITORY / module).read_text("utf-8"))

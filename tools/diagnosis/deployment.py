@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llm_serving.config import Config, load_config
 from llm_serving.config.lookup import has_ascend
-from llm_serving.engine.tokenizer import load_tokenizer
+from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.errors import LLMServingError
 from llm_serving.ipc.exchange import exchange_bytes
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout
@@ -109,7 +109,7 @@ def check_tokenizer(config: Config) -> Iterator[Finding]:
     if tokenizer.vocab_size > config.shape.vocab_size:
         advice = "it is another model's: prompts could hold tokens the model has no row for"
         yield problem("tokenizer", f"{text}; the model has {config.shape.vocab_size}", advice)
-    elif not tokenizer.has_chat_template:
+    elif tokenizer.chat_template.is_missing:
         yield warning(
             "tokenizer", f"{text}, no chat template", "/v1/chat/completions is refused; /v1/completions works"
         )

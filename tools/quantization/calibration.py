@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llm_serving.engine.tokenizer import Tokenizer
+from llm_serving.engine.tokenizer_backends import make_tokenizer
 from llm_serving.engine.tokenizer_files import find_vocabulary, read_tokenizer_files
 from llm_serving.errors import CheckpointError
 from tools.tiny_llama.data import is_held_out
@@ -24,7 +25,7 @@ BUILTIN_SEED = 77
 
 def calibration_tokens(folder: Path, source: str, sequences: int, length: int) -> NDArray[np.int32]:
     """``source`` is ``builtin`` or a file. Raises CheckpointError when it is wrong or too short."""
-    tokenizer = Tokenizer(read_tokenizer_files(find_vocabulary(folder)))
+    tokenizer = make_tokenizer(read_tokenizer_files(find_vocabulary(folder)))
     documents = builtin_documents(tokenizer) if source == BUILTIN else _file_documents(Path(source), tokenizer)
     tokens = list(itertools.islice(itertools.chain.from_iterable(documents), sequences * length))
     whole = len(tokens) // length

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of OpenAI's API."""
+"""Log-probabilities in the two forms of OpenAI's API, and raw logits in the form of the published dialects."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.request import TokenLogits
-from llm_serving.server.choices import Choice
+from llm_serving.server.sampling import Choice
 
-__all__ = ["CompletionLogprobs", "chat_logprobs", "token_string"]
+__all__ = ["LOWEST", "CompletionLogprobs", "chat_logprobs", "step_logits", "token_string"]
 
 LOWEST = -9999.0
-"""JSON has no infinity; this stands for the logarithm of zero, as in OpenAI's API."""
+"""The logarithm of zero, as in OpenAI's API. JSON has no infinity."""
 
 
 def token_string(tokenizer: Tokenizer, token_id: int) -> str:
-    """The token's text; ``bytes:\\xe4\\xbd`` for part of a character."""
+    """Return the token's text, or ``bytes:\\xe4\\xbd`` for part of a character."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()
@@ -25,17 +25,8 @@ def token_string(tokenizer: Tokenizer, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _finite(logprob: float) -> float:
-    return logprob if logprob > LOWEST else LOWEST
-
-
-def _top(entry: TokenLogits, count: int) -> list[tuple[int, float]]:
-    """The ``count`` best tokens with their log-probabilities."""
-    return [(token_id, _finite(logit - entry.logsumexp)) for token_id, logit in entry.top[:count]]
-
-
 def chat_logprobs(tokenizer: Tokenizer, logits: Sequence[TokenLogits], count: int) -> dict[str, Any]:
-    """``logprobs`` of a chat choice, or of one piece of its stream."""
+    """Return ``logprobs`` of a chat choice, or of one piece of its stream."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token_id)
@@ -51,8 +42,8 @@ def chat_logprobs(tokenizer: Tokenizer, logits: Sequence[TokenLogits], count: in
 class CompletionLogprobs:
     """``logprobs`` of one choice of ``/v1/completions``, piece by piece.
 
-    ``text_offset`` is where the token's text starts in the choice's text. Besides the best tokens,
-    ``top_logprobs`` always has the sampled one.
+    ``text_offset`` is the position of the token's text in the choice's text. ``top_logprobs`` has the best tokens and
+    the sampled token.
     """
 
     def __init__(self, tokenizer: Tokenizer, choice: Choice, count: int) -> None:
@@ -66,7 +57,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def take(self, logits: Sequence[TokenLogits]) -> dict[str, Any]:
-        """The next tokens."""
+        """Return the log-probabilities of the next tokens."""
         offsets = []
         for token in logits:
             offsets.append(self._offset)
@@ -83,3 +74,25 @@ class CompletionLogprobs:
         for token_id, logprob in [*_top(token, self._count), (token.token_id, _finite(token.logprob))]:
             best.setdefault(token_string(self._tokenizer, token_id), logprob)
         return best
+
+
+def step_logits(entries: Sequence[TokenLogits]) -> list[dict[str, Any]]:
+    """Return ``return_logits``: an object for each token with its logit and the best tokens' logits, best first."""
+    return [
+        {
+            "token_id": entry.token_id,
+            "logit": entry.logprob + entry.logsumexp,
+            "top_token_ids": [token_id for token_id, _ in entry.top],
+            "top_logits": [logit for _, logit in entry.top],
+        }
+        for entry in entries
+    ]
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > LOWEST else LOWEST
+
+
+def _top(entry: TokenLogits, count: int) -> list[tuple[int, float]]:
+    """Return the ``count`` best tokens with their log-probabilities."""
+    return [(token_id, _finite(logit - entry.logsumexp)) for token_id, logit in entry.top[:count]]

@@ -1,0 +1,78 @@
+"""The periodic ``engine_state`` line of the event log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llm_serving.scheduler.output import ScheduledStep, StepKind
+from llm_serving.scheduler.protocols import RequestFront
+
+__all__ = ["StateLine"]
+
+
+class StateLine:
+    """Counts steps and tokens for the next ``engine_state`` line. A line is due only if something has changed."""
+
+    def __init__(self, front: RequestFront, interval_s: float) -> None:
+        self._front = front
+        self._interval_s = interval_s
+        self._preemptions = 0
+        self._swaps = 0
+        self._hits = 0
+        self._queries = 0
+        self._since: float | None = None
+        self._clear()
+
+    def changed(self, now: float) -> None:
+        """Note that a request was added or removed, or a step completed."""
+        if self._since is None:
+            self._since = now
+
+    def step(self, step: ScheduledStep, num_output_tokens: int, now: float) -> None:
+        """Count a completed step."""
+        self.changed(now)
+        self._steps[step.kind] += 1
+        self._tokens[step.kind] += step.num_tokens
+        self._output_tokens += num_output_tokens
+
+    @property
+    def due(self) -> float | None:
+        """When to write the next line. None while nothing has changed."""
+        return None if self._since is None else self._since + self._interval_s
+
+    def take(self, now: float) -> dict[str, Any]:
+        """Return the fields of the line and set all counts to 0."""
+        figures, steps, tokens = self._front.figures, self._steps, self._tokens
+        seconds = now - (self._since if self._since is not None else now)
+        fields: dict[str, Any] = {
+            "running": figures.num_running,
+            "waiting": figures.num_waiting,
+            "blocks_used": figures.num_blocks - figures.num_free_blocks,
+            "blocks_total": figures.num_blocks,
+            "steps": sum(steps.values()),
+            "prefill_steps": steps[StepKind.PREFILL],
+            "decode_steps": steps[StepKind.DECODE],
+            "mixed_steps": steps[StepKind.MIXED],
+            "move_steps": steps[StepKind.MOVE],
+            "prefill_tokens": tokens[StepKind.PREFILL],
+            "decode_tokens": tokens[StepKind.DECODE],
+            "mixed_tokens": tokens[StepKind.MIXED],
+            "decode_batch_mean": round(tokens[StepKind.DECODE] / max(steps[StepKind.DECODE], 1), 3),
+            "output_tokens_per_s": round(self._output_tokens / seconds, 3) if seconds > 0 else 0.0,
+            "preemptions": figures.num_preemptions - self._preemptions,
+            "swaps": figures.num_swaps - self._swaps,
+            "swapped": figures.num_swapped,
+            "kv_waste": round(figures.kv_waste, 4),
+            "prefix_hit_tokens": figures.prefix_hit_tokens - self._hits,
+            "prefix_query_tokens": figures.prefix_query_tokens - self._queries,
+        }
+        self._preemptions, self._swaps = figures.num_preemptions, figures.num_swaps
+        self._hits, self._queries = figures.prefix_hit_tokens, figures.prefix_query_tokens
+        self._since = None if self._front.is_idle else now
+        self._clear()
+        return fields
+
+    def _clear(self) -> None:
+        self._steps = dict.fromkeys(StepKind, 0)
+        self._tokens = dict.fromkeys(StepKind, 0)
+        self._output_tokens = 0

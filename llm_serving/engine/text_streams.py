@@ -1,0 +1,142 @@
+"""Turns the scheduler's tokens into pieces of text, in the engine thread."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from llm_serving.engine.receipts import request_timings
+from llm_serving.request import FinishReason, Request, RequestOutput, RequestStatus, TokenLogits
+from llm_serving.scheduler.output import RequestUpdate, StepResult
+from llm_serving.scheduler.protocols import RequestFront
+from llm_serving.telemetry.log import EventLog
+from llm_serving.telemetry.receipt import Phase
+
+__all__ = ["Detokenizer", "DetokenizerFactory", "TextStreams"]
+
+
+class Detokenizer(Protocol):
+    """The text of one growing sequence. See ``llm_serving.engine.detokenizer.IncrementalDetokenizer``."""
+
+    def append(self, token_ids: Sequence[int], /) -> tuple[str, str | None]:
+        """Return the text that these tokens complete, and the stop string that ended the text, if there was one."""
+
+    def flush(self) -> str:
+        """Return the text that was held back. No more tokens follow."""
+
+
+DetokenizerFactory = Callable[[Request], Detokenizer]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    request: Request
+    detokenizer: Detokenizer
+    wants_logits: bool
+
+
+class TextStreams:
+    """The streams of text of all requests in the engine."""
+
+    def __init__(self, front: RequestFront, log: EventLog) -> None:
+        """``front`` is the scheduler or the router. It ends a request whose text contains a stop string."""
+        self._front = front
+        self._log = log
+        self._streams: dict[str, _Stream] = {}
+
+    def add(self, request: Request, detokenizer: Detokenizer) -> None:
+        """Open the stream of a request that the scheduler has accepted."""
+        self._streams[request.request_id] = _Stream(request, detokenizer, request.sampling.wants_logits)
+
+    def outputs(self, updates: Iterable[RequestUpdate], result: StepResult | None, now: float) -> list[RequestOutput]:
+        """Return the next piece of each updated request. The last piece closes the stream."""
+        return [self._output(update, result, now) for update in updates]
+
+    def abandon_all(self, error: str, now: float) -> list[RequestOutput]:
+        """End every stream with an error, without the scheduler and the detokenizers, which may be broken."""
+        outputs = []
+        for request_id, stream in list(self._streams.items()):
+            request = stream.request
+            request.status, request.finish_reason, request.finish_time = RequestStatus.FINISHED, FinishReason.ERROR, now
+            if request.receipt.phase is not Phase.DONE:
+                request.receipt.enter(Phase.DONE, now)
+            outputs.append(_last_output(RequestUpdate(request, error=error), "", (), (), None))
+            del self._streams[request_id]
+        return outputs
+
+    def _output(self, update: RequestUpdate, result: StepResult | None, now: float) -> RequestOutput:
+        request = update.request
+        stream = self._streams[request.request_id]
+        try:
+            text, stop_string = _next_text(stream, update)
+        except Exception as error:  # a detokenizer that fails ends only its own request
+            self._log.error("a detokenizer failed", request_id=request.request_id, traceback=traceback.format_exc())
+            update.error = f"the text could not be decoded: {error}"
+            self._end(request, FinishReason.ERROR, now)
+            text, stop_string = "", None
+        else:
+            if stop_string is not None:
+                self._end(request, FinishReason.STOP, now)
+        token_ids: tuple[int, ...] = ()
+        logits: tuple[TokenLogits, ...] = ()
+        if update.token_id is not None:
+            token_ids = (update.token_id,)
+            if stream.wants_logits and result is not None:
+                logits = (_token_logits(result, update.index),)
+        if request.finish_reason is None:  # every token except the last
+            num_prompt_tokens, num_tokens = len(request.prompt_token_ids), len(request.output_token_ids)
+            return RequestOutput(request.request_id, text, token_ids, logits, num_prompt_tokens, num_tokens)
+        del self._streams[request.request_id]
+        return _last_output(update, text, token_ids, logits, stop_string)
+
+    def _end(self, request: Request, reason: FinishReason, now: float) -> None:
+        if self._front.finish_request(request.request_id, reason, now) is None:
+            request.finish_reason = reason  # the scheduler had ended the request before
+
+
+def _next_text(stream: _Stream, update: RequestUpdate) -> tuple[str, str | None]:
+    """Return the text that an update completes, and the stop string that ended the text, if there was one.
+
+    The token that ends a sequence is not part of the text, unless ``include_stop_str_in_output`` asks for it.
+    """
+    request, token_id = stream.request, update.token_id
+    if request.finish_reason is None and token_id is not None:
+        return stream.detokenizer.append((token_id,))
+    text, stop = "", None
+    is_stop = request.finish_reason is FinishReason.STOP
+    if token_id is not None and (not is_stop or request.sampling.include_stop_str_in_output):
+        text, stop = stream.detokenizer.append((token_id,))
+    if request.is_finished and stop is None:
+        text += stream.detokenizer.flush()
+    return text, stop
+
+
+def _last_output(
+    update: RequestUpdate,
+    text: str,
+    token_ids: tuple[int, ...],
+    logits: tuple[TokenLogits, ...],
+    stop_string: str | None,
+) -> RequestOutput:
+    request = update.request
+    return RequestOutput(
+        request_id=request.request_id,
+        text=text,
+        token_ids=token_ids,
+        logits=logits,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        num_output_tokens=len(request.output_token_ids),
+        finish_reason=request.finish_reason,
+        stop_reason=update.stop_token_id if stop_string is None else stop_string,
+        error=update.error,
+        timings=request_timings(request),
+        num_cached_tokens=request.num_cached_tokens,
+    )
+
+
+def _token_logits(result: StepResult, index: int) -> TokenLogits:
+    logit, logsumexp = result.logits[index], result.logsumexps[index]
+    top = result.tops[index] if result.tops is not None else ()
+    return TokenLogits(result.sampled_ids[index], logit - logsumexp, logsumexp, top)
