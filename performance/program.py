@@ -104,16 +104,18 @@ def parse_values(text: str) -> tuple[str, tuple[str, ...]]:
     return key, tuple(re.split(r",(?![^\[]*\])", values))
 
 
-def new_parser(description: str | None, config: str | None = None) -> argparse.ArgumentParser:
-    """Returns a parser with the options of every program: ``--json``, and ``--config`` with ``--set`` if it has one."""
+def new_parser(
+    description: str | None, config: str | None = None, *, starts_servers: bool = False
+) -> argparse.ArgumentParser:
+    """Returns a parser with the options that programs share: ``--json``, and the config's and the servers'."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file, too")
     if config is not None:
-        parser.add_argument("--config", default=config, help="YAML file or its name in configs/ (default %(default)s)")
-        parser.add_argument(
-            "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings",
-            help="override a setting of the config; can be repeated",
-        )  # fmt: skip
+        add, repeated = parser.add_argument, "override a setting of the config (can be repeated)"
+        add("--config", default=config, help="file name in configs/, or path (default %(default)s)")
+        add("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help=repeated)
+    if starts_servers:
+        parser.add_argument("--start-timeout", type=positive, default=600.0, help="maximum seconds to start a server")
     return parser
 
 

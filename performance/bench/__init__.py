@@ -1,17 +1,19 @@
-"""Benchmarks against the hardware's ceilings, without HTTP unless said.
+"""Benchmarks without HTTP, and comparisons with the limits of the machine.
 
-    ceilings        read bandwidth and peak rates of this machine, measured in a process of their own
-    roofline        the least time a model's step can take on such a machine
-    numbers         lists of numbers on a command line, medians, the JSON of a run
-    engine          scheduler, executor and a real agent driven in-process, with the times of every token
-    engine_rows     a measurement as rows of the result
-    engine_main     bench_engine.py
-    kernel_cases    which kernels at which shapes, with the bytes and operations each cannot do without
-    kernel_main     bench_kernels.py
-    step_kernels    the kernels of a whole step, called one by one
-    cpu_share       CPU time of server, agents and client
-    serving_main    bench_serving.py
-    plots           the pictures
-
-The programs themselves are in performance/.
+ceilings          read bandwidth and peak rates of this machine, measured in a separate process
+roofline          the minimum time of a model's step on such a machine
+against           compares two trees in alternating runs
+engine            scheduler, executor and a real agent in one process, with the time of every token
+engine_rows       figures of a measurement
+engine_main       bench_engine.py
+engine_host       bench_engine_host.py
+kernel_cases      kernels and shapes, with the minimum of bytes and operations
+kernel_main       bench_kernels.py
+step_kernels      the kernels of a step, called one by one
+cpu_share         processor time of server, agents and client
+serving_main      bench_serving.py
+op_tables_main    compare_op_tables.py
+parallel_main     bench_parallel.py
+collectives_main  bench_collectives.py
+plots             pictures
 """

@@ -1,4 +1,8 @@
-"""The benchmark of sums between agents; ``performance/bench_collectives.py`` runs it."""
+"""Measures sums between two agents over shared memory, and the minimum time of a transfer.
+
+Each of the two processes runs on its own core if there are two. For comparison, they pass a word of shared memory back
+and forth; no exchange can be faster. The result has the median and the 99th percentile for each size.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,6 @@ from performance.terminal import format_table
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (256, 4096, 65_536, 1_048_576)
-"""Bytes."""
 CALLS = {256: 20_000, 4096: 20_000, 65_536: 5_000, 1_048_576: 500}
 TURNS = 50_000
 WARM_CALLS = 200
@@ -27,7 +30,7 @@ LAYOUT = ExchangeLayout(2, 1, hidden_size=64, max_tokens=1, max_rows=1)
 
 
 def main() -> int:
-    """Measure and print; with ``--json`` also write the figures there."""
+    """Prints the figures and optionally writes them to a file. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Sums between two agents over shared memory.")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
@@ -44,7 +47,7 @@ def main() -> int:
 
 
 def measure(dtype: str) -> dict[str, Any]:
-    """Of two processes; each call counts as long as the slower one of the two had it."""
+    """Measures in two processes. A call takes as long as the slower process needs."""
     memory = ExchangeMemory.create(LAYOUT)
     agents = []
     try:
@@ -68,7 +71,7 @@ def measure(dtype: str) -> dict[str, Any]:
 
 
 def run_agent(name: str, index: int, dtype: str) -> dict[str, Any]:
-    """One of the two processes."""
+    """Runs one of the two processes."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) > 1:
         os.sched_setaffinity(0, {cores[index]})
@@ -84,7 +87,7 @@ def run_agent(name: str, index: int, dtype: str) -> dict[str, Any]:
         size=2,
         index=index,
     )
-    collectives.all_reduce(np.zeros(1, np.float32), "float32")  # both are here
+    collectives.all_reduce(np.zeros(1, np.float32), "float32")  # waits for the other process
     lines = [base + LAYOUT.arrival_line(each) for each in (0, 1)]
     turns = collectives.measure_ping_pong(lines[index], lines[1 - index], TURNS, serves=index == 0)
     sums = {}
@@ -99,10 +102,10 @@ def run_agent(name: str, index: int, dtype: str) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """For people."""
+    """Returns the figures as text."""
     rows = []
     for size, each in figures["sums"].items():
         rows.append([size, f"{each['median_us']:.2f}", f"{each['p99_us']:.2f}", f"{each['times_one_way']:.1f}"])
-    one_way = f"a word handed from process to process: {figures['one_way_us']:.2f} us (half of a turn there and back)"
+    one_way = f"transfer of a word between processes: {figures['one_way_us']:.2f} us (half of a round trip)"
     header = ["bytes", "median us", "p99 us", "times one way"]
     return f"{one_way}\nsums of {figures['dtype']}:\n{format_table(header, rows)}"

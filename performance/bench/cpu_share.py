@@ -1,7 +1,7 @@
-"""CPU time of the processes behind a server, and of the client, over a run: who used the machine for what.
+"""Measures the processor time of a server's processes and of the client during a run.
 
-The server is a process and everything it started. Of this project's server the agents are told apart by their command
-(``python -m agent``); of any other server the children are one group.
+A server is a process with its children. Agents of this project are recognised by their command (``python -m agent``).
+The children of other servers form one group.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ AGENT_ARGUMENTS = ["-m", "agent"]
 
 
 class NoServerProcessError(Exception):
-    """The server's process is not known."""
+    """The server's process cannot be found."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuShare:
-    """Of one run. Seconds of CPU time by group: ``server``, ``agent`` or ``children``, ``client``."""
+    """Seconds of processor time in a run, by group: ``server``, ``agent`` or ``children``, ``client``."""
 
     wall_s: float
     processors: int
@@ -30,20 +30,20 @@ class CpuShare:
 
     @property
     def shares_of_used(self) -> dict[str, float]:
-        """Of the CPU time that all groups used together."""
+        """Fraction of the processor time that all groups used."""
         used = sum(self.cpu_s.values())
         return {group: seconds / used if used else 0.0 for group, seconds in self.cpu_s.items()}
 
     @property
     def shares_of_machine(self) -> dict[str, float]:
-        """Of the CPU time that there was."""
+        """Fraction of the machine's processor time."""
         there_was = self.wall_s * self.processors
         return {group: seconds / there_was for group, seconds in self.cpu_s.items()}
 
     def text(self) -> str:
         used, whole = self.shares_of_used, self.shares_of_machine
         parts = [
-            f"{group} {seconds:.1f} s ({used[group]:.1%} of the CPU time used, {whole[group]:.1%} of the machine)"
+            f"{group} {seconds:.1f} s ({used[group]:.1%} of the processor time used, {whole[group]:.1%} of the machine)"
             for group, seconds in self.cpu_s.items()
         ]
         return "CPU: " + ", ".join(parts)
@@ -59,7 +59,7 @@ class CpuShare:
 
 
 class CpuMeter:
-    """``start`` and ``stop`` around a run. Processes that end in between are counted as far as they were seen."""
+    """Measures between ``start`` and ``stop``. The time of a process that ends in between may be missing."""
 
     def __init__(self, server_pid: int) -> None:
         try:
@@ -88,7 +88,7 @@ class CpuMeter:
 
 
 def find_server_pid(port: int) -> int:
-    """The process that listens on ``port`` here. Raises NoServerProcessError when there is none, or it is hidden."""
+    """Returns the process that listens on ``port``. Raises NoServerProcessError if there is none or it is hidden."""
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:
             return connection.pid

@@ -1,6 +1,6 @@
-"""The engine without HTTP: scheduler, executor and a real agent process, stepped by the caller's thread.
+"""Runs the engine without HTTP: scheduler, executor and a real agent process, driven by the caller's thread.
 
-What a server adds is left out: sockets, JSON, text. What remains is what serves every request.
+Sockets, JSON and text are left out.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from llm_serving.telemetry.status import EngineState
 
 
 class BenchmarkError(LLMServingError):
-    """The engine ended a request that it should have served."""
+    """The engine ended a request that should have completed."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One step as the agent reports it."""
+    """Times of a step, as the agent reported them."""
 
     kind: str
     num_seqs: int
@@ -44,12 +44,12 @@ class StepTime:
 
 @dataclass(slots=True)
 class Times:
-    """One batch of requests that were submitted together, in seconds from then."""
+    """Times of requests that were submitted together, in seconds since then."""
 
     first_tokens: list[float] = field(default_factory=list)
-    """Of each request, in the order in which they came."""
+    """Time of each request's first token, in order of arrival."""
     tokens: list[tuple[float, int]] = field(default_factory=list)
-    """When tokens came, and how many at that time."""
+    """Pairs of a time and the number of tokens that arrived then."""
     steps: list[StepTime] = field(default_factory=list)
 
     @property
@@ -58,17 +58,17 @@ class Times:
 
     @property
     def prefilled(self) -> float:
-        """When the last request got its first token."""
+        """Time at which the last request received its first token."""
         return max(self.first_tokens)
 
     @property
     def decoded_tokens(self) -> int:
-        """Tokens that came after the last first one."""
+        """Number of tokens after the last request's first token."""
         return sum(count for when, count in self.tokens if when > self.prefilled)
 
 
 class OfflineEngine:
-    """``generate`` runs one batch of requests to their end. One thread uses it, and is the engine's thread."""
+    """Runs batches of requests. The caller's thread is the engine's thread."""
 
     def __init__(self, config: Config, executor: AgentExecutor, log: EventLog) -> None:
         self._recorder = _Recorder()
@@ -85,14 +85,14 @@ class OfflineEngine:
         )
 
     def wait_ready(self) -> None:
-        """Raises AgentStartError when the agent cannot start."""
+        """Waits for the agent. Raises AgentStartError if it cannot start."""
         while self._core.state is not EngineState.READY:
             if self._core.state is EngineState.STOPPED:
                 raise AgentStartError(self._core.stop_reason)
             self._core.step()
 
     def generate(self, prompts: Sequence[Sequence[int]], new_tokens: int) -> Times:
-        """Greedy, ``new_tokens`` for each prompt whatever they are. Raises BenchmarkError when one ends otherwise."""
+        """Generates ``new_tokens`` greedy tokens per prompt. Raises BenchmarkError if a request ends differently."""
         sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
         self._recorder.steps = []
         self._outputs.clear()
@@ -112,11 +112,11 @@ class OfflineEngine:
 
 
 def _record(outputs: Sequence[EngineOutput], now: float, times: Times, new_tokens: int) -> int:
-    """Note what came at ``now``; how many requests ended with it."""
+    """Records the outputs that arrived at ``now`` and returns the number of completed requests."""
     ended = count = 0
     for output in outputs:
         if not isinstance(output, RequestOutput):
-            raise BenchmarkError(f"the engine did not take a request: {output}")
+            raise BenchmarkError(f"the engine rejected a request: {output}")
         count += len(output.token_ids)
         if output.token_ids and output.num_output_tokens == len(output.token_ids):
             times.first_tokens.append(now)
@@ -133,13 +133,13 @@ def _record(outputs: Sequence[EngineOutput], now: float, times: Times, new_token
 
 @contextmanager
 def offline_engine(config: Config) -> Iterator[OfflineEngine]:
-    """An engine with its agent ready; both end with the context. Raises AgentStartError."""
+    """Yields an engine with a ready agent, and stops both. Raises AgentStartError."""
     with ExitStack() as owned:
         folder = Path(owned.enter_context(tempfile.TemporaryDirectory(prefix="bench_engine_")))
         settings = config.serving_config
         listeners = owned.enter_context(bind_agent_ports(settings.agent_ip, settings.agent_ports))
         log = owned.enter_context(EventLog(str(folder / "engine.log"), "error"))
-        # An agent that dies must end the benchmark instead of being started again under it.
+        # If the agent dies, the benchmark must end. A new agent would distort it.
         once = replace(config, serving_config=replace(settings, agent_restart_limit=0))
         executor = AgentExecutor(once, listeners, folder)
         owned.callback(executor.close)
@@ -150,7 +150,7 @@ def offline_engine(config: Config) -> Iterator[OfflineEngine]:
 
 
 class _Recorder(Metrics):
-    """The server's metrics, which cost what they cost there, and every step's times besides."""
+    """The server's metrics, which cost as much as in a server, and the times of every step."""
 
     def __init__(self) -> None:
         super().__init__(process=False)
@@ -163,7 +163,7 @@ class _Recorder(Metrics):
 
 
 class _NoText:
-    """Peers are measured on token ids too."""
+    """Replaces the detokenizer, because other engines are measured on token ids, too."""
 
     def append(self, token_ids: Sequence[int], /) -> tuple[str, str | None]:
         return "", None

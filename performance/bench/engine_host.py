@@ -1,9 +1,8 @@
-"""Host time of a step, without a device: ``python performance/bench_engine_host.py --json host.json``.
+"""Measures the host time of decode steps without a device: the time that the engine thread adds to a step.
 
-The real scheduler with its flight recorder, engine core, detokenizer, slot writer and message codec run decode steps
-over a fake device that answers at once; the time of the fake device is taken off. What is left is what the engine
-thread adds to a step. With ``--evict MIB`` the fake device reads so much memory in each step, as an agent does, and
-what follows finds the processor's caches as they are in a server at work.
+The scheduler with its flight recorder, engine core, detokenizer, slot writer and message codec are the real ones. The
+device is simulated and completes a step at once; its time is subtracted. With ``--evict MIB`` the simulated device
+reads that much memory in each step, as an agent would, so that the caches are as cold as in a busy server.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from performance.bench.against import add_against_options, compare_trees
-from performance.program import exits_with_errors, parse_counts, write_json
+from performance.program import exits_with_errors, new_parser, parse_counts, write_json
 from performance.terminal import format_table
 
 PROMPT_TOKENS = 64
 BLOCK_SIZE = 16
 WARM_UP_STEPS = 20
 FIRST_TOKEN_ID = 300
-"""Sampled ids are from here on: pieces of plain text in the embedded model's vocabulary."""
+"""The smallest sampled id. Larger ids are plain text in the embedded model's vocabulary."""
 PARTS = ("schedule", "write", "read", "update", "text", "recorder", "other")
 RECORDING_BYTES = 64 << 20
 
 
 class Stopwatch:
-    """Seconds by name, of calls that do not contain one another."""
+    """Adds up the seconds of calls by name. The calls must not be nested."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -68,9 +67,9 @@ class Stopwatch:
 
 
 class InstantExecutor:
-    """The executor over slots in private memory: steps are written and announced, answers decoded and read, as ever.
+    """An executor whose step slots are in private memory. It writes, encodes, decodes and reads steps as usual.
 
-    ``poll`` answers the oldest step in flight. ``device_seconds`` is what the fake device took.
+    ``poll`` completes the oldest step in flight. ``device_seconds`` is the time of the simulated device.
     """
 
     def __init__(self, limits: SlotLimits, stopwatch: Stopwatch, evict_mib: int) -> None:
@@ -84,7 +83,7 @@ class InstantExecutor:
         self._read = stopwatch.wrap("read", self._read_answer)
         self._is_new = True
         self._others = np.ones(evict_mib << 17)
-        """What else is in the caches, 8 bytes each."""
+        """Memory that evicts other data from the caches, 8 bytes per element."""
         self.device_seconds = 0.0
         self.last_kind: StepKind | None = None
 
@@ -116,7 +115,7 @@ class InstantExecutor:
     def wake(self) -> None: ...
 
     def fileno(self) -> int:
-        raise AssertionError("one executor alone is polled")
+        raise AssertionError("a single executor is polled without a descriptor")
 
     def next_due(self) -> float | None:
         return None
@@ -149,7 +148,7 @@ class InstantExecutor:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Microseconds of host time for one number of running sequences."""
+    """Host time in microseconds for one number of running sequences."""
 
     sequences: int
     us_per_step: float
@@ -173,14 +172,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     figures = [measure(count, options.steps, options.repeats, options.evict) for count in options.sequences]
     fixed, slope = linear_fit(figures)
     print(_table(figures))
-    print(f"\n  fit: {fixed:.0f} us a step + {slope:.2f} us a sequence")
+    print(f"\n  fit: {fixed:.0f} us per step + {slope:.2f} us per sequence")
     rows = [one.as_json() for one in figures]
     write_json(options.json, {"rows": rows, "fixed_us": fixed, "us_per_sequence": slope})
     return 0
 
 
 def measure(sequences: int, steps: int, repeats: int, evict_mib: int = 0) -> Figures:
-    """Medians over ``repeats`` engines of the mean over ``steps`` decode steps of all ``sequences``."""
+    """Returns the medians over ``repeats`` engines of the mean time of ``steps`` decode steps."""
     runs = [_run(sequences, steps, evict_mib) for _ in range(repeats)]
     parts = {name: statistics.median(run[name] for run in runs) for name in PARTS}
     return Figures(sequences, statistics.median(run["total"] for run in runs), parts)
@@ -218,7 +217,7 @@ def _run_recorded(sequences: int, steps: int, evict_mib: int, folder: Path) -> d
 def _engine(
     sequences: int, steps: int, stopwatch: Stopwatch, evict_mib: int, folder: Path
 ) -> tuple[EngineCore, InstantExecutor, FlightRecorder]:
-    """An engine with ``sequences`` requests that will not end before all steps are measured."""
+    """Returns an engine with ``sequences`` requests that do not end during the measurement."""
     max_tokens = steps + 2 * WARM_UP_STEPS
     max_model_len = PROMPT_TOKENS + max_tokens + BLOCK_SIZE
     blocks = -(-max_model_len // BLOCK_SIZE)
@@ -262,7 +261,7 @@ def _fail(message: str) -> None:
 
 
 def linear_fit(figures: Sequence[Figures]) -> tuple[float, float]:
-    """Least squares in relative error: microseconds a step, and a sequence. One row is all slope."""
+    """Fits microseconds per step and per sequence, by least squares of the relative errors."""
     if len(figures) == 1:
         return 0.0, figures[0].us_per_step / figures[0].sequences
     times = np.array([one.us_per_step for one in figures])
@@ -286,7 +285,7 @@ def _table(figures: Sequence[Figures]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument(
         "--sequences",
         type=parse_counts,
@@ -294,9 +293,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N,N",
         help="default 1,4,...,512",
     )
-    parser.add_argument("--steps", type=int, default=200, help="decode steps measured (default %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="engines a row; medians are shown (default %(default)s)")
-    parser.add_argument("--evict", type=int, default=0, metavar="MIB", help="read so much in each step (default 0)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument("--steps", type=int, default=200, help="measured decode steps (default %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="engines per row (default %(default)s)")
+    parser.add_argument("--evict", type=int, default=0, metavar="MIB", help="memory read in each step (default 0)")
     add_against_options(parser)
     return parser

@@ -1,16 +1,17 @@
-"""Decode and prefill speed of the engine, without HTTP, against the ceilings of the machine in the same run.
+"""Measures decode and prefill of the engine without HTTP, and compares them with the machine's limits.
 
-Starts a real agent and drives scheduler and executor in this process: greedy, end tokens ignored, prompts of seeded
-random token ids. Every figure is the median of --repeats runs after one that is not counted.
+The program starts a real agent and drives scheduler and executor in this process. Decoding is greedy, end tokens are
+ignored, and prompts are random token ids from a seed. Every figure is the median of --repeats runs after a warm-up run.
 
-A decode row: --batch prompts of --prompt tokens at once, --new tokens each. Its rate counts the tokens that come
-after the last prompt's first one, over the time since then; prefill rate and time to first token are those of the
-same run. A prefill row: one prompt (or several equal ones where the model takes none so long), one new token.
+A decode row runs --batch prompts of --prompt tokens at once and generates --new tokens for each. Its decode rate counts
+the tokens after the last prompt's first token. Its prefill rate and TTFT come from the same run. A prefill row runs one
+prompt and generates one token. If the prompt is longer than the model's limit, several equal prompts take its place.
 
-share is least time / measured time, the least time being the sum over the step's operators of the longer of reading
-and computing (performance/bench/roofline.py). agent is the share of the time the agent spent in graphs and sampler;
-the rest lies between the steps. kernels is the time of the step's kernels, called one by one after the engine
-has ended, over the time of the step: the rest is graph, Python, messages and sampling (--no-kernels leaves it out).
+"of ceiling" is the minimum time divided by the measured time. The minimum time is the sum over a step's operators of
+the longer of reading and computing (performance/bench/roofline.py). "by blocks" is the same if keys and values are read
+block by block. "agent" is the fraction of the time that the agent spent in graphs and sampler. "kernels" is the
+fraction that the step's kernels take when they are called one by one afterwards; the rest is graph, Python, messages
+and sampling.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from performance.bench.ceilings import drift_text, measure_ceilings
 from performance.bench.engine import offline_engine
 from performance.bench.engine_rows import Case, decode_case, measure_case, numbers_of, prefill_case
 from performance.bench.step_kernels import add_kernel_shares
-from performance.program import exits_with_errors, parse_count, parse_counts, write_json
+from performance.program import exits_with_errors, new_parser, parse_count, parse_counts, write_json
 from performance.terminal import format_number, format_table
 
 COLUMNS = (
@@ -61,9 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override")
+    parser = new_parser(__doc__, "llama_160m_cpu.yaml")
     parser.add_argument("--weights", help="model_config.weight_format")
     parser.add_argument("--kv", help="model_config.kv_format")
     parser.add_argument("--op-table", help="model_config.op_table")
@@ -72,16 +71,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--new", type=parse_count, default=128, help="tokens to generate (default %(default)s)")
     parser.add_argument("--prefill", type=parse_counts, default=(1024,), help="tokens of prefill rows (default 1024)")
     parser.add_argument("--repeats", type=parse_count, default=5, help="default %(default)s")
-    parser.add_argument("--threads", type=int, default=0, help="of the agent; 0 (default): one for each processor")
-    parser.add_argument("--no-kernels", action="store_true", help="do not measure the step's kernels alone")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write ceilings and rows here")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture here")
+    parser.add_argument("--threads", type=int, default=0, help="of the agent (default 0: one per processor)")
+    parser.add_argument("--no-kernels", action="store_true", help="do not measure the step's kernels separately")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture to this file")
     add_against_options(parser)
     return parser
 
 
 def overrides(parsed: argparse.Namespace) -> list[str]:
-    """The options that are keys of the config, as such, and any free port for the agent."""
+    """Returns the settings from named options, and a free port for the agent."""
     named = {"weight_format": parsed.weights, "kv_format": parsed.kv, "op_table": parsed.op_table}
     named["cpu_threads"] = parsed.threads or None
     settings = [f"model_config.{key}={value}" for key, value in named.items() if value is not None]
@@ -97,7 +95,7 @@ def cases_of(parsed: argparse.Namespace, config: Config) -> list[Case]:
 
 
 def run(config: Config, cases: Sequence[Case], parsed: argparse.Namespace) -> dict[str, Any]:
-    """Measure all cases, printing each row as it comes."""
+    """Measures all cases and prints each row when it is complete."""
     ceilings = measure_ceilings(parsed.threads)
     numbers = numbers_of(config)
     print(f"{config.model_name}: weights {numbers.weight_format}, KV {numbers.kv_format}, {config.op_table} operators")
@@ -127,7 +125,7 @@ def run(config: Config, cases: Sequence[Case], parsed: argparse.Namespace) -> di
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    header = ["", *(title for title, _ in COLUMNS), "share", "by blocks", "agent", "kernels"]
+    header = ["", *(title for title, _ in COLUMNS), "of ceiling", "by blocks", "agent", "kernels"]
     return format_table(header, [_line(row) for row in rows])
 
 

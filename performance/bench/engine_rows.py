@@ -1,4 +1,4 @@
-"""What is measured of an engine, and its figures: one row for each batch size and each prefill length."""
+"""Measures an engine: one row of figures per batch size and per prefill length."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIRST_PLAIN_TOKEN = 10
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``batch`` prompts of ``prompt`` tokens, ``new`` tokens for each."""
+    """``batch`` prompts of ``prompt`` tokens, with ``new`` generated tokens each."""
 
     kind: str
     """``decode`` or ``prefill``."""
@@ -45,7 +45,7 @@ def decode_case(batch: int, prompt: int, new: int) -> Case:
 
 
 def prefill_case(tokens: int, longest: int) -> Case:
-    """One prompt, or where it would be longer than the model takes, as few equal ones as do."""
+    """Returns a prefill of one prompt. A prompt above ``longest`` is divided into as few equal prompts as possible."""
     count = -(-tokens // longest)
     while tokens % count:
         count += 1
@@ -53,19 +53,19 @@ def prefill_case(tokens: int, longest: int) -> Case:
 
 
 def random_prompts(case: Case, vocab_size: int, seed: int) -> list[list[int]]:
-    """The same for the same seed; no two alike, so that a cache of prefixes helps nobody."""
+    """Returns the prompts of a seed. No two prompts are equal, so that a prefix cache finds nothing."""
     generator = random.Random(f"bench/{case}/{seed}")
     return [[generator.randrange(FIRST_PLAIN_TOKEN, vocab_size) for _ in range(case.prompt)] for _ in range(case.batch)]
 
 
 def numbers_of(config: Config) -> Numbers:
-    """The formats that a config's operators compute."""
+    """Returns the formats that a config's operators compute."""
     model = config.model_config
     return Numbers(model.model_dtype, config.linear_format.name, config.kv_format, model.weight_group)
 
 
 def measure_case(engine: OfflineEngine, case: Case, config: Config, ceilings: Ceilings, repeats: int) -> dict[str, Any]:
-    """Medians over ``repeats`` runs, after one that is not counted."""
+    """Returns the medians over ``repeats`` runs after a warm-up run."""
     shape, numbers = config.shape, numbers_of(config)
     engine.generate(random_prompts(case, shape.vocab_size, seed=-1), min(case.new, 8))
     rows = []
@@ -77,12 +77,12 @@ def measure_case(engine: OfflineEngine, case: Case, config: Config, ceilings: Ce
 
 
 def figures(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceilings: Ceilings) -> dict[str, Any]:
-    """One run's row. ``decode_tokens_per_s`` counts the tokens after the last prompt's first, over the time since.
+    """Returns the row of one run. ``decode_tokens_per_s`` counts the tokens after the last prompt's first token.
 
-    ``share_of_ceiling``: least time (``roofline``) over measured time, of the decode or, in a prefill row, of the
-    prefill. ``share_by_blocks``: of a decode, the same with keys and values read block by block. ``agent_share``: time
-    the agent spent in graphs and sampler over measured time, the rest being between the steps. ``step_ms`` is the mean
-    time of a decode step, or of the whole prefill; ``graph_ms`` and ``sample_ms`` are of the median step.
+    ``share_of_ceiling`` is the minimum time (``roofline``) divided by the measured time, of the decode or of the
+    prefill. ``share_by_blocks`` is the same for a decode that reads keys and values block by block. ``agent_share`` is
+    the fraction of the measured time that the agent spent in graphs and sampler. ``step_ms`` is the mean time of a
+    decode step, or the time of the prefill. ``graph_ms`` and ``sample_ms`` belong to the median step.
     """
     prefill_least = prefill_seconds(shape, [case.prompt] * case.batch, numbers, ceilings)
     is_decode = case.kind == "decode"
@@ -114,7 +114,7 @@ def figures(case: Case, times: Times, shape: ModelShape, numbers: Numbers, ceili
 def _decode_least(
     case: Case, steps: int, shape: ModelShape, numbers: Numbers, ceilings: Ceilings, *, by_blocks: bool = False
 ) -> float:
-    """Of full batches, as many as the counted tokens fill: the last ones, with the longest contexts."""
+    """Returns the minimum time of as many full decode steps as the counted tokens fill, with the longest contexts."""
     first = case.prompt + case.new - steps
     return decode_seconds(shape, case.batch, first, steps, numbers, ceilings, by_blocks=by_blocks)
 

@@ -1,7 +1,7 @@
-"""Which kernels are measured at which shapes. A case owns its arrays, so cases are made one at a time.
+"""The measured kernels and shapes. A case owns its arrays, so only one case exists at a time.
 
-What a case must read is kept in several copies that take turns, together at least ``ROTATION_BYTES``: otherwise weights
-would sit in the last-level cache, where no model finds them.
+A case has several copies of the data that it must read, together at least ``ROTATION_BYTES``, and uses them in turn.
+With one copy the weights would stay in the last-level cache, which does not happen in a model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHAPE_NAMES = ("llama_160m", "llama_1b", "llama_7b")
 LINEAR_FORMATS = ("bfloat16", *(each.name for each in INTEGER_FORMATS))
 LINEAR_ROWS = (1, 8, 64, 512)
 ROTATION_BYTES = 160 << 20
-"""Five times the largest last-level cache met so far."""
+"""Five times the largest last-level cache that was found so far."""
 GROUP = 64
 BLOCK_SIZE = 16
 DECODE_SEQS, DECODE_CONTEXT = 64, 512
@@ -39,7 +39,7 @@ CACHE_LINE = 64
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one shape: the calls, which differ in what they read only, and what each cannot do without."""
+    """A kernel at one shape: calls that differ only in the data they read, and the minimum work of a call."""
 
     kernel: str
     shape: str
@@ -47,7 +47,7 @@ class Case:
     calls: Sequence[Callable[[], object]]
     operator: Operator
     others: Sequence[Callable[[], object]] = ()
-    """The same calls of another build of the kernels, on the same arrays."""
+    """The same calls of another build of the kernels, with the same arrays."""
 
 
 def load_shape(name: str) -> ModelShape:
@@ -55,7 +55,7 @@ def load_shape(name: str) -> ModelShape:
 
 
 def ordinary(*shape: int, dtype: str) -> Array:
-    """Numbers of ordinary size, what they are does not matter for speed; from a cache line on, as in a model."""
+    """Returns numbers of ordinary size, aligned to a cache line as in a model. Their values do not affect the speed."""
     values = store(np.resize(np.linspace(-1, 1, 4099, dtype=np.float32), shape), dtype)
     memory = np.empty(values.nbytes + CACHE_LINE, np.uint8)
     start = -memory.ctypes.data % CACHE_LINE
@@ -69,7 +69,7 @@ def copies_of(num_bytes: int) -> int:
 
 
 def linear_shapes(names: Sequence[str]) -> dict[tuple[int, int], list[str]]:
-    """Columns and depth of every linear layer of the models; a size that occurs twice is measured once."""
+    """Returns columns and depth of the models' linear layers, with their names. Equal sizes are measured once."""
     sizes: dict[tuple[int, int], list[str]] = {}
     for name in names:
         shape = load_shape(name)
@@ -103,7 +103,7 @@ def copy_of(blob: Blob) -> Blob:
 def linear_calls(
     blobs: Sequence[Blob], rows: int, columns: int, depth: int, dtype: str = DTYPE, library: ctypes.CDLL | None = None
 ) -> list[Callable[[], object]]:
-    """Arguments made once: at one row a call takes as long as making them. ``library``: whose kernel; this one's."""
+    """Returns calls with prepared arguments, because preparing them takes as long as a call with one row."""
     entry = (library or load_library()).llmk_test_linear
     entry.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     x, out = ordinary(rows, depth, dtype=dtype), ordinary(rows, columns, dtype=dtype)
@@ -113,7 +113,7 @@ def linear_calls(
             weight=blob.ctypes.data, x=x.ctypes.data, dtype=DTYPES.index(dtype), rows=rows, x_stride=depth,
             out_stride=columns, out=out.ctypes.data,
         )  # fmt: skip
-        arrays = (blob, x, out)  # kept alive with the call
+        arrays = (blob, x, out)  # keeps the arrays alive as long as the call
         return lambda: _checked(entry(ctypes.byref(args), arrays[0].size, 0))
 
     return [prepared(blob) for blob in blobs]
@@ -121,11 +121,11 @@ def linear_calls(
 
 def _checked(code: int) -> None:
     if code != 0:
-        raise RuntimeError(f"a kernel refused its arguments with {code}; the reason is on standard error")
+        raise RuntimeError(f"a kernel rejected its arguments with {code}; the reason is on standard error")
 
 
 def attention_cases(names: Sequence[str], other: ctypes.CDLL | None = None) -> Iterator[Case]:
-    """Decode of many sequences, prefill of one prompt, and a chunk of a prompt after a long context."""
+    """Yields decode of many sequences, prefill of one prompt, and a chunk of a prompt after a long context."""
     for name in names:
         shape = load_shape(name)
         decode_seqs = DECODE_SEQS if shape.num_key_value_heads * shape.head_dim < 2048 else DECODE_SEQS // 4
@@ -159,7 +159,7 @@ def _attention_case(
 def attention_call(
     sizes: tuple[int, int, int], seqs: int, queries: int, context: int, kv_format: str, dtype: str = DTYPE
 ) -> Callable[[], object]:
-    """A call of RotaryAttention on caches of its own."""
+    """Returns a call of RotaryAttention with its own caches."""
     return _attention_run(_attention_tensors(sizes, seqs, queries, context, kv_format, dtype), load_library())
 
 
@@ -171,13 +171,13 @@ def _attention_run(tensors: EntryCall, library: ctypes.CDLL) -> Callable[[], obj
 def _attention_tensors(
     sizes: tuple[int, int, int], seqs: int, queries: int, context: int, kv_format: str, dtype: str
 ) -> EntryCall:
-    """The blocks of a sequence lie anywhere, as in a server."""
+    """Returns the tensors of an attention call. A sequence's blocks are in random places, as in a server."""
     heads, kv_heads, dim = sizes
     width = -(-context // BLOCK_SIZE)
     tables = np.random.default_rng(0).permutation(seqs * width).astype(np.int32).reshape(seqs, width)
     caches = [cache_array(seqs * width, kv_heads, BLOCK_SIZE, dim, kv_format) for _ in range(2)]
     for cache in caches:
-        cache.fill(0)  # pages that were never written would all be the same one
+        cache.fill(0)  # otherwise all unwritten pages would be the same page
     qkv = ordinary(seqs * queries, (heads + 2 * kv_heads) * dim, dtype=dtype)
     positions = np.tile(np.arange(context - queries, context, dtype=np.int32), seqs)
     slots = (tables[:, positions[:queries] // BLOCK_SIZE] * BLOCK_SIZE + positions[:queries] % BLOCK_SIZE).ravel()
@@ -196,7 +196,7 @@ def _attention_tensors(
 
 
 def row_cases() -> Iterator[Case]:
-    """Kernels that only read and write rows; at these sizes the rows come from the caches."""
+    """Yields kernels that only read and write rows. At these sizes the rows are in the caches."""
     for rows, width in ((1, 4096), (512, 4096)):
         x, gamma = ordinary(rows, width, dtype=DTYPE), ordinary(width, dtype=DTYPE)
         shape = f"{rows}x{width}"

@@ -1,14 +1,14 @@
-"""Speed of each kernel against what this machine can do: the ceilings are measured in the same run.
+"""Measures each kernel and compares it with the limits of this machine, which are measured in the same run.
 
-A line is the median of the passes that fit into --seconds, at least five. A pass runs a kernel over all copies of its
-weights or caches, which are together larger than the last-level cache. share is least time / measured time: the
-longer of reading once what must be read at full bandwidth, and computing at the peak of the format's unit
-(performance/bench/roofline.py); bound says which of the two. Norms, SwiGLU and sampling work on what the last
-operator left in the caches and can pass 100 % of the bandwidth of memory.
+A row is the median of the passes that fit into --seconds, at least five. A pass runs a kernel over all copies of its
+weights or caches, which together exceed the last-level cache. "ceiling" is the minimum time divided by the measured
+time. The minimum time is the longer of two: reading the data once at full bandwidth, and computing at the peak of the
+format's unit (performance/bench/roofline.py). "bound" says which of the two is longer. Norms, SwiGLU and sampling read
+data that is still in the caches, so they can exceed 100 % of the memory bandwidth.
 
---against PATH names another build of the kernels (libllm_kernels.so of another tree). Passes of both take turns on the
-same arrays, so that a machine whose speed moves is as fast for one as for the other: "ratio" is the median of the other
-build's time over this one's, pass by pass, of the linear layers and of attention. Above 1 this build is the faster.
+--against PATH compares with another build of the kernels (libllm_kernels.so of another tree), for the linear layers and
+for attention. Passes of both builds alternate on the same arrays, so that changes of the machine's speed affect both.
+"ratio" is the median of the other build's time divided by this one's. Above 1 this build is faster.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from performance.bench.kernel_cases import (
     row_cases,
     sampler_cases,
 )
-from performance.program import parse_counts, write_json
+from performance.program import new_parser, parse_counts, write_json
 
-LEAST_PASSES = 5
+MIN_PASSES = 5
 ATTENTION_KERNELS = ("attention decode", "attention prefill", "attention chunk")
 HEADER = " ".join(
     [
         *(f"{'kernel':<18}", f"{'shape':<40}", f"{'format':<16}", f"{'thr':>3}", f"{'us':>10}"),
-        *(f"{'GB/s':>7}", f"{'GOP/s':>7}", f"{'share':>6}", f"{'bound':<7}"),
+        *(f"{'GB/s':>7}", f"{'GOP/s':>7}", f"{'ceiling':>7}", f"{'bound':<7}"),
     ]
 )
 
@@ -58,12 +58,12 @@ class Row:
     share_of_ceiling: float
     bound: str
     ratio: float | None = None
-    """Of another build's time to this one's; None: there is no other."""
+    """The other build's time divided by this one's, or None without another build."""
 
     def text(self) -> str:
         line = (
             f"{self.kernel:<18} {self.shape:<40} {self.format:<16} {self.threads:>3} {self.seconds * 1e6:>10.1f} "
-            f"{self.gb_s:>7.2f} {self.gop_s:>7.1f} {self.share_of_ceiling:>6.0%} {self.bound:<7}"
+            f"{self.gb_s:>7.2f} {self.gop_s:>7.1f} {self.share_of_ceiling:>7.0%} {self.bound:<7}"
         )
         return (line if self.ratio is None else f"{line} {self.ratio:>6.2f}").rstrip()
 
@@ -99,15 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write ceilings and rows here")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write a roofline plot here")
-    parser.add_argument("--against", type=kernel_library, metavar="PATH", help="another build, measured by turns")
-    parser.add_argument("--threads", type=parse_threads, default=(0,), help="1,2: each in turn; 0 (default): all")
-    parser.add_argument("--seconds", type=float, default=0.1, help="time spent on each line (default %(default)s)")
-    parser.add_argument("--only", default="", help="only kernels whose name contains this: linear, attention ...")
+    parser = new_parser(__doc__)
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a roofline plot to this file")
+    parser.add_argument("--against", type=kernel_library, metavar="PATH", help="alternate with another build or tree")
+    parser.add_argument("--threads", type=parse_threads, default=(0,), help="such as 1,2 (default 0: all processors)")
+    parser.add_argument("--seconds", type=float, default=0.1, help="time per row (default %(default)s)")
+    parser.add_argument("--only", default="", help="only kernels whose name contains this, such as linear or attention")
     parser.add_argument("--models", type=names_out_of(SHAPE_NAMES), default=SHAPE_NAMES, help=",".join(SHAPE_NAMES))
-    parser.add_argument("--rows", type=parse_counts, default=LINEAR_ROWS, help="of linear (default 1,8,64,512)")
+    parser.add_argument("--rows", type=parse_counts, default=LINEAR_ROWS, help="of linear layers (default 1,8,64,512)")
     parser.add_argument(
         "--formats", type=names_out_of(LINEAR_FORMATS), default=LINEAR_FORMATS, help=",".join(LINEAR_FORMATS)
     )
@@ -115,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def kernel_library(text: str) -> ctypes.CDLL:
-    """Another build of the kernels, beside this one's in the same process."""
+    """Loads another build of the kernels into this process, next to this tree's own."""
     path = Path(text)
     path = (path / "agent" / "kernels" / "libllm_kernels.so" if path.is_dir() else path).resolve()
     try:
@@ -132,7 +131,7 @@ def parse_threads(text: str) -> tuple[int, ...]:
 
 
 def names_out_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """A parser of names out of ``known``, separated by commas."""
+    """Returns a parser of comma-separated names from ``known``."""
 
     def parse(text: str) -> tuple[str, ...]:
         names = tuple(text.split(","))
@@ -144,7 +143,7 @@ def names_out_of(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def cases_of(parsed: argparse.Namespace) -> Iterator[Case]:
-    """Made only where --only may want them: weights are large."""
+    """Yields the cases that --only may select. Others are not created, because weights are large."""
 
     def wanted(*kernels: str) -> bool:
         return any(parsed.only in kernel for kernel in kernels)
@@ -158,27 +157,29 @@ def cases_of(parsed: argparse.Namespace) -> Iterator[Case]:
 
 
 def measured(case: Case, seconds: float, ceilings: Ceilings) -> Row:
-    """The row of a case, with the other build's time over this one's where there is one."""
+    """Returns the row of a case, with the ratio to the other build if there is one."""
     if not case.others:
         return row_of(case, median_call_seconds(case.calls, seconds), ceilings)
-    own, others = passes_by_turns([case.calls, case.others], seconds)
+    own, others = alternating_passes([case.calls, case.others], seconds)
     row = row_of(case, statistics.median(own), ceilings)
     return replace(row, ratio=statistics.median(theirs / ours for theirs, ours in zip(others, own, strict=True)))
 
 
 def median_call_seconds(calls: Sequence[Callable[[], object]], seconds: float) -> float:
-    """Median seconds of a call, over passes through all of them for ``seconds``, after one that is not counted."""
-    return statistics.median(passes_by_turns([calls], seconds)[0])
+    """Returns the median seconds of a call, over passes through all calls for ``seconds``."""
+    return statistics.median(alternating_passes([calls], seconds)[0])
 
 
-def passes_by_turns(each: Sequence[Sequence[Callable[[], object]]], seconds: float) -> list[list[float]]:
-    """Seconds of a call in each pass through the calls of each, which take turns for ``seconds`` apiece, after one pass
-    of each that is not counted."""
+def alternating_passes(each: Sequence[Sequence[Callable[[], object]]], seconds: float) -> list[list[float]]:
+    """Returns the seconds per call of each pass. Passes of the given builds alternate.
+
+    Each build gets ``seconds``, and a first pass that does not count.
+    """
     for calls in each:
         _pass_seconds(calls)
     passes: list[list[float]] = [[] for _ in each]
     end = time.perf_counter() + seconds * len(each)
-    while len(passes[0]) < LEAST_PASSES or time.perf_counter() < end:
+    while len(passes[0]) < MIN_PASSES or time.perf_counter() < end:
         for calls, own in zip(each, passes, strict=True):
             own.append(_pass_seconds(calls))
     return passes

@@ -1,12 +1,12 @@
-"""The native op table, MindSpore's inference primitives as an Ascend runs them, against the fused one of a CPU.
+"""Compares the native op table (MindSpore's inference primitives, as on Ascend) with the fused one of a CPU.
 
-Two engines with real agents, one of each table, measure each row in turn: the machine's mood is the same for both. A
-row is a decode of --batch prompts of --prompt tokens, or a prefill; its figure is the time of a step (bench_engine.py),
-and its ratio the native time over the fused one.
+Two engines with real agents, one per table, measure each row alternately, so that the machine's speed is the same for
+both. A row is a decode of --batch prompts of --prompt tokens, or a prefill. Its figure is the time of a step
+(bench_engine.py); the ratio is the native time divided by the fused time.
 
-Both compute the same products, unless --fused-weights says otherwise: native int4 multiplies floats by int4, as fused
-int4_weight_only does, where fused int4 multiplies int8 by int4. What is compared with what is printed; ratios of two
-precisions are told as such, and not held to the limit. Exit code 1 when another is above --limit.
+By default both tables multiply the same types: native int4 multiplies floats by int4, and so does fused
+int4_weight_only, but fused int4 multiplies int8 by int4. --fused-weights selects other formats; ratios of different
+precisions are marked, and the limit does not apply to them. The exit code is 1 if another ratio exceeds --limit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FIGURES = ("step_ms", "graph_ms", "sample_ms", "decode_tokens_per_s", "prefill_t
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0, 1 when a ratio is above the limit, or 2 when a config is wrong or an engine does not start."""
+    """Returns 0; 1 if a ratio exceeds the limit; 2 if a config is wrong or an engine does not start."""
     parsed = build_parser().parse_args(arguments)
     try:
         results = [
@@ -62,21 +62,21 @@ def build_parser() -> argparse.ArgumentParser:
         *("--fused-weights",),
         nargs="+",
         default=[SAME],
-        help=f"that of the fused side, one comparison each; {SAME} (default): the one with the native side's products",
+        help=f"weight format of the fused engine; {SAME} (default): the one with the same products",
     )
     parser.add_argument("--batch", type=parse_counts, default=(1, 8, 32, 64), help="default 1,8,32,64")
     parser.add_argument("--prompt", type=parse_count, default=64, help="tokens of a prompt (default %(default)s)")
     parser.add_argument("--new", type=parse_count, default=32, help="tokens to generate (default %(default)s)")
     parser.add_argument("--prefill", type=parse_counts, default=(1024,), help="tokens of prefill rows (default 1024)")
     parser.add_argument("--repeats", type=parse_count, default=3, help="default %(default)s")
-    parser.add_argument("--threads", type=int, default=0, help="of the agents; 0 (default): one for each processor")
-    parser.add_argument("--limit", type=float, default=1.5, help="ratio that is still good (default %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows here")
+    parser.add_argument("--threads", type=int, default=0, help="of the agents (default 0: one per processor)")
+    parser.add_argument("--limit", type=float, default=1.5, help="maximum ratio (default %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows to this file")
     return parser
 
 
 def compare(name: str, weights: str, fused_weights: str, parsed: argparse.Namespace) -> dict[str, Any]:
-    """Measure one model with both tables, and print the rows."""
+    """Measures a model with both tables and prints the rows."""
     if fused_weights == SAME:
         fused_weights = weights if weights == AUTO else weight_format(weights).on("native").name
     configs = {
@@ -108,14 +108,14 @@ def compare(name: str, weights: str, fused_weights: str, parsed: argparse.Namesp
 
 
 def products(config: Config) -> str:
-    """What its linear layers multiply by what: ``bfloat16 by int4``."""
+    """Returns the types that the linear layers multiply, such as ``bfloat16 by int4``."""
     dtype, weights = config.model_config.model_dtype, config.linear_format
     return f"{'int8' if weights.quantises_activations else dtype} by {weights.stored_as or weights.name}"
 
 
 def _title(model: str, formats: dict[str, dict[str, str]], *, same: bool, threads: int) -> str:
     sides = (f"{table} {formats[table]['weights']} ({formats[table]['products']})" for table in ("native", "fused"))
-    note = "" if same else "; two precisions, not held to the limit"
+    note = "" if same else "; different precisions, the limit does not apply"
     return f"{model}, {threads} threads: {' over '.join(sides)}{note}"
 
 

@@ -1,4 +1,9 @@
-"""The benchmark of agents that share a model; ``performance/bench_parallel.py`` runs it."""
+"""Measures decode steps of a model on one agent and on several agents that share it, without a server.
+
+The figures are the median step, the fraction of it that the responding agent spends in sums and gathers, and the
+fraction of that during which it waits for other agents. ``--texts`` greedy texts are compared with those of the first
+group (one agent): how many are equal, and by how much the logits of different tokens differ.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +38,12 @@ FIRST_PLAIN_TOKEN = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure and print; with ``--json`` also write the figures there."""
+    """Prints the figures and optionally writes them to a file. Returns the exit code."""
     parser = argparse.ArgumentParser(description="Decode steps of a model shared by several agents.")
     parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
-    parser.add_argument("--groups", default="", help="tensor x pipeline parallel, as 1x1,2x1 (default: %(default)s)")
-    parser.add_argument("--texts", type=int, default=1, help="prompts whose texts are compared (default %(default)s)")
+    parser.add_argument("--groups", default="", help="tensor x pipeline parallel, such as 1x1,2x1")
+    parser.add_argument("--texts", type=int, default=1, help="number of compared texts (default %(default)s)")
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--agent", nargs=4, metavar=("RANK", "TP", "PP", "EXCHANGE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -57,15 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def config_of(arguments: argparse.Namespace, group: tuple[int, ...]) -> Config:
-    """The config with the group's numbers."""
+    """Returns the config with the group's parallel sizes."""
     parallel = [f"parallel_config.tensor_parallel={group[0]}", f"parallel_config.pipeline_parallel={group[1]}"]
     if group[0] > 1:
-        parallel.append("parallel_config.sum_parts=1")  # what was asked for is how agents alone in their layers add up
+        parallel.append("parallel_config.sum_parts=1")  # the setting applies to agents that do not share layers
     return load_config(arguments.config, [*arguments.overrides, *parallel])
 
 
 def measure(arguments: argparse.Namespace, group: tuple[int, ...]) -> dict[str, Any]:
-    """What the agent that answers measured, and the first one's share of communication."""
+    """Returns the figures of the responding agent, with the first agent's communication."""
     config = config_of(arguments, group)
     exchange = None
     if config.parallel_config.group_size > 1:
@@ -90,12 +95,12 @@ def measure(arguments: argparse.Namespace, group: tuple[int, ...]) -> dict[str, 
 
 
 def layout_of(config: Config) -> ExchangeLayout:
-    """Of the group's exchange."""
+    """Returns the layout of the group's exchange memory."""
     return ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
 
 
 def run_agent(arguments: argparse.Namespace, rank: int, group: tuple[int, int], exchange_name: str) -> dict[str, Any]:
-    """One agent: the same steps as the others."""
+    """Runs one agent, which makes the same steps as the others."""
     config = config_of(arguments, group)
     exchange = None if exchange_name == "none" else ExchangeMemory.attach(exchange_name, layout_of(config))
     runner = ModelRunner(config, lambda *_: None, rank, exchange)
@@ -108,7 +113,7 @@ def run_agent(arguments: argparse.Namespace, rank: int, group: tuple[int, int], 
 
 
 def decode_steps(runner: ModelRunner, config: Config, batch: int) -> dict[str, float]:
-    """Milliseconds of a step of ``batch`` sequences, and what share of it sums and gathers take."""
+    """Measures steps of ``batch`` sequences: milliseconds, and the fraction of sums and gathers."""
     context = min(CONTEXT, config.max_model_len)
     slot = make_step(config, [1] * batch, [context] * batch)
     width, blocks = config.max_blocks_per_seq, config.pa_config.num_blocks - 1
@@ -128,7 +133,7 @@ def decode_steps(runner: ModelRunner, config: Config, batch: int) -> dict[str, f
 
 
 def generate(runner: ModelRunner, config: Config, number: int) -> dict[str, list[Any]]:
-    """Greedy tokens of seeded prompt ``number``, and the two largest logits each was chosen by."""
+    """Returns greedy tokens for the seeded prompt ``number``, with the two largest logits at each token."""
     generator = random.Random(f"parallel/{number}")
     prompt = [generator.randrange(FIRST_PLAIN_TOKEN, config.shape.vocab_size) for _ in range(PROMPT_TOKENS)]
     runner.reset()
@@ -149,13 +154,13 @@ def generate(runner: ModelRunner, config: Config, number: int) -> dict[str, list
 
 
 def run(runner: ModelRunner, slot: StepSlot, *, decode: bool) -> None:
-    """A prefill or a decode."""
+    """Runs a prefill or a decode."""
     _ = runner.run_decode(slot) if decode else runner.run_prefill(slot)
 
 
 def table(figures: Sequence[dict[str, Any]]) -> str:
-    """For people."""
-    header = ["agents", "threads each", "batch", "step ms", "in sums and gathers", "of it waiting", "same texts"]
+    """Returns the figures as text."""
+    header = ["agents", "threads each", "batch", "step ms", "in sums and gathers", "waiting in them", "same texts"]
     rows = []
     for each in figures:
         tp, pp = each["group"]
@@ -176,13 +181,13 @@ def table(figures: Sequence[dict[str, Any]]) -> str:
 
 
 def first_difference(text: dict[str, list[Any]], other: dict[str, list[Any]]) -> int | None:
-    """The position of the first token that is not the same."""
+    """Returns the position of the first different token, or None."""
     pairs = zip(text["tokens"], other["tokens"], strict=True)
     return next((position for position, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def comparison(one: dict[str, Any], several: dict[str, Any]) -> str:
-    """How far the texts and the largest logits of two groups are apart, up to where each text differs first."""
+    """Compares texts and largest logits of two groups, up to the first different token of each text."""
     rows, bits, largest = [], 0, 0.0
     for number, (text, other) in enumerate(zip(one["texts"], several["texts"], strict=True)):
         position = first_difference(text, other)
@@ -195,5 +200,5 @@ def comparison(one: dict[str, Any], several: dict[str, Any]) -> str:
             rows.append([str(number), str(position), f"{best - second:.5f}", f"{best:.5f}"])
     summary = f"tp {several['group'][0]} x pp {several['group'][1]}: {bits} texts with the same logits to the bit, "
     summary += f"the largest difference of one {largest:.5f}"
-    header = ["text", "first other token", "its logit's lead", "logit"]
+    header = ["text", "first different token", "lead of its logit", "logit"]
     return "\n".join([summary, format_table(header, rows)] if rows else [summary])

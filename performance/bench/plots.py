@@ -1,4 +1,4 @@
-"""The pictures: kernels under the rooflines of their units, and the engine's rates with their shares of the ceiling."""
+"""Draws kernels under the rooflines of their units, and the engine's rates next to the ceilings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOFS = (
 
 
 def plot_kernels(path: Path, result: Mapping[str, Any]) -> None:
-    """Rate over intensity (operations a byte that must be read), both logarithmic; all processors' rows only."""
+    """Draws rate over intensity (operations per byte that must be read), for rows with all processors."""
     ceilings = result["ceilings"]
     rows = [row for row in result["rows"] if row["threads"] == ceilings["threads"] and row["kernel"] in MARKERS]
     figure, (axes,) = _figure(1, (10, 7))
@@ -33,7 +33,7 @@ def plot_kernels(path: Path, result: Mapping[str, Any]) -> None:
     for key, name, colour in ROOFS:
         roof = np.minimum(ceilings[key], ceilings["read_gb_s"] * intensity)
         axes.plot(intensity, roof, color=colour, linewidth=1, label=f"{name}: {ceilings[key]:.0f} GOP/s")
-    paged = intensity[intensity < 4]  # where attention decodes
+    paged = intensity[intensity < 4]  # the range of attention in decode
     paged_label = f"block by block: {ceilings['paged_read_gb_s']:.1f} GB/s"
     axes.plot(paged, ceilings["paged_read_gb_s"] * paged, color="black", linestyle=":", linewidth=1, label=paged_label)
     for kernel, marker in MARKERS.items():
@@ -49,7 +49,7 @@ def plot_kernels(path: Path, result: Mapping[str, Any]) -> None:
                     alpha=0.75,
                     label=f"{kernel} {number_format}",
                 )
-    axes.set(xscale="log", yscale="log", xlabel="operations a byte read", ylabel="billions of operations a second")
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte read", ylabel="billions of operations per second")
     axes.set_title(
         f"{ceilings['isa']}, {ceilings['threads']} threads, {ceilings['read_gb_s']:.1f} GB/s read", fontsize=10
     )
@@ -58,14 +58,14 @@ def plot_kernels(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def plot_engine(path: Path, result: Mapping[str, Any]) -> None:
-    """Decode rate over the batch, prefill rate over the prompt, and both as shares of the ceiling."""
+    """Draws the decode rate by batch size, the prefill rate by prompt length, and the fractions of the ceiling."""
     rows: Sequence[Mapping[str, Any]] = result["rows"]
     figure, (rate_axes, prefill_axes, share_axes) = _figure(3, (14, 4.5))
     decode = [row for row in rows if row["kind"] == "decode"]
     prefill = [row for row in rows if row["kind"] == "prefill"]
-    _bars(rate_axes, decode, "decode_tokens_per_s", "decode, tokens a second")
-    _bars(prefill_axes, prefill, "prefill_tokens_per_s", "prefill, tokens a second")
-    _bars(share_axes, [*decode, *prefill], "share_of_ceiling", "share of the ceiling")
+    _bars(rate_axes, decode, "decode_tokens_per_s", "decode, tokens per second")
+    _bars(prefill_axes, prefill, "prefill_tokens_per_s", "prefill, tokens per second")
+    _bars(share_axes, [*decode, *prefill], "share_of_ceiling", "fraction of the ceiling")
     share_axes.set_ylim(0, 1)
     figure.suptitle(
         f"{result['model']}: weights {result['numbers']['weight_format']}, KV {result['numbers']['kv_format']}, "
@@ -76,7 +76,7 @@ def plot_engine(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def plot_comparison(path: Path, rates: Mapping[str, Mapping[str, float | None]]) -> None:
-    """Tokens a second of everyone (outer key) in every row (inner key), a panel a row; ours begin with "ours"."""
+    """Draws tokens per second, one panel per row (inner key). Names of this engine begin with "ours"."""
     names = list(dict.fromkeys(name for each in rates.values() for name in each))
     figure, panels = _figure(len(names), (2.6 * len(names), 0.5 + 0.32 * len(rates) + 1.2))
     for panel, name in zip(panels, names, strict=True):

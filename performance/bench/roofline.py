@@ -1,20 +1,20 @@
-"""The least time a step of a Llama can take on a machine with given ceilings (roofline: Williams et al. 2009).
+"""Calculates the minimum time of a Llama's step on a machine with given ceilings (roofline: Williams et al. 2009).
 
-A step is its linear layers and its attention, one after the other. Each takes at least the time to read what it must
-read and at least the time to compute what it must compute, so a step takes no less than the sum over its operators of
-the larger of the two:
+A step runs its linear layers and its attention one after the other. An operator takes at least the time to read its
+data and at least the time of its arithmetic. So a step takes at least the sum over its operators of the longer of the
+two:
 
     linear      reads its weights once (values and scales); 2 x rows x columns x depth operations at the peak of the
                 format's unit: int8 dot products for int8 and int4, bfloat16 pairs for bfloat16 (and for int8 weights
                 with bfloat16 activations), float32 otherwise
     attention   reads the keys and values of each sequence's context once; 4 x pairs x heads x head size operations at
-                the activations' rate, a pair being a query and a position it sees
+                the rate of the activations' type; a pair is a query and a position that it attends to
 
-The lm_head computes only the rows that sample. Left out, as they stay in the caches or are small beside the rest:
-activations, norms, rotary embedding, the write of new keys and values, sampling.
+The lm_head computes only the rows that sample. Activations, norms, rotary embedding, the write of new keys and values,
+and sampling are left out, because they stay in the caches or are small.
 
-A paged cache lies in blocks anywhere, which no machine reads as fast as a stream: ``by_blocks`` takes the rate of
-such reads (``Ceilings.paged_read_gb_s``) for keys and values.
+The blocks of a paged cache are in random places, which is slower to read than a stream. With ``by_blocks``, keys and
+values have the rate of such reads (``Ceilings.paged_read_gb_s``).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from performance.bench.ceilings import Ceilings
 SCALE_BYTES = 4
 
 Sequences = Sequence[tuple[int, int]]
-"""Of each sequence of a step: its queries, and its context with them."""
+"""For each sequence of a step: the number of queries, and the context including them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator of a step: the bytes and operations it cannot do without, and the rate of its unit."""
+    """An operator of a step: the minimum of bytes and operations, and the unit that computes."""
 
     name: str
     num_bytes: float
     operations: float
     unit: str
-    """Field of ``Ceilings``: bf16_gflops, int8_gops or fp32_gflops."""
+    """A field of ``Ceilings``: bf16_gflops, int8_gops or fp32_gflops."""
 
     def seconds(self, ceilings: Ceilings) -> float:
         return max(self.read_seconds(ceilings), self.compute_seconds(ceilings))
@@ -53,13 +53,13 @@ class Operator:
         return self.operations / rate * 1e-9
 
     def bound(self, ceilings: Ceilings) -> str:
-        """``read`` or ``compute``: what takes longer at least."""
+        """Returns ``read`` or ``compute``, whichever takes longer."""
         return "read" if self.read_seconds(ceilings) >= self.compute_seconds(ceilings) else "compute"
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The formats a model runs in. ``group``: weights of int4 that share a scale."""
+    """The number formats of a model. ``group`` is the number of int4 weights that share a scale."""
 
     dtype: str = "bfloat16"
     weight_format: str = "bfloat16"
@@ -68,17 +68,17 @@ class Numbers:
 
 
 def float_unit(dtype: str) -> str:
-    """Float16 is computed in float32."""
+    """Returns the unit of a float type; float16 is computed in float32."""
     return "bf16_gflops" if dtype == "bfloat16" else "fp32_gflops"
 
 
 def weight_unit(name: str, dtype: str) -> str:
-    """The unit that multiplies weights of format ``name`` by activations of ``dtype``. Raises UnknownFormatError."""
+    """Returns the unit that multiplies weights of format ``name`` by activations of ``dtype``. Raises UnknownFormatError."""
     return "int8_gops" if weight_format(name).quantises_activations else float_unit(dtype)
 
 
 def weight_bytes(name: str, columns: int, depth: int, group: int) -> float:
-    """Bytes of a linear layer's weights with their scales. Raises UnknownFormatError."""
+    """Returns the bytes of a linear layer's weights with their scales. Raises UnknownFormatError."""
     wanted = weight_format(name)
     scales = 0.0 if wanted.is_float else depth / group if wanted.has_groups else 1
     return columns * (depth * wanted.bits / 8 + SCALE_BYTES * scales)
@@ -94,13 +94,13 @@ def linear(name: str, rows: int, columns: int, depth: int, numbers: Numbers) -> 
 
 
 def kv_token_bytes(name: str, kv_heads: int, head_dim: int) -> int:
-    """Bytes of a token's keys and values in one layer. Raises UnknownFormatError."""
+    """Returns the bytes of a token's keys and values in one layer. Raises UnknownFormatError."""
     return 2 * kv_heads * kv_format(name).head_bytes(head_dim)
 
 
 def attention(name: str, sequences: Sequences, heads: int, kv_heads: int, head_dim: int,
               numbers: Numbers) -> Operator:  # fmt: skip
-    """A query sees itself and what is before it."""
+    """Returns attention over causal contexts: a query attends to itself and to earlier positions."""
     context = sum(length for _, length in sequences)
     pairs = sum(queries * length - queries * (queries - 1) / 2 for queries, length in sequences)
     num_bytes = context * kv_token_bytes(numbers.kv_format, kv_heads, head_dim)
@@ -108,7 +108,7 @@ def attention(name: str, sequences: Sequences, heads: int, kv_heads: int, head_d
 
 
 def layer_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Columns and depth of the linear layers of one decoder layer, as they are fused."""
+    """Returns columns and depth of the linear layers of a decoder layer, as they are fused."""
     query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
     return {
         "qkv": (query + 2 * key, shape.hidden_size),
@@ -119,7 +119,7 @@ def layer_linears(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def step_operators(shape: ModelShape, sequences: Sequences, numbers: Numbers) -> list[Operator]:
-    """The operators of one layer, and the lm_head; ``step_seconds`` counts the former once a layer."""
+    """Returns the operators of one layer, and the lm_head. ``step_seconds`` multiplies the former by the layers."""
     rows = sum(queries for queries, _ in sequences)
     heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
     return [
@@ -132,7 +132,7 @@ def step_operators(shape: ModelShape, sequences: Sequences, numbers: Numbers) ->
 def step_seconds(
     shape: ModelShape, sequences: Sequences, numbers: Numbers, ceilings: Ceilings, *, by_blocks: bool = False
 ) -> float:
-    """The least time of a step in which every sequence samples one token."""
+    """Returns the minimum time of a step in which every sequence samples one token."""
     *linears, cached, lm_head = step_operators(shape, sequences, numbers)
     reads = replace(ceilings, read_gb_s=ceilings.paged_read_gb_s) if by_blocks else ceilings
     layer = sum(each.seconds(ceilings) for each in linears) + cached.seconds(reads)
@@ -149,14 +149,14 @@ def decode_seconds(
     *,
     by_blocks: bool = False,
 ) -> float:
-    """``steps`` decode steps of ``batch`` sequences, the first with a context of ``first`` tokens.
+    """Returns the minimum time of ``steps`` decode steps, the first with a context of ``first`` tokens.
 
-    Time is linear in the context between the steps where the bound changes; the mean context stands for all.
+    Between changes of the bound, time is linear in the context, so the mean context represents all steps.
     """
     middle = first + (steps - 1) // 2
     return steps * step_seconds(shape, [(1, middle)] * batch, numbers, ceilings, by_blocks=by_blocks)
 
 
 def prefill_seconds(shape: ModelShape, prompts: Sequence[int], numbers: Numbers, ceilings: Ceilings) -> float:
-    """The prompts in one step. More steps would read the weights again: that is not what is unavoidable."""
+    """Returns the minimum time of the prompts in one step. More steps would read the weights again."""
     return step_seconds(shape, [(length, length) for length in prompts], numbers, ceilings)

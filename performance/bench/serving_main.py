@@ -1,12 +1,13 @@
-"""Open-loop load against any OpenAI-compatible server: 10 requests/s, prompts of 32 to 64 token ids, 64 to 504 tokens
-of output (end tokens ignored), streamed. The load test (performance/load) with this workload by default; all its
-options are there. Beyond its report: how much CPU time server, agents and client took.
+"""Loads any OpenAI-compatible server, open loop, and measures the processor time of server, agents and client.
+
+This is the load test (performance/load) with other defaults: 10 requests/s, prompts of 32 to 64 token ids, outputs of
+64 to 504 tokens without end tokens, streamed. All options of the load test exist.
 
     python performance/bench_serving.py -T 30 --json FILE                                   this project's server
     python performance/bench_serving.py -T 30 --base-url http://127.0.0.1:8000 --server-pid PID     any other
 
-The server's processes are found by its port when it runs here, else not measured. Words can be asked for instead of
-token ids, for servers that take text only: --text-prompts.
+If the server runs on this machine, its process is found by its port; otherwise processor time is not measured.
+--text-prompts sends words instead of token ids, for servers that accept only text.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ VOCAB_SIZE = 32_000
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 1 when requests failed, 2 when there is no server, 130 when interrupted."""
+    """Returns 0; 1 if requests failed; 2 if there is no server; 130 if interrupted."""
     parsed = serving_parser().parse_args(arguments)
     options = options_of(parsed)
     meter = _meter(options, parsed.server_pid)
@@ -64,14 +65,14 @@ def serving_parser() -> argparse.ArgumentParser:
         warmup=2,
     )
     own = parser.add_argument_group("this benchmark")
-    own.add_argument("--server-pid", type=int, help="the server's process (default: who listens on the port, if here)")
+    own.add_argument("--server-pid", type=int, help="the server's process (default: the local process with this port)")
     own.add_argument("--text-prompts", dest="token_ids", action="store_false", help="words instead of token ids")
-    own.add_argument("--png", type=Path, metavar="FILE", help="write the picture here")
+    own.add_argument("--png", type=Path, metavar="FILE", help="write the picture to this file")
     return parser
 
 
 def _meter(options: LoadOptions, server_pid: int | None) -> CpuMeter | None:
-    """None when the server runs elsewhere. Raises UsageError when the named process is not there."""
+    """Returns None if the server runs elsewhere. Raises UsageError if the named process does not exist."""
     try:
         if server_pid is not None:
             return CpuMeter(server_pid)
@@ -80,12 +81,12 @@ def _meter(options: LoadOptions, server_pid: int | None) -> CpuMeter | None:
     except NoServerProcessError as error:
         if server_pid is not None:
             raise UsageError(f"--server-pid: {error}") from error
-        print(f"note: CPU time is not measured: {error}", file=sys.stderr)
+        print(f"note: processor time is not measured: {error}", file=sys.stderr)
     return None
 
 
 def summary(figures: LoadFigures, share: CpuShare | None) -> str:
-    """The lines the goals are stated in."""
+    """Returns the lines with the figures that the goals refer to."""
     ttft = figures.ttft_ms
     lines = [
         f"  {figures.completed} of {figures.requests} requests done in {figures.total_time_s:.1f} s, "
@@ -102,7 +103,7 @@ def _ms(summary_: Summary, name: str) -> str:
 
 
 def write_results(run: LoadRun, figures: LoadFigures, share: CpuShare | None, png: Path | None) -> None:
-    """The load test's JSON with ``cpu`` added; only the files that were asked for."""
+    """Writes the requested files. ``cpu`` is added to the load test's JSON."""
     content: dict[str, Any] = report_json(run, figures) | {"cpu": None if share is None else share.as_dict()}
     write_json(run.options.json_path, content)
     if png is not None and figures.requests:

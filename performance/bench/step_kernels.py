@@ -1,7 +1,7 @@
-"""The kernels of a model's step called one by one, with nothing around them: what a step would take of them alone.
+"""Calls the kernels of a model's step one by one, to measure the time that a step needs for them alone.
 
-Against the time of a whole step this tells what graph, Python, messages and sampling add. As in a step, weights and
-caches come from memory: each kernel runs over copies that are together larger than the last-level cache.
+The difference from a complete step is the time of graph, Python, messages and sampling. As in a step, weights and
+caches come from memory: each kernel runs over copies that together exceed the last-level cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SECONDS_EACH = 0.05
 
 
 class StepKernels:
-    """Measures steps of one model in one set of formats; packs every weight once."""
+    """Measures steps of one model in one set of formats. It packs every weight once."""
 
     def __init__(self, shape: ModelShape, numbers: Numbers) -> None:
         self._shape = shape
@@ -32,8 +32,11 @@ class StepKernels:
         self._sizes = sizes
 
     def seconds(self, rows: int, sequences: int, queries: int, context: int) -> float:
-        """The kernels of one step: ``sequences`` of ``queries`` rows each, seeing ``context`` tokens; one samples a
-        row of the lm_head each. Two norms a layer and the last are counted as kernels of their own."""
+        """Returns the seconds of the kernels in a step of ``sequences`` with ``queries`` rows each.
+
+        Each sequence sees ``context`` tokens and samples one row. Norms are separate kernels: two per layer, and the
+        last.
+        """
         shape = self._shape
         layer = sum(self._linear_seconds(name, rows) for name in self._sizes if name != "lm_head")
         layer += self._attention_seconds(sequences, queries, context)
@@ -69,7 +72,7 @@ class StepKernels:
 
 
 def add_kernel_shares(rows: Sequence[dict[str, Any]], shape: ModelShape, numbers: Numbers) -> None:
-    """Adds ``kernel_ms``, the kernels of a step alone, and ``kernel_share``, that over the time of the whole step."""
+    """Adds ``kernel_ms`` (the step's kernels alone) and ``kernel_share`` (that divided by the whole step)."""
     kernels = StepKernels(shape, numbers)
     for row in rows:
         seconds = kernels.seconds(**step_of(row))
@@ -78,7 +81,7 @@ def add_kernel_shares(rows: Sequence[dict[str, Any]], shape: ModelShape, numbers
 
 
 def step_of(row: Mapping[str, Any]) -> dict[str, int]:
-    """A row's middle decode step, or its prefill."""
+    """Returns the middle decode step of a row, or its prefill."""
     batch, prompt, new = row["batch"], row["prompt"], row["new"]
     if row["kind"] == "prefill":
         return {"rows": batch * prompt, "sequences": batch, "queries": prompt, "context": prompt}

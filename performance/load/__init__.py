@@ -1,20 +1,26 @@
-"""The load test: open-loop arrivals against a streaming HTTP API, measured from the time a request was due.
+"""The load test: requests with given arrival times against a streaming HTTP API.
 
 main            the program, from the command line to the exit code
-options         what to do, from the command line
-arrivals        when requests are due
-workload        what they ask
-endpoint        where the server is
-apis            how each API is asked, and what a piece of its answer says
-http_client     keep-alive HTTP/1.1 connections, as cheap as possible: client and server share the machine
-discovery       which model a server serves
-stream          one answer: server-sent events to time stamps
-batch           sends each request when it is due, and waits for all answers
-client          the run: reach the server, warm up, measure
-progress        what the user sees meanwhile
+options         the command line
+arrivals        due times of requests
+workload        prompts and output lengths
+endpoint        the server's address
+apis            the request and the stream of each API
+http_client     keep-alive HTTP/1.1 connections that take little processor time, because the server shares the machine
+timed_socket    a socket that knows when its bytes arrived
+discovery       the model that a server serves
+stream          one request: events become time stamps
+batch           sends each request when it is due, and waits for all of them
+client          the run: connect, warm up, measure
+closed_loop     a run in which each client waits for its previous request
+progress        the display during a run
 statistics      the figures
 report, plot    table, JSON, picture
+watches         the server's metrics, memory, and other processes' time during a run
 
-server_process  a server of our own for the time of a benchmark
-policies        two scheduling policies under the same load
+server_process  starts a server for a benchmark
+variants        compares the values of a setting
+batching        compares batching modes (with performance/simulation/batching.py)
+overload        loads a server far above its capacity
+recorder        measures the cost of the flight recorder
 """

@@ -1,4 +1,4 @@
-"""How each API is asked, and what a piece of its streamed answer says."""
+"""The streaming APIs that the load test can call: their requests, and the events of their responses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from performance.program import UsageError
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """Options of a run that go into every request."""
+    """Options that are the same for every request of a run."""
 
     model: str
     temperature: float = 0.0
@@ -23,7 +23,7 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """What one server-sent event said. ``has_output``: it brought text, tokens or the end of the answer."""
+    """The content of a server-sent event. ``has_output`` is True for text, tokens, or the end of the output."""
 
     has_output: bool = False
     token_ids: int = 0
@@ -36,24 +36,24 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class Api(ABC):
-    """One streaming API. Stateless."""
+    """A streaming API, without state."""
 
     @abstractmethod
     def path(self, generation: Generation) -> str:
-        """Path of the endpoint, for POST."""
+        """Returns the path of the endpoint."""
 
     @abstractmethod
     def body(self, request: LoadRequest, generation: Generation, request_id: str, seed: int) -> dict[str, Any]:
-        """The JSON to send. ``seed`` counts only when sampling is random."""
+        """Returns the JSON body of a request. ``seed`` is used only if sampling is random."""
 
     @abstractmethod
     def read(self, payload: bytes) -> Piece:
-        """Understand the data of one event. Raises ``msgspec.DecodeError`` for what is not such an event."""
+        """Parses the data of one event. Raises ``msgspec.DecodeError`` if it is not an event of this API."""
 
     def check(self, requests: Sequence[LoadRequest]) -> None:
-        """Raises ``UsageError`` when the API cannot ask one of ``requests``."""
+        """Raises ``UsageError`` if the API cannot express one of ``requests``."""
         if any(request.text is None for request in requests):
-            raise UsageError("this --api takes prompts as text only: no token ids, no chat messages")
+            raise UsageError("this --api takes only text prompts: no token ids, no chat messages")
 
 
 class Usage(msgspec.Struct):
@@ -81,7 +81,7 @@ class OpenAIChunk(msgspec.Struct):
 
 
 class OpenAIApi(Api):
-    """Completions and chat completions share all but the prompt."""
+    """The common part of completions and chat completions: everything except the prompt."""
 
     _decoder = msgspec.json.Decoder(OpenAIChunk)
 
@@ -128,7 +128,7 @@ class CompletionsApi(OpenAIApi):
 
     def check(self, requests: Sequence[LoadRequest]) -> None:
         if any(request.messages is not None for request in requests):
-            raise UsageError("--api openai takes prompts, the data set holds chat messages: use --api openai-chat")
+            raise UsageError("--api openai takes prompts, but the data set has chat messages: use --api openai-chat")
 
 
 class ChatCompletionsApi(OpenAIApi):
@@ -141,7 +141,7 @@ class ChatCompletionsApi(OpenAIApi):
 
     def check(self, requests: Sequence[LoadRequest]) -> None:
         if any(request.token_ids is not None for request in requests):
-            raise UsageError("--api openai-chat takes text, not token ids: use --api openai")
+            raise UsageError("--api openai-chat takes text and no token ids: use --api openai")
 
 
 class Token(msgspec.Struct):
@@ -156,7 +156,7 @@ class GenerateChunk(msgspec.Struct):
 
 
 class GenerateApi(Api):
-    """``/models/{name}/generate_stream``: the last event counts the tokens."""
+    """``/models/{name}/generate_stream``. The last event has the number of tokens."""
 
     _decoder = msgspec.json.Decoder(GenerateChunk)
 
@@ -188,7 +188,7 @@ class ChatChunk(msgspec.Struct):
 
 
 class ChatApi(Api):
-    """``/stream_chat_post``: one query, no history."""
+    """``/stream_chat_post`` with one query and no history."""
 
     _decoder = msgspec.json.Decoder(ChatChunk)
 
@@ -227,7 +227,7 @@ APIS: dict[str, Api] = {
     "chat": ChatApi(),
 }
 OPENAI_APIS = ("openai", "openai-chat")
-"""Those that know ``ignore_eos`` and ``return_token_ids``."""
+"""The APIs that support ``ignore_eos`` and ``return_token_ids``."""
 
 
 def _dialect_sampling(generation: Generation, seed: int) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def _dialect_sampling(generation: Generation, seed: int) -> dict[str, Any]:
 
 
 def error_text(error: Any) -> str:
-    """The message of an error object, or the object as text."""
+    """Returns the message of an error object, or the object as text."""
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return str(error["message"])
     return str(error)

@@ -1,4 +1,4 @@
-"""When requests are due: seconds from the start of the run, ascending, the same for the same seed everywhere."""
+"""Due times of requests: ascending seconds from the start. The same seed gives the same times on every machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ ARRIVALS = ("poisson", "uniform")
 
 
 def request_count(rate: float, duration: float) -> int:
-    """Requests of a run: ``rate * duration``, rounded."""
+    """Returns the number of requests of a run: ``rate * duration``, rounded."""
     return round(rate * duration)
 
 
 def arrival_times(kind: str, rate: float, duration: float, seed: int) -> list[float]:
-    """``request_count(rate, duration)`` due times in [0, duration)."""
+    """Returns ``request_count(rate, duration)`` due times in [0, duration)."""
     count = request_count(rate, duration)
     if kind == "poisson":
         return poisson_arrivals(count, duration, seed)
@@ -23,16 +23,16 @@ def arrival_times(kind: str, rate: float, duration: float, seed: int) -> list[fl
 
 
 def uniform_arrivals(count: int, duration: float) -> list[float]:
-    """Evenly spaced, the first at 0."""
+    """Returns evenly spaced times; the first is 0."""
     return [index * duration / count for index in range(count)]
 
 
 def poisson_arrivals(count: int, duration: float, seed: int) -> list[float]:
-    """A Poisson process of which is known that it has ``count`` arrivals within ``duration``.
+    """Returns the times of a Poisson process that has exactly ``count`` arrivals within ``duration``.
 
-    ``count + 1`` exponential gaps, scaled so that they fill the duration: that is the exact distribution of such a
-    process (order statistics of uniform times; Devroye, "Non-Uniform Random Variate Generation", 1986, V.2.2), so the
-    load is random in its bursts and exact in its amount.
+    The times are sums of ``count + 1`` exponential gaps, scaled to fill the duration. This is the exact distribution of
+    such a process (order statistics of uniform times; Devroye, "Non-Uniform Random Variate Generation", 1986, V.2.2).
+    The bursts are random, but the number of requests is fixed.
     """
     gaps = list(_exponential_gaps(count + 1, seed))
     scale = duration / math.fsum(gaps)

@@ -1,4 +1,4 @@
-"""Sending many requests, each when it is due."""
+"""Sends many requests, each when it is due."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from performance.load.http_client import ConnectionPool
 from performance.load.stream import RequestRecord, StreamExchange
 
 START_DELAY_S = 0.05
-"""From the decision to start to the zero of the due times."""
+"""Time from the start of the batch to the zero of the due times."""
 DISPLAY_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class LiveCounts:
-    """How far the run is, for a progress display."""
+    """The current state of a run, for the progress display."""
 
     elapsed_s: float
     total: int
@@ -27,17 +27,17 @@ class LiveCounts:
     done: int
     failed: int
     pieces: int
-    """Pieces of answers so far: close to the number of tokens."""
+    """Pieces received so far, which is close to the number of tokens."""
 
 
 Display = Callable[[LiveCounts], None]
 
 
 class Batch:
-    """Requests with due times, sent open loop over ``pool``. ``encode(index)`` gives the bytes of a request.
+    """Sends requests at their due times over ``pool``. ``encode(index)`` returns the bytes of a request.
 
-    A thread keeps the time: the timers of an event loop are rounded up to a millisecond, which every latency would
-    then carry. ``stop`` ends the sending and fails what is in flight as ``interrupted``.
+    A thread does the timing, because the timers of an event loop are rounded up to a millisecond, which would be added
+    to every latency. Setting ``stop`` ends the sending; unfinished requests then fail as ``interrupted``.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class Batch:
         self._failed = 0
         self._finished_pieces = 0
         self.keep_text = False
-        """Keep the answers, too."""
+        """If True, records contain the text."""
         self.records: list[RequestRecord] = []
         self.start = 0.0
 
     async def send_all(self, display: Display | None) -> None:
-        """Returns when every request has been answered, has failed or timed out."""
+        """Sends all requests. Returns when every request has completed, failed or timed out."""
         loop = asyncio.get_running_loop()
         self.start = perf_counter() + START_DELAY_S
         pacer = threading.Thread(target=self._pace, args=(loop,), name="load-pacer", daemon=True)
@@ -85,7 +85,7 @@ class Batch:
                 display(self._counts())
 
     def _pace(self, loop: asyncio.AbstractEventLoop) -> None:
-        """In the pacing thread: hand each request to the event loop at its moment."""
+        """Runs in the pacing thread: passes each request to the event loop at its due time."""
         for index, arrival in enumerate(self._arrivals):
             delay = self.start + arrival - perf_counter()
             if self._stop.is_set() or (delay > 0 and self._stop.wait(delay)):
@@ -119,7 +119,7 @@ class Batch:
             self._all_over.set()
 
     def _time_out(self, exchange: StreamExchange) -> None:
-        exchange.cancel("timeout", f"no complete answer within {self._timeout_s:g} s", perf_counter())
+        exchange.cancel("timeout", f"no complete response within {self._timeout_s:g} s", perf_counter())
 
     def _interrupt(self) -> None:
         for exchange in list(self._active):

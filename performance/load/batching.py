@@ -1,8 +1,9 @@
-"""The batching modes of ``performance/compare_batching.py``: their settings, a real run of one, and the results."""
+"""The batching modes of ``performance/compare_batching.py``: settings, real runs, and results."""
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -11,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from performance.load.closed_loop import run_closed_loop
-from performance.load.metric_watch import MetricWatch
 from performance.load.options import LoadOptions
 from performance.load.progress import progress_display
 from performance.load.report import COLUMNS, figures_json
 from performance.load.server_process import configured_server
 from performance.load.statistics import LoadFigures, measure
+from performance.load.watches import fetch_metrics, sampled
 from performance.load.workload import LoadRequest
 from performance.terminal import format_number, format_table
 
@@ -27,15 +28,16 @@ MODES: dict[str, tuple[str, bool]] = {
     "continuous": ("continuous", False),
     "paged": ("continuous", True),
 }
-"""``batching_strategy`` and ``page_attention``. Batches are of a time before paged attention; one request at a time
-has the cache to itself."""
+"""``batching_strategy`` and ``page_attention`` of each mode. Batches predate paged attention. In mode none a request
+has the whole cache."""
 PROMPT_LEN = (64, 256)
 OUTPUTS = (64, 128, 256)
 VOCAB = 1000
 BATCH_SIZE = 16
-"""Of static and dynamic batching."""
+"""Batch size of static and dynamic batching."""
 BATCH_WAIT_S = 0.05
 WARM_UP = 4
+WASTE_INTERVAL_S = 0.5
 KV_WASTE, RUNNING = "llm_serving_kv_waste_ratio", "llm_serving_requests_running"
 SHOWN = ("requests/s", "tokens/s", "TTFT p50 ms", "TTFT p99 ms", "TBT p50 ms", "TBT p99 ms")
 RATIOS = (("continuous", "dynamic"), ("paged", "continuous"), ("paged", "dynamic"), ("paged", "none"))
@@ -43,20 +45,20 @@ RATIOS = (("continuous", "dynamic"), ("paged", "continuous"), ("paged", "dynamic
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The load under one mode."""
+    """The result of one mode."""
 
     mode: str
     figures: LoadFigures
     kv_waste: float | None
     texts: tuple[str | None, ...] = ()
-    """Answers in order of the requests; none in a simulation."""
+    """The requests' texts in order; empty for a simulation."""
 
     def as_json(self) -> dict[str, Any]:
         return {"requests_per_s": self.figures.qps, "kv_waste": self.kv_waste, **figures_json(self.figures)}
 
 
 def mode_settings(mode: str, batch_size: int, batch_wait_s: float) -> list[str]:
-    """The mode as ``--set`` takes it."""
+    """Returns the settings of a mode as ``--set`` takes them."""
     strategy, paged = MODES[mode]
     settings = [f"model_config.batching_strategy={strategy}", f"model_config.page_attention={str(paged).lower()}"]
     if strategy in ("static", "dynamic"):
@@ -81,17 +83,24 @@ def measure_mode(mode: str, requests: Sequence[LoadRequest], parsed: argparse.Na
                 warmup=WARM_UP,
                 timeout_s=parsed.timeout,
             )
-            with progress_display() as display, MetricWatch(options.endpoint, KV_WASTE, RUNNING) as watch:
+
+            def waste() -> float | None:
+                metrics = fetch_metrics(endpoint)
+                return metrics.get(KV_WASTE) if metrics.get(RUNNING, 0.0) > 0 else None
+
+            with progress_display() as display, sampled(WASTE_INTERVAL_S, waste) as wastes:
                 run = run_closed_loop(options, requests, parsed.clients, display)
     if run.interrupted:
         raise KeyboardInterrupt
-    measured = Measured(mode, measure(run), watch.mean, tuple(record.text for record in run.records))
+    measured = Measured(
+        mode, measure(run), statistics.fmean(wastes) if wastes else None, tuple(record.text for record in run.records)
+    )
     print(f"{mode}: {format_number(measured.figures.qps)} requests/s", file=sys.stderr)
     return measured
 
 
 def results_json(measured: Sequence[Measured], parsed: argparse.Namespace) -> dict[str, Any]:
-    """``modes`` by name; ``ratios`` of requests a second; ``texts_identical`` is None where there are no texts."""
+    """Returns the results. ``texts_identical`` is None if there are no texts."""
     by_mode = {one.mode: one for one in measured}
     texts = [one.texts for one in measured if one.texts]
     return {
@@ -122,5 +131,5 @@ def format_results(measured: Sequence[Measured], results: dict[str, Any]) -> str
     lines += [f"  {name}: {ratio:.2f}" for name, ratio in results["ratios"].items()]
     if results["texts_identical"] is not None:
         same = "the same in every mode" if results["texts_identical"] else "NOT the same in every mode"
-        lines.append(f"  answers: {same}")
+        lines.append(f"  texts: {same}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The run: each request is sent when it is due, whatever became of the others, and all answers are waited for."""
+"""Runs a load test: sends each request when it is due, and waits for all responses."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ WANTED_OPEN_FILES = 65536
 
 @dataclass(slots=True)
 class LoadRun:
-    """A load test as it happened. ``records`` are those of the requests sent, in order of their due times."""
+    """A completed load test. ``records`` has the requests that were sent, in order of their due times."""
 
     options: LoadOptions
     model: str
     records: list[RequestRecord]
     start: float
-    """Zero of the due times, on ``perf_counter``."""
+    """Zero of the due times, on the clock of ``perf_counter``."""
     started_at: float
-    """The same moment in unix seconds."""
+    """The same time as Unix time."""
     client_cpu_s: float
     interrupted: bool
 
     @property
     def total_time_s(self) -> float:
-        """From the zero of the due times to the end of the last answer."""
+        """Time from the zero of the due times to the end of the last request."""
         return max((record.end - self.start for record in self.records if record.end is not None), default=0.0)
 
 
 def run_load(options: LoadOptions, display: Display | None = None) -> LoadRun:
-    """Run a load test to its end. Raises ``LoadTestError`` when it cannot begin."""
+    """Runs a load test. Raises ``LoadTestError`` if it cannot start."""
     _allow_many_connections()
     return uvloop.run(LoadClient(options, display).run())
 
 
 class LoadClient:
-    """Sends the requests of one load test. Used once, in one event loop."""
+    """Sends the requests of one load test. An instance is used once, in one event loop."""
 
     def __init__(self, options: LoadOptions, display: Display | None = None) -> None:
         self._options = options
@@ -108,7 +108,7 @@ class LoadClient:
     async def _measured(self, requests: Sequence[LoadRequest]) -> LoadRun:
         batch = self._measured_batch(requests)
         gc.collect()
-        gc.freeze()  # what exists now is not looked at again by the collector
+        gc.freeze()  # excludes existing objects from garbage collection during the run
         cpu = time.process_time()
         await batch.send_all(self._display)
         cpu = time.process_time() - cpu
@@ -143,7 +143,7 @@ class LoadClient:
 
 
 def _allow_many_connections() -> None:
-    """Raise the soft limit of open files: in an open loop every request in flight has a connection."""
+    """Raises the soft limit of open files, because every unfinished request has a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_OPEN_FILES if hard == resource.RLIM_INFINITY else min(WANTED_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

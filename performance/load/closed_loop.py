@@ -1,4 +1,4 @@
-"""Clients in a closed loop: each sends its next request as soon as it has the whole answer to its last."""
+"""Clients in a closed loop: each sends its next request when its previous one has completed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["run_closed_loop"]
 
 
 class ClosedLoopBatch(Batch):
-    """``clients`` requests are under way at any time, until none is left. A request is due when it is sent."""
+    """Keeps ``clients`` requests running until none is left. The due time of a request is when it is sent."""
 
     clients = 1
 
@@ -35,7 +35,8 @@ class ClosedLoopBatch(Batch):
             self._send_due(self._next - 1, perf_counter())
 
     def _over(self, exchange: StreamExchange) -> None:
-        # On the next turn of the loop: a server that refuses everything at once must not nest these calls.
+        # The next request is sent in the next loop iteration. Otherwise these calls would nest if a server rejects
+        # every request at once.
         asyncio.get_running_loop().call_soon(self._continue)
         super()._over(exchange)
 
@@ -46,7 +47,7 @@ class ClosedLoopBatch(Batch):
 
 
 class ClosedLoopClient(LoadClient):
-    """The load client with its own requests."""
+    """A load client with given requests."""
 
     def __init__(
         self, options: LoadOptions, requests: Sequence[LoadRequest], clients: int, display: Display | None
@@ -74,5 +75,5 @@ class ClosedLoopClient(LoadClient):
 def run_closed_loop(
     options: LoadOptions, requests: Sequence[LoadRequest], clients: int, display: Display | None = None
 ) -> LoadRun:
-    """Ask ``requests`` in their order, ``clients`` at a time. Raises ``LoadTestError`` when it cannot begin."""
+    """Sends ``requests`` in order, ``clients`` at a time. Raises ``LoadTestError`` if it cannot start."""
     return uvloop.run(ClosedLoopClient(options, requests, clients, display).run())

@@ -1,4 +1,4 @@
-"""Asking a server which model it serves."""
+"""Asks a server which model it serves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelList(msgspec.Struct):
 
 
 class Fetch:
-    """An exchange whose whole answer is awaited. ``answer`` gives (status, body) or raises ``ConnectionError``."""
+    """A request whose complete response is awaited. ``answer`` returns (status, body) or raises ``ConnectionError``."""
 
     def __init__(self) -> None:
         self.is_over = False
@@ -31,7 +31,7 @@ class Fetch:
         self._body = b""
 
     def attached(self, connection: Connection, now: float) -> None:
-        """Nothing to do: a fetch is never given up before its connection is."""
+        """Does nothing, because a fetch is never cancelled before its connection is."""
 
     def status(self, code: int, request_id: str | None) -> None:
         self._status = code
@@ -51,16 +51,16 @@ class Fetch:
 
 
 async def discover_model(pool: ConnectionPool, endpoint: Endpoint, headers: dict[str, str]) -> str:
-    """The first model of ``/v1/models``. Raises ``ServerUnreachableError`` when the server does not say."""
+    """Returns the first model of ``/v1/models``. Raises ``ServerUnreachableError`` if there is none."""
     fetch = Fetch()
     pool.send(fetch, request_bytes(endpoint, "GET", "/v1/models", b"", headers))
     try:
         status, body = await asyncio.wait_for(fetch.answer, TIMEOUT_S)
     except (ConnectionError, asyncio.TimeoutError) as error:
-        reason = str(error) or f"no answer within {TIMEOUT_S:g} s"
+        reason = str(error) or f"no response within {TIMEOUT_S:g} s"
         raise ServerUnreachableError(f"{endpoint.url}/v1/models: {reason}") from error
     if status != 200:
-        raise ServerUnreachableError(f"{endpoint.url}/v1/models answers {status}: name the model with --model")
+        raise ServerUnreachableError(f"{endpoint.url}/v1/models returns {status}: name the model with --model")
     try:
         models = msgspec.json.decode(body, type=ModelList).data
     except msgspec.DecodeError as error:

@@ -1,4 +1,4 @@
-"""Where the server is."""
+"""The address of a server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from performance.program import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A server; ``prefix`` goes before every path."""
+    """The address of a server. ``prefix`` precedes every path."""
 
     host: str
     port: int
@@ -28,7 +28,7 @@ class Endpoint:
 
 
 def parse_endpoint(url: str) -> Endpoint:
-    """``http://host:port/prefix``; a trailing ``/v1`` belongs to the API's own paths. Raises ``UsageError``."""
+    """Parses ``http://host:port/prefix``. A trailing ``/v1`` is dropped, because the paths contain it."""
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port

@@ -1,7 +1,7 @@
-"""Keep-alive HTTP/1.1 connections for many answers that stream at once.
+"""Keep-alive HTTP/1.1 connections for many responses that stream at the same time.
 
-No task and no queue per request: an exchange is written to a connection, and its callbacks run as bytes arrive. Client
-and server share the machine, so what the client does not do, the server can.
+There is no task and no queue per request: the callbacks of an exchange run as bytes arrive. This saves processor time,
+which matters because client and server share the machine.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from performance.load.endpoint import Endpoint
 from performance.load.timed_socket import TimedSocket
 
 MAX_IDLE_S = 2.0
-"""An idle connection older than this is not used again: the server may be about to close it."""
+"""An idle connection older than this is not reused, because the server may be about to close it."""
 CONNECT_TIMEOUT_S = 10.0
 
 
 class Exchange(Protocol):
-    """One request and its answer. ``now`` is ``perf_counter()`` at the arrival of the bytes."""
+    """A request with its response. ``now`` is ``perf_counter()`` at the arrival of the bytes."""
 
     is_over: bool
-    """True once nobody waits for the answer any more, for example after a timeout."""
+    """True if nothing waits for the response, for example after a timeout."""
 
     def attached(self, connection: Connection, now: float) -> None:
-        """It is about to be written to ``connection``."""
+        """Reports that the request will now be written to ``connection``."""
 
     def status(self, code: int, request_id: str | None) -> None: ...
     def body(self, data: bytes, now: float) -> None: ...
@@ -38,7 +38,7 @@ class Exchange(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One connection: at most one exchange at a time. Over TLS it is a transport of the event loop, else a socket."""
+    """A connection with at most one exchange at a time. With TLS it uses a transport of the event loop."""
 
     def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
@@ -55,7 +55,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """The server may close a connection at any moment, even before it is used."""
+        """True if the connection can be used. The server may close it at any time, even before its first use."""
         if isinstance(self._transport, TimedSocket):
             return self._transport.is_open
         return self._transport is not None and not self._transport.is_closing()
@@ -70,7 +70,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(_stamped(data))
 
     def abandon(self) -> None:
-        """Close at once; the exchange hears no more."""
+        """Closes the connection at once, without a callback to the exchange."""
         self._exchange = None
         self._pool.forget(self)
         transport, self._transport = self._transport, None
@@ -79,7 +79,7 @@ class Connection(asyncio.Protocol):
         elif transport is not None:
             transport.abort()
 
-    # A plain connection
+    # Callbacks of a plain connection
 
     def opened(self, transport: TimedSocket) -> None:
         self._transport = transport
@@ -92,10 +92,10 @@ class Connection(asyncio.Protocol):
         self._now = now
         self._closed(error)
 
-    # asyncio.Protocol, over TLS
+    # Callbacks of asyncio.Protocol, with TLS
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from asyncio's
 
     def data_received(self, data: bytes) -> None:
         self.received(data, perf_counter())
@@ -104,13 +104,13 @@ class Connection(asyncio.Protocol):
         self.lost(error, perf_counter())
 
     def _feed(self, data: bytes) -> None:
-        if self._exchange is None:  # nothing was asked: the server says goodbye
+        if self._exchange is None:  # without a request, the server's data means that it closes the connection
             self.abandon()
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            # An exception from a callback comes wrapped; its text is kept as the cause.
+            # httptools wraps an exception of a callback; the original one is its context.
             self._fail("bad http", str(error.__context__ or error))
             self.abandon()
             return
@@ -123,7 +123,7 @@ class Connection(asyncio.Protocol):
         if self._exchange is None:
             return
         if self._headers_done and not self._has_length and error is None:
-            self._finish()  # a body that lasts until the connection ends
+            self._finish()  # the body ends with the connection
         else:
             self._fail("disconnected", str(error or "the server closed the connection"))
 
@@ -165,7 +165,7 @@ class Connection(asyncio.Protocol):
 
 
 class ConnectionPool:
-    """Connections to one server, opened as they are needed. Lives in one event loop."""
+    """Connections to one server, opened on demand, in one event loop."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -175,7 +175,7 @@ class ConnectionPool:
         self.opened = 0
 
     def send(self, exchange: Exchange, data: bytes) -> None:
-        """Write ``data`` to an idle connection now, or to a new one as soon as it stands."""
+        """Writes ``data`` to an idle connection at once, or to a new connection when it is open."""
         connection = self._take_idle()
         if connection is not None:
             connection.send(exchange, data)
@@ -202,7 +202,7 @@ class ConnectionPool:
         await asyncio.sleep(0)
 
     async def connect(self) -> Connection:
-        """A new connection. Raises ``OSError`` (``TimeoutError`` included)."""
+        """Opens a connection. Raises ``OSError`` (including ``TimeoutError``)."""
         loop = asyncio.get_running_loop()
         endpoint = self._endpoint
         connection = Connection(self)
@@ -219,7 +219,7 @@ class ConnectionPool:
         return connection
 
     def _take_idle(self) -> Connection | None:
-        """The connection used last; those idle for too long are closed."""
+        """Returns the idle connection that was used last, and closes those that were idle for too long."""
         if not self._idle:
             return None
         connection = self._idle.pop()
@@ -245,7 +245,7 @@ class ConnectionPool:
 
 
 def connect_error_text(error: OSError) -> str:
-    """A short reason; asyncio's own text repeats the address."""
+    """Returns a short reason. The text of asyncio's error repeats the address."""
     if isinstance(error, ConnectionRefusedError):
         return "connection refused"
     if isinstance(error, socket.gaierror):
@@ -254,12 +254,12 @@ def connect_error_text(error: OSError) -> str:
 
 
 def _stamped(request: bytes) -> bytes:
-    """The request with the header that says when it was sent: a server that heeds it counts its times from there."""
+    """Adds the header with the send time. A server that reads it counts its latencies from this time."""
     return request.replace(b"\r\n", b"\r\nX-Request-Start: t=%.6f\r\n" % time(), 1)
 
 
 def request_bytes(endpoint: Endpoint, method: str, path: str, body: bytes, headers: dict[str, str]) -> bytes:
-    """A whole HTTP/1.1 request."""
+    """Returns a complete HTTP/1.1 request."""
     lines = [
         f"{method} {endpoint.prefix}{path} HTTP/1.1",
         f"Host: {endpoint.authority}",

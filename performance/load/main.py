@@ -1,4 +1,4 @@
-"""The load test from the command line to the exit code."""
+"""The load test's program, from the command line to the exit code."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def result_path(options: LoadOptions, suffix: str) -> Path:
-    """Named after the load, so that the next run of another load does not overwrite it."""
+    """Returns a path with the load's options in its name, so that another load does not overwrite it."""
     name = f"serving_performance_X{options.rate:g}_T{options.duration:g}_seed{options.seed}"
     return options.output_dir / f"{name}{suffix}"
 
 
 def _check_writable(options: LoadOptions) -> None:
-    """Rather now than after the run."""
+    """Creates the folders before the run, so that an error is not found only after it."""
     folders = [options.output_dir]
     if options.json_path is not None:
         folders.append(options.json_path.parent)

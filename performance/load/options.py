@@ -1,4 +1,4 @@
-"""What to do, from the command line."""
+"""The command line of the load test."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from performance.load.workload import (
 from performance.program import Range, UsageError, parse_range, positive
 
 DESCRIPTION = """\
-Send requests at a given rate, whether or not the server keeps up (open loop), and report latencies counted from the
-moment each request was due. Writes a JSON of every request and a picture of the run."""
+Sends requests at a given rate, whether or not the server keeps up (open loop). Latencies count from the time at which a
+request was sent. Writes a JSON file with every request, and a picture of the run."""
 
 WORKLOAD_FIELDS = (
     "dataset",
@@ -39,15 +39,21 @@ WORKLOAD_FIELDS = (
     "beginnings",
 )
 
+OPTION_FIELDS = (
+    *("rate", "duration", "api", "model", "arrivals", "seed", "api_key", "warmup", "output_dir"),
+    *("slo_ttft_ms", "slo_tpot_ms", "slo_tbt_ms"),
+)
+"""Fields of ``LoadOptions`` that are options of the same name; ``WORKLOAD_FIELDS`` are those of the prompts."""
+
 EPILOG = """\
 exit code: 0 all requests succeeded, 1 some failed, 2 no server or wrong options, 130 interrupted
 
-data set: one JSON object a line, {"prompt": "text" or [token ids], "max_tokens": 64} or {"messages": [...]}"""
+data set: one JSON object per line, {"prompt": "text" or [token ids], "max_tokens": 64} or {"messages": [...]}"""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """A load test. Two runs with equal options send the same requests at the same moments."""
+    """The options of a load test. Equal options send the same requests at the same times."""
 
     endpoint: Endpoint
     rate: float = 10.0
@@ -65,9 +71,9 @@ class LoadOptions:
     ignore_eos: bool = False
     return_token_ids: bool = False
     beginnings: tuple[int, int] = (0, 0)
-    """Common beginnings of prompts, and how many words or tokens each has."""
+    """Number of common beginnings of prompts, and the number of words or tokens in each."""
     keep_text: bool = False
-    """Records hold the answers."""
+    """If True, records contain the text."""
     api_key: str | None = None
     warmup: int = 0
     timeout_s: float = 600.0
@@ -86,13 +92,13 @@ class LoadOptions:
         return arrival_times(self.arrivals, self.rate, self.duration, self.seed)
 
     def workload(self, count: int, seed: int) -> list[LoadRequest]:
-        """What is asked, which ``api`` can ask. Raises ``UsageError`` when it cannot."""
+        """Returns requests that ``api`` can express. Raises ``UsageError`` if it cannot."""
         requests = self.requests(count, seed)
         APIS[self.api].check(requests)
         return requests
 
     def requests(self, count: int, seed: int) -> list[LoadRequest]:
-        """What is asked, of whomever."""
+        """Returns the requests, whatever the API."""
         if self.dataset is not None:
             return dataset_workload(self.dataset, count, seed, self.output_len)
         if self.token_ids:
@@ -103,7 +109,7 @@ class LoadOptions:
 
 
 def _beginnings(text: str) -> tuple[int, int]:
-    """``64x1000``."""
+    """Parses a number of beginnings and their length, such as ``64x1000``."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number of beginnings and their length, such as 64x1000")
@@ -115,26 +121,26 @@ def build_parser() -> argparse.ArgumentParser:
         description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     load = add_arrival_options(parser)
-    load.add_argument("--warmup", type=int, default=0, metavar="N", help="requests sent before and not counted")
-    load.add_argument("--timeout", type=positive, default=600.0, help="seconds for one request (default %(default)s)")
+    load.add_argument("--warmup", type=int, default=0, metavar="N", help="requests before the measurement")
+    load.add_argument("--timeout", type=positive, default=600.0, help="maximum seconds per request (default 600)")
     add_workload_options(parser)
     server = parser.add_argument_group("server")
     server.add_argument("-P", "--port", type=int, default=DEFAULT_SERVER_PORT, help="default %(default)s")
     server.add_argument("--host", default="127.0.0.1", help="default %(default)s")
-    server.add_argument("--base-url", metavar="URL", help="instead of host and port; any OpenAI-compatible server")
-    server.add_argument("--model", help="model to ask for (default: the first of /v1/models)")
+    server.add_argument("--base-url", metavar="URL", help="any OpenAI-compatible server, instead of host and port")
+    server.add_argument("--model", help="model name (default: the first of /v1/models)")
     server.add_argument("--api", choices=sorted(APIS), default="openai", help="default %(default)s")
     server.add_argument("--api-key", help="sent as a bearer token")
     result = parser.add_argument_group("result")
-    result.add_argument("-O", "--output-dir", type=Path, default=Path(), help="folder of JSON and PNG (default .)")
-    result.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here too")
+    result.add_argument("-O", "--output-dir", type=Path, default=Path(), help="folder for JSON and PNG (default .)")
+    result.add_argument("--json", type=Path, metavar="FILE", help="write the JSON to this file, too")
     result.add_argument("--no-plot", action="store_true", help="write no PNG")
     add_objective_options(result)
     return parser
 
 
 def add_arrival_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """When requests are sent: shared with the simulator."""
+    """Adds the options of arrival times, which the simulator also uses."""
     load = parser.add_argument_group("load")
     load.add_argument("-X", "--rate", type=positive, default=10.0, help="requests per second (default %(default)s)")
     load.add_argument("-T", "--duration", type=positive, default=30.0, help="seconds of arrivals (default %(default)s)")
@@ -144,18 +150,18 @@ def add_arrival_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGr
 
 
 def add_objective_options(group: argparse._ArgumentGroup) -> None:
-    """What makes an answer a good one: shared with the simulator."""
+    """Adds the options of the objectives, which the simulator also uses."""
     group.add_argument("--slo-ttft-ms", type=positive, default=1000.0, help="objective (default %(default)s)")
     group.add_argument("--slo-tpot-ms", type=positive, default=100.0, help="objective (default %(default)s)")
-    group.add_argument("--slo-tbt-ms", type=positive, help="objective for the longest pause of an answer")
+    group.add_argument("--slo-tbt-ms", type=positive, help="objective for a request's longest time between tokens")
 
 
 def add_workload_options(parser: argparse.ArgumentParser) -> None:
-    """What is asked: shared with the programs that compare servers under one load."""
+    """Adds the options of prompts, for the load test and the programs that compare servers."""
     group = parser.add_argument_group("prompts")
     group.add_argument("--dataset", type=Path, metavar="FILE", help="JSONL file of prompts, see below")
     group.add_argument("--token-ids", action="store_true", help="prompts of random token ids (--api openai)")
-    group.add_argument("--vocab-size", type=int, default=1000, help="random ids are below it (default %(default)s)")
+    group.add_argument("--vocab-size", type=int, default=1000, help="upper limit of random ids (default %(default)s)")
     group.add_argument(
         "--prompt-len", type=parse_range, default=(8, 48), metavar="A:B", help="words, or token ids (default 8:48)"
     )
@@ -167,20 +173,20 @@ def add_workload_options(parser: argparse.ArgumentParser) -> None:
         type=_beginnings,
         default=(0, 0),
         metavar="NxL",
-        help="each prompt has one of N common beginnings of L words, or token ids, before its own (for prefix caches)",
+        help="put one of N common beginnings of L words or token ids before each prompt (for prefix caches)",
     )
     group.add_argument("--temperature", type=float, default=0.0, help="default %(default)s: greedy")
     group.add_argument("--ignore-eos", action="store_true", help="always generate max_tokens tokens")
-    group.add_argument("--return-token-ids", action="store_true", help="have the server send token ids; count those")
+    group.add_argument("--return-token-ids", action="store_true", help="let the server return token ids; count these")
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> LoadOptions:
-    """Exits with 2 on a wrong option; raises ``UsageError`` on a wrong combination."""
+    """Parses the command line. Exits with 2 on a wrong option; raises ``UsageError`` on a wrong combination."""
     return options_of(build_parser().parse_args(arguments))
 
 
 def options_of(parsed: argparse.Namespace) -> LoadOptions:
-    """What ``build_parser`` parsed. Raises ``UsageError`` on a wrong combination."""
+    """Returns the options that ``build_parser`` parsed. Raises ``UsageError`` on a wrong combination."""
     if request_count(parsed.rate, parsed.duration) < 1:
         raise UsageError(f"-X {parsed.rate:g} for -T {parsed.duration:g} seconds makes no request: raise one of them")
     if parsed.token_ids and parsed.vocab_size <= FIRST_PLAIN_TOKEN:
@@ -188,31 +194,19 @@ def options_of(parsed: argparse.Namespace) -> LoadOptions:
     if parsed.warmup < 0:
         raise UsageError(f"--warmup {parsed.warmup}: the minimum is 0")
     if (parsed.ignore_eos or parsed.return_token_ids) and parsed.api not in OPENAI_APIS:
-        raise UsageError(f"--api {parsed.api} knows neither --ignore-eos nor --return-token-ids: use --api openai")
+        raise UsageError(f"--api {parsed.api} supports neither --ignore-eos nor --return-token-ids: use --api openai")
     return LoadOptions(
         endpoint=parse_endpoint(parsed.base_url) if parsed.base_url else Endpoint(parsed.host, parsed.port),
-        rate=parsed.rate,
-        duration=parsed.duration,
-        api=parsed.api,
-        model=parsed.model,
-        arrivals=parsed.arrivals,
-        seed=parsed.seed,
-        **workload_options(parsed),
-        api_key=parsed.api_key,
-        warmup=parsed.warmup,
         timeout_s=parsed.timeout,
-        slo_ttft_ms=parsed.slo_ttft_ms,
-        slo_tpot_ms=parsed.slo_tpot_ms,
-        slo_tbt_ms=parsed.slo_tbt_ms,
-        output_dir=parsed.output_dir,
         json_path=parsed.json,
         plot=not parsed.no_plot,
+        **workload_options(parsed),
+        **{name: getattr(parsed, name) for name in OPTION_FIELDS},
     )
 
 
 def workload_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The fields of ``LoadOptions`` that ``add_workload_options`` defines. Raises ``UsageError`` on a wrong
-    combination."""
+    """Returns the fields that ``add_workload_options`` defines. Raises ``UsageError`` on a wrong combination."""
     if parsed.dataset is not None and parsed.beginnings[0]:
-        raise UsageError("--beginnings goes before generated prompts; a data set has its own")
+        raise UsageError("--beginnings applies to generated prompts; a data set has its own prompts")
     return {field: getattr(parsed, field) for field in WORKLOAD_FIELDS}

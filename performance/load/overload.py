@@ -1,24 +1,21 @@
-"""What becomes of a server that is asked for many times what it can do.
+"""Measures a server that receives many times the load it can serve.
 
-One server. First its peak: the goodput (requests a second that keep their objectives) at each of some rates. Then
-``--factor`` times the rate of the peak for ``--duration`` seconds: goodput, how fast what does not fit is told so
-(429), and the memory of all of the server's processes over time. A refusal's time is the kernel's: from the write of
-the request to the arrival of the answer. How late the client wrote is said apart, and what share of the cores' time a
-hypervisor took away, which no program on the machine can make up for.
+First, the program finds the server's peak: it measures the goodput (requests per second that meet their objectives) at
+several rates. Then it sends ``--factor`` times the peak's rate for ``--duration`` seconds. It reports the goodput, how
+fast the server rejects requests (429), and the memory of all of the server's processes over time. The time of a
+rejection counts from the write of the request to the arrival of the response in the kernel. The report also has the
+client's own delay, and the fraction of the cores' time that a hypervisor took.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -29,47 +26,22 @@ from performance.load.endpoint import Endpoint
 from performance.load.options import LoadOptions
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import LoadFigures, measure
-from performance.program import LoadTestError, exits_with_errors, parse_range, positive, write_json
+from performance.load.watches import children_mib, sampled
+from performance.program import LoadTestError, exits_with_errors, new_parser, parse_range, positive, write_json
 from performance.terminal import format_number, format_table
 
-__all__ = ["MemoryWatch", "main"]
+__all__ = ["main"]
 
-MIB = 1 << 20
 REFUSED = "http 429"
 REFUSAL_PERCENTS = (("p50", 50), ("p99", 99), ("p99.9", 99.9), ("max", 100))
 MEMORY_INTERVAL_S = 1.0
 SETTLE_S = 1.0
-"""Before a load: what the one before left is over."""
-
-
-class MemoryWatch:
-    """Resident memory of this process' children, theirs included, each second. A context manager around a run."""
-
-    def __init__(self) -> None:
-        self.mib: list[float] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="memory-watch", daemon=True)
-
-    def __enter__(self) -> MemoryWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while True:
-            self.mib.append(_children_bytes() / MIB)
-            if self._stop.wait(MEMORY_INTERVAL_S):
-                return
+"""Pause before a load, so that the previous one has ended completely."""
 
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """0; 2 when the server did not start, or failed requests otherwise than by refusing them."""
+    """Returns 0, or 2 if the server did not start or failed requests other than by rejecting them."""
     parsed = _parser().parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="bench_overload_") as folder:
         settings = [
@@ -101,12 +73,12 @@ def _study(parsed: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
         print(f"  {rate:g} requests/s: goodput {figures.goodput_per_s:.2f}/s", file=sys.stderr)
     peak = max(rows, key=lambda row: float(row["goodput_per_s"]))
     before = psutil.cpu_times()
-    with MemoryWatch() as memory:
+    with sampled(MEMORY_INTERVAL_S, children_mib) as memory:
         overload = replace(base, rate=parsed.factor * peak["rate"], duration=parsed.duration, seed=parsed.seed + 1)
         figures = _load(overload)
     stolen = _stolen_share(before, psutil.cpu_times())
     refusals = sorted(_refusal_ms(figures))
-    third = max(1, len(memory.mib) // 3)
+    third = max(1, len(memory) // 3)
     return {
         "rates": rows,
         "peak_rate": peak["rate"],
@@ -120,9 +92,9 @@ def _study(parsed: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
         "client_lateness_ms": {"p99": figures.lateness_ms.p99, "max": figures.lateness_ms.max},
         "stolen_share": stolen,
         "memory_mib": {
-            "start": memory.mib[0],
-            "first_third": max(memory.mib[:third]),
-            "last_third": max(memory.mib[-third:]),
+            "start": memory[0],
+            "first_third": max(memory[:third]),
+            "last_third": max(memory[-third:]),
         },
     }
 
@@ -135,7 +107,7 @@ def _load(options: LoadOptions) -> LoadFigures:
     figures = measure(run)
     others = {name: count for name, count in figures.failures.items() if name != REFUSED}
     if others:
-        raise LoadTestError(f"requests failed otherwise than by being refused: {others}")
+        raise LoadTestError(f"requests failed for other reasons than rejection: {others}")
     return figures
 
 
@@ -149,19 +121,9 @@ def _refusal_ms(figures: LoadFigures) -> list[float]:
 
 
 def _stolen_share(before: Any, after: Any) -> float:
-    """Of the time of all cores between two ``psutil.cpu_times``."""
+    """Returns the fraction of all cores' time that a hypervisor took between two ``psutil.cpu_times``."""
     spent = [later - earlier for earlier, later in zip(before, after, strict=True)]
     return float(after.steal - before.steal) / sum(spent) if sum(spent) > 0 else 0.0
-
-
-def _children_bytes() -> int:
-    total = 0
-    for child in psutil.Process(os.getpid()).children(recursive=True):
-        try:
-            total += child.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
-    return total
 
 
 def _text(results: dict[str, Any]) -> str:
@@ -175,15 +137,15 @@ def _text(results: dict[str, Any]) -> str:
         format_table(["requests/s", "goodput/s", "requests", "refused"], rows),
         "",
         f"  {rate:g} requests/s for {seconds:g} s: {results['goodput_share_of_peak']:.1%} of the peak's goodput",
-        f"  memory {memory['start']:.0f} MiB at the start, at most {memory['first_third']:.0f} in the first third and"
+        f"  memory {memory['start']:.0f} MiB at the start, maximum {memory['first_third']:.0f} in the first third and"
         f" {memory['last_third']:.0f} in the last",
     ]
     if refusal is not None:
         times = ", ".join(f"{refusal[name]:.1f} ({name})" for name, _ in REFUSAL_PERCENTS)
-        lines.append(f"  refused within ms: {times}")
+        lines.append(f"  rejected within ms: {times}")
     late = results["client_lateness_ms"]
     lines.append(
-        f"  the client wrote {late['p99']:.1f} (p99) to {late['max']:.1f} (max) ms late;"
+        f"  delay of the client {late['p99']:.1f} (p99) to {late['max']:.1f} (max) ms;"
         f" a hypervisor took {results['stolen_share']:.1%} of the cores' time"
     )
     return "\n".join(lines)
@@ -194,19 +156,15 @@ def _rates(text: str) -> tuple[float, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="its own")
-    parser.add_argument("--rates", type=_rates, default=(8.0, 12.0, 16.0, 20.0), metavar="R,R", help="for the peak")
+    parser = new_parser(__doc__, "llama_160m_cpu.yaml", starts_servers=True)
+    parser.add_argument("--rates", type=_rates, default=(8.0, 12.0, 16.0, 20.0), metavar="R,R", help="to find the peak")
     parser.add_argument("--peak-duration", type=positive, default=30.0, help="seconds at each rate")
-    parser.add_argument("--factor", type=positive, default=10.0, help="of the peak's rate (default %(default)s)")
+    parser.add_argument("--factor", type=positive, default=10.0, help="times the peak's rate (default %(default)s)")
     parser.add_argument("--duration", type=positive, default=300.0, help="seconds of overload (default %(default)s)")
     parser.add_argument("--prompt-len", type=parse_range, default=(32, 64), metavar="A:B")
     parser.add_argument("--output-len", type=parse_range, default=(64, 192), metavar="A:B")
-    parser.add_argument("--max-waiting", type=int, default=64, help="requests that may wait (default %(default)s)")
+    parser.add_argument("--max-waiting", type=int, default=64, help="maximum of waiting requests (default %(default)s)")
     parser.add_argument("--slo-ttft-ms", type=positive, default=1000.0, help="objective (default %(default)s)")
     parser.add_argument("--slo-tpot-ms", type=positive, default=100.0, help="objective (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start-timeout", type=positive, default=600.0, help="seconds for the server to be ready")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
     return parser

@@ -1,4 +1,4 @@
-"""The run over time as one picture."""
+"""Draws a run over time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ BLUE, ORANGE, GREEN, RED = "#2b6cb0", "#dd6b20", "#2f855a", "#c53030"
 
 
 def write_plot(path: Path, run: LoadRun, figures: LoadFigures, title: str | None = None) -> None:
-    """A PNG with four panels over one time axis: arrivals, requests running, time to first token, throughput.
+    """Writes a PNG with four charts: arrivals, running requests, time to first token, throughput.
 
-    ``title`` stands for the line that says what was run.
+    ``title`` replaces the line that describes the run.
     """
     figure = Figure(figsize=(11, 10), layout="constrained")
     FigureCanvasAgg(figure)
@@ -60,7 +60,7 @@ def _draw_arrivals(axes: Axes, run: LoadRun, edges: Array) -> None:
     done = _per_second((record.end - run.start for record in run.records if record.ok and record.end), edges)
     axes.bar(edges[:-1], due, width=np.diff(edges), align="edge", color=BLUE, alpha=0.35, label="due")
     axes.stairs(done, edges, color=GREEN, label="completed")
-    axes.axhline(run.options.rate, color=BLUE, linestyle=":", linewidth=1, label="rate asked for")
+    axes.axhline(run.options.rate, color=BLUE, linestyle=":", linewidth=1, label="requested rate")
     axes.set_ylabel("requests per second")
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), fontsize=8, ncols=3, frameon=False)
 
@@ -82,7 +82,7 @@ def _draw_first_token(axes: Axes, run: LoadRun, figures: LoadFigures) -> None:
         pairs = [(one.record.due - run.start, one.ttft_ms) for one in wanted if one.ttft_ms is not None]
         return [due for due, _ in pairs], [ttft for _, ttft in pairs]
 
-    axes.scatter(*points(one for one in figures.per_request if one.is_good), s=9, color=BLUE, label="within objective")
+    axes.scatter(*points(one for one in figures.per_request if one.is_good), s=9, color=BLUE, label="objectives met")
     axes.scatter(*points(one for one in figures.per_request if not one.is_good), s=9, color=ORANGE, label="beyond")
     failed = [record.due - run.start for record in run.records if record.failure is not None]
     axes.scatter(failed, [0.0] * len(failed), s=25, marker="x", color=RED, label="failed", clip_on=False, zorder=3)
@@ -92,7 +92,7 @@ def _draw_first_token(axes: Axes, run: LoadRun, figures: LoadFigures) -> None:
 
 
 def _draw_throughput(axes: Axes, run: LoadRun, edges: Array) -> None:
-    """Each piece counts as an equal share of its request's tokens."""
+    """Draws tokens per second. The tokens of a request are divided equally among its pieces."""
     times: list[float] = []
     weights: list[float] = []
     for record in run.records:

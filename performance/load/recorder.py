@@ -1,9 +1,8 @@
-"""The flight recorder's share of a server at work: its own time, beside that of the steps and of the process.
+"""Measures the cost of the flight recorder in a busy server.
 
-A server serves so many clients, each of which asks again when it has its answer. What its metrics have counted
-meanwhile tells how long a step was from one to the next, how much of that the recorder took of the engine's thread, and
-which part of the server process's processor time (engine and HTTP edge, not the agents) it was. The recorder's time is
-what its own clock has measured around its work; the calls that only go through it are not in it.
+A number of clients send requests in a closed loop. From the server's metrics the program calculates the time from step
+to step, the recorder's time in it, and the recorder's fraction of the server process's processor time (engine thread
+and HTTP, without agents). The recorder measures its own time, excluding the calls that it only forwards.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from performance.load.closed_loop import run_closed_loop
-from performance.load.metric_watch import fetch_metrics
 from performance.load.options import LoadOptions
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import measure
+from performance.load.watches import fetch_metrics
 from performance.load.workload import token_workload
-from performance.program import LoadTestError, exits_with_errors, parse_counts, positive, write_json
+from performance.program import LoadTestError, exits_with_errors, new_parser, parse_counts, write_json
 from performance.terminal import format_number, format_table
 
 __all__ = ["Share", "main"]
@@ -37,33 +36,33 @@ WARM_UP = 4
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One number of clients. Times are microseconds."""
+    """The result for one number of clients. Times are microseconds."""
 
     clients: int
     steps: float
     us_per_step: float
-    """From one step to the next, by the clock."""
+    """Elapsed time from one step to the next."""
     recorder_us_per_step: float
     share_of_step: float
     share_of_cpu: float | None
-    """Of the server process's processor time; None where that is less than a tick of its clock."""
+    """Fraction of the server process's processor time, or None if that time is too short to measure."""
 
     @classmethod
     def of(cls, clients: int, seconds: float, before: Mapping[str, float], after: Mapping[str, float]) -> Share:
-        """Raises LoadTestError when the server does not tell, or made no step."""
+        """Calculates the result. Raises LoadTestError if a metric is missing or the server ran no step."""
         try:
             recorder_s, steps, cpu_s = (after[name] - before[name] for name in (RECORDER, STEPS, CPU))
         except KeyError as error:
             raise LoadTestError(f"the server's metrics have no {error}") from None
         if steps <= 0:
-            raise LoadTestError("the server made no step")
+            raise LoadTestError("the server ran no step")
         per_step = (1e6 * seconds / steps, 1e6 * recorder_s / steps)
         return cls(clients, steps, *per_step, recorder_s / seconds, recorder_s / cpu_s if cpu_s > 0 else None)
 
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """0; 2 when the server did not start, or requests failed."""
+    """Returns 0, or 2 if the server did not start or requests failed."""
     parsed = _parser().parse_args(arguments)
     shares = []
     with tempfile.TemporaryDirectory(prefix="bench_recorder_") as folder:
@@ -94,7 +93,7 @@ def _measure(options: LoadOptions, clients: int, parsed: argparse.Namespace) -> 
 
 
 def _table(shares: Sequence[Share]) -> str:
-    header = ["clients", "steps", "us a step", "recorder us", "of the step %", "of the server's CPU %"]
+    header = ["clients", "steps", "us/step", "recorder us", "% of the step", "% of the server's CPU"]
     rows = [
         [
             str(share.clients),
@@ -110,13 +109,9 @@ def _table(shares: Sequence[Share]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="llama_tiny_cpu.yaml", help="default %(default)s")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="any setting")
+    parser = new_parser(__doc__, "llama_tiny_cpu.yaml", starts_servers=True)
     parser.add_argument("--clients", type=parse_counts, default=(1, 4, 16), metavar="N,N", help="default 1,4,16")
-    parser.add_argument("--requests", type=int, default=40, help="of each client (default %(default)s)")
+    parser.add_argument("--requests", type=int, default=40, help="per client (default %(default)s)")
     parser.add_argument("--prompt-len", type=int, default=32, help="tokens (default %(default)s)")
     parser.add_argument("--output-len", type=int, default=200, help="tokens (default %(default)s)")
-    parser.add_argument("--start-timeout", type=positive, default=600.0, help="seconds for a server to be ready")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
     return parser

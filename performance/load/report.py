@@ -1,4 +1,4 @@
-"""The run as a table for people and as JSON for programs."""
+"""Presents a run as text and as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def objective_text(options: LoadOptions) -> str:
 
 
 def load_text(run: LoadRun) -> str:
-    """One line: what was run."""
+    """Returns one line that describes the run."""
     options = run.options
     return (
         f"{options.endpoint.url} {options.api} model {run.model}: {options.rate:g} requests/s ({options.arrivals}) "
@@ -45,7 +45,7 @@ def load_text(run: LoadRun) -> str:
 
 
 def format_report(run: LoadRun, figures: LoadFigures) -> str:
-    """Everything a person wants to know at the end."""
+    """Returns the text that the program prints at the end."""
     parts = [
         load_text(run),
         f"All Tasks Done; Exec Time is {figures.total_time_s:.2f} s",
@@ -58,7 +58,7 @@ def format_report(run: LoadRun, figures: LoadFigures) -> str:
 
 
 def figure_tables(figures: LoadFigures) -> tuple[str, str]:
-    """Amounts, and latencies."""
+    """Returns two tables: counts and rates, and latencies."""
     rows = [
         ["requests", str(figures.requests)],
         ["failed", str(figures.failed)],
@@ -72,7 +72,7 @@ def figure_tables(figures: LoadFigures) -> tuple[str, str]:
 
 
 def goodput_text(options: LoadOptions, figures: LoadFigures) -> str:
-    """Requests within the objectives."""
+    """Returns the line about requests that met the objectives."""
     return (
         f"goodput  {100 * figures.goodput_fraction:.1f} % of requests, {format_number(figures.goodput_per_s)} per "
         f"second ({objective_text(options)})"
@@ -82,15 +82,15 @@ def goodput_text(options: LoadOptions, figures: LoadFigures) -> str:
 def _last_lines(run: LoadRun, figures: LoadFigures) -> str:
     lines = [
         f"  {goodput_text(run.options, figures)}",
-        f"  client   {figures.client_cpu_percent:.0f} % of a core; sends were late by "
-        f"{format_number(figures.lateness_ms.max)} ms at most (p99 {format_number(figures.lateness_ms.p99)} ms)",
+        f"  client   {figures.client_cpu_percent:.0f} % of a core; maximum delay of sending "
+        f"{format_number(figures.lateness_ms.max)} ms (p99 {format_number(figures.lateness_ms.p99)} ms)",
     ]
     if figures.client_was_bottleneck:
-        lines.append("  WARNING: the client was short of time; the latencies are partly its own")
+        lines.append("  WARNING: the client was too busy; the latencies include its own delays")
     if figures.sends_were_late:
         lines.append(
-            f"  WARNING: sends were late by {format_number(figures.lateness_ms.mean)} ms on average; time to first "
-            f"token counted from the due time is {format_number(figures.ttft_from_due_ms.mean)} ms"
+            f"  WARNING: requests were sent {format_number(figures.lateness_ms.mean)} ms late on average; TTFT "
+            f"counted from the due time is {format_number(figures.ttft_from_due_ms.mean)} ms"
         )
     if figures.tokens_are_counted_pieces:
         lines.append("  note: the server does not report token counts; streamed pieces were counted instead")
@@ -111,7 +111,7 @@ def _failure_text(figures: LoadFigures) -> str:
 
 
 def figures_json(figures: LoadFigures) -> dict[str, Any]:
-    """What a comparison of runs keeps of each."""
+    """Returns the figures of a run that comparisons store."""
     return {
         "requests": figures.requests,
         "failed": figures.failed,
@@ -123,7 +123,7 @@ def figures_json(figures: LoadFigures) -> dict[str, Any]:
 
 
 def report_json(run: LoadRun, figures: LoadFigures) -> dict[str, Any]:
-    """The run for programs; ``requests`` is a count, the requests themselves are in ``per_request``."""
+    """Returns the JSON of a run. ``requests`` is a number; ``per_request`` has the requests."""
     options = run.options
     return {
         **figures_json(figures),

@@ -1,4 +1,4 @@
-"""A server of our own for the time of a benchmark."""
+"""Starts a server for a benchmark."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ SHOWN_LINES = 20
 
 
 class ServerStartError(LoadTestError):
-    """The server ended, or took too long, before it was ready."""
+    """The server ended, or did not start in time."""
 
 
 @contextmanager
 def configured_server(
     name: str, config: str, settings: Sequence[str], folder: Path, timeout_s: float, program: Path = START_SERVER
 ) -> Iterator[Endpoint]:
-    """A server of ``config`` with ``settings`` (KEY=VALUE, the last of a key counts) on ports that are free, its log in
-    ``folder``. Raises as ``running_server`` does."""
+    """Starts a server of ``config`` on free ports, with its log in ``folder``. Yields its address.
+
+    ``settings`` are KEY=VALUE; the last value of a key counts. Raises as ``running_server``.
+    """
     own = ["serving_config.server_port=0", "serving_config.agent_ports=[0]", f"log_config.path={folder}/server.log"]
     arguments = ["--config", config, *(part for setting in [*own, *settings] for part in ("--set", setting))]
     with running_server(name, arguments, folder / "stderr", timeout_s, program) as url:
@@ -44,10 +46,9 @@ def configured_server(
 def running_server(
     name: str, arguments: Sequence[str], output: Path, timeout_s: float, program: Path = START_SERVER
 ) -> Iterator[str]:
-    """Start ``program`` with ``arguments``; gives its URL once it prints ``ready URL``, and stops it at the end.
+    """Starts ``program``, yields the URL that it prints after ``ready``, and stops it at the end.
 
-    What the server says on standard error goes to the file ``output``. Raises ``ServerStartError`` with the last
-    lines of it.
+    The program's standard error goes to the file ``output``. Raises ``ServerStartError`` with its last lines.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w") as log:
@@ -56,7 +57,7 @@ def running_server(
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            start_new_session=True,  # Ctrl-C is for us; we stop the server
+            start_new_session=True,  # Ctrl-C must reach only this process, which then stops the server
         )
         try:
             yield _wait_until_ready(name, process, output, timeout_s)
@@ -82,7 +83,7 @@ def _wait_until_ready(name: str, process: subprocess.Popen[str], output: Path, t
 
 
 def _read_lines(stream: TextIO, lines: queue.Queue[str | None]) -> None:
-    """In a thread, for as long as the server lives: a full pipe would stop it."""
+    """Runs in a thread as long as the server lives, because a full pipe would block the server."""
     with stream:
         for line in stream:
             lines.put(line)

@@ -1,4 +1,4 @@
-"""One streamed answer: server-sent events become time stamps, counts and, if need be, a kind of failure."""
+"""Reads one streamed response: events become time stamps, counts, and a kind of failure."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ BAD_ENDINGS = ("abort", "error")
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What happened to one request. Times are seconds on ``perf_counter``; ``failure`` is None for a success."""
+    """The history of a request. Times are seconds on the clock of ``perf_counter``. ``failure`` is None for a
+    success."""
 
     index: int
     due: float
     sent: float
-    """When its first byte was written: later than ``due`` by the client's own delay, and by connecting."""
+    """When the first byte was written. It is later than ``due`` by the client's delay and the connection's setup."""
     piece_times: array[float] = field(default_factory=lambda: array("d"))
-    """When each piece of the answer arrived that brought output."""
+    """Arrival times of the pieces with output."""
     end: float | None = None
-    """When the answer was complete, or had failed."""
+    """When the response was complete, or had failed."""
     http_status: int = 0
     prompt_tokens: int | None = None
     output_tokens: int = 0
     tokens_known: bool = False
-    """The server said how many tokens it sent, or which."""
+    """True if the server reported the number of tokens or their ids."""
     finish_reason: str | None = None
     request_id: str | None = None
-    """The server's name for it, from the header X-Request-ID or else from the answer: find it in the log by it."""
+    """The server's request id, from the header X-Request-ID or from the response. The server's log contains it, too."""
     text: str | None = None
-    """The answer, where it was to be kept."""
+    """The text, if it was requested."""
     failure: str | None = None
     detail: str | None = None
 
@@ -47,7 +48,7 @@ class RequestRecord:
 
 
 class StreamExchange:
-    """Fills a record from the callbacks of a connection, and calls ``on_over`` once."""
+    """Fills a record from the callbacks of a connection, and then calls ``on_over`` once."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class StreamExchange:
             self.cancel("bad stream", f"an event of more than {MAX_EVENT_BYTES} bytes", now)
 
     def end(self, now: float) -> None:
-        """The response is complete as HTTP; is the answer?"""
+        """Decides whether the request succeeded when its HTTP response is complete."""
         record = self.record
         if record.http_status != 200:
             self.failed(f"http {record.http_status}", _error_body_text(self._error_body), now)
@@ -112,7 +113,7 @@ class StreamExchange:
         self._over(now)
 
     def cancel(self, kind: str, detail: str, now: float) -> None:
-        """Give up: the connection is closed, which tells the server."""
+        """Fails the request and closes the connection, so that the server notices."""
         if self._connection is not None and not self.is_over:
             self._connection.abandon()
         self.failed(kind, detail, now)
@@ -160,7 +161,7 @@ class StreamExchange:
 
 
 def _error_body_text(body: bytes) -> str:
-    """The message of an error in OpenAI's format, or the body as it is."""
+    """Returns the message of an error in OpenAI's format, or the body itself."""
     try:
         content = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

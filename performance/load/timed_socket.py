@@ -1,8 +1,8 @@
-"""A TCP socket whose bytes carry the time at which they reached this machine.
+"""A TCP socket that knows when its bytes arrived at this machine.
 
-The load generator shares its cores with the server. Bytes that have arrived lie in the socket until the event loop is
-woken and gets to them, a delay that no user of the server has. So arrival is when the kernel took the bytes in
-(``SO_TIMESTAMPNS``, socket(7)), and what is written goes to the kernel at once.
+The load test shares its cores with the server. Arrived bytes wait in the socket until the event loop wakes up and reads
+them; real clients do not have this delay. Therefore the arrival time is when the kernel received the bytes
+(``SO_TIMESTAMPNS``, socket(7)), and writes go to the kernel at once.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import time
 from time import perf_counter
 from typing import Protocol
 
-_SO_TIMESTAMPNS = 35  # of Linux on 64 bits; Python's socket module has no name for it
+_SO_TIMESTAMPNS = 35  # the value on 64-bit Linux; Python's socket module has no name for it
 _TIMESPEC = struct.Struct("@qq")
 _READ_BYTES = 256 * 1024
 _HAS_TIMESTAMPS = sys.platform == "linux"
 
 
 class SocketUser(Protocol):
-    """Who reads a ``TimedSocket``."""
+    """Receives the events of a ``TimedSocket``."""
 
     def received(self, data: bytes, now: float) -> None:
-        """``data`` arrived at ``now``, on the clock of ``perf_counter``."""
+        """Reports that ``data`` arrived at ``now``, on the clock of ``perf_counter``."""
 
     def lost(self, error: OSError | None, now: float) -> None:
-        """The peer has closed the connection, or it broke."""
+        """Reports that the peer closed the connection, or that it failed."""
 
 
 class TimedSocket:
-    """A connected socket in the running event loop. Nothing is heard of it after ``close``."""
+    """A connected socket in the running event loop. It has no callbacks after ``close``."""
 
     def __init__(self, sock: socket.socket, user: SocketUser) -> None:
         self._loop = asyncio.get_running_loop()
@@ -47,7 +47,7 @@ class TimedSocket:
 
     @classmethod
     async def connect(cls, host: str, port: int, user: SocketUser) -> TimedSocket:
-        """Raises ``OSError`` when none of the host's addresses answers."""
+        """Connects. Raises ``OSError`` if no address of the host responds."""
         loop = asyncio.get_running_loop()
         failure: OSError | None = None
         for family, kind, protocol, _, address in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -66,7 +66,7 @@ class TimedSocket:
         raise failure or OSError(f"{host} has no address")
 
     def write(self, data: bytes) -> None:
-        """As much as the socket takes now, the rest when it can; a broken connection is told by ``lost``."""
+        """Writes as much as the socket accepts, and the rest later. ``lost`` reports a broken connection."""
         if self._unsent:
             self._unsent += data
             return
@@ -75,13 +75,13 @@ class TimedSocket:
         except BlockingIOError:
             sent = 0
         except OSError:
-            return  # reading finds it, too
+            return  # reading will report the error
         if sent < len(data):
             self._unsent = data[sent:]
             self._loop.add_writer(self._socket, self._write_rest)
 
     def close(self) -> None:
-        """Now; what is unsent is dropped."""
+        """Closes the socket at once and drops unsent data."""
         if self.is_open:
             self.is_open = False
             self._loop.remove_reader(self._socket)
@@ -112,7 +112,7 @@ class TimedSocket:
 
 
 def _arrival(ancillary: list[tuple[int, int, bytes]]) -> float:
-    """The kernel's time of the last bytes read, or now without one."""
+    """Returns the kernel's time stamp of the last bytes, or the current time if there is none."""
     now = perf_counter()
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS:

@@ -1,4 +1,4 @@
-"""The values of a setting under the same load: a server for each, one after the other."""
+"""Compares the values of a setting under the same load, with one server per value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from performance.load.client import run_load
-from performance.load.metric_watch import fetch_metrics
 from performance.load.options import (
     LoadOptions,
     add_arrival_options,
@@ -23,7 +22,8 @@ from performance.load.options import (
 from performance.load.report import COLUMNS, figures_json
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import LoadFigures, measure
-from performance.program import exits_with_errors, parse_values, positive, write_json
+from performance.load.watches import fetch_metrics
+from performance.program import exits_with_errors, new_parser, parse_values, positive, write_json
 from performance.terminal import format_number, format_table
 
 __all__ = ["Measurement", "main"]
@@ -31,11 +31,11 @@ __all__ = ["Measurement", "main"]
 POLICIES = ("scheduler_config.policy", ("fcfs", "prefill_first"))
 
 DESCRIPTION = """\
-Starts a server for each value of a setting, one after the other, gives all the same seeded load, and prints what each
-value made of it, with the server's own counts of preempted requests, of prompt tokens found in the prefix cache and of
-seconds spent in steps that compute prompts. With --repeats each value has as many servers, in turns, each repeat with
-the next seed. Where decoding is greedy the answers must be the same under every value: exit code 1 when they are not,
-or when requests failed.
+Starts a server for each value of a setting, one after the other, and gives all of them the same load. Prints the
+figures of each value. They include the server's own: preempted requests, the fraction of prompt tokens found in the
+prefix cache, and the seconds of steps with prompts. With --repeats, each value gets several servers; the order changes
+with every repeat, and so does the seed. If decoding is greedy, all values must return the same texts. The exit code is
+1 if they do not, or if requests failed.
 
   --vary scheduler_config.policy=prefill_first,fcfs,decode_first,chunked,slo
   --vary scheduler_config.prefix_cache=false,true --beginnings 1x1000"""
@@ -48,13 +48,13 @@ SHOWN = (
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The load under one value."""
+    """The result of one server."""
 
     value: str
     seed: int
     figures: LoadFigures
     metrics: Mapping[str, float]
-    """The server's own, at the end."""
+    """The server's metrics at the end."""
     texts: tuple[str | None, ...]
 
     @property
@@ -63,18 +63,18 @@ class Measurement:
 
     @property
     def found(self) -> float:
-        """Share of prompt tokens that the prefix cache had."""
+        """Fraction of the looked-up prompt tokens that the prefix cache had."""
         asked = self._sum("llm_serving_prefix_cache_query_tokens_total")
         return self._sum("llm_serving_prefix_cache_hit_tokens_total") / asked if asked else 0.0
 
     @property
     def prompt_steps_s(self) -> float:
-        """Seconds of steps that computed parts of prompts, alone or beside rows that decode."""
+        """Seconds of prefill and mixed steps."""
         kinds = ("prefill", "mixed")
         return sum(self.metrics.get(f'llm_serving_step_seconds_sum{{kind="{kind}"}}', 0.0) for kind in kinds)
 
     def _sum(self, name: str) -> float:
-        """Over all labels."""
+        """Returns the sum of a metric over all labels."""
         return sum(value for each, value in self.metrics.items() if each.partition("{")[0] == name)
 
     def columns(self) -> dict[str, float]:
@@ -100,7 +100,7 @@ class Measurement:
 
 @exits_with_errors
 def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -> int:
-    """0, or 1 when a request failed or answers differ, or 2 when a server did not start or an option is wrong."""
+    """Returns 0; 1 if a request failed or texts differ; 2 if a server did not start or an option is wrong."""
     parsed = _parser().parse_args(arguments)
     base = replace(options_of(parsed), keep_text=True, plot=False)
     measurements = _measure_all(parsed, base, program)
@@ -112,19 +112,13 @@ def main(arguments: Sequence[str] | None = None, program: Path = START_SERVER) -
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="llama_tiny_cpu.yaml", help="default %(default)s")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override for all servers"
-    )
+    parser = new_parser(DESCRIPTION, "llama_tiny_cpu.yaml", starts_servers=True)
     key, values = POLICIES
     parser.add_argument(
         "--vary", type=parse_values, default=POLICIES, metavar="KEY=V1,V2", help=f"default {key}={','.join(values)}"
     )
     parser.add_argument("--repeats", type=int, default=1, help="servers for each value (default %(default)s)")
-    parser.add_argument("--start-timeout", type=positive, default=600.0, help="seconds for a server to be ready")
-    parser.add_argument("--timeout", type=positive, default=3600.0, help="seconds for one request")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--timeout", type=positive, default=3600.0, help="maximum seconds per request")
     add_arrival_options(parser)
     add_workload_options(parser)
     add_objective_options(parser.add_argument_group("objectives"))
@@ -136,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure_all(parsed: argparse.Namespace, base: LoadOptions, program: Path) -> list[Measurement]:
-    """Which value goes first changes from repeat to repeat."""
+    """Measures all values. The order of the values is reversed in every other repeat."""
     key, values = parsed.vary
     measurements = []
     with tempfile.TemporaryDirectory(prefix="compare_settings_") as folder:
@@ -170,8 +164,10 @@ def _progress_line(measurement: Measurement, repeat: int, repeats: int) -> str:
 
 
 def results_json(measurements: Sequence[Measurement], parsed: argparse.Namespace) -> dict[str, Any]:
-    """``values``: the runs of each. ``ratio_mean_ttft`` and the like: the first value over each other one, of each
-    repeat, which shares its load, and the median. ``texts_identical`` is None where decoding is not greedy."""
+    """Returns the results. A ratio is the first value's figure divided by another value's, for equal loads.
+
+    ``texts_identical`` is None if decoding is not greedy.
+    """
     key, values = parsed.vary
     runs = {value: [one for one in measurements if one.value == value] for value in values}
     for each in runs.values():
@@ -224,5 +220,5 @@ def format_results(measurements: Sequence[Measurement], results: Mapping[str, An
         lines.append(f"  mean TTFT {name}: {ratio['median']:.2f}" + (f" (median of {each})" if repeats > 1 else ""))
     if results["texts_identical"] is not None:
         same = "the same under every value" if results["texts_identical"] else "NOT the same under every value"
-        lines.append(f"  answers: {same}")
+        lines.append(f"  texts: {same}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What the requests ask: seeded synthetic prompts, or the lines of a JSONL file."""
+"""Prompts and output lengths: generated from a seed, or read from a JSONL file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SENTENCE = "The {adjective} {animal} {verb} a {thing} near the {place}."
 
 
 class LoadRequest(msgspec.Struct, frozen=True):
-    """One thing to ask. Exactly one of ``text``, ``token_ids`` and ``messages`` is set."""
+    """A request to send. Exactly one of ``text``, ``token_ids`` and ``messages`` is set."""
 
     max_tokens: int
     text: str | None = None
@@ -42,7 +42,7 @@ class LoadRequest(msgspec.Struct, frozen=True):
 
 
 class DatasetLine(msgspec.Struct):
-    """A line of a data set: ``prompt`` (text or token ids) or chat ``messages``, and how much to generate."""
+    """A line of a data set: ``prompt`` (text or token ids) or chat ``messages``, and the maximum number of tokens."""
 
     prompt: str | tuple[int, ...] | None = None
     messages: tuple[dict[str, Any], ...] | None = None
@@ -50,7 +50,7 @@ class DatasetLine(msgspec.Struct):
 
 
 def text_workload(count: int, seed: int, prompt_len: Range, output_len: Range) -> list[LoadRequest]:
-    """English prompts of ``prompt_len`` words."""
+    """Returns English prompts of ``prompt_len`` words."""
 
     def prompt(generator: random.Random) -> dict[str, Any]:
         return {"text": _prompt(generator, generator.randint(*prompt_len))}
@@ -59,7 +59,7 @@ def text_workload(count: int, seed: int, prompt_len: Range, output_len: Range) -
 
 
 def token_workload(count: int, seed: int, prompt_len: Range, output_len: Range, vocab_size: int) -> list[LoadRequest]:
-    """Prompts of ``prompt_len`` random token ids, for models whose text means nothing."""
+    """Returns prompts of ``prompt_len`` random token ids, for models with random weights."""
 
     def prompt(generator: random.Random) -> dict[str, Any]:
         length = generator.randint(*prompt_len)
@@ -71,8 +71,10 @@ def token_workload(count: int, seed: int, prompt_len: Range, output_len: Range, 
 def with_beginnings(
     requests: Sequence[LoadRequest], number: int, length: int, seed: int, vocab_size: int
 ) -> list[LoadRequest]:
-    """Each prompt after one of ``number`` common beginnings of ``length`` words or tokens, such as system prompts are;
-    all as often. Equal seeds give equal beginnings, whatever the prompts."""
+    """Puts one of ``number`` common beginnings before each prompt, as system prompts would be.
+
+    A beginning has ``length`` words or tokens. Equal seeds give equal beginnings, whatever the prompts are.
+    """
     generator = random.Random(f"beginnings/{seed}")
     is_text = any(request.text is not None for request in requests)
     words = [_prompt(generator, length) for _ in range(number)] if is_text else []
@@ -86,8 +88,7 @@ def with_beginnings(
 
 
 def study_workload(count: int, seed: int, prompt_len: Range, outputs: Sequence[int], vocab: int) -> list[LoadRequest]:
-    """Prompts of random token ids, each with one of the lengths ``outputs``: the same for everybody they are given
-    to in turn."""
+    """Returns prompts of random token ids, each with one of the output lengths ``outputs``."""
     generator = random.Random(f"workload/{seed}")
     requests = []
     for _ in range(count):
@@ -98,9 +99,9 @@ def study_workload(count: int, seed: int, prompt_len: Range, outputs: Sequence[i
 
 
 def dataset_workload(path: Path, count: int, seed: int, output_len: Range) -> list[LoadRequest]:
-    """The lines of ``path`` in their order, from the beginning again when they run out.
+    """Returns the lines of a data set in order. After the last line it starts again.
 
-    A line without ``max_tokens`` gets a length drawn from ``output_len``. Raises ``UsageError`` naming the line.
+    A line without ``max_tokens`` gets a length drawn from ``output_len``. Raises ``UsageError`` with the wrong line.
     """
     lines = _read_dataset(path)
     generator = random.Random(f"workload/{seed}")
@@ -126,7 +127,7 @@ def _tokens(generator: random.Random, length: int, vocab_size: int) -> tuple[int
 
 
 def _prompt(generator: random.Random, words: int) -> str:
-    """``words`` words: sentences to go on from, and a question or an order to begin with."""
+    """Returns ``words`` words: a question or an instruction, followed by sentences."""
     text = _fill(generator, generator.choice(OPENINGS)).split()
     while len(text) < words:
         text += _fill(generator, SENTENCE).split()
@@ -148,7 +149,7 @@ def _read_dataset(path: Path) -> list[DatasetLine]:
     except OSError as error:
         raise UsageError(f"--dataset: cannot read {path}: {error.strerror}") from error
     if not lines:
-        raise UsageError(f"--dataset: {path} holds no line")
+        raise UsageError(f"--dataset: {path} is empty")
     return lines
 
 

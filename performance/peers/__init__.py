@@ -1,10 +1,10 @@
-"""The client side of a comparison with other engines. Each peer lives in a virtual environment of its own.
+"""Compares this engine with others. Each of the others (a peer) has its own virtual environment.
 
-    compare         runs the drivers with the peers' Pythons, and puts their figures beside ours
-    driver          the measurement, the same for all peers; standard library only
-    *_driver        one peer each: a program for that peer's Python
-    model_folder    the benchmark's shape as a Hugging Face folder with random weights, for the peers to convert
-    gguf_folder     the same for llama.cpp
+    compare         runs the drivers with the peers' Pythons, and compares the figures
+    driver          the measurement, equal for all peers; it uses only the standard library
+    *_driver        a program for one peer's Python
+    model_folder    writes the benchmark's model as a Hugging Face folder with random weights
+    gguf_folder     writes it for llama.cpp
 
-The program is performance/compare_peers.py; docs/performance.md has the setup of the peers.
+The program is performance/compare_peers.py. docs/performance.md describes the setup of the peers.
 """

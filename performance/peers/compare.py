@@ -1,4 +1,4 @@
-"""Peers measured as bench_engine.py measures this engine, and the table of both with ratios.
+"""Measures other engines as bench_engine.py measures this one, and prints a table with ratios.
 
 A peer is NAME=KIND:PYTHON:MODEL, for example
 
@@ -6,9 +6,9 @@ A peer is NAME=KIND:PYTHON:MODEL, for example
     --peer "OpenVINO int8=openvino:/tmp/peers/openvino/bin/python:/tmp/peers/ov-int8"
     --peer "llama.cpp Q4_0=llama_cpp:/tmp/peers/llamacpp/bin/python:/tmp/peers/gguf/Q4_0.gguf"
 
-and our own figures are JSON files of bench_engine.py: --ours int8=int8.json. Rows are kept in the file of --json and
-measured rows replace those of the same name there, so that a comparison can be made in pieces; without --peer it
-prints what the file holds.
+Figures of this engine are JSON files of bench_engine.py, for example --ours int8=int8.json. Measured rows are added to
+the file of --json and replace rows of the same name, so that peers can be measured one at a time. Without --peer the
+program prints the content of that file.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_STEP_TOKENS = 4096
 OUTPUT_TAIL = 3000
 
 Rows = dict[str, dict[str, Any]]
-"""By name: ``batch 8``, ``prefill 1024``."""
+"""Rows by name, such as ``batch 8`` or ``prefill 1024``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Peer:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0, or 1 when a peer did not run (the others are still measured)."""
+    """Returns 0, or 1 if a peer failed. The other peers are still measured."""
     parsed = build_parser().parse_args(arguments)
     peers: dict[str, Rows] = json.loads(parsed.json.read_text()) if parsed.json and parsed.json.exists() else {}
     failures = 0
@@ -78,14 +78,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt", type=parse_count, default=64, help="default %(default)s")
     parser.add_argument("--new", type=parse_count, default=128, help="default %(default)s")
     parser.add_argument("--prefill", type=parse_counts, default=(1024,), help="default 1024")
-    parser.add_argument("--no-prefill", action="store_true", help="decode rows only")
+    parser.add_argument("--no-prefill", action="store_true", help="measure only decode")
     parser.add_argument("--repeats", type=parse_count, default=3, help="default %(default)s")
     parser.add_argument("--threads", type=parse_count, default=2, help="default %(default)s")
     parser.add_argument("--vocab-size", type=parse_count, default=32000, help="default %(default)s")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one peer (default %(default)s)")
-    parser.add_argument("--lock", type=Path, metavar="FILE", help="flock: shared while a peer loads, else exclusive")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="rows of all peers, kept and added to")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture here")
+    parser.add_argument("--timeout", type=float, default=600.0, help="maximum seconds per peer (default %(default)s)")
+    parser.add_argument("--lock", type=Path, metavar="FILE", help="flock: shared during loading, else exclusive")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file with the rows of all peers, which is updated")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture to this file")
     return parser
 
 
@@ -105,7 +105,7 @@ def parse_named_file(text: str) -> tuple[str, Path]:
 
 
 def measure_peer(peer: Peer, parsed: argparse.Namespace) -> tuple[Rows, str | None]:
-    """The rows that a peer's driver printed, and why it did not come to its end, if it did not."""
+    """Returns the rows that a peer's driver printed, and the reason if it failed."""
     request = {
         "model": peer.model,
         "batch": parsed.batch,
@@ -132,8 +132,10 @@ def measure_peer(peer: Peer, parsed: argparse.Namespace) -> tuple[Rows, str | No
 
 
 def run_group(command: Sequence[str], environment: dict[str, str], output: IO[str], timeout_s: float) -> int | None:
-    """The exit code of a program, None when it took too long. What it started ends with it: some peers leave
-    processes behind, which would take processor time from the next. Raises OSError when it cannot be started."""
+    """Returns the exit code of a program, or None if it took too long. Raises OSError if it cannot be started.
+
+    All processes that it started are ended, because some peers leave processes that would disturb the next measurement.
+    """
     process = subprocess.Popen(
         command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
     )
@@ -148,10 +150,10 @@ def run_group(command: Sequence[str], environment: dict[str, str], output: IO[st
 
 
 def peer_environment(threads: int) -> dict[str, str]:
-    """Every thread pool of a peer has ``threads`` threads; no network, no telemetry.
+    """Returns the environment of a peer: ``threads`` threads in every pool, no network, no telemetry.
 
-    vLLM runs in one process: with its engine and its worker apart, which spin while they wait for one another, it was
-    several times slower on two cores.
+    vLLM runs in one process. Engine and worker in separate processes spin while they wait for each other; on two cores
+    this was several times slower.
     """
     return {
         **os.environ,
@@ -166,7 +168,7 @@ def peer_environment(threads: int) -> dict[str, str]:
 
 
 def peer_rows(output: str) -> Rows:
-    """The rows among whatever else a peer printed."""
+    """Extracts the rows from a peer's output."""
     lines = (line for line in output.splitlines() if line.startswith(MARK))
     return {row_name(row): row for row in map(json.loads, (line.removeprefix(MARK) for line in lines))}
 
@@ -180,7 +182,7 @@ def row_name(row: Mapping[str, Any]) -> str:
 
 
 def rate(row: Mapping[str, Any] | None) -> float | None:
-    """What a row is compared by: decode or prefill tokens a second."""
+    """Returns the rate by which rows are compared: decode or prefill tokens per second."""
     if row is None:
         return None
     value: float | None = row["decode_tokens_per_s" if row["kind"] == "decode" else "prefill_tokens_per_s"]
@@ -188,7 +190,7 @@ def rate(row: Mapping[str, Any] | None) -> float | None:
 
 
 def rates_of(ours: Mapping[str, Rows], peers: Mapping[str, Rows]) -> dict[str, dict[str, float | None]]:
-    """Of everyone, ours first, the rate in every row; decode rows by their batch, then prefill rows."""
+    """Returns each engine's rate in each row, this engine first. Decode rows come first, by batch size."""
     names = {name for rows in (*ours.values(), *peers.values()) for name in rows}
     ordered = sorted(names, key=lambda name: (name.split()[0], int(name.split()[1])))
     everyone = {**{f"ours {name}": rows for name, rows in ours.items()}, **peers}
@@ -196,7 +198,7 @@ def rates_of(ours: Mapping[str, Rows], peers: Mapping[str, Rows]) -> dict[str, d
 
 
 def comparison(ours: Mapping[str, Rows], peers: Mapping[str, Rows]) -> str:
-    """Tokens a second of all, then ours over each peer's."""
+    """Returns tokens per second of all engines, and the ratios of this engine to each peer."""
     rates = rates_of(ours, peers)
     names = list(next(iter(rates.values()), {}))
     parts = [format_table(["tokens/s", *names], [[who, *map(format_number, of.values())] for who, of in rates.items()])]

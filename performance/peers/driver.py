@@ -1,7 +1,8 @@
-"""The measurement of a peer: the same prompts and definitions for all, as ``bench_engine.py`` has them.
+"""Measures a peer, with the same prompts and definitions as ``bench_engine.py``.
 
-Standard library only, as it runs in the peer's own Python. A driver gives ``main`` a function that makes its
-``generate``; ``main`` reads the request, one JSON object, from the command line and prints a JSON object a row.
+This file uses only the standard library, because it runs in the peer's Python. A driver passes a function to ``main``
+that loads the model. ``main`` reads the request, a JSON object, from the command line, and prints a JSON object per
+row.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 Generate = Callable[[list[list[int]], int], None]
-"""Takes prompts (token ids) and how many tokens to generate for each, greedily, whatever they are."""
+"""Generates that number of greedy tokens for each prompt (token ids), ignoring end tokens."""
 
 MakeGenerate = Callable[[dict[str, Any]], Generate]
-"""Takes the request; loads the model. ``max_batch`` and ``max_tokens`` (of one sequence) are the largest needed."""
+"""Loads the model for a request. ``max_batch`` and ``max_tokens`` (per sequence) are the largest needed."""
 
 FIRST_PLAIN_TOKEN = 10
 WARM_UP_TOKENS = 4
 MARK = "peer-result "
-"""Begins each line for ``compare``; peers print much else."""
+"""Marks the lines for ``compare`` in the peer's output."""
 
 
 def main(make_generate: MakeGenerate) -> None:
-    """The whole driver. Threads are limited by the environment, which the parent has set before this started."""
+    """Runs the driver. The parent process has set the limits of threads in the environment."""
     request = json.loads(sys.argv[1])
     cases = list(_cases(request))
     request["max_batch"] = max(batch for _, batch, _, _ in cases)
@@ -43,12 +44,12 @@ def main(make_generate: MakeGenerate) -> None:
             row = _measure(generate, case, request)
         print(MARK + json.dumps(row), flush=True)
     sys.stdout.flush()
-    os._exit(0)  # peers' threads need not be waited for
+    os._exit(0)  # does not wait for the peer's threads
 
 
 @contextlib.contextmanager
 def _locked(path: str | None, kind: int) -> Iterator[None]:
-    """On a shared machine: measuring excludes whoever holds the lock of the same file, loading shares it."""
+    """Holds a lock of a shared machine: exclusive while measuring, shared while loading."""
     with contextlib.ExitStack() as owned:
         if path is not None:
             fcntl.flock(owned.enter_context(open(path, "a")), kind)
@@ -63,7 +64,7 @@ def _cases(request: dict[str, Any]) -> Iterator[tuple[str, int, int, int]]:
 
 
 def _measure(generate: Generate, case: tuple[str, int, int, int], request: dict[str, Any]) -> dict[str, Any]:
-    """Medians. The decode rate is that of the tokens after the first, over the time beyond a run of one token."""
+    """Returns medians. The decode rate excludes the time of a run with one token."""
     kind, batch, prompt, new = case
     generate(_prompts(case, request, -1), min(new, WARM_UP_TOKENS))
     runs = []
@@ -85,7 +86,7 @@ def _measure(generate: Generate, case: tuple[str, int, int, int], request: dict[
 
 
 def _prompts(case: tuple[str, int, int, int], request: dict[str, Any], seed: int) -> list[list[int]]:
-    """No two alike, so that no cache of prefixes helps."""
+    """Returns prompts that are all different, so that a prefix cache finds nothing."""
     kind, batch, prompt, _ = case
     generator = random.Random(f"peer/{kind}/{batch}/{prompt}/{seed}")
     vocab_size = request["vocab_size"]

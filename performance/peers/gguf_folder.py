@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Writes a Hugging Face Llama folder (bfloat16 or float32, one file) as GGUF, then quantised as llama.cpp does it.
+"""Writes a Hugging Face Llama folder (bfloat16 or float32, one file) as GGUF, and quantises it as llama.cpp does.
 
-Runs in llama.cpp's Python, which has ``gguf`` and ``llama_cpp``:
+It runs in llama.cpp's Python, which has ``gguf`` and ``llama_cpp`` but no safetensors library:
 
     /tmp/peers/llamacpp/bin/python performance/peers/gguf_folder.py /tmp/peers/llama-160m /tmp/peers/gguf Q4_0 Q8_0
 """
@@ -36,7 +36,7 @@ LAYER_NAMES = {
 
 
 def read_safetensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """Every tensor as float32."""
+    """Yields every tensor as float32."""
     data = np.memmap(path, np.uint8, "r")
     start = 8 + int(data[:8].view(np.uint64)[0])
     header = json.loads(bytes(data[8:start]))
@@ -56,13 +56,13 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(weight: Any, heads: int) -> Any:
-    """llama.cpp rotates neighbours, Hugging Face the halves of a head: reorder the rows of q and k."""
+    """Reorders the rows of q and k. llama.cpp rotates neighbouring rows, Hugging Face the two halves of a head."""
     rows, depth = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, depth).swapaxes(1, 2).reshape(rows, depth)
 
 
 def write_gguf(folder: Path, target: Path) -> None:
-    """float16, without a tokenizer: it is asked with token ids."""
+    """Writes a float16 GGUF without a tokenizer; the benchmark uses token ids."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = gguf.GGUFWriter(str(target), "llama")
@@ -89,7 +89,7 @@ def write_gguf(folder: Path, target: Path) -> None:
 
 
 def quantize(source: Path, target: Path, kind: str) -> None:
-    """Raises RuntimeError when llama.cpp does not."""
+    """Quantises a GGUF. Raises RuntimeError if llama.cpp fails."""
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()

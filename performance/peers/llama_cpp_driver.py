@@ -1,4 +1,4 @@
-"""llama.cpp through the functions of its C interface: all prompts in one batch, then one token a sequence and call."""
+"""Runs llama.cpp through its C interface: all prompts in one batch, then one token per sequence and call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Model:
-    """One model; a context is made anew when the number or the length of sequences changes."""
+    """A model. It creates a new context if the number or the length of the sequences changes."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._request = request
@@ -43,7 +43,7 @@ class Model:
         return self._context
 
     def _decode(self, context: Any, rows: list[list[int]], position: int) -> list[int]:
-        """The greedy token of each row, after its tokens at ``position`` and on have run."""
+        """Runs the tokens of each row from ``position`` on, and returns each row's next greedy token."""
         batch = llama.llama_batch_init(sum(map(len, rows)), 0, 1)
         last = []
         index = 0

@@ -27,10 +27,11 @@ INT8_LIMIT = 127
 
 
 def write_model_folder(shape: Path, folder: Path, *, w8a8: bool = False, seed: int = 0) -> None:
-    """``config.json`` of ``shape``, one safetensors file, the tokenizer of the shapes.
+    """Writes ``config.json`` of ``shape``, one safetensors file, and the tokenizer of the shapes.
 
-    Matrices are normal with a deviation of depth ** -0.5, which keeps activations of ordinary size; norms are 1.
-    ``w8a8``: the layers' matrices as compressed-tensors has them for int8 weights and dynamic int8 activations.
+    Matrices have a standard deviation of depth ** -0.5, so that activations keep an ordinary size; norms are 1. With
+    ``w8a8`` the layers' matrices are in the format of compressed-tensors with int8 weights and dynamic int8
+    activations.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads((shape / "config.json").read_text(encoding="utf-8"))
@@ -54,7 +55,7 @@ def write_model_folder(shape: Path, folder: Path, *, w8a8: bool = False, seed: i
 
 
 def _quantize(bits: Array) -> tuple[Array, Array]:
-    """Symmetric, one scale a row."""
+    """Quantises symmetrically, with one scale per row."""
     values = (bits.astype(np.uint32) << 16).view(np.float32)
     scale = np.abs(values).max(axis=1, keepdims=True) / INT8_LIMIT
     return np.rint(values / scale).astype(np.int8), scale.astype(np.float32)

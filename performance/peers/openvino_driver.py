@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: its continuous-batching pipeline over a folder of ``optimum-cli export openvino``."""
+"""Runs OpenVINO GenAI: its continuous-batching pipeline on a folder of ``optimum-cli export openvino``."""
 
 from __future__ import annotations
 

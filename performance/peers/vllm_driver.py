@@ -1,4 +1,4 @@
-"""vLLM for the CPU: its offline entry over a Hugging Face folder, bfloat16 or compressed-tensors W8A8."""
+"""Runs vLLM for the CPU offline on a Hugging Face folder, in bfloat16 or compressed-tensors W8A8."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import driver
 
 MAX_SEQUENCES, MAX_TOKENS = 128, 2048
-"""Always the same, so that what vLLM compiles at its start is found in its cache the next time."""
+"""Always the same, so that vLLM finds its compiled code in its cache."""
 
 
 def make_generate(request: dict[str, Any]) -> driver.Generate:
@@ -34,5 +34,5 @@ def make_generate(request: dict[str, Any]) -> driver.Generate:
     return generate
 
 
-if __name__ == "__main__":  # vLLM starts processes that import this file again
+if __name__ == "__main__":  # vLLM starts processes that import this file
     driver.main(make_generate)

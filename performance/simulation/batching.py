@@ -37,7 +37,7 @@ from performance.load.batching import (
 from performance.load.options import LoadOptions
 from performance.load.server_process import START_SERVER
 from performance.load.workload import LoadRequest, study_workload
-from performance.program import UsageError, exits_with_errors, positive, write_json
+from performance.program import UsageError, exits_with_errors, new_parser, positive, write_json
 from performance.simulation.presets import PRESETS
 from performance.simulation.recording import fit_recording
 from performance.simulation.runs import NOWHERE, simulate
@@ -91,11 +91,7 @@ def _modes(text: str) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override for all modes"
-    )
+    parser = new_parser(__doc__, "llama_160m_cpu.yaml", starts_servers=True)
     parser.add_argument("--clients", type=int, default=50, help="number of clients (default %(default)s)")
     parser.add_argument("--requests", type=int, default=1000, help="number of requests (default %(default)s)")
     parser.add_argument(
@@ -117,6 +113,4 @@ def _parser() -> argparse.ArgumentParser:
         "--recording", type=Path, metavar="F", help="with --simulate cpu: fit the device to this recording"
     )
     parser.add_argument("--timeout", type=positive, default=3600.0, help="maximum seconds for one request")
-    parser.add_argument("--start-timeout", type=positive, default=600.0, help="maximum seconds for a server to start")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     return parser

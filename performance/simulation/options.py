@@ -90,9 +90,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> SimulationOptions:
     """Parses the command line. Exits with 2 on a wrong option; raises UsageError on a wrong combination."""
     parsed = _parser().parse_args(arguments)
     if parsed.trace is None and parsed.validate is None and request_count(parsed.rate, parsed.duration) < 1:
-        raise UsageError(
-            f"-X {parsed.rate:g} for -T {parsed.duration:g} seconds makes no request: raise one of them"
-        )
+        raise UsageError(f"-X {parsed.rate:g} for -T {parsed.duration:g} seconds makes no request: raise one of them")
     if parsed.recording is not None and parsed.device != "cpu":
         raise UsageError(f"--recording fits a device to measured steps; --device {parsed.device} has its own rates")
     if parsed.beginnings[0] and parsed.trace is not None:
@@ -149,9 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--text-prompts", dest="token_ids", action="store_false", help="words instead of token ids")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests and their times, see below")
     result = parser.add_argument_group("result")
-    result.add_argument(
-        "--find-rate", action="store_true", help="find the highest rate with p99 in the objectives"
-    )
+    result.add_argument("--find-rate", action="store_true", help="find the highest rate with p99 in the objectives")
     result.add_argument("--validate", type=Path, metavar="LOADTEST.json", help="compare with the JSON of a load test")
     result.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     result.add_argument("--plots", type=Path, metavar="FOLDER", help="write a picture of each run to this folder")

@@ -38,11 +38,19 @@ from typing import Any
 from performance.load.client import LoadRun, run_load
 from performance.load.endpoint import Endpoint
 from performance.load.options import LoadOptions
-from performance.load.others import OthersWatch
 from performance.load.report import report_json
 from performance.load.server_process import START_SERVER, configured_server
 from performance.load.statistics import measure
-from performance.program import EXIT_FAILURES, EXIT_UNSTEADY, UsageError, exits_with_errors, positive, write_json
+from performance.load.watches import fraction_of_others, processor_seconds
+from performance.program import (
+    EXIT_FAILURES,
+    EXIT_UNSTEADY,
+    UsageError,
+    exits_with_errors,
+    new_parser,
+    positive,
+    write_json,
+)
 from performance.simulation.fit import StepFit
 from performance.simulation.kept_runs import read_others, read_runs, write_runs
 from performance.simulation.reality_loads import CALIBRATION, PROBE, VALIDATION, Load
@@ -178,9 +186,9 @@ class _Study:
         return run
 
     def _run_watched(self, name: str, options: LoadOptions, endpoint: Endpoint) -> tuple[LoadRun, float]:
-        with OthersWatch() as others:
-            run = self._run(name, options, endpoint)
-        return run, others.share
+        before = processor_seconds()
+        run = self._run(name, options, endpoint)
+        return run, fraction_of_others(before, processor_seconds())
 
     def _fit(self, calibrations: Sequence[Sequence[LoadRun]]) -> StepFit:
         """Fits the steps of all calibrations. Equal loads of different servers show the machine's speed during each."""
@@ -227,23 +235,13 @@ def _report(parts: Sequence[LoadRun]) -> dict[str, Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override for all servers"
-    )
+    parser = new_parser(__doc__, "llama_160m_cpu.yaml", starts_servers=True)
     parser.add_argument("--scale", type=positive, default=1.0, help="factor of all rates (default %(default)s)")
-    parser.add_argument(
-        "--tries", type=_count, default=4, help="maximum tries of a part (default %(default)s)"
-    )
-    parser.add_argument("--start-timeout", type=positive, default=600.0, help="maximum seconds for a server to start")
+    parser.add_argument("--tries", type=_count, default=4, help="maximum tries of a part (default %(default)s)")
     runs = parser.add_mutually_exclusive_group()
     runs.add_argument("--keep", type=Path, metavar="FOLDER", help="store recordings and client measurements here")
     runs.add_argument("--kept", type=Path, metavar="FOLDER", help="start no server; use the data stored by --keep")
-    parser.add_argument(
-        "--save-fit", type=Path, metavar="FILE", help="write the fit to this file (for simulate.py)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the comparison to this file")
+    parser.add_argument("--save-fit", type=Path, metavar="FILE", help="write the fit to this file (for simulate.py)")
     return parser
 
 

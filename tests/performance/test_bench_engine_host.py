@@ -24,7 +24,7 @@ def test_the_fit_finds_a_line() -> None:
 def test_the_program_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "host.json"
     assert main(["--sequences", "1,2", "--steps", "5", "--repeats", "1", "--json", str(path)]) == 0
-    assert "us a step" in capsys.readouterr().out
+    assert "us per step" in capsys.readouterr().out
     content = json.loads(path.read_text())
     assert [row["sequences"] for row in content["rows"]] == [1, 2]
     assert set(content["rows"][0]) == {"sequences", "us_per_step", "us_per_sequence", "parts_us"}

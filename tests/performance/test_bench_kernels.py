@@ -11,12 +11,12 @@ from agent.kernels.library import library_path
 from performance.bench import kernel_cases
 from performance.bench.kernel_cases import Case, attention_call, linear_cases, linear_shapes
 from performance.bench.kernel_main import (
-    LEAST_PASSES,
+    MIN_PASSES,
+    alternating_passes,
     build_parser,
     main,
     median_call_seconds,
     names_out_of,
-    passes_by_turns,
     row_of,
 )
 from performance.bench.plots import plot_kernels
@@ -70,9 +70,9 @@ def test_another_build_takes_turns_on_the_same_arrays(
 
 def test_passes_take_turns() -> None:
     seen: list[str] = []
-    own, others = passes_by_turns([[lambda: seen.append("own")], [lambda: seen.append("other")]], 0.0)
+    own, others = alternating_passes([[lambda: seen.append("own")], [lambda: seen.append("other")]], 0.0)
     assert seen[:6] == ["own", "other"] * 3
-    assert len(own) == len(others) == LEAST_PASSES
+    assert len(own) == len(others) == MIN_PASSES
 
 
 @pytest.mark.parametrize("path", ["no such file", __file__])

@@ -46,7 +46,7 @@ def test_a_server_at_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert two["clients"] == 2
     assert 0.0 < one["share_of_step"] < 0.5
     assert 0.0 < one["share_of_cpu"] < 0.5
-    assert "of the step %" in capsys.readouterr().out
+    assert "% of the step" in capsys.readouterr().out
 
 
 def test_without_a_recorder_its_share_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:

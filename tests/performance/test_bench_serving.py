@@ -62,7 +62,7 @@ def test_shares_are_of_what_was_used_and_of_what_there_was() -> None:
     share = CpuShare(wall_s=10.0, processors=2, cpu_s={"server": 1.0, "agent": 8.0, "client": 1.0})
     assert share.shares_of_used == {"server": 0.1, "agent": 0.8, "client": 0.1}
     assert share.shares_of_machine == {"server": 0.05, "agent": 0.4, "client": 0.05}
-    assert "agent 8.0 s (80.0% of the CPU time used, 40.0% of the machine)" in share.text()
+    assert "agent 8.0 s (80.0% of the processor time used, 40.0% of the machine)" in share.text()
 
 
 def test_a_server_is_found_by_its_port() -> None:

@@ -57,7 +57,7 @@ def test_the_ratio_of_the_mean_times_to_first_token(
     assert content["texts_identical"] is True
     captured = capsys.readouterr()
     assert f"mean TTFT fcfs/prefill_first: {ratio['median']:.2f} (median of" in captured.out
-    assert "answers: the same under every value" in captured.out
+    assert "texts: the same under every value" in captured.out
     order = [line.split()[2].rstrip(":") for line in captured.err.splitlines() if line.startswith("repeat")]
     assert order == ["fcfs", "prefill_first", "prefill_first", "fcfs"]
     first, second, *_ = (tmp_path / "record").read_text().splitlines()
@@ -69,7 +69,7 @@ def test_the_ratio_of_the_mean_times_to_first_token(
 def test_answers_that_differ_are_exit_code_1(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--vary", "scheduler_config.policy=slo,other", *SHORT]
     assert main(arguments, stand_in) == 1
-    assert "answers: NOT the same under every value" in capsys.readouterr().out
+    assert "texts: NOT the same under every value" in capsys.readouterr().out
     assert main([*arguments, "--temperature", "1"], stand_in) == 0
 
 

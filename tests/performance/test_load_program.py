@@ -57,9 +57,9 @@ def test_no_server_is_exit_code_2_with_a_hint(capsys: pytest.CaptureFixture[str]
     ("arguments", "message"),
     [
         (["-X", "0.01", "-T", "1"], "makes no request"),
-        (["--token-ids", "--api", "openai-chat"], "takes text, not token ids"),
+        (["--token-ids", "--api", "openai-chat"], "takes text and no token ids"),
         (["--token-ids", "--vocab-size", "5"], "token ids start at 10"),
-        (["--api", "chat", "--ignore-eos"], "knows neither --ignore-eos"),
+        (["--api", "chat", "--ignore-eos"], "supports neither --ignore-eos"),
         (["--base-url", "ftp://x"], "expected http://HOST:PORT"),
         (["--dataset", "/no/such/file"], "cannot read /no/such/file"),
         (["-O", "/proc/no/such"], "cannot create the folder /proc/no/such"),

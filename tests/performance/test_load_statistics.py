@@ -146,10 +146,8 @@ def test_the_report() -> None:
     assert line_of(report, "time to first token (ms)") == ["250", "125", "425", "492", "500"]
     assert line_of(report, "requests") == ["4"]
     assert "  goodput  25.0 % of requests, 0.250 per second (TTFT <= 1000 ms, TPOT <= 100 ms)" in report
-    assert "WARNING: the client was short of time" in report
-    assert (
-        "WARNING: sends were late by 31.2 ms on average; time to first token counted from the due time is 292" in report
-    )
+    assert "WARNING: the client was too busy" in report
+    assert "WARNING: requests were sent 31.2 ms late on average; TTFT counted from the due time is 292" in report
 
 
 def test_the_picture_of_a_run_without_success(tmp_path: Path) -> None:

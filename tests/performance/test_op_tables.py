@@ -71,7 +71,7 @@ def test_int4_is_compared_with_int4_of_weights_alone(
     assert (other["formats"], other["same_products"]) == ({"fused": fused, "native": native}, False)
     assert same["numbers"]["weight_format"] == "int4_weight_only", "the ceiling is that of its own products"
     assert "native int4 (bfloat16 by int4) over fused int4_weight_only (bfloat16 by int4)\n" in shown
-    assert "over fused int4 (int8 by int4); two precisions, not held to the limit\n" in shown
+    assert "over fused int4 (int8 by int4); different precisions, the limit does not apply\n" in shown
     assert shown.strip().endswith("2 ratios above 0.0")
 
 

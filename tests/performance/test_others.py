@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from performance.load import others
-from performance.load.others import OthersWatch
+from performance.load import watches
+from performance.load.watches import fraction_of_others, processor_seconds
 
 
 class GoneError(Exception):
@@ -49,15 +49,13 @@ def machine(user: float, steal: float, idle: float, own: list[float | None]) -> 
 def test_what_is_not_ours(
     monkeypatch: pytest.MonkeyPatch, user: float, steal: float, own: list[float | None], share: float
 ) -> None:
-    monkeypatch.setattr(others, "psutil", machine(100.0, 1.0, 50.0, [1.0, 1.0]))
-    with OthersWatch() as watch:
-        busy = user - 100.0 + steal - 1.0
-        monkeypatch.setattr(others, "psutil", machine(user, steal, 70.0 - busy, own))
-    assert watch.share == pytest.approx(share)
+    monkeypatch.setattr(watches, "psutil", machine(100.0, 1.0, 50.0, [1.0, 1.0]))
+    before = processor_seconds()
+    busy = user - 100.0 + steal - 1.0
+    monkeypatch.setattr(watches, "psutil", machine(user, steal, 70.0 - busy, own))
+    assert fraction_of_others(before, processor_seconds()) == pytest.approx(share)
 
 
 def test_no_time_has_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(others, "psutil", machine(100.0, 1.0, 50.0, [1.0]))
-    with OthersWatch() as watch:
-        pass
-    assert watch.share == 0.0
+    monkeypatch.setattr(watches, "psutil", machine(100.0, 1.0, 50.0, [1.0]))
+    assert fraction_of_others(processor_seconds(), processor_seconds()) == 0.0

@@ -64,7 +64,7 @@ def test_a_real_server_is_fitted_and_compared(
     assert main([*tiny, "--kept", str(kept)], program=tmp_path / "none") == 2
     assert "part 1, try 0" in capsys.readouterr().err
     assert main([*tiny, "--keep", str(kept)], program=tmp_path / "none") == 2
-    assert "something in it already" in capsys.readouterr().err
+    assert "the folder is not empty" in capsys.readouterr().err
 
 
 def test_a_server_that_does_not_start_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

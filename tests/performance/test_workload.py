@@ -59,7 +59,7 @@ def test_a_dataset_is_read_in_order_and_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "holds no line"),
+        ("", "is empty"),
         ('{"prompt": "x"}\n{"prompt": 5}\n', r":2: Expected `str \| array \| null`, got `int`"),
         ("{}\n", ":1: give either 'prompt'"),
         ('{"prompt": "x", "messages": []}\n', ":1: give either 'prompt'"),

@@ -1,0 +1,101 @@
+"""Measurements beside a run: the server's metrics, the memory of its processes, and the time of other processes."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+
+from performance.load.endpoint import Endpoint
+
+__all__ = ["children_mib", "fetch_metrics", "fraction_of_others", "processor_seconds", "read_metrics", "sampled"]
+
+MIB = 1 << 20
+TIMEOUT_S = 5.0
+
+
+@contextmanager
+def sampled(interval_s: float, sample: Callable[[], float | None]) -> Iterator[list[float]]:
+    """Yields the list to which a thread appends a sample at once and after each interval. It skips None."""
+    values: list[float] = []
+    stop = threading.Event()
+
+    def run() -> None:
+        while True:
+            value = sample()
+            if value is not None:
+                values.append(value)
+            if stop.wait(interval_s):
+                return
+
+    thread = threading.Thread(target=run, name="samples", daemon=True)
+    thread.start()
+    try:
+        yield values
+    finally:
+        stop.set()
+        thread.join()
+
+
+def children_mib() -> float:
+    """Returns the resident memory of this process' children and their children, in MiB."""
+    total = 0
+    for child in psutil.Process(os.getpid()).children(recursive=True):
+        try:
+            total += child.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total / MIB
+
+
+def fetch_metrics(endpoint: Endpoint) -> dict[str, float]:
+    """Returns a server's metrics. The result is empty if the server has none or does not respond."""
+    connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=TIMEOUT_S)
+    try:
+        connection.request("GET", f"{endpoint.prefix}/metrics")
+        response = connection.getresponse()
+        is_exposition = response.status == 200 and response.getheader("Content-Type", "").startswith("text/plain")
+        return read_metrics(response.read().decode()) if is_exposition else {}
+    except (OSError, http.client.HTTPException, UnicodeDecodeError):
+        return {}
+    finally:
+        connection.close()
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """Parses Prometheus' text format. The keys are names with labels: ``name{label="value"}``."""
+    metrics = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if name and not line.startswith("#"):
+            metrics[name] = float(value)
+    return metrics
+
+
+def processor_seconds() -> tuple[float, float, float]:
+    """Returns seconds of all cores since the system's start: total, busy, and used by this process and its children."""
+    times = psutil.cpu_times()
+    busy = times.user + times.nice + times.system + times.irq + times.softirq + times.steal
+    own = 0.0
+    this = psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        try:
+            mine = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        own += mine.user + mine.system
+    return busy + times.idle + times.iowait, busy, own
+
+
+def fraction_of_others(before: tuple[float, float, float], after: tuple[float, float, float]) -> float:
+    """Returns the fraction of the cores' time that others took between two calls of ``processor_seconds``.
+
+    Others are other processes, the kernel's own work, and a hypervisor if the kernel reports its time. Children that
+    ended in between count as others.
+    """
+    total, busy, own = (later - earlier for earlier, later in zip(before, after, strict=True))
+    return max(0.0, busy - own) / total if total > 0 else 0.0
