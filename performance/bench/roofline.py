@@ -73,7 +73,7 @@ def float_unit(dtype: str) -> str:
 
 
 def weight_unit(name: str, dtype: str) -> str:
-    """Returns the unit that multiplies weights of format ``name`` by activations of ``dtype``. Raises UnknownFormatError."""
+    """Returns the unit that multiplies weights of format ``name`` by ``dtype``. Raises UnknownFormatError."""
     return "int8_gops" if weight_format(name).quantises_activations else float_unit(dtype)
 
 
