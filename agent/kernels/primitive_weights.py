@@ -146,6 +146,8 @@ def _matrices(weight: PrimitiveWeight) -> list[PrimitiveWeight]:
 
 
 def _described(weight: PrimitiveWeight) -> _PrimitiveWeight:
+    if weight.type not in VALUE_TYPES:
+        raise ValueError(f"a weight of type {weight.type!r} is not known; there are {', '.join(VALUE_TYPES)}")
     if weight.values.ndim != 2 or weight.values.dtype != _STORAGE[weight.type]:
         raise ValueError(f"a weight of {weight.type} is {weight.values.dtype} {weight.values.shape}")
     outer, inner = weight.values.shape

@@ -192,10 +192,10 @@ def quantization_config(settings: Settings) -> Mapping[str, Any]:
         "group_size": settings.group or None,
         "dynamic": False,
     }
-    activations = token if settings.bits == 8 else None
+    activations = token if settings.layout == "int-quantized" else None
     return {
         "quant_method": "compressed-tensors",
-        "format": "int-quantized" if settings.bits == 8 else "pack-quantized",
+        "format": settings.layout,
         "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
         "ignore": ["lm_head"],

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agent.weights.storage import from_float32, to_float32
+from llm_serving.model.number_formats import stored_format
 
 Float32Array = NDArray[np.float32]
 _SMALLEST_SCALE = np.float32(2.0**-24)
@@ -25,12 +26,20 @@ class Settings:
     """What to quantise to."""
 
     bits: int
-    """8 or 4."""
     group: int
-    """Inputs that share a scale; 0: a whole row."""
+    """Inputs that share a scale; 0: all inputs of an output."""
     asymmetric: bool
+    """Whether to store zero points."""
     scale_dtype: str
     """float32, float16 or bfloat16: that of the model's own weights. Integers are found for the rounded scales."""
+
+    def __post_init__(self) -> None:
+        stored_format(self.bits)  # raises for a number of bits that no format has
+
+    @property
+    def layout(self) -> str:
+        """The layout of compressed-tensors: a byte for each integer, or several integers in a word."""
+        return "int-quantized" if "int-quantized" in stored_format(self.bits).layouts else "pack-quantized"
 
     def group_of(self, depth: int) -> int:
         return self.group or depth
@@ -94,21 +103,24 @@ def round_to_nearest(weight: Float32Array, settings: Settings) -> Quantised:
 def stored_arrays(stem: str, weight: Quantised, settings: Settings) -> Mapping[str, NDArray[Any]]:
     """Returns the tensors that represent a weight in compressed-tensors, by name."""
     scales = from_float32(weight.scales, settings.scale_dtype)
-    if settings.bits == 8:
+    if settings.layout == "int-quantized":
         signed = (weight.q.astype(np.int16) - settings.middle).astype(np.int8)
         return {f"{stem}.weight": signed, f"{stem}.weight_scale": scales}
     arrays: dict[str, NDArray[Any]] = {
-        f"{stem}.weight_packed": pack_words(weight.q),
+        f"{stem}.weight_packed": pack_words(weight.q, settings.bits),
         f"{stem}.weight_scale": scales,
         f"{stem}.weight_shape": np.array(weight.q.shape, np.int64),
     }
     if settings.asymmetric:
-        arrays[f"{stem}.weight_zero_point"] = np.ascontiguousarray(pack_words(weight.zeros.T).T)
+        arrays[f"{stem}.weight_zero_point"] = np.ascontiguousarray(pack_words(weight.zeros.T, settings.bits).T)
     return arrays
 
 
-def pack_words(values: NDArray[np.uint8]) -> NDArray[np.int32]:
-    """[n, m] from 0 to 15 -> [n, ceil(m / 8)]: eight to a word, the first in the lowest bits, zeros at the end."""
-    padded = np.pad(values, ((0, 0), (0, -values.shape[1] % 8)))
-    pairs = padded[:, 0::2] | (padded[:, 1::2] << np.uint8(4))
-    return np.ascontiguousarray(pairs).view("<i4").astype(np.int32)
+def pack_words(values: NDArray[np.uint8], bits: int) -> NDArray[np.int32]:
+    """Packs [n, m] into words [n, ceil(m / per word)]: the first integer in the lowest bits, zeros at the end."""
+    per_word = 32 // bits
+    padded = np.pad(values, ((0, 0), (0, -values.shape[1] % per_word))).astype(np.uint32)
+    words = np.zeros((len(padded), padded.shape[1] // per_word), np.uint32)
+    for place in range(per_word):
+        words |= padded[:, place::per_word] << np.uint32(bits * place)
+    return words.view(np.int32)

@@ -40,6 +40,8 @@
 
 namespace llmk {
 
+// The numbers are `kernel_code` of llm_serving/model/number_formats.py. To add another format, add it there, here and
+// to kFormats; a new Packing also needs code in linear_pack.cc, linear_driver.h and linear_weight_only.h.
 enum class WeightFormat : int32_t {
   kFloat32 = 0,
   kFloat16 = 1,
@@ -49,6 +51,41 @@ enum class WeightFormat : int32_t {
   kInt4 = 5,
   kInt4WeightOnly = 6
 };
+
+enum class Packing : int32_t { kFloats, kBytes, kNibbles };
+
+struct FormatTraits {
+  WeightFormat format;
+  Packing packing;
+  int32_t bits;          // of a weight
+  int32_t step_depth;    // depths in one step of a panel
+  bool quantizes_rows;   // activations become int8, with a scale for each row
+};
+
+constexpr FormatTraits kFormats[] = {
+    {WeightFormat::kFloat32, Packing::kFloats, 32, 1, false},
+    {WeightFormat::kFloat16, Packing::kFloats, 16, 1, false},
+    {WeightFormat::kBFloat16, Packing::kFloats, 16, 2, false},
+    {WeightFormat::kInt8, Packing::kBytes, 8, 4, true},
+    {WeightFormat::kInt8WeightOnly, Packing::kBytes, 8, 4, false},
+    {WeightFormat::kInt4, Packing::kNibbles, 4, 8, true},
+    {WeightFormat::kInt4WeightOnly, Packing::kNibbles, 4, 8, false},
+};
+constexpr int32_t kNumFormats = sizeof(kFormats) / sizeof(kFormats[0]);
+
+constexpr bool formats_are_in_order() {
+  for (int32_t i = 0; i < kNumFormats; ++i) {
+    if (static_cast<int32_t>(kFormats[i].format) != i) return false;
+  }
+  return true;
+}
+static_assert(formats_are_in_order(), "kFormats has a row for each WeightFormat, in its order");
+
+// Whether a number that came from outside is a WeightFormat; traits_of() takes no other.
+static inline bool is_known(WeightFormat format) {
+  return static_cast<int32_t>(format) >= 0 && static_cast<int32_t>(format) < kNumFormats;
+}
+static inline const FormatTraits& traits_of(WeightFormat format) { return kFormats[static_cast<int32_t>(format)]; }
 
 constexpr uint32_t kPackedWeightMagic = 0x4B50574C;  // "LWPK"
 constexpr int32_t kPackedWeightLayout = 3;           // halves of panels as tiles of tile_steps
@@ -106,7 +143,7 @@ struct QuantizedRows {
   int64_t groups;
 };
 
-bool wants_quantized_rows(const void* blob);                                  // formats kInt8 and kInt4
+bool wants_quantized_rows(const void* blob);                                  // whether its format quantizes_rows
 int64_t quantized_rows_bytes(const void* blob, int64_t rows);                 // memory for the three, in one piece
 QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);  // lays them out in it (64-byte aligned)
 
@@ -141,15 +178,15 @@ struct WeightShape {
   int64_t panel_bytes;
 };
 
-static inline bool is_integer(WeightFormat format) { return format >= WeightFormat::kInt8; }
-static inline bool has_nibbles(WeightFormat format) { return format >= WeightFormat::kInt4; }
+static inline bool is_integer(WeightFormat format) { return traits_of(format).packing != Packing::kFloats; }
+static inline bool has_nibbles(WeightFormat format) { return traits_of(format).packing == Packing::kNibbles; }
 
 static inline WeightShape weight_shape(WeightFormat format, int64_t columns, int64_t depth, int64_t group,
                                        bool gated, bool asymmetric) {
   const bool nibbles = has_nibbles(format);
   WeightShape shape;
   shape.panels = gated ? ceil_div(columns / 2, kPanelColumns / 2) : ceil_div(columns, kPanelColumns);
-  shape.step_depth = nibbles ? 8 : is_integer(format) ? 4 : format == WeightFormat::kBFloat16 ? 2 : 1;
+  shape.step_depth = traits_of(format).step_depth;
   shape.step_bytes = format == WeightFormat::kFloat16 ? 2 * kPanelColumns : 4 * kPanelColumns;
   shape.steps = ceil_div(depth, shape.step_depth);
   shape.group_steps = group == 0 ? shape.steps : group / shape.step_depth;

@@ -360,14 +360,14 @@ static void run_job(LinearJob* job) {
     rows_as_bytes(job);
     grouped ? set_finish<Scaling::kRow>(job) : set_finish<Scaling::kIntegerBoth>(job);
 #ifdef LLMK_AMX
-    if (format == WeightFormat::kInt4 && GroupedTiles<NibbleStep>::fits(*job)) {
+    if (has_nibbles(format) && GroupedTiles<NibbleStep>::fits(*job)) {
       return run_tiles<GroupedTiles<NibbleStep>>(*job);
     }
-    if (format == WeightFormat::kInt8 && grouped && GroupedTiles<ByteStep>::fits(*job)) {
+    if (!has_nibbles(format) && grouped && GroupedTiles<ByteStep>::fits(*job)) {
       return run_tiles<GroupedTiles<ByteStep>>(*job);
     }
 #endif
-    if (format == WeightFormat::kInt4) return run_panels<GroupedForm<NibbleStep>>(*job);
+    if (has_nibbles(format)) return run_panels<GroupedForm<NibbleStep>>(*job);
     if (grouped) return run_panels<GroupedForm<ByteStep>>(*job);
 #ifdef LLMK_AMX
     if (job->args.rows >= kLeastTiledRows && fits_tiles(*job)) return run_tiles<TiledForm<ByteTiles16>>(*job);

@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kLargestIntegerDepth = 65536;  // 255 * 127 * depth must fit an int32
 
 const char* problem_of_sizes(WeightFormat format, int64_t columns, int64_t depth, int64_t group) {
-  if (format < WeightFormat::kFloat32 || format > WeightFormat::kInt4WeightOnly) return "the format is not known";
+  if (!is_known(format)) return "the format is not known";
   if (columns <= 0 || depth <= 0) return "columns and depth must be positive";
   if (columns >= int64_t{1} << 31 || depth >= int64_t{1} << 31) return "columns and depth must be below 2^31";
   if (group < 0 || group % 8 != 0) return "the group must be 0 or a positive multiple of 8";
@@ -53,8 +53,9 @@ void quantize_group(const PackSource& source, int64_t column, int64_t begin, int
   }
   const bool nibbles = has_nibbles(source.format);
   const float magnitude = std::fmax(-low, high);
-  int zero = nibbles ? 8 : 128, lowest = nibbles ? 1 : 1, highest = nibbles ? 15 : 255;
-  out->scale = magnitude / (nibbles ? 7.0f : 127.0f);
+  const int largest = (1 << (traits_of(source.format).bits - 1)) - 1;
+  int zero = nibbles ? 8 : 128, lowest = zero - largest, highest = zero + largest;
+  out->scale = magnitude / static_cast<float>(largest);
   if (nibbles && source.asymmetric) {
     out->scale = (high - low) / 15.0f;
     zero = static_cast<int>(std::nearbyintf(-low * inverse_of(out->scale)));
@@ -297,8 +298,7 @@ int check_linear(const char* op, const LinearArgs& args) {
 }
 
 bool wants_quantized_rows(const void* blob) {
-  const WeightFormat format = header_of(blob).format;
-  return format == WeightFormat::kInt8 || format == WeightFormat::kInt4;
+  return traits_of(header_of(blob).format).quantizes_rows;
 }
 
 static int64_t round_up(int64_t bytes) { return ceil_div(bytes, 64) * 64; }

@@ -95,7 +95,7 @@ static inline float product_element(const LinearArgs& args, const LinearWeights&
     if (!is_integer(w.header.format)) return static_cast<float>(sum);
     const float scale = w.scale(column, g);
     exact += sum * scale;
-    if (integers && w.header.format == WeightFormat::kInt8 && w.header.group == 0) {
+    if (integers && !has_nibbles(w.header.format) && w.header.group == 0) {
       return static_cast<float>(sum) * rows.scales[row] * scale;
     }
     total = std::fma(static_cast<float>(sum), scale, total);
