@@ -1,7 +1,7 @@
-"""The real executor: steps go through shared-memory slots to a group of agents, which is started again when one dies.
+"""The executor with real agents: steps go through step slots in shared memory to a group of agents.
 
-Everything happens inside ``poll``, in the engine's thread: one selector watches the agents' sockets, the ends of their
-processes and the wake-up descriptor, so an idle server sleeps until something happens.
+If an agent dies, the whole group is restarted. All work happens inside ``poll``, in the engine thread. One selector
+waits for the agents' sockets, the ends of their processes and the wake-up descriptor, so an idle server sleeps.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentLostError, AgentStartError
 from llm_serving.executor.agent_group import AgentGroup
 from llm_serving.executor.agent_link import AgentLink, ProgressReport
-from llm_serving.executor.agent_states import AgentStates
+from llm_serving.executor.agent_states import AgentStates, Restarts
 from llm_serving.executor.base import AgentLost, AgentReady, ExecutorEvent
-from llm_serving.executor.restarts import Restarts
-from llm_serving.executor.steps_in_flight import StepsInFlight
+from llm_serving.executor.step_slots import StepSlots
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import AgentMessage
+from llm_serving.ipc.shm import StepSlot
 from llm_serving.model.parallel import group_ranks
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 
 
 class AgentExecutor:
-    """Owns a replica's group of agents and the steps in flight. See ``base.Executor`` for the threads' rules.
+    """Owns a replica's group of agents and the steps in flight. See ``base.Executor`` for the rules about threads.
 
-    ``listeners``: the listening socket of each of the replica's agents, in order of rank. Agents write their logs to
-    ``log_folder``, ``agent_RANK.log`` each.
+    ``listeners``: the listening socket of each of the replica's agents, in order of rank. Each agent writes its log to
+    ``log_folder``, file ``agent_RANK.log``.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class AgentExecutor:
         self._selector = selectors.DefaultSelector()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_wake)
-        self._steps = StepsInFlight(config, self._ranks)
+        self._steps = self._new_slots(())
         self._control_seq = 0
         self._restarts = Restarts(config.serving_config.agent_restart_limit)
         self._agent_states = AgentStates(config, replica, listeners, self._restarts)
 
     def start(self) -> None:
-        """Start the agents. ``AgentReady`` or a final ``AgentLost`` follows from ``poll``."""
+        """Start the agents. ``poll`` then reports ``AgentReady`` or a final ``AgentLost``."""
         self._start_group()
 
     @property
@@ -71,12 +71,12 @@ class AgentExecutor:
         return len(self._steps.free_slots)
 
     def submit(self, step: ScheduledStep) -> None:
-        """Write the step into a free slot and announce it."""
+        """Write the step into a free slot and announce it to the agents."""
         assert self._group is not None, "a step was submitted while no agent is ready"
         self._group.send(self._steps.write(step))
 
     def abort(self, seq: int) -> None:
-        """Only an agent alone can drop a step: in a group, one could have begun with it and another not."""
+        """Ask a single agent to drop a step. Agents of a group cannot: one may have begun the step, another not."""
         if self._group is not None and self._steps.join is None and seq in self._steps.slot_of:
             self._group.send(messages.Abort(seq=self._control_number(), step=seq))
 
@@ -86,7 +86,7 @@ class AgentExecutor:
             self._group.send(messages.Status(seq=self._control_number()))
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
-        """Wait for the agents, the clock or a wake-up; whatever befalls an agent becomes an event."""
+        """Wait for the agents, a deadline or a wake-up. Every change of an agent's state becomes an event."""
         events: list[ExecutorEvent] = []
         for key, _ in self._selector.select(self._wait_s(timeout_s)):
             handler: Callable[[], list[ExecutorEvent]] = key.data
@@ -102,7 +102,7 @@ class AgentExecutor:
         return events
 
     def fileno(self) -> int:
-        """The selector's own descriptor: epoll instances nest."""
+        """Return the descriptor of the selector. An epoll instance can wait for another."""
         return self._selector.fileno()
 
     def next_due(self) -> float | None:
@@ -118,16 +118,19 @@ class AgentExecutor:
         return self._agent_states.describe(group.links if group is not None else [])
 
     def close(self) -> None:
-        """End the agents and free everything. The listening sockets are the caller's."""
+        """End the agents and free everything. The caller owns the listening sockets."""
         if self._group is not None:
             self._unregister(self._group)
             self._group.shutdown(self._control_number())
             self._group = None
-        self._steps = StepsInFlight(self._config, self._ranks)
+        self._steps = self._new_slots(())
         self._end_last_group()
         self._selector.close()
         os.close(self._wake)
         self._wake = -1
+
+    def _new_slots(self, slots: Sequence[StepSlot]) -> StepSlots:
+        return StepSlots(self._config.slot_limits(), self._config.pa_config.block_size, self._ranks, slots)
 
     def _start_group(self) -> None:
         self._restarts.started()
@@ -142,8 +145,7 @@ class AgentExecutor:
             self._selector.register(link.process.exit_descriptor, selectors.EVENT_READ, on_exit)
 
     def _end_last_group(self) -> None:
-        """Wait for the processes of the group that was killed, so that its memory is free before the next one's is
-        asked for."""
+        """Wait for the processes of the killed group, so that its memory is free before the next group needs memory."""
         if self._ending is not None:
             self._ending.close()
             self._ending = None
@@ -154,7 +156,7 @@ class AgentExecutor:
         return []
 
     def _on_exit(self, member: int, link: AgentLink) -> list[ExecutorEvent]:
-        events = self._on_readable(member, link)  # its last words, usually the reason, come before its end
+        events = self._on_readable(member, link)  # the last messages usually have the reason for the exit
         link.check_alive()
         return events
 
@@ -170,7 +172,7 @@ class AgentExecutor:
 
     def _on_ready(self, group: AgentGroup) -> AgentReady:
         self._restarts.ready(time.monotonic())
-        self._steps = StepsInFlight(self._config, self._ranks, group.memory.slots)
+        self._steps = self._new_slots(group.memory.slots)
         if self._agent_states.is_wanted:
             self.request_status()
         return AgentReady(group.summary)
@@ -188,15 +190,15 @@ class AgentExecutor:
         return self._control_seq
 
     def _lose(self, error: AgentError) -> list[ExecutorEvent]:
-        """Clear the run away and plan the next, or give up. Steps that an agent had failed end with its error."""
+        """End the group and plan its restart, or give up. Steps that an agent had failed end with that error."""
         failures = self._steps.join.take_failures() if self._steps.join is not None else []
         events: list[ExecutorEvent] = [StepResult(seq, error=text) for seq, text in failures]
         if self._group is not None:
             self._unregister(self._group)
-            error = self._group.epitaph(error)
+            error = self._group.describe_loss(error)
             self._group.kill()
             self._ending, self._group = self._group, None
-        self._steps = StepsInFlight(self._config, self._ranks)
+        self._steps = self._new_slots(())
         self._agent_states.lose()
         backoff = self._restarts.lost(time.monotonic())
         if backoff is None:
@@ -212,7 +214,7 @@ class AgentExecutor:
             self._selector.unregister(link.process.exit_descriptor)
 
     def _deadline(self) -> tuple[float, str] | None:
-        """When something is overdue next, and what it would be."""
+        """Return the time of the next deadline and its kind."""
         if self._restarts.due_at is not None:
             return self._restarts.due_at, "restart"
         if self._group is not None and not self._group.is_ready:
@@ -221,7 +223,7 @@ class AgentExecutor:
         if steps.join is not None and (due := steps.join.overdue_at) is not None:
             return due, "join"
         if steps.slot_of:
-            return steps.last_answer + self._config.serving_config.step_timeout_s, "step"
+            return steps.last_result + self._config.serving_config.step_timeout_s, "step"
         return None
 
     def _wait_s(self, timeout_s: float | None) -> float | None:
@@ -246,25 +248,20 @@ class AgentExecutor:
             join.check_overdue(now)
             raise AgentLostError(str(join.torn))
         elif deadline[1] == "start":
+            assert self._group is not None
+            ranks = [link.rank for link in self._group.links if not link.is_ready]
             raise AgentStartError(
-                f"{self._late_to_start()} not ready after {settings.agent_start_timeout_s:g} s "
-                f"(serving_config.agent_start_timeout_s); logs are in {self._log_folder}"
+                f"{_agents(ranks)} {'was' if len(ranks) == 1 else 'were'} not ready after "
+                f"{settings.agent_start_timeout_s:g} s (serving_config.agent_start_timeout_s); logs are in "
+                f"{self._log_folder}"
             )
         else:
+            seq = min(self._steps.slot_of)
+            late = list(self._ranks) if join is None else join.missing(seq)
             raise AgentLostError(
-                f"{self._late_with_step(min(self._steps.slot_of))} within {settings.step_timeout_s:g} s "
+                f"{_agents(late)} did not answer step {seq} within {settings.step_timeout_s:g} s "
                 "(serving_config.step_timeout_s)"
             )
-
-    def _late_to_start(self) -> str:
-        assert self._group is not None
-        ranks = [link.rank for link in self._group.links if not link.is_ready]
-        return f"{_agents(ranks)} {'was' if len(ranks) == 1 else 'were'}"
-
-    def _late_with_step(self, seq: int) -> str:
-        join = self._steps.join
-        ranks = list(self._ranks) if join is None else join.missing(seq)
-        return f"{_agents(ranks)} did not answer step {seq}"
 
 
 def _agents(ranks: Sequence[int]) -> str:

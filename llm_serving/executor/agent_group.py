@@ -1,4 +1,4 @@
-"""The server's end of one replica's agents: their links, and the shared memory that they map in common."""
+"""The server's end of one replica's agents: their links, and the shared memory that all of them map."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 
 from llm_serving.config import Config
 from llm_serving.errors import AgentError, AgentLostError, AgentStartError
-from llm_serving.executor.agent_link import AgentLink, ProgressReport
+from llm_serving.executor.agent_link import AgentLink, GroupMemory, ProgressReport
 from llm_serving.executor.agent_process import STOP_GRACE_S
-from llm_serving.executor.group_memory import GroupMemory
 from llm_serving.executor.hccl_cluster import HcclCluster
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import ServerMessage
@@ -20,7 +19,7 @@ from llm_serving.model.parallel import answering_rank, group_ranks
 
 
 class AgentGroup:
-    """One run of the agents of a replica, from their start to their end: they live and die together.
+    """One run of the agents of a replica, from their start to their end. If one agent ends, all are ended.
 
     Owns the links and the shared memory. ``listeners`` and ``links`` are in order of rank.
     """
@@ -37,7 +36,7 @@ class AgentGroup:
         ranks = group_ranks(replica, config.parallel_config)
         self.links: list[AgentLink] = []
         self.is_ready = False
-        """Every agent is."""
+        """Every agent is ready."""
         self._answering = answering_rank(replica, config.parallel_config) - ranks.start
         self.memory = GroupMemory.create(config)
         self._cluster: HcclCluster | None = None
@@ -55,30 +54,30 @@ class AgentGroup:
 
     @property
     def started_at(self) -> float:
-        """By ``time.monotonic``."""
+        """When the group was started, by ``time.monotonic``."""
         return self.links[0].started_at
 
     @property
     def summary(self) -> dict[str, object]:
-        """What the agent that answers said of itself; for several, how many there are besides."""
+        """The summary of the agent that returns results. For several agents, it has their number, too."""
         size = {"agents": len(self.links)} if len(self.links) > 1 else {}
         return {**self.links[self._answering].summary, **size}
 
     def note_progress(self) -> None:
-        """After a message of the start. Once every agent has mapped the shared memory, its name goes."""
+        """Update the state after a message of the start. When every agent has mapped the memory, remove its name."""
         if all(link.is_connected for link in self.links):
             self.memory.unlink()
             self.is_ready = all(link.is_ready for link in self.links)
 
     def send(self, message: ServerMessage) -> None:
-        """Send to every agent. A broken connection is not the sender's problem: it is seen as readable, too."""
+        """Send a message to every agent. A broken connection is ignored, because ``receive`` reports it."""
         payload = messages.encode(message)
         for link in self.links:
-            with contextlib.suppress(AgentLostError):
-                link.send(payload)
+            with contextlib.suppress(OSError):
+                link.channel.send(payload)
 
-    def epitaph(self, noticed: AgentError) -> AgentError:
-        """The end that was noticed, with those of agents that ended by themselves just then: one may be the cause."""
+    def describe_loss(self, noticed: AgentError) -> AgentError:
+        """Return the error with the other agents that ended at the same time. One of them may be the cause."""
         others = [
             f"agent {link.rank} ended too ({code})"
             for link in self.links
@@ -91,7 +90,7 @@ class AgentGroup:
         return kind(f"{noticed}; {', '.join(others)}")
 
     def kill(self) -> None:
-        """End all of them at once, without waiting for it; ``close`` must follow."""
+        """Kill all agents without waiting. The caller must call ``close`` later."""
         self.memory.mark_down()
         for link in self.links:
             link.process.kill()
@@ -99,7 +98,7 @@ class AgentGroup:
             self._cluster.kill()
 
     def close(self) -> None:
-        """End all of them, wait until they have, and free everything."""
+        """End all agents, wait until they have ended, and free everything."""
         self.kill()
         for link in self.links:
             link.close()
@@ -108,7 +107,7 @@ class AgentGroup:
         self.memory.close()
 
     def shutdown(self, seq: int) -> None:
-        """Ask all of them to end, wait a little, then as ``close``."""
+        """Ask all agents to end and wait for a short time, then close."""
         self.send(messages.Shutdown(seq=seq))
         for link in self.links:
             link.hang_up()

@@ -1,4 +1,4 @@
-"""The server's end of one agent: its process, its connection, and how far its start has come."""
+"""The server's end of one agent: its process, its connection and the state of its start."""
 
 from __future__ import annotations
 
@@ -11,25 +11,86 @@ from pathlib import Path
 from llm_serving.config import Config
 from llm_serving.errors import AgentLostError, AgentStartError, ProtocolError
 from llm_serving.executor.agent_process import AgentProcess, describe_exit
-from llm_serving.executor.group_memory import GroupMemory
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import Channel
+from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.messages import NONCE_BYTES, AgentMessage
-from llm_serving.ipc.shm import NUM_SLOTS
+from llm_serving.ipc.segment import SHM_DIRECTORY
+from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, SlotMemory, StepSlot
 
 ProgressReport = Callable[[int, str, int, int], None]
-"""Called with rank, stage, units done, units in all."""
+"""Takes the rank, the stage, the completed units and all units of an agent's start."""
 
 CONNECT_TIMEOUT_S = 5.0
-DYING_S = 0.25
-"""A process's sockets close a moment before its exit code is there to be told."""
+EXIT_WAIT_S = 0.25
+"""Maximum wait for an exit code. The sockets of a process close shortly before its exit code is known."""
+
+
+class GroupMemory:
+    """The shared memory of one group of agents: the step slots and, for several agents, the exchange.
+
+    The server creates and frees it. Every agent of the group maps all of it.
+    """
+
+    def __init__(self, slot_memory: SlotMemory, exchange: ExchangeMemory | None) -> None:
+        self.slot_memory = slot_memory
+        self.exchange = exchange
+
+    @classmethod
+    def create(cls, config: Config) -> GroupMemory:
+        """Make new segments and reserve their pages. Raises AgentStartError if /dev/shm is too small."""
+        limits, parallel = config.slot_limits(), config.parallel_config
+        layout = None if parallel.group_size == 1 else ExchangeLayout.of(config.shape, limits, parallel)
+        try:
+            slot_memory = SlotMemory.create(limits, NUM_SLOTS)
+            try:
+                return cls(slot_memory, None if layout is None else ExchangeMemory.create(layout))
+            except BaseException:
+                slot_memory.close()
+                raise
+        except OSError as error:
+            needed = SlotLayout.of(limits).slot_bytes * NUM_SLOTS + (0 if layout is None else layout.num_bytes)
+            raise AgentStartError(
+                f"{SHM_DIRECTORY} has no room for {needed} bytes of step slots and exchange: {error.strerror}; "
+                "give it more, or lower scheduler_config.max_num_batched_tokens"
+            ) from error
+
+    @property
+    def slots(self) -> list[StepSlot]:
+        return self.slot_memory.slots
+
+    @property
+    def exchange_name(self) -> str:
+        """Name of the exchange's segment. Empty if there is no exchange."""
+        return "" if self.exchange is None else self.exchange.name
+
+    @property
+    def exchange_bytes(self) -> int:
+        return 0 if self.exchange is None else self.exchange.layout.num_bytes
+
+    def mark_down(self) -> None:
+        """Mark the group as ended, so that agents that wait for each other stop."""
+        if self.exchange is not None:
+            self.exchange.mark_down()
+
+    def unlink(self) -> None:
+        """Remove the names of the segments. The mappings stay. May be called twice."""
+        self.slot_memory.unlink()
+        if self.exchange is not None:
+            self.exchange.unlink()
+
+    def close(self) -> None:
+        """Remove the names and the server's mappings."""
+        self.slot_memory.close()
+        if self.exchange is not None:
+            self.exchange.close()
 
 
 class AgentLink:
-    """One run of one agent, from its start to its end. Owns its process and socket; the memory is its group's.
+    """One run of one agent, from its start to its end. Owns the process and the socket. The group owns the memory.
 
-    ``receive`` turns what arrived into messages for the engine and handles the start's own messages itself.
-    Raises AgentStartError or AgentLostError when the run is over; the link is then closed by its owner.
+    ``receive`` handles the messages of the start and returns the messages for the engine. Raises AgentStartError or
+    AgentLostError when the run has ended. The owner must then close the link.
     """
 
     def __init__(
@@ -45,7 +106,7 @@ class AgentLink:
     ) -> None:
         self.rank = rank
         self.is_connected = False
-        """It has proved itself, and mapped the shared memory."""
+        """The agent has proved the launch secret and mapped the shared memory."""
         self.is_ready = False
         self.summary: dict[str, str | int | float] = {}
         self.started_at = time.monotonic()
@@ -53,7 +114,7 @@ class AgentLink:
         self._memory = memory
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self.process = AgentProcess(listener, rank, config.to_json(), log_path, agent_module, environment)
-        self._channel = self._connect(listener)
+        self.channel = self._connect(listener)
 
     def _connect(self, listener: socket.socket) -> Channel:
         try:
@@ -66,23 +127,16 @@ class AgentLink:
 
     @property
     def channel_descriptor(self) -> int:
-        return self._channel.fileno()
-
-    def send(self, payload: bytes) -> None:
-        """Send an encoded message. Raises AgentLostError when the agent is gone."""
-        try:
-            self._channel.send(payload)
-        except OSError as error:
-            raise AgentLostError(self._epitaph(f"the connection broke: {error}")) from error
+        return self.channel.fileno()
 
     def receive(self) -> list[AgentMessage]:
-        """What arrived for the engine since the last call; call when the channel is readable."""
+        """Return the messages for the engine since the last call. Call it when the channel is readable."""
         try:
-            frames = self._channel.receive_available()
+            frames = self.channel.receive_available()
         except (OSError, ProtocolError) as error:
-            raise self._over(f"the connection broke: {error}") from error
+            raise self._lost(f"the connection broke: {error}") from error
         if frames is None:
-            raise self._over("it closed the connection")
+            raise self._lost("it closed the connection")
         passed_on: list[AgentMessage] = []
         for payload in frames:
             try:
@@ -90,25 +144,25 @@ class AgentLink:
                 if not self._handle_start(message):
                     passed_on.append(message)
             except ProtocolError as error:
-                raise self._over(str(error)) from error
+                raise self._lost(str(error)) from error
         return passed_on
 
     def check_alive(self) -> None:
-        """Raises AgentStartError or AgentLostError when the process has ended."""
+        """Raise AgentStartError or AgentLostError if the process has ended."""
         if self.process.exit_code() is not None:
-            raise self._over("its process ended")
+            raise self._lost("its process ended")
 
     def hang_up(self) -> None:
-        """Close the connection: the agent ends when it notices."""
-        self._channel.close()
+        """Close the connection. The agent ends when it notices."""
+        self.channel.close()
 
     def close(self) -> None:
-        """End the process, wait until it has ended, and free everything that belongs to this run."""
-        self._channel.close()
+        """End the process, wait until it has ended, and free the resources of this run."""
+        self.channel.close()
         self.process.close()
 
     def _handle_start(self, message: AgentMessage) -> bool:
-        """Take the messages of the start; False for those that are the engine's."""
+        """Handle a message of the start. Returns False for a message to the engine."""
         if isinstance(message, messages.Challenge):
             self._answer_challenge(message)
         elif isinstance(message, messages.Connected):
@@ -140,14 +194,17 @@ class AgentLink:
             exchange_name=self._memory.exchange_name,
             exchange_bytes=self._memory.exchange_bytes,
         )
-        self.send(messages.encode(connect))
+        try:
+            self.channel.send(messages.encode(connect))
+        except OSError as error:
+            raise self._lost(f"the connection broke: {error}") from error
 
-    def _over(self, reason: str) -> AgentStartError | AgentLostError:
-        return AgentLostError(self._epitaph(reason)) if self.is_ready else AgentStartError(self._epitaph(reason))
-
-    def _epitaph(self, reason: str) -> str:
-        exit_text = describe_exit(self.process.exit_code(wait_s=DYING_S))
+    def _lost(self, reason: str) -> AgentStartError | AgentLostError:
+        """Return the error for an agent that has ended: its exit code, its log and, during the start, the log's end."""
+        exit_text = describe_exit(self.process.exit_code(wait_s=EXIT_WAIT_S))
         ended = f" ({exit_text})" if exit_text else ""
         text = f"agent {self.rank}, process {self.process.pid}: {reason}{ended}; its log is {self.process.log_path}"
-        tail = self.process.log_tail() if not self.is_ready else ""
-        return f"{text}, and ends with:\n{tail}" if tail else text
+        if self.is_ready:
+            return AgentLostError(text)
+        tail = self.process.log_tail()
+        return AgentStartError(f"{text}, and ends with:\n{tail}" if tail else text)

@@ -1,4 +1,4 @@
-"""An agent's operating-system process: started with inherited descriptors, watched, ended."""
+"""The operating-system process of an agent: its start with inherited descriptors, its exit code and its end."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _LOG_TAIL_BYTES = 4000
 
 
 def bind_agent_port(ip: str, port: int) -> socket.socket:
-    """Listen on an agent's port (0: any free one). Raises ConfigError when it is taken."""
+    """Listen on an agent's port, or on any free port if it is 0. Raises ConfigError if the port is in use."""
     return listen(ip, port, backlog=16, key="serving_config.agent_ports")
 
 
 @contextlib.contextmanager
 def bind_agent_ports(ip: str, ports: Sequence[int]) -> Iterator[list[socket.socket]]:
-    """Listen on every agent's port, in order of rank; closed with the context. Raises ConfigError as above."""
+    """Listen on every agent's port, in order of rank. The context closes the sockets. Raises ConfigError."""
     with contextlib.ExitStack() as owned:
         yield [owned.enter_context(bind_agent_port(ip, port)) for port in ports]
 
 
 class AgentProcess:
-    """One run of an agent. Owns the process, its end of the bootstrap pipe and its log file.
+    """One run of an agent. Owns the process, the server's end of the bootstrap pipe and the log file.
 
-    ``secret`` is new for every run; it never appears in an argument, an environment variable or a file.
-    ``module`` is what ``python -m`` runs: the agent, or a stand-in without a device. ``environment`` is added to ours.
+    ``secret`` is new for every run. It never appears in an argument, an environment variable or a file. ``module`` is
+    the module for ``python -m``. Tests use an agent without a device. ``environment`` extends the server's environment.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AgentProcess:
         finally:
             os.close(read_end)
         self.exit_descriptor = os.pidfd_open(self._process.pid)
-        """Readable once the process has ended."""
+        """Descriptor that becomes readable when the process ends."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe, encode_bootstrap(Bootstrap(self.secret, rank, config_json)))
 
@@ -79,7 +79,7 @@ class AgentProcess:
             stdout=log_fd,
             stderr=log_fd,
             env={**os.environ, **self._environment, "PYTHONPATH": path},
-            start_new_session=True,  # a signal to our group is ours: agents are ended in order
+            start_new_session=True,  # a signal to the server's process group must not end the agents out of order
         )
 
     @property
@@ -87,30 +87,30 @@ class AgentProcess:
         return self._process.pid
 
     def exit_code(self, wait_s: float = 0.0) -> int | None:
-        """None while it runs; negative: ended by that signal. Waits so long for an end that is under way."""
+        """Return the exit code, negative for a signal. None if the process still runs after ``wait_s``."""
         try:
             return self._process.wait(timeout=wait_s)
         except subprocess.TimeoutExpired:
             return None
 
     def log_tail(self) -> str:
-        """The last lines this run wrote: its traceback, when it could not report one."""
+        """Return the last lines of this run's log. They have the traceback if the agent could not report it."""
         with self.log_path.open("rb") as log:
             end = log.seek(0, os.SEEK_END)
             log.seek(max(self._log_start, end - _LOG_TAIL_BYTES))
             return log.read().decode(errors="replace").strip()
 
     def exit_text(self) -> str:
-        """How it ended, in a few words; empty while it runs."""
+        """Return how the process ended, in a few words. Empty while it runs."""
         return describe_exit(self.exit_code())
 
     def kill(self) -> None:
-        """End it at once, without waiting for it; ``close`` must follow. May be called twice."""
+        """Kill the process without waiting. The caller must call ``close`` later. May be called twice."""
         self._hang_up()
         self._process.kill()
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
-        """Close the bootstrap pipe, which asks it to end, wait, and kill it if it does not."""
+        """Close the bootstrap pipe, which asks the process to end. Wait, and kill the process if it still runs."""
         self._hang_up()
         try:
             self._process.wait(timeout=grace_s)
@@ -118,7 +118,7 @@ class AgentProcess:
             self._process.kill()
 
     def close(self) -> None:
-        """End it, wait until it has, and free what belongs to it. May be called twice."""
+        """Kill the process, wait until it has ended, and free its resources. May be called twice."""
         self.kill()
         self._process.wait()
         if self.exit_descriptor >= 0:
@@ -132,5 +132,5 @@ class AgentProcess:
 
 
 def describe_exit(code: int | None) -> str:
-    """``signal 9`` or ``exit code 1``; empty for a process that runs."""
+    """Return ``signal 9`` or ``exit code 1``, or an empty text for a running process."""
     return "" if code is None else f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,4 +1,4 @@
-"""What is known of a replica's agents, for people: in the status pages, and when they are asked how they are."""
+"""The state of a replica's agents for status pages, and when lost agents are restarted."""
 
 from __future__ import annotations
 
@@ -8,18 +8,71 @@ from collections.abc import Sequence
 from llm_serving.config import Config
 from llm_serving.executor.agent_link import AgentLink
 from llm_serving.executor.base import AgentStatus
-from llm_serving.executor.restarts import Restarts
 from llm_serving.ipc.messages import StatusReply
 from llm_serving.model.parallel import group_ranks, place
 
+FIRST_BACKOFF_S = 0.25
+LONGEST_BACKOFF_S = 10.0
+STABLE_AFTER_S = 60.0
+"""If the agents have been ready for this time, the count of restarts in a row starts again at 0."""
+
+
+def backoff_after(restarts: int) -> float:
+    """Return the seconds to wait before the next start, after a number of restarts in a row."""
+    return min(FIRST_BACKOFF_S * 2.0**restarts, LONGEST_BACKOFF_S)
+
+
+class Restarts:
+    """The restarts of one group, at most ``limit`` in a row. Times are seconds of a clock of the caller.
+
+    A group that has never been ready is not restarted, because its next start would fail for the same reason.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.count = 0
+        """Number of all restarts."""
+        self.in_a_row = 0
+        """Number of restarts since the group was last stable."""
+        self.due_at: float | None = None
+        """When to start the agents again. None while they run, and when they are given up."""
+        self.is_given_up = False
+        self.has_been_ready = False
+        self._ready_at: float | None = None
+
+    def started(self) -> None:
+        """Note that the agents are being started."""
+        self.due_at = None
+
+    def ready(self, now: float) -> None:
+        """Note that all agents are ready."""
+        self._ready_at = now
+        self.has_been_ready = True
+
+    def lost(self, now: float) -> float | None:
+        """Note that the group was lost. Returns the seconds until the next start, or None if it is given up."""
+        if self._ready_at is not None and now - self._ready_at >= STABLE_AFTER_S:
+            self.in_a_row = 0
+        self._ready_at = None
+        self.is_given_up = not self.has_been_ready or self.in_a_row >= self._limit
+        if self.is_given_up:
+            return None
+        backoff = backoff_after(self.in_a_row)
+        self.due_at = now + backoff
+        self.count += 1
+        self.in_a_row += 1
+        return backoff
+
 
 class AgentStates:
-    """``listeners``: the listening socket of each agent, in order of rank. The group's ``links`` are there while it
-    runs. Any thread may ``describe``."""
+    """The facts about a replica's agents. Any thread may call ``describe``.
+
+    ``listeners``: the listening socket of each agent, in order of rank. Methods get the ``links`` of the running group.
+    """
 
     def __init__(self, config: Config, replica: int, listeners: Sequence[socket.socket], restarts: Restarts) -> None:
         self.is_wanted = False
-        """The agents are asked how they are, or will be when they are ready."""
+        """The agents have been asked for their status, or will be when they are ready."""
         self._config = config
         self._replica = replica
         self._listeners = listeners
@@ -27,16 +80,16 @@ class AgentStates:
         self._replies: dict[int, StatusReply] = {}
 
     def ask(self) -> None:
-        """All of them are asked, again if they were before."""
+        """Note that all agents are asked for their status. Earlier replies are dropped."""
         self.is_wanted = True
         self._replies.clear()
 
     def lose(self) -> None:
-        """The agents are gone, with their replies."""
+        """Drop the replies of the agents that were lost."""
         self._replies.clear()
 
     def add(self, member: int, reply: StatusReply, links: Sequence[AgentLink]) -> AgentStatus | None:
-        """Take an agent's reply (``member``: from 0). How all are, once every agent's is there."""
+        """Process an agent's reply. ``member`` is its number in the group. Returns the status after the last reply."""
         self._replies[member] = reply
         if len(self._replies) < len(self._listeners):
             return None
@@ -49,7 +102,7 @@ class AgentStates:
         return AgentStatus(agents)
 
     def describe(self, links: Sequence[AgentLink]) -> list[dict[str, object]]:
-        """See ``Executor.agents``."""
+        """Return the facts about each agent. See ``Executor.agents``."""
         by_rank = {link.rank: link for link in links}
         ranks = group_ranks(self._replica, self._config.parallel_config)
         return [

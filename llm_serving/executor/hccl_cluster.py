@@ -1,12 +1,12 @@
-"""What HCCL needs to connect the agents of a group on Ascends: MindSpore's dynamic cluster.
+"""MindSpore's dynamic cluster, with which HCCL connects the agents of a group on Ascend devices.
 
-Each agent is a worker of the cluster and joins it in ``mindspore.communication.init()``, by environment variables; one
-more process, the cluster's scheduler, lets them find each other. ``msrun`` does the same for training jobs. Source:
-"Dynamic Cluster Startup", https://www.mindspore.cn/tutorials/en/r2.8.0/parallel/dynamic_cluster.html; rank tables,
-the other way, are deprecated since MindSpore 2.4 (docs/ascend.md).
+Each agent is a worker of the cluster. It reads environment variables and joins in ``mindspore.communication.init()``.
+One more process, the cluster's scheduler, lets the workers find each other. ``msrun`` does the same for training jobs.
+Source: "Dynamic Cluster Startup", https://www.mindspore.cn/tutorials/en/r2.8.0/parallel/dynamic_cluster.html. The
+alternative, rank tables, is deprecated since MindSpore 2.4 (docs/ascend.md).
 
-Every group is a cluster of its own, so that one may be started again while the others serve. On a CPU agents meet in
-shared memory (``llm_serving/ipc/exchange.py``) and none of this is used.
+Every group has its own cluster, so that one group can be restarted while the others serve. On a CPU, agents exchange
+data in shared memory instead (``llm_serving/ipc/exchange.py``).
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ SCHEDULER_MODULE = "agent.group.cluster_scheduler"
 
 
 class HcclCluster:
-    """One run of a group's cluster scheduler, and the environment that takes an agent to it."""
+    """One run of a group's cluster scheduler, and the environment variables with which agents find it."""
 
     def __init__(self, host: str, num_agents: int, timeout_s: float, log_path: Path) -> None:
-        """``host``: a loopback address; all agents of a group are on one machine. ``timeout_s``: to find each other."""
-        host = "127.0.0.1" if host == "localhost" else host  # MindSpore takes addresses only
+        """``host`` is a loopback address, because all agents of a group are on one machine.
+
+        ``timeout_s``: maximum time until all workers have found each other.
+        """
+        host = "127.0.0.1" if host == "localhost" else host  # MindSpore accepts only addresses
         self._common = {
             "MS_WORKER_NUM": str(num_agents),
             "MS_SCHED_HOST": host,
@@ -58,7 +61,7 @@ class HcclCluster:
 
     @classmethod
     def of(cls, config: Config, log_path: Path) -> HcclCluster | None:
-        """For a group of the config; None where HCCL is not used."""
+        """Start the cluster of a group. Returns None if the config does not need HCCL."""
         num_agents = config.parallel_config.group_size
         if config.device != "Ascend" or num_agents == 1:
             return None
@@ -70,24 +73,24 @@ class HcclCluster:
         return self._process.pid
 
     def environment(self, member: int) -> dict[str, str]:
-        """Of an agent; ``member`` is its place in the group, from 0, and its rank in HCCL's world."""
+        """Return the variables of one agent. ``member`` is its number in the group and its rank in HCCL's world."""
         return {**self._common, "MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(member)}
 
     def kill(self) -> None:
-        """End it, without waiting."""
+        """Kill the scheduler without waiting."""
         if self._pipe >= 0:
             os.close(self._pipe)
             self._pipe = -1
         self._process.kill()
 
     def close(self) -> None:
-        """End it, and wait until it has."""
+        """Kill the scheduler and wait until it has ended."""
         self.kill()
         self._process.wait()
 
 
 def _free_port(host: str) -> int:
-    """A port nobody listens on. The scheduler binds it itself, a moment later."""
+    """Return a free port. The scheduler binds it shortly afterwards."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))

@@ -1,4 +1,4 @@
-"""Many agents, one answer: a step of a group has ended when each of its agents has said so."""
+"""Joins the replies of a group's agents: a step has completed when every agent has replied."""
 
 from __future__ import annotations
 
@@ -10,97 +10,97 @@ from llm_serving.ipc.messages import StepDone, StepFailed
 
 
 class StepJoin:
-    """The answers to the steps in flight that are not complete. ``first_rank`` is the first agent's, for messages.
+    """The replies to steps that not all agents have completed. ``first_rank``: rank of the first agent, for messages.
 
-    Agents of a group go through a step together. If all refuse it, the step alone has failed. If only some did, the
-    others may stand in the middle of it, waiting for what will never come: the step's requests end, and the group has
-    to be started again. ``torn`` says so, at the latest when ``overdue_at`` has come.
+    The agents of a group run a step together. If all agents refuse a step, only this step has failed. If only some
+    agents fail it, the others may wait forever in the middle of the step. The step's requests then end, and the group
+    must be restarted: ``torn`` gives the reason, at the latest at ``overdue_at``.
     """
 
     GRACE_S = 5.0
-    """How long the others may take to answer a step that one has failed."""
+    """Maximum time for the replies of the other agents after one agent has failed a step."""
 
     def __init__(self, num_agents: int, first_rank: int) -> None:
         self._num_agents = num_agents
         self._first_rank = first_rank
-        self._answers: dict[int, dict[int, StepDone | StepFailed]] = {}
+        self._replies: dict[int, dict[int, StepDone | StepFailed]] = {}
         self._failed: dict[int, float] = {}
         self.torn: str | None = None
-        """Why the group cannot go on; None while it can."""
+        """Why the group cannot continue. None while it can."""
 
-    def add(self, member: int, answer: StepDone | StepFailed) -> StepDone | StepFailed | None:
-        """Take an agent's answer (``member``: from 0). The group's, once every agent's is there.
+    def add(self, member: int, reply: StepDone | StepFailed) -> StepDone | StepFailed | None:
+        """Process an agent's reply. ``member`` is its number in the group. The last reply returns the group's.
 
-        Its times are the longest of any agent's; a failure of any is the failure of the step. Raises AgentLostError
-        when an agent answers a step twice, or in another slot than the others.
+        Each time in it is the longest of all agents. If one agent failed, the step has failed. Raises AgentLostError if
+        an agent replies twice, or names another slot than the other agents.
         """
-        answers = self._answers.setdefault(answer.seq, {})
-        if member in answers or any(other.slot != answer.slot for other in answers.values()):
+        replies = self._replies.setdefault(reply.seq, {})
+        if member in replies or any(other.slot != reply.slot for other in replies.values()):
             raise AgentLostError(
-                f"agent {self._first_rank + member} answered step {answer.seq} in slot {answer.slot} twice, or in "
+                f"agent {self._first_rank + member} answered step {reply.seq} in slot {reply.slot} twice, or in "
                 "another slot than the others"
             )
-        answers[member] = answer
-        if isinstance(answer, StepFailed):
-            self._failed.setdefault(answer.seq, time.monotonic())
-        if len(answers) < self._num_agents:
+        replies[member] = reply
+        if isinstance(reply, StepFailed):
+            self._failed.setdefault(reply.seq, time.monotonic())
+        if len(replies) < self._num_agents:
             return None
-        del self._answers[answer.seq]
-        failures = self._failures(answers)
+        del self._replies[reply.seq]
+        failures = _failures(replies)
         if not failures:
-            return _longest([each for each in answers.values() if isinstance(each, StepDone)])
-        del self._failed[answer.seq]
+            return _longest([each for each in replies.values() if isinstance(each, StepDone)])
+        del self._failed[reply.seq]
         if len(failures) < self._num_agents:
-            self.torn = f"{self._who_failed(answers)} failed step {answer.seq}, and the rest of the group did not"
-        return StepFailed(seq=answer.seq, slot=answer.slot, error=_text(failures.values()))
+            self.torn = f"{self._failed_agents(replies)} failed step {reply.seq}, and the rest of the group did not"
+        return StepFailed(seq=reply.seq, slot=reply.slot, error=_text(failures.values()))
 
     def missing(self, seq: int) -> list[int]:
-        """Ranks that have not answered a step."""
-        answered = self._answers.get(seq, {})
-        return [self._first_rank + member for member in range(self._num_agents) if member not in answered]
+        """Return the ranks of the agents that have not replied to a step."""
+        replies = self._replies.get(seq, {})
+        return [self._first_rank + member for member in range(self._num_agents) if member not in replies]
 
     @property
     def overdue_at(self) -> float | None:
-        """By ``time.monotonic``: when to stop waiting for the others' answers to a step that one has failed."""
+        """When the replies to a failed step are overdue, by ``time.monotonic``. None if no step failed."""
         return min(self._failed.values()) + self.GRACE_S if self._failed else None
 
     def check_overdue(self, now: float) -> None:
-        """Sets ``torn`` if that time has come."""
+        """Set ``torn`` if a reply is overdue."""
         if (due := self.overdue_at) is not None and now >= due:
             seq = min(self._failed)
             waited = ", ".join(str(rank) for rank in self.missing(seq))
-            failed = self._who_failed(self._answers[seq])
+            failed = self._failed_agents(self._replies[seq])
             self.torn = f"{failed} failed step {seq}, and no answer came from agents {waited} within {self.GRACE_S:g} s"
 
     def take_failures(self) -> list[tuple[int, str]]:
-        """Steps that an agent has failed and others have not answered, with the error; forgets everything."""
-        found = [(seq, _text(self._failures(self._answers[seq]).values())) for seq in sorted(self._failed)]
-        self._answers.clear()
+        """Return the incomplete steps that an agent has failed, with the error. All replies are dropped."""
+        found = [(seq, _text(_failures(self._replies[seq]).values())) for seq in sorted(self._failed)]
+        self._replies.clear()
         self._failed.clear()
         self.torn = None
         return found
 
-    @staticmethod
-    def _failures(answers: dict[int, StepDone | StepFailed]) -> dict[int, StepFailed]:
-        return {member: each for member, each in answers.items() if isinstance(each, StepFailed)}
-
-    def _who_failed(self, answers: dict[int, StepDone | StepFailed]) -> str:
-        failed = self._failures(answers)
+    def _failed_agents(self, replies: dict[int, StepDone | StepFailed]) -> str:
+        failed = _failures(replies)
         ranks = ", ".join(str(self._first_rank + member) for member in sorted(failed))
         return f"agent{'s' if len(failed) > 1 else ''} {ranks}"
 
 
+def _failures(replies: dict[int, StepDone | StepFailed]) -> dict[int, StepFailed]:
+    return {member: each for member, each in replies.items() if isinstance(each, StepFailed)}
+
+
 def _text(failures: Iterable[StepFailed]) -> str:
-    """What the agents said, each thing once."""
+    """Return the agents' error texts, each text once."""
     return "; ".join(dict.fromkeys(each.error for each in failures))
 
 
-def _longest(answers: list[StepDone]) -> StepDone:
-    first = answers[0]
+def _longest(replies: list[StepDone]) -> StepDone:
+    first = replies[0]
     return StepDone(
         seq=first.seq,
         slot=first.slot,
-        queue_us=max(each.queue_us for each in answers),
-        graph_us=max(each.graph_us for each in answers),
-        sample_us=max(each.sample_us for each in answers),
+        queue_us=max(each.queue_us for each in replies),
+        graph_us=max(each.graph_us for each in replies),
+        sample_us=max(each.sample_us for each in replies),
     )

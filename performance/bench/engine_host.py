@@ -24,7 +24,7 @@ from llm_serving.engine.core import Add, EngineCore
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.engine.tokenizer_backends import load_tokenizer
 from llm_serving.executor.base import AgentReady, ExecutorEvent
-from llm_serving.executor.slot_io import SlotWriter, announcement, read_result
+from llm_serving.executor.step_slots import StepSlots
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.flight.setup import record
 from llm_serving.ipc import messages
@@ -75,9 +75,8 @@ class InstantExecutor:
     def __init__(self, limits: SlotLimits, stopwatch: Stopwatch, evict_mib: int) -> None:
         layout = SlotLayout.of(limits)
         self._slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]
-        self._free = list(range(NUM_SLOTS))
         self._queue: list[tuple[ScheduledStep, int]] = []
-        self._writer = SlotWriter(limits, BLOCK_SIZE, limits.max_seqs)
+        self._step_slots = StepSlots(limits, BLOCK_SIZE, range(1), self._slots)
         self._frames = FrameBuffer()
         self._write = stopwatch.wrap("write", self._write_step)
         self._read = stopwatch.wrap("read", self._read_answer)
@@ -89,12 +88,10 @@ class InstantExecutor:
 
     @property
     def num_free_slots(self) -> int:
-        return len(self._free)
+        return len(self._step_slots.free_slots)
 
     def submit(self, step: ScheduledStep) -> None:
-        slot = self._free.pop()
-        self._write(step, slot)
-        self._queue.append((step, slot))
+        self._queue.append((step, self._write(step)))
 
     def poll(self, timeout_s: float | None) -> list[ExecutorEvent]:
         if self._is_new:
@@ -127,16 +124,17 @@ class InstantExecutor:
     def agents(self) -> list[dict[str, object]]:
         return []
 
-    def _write_step(self, step: ScheduledStep, index: int) -> None:
-        self._writer.write(step, self._slots[index])
-        frame(messages.encode(announcement(step, index)))
+    def _write_step(self, step: ScheduledStep) -> int:
+        message = self._step_slots.write(step)
+        frame(messages.encode(message))
+        return message.slot
 
     def _read_answer(self, data: bytes) -> ExecutorEvent:
         [payload] = self._frames.feed(data)
         message = messages.decode_agent_message(payload)
         assert isinstance(message, messages.StepDone)
-        result = read_result(self._slots[message.slot], message.seq, (0, 0, 0))
-        self._free.append(message.slot)
+        result = self._step_slots.take(0, message)
+        assert result is not None
         return result
 
     @staticmethod

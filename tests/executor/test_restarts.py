@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llm_serving.executor.restarts import STABLE_AFTER_S, Restarts
+from llm_serving.executor.agent_states import STABLE_AFTER_S, Restarts
 
 
 def ready_group(limit: int) -> Restarts:

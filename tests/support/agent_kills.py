@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from llm_serving.executor.restarts import backoff_after
+from llm_serving.executor.agent_states import backoff_after
 from support.server_process import ServerProcess
 
 PROMPTS = ("Once upon a time", "The dog", "One day, a girl", "There was a bird")

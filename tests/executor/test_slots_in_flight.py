@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llm_serving.errors import AgentLostError, ProtocolError
-from llm_serving.executor.steps_in_flight import StepsInFlight
+from llm_serving.executor.step_slots import StepSlots
 from llm_serving.ipc.messages import StepDone, StepFailed
 from llm_serving.ipc.shm import SlotLayout, StepSlot
 from llm_serving.scheduler.output import ScheduledStep, StepKind
@@ -17,12 +17,12 @@ from support.small_configs import small_config
 NUM_SLOTS = 3
 
 
-def steps_of(folder: Path, num_agents: int = 1) -> StepsInFlight:
+def steps_of(folder: Path, num_agents: int = 1) -> StepSlots:
     """Of agents 4 and up."""
     config = small_config(folder)
     layout = SlotLayout.of(config.slot_limits())
     slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]
-    return StepsInFlight(config, range(4, 4 + num_agents), slots)
+    return StepSlots(config.slot_limits(), config.pa_config.block_size, range(4, 4 + num_agents), slots)
 
 
 def test_a_slot_is_taken_from_the_announcement_to_the_answer(tmp_path: Path) -> None:

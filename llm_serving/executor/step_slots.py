@@ -1,18 +1,27 @@
-"""Writes a scheduled step into a slot and reads its results out. Nothing per token that can be per step."""
+"""The step slots of a group of agents: writes scheduled steps into free slots and reads the results of completed steps.
+
+Work that is the same for a whole step is done once for the step, not once for each token.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from llm_serving.errors import ProtocolError
+from llm_serving.errors import AgentLostError, ProtocolError
+from llm_serving.executor.step_join import StepJoin
 from llm_serving.ipc import messages
+from llm_serving.ipc.messages import StepDone, StepFailed
 from llm_serving.ipc.shm import MOVE_WIDTH, NO_LOGSUMEXP, SlotLimits, StepSlot
 from llm_serving.request import MAX_TOP_LOGITS, Request, SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
+
+__all__ = ["StepSlots"]
 
 _SAMPLING_COLUMNS = {
     "temperature": "float32",
@@ -26,7 +35,6 @@ _SAMPLING_COLUMNS = {
     "num_top_logits": "int32",
 }
 
-
 _MESSAGES: dict[StepKind, type[messages.Prefill | messages.Decode | messages.Move]] = {
     StepKind.PREFILL: messages.Prefill,
     StepKind.MIXED: messages.Prefill,
@@ -35,35 +43,44 @@ _MESSAGES: dict[StepKind, type[messages.Prefill | messages.Decode | messages.Mov
 }
 
 
-def announcement(step: ScheduledStep, slot: int) -> messages.Step:
-    """The message that tells the agent of a step written into slot number ``slot``."""
-    return _MESSAGES[step.kind](seq=step.seq, slot=slot)
-
-
 @dataclass(slots=True)
 class _Batch:
-    """The sequences of the last decode step: while they stay the same, most of a slot does, too."""
+    """The sequences of the last decode step. While they stay the same, most of a slot also stays the same."""
 
     requests: list[Request]
     rows: list[int]
     row_array: npt.NDArray[np.int32]
     table_lens: list[int]
-    """Blocks of each sequence's table that ``SlotWriter`` has taken over."""
+    """Number of blocks of each sequence that ``StepSlots`` has copied."""
     slots: dict[StepSlot, int]
-    """Slots that hold this batch's constant columns, and for which width its block tables (0: not these tables)."""
+    """Slots that hold this batch's constant columns. The value is the width of their block tables, or 0 if those are
+    out of date."""
 
 
-class SlotWriter:
-    """Keeps what does not change from step to step, one table row an agent row, and gathers a step's rows from it.
+class StepSlots:
+    """The slots of one run of the agents with these ``ranks``. While no agents are ready, there are no ``slots``.
 
-    A row's block table and sampling parameters are written when a request (re)starts the row; after that only the
-    table's new blocks are. A decode step of the same sequences as the last one only writes what moved on: tokens,
-    positions, lengths and grown tables. It relies on slots that nobody else writes inputs to.
+    A slot is free, or it belongs to a step from ``write`` until ``take`` returns the step's result.
+
+    For each batch row, the object keeps what does not change from step to step, and gathers a step's rows from it. A
+    row's sampling parameters and block table are written when a request starts or restarts the row. Later only new
+    blocks are added. A decode step with the sequences of the last decode step writes only what has changed: tokens,
+    positions, lengths and longer tables. This relies on slots into which nothing else writes inputs.
     """
 
-    def __init__(self, limits: SlotLimits, block_size: int, num_rows: int) -> None:
+    def __init__(self, limits: SlotLimits, block_size: int, ranks: range, slots: Sequence[StepSlot] = ()) -> None:
+        self.free_slots = list(range(len(slots)))
+        self.slot_of: dict[int, int] = {}
+        """The slot of each step in flight, by the number of the step."""
+        self.last_result = 0.0
+        """Time of the last result, or of the first step in flight after an idle period. By ``time.monotonic``."""
+        self.join = StepJoin(len(ranks), ranks.start) if len(ranks) > 1 else None
+        """Joins the results of several agents. None for a single agent."""
+        self._ranks = ranks
+        self._slots = slots
         self._limits = limits
         self._block_size = block_size
+        num_rows = limits.max_seqs
         self._owners: list[Request | None] = [None] * num_rows
         self._num_blocks = [0] * num_rows
         self._block_tables: npt.NDArray[np.int32] = np.zeros((num_rows, limits.max_blocks_per_seq), np.int32)
@@ -72,8 +89,47 @@ class SlotWriter:
         }
         self._batch: _Batch | None = None
 
-    def write(self, step: ScheduledStep, slot: StepSlot) -> None:
-        """Fill the slot's inputs. Raises ProtocolError when the step is larger than a slot."""
+    def write(self, step: ScheduledStep) -> messages.Step:
+        """Write a step into a free slot. Returns the message that announces the step to the agents.
+
+        Raises ProtocolError if the step is larger than a slot. Nothing has changed then.
+        """
+        number = self.free_slots[-1]
+        self._fill(step, self._slots[number])
+        self.free_slots.pop()
+        if not self.slot_of:
+            self.last_result = time.monotonic()
+        self.slot_of[step.seq] = number
+        return _MESSAGES[step.kind](seq=step.seq, slot=number)
+
+    def take(self, member: int, reply: StepDone | StepFailed) -> StepResult | None:
+        """Process an agent's reply. ``member`` is its number in the group. Returns the result after the last reply.
+
+        Raises AgentLostError if the step is not in flight in that slot, or the reply contradicts another reply.
+        """
+        if self.slot_of.get(reply.seq) != reply.slot:
+            raise AgentLostError(
+                f"agent {self._ranks[member]} answered step {reply.seq} in slot {reply.slot}, which is not in flight"
+                " there"
+            )
+        if self.join is not None:
+            joined = self.join.add(member, reply)
+            if joined is None:
+                return None
+            reply = joined
+        if isinstance(reply, StepFailed):
+            result = StepResult(reply.seq, error=reply.error)
+        elif reply.aborted:
+            result = StepResult(reply.seq, aborted=True)
+        else:
+            result = _read_result(self._slots[reply.slot], reply)
+        del self.slot_of[reply.seq]
+        self.free_slots.append(reply.slot)
+        self.last_result = time.monotonic()
+        return result
+
+    def _fill(self, step: ScheduledStep, slot: StepSlot) -> None:
+        """Write the inputs of a step. Raises ProtocolError if the step is larger than a slot."""
         num_seqs, num_tokens = step.num_seqs, step.num_tokens
         limits = self._limits
         if num_seqs > limits.max_seqs or num_tokens > limits.max_tokens or len(step.moves) > limits.max_moves:
@@ -92,7 +148,7 @@ class SlotWriter:
             self._write_any(step, slot)
 
     def _write_any(self, step: ScheduledStep, slot: StepSlot) -> None:
-        """A step of any shape; what was known of the batch and of the slot is void."""
+        """Write a step of any shape. The state of the batch and of the slot from earlier steps is discarded."""
         self._batch = None
         num_seqs, num_tokens = step.num_seqs, step.num_tokens
         self._follow_rows(step)
@@ -111,7 +167,7 @@ class SlotWriter:
         _write_sizes(step, slot, table_width=width, history_len=history_len)
 
     def _write_columns(self, step: ScheduledStep, slot: StepSlot, rows: npt.NDArray[np.int32]) -> int:
-        """What a decode step has in common with the next of the same sequences. The length of the histories."""
+        """Write the columns that decode steps of one batch have in common. Returns the length of the histories."""
         num_seqs = step.num_seqs
         slot.query_lens[:num_seqs] = step.query_lens
         slot.rows[:num_seqs] = rows
@@ -121,7 +177,7 @@ class SlotWriter:
         return _write_histories(step, slot)
 
     def _write_decode(self, step: ScheduledStep, slot: StepSlot) -> None:
-        """One token a sequence, of rows that go on."""
+        """Write a decode step of rows that continue: one token for each sequence."""
         batch, num_seqs = self._same_batch(step), step.num_seqs
         if slot not in batch.slots:
             self._write_columns(step, slot, batch.row_array)
@@ -140,7 +196,7 @@ class SlotWriter:
         _write_sizes(step, slot, table_width=width)
 
     def _same_batch(self, step: ScheduledStep) -> _Batch:
-        """The batch of the last decode step if it is this step's, with its tables followed; else a new one."""
+        """Return the batch of the last decode step, extended by new blocks, or a new one if the sequences differ."""
         batch = self._batch
         table_lens = list(map(len, step.block_tables))
         if batch is None or batch.requests != step.requests or batch.rows != step.rows:
@@ -173,6 +229,7 @@ class SlotWriter:
         slot.slot_mapping[:num_tokens] = blocks * self._block_size + positions % self._block_size
 
     def _follow_rows(self, step: ScheduledStep) -> None:
+        """Update the kept state of the step's rows: new owners and new blocks."""
         restarts = step.restarts or [False] * step.num_seqs
         for request, row, restart, table in zip(step.requests, step.rows, restarts, step.block_tables, strict=True):
             if restart or self._owners[row] is not request:
@@ -218,22 +275,22 @@ def _write_histories(step: ScheduledStep, slot: StepSlot) -> int:
     return offset
 
 
-def read_result(slot: StepSlot, seq: int, times_us: tuple[int, int, int]) -> StepResult:
-    """Copy a finished step's outputs out of its slot; after this the slot may be written again."""
+def _read_result(slot: StepSlot, done: StepDone) -> StepResult:
+    """Copy the results of a completed step out of its slot. Afterwards the slot may be written again."""
     num_seqs = slot.num_seqs
     tops = None
     wanted = slot.num_top_logits[:num_seqs]
     if (wanted > 0).any():
         tops = _read_tops(slot, wanted.tolist())
     return StepResult(
-        seq,
+        done.seq,
         sampled_ids=slot.sampled_ids[:num_seqs].tolist(),
         logits=slot.sampled_logit[:num_seqs].tolist(),
         logsumexps=slot.logsumexp[:num_seqs].tolist(),
         tops=tops,
-        queue_us=times_us[0],
-        graph_us=times_us[1],
-        sample_us=times_us[2],
+        queue_us=done.queue_us,
+        graph_us=done.graph_us,
+        sample_us=done.sample_us,
     )
 
 

@@ -1,11 +1,12 @@
-"""What the executor writes into a slot, entry by entry, and what it reads out of it."""
+"""The inputs that the executor writes into a step slot, column by column, and the results that it reads."""
 
 import numpy as np
 import pytest
 
 from llm_serving.errors import ProtocolError
-from llm_serving.executor.slot_io import SlotWriter, announcement, read_result
+from llm_serving.executor.step_slots import StepSlots
 from llm_serving.ipc import messages
+from llm_serving.ipc.messages import StepDone
 from llm_serving.ipc.shm import LAST_TOKEN, SlotLayout, SlotLimits, StepSlot
 from llm_serving.request import Request, SamplingParams
 from llm_serving.scheduler.output import BlockMove, History, MoveKind, ScheduledStep, StepKind
@@ -16,6 +17,23 @@ LIMITS = SlotLimits(max_tokens=16, max_seqs=4, max_blocks_per_seq=6, max_context
 def new_slot():
     layout = SlotLayout.of(LIMITS)
     return StepSlot(layout, bytearray(layout.slot_bytes))
+
+
+class SlotWriter:
+    """Writes steps into slots that the test chooses."""
+
+    def __init__(self):
+        self._slots = []
+        self._steps = StepSlots(LIMITS, 4, range(1), self._slots)
+
+    def write(self, step, slot):
+        if slot not in self._slots:
+            self._slots.append(slot)
+        self._steps.free_slots[:] = [self._slots.index(slot)]
+        return self._steps.write(step)
+
+    def read(self, slot, seq, **times):
+        return self._steps.take(0, StepDone(seq=seq, slot=self._slots.index(slot), **times))
 
 
 def request(name, **sampling):
@@ -41,7 +59,7 @@ def prefill(seq=0, table=(3, 5), extra=None):
 
 def test_a_ragged_prefill_entry_by_entry():
     slot = new_slot()
-    SlotWriter(LIMITS, 4, 4).write(prefill(), slot)
+    SlotWriter().write(prefill(), slot)
     slot.check_header(0)
     assert (slot.num_tokens, slot.num_seqs, slot.table_width, slot.history_len) == (7, 2, 2, 0)
     assert slot.token_ids[:7].tolist() == [10, 11, 12, 13, 14, 20, 21]
@@ -60,7 +78,7 @@ def test_a_ragged_prefill_entry_by_entry():
 
 
 def test_decode_follows_a_growing_table_and_a_row_taken_over_starts_anew():
-    writer, slot = SlotWriter(LIMITS, 4, 4), new_slot()
+    writer, slot = SlotWriter(), new_slot()
     first = prefill()
     writer.write(first, slot)
     table = first.block_tables[0]
@@ -88,7 +106,7 @@ def test_a_chunk_starts_where_the_cache_ends():
     slot = new_slot()
     step = prefill(table=(3, 5, 8))
     step.starts[0] = 6
-    SlotWriter(LIMITS, 4, 4).write(step, slot)
+    SlotWriter().write(step, slot)
     assert slot.positions[:5].tolist() == [6, 7, 8, 9, 10]
     assert slot.slot_mapping[:5].tolist() == [22, 23, 32, 33, 34]
     assert slot.context_lens[:2].tolist() == [11, 2]
@@ -96,7 +114,7 @@ def test_a_chunk_starts_where_the_cache_ends():
 
 def test_histories_are_packed_in_order():
     slot = new_slot()
-    SlotWriter(LIMITS, 4, 4).write(prefill(extra=[History(1, [4, 5, 6], 2)]), slot)
+    SlotWriter().write(prefill(extra=[History(1, [4, 5, 6], 2)]), slot)
     assert slot.history_lens[:2].tolist() == [0, 3]
     assert slot.history_prompt_lens[1] == 2
     assert slot.history[:3].tolist() == [4, 5, 6]
@@ -104,7 +122,7 @@ def test_histories_are_packed_in_order():
 
 
 def test_a_slot_used_again_holds_no_older_history():
-    slot, writer = new_slot(), SlotWriter(LIMITS, 4, 4)
+    slot, writer = new_slot(), SlotWriter()
     writer.write(prefill(extra=[History(1, [4, 5, 6], 2)]), slot)
     writer.write(prefill(seq=1), slot)
     assert slot.history_len == 0
@@ -116,18 +134,18 @@ def test_a_step_larger_than_a_slot_is_refused():
     step = prefill()
     step.token_ids = list(range(17))
     with pytest.raises(ProtocolError, match="has 2 sequences, 17 tokens and 0 moves; a slot holds 4, 16 and 10"):
-        SlotWriter(LIMITS, 4, 4).write(step, new_slot())
+        SlotWriter().write(step, new_slot())
 
 
 def test_a_result_is_copied_out():
-    slot = new_slot()
-    SlotWriter(LIMITS, 4, 4).write(prefill(), slot)
+    writer, slot = SlotWriter(), new_slot()
+    writer.write(prefill(), slot)
     slot.sampled_ids[:2] = [42, -1]
     slot.sampled_logit[:2] = [1.5, 0.0]
     slot.logsumexp[:2] = [2.5, 0.0]
     slot.top_ids[32:34] = [8, 9]
     slot.top_logits[32:34] = [0.5, 0.25]
-    result = read_result(slot, 0, (1, 2, 3))
+    result = writer.read(slot, 0, queue_us=1, graph_us=2, sample_us=3)
     slot.sampled_ids[:] = 0
     assert result.sampled_ids == [42, -1]
     assert result.logits == [1.5, 0.0]
@@ -172,7 +190,7 @@ def test_a_writer_that_knows_the_batch_writes_what_a_new_one_would():
     """Slots taken in turn, tables that grow, a batch that changes and comes back, a prefill in between."""
     first = prefill(table=(3, 5), extra=[History(0, [1, 2, 3], 3)])
     tables = [[3, 5], [7]]
-    writer, slots = SlotWriter(LIMITS, 4, 4), [new_slot() for _ in range(3)]
+    writer, slots = SlotWriter(), [new_slot() for _ in range(3)]
     writer.write(first, slots[0])
     steps = []
     for number in range(1, 12):
@@ -188,7 +206,7 @@ def test_a_writer_that_knows_the_batch_writes_what_a_new_one_would():
         if number == 8:
             writer.write(prefill(100, table=(3, 5)), slots[2])
         writer.write(step, slots[index])
-        fresh, expected = SlotWriter(LIMITS, 4, 4), new_slot()
+        fresh, expected = SlotWriter(), new_slot()
         fresh.write(step, expected)
         assert columns(slots[index]) == columns(expected), number
 
@@ -201,20 +219,20 @@ MOVES = [BlockMove(MoveKind.SWAP_OUT, 5, 0), BlockMove(MoveKind.COPY, 3, 9), Blo
 
 
 def test_a_step_of_moves_writes_header_and_moves_alone():
-    slot = new_slot()
+    writer, slot = SlotWriter(), new_slot()
     fields = [field.name for field in slot.layout.fields]
     before = {name: getattr(slot, name).copy() for name in fields}
-    SlotWriter(LIMITS, 4, 4).write(ScheduledStep(6, StepKind.MOVE, moves=MOVES), slot)
+    writer.write(ScheduledStep(6, StepKind.MOVE, moves=MOVES), slot)
     slot.check_header(6)
     assert (slot.num_tokens, slot.num_seqs, slot.table_width, slot.history_len, slot.num_moves) == (0, 0, 0, 0, 3)
     assert moves_of(slot) == [[1, 5, 0], [0, 3, 9], [2, 7, 5]]
     assert [name for name in fields if not np.array_equal(getattr(slot, name), before[name])] == ["header", "moves"]
-    assert read_result(slot, 6, (1, 2, 0)).sampled_ids == []
+    assert writer.read(slot, 6).sampled_ids == []
 
 
 @pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.MIXED, StepKind.DECODE])
 def test_any_step_carries_moves_and_the_next_in_its_slot_none_of_them(kind):
-    slot, writer, first = new_slot(), SlotWriter(LIMITS, 4, 4), prefill()
+    slot, writer, first = new_slot(), SlotWriter(), prefill()
     make = {StepKind.DECODE: lambda seq: decode_of(first, seq, (5, 2), first.block_tables)}.get(kind, prefill)
     step = make(1)
     step.kind, step.moves = kind, MOVES[1:2]
@@ -228,11 +246,11 @@ def test_any_step_carries_moves_and_the_next_in_its_slot_none_of_them(kind):
 def test_more_moves_than_a_slot_holds_are_refused():
     step = ScheduledStep(0, StepKind.MOVE, moves=MOVES[:1] * 11)
     with pytest.raises(ProtocolError, match="has 0 sequences, 0 tokens and 11 moves; a slot holds 4, 16 and 10"):
-        SlotWriter(LIMITS, 4, 4).write(step, new_slot())
+        SlotWriter().write(step, new_slot())
 
 
 def test_a_prompt_and_a_decoding_row_in_one_step():
-    writer, slot, first = SlotWriter(LIMITS, 4, 4), new_slot(), prefill(table=(3, 5))
+    writer, slot, first = SlotWriter(), new_slot(), prefill(table=(3, 5))
     writer.write(first, slot)
     step = prefill(1, table=(3, 5))
     step.kind, step.restarts, step.requests = StepKind.MIXED, [False, True], first.requests
@@ -248,7 +266,7 @@ def test_a_prompt_and_a_decoding_row_in_one_step():
 @pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
 def test_a_row_restarts_after_position_0_with_a_table_of_its_own(kind):
     """The same request on the same row: only the restart tells that its blocks are others now."""
-    writer, slot, first = SlotWriter(LIMITS, 4, 4), new_slot(), prefill(table=(3, 5))
+    writer, slot, first = SlotWriter(), new_slot(), prefill(table=(3, 5))
     writer.write(first, slot)
     writer.write(decode_of(first, 1, (5, 2), [[3, 5], [7]]), slot)
     tables = [[8, 9, 4], [7]]
@@ -266,7 +284,7 @@ def test_a_row_restarts_after_position_0_with_a_table_of_its_own(kind):
 
 def test_without_a_restart_a_start_at_0_is_no_new_table():
     """Not what a scheduler does; the sign is the restart and nothing else."""
-    writer, slot, first = SlotWriter(LIMITS, 4, 4), new_slot(), prefill(table=(3, 5))
+    writer, slot, first = SlotWriter(), new_slot(), prefill(table=(3, 5))
     writer.write(first, slot)
     again = prefill(1, table=(1, 2))
     again.requests, again.restarts = first.requests, []
@@ -274,11 +292,16 @@ def test_without_a_restart_a_start_at_0_is_no_new_table():
     assert slot.block_tables[:2].tolist() == [3, 5]
 
 
-def test_a_message_announces_each_kind():
-    announced = {kind: announcement(ScheduledStep(4, kind), 2) for kind in StepKind}
-    assert announced == {
-        StepKind.PREFILL: messages.Prefill(seq=4, slot=2),
-        StepKind.MIXED: messages.Prefill(seq=4, slot=2),
-        StepKind.DECODE: messages.Decode(seq=4, slot=2),
-        StepKind.MOVE: messages.Move(seq=4, slot=2),
+def test_each_kind_of_step_has_its_message():
+    first, slot = prefill(), new_slot()
+    steps = {kind: prefill(4) for kind in (StepKind.PREFILL, StepKind.MIXED)}
+    steps[StepKind.DECODE] = decode_of(first, 4, (5, 2), first.block_tables)
+    steps[StepKind.MOVE] = ScheduledStep(4, StepKind.MOVE, moves=MOVES)
+    for kind, step in steps.items():
+        step.kind = kind
+    assert {kind: SlotWriter().write(step, slot) for kind, step in steps.items()} == {
+        StepKind.PREFILL: messages.Prefill(seq=4, slot=0),
+        StepKind.MIXED: messages.Prefill(seq=4, slot=0),
+        StepKind.DECODE: messages.Decode(seq=4, slot=0),
+        StepKind.MOVE: messages.Move(seq=4, slot=0),
     }
