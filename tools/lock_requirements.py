@@ -1,0 +1,89 @@
+#!/usr/bin/env python3
+"""Writes the lock files from pyproject.toml: exact versions with hashes, for Python 3.10 and 3.11.
+
+    python tools/lock_requirements.py              # keeps the versions that are locked now
+    python tools/lock_requirements.py --upgrade    # takes the newest versions that pyproject.toml permits
+
+All files come from one resolution, so that they can be installed together. Each package is in one file only:
+
+    requirements.lock               serving
+    requirements-test.lock          tools and tests, in addition
+    requirements-lint.lock          lint and types, in addition
+    requirements-docs.lock          the documentation site, in addition
+    requirements-mindformers.lock   MindFormers, in addition to serving
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESOLVER = "uv==0.13.9"
+BUILD = ("setuptools==80.9.0", "wheel==0.45.1")
+"""``setup.py`` needs them in the environment, as it is built without isolation."""
+
+FILES = {
+    "requirements.lock": ((), (), "Packages for serving."),
+    "requirements-test.lock": (("test",), ("requirements.lock",), "Packages of the tools and the tests."),
+    "requirements-lint.lock": (("lint",), ("requirements.lock", "requirements-test.lock"), "Packages of `make lint`."),
+    "requirements-docs.lock": (("docs",), ("requirements.lock", "requirements-test.lock", "requirements-lint.lock"),
+                               "Packages of `make docs-site`."),
+    "requirements-mindformers.lock": (("mindformers",), ("requirements.lock",), "Packages of `make setup-mindformers`."),
+}  # fmt: skip
+"""Extras of each lock file, the files that it is installed with, and its meaning."""
+
+
+def packages(lock: str) -> dict[str, str]:
+    """Return the entries of a lock file by the package's name, with hashes; a Python version may have its own entry."""
+    found: dict[str, str] = {}
+    for entry in re.split(r"\n(?=[A-Za-z0-9])", "\n" + re.sub(r"^\s*#.*\n", "", lock, flags=re.MULTILINE)):
+        if entry.strip():
+            name = re.split(r"[=\s;@]", entry.strip(), maxsplit=1)[0]
+            found[name] = f"{found[name]}\n{entry.strip()}" if name in found else entry.strip()
+    return found
+
+
+def main() -> int:
+    """Resolve once, then write each file; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--upgrade", action="store_true", help="take the newest permitted versions")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        subprocess.run([f"{folder}/bin/pip", "install", "--quiet", RESOLVER], check=True)
+        build = Path(folder) / "build.in"
+        build.write_text("\n".join(BUILD) + "\n", encoding="utf-8")
+        everything = Path(folder) / "all.lock"
+        if not options.upgrade:
+            locked = [(ROOT / name).read_text(encoding="utf-8") for name in FILES if (ROOT / name).is_file()]
+            everything.write_text("\n".join(locked), encoding="utf-8")
+        resolve = [f"{folder}/bin/uv", "pip", "compile", "--quiet", "--universal", "--no-header", "--no-annotate",
+                   "--generate-hashes", "--no-emit-index-url", "--python-version", "3.10", "--no-cache"]  # fmt: skip
+
+        def compiled(extras: tuple[str, ...], output: Path, *more: str) -> dict[str, str]:
+            chosen = [word for extra in extras for word in ("--extra", extra)]
+            command = [*resolve, *chosen, *more, "-o", str(output), "pyproject.toml", str(build)]
+            subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+            return packages(output.read_text(encoding="utf-8"))
+
+        compiled(tuple(extra for extras, _, _ in FILES.values() for extra in extras), everything)
+        written: dict[str, dict[str, str]] = {}
+        for name, (extras, base, meaning) in FILES.items():
+            found = compiled(extras, Path(folder) / name, "--constraint", str(everything))
+            present = {package for each in base for package in written[each]}
+            written[name] = {package: entry for package, entry in found.items() if package not in present}
+            together = f" Installed together with {', '.join(base)}." if base else ""
+            head = f"# {meaning}{together} Written by tools/lock_requirements.py. Python 3.10 and 3.11.\n"
+            (ROOT / name).write_text(head + "\n".join(written[name].values()) + "\n", encoding="utf-8")
+            sys.stdout.write(f"{name}: {len(written[name])} packages\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
