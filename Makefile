@@ -1,6 +1,6 @@
-# make serve [CONFIG=...]   set up if needed, then serve
-# make test                 set up if needed, then run the tests
-# make help                 the rest
+# make serve    sets everything up that serving needs, then serves the embedded model
+# make test     sets everything up, then runs lint, type checks and tests
+# make help     lists all targets and variables
 
 VENV    ?= .venv
 PYTHON  ?= $(shell command -v python3.11 || command -v python3.10 || command -v python3)
@@ -8,71 +8,83 @@ CONFIG  ?= llama_tiny_cpu.yaml
 ARGS    ?=
 WORKERS ?= 2
 BIN     := $(VENV)/bin
-STAMP   := $(VENV)/.installed
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 KERNELS := agent/kernels/libllm_kernels.so
 SOURCES := setup.py $(wildcard agent/kernels/*.cc agent/kernels/*.h agent/kernels/*/*.cc agent/kernels/*/*.h)
 
+# A stamp is newer than the lock file whose packages have been installed.
+SERVING     := $(VENV)/.serving-installed
+TESTS       := $(VENV)/.tests-installed
+DOCS        := $(VENV)/.docs-installed
 MINDFORMERS := $(VENV)/.mindformers-installed
 
-.PHONY: setup setup-mindformers test-mindformers serve test test-sweeps lint bench docs clean help
+.PHONY: serve setup test test-sweeps lint bench docs docs-site lock setup-mindformers test-mindformers clean help
 
-setup: $(STAMP) $(KERNELS)
-
-serve: setup
+serve: $(SERVING) $(KERNELS)  ## serve; CONFIG=FILE chooses the deployment, ARGS="--set section.key=value" changes settings
 	@$(BIN)/python start_server.py --config $(CONFIG) $(ARGS)
 
-test: setup lint
+setup: $(SERVING) $(TESTS) $(KERNELS)  ## virtual environment with all packages for development, and compiled kernels
+
+test: setup lint  ## lint, type checks and tests; ARGS="-k scheduler" selects tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadscope $(ARGS)
 
-setup-mindformers: setup $(MINDFORMERS)
-
-test-mindformers: setup-mindformers
-	@$(BIN)/python -m pytest tests/mindformers_models $(ARGS)
-
-test-sweeps: setup
+test-sweeps: setup  ## more combinations, which `make test` leaves out
 	@$(BIN)/python -m pytest -m sweep $(ARGS)
 
-lint: setup
+lint: setup  ## ruff and mypy
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-bench: setup
-	@$(BIN)/python performance/bench_kernels.py
+bench: setup  ## kernels compared with the ceilings of the hardware
+	@$(BIN)/python performance/bench_kernels.py $(ARGS)
 
-docs: setup
-	@$(BIN)/python tools/write_configuration_docs.py
+docs: setup  ## write the generated pages and pictures of docs/
+	@$(BIN)/python tools/write_reference_docs.py
+	@$(BIN)/python tools/draw_pictures.py
 
-clean:
+docs-site: setup $(DOCS)  ## build the searchable site of docs/ in build/site; fails on a broken link
+	@$(BIN)/mkdocs build --quiet --strict
+
+lock: setup  ## write the lock files from pyproject.toml; ARGS=--upgrade takes the newest permitted versions
+	@$(BIN)/python tools/lock_requirements.py $(ARGS)
+
+setup-mindformers: $(SERVING) $(KERNELS) $(MINDFORMERS)  ## packages that MindFormers' models need (0.6 GB)
+
+test-mindformers: setup setup-mindformers  ## tests of MindFormers' models
+	@$(BIN)/python -m pytest tests/mindformers_models $(ARGS)
+
+clean:  ## remove compiled files and caches, but not the virtual environment
 	rm -rf build *.egg-info $(KERNELS) performance/ceilings .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-help:
-	@printf '%s\n' \
-	  'make serve [CONFIG=llama_tiny_cpu.yaml] [ARGS="--set section.key=value"]' \
-	  'make test [ARGS="-k scheduler"]      lint, types and tests' \
-	  'make test-sweeps                     more combinations, which make test leaves out' \
-	  'make setup                           virtual environment, pinned packages, kernels' \
-	  'make setup-mindformers               and the packages that MindFormers'"'"' models need (0.6 GB)' \
-	  'make test-mindformers                and their tests' \
-	  'make bench                           kernels against the hardware ceilings' \
-	  'make docs                            write docs/configuration.md from the code' \
-	  'make clean                           remove what was built (not the virtual environment)'
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## / {printf "make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@printf '\n%s\n' 'Variables: PYTHON (interpreter, 3.10 or 3.11), VENV (.venv), CONFIG, ARGS, WORKERS (2; parallel tests), CXX (g++)'
 
-$(STAMP): requirements.lock pyproject.toml
+$(SERVING): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 11))' || \
 	  { echo "llm-serving needs Python 3.10 or 3.11; $(PYTHON) is $$($(PYTHON) -V 2>&1). Give one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@command -v $${CXX:-g++} >/dev/null || { echo "llm-serving needs a C++17 compiler (g++)" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "installing pinned packages into $(VENV) (once; a few minutes)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@echo "installing the packages for serving into $(VENV) (once; a few minutes)"
+	@$(INSTALL) --require-hashes -r requirements.lock
+	@$(INSTALL) --no-build-isolation --no-deps -e .
 	@touch $@
 
-$(MINDFORMERS): requirements-mindformers.lock | $(STAMP)
+$(TESTS): requirements-test.lock requirements-lint.lock | $(SERVING)
+	@echo "installing the packages of tools, tests and lint into $(VENV) (once; a minute)"
+	@$(INSTALL) --require-hashes -r requirements.lock -r requirements-test.lock -r requirements-lint.lock
+	@touch $@
+
+$(DOCS): requirements-docs.lock | $(SERVING) $(TESTS)
+	@$(INSTALL) --require-hashes -r requirements.lock -r requirements-test.lock -r requirements-lint.lock -r requirements-docs.lock
+	@touch $@
+
+$(MINDFORMERS): requirements-mindformers.lock | $(SERVING)
 	@echo "installing MindFormers into $(VENV) (once; about a minute)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock -r requirements-mindformers.lock
+	@$(INSTALL) --require-hashes -r requirements.lock -r requirements-mindformers.lock
 	@touch $@
 
-$(KERNELS): $(SOURCES) | $(STAMP)
+$(KERNELS): $(SOURCES) | $(SERVING)
 	@echo "compiling kernels"
 	@$(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
