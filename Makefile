@@ -44,6 +44,7 @@ docs: setup  ## write the generated pages and pictures of docs/
 
 docs-site: setup $(DOCS)  ## build the searchable site of docs/ in build/site; fails on a broken link
 	@$(BIN)/mkdocs build --quiet --strict
+	@$(BIN)/python -m pytest -q tests/test_documentation_site.py tests/test_documentation_links.py
 
 lock: setup  ## write the lock files from pyproject.toml; ARGS=--upgrade takes the newest permitted versions
 	@$(BIN)/python tools/lock_requirements.py $(ARGS)

@@ -34,7 +34,8 @@ FILES = {
     "requirements-lint.lock": (("lint",), ("requirements.lock", "requirements-test.lock"), "Packages of `make lint`."),
     "requirements-docs.lock": (("docs",), ("requirements.lock", "requirements-test.lock", "requirements-lint.lock"),
                                "Packages of `make docs-site`."),
-    "requirements-mindformers.lock": (("mindformers",), ("requirements.lock",), "Packages of `make setup-mindformers`."),
+    "requirements-mindformers.lock": (("mindformers",), ("requirements.lock",),
+                                      "Packages of `make setup-mindformers`."),
 }  # fmt: skip
 """Extras of each lock file, the files that it is installed with, and its meaning."""
 

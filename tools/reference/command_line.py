@@ -53,7 +53,12 @@ PROGRAMS: dict[str, tuple[str, ...]] = {
         "performance/bench_recorder.py",
     ),
     "Simulator": ("performance/simulate.py", "performance/validate_simulator.py"),
-    "Development": ("tools/check_language.py", "tools/write_reference_docs.py", "tools/draw_pictures.py"),
+    "Development": (
+        "tools/check_language.py",
+        "tools/write_reference_docs.py",
+        "tools/draw_pictures.py",
+        "tools/lock_requirements.py",
+    ),
 }
 """Every program that a user starts, by section of the page. A test compares this with the files."""
 
@@ -72,6 +77,7 @@ def help_of(program: str) -> str:
     path, *arguments = program.split()
     saved, output = (sys.argv, dict(os.environ), list(sys.path)), io.StringIO()
     sys.argv, os.environ["COLUMNS"] = [path, *arguments, "--help"], "110"
+    sys.path.insert(0, str((ROOT / path).parent))
     try:
         with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
             runpy.run_path(str(ROOT / path), run_name="__main__")

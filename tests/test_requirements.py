@@ -1,0 +1,57 @@
+"""The lock files pin every package with hashes and agree with pyproject.toml; make help lists every target."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+
+from support.small_configs import REPOSITORY
+from tools.lock_requirements import BUILD, FILES, packages
+
+LOCKS = {name: packages((REPOSITORY / name).read_text("utf-8")) for name in FILES}
+PROJECT = (REPOSITORY / "pyproject.toml").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_package_has_an_exact_version_and_hashes(name: str) -> None:
+    text = (REPOSITORY / name).read_text("utf-8")
+    assert LOCKS[name]
+    for package, entry in LOCKS[name].items():
+        assert re.match(r"[\w.-]+==[\w.]+", entry), package
+        assert "--hash=sha256:" in entry, package
+    assert "://" not in text
+
+
+def declared(name: str) -> set[str]:
+    """Return the packages of a list in pyproject.toml, with their versions."""
+    body = re.search(rf"^{name} = \[(.*?)\]$", PROJECT, re.MULTILINE | re.DOTALL)
+    assert body is not None
+    return {each.lower() for each in re.findall(r'"([\w.-]+==[\w.]+)"', body[1])}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_lock_files_hold_what_the_project_declares(name: str) -> None:
+    extras, base, _ = FILES[name]
+    lists = ["dependencies", *extras, *(("tools",) if "test" in extras else ())]
+    locked = {entry.split()[0].lower() for each in (name, *base) for entry in LOCKS[each].values()}
+    assert {each for one in lists for each in declared(one)} | set(BUILD) <= locked
+
+
+def test_a_package_is_in_one_of_the_files_that_are_installed_together() -> None:
+    for name, (_, base, _) in FILES.items():
+        for each in base:
+            assert not LOCKS[name].keys() & LOCKS[each].keys(), (name, each)
+
+
+def test_serving_installs_no_tools_and_no_test_packages() -> None:
+    assert not LOCKS["requirements.lock"].keys() & {"pytest", "matplotlib", "ruff", "mypy", "openai", "aiohttp", "rich"}
+
+
+def test_make_help_lists_every_target() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text("utf-8")
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert phony is not None
+    done = subprocess.run(["make", "help"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert {line.split()[1] for line in done.stdout.splitlines() if line.startswith("make ")} == set(phony[1].split())
