@@ -95,7 +95,7 @@ class PackQuantizedDecoder(Decoder):
         scales, group_of_input = _scales(part, groups, tensors), uneven_groups(part, groups, tensors, "weight_g_idx")
         if not self.scheme().weights.zero:
             check_zero(tensors, "weight_zero_point")
-            return QuantizedTensor(self.scheme(), signed(values), scales, None, group_of_input)
+            return QuantizedTensor(self.scheme(), signed(values, bits), scales, None, group_of_input)
         zeros = self._zeros(rows, groups, tensors)
         return QuantizedTensor(self.scheme(), values, scales, zeros, group_of_input)
 

@@ -25,9 +25,6 @@ from agent.weights.decoder import (
 from agent.weights.layout import WeightPart
 from agent.weights.quantized import QuantizedTensor, signed, unpacked, without_usual_zeros
 
-_SIGNED_ZERO = 128
-"""The only zero point of 8-bit integers: they are stored unsigned and become signed."""
-
 
 class GPTQDecoder(Decoder):
     """4 or 8 bits, with or without zero points (8 bits: without)."""
@@ -65,6 +62,6 @@ class GPTQDecoder(Decoder):
         if scheme.weights.zero:
             own = without_usual_zeros(np.ascontiguousarray(zeros.T), scheme)
             return QuantizedTensor(scheme, values, scales, own, group_of_input)
-        if (zeros != _SIGNED_ZERO).any():
-            raise tensors.fail("qzeros", "holds zero points; 8-bit weights must be symmetric (sym: true)")
-        return QuantizedTensor(scheme, signed(values), scales, None, group_of_input)
+        if (zeros != 1 << (bits - 1)).any():
+            raise tensors.fail("qzeros", f"holds zero points; {bits}-bit weights must be symmetric (sym: true)")
+        return QuantizedTensor(scheme, signed(values, bits), scales, None, group_of_input)

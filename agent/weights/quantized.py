@@ -94,7 +94,7 @@ def without_usual_zeros(zeros: npt.NDArray[np.uint8], scheme: Scheme) -> npt.NDA
     return None if bool((zeros == scheme.weights.zero).all()) else zeros
 
 
-def signed(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
-    """Bytes with a zero point of 128 as int8, in place."""
-    values ^= np.uint8(0x80)
+def signed(values: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int8]:
+    """Subtracts the zero point of symmetric integers of ``bits`` bits, in place."""
+    values -= np.uint8(1 << (bits - 1))
     return values.view(np.int8)
