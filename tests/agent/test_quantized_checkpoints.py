@@ -78,8 +78,9 @@ def test_older_folders_keep_the_settings_in_a_file_of_their_own(tmp_path: Path) 
     assert load(awq)["qkv"].shape == (32, 128)
 
 
-def test_desc_act_is_multiplied_out(tmp_path: Path) -> None:
-    case = CASES["gptq4"]
+@pytest.mark.parametrize("name", ["gptq4", "gptq8"])
+def test_desc_act_is_multiplied_out(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
     groups = np.random.default_rng(1).permutation(np.arange(128) // 32).astype(np.int32)
     plain = case.plain("q_proj.weight")
     expected = (plain.q - plain.zeros[:, groups]).astype(np.float32) * plain.scales[:, groups]
