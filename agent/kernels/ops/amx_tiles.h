@@ -2,8 +2,9 @@
 //
 //   TDPBSUD, TDPBF16PS   sums [m][16] += x [m][64 bytes] * w [16][16 columns][4 bytes]
 //
-// which is a block of rows by 16 steps (linear.h) of 16 columns of a panel, as it lies in memory. bfloat16: the pairs
-// of the 16 steps are added up in order in float32 from zero, then to the sum; one row or 16, the bits are the same.
+// The product multiplies a block of rows by 16 steps (linear.h) of 16 columns of a panel in its memory layout. With
+// bfloat16, the pairs of the 16 steps are added in order in float32 from zero, and the result is added to the sum. The
+// bits do not depend on the number of rows.
 #pragma once
 #include "../common/types.h"
 
@@ -19,11 +20,11 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Costs tens of cycles and clears all tiles.
+// Loads the tile configuration. Takes tens of cycles and clears all tiles.
 static inline void load_config(const TileConfig& config) { __asm__ volatile("ldtilecfg %0" ::"m"(config)); }
 
-// Tiles 0 and 1: sums of `upper` rows, 2 and 3: of `lower` rows; 4 and 5: their activations; 6 and 7: weights. Without
-// lower rows tiles 0 to 3 are sums of the upper.
+// Configures the tiles. 0 and 1: sums of `upper` rows. 2 and 3: sums of `lower` rows, or of the upper rows if there are
+// no lower ones. 4 and 5: activations. 6 and 7: weights.
 static inline void configure_tiles(int64_t upper, int64_t lower) {
   TileConfig config;
   const int64_t rows[8] = {upper, upper, lower > 0 ? lower : upper, lower > 0 ? lower : upper,
@@ -35,15 +36,15 @@ static inline void configure_tiles(int64_t upper, int64_t lower) {
   load_config(config);
 }
 
-// The processor stops saving the tiles of this thread, and may sleep deeply again.
+// Releases the tiles, so that context switches need not save them and the core may enter deep sleep states.
 static inline void release_tiles() { __asm__ volatile("tilerelease"); }
 
-// GCC 12 has these as macros that take digits only, and does not know that they touch memory.
+// Assembly, because the macros of GCC 12 accept only digits and do not declare that they access memory.
 template <int T>
 LLMK_INLINE void load_tile(const void* from, int64_t row_stride) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_stride), "i"(T) : "memory");
 }
-// With the hint that it will not be loaded again soon: other lines stay in the first-level cache.
+// Loads with a non-temporal hint, so that other lines stay in the L1 cache.
 template <int T>
 LLMK_INLINE void load_tile_once(const void* from, int64_t row_stride) {
   __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_stride), "i"(T) : "memory");

@@ -1,9 +1,9 @@
-// Copies of whole cache blocks over all arrays of a cache: the keys and values of every layer.
+// Copies whole cache blocks in all arrays of a cache: the keys and values of every layer.
 //
 //   device[a] [device_blocks, block_bytes], host[a] [host_blocks, block_bytes] for each array a
 //   moves [num_moves, 3]: kind, source block, destination block; run in this order
 //
-// The threads share out the arrays, so that each array sees its moves in order.
+// Each array belongs to one thread, so that its moves run in order.
 #pragma once
 #include <cstdint>
 
@@ -13,12 +13,12 @@ enum MoveKind : int32_t { kCopyBlock = 0, kSwapOutBlock = 1, kSwapInBlock = 2 };
 
 struct CopyBlocksArgs {
   void* const* device;
-  void* const* host;  // may be null where host_blocks is 0
+  void* const* host;  // may be null if host_blocks is 0
   const int32_t* moves;
   int64_t num_arrays, num_moves, block_bytes, device_blocks, host_blocks;
 };
 
-// 0, or an error code after one line when a kind or a block is out of range; nothing is copied then.
+// Returns 0, or an error code after one line if a kind or a block is out of range. Nothing is copied then.
 int copy_blocks(const char* op, const CopyBlocksArgs& args);
 
 }  // namespace llmk

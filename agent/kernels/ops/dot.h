@@ -1,14 +1,14 @@
-// Dot products of R rows with C columns, the inner loop of MatMul and of the attention scores.
+// Dot products of R rows with C columns: the inner loop of MatMul and of the attention scores.
 //
-// THE canonical order: lane l of 16 adds up k = l, l + 16, ... with one fused multiply-add each (pairs of bfloat16 by
-// VDPBF16PS where the machine has it: lane l takes k = 2l, 2l + 1, then + 32), and the lanes are reduced by the tree
-// of sum(). Missing elements past `depth` count as 0. R and C change nothing but speed.
+// The canonical order of additions: lane l of 16 adds up k = l, l + 16, ... with one fused multiply-add each. With
+// VDPBF16PS, lane l adds up pairs of bfloat16: k = 2l and 2l + 1, then + 32. The tree of sum() then reduces the lanes.
+// Missing elements past `depth` count as 0. R and C change only the speed.
 #pragma once
 #include "../common/types.h"
 
 #ifdef LLMK_ARCH
 
-// Loops over a tile must be unrolled whole, or its registers become an array in memory.
+// Loops over a tile must be unrolled completely. Otherwise the compiler keeps the tile in memory.
 #define LLMK_UNROLL _Pragma("GCC unroll 64")
 
 namespace llmk {
@@ -42,7 +42,7 @@ struct Dot<bfloat_t, bfloat_t> {
 };
 #endif
 
-// The type columns are packed as: what the dot product takes without converting.
+// The type of packed columns, which the dot product takes without conversion.
 template <class T>
 struct Packed {
   using Type = float;
@@ -54,7 +54,7 @@ struct Packed<bfloat_t> {
 };
 #endif
 
-// One step of packing: n elements, then zeros.
+// Packs one step: n elements, then zeros.
 LLMK_INLINE void copy_step(float* to, const float* from, int64_t n) { store(to, load_n(from, n)); }
 LLMK_INLINE void copy_step(float* to, const half_t* from, int64_t n) { store(to, load_n(from, n)); }
 LLMK_INLINE void copy_step(float* to, const bfloat_t* from, int64_t n) { store(to, load_n(from, n)); }
@@ -64,8 +64,8 @@ LLMK_INLINE void copy_step(bfloat_t* to, const bfloat_t* from, int64_t n) {
 }
 #endif
 
-// Where the columns lie: each on its own, or packed step by step, kStep elements of each column in turn, the last step
-// filled up with zeros.
+// The places of the columns. They are separate, or packed step by step: kStep elements of each column, then the next
+// step. Zeros fill the last step.
 template <int C, class W>
 struct ColumnPointers {
   const W* column[C];

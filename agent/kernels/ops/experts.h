@@ -1,9 +1,9 @@
-// A mixture of experts: which experts a token goes to, and tokens grouped by expert so that each expert's weights are
-// read once a step. Every number of a token comes from its own row in an order of its own, so what shares the step
-// cannot change it: the grouping moves rows, and a row's sum runs over its experts in the order of their rank.
+// A mixture of experts: selects the experts of each token, and groups tokens by expert so that a step reads each
+// expert's weights once. The numbers of a token depend only on its own row. Grouping moves rows, and the sum of a row
+// runs over its experts in the order of their rank. Therefore other tokens of the step cannot change a result.
 //
 //   probabilities  softmax of the logits over all experts, in float32
-//   choice         the `chosen` largest, of equals the first; `normalised`: divided by their sum
+//   choice         the `chosen` largest, the first of equal ones; `normalised`: divided by their sum
 #pragma once
 #include <cstdint>
 
@@ -19,8 +19,8 @@ struct RoutingArgs {
 
 void route_tokens(const RoutingArgs& args);
 
-// Stable counting sort of the choices by expert: place[i] is where choice i (row * chosen + rank) goes,
-// starts[experts + 1] where each expert's rows begin.
+// Sorts the choices by expert (stable counting sort). place[i] is the new place of choice i (row * chosen + rank).
+// starts [experts + 1] has the first row of each expert.
 void group_by_expert(const int32_t* ids, int64_t choices, int64_t experts, int64_t* starts, int64_t* place);
 
 namespace reference {

@@ -1,4 +1,4 @@
-// Gather of whole rows, any type.
+// Gathers whole rows of any type.
 //
 //   table [batch, outer, limit, row]   indices [batch, count]   ->   out [batch, outer, count, row]
 //   out[b][o][i] = table[b][o][indices[b][i]]; a negative index counts from the end
@@ -9,13 +9,13 @@ namespace llmk {
 
 struct GatherArgs {
   const void* table;
-  const void* indices;  // int64 where wide_indices, else int32
+  const void* indices;  // int64 if wide_indices, otherwise int32
   void* out;
   int64_t batch, outer, limit, count, row_bytes;
   bool wide_indices;
 };
 
-// 0, or an error code after one line when an index is out of range; nothing is written then.
+// Returns 0, or an error code after one line if an index is out of range. Nothing is written then.
 int gather_rows(const char* op, const GatherArgs& args);
 
 }  // namespace llmk

@@ -2,10 +2,11 @@
 //
 //   x [rows, depth]   weight blob (columns x depth)   ->   out[r][c] = sum over k of x[r][k] * w[c][k] (+ bias[c])
 //
-// The blob: a 64-byte header, then panels of 64 columns, each four vectors: one load gives a step of the depth of 16
-// columns as lanes, and the activations are broadcast. A half is two vectors, which lie together as tiles: T steps of
-// the first, then the same of the second. T is 16, a tile of 1 KB, for the matrix unit, and 1 for everything else: half
-// a panel then is one stream, which prefetchers follow at twice the rate of two that pass through the same page.
+// A blob has a 64-byte header, then panels of 64 columns. A panel has four vectors of 16 columns. One load returns one
+// step of the depth for 16 columns, one per lane. The kernel multiplies it by a broadcast activation. Half a panel has
+// two vectors. They are stored as alternating tiles: T steps of the first vector, then T steps of the second. T is 16
+// (a tile of 1 KB) for the matrix unit and 1 otherwise. With T = 1 half a panel is one sequential stream. Hardware
+// prefetchers follow one stream at twice the rate of two streams through the same page.
 //
 //   float32, float16       [panels][2 halves][steps / T][2 vectors][T steps][16]
 //   bfloat16               [panels][2][steps / T][2][T steps][16][2 depths]
@@ -14,25 +15,25 @@
 //   int4, int4_weight_only [panels][groups]{[2][steps / T][2][T steps][16][4] bytes, [64] float scales,
 //                          [64] uint8 zeros if asymmetric}; low nibbles: depths 0 to 3 of a step, high nibbles: 4 to 7
 //
-// The last tiles of a group, or of the depth, have only the steps that are left (step_offset() below).
+// The last tiles of a group or of the depth have only the remaining steps (step_offset() below).
 //
 // A bias follows the panels as floats, in the order of their columns: [panels][64].
 //
-// A weight in parts is a header and, each on a cache line, the blobs of some consecutive depths one after the other,
-// that of the first with the bias. Its product is the sum of theirs in float32, in their order, rounded once: the bits
-// of agents that share the layer.
+// A weight in parts is a header, followed by the blobs of consecutive ranges of the depth. Each blob starts on a cache
+// line, and the first has the bias. The product is the sum of the parts' products in float32, in their order, rounded
+// once. This gives the same bits as several agents that share the layer.
 //
-// Without groups one group spans the depth. Missing columns and depths are filled up with zeros. Of a gated weight,
-// vector 0 and 2 of a panel hold gate columns 32p and 32p + 16, vector 1 and 3 the up columns of the same numbers.
+// Without groups, one group spans the depth. Missing columns and depths are zeros. In panel p of a gated weight,
+// vectors 0 and 2 hold the gate columns 32p and 32p + 16. Vectors 1 and 3 hold the up columns with the same numbers.
 //
 // Arithmetic, the same for every tile, batch and thread count:
-//   float formats     one accumulator an element over k in order (pairs of k where the machine has VDPBF16PS)
-//   int8              exact integers, then float(sum) * x_scale * w_scale; by groups: as int4 with zero 128
+//   float formats     one accumulator per element, over k in order (over pairs of k with VDPBF16PS)
+//   int8              exact integers, then float(sum) * x_scale * w_scale; with groups like int4 with zero 128
 //   int4              total = fma(float(sum over the group of (w - zero) * x), group scale, total) in group order,
 //                     then total * x_scale
-//   int8_weight_only  as a float format with the integers as weights, bfloat16 where the activations are (a group at a
-//                     time: total = fma(sum, scale, total)); without groups sum * scale
-//   int4_weight_only  the same with w - zero as weights; without groups one group spans the depth
+//   int8_weight_only  like a float format whose weights are the integers, in bfloat16 if the activations are bfloat16;
+//                     per group: total = fma(sum, scale, total); without groups: sum * scale
+//   int4_weight_only  the same with w - zero as weights; without groups one group spans the depth.
 // The bias is added last, in float32. int8 and int4 results are bit-identical over all instruction sets.
 #pragma once
 #include "../common/thread_pool.h"
@@ -57,9 +58,9 @@ enum class Packing : int32_t { kFloats, kBytes, kNibbles };
 struct FormatTraits {
   WeightFormat format;
   Packing packing;
-  int32_t bits;          // of a weight
+  int32_t bits;          // bits per weight
   int32_t step_depth;    // depths in one step of a panel
-  bool quantizes_rows;   // activations become int8, with a scale for each row
+  bool quantizes_rows;   // true: activations become int8 with one scale per row
 };
 
 constexpr FormatTraits kFormats[] = {
@@ -81,34 +82,36 @@ constexpr bool formats_are_in_order() {
 }
 static_assert(formats_are_in_order(), "kFormats has a row for each WeightFormat, in its order");
 
-// Whether a number that came from outside is a WeightFormat; traits_of() takes no other.
+// Returns true if a number from outside is a WeightFormat. traits_of() accepts no other number.
 static inline bool is_known(WeightFormat format) {
   return static_cast<int32_t>(format) >= 0 && static_cast<int32_t>(format) < kNumFormats;
 }
 static inline const FormatTraits& traits_of(WeightFormat format) { return kFormats[static_cast<int32_t>(format)]; }
 
 constexpr uint32_t kPackedWeightMagic = 0x4B50574C;  // "LWPK"
-constexpr int32_t kPackedWeightLayout = 3;           // halves of panels as tiles of tile_steps
+constexpr int32_t kPackedWeightLayout = 3;           // half panels are stored as tiles of tile_steps
 
 struct PackedWeightHeader {
   uint32_t magic;
   WeightFormat format;
   int32_t layout;
   int32_t gated;
-  int64_t columns, depth, group;  // group 0: one scale a column
-  int32_t asymmetric;             // zero points stored
-  int32_t biased;                 // a bias stored
-  int32_t parts;                  // blobs that follow; 0: panels do
-  int32_t tile_steps;             // T above, that of the instruction set
+  int64_t columns, depth, group;  // group 0: one scale per column
+  int32_t asymmetric;             // 1: the blob has zero points
+  int32_t biased;                 // 1: the blob has a bias
+  int32_t parts;                  // number of blobs that follow; 0: panels follow
+  int32_t tile_steps;             // T above, which depends on the instruction set
   int32_t reserved[2];
 };
 static_assert(sizeof(PackedWeightHeader) == 64, "the header is one cache line");
 
-// Where weights come from. `values` [columns][depth]: of source_dtype for float formats; already quantised: int8
-// (kInt8*), or uint8 0..15 (kInt4*, one a byte) with scales float [columns][groups] and zeros uint8 0..16
-// [columns][groups] (null: 8). When `scales` is null and the format is an integer one, `values` are floats of
-// source_dtype and are quantised here, to nearest: kInt8* symmetric, scale = max|w| / 127; kInt4* scale = max|w| / 7
-// with zero 8 or, if `asymmetric`, (max - min) / 15 over a range that holds 0, with zero points.
+// The weights to pack. `values` is [columns][depth].
+//   Float formats: values of source_dtype.
+//   Integer formats with `scales`: values are already quantised. They are int8 (kInt8*) or uint8 0..15 (kInt4*, one per
+//     byte). scales is float [columns][groups], zeros is uint8 0..16 [columns][groups] (null: 8).
+//   Integer formats without `scales`: values are floats of source_dtype, quantised here to nearest. kInt8* is symmetric
+//     with scale = max|w| / 127. kInt4* has scale = max|w| / 7 and zero 8. If `asymmetric`, the scale is
+//     (max - min) / 15 over a range that contains 0, with zero points.
 // gated: rows are gate [0, columns / 2), then up [columns / 2, columns).
 struct PackSource {
   WeightFormat format;
@@ -118,63 +121,63 @@ struct PackSource {
   const void* values;
   const float* scales;
   const uint8_t* zeros;
-  const float* bias;  // [columns] in the order of `values`; null: none
+  const float* bias;  // [columns] in the order of `values`, or null
 };
 
-// Size of a blob; 0 for sizes no blob can have (group not a multiple of 8, integer depth beyond 65536, ...).
+// Returns the size of a blob, or 0 for invalid sizes (group not a multiple of 8, integer depth beyond 65536, ...).
 int64_t packed_weight_bytes(WeightFormat format, int64_t columns, int64_t depth, int64_t group, bool biased);
 
-// Writes a blob (64-byte aligned) with all threads. 0, or an error code after one line on standard error.
+// Writes a blob (64-byte aligned) with all threads. Returns 0, or an error code after one line on standard error.
 int pack_weight(const PackSource& source, void* blob);
 
-// What an entry asks before it trusts a blob of `bytes` bytes: 0, or an error code after one line on standard error.
+// Checks a blob of `bytes` bytes. Returns 0, or an error code after one line on standard error.
 int check_packed_weight(const char* op, const void* blob, int64_t bytes);
 
-// Writes the header of a weight in `parts` parts before them, which are packed already and begin 64 bytes behind
-// `blob`. 0, or an error code after one line on standard error.
+// Writes the header of a weight in parts. The `parts` parts are already packed and begin 64 bytes after `blob`.
+// Returns 0, or an error code after one line on standard error.
 int join_weight_parts(void* blob, int64_t bytes, int32_t parts);
 
-// Activations quantised a row at a time: value = scale * q, scale = max|x| / 127, q in [-127, 127].
+// Activations, quantised row by row: value = scale * q, scale = max|x| / 127, q in [-127, 127].
 struct QuantizedRows {
   int8_t* values;
   float* scales;   // [rows]
   int32_t* sums;   // [rows][groups]: sums of q over each group
-  int64_t stride;  // bytes a row, a multiple of 64, zeros past depth
+  int64_t stride;  // bytes per row, a multiple of 64; zeros after depth
   int64_t groups;
 };
 
-bool wants_quantized_rows(const void* blob);                                  // whether its format quantizes_rows
-int64_t quantized_rows_bytes(const void* blob, int64_t rows);                 // memory for the three, in one piece
-QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);  // lays them out in it (64-byte aligned)
+bool wants_quantized_rows(const void* blob);                                  // true if its format quantizes_rows
+int64_t quantized_rows_bytes(const void* blob, int64_t rows);                 // size of values, scales and sums
+QuantizedRows quantized_rows(const void* blob, int64_t rows, void* memory);  // places them in memory (64-byte aligned)
 
 enum class Epilogue : int32_t {
-  kStore = 0,       // out of dtype
-  kStoreFloat = 1,  // out of float32
-  kSwiglu = 2       // out of dtype, columns / 2 wide: gate / (1 + exp(-gate)) * up; the blob must be gated
+  kStore = 0,       // out is of dtype
+  kStoreFloat = 1,  // out is float32
+  kSwiglu = 2       // out is of dtype and has columns / 2: gate / (1 + exp(-gate)) * up; needs a gated blob
 };
 
 struct LinearArgs {
   const void* weight;
   const void* x;                   // [rows, depth] of dtype; unused when `quantized` is given
-  const QuantizedRows* quantized;  // null: an integer format quantises x itself first
-  DType dtype;                     // of x, and of out but for kStoreFloat; for float formats the weight's type
+  const QuantizedRows* quantized;  // null: an integer format first quantises x
+  DType dtype;                     // type of x, of out except with kStoreFloat, and of the weight in float formats
   int64_t rows, x_stride, out_stride;  // strides in elements
-  void* out;                           // may be null where best_ids is given: only the arg-max is wanted
+  void* out;                           // may be null if best_ids is set: then only the arg-max is computed
   Epilogue epilogue;
-  int32_t* best_ids;   // kStoreFloat only, may be null: arg-max of each row; the lowest index wins, NaN never does
+  int32_t* best_ids;   // kStoreFloat only, or null: arg-max of each row; the lowest index wins a tie, NaN never wins
   float* best_values;  // may be null
 };
 
-// What an entry asks before kernels().linear: 0, or an error code after one line on standard error.
+// Checks the arguments of kernels().linear. Returns 0, or an error code after one line on standard error.
 int check_linear(const char* op, const LinearArgs& args);
 
 // The parts of a blob.
 constexpr int64_t kPanelColumns = 64;
 
 struct WeightShape {
-  int64_t panels, step_depth, step_bytes;  // depths in one step of a panel, and its bytes
+  int64_t panels, step_depth, step_bytes;  // depths in one step of a panel, and bytes of the step
   int64_t steps, group_steps, groups;      // steps of the whole depth and of a full group
-  int64_t scale_bytes;                     // of one group: scales and zeros
+  int64_t scale_bytes;                     // scales and zeros of one group
   int64_t panel_bytes;
 };
 
@@ -196,9 +199,9 @@ static inline WeightShape weight_shape(WeightFormat format, int64_t columns, int
   return shape;
 }
 
-// Where a step of vector v lies behind the first of a group's (or the depth's) `steps` steps, in tiles of tile_steps.
+// Returns the offset of a step of vector v from the first step of a group (or of the depth) with `steps` steps.
 static inline int64_t step_offset(int64_t tile_steps, int64_t steps, int64_t step, int v, int64_t vector_bytes) {
-  const int64_t first = step / tile_steps * tile_steps;  // of the tile
+  const int64_t first = step / tile_steps * tile_steps;  // first step of the tile
   return (v / 2 * 2 * steps + 2 * first + v % 2 * smaller(tile_steps, steps - first) + step - first) * vector_bytes;
 }
 
@@ -207,7 +210,7 @@ static inline WeightShape weight_shape(const PackedWeightHeader& header) {
                       header.asymmetric != 0);
 }
 
-// What the panels take; a bias lies behind them.
+// Size of the panels. A bias follows them.
 static inline int64_t panels_bytes(const WeightShape& shape) { return shape.panels * shape.panel_bytes; }
 static inline int64_t bias_bytes(const WeightShape& shape) { return shape.panels * kPanelColumns * 4; }
 
@@ -215,13 +218,13 @@ static inline const PackedWeightHeader& header_of(const void* blob) {
   return *static_cast<const PackedWeightHeader*>(blob);
 }
 
-// Bytes of a blob without parts.
+// Size of a blob without parts.
 static inline int64_t blob_bytes(const PackedWeightHeader& header) {
   const WeightShape shape = weight_shape(header);
   return static_cast<int64_t>(sizeof(header)) + panels_bytes(shape) + (header.biased != 0 ? bias_bytes(shape) : 0);
 }
 
-// The first of a blob's parts, and the one behind another, which has the room of packed_weight_bytes.
+// Returns the first part of a blob, or the part after another. A part occupies packed_weight_bytes, rounded up to 64.
 static inline const void* first_part(const void* blob) {
   return static_cast<const char*>(blob) + sizeof(PackedWeightHeader);
 }
@@ -232,7 +235,7 @@ static inline const void* next_part(const void* part) {
   return static_cast<const char*>(part) + ceil_div(room, 64) * 64;
 }
 
-// The bias of a blob, null without one.
+// Returns the bias of a blob, or null.
 static inline const float* bias_of(const void* blob) {
   const PackedWeightHeader& header = header_of(blob);
   if (header.biased == 0) return nullptr;
@@ -240,7 +243,7 @@ static inline const float* bias_of(const void* blob) {
   return reinterpret_cast<const float*>(panels + panels_bytes(weight_shape(header)));
 }
 
-// The first column of vector v (16 lanes) of a panel, and the column it must stay below.
+// First column of vector v (16 lanes) of a panel, and the end of the columns that the vector may hold.
 static inline int64_t vector_column(const PackedWeightHeader& header, int64_t panel, int v) {
   if (header.gated == 0) return panel * kPanelColumns + v * 16;
   return panel * (kPanelColumns / 2) + v / 2 * 16 + (v % 2 == 0 ? 0 : header.columns / 2);

@@ -1,12 +1,12 @@
-// The inner loops of linear.h on AMX tiles. int8 and int4 give the integers of any other instruction set. bfloat16 has
-// its own order of adding (amx_tiles.h), so every product with such a weight is made here, one row or many.
+// The inner loops of linear.h on AMX tiles. The integers of int8 and int4 equal those of every other instruction set.
+// The format bfloat16 has its own order of additions (amx_tiles.h). Therefore every product with a bfloat16 weight runs
+// here, for one row as well as for many.
 //
-// A product of tiles takes 16 cycles, a load of a tile 8 from the first-level cache and 20 from the second. So some
-// weights of half a panel, a chunk, stay in the first-level cache while all blocks of 32 rows pass, each tile of either
-// being multiplied twice. Rows are loaded with the hint that they will not be used again soon: they would push the
-// chunk out otherwise, and every load of weights would come from the second level. What else there is to do runs
-// between the products, which leave most of the core idle: scales, SwiGLU and arg-max of the block before, and fetching
-// the chunk that follows in memory.
+// A tile product takes 16 cycles. Loading a tile takes 8 cycles from the L1 cache and 20 from the L2 cache. Therefore a
+// chunk of the weights of half a panel stays in the L1 cache while all blocks of 32 rows use it. Each tile, of weights
+// or of rows, is multiplied twice. Rows are loaded with a non-temporal hint, because they would evict the chunk
+// otherwise. The tile products leave most of the core idle. Therefore the other work runs between them: scales, SwiGLU
+// and arg-max of the previous block, and prefetches of the next chunk.
 #pragma once
 #include "amx_tiles.h"
 #include "linear_epilogue.h"
@@ -20,7 +20,7 @@ static_assert(kTileSteps == kAmxSteps, "16 steps of a vector are a tile");
 
 struct ByteTiles16 {
   using X = int8_t;
-  static constexpr int64_t kDepth = 4 * kAmxSteps;  // of one product of tiles
+  static constexpr int64_t kDepth = 4 * kAmxSteps;  // depths of one tile product
   static constexpr Scaling kScaling = Scaling::kUnsignedBoth;
   template <int S, int A, int W>
   LLMK_INLINE void multiply_tiles() {
@@ -38,17 +38,17 @@ struct BFloatTiles16 {
   }
 };
 
-// int8 products of fewer rows are faster in registers, and the same.
+// Fewer rows of int8 are faster in vector registers. The results are the same.
 constexpr int64_t kLeastTiledRows = 5;
 
-// Whole products of tiles only: a shorter last one would read past the weights and the rows.
+// Returns true if the depth consists of whole tiles. A shorter last tile would read past the weights and the rows.
 static inline bool fits_tiles(const LinearJob& job) {
   return job.header.depth % (kAmxSteps * job.shape.step_depth) == 0;
 }
 
-// A chunk of weights to come, fetched into the second-level cache a few lines at a time: more would keep the loads
-// waiting. Four pages advance together: the processor fetches ahead within each page by itself, at most 20 lines, which
-// is less than the time memory takes at the rate it could deliver.
+// Prefetches the next chunk of weights into the L2 cache, a few lines at a time, because more would delay the loads.
+// Four pages advance together. The hardware prefetcher follows each page separately, by at most 20 lines, and one page
+// alone does not use the whole memory bandwidth.
 class Fetch {
  public:
   static constexpr int kStreams = 4;
@@ -56,7 +56,7 @@ class Fetch {
   Fetch(const uint8_t* begin, int64_t bytes)
       : next_(begin), stream_bytes_(bytes / kStreams), left_(stream_bytes_ / 64) {}
 
-  // `count` lines of each stream.
+  // Prefetches `count` lines of each stream.
   void lines(int64_t count) {
     count = smaller(count, left_);
     left_ -= count;
@@ -72,7 +72,7 @@ class Fetch {
   int64_t left_;
 };
 
-// Rows of half a panel whose sums are complete, finished a few at a time.
+// Finishes rows of half a panel whose sums are complete, a few rows at a time.
 template <class Finish>
 class Finishing {
  public:
@@ -87,7 +87,7 @@ class Finishing {
     sums_ = sums;
   }
 
-  // Not inlined: between products of tiles it would take their registers.
+  // Not inlined, because it would take registers from the tile products around it.
   __attribute__((noinline)) void some(int64_t count) {
     if (rows_ == 0) return;
     count = smaller(count, rows_);
@@ -126,7 +126,7 @@ struct TiledForm {
   static void task(const LinearJob& job, int64_t panel, int64_t row, int64_t row_end) {
     if (row_end - row <= kAmxRows) return one_block_task<Finish>(job, panel, row, row_end - row);
     const int64_t rows = row_end - row, units = job.shape.steps / kAmxSteps, chunks = ceil_div(units, kChunkUnits);
-    // Sums wait for the next chunk, or else only while the next block is multiplied.
+    // With several chunks, all sums are kept for the next chunk. Otherwise only those of two blocks are kept.
     const int64_t kept = chunks == 1 ? 2 * kBlockOfRows : rows;
     float* sums = static_cast<float*>(thread_scratch(kScratchLinearTile, kept * kPanelColumns * 4));
     const uint8_t* weights = job.panels + panel * job.shape.panel_bytes;
@@ -146,14 +146,14 @@ struct TiledForm {
   static constexpr int64_t kChunkUnits = 12;  // 24 KB of weights
   static constexpr int64_t kBlockOfRows = 2 * kAmxRows;
 
-  // The rows of a block, in two tiles: `stride` bytes from one to the next.
+  // The rows of a block in two tiles. `stride` is the distance between rows in bytes.
   struct Rows {
     const X *upper, *lower;
     int64_t stride;
   };
 
   struct Chunk {
-    const uint8_t* weights;  // tiles of the half's first and second vector in turn
+    const uint8_t* weights;  // alternating tiles of the half's first and second vector
     int half;
     int64_t begin, end;  // units
     bool first, last;
@@ -193,7 +193,7 @@ struct TiledForm {
     }
   }
 
-  // One or two tiles of rows by 32 columns.
+  // Multiplies one or two tiles of rows by 32 columns.
   template <bool kBoth, class Meanwhile>
   LLMK_INLINE void multiply_block(Rows x, const uint8_t* w, int64_t units, bool first, float* upper, float* lower,
                                   const Meanwhile& meanwhile) {
@@ -224,7 +224,7 @@ struct TiledForm {
     }
   }
 
-  // Up to 16 rows by all 64 columns: weights are read once.
+  // Multiplies up to 16 rows by all 64 columns of a panel, so that the weights are read once.
   template <class Finish>
   static void one_block_task(const LinearJob& job, int64_t panel, int64_t row, int64_t rows) {
     alignas(64) float sums[kAmxRows * kPanelColumns];
@@ -242,8 +242,8 @@ struct TiledForm {
   }
 };
 
-// Weights with a scale a group: a panel is unpacked to signed bytes less their zeros, tiles give the integer sums of a
-// group of 16 rows by 16 columns, and these are scaled and added up in registers while the next are multiplied.
+// Weights with one scale per group. A panel is unpacked to signed bytes minus their zeros. Tiles compute the integer
+// sums of a group for 16 rows by 16 columns. Vector registers scale and add these sums while the next are multiplied.
 template <class Step>
 struct GroupedTiles {
   using X = int8_t;
@@ -275,7 +275,7 @@ struct GroupedTiles {
   }
 
  private:
-  static constexpr int64_t kLeastGroupedRows = 8;  // as kLeastTiledRows
+  static constexpr int64_t kLeastGroupedRows = 8;  // like kLeastTiledRows
   static constexpr int64_t kTileDepth = 4 * kAmxSteps;
 
   static int64_t group_bytes(const LinearJob& job) {
@@ -285,7 +285,7 @@ struct GroupedTiles {
     return reinterpret_cast<const float*>(group + job.shape.group_steps * job.shape.step_bytes);
   }
 
-  // [4 vectors][depth / 4][16][4] bytes.
+  // Unpacks a panel into [4 vectors][depth / 4][16][4] bytes.
   static void unpack(const LinearJob& job, const uint8_t* group, uint8_t* to) {
     const int64_t steps = job.shape.group_steps, vector_bytes = job.header.depth * kLanes;
     for (int64_t g = 0; g < job.shape.groups; ++g, group += group_bytes(job), to += steps * Step::kDepth * kLanes) {
@@ -314,12 +314,12 @@ struct GroupedTiles {
     }
   }
 
-  static constexpr int kTogether = 4;  // groups, one tile of sums each
+  static constexpr int kTogether = 4;  // groups in progress, with one tile of sums each
   using Products = int32_t[kAmxRows][kLanes];
 
-  // total = fma(float(sum of a group), scale, total) in the order of the groups, for a vector of columns. The products
-  // of some groups are under way while those before are added up, and are stored when they must be there: a store that
-  // waits for its product keeps everything behind it waiting.
+  // total = fma(float(sum of a group), scale, total) in the order of the groups, for one vector of columns. Tile
+  // products of the next groups run while earlier sums are added. Each sum is stored as late as possible, because a
+  // store that waits for its product delays everything after it.
   static void add_groups(const LinearJob& job, const int8_t* x, const uint8_t* bytes, const uint8_t* group, int v,
                          Fetch* fetch, float* sums) {
     const int64_t tiles = job.header.group / kTileDepth, groups = job.shape.groups;
@@ -354,7 +354,7 @@ struct GroupedTiles {
     for (int r = 0; r < kAmxRows; ++r) store(sums + r * kPanelColumns, total[r]);
   }
 
-  // Into tile S. The panel is larger than the first-level cache, where the rows stay.
+  // Multiplies a group into tile S. The rows stay in the L1 cache. The panel is larger than this cache.
   template <int S>
   LLMK_INLINE void multiply_group(const int8_t** x, int64_t x_stride, const uint8_t** w, int64_t tiles) {
     clear_tile<S>();
@@ -366,7 +366,7 @@ struct GroupedTiles {
   }
 };
 
-// Blocks of rows that stay in the second-level cache, one after the other with all panels.
+// Runs all panels for one block of rows after the other. A block of rows fits the L2 cache.
 template <class Form>
 static void run_tiles(const LinearJob& job) {
   constexpr int64_t kBlockBytes = 3 << 18, kMostBlockRows = 256, kLeastBlockRows = 64;

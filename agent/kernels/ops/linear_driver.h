@@ -1,8 +1,8 @@
-// How linear.h is spread over threads, panels, pieces of the depth and tiles of rows.
+// Divides a linear layer (linear.h) into threads, panels, pieces of the depth and tiles of rows.
 //
-// A task is a panel and a block of rows. The weights of a piece stay in the second-level cache while the rows pass in
-// tiles; between pieces the sums wait in memory, which changes no bit. Meanwhile the next piece is fetched: it follows
-// half by half, be it of this panel or of the next.
+// A task is a panel and a block of rows. It processes the depth in pieces. The weights of a piece stay in the L2 cache
+// while all tiles of rows use them. Between pieces the sums are kept in memory, which changes no bit. While a piece is
+// computed, the next piece is prefetched, half by half, from the same panel or from the next one.
 #pragma once
 #include <cmath>
 
@@ -17,35 +17,35 @@ namespace LLMK_ARCH {
 
 constexpr int64_t kBlockRows = 256;
 constexpr int64_t kPieceBytes = 384 << 10;
-// From there on three tiles and more of kMostRows are as fast as two tall ones, and faster.
+// Above this number of rows, three or more tiles of kMostRows are at least as fast as two tall tiles.
 constexpr int64_t kMostTallTilesRows = 16;
 
-// A piece of a panel in units: steps, or groups.
+// A piece of a panel. Units are steps or groups.
 struct Piece {
   const uint8_t* weights;
-  int64_t half_bytes;  // from the first half of a panel's steps to the second
+  int64_t half_bytes;  // distance from the first half of the steps to the second
   int64_t begin, end, bytes;
   bool first;
-  const uint8_t* next;      // the piece after it, of about as many bytes
-  int64_t next_half_bytes;  // from its first half to its second
+  const uint8_t* next;      // the next piece, of about the same size
+  int64_t next_half_bytes;  // distance from its first half to its second
 };
 
-// Sums over steps alone: float formats, and int8 with one scale a column.
+// Sums over steps without groups: float formats, and int8 with one scale per column.
 template <class S, int64_t kTile = kTileSteps>
 struct PlainForm {
   using Step = S;
   static constexpr int kTallRows = Step::kTallRows;
-  static constexpr int64_t kWholeUnits = kTile;  // pieces begin at multiples of it
+  static constexpr int64_t kWholeUnits = kTile;  // pieces begin at multiples of this number
   static int64_t units(const WeightShape& shape) { return shape.steps; }
   static int64_t unit_bytes(const WeightShape& shape) { return shape.step_bytes; }
-  // From one unit to the next within half a panel; groups have their halves within.
+  // Distance from one unit to the next within half a panel. A group contains both of its halves.
   static int64_t unit_stride(const WeightShape& shape) { return shape.step_bytes / 2; }
-  // From the first half of a piece of so many units to its second: half a panel.
+  // Distance from the first half of a piece to its second: half a panel.
   static int64_t half_bytes(const WeightShape& shape, int64_t) { return shape.steps * shape.step_bytes / 2; }
 
   template <int R, int kLines>
   static void tile(const LinearJob& job, const Piece& piece, int64_t row, float* sums, const uint8_t* next) {
-    // One row passes over the weights in the order they lie in memory: half a panel, then the other.
+    // A single row reads the weights in memory order: one half of the panel, then the other.
     constexpr int C = R == 1 && Step::columns(1) > 2 ? 2 : Step::columns(R);
     const typename Step::X* x =
         static_cast<const typename Step::X*>(job.x) + row * job.x_stride + piece.begin * Step::kDepth;
@@ -76,11 +76,11 @@ struct PlainForm {
   }
 };
 
-// Integer sums of a group at a time, then scaled and added up as floats.
+// Sums each group in integers, then scales the sums and adds them up as floats.
 template <class S>
 struct GroupedForm {
   using Step = S;
-  static constexpr int kTallRows = Step::kMostRows;  // totals take registers, too
+  static constexpr int kTallRows = Step::kMostRows;  // the totals need registers as well
   static constexpr int64_t kWholeUnits = 1;
   static int64_t units(const WeightShape& shape) { return shape.groups; }
   static int64_t unit_bytes(const WeightShape& shape) {
@@ -108,14 +108,14 @@ struct GroupedForm {
 #if defined(LLMK_VNNI) && !defined(LLMK_AMX)
   static constexpr bool kStreamsRow = true;
 #else
-  static constexpr bool kStreamsRow = false;  // too few registers, or not measured
+  static constexpr bool kStreamsRow = false;  // too few registers, or not measured yet
 #endif
 
   // A group of the depth: its weights, and the activations of the tile's rows.
   struct Group {
     const uint8_t* weights;
     const int8_t* x;
-    const int32_t* x_sums;  // of the first row; that of the next is shape.groups further
+    const int32_t* x_sums;  // sums of the first row; the next row follows at shape.groups
     int64_t number, steps;
 
     Group(const LinearJob& job, const Piece& piece, int64_t row)
@@ -173,8 +173,8 @@ struct GroupedForm {
     }
   }
 
-  // A row alone passes over the weights in the order they lie in memory, half a group after the other: one stream,
-  // which the processor's prefetchers follow faster than anything that is asked for here.
+  // A single row reads the weights in memory order, half group by half group. The hardware prefetchers follow this
+  // single stream faster than software prefetches could.
   static void stream_row(const LinearJob& job, const Piece& piece, int64_t row, float* sums) {
     Vec total[2][1][2];
     start<1, 2>(piece, 0, sums, total[0]);
@@ -188,7 +188,7 @@ struct GroupedForm {
   }
 };
 
-// kLines 0 and 2 are asked for tiles of ordinary height alone: the tall ones of these are not even compiled.
+// kLines 0 and 2 are used only for tiles of ordinary height, so tall tiles with them are not compiled.
 template <class Form, int kLines, int R = (kLines == 1 || kLines == 4) ? Form::kTallRows : Form::Step::kMostRows>
 static inline void any_tile(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
                             const uint8_t* next) {
@@ -198,14 +198,14 @@ static inline void any_tile(const LinearJob& job, const Piece& piece, int64_t ro
   Form::template tile<R, kLines>(job, piece, row, sums, next);
 }
 
-// The rows of a task as tiles of nearly the same height.
+// Divides the rows of a task into tiles of nearly the same height.
 template <class Form, class Finish>
 static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t row, int64_t rows, float* sums,
                               const Finish& finish) {
   const bool tall = Form::kTallRows > Form::Step::kMostRows && rows > Form::Step::kMostRows &&
                     rows <= kMostTallTilesRows;
   const int64_t tiles = ceil_div(rows, tall ? Form::kTallRows : Form::Step::kMostRows);
-  // Tiles that fetch, each its share of the next piece.
+  // Number of tiles that prefetch, each one a part of the next piece.
   const int64_t fetching = piece.bytes == 0 ? 0 : tiles >= 4 ? 4 : tiles >= 2 ? 2 : 1;
   for (int64_t t = 0; t < tiles; ++t) {
     const int64_t begin = rows * t / tiles, count = rows * (t + 1) / tiles - begin, first = row + begin;
@@ -218,7 +218,7 @@ static inline void piece_rows(const LinearJob& job, const Piece& piece, int64_t 
       any_tile<Form, 4>(job, piece, first, count, tile_sums, nullptr);
     } else if (fetching == 2 && !tall) {
       any_tile<Form, 2>(job, piece, first, count, tile_sums, next);
-    } else {  // a tall tile has twice the steps, and each of two fetches
+    } else {  // a tall tile has twice the number of steps, and each of two tiles prefetches
       any_tile<Form, 1>(job, piece, first, count, tile_sums, next);
     }
     finish(first, count, tile_sums);
@@ -235,7 +235,7 @@ static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t
   const auto start = [&](int64_t p) {
     return p == pieces ? units : units * p / pieces / Form::kWholeUnits * Form::kWholeUnits;
   };
-  // What lies behind the last piece: scales of columns.
+  // Prefetch the scales of the columns, which follow the last piece.
   for (int64_t at = units * unit_bytes; at < job.shape.panel_bytes; at += 64) __builtin_prefetch(weights + at);
   for (int64_t p = 0; p < pieces; ++p) {
     const int64_t begin = start(p), end = start(p + 1);
@@ -254,12 +254,12 @@ static void panel_task(const LinearJob& job, int64_t panel, int64_t row, int64_t
   }
 }
 
-// Calls run(i) for every task, in order of memory by each thread.
+// Calls run(i) for every task. Each thread gets consecutive tasks, in memory order.
 template <class Run>
 static inline void spread(const LinearJob& job, int64_t tasks, const Run& run) {
   const bool small = job.shape.panels * job.shape.panel_bytes < (256 << 10) &&
                      job.args.rows * job.header.columns * job.header.depth < (1 << 20);
-  if (small) {  // not worth a second thread
+  if (small) {  // too small for a second thread
     for (int64_t i = 0; i < tasks; ++i) run(i);
   } else {
     parallel_stretches(tasks, run);
@@ -291,7 +291,7 @@ static void run_panels(const LinearJob& job) {
 namespace llmk {
 namespace LLMK_ARCH {
 
-// Calls function(row) for every row, over threads where that pays.
+// Calls function(row) for every row, with several threads if there is enough work.
 template <class Function>
 static inline void for_rows(int64_t rows, int64_t depth, const Function& function) {
   const int64_t rows_per_task = larger(1, (1 << 14) / depth);
@@ -301,7 +301,7 @@ static inline void for_rows(int64_t rows, int64_t depth, const Function& functio
   });
 }
 
-// Rows as float32 or, where the type stays, with the depth filled up by zeros to `stride`.
+// Converts the rows of x to type To and fills the depth with zeros up to `stride`.
 template <class To, class T>
 static inline void convert_rows(LinearJob* job, int64_t stride) {
   const LinearArgs& args = job->args;

@@ -1,4 +1,4 @@
-// What happens to the sums of a tile: scales, bias, then store, SwiGLU or arg-max.
+// Finishes the sums of a tile: applies scales and bias, then stores them, or computes SwiGLU or the arg-max.
 #pragma once
 #include "../common/types.h"
 #include "linear.h"
@@ -7,8 +7,8 @@
 namespace llmk {
 namespace LLMK_ARCH {
 
-// kIntegerBoth: integers by the scales of row and column. kUnsignedBoth: the same, of weights that are still 128 too
-// large.
+// The scales that the sums still need: kIntegerBoth multiplies integer sums by the scales of row and column.
+// kUnsignedBoth first removes an offset of 128 from the weights.
 enum class Scaling : int { kNone, kRow, kColumn, kIntegerBoth, kUnsignedBoth };
 
 struct LinearJob {
@@ -16,18 +16,18 @@ struct LinearJob {
   PackedWeightHeader header;
   WeightShape shape;
   const uint8_t* panels;
-  const float* bias;  // null: none
-  const void* x;     // as the step takes it
-  int64_t x_stride;  // in its elements
+  const float* bias;  // or null
+  const void* x;     // activations in the type of the step
+  int64_t x_stride;  // in elements of this type
   QuantizedRows rows;
   uint64_t* best;  // [rows], see best_key()
-  // Half a panel: vectors 2 * half and 2 * half + 1, a gate and its up where there are such.
+  // Finishes half a panel: vectors 2 * half and 2 * half + 1, which are gate and up in a gated weight.
   void (*finish)(const LinearJob&, int64_t panel, int half, int64_t row, int64_t count, const float* sums);
 };
 
-// Orders by value, then by lowest index: a float's bits made to count upwards, and the index counting down.
+// Returns a key that orders by value, then by lowest index: the float's bits made ascending, then the inverted index.
 static inline uint64_t best_key(float value, int64_t index) {
-  const uint32_t bits = float_to_bits(value + 0.0f);  // -0 and 0 tie
+  const uint32_t bits = float_to_bits(value + 0.0f);  // makes -0 equal to 0
   const uint32_t ordered = (bits & 0x80000000u) != 0 ? ~bits : bits | 0x80000000u;
   return static_cast<uint64_t>(ordered) << 32 | (0xFFFFFFFFu - static_cast<uint32_t>(index));
 }
@@ -49,7 +49,7 @@ static inline void find_best(const Vec (&values)[2], int64_t column, int64_t cou
   Vec masked[2];
   LLMK_UNROLL
   for (int v = 0; v < 2; ++v) {
-    // maximum(NaN, x) is x: a NaN never wins.
+    // maximum(NaN, x) is x, so a NaN never wins.
     masked[v] = maximum(keep_first(values[v], larger(count - v * kLanes, 0), -INFINITY), broadcast(-INFINITY));
   }
   const float most = largest(maximum(masked[0], masked[1]));
@@ -73,12 +73,12 @@ LLMK_INLINE Vec scaled(const float* sum, Vec row_scale, Ints excess, const float
   return load(sum);
 }
 
-// Half of a panel: what its columns are scaled by, and where they go.
+// Half of a panel: the scales of its columns and their places in the output.
 struct HalfPanel {
-  const float* scales;  // read only without groups
-  const float* bias;    // null: none
-  int64_t first;        // of the columns as they are stored
-  int64_t column[2], width[2];  // where each vector goes, and how many columns there are from there on
+  const float* scales;  // used only without groups
+  const float* bias;    // or null
+  int64_t first;        // first column in the order of the blob
+  int64_t column[2], width[2];  // output column of each vector, and number of columns from there
   bool whole;
 
   HalfPanel(const LinearJob& job, int64_t panel, int half, int stores)
@@ -94,13 +94,13 @@ struct HalfPanel {
   }
 };
 
-// One way to finish rows of half a panel, whose sums are 64 floats apart: all that is the same for a whole product is a
-// template argument.
+// Finishes rows of half a panel. The sums of successive rows are 64 floats apart. Template arguments hold the choices
+// that stay the same for a whole product.
 template <Scaling kScaling, bool kSwiglu, bool kBest, class T>
 struct Finish {
   static constexpr int kStores = kSwiglu ? 1 : 2;
 
-  // Everything a row needs is a local variable: what is stored could be any of the job's, for all the compiler knows.
+  // Local copies of the job's values, because the compiler must assume that each store changes the job.
   static void finish_rows(const LinearJob& job, const HalfPanel& to, int64_t row, int64_t count, const float* sums) {
     constexpr bool kByRow = kScaling != Scaling::kNone && kScaling != Scaling::kColumn;
     const float *scales = to.scales, *bias = to.bias, *row_scales = job.rows.scales;
@@ -142,7 +142,7 @@ struct Finish {
   }
 };
 
-// visit(Finish<...>()) for a product whose sums are scaled so.
+// Calls visit(Finish<...>()) with the template arguments of the job.
 template <Scaling kScaling, class T, class Visit>
 static inline auto choose_epilogue(const LinearJob& job, const Visit& visit) {
   return job.args.epilogue == Epilogue::kSwiglu ? visit(Finish<kScaling, true, false, T>())
@@ -159,13 +159,13 @@ static inline auto choose_finish(const LinearJob& job, const Visit& visit) {
                                            : choose_epilogue<kScaling, bfloat_t>(job, visit);
 }
 
-// Once a product.
+// Chooses the finish function once per product.
 template <Scaling kScaling>
 static inline void set_finish(LinearJob* job) {
   job->finish = choose_finish<kScaling>(*job, [](auto finish) { return &decltype(finish)::finish_half; });
 }
 
-// sums: [count][64], of rows from `row`.
+// Finishes `count` rows from `row`. sums: [count][64].
 static inline void finish_tile(const LinearJob& job, int64_t panel, int64_t row, int64_t count, const float* sums) {
   for (int half = 0; half < 2; ++half) job.finish(job, panel, half, row, count, sums + 2 * half * kLanes);
 }

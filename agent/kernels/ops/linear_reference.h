@@ -1,4 +1,4 @@
-// The scalar reference of linear.h, straight from a blob.
+// The scalar reference of linear.h. It reads a packed blob.
 #pragma once
 #include <cmath>
 
@@ -13,7 +13,7 @@ struct LinearWeights {
       : header(header_of(blob)), shape(weight_shape(header)),
         panels(static_cast<const uint8_t*>(blob) + sizeof(PackedWeightHeader)) {}
 
-  // Panel and lane of a column.
+  // Finds the panel and the lane of a column.
   void locate(int64_t column, const uint8_t** panel, int* lane) const {
     int64_t number = column / kPanelColumns;
     *lane = static_cast<int>(column % kPanelColumns);
@@ -32,7 +32,7 @@ struct LinearWeights {
   const uint8_t* scales(const uint8_t* panel, int64_t g) const {
     return group(panel, g) + smaller(shape.group_steps, shape.steps - g * shape.group_steps) * shape.step_bytes;
   }
-  // The number a weight stands for, but for its scale.
+  // Returns a weight without its scale.
   double value(int64_t column, int64_t k) const {
     const uint8_t* panel;
     int lane;
@@ -78,7 +78,7 @@ static inline void store_any(DType dtype, float value, void* out, int64_t index)
   if (dtype == DType::kBFloat16) from_float(value, static_cast<bfloat_t*>(out) + index);
 }
 
-// Integer formats: the arithmetic of linear.h to the bit. Float formats: in double.
+// Computes one element without bias. Integer formats: same bits as linear.h. Float formats: in double.
 static inline float product_element(const LinearArgs& args, const LinearWeights& w, const QuantizedRows& rows,
                                    int64_t row, int64_t column) {
   const int64_t depth = w.header.depth, span = w.header.group == 0 ? depth : w.header.group;
@@ -113,7 +113,7 @@ static inline float swiglu_element(float gate, float up) {
   return static_cast<float>(gate / (1 + std::exp(-static_cast<double>(gate))) * up);
 }
 
-// `rows`: quantised already where the format wants it.
+// Computes a linear layer. `rows` has the quantised activations if the format needs them.
 static inline void linear(const LinearArgs& args, const QuantizedRows& rows) {
   const LinearWeights w(args.weight);
   const bool swiglu = args.epilogue == Epilogue::kSwiglu;

@@ -1,4 +1,4 @@
-// The inner loops of linear.h: R rows of activations by C vectors (16 columns each) of a panel.
+// The inner loops of linear.h: multiply R rows of activations by C vectors (16 columns each) of a panel.
 #pragma once
 #include "../common/types.h"
 #include "dot.h"
@@ -6,16 +6,16 @@
 namespace llmk {
 namespace LLMK_ARCH {
 
-// Of weights as packed (linear.h).
+// Number of steps in a tile of packed weights (T in linear.h).
 #ifdef LLMK_AMX
 constexpr int64_t kTileSteps = 16;
 #else
 constexpr int64_t kTileSteps = 1;
 #endif
 
-// How one step of a panel is multiplied. kDepth: depths of a step; kVectorBytes: weights of 16 columns; kMostRows: of
-// a tile whose sums stay in registers; columns(R): vectors of a tile of R rows. Few rows are one or two tall tiles: of
-// up to kTallRows, which pass over a panel twice, half and half.
+// The shapes of tiles. kMostRows: maximum rows of a tile whose sums stay in registers. columns(R): vectors in a tile
+// of R rows. Few rows form one or two tall tiles of up to kTallRows rows, which read a panel in two halves.
+// A Step multiplies one step of a panel. kDepth: depths of a step. kVectorBytes: bytes of 16 columns of weights.
 struct WideTiles {
   static constexpr int kMostRows = 6;
 #ifdef LLMK_VEC_AVX512
@@ -26,7 +26,7 @@ struct WideTiles {
   static constexpr int columns(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 #endif
 };
-struct NarrowTiles {  // a step of the weights or the activations takes two registers
+struct NarrowTiles {  // one step of weights or activations needs two registers
   static constexpr int kMostRows = 4, kTallRows = kMostRows;
 #ifdef LLMK_VEC_AVX512
   static constexpr int columns(int) { return 4; }
@@ -46,7 +46,7 @@ struct FloatStep : WideTiles {
   LLMK_INLINE Sum step(Sum total, Weight w, Vec x) { return fma(x, w, total); }
 };
 
-// Pairs of bfloat16 by multiply-adds of float32, the even k first.
+// Multiplies pairs of bfloat16 with float32 multiply-adds, the even k first.
 struct BFloatStep : NarrowTiles {
   using X = float;
   using Sum = Vec;
@@ -116,14 +116,15 @@ struct NibbleStep : ByteTiles {
   }
 };
 
-// What to fetch while a tile is worked on, kLines cache lines a step (a template argument):
-//   4  one tile of rows: the tile's own weights, a fixed way ahead
-//   2  a few tiles: half of the next piece each, from `next`; 1: many tiles, a quarter each
-//   0  nothing
+// A tile prefetches kLines cache lines per step (a template argument).
+//   4: A single tile of rows prefetches its own weights, kFetchAhead bytes ahead.
+//   2: Each of two or three tiles prefetches half of the next piece, from `next`.
+//   1: Each of four or more tiles prefetches a quarter of it.
+//   0: The tile prefetches nothing.
 constexpr int64_t kFetchAhead = 4096;
 
-// Into the second-level cache, as what goes to the first waits for one of its few buffers of misses; into the first on
-// the processors with matrix units, where it is faster so.
+// Prefetches go into the L2 cache, because the L1 cache has only a few miss buffers. Processors with matrix units are
+// faster with prefetches into the L1 cache.
 #ifdef LLMK_AMX
 constexpr int kFetchLocality = 3;
 #else
@@ -136,12 +137,12 @@ LLMK_INLINE void load_sum(const float* p, Ints* total) { *total = load_ints(p); 
 LLMK_INLINE void store_sum(float* p, Vec total) { store(p, total); }
 LLMK_INLINE void store_sum(float* p, Ints total) { store_ints(p, total); }
 
-// total[r][c] += the products of vectors v + c. w: the first of `steps` steps, which begin a tile of kTile; half_bytes:
-// how far the second half of the panel lies behind the first.
+// Adds the products of vectors v + c to total[r][c]. `w` is the first of `steps` steps, at the start of a tile of kTile
+// steps. `half_bytes` is the distance from the first half of the panel to the second.
 template <class Step, int R, int C, int kLines, int64_t kTile>
 LLMK_INLINE void sum_steps(const uint8_t* w, int64_t half_bytes, int v, const typename Step::X* x, int64_t x_stride,
                            int64_t steps, const uint8_t* next, typename Step::Sum (&total)[R][C]) {
-  constexpr bool kOneStep = kTile == 1;  // such tiles follow each other like the steps of a tile
+  constexpr bool kOneStep = kTile == 1;  // tiles of one step follow each other without a gap
   constexpr int64_t kStride = kOneStep ? 2 * Step::kVectorBytes : Step::kVectorBytes;
   const int64_t run = kOneStep ? steps : kTile;
   for (int64_t first = 0; first < steps; first += run) {

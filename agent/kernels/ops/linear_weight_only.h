@@ -1,6 +1,6 @@
-// Integer weights against float activations: a block of the depth at a time is unpacked into the first-level cache as
-// the type the activations are multiplied in (every int8, and every int4 less its zero point, is exact in bfloat16),
-// then it is a float format.
+// Multiplies integer weights by float activations. It unpacks one block of the depth into the L1 cache, in the type of
+// the multiplication, and continues like a float format. Every int8 and every int4 minus its zero point is exact in
+// bfloat16.
 #pragma once
 #include "../common/types.h"
 #include "linear_epilogue.h"
@@ -9,8 +9,8 @@
 namespace llmk {
 namespace LLMK_ARCH {
 
-// How 16 columns are stored: a step of kDepth depths in 64 bytes. floats(): as a number of each column for each depth;
-// pairs(): as pairs of bfloat16. `shift`: what makes a weight of a stored number, by addition.
+// Unpacks 16 columns. A step has kDepth depths in 64 bytes. floats() returns one vector of floats per depth. pairs()
+// returns pairs of bfloat16. `shift` is added to a stored number to get the weight.
 struct ByteWeights {
   static constexpr int kDepth = 4;
   LLMK_INLINE Ints shift(const uint8_t*) { return broadcast_int(-128); }
@@ -30,7 +30,7 @@ struct ByteWeights {
 #endif
 };
 
-// kZeros: with zero points, 0 to 16; else they are all 8.
+// kZeros: the weights have zero points from 0 to 16. Otherwise all zero points are 8.
 template <bool kZeros>
 struct NibbleWeights {
   static constexpr int kDepth = 8;
@@ -48,8 +48,8 @@ struct NibbleWeights {
     out[7] = to_floats(add(shift_right<28>(step), shift));
   }
 #ifdef LLMK_BF16_DOT
-  // The bytes of a column change places, so that the nibbles of its lower half are depths 0 4 2 6 and those of its
-  // upper half 1 5 3 7. Then five bits of each half choose a bfloat16.
+  // Reorders the bytes of a column. The nibbles of its lower half become depths 0 4 2 6, and those of its upper half
+  // depths 1 5 3 7. Then five bits of each half select a bfloat16 from a table.
   LLMK_INLINE void pairs(Ints step, Ints shift, Ints (&out)[kDepth / 2]) {
     const __m512i order = _mm512_set4_epi32(0x0F0D0E0C, 0x0B090A08, 0x07050604, 0x03010200);
     const Ints halves = {_mm512_shuffle_epi8(step.v, order)};
@@ -67,7 +67,7 @@ struct NibbleWeights {
     return {_mm512_permutexvar_epi16(numbers, _mm512_load_si512(kSigned))};
   }
 
-  // 0 to 15 less 8, whatever the fifth bit; and numbers of five bits in two's complement.
+  // Tables of bfloat16: 0 to 15 minus 8 (the fifth bit is ignored), and five-bit numbers in two's complement.
   alignas(64) static constexpr uint16_t kLessEight[32] = {
       0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
       0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
@@ -79,16 +79,16 @@ struct NibbleWeights {
 #endif
 };
 
-// From one step of a vector to the next, within a tile or between tiles of one step.
+// Distance from one step of a vector to the next, within a tile or between tiles of one step.
 constexpr int64_t kStepStride = kTileSteps == 1 ? 128 : 64;
 
-// Unpacking nibbles takes so long that their lines are wanted in the first-level cache, bytes as in linear_tiles.h.
+// Prefetches a step. Nibbles go to the L1 cache, because unpacking takes longer. Bytes go where linear_tiles.h wants.
 template <class Weights>
 LLMK_INLINE void fetch_step(const uint8_t* from) {
   __builtin_prefetch(from + kFetchAhead, 0, Weights::kDepth == 8 ? 3 : kFetchLocality);
 }
 
-// `steps` such steps of a vector as steps of float32 or of pairs of bfloat16, one behind the other.
+// Unpacks `steps` steps of a vector into consecutive steps of float32 or of pairs of bfloat16.
 template <class Weights>
 LLMK_INLINE void unpack_steps(const uint8_t* from, int64_t steps, Ints shift, float* to) {
   for (int64_t s = 0; s < steps; ++s, from += kStepStride) {
@@ -112,12 +112,12 @@ LLMK_INLINE void unpack_steps(const uint8_t* from, int64_t steps, Ints shift, bf
 }
 #endif
 
-// The weights of a panel are unpacked in blocks: `count` steps from step `begin` on of a group of `steps` steps.
-constexpr int64_t kUnpackDepth = 64;  // a block: 16 KB as float32, 8 KB as bfloat16
+// The weights of a panel are unpacked in blocks of `count` steps, from step `begin` of a group of `steps` steps.
+constexpr int64_t kUnpackDepth = 64;  // depths of a block: 16 KB as float32, 8 KB as bfloat16
 
 struct WeightBlock {
   const uint8_t* group;
-  int64_t number, steps, begin, count, first;  // number: of the group; first: `begin` in the whole depth
+  int64_t number, steps, begin, count, first;  // number: index of the group; first: `begin` within the whole depth
 
   bool starts_group() const { return begin == 0; }
   bool ends_group() const { return begin + count == steps; }
@@ -150,12 +150,12 @@ struct WeightBlocks {
   const int64_t of_group;
 };
 
-// Else the scales of the columns come last.
+// Returns true if each group has scales. Otherwise the columns have scales, which are applied at the end.
 static inline bool scales_groups(const LinearJob& job) {
   return job.header.group != 0 || has_nibbles(job.header.format);
 }
 
-// total = fma(sum, scale, total) for rows of C vectors of a panel.
+// total = fma(sum, scale, total) for `rows` rows and C vectors of a panel.
 template <int C>
 LLMK_INLINE void fold_group(const float* sums, const float* scales, int64_t rows, bool first, float* totals) {
   Vec scale[C];
@@ -170,7 +170,7 @@ LLMK_INLINE void fold_group(const float* sums, const float* scales, int64_t rows
   }
 }
 
-// Blocks multiplied in registers, as Step does it.
+// Multiplies blocks in vector registers with Step.
 template <class Weights, class Step>
 struct WeightOnlyForm {
   using X = typename Step::X;
@@ -196,9 +196,9 @@ struct WeightOnlyForm {
  private:
   static constexpr int64_t kUnpackedTile = 16;  // steps
 
-  // As linear.h has a whole group.
+  // Unpacks a block into the layout that linear.h has for a whole group.
   static void unpack(const WeightBlock& block, X* to) {
-    constexpr int64_t kTile = kUnpackedTile / kParts;  // steps that become one tile
+    constexpr int64_t kTile = kUnpackedTile / kParts;  // packed steps that become one unpacked tile
     for (int v = 0; v < 4; ++v) {
       const Ints shift = Weights::shift(block.zeros(v));
       for (int64_t s = 0; s < block.count; s += kTile) {
@@ -255,7 +255,7 @@ static void run_weights(const LinearJob& job) {
   run_form<WeightOnlyForm<Weights, FloatStep<float>>>(job);
 }
 
-// X: what the rows have become, float or, where the machine multiplies pairs of it, bfloat_t.
+// X: type of the activations: bfloat_t if the machine multiplies pairs of bfloat16, otherwise float.
 template <class X>
 static void run_weight_only(const LinearJob& job) {
   if (!has_nibbles(job.header.format)) return run_weights<ByteWeights, X>(job);

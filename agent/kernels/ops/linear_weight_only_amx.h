@@ -1,10 +1,9 @@
-// linear_weight_only.h on tiles: bfloat16 activations, whole tiles of the depth. A row's bits do not depend on the
-// others.
+// linear_weight_only.h on AMX tiles, for bfloat16 activations and a depth of whole tiles. The bits of a row do not
+// depend on other rows.
 //
-// A step multiplies 16 rows by half a panel of a block of weights, with the sums in tiles 0 and 1 or, for the second
-// half, 2 and 3. Behind its products come what needs those of the steps before: the sums of the last step are stored,
-// those of the step before that are scaled and added up. And with the first rows, a tile of the next block of weights
-// is unpacked behind each product.
+// A step multiplies 16 rows by half a panel of a block of weights. The sums are in tiles 0 and 1, or 2 and 3 for the
+// second half. Three other tasks run between the tile products. They store the sums of the previous step, scale and add
+// the sums of the step before it, and, during the first rows, unpack one tile of the next block of weights.
 #pragma once
 #include "amx_tiles.h"
 #include "linear_weight_only.h"
@@ -50,7 +49,8 @@ class TiledWeightOnly {
     sums_ = static_cast<float*>(thread_scratch(kScratchLinearTile, (sums + rows * kPanelColumns) * 4));
     totals_ = sums_ + sums;
     x_ = static_cast<const bfloat_t*>(job.x) + row * job.x_stride;
-    // A block with a row less takes one of the next block too; the last has as many as any.
+    // Blocks differ by at most one row. A shorter block also computes one row of the next block. The last block is
+    // never the shorter one.
     configure_tiles(rows - first_row(row_blocks_ - 1), 0);
   }
 
@@ -59,7 +59,7 @@ class TiledWeightOnly {
 
   static int64_t tiles_of(const WeightBlock& block) { return block.count / kUnitSteps * 4; }
 
-  // Tiles in the order they are multiplied in: [2 halves][units][2 vectors].
+  // Unpacks tile i. The order of the tiles is the order of the products: [2 halves][units][2 vectors].
   LLMK_INLINE void unpack_tile(const WeightBlock& block, int64_t i, bfloat_t* to) {
     const int64_t of_half = tiles_of(block) / 2, half = i >= of_half ? 1 : 0, within = i - half * of_half;
     const int v = static_cast<int>(2 * half + within % 2);
@@ -125,7 +125,7 @@ class TiledWeightOnly {
     }
   }
 
-  // The sums of the last step, which was of half H.
+  // Stores the sums of the previous step, which computed half H.
   template <int H>
   void store_last() {
     if (last_.sums == nullptr) return;
@@ -133,7 +133,7 @@ class TiledWeightOnly {
     store_tile<2 * H + 1>(last_.sums + kLanes, kPanelColumns * 4);
   }
 
-  // total = fma(sum, scale, total) of the step before the last one, which then is this.
+  // total = fma(sum, scale, total) for the stored step, then marks the previous step as stored.
   void fold() {
     if (stored_.rows > 0) fold_group<2>(stored_.sums, stored_.scales, stored_.rows, stored_.first, stored_.totals);
     stored_ = last_;
@@ -151,13 +151,13 @@ class TiledWeightOnly {
     float* sums;
     const float* scales;
     float* totals;
-    int64_t rows;  // to fold
+    int64_t rows;  // rows to fold
     bool first;
   };
 
   const LinearJob& job_;
   const int64_t rows_, row_blocks_;
-  const bool folds_, keeps_;  // keeps_: sums wait for the next block of weights
+  const bool folds_, keeps_;  // keeps_: sums are kept for the next block of weights
   const bfloat_t* x_;
   float *sums_, *totals_;
   Step last_ = {}, stored_ = {};

@@ -1,6 +1,6 @@
-// linear_weight_only_amx.h for one row, with the bits of its products of tiles and none of the tiles: unpacking weights
-// to memory takes longer than multiplying them in registers. An element of a product of tiles adds up the even depths
-// of 32 in order from zero, the odd ones likewise, then both to its sum, and has zeros for denormal numbers.
+// linear_weight_only_amx.h for a single row, without tiles but with the same bits. For one row, unpacking weights to
+// memory takes longer than multiplying them in registers. An element of a tile product adds up the even depths of 32
+// in order from zero, and the odd depths likewise. Then it adds both to its sum. Denormal numbers count as zero.
 #pragma once
 #include <utility>
 
@@ -10,7 +10,7 @@
 namespace llmk {
 namespace LLMK_ARCH {
 
-// The weights of depth `i` of a step, of 16 columns.
+// Returns the weights of depth `i` of a step for 16 columns.
 template <int i>
 LLMK_INLINE Vec numbers_at(ByteWeights, Ints step, Ints shift) {
   return to_floats(add(low_bits<8>(shift_right<8 * i>(step)), shift));
@@ -33,7 +33,7 @@ LLMK_INLINE Vec numbers_at(NibbleWeights<false>, Ints step, Ints) {
 template <class Weights>
 class SingleRow {
  public:
-  // The row must fit TiledWeightOnly.
+  // Computes one row. TiledWeightOnly::fits must be true.
   static void run(const LinearJob& job) {
     const int64_t depth = job.header.depth;
     const bfloat_t* from = static_cast<const bfloat_t*>(job.x);
@@ -122,7 +122,7 @@ class SingleRow {
     for (int v = 0; v < kVectors; ++v) sums[v] = fma(activation, numbers_at<i>(Weights(), step[v], shifts[v]), sums[v]);
   }
 
-  // total = fma(sum, scale, total) in group order; the totals take the place of the first group's sums.
+  // total = fma(sum, scale, total) in group order. The totals overwrite the sums of the first group.
   static void fold_groups(const WeightShape& shape, const uint8_t* group, float* sums) {
     Sums total = {zero(), zero(), zero(), zero()};
     for (int64_t g = 0; g < shape.groups; ++g) {

@@ -1,17 +1,17 @@
-// Passes over one row of logits, the vector part of the sampler. Fixed order: 16 lanes over the vocabulary, then the
-// tree of sum().
+// Passes over one row of logits: the vector part of the sampler. Sums have a fixed order: 16 lanes over the vocabulary,
+// then the tree of sum().
 #pragma once
 #include "../common/types.h"
 
 namespace llmk {
 
-// The vector passes, one instance per instruction set.
+// The passes of one instruction set.
 struct LogitsPasses {
   float (*largest)(const float* row, int64_t size);                              // NaN is never the largest
   float (*sum_exp)(const float* row, int64_t size, float top);                   // sum of e^(x - top)
   void (*divide)(const float* row, int64_t size, float divisor, float* out);
   int64_t (*collect)(const float* row, int64_t size, float low, float high, int32_t* ids);  // low < x <= high
-  int64_t (*first_equal)(const float* row, int64_t size, float value);                      // -1: none
+  int64_t (*first_equal)(const float* row, int64_t size, float value);                      // -1: not found
   void (*weights)(const float* values, int64_t size, float top, float* out);     // e^(x - top)
 };
 

@@ -1,12 +1,12 @@
-// MatMul with the weight as checkpoints store it.
+// MatMul with the weight in the layout of checkpoints.
 //
 //   x [rows, depth]   w [columns, depth]   ->   out [rows, columns]
 //
 //   out[r][c] = round(sum over k of x[r][k] * w[c][k])
 //
-// Every element is one dot product in the order of ops/dot.h, whatever the tile, so a row's result does not depend on
-// the other rows. Tasks are rectangles of `out`; a task walks column blocks, and within one all its row blocks, so
-// that the weights are read from memory once per task and reused from cache.
+// Every element is one dot product in the order of ops/dot.h for every tile, so a row's result does not depend on other
+// rows. A task is a rectangle of `out`. It processes each block of columns for all its rows, so that it reads the
+// weights from memory once.
 #pragma once
 #include "../common/thread_pool.h"
 #include "../common/types.h"
@@ -48,9 +48,9 @@ constexpr int kTileRows = 4, kTileColumns = 6;
 constexpr int kTileRows = 2, kTileColumns = 2;
 #endif
 constexpr int64_t kMatMulRows = 64;
-constexpr int64_t kPackSteps = 32;  // steps of a depth piece: with kTileColumns it fits the first-level cache
+constexpr int64_t kPackSteps = 32;  // steps of a depth piece; kTileColumns of them fit the L1 cache
 
-// A piece of the depth, and the lanes of the elements it does not finish, [rows of the task][C].
+// A piece of the depth, and the partial sums (vectors) of unfinished elements, [rows of the task][C].
 struct DepthPiece {
   int64_t begin, end;
   bool first, last;
@@ -60,7 +60,7 @@ template <int C, class T, class P>
 static inline void pack_columns(const MatMulArgs& args, const DepthPiece& piece, int64_t column, P* out) {
   constexpr int kStep = Dot<T, P>::kStep;
   const T* w = static_cast<const T*>(args.w) + column * args.depth;
-  // While this piece is worked on, the next comes from memory: further along the row, or C rows down.
+  // Prefetches the next piece: further along the row, or C rows further down.
   const int64_t ahead = piece.last ? C * args.depth - piece.begin : kPackSteps * kStep;
   for (int64_t k = piece.begin; k < piece.end; k += kStep) {
     for (int c = 0; c < C; ++c, out += kStep) {
@@ -113,7 +113,7 @@ static inline void matmul_rows(const MatMulArgs& args, const DepthPiece& piece, 
   if (row_end - row == 1) matmul_tile<1, C, T>(args, piece, w, row, column, lanes);
 }
 
-// Many rows: the columns are packed piece by piece and stay in the first-level cache while the rows pass.
+// For many rows. Packs the columns piece by piece into the L1 cache, where all rows use them.
 template <int C, class T>
 static inline void matmul_packed(const MatMulArgs& args, int64_t row, int64_t row_end, int64_t column) {
   using P = typename Packed<T>::Type;
@@ -149,7 +149,7 @@ static inline void matmul_task(const MatMulArgs& args, int64_t row, int64_t row_
 template <class T>
 static inline void matmul_typed(const MatMulArgs& args) {
   const int64_t weight_bytes = args.columns * args.depth * static_cast<int64_t>(sizeof(T));
-  if (weight_bytes < (64 << 10) && args.rows * args.columns * args.depth < (1 << 17)) {  // not worth a second thread
+  if (weight_bytes < (64 << 10) && args.rows * args.columns * args.depth < (1 << 17)) {  // little work
     for (int64_t row = 0; row < args.rows; row += kMatMulRows) {
       matmul_task<T>(args, row, smaller(row + kMatMulRows, args.rows), 0, args.columns);
     }

@@ -23,7 +23,7 @@ void transpose(const void* source, int64_t rows, int64_t columns, std::vector<ch
   }
 }
 
-// `source` [rows, columns] the other way round, kept in `buffer`.
+// Returns `source` [rows, columns] transposed. `buffer` owns the result.
 const void* transposed(const void* source, int64_t rows, int64_t columns, DType dtype, std::vector<char>* buffer) {
   if (size_of(dtype) == 4) {
     transpose<uint32_t>(source, rows, columns, buffer);
@@ -65,7 +65,7 @@ struct PlainMatMul {
   void (*run)(const AnyMatMulArgs&);
 };
 
-// Integer sums wrap around, so they are done in unsigned types.
+// Integer sums may wrap around, so they use unsigned types.
 const PlainMatMul kPlain[] = {
     {"int8", "int8", plain_matmul<int8_t, uint8_t>},
     {"int8", "int32", plain_matmul<int8_t, int32_t>},

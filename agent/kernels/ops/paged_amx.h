@@ -1,9 +1,9 @@
-// Both products of a partition on AMX tiles (amx_tiles.h): the panels of paged_units.h are laid out as they take them,
-// in the cache already where that holds units. int8 gives the integers it gives in registers. bfloat16 adds up 16 units
-// of dims, or of keys, from zero, one row or 16, so every product with such a cache is made here.
+// Both products of a partition on AMX tiles (amx_tiles.h). The panels of paged_units.h have the layout of tiles. A
+// cache with units has it as well. int8 gives the same integers as in vector registers. bfloat16 adds up 16 units of
+// dims, or of keys, from zero, for one row as well as for 16. Therefore every product with a bfloat16 cache runs here.
 //
-// A panel's tile is multiplied with two tiles of rows, so that half as many are loaded: bfloat16 has two times 16 rows,
-// int8 the two passes of 16.
+// Each tile of a panel is multiplied by two tiles of rows, which halves the loads. For bfloat16 these are two times 16
+// rows. For int8 these are the two passes of 16 rows.
 #pragma once
 
 #ifdef LLMK_AMX
@@ -15,13 +15,13 @@ namespace paged {
 
 template <class F>
 struct TileProducts {
-  static constexpr int64_t kLeastRows = 1 << 30;  // none of this form
+  static constexpr int64_t kLeastRows = 1 << 30;  // this form never uses tiles
 };
 
 template <>
 struct TileProducts<BFloat16Form> {
   static constexpr int64_t kLeastRows = 1;
-  static constexpr int64_t kRows = 2 * kAmxRows;  // of a block
+  static constexpr int64_t kRows = 2 * kAmxRows;  // rows of a block
   template <int S, int X, int W>
   static LLMK_MEMBER void score() {
     multiply_bfloats<S, X, W>();
@@ -34,7 +34,7 @@ struct TileProducts<BFloat16Form> {
 
 template <>
 struct TileProducts<Int8Form> {
-  static constexpr int64_t kLeastRows = 4;  // fewer are faster in registers
+  static constexpr int64_t kLeastRows = 4;  // fewer rows are faster in vector registers
   static constexpr int64_t kRows = kAmxRows;
   template <int S, int X, int W>
   static LLMK_MEMBER void score() {
@@ -49,13 +49,13 @@ struct TileProducts<Int8Form> {
 template <class F>
 constexpr bool kHasTiles = TileProducts<F>::kLeastRows <= kTaskRows;
 
-// Whether a partition that `rows` rows of each head see is multiplied here.
+// Returns true if tiles compute a partition that `rows` rows of each head see.
 template <class F>
 static inline bool uses_tiles(int64_t dim, int64_t rows) {
   return rows >= TileProducts<F>::kLeastRows && dim % (F::kPerUnit * kAmxSteps) == 0;
 }
 
-// The two tiles of rows of a block: those of the second, 0 where there is none.
+// Returns the number of rows in the second tile of a block, or 0.
 template <class F>
 static inline int64_t lower_rows(int64_t rows) {
   return F::kPasses > 1 ? rows : larger(0, rows - kAmxRows);
@@ -66,11 +66,11 @@ static inline void configure_products(int64_t rows) {
   configure_tiles(smaller(rows, kAmxRows), lower_rows<F>(rows));
 }
 
-// Rows of a product and how they are read: the second tile's start `lower`.
+// The rows of a product. The second tile starts at `lower`.
 template <class F>
 struct TileRows {
   const Unit *upper, *lower;
-  int64_t stride;  // units
+  int64_t stride;  // in units
 
   static LLMK_MEMBER TileRows of_queries(const TaskRows& all, int64_t row) {
     const int64_t stride = F::kPasses * all.query_units;
@@ -89,8 +89,9 @@ LLMK_INLINE void multiply_tile() {
   if constexpr (!kScores) TileProducts<F>::template value<S, X, W>();
 }
 
-// Tiles 0 to 3 = rows by two panels (tile 0 and 1: the upper rows, 2 and 3: the lower), or by up to four where there
-// are no lower rows. at(step, column): a panel's 16 units of that step, `stride` bytes apart.
+// Computes tiles 0 to 3. With lower rows, tiles 0 and 1 are the upper rows by two panels, and tiles 2 and 3 the lower
+// rows. Without lower rows, the tiles are the rows by up to four panels. at(step, column) is a panel's 16 units of a
+// step, `stride` bytes apart.
 template <class F, bool kScores, bool kLower, class At>
 LLMK_INLINE void multiply_tiles(const TileRows<F>& rows, int64_t begin, int64_t end, int64_t columns, int64_t stride,
                                 TileFetch* fetch, const At& at) {
@@ -121,7 +122,7 @@ LLMK_INLINE void clear_sums() {
   clear_tile<3>();
 }
 
-// Where the sums of two tiles side by side go: rows `stride` bytes apart.
+// Stores the sums of two adjacent tiles as rows, `stride` bytes apart.
 LLMK_INLINE void store_upper(void* out, int64_t stride) {
   store_tile<0>(out, stride);
   store_tile<1>(static_cast<char*>(out) + 64, stride);
@@ -131,7 +132,7 @@ LLMK_INLINE void store_lower(void* out, int64_t stride) {
   store_tile<3>(static_cast<char*>(out) + 64, stride);
 }
 
-// Sums of a block of rows by two (with lower rows) or `columns` vectors, each row `stride` floats from the next.
+// Stores the sums of a block of rows by two (with lower rows) or `columns` vectors. Rows are `stride` floats apart.
 LLMK_INLINE void store_sums(float* out, int64_t stride, bool lower, int64_t columns) {
   store_upper(out, stride * 4);
   if (lower || columns > 2) store_lower(lower ? out + kAmxRows * stride : out + 2 * kLanes, stride * 4);
@@ -145,7 +146,7 @@ LLMK_INLINE void restore_sums(const float* from, int64_t stride, bool lower, int
   load_tile<3>(second + kLanes, stride * 4);
 }
 
-// Two vectors of each row, the passes of Int8Form in tiles 0 to 3 joined. emit(row, i, sums) takes each.
+// Joins the passes of Int8Form in tiles 0 to 3 and calls emit(row, i, sums) for both vectors of each row.
 template <class P, class Emit>
 LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& emit) {
   alignas(64) Unit high[kAmxRows][2 * kLanes], low[kAmxRows][2 * kLanes];
@@ -161,7 +162,7 @@ LLMK_INLINE void join_passes(int64_t rows, const int32_t* offsets, const Emit& e
   }
 }
 
-// The scores of group `g` and those after it from the tiles; `row`: the number of the first row.
+// Stores the scores of the groups from `g` that the tiles hold. `row`: number of the first row.
 template <class F>
 LLMK_INLINE void keep_scores(const TaskRows& all, const TilePanels& panels, int64_t g, int64_t row, int64_t rows,
                              bool both, float* scores) {
@@ -177,7 +178,7 @@ LLMK_INLINE void keep_scores(const TaskRows& all, const TilePanels& panels, int6
   }
 }
 
-// The sums of dims from `d` on from the tiles.
+// Stores the sums of the dims from `d` that the tiles hold.
 template <class F>
 LLMK_INLINE void keep_values(GroupRange groups, int64_t d, int64_t rows, int64_t padded_dim, bool both,
                              int64_t columns, const float* steps, float* sums) {
@@ -192,7 +193,7 @@ LLMK_INLINE void keep_values(GroupRange groups, int64_t d, int64_t rows, int64_t
   }
 }
 
-// As score_rows, for all rows of a block at once.
+// Like score_rows, for all rows of a block.
 template <class F>
 static inline void score_tiles(const TaskRows& all, const TilePanels& panels, GroupRange groups, int64_t row,
                                int64_t rows, TileFetch* fetch, float* scores) {
@@ -211,7 +212,7 @@ static inline void score_tiles(const TaskRows& all, const TilePanels& panels, Gr
   }
 }
 
-// As value_rows, for all rows of a block at once.
+// Like value_rows, for all rows of a block.
 template <class F>
 static inline void value_tiles(const TilePanels& panels, GroupRange groups, int64_t rows, int64_t padded_dim,
                                const Unit* weights, const float* steps, TileFetch* fetch, float* sums) {
@@ -236,13 +237,13 @@ static inline void value_tiles(const TilePanels& panels, GroupRange groups, int6
   }
 }
 
-// Products of whole blocks of rows a step at a time, four products of tiles each, to be made between other work: scores
-// of one block, then sums of values of another. What a column's tiles hold is kept when the next one begins, so that
-// nothing waits for a product that is under way.
+// Runs the products of whole blocks of rows in small steps of four tile products, between other work. The products are
+// the scores of one block, then the sums of values of another. The sums of a column are stored after the next column
+// has begun, so that no store waits for a running product.
 template <class F>
 class TileWork {
  public:
-  // Rows from number `row` on with the first `groups` groups of keys.
+  // Adds the products of the rows from number `row` with the first `groups` groups of keys.
   void add_scores(const TaskRows& all, const TilePanels& panels, int64_t groups, int64_t row, int64_t rows,
                   float* scores) {
     all_ = &all;
@@ -253,7 +254,7 @@ class TileWork {
     to_scores_ = scores;
     scores_ = {ceil_div(groups, 2), all.dim / (F::kPerUnit * kAmxSteps)};
   }
-  // Weights of the first `groups` groups with their values.
+  // Adds the products of the weights of the first `groups` groups with their values.
   void add_values(const TilePanels& panels, int64_t groups, int64_t rows, int64_t padded_dim, const Unit* weights,
                   const float* steps, float* sums) {
     panels_ = &panels;
@@ -267,7 +268,7 @@ class TileWork {
 
   int64_t left() const { return scores_.left() + values_.left(); }
 
-  // Not inlined: the work it comes between keeps its registers.
+  // Not inlined, so that the work around it keeps its registers.
   __attribute__((noinline)) void some(int64_t count) {
     for (; count > 0 && scores_.left() > 0; --count) step<true>(&scores_);
     for (; count > 0 && values_.left() > 0; --count) step<false>(&values_);
@@ -280,7 +281,7 @@ class TileWork {
 
  private:
   struct Steps {
-    int64_t columns = 0, steps = 0, column = 0, step = 0;  // columns: pairs of groups, or of vectors of dims
+    int64_t columns = 0, steps = 0, column = 0, step = 0;  // columns: pairs of groups or pairs of vectors of dims
 
     int64_t left() const { return (columns - column) * steps - step; }
   };
@@ -320,7 +321,7 @@ class TileWork {
   const float* steps_ = nullptr;
   float* to_sums_ = nullptr;
   Steps scores_, values_;
-  int64_t kept_scores_ = -1, kept_values_ = -1;  // the column whose sums the tiles hold
+  int64_t kept_scores_ = -1, kept_values_ = -1;  // columns whose sums are still in the tiles
 };
 
 }  // namespace paged

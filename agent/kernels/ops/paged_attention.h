@@ -1,9 +1,10 @@
-// The split of RotaryAttention into tasks. A task is some rows of one sequence (tokens x the query heads of a kv head)
-// for one or a few kv heads over a range of partitions of the context, one after the other. Where the context is split,
-// the task that ends last folds the partitions of all, in order.
+// Divides RotaryAttention into tasks. A row is a token and a query head of a kv head. A task has some rows of one
+// sequence, one or a few kv heads and a range of partitions of the context. If several tasks divide the context of the
+// same rows, the task that ends last folds the partitions of all tasks, in order.
 //
-// A task rotates its queries itself. It also writes its tokens' keys and values, so that a decode step is one parallel
-// loop, unless a sequence has more rows than one task or reads what another one writes: then all are written before.
+// A task rotates its queries. It also writes the keys and values of its tokens, so that a decode step is one parallel
+// loop. There are two exceptions: a sequence has more rows than a task, or a sequence reads what another one writes.
+// Then all keys and values are written before the tasks.
 #pragma once
 #include "paged_layout.h"
 #include "paged_rows.h"
@@ -17,13 +18,13 @@ constexpr int64_t kTaskHeads = 16;
 
 struct PagedTask {
   int64_t seq, first_row, rows;
-  int64_t head, heads;               // kv heads
-  int64_t first_part, end_part;      // partitions of the context
-  int64_t seen, parts;               // all that the rows see: partitions [seen, parts)
+  int64_t head, heads;               // kv heads [head, head + heads)
+  int64_t first_part, end_part;      // partitions of this task
+  int64_t seen, parts;               // partitions that the rows see: [seen, parts)
   int64_t join;                      // -1: the task covers all partitions
 };
 
-// Tasks of the same rows: who finishes last folds.
+// The tasks that share rows. The last one to finish folds the partitions.
 struct PagedJoin {
   int64_t waiting;
   float* parts;  // [heads][rows][partitions seen][part_floats]: best, mass, ..., sums
@@ -34,12 +35,12 @@ struct PagedPlan {
   PagedJoin* joins;
   float* parts;
   int64_t num_tasks, num_joins, num_part_floats;
-  bool writes;  // tasks write the cache
+  bool writes;  // the tasks write the cache
 };
 
 static inline int64_t part_floats(int64_t padded_dim) { return padded_dim + kLanes; }
 
-// Work of one kv head, in about equal units.
+// Estimated work of one kv head.
 static inline int64_t task_cost(int64_t rows, int64_t parts) { return parts * (8 + rows); }
 
 template <class Function>
@@ -47,10 +48,10 @@ static inline void for_row_tiles(const RotaryAttentionArgs& args, const Function
   const int64_t group = args.heads / args.kv_heads;
   for (int64_t seq = 0; seq < args.num_seqs; ++seq) {
     const int64_t rows = args.query_lens[seq] * group, tiles = ceil_div(rows, kTaskRows);
-    // The rows of several tiles read a head one after the other, while it is in the second-level cache.
+    // If the rows form several tiles, they read one head after the other, while it is in the L2 cache.
     const int64_t heads = tiles > 1 ? 1 : args.kv_heads;
     for (int64_t i = 0; i < args.kv_heads / heads * tiles; ++i) {
-      const int64_t tile = tiles - 1 - i % tiles;  // those that see the most go first
+      const int64_t tile = tiles - 1 - i % tiles;  // tiles that see most keys run first
       const int64_t count = smaller(kTaskRows, rows - tile * kTaskRows);
       const int64_t visible = visible_keys(args, seq, tile * kTaskRows + count - 1);
       int64_t first = first_key(args, seq, tile * kTaskRows);
@@ -63,7 +64,7 @@ static inline void for_row_tiles(const RotaryAttentionArgs& args, const Function
   }
 }
 
-// Splits the heads and the context of one row tile; `add(task)` takes each.
+// Splits the heads and the context of one tile of rows. Calls add(task) for each task.
 template <class Function>
 static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask task, int64_t total_cost, bool writes,
                                   const Function& add) {
@@ -81,16 +82,16 @@ static inline void split_row_tile(const RotaryAttentionArgs& args, PagedTask tas
     task.join = ranges > 1 ? 0 : -1;
     for (task.first_part = task.seen; task.first_part < task.parts; task.first_part = task.end_part) {
       task.end_part = smaller(task.parts, task.first_part + per_range);
-      if (task.end_part > written_part) task.end_part = task.parts;  // what is written is read by the same task
+      if (task.end_part > written_part) task.end_part = task.parts;  // the task that writes also reads
       add(task);
     }
   }
 }
 
-// Of the partition in work.
+// Memory of the partition that a task processes.
 struct PanelMemory {
-  Unit* keys;     // of one head, where the cache is not read directly
-  Unit* values;   // of one head
+  Unit* keys;     // keys of one head, if the products do not read the cache directly
+  Unit* values;   // values of one head
   float* scales;  // [kTaskHeads][2][kPartition]: of keys, of values
 };
 
@@ -110,7 +111,7 @@ static inline SoftmaxState place_state(PagedScratch* scratch, int64_t rows, int6
   return {scratch->take<float>(rows), scratch->take<float>(rows), scratch->take<float>(rows * padded_dim)};
 }
 
-// Rotates and packs the queries of one kv head's rows.
+// Rotates and packs the queries of the rows of one kv head.
 template <class F>
 static inline void place_queries(const RotaryAttentionArgs& args, const PagedTask& task, int64_t h, float* buffer,
                                  TaskRows* all) {
@@ -132,20 +133,20 @@ static inline void finish_row(const RotaryAttentionArgs& args, const PagedTask& 
   const int64_t group = args.heads / args.kv_heads, position = task.first_row + row;
   const int64_t token = args.query_starts[task.seq] + position / group;
   const Vec share = broadcast(1.0f / mass);
-  // + 0: a sum of nothing but zeros may have either sign
+  // + 0 makes a sum of zeros positive
   for (int64_t d = 0; d < padded_dim; d += kLanes) store(sums + d, add(mul(load(sums + d), share), zero()));
   for (int64_t d = 0; d < padded_dim && !in_order; d += F::kDimStep) F::restore_order(sums + d);
   const int64_t place = (token * args.heads + kv_head * group + position % group) * args.dim;
   store_floats(args.dtype, sums, args.dim, static_cast<char*>(args.out) + place * size_of(args.dtype));
 }
 
-// Where a row's partition waits for the others.
+// Returns the place of a row's partition among the partitions to fold.
 static inline float* joined_part(const PagedTask& task, const PagedJoin& join, int64_t h, int64_t row, int64_t part,
                                  int64_t padded_dim) {
   return join.parts + ((h * task.rows + row) * (task.parts - task.seen) + part - task.seen) * part_floats(padded_dim);
 }
 
-// Ends a partition for a block of rows: they fold it into their totals, or leave it for the join.
+// Ends a partition for a block of rows: folds it into their totals, or stores it for the join.
 static inline void close_block(const PagedTask& task, int64_t part, const TaskRows& all, const RowBlock& block,
                                const SoftmaxState& state, const PagedJoin* join) {
   for (int64_t h = 0; h < block.heads; ++h) {
@@ -182,11 +183,11 @@ static inline int64_t task_end(const RotaryAttentionArgs& args, const PagedTask&
   return smaller(task.end_part * kPartition, visible_keys(args, task.seq, task.first_row + task.rows - 1));
 }
 
-// Heads whose rows are a block.
+// Number of heads whose rows form a block.
 static inline int64_t heads_together(const PagedTask& task) { return larger(1, kBlockRows / task.rows); }
 
-// Blocks fetched together: of a few rows a head, which wait for memory, several; one on the processors with matrix
-// units, where head after head is faster.
+// Number of cache blocks that are prefetched together. A few rows per head wait for memory, so they prefetch several
+// blocks. Processors with matrix units prefetch one, because head after head is faster there.
 static inline int blocks_together(const PagedTask& task) {
 #ifdef LLMK_AMX
   static_cast<void>(task);
@@ -196,8 +197,8 @@ static inline int blocks_together(const PagedTask& task) {
 #endif
 }
 
-// Fetches the first keys of `task` in the partition from `begin` on, for heads from `head` on, and before the partition
-// that the task's own keys and values are part of what it `writes` of them.
+// Prefetches the first keys of `task` in the partition at `begin`, for heads from `head`. If the task `writes` into
+// this partition, also prefetches the lines that it writes.
 static inline void fetch_keys(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
                               bool writes, TileFetch* fetch) {
   const int64_t heads = smaller(heads_together(task), task.heads - head);
@@ -209,8 +210,8 @@ static inline void fetch_keys(const RotaryAttentionArgs& args, const PagedTask& 
   }
 }
 
-// Fetches what comes after heads [.., head) of the partition at `begin`: further heads, the next partition or, at the
-// end of the task, the thread's next one (null: none).
+// Prefetches the data after heads [.., head) of the partition at `begin`: further heads, then the next partition, then
+// the thread's next task (null: none).
 static inline void fetch_next(const RotaryAttentionArgs& args, const PagedTask& task, int64_t begin, int64_t head,
                               const PagedTask* next, bool writes, TileFetch* fetch) {
   if (head < task.heads) return fetch_keys(args, task, begin, head, writes, fetch);
@@ -224,7 +225,7 @@ static inline HeadTile head_tile(const RotaryAttentionArgs& args, const PagedTil
           static_cast<const char*>(args.value_cache) + offset};
 }
 
-// The panels of a head but for its values and scales; h: its place in `memory`.
+// Returns the panels of a head without its values and scales. h: index of the head in `memory`.
 template <class F, class C>
 static inline TilePanels place_keys(const RotaryAttentionArgs& args, const HeadTile& now, int64_t h,
                                     const TaskRows& all, const PanelMemory& memory) {
@@ -265,16 +266,16 @@ static inline void place_values(const RotaryAttentionArgs& args, const HeadTile&
   for (int64_t i = 0; i * product_groups < panels->groups; ++i) panels->values[i] = memory.values + i * piece_units;
 }
 
-// What a thread works with.
+// Memory of a thread.
 struct TaskMemory {
   TaskRows all;
   PanelMemory panels;
-  BlockMemory block[2];     // the second where attend_blocks() needs it
-  float* buffer;            // of write_tokens and load_rotated
-  int64_t *visible, *first;  // [rows]; first: null where all keys are seen
+  BlockMemory block[2];     // the second is for attend_blocks()
+  float* buffer;            // for write_tokens and load_rotated
+  int64_t *visible, *first;  // [rows]; first is null if all keys are visible
 };
 
-// What a block of rows reads: it fetches ahead, and places scales and values when their lines are there.
+// The data that a block of rows reads. Prefetches ahead, and unpacks scales and values when their lines have arrived.
 template <class F, class C>
 struct BlockSource {
   const RotaryAttentionArgs& args;
@@ -284,11 +285,11 @@ struct BlockSource {
   const TaskMemory& memory;
   TilePanels* panels;
   int64_t head, heads;
-  bool tiles, first;  // of the blocks that read the same
+  bool tiles, first;  // first: the first block that reads these keys
   bool writes;        // tasks write the cache
-  TileFetch* fetch;   // null: nothing is fetched
+  TileFetch* fetch;   // null: no prefetches
 
-  // Before groups of keys, or of values, are read: fetches those after them.
+  // Called before groups of keys or values are read. Prefetches the groups after them.
   void begin(bool keys, GroupRange groups) const {
     if (fetch == nullptr) return;
     fetch->rest();
@@ -300,7 +301,7 @@ struct BlockSource {
                  blocks_together(task));
   }
 
-  // Of `groups` of all heads; a head alone has all its scales placed at once.
+  // Unpacks the scales of `groups` for all heads. A single head unpacks all its scales in one call.
   void place_scales(bool keys, GroupRange groups) const {
     if (sizeof(C) > 1 || !first) return;
     if (heads == 1) groups = {0, kPartGroups, true};
@@ -312,7 +313,7 @@ struct BlockSource {
     }
   }
 
-  // A head alone has all its values placed at once.
+  // Unpacks the values of head h. A single head unpacks all its values in one call.
   void place_values(int64_t h, GroupRange groups) const {
     if (!first) return;
     if (heads == 1) groups = {0, panels->groups, true};
@@ -321,7 +322,7 @@ struct BlockSource {
   }
 };
 
-// A partition for the rows of each head from `skip` on, which see any of it.
+// Computes a partition for the rows of each head that see it: rows from `skip`.
 template <class F, class C>
 static inline void attend_partition(const RotaryAttentionArgs& args, const PagedTask& task, const PagedTask* next,
                                     bool writes, const PagedTile& tile, const TaskMemory& memory, int64_t skip,
@@ -344,7 +345,7 @@ static inline void attend_partition(const RotaryAttentionArgs& args, const Paged
     }
 #ifdef LLMK_AMX
     if constexpr (kHasTiles<F>) {
-      if (tiles && all.rows - skip > block_rows) {  // one head: heads_together()
+      if (tiles && all.rows - skip > block_rows) {  // then there is one head, see heads_together()
         if (*configured != block_rows) configure_products<F>(block_rows);
         *configured = block_rows;
         const BlockSource<F, C> source{args, task, next, tile, memory, panels, head, 1, true, true, writes, nullptr};
@@ -369,7 +370,7 @@ static inline void attend_partition(const RotaryAttentionArgs& args, const Paged
 #endif
       const RowBlock block{head, heads, row, size};
       const bool first = row == skip;
-      TileFetch* fetching = all.rows <= kTileRows ? fetch : nullptr;  // more rows work longer than reading takes
+      TileFetch* fetching = all.rows <= kTileRows ? fetch : nullptr;  // with more rows, reading is faster than the work
       const BlockSource<F, C> source{args, task,  next,  tile,  memory, panels,
                                      head, heads, tiles, first, writes, fetching};
       attend_block<F>(all, panels, block, tiles, memory.block[0], fetching, source);
@@ -386,7 +387,7 @@ static inline void walk_partitions(const RotaryAttentionArgs& args, const PagedP
                                    TileFetch* fetch) {
   const TaskRows& all = memory.all;
   const int64_t end = task_end(args, task);
-  // Written just before they are read, when their lines have been fetched.
+  // The task writes its keys and values just before it reads them, when their lines have been prefetched.
   bool writes = plan.writes && task.end_part == task.parts;
   const int64_t written = args.context_lens[task.seq] - args.query_lens[task.seq];
   int64_t configured = 0, skip = 0;
@@ -407,7 +408,7 @@ static inline void walk_partitions(const RotaryAttentionArgs& args, const PagedP
 #endif
 }
 
-// Memory of a task; with none, how much it takes.
+// Places the memory of a task in `scratch`. Without memory, only measures its size.
 template <class F>
 static inline TaskMemory place_task(const RotaryAttentionArgs& args, const PagedTask& task, int64_t padded_dim,
                                     PagedScratch* scratch) {
@@ -429,7 +430,7 @@ static inline TaskMemory place_task(const RotaryAttentionArgs& args, const Paged
   TaskRows& all = memory.all;
   all = {task.heads,   rows,    args.dim, padded_dim, query_units, memory.visible,
          memory.first, nullptr, nullptr,  nullptr,    {}};
-  all.queries = scratch->take<Unit>((all_rows + kBlockRows) * F::kPasses * query_units);  // tiles read whole blocks
+  all.queries = scratch->take<Unit>((all_rows + kBlockRows) * F::kPasses * query_units);  // whole blocks
   all.factors = scratch->take<float>(all_rows);
   all.offsets = scratch->take<int32_t>(all_rows);
   all.total = place_state(scratch, all_rows, padded_dim);
@@ -446,7 +447,7 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
                             const PagedTask* next, TileFetch* fetch) {
   const int64_t padded_dim = padded_dim_of<F, C>(args);
   const bool in_order = reads_cache<F, C>(args);
-  fetch->rest();  // what is written comes while the queries are rotated
+  fetch->rest();  // these lines arrive while the queries are rotated
   PagedScratch measured{nullptr};
   place_task<F>(args, task, padded_dim, &measured);
   PagedScratch scratch{static_cast<char*>(thread_scratch(kScratchTile, measured.used))};
@@ -470,7 +471,7 @@ static inline void run_task(const RotaryAttentionArgs& args, const PagedPlan& pl
   }
 }
 
-// Counts (with tasks null) or fills the plan.
+// Fills the plan, or counts its tasks if tasks is null.
 static inline void plan_tasks(const RotaryAttentionArgs& args, int64_t padded_dim, PagedPlan* plan) {
   int64_t total = 0;
   for_row_tiles(args,
@@ -513,7 +514,7 @@ static inline void attend_paged(const RotaryAttentionArgs& args) {
   plan.tasks = reinterpret_cast<PagedTask*>(memory + part_bytes);
   plan.joins = reinterpret_cast<PagedJoin*>(memory + part_bytes + task_bytes);
   plan_tasks(args, padded_dim, &plan);
-  // A thread claims its next task early, to fetch the first keys of it.
+  // A thread claims its next task early, to prefetch its first keys.
   int64_t claimed = 0;
   const auto claim = [&] {
     const int64_t i = __atomic_fetch_add(&claimed, 1, __ATOMIC_RELAXED);
@@ -528,7 +529,8 @@ static inline void attend_paged(const RotaryAttentionArgs& args) {
   });
 }
 
-// Of keys and values in rows: sequences whose rows are several tiles one by one, laid out; then the others.
+// Attention over keys and values in rows. First the sequences with several tiles of rows, one by one and laid out as
+// blocks (paged_layout.h); then the others.
 template <class F, class C>
 static inline void attend_ready(const RotaryAttentionArgs& args) {
   int32_t* others = static_cast<int32_t*>(thread_scratch(kScratchLengths, args.num_seqs * 4));

@@ -1,7 +1,7 @@
-// Brings what is read next into the second-level cache while something else is worked on: block tables are beyond the
-// hardware's prefetchers. Lines are asked for in about the order in which they will be read, one for each that is read
-// meanwhile: a core has a limited number of misses under way, which should neither run dry nor make it wait. Several
-// blocks by turns come faster than one after the other.
+// Prefetches the next keys and values into the L2 cache, because hardware prefetchers cannot follow block tables. Lines
+// are requested in about the order in which they will be read, one line for each line that is read. A core has a
+// limited number of outstanding misses: too few requests leave the memory idle, and too many stall the core.
+// Alternating between several blocks is faster than one block after the other.
 #pragma once
 #include "rotary_attention.h"
 
@@ -11,9 +11,9 @@ namespace paged {
 
 class TileFetch {
  public:
-  // The keys, or the values, of positions [begin, end) of a sequence for kv heads [head, head + heads): of whole blocks
-  // `together` at a time, as heads lie side by side in them; head after head otherwise. A group of keys is a whole one
-  // where the cache holds them in units.
+  // Starts with the keys or values of positions [begin, end) of a sequence, for kv heads [head, head + heads). Whole
+  // blocks are read `together` at a time, because their heads are adjacent. Other blocks are read head after head. If
+  // the cache holds units, a group of keys is always read completely.
   void start(const RotaryAttentionArgs& args, bool keys, int64_t seq, int64_t begin, int64_t end, int64_t head,
              int64_t heads, int together) {
     const auto base = reinterpret_cast<uintptr_t>(keys ? args.key_cache : args.value_cache);
@@ -33,9 +33,9 @@ class TileFetch {
       for (int64_t j = begin; j < end; row = 0, ++block) {
         const int64_t rows = smaller(args.block_size - row, end - j);
         const int64_t offset = (*block * args.kv_heads + head + h) * chunk + row * row_bytes;
-        const bool whole = rows == args.block_size;  // with its scales
+        const bool whole = rows == args.block_size;  // including the scales
         add(base + static_cast<uintptr_t>(offset), whole ? chunk : rows * row_bytes);
-        // The values' scales are needed with the weights of all keys, before any value.
+        // The weights of all keys need the scales of the values, before the values themselves.
         if (whole && keys && args.int8_cache) {
           const auto values = reinterpret_cast<uintptr_t>(args.value_cache);
           add(values + static_cast<uintptr_t>(offset + args.block_size * row_bytes), args.block_size * 4);
@@ -45,7 +45,7 @@ class TileFetch {
     }
   }
 
-  // Besides: what the last token of a sequence is written to, whose key has a part in every unit of a group.
+  // Adds the lines that the last token of a sequence is written to. Its key has a part in every unit of a group.
   void add_written(const RotaryAttentionArgs& args, int64_t seq, int64_t head, int64_t heads) {
     const int64_t position = args.context_lens[seq] - 1, index = position % args.block_size, chunk = chunk_bytes(args);
     const int64_t block = args.block_tables[seq * args.table_width + position / args.block_size];
@@ -93,7 +93,7 @@ class TileFetch {
       add(base + static_cast<uintptr_t>((table[i] * args.kv_heads + head) * chunk), heads * chunk);
     }
     if (!keys || !args.int8_cache) return;
-    // The values' scales are needed with the weights of all keys, before any value.
+    // The weights of all keys need the scales of the values, before the values themselves.
     const int64_t scale_bytes = args.block_size * 4;
     const auto scales = reinterpret_cast<uintptr_t>(args.value_cache) + static_cast<uintptr_t>(chunk - scale_bytes);
     for (int64_t h = 0; h < heads; ++h) {
@@ -103,7 +103,7 @@ class TileFetch {
     }
   }
 
-  // Every key is a piece: its heads lie side by side.
+  // Starts with keys in rows. Every key is one piece, because its heads are adjacent.
   void start_ready(const RotaryAttentionArgs& args, uintptr_t base, int64_t seq, int64_t begin, int64_t end,
                    int64_t head, int64_t heads) {
     for (int64_t j = begin; j < end; ++j) {
@@ -119,12 +119,12 @@ class TileFetch {
     pieces_[count_++] = {reinterpret_cast<const char*>(first & ~uintptr_t{63}), lines};
   }
 
-  static constexpr int kPieces = 256;  // what does not fit is not fetched
+  static constexpr int kPieces = 256;  // further pieces are not prefetched
   struct Piece {
     const char* at;
     int64_t lines;
 
-    // Of at most so many lines; how many there were.
+    // Prefetches at most `most` lines. Returns their number.
     __attribute__((always_inline)) int64_t fetch(int64_t most) {
       const int64_t n = smaller(most, lines);
       for (int64_t i = 0; i < n; ++i) __builtin_prefetch(at + 64 * i, 0, 2);

@@ -1,5 +1,6 @@
-// Keys and values that lie in rows, laid out as a cache holds them (rotary_attention.h): a task makes panels of all the
-// keys that its rows see, so a sequence of many tasks would make each of them many times. The arithmetic is the same.
+// Copies keys and values from rows into the layout of the cache (rotary_attention.h). A task packs all keys that its
+// rows see into panels. A sequence with many tasks would repeat this for each task, so its keys are laid out once. The
+// arithmetic is the same.
 #pragma once
 #include <cstring>
 
@@ -10,14 +11,14 @@ namespace llmk {
 namespace LLMK_ARCH {
 namespace paged {
 
-// Of a sequence's keys and values; of more, each task makes its own panels.
+// Maximum size of the keys and values of a sequence that is laid out. In a larger one, each task packs its own panels.
 constexpr int64_t kMostLaidOutBytes = int64_t{64} << 20;
 
 static inline int64_t laid_out_groups(const RotaryAttentionArgs& args, int64_t seq) {
   return ceil_div(args.context_lens[seq], kGroupKeys);
 }
 
-// Bytes of its keys, or of its values.
+// Returns the size of a sequence's keys, or of its values.
 static inline int64_t laid_out_bytes(const RotaryAttentionArgs& args, int64_t seq) {
   return laid_out_groups(args, seq) * kGroupKeys * args.kv_heads * args.dim * size_of(args.dtype);
 }
@@ -28,7 +29,7 @@ static inline bool pays_layout(const RotaryAttentionArgs& args, int64_t seq) {
   return many && whole_vectors && 2 * laid_out_bytes(args, seq) <= kMostLaidOutBytes;
 }
 
-// A group of keys, or of values, of a kv head; zeros past the sequence's end.
+// Lays out a group of keys or values of a kv head. Zeros follow the end of the sequence.
 static inline void lay_out_group(const RotaryAttentionArgs& args, int64_t seq, int64_t group, int64_t head,
                                  bool is_key, char* rows, char* chunk) {
   const int64_t row_bytes = args.dim * size_of(args.dtype);
@@ -46,8 +47,8 @@ static inline void lay_out_group(const RotaryAttentionArgs& args, int64_t seq, i
   place_value_group<uint16_t>(rows, args.dim, reinterpret_cast<Unit*>(chunk));
 }
 
-// The attention of one sequence of bfloat16 alone, over blocks of a group each, in memory that is valid until the next
-// call.
+// Returns the arguments for one laid-out bfloat16 sequence, with blocks of one group each. The memory is valid until
+// the next call.
 static inline RotaryAttentionArgs laid_out_sequence(const RotaryAttentionArgs& args, int64_t seq) {
   const int64_t groups = laid_out_groups(args, seq), bytes = laid_out_bytes(args, seq);
   char* keys = static_cast<char*>(thread_scratch(kScratchLaidOut, 2 * bytes + groups * 4));

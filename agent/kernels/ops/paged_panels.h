@@ -1,5 +1,6 @@
-// The keys of a partition of one sequence: where they lie, and how they become the panels of paged_units.h. Where the
-// cache holds units (rotary_attention.h) of the form's products, the cache itself is the panel; FloatForm widens them.
+// The keys and values of a partition of one sequence: their places, and their conversion to the panels of
+// paged_units.h. If the cache holds units (rotary_attention.h) of the form's products, the cache itself is the panel.
+// FloatForm widens the units.
 #pragma once
 #include "rotary_attention.h"
 
@@ -38,14 +39,14 @@ static inline void locate_tile(const RotaryAttentionArgs& args, int64_t seq, int
   }
 }
 
-// One head's keys and values of a tile.
+// The keys and values of one head in a tile.
 struct HeadTile {
   const PagedTile* tile;
-  const char* keys;  // start of the caches, for this head
+  const char* keys;  // start of the cache for this head
   const char* values;
 };
 
-// kLanes keys from `first` on, 16 units of dim from `d` on, into the panel of these keys.
+// Packs kLanes keys from `first`, 16 units of dim from `d`, into the panel of these keys.
 template <bool kWhole, class F, class C>
 LLMK_INLINE void pack_key_square(const HeadTile& now, int64_t first, int64_t d, int64_t dim, Unit* panel) {
   const PagedTile& tile = *now.tile;
@@ -58,7 +59,7 @@ LLMK_INLINE void pack_key_square(const HeadTile& now, int64_t first, int64_t d, 
   store_transposed(rows, panel + d / F::kPerUnit * kGroupKeys, kGroupKeys);
 }
 
-// panel [group][query_units][kGroupKeys]
+// Packs all keys of a tile into panel [group][query_units][kGroupKeys].
 template <class F, class C>
 static inline void pack_keys(const HeadTile& now, int64_t dim, int64_t query_units, Unit* panel) {
   constexpr int64_t kStep = kLanes * F::kPerUnit;
@@ -84,7 +85,8 @@ LLMK_INLINE void pack_value_unit(const HeadTile& now, int64_t key, int64_t d, in
   F::template pack_values<kWhole>(rows, n, out);
 }
 
-// Rows of units of keys; the last product's are filled up with zeros: a weight of zero times what lay there may be NaN.
+// Packs values as rows of units of keys. Zeros fill the last product, because zero weights times old memory could be
+// NaN.
 template <class F, class C>
 static inline void pack_values(const HeadTile& now, int64_t dim, int64_t padded_dim, int64_t product_groups,
                                Unit* panel) {
@@ -102,7 +104,7 @@ static inline void pack_values(const HeadTile& now, int64_t dim, int64_t padded_
   std::memset(panel + units * padded_dim, 0, static_cast<size_t>((filled - units) * padded_dim) * sizeof(Unit));
 }
 
-// Element `i` of a unit of the cache.
+// Returns element `i` of a unit of the cache as a float.
 template <class C>
 LLMK_INLINE float widen(Unit unit, int i) {
   if constexpr (sizeof(C) == 1) return static_cast<float>(static_cast<int32_t>(unit << (24 - 8 * i)) >> 24);
@@ -110,7 +112,7 @@ LLMK_INLINE float widen(Unit unit, int i) {
   return bits_to_float(unit);
 }
 
-// Keys of a cache of units as floats: panel [group][dim][kGroupKeys].
+// Widens the keys of a cache with units to floats: panel [group][dim][kGroupKeys].
 template <class C>
 static inline void widen_keys(const HeadTile& now, int64_t dim, Unit* panel) {
   constexpr int kPer = 4 / sizeof(C);
@@ -142,7 +144,7 @@ static inline void widen_values(const HeadTile& now, int64_t dim, int64_t padded
   }
 }
 
-// out[kPartition], of groups [begin, end); zeros past the tile's keys.
+// Copies the scales of groups [begin, end) to out[kPartition]. Zeros follow the tile's keys.
 static inline void gather_scales(const PagedTile& tile, const char* base, int64_t begin, int64_t end, float* out) {
   for (int64_t first = begin * kLanes; first < end * kLanes; first += kLanes) {
     const int64_t count = larger(0, smaller(kLanes, tile.count - first));
@@ -161,32 +163,32 @@ static inline void gather_scales(const PagedTile& tile, const char* base, int64_
   }
 }
 
-// Of the scales of a partition.
+// Returns the largest scale of a partition.
 LLMK_INLINE float largest_of(const float* scales) {
   Vec top = zero();
   for (int64_t key = 0; key < kPartition; key += kLanes) top = maximum(top, load(scales + key));
   return largest(top);
 }
 
-// What the products of a tile and a head read. Values come in the pieces of a product: of a group, or of the groups a
-// tile register holds, one after the other.
+// The data that the products of a tile and a head read. Values come in pieces of one product: one group, or the groups
+// of one tile register.
 struct TilePanels {
-  int64_t begin, groups;            // of kGroupKeys keys that exist
-  int64_t value_stride;             // from a unit to the next; of keys it is kGroupKeys
-  const Unit* keys[kPartGroups];    // [unit of dims][kGroupKeys]; past `groups` the first
-  const Unit* values[kPartGroups];  // of each piece: [unit of keys][dim]
-  float* key_scales;                // [kPartition], int8 caches; null otherwise
+  int64_t begin, groups;            // first key, and number of groups of kGroupKeys keys
+  int64_t value_stride;             // distance between units of values; for keys it is kGroupKeys
+  const Unit* keys[kPartGroups];    // [unit of dims][kGroupKeys]; entries after `groups` equal the first
+  const Unit* values[kPartGroups];  // per piece: [unit of keys][dim]
+  float* key_scales;                // [kPartition] for int8 caches, or null
   float* value_scales;
-  float largest_value_scale;        // of the whole partition
+  float largest_value_scale;        // largest of the whole partition
 };
 
-// True where the products read the cache itself.
+// Returns true if the products read the cache directly.
 template <class F, class C>
 static inline bool reads_cache(const RotaryAttentionArgs& args) {
   return F::kPerUnit > 1 && F::kPerUnit * sizeof(C) == 4 && cache_has_units(args);
 }
 
-// Units of the memory for a head's panels.
+// Sizes of a head's panels in units.
 static inline int64_t key_panel_units(int64_t query_units) { return query_units * kPartition; }
 static inline int64_t value_panel_units(int64_t padded_dim) { return kPartition * padded_dim; }
 
@@ -197,7 +199,7 @@ static inline void point_at_keys(const HeadTile& now, TilePanels* panels) {
   }
 }
 
-// The first `there` keys of a group of values, and zeros: what else lies there may be NaN.
+// Copies the first `there` keys of a group of values and fills with zeros, because the other memory could hold NaN.
 template <class F>
 static inline void copy_group(const Unit* from, int64_t there, int64_t dim, Unit* out) {
   constexpr int kPer = F::kPerUnit;
@@ -212,8 +214,8 @@ static inline void copy_group(const Unit* from, int64_t there, int64_t dim, Unit
   }
 }
 
-// Groups [begin, end) of the cache's values in pieces of `product_groups`: as they lie, or copied to `buffer` where a
-// piece is not whole or its groups lie apart.
+// Sets the pieces of the values of groups [begin, end), each with `product_groups` groups. A piece points into the
+// cache, or into `buffer` if it is not complete or its groups are not adjacent.
 template <class F>
 static inline void point_at_values(const HeadTile& now, int64_t begin, int64_t end, int64_t dim, int64_t product_groups,
                                    Unit* buffer, TilePanels* panels) {

@@ -1,22 +1,20 @@
-// The rows (query heads x tokens) that share a kv head, and what a partition of keys does to them. THE canonical order:
+// Computes the rows (query heads x tokens) that share a kv head, partition by partition. The canonical order:
 //
-//   score      units of dim in order, one accumulator per (row, key); then the key's scale, masked past the row's
-//              position
+//   score      units of dim in order, one accumulator per (row, key); then the key's scale; later keys are masked
 //   partition  kPartition keys aligned to position 0: m = largest score * factor, p = 2^(score * factor - m),
 //              l = sum of p (16 lanes: keys = lane mod 16; pairs for BFloat16Form),
 //              o = sum of weight * value over units of keys in order from 0
-//   total      from nothing, partition after partition: m' = max(m, m of the partition),
-//              l' = l * 2^(m - m') + l of the partition * 2^(its m - m'), o' as l'
-//              (online softmax of FlashAttention, Dao et al. 2022, in powers of two; split as Flash-Decoding does,
-//              2023)
+//   total      partition after partition: m' = max(m, m of the partition),
+//              l' = l * 2^(m - m') + l of the partition * 2^(m of the partition - m'), o' like l'
+//              (online softmax of FlashAttention, Dao et al. 2022, in powers of two; split like Flash-Decoding, 2023)
 //
-// A window's first key only masks more: a partition of which a row sees nothing leaves its total as it is.
+// A window only masks more keys. A partition in which a row sees no key does not change the row's total.
 //
-// On AMX the products of bfloat16 add up from zero 16 units of dims at a time and the 16 units of 32 keys, then add
-// that up in order (amx_tiles.h).
+// On AMX, bfloat16 products add up 16 units of dims, or the 16 units of 32 keys, from zero. Then these sums are added
+// in order (amx_tiles.h).
 //
-// All of that depends on the row's own position: prefill, chunk and decode form give the same bits. Keys past the
-// sequence's context are never weighed, so what lies there (even NaN) cannot matter.
+// All of this depends only on the row's own position, so prefill, chunks and decode give the same bits. Keys after the
+// sequence's context have no weight, so their memory, even NaN, has no effect.
 #pragma once
 #include <type_traits>
 
@@ -27,84 +25,84 @@ namespace LLMK_ARCH {
 namespace paged {
 
 constexpr int64_t kTaskRows = 192;
-constexpr int64_t kTileRows = 16;   // of a head, that a partition is worked on for together
-constexpr int64_t kBlockRows = 32;  // of several heads, or where two tiles of rows are
-constexpr int kFetchUnits = 8;      // units multiplied between two calls of TileFetch
+constexpr int64_t kTileRows = 16;   // rows of one head that are processed together
+constexpr int64_t kBlockRows = 32;  // rows of several heads, or two tiles of rows
+constexpr int kFetchUnits = 8;      // units multiplied between two prefetches
 constexpr float kLowest = -3.4028235e38f;
 #ifdef LLMK_VEC_AVX512
-constexpr int kRowBlock = 6, kBlockVectors = 4;  // rows and vectors of a panel multiplied together
+constexpr int kRowBlock = 6, kBlockVectors = 4;  // rows and panel vectors that are multiplied together
 #else
 constexpr int kRowBlock = 2, kBlockVectors = 2;
 #endif
 
-// Groups of keys that `heads` are read together for, as they lie side by side in memory; a multiple of kBlockVectors.
-// Of few heads more, as with every chunk the sums are put away and taken up again.
+// Number of groups of keys in a chunk that all `heads` read together, because the heads are adjacent in memory. It is a
+// multiple of kBlockVectors. Fewer heads get larger chunks, because each chunk stores and reloads the sums.
 LLMK_INLINE int64_t chunk_groups(int64_t heads) { return smaller(kPartGroups, larger(4, kBlockRows / heads / 4 * 4)); }
 
-// Softmax of some rows over what they have seen so far.
+// The softmax of some rows over the keys so far.
 struct SoftmaxState {
-  float* best;  // [rows], in powers of two
+  float* best;  // [rows], largest score as a power of two
   float* mass;  // [rows]
   float* sums;  // [rows][padded_dim]
 };
 
-// The rows of a task: row r of head h is number h * rows + r.
+// The rows of a task. Row r of head h has number h * rows + r.
 struct TaskRows {
-  int64_t heads, rows, dim, padded_dim, query_units;  // units of one pass
-  const int64_t* visible;                             // [rows]: end of the keys each sees; never falls from row to row
-  const int64_t* first;                               // [rows]: the first of them; null: 0
+  int64_t heads, rows, dim, padded_dim, query_units;  // query_units: of one pass
+  const int64_t* visible;                             // [rows]: end of the keys that a row sees; never decreases
+  const int64_t* first;                               // [rows]: first key that a row sees, or null: 0
   Unit* queries;                                      // [heads * rows][passes][query_units]
   float* factors;                                     // [heads * rows]: score -> power of two
   int32_t* offsets;                                   // [heads * rows]: Int8ScoreProduct
-  SoftmaxState total;                                 // [heads * rows]; without a join
+  SoftmaxState total;                                 // [heads * rows]; unused with a join
 
   int64_t first_key(int64_t row) const { return first == nullptr ? 0 : first[row]; }
 };
 
-// Rows [first, first + rows) of heads [head, head + heads), up to kBlockRows together.
+// Rows [first, first + rows) of heads [head, head + heads): at most kBlockRows in total.
 struct RowBlock {
   int64_t head, heads, first, rows;
 
   int64_t count() const { return heads * rows; }
 };
 
-// Groups [begin, end) of a partition; done: the last that a block of rows sees.
+// Groups [begin, end) of a partition. done: the block of rows sees no later group.
 struct GroupRange {
   int64_t begin, end;
   bool done;
 };
 
-// Of the block in work; row r of its head h is h * rows + r.
+// Memory of a block of rows. Row r of its head h is h * rows + r.
 struct BlockMemory {
-  float* scores;      // [rows][kScoreStride], of which kPartition are used
+  float* scores;      // [rows][kScoreStride]; kPartition entries are used
   Unit* weights;      // [rows][kWeightStride]: [passes][kPartition / per unit]
-  float* steps;       // [rows]: what products of the weights are multiplied by
-  SoftmaxState part;  // of this partition alone
+  float* steps;       // [rows]: factor of the products of the weights
+  SoftmaxState part;  // softmax of this partition
 };
 
-// From a row to the next: an odd number of cache lines, as rows a power of two apart share few places of the cache.
+// Distance between rows: an odd number of cache lines, because rows at a power of two would share a few cache sets.
 constexpr int64_t kScoreStride = kPartition + kLanes;
 template <class F>
 constexpr int64_t kWeightStride = F::kPasses * kPartition / F::kPerUnit + kLanes;
-// Groups of keys whose weights come together: a product of tiles takes kAmxSteps units.
+// Number of groups whose weights are computed together. A tile product needs kAmxSteps units.
 template <class F>
 constexpr int64_t kWeightGroups = F::kPerUnit > 2 ? F::kPerUnit : 2;
 
-// What blocks of rows fetch that read the same, each its share.
+// A prefetch that several blocks of rows share, because they read the same keys.
 struct SharedFetch {
-  TileFetch* fetch;  // null: nothing
+  TileFetch* fetch;  // or null
   int64_t blocks;
 };
 
-// The rows of a product, where they lie.
+// The rows of a product and their places.
 struct ProductRows {
   const Unit* units;
   int64_t stride, pass_stride;
 };
 
-// total[r][v] = sum over units of row r and panel vectors v: pieces [begin, end) of `units` each, at(piece, v) the
-// first one of a piece. Two passes (of int8) go side by side; the second one's products are added to the shifted first.
-// Float sums go on from what `total` holds.
+// Sums the products of row r and panel vector v into total[r][v], over pieces [begin, end) of `units` units. The first
+// unit of a piece is at(piece, v). The format int8 has two passes: the products of the second are added to the shifted
+// sums of the first. Float sums continue from the present `total`.
 template <class P, int kPasses, int R, int V, class At>
 LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, int64_t units, int64_t panel_stride,
                           const At& at, const int32_t* offsets, SharedFetch shared, typename P::Acc (&total)[R][V]) {
@@ -144,14 +142,14 @@ LLMK_INLINE void multiply(const ProductRows& rows, int64_t begin, int64_t end, i
   }
 }
 
-// Of for_row_blocks().
+// Returns the number of blocks in for_row_blocks().
 template <int kPasses>
 LLMK_INLINE int64_t row_blocks(int64_t rows) {
   return ceil_div(rows, kRowBlock / kPasses);
 }
 
-// Calls function(row, std::integral_constant rows) over `rows` rows in blocks of about equal size; of fewer rows where
-// a product has two passes, so that the sums of both have registers.
+// Calls function(row, std::integral_constant rows) for blocks of about equal size. A product with two passes has
+// smaller blocks, so that the sums of both passes fit into registers.
 template <int kPasses, class Function>
 LLMK_INLINE void for_row_blocks(int64_t rows, const Function& function) {
   constexpr int kMost = kRowBlock / kPasses;
@@ -177,7 +175,7 @@ LLMK_INLINE void clear_sums(typename P::Acc (&total)[R][V]) {
   for (int i = 0; i < R * V; ++i) total[i / V][i % V] = P::clear();
 }
 
-// The scores of some rows with V groups from `group` on, from registers.
+// Stores the scores of some rows for V groups from `group`.
 template <class P, int R, int V>
 LLMK_INLINE void store_scores(const typename P::Acc (&total)[R][V], const float* key_scales, int64_t group,
                               float* scores) {
@@ -189,7 +187,7 @@ LLMK_INLINE void store_scores(const typename P::Acc (&total)[R][V], const float*
   }
 }
 
-// Scores of `rows` rows of one head from number `row` on.
+// Computes the scores of `rows` rows of one head from row number `row`.
 template <class F>
 static inline void score_rows(const TaskRows& all, const TilePanels& panels, GroupRange groups, int64_t row,
                               int64_t rows, TileFetch* fetch, float* scores) {
@@ -210,7 +208,7 @@ static inline void score_rows(const TaskRows& all, const TilePanels& panels, Gro
   });
 }
 
-// What a row sees of a partition: keys [hidden, visible) of it; groups [0, whole) are even in number and need no mask.
+// The keys [hidden, visible) of a partition that a row sees. Groups [0, whole), an even number, need no mask.
 struct RowView {
   int64_t hidden, visible, whole;
 
@@ -237,7 +235,7 @@ LLMK_INLINE float largest_score(const RowView& view, const float* scores) {
   return largest(maximum(top, second));
 }
 
-// Of the values the row sees.
+// Returns the largest scale of the values that the row sees.
 LLMK_INLINE float largest_value_scale(const RowView& view, const TilePanels& panels) {
   if (panels.value_scales == nullptr || view.whole == kPartGroups) return panels.largest_value_scale;
   Vec top = zero();
@@ -247,7 +245,7 @@ LLMK_INLINE float largest_value_scale(const RowView& view, const TilePanels& pan
   return largest(top);
 }
 
-// Scores -> weights of `groups` groups (an even number), those the row does not see 0; returns the sum of the weights.
+// Turns the scores of `groups` groups (an even number) into weights, 0 for hidden keys. Returns the sum of the weights.
 template <class F>
 LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float factor, float best, int64_t groups,
                             const float* scores, Unit* weights, float* step) {
@@ -257,7 +255,7 @@ LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float
     const float* pair = scores + g * kLanes;
     out.put(g, F::power(fma(load(pair), scale, least)), F::power(fma(load(pair + kLanes), scale, least)));
   };
-  if (view.whole == kPartGroups) {  // most rows: no loop, so that sums stay in registers
+  if (view.whole == kPartGroups) {  // the usual case; unrolled, so that sums stay in registers
     LLMK_UNROLL
     for (int g = 0; g < kPartGroups; g += 2) put(g);
   } else {
@@ -273,7 +271,7 @@ LLMK_INLINE float weigh_row(const RowView& view, const TilePanels& panels, float
   return sum(out.mass());
 }
 
-// Scores -> weights, best and mass of the partition for the rows of a block; meanwhile() is called after each row.
+// Turns the scores of a block into weights, best and mass of the partition. Calls meanwhile() after each row.
 template <class F, class Meanwhile>
 static inline void soften_block(const TaskRows& all, const TilePanels* panels, const RowBlock& block, int64_t groups,
                                 const BlockMemory& memory, const Meanwhile& meanwhile) {
@@ -296,7 +294,7 @@ static inline void soften_block(const TaskRows& all, const TilePanels* panels, c
   });
 }
 
-// Adds what was summed before (`sums`, as the product left it, unless `fresh`) and, with `done`, makes it floats.
+// Adds the earlier sums (unless `fresh`) and stores the result. With `done`, converts it to floats.
 template <class F>
 LLMK_INLINE void store_values(typename F::ValueProduct::Acc total, bool fresh, bool done, float step, float* sums) {
   using P = typename F::ValueProduct;
@@ -331,7 +329,7 @@ LLMK_INLINE void add_values(const TilePanels& panels, GroupRange groups, int64_t
   }
 }
 
-// Adds the weights of `rows` rows of one head times the values.
+// Adds weights times values for `rows` rows of one head.
 template <class F>
 static inline void value_rows(const TilePanels& panels, GroupRange groups, int64_t rows, int64_t padded_dim,
                               const Unit* weights, const float* steps, TileFetch* fetch, float* sums) {
@@ -361,7 +359,7 @@ LLMK_INLINE void clear_state(const SoftmaxState& state, int64_t rows, int64_t pa
   std::memset(state.sums, 0, static_cast<size_t>(rows * padded_dim) * sizeof(float));
 }
 
-// Adds the results of a partition to the totals of the partitions before it.
+// Adds the result of a partition to the totals of the earlier partitions.
 static inline void fold_partition(const SoftmaxState& part, int64_t rows, int64_t padded_dim,
                                   const SoftmaxState& total) {
   for (int64_t first = 0; first < rows; first += kLanes) {
@@ -395,7 +393,7 @@ namespace llmk {
 namespace LLMK_ARCH {
 namespace paged {
 
-// Groups of keys that some row of a block sees, and those that have weights.
+// Number of groups of keys that a row of the block sees, and number of groups with weights.
 LLMK_INLINE int64_t groups_seen(const TaskRows& all, const TilePanels& panels, const RowBlock& block) {
   return smaller(panels.groups, ceil_div(all.visible[block.first + block.rows - 1] - panels.begin, kGroupKeys));
 }
@@ -404,10 +402,10 @@ LLMK_INLINE int64_t weight_groups(int64_t groups) {
   return ceil_div(groups, kWeightGroups<F>) * kWeightGroups<F>;
 }
 
-// What a partition does to a block of rows: all scores, then all weights, then all sums, so that no step waits for the
-// one before. Several heads are read chunk by chunk of keys, as they lie side by side in memory, and source.begin(keys,
-// groups) tells of each; source.place_values(h, groups) is called before values of head h are read. `panels`: of the
-// block's heads; `tiles`: AMX makes the products. source.place_scales(keys, groups) is called before these are needed.
+// Computes a partition for a block of rows: all scores, then all weights, then all sums. Several heads are read chunk
+// by chunk, because they are adjacent in memory. `panels` has one entry per head of the block. `tiles`: AMX computes
+// the products. Calls source.begin(keys, groups) before each chunk, source.place_scales(keys, groups) before the scales
+// are used, and source.place_values(h, groups) before the values of head h are read.
 template <class F, class Source>
 static inline void attend_block(const TaskRows& all, const TilePanels* panels, const RowBlock& block, bool tiles,
                                 const BlockMemory& memory, TileFetch* fetch, const Source& source) {
@@ -450,9 +448,9 @@ static inline void attend_block(const TaskRows& all, const TilePanels* panels, c
 }
 
 #ifdef LLMK_AMX
-// The same for rows [skip, all.rows) of one head on tiles, block after block: while the scores of one become weights,
-// which keeps the vector units busy, tiles make the scores of the next and the sums of the one before. `memory`: two
-// that blocks use in turn; close(block, memory) is called when a block's sums are there.
+// The same for rows [skip, all.rows) of one head on tiles, block after block. The vector units turn the scores of
+// one block into weights. Meanwhile the tiles compute the scores of the next block and the sums of the previous one.
+// Blocks alternate between two `memory` entries. Calls close(block, memory) when the sums of a block are complete.
 template <class F, class Close>
 static inline void attend_blocks(const TaskRows& all, const TilePanels& panels, int64_t head, int64_t skip,
                                  const BlockMemory (&memory)[2], const Close& close) {

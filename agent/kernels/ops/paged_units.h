@@ -1,11 +1,11 @@
-// The three arithmetics of paged attention. All operands of a product are 32-bit units: one float, two bfloat16 or four
-// int8; a product adds spread(a unit of a row) * lanes(16 units of a panel) to an accumulator, unit after unit.
+// The three arithmetics of paged attention. All operands are 32-bit units: one float, two bfloat16 or four int8. A
+// product broadcasts one unit of a row, multiplies it by 16 units of a panel and adds the result to an accumulator.
 //
-//   FloatForm     float32 FMA; bfloat16, float16 and int8 caches are widened when a tile is packed
+//   FloatForm     float32 FMA; packing a tile widens bfloat16, float16 and int8 caches
 //   BFloat16Form  VDPBF16PS for both products; queries and weights rounded to bfloat16
-//   Int8Form      VPDPBUSD for both: exact integers, so any order gives the same. Queries have 15 bits (scale per row),
-//                 weights 16 (scale per row and tile), each as two bytes: products of the high bytes, a shift, then of
-//                 the low bytes
+//   Int8Form      VPDPBUSD for both products. Integers are exact, so the order does not matter. Queries have 15 bits
+//                 (scale per row) and weights 16 bits (scale per row and tile), each in two bytes. The products of the
+//                 high bytes are shifted, then those of the low bytes are added.
 //
 // Panels: keys [16 keys][unit][16] (lanes over keys), values [unit of keys][dim] (lanes over dim), see paged_panels.h.
 #pragma once
@@ -19,7 +19,7 @@ namespace paged {
 
 using Unit = uint32_t;
 
-// As LLMK_INLINE, in a class.
+// LLMK_INLINE for members of a class.
 #define LLMK_MEMBER inline __attribute__((always_inline))
 
 constexpr int kPartition = 256;  // keys that share a softmax
@@ -27,7 +27,8 @@ constexpr int kPartGroups = kPartition / static_cast<int>(kGroupKeys);
 static_assert(kGroupKeys == kLanes, "a vector of a key panel is a group");
 constexpr float kLog2E = 1.44269504088896341f;
 
-// 2^x for x <= 0 (and slightly above), 2^-126 below that; 2^0 is 1. Minimax polynomial: relative error 7.5e-8.
+// Returns 2^x for x <= 0 (and slightly above), but at least 2^-126. 2^0 is 1. Minimax polynomial, relative error
+// 7.5e-8.
 LLMK_INLINE Vec power_of_two(Vec x) {
   const Vec clamped = maximum(broadcast(-126.0f), x);
   const Vec n = round_nearest(clamped);
@@ -41,7 +42,7 @@ LLMK_INLINE Vec power_of_two(Vec x) {
 }
 
 #ifdef LLMK_VEC_AVX512
-// The same to 7.5e-5 (kDegree 3) or 2.6e-6 (4), for x = 0 too: the instruction set takes the fraction and scales.
+// The same with relative error 7.5e-5 (kDegree 3) or 2.6e-6 (4), also for x = 0. Uses AVX-512's own scaling.
 template <int kDegree>
 LLMK_INLINE Vec coarse_power_of_two(Vec x) {
   const __m512 clamped = maximum(broadcast(-126.0f), x).v;
@@ -57,7 +58,7 @@ LLMK_INLINE Vec coarse_power_of_two(Vec x) {
     p = fma(p, r, broadcast(0.693003834f));
     p = fma(p, r, broadcast(1.00000259f));
   }
-  return {_mm512_scalef_ps(p.v, clamped)};  // by 2^floor(x)
+  return {_mm512_scalef_ps(p.v, clamped)};  // times 2^floor(x)
 }
 #endif
 
@@ -72,7 +73,7 @@ LLMK_INLINE Vec load_int8(const int8_t* p, int64_t n) {
 #endif
 }
 
-// panel[i * stride + j] = lane i of rows[j], as bits.
+// Transposes 16 vectors: panel[i * stride + j] = lane i of rows[j], as bits.
 LLMK_INLINE void store_transposed(const Vec (&rows)[16], Unit* panel, int64_t stride) {
 #if defined(LLMK_VEC_AVX512)
   __m512 quads[4][4];  // [rows 4q ..][lane % 4]
@@ -124,12 +125,12 @@ struct FloatForm {
   using ScoreProduct = FloatProduct;
   using ValueProduct = FloatProduct;
   static constexpr int kPerUnit = 1, kPasses = 1;
-  static constexpr int64_t kDimStep = kLanes;  // dim is padded to whole multiples
+  static constexpr int64_t kDimStep = kLanes;  // dim is padded to a multiple
   static constexpr bool kFloatUnits = true;
 
   static inline Vec power(Vec x) { return power_of_two(x); }
 
-  // 16 units of a row of the cache, of which `n` elements exist; kWhole: all of them.
+  // Loads 16 units of a row of the cache. Only `n` elements exist, or all of them with kWhole.
   template <bool kWhole, class C>
   static inline __attribute__((always_inline)) Vec load_key(const C* p, int64_t n) {
     return kWhole ? load(p) : load_n(p, n);
@@ -139,7 +140,7 @@ struct FloatForm {
     return load_int8(p, n);
   }
 
-  // kDimStep dims of the values of one unit of keys.
+  // Loads kDimStep dims of the values of one unit of keys.
   template <bool kWhole, class C>
   static inline __attribute__((always_inline)) void pack_values(const C* const (&rows)[1], int64_t n, Unit* out) {
     store(reinterpret_cast<float*>(out), load_key<kWhole>(rows[0], n));
@@ -150,11 +151,11 @@ struct FloatForm {
     *offset = 0;
   }
 
-  // The weights of a row, two groups of keys at a time, scaled by the values' scales where there are any.
+  // Stores the weights of a row, two groups of keys per call, times the scales of the values if there are any.
   struct Weights {
-    const float* value_scales;  // [kPartition]; null: none
+    const float* value_scales;  // [kPartition], or null
     Unit* out;
-    Vec masses = zero();  // by lane
+    Vec masses = zero();  // per lane
 
     LLMK_MEMBER Weights(const float* value_scales, float, Unit* out) : value_scales(value_scales), out(out) {}
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
@@ -167,7 +168,7 @@ struct FloatForm {
       store(reinterpret_cast<float*>(out) + group * kLanes, weight);
     }
     LLMK_MEMBER Vec mass() const { return masses; }
-    // What a product of the weights is to be multiplied by.
+    // Returns the factor of the products of the weights.
     LLMK_MEMBER float step() const { return 1.0f; }
   };
 

@@ -29,7 +29,7 @@ struct BFloat16Form {
   static constexpr int64_t kDimStep = 2 * kLanes;
   static constexpr bool kFloatUnits = true;
 
-  // Far more exact than a weight of bfloat16.
+  // Degree 3 is far more exact than a bfloat16 weight.
   static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<3>(x); }
 
   template <bool kWhole>
@@ -39,7 +39,7 @@ struct BFloat16Form {
     return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, p))};
   }
 
-  // Two values interleaved: out[32 dims] of pairs. Where not whole, the second may be null: zero.
+  // Interleaves two values: out[32 dims] of pairs. If not whole, the second may be null and counts as zero.
   template <bool kWhole>
   static inline __attribute__((always_inline)) void pack_values(const bfloat_t* const (&rows)[2], int64_t n,
                                                                 Unit* out) {
@@ -59,10 +59,10 @@ struct BFloat16Form {
     *offset = 0;
   }
 
-  // The mass adds up the rounded weights, so that rounding does not move the mean.
+  // The mass adds up the rounded weights, so that rounding does not shift the mean.
   struct Weights {
     Unit* out;
-    Vec masses[2] = {zero(), zero()};  // of pairs of groups in turn
+    Vec masses[2] = {zero(), zero()};  // for alternating pairs of groups
 
     LLMK_MEMBER Weights(const float*, float, Unit* out) : out(out) {}
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {

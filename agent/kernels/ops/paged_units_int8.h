@@ -6,13 +6,13 @@ namespace llmk {
 namespace LLMK_ARCH {
 namespace paged {
 
-// VPDPBUSD as assembly: GCC 12 copies the accumulators of its intrinsic around in every step of a loop.
+// VPDPBUSD as assembly, because GCC 12 copies the accumulators of the intrinsic in every step of a loop.
 LLMK_INLINE __m512i dot_quads(__m512i total, __m512i unsigned_bytes, __m512i signed_bytes) {
   asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(unsigned_bytes), "v"(signed_bytes));
   return total;
 }
 
-// Keys as bytes + 128 (unsigned) times signed queries; 128 * sum(query) is taken off by the row's offset.
+// Multiplies keys as unsigned bytes (+ 128) by signed queries. The row's offset subtracts 128 * sum(query).
 struct Int8ScoreProduct {
   using Acc = __m512i;
   using Operand = __m512i;
@@ -25,13 +25,13 @@ struct Int8ScoreProduct {
     return _mm512_add_epi32(_mm512_slli_epi32(total, kShift), _mm512_set1_epi32(offset));
   }
   static inline Acc join(Acc high, Acc low) { return _mm512_add_epi32(high, low); }
-  // Sums on the way, in the place of the floats they will be.
+  // Restores integer sums, which are stored in the place of the later floats.
   static inline Acc restore(const float* sums) { return _mm512_loadu_si512(sums); }
   static inline void keep(Acc total, float* sums) { _mm512_storeu_si512(sums, total); }
   static inline Vec result(Acc total) { return {_mm512_cvtepi32_ps(total)}; }
 };
 
-// Unsigned weights times signed values.
+// Multiplies unsigned weights by signed values.
 struct Int8ValueProduct : Int8ScoreProduct {
   static constexpr int kShift = 8;
   static inline Acc step(Operand a, Operand b, Acc total) { return dot_quads(total, a, b); }
@@ -45,7 +45,7 @@ struct Int8Form {
   static constexpr int64_t kDimStep = 4 * kLanes;
   static constexpr bool kFloatUnits = false;
 
-  // As exact as a weight.
+  // Degree 4 is as exact as a weight.
   static LLMK_MEMBER Vec power(Vec x) { return coarse_power_of_two<4>(x); }
   static constexpr float kLargestQuery = 16319.0f;  // 127 * 2^7 + 63
   static constexpr float kLargestWeight = 65535.0f;
@@ -60,8 +60,8 @@ struct Int8Form {
     return {_mm512_castsi512_ps(_mm512_xor_si512(load_bytes<kWhole>(p, n), _mm512_set1_epi8(-128)))};
   }
 
-  // Four values interleaved; where not whole, null is zero. Vector i, lane 4 * l + c holds dim 16 * l + 4 * i + c: see
-  // restore_order.
+  // Interleaves four values. If not whole, null values count as zero. Lane 4 * l + c of vector i holds dim
+  // 16 * l + 4 * i + c, which restore_order undoes.
   template <bool kWhole>
   static inline __attribute__((always_inline)) void pack_values(const int8_t* const (&rows)[4], int64_t n, Unit* out) {
     __m512i row[4];
@@ -106,8 +106,8 @@ struct Int8Form {
     *factor *= most / kLargestQuery;
   }
 
-  // The largest possible weight is that of the best key if it had the largest scale of the values seen; others are
-  // right to 2^-17 of it. A sum of kPartition weights times values is below 2^31.
+  // The largest possible weight is that of the best key with the largest scale. Other weights are exact to 2^-17 of it.
+  // A sum of kPartition weights times values is below 2^31.
   struct Weights {
     const float* value_scales;
     const float largest_scale;
@@ -115,7 +115,7 @@ struct Int8Form {
     uint8_t* const high;
     uint8_t* const low;
     Vec masses = zero();
-    __m512i words;  // of the pair before
+    __m512i words;  // words of the previous pair
 
     LLMK_MEMBER Weights(const float* value_scales, float largest_scale, Unit* out)
         : value_scales(value_scales),
@@ -124,10 +124,10 @@ struct Int8Form {
           high(reinterpret_cast<uint8_t*>(out)),
           low(high + kPartition) {}
 
-    // Groups come in order, a multiple of four of them: two pairs are stored together.
+    // Groups come in order and their number is a multiple of four. Two pairs are stored together.
     LLMK_MEMBER void put(int64_t group, Vec first, Vec second) {
       masses = add(masses, add(first, second));
-      // Words of both groups, 4 of each in turn.
+      // Words of both groups, alternating after 4 words.
       const __m512i mixed = _mm512_packus_epi32(whole(first, group), whole(second, group + 1));
       if (group % 4 == 0) {
         words = mixed;
@@ -138,7 +138,7 @@ struct Int8Form {
       _mm512_storeu_si512(low + key, in_order(_mm512_and_si512(words, byte), _mm512_and_si512(mixed, byte)));
       _mm512_storeu_si512(high + key, in_order(_mm512_srli_epi16(words, 8), _mm512_srli_epi16(mixed, 8)));
     }
-    // Bytes of four groups, one group after the other.
+    // Returns the bytes of four groups, group after group.
     static LLMK_MEMBER __m512i in_order(__m512i words, __m512i more_words) {
       const __m512i quads = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
       return _mm512_permutexvar_epi32(quads, _mm512_packus_epi16(words, more_words));
@@ -151,7 +151,7 @@ struct Int8Form {
   };
   static_assert(int64_t{kPartition} * 65535 * 127 < int64_t{1} << 31, "a sum of weights times values is an int32");
 
-  // Turns the 64 sums of pack_values' order back.
+  // Restores the order of the 64 sums that pack_values changed.
   static inline void restore_order(float* sums) {
     const __m512 a = _mm512_loadu_ps(sums), b = _mm512_loadu_ps(sums + 16), c = _mm512_loadu_ps(sums + 32),
                  d = _mm512_loadu_ps(sums + 48);

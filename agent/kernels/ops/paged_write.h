@@ -1,4 +1,4 @@
-// What comes before the attention of a token: its rotated query heads, and its key and value into the cache.
+// Prepares the attention of a token: rotates its query heads, and writes its key and value into the cache.
 #pragma once
 #include <cmath>
 
@@ -28,7 +28,7 @@ LLMK_INLINE void store_floats(DType dtype, const float* x, int64_t n, void* data
   if (dtype == DType::kBFloat16) store_floats(x, n, static_cast<bfloat_t*>(data));
 }
 
-// RMSNorm of one head in place: as rms_norm.h, not rounded.
+// Applies RMSNorm to one head in place, like rms_norm.h but without rounding.
 static inline void norm_head(const RotaryAttentionArgs& args, const void* gamma, float* x) {
   Vec squares = zero();
   for (int64_t d = 0; d < args.dim; d += kLanes) {
@@ -45,7 +45,7 @@ static inline void norm_head(const RotaryAttentionArgs& args, const void* gamma,
 
 constexpr int64_t kLoadAhead = 8;  // tokens
 
-// Brings head `head` of a token's row of qkv nearer: the rows of a head's tokens lie too far apart for the hardware.
+// Prefetches head `head` of a token's row of qkv. The rows are too far apart for the hardware prefetchers.
 LLMK_INLINE void prefetch_head(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
   const int64_t width = args.ready ? args.heads : args.heads + 2 * args.kv_heads,
                 bytes = args.dim * size_of(args.dtype);
@@ -53,7 +53,7 @@ LLMK_INLINE void prefetch_head(const RotaryAttentionArgs& args, int64_t token, i
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
-// Each product and sum rounds on its own (see rotary.h). `out` may be `x`.
+// Rotates a head. Each product and sum is rounded separately (see rotary.h). `out` may be `x`.
 template <class T>
 LLMK_INLINE void rotate_head(const T* x, const float* cos, const float* sin, int64_t dim, float* out) {
   const int64_t half = dim / 2;
@@ -65,7 +65,7 @@ LLMK_INLINE void rotate_head(const T* x, const float* cos, const float* sin, int
   }
 }
 
-// Head `head` of the token's row of qkv as floats; unless it is ready, normed where there are gammas, and rotated.
+// Loads head `head` of a token's row of qkv as floats. Unless `ready`, applies the norm (with gammas) and the rotation.
 static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, int64_t head, float* out) {
   if (args.ready) return load_floats(args.dtype, args.qkv, (token * args.heads + head) * args.dim, args.dim, out);
   const int64_t first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
@@ -83,7 +83,7 @@ static inline void load_rotated(const RotaryAttentionArgs& args, int64_t token, 
   }
 }
 
-// Rounded to whole numbers, as bytes, their bits flipped by those of `bias`.
+// Stores rounded values as bytes, with the bits of `bias` flipped.
 LLMK_INLINE void store_int8(char* p, Vec v, int64_t n, uint8_t bias) {
 #ifdef LLMK_VEC_AVX512
   const __m128i bytes = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(v.v));
@@ -99,7 +99,7 @@ LLMK_INLINE void store_int8(char* p, Vec v, int64_t n, uint8_t bias) {
 #endif
 }
 
-// Symmetric int8: scale = max|x| / 127, values rounded to nearest even, and stored with the bits of `bias` flipped.
+// Quantises a head to symmetric int8: scale = max|x| / 127, rounded to nearest even, with the bits of `bias` flipped.
 static inline void quantize_head(const float* x, int64_t dim, uint8_t bias, char* values, char* scale) {
   Vec top = zero();
   for (int64_t d = 0; d < dim; d += kLanes) {
@@ -115,7 +115,7 @@ static inline void quantize_head(const float* x, int64_t dim, uint8_t bias, char
   std::memcpy(scale, &unit, sizeof(unit));
 }
 
-// Spreads a token's row over the units it has a part in (rotary_attention.h).
+// Scatters a token's row to the units that contain it (rotary_attention.h).
 static inline void scatter_key(const RotaryAttentionArgs& args, const char* row, int64_t index, char* chunk) {
   char* out = chunk + key_element(args, index, 0) * cache_element_bytes(args);
   const int64_t units = args.dim * cache_element_bytes(args) / 4;
@@ -126,7 +126,7 @@ static inline void scatter_value(const RotaryAttentionArgs& args, const char* ro
   C* out = reinterpret_cast<C*>(chunk) + value_element(args, index, 0);
   const C* in = reinterpret_cast<const C*>(row);
 #ifdef LLMK_VEC_AVX512
-  if constexpr (sizeof(C) == 1) {  // a byte of every unit, 16 units a vector: dim is a multiple of 16
+  if constexpr (sizeof(C) == 1) {  // one byte of every unit, 16 units per vector; dim is a multiple of 16
     const int64_t byte = index % 4;
     for (int64_t d = 0; d < args.dim; d += kLanes) {
       const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(in + d)));
@@ -139,23 +139,23 @@ static inline void scatter_value(const RotaryAttentionArgs& args, const char* ro
   for (int64_t d = 0; d < args.dim; ++d) out[d * static_cast<int64_t>(4 / sizeof(C))] = in[d];
 }
 
-// A key or value as the cache's elements; int8: its scale too.
+// Converts a key or value to the type of the cache. int8 also gets its scale.
 static inline void narrow_head(const RotaryAttentionArgs& args, const float* x, bool is_key, char* row, char* scale) {
   if (!args.int8_cache) return store_floats(args.dtype, x, args.dim, row);
   quantize_head(x, args.dim, is_key && cache_has_units(args) ? kKeyBias & 0xFF : 0, row, scale);
 }
 
-// Head `head` of a token's keys or values, as floats.
+// Loads head `head` of a token's keys or values as floats.
 static inline void load_head(const RotaryAttentionArgs& args, int64_t token, int64_t head, bool is_key, float* out) {
   if (is_key) return load_rotated(args, token, args.heads + head, out);
   const int64_t width = args.heads + 2 * args.kv_heads;
   load_floats(args.dtype, args.qkv, (token * width + args.heads + args.kv_heads + head) * args.dim, args.dim, out);
 }
 
-// Memory for writing: a head as floats, and rows of the cache.
+// Memory for writing: one head as floats, and rows of the cache.
 struct WriteBuffer {
   float* head;  // [dim]
-  char* rows;   // [kGroupKeys][dim] of the cache's elements
+  char* rows;   // [kGroupKeys][dim] in the type of the cache
 };
 static inline int64_t write_buffer_floats(const RotaryAttentionArgs& args) {
   return args.dim + kLanes + kGroupKeys * args.dim;
@@ -164,7 +164,7 @@ static inline WriteBuffer write_buffer(const RotaryAttentionArgs& args, float* m
   return {memory, reinterpret_cast<char*>(memory + args.dim + kLanes)};
 }
 
-// The key or value of a token's head into row `index` of its chunk.
+// Writes the key or value of a token's head into row `index` of its chunk.
 static inline void write_head(const RotaryAttentionArgs& args, int64_t token, int64_t head, bool is_key, int64_t index,
                               const WriteBuffer& buffer, char* chunk) {
   const int64_t row_bytes = args.dim * cache_element_bytes(args);
@@ -178,7 +178,7 @@ static inline void write_head(const RotaryAttentionArgs& args, int64_t token, in
   scatter_value<uint16_t>(args, row, index, chunk);
 }
 
-// out[unit][kGroupKeys] = the keys of a group, row after row.
+// Packs the keys of a group: out[unit][kGroupKeys].
 static inline void place_key_group(const char* rows, int64_t row_bytes, Unit* out) {
   const int64_t units = row_bytes / 4;
   for (int64_t u = 0; u < units; u += kLanes) {
@@ -189,7 +189,7 @@ static inline void place_key_group(const char* rows, int64_t row_bytes, Unit* ou
   }
 }
 
-// out[unit of keys][dim] = the values of a group, row after row.
+// Packs the values of a group: out[unit of keys][dim].
 template <class C>
 static inline void place_value_group(const char* rows, int64_t dim, Unit* out) {
   constexpr int kPer = 4 / sizeof(C);
@@ -204,7 +204,7 @@ static inline void place_value_group(const char* rows, int64_t dim, Unit* out) {
   }
 }
 
-// Whether tokens from `token` on fill a group of units, whose rows are whole vectors of them.
+// Returns true if the tokens from `token` fill a group of units whose rows are whole vectors.
 static inline bool fills_group(const RotaryAttentionArgs& args, int64_t token, int64_t end) {
   const int64_t slot = args.slots[token];
   if (!cache_has_units(args) || args.dim * cache_element_bytes(args) % (kLanes * 4) != 0) return false;
@@ -215,12 +215,12 @@ static inline bool fills_group(const RotaryAttentionArgs& args, int64_t token, i
   return true;
 }
 
-// A group of tokens: its units are written whole.
+// Writes a group of tokens as whole units.
 static inline void write_group(const RotaryAttentionArgs& args, int64_t token, int64_t head, bool is_key, int64_t index,
                                const WriteBuffer& buffer, char* chunk) {
   const int64_t row_bytes = args.dim * cache_element_bytes(args);
   for (int64_t i = 0; i < kGroupKeys; ++i) {
-    // A row of qkv holds the keys of all heads, then the values.
+    // A row of qkv has the keys of all heads, then the values.
     if (head + 1 < args.kv_heads) prefetch_head(args, token + i, args.heads + (is_key ? 0 : args.kv_heads) + head + 1);
     load_head(args, token + i, head, is_key, buffer.head);
     narrow_head(args, buffer.head, is_key, buffer.rows + i * row_bytes,
@@ -232,7 +232,7 @@ static inline void write_group(const RotaryAttentionArgs& args, int64_t token, i
   place_value_group<uint16_t>(buffer.rows, args.dim, out);
 }
 
-// Brings the lines nearer that write_head() writes: they are in the second-level cache, and a key's are many.
+// Prefetches the lines that write_head() writes from the L2 cache. A key has many of them.
 LLMK_INLINE void fetch_written(const RotaryAttentionArgs& args, bool is_key, int64_t index, char* chunk) {
   const int64_t element = cache_element_bytes(args);
   char* first = chunk + (is_key ? key_element(args, index, 0) : value_element(args, index, 0)) * element;
@@ -241,7 +241,7 @@ LLMK_INLINE void fetch_written(const RotaryAttentionArgs& args, bool is_key, int
   for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + i, 1, 3);
 }
 
-// Keys and values of kv heads [head, head + heads) of tokens [token, end).
+// Writes the keys and values of kv heads [head, head + heads) of tokens [token, end).
 static inline void write_tokens(const RotaryAttentionArgs& args, int64_t token, int64_t end, int64_t head,
                                 int64_t heads, const WriteBuffer& buffer) {
   void* const caches[] = {args.key_cache, args.value_cache};

@@ -20,7 +20,7 @@ struct Kept {
 
 std::shared_mutex kept_mutex;
 std::unordered_map<const void*, Kept>& kept_weights() {
-  static auto* weights = new std::unordered_map<const void*, Kept>;  // lives as long as the threads of the library
+  static auto* weights = new std::unordered_map<const void*, Kept>;  // never freed: threads may use it
   return *weights;
 }
 
@@ -42,7 +42,7 @@ float float_at(const void* values, int32_t type, int64_t index) {
   return to_float(static_cast<const bfloat_t*>(values)[index]);
 }
 
-// [columns, groups] floats, whichever way they lie.
+// Returns [columns, groups] floats from either layout.
 std::vector<float> column_floats(const PrimitiveWeight& weight, const void* values) {
   const int64_t groups = groups_of(weight);
   std::vector<float> out(static_cast<size_t>(weight.columns * groups));
@@ -63,7 +63,7 @@ int stored_integer(const PrimitiveWeight& weight, int64_t index) {
 
 constexpr int64_t kTile = 64;
 
-// [depth, columns] elements the other way round, a tile at a time.
+// Transposes [depth, columns] elements, tile by tile.
 template <class T>
 void turn(const T* from, int64_t depth, int64_t columns, T* to) {
   parallel_for(ceil_div(columns, kTile), [&](int64_t tile) {
@@ -78,7 +78,7 @@ void turn(const T* from, int64_t depth, int64_t columns, T* to) {
   });
 }
 
-// [columns, depth] as pack_weight() takes them, of floats that lie the other way round.
+// Returns transposed floats [columns, depth] for pack_weight().
 std::vector<char> turned_floats(const PrimitiveWeight& weight) {
   const bool wide = weight.type == ValueType::kFloat32;
   std::vector<char> out(static_cast<size_t>(weight.columns * weight.depth * (wide ? 4 : 2)));
@@ -92,7 +92,7 @@ std::vector<char> turned_floats(const PrimitiveWeight& weight) {
   return out;
 }
 
-// [columns, depth] as pack_weight() takes them: int8, or int4 plus 8 in a byte each.
+// Returns integers [columns, depth] for pack_weight(): int8, or int4 plus 8 in one byte each.
 std::vector<int8_t> column_integers(const PrimitiveWeight& weight) {
   std::vector<int8_t> out(static_cast<size_t>(weight.columns * weight.depth));
   const int shift = weight.type == ValueType::kInt4 ? 8 : 0;
@@ -111,7 +111,7 @@ std::vector<int8_t> column_integers(const PrimitiveWeight& weight) {
   return out;
 }
 
-// What offsets may be: of an int4, what a zero point of 0 to 16 makes of them; an int8 has none.
+// Checks the offsets. With int4 they must correspond to zero points from 0 to 16. int8 has no offsets.
 int check_offsets(const char* op, const PrimitiveWeight& weight, const std::vector<float>& offsets) {
   for (const float offset : offsets) {
     const bool whole = offset == std::nearbyint(offset) && std::fabs(offset) <= 8;
@@ -123,7 +123,7 @@ int check_offsets(const char* op, const PrimitiveWeight& weight, const std::vect
   return 0;
 }
 
-// value + offset = value + 8 - zero; none where all are the usual 8.
+// Returns the zero points (value + offset = value + 8 - zero), or none if all are 8.
 std::vector<uint8_t> zero_points(const std::vector<float>& offsets) {
   std::vector<uint8_t> out;
   if (std::all_of(offsets.begin(), offsets.end(), [](float offset) { return offset == 0; })) return out;
@@ -186,7 +186,7 @@ int keep_primitive(const PrimitiveWeight& weight, void* blob, int64_t blob_bytes
   }
   {
     const std::shared_lock<std::shared_mutex> lock(kept_mutex);
-    if (kept_weights().count(weight.values) != 0) {  // its values may not be there any more
+    if (kept_weights().count(weight.values) != 0) {  // its memory may be invalid
       return refuse_text("keep_primitive", "the weight at %p is kept already", weight.values);
     }
   }

@@ -1,5 +1,4 @@
-// Weights as the primitives of matrix products take them, and their packed form (linear.h), which is what the products
-// of a CPU read.
+// Weights in the layouts of MindSpore's matrix products, and their packed form (linear.h), which the CPU kernels read.
 //
 //   MatMul                  values of the activations' type            [columns, depth]
 //   QuantBatchMatmul        int8, scales [columns]                     [columns, depth] or, not transposed,
@@ -9,9 +8,9 @@
 //                                                                      [groups, columns], transposed [columns, groups]
 //   GroupedMatmulV4         any of the three, for each of its weights  [depth, columns], not transposed
 //
-// A weight that never changes is packed once: `keep` says so. It is then known by the address of its values, and a
-// primitive that is called with this address must come with the very weight that was kept, or refuses. Other weights
-// are packed at each call. Whoever keeps a weight lets it go (`forget`) before its memory ends.
+// A weight that never changes is packed once, with `keep`. The address of its values then identifies it. A primitive
+// with this address must have the same weight, otherwise it fails. Other weights are packed in each call. The caller of
+// `keep` must call `forget` before it frees the weight.
 #pragma once
 #include <cstdint>
 
@@ -24,25 +23,25 @@ enum class ValueType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt
 
 struct PrimitiveWeight {
   const void* values;
-  const void* scales;   // null for floats
-  const void* offsets;  // null: 0; whole numbers, with int4 -8 to 8, of the scales' type and shape
+  const void* scales;   // null for float weights
+  const void* offsets;  // null: 0; integers, -8 to 8 with int4, in the type and shape of the scales
   ValueType type;
   int32_t scale_type;      // a DType
   int32_t transposed;      // 1: [columns, depth], scales [columns, groups]; 0: [depth, columns], [groups, columns]
-  int32_t float_products;  // integers: 1 where the activations stay floats (WeightQuantBatchMatmul)
-  int64_t columns, depth, group;  // group 0: one scale a column
+  int32_t float_products;  // integers: 1 if the activations stay floats (WeightQuantBatchMatmul)
+  int64_t columns, depth, group;  // group 0: one scale per column
 };
 
-// 0 for a weight that cannot be.
+// Returns the size of the packed weight, or 0 if the weight is invalid.
 int64_t primitive_blob_bytes(const PrimitiveWeight& weight);
 
-// Writes the blob (64-byte aligned). 0, or an error code after one line on standard error.
+// Writes the blob (64-byte aligned). Returns 0, or an error code after one line on standard error.
 int pack_primitive(const char* op, const PrimitiveWeight& weight, void* blob);
 
 int keep_primitive(const PrimitiveWeight& weight, void* blob, int64_t blob_bytes);
 void forget_primitive(const void* values);
 
-// The blob of a kept weight; null where the address is not known. Sets `error` when it is, but the weight another.
+// Returns the blob of a kept weight, or null for an unknown address. Sets `error` if the kept weight differs.
 const void* kept_blob(const char* op, const PrimitiveWeight& weight, int* error);
 
 }  // namespace llmk

@@ -1,7 +1,7 @@
-// Activations to int8, a row at a time: scale = max|x| / 127, q = round(x * (127 / max|x|)).
+// Quantises activations to int8, row by row: scale = max|x| / 127, q = round(x * (127 / max|x|)).
 //
-// Sums of q are below 2^24 in magnitude, so float additions of them are exact in any order. A row with a NaN or an
-// infinity gets zeros and the scale NaN: all its results are NaN, and no other row's.
+// Sums of q are below 2^24 in magnitude, so adding them as floats is exact in any order. A row with a NaN or an
+// infinity gets zeros and the scale NaN. All its results are NaN, and other rows are not affected.
 #pragma once
 #include <cmath>
 
@@ -40,7 +40,7 @@ static inline void quantize_row(const T* x, const QuantizedRows& rows, int64_t r
 #ifdef LLMK_ARCH
 namespace LLMK_ARCH {
 
-// Sums of groups whose length is no multiple of the vector.
+// Sums groups whose length is not a multiple of the vector.
 static void sum_groups(const int8_t* values, int64_t depth, int64_t group, int32_t* sums) {
   for (int64_t begin = 0; begin < depth; begin += group) {
     int32_t total = 0;
@@ -88,8 +88,8 @@ static void quantize_row_typed(const T* x, const QuantizedRows& rows, int64_t ro
 }
 
 #ifdef LLMK_VEC_AVX512
-// 32 numbers a vector: their magnitudes are compared as the integers their bits are, and what quantises them takes the
-// even and the odd ones apart, which are floats as they lie.
+// Quantises bfloat16, 32 numbers per vector. The maximum compares the magnitudes as integers. The quantisation handles
+// even and odd numbers separately, because each half of a pair is a float without conversion.
 static void quantize_bfloats(const bfloat_t* x, const QuantizedRows& rows, int64_t row,
                              const PackedWeightHeader& header) {
   constexpr int64_t kStep = 2 * kLanes;
@@ -119,7 +119,7 @@ static void quantize_bfloats(const bfloat_t* x, const QuantizedRows& rows, int64
   for (int64_t g = 0; k < depth; ++g) {
     __m512i total = _mm512_setzero_si512();
     for (const int64_t end = smaller(k + group, depth); k < end; k += kStep) {
-      __builtin_prefetch(x + depth + k);  // what likely comes next: the row behind this one
+      __builtin_prefetch(x + depth + k);  // the next row is likely to be next
       const Ints pairs{numbers(k)};
       const __m512i even = _mm512_cvtps_epi32(_mm512_mul_ps(low_bfloats(pairs).v, factor));
       const __m512i odd = _mm512_cvtps_epi32(_mm512_mul_ps(high_bfloats(pairs).v, factor));

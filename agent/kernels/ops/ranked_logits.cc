@@ -12,7 +12,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kBinsPerUnit = 8.0f;
 
-// Buffers of a thread, kept from row to row.
+// Buffers of a thread, reused for each row.
 struct Buffers {
   ScratchVector<float> weights;
   ScratchVector<uint16_t> bins;
@@ -58,12 +58,12 @@ RankedRow::RankedRow(const float* row, int64_t size, float top) : row_(row), siz
   kernels().logits.weights(row, size, top, work.weights.data());
   const float* weights = work.weights.data();
   uint16_t* bins = work.bins.data();
-  for (int64_t i = 0; i < size; ++i) {  // no branches: the compiler makes vectors of it
+  for (int64_t i = 0; i < size; ++i) {  // without branches, so that the compiler vectorises it
     const float below = (top - row[i]) * kBinsPerUnit;
     const int32_t bin = static_cast<int32_t>(below < kBins - 1 ? below : kBins - 1);
     bins[i] = static_cast<uint16_t>(weights[i] > 0 ? bin : kBins);
   }
-  // Token i goes to histogram i % kWays, so that neighbours in one bin do not wait for each other.
+  // Token i is counted in histogram i % kWays, so that neighbours in the same bin do not wait for each other.
   constexpr int kWays = 4;
   int32_t counts[kBins + 1][kWays] = {};
   double masses[kBins + 1][kWays] = {};
@@ -86,7 +86,7 @@ const ScratchVector<RankedRow::Ranked>& RankedRow::sorted(int bin) {
   tokens.clear();
   Buffers& work = buffers();
   work.ids.resize(static_cast<size_t>(size_) + 16);
-  const float margin = 1e-5f * std::max(1.0f, std::fabs(top_));  // more than top - logit may have been rounded by
+  const float margin = 1e-5f * std::max(1.0f, std::fabs(top_));  // more than the rounding error of top - logit
   const float low = bin == kBins - 1 ? -kInfinity : top_ - static_cast<float>(bin + 1) / kBinsPerUnit - margin;
   const float high = top_ - static_cast<float>(bin) / kBinsPerUnit + margin;
   const int64_t found = kernels().logits.collect(row_, size_, low, high, work.ids.data());

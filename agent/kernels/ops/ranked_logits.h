@@ -1,7 +1,7 @@
-// A row of logits from the most probable token down, sorted only where somebody looks.
+// Ranks a row of logits by probability, and sorts only the parts that are used.
 //
-// Rank: the larger logit first, the smaller id on a tie. A token's weight is e^(logit - largest); tokens of weight 0
-// (and NaN) have no rank.
+// The larger logit ranks first, the smaller id on a tie. A token's weight is e^(logit - largest). Tokens with weight 0
+// or NaN have no rank.
 #pragma once
 #include <cstdint>
 
@@ -14,26 +14,27 @@ struct Candidate {
   int32_t id;
 };
 
-// The best `count` tokens in order; fewer when fewer have a finite logit. One pass over the row per doubling of the
-// band below the largest logit that has to be searched, usually one or two, then a partial sort of what was found.
+// Returns the best `count` tokens in order, or fewer if fewer have a finite logit. Searches a band of logits below the
+// largest, and doubles the band until it holds enough tokens, which usually takes one or two passes. Then sorts them.
 void best_tokens(const float* row, int64_t size, float top, int64_t count, ScratchVector<Candidate>* best);
 
-// A prefix of the ranking by its number of tokens and their mass.
+// A prefix of the ranking: its number of tokens and their mass.
 struct Prefix {
   int64_t count;
   double mass;
 };
 
-// The whole row in bins of logits, each with its mass. Finding where a running mass or count crosses a limit sorts one
-// bin. Mass runs over bins (each added up in an order of its ids), then along the sorted bin, all in double.
+// Divides a whole row into bins of logits with their masses. To find the place where a running mass or count crosses a
+// limit, it sorts a single bin. The mass runs over the bins (each added up in the order of its ids), then along the
+// sorted bin, in double.
 class RankedRow {
  public:
   RankedRow(const float* row, int64_t size, float top);
 
   Prefix all() const { return {count_, mass_}; }
-  Prefix best(int64_t count);                    // the first `count`
-  Prefix reaching(double mass);                  // the fewest whose mass is at least that; at least one
-  Prefix at_least(float weight);                 // those of at least that weight; at least one
+  Prefix best(int64_t count);                    // the first `count` tokens
+  Prefix reaching(double mass);                  // the fewest tokens with at least this mass; at least one
+  Prefix at_least(float weight);                 // the tokens with at least this weight; at least one
   int32_t token_at(double mass, Prefix within);  // the first token at which the running mass exceeds `mass`
 
  private:
@@ -46,8 +47,8 @@ class RankedRow {
 
   const ScratchVector<Ranked>& sorted(int bin);
 
-  // Walks the ranking while `keep(prefix before the bin, bin)` takes whole bins, then token by token in the next bin
-  // while `keep_token(prefix, weight)` does.
+  // Walks the ranking. Takes whole bins while keep(prefix before the bin, bin) is true, then single tokens of the next
+  // bin while keep_token(prefix, weight) is true.
   template <class KeepBin, class KeepToken>
   Prefix walk(const KeepBin& keep_bin, const KeepToken& keep_token);
 

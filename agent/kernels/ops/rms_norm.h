@@ -3,7 +3,7 @@
 //   x, residual [rows, width]   gamma [width]   ->   y [rows, width], rstd [rows] float, and for AddRmsNorm the sum
 //   s = round(x + residual);  rstd = 1 / sqrt(mean(s^2) + epsilon);  y = round(s * rstd * gamma)
 //
-// The sum of squares runs in 16 lanes over the width, reduced by the tree of arch/vec.h.
+// The sum of squares has 16 lanes over the width, which the tree of arch/vec.h reduces.
 #pragma once
 #include <cmath>
 
@@ -74,7 +74,7 @@ static inline void rms_norm_row(const RmsNormArgs& args, int64_t row) {
   T* y = static_cast<T*>(args.y) + row * width;
   const Vec scale = broadcast(rstd);
   for (int64_t i = 0; i < full; i += kLanes) {
-    // What likely comes next: the row behind, which comes from further away than anything else here.
+    // Prefetches the next row, which is likely to be next and comes from the most distant memory.
     __builtin_prefetch(x + width + i);
     if (args.residual != nullptr) __builtin_prefetch(static_cast<const T*>(args.residual) + (row + 1) * width + i);
     store(y + i, mul(mul(load(source + i), scale), load(gamma + i)));

@@ -23,7 +23,7 @@ void store_element(DType dtype, double value, void* data, int64_t i) {
 
 using Head = std::vector<double>;
 
-// Normed where it is a query or key that is to be.
+// Returns a head of qkv as floats, with RMSNorm if the model normalises queries and keys.
 Head load_head(const RotaryAttentionArgs& args, int64_t token, int64_t head) {
   Head x(static_cast<size_t>(args.dim));
   const int64_t first = (token * (args.heads + 2 * args.kv_heads) + head) * args.dim;
@@ -49,7 +49,7 @@ Head rotate(const RotaryAttentionArgs& args, int64_t token, const Head& x) {
   return out;
 }
 
-// Where the elements of a token's key, or value, of a head lie.
+// The places of the elements of a head's key or value in the cache.
 struct Held {
   int64_t chunk, row, head;
   bool is_key;
@@ -57,7 +57,7 @@ struct Held {
   int64_t element(const RotaryAttentionArgs& args, int64_t d) const {
     return is_key ? key_element(args, row, d) : value_element(args, row, d);
   }
-  // What the bits of an int8 are flipped by.
+  // Returns the bits that are flipped in a stored int8.
   char bias(const RotaryAttentionArgs& args) const {
     return static_cast<char>(is_key && cache_has_units(args) ? kKeyBias & 0xFF : 0);
   }
@@ -102,7 +102,7 @@ Head read_cache(const RotaryAttentionArgs& args, const Held& at) {
   return x;
 }
 
-// The key, or the value, at a position of a sequence.
+// Returns the key or value at a position of a sequence.
 Head held_at(const RotaryAttentionArgs& args, int64_t seq, int64_t position, int64_t kv_head, bool is_key) {
   if (lies_in_rows(args)) {
     const int64_t first = ready_place(args, seq, position) / size_of(args.dtype) + kv_head * args.dim;

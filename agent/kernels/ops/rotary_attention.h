@@ -1,24 +1,26 @@
-// RotaryAttention: rotary embedding, the write into the paged cache and causal attention over it, one call for all
-// layers' needs of a step: prefill, chunk, decode and verify rows together.
+// RotaryAttention: rotary embedding, the write into the paged cache, and causal attention over the cache. One call
+// handles all sequences of a step: prefill, chunks and decode.
 //
-//   qkv [tokens, (heads + 2 * kv_heads) * dim], out [tokens, heads * dim]; sequence s owns query_lens[s] rows from
-//   query_starts[s], the last ones of its context_lens[s] positions, and sees the keys of positions 0 .. its own
-//   cache  [num_blocks][kv_heads] chunks; float: block_size * dim of the type of qkv; int8: block_size * dim int8,
-//          then [block_size] float32 scales, value = scale * int8, scale = max|x| / 127 of that token and head;
-//          bfloat16 and int8 lie as the products take them, 4 bytes (a unit) at a time, in groups of 16 tokens:
-//            keys    [block_size / 16][dim / per][16 tokens][per dims]        per = 2 bfloat16, 4 int8
-//            values  [block_size / 16][16 / per][dim][per tokens]
-//          (keys of int8 as unsigned bytes, 128 added)
-//          where block_size and dim are multiples of 16; other shapes, float32 and float16: [block_size][dim]
-//   position j of sequence s lies in block block_tables[s * table_width + j / block_size], row j % block_size; the
-//   step's own keys and values are written to `slots` first and then read as the cache holds them
-//   query head h uses kv head h / (heads / kv_heads)
-//   with gammas, every query and key head goes through RMSNorm before it is rotated (Qwen3), in float32 throughout;
-//   ready: the attention alone, for the native primitives. `qkv` is the rotated query [tokens, heads * dim]; keys and
-//   values are there already, a token's heads side by side: cache [num_blocks][block_size][kv_heads][dim], or without
-//   block_tables rows [kv_heads][dim], those of sequence s from key_starts[s] on. Nothing is written.
-//   with first_keys, a token sees no key before position first_keys[token]
-//   with a window, a row sees the last `window` of those keys only, its own included (Mistral)
+// Inputs. qkv is [tokens, (heads + 2 * kv_heads) * dim], out is [tokens, heads * dim]. Sequence s owns query_lens[s]
+// rows from query_starts[s]. They are the last of its context_lens[s] positions. A row sees the keys of positions 0 to
+// its own. Query head h uses kv head h / (heads / kv_heads).
+//
+// Cache. It is [num_blocks][kv_heads] chunks. Position j of sequence s is row j % block_size of block
+// block_tables[s * table_width + j / block_size]. The keys and values of the step are first written to `slots` and then
+// read from the cache. A float chunk has block_size * dim values of the type of qkv. An int8 chunk has block_size * dim
+// int8, then [block_size] float32 scales: value = scale * int8, with scale = max|x| / 127 of the token and head.
+// If block_size and dim are multiples of 16, bfloat16 and int8 have the layout of the products. It has units of 4 bytes
+// in groups of 16 tokens. Keys of int8 are unsigned bytes with 128 added.
+//     keys    [block_size / 16][dim / per][16 tokens][per dims]        per = 2 bfloat16 or 4 int8
+//     values  [block_size / 16][16 / per][dim][per tokens]
+// Other shapes, float32 and float16 are [block_size][dim].
+//
+// Options. With gammas, every query and key head passes RMSNorm before the rotation, in float32 (Qwen3). With a window,
+// a row sees only the last `window` keys, including its own (Mistral). With first_keys, a token sees no key before
+// position first_keys[token]. With `ready`, only the attention runs, for the native primitives: qkv is the rotated
+// query [tokens, heads * dim], and the keys and values exist. The heads of a token are then adjacent: the cache is
+// [num_blocks][block_size][kv_heads][dim]. Without block_tables it is rows [kv_heads][dim], and those of sequence s
+// begin at key_starts[s].
 //
 // Checks are in rotary_attention_checks.cc, the split into tasks in paged_attention.h, the arithmetic and its order
 // in paged_rows.h.
@@ -36,25 +38,25 @@ struct RotaryAttentionArgs {
   const float* cos;  // [table_rows, dim]
   const float* sin;
   const int32_t* positions;     // [tokens], rows of cos and sin
-  const int32_t* slots;         // [tokens]; negative: the token's key and value are not written
-  const int32_t* block_tables;  // rows `table_width` apart
+  const int32_t* slots;         // [tokens]; a negative slot: do not write the token's key and value
+  const int32_t* block_tables;  // [num_seqs, table_width]
   const int32_t* context_lens;  // [num_seqs]
   const int32_t* query_lens;    // [num_seqs]
-  const int64_t* query_starts;  // [num_seqs], from the checks
-  const void* query_gamma;      // [dim] of dtype; null: no norm
+  const int64_t* query_starts;  // [num_seqs], filled by the checks
+  const void* query_gamma;      // [dim] of dtype, or null: no norm
   const void* key_gamma;
   int64_t tokens, num_seqs, table_width, table_rows;
   int64_t num_blocks, block_size, heads, kv_heads, dim;
-  int64_t window;     // most keys a row sees; 0: all
-  float epsilon;      // of the norm
-  float scale;        // of the scores
-  DType dtype;        // of qkv and out
-  bool int8_cache;    // else the cache holds dtype
-  bool write_first;   // from the checks: some sequence may read what another one writes in this step
+  int64_t window;     // maximum number of keys that a row sees; 0: all
+  float epsilon;      // epsilon of the norm
+  float scale;        // factor of the scores
+  DType dtype;        // type of qkv and out
+  bool int8_cache;    // otherwise the cache holds dtype
+  bool write_first;   // filled by the checks: a sequence may read what another one writes in this step
   bool ready;
-  bool laid_out;  // ready only: the cache lies as this operator's own does, in blocks of block_tables
+  bool laid_out;  // ready only: the cache has this operator's own layout, in blocks of block_tables
   const int64_t* key_starts;  // ready only, [num_seqs]
-  const int64_t* first_keys;  // ready only, [tokens]; null: 0
+  const int64_t* first_keys;  // ready only, [tokens], or null: 0
 };
 
 // Keys seen by row `row` (token * group + head) of a sequence are those of positions [first_key, visible_keys).
@@ -105,7 +107,7 @@ static inline bool cache_has_units(const RotaryAttentionArgs& args) {
 // Flips the sign bit of bytes: adds 128 to int8, as unsigned.
 constexpr uint32_t kKeyBias = 0x80808080u;
 
-// Elements from the start of a chunk to dim `d` of the key, or the value, in row `row` of the block.
+// Returns the offset, in elements, of dim `d` of the key or value in row `row` of a chunk.
 static inline int64_t key_element(const RotaryAttentionArgs& args, int64_t row, int64_t d) {
   if (!cache_has_units(args)) return row * args.dim + d;
   const int64_t per = 4 / cache_element_bytes(args);
@@ -117,9 +119,9 @@ static inline int64_t value_element(const RotaryAttentionArgs& args, int64_t row
   return (row / per * args.dim + d) * per + row % per;
 }
 
-// Where a token (or a key) lies from the start of the cache, for kv head 0; head h is h * chunk_bytes further.
+// Offset of a token (or a key) in the cache, for kv head 0. Head h follows at h * chunk_bytes.
 struct CachePlace {
-  int64_t values, scale;  // its row, or the group of a first row of one; scale: int8 caches only
+  int64_t values, scale;  // values: the row, or the group that begins with this row; scale: int8 caches only
 };
 static inline CachePlace cache_place(const RotaryAttentionArgs& args, int64_t block, int64_t row) {
   const int64_t chunk = block * args.kv_heads * chunk_bytes(args);

@@ -1,16 +1,17 @@
-// The sampler. Per row, in this order:
+// The sampler. The steps for each row, in this order:
 //
-//   1. from the raw logits: logsumexp (if wanted), the best `num_top_logits` pairs, later the sampled token's logit
-//   2. repetition penalty (Keskar et al. 2019) on the distinct tokens of prompt and output: a positive logit is
-//      divided, another multiplied; then frequency * count and presence are taken off the tokens of the output
-//   3. temperature 0: the largest logit, the smaller id on a tie. Otherwise divide by the temperature
-//   4. walk the tokens from the most probable down, the smaller id first on a tie: keep top_k of them; of those the
-//      fewest whose mass reaches top_p; of those the ones with at least min_p of the largest probability
-//   5. draw: the first token at which the running mass exceeds u * mass kept, u from Philox keyed by the seed with
-//      sample_position as counter
+//   1. Read from the raw logits: the logsumexp (if wanted), the best `num_top_logits` pairs, and later the sampled
+//      token's logit.
+//   2. Apply the repetition penalty (Keskar et al. 2019) to the distinct tokens of prompt and output: divide a positive
+//      logit, multiply any other. Then subtract frequency * count and presence from the tokens of the output.
+//   3. With temperature 0, choose the largest logit, the smaller id on a tie. Otherwise divide by the temperature.
+//   4. Rank the tokens by probability, the smaller id first on a tie. Keep top_k tokens. Of those keep the fewest whose
+//      mass reaches top_p. Of those keep the tokens with at least min_p of the largest probability.
+//   5. Draw the first token at which the running mass exceeds u * kept mass. u comes from Philox with the seed as key
+//      and sample_position as counter.
 //
-// Masses are e^(x - max) in float, added up in double. Only what a filter or the draw looks at is sorted
-// (ranked_logits.h), so that a row costs a few passes over the vocabulary. It depends on nothing but the row.
+// Masses are e^(x - max) in float, added up in double. Only the tokens that a filter or the draw needs are sorted
+// (ranked_logits.h), so a row costs a few passes over the vocabulary. The result depends only on the row.
 #include "sampler.h"
 
 #include <algorithm>
@@ -27,9 +28,9 @@ namespace llmk {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLowest = std::numeric_limits<float>::lowest();
-constexpr int64_t kFewTokens = 4096;  // up to here top-k sorts its tokens at once
+constexpr int64_t kFewTokens = 4096;  // up to this number, top-k sorts its tokens directly
 
-// Buffers of a thread, kept from row to row.
+// Buffers of a thread, reused for each row.
 struct Workspace {
   ScratchVector<float> penalized, scaled, weights;
   ScratchVector<int32_t> counts;
@@ -44,7 +45,7 @@ double uniform(uint64_t seed, int32_t position) {
   return (static_cast<double>(bits[0] >> 5) * 67108864.0 + static_cast<double>(bits[1] >> 6)) / 9007199254740992.0;
 }
 
-// The first id of that logit; 0 when every logit is NaN or -infinity.
+// Returns the first id with this logit, or 0 if every logit is NaN or -infinity.
 int32_t first_equal(const float* row, int64_t size, float value) {
   return static_cast<int32_t>(std::max<int64_t>(kernels().logits.first_equal(row, size, value), 0));
 }
@@ -60,7 +61,7 @@ const float* apply_penalties(const SampleArgs& args, int64_t row, const float* l
   const int32_t total = args.history_lens[row], prompt = args.history_prompt_lens[row];
   const float repetition = args.repetition_penalty[row];
   work->penalized.assign(logits, logits + args.vocab_size);
-  work->counts.resize(static_cast<size_t>(args.vocab_size), -1);  // -1: not seen; else the count in the output
+  work->counts.resize(static_cast<size_t>(args.vocab_size), -1);  // -1: not seen; otherwise the count in the output
   for (int32_t i = 0; i < total; ++i) {
     int32_t& count = work->counts[static_cast<size_t>(history[i])];
     if (count < 0) count = 0;
@@ -68,7 +69,7 @@ const float* apply_penalties(const SampleArgs& args, int64_t row, const float* l
   }
   for (int32_t i = 0; i < total; ++i) {
     int32_t& count = work->counts[static_cast<size_t>(history[i])];
-    if (count < 0) continue;  // done at an earlier occurrence
+    if (count < 0) continue;  // handled at an earlier occurrence
     float& logit = work->penalized[static_cast<size_t>(history[i])];
     logit = logit > 0 ? logit / repetition : logit * repetition;
     if (count > 0) {
@@ -80,7 +81,7 @@ const float* apply_penalties(const SampleArgs& args, int64_t row, const float* l
   return work->penalized.data();
 }
 
-// The draw among few tokens: they are sorted, so each filter keeps a prefix.
+// Draws among few tokens. They are sorted, so each filter keeps a prefix.
 int32_t draw_of_few(const SampleArgs& args, int64_t row, const float* scaled, float top, double u, Workspace* work) {
   best_tokens(scaled, args.vocab_size, top, args.top_k[row], &work->best);
   const size_t count = work->best.size();
@@ -178,7 +179,7 @@ void sample_row(const SampleArgs& args, int64_t row) {
   if (args.last_tokens != nullptr) args.last_tokens[args.table_rows[row]] = id;
 }
 
-// Nothing is computed for the row: its token is known, and so it is quicker than waking a thread.
+// Returns true if the token of the row is already known. Computing it is cheaper than waking a thread.
 bool is_known(const SampleArgs& args, int64_t row) {
   if (is_skipped(args, row)) return true;
   return args.best_ids != nullptr && args.best_ids[row] >= 0 && args.temperature[row] == 0.0f &&

@@ -1,4 +1,4 @@
-// Choosing one token from each row of logits.
+// Chooses one token from each row of logits.
 #pragma once
 #include <cstdint>
 
@@ -6,7 +6,7 @@ namespace llmk {
 
 constexpr int kMaxTopLogits = 32;
 
-// One entry per row unless said otherwise. The order of work and its meaning are in sampler.cc.
+// The arguments have one entry per row unless stated. sampler.cc defines the order of the steps and their meaning.
 struct SampleArgs {
   const float* logits;  // [rows, vocab_size]
   int64_t rows, vocab_size;
@@ -19,26 +19,26 @@ struct SampleArgs {
   const float* frequency_penalty;
   const uint64_t* seed;
   const int32_t* sample_position;
-  const int32_t* num_top_logits;        // -1: not even the logsumexp, which becomes 0
-  const int32_t* do_sample;             // 0: the row is skipped, its token is -1; null: no row is
-  const int32_t* best_ids;              // the largest logit, the smaller id on a tie; null: to be looked for
-  const int32_t* const* history;        // [rows] -> token ids, prompt first; null where no row has penalties
+  const int32_t* num_top_logits;        // -1: the logsumexp is not computed either and becomes 0
+  const int32_t* do_sample;             // 0: the row is skipped and its token is -1; null: no row is skipped
+  const int32_t* best_ids;              // index of the largest logit, the smaller id on a tie; null: not known
+  const int32_t* const* history;        // [rows] -> token ids, prompt first; null if no row has penalties
   const int32_t* history_lens;          // prompt + output
-  const int32_t* history_prompt_lens;   // how many of them are the prompt
+  const int32_t* history_prompt_lens;   // number of prompt tokens among them
   int32_t* sampled_ids;
   float* sampled_logit;
   float* logsumexp;
   int32_t* top_ids;   // [rows, kMaxTopLogits]
   float* top_logits;  // [rows, kMaxTopLogits]
   const int32_t* table_rows;  // [rows], below last_tokens_size; read only with last_tokens
-  int32_t* last_tokens;       // entry table_rows[i] becomes what row i sampled; null: not wanted
+  int32_t* last_tokens;       // entry table_rows[i] receives the token of row i; or null
   int64_t last_tokens_size;
 };
 
-// Whether any row that samples has penalties, and so needs its history.
+// Returns true if a row that samples has penalties and therefore needs its history.
 bool has_penalties(const SampleArgs& args);
 
-// 0, or the number of the error in common/check.h after one line on standard error. Nothing is written on error.
+// Returns 0, or an error code of common/check.h after one line on standard error. Nothing is written on error.
 int sample(const SampleArgs& args);
 
 // Philox4x32-10 (Salmon et al., SC 2011).

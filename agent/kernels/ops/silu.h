@@ -1,5 +1,5 @@
-// SiLU (Elfwing et al. 2018): out = x / (1 + exp(-x)), worked out in float32 and rounded once. An element's result
-// depends on nothing but the element: not on its place, nor on how many there are.
+// SiLU (Elfwing et al. 2018): out = x / (1 + exp(-x)), computed in float32 and rounded once. A result depends only on
+// its element, not on the element's place or on the number of elements.
 #pragma once
 #include <cmath>
 
@@ -34,7 +34,7 @@ static inline Vec silu_lanes(Vec x) { return mul(x, sigmoid(x)); }
 
 template <class T>
 static inline void silu_span(const SiluArgs& args) {
-  constexpr int64_t kSpan = 16384;  // elements of a task
+  constexpr int64_t kSpan = 16384;  // elements per task
   const T* input = static_cast<const T*>(args.input);
   T* out = static_cast<T*>(args.out);
   parallel_for(ceil_div(args.count, kSpan), [&](int64_t task) {

@@ -6,7 +6,7 @@
 namespace llmk {
 namespace {
 
-// low <= values < high; true of none.
+// Returns true if low <= value < high for all values.
 bool in_range(const int32_t* values, int64_t count, int64_t low, int64_t high) {
   if (count == 0) return true;
   int32_t least = values[0], most = values[0];
@@ -45,7 +45,7 @@ bool in_bounds(const StepCopyArgs& a) {
          in_range(a.num_top_logits, a.seqs, a.lowest_top_logits, a.most_top_logits + 1);
 }
 
-// The tokens from `begin` to `end`, all of `row`, known; false where the row has no last token.
+// Replaces the placeholders of tokens [begin, end) by the last token of `row`. Returns false if the row has none.
 bool resolve(const StepCopyArgs& a, int64_t begin, int64_t end, int32_t row) {
   if (a.row_last_tokens == nullptr) return true;
   for (int64_t t = begin; t < end; ++t) {

@@ -1,8 +1,8 @@
-// Swiglu (Shazeer 2020): the input halves along one axis into a gate and a value.
+// Swiglu (Shazeer 2020): splits the input along one axis into a gate and a value.
 //
 //   input [outer, 2 * inner]  ->  out [outer, inner],  out = gate / (1 + exp(-gate)) * value, rounded once
 //
-// For an axis other than the last, `inner` is half the axis times all that follows it.
+// `inner` is half the size of the axis times the sizes of all later axes.
 #pragma once
 #include <cmath>
 
@@ -40,7 +40,7 @@ static inline Vec swiglu_lanes(Vec gate, Vec value) { return mul(mul(gate, sigmo
 
 template <class T>
 static inline void swiglu_rows(const SwigluArgs& args) {
-  constexpr int64_t kSpan = 8192;  // elements of a task
+  constexpr int64_t kSpan = 8192;  // elements per task
   const int64_t spans = ceil_div(args.inner, kSpan), rows_per_task = larger(1, kSpan / args.inner);
   parallel_for(ceil_div(args.outer, rows_per_task) * spans, [&](int64_t task) {
     const int64_t begin = task % spans * kSpan, end = smaller(begin + kSpan, args.inner);
