@@ -124,9 +124,7 @@ def check_ports(config: Config) -> Iterator[Finding]:
     wanted += [("agent_ports", settings.agent_ip, port) for port in settings.agent_ports]
     taken = [(key, ip, port, reason) for key, ip, port in wanted if port and (reason := _cannot_bind(ip, port))]
     for key, ip, port, reason in taken:
-        advice = (
-            f"ss -ltnp 'sport = :{port}' shows the process; or --set serving_config.{key}=... (0: any free port)"
-        )
+        advice = f"ss -ltnp 'sport = :{port}' shows the process; or --set serving_config.{key}=... (0: any free port)"
         yield problem("ports", f"serving_config.{key}: {ip}:{port}: {reason}", advice)
     if not taken:
         named = ", ".join(str(port) for _, _, port in wanted if port)
