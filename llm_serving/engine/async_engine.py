@@ -23,8 +23,8 @@ from llm_serving.flight.recorder import FlightRecorder, as_scheduler
 from llm_serving.request import DEFAULT_SCHEDULING, Request, RequestOutput, SamplingParams, SchedulingParams
 from llm_serving.routing.placement import Routing
 from llm_serving.routing.router import Router
+from llm_serving.routing.sources import StepSource, replica_sources
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.protocols import StepSource
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
@@ -72,7 +72,7 @@ class AsyncEngine:
         schedulers = [self._recorded(Scheduler(limits), index, record) for index in range(len(executors))]
         routing = Routing(config.parallel_config.routing)
         router = Router(schedulers, routing) if len(schedulers) > 1 else None
-        sources: list[StepSource] = [*(schedulers if router is None else router.replicas)]
+        sources: list[StepSource] = [*(schedulers if router is None else replica_sources(router))]
         self._core = EngineCore(
             schedulers[0] if router is None else router,
             list(zip(sources, executors, strict=True)),

@@ -20,8 +20,8 @@ from llm_serving.errors import AgentLostError, LLMServingError, QueueFullError, 
 from llm_serving.executor.base import AgentLost, AgentReady, Executor, ExecutorEvent, Poll, poll_all
 from llm_serving.request import Request
 from llm_serving.routing.router import Router
+from llm_serving.routing.sources import RequestFront, StepSource
 from llm_serving.scheduler.output import StepResult
-from llm_serving.scheduler.protocols import RequestFront, StepSource
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.status import EngineState, EngineStatus
@@ -113,24 +113,14 @@ class EngineCore:
 
     def status(self) -> EngineStatus:
         """Return the engine's present state and figures. The figures may be one step apart from each other."""
-        figures, replicas = self._front.figures, [replica.status() for replica in self._replicas]
         times = [replica.last_result for replica in self._replicas if replica.last_result is not None]
         return EngineStatus(
             state=self.state.value,
-            running=figures.num_running,
-            waiting=max(0, figures.num_waiting),
-            free_blocks=figures.num_free_blocks,
-            total_blocks=figures.num_blocks,
+            figures=self._front.figures,
             steps=sum(replica.num_steps for replica in self._replicas),
             last_step_age_s=max(0.0, self._clock() - max(times)) if times else None,
             agents=[agent for replica in self._replicas for agent in replica.executor.agents()],
-            preemptions=figures.num_preemptions,
-            swapped=figures.num_swapped,
-            swaps=figures.num_swaps,
-            kv_waste=figures.kv_waste,
-            prefix_hit_tokens=figures.prefix_hit_tokens,
-            prefix_query_tokens=figures.prefix_query_tokens,
-            replicas=replicas,
+            replicas=[replica.status(self._router) for replica in self._replicas],
         )
 
     def queue_full(self) -> QueueFullError | None:
@@ -301,7 +291,7 @@ class EngineCore:
         If the last replica is given up, or one that was never ready, the engine stops.
         """
         replica.lose(now, final=event.final)
-        waiting = self._front.figures.num_waiting
+        waiting = self._front.figures.waiting
         self._log.error(event.error, event="agent_lost", final=event.final, requests=waiting, **replica.log_fields)
         if event.final and (not replica.was_ready or all(other.is_given_up for other in self._replicas)):
             self._give_up(f"the agent was lost and is not restarted: {event.error}", now)

@@ -11,9 +11,9 @@ from llm_serving.engine.text_streams import TextStreams
 from llm_serving.errors import ProtocolError
 from llm_serving.executor.base import Executor
 from llm_serving.request import RequestOutput
-from llm_serving.routing.replica import ReplicaScheduler
+from llm_serving.routing.router import Router
+from llm_serving.routing.sources import StepSource
 from llm_serving.scheduler.output import ScheduledStep, StepResult
-from llm_serving.scheduler.protocols import StepSource
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.status import ReplicaStatus
@@ -55,7 +55,6 @@ class Replica:
         self._state_line = state_line
         self._log = log
         self._metrics = metrics
-        self._figures = scheduler.figures
         self._sent: dict[int, tuple[ScheduledStep, float]] = {}
         self._dropped: set[int] = set()
         self._num_completed = 0
@@ -68,26 +67,18 @@ class Replica:
         """Whether the agents have steps that have not completed."""
         return bool(self._sent)
 
-    def status(self) -> ReplicaStatus:
+    def status(self, router: Router | None) -> ReplicaStatus:
         """Return the present state and figures. Any thread may call this method."""
         if self.is_ready:
             state = "ready"
         else:
             state = "stopped" if self.is_given_up else "recovering" if self.was_ready else "starting"
-        scheduler, figures = self.scheduler, self.scheduler.figures
-        routed = scheduler if isinstance(scheduler, ReplicaScheduler) else None
+        routed = None if router is None else router.replicas[self.index]
         return ReplicaStatus(
             replica=self.index,
             state=state,
-            running=figures.num_running,
-            waiting=max(0, figures.num_waiting),
-            free_blocks=figures.num_free_blocks,
-            total_blocks=figures.num_blocks,
+            figures=self.scheduler.figures,
             steps=self.num_steps,
-            preemptions=figures.num_preemptions,
-            swapped=figures.num_swapped,
-            prefix_hit_tokens=figures.prefix_hit_tokens,
-            prefix_query_tokens=figures.prefix_query_tokens,
             outstanding_tokens=0 if routed is None else routed.load,
             placed={} if routed is None else {why.value: number for why, number in routed.num_placed.items()},
             recalled=0 if routed is None else routed.num_recalled,
@@ -155,10 +146,9 @@ class Replica:
 
     def note_preemptions(self) -> None:
         """Report the preemptions since the last call to the metrics."""
-        figures = self._figures
-        preemptions = figures.num_preemptions - self._preemptions_reported
-        swaps = figures.num_swaps - self._swaps_reported
-        if preemptions or swaps:
+        preemptions = self.scheduler.num_preemptions - self._preemptions_reported
+        if preemptions:
+            swaps = self.scheduler.figures.swaps - self._swaps_reported
             self._preemptions_reported += preemptions
             self._swaps_reported += swaps
             self._metrics.preemptions(preemptions, swaps)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from llm_serving.routing.sources import RequestFront
+from llm_serving.scheduler.figures import Figures
 from llm_serving.scheduler.output import ScheduledStep, StepKind
-from llm_serving.scheduler.protocols import RequestFront
 
 __all__ = ["StateLine"]
 
@@ -16,10 +17,7 @@ class StateLine:
     def __init__(self, front: RequestFront, interval_s: float) -> None:
         self._front = front
         self._interval_s = interval_s
-        self._preemptions = 0
-        self._swaps = 0
-        self._hits = 0
-        self._queries = 0
+        self._last = Figures()
         self._since: float | None = None
         self._clear()
 
@@ -42,13 +40,13 @@ class StateLine:
 
     def take(self, now: float) -> dict[str, Any]:
         """Return the fields of the line and set all counts to 0."""
-        figures, steps, tokens = self._front.figures, self._steps, self._tokens
+        figures, last, steps, tokens = self._front.figures, self._last, self._steps, self._tokens
         seconds = now - (self._since if self._since is not None else now)
         fields: dict[str, Any] = {
-            "running": figures.num_running,
-            "waiting": figures.num_waiting,
-            "blocks_used": figures.num_blocks - figures.num_free_blocks,
-            "blocks_total": figures.num_blocks,
+            "running": figures.running,
+            "waiting": figures.waiting,
+            "blocks_used": figures.used_blocks,
+            "blocks_total": figures.total_blocks,
             "steps": sum(steps.values()),
             "prefill_steps": steps[StepKind.PREFILL],
             "decode_steps": steps[StepKind.DECODE],
@@ -59,15 +57,14 @@ class StateLine:
             "mixed_tokens": tokens[StepKind.MIXED],
             "decode_batch_mean": round(tokens[StepKind.DECODE] / max(steps[StepKind.DECODE], 1), 3),
             "output_tokens_per_s": round(self._output_tokens / seconds, 3) if seconds > 0 else 0.0,
-            "preemptions": figures.num_preemptions - self._preemptions,
-            "swaps": figures.num_swaps - self._swaps,
-            "swapped": figures.num_swapped,
+            "preemptions": figures.preemptions - last.preemptions,
+            "swaps": figures.swaps - last.swaps,
+            "swapped": figures.swapped,
             "kv_waste": round(figures.kv_waste, 4),
-            "prefix_hit_tokens": figures.prefix_hit_tokens - self._hits,
-            "prefix_query_tokens": figures.prefix_query_tokens - self._queries,
+            "prefix_hit_tokens": figures.prefix_hit_tokens - last.prefix_hit_tokens,
+            "prefix_query_tokens": figures.prefix_query_tokens - last.prefix_query_tokens,
         }
-        self._preemptions, self._swaps = figures.num_preemptions, figures.num_swaps
-        self._hits, self._queries = figures.prefix_hit_tokens, figures.prefix_query_tokens
+        self._last = figures
         self._since = None if self._front.is_idle else now
         self._clear()
         return fields

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from llm_serving.engine.receipts import request_timings
 from llm_serving.request import FinishReason, Request, RequestOutput, RequestStatus, TokenLogits
+from llm_serving.routing.sources import RequestFront
 from llm_serving.scheduler.output import RequestUpdate, StepResult
-from llm_serving.scheduler.protocols import RequestFront
 from llm_serving.telemetry.log import EventLog
 from llm_serving.telemetry.receipt import Phase
 

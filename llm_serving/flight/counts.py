@@ -9,9 +9,9 @@ __all__ = ["STATE_NAMES", "Counts", "state_of"]
 STATE_NAMES = ("running", "waiting", "free blocks", "preemptions", "steps in flight", "swapped", "swaps")
 
 Counts = tuple[int, int, int, int, int, int, int]
-"""What ``SchedulerFigures.counts`` gives, see ``STATE_NAMES``."""
+"""What ``Scheduler.counts`` returns, see ``STATE_NAMES``."""
 
 
 def state_of(scheduler: Scheduler) -> list[int]:
     """The counts that go with each record, in the order of ``STATE_NAMES``."""
-    return list(scheduler.figures.counts())
+    return list(scheduler.counts())

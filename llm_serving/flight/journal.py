@@ -45,14 +45,13 @@ class Journal:
 
     def __init__(self, scheduler: Scheduler, segments: SegmentWriter, names: TokenNames | None) -> None:
         self._scheduler = scheduler
-        self._figures = scheduler.figures
         self._segments = segments
         self._requests = KnownRequests(names, self._forget_number)
         self._has_pseudonyms = names is not None
         self._sent: dict[int, ScheduledStep] = {}
         """Steps in flight by number. A step from the decode log is represented by the latest step of its batch."""
         self._steps = StepWriter()
-        self.decode_log = DecodeLog(self._figures.counts, _MAX_ITERATIONS)
+        self.decode_log = DecodeLog(self._scheduler.counts, _MAX_ITERATIONS)
         self._num_steps = 0
         self._is_step_latest = False
         """The latest call was ``schedule``, and it returned a step."""
@@ -80,7 +79,7 @@ class Journal:
         self._num_steps += 1
         lens, counts = list(map(len, step.block_tables)), None
         if step.requests is not self._counted_requests or lens != self._counted_lens:
-            counts = self._figures.counts()
+            counts = self._scheduler.counts()
         self._record_time(now)
         self._counted_requests, self._counted_lens = step.requests, lens
         self._is_step_latest = True
@@ -99,14 +98,14 @@ class Journal:
     def record_failed_update(self, result: StepResult, error: Exception, now: float) -> None:
         """Records that ``update`` raised ``error``."""
         self._stop_log()
-        self._record_result(result, [], type(error).__name__, self._figures.counts(), now)
+        self._record_result(result, [], type(error).__name__, self._scheduler.counts(), now)
         self._due = _NOW
 
     def record_no_step(self, now: float) -> None:
         """Records that ``schedule`` returned None, which ends the loop iteration."""
         self._stop_log()
         wakeup = self._scheduler.next_wakeup(now)
-        counts = None if self._is_step_latest else self._figures.counts()
+        counts = None if self._is_step_latest else self._scheduler.counts()
         self._is_step_latest = False
         self._record_time(now)
         self._pending.append((_SCHEDULE, None, wakeup, counts))
@@ -139,7 +138,7 @@ class Journal:
     def add_request(self, request: Request, *, refused: bool) -> tuple[int, bytes | None]:
         """Returns the number of a new request, and the packed pseudonyms of its tokens if the recording has them."""
         self._stop_log()
-        num_requests = self._figures.num_running + self._figures.num_waiting
+        num_requests = sum(self._scheduler.counts()[:2])
         if not refused and len(self._requests) > 2 * num_requests + _MAX_PENDING:
             self._requests.forget_ended()
         return self._requests.add(request, refused=refused)

@@ -28,8 +28,8 @@ __all__ = ["UNRECORDED_METHODS", "FlightRecorder", "as_scheduler"]
 
 UNRECORDED_METHODS = frozenset(
     (
-        *("check_integrity", "known_prefix", "next_wakeup", "queue_full", "restore", "sequences", "snapshot"),
-        *("start_room", "steps_in_flight"),
+        *("capacity", "check_integrity", "counts", "known_prefix", "next_wakeup", "queue_full", "restore"),
+        *("sequences", "snapshot", "steps_in_flight"),
     )
 )
 """Methods of the scheduler that are not recorded: they change nothing, and a recorded scheduler is never restored."""

@@ -1,5 +1,5 @@
-"""Several replicas of the model behind one queue: who is served where. Pure, like the scheduler: no clock, no IO.
+"""Several replicas of the model behind one queue. Pure, like the scheduler: no clock, no IO.
 
-requests ──▶ Router: one bounded queue, one order ──▶ replica 0: Scheduler, KV cache ──▶ its agents
+requests ──▶ Router: one queue with limits and order ──▶ replica 0: Scheduler, KV cache ──▶ its agents
                      (priority, fairness, deadlines) ──▶ replica 1: Scheduler, KV cache ──▶ its agents
 """

@@ -1,23 +1,24 @@
-"""The choice of a replica for the request that is first in line.
+"""The choice of a replica for the first waiting request (``parallel_config.routing``).
 
 ``prefix``
-    The replica whose prefix cache holds the most of the prompt (or is computing it), as long as its load is balanced
-    with the least loaded one's; else the least loaded. Loads are out of balance when one is more than
-    ``BALANCE_FACTOR`` times the other and more than a bound above it. This is the cache-aware routing of SGLang's
-    router (Zheng et al., "SGLang", NeurIPS 2024, and its router's ``balance_abs_threshold``,
-    ``balance_rel_threshold``), with two differences: what is cached is read off the caches themselves, not estimated
-    from what was sent, and load is counted in tokens to be computed, not in requests. A popular prefix so spreads
-    over as many replicas as its load needs (the trade of computing it again against waiting for it: Preble,
-    Srivatsa et al. 2024; fairness between clients beside locality: DLPM, Cao et al. 2025, here the queue's order).
+    The replica whose prefix cache has or computes the largest part of the prompt, if its load is in balance with the
+    least loaded replica. Else the least loaded replica. A load is out of balance if it is more than ``BALANCE_FACTOR``
+    times the least load and also exceeds it by more than a bound. This is the cache-aware routing of SGLang (Zheng et
+    al., NeurIPS 2024; ``balance_abs_threshold`` and ``balance_rel_threshold`` of its router), with two differences.
+    Cached tokens are read from the caches, not estimated from sent requests. Load is counted in tokens that must still
+    be computed, not in requests. So a popular prefix spreads over as many replicas as its load needs. (Preble,
+    Srivatsa et al. 2024, weighs computing a prefix again against waiting for it. DLPM, Cao et al. 2025, combines
+    fairness and locality; here the order of the queue gives fairness.)
 
 ``least_loaded``
-    The replica with the fewest tokens to be computed.
+    The replica with the fewest tokens that must still be computed.
 
 ``round_robin``
-    One after the other, whatever they hold. For comparison.
+    The replicas one after the other, for comparison.
 
-Whatever the rule, a request goes to a replica that can start it, where there is one: a preferred replica may have a
-longer queue, but not one that rows or blocks cannot take.
+Each rule chooses among the replicas that can start the request. A replica with a cached prefix may have a longer queue
+than others, but it must have the batch rows and the blocks. To add a rule, add a member to ``Routing`` and a case to
+``choose``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 __all__ = ["BALANCE_FACTOR", "Candidate", "Placed", "Routing", "choose"]
 
 BALANCE_FACTOR = 1.5
-"""Loads within this factor of the least are balanced."""
+"""Loads up to this factor above the least load are in balance."""
 
 
 class Routing(enum.Enum):
@@ -44,43 +45,44 @@ class Placed(enum.Enum):
     """Why a request went to its replica."""
 
     PREFIX = "prefix"
-    """It holds the most of the prompt."""
+    """The replica has the largest cached part of the prompt."""
     LOAD = "load"
-    """It had the least to compute, among those with as much of the prompt as any that could take it."""
+    """The replica has the least load, among those with the largest cached part of the prompt."""
     TURN = "turn"
-    """It was its turn."""
+    """The replica was next in round-robin order."""
     GROUP = "group"
-    """Others of the request's group are there."""
+    """Other requests of the same group are on the replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """What is known of one replica when a request is to be placed."""
+    """One replica, for a request that needs a replica."""
 
     index: int
     load: int
-    """Tokens to be computed for the requests there, if each gets all the output it may."""
+    """Tokens that must be computed for the requests there, if each gets its maximum output."""
     cached_tokens: int
-    """Of the request's tokens, those whose keys and values are there, or will be when the steps in flight have run."""
-    holds: bool
-    """It has a row and blocks for the request, beside all that go before it there."""
+    """Tokens of the request that are cached there, or that steps in flight compute."""
+    fits: bool
+    """The replica has a batch row and blocks for the request, behind all requests that go first there."""
     is_open: bool
-    """And those that wait there do not fill a step: it starts with the next."""
+    """The request also fits the next step there."""
 
 
 def choose(
-    candidates: Sequence[Candidate], routing: Routing, balance_tokens: int, turn: int = 0
+    candidates: Sequence[Candidate], routing: Routing, balance_tokens: int, next_index: int = 0
 ) -> tuple[int, Placed] | None:
-    """The replica for a request, and why; None when none can start it now.
+    """Returns the replica for a request and the reason. Returns None if no replica can start the request now.
 
-    ``balance_tokens``: loads may differ by so much. ``turn``: index of the replica whose turn it is.
+    ``balance_tokens`` is the difference of loads that is always in balance. ``next_index`` is the next replica in
+    round-robin order.
     """
-    able = [one for one in candidates if one.is_open or (one.holds and one.cached_tokens > 0)]
+    able = [one for one in candidates if one.is_open or (one.fits and one.cached_tokens > 0)]
     if not able:
         return None
     if routing is Routing.ROUND_ROBIN:
         opened = [one for one in able if one.is_open]
-        best = min(opened, key=lambda one: (one.index < turn, one.index), default=None)
+        best = min(opened, key=lambda one: (one.index < next_index, one.index), default=None)
         return None if best is None else (best.index, Placed.TURN)
     if routing is Routing.PREFIX:
         least = min(one.load for one in candidates)
@@ -94,5 +96,5 @@ def choose(
 
 
 def is_balanced(load: int, least: int, balance_tokens: int) -> bool:
-    """Whether a replica's load is not too far above the least."""
+    """Returns True if a load is in balance with the least load."""
     return load <= max(least + balance_tokens, BALANCE_FACTOR * least)

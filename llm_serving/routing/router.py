@@ -1,18 +1,18 @@
-"""One queue before several schedulers, each with a KV cache and agents of its own: data parallelism.
+"""One queue in front of several schedulers, each with its own KV cache and agents: data parallelism.
 
-Every guarantee of the queue is one of the whole: its bounds and 429s, deadlines, priorities, the fair shares of API
-keys, the order of policy ``slo``. A request is bound late: it waits here until a replica can start it, with a row and
-blocks for it and no more requests waiting there than its next step takes. Then ``placement`` chooses where, by the
-load and the caches of that moment. (Bound at its arrival, as by a router outside, it would wait behind whatever
-happens to be before it in one replica, while another goes idle, and no priority or fairness could hold across.)
-The replica that holds the most of its prompt may have a longer queue than that, but not one without room.
+All guarantees of the queue hold for all replicas together: admission limits, deadlines, priorities, fairness between
+tenants, and the order of policy ``slo``. A request waits here until a replica can start it. Then the replica has a
+batch row and blocks for it, and the next step there can take it. ``placement`` then chooses the replica by load and
+cached tokens. A router that places each request at its arrival cannot do this: the request would wait in the queue of
+one replica while another is idle. The replica with the longest cached prefix may have a longer queue, but it must have
+the capacity.
 
-A request is in exactly one place: this queue, or one scheduler. It comes back here when its replica finds no room for
-it after all while another has, and when its replica's agents are lost: those that ran go first, in order of arrival,
-and are computed again from their known tokens, wherever there is room first.
+A request is in exactly one place: this queue or one scheduler. It comes back to this queue if its replica has no
+capacity for it but another replica has, or if the agents of its replica are lost. Requests that have run go first, in
+order of arrival, and are computed again from their known tokens.
 
-Requests of a ``group`` (the samples of one prompt, the beams of a search) follow the first of them to its replica,
-where they share its blocks; there they wait if they must.
+Requests of a ``group`` (the samples of one prompt, the beams of a search) go to the replica of the first of them, where
+they share its blocks, even if they must wait there.
 """
 
 from __future__ import annotations
@@ -20,88 +20,77 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from llm_serving.errors import QueueFullError, RequestError
+from llm_serving.errors import QueueFullError
 from llm_serving.request import FinishReason, Request
-from llm_serving.routing.figures import RouterFigures
 from llm_serving.routing.placement import Candidate, Placed, Routing, choose
-from llm_serving.routing.replica import Entry, ReplicaScheduler, Survey
-from llm_serving.scheduler.figures import StartRoom
-from llm_serving.scheduler.intake import RequestQueue
-from llm_serving.scheduler.lifecycle import note_end, note_expiry
+from llm_serving.routing.replica import Entry, RoutedReplica, Survey
+from llm_serving.scheduler.figures import Capacity, Figures
+from llm_serving.scheduler.intake import Intake
 from llm_serving.scheduler.limits import SchedulerLimits
-from llm_serving.scheduler.output import RequestUpdate
+from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
-from llm_serving.scheduler.sequence import Sequence as QueuedSequence
-from llm_serving.scheduler.slo_order import SloOrder, make_order
-from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, WaitingLine
+from llm_serving.scheduler.slo_order import make_order
+from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason
 
-__all__ = ["BALANCE_SHARE", "MAX_GROUPS", "Router"]
+__all__ = ["BALANCE_DIVISOR", "MAX_GROUPS", "Router"]
 
-BALANCE_SHARE = 8
-"""Loads of replicas may differ by the tokens of so small a part of a KV cache for the sake of a prefix."""
+BALANCE_DIVISOR = 8
+"""For the sake of a cached prefix, loads of replicas may differ by the tokens of a KV cache divided by this number."""
 
 MAX_GROUPS = 4096
-"""Groups whose replica is known; the one that was used the longest ago is forgotten first."""
+"""Maximum number of groups whose replica is known. The least recently used group is dropped."""
 
 
 class Router:
-    """A ``RequestFront``; ``replicas`` are the ``StepSource``s behind it, one for each of ``schedulers``, which are
-    alike and new."""
+    """A ``RequestFront`` for ``schedulers``, which are new and have equal limits."""
 
     def __init__(self, schedulers: Sequence[Scheduler], routing: Routing = Routing.PREFIX) -> None:
         self.limits: SchedulerLimits = schedulers[0].limits
-        self.replicas = [ReplicaScheduler(self, index, scheduler) for index, scheduler in enumerate(schedulers)]
+        self.replicas = [RoutedReplica(index, scheduler) for index, scheduler in enumerate(schedulers)]
         self._routing = routing
-        self._balance_tokens = (self.limits.num_blocks - 1) * self.limits.block_size // BALANCE_SHARE
-        self._order = make_order(self.limits)
-        self._queue = RequestQueue(self.limits.max_waiting_requests, self.limits.max_waiting_tokens, self._order)
-        self.figures = RouterFigures([replica.figures for replica in self.replicas], self._queue)
-        self._line = WaitingLine()
+        self._balance_tokens = (self.limits.num_blocks - 1) * self.limits.block_size // BALANCE_DIVISOR
+        self._intake = Intake(self.limits, make_order(self.limits))
         self._entries: dict[str, Entry] = {}
-        self._groups: OrderedDict[str, ReplicaScheduler] = OrderedDict()
+        self._groups: OrderedDict[str, RoutedReplica] = OrderedDict()
         self._placed: set[int] = set()
-        self._ended: list[RequestUpdate] = []
-        self._num_arrivals = 0
-        self._turn = 0
-        self._blocked: tuple[Entry, bool, list[StartRoom]] | None = None
-        """The first in line that no replica could start, whether it was late, and how replicas stood."""
+        self._next_index = 0
+        self._blocked: tuple[Entry, bool, list[Capacity]] | None = None
+        """The first waiting request that no replica could start, whether it was late, and the replicas' capacities."""
 
     @property
     def is_idle(self) -> bool:
         return not self._entries and all(replica.scheduler.is_idle for replica in self.replicas)
 
-    # Requests; see ``Scheduler``
+    @property
+    def figures(self) -> Figures:
+        """The sums of the replicas' figures, including the requests in the router's queue."""
+        own = Figures(waiting=self.num_unplaced, unplaced=self.num_unplaced)
+        return sum((replica.scheduler.figures for replica in self.replicas), own)
+
+    @property
+    def num_unplaced(self) -> int:
+        """Number of waiting requests that no replica has."""
+        return len(self._intake)
+
+    # Requests, see ``Scheduler``
 
     def add_request(self, request: Request) -> None:
-        if request.request_id in self._entries:
-            raise RequestError(f"a request with the id {request.request_id!r} is being served", param="request_id")
-        max_output_tokens = self.limits.max_output_tokens(request)
-        self._queue.check_room(request.num_tokens, self._num_free_rows())
-        entry = Entry(QueuedSequence(request, self._num_arrivals, max_output_tokens))
-        self._num_arrivals += 1
-        self._entries[request.request_id] = entry
+        sequence = self._intake.add(request, self._num_free_rows())
+        self._entries[request.request_id] = Entry(sequence)
         request.replica = None
-        if not self._queue:
-            self._line.moved(request.arrival_time)
-        request.receipt.join(self._line)
-        self._queue.append(entry.sequence)
 
     def queue_full(self) -> QueueFullError | None:
-        try:
-            self._queue.check_room(1, self._num_free_rows())
-        except QueueFullError as error:
-            return error.with_traceback(None)  # its frames know their callers, which will hold it: cycles
-        return None
+        return self._intake.queue_full(self._num_free_rows())
 
     def finish_request(self, request_id: str, reason: FinishReason, now: float) -> RequestUpdate | None:
         entry = self._entries.get(request_id)
         if entry is None:
             return None
-        self._forget(entry)
         if entry.replica is not None:
-            return entry.replica.scheduler.finish_request(request_id, reason, now)
-        self._queue.remove(entry.sequence)
-        note_end(entry.request, reason, now)
+            update = entry.replica.scheduler.finish_request(request_id, reason, now)
+            self._forget(entry)
+            return update
+        self._end_waiting(entry, reason, now)
         return RequestUpdate(entry.request)
 
     def abort_request(self, request_id: str, now: float) -> RequestUpdate | None:
@@ -110,21 +99,19 @@ class Router:
     def fail_all(self, error: str, now: float) -> list[RequestUpdate]:
         updates = []
         for entry in [entry for entry in self._entries.values() if entry.replica is None]:
-            self._queue.remove(entry.sequence)
-            note_end(entry.request, FinishReason.ERROR, now)
+            self._end_waiting(entry, FinishReason.ERROR, now)
             updates.append(RequestUpdate(entry.request, error=error))
         for replica in self.replicas:
-            replica.entries.clear()
-            updates += replica.scheduler.fail_all(error, now)
-        self._entries.clear()
+            ended = replica.scheduler.fail_all(error, now)
+            self._note_updates(ended)
+            updates += ended
         return updates
 
     def take_ended(self) -> list[RequestUpdate]:
-        ended, self._ended = self._ended, []
-        return ended
+        return self._intake.take_ended()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every request is in exactly one place, and every scheduler is whole."""
+        """Raises AssertionError unless each request is in exactly one place and each scheduler passes its check."""
         for replica in self.replicas:
             replica.scheduler.check_integrity()
             if replica.scheduler.num_requests != len(replica.entries):
@@ -133,88 +120,80 @@ class Router:
                     f" {len(replica.entries)} were placed there"
                 )
             if any(entry.replica is not replica for entry in replica.entries.values()):
-                raise AssertionError(f"a request of replica {replica.index} is said to be elsewhere")
+                raise AssertionError(f"a request of replica {replica.index} has another replica in its entry")
         unplaced = sum(entry.replica is None for entry in self._entries.values())
         placed = sum(len(replica.entries) for replica in self.replicas)
-        if unplaced != len(self._queue) or unplaced + placed != len(self._entries):
+        if unplaced != len(self._intake) or unplaced + placed != len(self._entries):
             raise AssertionError(
-                f"{len(self._entries)} requests: {len(self._queue)} wait for a replica, {placed} have one"
+                f"{len(self._entries)} requests: {len(self._intake)} wait for a replica, {placed} have one"
             )
+        if self._entries.keys() != self._intake.sequences.keys():
+            raise AssertionError(f"the intake has {len(self._intake.sequences)} of {len(self._entries)} requests")
 
-    # What the replicas tell, and the engine
+    # Steps of a replica
 
     def agent_ready(self, index: int) -> None:
-        """A replica's agents are there: it serves."""
+        """Notes that the agents of a replica are ready."""
         self.replicas[index].is_live = True
 
     def take_placed(self) -> list[int]:
-        """Replicas that were given requests since they were last asked for a step."""
+        """Returns the replicas that got requests since the last call of their ``schedule``."""
         placed, self._placed = sorted(self._placed), set()
         return placed
 
-    def asked(self, index: int) -> None:
-        """A replica is asked for a step."""
-        self._placed.discard(index)
+    def schedule(self, replica: RoutedReplica, now: float) -> ScheduledStep | None:
+        """Places waiting requests, and returns the next step of a replica."""
+        self._place(now)
+        self._placed.discard(replica.index)
+        step = replica.scheduler.schedule(now)
+        ended = replica.scheduler.take_ended()
+        if ended:
+            self._note_updates(ended)
+            self._intake.note_ended(ended)
+        return step
 
-    def next_wakeup(self, now: float) -> float | None:
-        """When a request in the queue expires."""
-        deadline = self._queue.next_deadline
-        return None if deadline is None else max(deadline, now)
+    def next_wakeup(self, replica: RoutedReplica, now: float) -> float | None:
+        """Returns the replica's next wakeup or the next deadline in the router's queue, whichever is earlier."""
+        wakeup, deadline = replica.scheduler.next_wakeup(now), self._intake.next_deadline
+        if deadline is None:
+            return wakeup
+        return max(deadline, now) if wakeup is None else min(wakeup, max(deadline, now))
 
-    def take_updates(self, updates: Iterable[RequestUpdate]) -> None:
-        """Requests got tokens, or ended."""
-        pays = self.limits.fairness and self._queue.has_tenants
-        for update in updates:
-            request = update.request
-            if pays and update.token_id is not None:
-                entry = self._entries.get(request.request_id)
-                if entry is not None:
-                    self._queue.charge_output(entry.sequence)
-            if request.is_finished and request.request_id in self._entries:
-                self._forget(self._entries[request.request_id])
+    def update(self, replica: RoutedReplica, result: StepResult, now: float) -> list[RequestUpdate]:
+        """Passes a result to a replica."""
+        updates = replica.scheduler.update(result, now)
+        self._note_updates(updates)
+        return updates
 
-    def take_expired(self, updates: list[RequestUpdate]) -> None:
-        """A replica ended requests itself: their deadline has passed there."""
-        if updates:
-            self.take_updates(updates)
-            self._ended += updates
+    def agent_lost(self, replica: RoutedReplica, now: float) -> None:
+        """Takes the requests of a replica back. Other replicas may serve them."""
+        replica.scheduler.agent_lost(now)
+        replica.is_live = False
+        self._recall(replica, list(replica.entries.values()), now)
 
-    def recall(self, replica: ReplicaScheduler, entries: Sequence[Entry], now: float) -> None:
-        """Requests that wait at a replica come back to the queue."""
-        if not entries:
-            return
-        replica.scheduler.release_requests([entry.request.request_id for entry in entries])
-        replica.num_recalled += len(entries)
-        for entry in entries:
-            request = entry.request
-            del replica.entries[request.request_id]
-            entry.replica, entry.hashes, entry.cached_tokens = None, None, 0
-            if entry.has_run:
-                self._queue.put_back(entry.sequence)
-            else:
-                request.receipt.join(self._line, now)
-                self._queue.append(entry.sequence)
+    # Placement
 
-    def place(self, now: float) -> None:
-        """Give requests to the replicas that can start them, the first in line first, as long as there is one."""
-        self._end_expired(now)
+    def _place(self, now: float) -> None:
+        """Gives waiting requests in order to replicas that can start them, until the first one fits no replica."""
+        for sequence in self._intake.expire(now):
+            del self._entries[sequence.request.request_id]
         live = [replica for replica in self.replicas if replica.is_live]
         if not live:
             return
-        if self._queue:
+        if self._intake:
             self._recall_held_up(live, now)
             self._learn(live)
             self._place_all(live, now)
-        elif len(live) > 1 and any(replica.figures.num_waiting for replica in live) and self._recall_held_up(live, now):
+        elif len(live) > 1 and any(one.scheduler.num_waiting for one in live) and self._recall_held_up(live, now):
             self._place_all(live, now)
 
-    def _place_all(self, live: list[ReplicaScheduler], now: float) -> None:
+    def _place_all(self, live: list[RoutedReplica], now: float) -> None:
         surveys: dict[int, Survey] = {}
-        while self._queue:
-            entry = self._entries[self._queue.peek(now).request.request_id]
-            choice = self._of_group(entry)
+        while self._intake:
+            entry = self._entries[self._intake.peek(now).request.request_id]
+            choice = self._replica_of_group(entry)
             if choice is None:
-                if not surveys and self._is_blocked_still(entry, live):
+                if not surveys and self._is_still_blocked(entry, live):
                     return
                 candidates = self._candidates(entry, live, surveys)
                 choice = self._choose(entry, candidates)
@@ -225,12 +204,12 @@ class Router:
             surveys.pop(replica.index, None)
             self._bind(entry, replica, why, now)
 
-    def _of_group(self, entry: Entry) -> tuple[ReplicaScheduler, Placed] | None:
-        """Where the others of its group are, or were last."""
+    def _replica_of_group(self, entry: Entry) -> tuple[RoutedReplica, Placed] | None:
+        """Returns the replica of the group's other requests."""
         replica = self._groups.get(entry.request.group)
         return None if replica is None or not replica.is_live else (replica, Placed.GROUP)
 
-    def _candidates(self, entry: Entry, live: list[ReplicaScheduler], surveys: dict[int, Survey]) -> list[Candidate]:
+    def _candidates(self, entry: Entry, live: list[RoutedReplica], surveys: dict[int, Survey]) -> list[Candidate]:
         is_late = self._is_late(entry)
         for replica in live:
             if replica.index not in surveys:
@@ -238,29 +217,30 @@ class Router:
         return [replica.candidate(entry, surveys[replica.index], is_late=is_late) for replica in live]
 
     def _is_late(self, entry: Entry) -> bool:
-        return isinstance(self._order, SloOrder) and not entry.has_run and self._order.is_late(entry.sequence)
+        return not entry.has_run and self._intake.order.is_late(entry.sequence)
 
-    def _choose(self, entry: Entry, candidates: list[Candidate]) -> tuple[ReplicaScheduler, Placed] | None:
-        choice = choose(candidates, self._routing, self._balance_tokens, self._turn)
+    def _choose(self, entry: Entry, candidates: list[Candidate]) -> tuple[RoutedReplica, Placed] | None:
+        choice = choose(candidates, self._routing, self._balance_tokens, self._next_index)
         if choice is None:
             return None
         index, why = choice
         entry.cached_tokens = next(one.cached_tokens for one in candidates if one.index == index)
         return self.replicas[index], why
 
-    def _bind(self, entry: Entry, replica: ReplicaScheduler, why: Placed, now: float) -> None:
+    def _bind(self, entry: Entry, replica: RoutedReplica, why: Placed, now: float) -> None:
+        """Moves the first waiting request to a replica."""
         request = entry.request
         if entry.is_paid and not entry.has_run:
-            self._queue.remove(entry.sequence)
+            self._intake.remove(entry.sequence)
         else:
-            self._queue.start(entry.sequence, now)
-        self._line.moved(now)
+            self._intake.start(entry.sequence, now)
+        self._intake.line.moved(now)
         entry.is_paid = True
         entry.replica = replica
         request.replica = replica.index
         replica.entries[request.request_id] = entry
         replica.num_placed[why] += 1
-        self._turn = (replica.index + 1) % len(self.replicas)
+        self._next_index = (replica.index + 1) % len(self.replicas)
         if request.group:
             self._groups[request.group] = replica
             self._groups.move_to_end(request.group)
@@ -269,67 +249,96 @@ class Router:
         self._placed.add(replica.index)
         replica.scheduler.place_request(request, entry.sequence.arrival_index, now)
 
-    def _recall_held_up(self, live: list[ReplicaScheduler], now: float) -> bool:
-        """Requests that never ran and cannot start where they are, while another replica could take them. Those of a
-        group stay with it."""
+    def _recall(self, replica: RoutedReplica, entries: Sequence[Entry], now: float) -> None:
+        """Takes requests that wait at a replica back to the router's queue."""
+        if not entries:
+            return
+        replica.scheduler.release_requests([entry.request.request_id for entry in entries])
+        replica.num_recalled += len(entries)
+        for entry in entries:
+            del replica.entries[entry.request.request_id]
+            entry.replica, entry.hashes, entry.cached_tokens = None, None, 0
+            if entry.has_run:
+                self._intake.put_back(entry.sequence)
+            else:
+                self._intake.enqueue(entry.sequence, now)
+
+    def _recall_held_up(self, live: list[RoutedReplica], now: float) -> bool:
+        """Takes back requests that never ran and cannot start at their replica, if another replica can start them.
+
+        Requests of a group stay together.
+        """
         recalled = False
         for replica in live:
-            if not replica.figures.num_waiting or not replica.scheduler.start_room().is_held_up:
+            if not replica.scheduler.num_waiting or not replica.scheduler.capacity().is_held_up:
                 continue
             stuck = [entry for entry in replica.entries.values() if not entry.has_run and not entry.request.group]
             others = [other for other in live if other is not replica]
             if stuck and self._choose(stuck[0], self._candidates(stuck[0], others, {})) is not None:
-                self.recall(replica, stuck, now)
+                self._recall(replica, stuck, now)
                 recalled = True
         return recalled
 
-    def _learn(self, live: list[ReplicaScheduler]) -> None:
-        """What a prefill takes, where the order depends on it: as it is at the fastest replica."""
-        if isinstance(self._order, SloOrder):
-            known = [estimate for replica in live if any(estimate := replica.scheduler.prefill_estimate)]
-            if known:
-                self._order.learn(*min(known))
+    def _learn(self, live: list[RoutedReplica]) -> None:
+        """Passes the prefill time of the fastest replica to the order of the queue."""
+        known = [estimate for replica in live if any(estimate := replica.scheduler.prefill_estimate)]
+        if known:
+            self._intake.order.learn(*min(known))
 
-    def _note_blocked(
-        self, entry: Entry, live: list[ReplicaScheduler], candidates: list[Candidate], now: float
-    ) -> None:
-        """No replica can start the first in line: the steps are full, or there are no rows, or else no blocks."""
-        rooms = [replica.scheduler.start_room() for replica in live]
+    def _note_blocked(self, entry: Entry, live: list[RoutedReplica], candidates: list[Candidate], now: float) -> None:
+        """Notes why no replica can start the first waiting request: full steps, no batch rows, or else no blocks."""
+        capacities = [replica.scheduler.capacity() for replica in live]
         reason = BlockReason.BLOCKS
-        if any(one.holds for one in candidates):
+        if any(one.fits for one in candidates):
             reason = BlockReason.BATCH
-        elif all(room.num_free_rows <= room.num_all for room in rooms):
+        elif all(one.num_free_rows <= one.num_all for one in capacities):
             reason = BlockReason.ROWS
         if reason is not BlockReason.BATCH:
-            self._queue.limit_starts(0)
+            self._intake.limit_starts(0)
         by = [request_id for replica in live for request_id in list(replica.entries)[:MAX_BLOCKERS]][:MAX_BLOCKERS]
         entry.request.receipt.blocked(reason, by, now)
-        self._line.blocked(reason, by, now)
-        self._blocked = (entry, self._is_late(entry), rooms)
+        self._intake.line.blocked(reason, by, now)
+        self._blocked = (entry, self._is_late(entry), capacities)
 
-    def _is_blocked_still(self, entry: Entry, live: list[ReplicaScheduler]) -> bool:
-        """Whether it is still the same request that is first in line, and nothing has changed for the better: there
-        is no need to look again. What asks for a step asks often, and mostly in vain."""
+    def _is_still_blocked(self, entry: Entry, live: list[RoutedReplica]) -> bool:
+        """Returns True if the same request is still first and no replica's capacity has grown.
+
+        This avoids most placements, because the engine asks for steps often.
+        """
         if self._blocked is None or self._blocked[0] is not entry or self._blocked[1] != self._is_late(entry):
             return False
-        rooms = [replica.scheduler.start_room() for replica in live]
+        capacities = [replica.scheduler.capacity() for replica in live]
         before = self._blocked[2]
-        return len(rooms) == len(before) and not any(map(StartRoom.has_gained, rooms, before))
+        return len(capacities) == len(before) and not any(map(Capacity.has_grown, capacities, before))
 
-    def _end_expired(self, now: float) -> None:
-        for sequence in self._queue.pop_expired(now):
-            request = sequence.request
-            self._forget(self._entries[request.request_id])
-            note_end(request, FinishReason.ABORT, now)
-            self._ended.append(note_expiry(request, now))
+    # Ends
+
+    def _note_updates(self, updates: Iterable[RequestUpdate]) -> None:
+        """Charges new tokens to their tenants, and forgets requests that have ended."""
+        pays = self.limits.fairness and self._intake.has_tenants
+        for update in updates:
+            entry = self._entries.get(update.request.request_id)
+            if entry is None:
+                continue
+            if pays and update.token_id is not None:
+                self._intake.order.charge_output(entry.sequence, 1)
+            if update.request.is_finished:
+                self._forget(entry)
+
+    def _end_waiting(self, entry: Entry, reason: FinishReason, now: float) -> None:
+        """Ends a request in the router's queue."""
+        del self._entries[entry.request.request_id]
+        self._intake.remove(entry.sequence)
+        self._intake.end(entry.sequence, reason, now)
 
     def _forget(self, entry: Entry) -> None:
-        """A request has ended."""
-        del self._entries[entry.request.request_id]
+        """Forgets a placed request that has ended."""
+        request_id = entry.request.request_id
+        del self._entries[request_id], self._intake.sequences[request_id]
         if entry.replica is not None:
-            del entry.replica.entries[entry.request.request_id]
+            del entry.replica.entries[request_id]
 
     def _num_free_rows(self) -> int:
-        """Rows of the replicas that serve which nobody waits for there; negative when more wait than can start."""
-        rooms = [replica.scheduler.start_room() for replica in self.replicas if replica.is_live]
-        return sum(room.num_startable - room.num_waiting - room.num_late for room in rooms)
+        """Returns the free batch rows of live replicas, less the requests that wait there. It may be negative."""
+        capacities = [replica.scheduler.capacity() for replica in self.replicas if replica.is_live]
+        return sum(one.num_startable - one.num_waiting - one.num_late for one in capacities)

@@ -1,94 +1,74 @@
-"""How a sequence gets its blocks when it starts: on demand, on top of a cached prefix, or in one piece for its life.
+"""How a starting sequence gets its blocks: on demand, on top of a cached prefix, or as one range for its lifetime.
 
-Whatever the kind, blocks for the next tokens come from ``KVCacheManager.grow``, and all go back with ``release``.
+In each case ``KVCacheManager.grow`` gives the blocks for later tokens, and ``release`` takes all blocks back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.kvcache.prefix_cache import PrefixMatch
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.sequence import Sequence
 
-__all__ = ["BlockSupply", "CachedPrefix", "ContiguousSupply", "PagedSupply", "PrefixSupply", "make_block_supply"]
+__all__ = ["BlockSupply", "CachedPrefix", "make_block_supply"]
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """What a sequence that starts now finds computed."""
+    """The cached tokens of a sequence that is about to start."""
 
     num_tokens: int
     is_pending: bool
-    """A block's worth more of its tokens, or all but the last, is being computed for another sequence: who waits finds
-    them. Less is not worth a step: of equal prompts that end with a block, each would wait for the one before."""
+    """Steps in flight compute more of its tokens, and waiting for them is worth it. They must add a block, or all known
+    tokens except the last. Otherwise equal prompts that end at the end of a block would wait for each other."""
 
 
 _NOTHING_CACHED = CachedPrefix(0, False)
 
 
-class BlockSupply(Protocol):
-    """Starts sequences with blocks and takes the blocks back."""
-
-    def look_up(self, sequence: Sequence) -> CachedPrefix:
-        """What is cached of a waiting sequence's known tokens. Changes nothing."""
-
-    def fits(self, sequence: Sequence, reserve: int) -> bool:
-        """Whether it could start, and ``reserve`` blocks stay free."""
-
-    def start(self, sequence: Sequence) -> None:
-        """Give a sequence that fits its blocks. Its ``num_computed_tokens`` are then those it found."""
-
-    def answered(self, sequence: Sequence, num_tokens: int) -> None:
-        """The steps that computed the first ``num_tokens`` of its known tokens were answered."""
-
-    def release(self, sequence: Sequence, *, computed: bool) -> None:
-        """Take its blocks back, which no step in flight touches. ``computed``: all steps on them went well."""
-
-    def lose_all(self) -> None:
-        """The device's memory was lost. Blocks that are held are still to be released."""
-
-    @property
-    def version(self) -> int:
-        """Goes up whenever the prefix match of a sequence can change."""
-
-
-class PagedSupply:
-    """Blocks for the known tokens, and one more at a time as they become more."""
+class BlockSupply:
+    """Gives sequences blocks for their known tokens, and one more block whenever they need it (paged attention)."""
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
 
+    @property
+    def version(self) -> int:
+        """Increases whenever a prefix match may have changed."""
+        return 0
+
     def look_up(self, sequence: Sequence) -> CachedPrefix:
+        """Returns the cached part of a waiting sequence's known tokens. Changes nothing."""
         return _NOTHING_CACHED
 
     def fits(self, sequence: Sequence, reserve: int) -> bool:
+        """Returns True if the sequence can start and ``reserve`` blocks stay free."""
         kv_cache = self._kv_cache
         return kv_cache.blocks_for(sequence.request.num_tokens) + reserve <= kv_cache.num_free_blocks
 
     def start(self, sequence: Sequence) -> None:
+        """Gives blocks to a sequence that fits, and sets its ``num_computed_tokens`` to the cached tokens."""
         if not self._kv_cache.grow(sequence.block_table, sequence.request.num_tokens):
             raise AssertionError(f"no blocks to start {sequence.request.request_id}")
 
-    def answered(self, sequence: Sequence, num_tokens: int) -> None:
-        pass
+    def computed(self, sequence: Sequence, num_tokens: int) -> None:
+        """Notes that completed steps have computed the first ``num_tokens`` known tokens."""
 
     def release(self, sequence: Sequence, *, computed: bool) -> None:
+        """Takes the blocks back. No step in flight uses them. ``computed``: all its steps ran without errors."""
         self._kv_cache.free(sequence.block_table)
 
     def lose_all(self) -> None:
-        pass
-
-    @property
-    def version(self) -> int:
-        return 0
+        """Forgets the cached tokens, because the device's memory was lost. Held blocks must still be released."""
 
 
-class ContiguousSupply(PagedSupply):
-    """One range of blocks for the prompt and the longest answer (``model_config.page_attention: false``), as servers
-    had before paged attention. It is never preempted for want of blocks, and much of it is never used."""
+class _ContiguousSupply(BlockSupply):
+    """Gives one range of blocks for the prompt and the longest output (``model_config.page_attention: false``).
+
+    A sequence is never preempted because of missing blocks, but many of its blocks stay empty.
+    """
 
     def fits(self, sequence: Sequence, reserve: int) -> bool:
         table: list[int] = []
@@ -101,18 +81,20 @@ class ContiguousSupply(PagedSupply):
             raise AssertionError(f"no range of blocks to start {sequence.request.request_id}")
 
 
-class PrefixSupply(PagedSupply):
-    """Blocks that hold the same prefix are shared, whoever computed them. A partial block is copied.
+class _PrefixSupply(BlockSupply):
+    """Shares the blocks of a cached prefix between sequences. Copies a partial block.
 
-    What a prompt needs is announced when it starts and found by others once it is computed; what is generated,
-    when its sequence gives its blocks back: then no step in flight is left to wait for, and a decode step costs
-    nothing for it.
+    A sequence announces its prompt when it starts. Other sequences find the prompt when it is computed. They find the
+    output when the sequence gives its blocks back, so that a decode step costs nothing.
     """
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         super().__init__(kv_cache)
         self._num_changes = 0
-        """Goes up whenever a match may have become another one."""
+
+    @property
+    def version(self) -> int:
+        return self._num_changes
 
     def look_up(self, sequence: Sequence) -> CachedPrefix:
         match, size = self._match(sequence), self._kv_cache.block_size
@@ -134,7 +116,7 @@ class PrefixSupply(PagedSupply):
         self._kv_cache.announce(chain, request.num_tokens)
         self._change(sequence)
 
-    def answered(self, sequence: Sequence, num_tokens: int) -> None:
+    def computed(self, sequence: Sequence, num_tokens: int) -> None:
         if sequence.prefix_chain is not None:
             self._kv_cache.commit(sequence.block_table, sequence.prefix_chain, num_tokens)
             self._num_changes += 1
@@ -143,7 +125,7 @@ class PrefixSupply(PagedSupply):
         chain, request = sequence.prefix_chain, sequence.request
         if chain is not None and computed:
             chain.extend(sequence.known_tokens(chain.num_tokens, request.num_tokens))
-            self.answered(sequence, min(request.num_computed_tokens, request.num_tokens))
+            self.computed(sequence, min(request.num_computed_tokens, request.num_tokens))
         self._kv_cache.free(sequence.block_table, chain)
         self._change(sequence)
 
@@ -151,12 +133,8 @@ class PrefixSupply(PagedSupply):
         self._kv_cache.drop_all()
         self._num_changes += 1
 
-    @property
-    def version(self) -> int:
-        return self._num_changes
-
     def _match(self, sequence: Sequence) -> PrefixMatch:
-        """The match of a waiting sequence, looked up again only where something has changed."""
+        """Returns the match of a waiting sequence. Looks it up again only if matches may have changed."""
         known = sequence.prefix_match
         if known is not None and known[0] == self._num_changes:
             return known[1]
@@ -176,7 +154,7 @@ class PrefixSupply(PagedSupply):
 
 
 def make_block_supply(limits: SchedulerLimits, kv_cache: KVCacheManager) -> BlockSupply:
-    """The kind that the limits ask for."""
+    """Creates the supply that the limits ask for."""
     if not limits.page_attention:
-        return ContiguousSupply(kv_cache)
-    return PrefixSupply(kv_cache) if limits.prefix_cache else PagedSupply(kv_cache)
+        return _ContiguousSupply(kv_cache)
+    return _PrefixSupply(kv_cache) if limits.prefix_cache else BlockSupply(kv_cache)

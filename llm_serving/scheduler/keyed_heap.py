@@ -1,10 +1,12 @@
-"""A heap whose items can be given another key, or taken out, wherever they are."""
+"""A heap whose items can get another key, or be removed, wherever they are."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any, Generic, TypeVar
+
+from llm_serving.scheduler.snapshot import Sequences, Stateful, load, save
 
 __all__ = ["KeyedHeap"]
 
@@ -13,11 +15,11 @@ Item = TypeVar("Item", bound=Hashable)
 _SLACK = 8
 
 
-class KeyedHeap(Generic[Item]):
-    """Items by key, the least first; of equal keys the one set first.
+class KeyedHeap(Stateful, Generic[Item]):
+    """Items by key, the least key first. Among equal keys the item that was set first comes first.
 
-    An item taken out, or given a new key, leaves its old entry in the heap until that comes to the top or such
-    entries are the larger half of it: every operation costs O(log n) amortised, memory stays O(n).
+    A removed item, or an item with a new key, leaves its old entry in the heap. The entry is dropped when it reaches
+    the top, or when old entries are more than half of the heap. Operations cost O(log n) amortised, memory is O(n).
     """
 
     def __init__(self) -> None:
@@ -32,11 +34,11 @@ class KeyedHeap(Generic[Item]):
         return item in self._entries
 
     def __iter__(self) -> Iterator[Item]:
-        """The items in the order they were first set, not in order of keys."""
+        """Iterates in the order in which the items were first set, not in the order of keys."""
         return iter(self._entries)
 
     def set(self, item: Item, key: Any) -> None:
-        """Put an item in, or give it another key."""
+        """Adds an item, or gives it another key."""
         self._num_sets += 1
         entry = self._entries[item] = (key, self._num_sets, item)
         heapq.heappush(self._heap, entry)
@@ -45,36 +47,30 @@ class KeyedHeap(Generic[Item]):
             heapq.heapify(self._heap)
 
     def remove(self, item: Item) -> None:
-        """Take an item out. Raises KeyError when it is not in."""
+        """Removes an item. Raises KeyError if it is not in the heap."""
         del self._entries[item]
         if not self._entries:
             self._heap.clear()
 
     def key(self, item: Item) -> Any:
-        """The key of an item that is in."""
+        """Returns the key of an item in the heap."""
         return self._entries[item][0]
 
     def first(self) -> Item:
-        """The item with the least key. Raises IndexError when there is none."""
+        """Returns the item with the least key. Raises IndexError if the heap is empty."""
         heap, entries = self._heap, self._entries
         while entries.get(heap[0][2]) is not heap[0]:
             heapq.heappop(heap)
         return heap[0][2]
 
-    def snapshot(self, save: Callable[[Item], Any]) -> list[Any]:
+    def snapshot(self) -> list[Any]:
         """Returns the number of ``set`` calls, then ``[item, key, number of its last set call]`` of each item."""
-        return [self._num_sets, *([save(item), key, number] for key, number, item in self._entries.values())]
+        return [self._num_sets, *([save(item), save(key), number] for key, number, item in self._entries.values())]
 
-    def restore(self, state: list[Any], load: Callable[[Any], Item]) -> None:
-        """Restores what ``snapshot`` returned. ``load`` is the inverse of its ``save``."""
+    def restore(self, state: list[Any], sequences: Sequences) -> None:
         self._num_sets, *entries = state
         for saved, key, number in entries:
-            item = load(saved)
-            self._entries[item] = (_as_key(key), number, item)
+            item: Item = load(saved, sequences)
+            self._entries[item] = (load(key, sequences), number, item)
         self._heap = list(self._entries.values())
         heapq.heapify(self._heap)
-
-
-def _as_key(value: Any) -> Any:
-    """Returns a key with tuples in place of the lists that MessagePack makes of them."""
-    return tuple(map(_as_key, value)) if isinstance(value, list | tuple) else value

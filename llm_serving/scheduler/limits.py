@@ -1,7 +1,4 @@
-"""Policies, kinds of preemption and of admission control by name; see ``policies`` and ``slo``.
-
-The sizes the scheduler works within, and which request can never fit them.
-"""
+"""The limits and modes of a scheduler, and the check whether a request can ever fit them."""
 
 from __future__ import annotations
 
@@ -15,11 +12,23 @@ from llm_serving.request import Request
 if TYPE_CHECKING:
     from llm_serving.config import Config
 
-__all__ = ["MAX_DECODE_STEPS_AHEAD", "AdmissionKind", "BatchingStrategy", "Policy", "PreemptionKind", "SchedulerLimits"]
+__all__ = [
+    "MAX_DECODE_STEPS_AHEAD",
+    "AdmissionKind",
+    "BatchingStrategy",
+    "Policy",
+    "PreemptionKind",
+    "SchedulerLimits",
+]
+
+MAX_DECODE_STEPS_AHEAD = 3
+
+_AT_LEAST_ONE = ("block_size", "max_model_len", "max_prompt_len", "max_num_seqs", "max_num_batched_tokens",
+                 "prefill_batch_size", "decode_batch_size", "chunk_tokens", "batch_size")  # fmt: skip
 
 
 class Policy(enum.Enum):
-    """``scheduler_config.policy``."""
+    """``scheduler_config.policy``: which step comes next. To add a policy, see ``policies``."""
 
     PREFILL_FIRST = "prefill_first"
     FCFS = "fcfs"
@@ -29,7 +38,7 @@ class Policy(enum.Enum):
 
 
 class BatchingStrategy(enum.Enum):
-    """``model_config.batching_strategy``; see the file of each."""
+    """``model_config.batching_strategy``: which requests may start. To add a batching mode, see ``batching``."""
 
     NONE = "none"
     STATIC = "static"
@@ -38,98 +47,81 @@ class BatchingStrategy(enum.Enum):
 
 
 class PreemptionKind(enum.Enum):
-    """``scheduler_config.preemption``: what becomes of a sequence whose blocks are needed by an older one."""
+    """``scheduler_config.preemption``: what happens to a sequence whose blocks an older sequence needs."""
 
     RECOMPUTE = "recompute"
-    """It waits, and all its known tokens are computed again."""
+    """It waits, and its known tokens are computed again."""
     SWAP = "swap"
-    """Its blocks go to host memory, and come back; where the host has no room it is recomputed."""
+    """Its blocks move to host memory and come back. If the host pool is full, it is recomputed."""
     AUTO = "auto"
-    """Whatever takes less time, by the rates measured so far."""
+    """The faster of both, by the rates measured so far."""
 
 
 class AdmissionKind(enum.Enum):
-    """``scheduler_config.admission``; see ``admission``."""
+    """``scheduler_config.admission``: see ``admission``."""
 
     NONE = "none"
     ROUTER = "router"
     AIMD = "aimd"
 
 
-MAX_DECODE_STEPS_AHEAD = 3
-
-_AT_LEAST_ONE = (
-    "block_size",
-    "max_model_len",
-    "max_prompt_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "prefill_batch_size",
-    "decode_batch_size",
-)
-_AT_LEAST_ONE_IF_SET = ("chunk_tokens", "batch_size")
-
-
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Everything the scheduler reads of the configuration. Times are seconds, lengths tokens."""
+    """All settings that the scheduler reads from the configuration. Times are seconds, lengths are tokens."""
 
     num_blocks: int
-    """Blocks of the KV cache, the null block among them."""
+    """Blocks of the KV cache, including the null block."""
     block_size: int
     max_model_len: int
-    """Longest context: prompt and output."""
+    """Maximum length of the context: prompt and output."""
     max_prompt_len: int
     max_num_seqs: int
-    """Rows of the agent's state table: sequences that have blocks at a time."""
+    """Number of batch rows, which is the maximum number of sequences with blocks."""
     max_num_batched_tokens: int
-    """Tokens of a step."""
+    """Maximum number of tokens in a step."""
     prefill_batch_size: int
     decode_batch_size: int
     policy: Policy = Policy.PREFILL_FIRST
     decode_steps_ahead: int = 1
-    """Unanswered decode steps a row may have behind the one that is running."""
+    """Number of decode steps that may be in flight behind the running one."""
     chunk_tokens: int | None = None
-    """Tokens of a mixed step, rows that decode included; None for ``mixed_step_tokens``' own choice."""
+    """Tokens of a mixed step, including those of decoding sequences. None for the default of ``mixed_step_tokens``."""
     batching: BatchingStrategy = BatchingStrategy.CONTINUOUS
     batch_size: int | None = None
-    """Requests of a static or dynamic batch; None for as many as a decode step takes."""
+    """Requests of a static or dynamic batch. None for the size of a decode step."""
     batch_waiting_time: float = 0.0
-    """How long a prefill step that could take more requests may wait for them, or a dynamic batch that is not full."""
+    """How long a prefill step waits for more requests, or a dynamic batch that is not full."""
     decode_batch_waiting_time: float = 0.0
-    """How long a decode step that is not full may wait for rows still being prefilled."""
+    """How long a decode step that is not full waits for sequences in prefill."""
     max_waiting_requests: int = 1024
     max_waiting_tokens: int | None = None
     num_host_blocks: int = 0
-    """Blocks of host memory that sequences can be swapped out to."""
+    """Blocks of host memory for swapped sequences."""
     page_attention: bool = True
-    """Blocks on demand; else a sequence reserves a range of blocks for its longest answer."""
+    """Sequences get blocks on demand. Otherwise a sequence reserves one range of blocks for its longest output."""
     prefix_cache: bool = False
     cache_namespace: bytes = b""
-    """All that keys and values depend on besides tokens: model, weights, format of the cache."""
+    """Everything except tokens that keys and values depend on: model, weights, format of the cache."""
     preemption: PreemptionKind = PreemptionKind.RECOMPUTE
     admission: AdmissionKind = AdmissionKind.NONE
     max_total_tokens: int | None = None
-    """What ``admission`` lets running requests grow to together; None for the tokens of the cache."""
+    """Limit of ``admission`` on the tokens of all running sequences. None for the capacity of the KV cache."""
     predict_output_length: bool = False
-    """Whether ``admission`` expects answers as long as those seen, and not as long as they may be."""
+    """``admission`` expects outputs as long as recent ones, not as long as they may become."""
     fairness: bool = True
-    """Whether tenants take turns in the queue by the service they got."""
+    """The queue shares service equally between tenants."""
     ttft_objective: float = 2.0
-    """Seconds from arrival to first token that a request without an objective of its own is to have."""
+    """Time from arrival to first token, for requests without an own objective."""
     tbt_objective: float = 0.2
-    """Seconds between two tokens of a request without an objective of its own."""
+    """Time between two tokens, for requests without an own objective."""
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in _AT_LEAST_ONE_IF_SET:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         if self.prefix_cache and not self.page_attention:
-            raise ValueError("prefix_cache shares blocks, which sequences in one piece (page_attention False) cannot")
+            raise ValueError("prefix_cache needs page_attention, because contiguous sequences cannot share blocks")
         if not 0 <= self.decode_steps_ahead <= MAX_DECODE_STEPS_AHEAD:
             raise ValueError(
                 f"decode_steps_ahead is {self.decode_steps_ahead}; it must be 0 to {MAX_DECODE_STEPS_AHEAD}"
@@ -137,7 +129,7 @@ class SchedulerLimits:
 
     @classmethod
     def from_config(cls, config: Config) -> SchedulerLimits:
-        """What a deployment's configuration says."""
+        """Reads the limits from the configuration of a deployment."""
         model, scheduler = config.model_config, config.scheduler_config
         return cls(
             num_blocks=config.pa_config.num_blocks,
@@ -172,37 +164,38 @@ class SchedulerLimits:
 
     @property
     def mixed_step_tokens(self) -> int:
-        """The token budget of a mixed step. Twice the rows of a decode step, and 256 at least, unless configured:
-        prompts then get no less of a step than the rows do."""
+        """Token budget of a mixed step. The default is at least twice the size of a decode step, so that prompts get at
+        least as many tokens as decoding sequences."""
         wanted = max(256, 2 * self.decode_batch_size) if self.chunk_tokens is None else self.chunk_tokens
         return min(wanted, self.max_num_batched_tokens)
 
     @property
     def max_batch_size(self) -> int:
-        """Requests of a static or dynamic batch."""
+        """Maximum number of requests in a static or dynamic batch."""
         wanted = self.decode_batch_size if self.batch_size is None else self.batch_size
         return min(wanted, self.max_num_seqs)
 
     @property
     def max_moves(self) -> int:
-        """Most blocks that one step moves."""
+        """Maximum number of blocks that one step moves."""
         return -(-self.max_model_len // self.block_size) + self.max_num_seqs
 
     @property
     def max_step_history(self) -> int:
-        """Most history tokens in one step: a whole context, sent with the last chunk of it, or a step's tokens."""
+        """Maximum number of history tokens in one step: a whole context, sent with its last chunk, or a step's
+        tokens."""
         return max(self.max_num_batched_tokens, self.max_model_len)
 
     @property
     def watermark_blocks(self) -> int:
-        """Blocks that admitting a request leaves free at least while others run. A twentieth: in a simulation of
-        400 requests on 1024 blocks of 16 it preempted a fifth to a half as often as a hundredth did."""
+        """Blocks that stay free when a sequence starts while others run. A twentieth of the cache gave a fifth to a
+        half of the preemptions of a hundredth, in a simulation of 400 requests on 1024 blocks of 16."""
         return self.num_blocks // 20
 
     def max_output_tokens(self, request: Request) -> int:
-        """Output tokens after which the request is over: ``max_tokens``, or less where the context ends.
+        """Returns the number of output tokens at which the request ends: ``max_tokens``, or less at the context's end.
 
-        Raises ContextLengthError when the request can never be served, with the arithmetic.
+        Raises ContextLengthError with the arithmetic if the request can never be served.
         """
         prompt = len(request.prompt_token_ids)
         if prompt < 1:
@@ -219,8 +212,8 @@ class SchedulerLimits:
             )
         if prompt + 1 > self.max_model_len:
             raise ContextLengthError(
-                f"the prompt has {prompt} tokens and the context is {self.max_model_len} tokens, which leaves no room"
-                " for an answer. Shorten the prompt.",
+                f"the prompt has {prompt} tokens and the context is {self.max_model_len} tokens, which leaves no space"
+                " for the output. Shorten the prompt.",
                 param="prompt",
             )
         max_output = min(request.sampling.max_tokens, self.max_model_len - prompt)
@@ -234,7 +227,7 @@ class SchedulerLimits:
             raise ContextLengthError(
                 f"a prompt of {prompt} tokens and up to {max_output} output tokens need ceil(({prompt} + {max_output}"
                 f" - 1) / {self.block_size}) = {needed} blocks of the KV cache; it has {usable}"
-                f" (pa_config.num_blocks {self.num_blocks} less the null block), room for"
+                f" (pa_config.num_blocks {self.num_blocks} less the null block), which hold"
                 f" {usable * self.block_size} tokens. Shorten the prompt or ask for fewer tokens.",
                 param="max_tokens",
             )

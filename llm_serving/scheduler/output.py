@@ -1,22 +1,20 @@
-"""What the scheduler hands to the executor, and what comes back: one step, in columns.
+"""What the scheduler and the executor exchange: scheduled steps, and the results of completed steps.
 
-A step is columnar because it is written into NumPy arrays: index ``i`` of every list is sequence ``i`` of the
-step. Nothing here is copied: ``block_tables[i]`` is the sequence's own list, so the executor reads it during
-``submit`` and keeps no reference to it.
+A step is columnar because the executor writes it into NumPy arrays: index ``i`` of every list describes sequence ``i``
+of the step. Lists are shared, not copied: ``block_tables[i]`` is the sequence's own list. The executor reads it in
+``submit`` and keeps no reference.
 
-What an executor may rely on, to do work per change instead of per step:
+The executor may rely on the following rules, and then needs work per change of the batch, not per step:
 
-* A sequence holds its row until no step in flight can touch it, and a row's sampling parameters never change.
-* A row is (re)started by a step whose ``restarts[i]`` is True, a prefill step mostly, not always at position 0: a
-  prefix may be cached, or the sequence may come back from the host. Its last token is then never ``LAST_TOKEN``.
-  From then on its block table only grows at the end, until the next restart of that row, which comes with a table
-  of its own.
-* Several sequences may read a block; a block that a step writes, by its tokens or by a move, is one sequence's alone.
-* Steps are handed over in the order of ``seq``, which goes up by one. Steps of one kind run in that order, PREFILL
-  and MIXED being one kind here. Run in the order of ``seq``, or with one kind before the other, they give the same
-  tokens. A MOVE step may overtake any other: no step in flight touches the blocks it writes, and what it reads has
-  been written by steps that were answered.
-* Blocks named in ``moves`` stay with their owners until the step is answered.
+* A sequence keeps its batch row until no step in flight uses it. The sampling parameters of a batch row never change.
+* A step whose ``restarts[i]`` is True starts a batch row. It is usually a prefill step. It can begin after position 0,
+  because a prefix may be cached or the sequence may come back from the host. Its last token is never ``LAST_TOKEN``.
+  Until the next restart of that batch row, its block table only grows at the end.
+* Several sequences may read a block. A block that a step writes, by tokens or by a move, belongs to one sequence only.
+* Steps are sent in the order of ``seq``, which increases by one. Steps of one kind run in that order; PREFILL and MIXED
+  count as one kind. Any order of the two kinds gives the same tokens. A MOVE step may overtake other steps: no step in
+  flight uses the blocks that it writes, and completed steps have written the blocks that it reads.
+* Blocks in ``moves`` stay with their sequences until the step completes.
 """
 
 from __future__ import annotations
@@ -40,21 +38,21 @@ __all__ = [
 
 
 class StepKind(enum.Enum):
-    """What a step does, and which message announces it."""
+    """The kind of a step. It decides which message announces the step to the agent."""
 
     PREFILL = "prefill"
-    """Prompts, or chunks of them."""
+    """Computes prompts or chunks of prompts."""
     DECODE = "decode"
-    """One token of each sequence."""
+    """Computes one token of each sequence."""
     MIXED = "mixed"
-    """Chunks of prompts together with rows that decode; announced like a prefill."""
+    """Computes chunks of prompts and one token of each decoding sequence. It is announced as a prefill."""
     MOVE = "move"
-    """No tokens: blocks go to the host's memory, or come back."""
+    """Computes no tokens. It copies blocks to host memory or back."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMove:
-    """One block is copied, keys and values of all layers. Ids are of the device's cache or of the host's pool."""
+    """A copy of one block: the keys and values of all layers. Ids refer to the KV cache or to the host pool."""
 
     kind: MoveKind
     source: int
@@ -62,23 +60,23 @@ class BlockMove:
 
 
 class StepReason(enum.Enum):
-    """Why this step and not another; for people, and for the flight recorder."""
+    """Why the policy chose a step, for logs and the flight recorder."""
 
-    PROMPT_READY = "a prompt could start or go on"
-    PROMPT_OVERDUE = "prompts had waited for as many decode steps as they may"
-    ROWS_READY = "rows could decode, and no prompt goes before them"
-    ROWS_OVERDUE = "rows had waited for as many prefill steps as they may"
-    BUDGET_SHARED = "rows decode, and prompts fill the rest of the token budget"
-    BUDGET_CUT = "rows decode, and prompts get as many tokens as leave the rows their time between tokens"
-    SWAP_OUT = "blocks were needed: a sequence leaves for the host"
+    PROMPT_READY = "a prompt could start or continue"
+    PROMPT_OVERDUE = "prompts had waited for the maximum number of decode steps"
+    ROWS_READY = "sequences could decode, and no prompt had precedence"
+    ROWS_OVERDUE = "decoding sequences had waited for the maximum number of prefill steps"
+    BUDGET_SHARED = "sequences decode, and prompts fill the rest of the token budget"
+    BUDGET_CUT = "sequences decode, and prompts get the tokens that keep the time between tokens within its objective"
+    SWAP_OUT = "blocks were needed: a sequence moves to the host"
     SWAP_IN = "blocks are free again: a sequence comes back from the host"
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The known tokens of a sequence with penalties, sent by the step that samples its first token on a row.
+    """The known tokens of a sequence with penalties. The step that samples its first token on a batch row sends them.
 
-    ``index`` is the sequence's place in the step; the first ``num_prompt_tokens`` of ``token_ids`` are the prompt.
+    ``index`` is the index of the sequence in the step. The first ``num_prompt_tokens`` of ``token_ids`` are the prompt.
     """
 
     index: int
@@ -88,38 +86,39 @@ class History:
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """One step: S sequences, T tokens.
+    """One step with S sequences and T tokens.
 
-    A DECODE step has one token a sequence (T == S) and samples for each; a MOVE step has neither (S == T == 0).
+    A DECODE step has one token per sequence (T == S) and samples for each. A MOVE step has neither (S == T == 0).
     """
 
     seq: int
-    """Number of the step; the first is 0, the next one more."""
+    """Number of the step. Numbers start at 0 and increase by one."""
     kind: StepKind
     requests: list[Request] = field(default_factory=list)
-    """[S] for ``sampling`` alone; the other fields change while the step is in flight."""
+    """[S] Only ``sampling`` is fixed; the other fields change while the step is in flight."""
     rows: list[int] = field(default_factory=list)
-    """[S] row of the agent's state table; no row occurs twice in a step."""
+    """[S] Batch rows. Each occurs once in a step."""
     token_ids: list[int] = field(default_factory=list)
-    """[T] the sequences' tokens one after the other; ``LAST_TOKEN`` (-1) where only the agent knows it yet."""
+    """[T] The tokens of all sequences, one sequence after the other. ``LAST_TOKEN`` (-1) stands for a token that only
+    the agent knows yet."""
     query_lens: list[int] = field(default_factory=list)
-    """[S] tokens of each sequence in this step; they sum to T."""
+    """[S] Number of tokens of each sequence in this step. The sum is T."""
     starts: list[int] = field(default_factory=list)
-    """[S] position of each sequence's first token here, which is also how many of its tokens are cached before the
-    step. Its tokens sit at ``start .. start + query_len - 1``; its context afterwards is ``start + query_len``."""
+    """[S] Position of each sequence's first token in this step. This is also the number of its tokens that are cached
+    before the step. The tokens have positions ``start .. start + query_len - 1``."""
     block_tables: list[list[int]] = field(default_factory=list)
-    """[S] block ids in order of position, at least ``ceil(context / block_size)`` of them, never the null block 0
-    (with which the executor pads)."""
+    """[S] Block ids in order of position, at least ``ceil((start + query_len) / block_size)`` of them. The null block
+    0, which the executor uses for padding, never occurs."""
     do_sample: list[bool] = field(default_factory=list)
-    """[S] False for all but the last chunk of a prompt that does not fit one step."""
+    """[S] False for all chunks of a prompt except the last."""
     sample_positions: list[int] = field(default_factory=list)
-    """[S] index in the output of the token to sample: the key of its random number."""
+    """[S] Index of the sampled token in the output. It is the key of the token's random number."""
     histories: list[History] = field(default_factory=list)
-    """For sequences with penalties that (re)start their row; in order of ``index``, mostly empty."""
+    """The histories of sequences with penalties that start their batch row, in order of ``index``."""
     restarts: list[bool] = field(default_factory=list)
-    """[S] True in a sequence's first step on its row; empty says False of all."""
+    """[S] True in a sequence's first step on its batch row. An empty list means False for all."""
     moves: list[BlockMove] = field(default_factory=list)
-    """Copies to run before anything else, in this order; mostly empty."""
+    """Copies that run before everything else, in this order."""
     reason: StepReason = StepReason.PROMPT_READY
 
     @property
@@ -133,20 +132,20 @@ class ScheduledStep:
 
 @dataclass(slots=True)
 class StepResult:
-    """The answer to one step, index ``i`` being sequence ``i`` of the step.
+    """The result of one step. Index ``i`` describes sequence ``i`` of the step.
 
-    ``aborted``: the step was dropped before it began; ``error``: it raised. In both cases the lists are empty.
+    If the step was dropped before it began (``aborted``) or failed (``error``), the lists are empty.
     """
 
     seq: int
     sampled_ids: list[int] = field(default_factory=list)
-    """[S] the token, or -1 where ``do_sample`` was False."""
+    """[S] The sampled token, or -1 if ``do_sample`` was False."""
     logits: list[float] = field(default_factory=list)
-    """[S] raw logit of the sampled token."""
+    """[S] Raw logit of the sampled token."""
     logsumexps: list[float] = field(default_factory=list)
-    """[S] log of the sum of exp of the raw logits."""
+    """[S] Logarithm of the sum of the exponentials of the raw logits."""
     tops: list[tuple[tuple[int, float], ...]] | None = None
-    """[S] best (token id, raw logit) pairs of each sequence, as many as it asked for; None when nobody asked."""
+    """[S] The best (token id, raw logit) pairs that each sequence asked for. None if no sequence asked."""
     aborted: bool = False
     error: str | None = None
     queue_us: int = 0
@@ -156,17 +155,17 @@ class StepResult:
 
 @dataclass(slots=True)
 class RequestUpdate:
-    """What one step's answer, or an event, meant for one request: a token, its end, or both.
+    """One change of a request: a new token, its end, or both.
 
-    When ``request.is_finished``, it has left the scheduler for good and this is its last update.
+    If ``request.is_finished``, the request has left the scheduler and this is its last update.
     """
 
     request: Request
     token_id: int | None = None
-    """The new token, already appended to ``request.output_token_ids``."""
+    """The new token. ``request.output_token_ids`` contains it already."""
     index: int = -1
-    """Place of the sequence in the StepResult, for the logits; -1 without a token."""
+    """Index of the sequence in the StepResult, for its logits; -1 without a token."""
     stop_token_id: int | None = None
-    """The one of ``sampling.stop_token_ids`` that ended the request."""
+    """The member of ``sampling.stop_token_ids`` that ended the request."""
     error: str | None = None
-    """Why it ended with ``FinishReason.ERROR``, or of itself with ``ABORT``: its deadline passed."""
+    """Why the request ended with ``FinishReason.ERROR``, or with ``ABORT`` at its deadline."""

@@ -1,10 +1,11 @@
-"""What becomes of a sequence that has to give up its blocks: computed again, or swapped to the host and back.
+"""Preemption: takes blocks from running sequences, and lets these sequences continue later.
 
-Swapping: blocks of preempted sequences go to host memory and come back, by steps that move blocks and nothing else.
+A preempted sequence is recomputed or swapped. If it is recomputed, it waits again. If it is swapped, a MOVE step copies
+its blocks to the host pool, and later another MOVE step copies them back.
 
-A sequence on its way out is LEAVING: first its steps in flight are answered, then a step of moves copies its blocks,
-then they are free. On its way back it is RUNNING, but neither prefilled nor decoding before its blocks are there.
-So no step in flight ever touches a block that a move reads or writes.
+On the way to the host, a sequence is LEAVING: its steps in flight complete, then its blocks are copied, then they are
+free. On the way back it is RUNNING, but neither in prefill nor decoding until its blocks are back. So no other step in
+flight uses a block that a MOVE step reads or writes.
 """
 
 from __future__ import annotations
@@ -13,38 +14,44 @@ from llm_serving.request import RequestStatus
 from llm_serving.scheduler.limits import PreemptionKind
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepReason, StepResult
 from llm_serving.scheduler.sequence import Sequence, SequenceState
-from llm_serving.scheduler.snapshot import Sequences
+from llm_serving.scheduler.snapshot import Stateful
+from llm_serving.scheduler.starting import Admission
 from llm_serving.scheduler.state import SchedulerState
+from llm_serving.telemetry.receipt import Phase
 
-__all__ = ["PreemptionChoice", "Swapper"]
+__all__ = ["Preemption", "PreemptionChoice"]
 
 _KEEP = 1 - 1 / 32
-"""What the past weighs against the next step: about the last 32 count."""
+"""Weight of the past against the next step: about the last 32 steps count."""
 
 
-class _Rate:
-    """Seconds for each unit of work, the latest steps weighing most."""
+class _Rate(Stateful):
+    """Seconds per unit of work. The latest steps weigh most."""
+
+    STATE = ("_seconds", "_units")
 
     def __init__(self) -> None:
-        self.seconds = 0.0
-        self.units = 0.0
+        self._seconds = 0.0
+        self._units = 0.0
 
     def note(self, seconds: float, units: int) -> None:
-        self.seconds = self.seconds * _KEEP + seconds
-        self.units = self.units * _KEEP + units
+        self._seconds = self._seconds * _KEEP + seconds
+        self._units = self._units * _KEEP + units
 
     @property
     def seconds_per_unit(self) -> float | None:
-        """None before anything was measured."""
-        return self.seconds / self.units if self.units else None
+        """None before the first measurement."""
+        return self._seconds / self._units if self._units else None
 
 
-class PreemptionChoice:
-    """Chooses by ``scheduler_config.preemption``; ``auto`` learns from the answers of steps.
+class PreemptionChoice(Stateful):
+    """Chooses between recompute and swap by ``scheduler_config.preemption``.
 
-    ``auto`` swaps when moving the blocks out and back takes less time than computing the tokens again. What was
-    never measured is tried: before the first swap it swaps, and a rate that is old is not known to be wrong.
+    ``auto`` swaps if moving the blocks out and back takes less time than computing the tokens again. Before the first
+    measurements it also swaps, to get them.
     """
+
+    STATE = ("_prefill", "_move")
 
     def __init__(self, kind: PreemptionKind, block_size: int) -> None:
         self._kind = kind
@@ -53,18 +60,17 @@ class PreemptionChoice:
         self._move = _Rate()
 
     def prefers_swap(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is to be swapped, if the host has room."""
+        """Returns True if a running sequence is swapped, provided that the host pool has blocks."""
         if self._kind is not PreemptionKind.AUTO:
             return self._kind is PreemptionKind.SWAP
         token_s, block_s = self._prefill.seconds_per_unit, self._move.seconds_per_unit
         if token_s is None or block_s is None:
             return True
-        request = sequence.request
-        num_blocks = -(-request.num_computed_tokens // self._block_size)
-        return 2 * num_blocks * block_s < request.num_computed_tokens * token_s
+        num_tokens = sequence.request.num_computed_tokens
+        return 2 * -(-num_tokens // self._block_size) * block_s < num_tokens * token_s
 
-    def step_answered(self, step: ScheduledStep, result: StepResult) -> None:
-        """Learn from a step that has run: what its tokens took, or its blocks."""
+    def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
+        """Learns the time per token and per moved block."""
         seconds = result.graph_us / 1e6
         if result.aborted or result.error is not None or seconds <= 0.0:
             return
@@ -73,78 +79,118 @@ class PreemptionChoice:
         elif step.kind is StepKind.MOVE:
             self._move.note(seconds, len(step.moves))
 
-    def snapshot(self) -> list[float]:
-        prefill, move = self._prefill, self._move
-        return [prefill.seconds, prefill.units, move.seconds, move.units]
 
-    def restore(self, state: list[float], sequences: Sequences) -> None:
-        self._prefill.seconds, self._prefill.units, self._move.seconds, self._move.units = state
+class Preemption(Stateful):
+    """Preempts sequences, and owns the host blocks: a sequence gets them in ``preempt`` and returns them in
+    ``drop``."""
 
+    STATE = ("num_preemptions", "num_swaps", "_choice", "_leaving_for_host")
 
-class Swapper:
-    """Owns the host's blocks: gives them to a sequence in ``reserve_host``, takes them back in ``drop``."""
-
-    def __init__(self, state: SchedulerState) -> None:
+    def __init__(self, state: SchedulerState, choice: PreemptionChoice, admission: Admission) -> None:
+        self.num_preemptions = 0
+        self.num_swaps = 0
         self._state = state
-        self._going_out: list[Sequence] = []
-        self._max_moves = state.limits.max_moves
+        self._choice = choice
+        self._admission = admission
+        self._leaving_for_host: list[Sequence] = []
+        """Sequences whose blocks the next MOVE step copies to the host."""
 
-    def reserve_host(self, sequence: Sequence) -> bool:
-        """Take host blocks for what a running sequence has computed. False when it has nothing, or there are none."""
-        kv_cache = self._state.kv_cache
-        host_table = kv_cache.host_allocate(kv_cache.blocks_for(sequence.request.num_computed_tokens))
-        if not host_table:
-            return False
-        sequence.host_table = host_table
-        return True
+    def preempt(self, sequence: Sequence, now: float) -> None:
+        """Takes the blocks of a running sequence, as soon as no step in flight uses them."""
+        self.num_preemptions += 1
+        sequence.request.num_preemptions += 1
+        # A sequence that was on its way back from the host still has its host blocks.
+        swaps = sequence.on_host or (self._choice.prefers_swap(sequence) and self._reserve_host(sequence))
+        self.num_swaps += swaps
+        sequence.request.receipt.enter(Phase.SWAPPED if swaps else Phase.PREEMPTED, now)
+        self._admission.preempted()
+        self._state.running.stop(sequence)
+        self.settle(sequence)
+
+    def settle(self, sequence: Sequence) -> None:
+        """Decides what happens to a LEAVING sequence that no step in flight uses: it is removed, waits again, is
+        swapped, or its blocks move to the host first."""
+        if sequence.state is not SequenceState.LEAVING or sequence.num_inflight_steps:
+            return
+        finished = sequence.request.is_finished
+        swaps = bool(sequence.host_table) and not finished and not sequence.drop_tokens
+        if swaps and not sequence.on_host:
+            if sequence not in self._leaving_for_host:
+                self._leaving_for_host.append(sequence)
+            return
+        if not swaps:
+            self.drop(sequence)
+        self._state.running.release(sequence)
+        if finished:
+            sequence.state = SequenceState.REMOVED
+        elif swaps:
+            sequence.request.status = RequestStatus.SWAPPED
+            sequence.state = SequenceState.SWAPPED
+            self._state.add_swapped(sequence)
+        else:
+            self._wait_again(sequence)
 
     def drop(self, sequence: Sequence) -> None:
-        """What the host has of a sequence, or was to get, is not needed any more. No move in flight uses it."""
+        """Takes the host blocks of a sequence back. No MOVE step in flight uses them."""
         if sequence.host_table:
             self._state.kv_cache.host_free(sequence.host_table)
             sequence.host_table = []
         sequence.on_host = False
-        if sequence in self._going_out:
-            self._going_out.remove(sequence)
+        if sequence in self._leaving_for_host:
+            self._leaving_for_host.remove(sequence)
 
-    def send_out(self, sequence: Sequence) -> None:
-        """Have the next step of moves copy a leaving sequence's blocks, which no step in flight touches any more."""
-        if sequence not in self._going_out:
-            self._going_out.append(sequence)
+    def drop_swapped(self, now: float) -> None:
+        """Makes all swapped sequences wait again, because host memory was lost with the agent."""
+        swapped, self._state.swapped = self._state.swapped, []
+        for sequence in swapped:
+            sequence.request.receipt.enter(Phase.RESTARTED, now)
+            self.drop(sequence)
+            self._wait_again(sequence)
+
+    def _wait_again(self, sequence: Sequence) -> None:
+        sequence.request.num_computed_tokens = 0
+        sequence.request.status = RequestStatus.WAITING
+        sequence.state = SequenceState.WAITING
+        self._state.intake.put_back(sequence)
+
+    # MOVE steps
 
     def next_step(self) -> ScheduledStep | None:
-        """The step of moves to send now: first those on their way out, whose blocks somebody waits for."""
-        return self._move_out() or self._move_in()
+        """Returns the next MOVE step or None. Moves to the host go first, because other sequences need the blocks."""
+        if self._leaving_for_host and (step := self._move_out()) is not None:
+            return step
+        return self._move_in() if self._state.swapped else None
 
     def moved(self, kind: MoveKind, sequences: list[Sequence]) -> None:
-        """A step of moves was answered."""
+        """Notes that a MOVE step has completed."""
         for sequence in sequences:
             if kind is MoveKind.SWAP_OUT:
                 sequence.on_host = True
             elif sequence.state is SequenceState.RUNNING:
                 self.drop(sequence)
-                self._go_on(sequence)
-            # One that was preempted again on its way back still has all it needs on the host.
+                self._resume(sequence)
+            # A sequence that was preempted on its way back keeps its host blocks.
 
     def _move_out(self) -> ScheduledStep | None:
         sequences: list[Sequence] = []
         moves: list[BlockMove] = []
-        while self._going_out and len(moves) + len(self._going_out[0].host_table) <= self._max_moves:
-            sequence = self._going_out.pop(0)
+        max_moves, leaving = self._state.limits.max_moves, self._leaving_for_host
+        while leaving and len(moves) + len(leaving[0].host_table) <= max_moves:
+            sequence = leaving.pop(0)
             sequences.append(sequence)
-            pairs = zip(sequence.block_table, sequence.host_table, strict=False)  # blocks without tokens stay behind
+            pairs = zip(sequence.block_table, sequence.host_table, strict=False)  # blocks without tokens are not copied
             moves += [BlockMove(MoveKind.SWAP_OUT, block, host) for block, host in pairs]
         return self._send(moves, sequences, StepReason.SWAP_OUT) if moves else None
 
     def _move_in(self) -> ScheduledStep | None:
-        """The oldest of the swapped ones come back, as many as there is room for."""
+        """Brings the oldest swapped sequences back, as many as there is capacity for."""
         state = self._state
         sequences: list[Sequence] = []
         moves: list[BlockMove] = []
-        while state.swapped and not self._waits(state.swapped[0]):
+        while state.swapped and not self._must_wait(state.swapped[0]):
             sequence = state.swapped[0]
-            too_many = len(moves) + len(sequence.host_table) > self._max_moves
-            if too_many or not state.running.return_from_host(sequence, state.limits.watermark_blocks):
+            exceeds = len(moves) + len(sequence.host_table) > state.limits.max_moves
+            if exceeds or not state.running.return_from_host(sequence, state.limits.watermark_blocks):
                 break
             del state.swapped[0]
             sequence.request.status = RequestStatus.RUNNING
@@ -154,27 +200,30 @@ class Swapper:
             moves += [BlockMove(MoveKind.SWAP_IN, host, block) for host, block in pairs]
         return self._send(moves, sequences, StepReason.SWAP_IN) if moves else None
 
-    def _waits(self, sequence: Sequence) -> bool:
-        """Whether an older sequence is to start again first, or one that was preempted still drains."""
-        waiting, running = self._state.waiting, self._state.running
-        if running.num_preempted_leaving:
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """Returns True if an older sequence must start first, or if a preempted sequence is still leaving."""
+        if self._state.running.num_preempted_leaving:
             return True
-        return waiting.num_returned > 0 and next(waiting.preempted()).arrival_index < sequence.arrival_index
+        first = self._state.intake.first_preempted
+        return first is not None and first.arrival_index < sequence.arrival_index
 
     def _send(self, moves: list[BlockMove], sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
         in_flight = self._state.in_flight
         step = ScheduledStep(in_flight.next_seq, StepKind.MOVE, moves=moves, reason=reason)
         return in_flight.add(step, sequences)
 
-    def _go_on(self, sequence: Sequence) -> None:
-        """A sequence is back: it decodes, or its prompt goes on."""
+    def _resume(self, sequence: Sequence) -> None:
+        """Lets a sequence that is back on the device decode, or continue its prompt."""
         if sequence.request.output_token_ids and sequence.num_uncomputed_tokens == 1:
             self._state.running.end_prefill(sequence)
         else:
             self._state.running.start_prefill(sequence)
 
-    def snapshot(self) -> list[int]:
-        return [sequence.arrival_index for sequence in self._going_out]
-
-    def restore(self, state: list[int], sequences: Sequences) -> None:
-        self._going_out = [sequences[index] for index in state]
+    def _reserve_host(self, sequence: Sequence) -> bool:
+        """Takes host blocks for the computed tokens of a running sequence. Returns False if it cannot."""
+        kv_cache = self._state.kv_cache
+        host_table = kv_cache.host_allocate(kv_cache.blocks_for(sequence.request.num_computed_tokens))
+        if not host_table:
+            return False
+        sequence.host_table = host_table
+        return True

@@ -1,21 +1,22 @@
-"""The sequences that have a row and blocks: who runs, who is leaving, and what they hold."""
+"""The sequences with a batch row and blocks: those that run and those that leave."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.scheduler.block_supply import BlockSupply
 from llm_serving.scheduler.sequence import Sequence, SequenceState
-from llm_serving.scheduler.snapshot import Sequences
+from llm_serving.scheduler.snapshot import Stateful
 
 __all__ = ["RunningSet"]
 
 
-class RunningSet:
-    """Owns rows and blocks: gives them to a sequence in ``start`` and ``grow``, takes them back in ``release``."""
+class RunningSet(Stateful):
+    """Owns batch rows and blocks. ``start`` and ``grow`` give them to a sequence, ``release`` takes them back."""
+
+    STATE = ("_free_rows", "_running", "_leaving", "_prefilling", "_num_preempted", "num_changes")
 
     def __init__(self, kv_cache: KVCacheManager, supply: BlockSupply, max_num_seqs: int) -> None:
         self._kv_cache = kv_cache
@@ -27,13 +28,13 @@ class RunningSet:
         self._prefilling: dict[int, Sequence] = {}
         self._num_preempted = 0
         self.num_changes = 0
-        """Goes up whenever a sequence starts or stops, and so whenever a row or a block table is another one."""
+        """Increases whenever a sequence starts or stops, and so whenever a batch row or a block table changes."""
 
     def __len__(self) -> int:
         return len(self._running)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """The running ones, in order of arrival."""
+        """Iterates over the running sequences in order of arrival."""
         return iter(self._running.values())
 
     @property
@@ -60,27 +61,31 @@ class RunningSet:
 
     @property
     def num_preempted_leaving(self) -> int:
-        """Sequences that will wait again, or be swapped, once their steps in flight are answered."""
+        """Leaving sequences that wait again, or are swapped, when their steps in flight complete."""
         return self._num_preempted
 
     @property
     def num_leaving_blocks(self) -> int:
-        """Blocks that come back once the steps in flight are answered: those of leaving sequences, and those that are
-        held to be copied. (Shared ones may stay with others.)"""
+        """Blocks that become free when the steps in flight complete, unless other sequences share them.
+
+        These are the blocks of leaving sequences and the sources of copies.
+        """
         held = sum(len(sequence.block_table) for sequence in self._leaving.values())
         return held + self._kv_cache.num_copies_under_way
 
     @property
     def victim(self) -> Sequence:
-        """Whom to preempt: of those of the least important priority the one that arrived last, but never the oldest
-        of all, unless it is alone."""
+        """The sequence that is preempted next: the latest arrival of the least important priority.
+
+        It is never the oldest of all, unless the oldest runs alone.
+        """
         others = islice(self._running.values(), 1, None)
         latest = self._running[next(reversed(self._running))]
         return max(others, key=lambda sequence: (sequence.request.priority, sequence.arrival_index), default=latest)
 
     @property
     def num_held_tokens(self) -> int:
-        """Slots of the cache that hold a token, or will when the prompts that run are computed."""
+        """KV positions that hold a token, or will hold one when the running prompts are computed."""
         size, held = self._kv_cache.block_size, 0
         for sequence in [*self._running.values(), *self._leaving.values()]:
             request = sequence.request
@@ -88,23 +93,25 @@ class RunningSet:
         return held
 
     def reserve(self, watermark_blocks: int) -> int:
-        """Blocks to stay free when a sequence starts.
+        """Returns the number of blocks that must stay free when a sequence starts.
 
-        While others run, a block for each of them: the blocks a victim gave up for the oldest go to the oldest,
-        which is what guarantees progress. At least ``watermark_blocks``, so that the next few tokens of the others
-        do not preempt the newcomer again.
+        While others run, this is at least a block for each of them. So the blocks of a victim go to the oldest
+        sequence, which guarantees progress. It is also at least ``watermark_blocks``, so that the next tokens of the
+        others do not preempt the new sequence immediately.
         """
         return max(len(self._running), watermark_blocks) if self._running else 0
 
     def start(self, sequence: Sequence) -> None:
-        """Give a waiting sequence that fits a row, and blocks for its known tokens."""
+        """Gives a waiting sequence that fits a batch row, and blocks for its known tokens."""
         self._supply.start(sequence)
         self._enter(sequence)
         self.start_prefill(sequence)
 
     def return_from_host(self, sequence: Sequence, watermark_blocks: int) -> bool:
-        """Give a swapped sequence a row, and blocks for its known tokens. It is neither prefilled nor decoding before
-        its blocks are back. False when there is no room."""
+        """Gives a swapped sequence a batch row and blocks for its known tokens. Returns False without capacity.
+
+        Until its blocks are back, the sequence is neither in prefill nor decoding.
+        """
         needed = self._kv_cache.blocks_for(sequence.request.num_tokens)
         if not self._free_rows or needed + self.reserve(watermark_blocks) > self._kv_cache.num_free_blocks:
             return False
@@ -124,25 +131,25 @@ class RunningSet:
             self._running = dict(sorted(self._running.items()))
 
     def start_prefill(self, sequence: Sequence) -> None:
-        """Known tokens of a running sequence are to be computed."""
+        """Marks a running sequence whose known tokens must be computed."""
         self._prefilling[sequence.arrival_index] = sequence
 
     def end_prefill(self, sequence: Sequence) -> None:
-        """All known tokens are computed, or will be by steps in flight: the sequence decodes from here on."""
+        """Marks a sequence as decoding: its known tokens are computed, or steps in flight compute them."""
         self._prefilling.pop(sequence.arrival_index, None)
         sequence.is_decoding = True
 
     def in_need_of_block(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those whose blocks are full: their next token needs one more."""
+        """Returns the sequences whose blocks are full, so that their next token needs another block."""
         size = self._kv_cache.block_size
         return [s for s in sequences if s.request.num_computed_tokens >= len(s.block_table) * size]
 
     def grow(self, sequence: Sequence) -> bool:
-        """A block for the next token. False when none is free."""
+        """Gives a sequence a block for its next token. Returns False if no block is free."""
         return self._kv_cache.grow(sequence.block_table, sequence.request.num_computed_tokens + 1)
 
     def stop(self, sequence: Sequence) -> None:
-        """Nothing more is scheduled for a running sequence; it keeps what it holds until ``release``."""
+        """Makes a running sequence leave. It keeps its batch row and blocks until ``release``."""
         self.num_changes += 1
         del self._running[sequence.arrival_index]
         self._prefilling.pop(sequence.arrival_index, None)
@@ -151,13 +158,13 @@ class RunningSet:
         self._num_preempted += not sequence.request.is_finished
 
     def finish_leaving(self) -> None:
-        """A sequence that was leaving to wait again has finished instead."""
+        """Notes that a preempted sequence has finished while it was leaving."""
         self._num_preempted -= 1
 
     def release(self, sequence: Sequence) -> None:
-        """Take row and blocks of a leaving sequence back. No step in flight touches them any more."""
+        """Takes batch row and blocks of a leaving sequence back. No step in flight uses them."""
         if sequence.num_inflight_steps:
-            raise AssertionError(f"{sequence.num_inflight_steps} steps in flight use the blocks to be freed")
+            raise AssertionError(f"{sequence.num_inflight_steps} steps in flight use the blocks that would become free")
         del self._leaving[sequence.arrival_index]
         self._num_preempted -= not sequence.request.is_finished
         self._supply.release(sequence, computed=not sequence.drop_tokens)
@@ -165,13 +172,14 @@ class RunningSet:
         sequence.leave_device()
 
     def check_integrity(self, swapped: list[Sequence]) -> None:
-        """Raises AssertionError unless every row and block is held once or free, and every sequence is whole."""
+        """Raises AssertionError unless each batch row and block is held once or free, and each sequence has its
+        blocks."""
         holders = [*self._running.values(), *self._leaving.values()]
         host_tables = [sequence.host_table for sequence in [*holders, *swapped]]
         self._kv_cache.check_integrity([sequence.block_table for sequence in holders], host_tables)
         rows = sorted([*self._free_rows, *(sequence.request.row for sequence in holders)])
         if rows != list(range(self._max_num_seqs)):
-            raise AssertionError(f"rows held and free are {rows}, not 0 to {self._max_num_seqs - 1} once each")
+            raise AssertionError(f"batch rows held and free are {rows}, not 0 to {self._max_num_seqs - 1} once each")
         if list(self._running) != sorted(self._running):
             raise AssertionError("running sequences are not in order of arrival")
         if self._num_preempted != sum(not sequence.request.is_finished for sequence in self._leaving.values()):
@@ -180,20 +188,3 @@ class RunningSet:
             held, cached = len(sequence.block_table), sequence.request.num_computed_tokens
             if held < self._kv_cache.blocks_for(cached):
                 raise AssertionError(f"{sequence.request.request_id} holds {held} blocks for {cached} tokens")
-
-    def snapshot(self) -> dict[str, Any]:
-        return {
-            "free_rows": self._free_rows.copy(),
-            "running": list(self._running),
-            "leaving": list(self._leaving),
-            "prefilling": list(self._prefilling),
-            "num_preempted": self._num_preempted,
-            "num_changes": self.num_changes,
-        }
-
-    def restore(self, state: dict[str, Any], sequences: Sequences) -> None:
-        self._free_rows = state["free_rows"]
-        self._running = {index: sequences[index] for index in state["running"]}
-        self._leaving = {index: sequences[index] for index in state["leaving"]}
-        self._prefilling = {index: sequences[index] for index in state["prefilling"]}
-        self._num_preempted, self.num_changes = state["num_preempted"], state["num_changes"]

@@ -1,44 +1,28 @@
-"""What the scheduler knows of a request beyond the request itself."""
+"""A sequence: the scheduler's record of one request, with its blocks and its steps in flight."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from typing import Any
 
-from llm_serving.kvcache.kv_cache_manager import BlockCopy, KVCacheManager
+from llm_serving.kvcache.kv_cache_manager import BlockCopy
 from llm_serving.kvcache.prefix_cache import PrefixMatch
 from llm_serving.kvcache.prefix_chain import PrefixChain
 from llm_serving.request import Request
 
 __all__ = ["Sequence", "SequenceState"]
 
-_PLAIN_STATE = (
-    "arrival_index",
-    "max_output_tokens",
-    "on_host",
-    "is_decoding",
-    "restarts",
-    "notes_tokens",
-    "num_inflight_steps",
-    "num_inflight_decodes",
-    "drop_tokens",
-    "last_turn",
-)
-"""Attributes of a sequence that are numbers."""
-
 
 class SequenceState(enum.Enum):
-    """Where the scheduler keeps a sequence. Only RUNNING and LEAVING ones have a row and blocks."""
+    """Where the scheduler keeps a sequence. Only RUNNING and LEAVING sequences have a batch row and blocks."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
     LEAVING = enum.auto()
-    """Finished or preempted, but steps in flight still touch its row and blocks, or are to move them to the host:
-    nothing else is scheduled for it, and when the last of them is answered it is gone, waiting again or swapped."""
+    """Finished or preempted, but steps in flight still use its batch row and blocks. No new step includes it. After the
+    last of these steps it is removed, waits again or is swapped."""
     SWAPPED = enum.auto()
-    """Preempted, what it has computed being in host memory."""
-    GONE = enum.auto()
+    """Preempted, with its computed tokens in host memory."""
+    REMOVED = enum.auto()
 
 
 class Sequence:
@@ -52,7 +36,7 @@ class Sequence:
         "ending_token_ids",
         "host_table",
         "is_decoding",
-        "last_turn",
+        "last_chosen",
         "max_output_tokens",
         "notes_tokens",
         "num_inflight_decodes",
@@ -69,7 +53,7 @@ class Sequence:
         self.request = request
         self.arrival_index = arrival_index
         self.max_output_tokens = max_output_tokens
-        """Output tokens after which the sequence is over, whatever they are: max_tokens or the end of the context."""
+        """The sequence ends after this number of output tokens: at ``max_tokens`` or at the end of the context."""
         stop_token_ids = request.sampling.stop_token_ids
         self.ending_token_ids = (
             stop_token_ids if request.sampling.ignore_eos else stop_token_ids | request.end_token_ids
@@ -77,45 +61,46 @@ class Sequence:
         self.state = SequenceState.WAITING
         self.block_table: list[int] = []
         self.copies: list[BlockCopy] = []
-        """To be made by its next step, before anything else."""
+        """Copies that its next step makes before it computes."""
         self.prefix_chain: PrefixChain | None = None
-        """Its known tokens as the prefix cache sees them, once it was looked up there."""
+        """Its known tokens as the prefix cache stores them. None before the first lookup."""
         self.prefix_match: tuple[int, PrefixMatch] | None = None
         self.host_table: list[int] = []
-        """Blocks of host memory for its first blocks: to be swapped out to, or to come back from."""
+        """Host blocks for its first blocks, while it is swapped or moves to or from the host."""
         self.on_host = False
-        """They hold what was computed."""
+        """The host blocks hold its computed tokens."""
         self.is_decoding = False
-        """All its known tokens are computed, or will be by steps in flight: a decode step comes next."""
+        """All its known tokens are computed, or steps in flight compute them. Its next step is a decode."""
         self.restarts = False
-        """Its next step is the first on its row."""
+        """Its next step is the first on its batch row."""
         self.notes_tokens = False
-        """Its next token means something to its receipt, or to its tenant."""
+        """Its next token changes its receipt or is charged to its tenant."""
         self.num_inflight_steps = 0
         self.num_inflight_decodes = 0
         self.drop_tokens = False
-        """What the steps in flight will deliver is void, and what its blocks hold is not known: a step never ran."""
-        self.last_turn = 0
-        """Goes up from turn to turn, where more rows want to decode than a step takes."""
+        """A step of this sequence never ran. The results of its steps in flight are void, and the content of its blocks
+        is unknown."""
+        self.last_chosen = 0
+        """Number of its latest decode step, counted only while more sequences can decode than one step takes."""
 
     @property
     def wants_token(self) -> bool:
-        """Whether a further token, not yet on its way, is wanted. False for sure endings: max_tokens, context."""
+        """Whether the sequence needs another token that no step in flight samples."""
         request = self.request
         return len(request.output_token_ids) + request.num_inflight_tokens < self.max_output_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Known tokens that no step has computed, nor one in flight will."""
+        """Known tokens that no completed step has computed and no step in flight computes."""
         return self.request.num_tokens - self.request.num_computed_tokens
 
     @property
     def max_cached_tokens(self) -> int:
-        """Tokens it has in the cache at most: all but the last of the longest output."""
+        """Maximum number of its tokens in the KV cache: all except the last token of the longest output."""
         return len(self.request.prompt_token_ids) + self.max_output_tokens - 1
 
     def known_tokens(self, start: int, end: int) -> list[int]:
-        """Tokens ``start .. end - 1`` of prompt and output."""
+        """Returns the tokens ``start .. end - 1`` of prompt and output."""
         request = self.request
         num_prompt_tokens = len(request.prompt_token_ids)
         tokens = list(request.prompt_token_ids[start:end])
@@ -123,41 +108,8 @@ class Sequence:
             tokens += request.output_token_ids[max(start - num_prompt_tokens, 0) : end - num_prompt_tokens]
         return tokens
 
-    def snapshot(
-        self, request: Any, chain_tokens: Callable[[PrefixChain, Request], bytes], version: int
-    ) -> dict[str, Any]:
-        """Returns the sequence with ``request`` in place of its request. A prefix match of another ``version`` is void.
-
-        ``chain_tokens`` returns the packed tokens of a prefix chain."""
-        chain, match = self.prefix_chain, self.prefix_match
-        return {
-            "request": request,
-            "state": self.state.name,
-            "block_table": self.block_table.copy(),
-            "copies": [[copy.source, copy.destination] for copy in self.copies],
-            "prefix_chain": None if chain is None else chain.snapshot(chain_tokens(chain, self.request)),
-            "prefix_match": None if match is None or match[0] != version else match[1].snapshot(),
-            "host_table": self.host_table.copy(),
-            **{name: getattr(self, name) for name in _PLAIN_STATE},
-        }
-
-    @classmethod
-    def restored(cls, state: dict[str, Any], request: Request, kv_cache: KVCacheManager, version: int) -> Sequence:
-        """Returns the sequence that ``snapshot`` saved. ``version`` is the present version of prefix matches."""
-        sequence = cls(request, state["arrival_index"], state["max_output_tokens"])
-        sequence.state = SequenceState[state["state"]]
-        sequence.block_table, sequence.host_table = state["block_table"], state["host_table"]
-        sequence.copies = [BlockCopy(source, destination) for source, destination in state["copies"]]
-        if state["prefix_chain"] is not None:
-            sequence.prefix_chain = kv_cache.restore_chain(state["prefix_chain"], request.cache_salt)
-        if state["prefix_match"] is not None:
-            sequence.prefix_match = (version, PrefixMatch.restored(state["prefix_match"]))
-        for name in _PLAIN_STATE:
-            setattr(sequence, name, state[name])
-        return sequence
-
     def leave_device(self) -> None:
-        """No row, no blocks, nothing in flight."""
+        """Resets the fields that describe a batch row, blocks and steps in flight."""
         self.request.num_inflight_tokens = 0
         self.request.row = -1
         self.block_table = []

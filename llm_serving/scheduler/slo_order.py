@@ -1,68 +1,59 @@
-"""The order of policy ``slo``: what is due first, so that the most requests meet their objective for the first token.
+"""The order in which requests start under policy ``slo``, and the number of requests that may start in a step.
 
-A request is due ``ttft_objective`` after its arrival. Its latest start lies before that by its prefill time,
-``overhead + seconds per token * tokens`` as the scheduler learnt it from its steps, and by ``margin``, a share of the
-objective for what the estimate does not know; its slack is the time until then.
+A request is due ``ttft_objective`` after its arrival. Its latest start is earlier by its prefill time and by a margin.
+The prefill time is ``overhead + seconds per token * tokens``, which the policy learns from its steps. The margin is a
+fraction of the objective, for everything that the estimate does not know.
 
 On time
-    Requests with slack, the earliest due first; a level of priority is worth ``ageing`` seconds. With fairness the
-    tenant with the least virtual token counter goes first, and this orders its requests. (Jackson 1955: one after
-    the other and not interrupted, waiting jobs all meet their due times in this order if they do in any. Least slack
-    first would start the longest prompts first, and the short ones behind them would miss.)
+    A request is on time until its latest start has passed. The earliest due time comes first, and a level of priority
+    is worth ``ageing`` seconds. With fairness, the tenant with the least virtual token counter comes first, and due
+    times order its requests. (Jackson 1955: if any order of uninterrupted jobs meets all due times, this one does.
+    An order by least slack would start the longest prompts first, and short prompts behind them would be late.)
 
 Late
-    Requests without slack, in the order of ``PriorityOrder``. They go behind those on time, because under overload
-    every start would otherwise go to one that is about to be late, and come too late. But after ``LATE_SHARE - 1``
-    starts of others in a row while they wait, the next start is theirs: the first of them waits for no more than
-    that, and those on time lose no more than one start in ``LATE_SHARE`` to them.
-
-Which requests policy ``slo`` lets start in a step, beyond what rows, blocks and admission allow.
-
-Pace
-    No more than leave every row its time between tokens; the policy says how many that are.
-
-Late ones
-    Where somebody on time waits, the order of the queue sees to it (``slo_order``). Where nobody does, those that are
-    late anyway could have all room at once; but then they grow into every block there is, nobody starts for seconds,
-    and all who come meanwhile are late too: the next wave. So while requests that can be on time keep coming, the
-    number of running ones goes up slowly on behalf of late ones: one may start for each request that has ended and
-    was not replaced, and one more every ``STEPS_FOR_ONE_MORE`` steps. What ended while nobody could start is not made
-    up for. This is a token bucket whose depth is one request, or all that ended since the step before.
-
-    Nothing is held back where less than half of the blocks, and of the rows that can keep their pace, are in use, or
-    when nobody has come for as long as an objective for the first token takes. And the turn that late ones have after
-    so many others is theirs.
+    Late requests come after those on time, in the order of ``PriorityOrder``. Otherwise, under overload, each request
+    would start shortly after its latest start, and all would be late. After ``LATE_SHARE - 1`` starts of requests on
+    time, the next start goes to a late request. So late requests do not starve, and the others lose few starts.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 from llm_serving.request import Request
 from llm_serving.scheduler.keyed_heap import KeyedHeap
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
 from llm_serving.scheduler.queue_order import DEFAULT_AGEING_S, FairQueue, PriorityOrder, QueueOrder
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.snapshot import Sequences
+from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
 
 __all__ = ["DEFAULT_MARGIN", "LATE_SHARE", "STEPS_FOR_ONE_MORE", "SloOrder", "SloStarts", "make_order"]
 
 LATE_SHARE = 32
-"""While there are late requests, at least one start of so many is theirs."""
+"""While late requests wait, at least one of this number of starts goes to them."""
 
 DEFAULT_MARGIN = 0.1
-"""Share of the objective that a start leaves for what the estimate does not know."""
+"""Fraction of the objective that is left for everything that the estimate does not know."""
 
 _RELEARN = 0.125
-"""Change of an estimate, as a share of it, from which on it is worth looking at the waiting requests again."""
+"""Relative change of an estimate from which the waiting requests are sorted again."""
+
+STEPS_FOR_ONE_MORE = 32
+"""Number of steps after which one more late request may run. With 8 or less, overload comes in waves."""
+
+_PLENTY = 0.5
+"""Late requests start without limit while less than this fraction of blocks and batch rows is in use."""
 
 
-class SloOrder:
-    """A ``QueueOrder``. Once late is late, unless the estimate of the prefill time changes.
+class SloOrder(QueueOrder):
+    """Orders requests by due time, late requests last. A late request stays late unless the estimate changes.
 
-    ``ttft_objective_s`` is for requests without one of their own.
+    ``ttft_objective_s`` is for requests without an objective of their own.
     """
+
+    STATE = (
+        *("_overhead_s", "_seconds_per_token", "_on_time", "_latest_starts", "_late"),
+        *("_starts_before_late", "_next_expected"),
+    )
 
     def __init__(
         self,
@@ -81,39 +72,43 @@ class SloOrder:
         self._latest_starts: KeyedHeap[Sequence] = KeyedHeap()
         self._late = PriorityOrder(ageing_s, fairness=fairness)
         self._starts_before_late = 0
-        self.next_expected = 0.0
-        """By when another request was to come, if they come no rarer than once in the last one's objective."""
+        self._next_expected = 0.0
 
     def __len__(self) -> int:
         return len(self._on_time) + len(self._late)
 
     @property
     def num_late(self) -> int:
-        """Those known to miss their objective; ``first`` finds out."""
+        """Number of requests that are known to be late. ``first`` updates it."""
         return len(self._late)
 
     @property
     def estimate(self) -> tuple[float, float]:
-        """What was last learnt: seconds of a step with next to no tokens, and of each token."""
         return self._overhead_s, self._seconds_per_token
 
     def is_late(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence was found to miss its objective."""
         return sequence not in self._latest_starts
 
     def is_spare(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence is late and it is not its turn: it would be first for want of others only."""
+        """Returns True if a waiting sequence is late and the next start does not belong to late requests.
+
+        If it is first, then only because no request on time waits.
+        """
         return sequence not in self._latest_starts and self._starts_before_late < LATE_SHARE - 1
 
+    def expects_more(self, now: float) -> bool:
+        """Returns True for as long as an objective after the last arrival."""
+        return now < self._next_expected
+
     def learn(self, overhead_s: float, seconds_per_token: float) -> None:
-        """What a prefill takes: a step with next to no tokens, and each token more. O(1) while it hardly changes."""
-        if _is_news(self._overhead_s, overhead_s) or _is_news(self._seconds_per_token, seconds_per_token):
+        """Updates the estimate, in O(1) while it changes little."""
+        if _has_changed(self._overhead_s, overhead_s) or _has_changed(self._seconds_per_token, seconds_per_token):
             self._overhead_s = overhead_s
             self._seconds_per_token = seconds_per_token
-            self._look_again()
+            self._sort_again()
 
     def latest_start(self, sequence: Sequence) -> float:
-        """When its prefill must start for its first token to be on time."""
+        """Returns the time by which the prefill must start for the first token to be on time."""
         request = sequence.request
         prefill_s = self._overhead_s + self._seconds_per_token * request.num_tokens
         return request.arrival_time + self._objective_s(request) * (1.0 - self._margin) - prefill_s
@@ -122,7 +117,7 @@ class SloOrder:
         request = sequence.request
         self._latest_starts.set(sequence, self.latest_start(sequence))
         due = request.arrival_time + self._objective_s(request)
-        self.next_expected = max(self.next_expected, due)
+        self._next_expected = max(self._next_expected, due)
         due += self._ageing_s * request.priority
         self._on_time.add(sequence, (due, sequence.arrival_index))
 
@@ -134,7 +129,7 @@ class SloOrder:
             self._late.remove(sequence)
 
     def first(self, now: float) -> Sequence:
-        self._set_late_apart(now)
+        self._move_late(now)
         if not self._on_time or (self._late and self._starts_before_late >= LATE_SHARE - 1):
             return self._late.first(now)
         return self._on_time.first()
@@ -155,102 +150,91 @@ class SloOrder:
     def _objective_s(self, request: Request) -> float:
         return self._ttft_objective_s if request.ttft_objective is None else request.ttft_objective
 
-    def _set_late_apart(self, now: float) -> None:
+    def _move_late(self, now: float) -> None:
+        """Moves requests whose latest start has passed to the late ones."""
         latest_starts = self._latest_starts
         while latest_starts and latest_starts.key(latest_starts.first()) < now:
             sequence = latest_starts.first()
             self.remove(sequence)
             self._late.add(sequence)
 
-    def _look_again(self) -> None:
-        """Other requests may be late now: all are on time until ``first`` sets those that are not apart."""
+    def _sort_again(self) -> None:
+        """Makes all requests count as on time. The next call of ``first`` moves the late ones."""
         for sequence in self._latest_starts:
             self._latest_starts.set(sequence, self.latest_start(sequence))
         for sequence in list(self._late):
             self._late.remove(sequence)
             self.add(sequence)
 
-    def snapshot(self) -> dict[str, Any]:
-        return {
-            "learnt": [self._overhead_s, self._seconds_per_token],
-            "on_time": self._on_time.snapshot(),
-            "latest_starts": self._latest_starts.snapshot(lambda sequence: sequence.arrival_index),
-            "late": self._late.snapshot(),
-            "starts_before_late": self._starts_before_late,
-            "next_expected": self.next_expected,
-        }
 
-    def restore(self, state: dict[str, Any], sequences: Sequences) -> None:
-        self._overhead_s, self._seconds_per_token = state["learnt"]
-        self._on_time.restore(state["on_time"], sequences)
-        self._latest_starts.restore(state["latest_starts"], sequences.__getitem__)
-        self._late.restore(state["late"], sequences)
-        self._starts_before_late, self.next_expected = state["starts_before_late"], state["next_expected"]
-
-
-def _is_news(known: float, learnt: float) -> bool:
+def _has_changed(known: float, learnt: float) -> bool:
     return abs(learnt - known) > _RELEARN * known
 
 
-STEPS_FOR_ONE_MORE = 32
-"""Steps after which late requests may be one more. From 8 on overload comes in waves again."""
+class SloStarts(Stateful):
+    """Decides which requests start in a step, apart from batch rows, blocks and admission.
 
-_PLENTY = 0.5
-"""Share of blocks, and of the rows that can keep their pace, in use below which late ones start as they like."""
+    Pace
+        At most ``max_starts`` requests start, so that every running sequence keeps its time between tokens.
 
+    Late requests
+        If no request on time waits, late requests could start in all free capacity. They would then grow into every
+        block, no request could start for seconds, and all that arrive in that time would be late too. So while requests
+        on time are expected, one late request may start for each request that has ended since the last step, and one
+        more after every ``STEPS_FOR_ONE_MORE`` steps. This is a token bucket: its depth is one request, or the number
+        of requests that ended since the last step.
 
-class SloStarts:
-    """A ``StartGate``; ``begin_step`` comes before every step that it is asked about."""
+    Late requests start without limit if less than half of the blocks and of the usable batch rows are in use, or if no
+    request has arrived for the time of an objective. The starts that ``SloOrder`` gives to late requests stay theirs.
+    """
 
-    def __init__(self, state: SchedulerState, order: SloOrder) -> None:
+    STATE = ("_credit", "_num_started", "_num_left", "_holds_back")
+
+    def __init__(self, state: SchedulerState, order: QueueOrder) -> None:
         self._state = state
         self._order = order
         self._credit = 1.0
-        """Late ones that may start; negative when more others started than requests ended."""
+        """Number of late requests that may start. Negative if more other requests started than requests ended."""
         self._num_started = 0
         self._num_left: int | None = None
         self._holds_back = False
 
     def begin_step(self, max_starts: int | None, now: float) -> None:
-        """``max_starts``: that many requests start in the step at most; None for any number."""
+        """Begins a step in which at most ``max_starts`` requests start. None for any number."""
         state, order = self._state, self._order
         num_ended = max(self._num_started - state.num_started, 0)
         self._num_started = state.num_started
         self._num_left = max_starts
-        self._holds_back = bool(order.num_late) and now < order.next_expected and self._use(max_starts) >= _PLENTY
+        self._holds_back = order.num_late > 0 and order.expects_more(now) and self._use(max_starts) >= _PLENTY
         if self._holds_back:
-            most = max(1.0, num_ended)
-            self._credit = min(self._credit + num_ended + 1 / STEPS_FOR_ONE_MORE, most)
+            self._credit = min(self._credit + num_ended + 1 / STEPS_FOR_ONE_MORE, max(1.0, num_ended))
         elif not order.num_late:
             self._credit = 1.0
 
     def may_start(self, sequence: Sequence) -> bool:
+        """Returns True if the first waiting request may start."""
         if self._num_left is not None and self._num_left <= 0:
             return False
         return not self._holds_back or self._credit >= 1.0 or not self._order.is_spare(sequence)
 
     def started(self, sequence: Sequence) -> None:
+        """Notes that a request starts."""
         self._num_started += 1
         self._credit -= 1.0
         if self._num_left is not None:
             self._num_left -= 1
 
     def _use(self, max_starts: int | None) -> float:
+        """Returns the fraction of the blocks, or of the usable batch rows if that is more, that is in use."""
         state = self._state
         num_running, num_rows = len(state.running), state.limits.max_num_seqs
         if max_starts is not None:
             num_rows = min(num_rows, num_running + max_starts)
         return max(state.page_use, num_running / num_rows if num_rows else 1.0)
 
-    def snapshot(self) -> list[Any]:
-        return [self._credit, self._num_started, self._num_left, self._holds_back]
-
-    def restore(self, state: list[Any]) -> None:
-        self._credit, self._num_started, self._num_left, self._holds_back = state
-
 
 def make_order(limits: SchedulerLimits) -> QueueOrder:
-    """In which order requests start."""
+    """Creates the order in which requests start."""
     if limits.policy is Policy.SLO:
         return SloOrder(limits.ttft_objective, fairness=limits.fairness)
     return PriorityOrder(fairness=limits.fairness)

@@ -1,33 +1,45 @@
 """Saves and restores the state of a scheduler as plain data: numbers, texts, bytes, lists and dicts.
 
-Each part of the scheduler with state is ``Stateful``. A snapshot contains decisions and counters only. Links between
-the parts are not part of it, because ``restore`` works on a new scheduler, whose constructor has made them. A sequence
-is represented by its arrival index. The flight recorder writes a snapshot at the start of each segment.
+Each part of the scheduler with state is ``Stateful``: its ``STATE`` names the attributes that a snapshot contains. A
+snapshot has decisions and counters only. It has no links between the parts, because ``restore`` works on a new
+scheduler, whose constructor has made them. The flight recorder writes a snapshot at the start of each segment.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+from llm_serving.kvcache.block_copy import BlockCopy
+from llm_serving.kvcache.kv_cache_manager import KVCacheManager
+from llm_serving.kvcache.prefix_cache import PrefixMatch
 from llm_serving.kvcache.prefix_chain import PrefixChain
 from llm_serving.kvcache.prefix_index import PrefixIndex
 from llm_serving.request import Request
-from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepReason
+from llm_serving.scheduler.sequence import Sequence, SequenceState
 
-__all__ = ["RequestCodec", "Sequences", "Stateful"]
+__all__ = [
+    "RequestCodec",
+    "Sequences",
+    "Stateful",
+    "load",
+    "load_sequence",
+    "load_step",
+    "save",
+    "save_sequence",
+    "save_step",
+]
 
 Sequences = dict[int, Sequence]
 """Restored sequences by arrival index."""
 
-
-class Stateful(Protocol):
-    """A part of the scheduler with state of its own."""
-
-    def snapshot(self) -> Any:
-        """Returns the state as plain data that later calls do not change."""
-
-    def restore(self, state: Any, sequences: Sequences) -> None:
-        """Restores what ``snapshot`` returned. The part must be new. It may keep the containers in ``state``."""
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+_SEQUENCE, _TUPLE, _DICT = "sequence", "tuple", "dict"
+"""Keys that mark a value which plain data cannot express: a sequence by its arrival index, a tuple, or a dict."""
+_SEQUENCE_STATE = (
+    *("arrival_index", "max_output_tokens", "on_host", "is_decoding", "restarts", "notes_tokens", "drop_tokens"),
+    *("num_inflight_steps", "num_inflight_decodes", "last_chosen", "block_table", "host_table"),
+)
 
 
 class RequestCodec(Protocol):
@@ -44,3 +56,125 @@ class RequestCodec(Protocol):
 
     def chain_tokens(self, chain: PrefixChain, request: Request) -> bytes:
         """Returns the packed tokens of a request's prefix chain."""
+
+
+class Stateful:
+    """A part of the scheduler with state of its own."""
+
+    __slots__ = ()
+
+    STATE: ClassVar[tuple[str, ...]] = ()
+    """Names of the attributes that a snapshot contains: plain data, sequences, other parts, or containers of these.
+
+    A class with other attributes overrides both methods. A subclass adds its attributes to those of its base class.
+    """
+
+    def snapshot(self) -> Any:
+        """Returns the state as plain data that later calls do not change."""
+        return {name: save(getattr(self, name)) for name in self.STATE}
+
+    def restore(self, state: Any, sequences: Sequences) -> None:
+        """Restores what ``snapshot`` returned. The part must be new. It may keep the containers in ``state``."""
+        for name in self.STATE:
+            present = getattr(self, name)
+            if isinstance(present, Stateful):
+                present.restore(state[name], sequences)
+            else:
+                setattr(self, name, load(state[name], sequences))
+
+
+def save(value: Any) -> Any:
+    """Returns a value of a part's state as plain data. A sequence that the scheduler has removed becomes None."""
+    if type(value) in _SCALARS:
+        return value
+    if isinstance(value, Sequence):
+        return None if value.state is SequenceState.REMOVED else {_SEQUENCE: value.arrival_index}
+    if isinstance(value, Stateful):
+        return value.snapshot()
+    if isinstance(value, tuple):
+        return {_TUPLE: [save(item) for item in value]}
+    if isinstance(value, dict):
+        return {_DICT: [[save(key), save(item)] for key, item in value.items()]}
+    if isinstance(value, list):
+        return value.copy() if _SCALARS.issuperset(map(type, value)) else [save(item) for item in value]
+    raise TypeError(f"a snapshot cannot contain a {type(value).__name__}")
+
+
+def load(state: Any, sequences: Sequences) -> Any:
+    """Returns the value that ``save`` saved. It must not contain a ``Stateful`` part."""
+    if isinstance(state, list):
+        return [load(item, sequences) for item in state]
+    if not isinstance(state, dict):
+        return state
+    ((kind, content),) = state.items()
+    if kind == _SEQUENCE:
+        return sequences[content]
+    if kind == _TUPLE:
+        return tuple(load(item, sequences) for item in content)
+    if kind == _DICT:
+        return {load(key, sequences): load(item, sequences) for key, item in content}
+    raise ValueError(f"a snapshot has a value of the unknown kind {kind!r}")
+
+
+def save_sequence(sequence: Sequence, codec: RequestCodec, version: int) -> dict[str, Any]:
+    """Returns a sequence as plain data. A prefix match of another ``version`` of the block supply is void."""
+    chain, match = sequence.prefix_chain, sequence.prefix_match
+    return {
+        "request": codec.save_request(sequence.request),
+        "state": sequence.state.name,
+        "copies": [[copy.source, copy.destination] for copy in sequence.copies],
+        "prefix_chain": None if chain is None else chain.snapshot(codec.chain_tokens(chain, sequence.request)),
+        "prefix_match": None if match is None or match[0] != version else match[1].snapshot(),
+        **{name: save(getattr(sequence, name)) for name in _SEQUENCE_STATE},
+    }
+
+
+def load_sequence(state: dict[str, Any], codec: RequestCodec, kv_cache: KVCacheManager, version: int) -> Sequence:
+    """Returns the sequence that ``save_sequence`` saved. ``version`` is the present version of the block supply."""
+    request = codec.load_request(state["request"])
+    sequence = Sequence(request, state["arrival_index"], state["max_output_tokens"])
+    sequence.state = SequenceState[state["state"]]
+    sequence.copies = [BlockCopy(source, destination) for source, destination in state["copies"]]
+    if state["prefix_chain"] is not None:
+        sequence.prefix_chain = kv_cache.restore_chain(state["prefix_chain"], request.cache_salt)
+    if state["prefix_match"] is not None:
+        sequence.prefix_match = (version, PrefixMatch.restored(state["prefix_match"]))
+    for name in _SEQUENCE_STATE:
+        setattr(sequence, name, state[name])
+    return sequence
+
+
+def save_step(step: ScheduledStep) -> dict[str, Any]:
+    """Returns a step in flight as plain data without its tokens, which are not needed again."""
+    return {
+        "seq": step.seq,
+        "kind": step.kind.name,
+        "reason": step.reason.name,
+        "rows": step.rows.copy(),
+        "query_lens": step.query_lens.copy(),
+        "starts": step.starts.copy(),
+        "do_sample": step.do_sample.copy(),
+        "sample_positions": step.sample_positions.copy(),
+        "moves": [[move.kind.name, move.source, move.destination] for move in step.moves],
+    }
+
+
+def load_step(state: dict[str, Any], sequences: list[Sequence]) -> ScheduledStep:
+    """Returns the step of ``sequences`` that ``save_step`` saved, with zeros instead of its tokens."""
+    kind = StepKind[state["kind"]]
+    in_step = [] if kind is StepKind.MOVE else sequences
+    return ScheduledStep(
+        state["seq"],
+        kind,
+        requests=[sequence.request for sequence in in_step],
+        rows=state["rows"],
+        token_ids=[0] * sum(state["query_lens"]),
+        query_lens=state["query_lens"],
+        starts=state["starts"],
+        block_tables=[sequence.block_table for sequence in in_step],
+        do_sample=state["do_sample"],
+        sample_positions=state["sample_positions"],
+        restarts=[False] * len(state["rows"]),
+        moves=[BlockMove(MoveKind[kind], source, target) for kind, source, target in state["moves"]],
+        reason=StepReason[state["reason"]],
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -19,7 +18,6 @@ from llm_serving.server.protocol import Messages, Name
 from llm_serving.server.state import Endpoint, ServerState
 from llm_serving.server.validation import StrictModel
 from llm_serving.telemetry.metrics import CONTENT_TYPE
-from llm_serving.telemetry.status import EngineStatus
 
 __all__ = ["ENDPOINTS"]
 
@@ -115,16 +113,9 @@ async def _server_info(state: ServerState, request: Request) -> Response:
                 "stop_strings": MAX_STOP_STRINGS,
                 "logprobs": MAX_LOGPROBS,
             },
-            "engine": _engine(state.engine.status()),
+            "engine": state.engine.status().as_json(),
         }
     )
-
-
-def _engine(status: EngineStatus) -> dict[str, Any]:
-    names = ("state", "running", "waiting", "free_blocks", "total_blocks", "steps", "last_step_age_s", "preemptions",
-             "swapped", "swaps", "kv_waste", "prefix_hit_tokens", "prefix_query_tokens")  # fmt: skip
-    replicas = [asdict(replica) for replica in status.replicas]
-    return {**{name: getattr(status, name) for name in names}, "agents": status.agents, "replicas": replicas}
 
 
 async def _tokenize(state: ServerState, request: Request) -> Response:

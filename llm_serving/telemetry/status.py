@@ -5,6 +5,9 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+from llm_serving.scheduler.figures import Figures
 
 __all__ = ["EngineState", "EngineStatus", "ReplicaStatus"]
 
@@ -23,19 +26,12 @@ class EngineState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStatus:
-    """State and figures of one replica. ``waiting`` counts the requests that were placed there."""
+    """State and figures of one replica. Its waiting requests are those that were placed there."""
 
     replica: int
     state: str
-    running: int
-    waiting: int
-    free_blocks: int
-    total_blocks: int
+    figures: Figures
     steps: int
-    preemptions: int
-    swapped: int
-    prefix_hit_tokens: int
-    prefix_query_tokens: int
     outstanding_tokens: int = 0
     """Tokens that the replica must still compute if each of its requests gets its maximum output. The value is from the
     last placement. This field and the following ones are 0 if there is only one replica."""
@@ -44,33 +40,42 @@ class ReplicaStatus:
     recalled: int = 0
     """Requests that were moved from there to another replica."""
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the status under its public names."""
+        return {
+            "replica": self.replica,
+            "state": self.state,
+            "steps": self.steps,
+            **self.figures.as_json(),
+            "outstanding_tokens": self.outstanding_tokens,
+            "placed": dict(self.placed),
+            "recalled": self.recalled,
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """State and figures of the engine. ``waiting`` also counts preempted requests."""
+    """State and figures of the engine."""
 
     state: str
     """A value of ``EngineState``."""
-    running: int
-    waiting: int
-    free_blocks: int
-    total_blocks: int
+    figures: Figures
     steps: int
     """Steps that completed since the start."""
     last_step_age_s: float | None
     """Seconds since the last step completed. None before the first."""
     agents: list[dict[str, object]]
-    preemptions: int
-    swapped: int = 0
-    """Requests whose keys and values are in host memory."""
-    swaps: int = 0
-    """Number of moves of a request to host memory."""
-    kv_waste: float = 0.0
-    """Fraction of the token positions of running requests' blocks that hold no token, 0 to 1."""
-    prefix_hit_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache."""
-    prefix_query_tokens: int = 0
-    """Prompt tokens that were looked up in the prefix cache."""
     recorder_s: float = 0.0
     """Seconds of the engine thread that the flight recorders have taken."""
     replicas: list[ReplicaStatus] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the status under its public names."""
+        return {
+            "state": self.state,
+            "steps": self.steps,
+            "last_step_age_s": self.last_step_age_s,
+            **self.figures.as_json(),
+            "agents": self.agents,
+            "replicas": [replica.as_json() for replica in self.replicas],
+        }

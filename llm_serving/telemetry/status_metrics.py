@@ -15,7 +15,7 @@ __all__ = ["StatusCollector"]
 AGENT_STATES = ("starting", "ready", "restarting", "stopped")
 _AGENT_LABELS = ["replica", "rank"]
 
-# The fields of a status, and the name and help text of the metric with the field's value.
+# The fields of a status and of its figures, and the name and help text of the metric with the field's value.
 
 _ENGINE_GAUGES = {
     "running": ("requests_running", "Requests in the batch."),
@@ -66,13 +66,19 @@ class StatusCollector(Collector):
         yield from _agent_families(status.agents)
 
 
+def _value(status: EngineStatus | ReplicaStatus, field: str) -> float:
+    """Return a field of the status or of its figures."""
+    value: float = getattr(status if hasattr(status, field) else status.figures, field)
+    return value
+
+
 def _engine_families(status: EngineStatus) -> Iterable[Metric]:
     for family, figures in ((GaugeMetricFamily, _ENGINE_GAUGES), (CounterMetricFamily, _ENGINE_COUNTERS)):
         for field, (name, text) in figures.items():
-            yield family(f"llm_serving_{name}", text, value=getattr(status, field))
-    used = status.total_blocks - status.free_blocks
+            yield family(f"llm_serving_{name}", text, value=_value(status, field))
+    total, used = status.figures.total_blocks, status.figures.used_blocks
     yield GaugeMetricFamily("llm_serving_kv_blocks_used", "Cache blocks in use.", value=used)
-    usage = used / status.total_blocks if status.total_blocks else 0.0
+    usage = used / total if total else 0.0
     yield GaugeMetricFamily("llm_serving_kv_usage_ratio", "Fraction of the cache blocks in use.", value=usage)
     state = GaugeMetricFamily("llm_serving_engine_state", "1 for the engine's present state.", labels=["state"])
     for one in EngineState:
@@ -95,7 +101,7 @@ def _replica_families(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
     for one in replicas:
         label = str(one.replica)
         ready.add_metric([label], float(one.state == "ready"))
-        used.add_metric([label], one.total_blocks - one.free_blocks)
+        used.add_metric([label], one.figures.used_blocks)
         for reason, number in one.placed.items():
             placed.add_metric([label, reason], number)
     yield from (ready, used, placed)
@@ -103,7 +109,7 @@ def _replica_families(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
         for field, (name, text) in figures.items():
             values = family(f"llm_serving_replica_{name}", text, labels=["replica"])
             for one in replicas:
-                values.add_metric([str(one.replica)], getattr(one, field))
+                values.add_metric([str(one.replica)], _value(one, field))
             yield values
 
 

@@ -19,9 +19,9 @@ from llm_serving.ipc.shm import NUM_SLOTS
 from llm_serving.request import FinishReason, Request, SamplingParams
 from llm_serving.routing.placement import Routing
 from llm_serving.routing.router import Router
+from llm_serving.routing.sources import RequestFront, StepSource, replica_sources
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind
-from llm_serving.scheduler.protocols import RequestFront, StepSource
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.telemetry.receipt import Receipt
 from performance.load.stream import RequestRecord
@@ -98,13 +98,13 @@ class VirtualServer:
         num_replicas: int = 1,
         routing: Routing = Routing.PREFIX,
     ) -> None:
-        schedulers = [Scheduler(limits) for _ in range(num_replicas)]
+        schedulers = self._schedulers = [Scheduler(limits) for _ in range(num_replicas)]
         self._router = Router(schedulers, routing) if num_replicas > 1 else None
         self.scheduler: RequestFront = self._router or schedulers[0]
         self._limits = limits
         self._source = source
         self._host = host or HostModel()
-        sources: Sequence[StepSource] = schedulers if self._router is None else self._router.replicas
+        sources: Sequence[StepSource] = schedulers if self._router is None else replica_sources(self._router)
         self._replicas = [
             _Replica(
                 each,
@@ -153,16 +153,14 @@ class VirtualServer:
             self._step(now)
         if not self.scheduler.is_idle:
             figures = self.scheduler.figures
-            raise AssertionError(
-                f"the scheduler is stuck, {figures.num_running} running, {figures.num_waiting} waiting"
-            )
+            raise AssertionError(f"the scheduler is stuck, {figures.running} running, {figures.waiting} waiting")
         self.scheduler.check_integrity()
         return self._finish()
 
     def _finish(self) -> Outcome:
         outcome, figures = self._outcome, self.scheduler.figures
         outcome.records = list(self._records.values())
-        outcome.preemptions, outcome.swaps = figures.num_preemptions, figures.num_swaps
+        outcome.preemptions, outcome.swaps = figures.preemptions, figures.swaps
         outcome.prefix_hit_tokens = figures.prefix_hit_tokens
         outcome.prefix_query_tokens = figures.prefix_query_tokens
         outcome.kv_waste = self._waste_sum / self._waste_count if self._waste_count else 0.0
@@ -265,8 +263,10 @@ class VirtualServer:
                 clock = self._send_to(self._replicas[index], now, clock)
         for update in scheduler.take_ended():
             self._end(self._records[update.request.request_id], update.request, update, clock + host.deliver_s)
-        outcome.peak_running = max(outcome.peak_running, scheduler.figures.num_running)
-        outcome.peak_waiting = max(outcome.peak_waiting, scheduler.figures.num_waiting)
+        counts = [one.counts() for one in self._schedulers]
+        num_unplaced = 0 if self._router is None else self._router.num_unplaced
+        outcome.peak_running = max(outcome.peak_running, sum(count[0] for count in counts))
+        outcome.peak_waiting = max(outcome.peak_waiting, num_unplaced + sum(count[1] for count in counts))
         return clock
 
     def _send_to(self, replica: _Replica, now: float, clock: float) -> float:

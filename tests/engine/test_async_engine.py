@@ -76,11 +76,13 @@ def test_a_cancelled_reader_aborts_its_request_while_it_waits() -> None:
         async with served() as serving:
             serving.executor.hold(True)
             task = asyncio.create_task(serving.whole(make_request("a", 5, 50)))
-            await serving.until(lambda: serving.engine.status().running == 1)
+            await serving.until(lambda: serving.engine.status().figures.running == 1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await serving.until(lambda: serving.engine.status().free_blocks == serving.engine.status().total_blocks)
+            await serving.until(
+                lambda: serving.engine.status().figures.free_blocks == serving.engine.status().figures.total_blocks
+            )
 
     asyncio.run(run())
 
@@ -103,7 +105,7 @@ def test_an_id_in_use_is_refused_and_its_owner_is_not_disturbed() -> None:
         async with served() as serving:
             serving.executor.hold(True)
             owner = asyncio.create_task(serving.whole(make_request("a", 5, 20)))
-            await serving.until(lambda: serving.engine.status().running == 1)
+            await serving.until(lambda: serving.engine.status().figures.running == 1)
             with pytest.raises(RequestError, match="'a' is being served"):
                 await serving.whole(make_request("a", 5, 20))
             serving.executor.hold(False)
@@ -119,7 +121,7 @@ def test_refusals_are_raised_before_the_first_piece() -> None:
                 await serving.whole(make_request("long", 49, 5))
             serving.executor.hold(True)
             running = asyncio.create_task(serving.whole(make_request("a", 5, 5)))
-            await serving.until(lambda: serving.engine.status().running == 1)
+            await serving.until(lambda: serving.engine.status().figures.running == 1)
             with pytest.raises(QueueFullError):
                 await serving.whole(make_request("b", 5, 5))
             serving.executor.hold(False)
@@ -198,7 +200,7 @@ def test_an_agent_given_up_ends_streams_with_an_error_and_refuses_new_ones() -> 
         async with served() as serving:
             serving.executor.hold(True)
             task = asyncio.create_task(serving.whole(make_request("a", 5, 50)))
-            await serving.until(lambda: serving.engine.status().running == 1)
+            await serving.until(lambda: serving.engine.status().figures.running == 1)
             serving.executor.push(AgentLost("gone", final=True))
             output = await task
             assert output.finish_reason is FinishReason.ERROR
@@ -216,7 +218,7 @@ def test_stopping_ends_every_stream() -> None:
         async with served() as serving:
             serving.executor.hold(True)
             tasks = [asyncio.create_task(serving.whole(make_request(name, 5, 50))) for name in "abc"]
-            await serving.until(lambda: serving.engine.status().running == 3)
+            await serving.until(lambda: serving.engine.status().figures.running == 3)
             await serving.engine.stop()
             outputs = await asyncio.gather(*tasks)
             assert {output.error for output in outputs} == {"the server is shutting down"}

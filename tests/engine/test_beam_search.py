@@ -214,7 +214,7 @@ def test_a_cancelled_search_leaves_nothing_behind() -> None:
         async with served() as serving:
             serving.executor.hold(True)
             task = asyncio.create_task(serving.engine.search("s", [5, 6, 7], BeamSearchParams(3, 4)))
-            await serving.until(lambda: serving.engine.status().running == 1)
+            await serving.until(lambda: serving.engine.status().figures.running == 1)
             assert serving.engine.receipt("s") is not None
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -117,13 +117,13 @@ def test_an_abort_frees_its_blocks_within_the_steps_in_flight() -> None:
     engine.request("stays", 5, 50)
     for _ in range(5):
         engine.step()
-    used = engine.scheduler.figures.num_blocks - engine.scheduler.figures.num_free_blocks
+    used = engine.scheduler.figures.total_blocks - engine.scheduler.figures.free_blocks
     engine.core.submit(Abort("gone"))
     engine.step()
-    assert engine.scheduler.figures.num_running == 1
+    assert engine.scheduler.figures.running == 1
     assert engine.outputs("gone")[-1].finish_reason is FinishReason.ABORT
     engine.step()
-    assert engine.scheduler.figures.num_blocks - engine.scheduler.figures.num_free_blocks == used // 2
+    assert engine.scheduler.figures.total_blocks - engine.scheduler.figures.free_blocks == used // 2
     engine.finish()
     assert len(engine.whole("stays").token_ids) == 50
 

@@ -24,7 +24,7 @@ def test_nothing_is_sent_before_the_agent_is_ready() -> None:
     engine.request("a", 5, 3)
     engine.step()
     assert engine.core.status().state == "starting"
-    assert (engine.scheduler.figures.num_waiting, engine.executor.steps) == (1, [])
+    assert (engine.scheduler.figures.waiting, engine.executor.steps) == (1, [])
     engine.executor.push(AgentReady())
     engine.finish()
     assert engine.core.status().state == "ready"
@@ -41,7 +41,7 @@ def test_a_lost_agent_is_not_noticed_in_the_text(ahead: int) -> None:
         engine.executor.lose_agent(ready=False)
         engine.step()
         assert engine.core.status().state == "recovering"
-        assert engine.core.status().running == 0
+        assert engine.core.status().figures.running == 0
         engine.executor.push(AgentReady())
     for request in requests:
         request_id = request.request_id
@@ -124,7 +124,7 @@ def test_a_stray_answer_is_logged_and_harms_nobody() -> None:
     engine = Engine()
     engine.executor.push(StepResult(99, [1], [0.0], [0.0]))
     engine.step()
-    assert engine.log.named("error") == [{"message": "step 99 was answered but is not in flight", "step": 99}]
+    assert engine.log.named("error") == [{"message": "step 99 has a result but is not in flight", "step": 99}]
 
 
 def test_a_leak_is_reported_when_the_engine_goes_idle() -> None:

@@ -47,7 +47,7 @@ def test_preemptions_reach_log_and_metrics() -> None:
     engine.request("old", 9, 22)
     engine.request("young", 9, 22)
     engine.finish()
-    num_preemptions = engine.scheduler.figures.num_preemptions
+    num_preemptions = engine.scheduler.figures.preemptions
     assert engine.metrics.num_preemptions == num_preemptions > 0
     assert [line["preemptions"] for line in engine.log.named("request_end")] == [0, num_preemptions]
     timings = engine.whole("young").timings
@@ -111,8 +111,9 @@ def test_status() -> None:
     for _ in range(3):
         engine.step()
     status = engine.core.status()
-    assert (status.state, status.running, status.waiting, status.steps) == ("ready", 1, 1, 2)
-    assert (status.free_blocks, status.total_blocks, status.preemptions) == (30, 32, 0)
+    figures = status.figures
+    assert (status.state, figures.running, figures.waiting, status.steps) == ("ready", 1, 1, 2)
+    assert (figures.free_blocks, figures.total_blocks, figures.preemptions) == (30, 32, 0)
     assert status.agents == [{"rank": 0, "state": "ready"}]
     assert status.last_step_age_s == pytest.approx(0.0)
 

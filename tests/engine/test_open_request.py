@@ -127,7 +127,7 @@ def test_closing_aborts_and_the_line_comes_with_the_engines_end() -> None:
             serving.executor.hold(True)
             sink = Sink()
             opened = run_one(serving, sink)
-            await serving.until(lambda: serving.engine.status().running == 1)
+            await serving.until(lambda: serving.engine.status().figures.running == 1)
             opened.close()
             await serving.until(lambda: bool(serving.log.named("request_end")))
             (line,) = serving.log.named("request_end")

@@ -175,7 +175,7 @@ def test_a_receipt_by_id_live_and_afterwards() -> None:
             serving.executor.hold(True)
             scheduling = SchedulingParams(priority=3, tenant="t")
             opened = open_one(serving, Sink(), arrival_time=engine._clock() - 1.0, scheduling=scheduling)
-            await serving.until(lambda: engine.status().running == 1)
+            await serving.until(lambda: engine.status().figures.running == 1)
             live = engine.receipt("a")
             assert live is not None
             assert (live.state, live.tenant, live.priority) == ("prefill", "t", 3)
@@ -244,7 +244,7 @@ def test_a_full_queue_is_known_without_asking_the_engines_thread() -> None:
             opened = [open_one(serving, Sink(), name) for name in "abcd"]
             assert engine.queue_full() is None
             opened.append(open_one(serving, Sink(), "e"))
-            await serving.until(lambda: engine.status().running == 2 and engine.queue_full() is not None)
+            await serving.until(lambda: engine.status().figures.running == 2 and engine.queue_full() is not None)
             full = engine.queue_full()
             assert "3 requests are waiting and 0 can start; the queue takes 3" in str(full)
             sink = Sink()

@@ -92,10 +92,10 @@ def test_an_idle_replica_takes_over_at_once() -> None:
     engine = ReplicatedEngine(2)
     request = engine.request("alone", 5, 20, ignore_eos=True)
     engine.step(5)
-    assert (request.replica, engine.router.replicas[1].figures.num_running) == (0, 0)
+    assert (request.replica, engine.router.replicas[1].scheduler.figures.running) == (0, 0)
     engine.executors[0].lose_agent(ready=False)
     engine.step(3)
-    assert (request.replica, engine.router.replicas[1].figures.num_running) == (1, 1)
+    assert (request.replica, engine.router.replicas[1].scheduler.figures.running) == (1, 1)
     engine.finish()
     check_texts(engine)
 
@@ -109,7 +109,7 @@ def test_all_replicas_lost_and_one_comes_back() -> None:
         executor.lose_agent(ready=False)
     engine.step(4)
     assert engine.core.status().state == "recovering"
-    assert engine.router.figures.num_unplaced == 4
+    assert engine.router.figures.unplaced == 4
     engine.request("late", 5, 5)
     engine.step(3)
     engine.executors[1].push(AgentReady())

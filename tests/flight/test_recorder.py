@@ -92,7 +92,7 @@ def test_arrivals_have_the_outcome_of_the_requests(tmp_path):
     recorder.close()
     (stretch,) = read_recording(tmp_path)
     found = {arrival.facts["request_id"]: arrival for arrival in arrivals(stretch)}
-    assert recorder.figures.num_preemptions > 0
+    assert recorder.figures.preemptions > 0
     assert found.keys() == simulation.requests.keys()
     for name, request in simulation.requests.items():
         assert found[name].num_output_tokens == len(request.output_token_ids)

@@ -29,7 +29,7 @@ def busy_simulation(**limits):
         simulation.add(request)
     for _ in range(60):
         simulation.step()
-    assert simulation.scheduler.figures.num_running
+    assert simulation.scheduler.figures.running
     return simulation
 
 
@@ -86,9 +86,9 @@ def test_a_snapshot_does_not_change_with_the_scheduler():
 def test_the_first_difference_names_its_place():
     state = through_bytes(busy_simulation().scheduler.snapshot(RecordingCodec(None)))
     other = through_bytes(state)
-    other["parts"]["state"]["running"]["free_rows"].append(99)
+    other["parts"]["state"]["running"]["_free_rows"].append(99)
     path, *_ = first_difference(state, other)
-    assert path == "parts.state.running.free_rows"
+    assert path == "parts.state.running._free_rows"
     assert first_difference(state, through_bytes(state)) is None
 
 

@@ -21,7 +21,7 @@ class PlantedBug:
 BUGS = [
     PlantedBug(
         "blocks are freed though steps in flight touch them",
-        SCHEDULER + "lifecycle.py",
+        SCHEDULER + "preemption.py",
         "if sequence.state is not SequenceState.LEAVING or sequence.num_inflight_steps:",
         "sequence.num_inflight_steps = 0\n        if sequence.state is not SequenceState.LEAVING:",
     ),
@@ -40,26 +40,26 @@ BUGS = [
     ),
     PlantedBug(
         "host memory of a lost agent is believed",
-        SCHEDULER + "lifecycle.py",
-        """            self._swapper.drop(sequence)
+        SCHEDULER + "preemption.py",
+        """            self.drop(sequence)
             self._wait_again(sequence)""",
         "            self._wait_again(sequence)",
     ),
     PlantedBug(
         "a preempted sequence believes that its tokens are computed",
-        SCHEDULER + "lifecycle.py",
+        SCHEDULER + "preemption.py",
         "sequence.request.num_computed_tokens = 0",
         "sequence.request.num_computed_tokens = min(1, sequence.request.num_computed_tokens)",
     ),
     PlantedBug(
         "blocks of a step that never ran are swapped out",
-        SCHEDULER + "lifecycle.py",
+        SCHEDULER + "preemption.py",
         "swaps = bool(sequence.host_table) and not finished and not sequence.drop_tokens",
         "swaps = bool(sequence.host_table) and not finished",
     ),
     PlantedBug(
         "a victim that was on its way back takes host blocks for the second time",
-        SCHEDULER + "lifecycle.py",
+        SCHEDULER + "preemption.py",
         "swaps = sequence.on_host or (",
         "swaps = (",
     ),
@@ -67,14 +67,16 @@ BUGS = [
         "a swapped request that is aborted keeps its host blocks",
         SCHEDULER + "lifecycle.py",
         """            self._state.swapped.remove(sequence)
-            self._swapper.drop(sequence)""",
+            self._preemption.drop(sequence)""",
         "            self._state.swapped.remove(sequence)",
     ),
     PlantedBug(
         "an ended request counts as started for good",
         SCHEDULER + "lifecycle.py",
-        "state.num_started -= request.first_scheduled_time is not None",
-        "state.num_started -= request.first_token_time is not None",
+        """reason, now)
+        state.num_started -= sequence.request.first_scheduled_time is not None""",
+        """reason, now)
+        state.num_started -= sequence.request.first_token_time is not None""",
     ),
     PlantedBug(
         "the last, partial block is not swapped out",
@@ -99,8 +101,8 @@ BUGS = [
     PlantedBug(
         "moves are sent for a sequence that has ended meanwhile",
         SCHEDULER + "preemption.py",
-        """        if sequence in self._going_out:
-            self._going_out.remove(sequence)""",
+        """        if sequence in self._leaving_for_host:
+            self._leaving_for_host.remove(sequence)""",
         "",
     ),
     PlantedBug(
@@ -158,14 +160,14 @@ BUGS = [
     PlantedBug(
         "prefixes of steps whose predecessor never ran are found by others",
         SCHEDULER + "lifecycle.py",
-        "            if not sequence.drop_tokens:\n                self._supply.answered",
-        "            if True:\n                self._supply.answered",
+        "            if not sequence.drop_tokens:\n                self._supply.computed",
+        "            if True:\n                self._supply.computed",
     ),
     PlantedBug(
         "the last sampled token is cached before it is computed",
         SCHEDULER + "block_supply.py",
-        "self.answered(sequence, min(request.num_computed_tokens, request.num_tokens))",
-        "self.answered(sequence, request.num_tokens)",
+        "self.computed(sequence, min(request.num_computed_tokens, request.num_tokens))",
+        "self.computed(sequence, request.num_tokens)",
     ),
     PlantedBug(
         "a restarted agent is believed to have the prefixes of the lost one",
@@ -175,9 +177,9 @@ BUGS = [
     ),
     PlantedBug(
         "a partial block is copied again by the next chunk",
-        SCHEDULER + "prefill_steps.py",
-        "        copies += sequence.copies\n        sequence.copies = []",
-        "        copies += sequence.copies",
+        SCHEDULER + "composer.py",
+        "            copies += sequence.copies\n            sequence.copies = []",
+        "            copies += sequence.copies",
     ),
     PlantedBug(
         "a row that comes back from the host is not told its history",
@@ -218,8 +220,8 @@ BUGS = [
     PlantedBug(
         "of two waiting requests of a priority the later one starts",
         SCHEDULER + "queue_order.py",
-        "self.queue.add(sequence, sequence.arrival_index)",
-        "self.queue.add(sequence, -sequence.arrival_index)",
+        "its_class.queue.add(sequence, sequence.arrival_index)",
+        "its_class.queue.add(sequence, -sequence.arrival_index)",
     ),
     PlantedBug(
         "late requests wait for as long as others are on time",

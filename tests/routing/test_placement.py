@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from llm_serving.routing.placement import Candidate, Placed, Routing, choose, is_balanced
 
 
-def replica(index: int, load: int, cached: int = 0, *, holds: bool = True, is_open: bool = True) -> Candidate:
-    return Candidate(index, load, cached, holds, is_open and holds)
+def replica(index: int, load: int, cached: int = 0, *, fits: bool = True, is_open: bool = True) -> Candidate:
+    return Candidate(index, load, cached, fits, is_open and fits)
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,12 @@ def replica(index: int, load: int, cached: int = 0, *, holds: bool = True, is_op
         ([replica(0, 70, 64), replica(1, 50, 64)], (1, Placed.LOAD)),
         # It may wait where its prefix is, behind more than a step takes, but not where there is no room.
         ([replica(0, 0), replica(1, 50, 64, is_open=False)], (1, Placed.PREFIX)),
-        ([replica(0, 0), replica(1, 50, 64, holds=False)], (0, Placed.LOAD)),
+        ([replica(0, 0), replica(1, 50, 64, fits=False)], (0, Placed.LOAD)),
         # Of equals rather one where it starts at once.
         ([replica(0, 0, 64, is_open=False), replica(1, 50, 64)], (1, Placed.LOAD)),
         # Nobody can start it: it waits for whoever can first.
         ([replica(0, 0, is_open=False), replica(1, 50, is_open=False)], None),
-        ([replica(0, 0, is_open=False), replica(1, 50, 64, holds=False)], None),
+        ([replica(0, 0, is_open=False), replica(1, 50, 64, fits=False)], None),
     ],
 )
 def test_by_prefix(candidates: list[Candidate], chosen: tuple[int, Placed] | None) -> None:
@@ -57,14 +57,14 @@ def test_one_after_the_other() -> None:
 def some_candidates(draw: st.DrawFn) -> list[Candidate]:
     number = draw(st.integers(1, 5))
     return [
-        replica(index, draw(st.integers(0, 400)), 16 * draw(st.integers(0, 4)), holds=draw(st.booleans()),
+        replica(index, draw(st.integers(0, 400)), 16 * draw(st.integers(0, 4)), fits=draw(st.booleans()),
                 is_open=draw(st.booleans()))
         for index in range(number)
     ]  # fmt: skip
 
 
 @given(some_candidates(), st.sampled_from(Routing), st.integers(0, 200), st.integers(0, 4))
-def test_what_holds_for_any_replicas(
+def test_what_fits_for_any_replicas(
     candidates: list[Candidate], routing: Routing, balance_tokens: int, turn: int
 ) -> None:
     choice = choose(candidates, routing, balance_tokens, turn)
@@ -72,7 +72,7 @@ def test_what_holds_for_any_replicas(
         assert not any(one.is_open for one in candidates), "somebody could have started it"
         return
     chosen, why = candidates[choice[0]], choice[1]
-    assert chosen.holds
+    assert chosen.fits
     assert chosen.is_open or (routing is Routing.PREFIX and chosen.cached_tokens)
     least = min(one.load for one in candidates)
     if not is_balanced(chosen.load, least, balance_tokens) and routing is not Routing.ROUND_ROBIN:

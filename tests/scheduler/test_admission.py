@@ -18,7 +18,7 @@ def test_a_request_that_never_fits_the_cache_is_refused_with_the_arithmetic() ->
         scheduler.add_request(make_request("big", 10, 12))
     assert str(refusal.value) == (
         "a prompt of 10 tokens and up to 12 output tokens need ceil((10 + 12 - 1) / 4) = 6 blocks of the KV cache;"
-        " it has 5 (pa_config.num_blocks 6 less the null block), room for 20 tokens. Shorten the prompt or ask for"
+        " it has 5 (pa_config.num_blocks 6 less the null block), which hold 20 tokens. Shorten the prompt or ask for"
         " fewer tokens."
     )
     assert (refusal.value.status, refusal.value.param) == (400, "max_tokens")
@@ -55,7 +55,7 @@ def test_prompt_lengths(prompt: int, message: str) -> None:
 
 def test_a_prompt_as_long_as_the_context_leaves_no_room_for_an_answer() -> None:
     scheduler = Scheduler(make_limits(max_prompt_len=64, max_model_len=64))
-    with pytest.raises(ContextLengthError, match="64 tokens and the context is 64 tokens, which leaves no room"):
+    with pytest.raises(ContextLengthError, match="64 tokens and the context is 64 tokens, which leaves no space"):
         scheduler.add_request(make_request("long", 64))
 
 
@@ -81,7 +81,7 @@ def test_the_queue_is_bounded_beyond_what_can_start() -> None:
     assert "3 requests are waiting and 1 can start; the queue takes 2" in str(refusal.value)
     assert refusal.value.status == 429
     assert scheduler.schedule(0.0) is not None
-    assert (scheduler.figures.num_running, scheduler.figures.num_waiting) == (1, 2)
+    assert (scheduler.figures.running, scheduler.figures.waiting) == (1, 2)
     with pytest.raises(QueueFullError, match="2 requests are waiting and 0 can start"):
         scheduler.add_request(make_request("d"))
 
@@ -134,7 +134,7 @@ def test_the_door_does_not_count_rows_without_blocks() -> None:
     simulation.add(*(make_request(f"r{index}", 12, 8) for index in range(6)))
     simulation.schedule()
     scheduler = simulation.scheduler
-    assert scheduler.figures.num_waiting >= 2
+    assert scheduler.figures.waiting >= 2
     full = scheduler.queue_full()
     assert full is not None
     assert "can start; the queue takes 2" in str(full)

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from llm_serving.scheduler.admission import (
     AimdAdmission,
-    NoAdmission,
     OutputLengthPredictor,
     RouterAdmission,
     peak_tokens,
 )
 from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.starting import Admission
 from support.fakes import make_request
 
 
@@ -48,7 +48,7 @@ def test_the_peak_by_hand() -> None:
 
 
 def test_none_lets_everything_in() -> None:
-    admission = NoAdmission()
+    admission = Admission()
     assert admission.may_start(make_sequence(10**6, 0, 10**6), [make_sequence(10, 0, 10)], 1.0)
 
 
@@ -110,7 +110,7 @@ def test_aimd_goes_up_by_100_a_step_that_the_limit_held_back() -> None:
         assert not crowded(admission, 0.5)
         assert not crowded(admission, 0.5), "asked twice in a step"
         limits.append(admission.max_total_tokens)
-        admission.step_answered()
+        admission.step_completed()
     assert limits == [5100, 5200, 5250, 5250]
 
 

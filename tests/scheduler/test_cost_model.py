@@ -70,7 +70,7 @@ def test_no_number_is_negative_whatever_it_sees() -> None:
     for _ in range(500):
         step = make_step([rng.randrange(1, 3000)] * rng.randrange(1, 64), rng.choice([0, 100]))
         model.learn(step, answer(step, rng.uniform(0.001, 0.1)))
-        assert min(model.base_s, model.row_s, model.context_s, model.prompt_token_s) >= 0.0
+        assert min(model.base_s, model.sequence_s, model.context_s, model.prompt_token_s) >= 0.0
 
 
 def test_it_follows_a_device_that_becomes_slower() -> None:
@@ -95,7 +95,7 @@ def test_steps_that_tell_nothing_are_passed_over() -> None:
 
 def test_the_same_steps_give_the_same_numbers() -> None:
     first, second = trained(random.Random(6), 300, 0.1), trained(random.Random(6), 300, 0.1)
-    assert (first.base_s, first.row_s, first.context_s) == (second.base_s, second.row_s, second.context_s)
+    assert (first.base_s, first.sequence_s, first.context_s) == (second.base_s, second.sequence_s, second.context_s)
 
 
 def test_a_device_that_others_slow_down_is_believed_soon() -> None:

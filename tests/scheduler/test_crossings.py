@@ -206,9 +206,9 @@ def test_block_border_x_abort(border: str, moment: str, who: str) -> None:
     while request.num_computed_tokens < filled and not request.num_preemptions:
         simulation.step()
     held = -(-request.num_computed_tokens // 4) if request.row >= 0 else 0
-    before = simulation.scheduler.figures.num_free_blocks
+    before = simulation.scheduler.figures.free_blocks
     simulation.end(who)
-    assert simulation.scheduler.figures.num_free_blocks == before + held
+    assert simulation.scheduler.figures.free_blocks == before + held
     simulation.finish()
 
 

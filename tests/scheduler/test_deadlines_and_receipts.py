@@ -81,6 +81,6 @@ def test_router_admission_starts_the_next_when_the_peak_has_passed() -> None:
     simulation = Simulation(limits)
     simulation.add(*(make_request(name, 10, 20) for name in "abc"))
     simulation.step()
-    assert simulation.scheduler.figures.num_running == 2
+    assert simulation.scheduler.figures.running == 2
     simulation.finish()
-    assert simulation.scheduler.figures.num_preemptions == 0
+    assert simulation.scheduler.figures.preemptions == 0

@@ -26,9 +26,9 @@ def test_abort_without_a_step_in_flight_frees_at_once() -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=0))
     simulation.add(make_request("a"))
     simulation.step()
-    assert simulation.scheduler.figures.num_free_blocks == simulation.scheduler.figures.num_blocks - 2
+    assert simulation.scheduler.figures.free_blocks == simulation.scheduler.figures.total_blocks - 2
     simulation.end("a")
-    assert simulation.scheduler.figures.num_free_blocks == simulation.scheduler.figures.num_blocks
+    assert simulation.scheduler.figures.free_blocks == simulation.scheduler.figures.total_blocks
     simulation.check_quiet()
 
 
@@ -42,7 +42,7 @@ def test_abort_frees_as_soon_as_the_steps_that_touch_the_blocks_are_answered(ahe
     simulation.schedule()
     row = gone.row
     simulation.end("gone")
-    assert (simulation.scheduler.figures.num_running, simulation.scheduler.figures.num_waiting) == (1, 0)
+    assert (simulation.scheduler.figures.running, simulation.scheduler.figures.waiting) == (1, 0)
     for _ in range(ahead + 1):
         assert gone.row == row
         simulation.step()
@@ -107,7 +107,7 @@ def test_tokens_of_steps_behind_a_failed_one_are_dropped() -> None:
     simulation.add(make_request("a", 5, 20))
     simulation.schedule()
     simulation.fail_step("no")
-    assert simulation.scheduler.figures.num_steps_in_flight == 3
+    assert simulation.scheduler.figures.steps_in_flight == 3
     simulation.finish()
     assert simulation.streams["a"] == []
 
@@ -123,7 +123,7 @@ def test_a_dropped_step_of_a_living_request_is_made_up_for() -> None:
     assert result is not None
     simulation.answers.append(result)
     assert simulation.answer() == []
-    assert (simulation.scheduler.figures.num_running, simulation.scheduler.figures.num_waiting) == (0, 2)
+    assert (simulation.scheduler.figures.running, simulation.scheduler.figures.waiting) == (0, 2)
     simulation.finish()
     assert set(simulation.ended.values()) == {FinishReason.LENGTH}
 
@@ -170,7 +170,7 @@ def test_a_lost_agent_costs_time_but_no_token(ahead: int) -> None:
             simulation.step()
         simulation.schedule()
         simulation.lose_agent()
-        assert simulation.scheduler.figures.num_waiting == sum(not request.is_finished for request in requests)
+        assert simulation.scheduler.figures.waiting == sum(not request.is_finished for request in requests)
         assert {request.status for request in requests} <= {RequestStatus.WAITING, RequestStatus.FINISHED}
     simulation.finish()
     assert all(request.num_preemptions == 0 for request in requests)
@@ -181,7 +181,7 @@ def test_a_lost_agent_frees_what_was_leaving() -> None:
     simulation.add(make_request("a"), make_request("b"))
     simulation.schedule()
     simulation.end("a")
-    assert simulation.scheduler.figures.num_free_blocks < simulation.scheduler.figures.num_blocks
+    assert simulation.scheduler.figures.free_blocks < simulation.scheduler.figures.total_blocks
     simulation.lose_agent()
     simulation.finish()
     assert simulation.ended == {"a": FinishReason.ABORT, "b": FinishReason.LENGTH}
@@ -223,7 +223,7 @@ def test_an_answer_after_the_loss_is_refused() -> None:
     simulation.run()
     late = simulation.answers[0]
     simulation.lose_agent()
-    with pytest.raises(ProtocolError, match="step 0 was answered but is not in flight"):
+    with pytest.raises(ProtocolError, match="step 0 has a result but is not in flight"):
         simulation.scheduler.update(late, 0.0)
     simulation.finish()
 

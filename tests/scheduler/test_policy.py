@@ -55,7 +55,7 @@ def test_rows_do_not_drift_apart_into_groups_that_take_turns(policy: Policy, ahe
             if rng.random() < 0.3:
                 simulation.add(waiting.pop())
             simulation.step() if rng.random() < 0.9 and simulation.requests else simulation.schedule()
-        while simulation.scheduler.figures.num_waiting:  # under decode_first they wait for many steps
+        while simulation.scheduler.figures.waiting:  # under decode_first they wait for many steps
             simulation.step()
         for _ in range(8):
             simulation.step()

@@ -40,7 +40,7 @@ def test_the_latest_goes_first_and_the_oldest_never(ahead: int, block_size: int)
     simulation.finish()
     preemptions = [request.num_preemptions for request in requests]
     assert preemptions[0] == 0
-    assert sum(preemptions) == simulation.scheduler.figures.num_preemptions > 0
+    assert sum(preemptions) == simulation.scheduler.figures.preemptions > 0
     assert preemptions[3] >= preemptions[1]
     ends = [request.finish_time for request in requests]
     assert all(end is not None for end in ends)
@@ -51,7 +51,7 @@ def test_a_pool_of_one_longest_sequence_serves_any_number(ahead: int) -> None:
     simulation = Simulation(
         make_limits(num_blocks=10, block_size=4, max_model_len=37, max_prompt_len=36, decode_steps_ahead=ahead)
     )
-    assert simulation.scheduler.figures.num_blocks * 4 == 36
+    assert simulation.scheduler.figures.total_blocks * 4 == 36
     simulation.add(*(make_request(f"r{index}", 1 + index % 12, 36) for index in range(10)))
     simulation.finish()
     assert all(reason is FinishReason.LENGTH for reason in simulation.ended.values())
@@ -63,10 +63,10 @@ def test_a_victim_keeps_its_blocks_until_its_steps_are_answered_and_its_tokens_f
     simulation.add(old, young)
     run_until_preempted(simulation, young)
     scheduler = simulation.scheduler
-    assert (scheduler.figures.num_running, scheduler.figures.num_waiting) == (1, 1)
+    assert (scheduler.figures.running, scheduler.figures.waiting) == (1, 1)
     assert young.status is RequestStatus.RUNNING
     assert young.row == 1
-    assert scheduler.figures.num_free_blocks == 0
+    assert scheduler.figures.free_blocks == 0
     known = len(young.output_token_ids)
     inflight = young.num_inflight_tokens
     assert inflight > 0
@@ -75,7 +75,7 @@ def test_a_victim_keeps_its_blocks_until_its_steps_are_answered_and_its_tokens_f
     assert young.status is RequestStatus.WAITING
     assert (young.row, young.num_computed_tokens) == (-1, 0)
     assert len(young.output_token_ids) == known + inflight
-    assert scheduler.figures.num_free_blocks > 0
+    assert scheduler.figures.free_blocks > 0
     simulation.finish()
 
 
@@ -205,7 +205,7 @@ def test_nobody_takes_the_blocks_given_up_for_the_oldest(ahead: int) -> None:
     run_until_preempted(simulation, young)
     simulation.add(make_request("new", 1, 1))
     simulation.finish()
-    assert simulation.scheduler.figures.num_preemptions == young.num_preemptions == 1
+    assert simulation.scheduler.figures.preemptions == young.num_preemptions == 1
     restart = next(s.seq for s in simulation.steps[1:] if s.kind is StepKind.PREFILL and young in s.requests)
     assert all(old not in step.requests for step in simulation.steps[restart:])
 
@@ -216,7 +216,7 @@ def test_as_many_are_preempted_at_once_as_it_takes(ahead: int) -> None:
     simulation = crowded(18, ahead=ahead, max_num_seqs=6, prefill_batch_size=6)
     requests = [make_request(name, 5, 20) for name in "abcdef"]
     simulation.add(*requests)
-    while simulation.scheduler.figures.num_preemptions == 0:
+    while simulation.scheduler.figures.preemptions == 0:
         simulation.schedule()
         simulation.answer()
     assert [request.num_preemptions for request in requests] == [0, 0, 0, 0, 1, 1]
@@ -253,7 +253,7 @@ def test_the_least_important_goes_first_but_never_the_oldest() -> None:
     for request in requests:  # one after the other: the queue would put the important ones in front
         simulation.add(request)
         simulation.schedule()
-    while simulation.scheduler.figures.num_preemptions == 0:
+    while simulation.scheduler.figures.preemptions == 0:
         simulation.schedule()
         simulation.answer()
     assert [request.num_preemptions for request in requests] == [0, 1, 0, 0]

@@ -222,7 +222,7 @@ def taken_at_the_door(simulation: TimedSimulation, seconds: float, every_s: floa
                 number += 1
             due += every_s
         simulation.step()
-        most = max(most, simulation.scheduler.figures.num_waiting)
+        most = max(most, simulation.scheduler.figures.waiting)
     simulation.finish()
     return most
 

@@ -6,11 +6,10 @@ import random
 
 import pytest
 
-from llm_serving.scheduler.intake import RequestQueue
 from llm_serving.scheduler.queue_order import QueueOrder
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo_order import LATE_SHARE, SloOrder
-from support.waiting_sequences import Arrivals
+from support.waiting_sequences import Arrivals, drain, make_intake, put
 
 
 def make_order(
@@ -157,8 +156,7 @@ def test_removing_from_either_group() -> None:
 
 
 def test_the_waiting_queue_takes_it() -> None:
-    new, queue = Arrivals(), RequestQueue(8, None, make_order())
-    for objective in (5.0, 3.0, 0.5):
-        queue.append(new.next(ttft_objective=objective))
-    queue.put_back(new.next(ttft_objective=9.0))
-    assert [queue.pop(1.0).arrival_index for _ in range(4)] == [3, 1, 0, 2]
+    new, intake = Arrivals(), make_intake(order=make_order())
+    put(intake, *(new.next(ttft_objective=objective) for objective in (5.0, 3.0, 0.5)))
+    intake.put_back(new.next(ttft_objective=9.0))
+    assert drain(intake, 1.0) == [3, 1, 0, 2]

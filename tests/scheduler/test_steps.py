@@ -58,7 +58,7 @@ def test_so_many_decode_steps_are_queued_behind_the_one_running(ahead: int) -> N
     simulation.answer()
     for step in range(8):
         simulation.schedule()
-        assert simulation.scheduler.figures.num_steps_in_flight == ahead + 1
+        assert simulation.scheduler.figures.steps_in_flight == ahead + 1
         seqs = [slot.seq for slot in simulation.device.queue]
         assert seqs == list(range(1 + step, 2 + step + ahead))
         simulation.answer()
@@ -129,13 +129,13 @@ def test_blocks_stay_until_the_steps_ahead_are_answered() -> None:
     while not request.is_finished:
         simulation.step()
     scheduler = simulation.scheduler
-    assert scheduler.figures.num_steps_in_flight == 2
-    assert (scheduler.figures.num_running, scheduler.figures.num_waiting) == (0, 0)
-    assert scheduler.figures.num_blocks - scheduler.figures.num_free_blocks == -(-(5 + count + 1) // 4)
+    assert scheduler.figures.steps_in_flight == 2
+    assert (scheduler.figures.running, scheduler.figures.waiting) == (0, 0)
+    assert scheduler.figures.total_blocks - scheduler.figures.free_blocks == -(-(5 + count + 1) // 4)
     simulation.answer()
-    assert scheduler.figures.num_free_blocks < scheduler.figures.num_blocks
+    assert scheduler.figures.free_blocks < scheduler.figures.total_blocks
     simulation.answer()
-    assert scheduler.figures.num_free_blocks == scheduler.figures.num_blocks
+    assert scheduler.figures.free_blocks == scheduler.figures.total_blocks
     assert scheduler.is_idle
 
 
@@ -179,7 +179,7 @@ def test_a_big_request_is_not_overtaken() -> None:
     simulation.add(make_request("a", 40, 4), make_request("b", 40, 4), make_request("c", 1, 1))
     (step, *_) = simulation.schedule()
     assert [request.request_id for request in step.requests] == ["a"]
-    assert simulation.scheduler.figures.num_waiting == 2
+    assert simulation.scheduler.figures.waiting == 2
     simulation.finish()
 
 

@@ -50,7 +50,7 @@ def test_a_victim_goes_to_the_host_and_back_and_nothing_is_computed_twice() -> N
     old, young = crowd(simulation)
     simulation.finish()
     assert (old.num_preemptions, young.num_preemptions) == (0, 1)
-    assert (simulation.scheduler.figures.num_swaps, simulation.scheduler.figures.num_preemptions) == (1, 1)
+    assert (simulation.scheduler.figures.swaps, simulation.scheduler.figures.preemptions) == (1, 1)
     assert moves(simulation, MoveKind.SWAP_OUT) == moves(simulation, MoveKind.SWAP_IN) == [4]
     assert [step.starts for step in simulation.steps if step.kind is StepKind.PREFILL] == [[0, 0]]
     reasons = [step.reason for step in simulation.steps if step.kind is StepKind.MOVE]
@@ -61,7 +61,7 @@ def test_its_first_step_on_the_new_row_is_a_decode_that_restarts_it() -> None:
     simulation = swapping()
     _, young = crowd(simulation)
     run_until(simulation, young, RequestStatus.SWAPPED)
-    assert (simulation.scheduler.figures.num_swapped, simulation.scheduler.figures.num_waiting) == (1, 0)
+    assert (simulation.scheduler.figures.swapped, simulation.scheduler.figures.waiting) == (1, 0)
     assert young.row == -1
     last = young.output_token_ids[-1]
     simulation.finish()
@@ -125,7 +125,7 @@ def test_where_the_host_has_no_room_it_is_computed_again(num_host_blocks: int) -
     simulation = swapping(num_host_blocks=num_host_blocks)
     _, young = crowd(simulation)
     simulation.finish()
-    assert (young.num_preemptions, simulation.scheduler.figures.num_swaps) == (1, 0)
+    assert (young.num_preemptions, simulation.scheduler.figures.swaps) == (1, 0)
     assert moves(simulation, MoveKind.SWAP_OUT) == []
 
 
@@ -169,7 +169,7 @@ def test_a_step_of_moves_that_goes_wrong(kind: MoveKind, how: str) -> None:
         assert simulation.ended["young"] is FinishReason.ERROR
     else:
         simulation.lose_agent()
-        assert simulation.scheduler.figures.num_swapped == 0
+        assert simulation.scheduler.figures.swapped == 0
     simulation.finish()
 
 
@@ -229,10 +229,10 @@ def test_auto_takes_what_was_faster() -> None:
     simulation.finish()
     prefill = next(step for step in simulation.steps if step.kind is StepKind.PREFILL)  # 18 tokens
     move = next(step for step in simulation.steps if step.kind is StepKind.MOVE)  # 4 blocks
-    choice.step_answered(prefill, StepResult(0, graph_us=18_000))  # 1 ms a token: 40 ms
-    choice.step_answered(move, StepResult(0, graph_us=4_000))  # 1 ms a block: 20 ms out and back
+    choice.step_completed(prefill, StepResult(0, graph_us=18_000))  # 1 ms a token: 40 ms
+    choice.step_completed(move, StepResult(0, graph_us=4_000))  # 1 ms a block: 20 ms out and back
     assert choice.prefers_swap(sequence)
-    choice.step_answered(move, StepResult(0, graph_us=20_000))  # 3 ms a block: 60 ms
+    choice.step_completed(move, StepResult(0, graph_us=20_000))  # 3 ms a block: 60 ms
     assert not choice.prefers_swap(sequence)
 
 
@@ -288,9 +288,9 @@ def test_of_two_victims_that_are_about_to_leave_one_ends() -> None:
     simulation = swapping(num_blocks=19, max_num_seqs=6, prefill_batch_size=6, decode_steps_ahead=1)
     requests = [make_request(name, 5, 20) for name in "abcdef"]
     simulation.add(*requests)
-    while not simulation.scheduler.figures.num_preemptions:
+    while not simulation.scheduler.figures.preemptions:
         simulation.schedule()
-        if not simulation.scheduler.figures.num_preemptions:
+        if not simulation.scheduler.figures.preemptions:
             simulation.answer()
     assert [request.num_preemptions for request in requests] == [0, 0, 0, 0, 1, 1]
     while simulation.answers or simulation.device.queue:

@@ -9,19 +9,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.errors import AgentLostError, ContextLengthError, QueueFullError
 from llm_serving.request import Blocked, FinishReason, RequestOutput, RequestTimings
+from llm_serving.scheduler.figures import Figures
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 from llm_serving.server.sampling import choice_seed
 from llm_serving.server.state import ServerSettings
 from llm_serving.telemetry.metrics import Metrics
 from llm_serving.telemetry.receipt import BlockReason
-from support.fake_engine import MODEL_NAME, FakeEngine, FakeStatus, Submitted
+from support.fake_engine import MODEL_NAME, FakeEngine, Submitted, make_status
 from support.http_server import running
 from support.small_configs import small_config
 from support.small_tokenizers import open_tokenizer, write_byte_level_folder
 
 
 def test_live(server, engine):
-    engine.current.state = "recovering"
+    engine.current = make_status(state="recovering")
     assert server.http.get("/health/live").json() == {"status": "live"}
 
 
@@ -38,7 +39,7 @@ def test_live(server, engine):
     ],
 )
 def test_ready(server, engine, state, age, probe, status, name, probes):
-    engine.current.state, engine.current.last_step_age_s, engine.probe_answer = state, age, probe
+    engine.current, engine.probe_answer = make_status(state=state, last_step_age_s=age), probe
     response = server.http.get("/health/ready")
     assert (response.status_code, response.json()) == (status, {"status": name, "ready": status == 200})
     assert engine.num_probes == probes
@@ -46,7 +47,7 @@ def test_ready(server, engine, state, age, probe, status, name, probes):
 
 @pytest.mark.parametrize("state", ["starting", "recovering", "stopped"])
 def test_requests_are_refused_while_the_engine_is_not_ready(server, engine, state):
-    engine.current.state = state
+    engine.current = make_status(state=state)
     for path, body in (("/v1/completions", {"prompt": "a", "stream": True}), ("/generate", {"inputs": "a"})):
         response = server.post(path, body)
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
@@ -185,7 +186,7 @@ def test_metrics(server, engine):
 def test_metrics_of_every_agent(server, engine):
     summary = {"weight_bytes": 100, "kv_cache_bytes": 200}
     ready = {"rank": 2, "replica": 1, "state": "ready", "restarts": 3, "summary": summary}
-    engine.current.agents = [ready, {"rank": 3, "replica": 1, "state": "restarting", "restarts": 3}]
+    engine.current = make_status(agents=[ready, {"rank": 3, "replica": 1, "state": "restarting", "restarts": 3}])
     text = server.http.get("/metrics").text
     for line in (
         'llm_serving_agent_state{rank="2",replica="1",state="ready"} 1.0',
@@ -249,7 +250,10 @@ def test_the_engines_metrics():
 
 
 def test_the_caches_and_the_swaps_in_the_metrics(server, engine):
-    engine.current = FakeStatus(swapped=2, kv_waste=0.25, prefix_hit_tokens=30, prefix_query_tokens=40, recorder_s=0.5)
+    figures = Figures(
+        swapped=2, reserved_tokens=16, held_tokens=12, prefix_hit_tokens=30, prefix_query_tokens=40, total_blocks=9
+    )
+    engine.current = make_status(figures=figures, recorder_s=0.5)
     lines = server.http.get("/metrics").text.splitlines()
     assert "llm_serving_requests_swapped 2.0" in lines
     assert "llm_serving_kv_waste_ratio 0.25" in lines

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from llm_serving.errors import QueueFullError
-from support.fake_engine import LOGSUMEXP, MODEL_NAME
+from support.fake_engine import LOGSUMEXP, MODEL_NAME, make_status
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -319,7 +319,7 @@ def test_the_clients_exceptions(client, server, engine):
         client.completions.create(model=MODEL_NAME, prompt="a", stream=True)
     assert full.value.response.headers["retry-after"] == "1"
     engine.refuse = None
-    engine.current.state = "recovering"
+    engine.current = make_status(state="recovering")
     with pytest.raises(openai.InternalServerError, match="recovering") as down:
         client.completions.create(model=MODEL_NAME, prompt="a")
     assert down.value.status_code == 503

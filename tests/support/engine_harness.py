@@ -66,7 +66,7 @@ class Engine:
                 break
         assert self.scheduler.is_idle
         assert self.log.named("error") == []
-        assert self.scheduler.figures.num_free_blocks == self.scheduler.figures.num_blocks
+        assert self.scheduler.figures.free_blocks == self.scheduler.figures.total_blocks
 
     def outputs(self, name: str) -> list[RequestOutput]:
         return [

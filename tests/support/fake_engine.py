@@ -24,8 +24,9 @@ from llm_serving.request import (
     SchedulingParams,
     TokenLogits,
 )
+from llm_serving.scheduler.figures import Figures
 from llm_serving.telemetry.receipt import BlockReason
-from llm_serving.telemetry.status import ReplicaStatus
+from llm_serving.telemetry.status import EngineStatus
 
 MODEL_NAME = "fake-llama"
 LOGSUMEXP = 2.5
@@ -34,24 +35,16 @@ Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
 """Prompt and parameters -> the tokens of the answer, an end token included if there is to be one."""
 
 
-@dataclass
-class FakeStatus:
-    state: str = "ready"
-    running: int = 0
-    waiting: int = 0
-    free_blocks: int = 90
-    total_blocks: int = 100
-    steps: int = 7
-    last_step_age_s: float | None = 0.1
-    agents: list[dict[str, object]] = field(default_factory=lambda: [{"rank": 0, "state": "ready"}])
-    preemptions: int = 0
-    swapped: int = 0
-    swaps: int = 0
-    kv_waste: float = 0.0
-    prefix_hit_tokens: int = 0
-    prefix_query_tokens: int = 0
-    recorder_s: float = 0.0
-    replicas: list[ReplicaStatus] = field(default_factory=list)
+def make_status(**changes: Any) -> EngineStatus:
+    """Returns the status of an engine that serves one replica. ``changes`` are fields of it."""
+    values: dict[str, Any] = {
+        "state": "ready",
+        "steps": 7,
+        "figures": Figures(total_blocks=100, free_blocks=90),
+        "last_step_age_s": 0.1,
+        "agents": [{"rank": 0, "state": "ready"}],
+    }
+    return EngineStatus(**{**values, **changes})
 
 
 @dataclass
@@ -138,7 +131,7 @@ class FakeEngine:
         """So many tokens come before the engine fails."""
         self.crash: Exception | None = None
         """Raised after the first piece."""
-        self.current = FakeStatus()
+        self.current = make_status()
         self.probe_answer = True
         self.num_probes = 0
         self.full: QueueFullError | None = None
@@ -168,7 +161,7 @@ class FakeEngine:
     def receipt(self, request_id: str, /) -> RequestReceipt | None:
         return next((record.receipt() for record in self.submitted if record.request_id == request_id), None)
 
-    def status(self) -> FakeStatus:
+    def status(self) -> EngineStatus:
         return self.current
 
     @property

@@ -11,6 +11,7 @@ from llm_serving.executor.base import ExecutorEvent
 from llm_serving.request import Request, RequestOutput
 from llm_serving.routing.placement import Routing
 from llm_serving.routing.router import Router
+from llm_serving.routing.sources import replica_sources
 from llm_serving.scheduler.scheduler import Scheduler
 from support.fakes import FakeDetokenizer, FakeExecutor, RecordingLog, RecordingMetrics, make_limits, make_request
 
@@ -40,7 +41,7 @@ class ReplicatedEngine:
         self.rng = random.Random(seed)
         self.core = EngineCore(
             self.router,
-            list(zip(self.router.replicas, self.executors, strict=True)),
+            list(zip(replica_sources(self.router), self.executors, strict=True)),
             FakeDetokenizer,
             self.log,
             self.metrics,
@@ -91,7 +92,7 @@ class ReplicatedEngine:
         self.step(4)  # what is still underway of void steps
         self.router.check_integrity()
         assert self.log.named("error") == []
-        assert self.router.figures.num_free_blocks == self.router.figures.num_blocks
+        assert self.router.figures.free_blocks == self.router.figures.total_blocks
 
     def whole(self, name: str) -> RequestOutput:
         return merge_outputs(self.outputs[name])

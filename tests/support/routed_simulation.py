@@ -12,8 +12,8 @@ from typing import Any
 
 from llm_serving.request import Request
 from llm_serving.routing.placement import Routing
-from llm_serving.routing.replica import ReplicaScheduler
 from llm_serving.routing.router import Router
+from llm_serving.routing.sources import ReplicaSource, replica_sources
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, StepResult
 from llm_serving.scheduler.scheduler import Scheduler
@@ -28,8 +28,9 @@ __all__ = ["RoutedPlayer", "RoutedSimulation", "play_routed"]
 class FakeReplica:
     """A scheduler behind the router, with its device, and the answers that have not reached it."""
 
-    def __init__(self, scheduler: ReplicaScheduler, limits: SchedulerLimits) -> None:
-        self.scheduler = scheduler
+    def __init__(self, source: ReplicaSource, inner: Scheduler, limits: SchedulerLimits) -> None:
+        self.scheduler = source
+        self.inner = inner
         self.device = FakeDevice(limits)
         self.salt_watch = SaltWatch(limits.block_size)
         self.answers: deque[StepResult] = deque()
@@ -59,7 +60,10 @@ class RoutedSimulation(SimulatedClients):
         )
         super().__init__(self.router)
         self.limits = limits
-        self.replicas = [FakeReplica(scheduler, limits) for scheduler in self.router.replicas]
+        self.replicas = [
+            FakeReplica(source, inner, limits)
+            for source, inner in zip(replica_sources(self.router), schedulers, strict=True)
+        ]
         for index in range(num_replicas):
             self.router.agent_ready(index)
         self.rng = random.Random(seed)
@@ -96,9 +100,9 @@ class RoutedSimulation(SimulatedClients):
 
     def _check_busy(self) -> None:
         """While a request waits for a replica, every replica that serves has work."""
-        if self.router.figures.num_unplaced:
+        if self.router.figures.unplaced:
             for index, replica in enumerate(self.replicas):
-                assert not (replica.is_ready and replica.scheduler.scheduler.is_idle), f"replica {index} idles"
+                assert not (replica.is_ready and replica.inner.is_idle), f"replica {index} idles"
 
     def _some(self, condition: Callable[[FakeReplica], Any]) -> FakeReplica | None:
         able = [replica for replica in self.replicas if condition(replica)]
@@ -186,14 +190,14 @@ class RoutedSimulation(SimulatedClients):
         """A replica's agents die, and stay away until ``revive``."""
         replica = self.replicas[index]
         self.seen["agents lost"] += 1
-        self.seen["requests that lost their replica"] += len(replica.scheduler.entries)
+        self.seen["requests that lost their replica"] += len(self.router.replicas[index].entries)
         replica.device.reset()
         replica.answers.clear()
         replica.scheduler.agent_lost(self.now)
         replica.is_ready = False
         inner = self.inner[index]
-        assert (inner.figures.num_steps_in_flight, inner.num_requests) == (0, 0)
-        assert inner.figures.num_free_blocks == inner.figures.num_blocks
+        assert (inner.figures.steps_in_flight, inner.num_requests) == (0, 0)
+        assert inner.figures.free_blocks == inner.figures.total_blocks
         self.check()
 
     def revive(self, index: int) -> None:
@@ -204,17 +208,17 @@ class RoutedSimulation(SimulatedClients):
     def check(self) -> None:
         """Every request is in exactly one place, and every scheduler is whole."""
         super().check()
-        assert self.router.figures.num_waiting >= 0
+        assert all(scheduler.num_waiting >= 0 for scheduler in self.inner)
         assert len(self.requests) - len(self.ended) == len(self.router._entries)
 
     def check_quiet(self) -> None:
         figures = self.router.figures
-        assert figures.num_free_blocks == figures.num_blocks
+        assert figures.free_blocks == figures.total_blocks
         for scheduler in self.inner:
             assert scheduler.is_idle
             assert scheduler._kv_cache.num_free_host_blocks == self.limits.num_host_blocks
             scheduler._kv_cache.check_cache()
-        assert (figures.num_running, figures.num_waiting, figures.num_swapped, figures.num_unplaced) == (0, 0, 0, 0)
+        assert (figures.running, figures.waiting, figures.swapped, figures.unplaced) == (0, 0, 0, 0)
         self.check_texts(self.limits.max_model_len)
 
 

@@ -83,7 +83,7 @@ class Player:
             assert not _can_be_served(simulation.limits, len(prompt), max_tokens)
             simulation.seen["refused for good"] += 1
         except QueueFullError:
-            assert simulation.scheduler.figures.num_waiting > 0 or simulation.limits.max_waiting_tokens is not None
+            assert simulation.scheduler.figures.waiting > 0 or simulation.limits.max_waiting_tokens is not None
             simulation.seen["refused for now"] += 1
         else:
             assert _can_be_served(simulation.limits, len(prompt), max_tokens)

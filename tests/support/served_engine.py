@@ -88,7 +88,7 @@ async def served(**limits: object) -> AsyncIterator[Served]:
         executor.hold(False)
         if engine.status().state == "ready":
             await running.until(running.is_idle)
-            assert engine.status().free_blocks == engine.status().total_blocks
+            assert engine.status().figures.free_blocks == engine.status().figures.total_blocks
     finally:
         await engine.stop()
     assert not any(thread.name == "engine" for thread in threading.enumerate())

@@ -81,7 +81,7 @@ class Simulation(SimulatedClients):
     def _check_busy(self) -> None:
         """Nothing in flight: then there is no work, or a batch waits for company, for as long as it is told to."""
         scheduler, limits = self.scheduler, self.limits
-        if scheduler.figures.num_steps_in_flight or scheduler.is_idle:
+        if scheduler.figures.steps_in_flight or scheduler.is_idle:
             self._idle_until = None
             return
         patience = limits.batch_waiting_time + limits.decode_batch_waiting_time
@@ -176,8 +176,8 @@ class Simulation(SimulatedClients):
         self.seen["agents lost"] += 1
         self.answers.clear()
         self.scheduler.agent_lost(self.now)
-        assert self.scheduler.figures.num_steps_in_flight == 0
-        assert self.scheduler.figures.num_free_blocks == self.scheduler.figures.num_blocks
+        assert self.scheduler.figures.steps_in_flight == 0
+        assert self.scheduler.figures.free_blocks == self.scheduler.figures.total_blocks
         self.check()
 
     def take(self, updates: list[RequestUpdate]) -> None:
@@ -207,11 +207,11 @@ class Simulation(SimulatedClients):
         """Idle: everything is free, every request ended, and with the text it has when run alone."""
         scheduler, figures = self.scheduler, self.scheduler.figures
         assert scheduler.is_idle
-        assert figures.num_free_blocks == figures.num_blocks
+        assert figures.free_blocks == figures.total_blocks
         assert scheduler._kv_cache.num_free_host_blocks == self.limits.num_host_blocks
         scheduler._kv_cache.check_cache()
-        assert (figures.num_running, figures.num_waiting, figures.num_swapped) == (0, 0, 0)
-        assert figures.num_steps_in_flight == 0
+        assert (figures.running, figures.waiting, figures.swapped) == (0, 0, 0)
+        assert figures.steps_in_flight == 0
         assert scheduler.next_wakeup(self.now) is None
         self.check_texts(self.limits.max_model_len)
 

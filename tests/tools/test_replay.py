@@ -45,7 +45,7 @@ def test_a_replay_from_a_later_segment_is_identical(tmp_path, policy, preemption
         num_host_blocks=20,
         prefix_cache=prefix_cache,
     )
-    assert recorder.figures.num_preemptions > 0
+    assert recorder.figures.preemptions > 0
     (stretch,) = read_recording(tmp_path)
     assert len(stretch.segments) > 1
     assert_identical(stretch, 100)
@@ -321,7 +321,7 @@ def test_the_timeline_shows_a_preemption(tmp_path):
     recorder = record_random_run(tmp_path, 7, num_blocks=24)
     (stretch,) = read_recording(tmp_path)
     spans = [span for lane in build_timeline(stretch).lanes for span in lane.spans]
-    assert recorder.figures.num_preemptions > 0
+    assert recorder.figures.preemptions > 0
     assert sum(span.phase is SpanPhase.PREEMPTED for span in spans) > 0
 
 

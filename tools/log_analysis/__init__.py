@@ -1,14 +1,12 @@
-"""Analyses a server's event log and reports the result to people and programs.
+"""What a server's event log says, for people and for programs.
 
-reader       the lines of the log; broken lines are counted
-records      the events with figures, and their types
+reader       lines of the log, whatever is in the file
+records      the events that carry figures, with their types
 timeline     values over time in bounded memory
-totals       sums and distributions over a log
 analysis     one pass over the events: counts, distributions, the slowest requests
-why_slow     why the slowest requests were slow (why_slow_report presents it)
-results      the analysis as JSON; the latency keys are those of the load test
-story        the analysis in a few sentences
+results      the same as JSON; the latency keys are those of the load test
+story        the same in a few sentences
 text         report on a terminal
-html charts  report as one self-contained file
-comparison   the log compared with the load test's figures
+html svg     report as one self-contained file
+comparison   the log beside the load test's own figures
 """

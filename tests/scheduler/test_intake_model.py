@@ -1,4 +1,4 @@
-"""The waiting queue against a list that is sorted anew for every question."""
+"""The intake's queue against a list that is sorted again for every question."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llm_serving.scheduler.intake import RequestQueue
 from llm_serving.scheduler.queue_order import PriorityOrder
 from llm_serving.scheduler.sequence import Sequence
-from support.waiting_sequences import Arrivals
+from support.waiting_sequences import Arrivals, make_intake, pop, put
 
 
 class Model:
-    """The rule of order as it is written, and the counters as the paper has them."""
+    """The documented order, with the counters of the paper."""
 
     def __init__(self, ageing_s: float, fairness: bool) -> None:
         self.ageing_s = ageing_s
@@ -69,10 +68,10 @@ class Model:
         )
 
 
-class QueueMachine(RuleBasedStateMachine):
+class IntakeMachine(RuleBasedStateMachine):
     @initialize(ageing_s=st.sampled_from([0.0, 0.5, 2.0, 1000.0]), fairness=st.booleans())
     def start_empty(self, ageing_s: float, fairness: bool) -> None:
-        self.queue = RequestQueue(1000, None, PriorityOrder(ageing_s, fairness=fairness))
+        self.intake = make_intake(1000, None, PriorityOrder(ageing_s, fairness=fairness))
         self.model = Model(ageing_s, fairness)
         self.new = Arrivals()
         self.now = 0.0
@@ -87,7 +86,7 @@ class QueueMachine(RuleBasedStateMachine):
     def append(self, priority: int, tenant: str, prompt: int, within: float | None) -> None:
         deadline = None if within is None else self.now + within
         sequence = self.new.next(prompt, self.now, priority=priority, tenant=tenant, deadline=deadline)
-        self.queue.append(sequence)
+        put(self.intake, sequence)
         self.model.add(sequence)
 
     @rule(seconds=st.sampled_from([0.25, 1.0]))
@@ -99,8 +98,8 @@ class QueueMachine(RuleBasedStateMachine):
     def pop(self, times: int) -> None:
         for _ in range(min(times, len(self.model.waiting))):
             expected = self.model.first()
-            assert self.queue.peek(self.now) is expected
-            assert self.queue.pop(self.now) is expected
+            assert self.intake.peek(self.now) is expected
+            assert pop(self.intake, self.now) is expected
             self.model.start(expected)
             self.running.append(expected)
 
@@ -109,11 +108,11 @@ class QueueMachine(RuleBasedStateMachine):
     def take_any(self, data: st.DataObject, starts: bool) -> None:
         sequence = data.draw(st.sampled_from(self.model.waiting))
         if starts:
-            self.queue.start(sequence, self.now)
+            self.intake.start(sequence, self.now)
             self.model.start(sequence)
             self.running.append(sequence)
         else:
-            self.queue.remove(sequence)
+            self.intake.remove(sequence)
             self.model.remove(sequence)
 
     @precondition(lambda self: self.running)
@@ -122,7 +121,7 @@ class QueueMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.running))
         sequence.request.first_token_time = self.now
         sequence.request.output_token_ids += [1] * tokens
-        self.queue.charge_output(sequence, tokens)
+        self.intake.order.charge_output(sequence, tokens)
         self.model.counters[self.model.who(sequence)] += 2 * tokens
 
     @precondition(lambda self: self.running)
@@ -131,13 +130,13 @@ class QueueMachine(RuleBasedStateMachine):
         sequence = data.draw(st.sampled_from(self.running))
         self.running.remove(sequence)
         if again:
-            self.queue.put_back(sequence)
+            self.intake.put_back(sequence)
             self.model.returned.append(sequence)
 
     @rule()
     def expire(self) -> None:
         expected = self.model.expired(self.now)
-        assert self.queue.pop_expired(self.now) == expected
+        assert self.intake.expire(self.now) == expected
         for sequence in expected:
             self.model.remove(sequence)
 
@@ -145,22 +144,21 @@ class QueueMachine(RuleBasedStateMachine):
     def counts_agree(self) -> None:
         if not hasattr(self, "model"):
             return
-        queue, waiting = self.queue, self.model.waiting
-        assert (len(queue), bool(queue)) == (len(waiting), bool(waiting))
-        assert queue.num_tokens == sum(sequence.request.num_tokens for sequence in waiting)
+        intake, waiting = self.intake, self.model.waiting
+        assert (len(intake), bool(intake)) == (len(waiting), bool(waiting))
+        assert intake.num_tokens == sum(sequence.request.num_tokens for sequence in waiting)
         returned = sorted(self.model.returned, key=lambda sequence: sequence.arrival_index)
-        assert list(queue.preempted()) == returned
-        assert queue.first_preempted is (returned[0] if returned else None)
-        assert queue.num_returned == len(self.model.returned)
+        assert intake.first_preempted is (returned[0] if returned else None)
+        assert intake.num_preempted == len(self.model.returned)
         deadlines = [sequence.request.deadline for sequence in self.model.expired(float("inf"))]
-        assert queue.next_deadline == min(deadlines, default=None)
+        assert intake.next_deadline == min(deadlines, default=None)
 
     def teardown(self) -> None:
         while hasattr(self, "model") and self.model.waiting:
             self.pop(1)
 
 
-QueueMachine.TestCase.settings = settings(
+IntakeMachine.TestCase.settings = settings(
     max_examples=150,
     stateful_step_count=50,
     deadline=None,
@@ -168,4 +166,4 @@ QueueMachine.TestCase.settings = settings(
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
-TestQueue = QueueMachine.TestCase
+TestIntake = IntakeMachine.TestCase

@@ -1,0 +1,267 @@
+"""Composes steps: which sequences are in a prefill, decode or mixed step, and who starts or is preempted for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llm_serving.kvcache.kv_cache_manager import BlockCopy
+from llm_serving.scheduler.output import ScheduledStep, StepReason
+from llm_serving.scheduler.sequence import Sequence, SequenceState
+from llm_serving.scheduler.slo_order import SloStarts
+from llm_serving.scheduler.snapshot import Stateful
+from llm_serving.scheduler.starting import Starter
+from llm_serving.scheduler.state import SchedulerState
+from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, build_decode, build_mixed, build_prefill
+
+__all__ = ["MAX_PREFILL_STEPS_IN_FLIGHT", "StepComposer"]
+
+MAX_PREFILL_STEPS_IN_FLIGHT = 2
+"""One runs and one is queued. So the agent is never idle, and a decode step waits for few prefill steps."""
+
+_MIN_CHUNK = 16
+"""Tokens of a mixed step that prompts get even if decoding sequences use the whole budget. So prompts never stop."""
+
+_MAX_STEPS_WITHOUT_PROMPTS = 8
+"""Number of steps that decoding sequences may fill to the last token while prompts wait. Then comes a prefill step."""
+
+
+class StepComposer(Stateful):
+    """Composes the steps that a policy asks for.
+
+    A decode step waits until all decoding sequences can be in it, and a newly prefilled sequence joins the next one.
+    Otherwise the batch could split for good into groups that decode alternately.
+    """
+
+    STATE = ("_held_since", "_num_choices", "_num_without_prompts")
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        starter: Starter,
+        preempt: Callable[[Sequence, float], None],
+        *,
+        waits_for_prefill: bool = False,
+    ) -> None:
+        """``waits_for_prefill``: sequences decode after their prefill has completed, because the agent runs queued
+        decode steps before queued prefill steps."""
+        self._state = state
+        self._starter = starter
+        self._preempt = preempt
+        self._waits_for_prefill = waits_for_prefill
+        self._held_since: float | None = None
+        self._num_choices = 0
+        self._batch: DecodeBatch | None = None
+        self._batch_changes = 0
+        self._num_without_prompts = 0
+
+    # Prefill steps
+
+    def prefill(self, now: float, reason: StepReason) -> ScheduledStep | None:
+        """Returns a step of unfinished prompts, then whole new prompts.
+
+        Returns None if no prompt can start or continue, or if enough prefill steps are in flight.
+        """
+        state = self._state
+        if state.in_flight.num_prefill_steps >= MAX_PREFILL_STEPS_IN_FLIGHT:
+            return None
+        if not state.running.num_prefilling and not state.intake:
+            return None
+        plan = ChunkPlan(state.limits, state.limits.max_num_batched_tokens)
+        self._continue_prompts(plan)
+        self._starter.fill(plan, now, whole=True)
+        return self._send_prefill(plan, reason) if plan else None
+
+    def _send_prefill(self, plan: ChunkPlan, reason: StepReason) -> ScheduledStep:
+        in_flight = self._state.in_flight
+        step = build_prefill(in_flight.next_seq, reason, plan)
+        return in_flight.add(step, plan.sequences, copies=self._note_chunks(plan))
+
+    def _continue_prompts(self, plan: ChunkPlan, skip: frozenset[Sequence] = frozenset()) -> None:
+        """Adds the next chunks of unfinished prompts, in order of arrival."""
+        for sequence in self._state.running.prefilling:
+            if sequence in skip:
+                continue
+            if not plan.fits(sequence, sequence.num_uncomputed_tokens):
+                return
+            plan.add(sequence)
+
+    def _note_chunks(self, plan: ChunkPlan) -> list[BlockCopy]:
+        """Notes that the chunks are in a step. Returns the copies that the step makes."""
+        copies: list[BlockCopy] = []
+        for sequence in plan.sequences:
+            sequence.request.receipt.chunks += 1
+            copies += sequence.copies
+            sequence.copies = []
+            if not sequence.num_uncomputed_tokens:
+                self._state.running.end_prefill(sequence)
+        return copies
+
+    # Mixed steps
+
+    def mixed(
+        self,
+        budget: int,
+        now: float,
+        reason: StepReason,
+        *,
+        starts: SloStarts | None = None,
+        late: frozenset[Sequence] = frozenset(),
+    ) -> ScheduledStep | None:
+        """Returns a step of about ``budget`` tokens: all sequences that can decode, then prompts (Sarathi-Serve,
+        Agrawal et al. 2024). Returns None if there is nothing to run.
+
+        ``starts`` decides which requests may start. ``late`` prompts get the tokens that no other prompt can use.
+        """
+        if self._num_without_prompts >= _MAX_STEPS_WITHOUT_PROMPTS:
+            self._num_without_prompts = 0
+            plan = self._mixed_plan([], budget, now, starts, late)
+            if plan:
+                return self._send_prefill(plan, StepReason.PROMPT_OVERDUE)
+        decoding = self._decoding_sequences(now)
+        plan = self._mixed_plan(decoding, budget, now, starts, late)
+        if not plan:
+            return self._send_decode(decoding, StepReason.ROWS_READY) if decoding else None
+        if not decoding:
+            return self._send_prefill(plan, StepReason.PROMPT_READY)
+        in_flight = self._state.in_flight
+        step = build_mixed(in_flight.next_seq, reason, self._columns(decoding), plan)
+        sequences = [*decoding, *plan.sequences]
+        return in_flight.add(step, sequences, first_chunk=len(decoding), copies=self._note_chunks(plan))
+
+    def _mixed_plan(
+        self, decoding: list[Sequence], budget: int, now: float, starts: SloStarts | None, late: frozenset[Sequence]
+    ) -> ChunkPlan:
+        state, limits = self._state, self._state.limits
+        num_tokens = limits.max_num_batched_tokens - len(decoding)
+        if decoding:
+            num_tokens = min(num_tokens, max(budget - len(decoding), _MIN_CHUNK))
+        history = sum(s.request.num_tokens for s in decoding if s.restarts and s.request.sampling.has_penalties)
+        plan = ChunkPlan(limits, num_tokens, history)
+        self._continue_prompts(plan, skip=late)
+        self._starter.fill(plan, now, whole=False, starts=starts)
+        if late:
+            self._continue_prompts(plan, skip=frozenset(plan.sequences))
+        if num_tokens <= 0 and (state.running.num_prefilling or state.intake):
+            self._num_without_prompts += 1
+        return plan
+
+    # Decode steps
+
+    def decode(self, now: float, reason: StepReason) -> ScheduledStep | None:
+        """Returns a step of all sequences that can decode. Returns None if there is none, or if waiting for more
+        sequences is worth it."""
+        sequences = self._decoding_sequences(now)
+        return self._send_decode(sequences, reason) if sequences else None
+
+    def _send_decode(self, sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
+        in_flight = self._state.in_flight
+        step = build_decode(in_flight.next_seq, reason, self._columns(sequences))
+        return in_flight.add(step, sequences, first_chunk=len(sequences))
+
+    def _columns(self, sequences: list[Sequence]) -> DecodeBatch:
+        """Returns the columns of the last decode step if the batch has not changed, or new ones."""
+        batch, changes = self._batch, self._state.running.num_changes
+        if batch is None or changes != self._batch_changes or batch.sequences != sequences:
+            batch = self._batch = DecodeBatch.of(sequences)
+            self._batch_changes = changes
+        return batch
+
+    def _decoding_sequences(self, now: float) -> list[Sequence]:
+        """Returns the sequences of the next decode step in order of arrival. Each has a block for its token.
+
+        Preempts other sequences if blocks are missing.
+        """
+        state = self._state
+        while True:
+            ready, num_joining = self._ready()
+            if not ready or self._waits_for_more(len(ready), num_joining, now):
+                return []
+            if len(ready) > state.limits.decode_batch_size:
+                ready = self._choose(ready)
+            if state.limits.num_host_blocks:
+                ready = self._limit_history(ready)
+            self._held_since = None
+            sequences = self._grow(ready, now)
+            if sequences or state.in_flight.num_steps or state.running.num_leaving:
+                return sequences
+            # All chosen sequences were preempted, and no step in flight would lead to another call.
+
+    def _ready(self) -> tuple[list[Sequence], int]:
+        """Returns the sequences that can decode, and the number of sequences that will join after their prefill.
+
+        Returns no sequences if the step would leave a decoding sequence behind.
+        """
+        ready, num_joining = [], 0
+        ahead, waits_for_prefill = self._state.limits.decode_steps_ahead, self._waits_for_prefill
+        for sequence in self._state.running:
+            if not sequence.is_decoding:
+                num_joining += 1
+                continue
+            request = sequence.request
+            num_inflight_tokens = request.num_inflight_tokens
+            if len(request.output_token_ids) + num_inflight_tokens >= sequence.max_output_tokens:
+                continue  # the steps in flight sample its last token
+            if num_inflight_tokens <= ahead and not (waits_for_prefill and _prefill_in_flight(sequence)):
+                ready.append(sequence)
+            elif sequence.num_inflight_decodes:
+                return [], 0
+            else:
+                num_joining += 1
+        return ready, num_joining
+
+    def _waits_for_more(self, num_ready: int, num_joining: int, now: float) -> bool:
+        """Returns True if the batch is not full and may wait for more sequences. Then it also sets the wakeup."""
+        limits = self._state.limits
+        expected = num_joining or self._state.wakeup is not None
+        if limits.decode_batch_waiting_time <= 0.0 or not expected or num_ready >= limits.decode_batch_size:
+            return False
+        if self._held_since is None:
+            self._held_since = now
+        deadline = self._held_since + limits.decode_batch_waiting_time
+        if deadline <= now:
+            return False
+        self._state.wake_at(deadline)
+        return True
+
+    def _choose(self, ready: list[Sequence]) -> list[Sequence]:
+        """Returns as many sequences as a decode step takes, those that were chosen least recently."""
+        chosen = sorted(ready, key=lambda sequence: sequence.last_chosen)[: self._state.limits.decode_batch_size]
+        for sequence in chosen:
+            self._num_choices += 1
+            sequence.last_chosen = self._num_choices
+        return sorted(chosen, key=lambda sequence: sequence.arrival_index)
+
+    def _limit_history(self, ready: list[Sequence]) -> list[Sequence]:
+        """Drops sequences from the host whose histories exceed the capacity of a step. A later step takes them."""
+        capacity = self._state.limits.max_step_history
+        chosen = []
+        for sequence in ready:
+            if sequence.restarts and sequence.request.sampling.has_penalties:
+                if sequence.request.num_tokens > capacity:
+                    continue
+                capacity -= sequence.request.num_tokens
+            chosen.append(sequence)
+        return chosen
+
+    def _grow(self, ready: list[Sequence], now: float) -> list[Sequence]:
+        """Gives each sequence the block that its next token needs, the oldest first, and returns those that have it.
+
+        If no block is free, it preempts the latest sequence. If steps in flight will free blocks, it preempts none, and
+        leaves the sequence out of this step.
+        """
+        running = self._state.running
+        in_need = running.in_need_of_block(ready)
+        if not in_need:
+            return ready
+        without_block: list[Sequence] = []
+        for sequence in in_need:
+            while sequence.state is SequenceState.RUNNING and not running.grow(sequence):
+                if running.num_leaving_blocks > len(without_block):
+                    without_block.append(sequence)
+                    break
+                self._preempt(running.victim, now)
+        return [s for s in ready if s.state is SequenceState.RUNNING and s not in without_block]
+
+
+def _prefill_in_flight(sequence: Sequence) -> bool:
+    return sequence.num_inflight_steps > sequence.num_inflight_decodes

@@ -1,0 +1,168 @@
+"""Decides whether the first waiting request starts, and starts it.
+
+The batching mode and the admission control can hold a request back. The classes here are their defaults: continuous
+batching, and no admission control. The other batching modes are in ``batching``, the other admission in ``admission``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+from llm_serving.request import RequestStatus
+from llm_serving.scheduler.block_supply import BlockSupply
+from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.slo_order import SloStarts
+from llm_serving.scheduler.snapshot import Stateful
+from llm_serving.scheduler.state import SchedulerState
+from llm_serving.scheduler.step_builder import ChunkPlan
+from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, Phase
+
+__all__ = ["Admission", "BatchingMode", "Starter"]
+
+_NOT_CAPACITY = (BlockReason.BATCH, BlockReason.PREFIX)
+"""Reasons not to start that end with the next step. All other reasons limit how many requests may wait."""
+
+
+class BatchingMode(Stateful):
+    """Decides which waiting requests may start while others run. Every batching mode works with every policy.
+
+    This mode is continuous batching (Orca, Yu et al. 2022): a request can join at any step and leaves after its last
+    token. With ``batch_waiting_time``, a prompt waits for more prompts, unless they fill a step or all batch rows.
+    """
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+
+    def may_start(self, sequence: Sequence, now: float, *, joins_step: bool) -> bool:
+        """Returns True if the first waiting request, which never ran, may start. Else it may set the wakeup.
+
+        ``joins_step``: the step has other prompts already.
+        """
+        if joins_step or self._fills_a_step():
+            return True
+        deadline = sequence.request.arrival_time + self._state.limits.batch_waiting_time
+        if deadline <= now:
+            return True
+        self._state.wake_at(deadline)
+        return False
+
+    def _fills_a_step(self) -> bool:
+        limits, waiting = self._state.limits, self._state.intake
+        return (
+            len(waiting) >= min(limits.prefill_batch_size, self._state.running.num_free_rows)
+            or waiting.num_tokens >= limits.max_num_batched_tokens
+        )
+
+    def started(self, sequence: Sequence) -> None:
+        """Notes that a request starts."""
+
+    def note_no_capacity(self) -> None:
+        """Notes that a request that may start found no batch row or no blocks."""
+
+
+class Admission(Stateful):
+    """Decides whether a sequence may start for which a batch row and blocks are free. This class admits each one."""
+
+    def may_start(self, candidate: Sequence, running: Iterable[Sequence], page_use: float, version: int = -1) -> bool:
+        """Returns True if ``candidate`` may join ``running``. ``page_use`` is the fraction of blocks in use, 0 to 1.
+
+        ``version`` changes whenever a sequence starts or stops. A refusal may be repeated until then without another
+        look. -1 asks for a new decision.
+        """
+        return True
+
+    def step_completed(self) -> None:
+        """Notes that a step has completed."""
+
+    def preempted(self) -> None:
+        """Notes that a running sequence has lost its blocks."""
+
+    def finished(self, sequence: Sequence) -> None:
+        """Notes that a sequence ended with an end token, a stop string or its maximum length."""
+
+
+class Starter:
+    """Starts waiting sequences in order. New requests never overtake preempted ones."""
+
+    def __init__(
+        self, state: SchedulerState, batching: BatchingMode, supply: BlockSupply, admission: Admission
+    ) -> None:
+        self._state = state
+        self._batching = batching
+        self._supply = supply
+        self._admission = admission
+
+    def fill(self, plan: ChunkPlan, now: float, *, whole: bool, starts: SloStarts | None = None) -> None:
+        """Starts sequences and adds them to the step, until the step is full or the first sequence cannot start.
+
+        ``whole``: a prompt that exceeds the rest of the step waits for the next step, unless the step is empty.
+        ``starts`` may hold back requests that never ran.
+        """
+        intake = self._state.intake
+        while intake and not plan.is_full:
+            sequence = intake.peek(now)
+            is_new = sequence.request.first_scheduled_time is None
+            reason = self._reason_to_wait(sequence, plan, now, whole, is_new)
+            if reason is None and is_new and starts is not None and not starts.may_start(sequence):
+                reason = BlockReason.POLICY
+            if reason is not None:
+                self._note_blocked(sequence, reason, now)
+                return
+            if is_new and starts is not None:
+                starts.started(sequence)
+            intake.start(sequence, now)
+            self._start(sequence, now, is_new)
+            plan.add(sequence)
+
+    def _reason_to_wait(
+        self, sequence: Sequence, plan: ChunkPlan, now: float, whole: bool, is_new: bool
+    ) -> BlockReason | None:
+        """Returns why the first waiting sequence cannot start in this step, or None."""
+        if self._state.goes_after_preempted(sequence):
+            return BlockReason.PREEMPTED_FIRST
+        if is_new and not self._batching.may_start(sequence, now, joins_step=bool(plan)):
+            return BlockReason.BATCH
+        reason = self._missing_capacity(sequence)
+        if reason is not None:
+            self._batching.note_no_capacity()
+            self._state.note_no_capacity()
+            return reason
+        cached = self._supply.look_up(sequence)
+        if cached.is_pending:
+            return BlockReason.PREFIX
+        num_uncomputed = sequence.request.num_tokens - cached.num_tokens
+        exceeds = whole and plan and num_uncomputed > plan.num_free_tokens
+        return BlockReason.BATCH if exceeds or not plan.fits(sequence, num_uncomputed) else None
+
+    def _missing_capacity(self, sequence: Sequence) -> BlockReason | None:
+        """Returns the batch rows, the blocks or the admission if they keep a sequence from running now."""
+        state, running = self._state, self._state.running
+        if not running.num_free_rows:
+            return BlockReason.ROWS
+        if not self._supply.fits(sequence, running.reserve(state.limits.watermark_blocks)):
+            return BlockReason.BLOCKS
+        if not self._admission.may_start(sequence, running, state.page_use, running.num_changes):
+            return BlockReason.ADMISSION
+        return None
+
+    def _start(self, sequence: Sequence, now: float, is_new: bool) -> None:
+        request = sequence.request
+        self._state.running.start(sequence)
+        request.receipt.unblocked(now)
+        self._state.intake.line.moved(now)
+        sequence.notes_tokens = True
+        request.status = RequestStatus.RUNNING
+        if is_new:
+            request.first_scheduled_time = now
+            request.num_cached_tokens = request.receipt.cached_tokens = request.num_computed_tokens
+            request.receipt.enter(Phase.PREFILL, now)
+            self._state.num_started += 1
+            self._batching.started(sequence)
+
+    def _note_blocked(self, sequence: Sequence, reason: BlockReason, now: float) -> None:
+        by = [running.request.request_id for running in islice(self._state.running, MAX_BLOCKERS)]
+        sequence.request.receipt.blocked(reason, by, now)
+        self._state.intake.line.blocked(reason, by, now)
+        if reason not in _NOT_CAPACITY:
+            self._state.intake.limit_starts(0)
