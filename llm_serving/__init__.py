@@ -1,3 +1,3 @@
-"""The control plane: HTTP, tokenizer, scheduler, KV block accounting. Never imports mindspore or device code."""
+"""The control plane: HTTP, tokenizer, scheduler and KV blocks. It never imports MindSpore or device code."""
 
 __version__ = "0.1.0"

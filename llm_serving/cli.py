@@ -1,6 +1,6 @@
-"""The command line of the server: what was asked for, and the config and memory plan that come of it.
+"""The command line of the server. It returns the config and the memory plan.
 
-Nothing slow is imported, so that a mistake is answered at once, with exit code 2.
+Slow modules are not imported, so that a mistake is reported without delay, with exit code 2.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ EXIT_USAGE = 2
 _DESCRIPTION = """\
 Serve a Llama over HTTP: the OpenAI API, /generate, /chat, and a chat page.
 
-Starts one agent a device, waits until it has loaded, compiled and warmed up, and then prints
-"ready http://HOST:PORT" on standard output. Ctrl-C or SIGTERM stops everything.
+Starts one agent for each device and waits until all are ready. Then prints "ready http://HOST:PORT" on standard
+output. Ctrl-C or SIGTERM stops everything.
 """
 
 _EXAMPLES = f"""\
@@ -40,9 +40,9 @@ examples:
   %(prog)s --config llama_7b_kbk_pa_dyn.yaml --set model_config.model_path=/models/llama2-7b
       a deployment, found under configs/ by its name
   %(prog)s --set serving_config.server_port=8080 --set 'serving_config.agent_ports=[0]'
-      another port; agents on any free port
+      use another port, and any free port for each agent
   %(prog)s --set model_config.model_dtype=bfloat16 --set pa_config.num_blocks=4096 --check
-      see whether it would fit, without starting
+      check whether it would fit into memory, without starting
 
 keys (docs/configuration.md has their meaning, unit and default):
 """
@@ -60,14 +60,17 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What to start: a config that is right in itself and a plan that fits the machine."""
+    """A valid config and a memory plan that fits the machine."""
 
     config: Config
     plan: MemoryPlan
 
 
 def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine | None = None) -> Launch:
-    """Parse, load, plan. Exits with 2 and a message on a mistake, with 0 after ``--check`` or ``--print-config``."""
+    """Parse the command line, load the config and plan the memory.
+
+    Exits with 2 and a message on a mistake, and with 0 after ``--check`` or ``--print-config``.
+    """
     arguments = parse_arguments(argv)
     try:
         config = load_config(arguments.config, arguments.overrides)
@@ -84,13 +87,13 @@ def launch_from_command_line(argv: Sequence[str] | None = None, machine: Machine
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
-    """The arguments, ``sys.argv`` by default. Exits with 2 on a wrong one, with 0 after ``--help``."""
+    """Return the parsed arguments. Exits with 2 on a mistake and with 0 after ``--help``."""
     values = _parser().parse_args(argv)
     return Arguments(values.config, tuple(values.overrides), values.check, values.print_config)
 
 
 def describe(config: Config, plan: MemoryPlan) -> str:
-    """What would be started, for ``--check``."""
+    """Return the description that ``--check`` prints."""
     model = config.model_config
     lines = [
         f"config     {config.file}",
@@ -98,7 +101,7 @@ def describe(config: Config, plan: MemoryPlan) -> str:
         f"{model.model_path or model.model_cfg_path}",
         f"device     {config.device}, {config.op_table} operators",
         f"lengths    sequences of {config.max_model_len} tokens, prompts of {config.max_prompt_len}, "
-        f"{config.max_num_batched_tokens} tokens a step, {config.max_num_seqs} sequences at a time",
+        f"{config.max_num_batched_tokens} tokens per step, {config.max_num_seqs} running sequences",
         f"address    {config.serving_config.server_ip}, port {config.serving_config.server_port or 'any free one'}",
         *(f"note       {note}" for note in config.notes),
         "memory",
@@ -108,7 +111,7 @@ def describe(config: Config, plan: MemoryPlan) -> str:
 
 
 def config_as_yaml(config: Config) -> str:
-    """The config with everything resolved, as a YAML that loads to the same."""
+    """Return the resolved config as YAML. Loading the YAML gives the same config."""
     values = asdict(config)
     sections = {name: {key: _plain(values[name][key]) for key in section_keys(cls)} for name, cls in SECTIONS.items()}
     return yaml.safe_dump(sections, sort_keys=False, width=120)
@@ -135,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
         "--config",
         default=DEFAULT_CONFIG,
         metavar="FILE",
-        help="YAML of the deployment: a path, or a bare name to find under configs/ (default: %(default)s)",
+        help="YAML file of the deployment: a path, or a name that is searched under configs/ (default: %(default)s)",
     )
     parser.add_argument(
         "--set",
@@ -143,11 +146,11 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         dest="overrides",
         metavar="SECTION.KEY=VALUE",
-        help="override a key of the config; repeatable; the value is read as YAML",
+        help="override a key of the config; may be repeated; the value is parsed as YAML",
     )
     parser.add_argument("--check", action="store_true", help="check the config, print the memory plan, start nothing")
     parser.add_argument(
-        "--print-config", action="store_true", help="print the config as it takes effect, start nothing"
+        "--print-config", action="store_true", help="print the resolved config, start nothing"
     )
     parser.add_argument("--version", action="version", version=f"llm-serving {__version__}")
     return parser

@@ -1,33 +1,33 @@
-"""Every error the project raises on purpose, in one tree.
+"""All error classes of the project, in one tree.
 
 LLMServingError
 ├── ConfigError               a config file or override is wrong (exit code 2)
 │   └── UnknownFormatError    a weight or KV cache format is not in the registry
 ├── CheckpointError           a model folder or one of its tensors is wrong
 ├── MemoryPlanError           weights, KV cache and activations do not fit the machine
-├── RequestError              a request is wrong or cannot be taken (an HTTP 4xx)
-│   ├── ModelNotFoundError    no model of that name is served (404)
+├── RequestError              a request is wrong or cannot be accepted (an HTTP 4xx)
+│   ├── ModelNotFoundError    the server does not serve this model (404)
 │   ├── ContextLengthError    prompt and output do not fit the model's context (400)
-│   ├── QueueFullError        the bounded queue is full, come back later (429)
-│   └── DeadlineExceededError its deadline passed before it could begin (504)
-├── EngineFailedError         the engine ended a request that it had taken (an HTTP 500)
-├── ProtocolError             a peer broke the framing, the schema or the handshake
+│   ├── QueueFullError        the waiting queue is full; try again later (429)
+│   └── DeadlineExceededError the request's deadline passed before it started (504)
+├── EngineFailedError         the engine ended an accepted request (an HTTP 500)
+├── ProtocolError             a peer violated the framing, the schema or the handshake
 └── AgentError                an agent could not do its work (an HTTP 5xx)
-    ├── AgentStartError       it did not become ready; carries its traceback
-    ├── AgentLostError        it died or stopped answering
-    └── GroupDownError        another agent of its group did
-        └── GroupBrokenError  it did, in the middle of a step of its group
+    ├── AgentStartError       the agent did not become ready; has its traceback
+    ├── AgentLostError        the agent died or stopped replying
+    └── GroupDownError        another agent of the group has ended
+        └── GroupBrokenError  an agent failed in the middle of a step of its group
 """
 
 from __future__ import annotations
 
 
 class LLMServingError(Exception):
-    """Base of the tree. The text says what was wrong, the value, the limit and what to do."""
+    """Base of the tree. The text has the cause, the value, the limit and the remedy."""
 
 
 class ConfigError(LLMServingError):
-    """A config file or a command-line override is wrong; nothing has been started."""
+    """A config file or a command-line override is wrong. Nothing has been started."""
 
 
 class UnknownFormatError(ConfigError, ValueError):
@@ -35,17 +35,17 @@ class UnknownFormatError(ConfigError, ValueError):
 
 
 class CheckpointError(LLMServingError):
-    """A model folder, or one tensor in it, is not what the config promises."""
+    """A model folder or one of its tensors does not match the config."""
 
 
 class MemoryPlanError(LLMServingError):
-    """The planned memory exceeds what the machine has; the text carries the table."""
+    """The planned memory exceeds the memory of the machine. The text has the table."""
 
 
 class RequestError(LLMServingError):
-    """A request is wrong or cannot be taken. Only this request is affected.
+    """A request is wrong or cannot be accepted. Only this request is affected.
 
-    ``status`` is the HTTP status, ``code`` a short machine-readable word, ``param`` the field at fault.
+    ``status`` is the HTTP status, ``code`` a short word for programs, and ``param`` the wrong field.
     """
 
     status = 400
@@ -72,7 +72,7 @@ class ContextLengthError(RequestError):
 
 
 class QueueFullError(RequestError):
-    """The bounded waiting queue is full. ``retry_after_s`` estimates when there may be room: seconds, at least 1."""
+    """The waiting queue is full. ``retry_after_s`` estimates when it may have space: seconds, at least 1."""
 
     status = 429
     code = "queue_full"
@@ -83,9 +83,10 @@ class QueueFullError(RequestError):
 
 
 class DeadlineExceededError(RequestError):
-    """The request's own deadline passed while it waited; no work was spent on it.
+    """The request's deadline passed while it waited. No tokens were computed for it.
 
-    504 and not 503: the server is well, and would take another request; nor 408, which says that the client was slow.
+    The status is not 503, because the server works and accepts other requests. It is not 408 either, because the client
+    was not slow.
     """
 
     status = 504
@@ -93,11 +94,11 @@ class DeadlineExceededError(RequestError):
 
 
 class EngineFailedError(LLMServingError):
-    """The engine ended a request that it had taken."""
+    """The engine ended a request that it had accepted."""
 
 
 class ProtocolError(LLMServingError):
-    """A frame, message or handshake was malformed; the connection is closed."""
+    """A frame, a message or the handshake was malformed. The connection is closed."""
 
 
 class AgentError(LLMServingError):
@@ -109,12 +110,12 @@ class AgentStartError(AgentError):
 
 
 class AgentLostError(AgentError):
-    """An agent died or stopped answering while requests were in flight."""
+    """An agent died or stopped replying while requests were in flight."""
 
 
 class GroupDownError(AgentError):
-    """Another agent of an agent's group is gone, or has not come in time: this one cannot go on either."""
+    """Another agent of the group has ended or is late, so this agent cannot continue."""
 
 
 class GroupBrokenError(GroupDownError):
-    """An agent could not do its part of a step in which others of its group wait for it: they all end."""
+    """An agent failed in a step while the other agents of its group wait for it. All of them end."""

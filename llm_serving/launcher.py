@@ -1,9 +1,9 @@
-"""Starts everything in order, shows how far it is, and stops everything in the reverse order.
+"""The launcher: starts all parts of the server in order, shows the progress, and stops them in reverse order.
 
     config, memory plan ─▶ ports ─▶ agent processes ─▶ engine thread ─▶ HTTP server ─▶ "ready http://HOST:PORT"
 
-The HTTP server answers from the beginning (503 until the agents are ready). SIGINT and SIGTERM end streams with an
-error event, then the engine, then the agents; a second signal ends the process at once.
+The HTTP server responds from the beginning, with 503 until the agents are ready. SIGINT and SIGTERM end streams with an
+error event, then the engine, then the agents. A second signal ends the process immediately.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _POLL_START_S = 0.02
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script; the process's exit code (2: wrong usage or config, 1: the start or a part failed)."""
+    """Run the server and return the exit code: 2 for wrong usage or a wrong config, 1 if the start or a part failed."""
     launch = launch_from_command_line(argv)
-    import uvloop  # after the command line is known to be right, which is answered without waiting for imports
+    import uvloop  # imported late, so that a wrong command line is reported without delay
 
     try:
         return uvloop.run(_Launcher(launch).run())
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Launcher:
-    """One run of the server, from the ports to the last goodbye."""
+    """One run of the server, from its start to its stop."""
 
     def __init__(self, launch: Launch) -> None:
         self._config: Config = launch.config
@@ -110,7 +110,7 @@ class _Launcher:
         try:
             started = await self._wait_ready(engine)
             if started:
-                _keep_what_there_is()
+                _freeze_objects()
                 self._say_ready("http://{}:{}".format(*http_socket.getsockname()[:2]), log)
                 await self._stop.wait()
             log.event("server_stop")
@@ -121,7 +121,7 @@ class _Launcher:
             await engine.stop()
 
     def _executors(self, owned: ExitStack) -> list[AgentExecutor]:
-        """One for each replica, not started yet; they end, and their ports are free, with ``owned``."""
+        """Make the executor of each replica, without starting it. ``owned`` closes the executors and their ports."""
         from llm_serving.executor.agent_executor import AgentExecutor
         from llm_serving.executor.agent_process import bind_agent_ports
 
@@ -143,9 +143,9 @@ class _Launcher:
         return executors
 
     async def _wait_ready(self, engine: AsyncEngine) -> bool:
-        """Wait until the agents are ready; False when a signal came first. Raises AgentStartError when it cannot be."""
+        """Wait until the agents are ready. Returns False after a signal. Raises AgentStartError if they fail."""
         while not self._stop.is_set():
-            state = engine.status().state
+            state = engine.state
             if state == "ready":
                 return True
             if state == "stopped":
@@ -168,18 +168,20 @@ class _Launcher:
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
-            os._exit(128 + signal.SIGINT)  # asked twice; agents end themselves when we are gone
+            os._exit(128 + signal.SIGINT)  # the second signal; the agents end when this process ends
         self._display.note("stopping")
         self._stop.set()
 
 
 def bind_http_port(ip: str, port: int) -> socket.socket:
-    """Listen on the HTTP port (0: any free one). Raises ConfigError when it is taken."""
+    """Listen on the HTTP port, or on any free port if it is 0. Raises ConfigError if the port is in use."""
     return listen(ip, port, backlog=2048, key="serving_config.server_port")
 
 
-def _keep_what_there_is() -> None:
-    """The start's objects live as long as the server: the collector need not walk all of them again and again, which
-    would hold every request up for 50 to 150 ms."""
+def _freeze_objects() -> None:
+    """Exclude the objects of the start from garbage collection, because they live as long as the server.
+
+    Each collection of them would delay all requests by 50 to 150 ms.
+    """
     gc.collect()
     gc.freeze()

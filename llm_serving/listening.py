@@ -1,4 +1,4 @@
-"""Sockets of the server's ports."""
+"""Opens the sockets of the server's ports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from llm_serving.errors import ConfigError
 
 
 def bound_socket(ip: str, port: int) -> socket.socket:
-    """A TCP socket that has the port (0: any free one) and does not listen yet. Raises OSError when it is taken."""
+    """Return a TCP socket that is bound to the port, or to any free port if it is 0. It does not listen yet.
+
+    Raises OSError if the port is in use.
+    """
     bound = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -20,9 +23,9 @@ def bound_socket(ip: str, port: int) -> socket.socket:
 
 
 def listen(ip: str, port: int, *, backlog: int, key: str) -> socket.socket:
-    """Listen on a port (0: any free one), with room for ``backlog`` connections that nobody has accepted yet.
+    """Listen on a port, or on any free port if it is 0. ``backlog``: maximum number of connections that wait.
 
-    Raises ConfigError when it is taken, naming the config's ``key``.
+    If the port is in use, this function raises ConfigError with the config's ``key``.
     """
     try:
         listener = bound_socket(ip, port)

@@ -1,4 +1,4 @@
-"""Lets the programs in the repository be started with any Python: they go on in the one ``make setup`` made."""
+"""Restarts a program in the virtual environment of ``make setup`` if the present Python lacks packages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VENV_PYTHON = Path(__file__).resolve().parents[1] / ".venv" / "bin" / "python"
 
 
 def use_own_python() -> None:
-    """As ``prefer_own_python``; exits with 2 and says what to do when there is neither."""
+    """Do as ``prefer_own_python``. If packages are still missing, exit with 2 and a message with the next command."""
     prefer_own_python()
     if not _has_packages():
         sys.stderr.write(f"error: {sys.executable} lacks the packages this needs; run: make setup\n")
@@ -19,7 +19,7 @@ def use_own_python() -> None:
 
 
 def prefer_own_python() -> None:
-    """Start again in ``.venv`` when this Python lacks the packages and ``.venv`` is there; else do nothing."""
+    """Restart in ``.venv`` if this Python lacks the packages and ``.venv`` exists. Otherwise do nothing."""
     in_own = Path(sys.prefix).resolve() == VENV_PYTHON.parents[1].resolve()
     if not _has_packages() and VENV_PYTHON.is_file() and not in_own:
         os.execv(VENV_PYTHON, [str(VENV_PYTHON), *sys.argv])  # noqa: S606

@@ -1,4 +1,4 @@
-"""A request as the engine sees it: token ids in, token ids and text out. No HTTP here, no clock, no device."""
+"""A request of the engine: prompt token ids, parameters, state and output. This file knows no HTTP, clock or device."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from llm_serving.telemetry.receipt import BlockReason, Receipt
 
 MAX_TOP_LOGITS = 32
-"""Most (token id, logit) pairs a step returns per sampled token."""
+"""Maximum number of (token id, logit) pairs that a step returns for each sampled token."""
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is in its life."""
+    """The state of a request in the scheduler."""
 
     WAITING = "waiting"
     RUNNING = "running"
     SWAPPED = "swapped"
-    """Its keys and values are in host memory; it waits to come back."""
+    """The keys and values are in host memory. The request waits for blocks on the device."""
     FINISHED = "finished"
 
 
@@ -26,24 +26,25 @@ class FinishReason(enum.Enum):
     """Why a request ended."""
 
     STOP = "stop"
-    """End token, a stop token id or a stop string."""
+    """An end token, a stop token id or a stop string was generated."""
     LENGTH = "length"
-    """``max_tokens`` or the model's context was reached."""
+    """``max_tokens`` or the end of the model's context was reached."""
     ABORT = "abort"
-    """The client went away or asked to stop; or, with ``RequestOutput.error``, its deadline passed before it began."""
+    """The client closed the connection or asked to stop. With ``RequestOutput.error``, the deadline passed before the
+    request started."""
     ERROR = "error"
-    """The server could not go on; ``RequestOutput.error`` says why."""
+    """The server could not continue. ``RequestOutput.error`` has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to choose tokens. Ranges are checked at the HTTP edge, before the request reaches the engine.
+    """The parameters for the choice of tokens. The HTTP edge checks their ranges.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 switch the filter off.
-    ``repetition_penalty`` acts on prompt and output (CTRL, Keskar et al. 2019), ``presence_penalty`` and
-    ``frequency_penalty`` on the output (OpenAI). ``seed`` is an unsigned 64-bit number; the text depends on it,
-    the prompt and these parameters alone. ``logprobs`` asks for a ``TokenLogits`` with every token; ``top_logits``
-    for that many best (id, logit) pairs in it, and so for ``logprobs``, too.
+    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch the filter off. ``repetition_penalty``
+    applies to prompt and output (CTRL, Keskar et al. 2019), ``presence_penalty`` and ``frequency_penalty`` to the
+    output (OpenAI). ``seed`` is an unsigned 64-bit number. The text depends only on the seed, the prompt and these
+    parameters. ``logprobs`` asks for a ``TokenLogits`` with every token. ``top_logits`` asks for this number of best
+    (id, logit) pairs in it, and implies ``logprobs``.
     """
 
     max_tokens: int = 16
@@ -65,20 +66,20 @@ class SamplingParams:
 
     @property
     def wants_logits(self) -> bool:
-        """Whether pieces are to carry ``logits``."""
+        """Whether pieces must have ``logits``."""
         return self.logprobs or self.top_logits > 0
 
     @property
     def has_penalties(self) -> bool:
-        """True when the choice of a token depends on the tokens before it by more than the model."""
+        """Whether the choice of a token depends on earlier tokens directly, and not only through the model."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulingParams:
-    """What a request asks of the order of work, and whose it is. Nothing here changes a token of its answer.
+    """The urgency and the tenant of a request. They do not change its tokens.
 
-    Times are seconds; those of ``Request`` that have the same names say what they mean. ``deadline`` counts from the
+    Times are seconds. The fields of ``Request`` with the same names explain them. ``deadline`` counts from the
     request's arrival.
     """
 
@@ -96,10 +97,10 @@ DEFAULT_SCHEDULING = SchedulingParams()
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence in the scheduler. Owned by it from ``add_request`` until it is finished.
+    """One sequence in the scheduler, which owns it from ``add_request`` to its end.
 
-    ``arrival_time`` and the other times are seconds on the engine's monotonic clock. Its ``receipt`` counts from
-    ``arrival_time`` unless it is given one.
+    ``arrival_time`` and the other times are seconds on the engine's monotonic clock. The default ``receipt`` counts
+    from ``arrival_time``.
     """
 
     request_id: str
@@ -110,34 +111,34 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    """Tokens whose keys and values are in the cache, or will be once the steps in flight have run."""
+    """Number of tokens whose keys and values are in the cache, or will be after the steps in flight."""
     num_inflight_tokens: int = 0
-    """Sampled tokens that steps in flight will deliver; their values are not known to the server yet."""
+    """Number of sampled tokens that steps in flight will return. The server does not know their values yet."""
     row: int = -1
-    """Index of the sequence's state on the agent (last token, token history); -1 while it has none."""
+    """The batch row of the sequence: its place in the agent's state (last token, token history). -1 if it has none."""
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
     priority: int = 0
-    """Smaller is served earlier, inside the policy's order."""
+    """A smaller number is served earlier, within the policy's order."""
     tenant: str = ""
-    """Whose it is, for fairness: a short hash of the API key; empty without one."""
+    """The tenant, for fairness: a short hash of the API key. Empty without a key."""
     cache_salt: bytes = b""
-    """Goes into the hashes of the prefix cache: requests with other salts share nothing with it."""
+    """Part of the hashes of the prefix cache. Requests with different salts share no blocks."""
     ttft_objective: float | None = None
-    """Seconds from its arrival to its first token that would be good enough; None for the config's."""
+    """Objective for the time to the first token, in seconds. None for the config's objective."""
     tbt_objective: float | None = None
-    """Seconds between two of its tokens that would be good enough; None for the config's."""
+    """Objective for the time between two tokens, in seconds. None for the config's objective."""
     deadline: float | None = None
-    """When it is of no use any more: not prefilled by then, it is dropped (``FinishReason.ABORT``)."""
+    """A request without a first token at this time is dropped (``FinishReason.ABORT``)."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache at its first start."""
+    """Number of prompt tokens found in the prefix cache at the first start."""
     group: str = ""
-    """Requests of one group have their prompt in common and go to one replica of the model; empty: it is alone."""
+    """Requests of a group have the same prompt and run on the same replica. Empty for a request without a group."""
     replica: int | None = 0
-    """Replica of the model that serves it, or did last; None before it had one of several."""
+    """The replica that serves the request, or served it last. None before the first placement at one of several."""
     receipt: Receipt = field(default_factory=Receipt)
 
     def __post_init__(self) -> None:
@@ -146,7 +147,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: prompt and output."""
+        """Number of known tokens: prompt and output."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
@@ -156,34 +157,33 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogits:
-    """What one step knew about one sampled token. ``logprob = logit - logsumexp`` of the raw logits (float32)."""
+    """The logits of one sampled token. ``logprob = logit - logsumexp`` of the raw logits (float32)."""
 
     token_id: int
     logprob: float
     logsumexp: float
     top: tuple[tuple[int, float], ...] = ()
-    """Best (token id, raw logit) pairs, best first; ties by the smaller id."""
+    """The best (token id, raw logit) pairs, best first. Ties go to the smaller id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A reason that kept a request from starting, or while it was not the first in line the one that was."""
+    """A reason for which a request, or the first request of its queue, could not start."""
 
     reason: BlockReason
     times: int
-    """So often the scheduler passed it over for this reason while it was the first; 0 if it never was."""
+    """How often the request itself could not start for this reason as the first of the queue."""
     seconds: float
-    """Time from those looks to the next ones; in ``RequestTimings.queue``, or for one that was in ``preempted`` or
-    ``restarted``."""
+    """Time from these attempts to the next ones. It is part of ``queue``, ``preempted`` or ``restarted``."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Where a request spent its time, in seconds: ``tokenise + queue + prefill + decode + preempted + swapped +
-    restarted + delivery == e2e``, to the microsecond, of which all are whole numbers.
+    """Where a request spent its time, in seconds. All times are whole microseconds, and the parts add up exactly:
+    ``tokenise + queue + prefill + decode + preempted + swapped + restarted + delivery == e2e``.
 
-    As the engine makes it, the request ends with its last step and ``delivery`` is 0. What is logged counts to the
-    moment the last byte was written to the client's socket, see ``llm_serving.engine.open_request``.
+    In the engine, a request ends with its last step and ``delivery`` is 0. In the log, it ends when the last byte was
+    written to the client's socket, see ``llm_serving.engine.open_request``.
     """
 
     queue: float
@@ -194,25 +194,25 @@ class RequestTimings:
     num_preemptions: int = 0
     delivery: float = 0.0
     tpot: float | None = None
-    """Mean time between tokens; None for fewer than two."""
+    """Mean time between tokens. None for fewer than two tokens."""
     tokenise: float = 0.0
-    """From the first byte to the queue: reading and checking the body, and its text's tokens."""
+    """Time from the first byte to the queue: the body is read, checked and tokenized."""
     preempted: float = 0.0
     swapped: float = 0.0
     restarted: float = 0.0
     num_swaps: int = 0
     num_chunks: int = 0
-    """Prefill steps it was in."""
+    """Number of prefill steps of the request."""
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache."""
+    """Number of prompt tokens found in the prefix cache."""
     blocked: tuple[Blocked, ...] = ()
-    """Longest first."""
+    """Reasons for which the request was blocked, the longest first."""
     blocked_by: tuple[str, ...] = ()
-    """Ids of requests that stood in its way, those seen most often first."""
+    """Ids of blocking requests, the most frequent first."""
 
     @property
     def parts(self) -> dict[str, float]:
-        """What ``e2e`` is made of, in the order in which a request meets it."""
+        """The parts of ``e2e``, in the order of a request's path."""
         return {name: getattr(self, name) for name in PARTS}
 
 
@@ -222,18 +222,18 @@ PARTS = ("tokenise", "queue", "prefill", "decode", "preempted", "swapped", "rest
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A piece of a request's stream: what became known since the last piece.
+    """A piece of a request's stream: the output since the last piece. Do not change an object after its construction.
 
-    ``text`` never ends inside a character and never holds part of a stop string. The last piece has
-    ``finish_reason`` set, and ``stop_reason`` names the stop string or token id that ended it, if one did.
-    Not to be changed once made; not frozen, because one is made for every token and that triples its cost.
+    ``text`` never ends inside a character and never has part of a stop string. The last piece has a ``finish_reason``.
+    ``stop_reason`` is the stop string or token id that ended the stream, if there was one. The class is not frozen,
+    because an object is made for every token and freezing triples its cost.
     """
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
     logits: tuple[TokenLogits, ...]
-    """One a token, where ``SamplingParams.wants_logits``; else empty."""
+    """One entry for each token if ``SamplingParams.wants_logits``, otherwise empty."""
     num_prompt_tokens: int
     num_output_tokens: int
     finish_reason: FinishReason | None = None
@@ -241,7 +241,7 @@ class RequestOutput:
     error: str | None = None
     timings: RequestTimings | None = None
     num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache; told with the last piece."""
+    """Number of prompt tokens found in the prefix cache. Only the last piece has it."""
 
     @property
     def finished(self) -> bool:

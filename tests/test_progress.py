@@ -1,4 +1,4 @@
-"""The display of the start, on a terminal and elsewhere."""
+"""The display of the start's progress, on a terminal and in a file."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import re
 
 from llm_serving.telemetry.progress import ProgressDisplay
 
+ERASE_LINE = "\x1b[2K"
+COLOURS = re.compile(r"\x1b\[[?0-9]*[a-zA-Z]|\r")
+
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
@@ -15,7 +18,7 @@ class Terminal(io.StringIO):
 
 
 def lines_of(stream: io.StringIO) -> list[str]:
-    """What was written, seconds as S."""
+    """Return the written lines, with each time replaced by S."""
     return [re.sub(r" +\d+\.\d\d s", " S", line).strip() for line in stream.getvalue().splitlines()]
 
 
@@ -32,7 +35,7 @@ def test_one_agents_stages() -> None:
 
 
 def test_a_stage_of_several_agents_is_one_line() -> None:
-    """Written when the last has left it, with the time of the slowest, however they are mixed."""
+    """The line appears when the last agent has completed the stage, with the time of the slowest agent."""
     stream = io.StringIO()
     display = ProgressDisplay(stream, num_agents=3, clock=itertools.count().__next__)
     for rank in (2, 0, 1, 0):
@@ -42,7 +45,7 @@ def test_a_stage_of_several_agents_is_one_line() -> None:
     display.update(0, "compile", 0, 1)
     assert lines_of(stream) == []
     display.update(2, "compile", 0, 1)
-    assert lines_of(stream) == ["3 agents: load S  (agent 2)"], "which began first"
+    assert lines_of(stream) == ["3 agents: load S  (agent 2)"], "agent 2 began first"
     display.update(0, "warm up", 0, 1)
     display.note("stopping")
     assert lines_of(stream)[1:] == [
@@ -52,15 +55,15 @@ def test_a_stage_of_several_agents_is_one_line() -> None:
     ]
 
 
-def test_a_bar_on_a_terminal_is_written_over() -> None:
+def test_a_bar_on_a_terminal_is_erased_when_its_stage_ends() -> None:
     stream = Terminal()
     display = ProgressDisplay(stream, num_agents=2)
     display.update(0, "load", 0, 4)
     display.update(1, "load", 4, 4)
     display.update(0, "load", 4, 4)
     display.note("ready")
-    first, second, *rest = stream.getvalue().split("\r\x1b[K")
-    assert first.split() == ["agent", "0:", "load", "░" * 28, "0/4"]
-    assert second.split()[-1] == "0/4", "the one that is behind"
-    assert rest[0].split()[-2:] == ["█" * 28, "4/4"]
-    assert re.fullmatch(r"  2 agents: load +0\.00 s  \(agent [01]\)\nready\n", rest[1])
+    *bars, ended = stream.getvalue().split(ERASE_LINE)
+    shown = [COLOURS.sub("", bar).split() for bar in bars if "/4" in bar]
+    assert {tuple(bar[:3]) for bar in shown} == {("agent", "0:", "load")}, "agent 1 was faster"
+    assert (shown[0][-1], shown[-1][-1]) == ("0/4", "4/4")
+    assert re.fullmatch(r"  2 agents: load +0\.\d\d s  \(agent [01]\)\nready\n", ended)

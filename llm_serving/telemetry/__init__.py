@@ -1,1 +1,1 @@
-"""What the server reports about itself: event log, metrics, statistics, timing receipts and start-up progress."""
+"""Reports of the server about itself: event log, metrics, status, statistics, receipts and start-up progress."""

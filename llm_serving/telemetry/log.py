@@ -1,13 +1,14 @@
-"""The event log: one JSON object a line, for machines to read; warnings and errors go to standard error as well.
+"""The event log: one JSON object for each line. Warnings and errors also go to standard error.
 
     log = EventLog("output/server.log", level="info")
     log.event("request_arrival", request_id="cmpl-1", prompt_tokens=12)
     log.warning("agent stopped answering", event="agent_lost", agent=0)
 
-Every line holds ``time`` (unix seconds), ``level`` and ``event``, then the caller's fields. A call never raises and
-never waits for anything but the disk: what cannot be encoded is described, what is too long is cut, and lines a full
-disk refuses are counted, said on standard error, and noted in the log (``log_lines_lost``) once it can be written
-again. Lines are appended each in one write, so several processes may share a file; ``copytruncate`` rotation works.
+Every line has ``time`` (Unix seconds), ``level`` and ``event``, then the caller's fields. A call never raises and waits
+only for the disk. A value that cannot be encoded is described, and a line that is too long is cut. If the disk is full,
+lost lines are counted and reported on standard error. When the log can be written again, it gets a line
+``log_lines_lost``. Each line is appended in one write, so several processes may share a file. Log rotation with
+``copytruncate`` works.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40}
 MAX_LINE_BYTES = 64 * 1024
 SMALLEST_LINE_CAP = 8 * 1024
 COMPLAINT_INTERVAL_S = 60.0
-"""How often at most standard error is told that the log cannot be written."""
+"""Minimum time between two reports on standard error that the log cannot be written."""
 RESERVED = ("time", "level", "event")
 MAX_DEPTH = 6
 SHORT_TEXT = 256
 MIRROR_BYTES = 4000
-"""Longest message on standard error: below PIPE_BUF, see ``_takes_output``."""
+"""Maximum length of a message on standard error. It is below PIPE_BUF, see ``_takes_output``."""
 MIRROR_HEAD_BYTES, MIRROR_TAIL_BYTES = 1000, 2800
 
-# What str.splitlines() and JavaScript take for the end of a line, but JSON lets stand.
+# Characters that end a line for str.splitlines() and JavaScript, but that JSON does not escape.
 _LINE_BREAKS = (
     (b"\xc2\x85", b"\\u0085"),
     (b"\xe2\x80\xa8", b"\\u2028"),
@@ -47,10 +48,11 @@ _LINE_BREAKS = (
 
 
 class EventLog:
-    """Writes events to ``path`` (None: to no file), and from level warning on to standard error too.
+    """Writes events to the file ``path``, or to no file if it is None. Warnings and errors also go to standard error.
 
-    Thread-safe. Creates the folder. Raises ``ConfigError`` when the file cannot be opened or ``level`` is unknown;
-    after that nothing raises. ``lost_lines`` counts what could not be written.
+    Threads may share a log. The folder is created. If the file cannot be opened or ``level`` is unknown, the
+    constructor raises ``ConfigError``. Other methods do not raise. ``lost_lines`` counts the lines that could not be
+    written.
     """
 
     def __init__(
@@ -71,14 +73,14 @@ class EventLog:
         self._mirror = mirror
         self._max_line_bytes = max_line_bytes
         self._clock = clock
-        # Re-entrant: a signal handler that logs must not wait for the thread it interrupted.
+        # Re-entrant, so that a signal handler that logs does not wait for the thread that it interrupted.
         self._lock = threading.RLock()
         self._unreported = False
         self._last_complaint = -COMPLAINT_INTERVAL_S
         self._file_descriptor, self._torn = _open(self.path)
 
     def event(self, name: str, /, *, level: str = "info", **fields: object) -> None:
-        """Write one line; ``fields`` are any values JSON knows, others are written as text."""
+        """Write one line. ``fields`` may have all values of JSON. Other values are written as text."""
         rank = LEVELS.get(level, LEVELS["info"])
         if rank < self._threshold:
             return
@@ -89,7 +91,7 @@ class EventLog:
         if self.path is not None:
             self._write(encode_line(record, self._max_line_bytes))
         if self._mirror and rank >= LEVELS["warning"]:
-            _tell(readable(record))
+            _report(readable(record))
 
     def debug(self, message: str, /, *, event: str = "debug", **fields: object) -> None:
         self.event(event, level="debug", message=message, **fields)
@@ -104,7 +106,7 @@ class EventLog:
         self.event(event, level="error", message=message, **fields)
 
     def close(self) -> None:
-        """Close the file; later events only reach standard error. May be called twice."""
+        """Close the file. Later events only go to standard error. May be called twice."""
         with self._lock:
             if self._file_descriptor >= 0:
                 os.close(self._file_descriptor)
@@ -150,11 +152,11 @@ class EventLog:
         now = time.monotonic()
         if now - self._last_complaint >= COMPLAINT_INTERVAL_S:
             self._last_complaint = now
-            _tell(f"cannot write the log {self.path}: {error.strerror}; {self.lost_lines} line(s) lost so far")
+            _report(f"cannot write the log {self.path}: {error.strerror}; {self.lost_lines} line(s) lost so far")
 
 
 def _open(path: Path | None) -> tuple[int, bool]:
-    """A descriptor to append to (-1 for no file), and whether the file ends inside a line."""
+    """Return a descriptor for appending, or -1 for no file, and whether the file ends inside a line."""
     if path is None:
         return -1, False
     try:
@@ -170,7 +172,7 @@ def _open(path: Path | None) -> tuple[int, bool]:
 
 
 def encode_line(record: Mapping[str, object], max_bytes: int = MAX_LINE_BYTES) -> bytes:
-    """``record`` as one line of UTF-8 JSON of at most ``max_bytes`` (8 KiB or more), with its newline; never raises."""
+    """Return ``record`` as one line of UTF-8 JSON with its newline. It has at most ``max_bytes``, 8 KiB or more."""
     line = _encode(record)
     if len(line) > max_bytes:
         size = len(line)
@@ -182,7 +184,7 @@ def encode_line(record: Mapping[str, object], max_bytes: int = MAX_LINE_BYTES) -
 
 
 def readable(record: Mapping[str, object]) -> str:
-    """``record`` for a person: time, level, event, message, then the fields; a traceback on lines of its own."""
+    """Return ``record`` as text: time, level, event, message, then the fields. A traceback has its own lines."""
     fields = dict(record)
     stamp = fields.pop("time", 0.0)
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(stamp if isinstance(stamp, float) else 0.0))
@@ -198,8 +200,8 @@ def readable(record: Mapping[str, object]) -> str:
     return text.rstrip().replace("\n", "\n    ")
 
 
-def _tell(text: str) -> None:
-    """Standard error may be closed, full, or a pipe nobody reads; the server goes on."""
+def _report(text: str) -> None:
+    """Write to standard error. If it is closed, or a full pipe, the text is dropped and the server continues."""
     data = text.encode("utf-8", "backslashreplace")
     if len(data) > MIRROR_BYTES:
         data = data[:MIRROR_HEAD_BYTES] + b"\n    ... more in the log ...\n" + data[-MIRROR_TAIL_BYTES:]
@@ -212,10 +214,10 @@ def _tell(text: str) -> None:
 
 
 def _takes_output(stream: TextIO) -> bool:
-    """Whether a short write would not wait: a pipe is writable when it has room for PIPE_BUF bytes."""
+    """Return whether a short write would not wait. A pipe is writable if it has space for PIPE_BUF bytes."""
     try:
         descriptor = stream.fileno()
-    except (OSError, ValueError):  # not a file: nothing to wait for
+    except (OSError, ValueError):  # the stream is not a file, so a write does not wait
         return True
     return bool(select.select([], [descriptor], [], 0)[1])
 
@@ -223,7 +225,7 @@ def _takes_output(stream: TextIO) -> bool:
 def _encode(record: Mapping[str, object]) -> bytes:
     try:
         line = _ENCODER.encode(record)
-    except Exception:  # lone surrogates, cycles, a __str__ that fails: describe the values instead
+    except Exception:  # lone surrogates, cycles or a failing __str__: describe the values instead
         line = _ENCODER.encode(_plain(record, MAX_DEPTH))
     if not line.isascii():
         for raw, escaped in _LINE_BREAKS:
@@ -244,7 +246,7 @@ _ENCODER = msgspec.json.Encoder(enc_hook=_encode_unknown)
 
 
 def _plain(value: object, depth: int) -> object:
-    """``value`` in types that always encode, whatever it is."""
+    """Return ``value`` in types that JSON can always encode."""
     if value is None or isinstance(value, bool | int | float):
         return value if type(value) in (bool, int, float, type(None)) else _text(value)
     if isinstance(value, str):
@@ -257,7 +259,7 @@ def _plain(value: object, depth: int) -> object:
 
 
 def _shorten(value: object) -> object:
-    """``value`` if it is short, else its beginning as text."""
+    """Return ``value`` if it is short, otherwise its beginning as text."""
     if value is None or isinstance(value, bool | int | float):
         return value
     text = value if isinstance(value, str) else _text(value)
@@ -267,7 +269,7 @@ def _shorten(value: object) -> object:
 
 
 def _text(value: object) -> str:
-    """``str(value)``, without control characters a terminal would obey; never raises."""
+    """Return ``str(value)`` without control characters, which a terminal would execute. Never raises."""
     try:
         text = str(_encode_unknown(value))
     except Exception as error:

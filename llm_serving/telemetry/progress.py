@@ -1,4 +1,4 @@
-"""What the launcher shows while agents load and compile: a bar on a terminal, a line a stage elsewhere."""
+"""The start's progress: a bar on a terminal, and a line for each completed stage."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
 _BAR_CHARS = 28
 _REDRAW_S = 0.05
-_ERASE = "\r\x1b[K"
 
 
 @dataclass(slots=True)
 class _Stage:
-    """What an agent is doing."""
+    """The present stage of an agent."""
 
     name: str
     began: float
@@ -25,86 +27,89 @@ class _Stage:
 
 
 class ProgressDisplay:
-    """Shows stages of the start on a stream. Thread-safe; silent once closed.
+    """Shows the stages of the start on a stream. Threads may share it. After ``close`` it shows nothing.
 
-    Several agents go through the same stages side by side: a stage has one line, written when the last of them has left
-    it, with the time of the slowest. ``clock`` gives seconds.
+    Several agents pass through the same stages. A stage has one line, with the time of the slowest agent, which is
+    written when the last agent has completed the stage. ``clock`` gives seconds.
     """
 
     def __init__(
         self, stream: TextIO = sys.stderr, num_agents: int = 1, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._stream = stream
         self._clock = clock
-        self._live = stream.isatty()
         self._num_agents = num_agents
         self._lock = threading.Lock()
-        self._current: dict[int, _Stage] = {}
-        self._left: dict[str, dict[int, float]] = {}
-        """Seconds that a stage took each agent that has left it, until all have."""
-        self._is_drawn = False
+        self._console = Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        columns = (TextColumn("  {task.description:<34}"), BarColumn(_BAR_CHARS), MofNCompleteColumn())
+        self._bar = Progress(
+            *columns, console=self._console, transient=True, auto_refresh=False, disable=not stream.isatty()
+        )
+        self._task = self._bar.add_task("")
         self._drawn_at = 0.0
-        self._closed = False
+        self._current: dict[int, _Stage] = {}
+        self._completed: dict[str, dict[int, float]] = {}
+        """Seconds that each agent needed for a stage, until all agents have completed it."""
+        self._is_closed = False
 
     def note(self, text: str) -> None:
-        """A line of its own; it ends the stages that are under way."""
+        """Write a line. It ends the present stages."""
         with self._lock:
             self._end_all()
-            self._write(f"{text}\n")
+            self._write(text)
 
     def update(self, rank: int, stage: str, done: int, total: int) -> None:
-        """``done`` of ``total`` units of a stage of agent ``rank``."""
+        """Show that agent ``rank`` has completed ``done`` of ``total`` units of a stage."""
         with self._lock:
             now = self._clock()
             current = self._current.get(rank)
             if current is None or current.name != stage:
                 if current is not None:
-                    self._leave(rank, current, now)
+                    self._complete(rank, current, now)
                 current = self._current[rank] = _Stage(stage, now)
             current.done, current.total = done, max(total, 1)
-            if self._live and (now - self._drawn_at >= _REDRAW_S or done >= total):
+            if not self._is_closed and (now - self._drawn_at >= _REDRAW_S or done >= total):
                 self._draw(now)
 
     def close(self) -> None:
-        """Finish the stages that are under way and show nothing any more."""
+        """End the present stages and show nothing more."""
         with self._lock:
             self._end_all()
-            self._closed = True
+            self._is_closed = True
 
-    def _leave(self, rank: int, stage: _Stage, now: float) -> None:
-        left = self._left.setdefault(stage.name, {})
-        left[rank] = now - stage.began
-        if len(left) == self._num_agents:
+    def _complete(self, rank: int, stage: _Stage, now: float) -> None:
+        completed = self._completed.setdefault(stage.name, {})
+        completed[rank] = now - stage.began
+        if len(completed) == self._num_agents:
             self._write_stage(stage.name)
 
     def _end_all(self) -> None:
         now = self._clock()
+        self._bar.stop()
         for rank, stage in self._current.items():
-            self._leave(rank, stage, now)
+            self._complete(rank, stage, now)
         self._current.clear()
-        for name in list(self._left):
+        for name in list(self._completed):
             self._write_stage(name)
 
     def _write_stage(self, name: str) -> None:
-        seconds = self._left.pop(name)
+        seconds = self._completed.pop(name)
         slowest = max(seconds, key=lambda rank: seconds[rank])
         label = f"agent {slowest}: {name}" if len(seconds) == 1 else f"{len(seconds)} agents: {name}"
         which = f"  (agent {slowest})" if len(seconds) > 1 else ""
-        self._write(f"  {label:<34} {seconds[slowest]:6.2f} s{which}\n")
+        self._write(f"  {label:<34} {seconds[slowest]:6.2f} s{which}")
 
     def _draw(self, now: float) -> None:
-        """The bar of the agent that is furthest behind: in the stage that was begun first, with the least done."""
+        """Show the bar of the slowest agent: the agent whose stage began first and has the fewest completed units."""
         self._drawn_at = now
         rank, stage = min(self._current.items(), key=lambda each: (each[1].began, each[1].done / each[1].total))
-        filled = _BAR_CHARS * stage.done // stage.total
-        bar = "█" * filled + "░" * (_BAR_CHARS - filled)
         label = f"agent {rank}: {stage.name}"
-        self._write(f"  {label:<34} {bar} {stage.done}/{stage.total}")
-        self._is_drawn = True
+        self._bar.update(self._task, description=label, completed=stage.done, total=stage.total)
+        if self._bar.live.is_started:
+            self._bar.refresh()
+        else:
+            self._bar.start()
 
     def _write(self, text: str) -> None:
-        """In place of the bar."""
-        if not self._closed:
-            self._stream.write(f"{_ERASE}{text}" if self._is_drawn else text)
-            self._stream.flush()
-        self._is_drawn = False
+        """Write a line above the bar."""
+        if not self._is_closed:
+            self._console.print(text)

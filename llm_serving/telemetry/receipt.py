@@ -1,7 +1,7 @@
-"""Where a request's time went: one receipt a request, kept by the scheduler, read by whoever asks why it was slow.
+"""The receipt of a request: where its time went. The scheduler keeps one receipt for each request.
 
-A request is in one phase at a time. Instants are whole microseconds and a phase's time is the difference of two of
-them, so the phases of a receipt add up to its whole time exactly, whatever the order they are added in.
+A request is in one phase at a time. Times are whole microseconds, and the duration of a phase is the difference of two
+times. The phases of a receipt therefore add up exactly to its whole time.
 """
 
 from __future__ import annotations
@@ -12,75 +12,76 @@ from collections.abc import Sequence
 __all__ = ["MAX_BLOCKERS", "BlockReason", "Phase", "Receipt", "WaitingLine", "microseconds"]
 
 MAX_BLOCKERS = 8
-"""Requests a receipt names as those it waited for."""
+"""Maximum number of blocking requests that a receipt names."""
 _TRACKED_BLOCKERS = 4 * MAX_BLOCKERS
 
 
 class Phase(enum.IntEnum):
-    """What a request is doing."""
+    """The phases of a request."""
 
     QUEUED = 0
-    """From its arrival in the queue to the first step it is scheduled in."""
+    """From the arrival in the queue to the first scheduled step."""
     PREFILL = 1
-    """Until the step that samples its first token is answered."""
+    """Until the step that samples the first token has completed."""
     DECODE = 2
-    """Until its last token."""
+    """Until the last token."""
     PREEMPTED = 3
-    """From losing its blocks to its next token: waiting again, and computing again what was lost."""
+    """From the loss of its blocks to its next token. The request waits again and lost tokens are computed again."""
     SWAPPED = 4
-    """From leaving for host memory to its next token."""
+    """From the move to host memory to the next token."""
     RESTARTED = 5
-    """From losing what was computed with its agent, or with a step that never ran, to its next token: waiting for the
-    agent to be replaced, waiting again, and computing again."""
+    """From the loss of computed tokens to the next token, because an agent was lost or a step never ran. The request
+    waits for the agent's restart, waits again, and is computed again."""
     DONE = 6
 
 
 class BlockReason(enum.Enum):
-    """Why the request at the head of the queue could not start."""
+    """Reasons why the first request of the queue could not start."""
 
     ROWS = "rows"
-    """Every row of the agent's state table is taken."""
+    """Every batch row is in use."""
     BLOCKS = "blocks"
-    """Too few free blocks of the KV cache."""
+    """The KV cache has too few free blocks."""
     ADMISSION = "admission"
-    """The running requests are expected to grow into the space."""
+    """The running requests are expected to need the free blocks."""
     BATCH = "batch"
-    """The step has no room left, or the batch waits for more requests."""
+    """The step is full, or the batch waits for more requests."""
     POLICY = "policy"
-    """It is the turn of another kind of step."""
+    """The policy chose another kind of step."""
     PREFIX = "prefix"
-    """Its prefix is being computed for another request, and will be shared."""
+    """The request's prefix is being computed for another request, and will be shared."""
     PREEMPTED_FIRST = "preempted_first"
-    """A request that was preempted or restarted goes first."""
+    """A request that was preempted or restarted starts first."""
 
 
 class WaitingLine:
-    """Why the first in line could not start, over time: what everybody behind it waited for, too. One a queue."""
+    """The reasons why the first request of a queue could not start, over time. All requests behind it wait for the same
+    reason. Each queue has one object."""
 
     __slots__ = ("_blocked_us", "_reason", "_since", "blockers")
 
     def __init__(self) -> None:
         self.blockers: tuple[str, ...] = ()
-        """The requests that were in the way when one was last."""
+        """The requests that blocked the first request when it was last blocked."""
         self._reason: BlockReason | None = None
         self._since = 0
         self._blocked_us: dict[BlockReason, int] = {}
 
     def blocked(self, reason: BlockReason, by: Sequence[str], now: float) -> None:
-        """The first in line was passed over; the time until the next look counts for ``reason``."""
+        """Note that the first request could not start. The time until the next attempt counts for ``reason``."""
         self.moved(now)
         self._reason, self._since = reason, microseconds(now)
         if by:
             self.blockers = tuple(by[:MAX_BLOCKERS])
 
     def moved(self, now: float) -> None:
-        """The first in line starts, or the line was empty: nothing stands in the way for now."""
+        """Note that the first request starts, or that the queue was empty. No reason applies from now on."""
         if self._reason is not None:
             self._blocked_us = self.total(microseconds(now))
             self._reason = None
 
     def total(self, now_us: int) -> dict[BlockReason, int]:
-        """Microseconds by reason up to ``now_us``, since the line was made."""
+        """Return the microseconds of each reason up to ``now_us``, since the object was made."""
         total, reason = self._blocked_us.copy(), self._reason
         if reason is not None:
             total[reason] = total.get(reason, 0) + max(0, now_us - self._since)
@@ -88,8 +89,10 @@ class WaitingLine:
 
 
 class Receipt:
-    """Time in each phase, and what held the request up. ``start`` and ``now`` are seconds on one clock that never goes
-    back; written by one thread, while others may read."""
+    """The time in each phase, and the reasons for which the request was blocked.
+
+    ``start`` and ``now`` are seconds on one clock that never goes back. One thread writes. Other threads may read.
+    """
 
     __slots__ = ("_blocked_before", "_blocked_since", "_blockers", "_joined_at", "_line", "_reason", "_state",
                  "blocked_us", "cached_tokens", "chunks", "num_blocked", "preemptions", "start_us",
@@ -97,37 +100,38 @@ class Receipt:
 
     def __init__(self, start: float = 0.0) -> None:
         self.start_us = microseconds(start)
-        self._state = (Phase.QUEUED, self.start_us, (0,) * len(Phase))  # replaced as one, so readers see no half of it
+        # Replaced as a whole, so that other threads read a consistent state.
+        self._state = (Phase.QUEUED, self.start_us, (0,) * len(Phase))
         self.preemptions = 0
-        """Times it lost its blocks and had to be computed again."""
+        """How often the request lost its blocks and had to be computed again."""
         self.swaps = 0
-        """Times it left for host memory."""
+        """How often the request moved to host memory."""
         self.chunks = 0
-        """Prefill steps it was in."""
+        """Number of prefill steps of the request."""
         self.cached_tokens = 0
-        """Prompt tokens found in the prefix cache at its first start."""
+        """Prompt tokens found in the prefix cache at the first start."""
         self.num_blocked: dict[BlockReason, int] = {}
-        """Times the scheduler passed over it at the head of the queue, by reason."""
+        """How often the request could not start as the first of the queue, by reason."""
         self.blocked_us: dict[BlockReason, int] = {}
-        """Microseconds by reason in which nobody could start from where it waited: while it was in a line, what the
-        first in that line was held up by, itself or another; else what it was held up by itself."""
+        """Microseconds by reason for which the request was blocked. In a waiting line, the reasons of the line's first
+        request count."""
         self._blockers: dict[str, int] = {}
         self._reason: BlockReason | None = None
         self._blocked_since = 0
         self._line: WaitingLine | None = None
         self._joined_at: dict[BlockReason, int] = {}
         self._blocked_before: dict[BlockReason, int] = {}
-        """What it was held up by in the lines it was in before this one."""
+        """The microseconds by reason in earlier waiting lines."""
 
     def join(self, line: WaitingLine, now: float | None = None) -> None:
-        """It waits in this line, from its start, or from ``now`` on, until it enters another phase or line."""
+        """Wait in a line, from the start or from ``now``, until the request enters another phase or line."""
         now_us = self.start_us if now is None else microseconds(now)
         if self._line is not None:
             self._blocked_before = self._blocked_in_lines(now_us)
         self._line, self._joined_at = line, line.total(now_us)
 
     def enter(self, phase: Phase, now: float) -> None:
-        """The phase before ends. Entering PREEMPTED or SWAPPED counts a preemption or a swap."""
+        """End the present phase and enter another. PREEMPTED and SWAPPED count a preemption or a swap."""
         before, since, _ = self._state
         if before is Phase.DONE:
             raise AssertionError(f"a request that has ended enters {phase.name}")
@@ -141,8 +145,11 @@ class Receipt:
             self.swaps += 1
 
     def blocked(self, reason: BlockReason, by: Sequence[str], now: float | None = None) -> None:
-        """The request at the head of the queue was passed over, on account of the requests ``by``, the most important
-        first: the first 8 are taken down. With ``now`` the time until the next look counts for ``reason``, too."""
+        """Note that the request could not start as the first of the queue, because of the requests ``by``.
+
+        ``by`` begins with the most important request. The first 8 are kept. With ``now``, the time until the next
+        attempt counts for ``reason``.
+        """
         self.num_blocked[reason] = self.num_blocked.get(reason, 0) + 1
         if now is not None:
             now_us = max(microseconds(now), self.end_us)
@@ -152,41 +159,40 @@ class Receipt:
             self._note_blocker(request_id)
 
     def unblocked(self, now: float) -> None:
-        """It starts: what stood in its way is gone. ``enter`` says the same, but a preempted request starts without
-        entering a phase."""
+        """Note that the request starts. ``enter`` does the same, but a preempted request starts without a new phase."""
         self._close_block(microseconds(now))
 
     def blocked_until(self, now: float) -> dict[BlockReason, int]:
-        """``blocked_us`` with the line it is in counted up to ``now``."""
+        """Return ``blocked_us``, with the present line counted up to ``now``."""
         return self.blocked_us.copy() if self._line is None else self._blocked_in_lines(microseconds(now))
 
     @property
     def phase(self) -> Phase:
-        """What the request is doing."""
+        """The present phase."""
         return self._state[0]
 
     @property
     def phase_us(self) -> tuple[int, ...]:
-        """Microseconds in each phase, but for the present one's since it was entered; index: ``Phase``."""
+        """Microseconds in each completed phase. The index is a ``Phase``."""
         return self._state[2]
 
     @property
     def end_us(self) -> int:
-        """When the present phase was entered; of a request that has ended, its end."""
+        """When the present phase began. For an ended request, this is its end."""
         return self._state[1]
 
     @property
     def blockers(self) -> list[str]:
-        """Ids of the requests it waited for, at most 8, those seen most often first."""
+        """Ids of at most 8 blocking requests, the most frequent first."""
         seen = sorted(self._blockers.copy().items(), key=lambda entry: -entry[1])
         return [request_id for request_id, _ in seen[:MAX_BLOCKERS]]
 
     def seconds(self, phase: Phase) -> float:
-        """Time in a phase that is over."""
+        """Return the time in a completed phase."""
         return self.phase_us[phase] / 1e6
 
     def phases_until(self, now: float) -> tuple[int, ...]:
-        """``phase_us`` with the present phase counted up to ``now``."""
+        """Return ``phase_us``, with the present phase counted up to ``now``."""
         return self._phases_until(microseconds(now))
 
     def _phases_until(self, now_us: int) -> tuple[int, ...]:
@@ -207,12 +213,12 @@ class Receipt:
             return
         self.blocked_us = self._blocked_in_lines(now_us)
         self._line, self._joined_at, self._blocked_before = None, {}, {}
-        if self.blocked_us and not self._blockers:  # it was never the first: who stood in the way of that one?
+        if self.blocked_us and not self._blockers:  # the request was never the first: take the blockers of the first
             for request_id in line.blockers:
                 self._note_blocker(request_id)
 
     def _blocked_in_lines(self, now_us: int) -> dict[BlockReason, int]:
-        """By all the lines it was in, up to ``now_us``."""
+        """Return the microseconds by reason of all waiting lines, up to ``now_us``."""
         line, joined_at, total = self._line, self._joined_at, self._blocked_before
         if line is None:
             return total.copy()
@@ -220,8 +226,10 @@ class Receipt:
         return {reason: total.get(reason, 0) + here.get(reason, 0) for reason in {**total, **here}} if total else here
 
     def _note_blocker(self, request_id: str) -> None:
-        """Counts in bounded memory: a newcomer takes the place of the one seen least, and its count (Space-Saving,
-        Metwally et al. 2005), so one that is there most of the time stays."""
+        """Count a blocking request in bounded memory (Space-Saving, Metwally et al. 2005).
+
+        A new id replaces the least frequent one and takes over its count, so frequent ids stay.
+        """
         blockers = self._blockers
         if request_id in blockers:
             blockers[request_id] += 1
@@ -233,11 +241,11 @@ class Receipt:
 
 
 def _difference(total: dict[BlockReason, int], before: dict[BlockReason, int]) -> dict[BlockReason, int]:
-    """What has been added, without what has not changed."""
+    """Return the increase of each reason. Reasons without an increase are left out."""
     more = {reason: total_us - before.get(reason, 0) for reason, total_us in total.items()}
     return {reason: us for reason, us in more.items() if us > 0}
 
 
 def microseconds(seconds: float) -> int:
-    """Whole microseconds, in which receipts count."""
+    """Return seconds as whole microseconds, the unit of receipts."""
     return round(seconds * 1e6)

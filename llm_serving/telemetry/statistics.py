@@ -1,11 +1,11 @@
-"""What the figures mean: defined once, for the load test (client side) and the log analysis (server side).
+"""Definitions of the latency figures, for the load test (client side) and the log analysis (server side).
 
-start              the request's first byte was written (client) or read (server): the way between the two, and how
-                   late the client sent, are in no latency; the load test tells the lateness beside them
+start              time at which the request's first byte was written (client) or read (server). No latency includes the
+                   network between them or a late start of the client; the load test reports that lateness separately
 ttft               time to first token: start to the first output, read (client) or written to the socket (server)
 tpot               time per output token: (last output - first output) / (output tokens - 1); none for fewer than 2
-tbt                time between tokens: one value for every two pieces of an answer that follow each other
-e2e                start to the end of the answer, read (client) or written (server)
+tbt                time between tokens: one value for every two consecutive pieces of a response
+e2e                start to the end of the response, read (client) or written (server)
 normalized latency e2e / output tokens (Orca, OSDI 2022; vLLM, SOSP 2023)
 percentile         linear interpolation between the two nearest ranks, NumPy's default
                    (type 7 of Hyndman and Fan, "Sample quantiles in statistical packages", 1996)
@@ -19,16 +19,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 EXACT_LIMIT = 500_000
-"""Values a ``Distribution`` keeps before it turns to buckets (4 MB)."""
+"""Number of values that a ``Distribution`` keeps before it uses buckets. They take 4 MB."""
 RELATIVE_ERROR = 0.001
-"""Most a percentile taken from buckets is off, relative to its value."""
+"""Maximum error of a percentile from buckets, relative to its value."""
 SMALLEST = 1e-9
-"""Values up to this one share the bucket of zero."""
+"""Values up to this one are in the bucket of zero."""
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A set of values in a few figures; all but ``count`` are None for an empty set."""
+    """A summary of a set of values. For an empty set, all figures except ``count`` are None."""
 
     count: int
     mean: float | None
@@ -47,7 +47,7 @@ EMPTY_SUMMARY = Summary(0, None, None, None, None, None, None, None)
 
 
 def percentile(sorted_values: Sequence[float], percent: float) -> float:
-    """The value below which ``percent`` (0 to 100) of the ascending, non-empty ``sorted_values`` lie."""
+    """Return the value below which ``percent`` (0 to 100) of the values lie. They must be ascending and not empty."""
     rank = (len(sorted_values) - 1) * percent / 100.0
     lower = math.floor(rank)
     upper = min(lower + 1, len(sorted_values) - 1)
@@ -55,7 +55,7 @@ def percentile(sorted_values: Sequence[float], percent: float) -> float:
 
 
 def summarize(values: Iterable[float]) -> Summary:
-    """Exact figures of ``values``, in any order."""
+    """Return the exact summary of ``values``, which may have any order."""
     ordered = sorted(values)
     if not ordered:
         return EMPTY_SUMMARY
@@ -72,25 +72,25 @@ def summarize(values: Iterable[float]) -> Summary:
 
 
 def time_per_output_token(first_token: float, last_token: float, output_tokens: int) -> float | None:
-    """``tpot`` in the unit of the two times; None for fewer than two tokens."""
+    """Return ``tpot`` in the unit of the two times. None for fewer than two tokens."""
     if output_tokens < 2:
         return None
     return (last_token - first_token) / (output_tokens - 1)
 
 
 def normalized_latency(e2e: float, output_tokens: int) -> float | None:
-    """End-to-end latency per output token, in the unit of ``e2e``; None without a token."""
+    """Return the end-to-end latency per output token, in the unit of ``e2e``. None without a token."""
     if output_tokens < 1:
         return None
     return e2e / output_tokens
 
 
 class Distribution:
-    """Collects values one by one in bounded memory.
+    """Collects values in bounded memory.
 
-    Exact for the first ``exact_limit`` values. Beyond, the values move to logarithmic buckets (DDSketch, Masson et
-    al., VLDB 2019): a percentile is then off by at most ``RELATIVE_ERROR`` of its value; count, mean, minimum and
-    maximum stay exact.
+    The summary is exact for the first ``exact_limit`` values. With more values, they move to logarithmic buckets
+    (DDSketch, Masson et al., VLDB 2019). The relative error of a percentile is then at most ``RELATIVE_ERROR``. Count,
+    mean, minimum and maximum stay exact.
     """
 
     def __init__(self, exact_limit: int = EXACT_LIMIT) -> None:
@@ -123,7 +123,7 @@ class Distribution:
             self._values = array("d")
 
     def extend(self, values: Sequence[float]) -> None:
-        """``add`` each, faster while everything is kept."""
+        """Add values. This is faster than ``add`` while all values are kept."""
         if not values or not self.is_exact or len(self._values) + len(values) > self._exact_limit:
             for value in values:
                 self.add(value)
@@ -161,7 +161,7 @@ class Distribution:
         return lower + (self._bucket_value(math.ceil(rank)) - lower) * (rank - math.floor(rank))
 
     def _bucket_value(self, rank: int) -> float:
-        """The value of ascending rank ``rank``, from 0, as its bucket knows it."""
+        """Return the approximate value with ascending rank ``rank``, from 0."""
         seen = self._zeros
         if seen > rank:
             return max(self._min, 0.0)
