@@ -6,14 +6,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from support.json_program import printed_json, run_program
+from support.forked_programs import run_forked
+from support.json_program import printed_json
 from support.position_bits import check_sharing_bits
 
 PROGRAM = Path(__file__).with_name("ascend_program.py")
 
 
 def run(part: str, folder: Path) -> Any:
-    return printed_json(run_program(PROGRAM, part, folder=folder, timeout=300))
+    return printed_json(run_forked(PROGRAM, part, folder=folder, timeout=300))
 
 
 def test_random_moves_in_order(tmp_path: Path) -> None:

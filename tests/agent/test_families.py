@@ -13,8 +13,9 @@ from llm_serving.errors import AgentStartError
 from llm_serving.model.families import FAMILIES
 from performance.models.variants import FAMILY_VARIANTS
 from support import golden_files
+from support.forked_programs import run_forked
 from support.golden_files import golden_of
-from support.json_program import printed_json, run_program
+from support.json_program import printed_json
 from support.oracle_ties import check_forced
 from support.position_bits import check_position_bits
 from support.sweeps import with_sweeps
@@ -47,7 +48,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def run(*setup: str) -> Results:
         scratch = tmp_path_factory.mktemp("-".join(setup))
-        done = run_program(WORKER, *setup, str(scratch), folder=scratch, timeout=240, PYTHONWARNINGS="ignore")
+        done = run_forked(WORKER, *setup, str(scratch), folder=scratch, timeout=240)
         answer: Results = printed_json(done)
         return answer
 

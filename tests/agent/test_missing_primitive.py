@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.json_program import printed_json, run_program
+from support.forked_programs import run_forked
+from support.json_program import printed_json
 from support.model_folders import write_model_folder
 
 PROGRAM = Path(__file__).with_name("missing_primitive_program.py")
@@ -12,7 +13,7 @@ PROGRAM = Path(__file__).with_name("missing_primitive_program.py")
 
 def test_it_is_named(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
-    errors = printed_json(run_program(PROGRAM, str(folder), folder=tmp_path))
+    errors = printed_json(run_forked(PROGRAM, str(folder), folder=tmp_path))
     assert list(errors) == ["FastGeLU", "GeluExt"], "of one there is a kernel for other types, of the other none"
     for name, error in errors.items():
         assert error.startswith(f"the graph needs the primitive {name}, and this device has no kernel of it")

@@ -14,8 +14,9 @@ import pytest
 from llm_serving.request import MAX_TOP_LOGITS
 from performance.models.folders import write_model
 from performance.models.variants import VARIANTS
+from support.forked_programs import run_forked
 from support.golden_files import golden_of
-from support.json_program import printed_json, run_program
+from support.json_program import printed_json
 from support.llama_in_numpy import NumpyLlama
 from support.oracle_ties import check_forced
 from support.position_bits import check_position_bits, check_sharing_bits
@@ -76,7 +77,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
     def computed(dtype: str, op_table: str, weights: str, kv: str) -> Results:
         scratch = tmp_path_factory.mktemp(f"{dtype}-{op_table}-{weights}-{kv}")
         setup = (dtype, op_table, weights, kv, str(scratch / "models"))
-        answer: Results = printed_json(run_program(WORKER, *setup, folder=scratch, PYTHONWARNINGS="ignore"))
+        answer: Results = printed_json(run_forked(WORKER, *setup, folder=scratch))
         littered = sorted(path.name for path in scratch.iterdir() if path.name != "models")
         assert littered == [], f"a run left {littered} in the working directory"
         return answer

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.json_program import printed_json, run_program
-from support.small_configs import REPOSITORY
+from support.forked_programs import run_forked
+from support.json_program import printed_json
 
 PROGRAM = Path(__file__).with_name("fused_program.py")
 
 
 def test_fused_ops_in_a_graph(tmp_path: Path) -> None:
-    done = run_program(PROGRAM, folder=tmp_path, PYTHONPATH=str(REPOSITORY), GLOG_v="3", MS_OP_PLUGIN_PATH=None)
+    done = run_forked(PROGRAM, folder=tmp_path, MS_OP_PLUGIN_PATH=None)
     results = printed_json(done)
     assert len(results) == 5 * 5 + 6
     assert [name for name, passed in results.items() if not passed] == [], done.stderr[-3000:]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.json_program import printed_json, run_program
-from support.small_configs import REPOSITORY
+from support.forked_programs import run_forked
+from support.json_program import printed_json
 
 PROGRAM = Path(__file__).with_name("launches_program.py")
 
 
 def test_recorded_launches(tmp_path: Path) -> None:
-    done = run_program(PROGRAM, folder=tmp_path, PYTHONPATH=str(REPOSITORY), GLOG_v="3")
+    done = run_forked(PROGRAM, folder=tmp_path)
     results = printed_json(done)
     assert len(results) == 26
     assert [name for name, passed in results.items() if not passed] == []

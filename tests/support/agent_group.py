@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -16,6 +14,7 @@ from llm_serving.config import Config
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from performance.models.folders import write_model
 from performance.models.variants import FAMILY_VARIANTS, VARIANTS
+from support.forked_programs import ForkedProgram
 from support.step_config import make_config
 
 FOLDER = Path(__file__).resolve().parents[1] / "agent"
@@ -60,17 +59,12 @@ def run_group(setup: Setup, folders: dict[str, Path], worker: str = "group_worke
                 model["exchange"] = exchange.name
             models.append(model)
         job = json.dumps({"setup": asdict(setup), "models": models})
-        agents: list[subprocess.Popen[str]] = []
-        for rank in range(setup.tensor_parallel * setup.pipeline_parallel):
-            command = [sys.executable, str(FOLDER / worker), str(rank), job]
-            agent = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            stack.callback(agent.wait)
-            stack.callback(agent.kill)
-            agents.append(agent)
-        outputs = [agent.communicate(timeout=TIMEOUT_S) for agent in agents]
-    problems = [err[-3000:] for agent, (_, err) in zip(agents, outputs, strict=True) if agent.returncode != 0]
+        ranks = range(setup.tensor_parallel * setup.pipeline_parallel)
+        agents = [stack.enter_context(ForkedProgram(FOLDER / worker, str(rank), job)) for rank in ranks]
+        ended = [agent.wait(TIMEOUT_S) for agent in agents]
+    problems = [agent.stderr[-3000:] for agent in ended if agent.returncode != 0]
     assert not problems, "\n".join(problems)
-    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+    return [json.loads(agent.stdout.splitlines()[-1]) for agent in ended]
 
 
 def seeded_runs(

@@ -247,7 +247,7 @@ def test_an_empty_log_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (content["requests"], content["max_token_len"], content["finish_reasons"]) == (0, 0, {})
     assert content["ttft_ms"] == no_figures()
     assert content["why_slow"] is None
-    assert capsys.readouterr().out == "  The log holds no event.\n\n  0 lines read, 0 of them not readable\n"
+    assert capsys.readouterr().out == "  The log has no events.\n\n  0 lines read, 0 of them unreadable\n"
 
 
 @pytest.mark.parametrize("name", ["no/such.log", ""])
@@ -350,7 +350,7 @@ def test_the_story_of_a_lost_agent(maker: LogMaker) -> None:
         "A request took 10.0 s on average: 40 % waiting in the queue, 0 % prefill, 11 % decode, "
         "49 % starting again after an agent was lost."
     )
-    assert sentences[2].endswith("batch had room, so it was a lost agent, or steps that took long.")
+    assert sentences[2].endswith("batch had capacity, so the cause was a lost agent, or steps that took long.")
     assert sentences[3] == (
         "The slowest request (r0) took 10.0 s for 4 tokens, 98 % of it starting again after an agent was lost."
     )
@@ -363,7 +363,7 @@ def test_the_story_of_a_lost_agent(maker: LogMaker) -> None:
     [
         (95, 2, "the KV blocks were in use up to 95 % meanwhile (pa_config.num_blocks)"),
         (50, 4, "the batch was full with 4 requests (scheduler_config.max_num_seqs)"),
-        (50, 2, "KV blocks (50 % at most) and batch had room, so it was the steps that took long"),
+        (50, 2, "KV blocks (maximum 50 %) and batch had capacity, so the cause was the steps that took long"),
     ],
 )
 def test_the_story_says_why_requests_waited(maker: LogMaker, used: int, running: int, reason: str) -> None:
@@ -427,7 +427,7 @@ def test_the_comparison_with_the_load_test(maker: LogMaker, tmp_path: Path, caps
     assert ["ttft_ms", "mean", "750", "762", "+1.6", "%"] in lines
     assert ["time", "to", "first", "token", "10.0", "10.0", "10.0", "10.0", "10.0"] in lines
     assert ["end", "to", "end", "30.0", "30.0", "38.0", "39.8", "40.0"] in lines
-    assert ["sent", "late", "(not", "in", "the", "above)", "2.00", "2.00", "2.80", "2.98", "3.00"] in lines
+    assert ["sent", "late", "(not", "included", "above)", "2.00", "2.00", "2.80", "2.98", "3.00"] in lines
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_python_without_packages_gets_findings(tmp_path):
     assert (done.returncode, done.stderr) == (1, "")
     assert "problem  packages   missing: numpy, psutil" in done.stdout
     assert "problem  mindspore  cannot be imported: not found" in done.stdout
-    assert "problem  config     cannot be looked at: No module named" in done.stdout
+    assert "problem  config     cannot be checked: No module named" in done.stdout
 
 
 def test_a_wrong_config_exits_with_one(tmp_path):
@@ -110,7 +110,7 @@ def test_a_check_that_breaks_is_a_finding():
         raise RuntimeError("oh")
 
     (finding,) = examination._guarded(breaks)
-    assert (finding.level, finding.text) == (Level.PROBLEM, "a check broke: RuntimeError: oh")
+    assert (finding.level, finding.text) == (Level.PROBLEM, "a check failed: RuntimeError: oh")
 
 
 def test_it_looks_at_the_config_that_is_served_by_default():

@@ -56,7 +56,7 @@ def test_a_cause_that_a_late_clock_wrote_after_its_consequence_is_still_the_caus
     write(tmp_path, "rank_1/plog.log", MEMORY.format(pid=11, time=f"{DAY}00:30.000.000"))
     (failure,) = verdicts(tmp_path)
     assert failure.who == "rank 1, process 11 (rank_1/plog.log)"
-    assert failure.why == "the earliest error that is a cause; EI0002 before it is mostly a consequence"
+    assert failure.why == "the earliest error that is a cause; EI0002 before it is usually a result of another failure"
 
 
 def test_a_cause_long_after_the_consequence_did_not_cause_it(tmp_path):

@@ -111,7 +111,7 @@ def test_devices_of_the_config_are_free_taken_or_missing(tmp_path):
     host = machine(tmp_path, ASCEND_FILES, commands=Commands(npu_smi=CommandResult(0, NPU_SMI)))
     state, _ = npu.look_at_npus(host, wanted=True)
     assert brief(npu.check_devices(state, host, 0, 3, 100 * GIB)) == [
-        (PROBLEM, "the config takes device 2; this process sees 2"),
+        (PROBLEM, "the config uses device 2; this process sees 2"),
         (PROBLEM, "device 0: 60.7 of 64.0 GiB free; the plan needs 100.0 GiB"),
         (PROBLEM, "device 1: 60.7 of 64.0 GiB free; used by VLLMWorker_TP (106); the plan needs 100.0 GiB"),
     ]
@@ -127,7 +127,7 @@ def test_a_device_more_than_half_full_is_occupied(tmp_path):
     state, _ = npu.look_at_npus(host, wanted=True)
     (finding,) = npu.check_devices(state, host, 0, 1, GIB)
     assert (finding.level, finding.text) == (PROBLEM, "device 0: 24.9 of 64.0 GiB free")
-    assert finding.advice == "end the other processes, or take another serving_config.start_device_id"
+    assert finding.advice == "end the other processes, or use another serving_config.start_device_id"
 
 
 def test_only_visible_devices_count(tmp_path):
@@ -136,7 +136,7 @@ def test_only_visible_devices_count(tmp_path):
     )
     state, _ = npu.look_at_npus(host, wanted=True)
     assert brief(npu.check_devices(state, host, 0, 2, None)) == [
-        (PROBLEM, "the config takes device 1; this process sees 1"),
+        (PROBLEM, "the config uses device 1; this process sees 1"),
         (WARNING, "device 1: 60.7 of 64.0 GiB free; used by VLLMWorker_TP (106)"),
     ]
 
@@ -162,7 +162,7 @@ def test_two_chips_of_an_npu_are_two_devices_and_health_is_told(tmp_path):
             PROBLEM,
             "npu-smi: dcmi model initialized failed, because the device is used. ret is -8020",
         ),
-        (CommandResult(None, failure="no answer within 30 s"), WARNING, "npu-smi: no answer within 30 s"),
+        (CommandResult(None, failure="no response within 30 s"), WARNING, "npu-smi: no response within 30 s"),
         (CommandResult(0, "something else\n"), WARNING, "npu-smi info lists no device"),
     ],
 )
@@ -177,8 +177,8 @@ def test_a_container_with_half_of_the_device_files_and_no_driver(tmp_path):
     _, findings = npu.look_at_npus(host, wanted=True)
     assert brief(findings)[:3] == [
         (OK, "1 device files: /dev/davinci7"),
-        (PROBLEM, "not there: /dev/devmm_svm, /dev/hisi_hdc"),
-        (WARNING, "version not known: /usr/local/Ascend/driver/version.info cannot be read"),
+        (PROBLEM, "missing: /dev/devmm_svm, /dev/hisi_hdc"),
+        (WARNING, "unknown version: /usr/local/Ascend/driver/version.info cannot be read"),
     ]
     assert findings[1].advice == "pass them into the container: --device /dev/devmm_svm --device /dev/hisi_hdc"
 
@@ -236,7 +236,7 @@ def test_cann_half_sourced_without_operators(tmp_path):
     _, findings = cann.check_cann(machine(tmp_path, files, environment), wanted=True)
     assert brief(findings) == [
         (OK, "8.5.0.1.200 in /usr/local/Ascend/cann"),
-        (PROBLEM, "the environment is half set: PYTHONPATH, ASCEND_OPP_PATH without CANN's folders"),
+        (PROBLEM, "the environment is incomplete: PYTHONPATH, ASCEND_OPP_PATH without CANN's folders"),
         (WARNING, "no operator binaries in /usr/local/Ascend/cann/opp/built-in/op_impl/ai_core/tbe/kernel"),
     ]
 
@@ -301,11 +301,11 @@ def test_memory_of_a_container(tmp_path):
 def test_shared_memory_too_small_and_left_behind(tmp_path):
     host = machine(tmp_path, {"/dev/shm/llm-serving-0123": "12345678"}, free_bytes=lambda path: 1024)
     assert brief(resources.check_shared_memory(host, 2048, 1)) == [
-        (PROBLEM, "step slots of 1 agents take 2.0 KiB; 1.0 KiB are free"),
-        (WARNING, "1 segments left by servers that were killed, 8 B"),
+        (PROBLEM, "step slots of 1 agents need 2.0 KiB; 1.0 KiB are free"),
+        (WARNING, "1 segments of killed servers, 8 B"),
     ]
     (finding,) = resources.check_shared_memory(machine(tmp_path / "none"), 1, 1)
-    assert (finding.level, finding.text) == (PROBLEM, "is not there or not writable")
+    assert (finding.level, finding.text) == (PROBLEM, "does not exist or is not writable")
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_agents_share_cores_and_memory(tmp_path):
     assert finding.advice.startswith("set model_config.cpu_threads=2:")
     few = machine(tmp_path, {}, usable_cores=lambda: 2)
     (finding,) = resources.check_cores(few, config)
-    assert (finding.level, finding.advice.split(" (")[0]) == (WARNING, "fewer agents")
+    assert (finding.level, finding.advice.split(" (")[0]) == (WARNING, "use fewer agents")
 
 
 def test_huge_pages_and_open_files(tmp_path):
@@ -381,7 +381,7 @@ def test_mindspore_that_is_missing_crashes_or_hangs_is_a_finding(tmp_path):
     version, level, text, advice = look(CommandResult(-4))
     assert (version, level, text) == (None, PROBLEM, "cannot be imported: signal 4")
     assert advice.startswith("build the kernels on this machine")
-    assert look(CommandResult(None, failure="no answer within 180 s"))[1] is PROBLEM
+    assert look(CommandResult(None, failure="no response within 180 s"))[1] is PROBLEM
     assert look(CommandResult(0, "[WARNING] something\n2.9.0\n"))[:3] == ("2.9.0", OK, "2.9.0")
     assert look(CommandResult(0, "2.8.0\n"))[:3] == ("2.8.0", WARNING, "2.8.0 instead of 2.9.0")
     missing = "ImportError: libascendcl.so: cannot open shared object file: No such file or directory"
@@ -473,7 +473,7 @@ def test_weights_that_are_pointers_and_a_tokenizer_of_another_model(tmp_path):
 
 def test_commands_never_raise(tmp_path):
     assert run_command(["/no/such/program"], {}, "", 1.0).failure == "not found"
-    assert run_command(["sleep", "5"], {"PATH": "/bin:/usr/bin"}, "", 0.1).failure == "no answer within 0.1 s"
+    assert run_command(["sleep", "5"], {"PATH": "/bin:/usr/bin"}, "", 0.1).failure == "no response within 0.1 s"
     done = run_command(["cat"], {"PATH": "/bin:/usr/bin"}, "hello", 10.0)
     assert (done.code, done.stdout, done.succeeded) == (0, "hello", True)
     host = machine(tmp_path)

@@ -70,7 +70,7 @@ def test_too_few_to_tell(count: int) -> None:
     why = collected(*(usual(i) for i in range(count)))
     assert why.result() is None
     assert why_slow_json(why) is None
-    assert why_slow_sentences(why) == ["Too few requests were completed to tell slow ones from others."]
+    assert why_slow_sentences(why) == ["There are too few completed requests to compare slow ones with others."]
 
 
 def test_requests_without_a_time_are_left_out() -> None:
@@ -84,10 +84,10 @@ def test_in_words_when_the_cache_was_full() -> None:
     assert why_slow_sentences(why) == [
         "The slowest 10 of 1000 requests took 9.00 s on average, a typical one 1.00 s.",
         "75 % of the difference, 6.00 s, is waiting in the queue.",
-        "25 % of the difference, 2.00 s, is preempted: waiting again and computing again.",
+        "25 % of the difference, 2.00 s, is preempted: waiting and computing again.",
         "A slow request waited 5.00 s because the KV cache had too few free blocks "
-        "(pa_config.num_blocks); 1.00 s because every row of the batch was taken (scheduler_config.max_num_seqs).",
-        "In the way of the 10 most often: r1 (of 10), r2 (of 10).",
+        "(pa_config.num_blocks); 1.00 s because every row of the batch was in use (scheduler_config.max_num_seqs).",
+        "Most often blocking the 10: r1 (of 10), r2 (of 10).",
         "A slow request lost its blocks 2.0 times on average.",
     ]
 
@@ -96,13 +96,13 @@ def test_in_words_when_they_were_only_longer() -> None:
     assert why_slow_sentences(with_slow(10, tokenise=1, queue=9, prefill=90, decode=2700, tokens=30)) == [
         "The slowest 10 of 1000 requests took 2.80 s on average, a typical one 1.00 s.",
         "100 % of the difference, 1.80 s, is decoding.",
-        "They gave 3.0 times as many tokens, in about the same time each.",
+        "They generated 3.0 times as many tokens, in about the same time each.",
     ]
 
 
 def test_in_words_when_they_were_longer_and_slower() -> None:
     sentences = why_slow_sentences(with_slow(10, decode=3600, tokens=20, swapped=500, preemptions=3, swaps=1))
-    assert "They gave 2.0 times as many tokens, each of which took 2.0 times as long to decode." in sentences
+    assert "They generated 2.0 times as many tokens, each of which took 2.0 times as long to decode." in sentences
     assert "A slow request lost its blocks 3.0 times on average, 1.0 of them to host memory." in sentences
 
 
@@ -162,7 +162,7 @@ def test_from_a_log_by_the_option(log: Path, tmp_path: Path, capsys: pytest.Capt
     assert content["why_slow"]["blockers"] == [{"request_id": "<r1>", "slow_requests": 5}]
     assert content["why_slow"]["blocked_ms"] == {"rows": 2000.0}
     assert (content["objectives"], content["cached_tokens"]) == ({"met": 35, "missed": 5}, 80)
-    assert "In the way of the 5 most often: &lt;r1&gt; (of 5)." in page.read_text()
+    assert "Most often blocking the 5: &lt;r1&gt; (of 5)." in page.read_text()
 
 
 def test_as_a_program(log: Path) -> None:

@@ -1,1 +1,1 @@
-"""What ``tools/doctor.py`` does: checks of the machine against a config, and error codes and logs in plain words."""
+"""The doctor: checks whether a machine can serve a config, and explains error codes and logs."""

@@ -1,4 +1,4 @@
-"""CANN: where it is, its version, whether its environment is set, and whether it pairs with MindSpore and driver."""
+"""Checks CANN: its folder, its version, its environment, and whether it matches MindSpore and the driver."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _TBE = "opp/built-in/op_impl/ai_core/tbe"
 
 @dataclass(frozen=True, slots=True)
 class Cann:
-    """An installation."""
+    """An installation of CANN."""
 
     home: str
     version: str | None
     is_in_environment: bool
-    """The environment names it: its set_env.sh was sourced."""
+    """True if the environment names it, because its set_env.sh was sourced."""
 
 
 def find_cann(host: Host) -> Cann | None:
-    """The one the environment names, else the usual places."""
+    """Returns the installation that the environment names, or one in the usual places."""
     for variable in HOME_VARIABLES:
         home = host.environment.get(variable, "").rstrip("/")
         if home and host.is_folder(home):
@@ -40,7 +40,7 @@ def find_cann(host: Host) -> Cann | None:
 
 
 def cann_version(host: Host, home: str) -> str | None:
-    """From ``version.cfg`` (``toolkit_running_version=[7.6.0.1.220:8.0.0]``), else one of the packages' own files."""
+    """Reads the version from ``version.cfg`` (``toolkit_running_version=[7.6.0.1.220:8.0.0]``) or a package's file."""
     match = re.search(r"(?m)^\w+_running_version=\[(?:[^:\]]*:)?([^\]]+)\]", host.read(f"{home}/version.cfg") or "")
     if match is not None:
         return match[1]
@@ -54,30 +54,30 @@ def cann_version(host: Host, home: str) -> str | None:
 
 
 def check_cann(host: Host, wanted: bool) -> tuple[Cann | None, list[Finding]]:
-    """``wanted``: the config runs on an NPU."""
+    """Checks the installation. ``wanted`` is True if the config runs on an NPU."""
     cann = find_cann(host)
     named = [name for name in HOME_VARIABLES if host.environment.get(name)]
     if cann is None and named:
         text = f"{named[0]}={host.environment[named[0]]}: no such folder"
-        advice = "unset it, or source the set_env.sh of the CANN that is installed"
+        advice = "unset it, or source the set_env.sh of the installed CANN"
         return None, [(problem if wanted else warning)("CANN", text, advice)]
     if cann is None:
         if not wanted:
-            return None, [ok("CANN", "none; a CPU needs none")]
+            return None, [ok("CANN", "none; not needed on a CPU")]
         advice = "install the CANN toolkit and the operator package (ops) of the chip"
         return None, [problem("CANN", "not installed: no ASCEND_HOME_PATH, nothing in the usual places", advice)]
     return cann, list(_installed(host, cann, wanted))
 
 
 def _installed(host: Host, cann: Cann, wanted: bool) -> Iterator[Finding]:
-    version = cann.version or "version not known"
+    version = cann.version or "unknown version"
     if not cann.is_in_environment:
         text = f"{version} in {cann.home}, but its environment is not set"
         level = problem if wanted else warning
         yield level("CANN", text, f"source {_set_env(host, cann.home)}", sources.MINDSPORE_INSTALL)
         return
     if cann.version is None:
-        advice = "look whether the installation is whole"
+        advice = "check whether the installation is complete"
         yield warning("CANN", f"{cann.home}: no version.cfg and no version.info", advice, sources.QUERY_VERSIONS)
     else:
         yield ok("CANN", f"{version} in {cann.home}")
@@ -85,11 +85,11 @@ def _installed(host: Host, cann: Cann, wanted: bool) -> Iterator[Finding]:
 
 
 def _environment(host: Host, cann: Cann, wanted: bool) -> Iterator[Finding]:
-    """What MindSpore looks for when it starts (AscendEnvChecker of its run_check/_check_version.py)."""
+    """Checks what MindSpore needs at its start (AscendEnvChecker of its run_check/_check_version.py)."""
     expected = (("PYTHONPATH", _TBE), ("LD_LIBRARY_PATH", "/lib64"), ("ASCEND_OPP_PATH", "/opp"))
     missing = [name for name, part in expected if part not in host.environment.get(name, "")]
     if missing:
-        text = f"the environment is half set: {', '.join(missing)} without CANN's folders"
+        text = f"the environment is incomplete: {', '.join(missing)} without CANN's folders"
         level = problem if wanted else warning
         yield level("CANN", text, f"source {_set_env(host, cann.home)}", sources.MINDSPORE_INSTALL)
     if not host.is_folder(f"{cann.home}/{_TBE}/kernel"):
@@ -99,15 +99,15 @@ def _environment(host: Host, cann: Cann, wanted: bool) -> Iterator[Finding]:
 
 
 def _set_env(host: Host, home: str) -> str:
-    """The script that sets the environment: in the installation, or one folder above ``latest``."""
+    """Returns the script that sets the environment, in the installation or one folder above ``latest``."""
     candidates = [f"{home}/set_env.sh", f"{home.rsplit('/', 1)[0]}/set_env.sh"]
     return next((file for file in candidates if host.path(file).is_file()), candidates[0])
 
 
 def check_pairing(cann: Cann | None, driver: str | None, mindspore: str | None) -> Iterator[Finding]:
-    """MindSpore with CANN, and CANN with the driver, against what is published.
+    """Compares MindSpore with CANN, and CANN with the driver, by the published tables.
 
-    Older than every published version is a problem; newer, or a gap in the table, a warning.
+    A version older than every published one is a problem. A newer one, or a gap in the table, is a warning.
     """
     version = versions.parse_version(cann.version) if cann is not None and cann.version else None
     if version is None or cann is None:
@@ -126,7 +126,7 @@ def check_pairing(cann: Cann | None, driver: str | None, mindspore: str | None) 
         advice = f"install driver and firmware {versions.format_versions(drivers[0])}, or another CANN"
         yield (problem if found < min(drivers[0]) else warning)("pairing", text, advice, drivers[1])
     else:
-        yield ok("pairing", f"driver {driver} goes with CANN {cann.version} ({drivers[1]})")
+        yield ok("pairing", f"driver {driver} matches CANN {cann.version} ({drivers[1]})")
 
 
 def _with_mindspore(text: str, version: versions.Version, mindspore: str) -> Finding:
@@ -142,6 +142,6 @@ def _with_mindspore(text: str, version: versions.Version, mindspore: str) -> Fin
             advice += f"; tested together: {best.cann} with driver {best.driver}"
         level = problem if version < min(accepted) else warning
         return level(
-            "pairing", f"MindSpore {mindspore} was not made for CANN {text}", advice, sources.MINDFORMERS_VERSIONS
+            "pairing", f"MindSpore {mindspore} does not support CANN {text}", advice, sources.MINDFORMERS_VERSIONS
         )
-    return ok("pairing", f"MindSpore {mindspore} goes with CANN {text} ({sources.MINDFORMERS_VERSIONS})")
+    return ok("pairing", f"MindSpore {mindspore} matches CANN {text} ({sources.MINDFORMERS_VERSIONS})")

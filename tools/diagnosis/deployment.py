@@ -1,4 +1,4 @@
-"""The config itself: valid, its model and tokenizer readable, its ports free, its log writable."""
+"""Checks the config: validity, model, tokenizer, ports and log."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _WEIGHTS = ("*.safetensors", "*.gguf")
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A config, and which device it means here."""
+    """A config and its device on this machine."""
 
     config: Config | None
-    """None when it is wrong."""
+    """None if the config is wrong."""
     wants_ascend: bool
     findings: tuple[Finding, ...]
 
 
 def look_at_config(host: Host, name: str, overrides: Sequence[str]) -> Deployment:
-    """Load the config as the server would here. One that asks for an Ascend is looked at further without one."""
+    """Loads the config as the server would. A config for an Ascend is checked further even without one."""
     ascend = has_ascend(host.environment, host.path("/dev"))
     try:
         config = load_config(name, overrides, ascend=ascend)
     except LLMServingError as error:
         return _refused(name, overrides, ascend, str(error))
     findings = [ok("config", f"{config.file}: {config.model_name} on {config.device}, {config.op_table} operators")]
-    findings += [warning("config", note, "see whether that is meant") for note in config.notes]
+    findings += [warning("config", note, "check whether this is intended") for note in config.notes]
     return Deployment(config, config.device == "Ascend", tuple(findings))
 
 
 def _refused(name: str, overrides: Sequence[str], ascend: bool, reason: str) -> Deployment:
-    finding = problem("config", reason, "correct it; docs/configuration.md has every key")
+    finding = problem("config", reason, "correct it; docs/configuration.md lists all keys")
     if ascend:
         return Deployment(None, False, (finding,))
     try:
@@ -56,19 +56,19 @@ def _refused(name: str, overrides: Sequence[str], ascend: bool, reason: str) -> 
 
 
 def num_agents(config: Config) -> int:
-    """Of all replicas."""
+    """Returns the number of agents of all replicas."""
     return config.parallel_config.world_size
 
 
 def shared_bytes(config: Config) -> int:
-    """Shared memory of every replica's group of agents: step slots, and the exchange of more than one."""
+    """Returns the shared memory of all groups of agents: step slots, and the exchange of groups with several agents."""
     limits, parallel = config.slot_limits(), config.parallel_config
     slots = SlotLayout.of(limits).slot_bytes * NUM_SLOTS
     return (slots + exchange_bytes(config.shape, limits, parallel)) * parallel.data_parallel
 
 
 def check_agents(config: Config) -> Iterator[Finding]:
-    """How the model is spread; nothing to say of one agent."""
+    """Reports how the model is divided. For one agent there is no finding."""
     parallel = config.parallel_config
     if parallel.world_size == 1:
         return
@@ -80,7 +80,7 @@ def check_agents(config: Config) -> Iterator[Finding]:
 
 
 def check_model(config: Config) -> Iterator[Finding]:
-    """The model folder; random weights need none."""
+    """Checks the model folder. Random weights need none."""
     path = config.model_config.model_path
     if config.model_config.load_format == "dummy" or path is None:
         yield ok("model", f"random weights of {config.shape.architecture}'s sizes")
@@ -90,49 +90,49 @@ def check_model(config: Config) -> Iterator[Finding]:
     empty = [file.name for file in files if file.stat().st_size < 1024 and not unreadable]
     size = format_bytes(sum(file.stat().st_size for file in files))
     if unreadable:
-        yield problem("model", f"{path}: {unreadable[0]} may not be read", f"chmod or chown it for user {os.getuid()}")
+        yield problem("model", f"{path}: {unreadable[0]} is not readable", f"chmod or chown it for user {os.getuid()}")
     elif empty:
         text = f"{path}: {empty[0]} has {Path(path, empty[0]).stat().st_size} bytes"
-        yield problem("model", text, "the file is a Git LFS pointer or cut off: git lfs pull, or load it again")
+        yield problem("model", text, "the file is a Git LFS pointer or truncated: git lfs pull, or download it again")
     else:
         yield ok("model", f"{path}: {len(files)} files of weights, {size}")
 
 
 def check_tokenizer(config: Config) -> Iterator[Finding]:
-    """Loads it, and compares its vocabulary with the model's."""
+    """Loads the tokenizer and compares its vocabulary with the model's."""
     try:
         tokenizer = load_tokenizer(config)
     except (LLMServingError, OSError) as error:
-        yield problem("tokenizer", str(error), "get the tokenizer's files anew, or name others in tokenizer.vocab_file")
+        yield problem("tokenizer", str(error), "download the tokenizer again, or set tokenizer.vocab_file")
         return
     text = f"{config.tokenizer_file}: {tokenizer.vocab_size} tokens"
     if tokenizer.vocab_size > config.shape.vocab_size:
-        advice = "it is another model's: prompts could hold tokens the model has no row for"
+        advice = "it belongs to another model: prompts could have tokens that the model does not know"
         yield problem("tokenizer", f"{text}; the model has {config.shape.vocab_size}", advice)
     elif tokenizer.chat_template.is_missing:
         yield warning(
-            "tokenizer", f"{text}, no chat template", "/v1/chat/completions is refused; /v1/completions works"
+            "tokenizer", f"{text}, no chat template", "/v1/chat/completions is not available; /v1/completions works"
         )
     else:
         yield ok("tokenizer", text)
 
 
 def check_ports(config: Config) -> Iterator[Finding]:
-    """Whether the config's ports could be listened on now."""
+    """Checks whether the config's ports are free."""
     settings = config.serving_config
     wanted = [("server_port", settings.server_ip, settings.server_port)]
     wanted += [("agent_ports", settings.agent_ip, port) for port in settings.agent_ports]
     taken = [(key, ip, port, reason) for key, ip, port in wanted if port and (reason := _cannot_bind(ip, port))]
     for key, ip, port, reason in taken:
-        advice = f"ss -ltnp 'sport = :{port}' shows who; or --set serving_config.{key}=..., 0 takes any free one"
+        advice = f"ss -ltnp 'sport = :{port}' shows the process; or --set serving_config.{key}=... (0: any free port)"
         yield problem("ports", f"serving_config.{key}: {ip}:{port}: {reason}", advice)
     if not taken:
         named = ", ".join(str(port) for _, _, port in wanted if port)
-        yield ok("ports", f"free: {named}" if named else "any free ones")
+        yield ok("ports", f"free: {named}" if named else "any free port")
 
 
 def _cannot_bind(ip: str, port: int) -> str:
-    """Why the address cannot be bound; empty when it can. Nothing listens meanwhile."""
+    """Returns why the address cannot be bound, or nothing. It never listens."""
     try:
         bound_socket(ip, port).close()
     except OSError as error:
@@ -141,11 +141,11 @@ def _cannot_bind(ip: str, port: int) -> str:
 
 
 def check_log(config: Config) -> Iterator[Finding]:
-    """The folder of the log, or the nearest that exists, must be writable."""
+    """Checks that the log's folder, or its nearest existing parent, is writable."""
     path = Path(config.log_config.path).absolute()
     folder = next(parent for parent in path.parents if parent.exists())
     place = path if path.exists() else folder
     if os.access(place, os.W_OK):
         yield ok("log", str(path))
     else:
-        yield problem("log", f"{place} is not writable", "set log_config.path to a file that user may write")
+        yield problem("log", f"{place} is not writable", "set log_config.path to a file that this user can write")

@@ -1,4 +1,4 @@
-"""All checks in order: what can be served here, and why not."""
+"""Runs all checks of a machine against a config."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 def examine(host: Host, config_name: str, overrides: Sequence[str]) -> list[Finding]:
-    """Every finding, in the order of the report. Never raises: a check that breaks is a finding."""
+    """Returns the findings in the order of the report. Never raises: if a check fails, this is a finding."""
     pins = software.pinned_packages((software.ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     others = {name: pin for name, pin in pins.items() if name != "mindspore"}
     findings = [*_guarded(software.check_python), *_guarded(lambda: software.check_packages(others))]
@@ -37,13 +37,13 @@ def _look(host: Host, name: str, overrides: Sequence[str]) -> tuple[tuple[Config
     try:
         from tools.diagnosis.deployment import look_at_config
     except ImportError as error:
-        return (None, False), [problem("config", f"cannot be looked at: {error}", "make setup")]
+        return (None, False), [problem("config", f"cannot be checked: {error}", "make setup")]
     deployment = look_at_config(host, name, overrides)
     return (deployment.config, deployment.wants_ascend), list(deployment.findings)
 
 
 def _for_config(host: Host, config: Config, state: npu.NpuState, has_mindspore: bool) -> list[Finding]:
-    """What depends on the config."""
+    """Runs the checks that depend on the config."""
     from tools.diagnosis import deployment, resources
 
     plan, findings = _attempt(lambda: resources.check_memory(host, config), None)
@@ -72,7 +72,7 @@ def _for_config(host: Host, config: Config, state: npu.NpuState, has_mindspore: 
 
 
 def _guarded(check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """The check's findings, or that it broke; the others go on."""
+    """Returns the findings of a check, or a finding that it failed. Other checks continue."""
     try:
         return list(check())
     except Exception as error:
@@ -80,7 +80,7 @@ def _guarded(check: Callable[[], Iterable[Finding]]) -> list[Finding]:
 
 
 def _attempt(look: Callable[[], tuple[Result, list[Finding]]], otherwise: Result) -> tuple[Result, list[Finding]]:
-    """The same for a look that other checks build on."""
+    """Does the same for a check whose result other checks need."""
     try:
         return look()
     except Exception as error:
@@ -88,4 +88,4 @@ def _attempt(look: Callable[[], tuple[Result, list[Finding]]], otherwise: Result
 
 
 def _broken(error: Exception) -> Finding:
-    return problem("doctor", f"a check broke: {type(error).__name__}: {error}", "report it; the others went on")
+    return problem("doctor", f"a check failed: {type(error).__name__}: {error}", "report it; other checks continued")

@@ -1,4 +1,4 @@
-"""``doctor.py explain``: codes and logs in plain words."""
+"""Explains codes and logs: ``doctor.py explain``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tools.diagnosis.catalogue import find, find_in_words
-from tools.diagnosis.entry import Entry
+from tools.diagnosis.catalogue import Entry, find, find_in_words
 from tools.diagnosis.log_lines import Sighting
 from tools.diagnosis.log_reader import LogFile, read_logs
 from tools.diagnosis.timeline import FirstFailure, first_failure, in_order, incidents, whose
@@ -20,14 +19,14 @@ SHOWN_INCIDENTS = 3
 
 
 class UnknownThingError(Exception):
-    """Neither a known code nor a file."""
+    """The argument is neither a known code nor a file."""
 
 
 def explain(thing: str) -> tuple[str, dict[str, Any], bool]:
-    """Text, the same for machines, and whether anything was found.
+    """Returns a text, the same for programs, and whether anything was found.
 
-    ``thing`` is a file, a folder, ``-`` (standard input), a code, or a line of a log. Raises UnknownThingError, or
-    OSError when a file cannot be read.
+    ``thing`` is a file, a folder, ``-`` (standard input), a code, or a log line. Raises UnknownThingError, or OSError
+    if a file cannot be read.
     """
     if thing == "-":
         return explain_logs([LogFile("standard input").read(sys.stdin)])
@@ -38,13 +37,13 @@ def explain(thing: str) -> tuple[str, dict[str, Any], bool]:
     if entry is not None:
         return describe(entry), {"codes": [_as_json(entry)]}, True
     raise UnknownThingError(
-        f"{thing}: neither a file nor a known code; codes look like EI0006, 507018 or step_timeout, and a log's path, "
-        "a folder of logs or - (standard input) is read"
+        f"{thing}: neither a file nor a known code. Give a code such as EI0006 or step_timeout, a log, a folder "
+        "of logs, or - (standard input)"
     )
 
 
 def explain_logs(files: Sequence[LogFile]) -> tuple[str, dict[str, Any], bool]:
-    """What is known of the errors in the logs, and who failed first."""
+    """Explains the errors in logs, and names the rank that failed first."""
     sightings = in_order(files)
     lines = sum(file.lines for file in files)
     read = f"{len(files)} file{'' if len(files) == 1 else 's'}, {lines} lines"
@@ -52,7 +51,7 @@ def explain_logs(files: Sequence[LogFile]) -> tuple[str, dict[str, Any], bool]:
         return f"{read}: no known error", {"files": len(files), "lines": lines, "errors": []}, False
     groups = _grouped(sightings)
     failures = [first_failure(incident) for incident in incidents(sightings)]
-    parts = [f"{read}; errors met: {len(sightings)}, of {len(groups)} kinds"]
+    parts = [f"{read}; errors: {len(sightings)}, of {len(groups)} kinds"]
     if len(failures) > SHOWN_INCIDENTS:
         parts.append(f"the last {SHOWN_INCIDENTS} of {len(failures)} incidents, the latest first:")
     parts += [_verdict(failure) for failure in reversed(failures[-SHOWN_INCIDENTS:])]
@@ -67,8 +66,8 @@ def explain_logs(files: Sequence[LogFile]) -> tuple[str, dict[str, Any], bool]:
 
 
 def describe(entry: Entry) -> str:
-    """A row as text: title, cause, what to do, source."""
-    kind = "  (mostly a consequence: look for what failed before it)" if entry.follows else ""
+    """Returns an error as text: title, cause, advice, source."""
+    kind = "  (usually a result: look for an earlier failure)" if entry.follows else ""
     lines = [f"{entry.code}  {entry.title}{kind}", *_wrapped("cause", entry.cause)]
     for advice in entry.advice:
         lines += _wrapped("do", advice)

@@ -1,4 +1,4 @@
-"""What a check found: one line, ok, a warning or a problem, and what to do about it."""
+"""The result of a check: ok, a warning or a problem, with advice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 class Level(enum.IntEnum):
-    """How bad it is. Only a problem keeps the config from being served."""
+    """The severity of a finding. Only a problem prevents serving."""
 
     OK = 0
     WARNING = 1
@@ -22,9 +22,9 @@ class Finding:
     level: Level
     text: str
     advice: str = ""
-    """What to do; empty when nothing is to be done."""
+    """What to do, or empty."""
     source: str = ""
-    """Where that is written, for what is not this project's."""
+    """Public documentation, or empty."""
 
 
 def ok(subject: str, text: str) -> Finding:

@@ -1,6 +1,6 @@
-"""The machine as the checks see it: a root of the file system, an environment and a way to run commands.
+"""The machine as the checks see it: a root folder, an environment, and a function that runs commands.
 
-Everything the checks ask goes through here, so that a test can be any machine.
+All checks use it, so that a test can simulate any machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_TEXT_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What a command did. ``code`` is None when it did not run to its end; ``failure`` then says why."""
+    """The result of a command. ``code`` is None if the command did not complete; ``failure`` then has the reason."""
 
     code: int | None
     stdout: str = ""
@@ -32,18 +32,18 @@ class CommandResult:
 
     @property
     def last_words(self) -> str:
-        """The last line it wrote, or how it ended."""
+        """The last line of the output, or how the command ended."""
         lines = [line.strip() for line in (self.stderr + "\n" + self.stdout).splitlines() if line.strip()]
         ending = self.failure or (f"signal {-self.code}" if self.code is not None and self.code < 0 else "")
         return ": ".join(part for part in (ending, lines[-1] if lines else "") if part) or f"exit code {self.code}"
 
 
 CommandRunner = Callable[[Sequence[str], Mapping[str, str], str, float], CommandResult]
-"""Takes the command, the environment, its standard input and the longest time in seconds; never raises."""
+"""Runs a command with an environment, a standard input and a time limit in seconds. Never raises."""
 
 
 def run_command(command: Sequence[str], environment: Mapping[str, str], stdin: str, timeout_s: float) -> CommandResult:
-    """The real runner."""
+    """Runs a command on the real machine."""
     try:
         done = subprocess.run(
             command,
@@ -57,7 +57,7 @@ def run_command(command: Sequence[str], environment: Mapping[str, str], stdin: s
     except FileNotFoundError:
         return CommandResult(None, failure="not found")
     except subprocess.TimeoutExpired:
-        return CommandResult(None, failure=f"no answer within {timeout_s:g} s")
+        return CommandResult(None, failure=f"no response within {timeout_s:g} s")
     except OSError as error:
         return CommandResult(None, failure=str(error))
     return CommandResult(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
@@ -77,7 +77,7 @@ def _open_files_limit() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """The machine; its defaults are the real one."""
+    """The machine. The defaults are the real one."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -87,11 +87,11 @@ class Host:
     open_files_limit: Callable[[], int] = _open_files_limit
 
     def path(self, absolute: str | Path) -> Path:
-        """Where the machine's ``absolute`` path lies."""
+        """Returns the real path of the machine's ``absolute`` path."""
         return self.root / str(absolute).lstrip("/")
 
     def read(self, absolute: str | Path) -> str | None:
-        """The text of a small file; None when it is not there or may not be read."""
+        """Returns the text of a small file, or None if it cannot be read."""
         try:
             with self.path(absolute).open(encoding="utf-8", errors="replace") as file:
                 return file.read(_MAX_TEXT_BYTES)
@@ -99,7 +99,7 @@ class Host:
             return None
 
     def names(self, folder: str | Path, pattern: str) -> list[str]:
-        """Names in a folder that match a glob pattern, sorted; none when it cannot be read."""
+        """Returns the sorted names in a folder that match a glob pattern, or nothing if it cannot be read."""
         try:
             return sorted(path.name for path in self.path(folder).glob(pattern))
         except OSError:
@@ -118,5 +118,5 @@ class Host:
         stdin: str = "",
         timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> CommandResult:
-        """Run a command; whatever befalls it is in the result."""
+        """Runs a command. Every failure is in the result."""
         return self.runner(command, {**self.environment, **(extra_environment or {})}, stdin, timeout_s)

@@ -1,13 +1,13 @@
-"""Log lines of every kind we meet, as facts: when, which process, rank and device, which errors.
+"""Extracts facts from log lines of any kind: time, process, rank, device and errors.
 
     [ERROR] HCCL(2717288,python3):2025-07-23-03:47:57.070.463 [hccl_socket.cc:100] ...     plog and MindSpore
     EI0006: [PID: 1292363] 2025-04-08-18:07:20.444.436 Getting socket times out. ...       a CANN message
     [PID: 210907] 2026-04-09-21:56:40.384.694 Memory_Allocation_Failure(EL0004): ...       the same since CANN 8.5
     [ERROR] 2025-04-08-18:07:20 (PID:1292363, Device:1, RankID:1) ERR01100 ...             torch_npu
-    2026-11-21 12:35:33,571 ERROR agent.worker: ...                                        an agent of ours
-    {"time":1795264533.57,"level":"error","event":"agent_lost","message":"agent 0, ..."}   our server.log
+    2026-11-21 12:35:33,571 ERROR agent.worker: ...                                        an agent of this project
+    {"time":1795264533.57,"level":"error","event":"agent_lost","message":"agent 0, ..."}   server.log
 
-The layout of a plog line: ``sources.LOG_FORMAT``.
+``sources.LOG_FORMAT`` describes plog lines.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 
-from tools.diagnosis.catalogue import find, find_in_words
-from tools.diagnosis.entry import Entry
+from tools.diagnosis.catalogue import Entry, find, find_in_words
 
 MAX_LINE_CHARS = 8192
 
@@ -30,9 +29,9 @@ _NUMBER_CODE = re.compile(
     r"\s*(?:is|=|:|\[|, result = |)\s*[:=]?\s*\[?([1235]\d{5})(?!\d)"
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_TELLING_EVENTS = ("request_refused", "log_lines_lost")
-"""Events of level info that are worth explaining."""
-_TELLING_FIELDS = ("code", "message", "reason", "error", "traceback")
+_INFO_EVENTS = ("request_refused", "log_lines_lost")
+"""Events of level info that need an explanation."""
+_MESSAGE_FIELDS = ("code", "message", "reason", "error", "traceback")
 _ADVICE_TEXT = re.compile(r"search for the keyword|^\s*(?:\S+ )?(?:Solution|Possible Cause):")
 _PID = re.compile(r"(?i)\bpid[:=]\s*(\d+)|\] [A-Z_]+\((\d+),|^\[[A-Z]+\] [A-Z_]+\((\d+),")
 _RANK = re.compile(
@@ -49,29 +48,31 @@ _FILE_DEVICE = re.compile(r"(?:^|/)device-(\d+)(?=[/_])")
 
 @dataclass(slots=True)
 class Sighting:
-    """An error met in a log."""
+    """An error found in a log."""
 
     entry: Entry
     file: str
     line_number: int
     text: str
     time: datetime | None
-    """Local time of the machine that wrote it; from the nearest stamped line above when the line has none."""
+    """Local time of the machine that wrote the line. A line without a time has that of the nearest line above."""
     pid: int | None
     rank: int | None
     device: int | None
     waited_for: int | None
-    """The rank it waited for, where the message says so."""
+    """The rank for which the process waited, if the message names it."""
 
 
 def text_of(line: str) -> str:
-    """The line without its newline and terminal colours, an event of ours as one would read it; cut to a length that
-    patterns are quick on."""
+    """Returns the line without newline and terminal colours, shortened so that patterns are fast on it.
+
+    An event of this project's server becomes plain text.
+    """
     return (_event_text(line) or _COLOUR.sub("", line.rstrip("\r\n")))[:MAX_LINE_CHARS]
 
 
 def _event_text(line: str) -> str | None:
-    """``2026-11-21 12:35:33.571000 ERROR agent_lost: agent 0, ...`` of a line of ``server.log``; None for others."""
+    """Returns ``2026-11-21 12:35:33.571000 ERROR agent_lost: ...`` for an event of ``server.log``, otherwise None."""
     if not line.startswith("{"):
         return None
     try:
@@ -79,13 +80,13 @@ def _event_text(line: str) -> str | None:
         stamp, name, level = datetime.fromtimestamp(float(fields["time"])), fields["event"], fields["level"]
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError, OSError):
         return None
-    shown = "WARNING" if name in _TELLING_EVENTS and level == "info" else str(level).upper()
-    told = " ".join(str(fields[key]) for key in _TELLING_FIELDS if fields.get(key) is not None)
-    return f"{stamp:%Y-%m-%d %H:%M:%S.%f} {shown} {name}: {told}".replace("\n", " | ")
+    shown = "WARNING" if name in _INFO_EVENTS and level == "info" else str(level).upper()
+    message = " ".join(str(fields[key]) for key in _MESSAGE_FIELDS if fields.get(key) is not None)
+    return f"{stamp:%Y-%m-%d %H:%M:%S.%f} {shown} {name}: {message}".replace("\n", " | ")
 
 
 def time_of(line: str) -> datetime | None:
-    """The line's own time stamp."""
+    """Returns the time stamp of the line."""
     match = _STAMP.search(line)
     if match is None:
         return None
@@ -98,7 +99,7 @@ def time_of(line: str) -> datetime | None:
 
 
 def entries_of(line: str) -> list[Entry]:
-    """The errors a line tells: by its codes, else in words. None for lines of a level below error."""
+    """Returns the errors in a line: by its codes, or else by its words. Lines below level error have none."""
     if _QUIET.match(line) or _ADVICE_TEXT.search(line):
         return []
     codes = [*_LETTER_CODE.findall(line), *_NUMBER_CODE.findall(line)]
@@ -126,13 +127,13 @@ def remote_rank_of(line: str) -> int | None:
 
 
 def rank_of_file(path: str) -> int | None:
-    """From names such as ``agent_1.log``, ``rank_3/...`` and ``worker_0.log`` (msrun)."""
+    """Returns the rank in names such as ``agent_1.log``, ``rank_3/...`` and ``worker_0.log`` (msrun)."""
     matches = _FILE_RANK.findall(path)
     return int(matches[-1]) if matches else None
 
 
 def device_of_file(path: str) -> int | None:
-    """From names such as ``device-3/device-3_2025....log``."""
+    """Returns the device in names such as ``device-3/device-3_2025....log``."""
     return _first(_FILE_DEVICE, path)
 
 

@@ -1,4 +1,4 @@
-"""Reads logs, one or a folder of them, into sightings of errors, with rank and device where any line tells them."""
+"""Reads one log or a folder of logs, and finds the errors in them with their rank and device."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from tools.diagnosis.log_lines import Sighting
 
 MAX_FILES = 2000
 MAX_SIGHTINGS = 5000
-"""A file: a loop of errors says nothing new after that."""
+"""Maximum per file. After that, a repeated error adds no information."""
 NEARBY_LINES = 12
-"""How far below an error its trace may name device and rank."""
+"""The trace below an error may name device and rank within this number of lines."""
 _SUFFIXES = (".log", ".txt", ".out", ".err", "")
 _ROTATED = re.compile(r"\.log\.\d+$")
 
 
 @dataclass(slots=True)
 class LogFile:
-    """One log: what was met in it, and whose it is."""
+    """A log with its errors."""
 
     path: str
     sightings: list[Sighting] = field(default_factory=list)
     lines: int = 0
     ranks: set[int] = field(default_factory=set)
-    """Every rank that wrote here, with an error or without."""
+    """All ranks that wrote lines in this file, with or without errors."""
     _time: datetime | None = None
     _owners: dict[int, tuple[int | None, int | None]] = field(default_factory=dict)
-    """Rank and device of a process, from lines that name both."""
+    """Rank and device of each process, from lines that name both."""
 
     def read(self, lines: Iterable[str]) -> LogFile:
-        """Take in all lines."""
+        """Reads all lines."""
         file_rank, file_device = log_lines.rank_of_file(self.path), log_lines.device_of_file(self.path)
         if file_rank is not None:
             self.ranks.add(file_rank)
@@ -58,10 +58,10 @@ class LogFile:
             self._owners[pid] = (known[0] if rank is None else rank, known[1] if device is None else device)
         entries = log_lines.entries_of(line) if len(self.sightings) < MAX_SIGHTINGS else []
         above = self._trace_above(pid, rank)
-        if not entries and above is not None:  # the lines of a trace tell what its first line does not
+        if not entries and above is not None:  # a line of a trace can complete the trace's first line
             above.rank = rank if above.rank is None else above.rank
             above.device = device if above.device is None else above.device
-        if entries and above is not None and own_time is None:  # and its errors are of the same process
+        if entries and above is not None and own_time is None:  # errors within a trace belong to the same process
             pid, rank = above.pid if pid is None else pid, above.rank if rank is None else rank
             device = above.device if device is None else device
         rank, device = file_rank if rank is None else rank, file_device if device is None else device
@@ -71,7 +71,7 @@ class LogFile:
         ]
 
     def _trace_above(self, pid: int | None, rank: int | None) -> Sighting | None:
-        """The error whose trace this line may belong to: it is near, and nobody else's."""
+        """Returns the error whose trace may contain this line: it is near, and belongs to the same process."""
         if not self.sightings or self.lines - self.sightings[-1].line_number > NEARBY_LINES:
             return None
         last = self.sightings[-1]
@@ -80,7 +80,7 @@ class LogFile:
 
 
 def read_logs(place: Path) -> list[LogFile]:
-    """The logs at ``place``: a file, or every log in a folder. Raises OSError when it cannot be read."""
+    """Reads a log file, or every log in a folder. Raises OSError if it cannot be read."""
     root = place if place.is_dir() else place.parent
     return [_read_file(file, str(file.relative_to(root))) for file in _files(place)]
 

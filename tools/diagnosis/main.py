@@ -1,4 +1,4 @@
-"""The doctor from the command line to the exit code."""
+"""The doctor's program, from the command line to the exit code."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ DEFAULT_CONFIG = "llama_tiny_cpu.yaml"
 EXIT_USAGE = 2
 _WORDS = {Level.OK: "ok", Level.WARNING: "warning", Level.PROBLEM: "problem"}
 _EPILOG = """\
-exit code: 0 the config can be served here; 1 it cannot, or nothing known was found in a log; 2 wrong usage
+exit code: 0 this machine can serve the config; 1 it cannot, or a log has no known error; 2 wrong usage
 
   %(prog)s --config llama_7b_kbk_pa_dyn.yaml --set model_config.model_path=/models/llama2-7b
   %(prog)s explain EI0006 507018                 what the codes mean
   %(prog)s explain output/agent_0.log            which errors a log has
-  %(prog)s explain ~/ascend/log                  the logs of all ranks: who failed first
+  %(prog)s explain ~/ascend/log                  the logs of all ranks: which rank failed first
 """
 
 
 def main(arguments: Sequence[str] | None = None, host: Host | None = None) -> int:
-    """The exit code."""
+    """Runs the doctor and returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if given[:1] == ["explain"]:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None, host: Host | None = None) -> in
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """The findings as text, with what to do under those that are not ok."""
+    """Returns the findings as text, with advice for warnings and problems."""
     width = max(len(finding.subject) for finding in findings)
     lines = []
     for finding in findings:
@@ -102,30 +102,30 @@ def _write(path: Path | None, content: Any) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="doctor.py",
-        description="What this machine can run, and why not. Starts nothing.",
+        description="Shows what this machine can run, and what prevents it. Starts nothing.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", default=DEFAULT_CONFIG, metavar="FILE", help="config to serve (%(default)s)")
+    parser.add_argument("--config", default=DEFAULT_CONFIG, metavar="FILE", help="config to check (%(default)s)")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         dest="overrides",
         metavar="SECTION.KEY=VALUE",
-        help="override a key, as for start_server.py; repeatable",
+        help="override a key, as for start_server.py; can be repeated",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings here too")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings to this file, too")
     return parser
 
 
 def _explain_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="doctor.py explain",
-        description="Error codes and logs in plain words: cause, what to do, and which rank failed first.",
+        description="Explains error codes and logs: the cause, what to do, and which rank failed first.",
         allow_abbrev=False,
     )
     parser.add_argument("things", nargs="+", metavar="CODE_OR_FILE", help="a code, a log, a folder of logs, or -")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the same as JSON here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file, too")
     return parser

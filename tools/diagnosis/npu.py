@@ -1,4 +1,4 @@
-"""The NPUs: device files, driver and what ``npu-smi`` says of health, memory and who uses them."""
+"""Checks the NPUs: device files, driver, and what ``npu-smi`` reports of health, memory and processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.diagnosis.host import Host
 
 DRIVER_FOLDER = "/usr/local/Ascend/driver"
 COMPANION_DEVICES = ("davinci_manager", "devmm_svm", "hisi_hdc")
-"""Device files that every process on an NPU needs beside ``/dev/davinciN``; containers are often given only some."""
+"""Device files that every process needs in addition to ``/dev/davinciN``. Containers often have only some."""
 _HUAWEI, _ACCELERATOR_CLASS = "0x19e5", "0x1200"
 _MIB = 1024 * 1024
 
@@ -24,7 +24,7 @@ _PROCESS = re.compile(r"\|\s*(\d+)\s+(\d+)\s*\|\s*(\d+)\s*\|\s*(.*?)\s*\|\s*(\d+
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One device as ``npu-smi info`` lists it. ``number`` counts the chips: the device id of ACL."""
+    """A device in the list of ``npu-smi info``. ``number`` counts the chips and is the device id of ACL."""
 
     number: int
     npu: int
@@ -41,7 +41,7 @@ class Chip:
 
 @dataclass(frozen=True, slots=True)
 class DeviceProcess:
-    """A process that uses a chip."""
+    """A process on a chip."""
 
     npu: int
     chip: int
@@ -52,7 +52,7 @@ class DeviceProcess:
 
 @dataclass(frozen=True, slots=True)
 class NpuState:
-    """What there is."""
+    """The NPUs of the machine."""
 
     device_files: tuple[int, ...]
     driver: str | None
@@ -61,7 +61,7 @@ class NpuState:
 
 
 def parse_npu_smi(text: str) -> tuple[tuple[Chip, ...], tuple[DeviceProcess, ...]]:
-    """Chips and processes of the output of ``npu-smi info``."""
+    """Parses chips and processes from the output of ``npu-smi info``."""
     chips: list[Chip] = []
     processes: list[DeviceProcess] = []
     first: re.Match[str] | None = None
@@ -80,7 +80,7 @@ def parse_npu_smi(text: str) -> tuple[tuple[Chip, ...], tuple[DeviceProcess, ...
 
 
 def look_at_npus(host: Host, wanted: bool) -> tuple[NpuState, list[Finding]]:
-    """What there is, and what is to be said about it. ``wanted``: the config runs on an NPU."""
+    """Returns the NPUs and the findings about them. ``wanted`` is True if the config runs on an NPU."""
     device_files = tuple(sorted(int(name[7:]) for name in host.names("/dev", "davinci[0-9]*") if name[7:].isdecimal()))
     driver = driver_version(host)
     if not device_files:
@@ -97,7 +97,7 @@ def look_at_npus(host: Host, wanted: bool) -> tuple[NpuState, list[Finding]]:
 
 
 def driver_version(host: Host) -> str | None:
-    """``Version=`` of the driver's version.info."""
+    """Returns ``Version=`` of the driver's version.info."""
     folder = DRIVER_FOLDER
     installed = re.search(r"(?m)^Driver_Install_Path_Param=(.+)$", host.read("/etc/ascend_install.info") or "")
     if installed is not None:
@@ -107,15 +107,15 @@ def driver_version(host: Host) -> str | None:
 
 
 def check_devices(state: NpuState, host: Host, first: int, count: int, needed_bytes: int | None) -> Iterator[Finding]:
-    """The devices the config takes: there, healthy, free. ``needed_bytes`` is a device's share of the memory plan."""
+    """Checks that the config's devices exist, are healthy and free. ``needed_bytes`` is the memory plan per device."""
     visible = _visible(host, state)
     wanted = range(first, first + count)
     missing = [number for number in wanted if number >= len(visible)]
     if missing:
         yield problem(
             "NPU",
-            f"the config takes device {missing[0]}; this process sees {len(visible)}",
-            "lower serving_config.start_device_id or the number of agents, or see ASCEND_RT_VISIBLE_DEVICES",
+            f"the config uses device {missing[0]}; this process sees {len(visible)}",
+            "lower serving_config.start_device_id or the number of agents, or check ASCEND_RT_VISIBLE_DEVICES",
         )
     for number in (each for each in wanted if each < len(visible)):
         chip = next((each for each in state.chips if each.number == visible[number]), None)
@@ -124,7 +124,7 @@ def check_devices(state: NpuState, host: Host, first: int, count: int, needed_by
 
 
 def _visible(host: Host, state: NpuState) -> list[int]:
-    """Device numbers this process sees, in its order."""
+    """Returns the device numbers that this process sees, in its order."""
     there = [chip.number for chip in state.chips] or list(state.device_files)
     named = host.environment.get("ASCEND_RT_VISIBLE_DEVICES")
     if named is None:
@@ -156,20 +156,20 @@ def _companions(host: Host) -> list[Finding]:
     if not missing:
         return []
     advice = f"pass them into the container: {' '.join(f'--device {name}' for name in missing)}"
-    return [problem("NPU", f"not there: {', '.join(missing)}", advice)]
+    return [problem("NPU", f"missing: {', '.join(missing)}", advice)]
 
 
 def _driver(version: str | None) -> list[Finding]:
     if version is not None:
         return [ok("driver", version)]
-    text = f"version not known: {DRIVER_FOLDER}/version.info cannot be read"
+    text = f"unknown version: {DRIVER_FOLDER}/version.info cannot be read"
     return [warning("driver", text, f"in a container mount {DRIVER_FOLDER} with lib64", sources.QUERY_VERSIONS)]
 
 
 def _npu_smi_failed(reason: str) -> Finding:
     occupied = "-8005" in reason or "-8020" in reason or "device is used" in reason
     if occupied:
-        advice = "another container holds the device: stop it, or take another device"
+        advice = "another container uses the device: stop it, or use another device"
         return problem("NPU", f"npu-smi: {reason}", advice, sources.DEVICE_USED)
     advice = "mount /usr/local/bin/npu-smi and /usr/local/dcmi into the container; health and memory were not checked"
     return warning("NPU", f"npu-smi: {reason}", advice)
@@ -177,7 +177,7 @@ def _npu_smi_failed(reason: str) -> Finding:
 
 def _health(chips: Sequence[Chip]) -> Iterator[Finding]:
     if not chips:
-        yield warning("NPU", "npu-smi info lists no device", "look at its output; health and memory were not checked")
+        yield warning("NPU", "npu-smi info lists no device", "check its output; health and memory were not checked")
         return
     names = ", ".join(sorted({chip.name for chip in chips}))
     yield ok("NPU", f"{len(chips)} x {names}, {chips[0].total_mib / 1024:.0f} GiB each")
@@ -189,19 +189,19 @@ def _health(chips: Sequence[Chip]) -> Iterator[Finding]:
 
 
 def _memory(chip: Chip, processes: Sequence[DeviceProcess], needed_bytes: int | None) -> Finding:
-    """MindSpore wants more than half of the memory free; the plan wants what it wants."""
+    """Checks the free memory. MindSpore needs more than half of the memory, and the plan has its own need."""
     holders = [each for each in processes if (each.npu, each.chip) == (chip.npu, chip.chip)]
     who = f"; used by {', '.join(f'{each.name} ({each.pid})' for each in holders)}" if holders else ""
     free, total = (chip.total_mib - chip.used_mib) / 1024, chip.total_mib / 1024
     text = f"device {chip.number}: {free:.1f} of {total:.1f} GiB free{who}"
     if chip.total_mib and chip.used_mib * 2 > chip.total_mib:
-        advice = "end the other processes, or take another serving_config.start_device_id"
+        advice = "end the other processes, or use another serving_config.start_device_id"
         return problem("NPU memory", text, advice, sources.MINDSPORE_CANN_CASES)
     if needed_bytes is not None and needed_bytes > chip.free_bytes:
         advice = "lower pa_config.num_blocks, or free the device"
         return problem("NPU memory", f"{text}; the plan needs {needed_bytes / 1024**3:.1f} GiB", advice)
     if holders:
-        return warning("NPU memory", text, "one process a device is what MindSpore expects")
+        return warning("NPU memory", text, "MindSpore expects one process per device")
     return ok("NPU memory", text)
 
 

@@ -1,4 +1,4 @@
-"""What a deployment takes of the machine beside the device: memory, /dev/shm, cores, huge pages, open files."""
+"""Checks what a deployment needs besides the device: memory, /dev/shm, cores, huge pages, open files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tools.diagnosis.host import Host
 
 SHM_LEFTOVERS = f"{SHM_PREFIX}*"
 SPARE_FILES = 128
-"""Descriptors beside those of clients: log, sockets, agents, libraries."""
+"""Descriptors in addition to those of clients: log, sockets, agents, libraries."""
 TIGHT = 0.9
-"""Share of the available memory from which on a plan is called tight."""
+"""A plan above this fraction of the available memory is a warning."""
 
 
 def machine_memory(host: Host) -> Machine | None:
-    """Free memory, or what the control group leaves; None when /proc/meminfo cannot be read."""
+    """Returns the free memory, or that of the control group. Returns None if /proc/meminfo cannot be read."""
     match = re.search(r"(?m)^MemAvailable:\s+(\d+) kB", host.read("/proc/meminfo") or "")
     if match is None:
         return None
@@ -33,35 +33,35 @@ def machine_memory(host: Host) -> Machine | None:
 
 
 def check_memory(host: Host, config: Config) -> tuple[MemoryPlan | None, list[Finding]]:
-    """The memory plan against the machine's memory, or against what the config grants on an Ascend."""
+    """Compares the memory plan with the machine's memory, or on an Ascend with the configured memory."""
     machine = machine_memory(host)
     if machine is None:
         return None, [warning("memory", "/proc/meminfo cannot be read", "the memory plan was not checked")]
     plan = estimate_memory(config, machine)
     needed = format_bytes(plan.total_bytes)
     if plan.available_bytes is None:
-        return plan, [ok("memory", f"the plan takes {needed} of each device; context.max_device_memory is not set")]
-    text = f"the plan takes {needed} of {format_bytes(plan.available_bytes)} ({plan.available_from})"
+        return plan, [ok("memory", f"the plan needs {needed} of each device; context.max_device_memory is not set")]
+    text = f"the plan needs {needed} of {format_bytes(plan.available_bytes)} ({plan.available_from})"
     if not plan.fits:
         advice = f"the largest pa_config.num_blocks that fits is {plan.largest_num_blocks}"
         if not plan.largest_num_blocks:
-            advice = "take a smaller model, fewer bits (model_config.weight_format, model_dtype), or more memory"
+            advice = "use a smaller model, fewer bits (model_config.weight_format, model_dtype), or more memory"
         return plan, [problem("memory", text, f"{advice}; python start_server.py --check has the table")]
     if plan.total_bytes > TIGHT * plan.available_bytes:
-        return plan, [warning("memory", text, "little is left: other programs, or page cache, may make it swap")]
+        return plan, [warning("memory", text, "little memory remains: with other programs the machine may swap")]
     return plan, [ok("memory", text)]
 
 
 def check_shared_memory(host: Host, needed_bytes: int, num_agents: int) -> Iterator[Finding]:
-    """Room for the step slots, and what else agents share."""
+    """Checks the space for step slots and the other memory that agents share."""
     place = host.path(SHM_DIRECTORY)
     if not place.is_dir() or not os.access(place, os.W_OK):
         yield problem(
-            SHM_DIRECTORY, "is not there or not writable", "mount a tmpfs there; in a container give it --shm-size=1g"
+            SHM_DIRECTORY, "does not exist or is not writable", "mount a tmpfs there; in a container use --shm-size=1g"
         )
         return
     free = host.free_bytes(place)
-    text = f"step slots of {num_agents} agents take {format_bytes(needed_bytes)}; {format_bytes(free)} are free"
+    text = f"step slots of {num_agents} agents need {format_bytes(needed_bytes)}; {format_bytes(free)} are free"
     if needed_bytes > free:
         advice = "docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm; or lower decode_batch_size"
         yield problem(SHM_DIRECTORY, text, advice)
@@ -71,11 +71,11 @@ def check_shared_memory(host: Host, needed_bytes: int, num_agents: int) -> Itera
     if left:
         held = format_bytes(sum((place / name).stat().st_size for name in left if (place / name).exists()))
         advice = f"if no server is starting now: rm {SHM_DIRECTORY}/{SHM_LEFTOVERS}"
-        yield warning(SHM_DIRECTORY, f"{len(left)} segments left by servers that were killed, {held}", advice)
+        yield warning(SHM_DIRECTORY, f"{len(left)} segments of killed servers, {held}", advice)
 
 
 def check_cores(host: Host, config: Config | None) -> Iterator[Finding]:
-    """Cores this process may use, against a control group's quota and the config's threads."""
+    """Compares the cores of this process with a control group's quota and the config's threads."""
     cores, quota = host.usable_cores(), cpu_quota(host)
     total = len(re.findall(r"(?m)^processor\s*:", host.read("/proc/cpuinfo") or "")) or cores
     limited = f", the control group grants {quota:.1f} of them" if quota is not None else ""
@@ -85,19 +85,19 @@ def check_cores(host: Host, config: Config | None) -> Iterator[Finding]:
     threads = agents * (config.agent_threads(cores) if config is not None else 0)
     if threads > granted + 0.5:
         fewer = max(1, int(granted) // agents)
-        advice = f"set model_config.cpu_threads={fewer}: threads that wait for their share hold the others"
+        advice = f"set model_config.cpu_threads={fewer}: threads without a core delay the other threads"
         if agents > granted:
-            advice = "fewer agents (parallel_config): those that wait for a core hold the others of their group"
+            advice = "use fewer agents (parallel_config): agents without a core delay their group"
         yield warning("cores", f"{text}; the kernels would use {threads} threads", advice)
     elif granted < 2:
-        advice = "two or more keep the server responsive while the model computes"
+        advice = "with two or more, the server responds fast while the model computes"
         yield warning("cores", text, advice)
     else:
         yield ok("cores", text)
 
 
 def cpu_quota(host: Host) -> float | None:
-    """Cores that the control group (v2 or v1) grants; None without a limit."""
+    """Returns the number of cores that the control group (v2 or v1) grants, or None without a limit."""
     for line in (host.read("/proc/self/cgroup") or "").splitlines():
         _, _, group = line.partition(":")
         controllers, _, path = group.partition(":")
@@ -114,16 +114,16 @@ def cpu_quota(host: Host) -> float | None:
 
 
 def _nearest(host: Host, base: str, path: str, name: str) -> str:
-    """The file of the group itself, or of the top one where a container hides the rest."""
+    """Reads a file of the control group, or of the top group if a container hides the others."""
     return host.read(f"{base}{path}/{name}") or host.read(f"{base}/{name}") or ""
 
 
 def check_huge_pages(host: Host, config: Config) -> Iterator[Finding]:
-    """Packed weights ask for transparent huge pages (madvise): fewer misses of the address cache."""
+    """Checks transparent huge pages (madvise), which packed weights use to reduce TLB misses."""
     text = host.read("/sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(\w+)\]", text or "")
     if chosen is None:
-        yield ok("huge pages", "the kernel does not tell")
+        yield ok("huge pages", "the kernel does not report them")
     elif chosen[1] == "never" and config.device == "CPU":
         advice = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         yield warning("huge pages", "transparent huge pages are off, so weights are read more slowly", advice)
@@ -132,12 +132,12 @@ def check_huge_pages(host: Host, config: Config) -> Iterator[Finding]:
 
 
 def check_open_files(host: Host, config: Config) -> Iterator[Finding]:
-    """A descriptor for every client that may be connected."""
+    """Checks that there is a descriptor for every client that may be connected."""
     limit = host.open_files_limit()
     clients = config.max_num_seqs + config.scheduler_config.max_waiting_requests
     needed = clients + SPARE_FILES
     if 0 <= limit < needed:
-        text = f"{limit}; {clients} clients may wait or be served at a time"
+        text = f"{limit}; {clients} clients may be connected at a time"
         yield warning("open files", text, f"ulimit -n {needed} in the shell that starts the server")
     else:
         yield ok("open files", f"{'no limit' if limit < 0 else limit}, {needed} may be needed")

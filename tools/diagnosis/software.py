@@ -1,4 +1,4 @@
-"""Python, its packages, MindSpore and the kernels. What could crash is tried in a child process."""
+"""Checks Python, its packages, MindSpore and the kernels. Anything that could crash runs in a child process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.diagnosis.host import CommandResult, Host
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORT_TIMEOUT_S = 180.0
-"""The first import of MindSpore from a cold, slow disk."""
+"""The first import of MindSpore from a slow disk takes long."""
 _PYTHONS = ((3, 10), (3, 11))
 _MACHINES = ("x86_64", "aarch64")
 _MAKE_SETUP = "make setup"
@@ -46,11 +46,11 @@ _ISA_FLAGS = (
     ("neon_i8mm", {"asimddp", "i8mm"}),
     ("neon_dot", {"asimddp"}),
 )
-"""Instruction sets the kernels are written for, best first, with the flags of /proc/cpuinfo they need (dispatch.cc)."""
+"""Instruction sets of the kernels, best first, with the required flags of /proc/cpuinfo (dispatch.cc)."""
 
 
 def check_python() -> Iterator[Finding]:
-    """The interpreter that runs now, which is the one the server would run in."""
+    """Checks the running interpreter, which would also run the server."""
     version, machine = sys.version_info[:2], platform.machine()
     text = f"{platform.python_version()}, {sys.executable}"
     if version not in _PYTHONS:
@@ -62,14 +62,14 @@ def check_python() -> Iterator[Finding]:
 
 
 def pinned_packages(pyproject: str) -> dict[str, str]:
-    """Name and version of the packages the server needs: ``dependencies`` of ``pyproject.toml``."""
+    """Returns the server's packages with their versions: ``dependencies`` of ``pyproject.toml``."""
     section = re.search(r"(?ms)^dependencies = \[\n(.*?)^\]", pyproject)
     matches = (_PINNED.match(line) for line in section[1].splitlines()) if section else ()
     return {match[1]: match[2] for match in matches if match}
 
 
 def check_packages(pins: dict[str, str]) -> Iterator[Finding]:
-    """Installed, in the versions that were tested. ``mindspore`` is looked at by itself."""
+    """Checks that packages are installed in the tested versions. ``mindspore`` has its own check."""
     missing, other = [], []
     for name, wanted in pins.items():
         try:
@@ -84,15 +84,15 @@ def check_packages(pins: dict[str, str]) -> Iterator[Finding]:
     if other:
         yield warning("packages", ", ".join(other), f"{_MAKE_SETUP}: only the pinned versions are tested")
     if not missing and not other:
-        yield ok("packages", f"{len(pins)} as pinned")
+        yield ok("packages", f"{len(pins)} in the pinned versions")
 
 
 def check_mindspore(host: Host, pin: str) -> tuple[str | None, list[Finding]]:
-    """Its version when it can be imported."""
+    """Imports MindSpore. Returns its version, or None if the import fails."""
     result = _child(host, _MINDSPORE_CHILD)
     version = result.stdout.strip().splitlines()[-1].strip() if result.stdout.strip() else ""
     if not result.succeeded or not version:
-        again = f"see all of it: {sys.executable} -c 'import mindspore'"
+        again = f"for the complete message: {sys.executable} -c 'import mindspore'"
         text = f"cannot be imported: {result.last_words}"
         return None, [problem("mindspore", text, _advice(result, f"{_MAKE_SETUP}; {again}"))]
     if version != pin:
@@ -101,7 +101,7 @@ def check_mindspore(host: Host, pin: str) -> tuple[str | None, list[Finding]]:
 
 
 def _advice(result: CommandResult, otherwise: str) -> str:
-    """What the tables know about the child's words, or about the signal that ended it."""
+    """Returns the known advice for the child's output, or for the signal that ended it."""
     lines = [result.last_words, *reversed(result.stderr.splitlines())]
     if result.code is not None:
         lines.append(f"(signal {-result.code})")
@@ -110,7 +110,7 @@ def _advice(result: CommandResult, otherwise: str) -> str:
 
 
 def check_kernels(host: Host) -> Iterator[Finding]:
-    """Built, loadable, and for which instruction sets."""
+    """Checks that the kernels are built and can be loaded, and for which instruction sets."""
     result = _child(host, _KERNELS_CHILD)
     if not result.succeeded:
         advice = "make clean setup on this machine; LLM_KERNELS_ISA=portable until then"
@@ -121,17 +121,17 @@ def check_kernels(host: Host) -> Iterator[Finding]:
     yield ok("kernels", f"{isa}, {threads} threads; built here and usable: {', '.join(offered) or isa}")
     best = _best_of_processor(host)
     if best is not None and offered and best not in offered:
-        text = f"the processor has {best}, which the library was built without"
+        text = f"the processor has {best}, but the library was built without it"
         yield warning("kernels", text, "make clean setup with a newer g++")
     if host.environment.get("LLM_KERNELS_ISA"):
-        yield warning("kernels", f"LLM_KERNELS_ISA={isa} is set", "unset it for the fastest")
+        yield warning("kernels", f"LLM_KERNELS_ISA={isa} is set", "unset it to get the fastest kernels")
     newer = _newer_sources(Path(library))
     if newer:
-        yield warning("kernels", f"the library is older than {newer}", "make setup builds it anew")
+        yield warning("kernels", f"the library is older than {newer}", "make setup builds it again")
 
 
 def _offered(host: Host) -> list[str]:
-    """The instruction sets of the library that this processor runs: it lists them when told to use an unknown one."""
+    """Returns the library's instruction sets for this processor. It lists them if an unknown one is requested."""
     result = _child(host, _KERNELS_CHILD, {"LLM_KERNELS_ISA": "list"})
     match = re.search(r"this processor offers:((?: \w+)+)", result.stderr)
     return match[1].split() if match else []
@@ -144,7 +144,7 @@ def _best_of_processor(host: Host) -> str | None:
 
 
 def _newer_sources(library: Path) -> str:
-    """A source that changed after the library was built."""
+    """Returns a source that changed after the library was built."""
     built = library.stat().st_mtime
     sources = [file for pattern in ("*.cc", "*.h") for file in library.parent.rglob(pattern)]
     newest = max(sources, key=lambda file: file.stat().st_mtime, default=None)
@@ -152,12 +152,12 @@ def _newer_sources(library: Path) -> str:
 
 
 def check_operators(host: Host, config_json: str, described: str) -> Iterator[Finding]:
-    """Whether the agent can set MindSpore up for the config's device and make its operators; loads no model."""
+    """Checks that the agent can start MindSpore on the config's device and create its operators, without a model."""
     result = _child(host, _OPERATORS_CHILD, stdin=config_json)
     if result.succeeded:
         yield ok("operators", described)
         return
-    advice = _advice(result, "start the server: the agent's log has all of it")
+    advice = _advice(result, "start the server: the agent's log has the complete message")
     yield problem("operators", f"{described}: {result.last_words}", advice)
 
 

@@ -1,4 +1,4 @@
-"""The public documents the tables refer to; each was read when its row was written."""
+"""The public documents that ``errors.ini`` and the checks refer to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ERROR_CODE_JSON = (
     "https://github.com/hicann/runtime/blob/0b98035317fb5b55303b18ee7a36d3729c5bc4aa/"
     "src/dfx/error_manager/error_code.json"
 )
-"""CANN's own list of predefined errors; an installation has it as ``runtime/conf/error_manager/error_code.json``."""
+"""CANN's list of predefined errors. An installation has it as ``runtime/conf/error_manager/error_code.json``."""
 CODE_SCHEME = f"{_HIASCEND}/zh/CANNCommunityEdition/83RC1alpha002/API/codeopenapi/cann_base_api_0005.html"
 ACL_ERROR = f"{_HIASCEND}/en/CANNCommunityEdition/910/API/runtimeapi/aclcppdevg_03_6666.html"
 RUNTIME_CODES = (
@@ -38,8 +38,3 @@ DRIVER_ERRORS = (
 )
 DEVICE_USED = "https://www.hiascend.com/document/caselibrary/detail/case_9289"
 MINDSPORE_INSTALL = "https://www.mindspore.cn/install"
-
-
-def hiascend_error(page: str, edition: str = "en/CANNCommunityEdition/900") -> str:
-    """The page of one code in the troubleshooting part of the CANN documents."""
-    return f"{_HIASCEND}/{edition}/maintenref/troubleshooting/atlaserrorcode_15_{page}.html"

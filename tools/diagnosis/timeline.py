@@ -1,9 +1,13 @@
-"""Who failed first, over the logs of all ranks.
+"""Finds the rank that failed first, from the logs of all ranks.
 
-A rank that fails makes the others time out, so that the loudest errors are not the cause. In this order: the earliest
-error that is a cause by itself, if it is no later than the first consequence; else the rank the others waited for that
-reported nothing; else the earliest error. So do ``sources.HCCL_LOCATING`` and ``sources.MINDSPORE_CANN_CASES`` (HCCL &
-HCCP) look for it.
+If a rank fails, the others time out, so the most frequent errors are not the cause. The first failure is, in this
+order:
+
+    1. the earliest error that can be a cause, unless it is later than the first error that is a result
+    2. the rank for which others waited and which has no error in its log
+    3. the earliest error
+
+``sources.HCCL_LOCATING`` and ``sources.MINDSPORE_CANN_CASES`` (HCCL & HCCP) describe the same method.
 """
 
 from __future__ import annotations
@@ -17,15 +21,15 @@ from tools.diagnosis.log_lines import Sighting
 from tools.diagnosis.log_reader import LogFile
 
 INCIDENT_GAP = timedelta(hours=1)
-"""Errors further apart are not of the same failure: twice HCCL_EXEC_TIMEOUT."""
-SAME_MOMENT = timedelta(seconds=60)
-"""So much later a cause may be written than its first consequence: other machines, other clocks, late writers."""
+"""Errors with a larger distance belong to different failures. It is twice HCCL_EXEC_TIMEOUT."""
+TOLERANCE = timedelta(seconds=60)
+"""A cause may be logged up to this time after its result, because clocks differ and logs are written late."""
 _UNKNOWN = datetime.max
 
 
 @dataclass(frozen=True, slots=True)
 class FirstFailure:
-    """The verdict, in words, and the sighting it rests on."""
+    """The first failure in words, and the error that shows it."""
 
     who: str
     why: str
@@ -33,13 +37,13 @@ class FirstFailure:
 
 
 def in_order(files: Sequence[LogFile]) -> list[Sighting]:
-    """All sightings by time; those without a time last, in the order of their lines."""
+    """Returns all errors sorted by time. Those without a time are last, in the order of their lines."""
     everything = [sighting for file in files for sighting in file.sightings]
     return sorted(everything, key=lambda each: (each.time or _UNKNOWN, each.file, each.line_number))
 
 
 def incidents(sightings: Sequence[Sighting]) -> list[list[Sighting]]:
-    """Sightings in order of time, split where nothing happened for long. Those without a time go with the last."""
+    """Divides sorted errors where a long time passed. Errors without a time belong to the last incident."""
     found: list[list[Sighting]] = []
     last: datetime | None = None
     for sighting in sightings:
@@ -51,7 +55,7 @@ def incidents(sightings: Sequence[Sighting]) -> list[list[Sighting]]:
 
 
 def first_failure(incident: Sequence[Sighting]) -> FirstFailure:
-    """``incident``: at least one sighting, in order of time."""
+    """Returns the first failure of an incident, which must have at least one error."""
     earliest = incident[0]
     cause = next((each for each in incident if not each.entry.follows and _no_later(each, earliest)), None)
     silent = _silent_rank(incident)
@@ -60,18 +64,18 @@ def first_failure(incident: Sequence[Sighting]) -> FirstFailure:
         return FirstFailure(f"rank {silent}", "the others waited for it, and it reported no error itself", waiting)
     if cause is None or cause is earliest:
         return FirstFailure(whose(earliest), f"the earliest error{_lead(earliest, incident)}", earliest)
-    why = f"the earliest error that is a cause; {earliest.entry.code} before it is mostly a consequence"
+    why = f"the earliest error that is a cause; {earliest.entry.code} before it is usually a result of another failure"
     return FirstFailure(whose(cause), why, cause)
 
 
 def _no_later(cause: Sighting, consequence: Sighting) -> bool:
     if cause.time is None or consequence.time is None:
         return True
-    return cause.time - consequence.time <= SAME_MOMENT
+    return cause.time - consequence.time <= TOLERANCE
 
 
 def whose(sighting: Sighting) -> str:
-    """``rank 1, device 1, process 4711 (agent_1.log)``, with what is known."""
+    """Returns the known origin of an error, such as ``rank 1, device 1, process 4711 (agent_1.log)``."""
     parts = [
         f"{name} {value}"
         for name, value in (("rank", sighting.rank), ("device", sighting.device), ("process", sighting.pid))
@@ -81,7 +85,7 @@ def whose(sighting: Sighting) -> str:
 
 
 def _silent_rank(sightings: Sequence[Sighting]) -> int | None:
-    """The rank most waited for among those that reported no error."""
+    """Returns the rank without errors for which most others waited."""
     reported = {each.rank for each in sightings}
     waited = Counter(each.waited_for for each in sightings if each.waited_for is not None)
     silent = [(count, -rank) for rank, count in waited.items() if rank not in reported]
@@ -89,7 +93,7 @@ def _silent_rank(sightings: Sequence[Sighting]) -> int | None:
 
 
 def _lead(first: Sighting, sightings: Sequence[Sighting]) -> str:
-    """How much earlier than the first error of anybody else."""
+    """Returns how much earlier than the first error of another rank this one was."""
     others = (each for each in sightings if (each.rank, each.file) != (first.rank, first.file) and each.time)
     other = next(others, None)
     if other is None or other.time is None or first.time is None:

@@ -1,4 +1,4 @@
-"""Which MindSpore, CANN and driver (Ascend HDK) go together, as published."""
+"""Published combinations of MindSpore, CANN and driver (Ascend HDK)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from tools.diagnosis import sources
 
 Version = tuple[int, int]
-"""The two numbers that pairings are about: 25.3 of ``25.3.RC1``."""
+"""The first two numbers of a version, such as 25.3 of ``25.3.RC1``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """A row of the published table of MindFormers, MindSpore, CANN and driver: what was tested together."""
+    """A row of the published table: MindFormers, MindSpore, CANN and driver that were tested together."""
 
     mindspore: str
     cann: str
@@ -30,10 +30,10 @@ PAIRINGS = (
     Pairing("2.4.0", "8.0.RC3", "24.1.RC3"),
     Pairing("2.3.0", "8.0.RC2", "24.1.RC2"),
 )
-"""``sources.MINDFORMERS_VERSIONS``."""
+"""From ``sources.MINDFORMERS_VERSIONS``."""
 
 CANN_OF_MINDSPORE = {(2, 9): ((8, 2), (8, 3), (8, 5), (9, 0))}
-"""What MindSpore itself accepts without a warning: ``mindspore/run_check/_check_version.py`` of the wheel."""
+"""CANN versions that MindSpore accepts without a warning (``mindspore/run_check/_check_version.py`` of the wheel)."""
 
 DRIVERS_OF_CANN: dict[Version, tuple[tuple[Version, ...], str]] = {
     (9, 1): (((25, 2), (25, 3), (25, 5), (25, 7), (26, 0), (26, 1)), sources.CANN_910_RELEASE),
@@ -44,17 +44,17 @@ DRIVERS_OF_CANN: dict[Version, tuple[tuple[Version, ...], str]] = {
     (8, 1): (((25, 0),), sources.MINDFORMERS_VERSIONS),
     (8, 0): (((24, 1),), sources.MINDFORMERS_VERSIONS),
 }
-"""Drivers published as compatible with a CANN, and where."""
+"""Drivers that are published as compatible with a CANN, and the source."""
 
 
 def parse_version(text: str) -> Version | None:
-    """``8.3`` of ``8.3.RC1``, ``24.1`` of ``24.1.rc3``; None for what does not begin with two numbers."""
+    """Parses ``8.3`` of ``8.3.RC1`` or ``24.1`` of ``24.1.rc3``. Returns None without two numbers."""
     match = re.match(r"\s*[vV]?(\d+)\.(\d+)", text)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def recommended(mindspore: str) -> Pairing | None:
-    """The row of a MindSpore version."""
+    """Returns the row of a MindSpore version."""
     wanted = parse_version(mindspore)
     return next((row for row in PAIRINGS if row.mindspore == mindspore), None) or next(
         (row for row in PAIRINGS if parse_version(row.mindspore) == wanted), None

@@ -1,12 +1,14 @@
-"""What a server's event log says, for people and for programs.
+"""Analyses a server's event log and reports the result to people and programs.
 
-reader       lines of the log, whatever is in the file
-records      the events that carry figures, with their types
+reader       the lines of the log; broken lines are counted
+records      the events with figures, and their types
 timeline     values over time in bounded memory
+totals       sums and distributions over a log
 analysis     one pass over the events: counts, distributions, the slowest requests
-results      the same as JSON; the latency keys are those of the load test
-story        the same in a few sentences
+why_slow     why the slowest requests were slow (why_slow_report presents it)
+results      the analysis as JSON; the latency keys are those of the load test
+story        the analysis in a few sentences
 text         report on a terminal
-html svg     report as one self-contained file
-comparison   the log beside the load test's own figures
+html charts  report as one self-contained file
+comparison   the log compared with the load test's figures
 """

@@ -1,4 +1,4 @@
-"""One pass over the events of a log: counts, distributions, the slowest requests, values over time."""
+"""Analyses the events of a log in one pass: counts, distributions, slowest requests, values over time."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tools.log_analysis.why_slow import WhySlow
 SLOWEST = 10
 KEPT_MESSAGES = 20
 MAX_NAMES = 200
-"""Different event names, APIs and finish reasons counted apart; more share one line."""
+"""Maximum number of event names, APIs and finish reasons that are counted separately."""
 MAX_REPLICAS = 256
 MAX_OPEN_REQUESTS = 200_000
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A warning or error as it stands in the log."""
+    """A warning or error from the log."""
 
     time: float
     level: str
@@ -36,7 +36,7 @@ class Message:
 
 @dataclass(slots=True)
 class ReplicaShare:
-    """What one replica of the model served, by where requests were when they ended."""
+    """The requests that ended on one replica."""
 
     requests: int = 0
     completed: int = 0
@@ -56,17 +56,17 @@ class ReplicaShare:
 
 @dataclass(slots=True)
 class LogAnalysis:
-    """Everything known of the events given to ``add`` so far."""
+    """The analysis of the events that ``add`` has received."""
 
     first_time: float | None = None
     last_time: float | None = None
     starts: list[float] = field(default_factory=list)
-    """When servers started, the latest ones."""
+    """Start times of the server, the latest ones."""
     runs: int = 0
     earlier_runs: int = 0
-    """Runs in the log that were left out."""
+    """Runs in the log that are not analysed."""
     config: dict[str, Any] = field(default_factory=dict)
-    """The configuration of the last server start."""
+    """The config of the last server start."""
     events: Counter[str] = field(default_factory=Counter)
     apis: Counter[str] = field(default_factory=Counter)
     finish_reasons: Counter[str] = field(default_factory=Counter)
@@ -74,23 +74,23 @@ class LogAnalysis:
     completed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt tokens, those found in the prefix cache."""
+    """Prompt tokens that the prefix cache had."""
     output_tokens: int = 0
     objectives: Counter[str] = field(default_factory=Counter)
-    """Requests that had objectives: ``met`` all of them (goodput), or ``missed`` one."""
+    """Requests with objectives: ``met`` if they met all of them (goodput), otherwise ``missed``."""
     max_token_len: int = 0
     max_token_request: str | None = None
     preemptions: int = 0
     preempted_requests: int = 0
     swaps: int = 0
     replicas: dict[int, ReplicaShare] = field(default_factory=dict)
-    """By replica of the model; empty where the log does not tell."""
+    """By replica; empty if the log does not name replicas."""
     active_seconds: float = 0.0
     unfinished: int = 0
     refused: int = 0
-    """Requests turned away after they had arrived, for example by a full queue."""
+    """Requests that were rejected after their arrival, for example because the queue was full."""
     agents_back: int = 0
-    """Agents that became ready after one was lost."""
+    """Agents that became ready after an agent was lost."""
     phases: Phases = field(default_factory=Phases)
     why_slow: WhySlow = field(default_factory=WhySlow)
     engine: EngineTotals = field(default_factory=EngineTotals)
@@ -105,31 +105,31 @@ class LogAnalysis:
 
     @property
     def slowest(self) -> list[RequestEnd]:
-        """The completed requests that took longest, slowest first."""
+        """The slowest completed requests, slowest first."""
         return [end for _, _, end in sorted(self._slowest, key=lambda entry: (-entry[0], -entry[1]))]
 
     @property
     def unfinished_requests(self) -> int:
-        """Requests that arrived and whose end is not in the log."""
+        """Requests that arrived but have no end in the log."""
         return self.unfinished + len(self._open)
 
     @property
     def agent_restarts(self) -> int:
-        """As the log says, or as agents came back: some runs only say the one, some the other."""
+        """The number of restarts in the log, or of agents that returned. Some logs have only one of the two."""
         return max(self.events.get("agent_restart", 0), self.agents_back)
 
     @property
     def total_time_s(self) -> float:
-        """From the first arrival to the last end, summed over the server's runs."""
+        """Time from the first arrival to the last end, summed over the server's runs."""
         return self.active_seconds + (self._span[1] - self._span[0] if self._span else 0.0)
 
     def add(self, event: LogEvent) -> None:
-        """Raises ``msgspec.ValidationError`` when the fields of a known event have wrong types."""
+        """Adds an event. Raises ``msgspec.ValidationError`` if a known event has fields of wrong types."""
         handler = _HANDLERS.get(event.name)
         if handler is not None:
             handler(self, event)
         if not self.events and event.name != "server_start":
-            self.runs += 1  # the log begins inside a run
+            self.runs += 1  # the log starts within a run
         _count(self.events, event.name)
         self.first_time = event.time if self.first_time is None else min(self.first_time, event.time)
         self.last_time = event.time if self.last_time is None else max(self.last_time, event.time)
@@ -189,7 +189,7 @@ class LogAnalysis:
             heapq.heappushpop(self._slowest, entry)
 
     def _request_refused(self, event: LogEvent) -> None:
-        """One HTTP request of several sequences names them all: each has its number appended."""
+        """Counts a rejected HTTP request. If it has several sequences, their ids have a number appended."""
         self.refused += 1
         request_id = str(event.fields.get("request_id"))
         self._open.discard(request_id)
@@ -254,7 +254,7 @@ def _count(counter: Counter[str], name: str) -> None:
 
 
 def analyze(events: Iterable[LogEvent], reader: LogReader, *, last_run: bool = False) -> LogAnalysis:
-    """All of ``events``, or those after the last server start. ``reader``, their source, is told of bad ones."""
+    """Analyses all events, or those after the last server start. Wrong events are reported to ``reader``."""
     analysis = LogAnalysis()
     for event in events:
         if last_run and event.name == "server_start":

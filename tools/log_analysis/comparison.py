@@ -1,7 +1,7 @@
-"""The log beside the load test's own figures: the same requests, measured at both ends.
+"""Compares the log with the load test's figures for the same requests.
 
-The client names each request as the server's log does, so other requests in the log do not disturb, and each request's
-way between client and engine can be told: HTTP, tokenizer and event loops of both.
+The log has the client's request ids, so other requests do not disturb the comparison. The difference per request is the
+time between client and engine: HTTP, tokenizer and the event loops of both.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Number = int | float
 
 
 class ComparisonError(Exception):
-    """The other file is not a load test's JSON, or of another server."""
+    """The file is not a load test's JSON, or belongs to another server."""
 
 
 class ClientRequest(msgspec.Struct):
-    """A request as the load test saw it."""
+    """A request as the load test measured it."""
 
     request_id: str | None = None
     lateness_ms: float = 0.0
@@ -44,8 +44,8 @@ class ClientResults(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Way:
-    """What the client, counting from its send, measured more than the server, in milliseconds."""
+class TransferTime:
+    """The client's latencies, counted from sending, minus the server's, in milliseconds."""
 
     ttft: Distribution = field(default_factory=Distribution)
     e2e: Distribution = field(default_factory=Distribution)
@@ -61,23 +61,23 @@ class Way:
 
 
 def comparison(log: BinaryIO, client_json: Path) -> str:
-    """The comparison as text. Raises ``ComparisonError``."""
+    """Returns the comparison as text. Raises ``ComparisonError``."""
     content, requests = _read_client(client_json)
-    way = Way()
+    transfer = TransferTime()
     reader = LogReader(log)
-    analysis = analyze(_events_of(reader, requests, way), reader)
+    analysis = analyze(_events_of(reader, requests, transfer), reader)
     if not analysis.requests:
         raise ComparisonError(f"the log has none of the requests of {client_json}")
     return "\n\n".join(
         (
-            f"  the {analysis.requests} requests of {client_json} at both ends",
+            f"  the {analysis.requests} requests of {client_json}, in the log and at the client",
             format_table(["figure", "server log", "client", "difference"], _rows(analysis, reader, content)),
             format_summaries(
                 "client - server (ms)",
                 [
-                    ("time to first token", way.ttft.summary()),
-                    ("end to end", way.e2e.summary()),
-                    ("sent late (not in the above)", way.lateness.summary()),
+                    ("time to first token", transfer.ttft.summary()),
+                    ("end to end", transfer.e2e.summary()),
+                    ("sent late (not included above)", transfer.lateness.summary()),
                 ],
             ),
         )
@@ -85,7 +85,7 @@ def comparison(log: BinaryIO, client_json: Path) -> str:
 
 
 def _read_client(path: Path) -> tuple[dict[str, Any], dict[str, ClientRequest]]:
-    """The whole JSON, and its requests by their names."""
+    """Returns the complete JSON, and its requests by their ids."""
     try:
         data = path.read_bytes()
         results = msgspec.json.decode(data, type=ClientResults)
@@ -97,14 +97,14 @@ def _read_client(path: Path) -> tuple[dict[str, Any], dict[str, ClientRequest]]:
     return content, {one.request_id: one for one in results.per_request if one.request_id is not None}
 
 
-def _events_of(reader: LogReader, requests: dict[str, ClientRequest], way: Way) -> Iterator[LogEvent]:
+def _events_of(reader: LogReader, requests: dict[str, ClientRequest], transfer: TransferTime) -> Iterator[LogEvent]:
     for event in reader:
         request_id = event.fields.get("request_id")
         client = requests.get(request_id) if isinstance(request_id, str) else None
         if client is not None:
             yield event
             if event.name == "request_end":
-                way.add(client, event.fields)
+                transfer.add(client, event.fields)
 
 
 def _rows(analysis: LogAnalysis, reader: LogReader, client: dict[str, Any]) -> list[list[str]]:

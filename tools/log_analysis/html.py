@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML file. Everything from the log is escaped: request ids come from clients."""
+"""Writes the report as one self-contained HTML file. Text from the log is escaped, because clients choose ids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GREY, PURPLE, PINK, BLACK = "#718096", "#6b46c1", "#d53f8c", "#1a202c"
 PART_COLOURS = {"tokenise": GREY, "queue": ORANGE, "prefill": BLUE, "decode": GREEN, "preempted": PURPLE,
                 "swapped": PINK, "restarted": BLACK, "delivery": RED}  # fmt: skip
 STATE_GAP_S = 30.0
-"""State lines further apart belong to different spells of work."""
+"""State lines with a larger distance belong to different periods of work."""
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 920px; margin: 2rem auto; padding: 0 1rem; color: #1a202c; }
@@ -90,7 +90,7 @@ def _cards(analysis: LogAnalysis) -> str:
 def _latencies(analysis: LogAnalysis) -> str:
     phases = analysis.phases
     named: list[tuple[str, Distribution]] = [
-        *((part, phases.part(part)) for part in PARTS),
+        *((part, phases.parts[part]) for part in PARTS),
         ("time to first token", phases.ttft),
         ("time per output token", phases.tpot),
         ("end to end", phases.e2e),
@@ -104,7 +104,7 @@ def _latencies(analysis: LogAnalysis) -> str:
 
 def _phases(analysis: LogAnalysis) -> str:
     phases = analysis.phases
-    means = [phases.part(part).summary().mean or 0.0 for part in PARTS]
+    means = [phases.parts[part].summary().mean or 0.0 for part in PARTS]
     legend = " ".join(
         f'<span style="color:{colour}">&#9632;</span> {name} {format_number(mean)} ms'
         for (name, colour), mean in zip(PART_COLOURS.items(), means, strict=True)
@@ -156,7 +156,7 @@ def _slowest(slowest: Sequence[RequestEnd]) -> str:
 
 
 def _bar(parts: Sequence[float]) -> str:
-    """The parts of a request's time side by side."""
+    """Returns the parts of a request's time as a bar."""
     total = sum(parts) or 1.0
     pieces = "".join(
         f'<i style="width:{100 * part / total:.1f}%;background:{colour}" title="{name}"></i>'
@@ -172,7 +172,7 @@ def _messages(analysis: LogAnalysis) -> str:
 
 
 def _file(reader: LogReader) -> str:
-    text = f"{reader.lines} lines read, {reader.bad_lines} of them not readable"
+    text = f"{reader.lines} lines read, {reader.bad_lines} of them unreadable"
     examples = "".join(f"<li>{escape(example)}</li>" for example in reader.bad_examples)
     return f'<p class="muted">{text}</p><ul class="muted">{examples}</ul>'
 

@@ -1,4 +1,4 @@
-"""The log analysis from the command line to the exit code."""
+"""The log analysis program, from the command line to the exit code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tools.log_analysis.text import format_report
 from tools.log_analysis.why_slow_report import why_slow_text
 
 EXIT_USAGE = 2
-EPILOG = "exit code: 0 the log was read, whatever is in it; 2 a file cannot be read or written, or a wrong option"
+EPILOG = "exit code: 0 the log was read, whatever it contains; 2 a file cannot be read or written, or a wrong option"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parse_time(text: str) -> float:
-    """Unix seconds, or a date and time in ISO 8601, local unless it names a zone."""
+    """Parses Unix seconds, or a date and time in ISO 8601. Without a zone the time is local."""
     try:
         seconds = float(text)
     except ValueError:
@@ -70,14 +70,16 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     parser.add_argument("log", type=Path, help="the log, usually output/server.log; - reads standard input")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with plots here, one file")
-    parser.add_argument("--last-run", action="store_true", help="only what the last server start wrote")
-    parser.add_argument("--since", type=parse_time, metavar="TIME", help="only from this moment on")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a report with charts to this file")
+    parser.add_argument("--last-run", action="store_true", help="only the events since the last server start")
+    parser.add_argument("--since", type=parse_time, metavar="TIME", help="only the events since this time")
     parser.add_argument(
-        "--why-slow", action="store_true", help="what the slowest 1 %% of the requests spent more time on than others"
+        "--why-slow",
+        action="store_true",
+        help="show where the slowest 1 %% of the requests spent more time than others",
     )
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="a load test's JSON to put beside the log")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="compare with the JSON of a load test")
     return parser
 
 
@@ -90,7 +92,7 @@ def _read(options: argparse.Namespace) -> tuple[LogReader, LogAnalysis]:
 
 def _compare(options: argparse.Namespace) -> str:
     if str(options.log) == "-":
-        raise ComparisonError("--compare reads the log twice: give a file instead of -")
+        raise ComparisonError("--compare reads the log twice: give a file instead of standard input")
     with _open(options.log) as file:
         return comparison(file, options.compare)
 

@@ -1,4 +1,4 @@
-"""Lines of an event log. Torn and foreign lines are counted and passed by; a file of any size needs little memory."""
+"""Reads the lines of an event log. Truncated and foreign lines are counted. Files of any size need little memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import msgspec
 
 MAX_LINE_BYTES = 1024 * 1024
 MAX_TIME = 1e11
-"""Unix seconds beyond this are not a time (the year 5138)."""
+"""Larger Unix seconds are not a time (the year 5138)."""
 KEPT_BAD_LINES = 5
 
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """One line: unix seconds, level, name and all fields."""
+    """A line of the log: Unix seconds, level, name, and all fields."""
 
     time: float
     level: str
@@ -27,7 +27,7 @@ class LogEvent:
 
 @dataclass(slots=True)
 class LogReader:
-    """Iterates over the events of ``file``; afterwards tells what it met. Blank lines do not count."""
+    """Iterates over the events of ``file`` and counts lines. Blank lines do not count."""
 
     file: BinaryIO
     lines: int = 0
@@ -56,7 +56,7 @@ class LogReader:
                 yield event
 
     def reject(self, reason: str) -> None:
-        """Count the line read last as bad."""
+        """Counts the last line as unreadable."""
         self.bad_lines += 1
         if len(self.bad_examples) < KEPT_BAD_LINES:
             self.bad_examples.append(f"line {self._line_number}: {reason}")

@@ -1,4 +1,4 @@
-"""The events that carry figures. Fields a log lacks take their default; a wrong type makes a line bad."""
+"""The events with figures. A missing field takes its default; a wrong type makes the line unreadable."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=-1e15, le=1e15)]
 
 COMPLETED = ("stop", "length")
-"""Finish reasons of requests that got their whole answer."""
+"""Finish reasons of completed requests."""
 
 
 class RequestEnd(msgspec.Struct):
-    """A request has ended. Its ``parts`` sum to ``e2e_ms``."""
+    """The end of a request. Its ``parts`` add up to ``e2e_ms``."""
 
     finish_reason: str
     request_id: str = "?"
@@ -44,7 +44,7 @@ class RequestEnd(msgspec.Struct):
 
     @property
     def parts(self) -> dict[str, float]:
-        """Milliseconds, in the order a request meets them; 0 for what the line does not tell."""
+        """Milliseconds of each part, in the order in which a request passes through them; 0 if the line has none."""
         return {part: getattr(self, f"{part}_ms") or 0.0 for part in PARTS}
 
     @property
@@ -53,7 +53,7 @@ class RequestEnd(msgspec.Struct):
 
 
 class EngineState(msgspec.Struct):
-    """The engine now (running, waiting, blocks), and what it did since the last such line."""
+    """The engine's current state (running, waiting, blocks), and its work since the previous state line."""
 
     running: Count
     waiting: Count
@@ -77,5 +77,5 @@ class EngineState(msgspec.Struct):
 
     @property
     def kv_use(self) -> float | None:
-        """Part of the KV blocks in use, 0 to 1; None when the line does not tell."""
+        """Fraction of the KV blocks in use, or None if the line has no blocks."""
         return self.blocks_used / self.blocks_total if self.blocks_total else None

@@ -1,4 +1,4 @@
-"""The analysis as JSON. Latency keys and units are those of the load test's JSON."""
+"""Converts the analysis to JSON. Latency keys and units are those of the load test's JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def to_json(analysis: LogAnalysis, reader: LogReader) -> dict[str, Any]:
         "cached_tokens": analysis.cached_tokens,
         "output_tokens": analysis.output_tokens,
         "output_tokens_per_s": _ratio(analysis.output_tokens, seconds),
-        **{f"{part}_ms": _figures(phases.part(part)) for part in PARTS},
+        **{f"{part}_ms": _figures(phases.parts[part]) for part in PARTS},
         "ttft_ms": _figures(phases.ttft),
         "tpot_ms": _figures(phases.tpot),
         "e2e_s": _figures(phases.e2e, scale=0.001),
@@ -51,10 +51,7 @@ def to_json(analysis: LogAnalysis, reader: LogReader) -> dict[str, Any]:
         },
         "errors": analysis.errors,
         "warnings": analysis.warnings,
-        "messages": [
-            {"time": message.time, "level": message.level, "event": message.event, "text": message.text}
-            for message in analysis.messages
-        ],
+        "messages": [asdict(message) for message in analysis.messages],
         "slowest": [_request_json(end) for end in analysis.slowest],
         "why_slow": why_slow_json(analysis.why_slow),
         "runs": analysis.runs,

@@ -1,4 +1,4 @@
-"""What happened, in a few sentences: where the time went, and what the limit was."""
+"""Summarises a log in a few sentences: how the time was spent, and what limited the server."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from performance.terminal import format_number
 from tools.log_analysis.analysis import LogAnalysis
 
 QUEUE_IS_LIMIT = 0.20
-RARE_IS_MUCH = 2.0
-"""Percent of the time from which on a part is worth telling that is next to nothing most of the time."""
+MIN_RARE_PERCENT = 2.0
+"""Parts that are usually almost zero are mentioned from this percentage of the time on."""
 _RARE_PARTS = {
     "tokenise": "being tokenised",
     "preempted": "preempted",
@@ -18,15 +18,15 @@ _RARE_PARTS = {
     "delivery": "waiting for the client to read",
 }
 QUEUE_IS_NOTHING = 0.05
-"""Share of the end-to-end time that requests waited."""
+"""Fraction of the end-to-end time that requests waited."""
 KV_IS_FULL = 0.90
 BATCH_IS_FULL = 0.95
 
 
 def story(analysis: LogAnalysis) -> list[str]:
-    """Sentences, most important first. Empty log: one sentence that says so."""
+    """Returns sentences, most important first. For an empty log it is one sentence."""
     if not analysis.events:
-        return ["The log holds no event."]
+        return ["The log has no events."]
     sentences = [_work(analysis)]
     if analysis.completed:
         sentences += [_where_the_time_went(analysis), _queue(analysis), _slowest(analysis)]
@@ -43,7 +43,7 @@ def _work(analysis: LogAnalysis) -> str:
         f"{format_number(seconds)} s: {analysis.output_tokens} output tokens, {format_number(rate)} per second."
     )
     if analysis.earlier_runs:
-        text += f" {_count(analysis.earlier_runs, 'earlier run')} in the log left out."
+        text += f" {_count(analysis.earlier_runs, 'earlier run')} in the log ignored."
     return text
 
 
@@ -52,8 +52,8 @@ def _where_the_time_went(analysis: LogAnalysis) -> str:
     total = _sum(phases.e2e)
     if not total:
         return ""
-    share = {part: 100 * _sum(phases.part(part)) / total for part in PARTS}
-    rare = [f", {share[part]:.0f} % {words}" for part, words in _RARE_PARTS.items() if share[part] >= RARE_IS_MUCH]
+    share = {part: 100 * _sum(phases.parts[part]) / total for part in PARTS}
+    rare = [f", {share[part]:.0f} % {words}" for part, words in _RARE_PARTS.items() if share[part] >= MIN_RARE_PERCENT]
     return (
         f"A request took {format_number(total / phases.e2e.count / 1000)} s on average: {share['queue']:.0f} % waiting "
         f"in the queue, {share['prefill']:.0f} % prefill, {share['decode']:.0f} % decode{''.join(rare)}."
@@ -63,10 +63,10 @@ def _where_the_time_went(analysis: LogAnalysis) -> str:
 def _queue(analysis: LogAnalysis) -> str:
     phases = analysis.phases
     total = _sum(phases.e2e)
-    share = _sum(phases.queue) / total if total else 0.0
+    share = _sum(phases.parts["queue"]) / total if total else 0.0
     if share < QUEUE_IS_NOTHING:
         return "The queue was not the limit."
-    wait = format_number(_sum(phases.queue) / phases.queue.count)
+    wait = format_number(_sum(phases.parts["queue"]) / phases.parts["queue"].count)
     if share < QUEUE_IS_LIMIT:
         return f"Requests waited a little, {wait} ms on average: the queue was not the limit."
     return f"The queue was the limit: requests waited {wait} ms on average{_why_they_waited(analysis)}."
@@ -82,12 +82,12 @@ def _why_they_waited(analysis: LogAnalysis) -> str:
         return f"; the batch was full with {batch.max:.0f} requests (scheduler_config.max_num_seqs)"
     if kv_use.count:
         cause = "a lost agent, or steps that took long" if _lost(analysis) else "the steps that took long"
-        return f"; KV blocks ({100 * kv_use.max:.0f} % at most) and batch had room, so it was {cause}"
+        return f"; KV blocks (maximum {100 * kv_use.max:.0f} %) and batch had capacity, so the cause was {cause}"
     return ""
 
 
 def _max_num_seqs(analysis: LogAnalysis) -> int | None:
-    """The batch's limit from the logged configuration, if it is there."""
+    """Returns the maximum batch in the logged config, or None."""
     scheduler = analysis.config.get("scheduler_config")
     if isinstance(scheduler, dict) and isinstance(scheduler.get("max_num_seqs"), int):
         return int(scheduler["max_num_seqs"])
@@ -112,8 +112,8 @@ def _preemptions(analysis: LogAnalysis) -> str:
     if not analysis.preemptions:
         return "No request was preempted."
     return (
-        f"KV blocks ran out: {_count(analysis.preempted_requests, 'request')} had to give them up, "
-        f"{_count(analysis.preemptions, 'time')} in all, and to be {_restored(analysis)}. More blocks "
+        f"KV blocks ran out: {_count(analysis.preempted_requests, 'request')} had to free them, "
+        f"{_count(analysis.preemptions, 'time')} in total, and to be {_restored(analysis)}. More blocks "
         "(pa_config.num_blocks) or fewer requests at once would help."
     )
 
@@ -143,7 +143,7 @@ def _ends(analysis: LogAnalysis) -> str:
         if analysis.finish_reasons.get(reason):
             parts.append(f"{analysis.finish_reasons[reason]} {words}")
     if analysis.refused:
-        parts.append(f"{analysis.refused} refused")
+        parts.append(f"{analysis.refused} rejected")
     if analysis.unfinished_requests:
         parts.append(f"{analysis.unfinished_requests} without an end in the log (still running, or the server died)")
     return f"Not completed: {', '.join(parts)}." if parts else ""

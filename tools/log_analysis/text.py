@@ -1,4 +1,4 @@
-"""The report for a terminal."""
+"""Formats the report for a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tools.log_analysis.timeline import Timeline
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 60
 REQUEST_COLUMNS = ("request", "e2e (s)", "queue", "prefill", "decode", "prompt", "output", "preempted", "reason")
-REPLICA_COLUMNS = ("replica", "requests", "completed", "prompt tokens", "output tokens", "preempted", "found %")
+REPLICA_COLUMNS = ("replica", "requests", "completed", "prompt tokens", "output tokens", "preempted", "prefix hit %")
 
 
 def format_report(analysis: LogAnalysis, reader: LogReader) -> str:
@@ -61,14 +61,14 @@ def _latencies(analysis: LogAnalysis) -> str:
     table = format_summaries(
         "latency (ms)",
         [
-            *((part, phases.part(part).summary()) for part in PARTS),
+            *((part, phases.parts[part].summary()) for part in PARTS),
             ("time to first token", phases.ttft.summary()),
             ("time per output token", phases.tpot.summary()),
             ("end to end", phases.e2e.summary()),
             ("normalized (per token)", phases.normalized.summary()),
         ],
     )
-    return table if phases.e2e.is_exact else f"{table}\n  (percentiles within 0.1 %: too many requests to keep)"
+    return table if phases.e2e.is_exact else f"{table}\n  (percentiles within 0.1 %, because there are many requests)"
 
 
 def _slowest(slowest: list[RequestEnd]) -> str:
@@ -76,7 +76,7 @@ def _slowest(slowest: list[RequestEnd]) -> str:
 
 
 def slowest_row(end: RequestEnd) -> list[str]:
-    """Cells under ``REQUEST_COLUMNS``."""
+    """Returns the cells of ``REQUEST_COLUMNS``."""
     return [
         printable(end.request_id)[:48],
         format_number(None if end.e2e_ms is None else end.e2e_ms / 1000),
@@ -123,7 +123,7 @@ def _engine(analysis: LogAnalysis) -> str:
 
 
 def sparkline(timeline: Timeline, name: str) -> str:
-    """Maxima over time as one row of blocks from zero up; a space where nothing was logged. Needs a point."""
+    """Returns the maxima over time as a row of block characters. A space means that nothing was logged."""
     points = timeline.points(name)
     steps = sorted(later.seconds - earlier.seconds for earlier, later in pairwise(points))
     usual_step = steps[len(steps) // 2] if steps else timeline.width
@@ -148,7 +148,7 @@ def _messages(analysis: LogAnalysis) -> str:
 
 
 def _file(reader: LogReader) -> str:
-    lines = [f"  {reader.lines} lines read, {reader.bad_lines} of them not readable"]
+    lines = [f"  {reader.lines} lines read, {reader.bad_lines} of them unreadable"]
     lines += [f"    {printable(example)}" for example in reader.bad_examples]
     return "\n".join(lines)
 
@@ -158,5 +158,5 @@ def clock(unix_seconds: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Without characters a terminal would obey."""
+    """Escapes characters that would control the terminal."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

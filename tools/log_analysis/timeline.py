@@ -10,7 +10,7 @@ MAX_BUCKETS = 512
 
 @dataclass(slots=True)
 class Cell:
-    """All values of one name within one bucket."""
+    """The values of a name within a bucket."""
 
     count: int = 0
     sum: float = 0.0
@@ -33,16 +33,16 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One bucket: the middle of its time, seconds from the timeline's origin."""
+    """A bucket: the middle of its time, in seconds from the timeline's origin."""
 
     seconds: float
     cell: Cell
 
 
 class Timeline:
-    """Named values in time buckets. The buckets start a second wide and double whenever there would be too many.
+    """Named values in time buckets. A bucket is one second wide at first; if there are too many, the width doubles.
 
-    The origin is the first time given; earlier ones go to the first bucket.
+    The origin is the first time. Earlier times belong to the first bucket.
     """
 
     def __init__(self, max_buckets: int = MAX_BUCKETS) -> None:
@@ -63,19 +63,19 @@ class Timeline:
         cells.setdefault(int(seconds / self.width), Cell()).add(value)
 
     def points(self, name: str) -> list[Point]:
-        """Buckets that hold a value, in order of time."""
+        """Returns the buckets with values, in order of time."""
         cells = self._buckets.get(name, {})
         return [Point((index + 0.5) * self.width, cells[index]) for index in sorted(cells)]
 
     def total(self, name: str) -> Cell:
-        """All values of ``name`` together."""
+        """Returns all values of ``name`` in one cell."""
         whole = Cell()
         for cell in self._buckets.get(name, {}).values():
             whole.merge(cell)
         return whole
 
     def rate(self, name: str) -> list[tuple[float, float]]:
-        """(seconds, sum of values per second) of every bucket, empty ones too: for events, whose absence is a zero."""
+        """Returns (seconds, sum of values per second) of every bucket. For events, an empty bucket is a zero."""
         cells = self._buckets.get(name, {})
         buckets: Iterable[int] = range(int(self.duration / self.width) + 1)
         return [((index + 0.5) * self.width, cells.get(index, Cell()).sum / self.width) for index in buckets]

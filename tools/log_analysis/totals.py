@@ -1,4 +1,4 @@
-"""What adds up over a log: the latencies of requests, and what the engine did."""
+"""Sums over a log: the latencies of requests, and the work of the engine."""
 
 from __future__ import annotations
 
@@ -11,29 +11,17 @@ from tools.log_analysis.records import EngineState, RequestEnd
 
 @dataclass(slots=True)
 class Phases:
-    """Latencies of requests that got their whole answer, in milliseconds."""
+    """Latencies of completed requests, in milliseconds."""
 
-    tokenise: Distribution = field(default_factory=Distribution)
-    queue: Distribution = field(default_factory=Distribution)
-    prefill: Distribution = field(default_factory=Distribution)
-    decode: Distribution = field(default_factory=Distribution)
-    preempted: Distribution = field(default_factory=Distribution)
-    swapped: Distribution = field(default_factory=Distribution)
-    restarted: Distribution = field(default_factory=Distribution)
-    delivery: Distribution = field(default_factory=Distribution)
+    parts: dict[str, Distribution] = field(default_factory=lambda: {part: Distribution() for part in PARTS})
     ttft: Distribution = field(default_factory=Distribution)
     tpot: Distribution = field(default_factory=Distribution)
     e2e: Distribution = field(default_factory=Distribution)
     normalized: Distribution = field(default_factory=Distribution)
 
-    def part(self, name: str) -> Distribution:
-        """Of one of the parts of a request's time."""
-        distribution: Distribution = getattr(self, name)
-        return distribution
-
     def add(self, end: RequestEnd) -> None:
         for distribution, value in (
-            *((self.part(part), getattr(end, f"{part}_ms")) for part in PARTS),
+            *((self.parts[part], getattr(end, f"{part}_ms")) for part in PARTS),
             (self.ttft, end.ttft_ms),
             (self.tpot, end.tpot_ms),
             (self.e2e, end.e2e_ms),
@@ -45,7 +33,7 @@ class Phases:
 
 @dataclass(slots=True)
 class EngineTotals:
-    """Sums over the periodic state lines."""
+    """Sums over the periodic state lines of the engine."""
 
     lines: int = 0
     lines_with_queue: int = 0
@@ -60,10 +48,10 @@ class EngineTotals:
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
     decode_rows: float = 0.0
-    """Rows of all decode steps: divided by their number it is the mean batch."""
+    """Sum over all decode steps of their batch rows; divided by the steps, this is the mean batch."""
 
     def add(self, state: EngineState) -> None:
-        """One more line."""
+        """Adds a state line."""
         self.lines += 1
         self.lines_with_queue += state.waiting > 0
         for name in _SUMS:

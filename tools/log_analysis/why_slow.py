@@ -1,8 +1,7 @@
-"""Why were the slow requests slow? The parts of their time beside a typical request's, and who stood in the way.
+"""Explains slow requests: the parts of their time compared with a typical request, and the requests that blocked them.
 
-Slow are the slowest 1 % of the completed requests (5 at least, half of all at most), typical those from the 40th to
-the 60th percentile. Both means are of whole requests, so the parts add up to the times and their differences to the
-difference.
+Slow requests are the slowest 1 % of the completed ones (at least 5, at most half of all). Typical ones are between the
+40th and the 60th percentile. Means are over complete requests, so the parts add up to the total times.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from tools.log_analysis.records import RequestEnd
 SLOW_SHARE = 0.01
 MIN_SLOW = 5
 MAX_SLOW = 2000
-"""Slow requests that are kept whole: 1 % of 200 000."""
+"""Maximum number of slow requests that are stored: 1 % of 200 000."""
 MAX_SAMPLE = 100_000
-"""Requests kept for the typical one; of more, every second, fourth ... is."""
+"""Maximum number of stored requests for the typical one. Of more requests, every second or fourth is stored."""
 TOP_BLOCKERS = 5
 
 _COLUMNS = ("e2e", *PARTS, "output_tokens")
@@ -29,7 +28,7 @@ _COLUMNS = ("e2e", *PARTS, "output_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """The mean of a group of requests, in milliseconds; ``parts`` add up to ``e2e``."""
+    """The means of a group of requests, in milliseconds. ``parts`` add up to ``e2e``."""
 
     count: int
     e2e: float
@@ -38,35 +37,35 @@ class Composition:
 
     @property
     def per_token(self) -> float | None:
-        """Milliseconds of decode for each output token."""
+        """Milliseconds of decode per output token."""
         return self.parts["decode"] / self.output_tokens if self.output_tokens else None
 
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """A request that stood in the way of slow ones."""
+    """A request that blocked slow requests."""
 
     request_id: str
     requests: int
-    """Slow requests that name it."""
+    """Number of slow requests that it blocked."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlowRequests:
-    """What is known of the slow ones."""
+    """The comparison of slow requests with typical ones."""
 
     typical: Composition
     slow: Composition
     blocked_ms: dict[str, float]
-    """Mean time a slow request waited because the next in line could not start, by reason, longest first."""
+    """Mean time that a slow request waited because the next request in the queue could not start, by reason."""
     blockers: list[Blocker]
     preemptions: float
-    """Times a slow request lost its blocks, on average; ``swaps``: those to host memory."""
+    """Mean number of preemptions of a slow request. ``swaps`` are those to host memory."""
     swaps: float
 
     @property
     def excess(self) -> dict[str, float]:
-        """How much longer each part was than in a typical request, in milliseconds, the largest first."""
+        """Additional milliseconds of each part compared with a typical request, the largest first."""
         more = {part: self.slow.parts[part] - self.typical.parts[part] for part in PARTS}
         return dict(sorted(more.items(), key=lambda entry: -entry[1]))
 
@@ -81,7 +80,7 @@ class WhySlow:
     _slowest: list[tuple[float, int, RequestEnd]] = field(default_factory=list)
 
     def add(self, end: RequestEnd) -> None:
-        """One with its whole time; without, it tells nothing and is left out."""
+        """Adds a request. A request without a total time is ignored."""
         if end.e2e_ms is None:
             return
         entry = (end.e2e_ms, -self.count, end)
@@ -95,7 +94,7 @@ class WhySlow:
         self.count += 1
 
     def result(self) -> SlowRequests | None:
-        """None when fewer than two requests were added: nothing can be told apart."""
+        """Returns the comparison, or None for fewer than two requests."""
         if self.count < 2:
             return None
         wanted = max(round(self.count * SLOW_SHARE), MIN_SLOW)
@@ -144,7 +143,7 @@ def _blocked(slow: Sequence[RequestEnd]) -> dict[str, float]:
 
 
 def _blockers(slow: Sequence[RequestEnd]) -> list[Blocker]:
-    """Those named most often, and of equals the one with the smaller id."""
+    """Returns the most frequent blockers. Those with equal counts are sorted by id."""
     seen = Counter(request_id for end in slow for request_id in dict.fromkeys(end.blocked_by))
     ranked = sorted(seen.items(), key=lambda entry: (-entry[1], entry[0]))
     return [Blocker(request_id, requests) for request_id, requests in ranked[:TOP_BLOCKERS]]

@@ -1,4 +1,4 @@
-"""Why the slow requests were slow, in words, as a table, as JSON and as HTML."""
+"""Presents why requests were slow: sentences, table, JSON and HTML."""
 
 from __future__ import annotations
 
@@ -9,52 +9,52 @@ from llm_serving.request import PARTS
 from performance.terminal import format_number, format_table
 from tools.log_analysis.why_slow import SlowRequests, WhySlow
 
-TOLD = 0.10
-"""Share of the difference from which on a part is told."""
+MIN_FRACTION = 0.10
+"""A part is mentioned from this fraction of the difference on."""
 SAME = 1.25
-"""Two figures within this factor are about the same."""
+"""Figures within this factor count as equal."""
 
 _WORDS = {
     "tokenise": "being read and tokenised",
     "queue": "waiting in the queue",
     "prefill": "computing the prompt",
     "decode": "decoding",
-    "preempted": "preempted: waiting again and computing again",
+    "preempted": "preempted: waiting and computing again",
     "swapped": "swapped out to host memory",
-    "restarted": "starting again after an agent was lost",
+    "restarted": "restarting after an agent was lost",
     "delivery": "waiting for the client to read",
 }
 _REASONS = {
-    "rows": "every row of the batch was taken (scheduler_config.max_num_seqs)",
+    "rows": "every row of the batch was in use (scheduler_config.max_num_seqs)",
     "blocks": "the KV cache had too few free blocks (pa_config.num_blocks)",
     "admission": "the running requests were expected to need the space (scheduler_config.admission)",
-    "batch": "the step had no room, or waited to be filled (scheduler_config.max_num_batched_tokens)",
-    "policy": "another kind of step had its turn (scheduler_config.policy)",
+    "batch": "the step was full, or waited to become full (scheduler_config.max_num_batched_tokens)",
+    "policy": "the policy chose another kind of step (scheduler_config.policy)",
     "prefix": "another request was computing the same prefix",
-    "preempted_first": "preempted or restarted requests went first",
+    "preempted_first": "preempted or restarted requests had priority",
 }
-_HEADER = ("part (ms)", "typical", "slow", "difference", "share")
+_HEADER = ("part (ms)", "typical", "slow", "difference", "fraction")
 
 
 def why_slow_sentences(why: WhySlow) -> list[str]:
-    """In words, most important first."""
+    """Returns sentences, most important first."""
     result = why.result()
     if result is None:
-        return ["Too few requests were completed to tell slow ones from others."]
+        return ["There are too few completed requests to compare slow ones with others."]
     sentences = [_headline(why, result), *_parts(result), _lengths(result), _queue(result), _blockers(result),
                  _preemptions(result)]  # fmt: skip
     return [sentence for sentence in sentences if sentence]
 
 
 def why_slow_text(why: WhySlow) -> str:
-    """Sentences and the table."""
+    """Returns the sentences and the table."""
     result = why.result()
     text = "  why the slow requests were slow\n" + "\n".join(f"  {one}" for one in why_slow_sentences(why))
     return text if result is None else f"{text}\n\n{format_table(_HEADER, _rows(result))}"
 
 
 def why_slow_html(why: WhySlow) -> str:
-    """A section of the report."""
+    """Returns a section of the HTML report."""
     result = why.result()
     items = "\n".join(f"<li>{escape(one)}</li>" for one in why_slow_sentences(why))
     section = f"<h2>Why the slow requests were slow</h2>\n<ul>\n{items}\n</ul>"
@@ -66,7 +66,7 @@ def why_slow_html(why: WhySlow) -> str:
 
 
 def why_slow_json(why: WhySlow) -> dict[str, Any] | None:
-    """Means in milliseconds; None when there is nothing to tell."""
+    """Returns means in milliseconds, or None if there are too few requests."""
     result = why.result()
     if result is None:
         return None
@@ -119,16 +119,16 @@ def _parts(result: SlowRequests) -> list[str]:
     return [
         f"{_percent(more, whole)} of the difference, {_seconds(more)}, is {_WORDS[part]}."
         for part, more in result.excess.items()
-        if more >= TOLD * whole
+        if more >= MIN_FRACTION * whole
     ]
 
 
 def _lengths(result: SlowRequests) -> str:
-    """Slow because long is no trouble: told apart from slow a token."""
+    """Explains requests that are slow because their outputs are long, and whether each token was slow, too."""
     slow, typical = result.slow, result.typical
     if not typical.output_tokens or slow.output_tokens < SAME * typical.output_tokens:
         return ""
-    text = f"They gave {slow.output_tokens / typical.output_tokens:.1f} times as many tokens"
+    text = f"They generated {slow.output_tokens / typical.output_tokens:.1f} times as many tokens"
     if slow.per_token is None or not typical.per_token:
         return f"{text}."
     times = slow.per_token / typical.per_token
@@ -150,7 +150,7 @@ def _blockers(result: SlowRequests) -> str:
     if not result.blockers:
         return ""
     names = ", ".join(f"{one.request_id} (of {one.requests})" for one in result.blockers)
-    return f"In the way of the {result.slow.count} most often: {names}."
+    return f"Most often blocking the {result.slow.count}: {names}."
 
 
 def _preemptions(result: SlowRequests) -> str:

@@ -120,8 +120,7 @@ class _Replayer:
                 return stretch.segments[index:]
             self._notes.append(f"segment {segment.header.index} is skipped: {_reason(segment)}")
         raise FlightRecordingError(
-            "no segment of the stretch begins with the scheduler's state: "
-            + "; ".join(map(_reason, stretch.segments))
+            "no segment of the stretch begins with the scheduler's state: " + "; ".join(map(_reason, stretch.segments))
         )
 
     # Segments
