@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive
@@ -19,9 +20,11 @@ from llm_serving.server.errors import (
     PayloadTooLargeError,
 )
 from llm_serving.server.limits import BODY_TIMEOUT_S, MAX_JSON_DEPTH
-from llm_serving.server.validation import ModelT, clip, parse
+from llm_serving.server.validation import RequestModel, clip, request_error
 
 __all__ = ["json_response", "read_request"]
+
+ModelT = TypeVar("ModelT", bound=RequestModel)
 
 DRAIN_TIMEOUT_S = 1.0
 DRAIN_BYTES = 32 * 1024 * 1024
@@ -45,7 +48,10 @@ async def read_request(model: type[ModelT], request: Request, max_bytes: int) ->
         raise InvalidJSONError(f"The request body is not valid JSON: {reason}") from None
     if not isinstance(value, dict):
         raise InvalidJSONError(f"The request body must be a JSON object, not {_kind(value)}.")
-    return parse(model, value)
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise request_error(error) from None
 
 
 def json_response(content: Any, request_id: str | None = None, status: int = 200) -> Response:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 from starlette.datastructures import Headers
 
 from llm_serving.request import SchedulingParams
 from llm_serving.server.limits import MAX_MILLISECONDS, MAX_NAME_CHARS, MAX_PRIORITY
 from llm_serving.server.state import ServerSettings
-from llm_serving.server.validation import LaxModel, RequestModel, parse
+from llm_serving.server.validation import LaxModel, RequestModel, request_error
 
 __all__ = ["SCHEDULING_HEADERS", "SchedulingFields", "scheduling_of", "tenant_of"]
 
@@ -63,7 +63,10 @@ def scheduling_of(fields: SchedulingFields, headers: Headers, settings: ServerSe
     Raises RequestError with the name of a wrong header.
     """
     given = {alias: headers[alias] for alias in SCHEDULING_HEADERS.values() if alias in headers}
-    from_headers = parse(SchedulingHeaders, given)
+    try:
+        from_headers = SchedulingHeaders.model_validate(given)
+    except ValidationError as error:
+        raise request_error(error) from None
     values = {name: getattr(fields, name) for name in SCHEDULING_HEADERS}
     values = {name: getattr(from_headers, name) if value is None else value for name, value in values.items()}
     key = _api_key(headers)

@@ -1,9 +1,9 @@
-"""Checks a JSON object against a request model. Errors name the field, its value and the allowed values."""
+"""Base classes of the request models, and the errors for fields that do not match them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -11,11 +11,9 @@ from pydantic_core import PydanticCustomError
 
 from llm_serving.errors import RequestError
 
-__all__ = ["LaxModel", "RequestModel", "StrictModel", "clip", "parse", "short"]
+__all__ = ["LaxModel", "RequestModel", "StrictModel", "clip", "request_error", "short"]
 
 SHORT_CHARS = 80
-
-ModelT = TypeVar("ModelT", bound="RequestModel")
 
 
 class RequestModel(BaseModel):
@@ -51,14 +49,6 @@ class LaxModel(RequestModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
-def parse(model: type[ModelT], data: Mapping[str, Any]) -> ModelT:
-    """Return the checked model. Raises RequestError with the first wrong field, its value and the allowed values."""
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise _request_error(error) from None
-
-
 def short(value: object) -> str:
     """Return a value as JSON, shortened for a message."""
     try:
@@ -72,7 +62,8 @@ def clip(text: str) -> str:
     return text if len(text) <= SHORT_CHARS else f"{text[:SHORT_CHARS]}..."
 
 
-def _request_error(error: ValidationError) -> RequestError:
+def request_error(error: ValidationError) -> RequestError:
+    """Return the error for the client: the first wrong field, its value and the allowed values."""
     first = error.errors(include_url=False)[0]
     param = _path(first["loc"])
     kind = first["type"]
