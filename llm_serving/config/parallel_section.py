@@ -11,35 +11,35 @@ MAX_RANKS = 256
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Agents that work together, see `docs/parallel.md`; as many as the product of the three, one a device."""
+    """Agents that work together, see `docs/parallel.md`. Their number is the product of the first three keys."""
 
     tensor_parallel: int = own(
         1,
-        "Agents that compute each layer together: heads, intermediate columns and vocabulary are split.",
+        "Agents that compute each layer together. Heads, intermediate columns and vocabulary are divided.",
         unit="agents",
         low=1,
         high=MAX_RANKS,
     )
     pipeline_parallel: int = own(
-        1, "Stages that the layers are split into, one after the other.", unit="stages", low=1, high=MAX_RANKS
+        1, "Stages. Each stage has a part of the layers.", unit="stages", low=1, high=MAX_RANKS
     )
     data_parallel: int = own(
-        1, "Replicas of the whole model; a request is served by one of them.", unit="replicas", low=1, high=MAX_RANKS
+        1, "Replicas of the whole model. One of them serves a request.", unit="replicas", low=1, high=MAX_RANKS
     )
     sum_parts: int = own(
         1,
-        "On a CPU, with `tensor_parallel` 1: attention's output and the MLP's down projection are added up in so many "
-        "parts, as `tensor_parallel` of that number adds them, so that text is the same as with so many agents. "
-        "Prefill takes up to a tenth longer.",
+        "With `tensor_parallel` 1 on a CPU: add attention's output and the down projection in this number of "
+        "parts. The text then equals that of `tensor_parallel` with this number of agents. Prefill takes up "
+        "to a tenth longer.",
         unit="parts",
         low=1,
         high=64,
     )
     routing: str = own(
         "prefix",
-        "Which replica a request goes to of those that can start it: `prefix` the one that has the most of its prompt "
-        "in its prefix cache, as long as it has not much more to do than the least loaded one; `least_loaded` the one "
-        "with the fewest tokens to compute; `round_robin` one after the other, for comparison.",
+        "Choice of the replica. `prefix`: the replica with most of the prompt in its prefix cache, unless it "
+        "has much more work than the least loaded one. `least_loaded`: the replica with the fewest tokens to "
+        "compute. `round_robin`: one after the other, for comparison.",
         choices=("prefix", "least_loaded", "round_robin"),
     )
 

@@ -34,40 +34,41 @@ DEFAULT_SERVER_PORT = 8835
 
 @dataclass(frozen=True, slots=True)
 class ServingConfig:
-    """Addresses of the server and its agents, and how long to wait for what."""
+    """Addresses of the server and its agents, limits and timeouts."""
 
     agent_ports: tuple[int, ...] = published(
         (16002,),
-        "Port of each agent, one a device, in order of rank; 0 takes any free one, and `[0]` alone stands for as "
-        "many as `parallel_config` asks for.",
+        "Port of each agent, in order of rank. 0 takes any free port, and `[0]` alone takes free ports for all agents.",
         low=0,
         high=65535,
     )
-    agent_ip: str = published("127.0.0.1", "Address agents listen on; it must be a loopback address.")
+    agent_ip: str = published("127.0.0.1", "Address of the agents. It must be a loopback address.")
     start_device_id: int = published(
         0, "Device of the first agent; the next agent takes the next one.", low=0, high=255
     )
     server_ip: str = published(
-        "127.0.0.1", "Address the HTTP server listens on. Beyond loopback only with `allow_remote: true`."
+        "127.0.0.1", "Address of the HTTP server. Other addresses than loopback need `allow_remote: true`."
     )
     server_port: int = published(
         DEFAULT_SERVER_PORT, "Port of the HTTP server; 0 takes any free one.", low=0, high=65535
     )
     allow_remote: bool = own(
-        False, "Let `server_ip` be reachable from other machines. There is no authentication: whoever connects may ask."
+        False,
+        "Allow a `server_ip` that other machines can reach. There is no authentication: every client that "
+        "connects may send requests.",
     )
     max_body_bytes: int = own(
-        8 * 1024 * 1024, "Largest HTTP request body.", unit="bytes", low=1024, high=1024 * 1024 * 1024
+        8 * 1024 * 1024, "Maximum size of an HTTP request body.", unit="bytes", low=1024, high=1024 * 1024 * 1024
     )
     agent_restart_limit: int = own(
-        5, "Restarts of a dying agent, with growing pauses, before the server gives up.", low=0, high=1000
+        5, "Restarts of a failing agent before the server gives up. The pauses between them grow.", low=0, high=1000
     )
     agent_start_timeout_s: float = own(
-        600.0, "Longest time an agent may load, compile and warm up.", unit="seconds", low=1.0, high=MAX_SECONDS
+        600.0, "Maximum time for an agent to load, compile and warm up.", unit="seconds", low=1.0, high=MAX_SECONDS
     )
     step_timeout_s: float = own(
         300.0,
-        "Longest time a step may take before its agent counts as lost.",
+        "Maximum time of a step. After it the agent counts as failed.",
         unit="seconds",
         low=1.0,
         high=MAX_SECONDS,
@@ -79,19 +80,23 @@ class PagedAttentionConfig:
     """The KV cache."""
 
     num_blocks: int = published(
-        1024, "Blocks of the KV cache; the first one pads block tables.", unit="blocks", low=2, high=MAX_BLOCKS
+        1024, "Blocks of the KV cache. The first one pads block tables.", unit="blocks", low=2, high=MAX_BLOCKS
     )
-    block_size: int = published(16, "Tokens a block holds.", unit="tokens", low=1, high=1024)
+    block_size: int = published(16, "Tokens in a block.", unit="tokens", low=1, high=1024)
     decode_seq_length: int = published(
-        4096, "Longest sequence the cache serves, prompt and output together.", unit="tokens", low=1, high=MAX_TOKENS
+        4096,
+        "Maximum length of a sequence in the cache, prompt and output together.",
+        unit="tokens",
+        low=1,
+        high=MAX_TOKENS,
     )
     num_host_blocks: int | None = own(
         None,
-        "Blocks of host memory that sequences are swapped out to when the cache is full; 0 swaps nothing.",
+        "Blocks of host memory for swapped sequences. 0 turns swapping off.",
         unit="blocks",
         low=0,
         high=MAX_BLOCKS,
-        null="as many as `num_blocks` where `scheduler_config.preemption` is `swap` or `auto`, else 0",
+        null="equal to `num_blocks` if `scheduler_config.preemption` is `swap` or `auto`, else 0",
     )
 
 
@@ -101,21 +106,21 @@ class TokenizerConfig:
 
     type: str = published(
         "auto",
-        "`LlamaTokenizer` reads a sentencepiece `tokenizer.model`, `LlamaTokenizerFast` a `tokenizer.json` or, "
-        "without one, byte-level BPE in `vocab.json` and `merges.txt`; `auto` takes the first there is of "
-        "`tokenizer.json`, `tokenizer.model` and `vocab.json`.",
+        "Kind of tokenizer. `LlamaTokenizer` reads a SentencePiece `tokenizer.model`. `LlamaTokenizerFast` "
+        "reads `tokenizer.json` or, without it, byte-level BPE in `vocab.json` and `merges.txt`. `auto` takes "
+        "the first of `tokenizer.json`, `tokenizer.model` and `vocab.json` that exists.",
         choices=("auto", "LlamaTokenizer", "LlamaTokenizerFast"),
     )
     vocab_file: str | None = published(
         None,
-        "Tokenizer file, or the folder that holds it; looked up like `model_cfg_path`.",
+        "Tokenizer file, or the folder that holds it. It is searched like `model_cfg_path`.",
         null="the model folder",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class BasicInputsConfig:
-    """Inputs every step passes to the graph."""
+    """Inputs of every step."""
 
     type: str = published(
         "LlamaBasicInputs", "Kind of inputs. Accepted; the model decides.", choices=("LlamaBasicInputs",)
@@ -124,7 +129,7 @@ class BasicInputsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExtraInputsConfig:
-    """Inputs some graphs need beside the basic ones."""
+    """Additional inputs of some graphs."""
 
     type: str = published(
         "LlamaExtraInputs", "Kind of inputs. Accepted; the model decides.", choices=("LlamaExtraInputs",)
@@ -144,19 +149,19 @@ class WarmupInputsConfig:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Which requests run in which step."""
+    """The requests of each step. `docs/scheduling.md` compares the choices."""
 
     policy: str = own(
         "prefill_first",
-        "What runs next: `prefill_first` new prompts before running requests, `fcfs` both in turn, `decode_first` "
-        "running requests before new prompts, `chunked` both in one step (parts of prompts beside the rows that "
-        "decode, up to `chunk_tokens`), `slo` as `chunked`, with as many prompt tokens as the objectives allow, for as "
-        "many requests as can meet theirs.",
+        "Which step comes next. `prefill_first`: prompts before running requests. `fcfs`: prefill and decode "
+        "steps alternate. `decode_first`: running requests before prompts. `chunked`: all decodes and chunks "
+        "of prompts in one step, up to `chunk_tokens`. `slo`: as `chunked`, with as many prompt tokens as the "
+        "objectives permit.",
         choices=("prefill_first", "fcfs", "decode_first", "chunked", "slo"),
     )
     max_num_seqs: int | None = own(
         None,
-        "Most sequences that have blocks at a time.",
+        "Maximum number of sequences that have blocks at the same time.",
         unit="sequences",
         low=1,
         high=MAX_SEQS,
@@ -164,21 +169,21 @@ class SchedulerConfig:
     )
     max_num_batched_tokens: int | None = own(
         None,
-        "Most tokens a step computes, over all its sequences; a longer prompt is prefilled in several steps.",
+        "Maximum number of tokens in a step. A longer prompt is prefilled in several steps.",
         unit="tokens",
         low=1,
         high=MAX_TOKENS,
-        null="the largest of `model_config.seq_length`, but no more than a prefill step's sequences can have",
+        null="the largest of `model_config.seq_length`, limited to what a prefill step can hold",
     )
     decode_steps_ahead: int = own(
-        1, "Decode steps sent before the one under way has answered.", unit="steps", low=0, high=3
+        1, "Decode steps that are sent before the result of the current one has arrived.", unit="steps", low=0, high=3
     )
     max_waiting_requests: int = own(
-        1024, "Requests that may wait; more are told to come back later (429).", unit="requests", low=1, high=1_000_000
+        1024, "Maximum number of waiting requests. Others get a 429.", unit="requests", low=1, high=1_000_000
     )
     max_waiting_tokens: int | None = own(
         None,
-        "Prompt tokens that may wait; more are told to come back later (429).",
+        "Maximum number of waiting prompt tokens. Other requests get a 429.",
         unit="tokens",
         low=1,
         high=2**40,
@@ -186,39 +191,40 @@ class SchedulerConfig:
     )
     cache_salt: str = own(
         "none",
-        "Who shares the prefix cache: `none` lets all requests share it, `tenant` only those with the same API key, so "
-        "that nobody can tell from an answer's speed what others have asked.",
+        "Which requests share the prefix cache. `none`: all. `tenant`: only those with the same API key, so "
+        "that response times reveal nothing about the prompts of others.",
         choices=("none", "tenant"),
     )
     chunk_tokens: int | None = own(
         None,
-        "Tokens of a step of policy `chunked` (of `slo` until it knows what steps take): a token for each row that "
-        "decodes, the rest for prompts (16 at least).",
+        "Tokens in a step of policy `chunked`: one for each decoding sequence, the rest (at least 16) for "
+        "prompts. Policy `slo` uses it until it has learned step times.",
         unit="tokens",
         low=1,
         high=MAX_TOKENS,
-        null="256 or twice the largest of `model_config.decode_batch_size`, the larger; no more than "
+        null="the larger of 256 and twice the largest of `model_config.decode_batch_size`; at most "
         "`max_num_batched_tokens`",
     )
     preemption: str = own(
         "recompute",
-        "What becomes of a running request whose blocks an older one needs: `recompute` computes its tokens again "
-        "later, `swap` moves its blocks to the host (`pa_config.num_host_blocks`; without room there it is "
-        "recomputed), `auto` what takes less time by the rates measured.",
+        "Treatment of a running sequence whose blocks an older one needs. `recompute`: its tokens are "
+        "computed again later. `swap`: its blocks move to host memory (`pa_config.num_host_blocks`); if that "
+        "is full, it is recomputed. `auto`: the faster way by measured rates.",
         choices=("recompute", "swap", "auto"),
     )
     prefix_cache: bool = own(
-        False, "Find what was computed for the beginning of a prompt before, and share it. With paged attention only."
+        False, "Share the blocks of computed prompts with later requests that begin alike. Needs paged attention."
     )
     admission: str = own(
         "none",
-        "Whether a request that fits now may start: `none` at once, `router` if all running requests will fit until "
-        "they have ended, by `max_schedule_total_token_num`; `aimd` the same with a limit that is learnt.",
+        "Whether a request that fits now may start. `none`: immediately. `router`: if all running requests "
+        "will fit until they end, within `max_schedule_total_token_num`. `aimd`: the same with a limit that "
+        "adapts.",
         choices=("none", "router", "aimd"),
     )
     max_schedule_total_token_num: int | None = own(
         None,
-        "Most tokens that running requests may grow to together, of `router`; where `aimd` starts.",
+        "Maximum number of tokens that running requests may grow to together, for `router`. `aimd` starts with it.",
         unit="tokens",
         low=1,
         high=2**40,
@@ -226,21 +232,21 @@ class SchedulerConfig:
     )
     predict_output_length: bool = own(
         False,
-        "Let `admission` expect answers as long as those seen lately; else as long as `max_tokens` lets them be.",
+        "Let `admission` expect outputs as long as recent ones, instead of `max_tokens`.",
     )
     fairness: bool = own(
-        True, "Let the API keys with waiting requests take turns by the tokens they got (virtual token counters)."
+        True, "Serve waiting API keys equally, by the tokens that they have received (virtual token counters)."
     )
     ttft_objective_ms: float = own(
         2000.0,
-        "Time to the first token that policy `slo` aims at, for requests without an objective of their own.",
+        "Objective of policy `slo` for the time to the first token, unless a request states its own.",
         unit="milliseconds",
         low=1.0,
         high=MAX_SECONDS * 1000,
     )
     tbt_objective_ms: float = own(
         200.0,
-        "Time between tokens that policy `slo` aims at, for requests without an objective of their own.",
+        "Objective of policy `slo` for the time between tokens, unless a request states its own.",
         unit="milliseconds",
         low=1.0,
         high=MAX_SECONDS * 1000,
@@ -251,19 +257,19 @@ class SchedulerConfig:
 class LogConfig:
     """The event log."""
 
-    path: str = own("output/server.log", "File of the log, one JSON object a line; its folder is made.")
-    level: str = own("info", "Least level that is written.", choices=("debug", "info", "warning", "error"))
-    log_prompts: bool = own(False, "Write prompts and answers into the log.")
+    path: str = own("output/server.log", "File of the log, with one JSON object on each line. Its folder is created.")
+    level: str = own("info", "Lowest level that is written.", choices=("debug", "info", "warning", "error"))
+    log_prompts: bool = own(False, "Write prompts and outputs into the log.")
     state_interval_s: float = own(
-        5.0, "Time between lines about the engine's state.", unit="seconds", low=0.1, high=MAX_SECONDS
+        5.0, "Time between the `engine_state` events.", unit="seconds", low=0.1, high=MAX_SECONDS
     )
     flight_recorder: str | None = own(
         None,
-        "Folder of the flight recorder's files, see `docs/flight_recorder.md`; it is made.",
-        null="the folder `flight` beside the log",
+        "Folder of the flight recorder, see `docs/flight_recorder.md`. It is created.",
+        null="the folder `flight` next to the log",
     )
     flight_recorder_mib: int = own(
-        64, "Most that the flight recorder keeps; 0 switches it off.", unit="MiB", low=0, high=1024 * 1024
+        64, "Maximum size of the flight recording. 0 turns it off.", unit="MiB", low=0, high=1024 * 1024
     )
 
 

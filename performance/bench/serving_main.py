@@ -4,7 +4,7 @@ This is the load test (performance/load) with other defaults: 10 requests/s, pro
 64 to 504 tokens without end tokens, streamed. All options of the load test exist.
 
     python performance/bench_serving.py -T 30 --json FILE                                   this project's server
-    python performance/bench_serving.py -T 30 --base-url http://127.0.0.1:8000 --server-pid PID     any other
+    python performance/bench_serving.py -T 30 --base-url URL --server-pid PID     any other
 
 If the server runs on this machine, its process is found by its port; otherwise processor time is not measured.
 --text-prompts sends words instead of token ids, for servers that accept only text.

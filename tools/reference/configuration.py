@@ -21,7 +21,7 @@ A deployment is one YAML file. The files of this repository are in `configs/`.
 
     python start_server.py --config llama_tiny_cpu.yaml --set pa_config.num_blocks=4096
 
-- **Lookup.** `--config` takes a path, or a bare name that is searched under `configs/`. A relative path in a file is
+- **Lookup.** `--config` takes a path, or a bare name that is searched under `configs/`. A relative path is
   searched in the working directory, then in the folder of the file, then in the repository (or the installed
   package).
 - **Overrides.** `--set section.key=value` overrides the file, and a later one overrides an earlier one. The value is
