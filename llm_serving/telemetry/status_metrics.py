@@ -94,8 +94,8 @@ def _replica_families(replicas: Sequence[ReplicaStatus]) -> Iterable[Metric]:
     )
     placed = CounterMetricFamily(
         "llm_serving_replica_requests_placed",
-        "Requests placed at the replica, by reason: it held most of the prompt, had the smallest load, was next in "
-        "order, or has the request's group.",
+        "Requests placed at the replica. Reasons: it held most of the prompt, had the smallest load, was next, or has "
+        "the request's group.",
         labels=["replica", "reason"],
     )
     for one in replicas:
