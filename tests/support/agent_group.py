@@ -46,7 +46,8 @@ class Setup:
 
 
 def run_group(setup: Setup, folders: dict[str, Path], worker: str = "group_worker.py") -> list[dict[str, Any]]:
-    """What each agent printed, by rank, of the models by name. Fails with what the agents said when one does."""
+    """Runs a group of agents with these models. Returns the output of each rank. If an agent fails, the test fails with
+    the messages of all agents."""
     with ExitStack() as stack:
         models = []
         for name, folder in folders.items():

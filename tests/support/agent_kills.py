@@ -15,7 +15,7 @@ from support.server_process import ServerProcess
 PROMPTS = ("Once upon a time", "The dog", "One day, a girl", "There was a bird")
 MAX_TOKENS = (40, 120, 200)
 REQUEST_TIMEOUT_S = 600.0
-"""A request may live through many kills: between two, its group serves for a moment only."""
+"""Time limit of a request, which may survive many kills. Between two kills its group serves only for a short time."""
 
 
 @dataclass
@@ -29,19 +29,19 @@ class Kill:
 
     @property
     def start_s(self) -> float:
-        """What the start itself took."""
+        """Time of the start without the pause before it."""
         return self.ready_s - self.backoff_s
 
 
 @dataclass
 class Load:
-    """Clients that ask one thing after another until told to stop."""
+    """Clients that send one request after another until ``stop``."""
 
     server: ServerProcess
     num_clients: int = 4
     answered: int = 0
     failed: list[str] = field(default_factory=list)
-    """What requests that ended with an error were told."""
+    """Error messages of the requests that failed."""
     wrong: list[str] = field(default_factory=list)
     """Answers that are neither the expected tokens nor a clear error."""
 
@@ -66,7 +66,7 @@ class Load:
             thread.join()
 
     def wait_for_more(self, timeout_s: float = 30.0) -> None:
-        """Until a request more has been answered: the next kill then finds others in the middle."""
+        """Waits until another request has completed, so that the next kill hits other requests in the middle."""
         answered, deadline = self.answered, time.monotonic() + timeout_s
         while self.answered == answered:
             assert time.monotonic() < deadline, f"no answer within {timeout_s} s"
@@ -115,13 +115,13 @@ def kill_agent(server: ServerProcess, rank: int, nth: int, timeout_s: float = 12
 
 
 def engine_of(server: ServerProcess) -> dict[str, Any]:
-    """What the server says of its engine."""
+    """Returns the engine's part of ``/server_info``."""
     engine: dict[str, Any] = server.get("/server_info")["engine"]
     return engine
 
 
 def agent_of(server: ServerProcess, rank: int) -> dict[str, Any]:
-    """What it says of an agent."""
+    """Returns an agent's part of ``/server_info``."""
     return next(agent for agent in engine_of(server)["agents"] if agent["rank"] == rank)
 
 

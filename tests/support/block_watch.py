@@ -1,7 +1,7 @@
 """Who touches which block of the cache while steps are unanswered: notices a step that could go wrong in any order.
 
-A device that is fast or slow, and runs prefills or decodes first, would hide most such mistakes most of the time.
-Here every step is held against all that are unanswered when it is handed over, whatever has run by then.
+A real device hides most of these mistakes, because it runs the steps in one order. The watch compares each new step
+with all steps in flight, in every order that an agent may choose.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, Ste
 
 @dataclass
 class _Touches:
-    """What a step reads and writes. Rows are named so that a sequence may build on its own earlier steps."""
+    """The blocks that a step reads and writes, with their batch rows. A sequence may build on its own earlier steps."""
 
     kind: StepKind
     writes: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -112,8 +112,8 @@ def _check_alone(touches: _Touches) -> None:
 
 
 def _check_tokens(new: _Touches, earlier: _Touches, when: str) -> None:
-    """What the new step computes: a row may only build on its own unanswered steps, and on moves of blocks alone,
-    which run first."""
+    """Checks the tokens of a new step. A batch row may build on its own steps in flight and on MOVE steps, which run
+    first."""
     written, read_by = earlier.written_blocks, earlier.reads
     for block, row in new.written_blocks.items():
         assert written.get(block, row) == row, f"{when} row {row} writes block {block} of row {written[block]}"
@@ -133,7 +133,7 @@ def _check_tokens(new: _Touches, earlier: _Touches, when: str) -> None:
 
 
 def _check_moves(new: _Touches, earlier: _Touches, when: str) -> None:
-    """What the new step moves: it runs before or after the earlier step, nobody knows."""
+    """Checks the moves of a new step, which may run before or after the earlier step."""
     for block, used in new.copied.items():
         assert block not in earlier.moved_to, f"{when} a move reads block {block}, which a move writes"
         assert not any((block, offset) in earlier.writes for offset in range(used)), (

@@ -69,8 +69,8 @@ def read_calls(path: Path) -> list[Call]:
 def named_calls(calls: Iterable[Call], points: Sequence[str]) -> list[str]:
     """The functions on the way to each of ``points``, in order, each function once.
 
-    For the first call of each point: the point itself and every function on the call stack, if it was called within
-    ``calls`` and its name is public. A loop that had begun before, and a private helper, are no part of the path.
+    Contains, for the first call of each point, the point and the public functions on its call stack that were called
+    within ``calls``. A loop that started earlier and private helpers are not part of the path.
     """
     ordered = sorted(calls, key=lambda call: call.at)
     called = {call.name for call in ordered}

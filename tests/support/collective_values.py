@@ -1,4 +1,4 @@
-"""What the agents of the tests of sums and gathers contribute."""
+"""The values that the agents contribute in the tests of sums and gathers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients of /v1/completions for tests that compare answers bit by bit: all at once or one by one, streamed or not."""
+"""Clients of /v1/completions for tests that compare answers bit by bit: together or one by one, streamed or not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any
 async def stream(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], leave_after: int | None = None
 ) -> tuple[Any, ...] | None:
-    """The whole answer put together from its pieces; None when left after so many pieces."""
+    """Joins the pieces of a streamed answer. Returns None if the client leaves early."""
     text, ids, logprobs, tops, reason, pieces = "", [], [], [], None, 0
     async with session.post(f"{url}/v1/completions", json={**body, "stream": True}) as response:
         assert response.status == 200, await response.text()
@@ -59,7 +59,9 @@ async def run_alone(url: str, bodies: list[dict[str, Any]]) -> list[tuple[Any, .
 async def run_together(
     url: str, bodies: list[dict[str, Any]], seed: int, *, leave: float = 0.1
 ) -> list[tuple[Any, ...] | None]:
-    """All at once, in random order, in small waves; half of them streaming, a share of ``leave`` left early."""
+    """Sends all requests in random order and small waves.
+
+    Half of them stream. A fraction ``leave`` of the clients leaves early."""
     draw = random.Random(seed)
     kinds = [draw.choice(["stream", "plain"]) if draw.random() >= leave else "leave" for _ in bodies]
     answers: list[tuple[Any, ...] | None] = [None] * len(bodies)

@@ -42,7 +42,7 @@ class Engine:
         )
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """As the event loop does, with a client that gets everything at once and in one piece."""
+        """Delivers outputs like the event loop, to a client that receives each output in one piece."""
         self.deliveries.append(outputs)
         for output in outputs:
             if isinstance(output, RequestOutput) and output.timings is not None:

@@ -32,7 +32,7 @@ def events_until(executor: AgentExecutor, kind: type[E], timeout_s: float = 20.0
 
 
 def results(executor: AgentExecutor, count: int, timeout_s: float = 20.0) -> list[StepResult]:
-    """The next so many results, in the order they come; nothing else may happen."""
+    """Returns the next ``count`` results in their order. Any other event fails the test."""
     found: list[StepResult] = []
     deadline = time.monotonic() + timeout_s
     while len(found) < count:

@@ -1,7 +1,7 @@
 """A device without a device: runs steps over a cache of token ids.
 
-The fake model's next token is a hash of the whole history *as read through block table and slot mapping*: a block
-given out twice, freed too early or mapped wrongly changes the text, like it would on a real device, only surely.
+The fake model's next token is a hash of the whole history, *as read through block table and slot mapping*. A block that
+is given out twice, freed too early or mapped wrongly always changes the text.
 ``expected_tokens`` computes the same text from the tokens alone, one request after the other.
 """
 
@@ -92,7 +92,7 @@ class _Slot:
 class FakeDevice:
     """Runs steps one at a time over a KV cache of one token a slot, in the order of the policy.
 
-    Whoever drives it tells ``answered`` when the scheduler has taken a step's result.
+    The caller must call ``answered`` when the scheduler has processed the result of a step.
     """
 
     limits: SchedulerLimits
@@ -100,7 +100,7 @@ class FakeDevice:
     ran: list[int] = field(default_factory=list)
     """Numbers of the steps run, in that order."""
     begun: int | None = None
-    """Number of the step that is running: nothing overtakes it, nor can it be dropped any more."""
+    """Number of the step that is running. No step can overtake it, and it cannot be dropped."""
 
     def __post_init__(self) -> None:
         limits = self.limits
@@ -229,7 +229,7 @@ class FakeDevice:
         return row.last_token
 
     def _check(self, step: ScheduledStep) -> None:
-        """What every step promises."""
+        """Checks the invariants of every step."""
         limits, seqs = self.limits, step.num_seqs
         columns = (step.requests, step.query_lens, step.starts, step.block_tables, step.do_sample)
         assert all(len(column) == seqs for column in (*columns, step.sample_positions))

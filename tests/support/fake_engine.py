@@ -1,4 +1,4 @@
-"""An engine without a scheduler, for tests of the HTTP edge: it says what a script tells it to say."""
+"""An engine without a scheduler, for tests of the HTTP edge. A script determines its answers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MODEL_NAME = "fake-llama"
 LOGSUMEXP = 2.5
 
 Script = Callable[[Sequence[int], SamplingParams], Sequence[int]]
-"""Prompt and parameters -> the tokens of the answer, an end token included if there is to be one."""
+"""Prompt and parameters -> tokens of the answer, including the end token if there is one."""
 
 
 def make_status(**changes: Any) -> EngineStatus:
@@ -87,7 +87,7 @@ FAKE_TIMINGS = RequestTimings(
 
 
 class FakeOpenRequest:
-    """What ``FakeEngine.open`` gives: remembers in its ``Submitted`` what it is told."""
+    """The result of ``FakeEngine.open``. It records all calls in its ``Submitted``."""
 
     def __init__(self, record: Submitted, task: asyncio.Task[None]) -> None:
         self._record = record
@@ -126,9 +126,9 @@ class FakeEngine:
         self.tokens_per_piece = 1
         self.refuse: Exception | None = None
         self.refuse_after: int | None = None
-        """So many requests are taken before ``refuse`` is raised."""
+        """Number of requests before ``refuse`` is raised."""
         self.fail_after: int | None = None
-        """So many tokens come before the engine fails."""
+        """Number of tokens before the engine fails."""
         self.crash: Exception | None = None
         """Raised after the first piece."""
         self.current = make_status()
@@ -138,10 +138,10 @@ class FakeEngine:
         """What ``queue_full`` says."""
         self.num_cached_tokens = 0
         self.beams = [Beam(tuple(reply), tuple(fake_logits(token, 2) for token in reply), -2.0, FinishReason.STOP)]
-        """What every search finds."""
+        """The result of every beam search."""
         self.searches: list[BeamSearchParams] = []
         self.drop: str | None = None
-        """Every request is ended with this text before its first token, as one whose deadline passes is."""
+        """If set, every request ends with this text before its first token, like a request whose deadline passes."""
         self.submitted: list[Submitted] = []
         self.opened: list[FakeOpenRequest] = []
 

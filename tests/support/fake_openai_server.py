@@ -15,8 +15,8 @@ from typing import Any
 class Reply:
     """How to answer one request.
 
-    ``kind``: ok, status (an HTTP error), drop (close after ``tokens`` tokens), error (in the stream), hang, no_finish
-    (ends the response without a finish reason), garbage (a data line that is not JSON).
+    ``kind`` is ok, status (an HTTP error), drop (close after ``tokens`` tokens), error (in the stream) or hang. It can
+    also be no_finish (the response has no finish reason) or garbage (a data line that is not JSON).
     """
 
     kind: str = "ok"

@@ -151,7 +151,7 @@ class FakeExecutor:
             self._changed.notify_all()
 
     def lose_agent(self, *, final: bool = False, ready: bool = True) -> None:
-        """Kill the agent; unless ``final`` or not ``ready``, a new one is there at once."""
+        """Kills the agent. A new one is ready immediately, unless ``final`` or not ``ready``."""
         with self._changed:
             self._events = deque(event for event in self._events if not isinstance(event, StepResult))
             self.device.reset()
@@ -218,7 +218,7 @@ class RecordingLog:
 
 @dataclass
 class RecordingMetrics:
-    """Metrics that keep what they are told."""
+    """Metrics that record all calls."""
 
     steps: list[tuple[str, int, int]] = field(default_factory=list)
     first_tokens: list[float] = field(default_factory=list)

@@ -52,7 +52,7 @@ class ForkedProgram:
         self._outputs.cleanup()
 
     def wait(self, timeout: float) -> subprocess.CompletedProcess[str]:
-        """What the program printed and its exit code. Raises TimeoutExpired after the scaled ``timeout``."""
+        """Returns the program's output and its exit code. Raises TimeoutExpired after the scaled ``timeout``."""
         timeout = time_limit(timeout)
         self._process.join(timeout)
         code, out, err = self._process.exitcode, self._read(self._out), self._read(self._err)

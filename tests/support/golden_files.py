@@ -1,4 +1,7 @@
-"""What the oracle, Hugging Face transformers in float32, said of the seeded models (see ``tools/make_golden.py``)."""
+"""Reads the results of the oracle for the seeded models: Hugging Face transformers in float32.
+
+See ``tools/make_golden.py``.
+"""
 
 from __future__ import annotations
 

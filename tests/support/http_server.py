@@ -69,7 +69,7 @@ class HttpServer:
         loop = uvloop.new_event_loop()
         self._loop = loop
         loop.run_until_complete(self._serve())
-        loop.run_until_complete(asyncio.sleep(0.02))  # what was cancelled at the end, ends
+        loop.run_until_complete(asyncio.sleep(0.02))  # lets cancelled tasks end
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 

@@ -1,5 +1,7 @@
-"""Programs of the tests that run in a process of their own (MindSpore, its plugin or a device's settings are a whole
-process's) and print what they found as JSON."""
+"""Test programs that run in their own process and print their result as JSON.
+
+They need a process because MindSpore, its plugin and a device's settings belong to a whole process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels should give: plain NumPy (float64) renderings, and random tensors and caches to try them on."""
+"""Reference results of the kernels in plain NumPy (float64), and random tensors and caches as inputs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Sequences served through a ``KVCacheManager`` and a modelled memory, to be driven in any order.
 
-The memory holds, for each slot of each block, the number of the prefix whose keys and values were written there:
-a token's keys and values depend on all tokens before it. So whatever a sequence reads is compared with exactly
-what it would have computed alone.
+A token's keys and values depend on all tokens before it. Therefore the memory holds a prefix number for each slot of
+each block: the prefix whose keys and values were written there. Each read is compared with the prefix that the sequence
+would have computed alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class State(enum.Enum):
 class Outcome(enum.Enum):
     ANSWERED = enum.auto()
     FAILED = enum.auto()
-    """It ran, and nobody knows how far."""
+    """The step ran, but its progress is unknown."""
     NEVER_RAN = enum.auto()
 
 
@@ -62,7 +62,7 @@ class ModelStep:
 
 
 class KVCacheModel:
-    """Steps run and are answered in order; sequences start, stop, fork and are swapped between any two."""
+    """Runs and completes steps in order. Sequences start, stop, fork and are swapped between steps."""
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int, block_hash: BlockHash) -> None:
         self.manager = KVCacheManager(
@@ -92,7 +92,7 @@ class KVCacheModel:
         self._check_slots(sequence, table, match.num_tokens)
 
     def start(self, sequence: ModelSequence) -> bool:
-        """Start a waiting sequence with its last match, however old. Always possible when nobody else is there."""
+        """Starts a waiting sequence with its latest match, however old. This must succeed if no other sequence runs."""
         assert sequence.match is not None
         alone = self.manager.num_free_blocks == self.manager.num_usable_blocks
         adoption = self.manager.adopt(sequence.table, sequence.chain, sequence.match, len(sequence.tokens))
@@ -181,7 +181,7 @@ class KVCacheModel:
         self._settle(sequence)
 
     def lose_device(self) -> None:
-        """Every step is void and both memories are gone: sequences wait again."""
+        """Loses all steps and both memories. All sequences wait again."""
         for step in self.steps:
             self.manager.end_copies(step.copies)
             step.sequence.num_inflight = 0
@@ -200,12 +200,12 @@ class KVCacheModel:
                 self._settle(sequence)
 
     def prune(self, keep: int) -> None:
-        """Forget sequences that are gone, but for the last ones."""
+        """Forgets ended sequences except the latest ``keep``."""
         for sequence in self.of_state(State.GONE)[:-keep]:
             self.sequences.remove(sequence)
 
     def drain(self) -> None:
-        """Answer everything and finish everybody: every block is free again."""
+        """Completes all steps and finishes all sequences, so that every block is free again."""
         while self.steps:
             self.answer(Outcome.ANSWERED)
         for sequence in self.of_state(State.RUNNING):

@@ -1,5 +1,7 @@
-"""A Llama in NumPy, of whole sequences: what a model says whose linear layers are int8, with exact arithmetic between
-them or with what lies between operators rounded to a type. Nothing of it is shared with the operators of either table.
+"""A Llama in NumPy, which computes whole sequences.
+
+Its linear layers are int8. The arithmetic between them is exact, or rounds to a type after each operator. It shares no
+code with the operators of the op tables.
 """
 
 from __future__ import annotations

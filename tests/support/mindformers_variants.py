@@ -59,9 +59,10 @@ VARIANTS: dict[str, Variant] = {
         dtype="bfloat16",
     ),
 }
-"""Norms of heads, biases, tied and separate output weights, groups of two and three queries, shards, three types; every
-rotary scaling there is, its trained context shorter than the texts; experts. MindFormers keeps the rotary tables of a
-process by everything that makes them but a scaling's factors, so no two scalings here agree in all the rest."""
+"""The tested models. They cover head norms, biases, tied and separate output weights, groups of two and three queries,
+shards, three types and experts. They also cover every rotary scaling, with a trained context shorter than the texts.
+MindFormers caches rotary tables per process, and its key ignores the factors of a scaling. Therefore any two scalings
+here differ in something else as well."""
 
 needs_mindformers = pytest.mark.skipif(
     find_spec("mindformers") is None, reason="the package mindformers is not installed: make test-mindformers"

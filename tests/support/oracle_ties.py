@@ -8,11 +8,11 @@ from support.server_process import ServerProcess
 
 NUM_TOKENS = 64
 
-# How far apart two of the oracle's logits may be for rounding to reverse them. A logit between 8 and 16, as the best
-# ones of the golden models are, is itself rounded to a multiple of 0.0078 in float16 and of 0.0625 in bfloat16.
+# Maximum distance between two of the oracle's logits that rounding may reverse. The best logits of the golden models
+# are between 8 and 16. There, float16 rounds to multiples of 0.0078 and bfloat16 to multiples of 0.0625.
 TIE_MARGIN = {"float16": 0.02, "bfloat16": 0.35}
 MOST_TIES = {"float16": 0.01, "bfloat16": 0.05}
-"""Of all positions."""
+"""Maximum fraction of positions with a tie."""
 RELATIVE_TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
 """The same for any model: times the standard deviation of the oracle's logits."""
 
@@ -20,8 +20,10 @@ RELATIVE_TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
 def check_forced(
     cases: list[dict[str, Any]], forced: list[list[int]], dtype: str, most_ties: float, label: str
 ) -> None:
-    """Of a model fed with the oracle's tokens every arg-max is the oracle's, or one whose logit is as good but for the
-    margin, which are at most ``most_ties`` of all."""
+    """Checks the arg-max at every position of a model that gets the oracle's tokens.
+
+    It must be the oracle's token, or a tie: a token whose logit is within the margin. At most a fraction ``most_ties``
+    of the positions may be ties."""
     margins = []
     for case, tokens in zip(cases, forced, strict=True):
         limit = RELATIVE_TIE_MARGIN[dtype] * case["logit_std"]

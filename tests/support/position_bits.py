@@ -1,5 +1,6 @@
-"""A position of a sequence gives the same bits however it is computed: alone, in a batch, in chunks, as prompt or as
-decode, over blocks that are shared, copied and swapped.
+"""Checks that a position of a sequence always gives the same bits.
+
+It may be computed alone, in a batch, in chunks, as prompt or as decode, over shared, copied and swapped blocks.
 
 ``agent/runner_worker.py`` and ``agent/block_sharing.py`` compute them in a process of the agent's; here they are
 compared.
@@ -21,7 +22,7 @@ def check_position_bits(digests: Mapping[str, Sequence[str]]) -> None:
     """``digests``, each of a sampled token, its logit, logsumexp and 32 best logits, by how they were computed:
 
     - ``alone``, ``batched``: of every position, in order;
-    - ``together``: of the prompt's last position, as a decode beside another prompt;
+    - ``together``: of the prompt's last position, as a decode together with another prompt;
     - ``chunked``, ``prefilled``: of some positions, as "step digest", in which 0 is the prompt's last position.
     """
     alone = list(digests["alone"])

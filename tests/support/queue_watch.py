@@ -1,7 +1,7 @@
-"""Holds the order in which requests start against the bounds that the queue states: nobody starves.
+"""Checks that the order in which requests start obeys the queue's bounds, so that no request starves.
 
-The watch sees what a client could see: who arrived when, who started, who got a token. It keeps no heaps and no
-counters like the queue's own, so it may be slow, and right for other reasons than the queue is.
+The watch only sees events that a client could see: arrivals, starts and tokens. It does not share data structures with
+the queue, so it may be slow, but its result is independent of the queue.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class QueueWatch:
         self._starts_left.pop(name, None)
 
     def _drop_finished(self) -> None:
-        """Those whose deadline passed ended inside the scheduler."""
+        """Removes requests that the scheduler ended because of their deadline."""
         for name in [name for name, request in self._waiting.items() if request.is_finished]:
             self._forget(name)
 
@@ -73,8 +73,8 @@ class QueueWatch:
         return request.tenant if self._limits.fairness else ""
 
     def _check_order(self, started: Request) -> None:
-        """Classes by the age of their oldest, a level of priority being worth some seconds; in the class a tenant's
-        requests by arrival, and everybody's where there are no tenants."""
+        """Checks that ``started`` belongs to the class with the oldest request, where a level of priority counts as
+        some seconds. Within the class, the requests of a tenant start in the order of their arrival."""
         oldest: dict[int, Request] = {}
         for request in self._waiting.values():
             oldest.setdefault(request.priority, request)
@@ -89,7 +89,7 @@ class QueueWatch:
         assert before is started, f"{started.request_id} starts before {before.request_id}, which came earlier"
 
     def _check_late_share(self, started: Request, now: float) -> None:
-        """Late requests of one priority and tenant start by arrival, one in so many starts at least."""
+        """Checks that late requests of one priority and tenant start in order, once in ``LATE_SHARE`` starts."""
         if len({(r.priority, self._tenant(r)) for r in self._waiting.values()}) > 1:
             self._starts_left.clear()
             return
@@ -102,11 +102,11 @@ class QueueWatch:
             self._starts_left[name] = left - 1
 
     def _charge(self, request: Request, service: int) -> None:
-        """No tenant gets more, while a request of another waits in its class, than that one's and the bound."""
+        """Checks that no tenant gets more service than a waiting tenant of the same class plus the bound."""
         services, tenant = self._services(request.priority), self._tenant(request)
         services[tenant] += service
         if self._limits.policy is Policy.SLO:
-            return  # who is late goes behind all that are on time, whatever its tenant got; see _check_late_share
+            return  # late requests follow all others, see _check_late_share
         for name, before in self._service_before.items():
             waiting = self._waiting[name]
             own = self._tenant(waiting)

@@ -17,7 +17,7 @@ from support.fakes import FakeDetokenizer, FakeExecutor, RecordingLog, Recording
 
 
 class ReplicatedEngine:
-    """Each turn polls one of the executors that have something to give, drawn from the seed."""
+    """Runs an engine with several replicas. Each loop iteration polls one executor, which the seed draws."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ReplicatedEngine:
             if self.router.is_idle:
                 break
         assert self.router.is_idle
-        self.step(4)  # what is still underway of void steps
+        self.step(4)  # completes void steps that are still in flight
         self.router.check_integrity()
         assert self.log.named("error") == []
         assert self.router.figures.free_blocks == self.router.figures.total_blocks

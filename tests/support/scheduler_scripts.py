@@ -1,7 +1,7 @@
 """Scripts for the scheduler: limits, and what happens, as plain data.
 
-A script is drawn at random, played, and made smaller while it still fails. What an operation cannot do it leaves, so
-any part of a script is a script: ``answer`` without an answer does nothing, nor does ending a request that never came.
+A script is drawn at random, played, and made smaller while it still fails. An impossible operation does nothing,
+so any part of a script is a script. For example, ``answer`` without a result does nothing.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Player:
             self.simulation.answer()
 
     def rounds(self, number: int) -> None:
-        """All that can be scheduled is, then all of it is run and answered, before anybody thinks of further steps."""
+        """Schedules all possible steps, then runs and completes all of them, before it schedules further steps."""
         simulation = self.simulation
         for _ in range(number):
             simulation.schedule()
@@ -123,7 +123,7 @@ class Player:
         self.simulation.now += seconds
 
     def end(self, name: str, reason: str, drop: bool) -> None:
-        """A client leaves, or a stop string was found; ``drop``: and steps nobody wants any more are dropped."""
+        """Ends a request from outside. ``drop``: also drops the steps that have become void."""
         if name in self.simulation.requests:
             self.simulation.end(name, FinishReason(reason))
         if drop:
@@ -172,8 +172,9 @@ def play(script: Script) -> Simulation:
 
 
 def minimise(script: Script, fails: Callable[[Script], bool]) -> Script:
-    """A script that still fails, from which no operation can be left out (delta debugging, Zeller and Hildebrandt
-    2002), with requests and limits as plain as they can be one by one."""
+    """Returns a script that still fails and from which no operation can be removed.
+
+    Then simplifies its requests and limits one by one (delta debugging, Zeller and Hildebrandt 2002)."""
     while True:
         smaller = _leave_out(script, fails)
         for candidate in _plainer(smaller):

@@ -28,7 +28,7 @@ from support.fakes import (
 
 
 class Sink:
-    """Keeps what it is given."""
+    """Collects pieces and errors."""
 
     def __init__(self) -> None:
         self.pieces: list[RequestOutput] = []
@@ -65,7 +65,7 @@ class Served:
 
 @asynccontextmanager
 async def served(**limits: object) -> AsyncIterator[Served]:
-    """A running engine; afterwards its thread is gone, and it was idle and whole."""
+    """Provides a running engine. Afterwards checks that it is idle and that its thread has ended."""
     sizes = make_limits(**limits)
     config: Any = SimpleNamespace(
         model_name="fake",

@@ -25,7 +25,7 @@ class SimulatedClients:
         self.cut: set[str] = set()
         """Requests that something else than their own text ended."""
         self.seen: Counter[str] = Counter()
-        """What has happened, by name: a test of everything should know that it met everything."""
+        """Number of events by name, so that a test can check that every kind of event happened."""
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -81,11 +81,11 @@ class SimulatedClients:
         self.seen["preemptions"] += request.num_preemptions
 
     def check(self) -> None:
-        """What holds at any time."""
+        """Checks the invariants that hold at any time."""
         self.scheduler.check_integrity()
 
     def check_texts(self, max_model_len: int) -> None:
-        """Every request ended, and with the text it has when run alone."""
+        """Checks that every request ended with the text that it has when it runs alone."""
         assert self.ended.keys() == self.requests.keys()
         for name, request in self.requests.items():
             expected = expected_tokens(request, max_model_len)

@@ -25,7 +25,7 @@ class Simulation(SimulatedClients):
         self.device = FakeDevice(limits)
         self.steps: list[ScheduledStep] = []
         self.tables: list[list[list[int]]] = []
-        """Of each step, the block tables as they were handed over."""
+        """The block tables of each step when it was scheduled."""
         self.answers: deque[StepResult] = deque()
         self._queue_watch = QueueWatch(limits)
         self._salt_watch = SaltWatch(limits.block_size)
@@ -79,7 +79,7 @@ class Simulation(SimulatedClients):
         )
 
     def _check_busy(self) -> None:
-        """Nothing in flight: then there is no work, or a batch waits for company, for as long as it is told to."""
+        """Checks that the scheduler is busy: without a step in flight, it must be idle or a batch must wait."""
         scheduler, limits = self.scheduler, self.limits
         if scheduler.figures.steps_in_flight or scheduler.is_idle:
             self._idle_until = None
@@ -143,7 +143,7 @@ class Simulation(SimulatedClients):
         self._idle_until = None
 
     def fail_step(self, error: str) -> list[RequestUpdate]:
-        """The step that would run next fails halfway; nobody knows what is in the blocks it was to write."""
+        """Fails the next step halfway, so that its blocks have unknown content."""
         seq = self.device.fail_next()
         updates = self.update(StepResult(seq, error=error))
         self.cut.update(update.request.request_id for update in updates)
@@ -151,7 +151,7 @@ class Simulation(SimulatedClients):
         return updates
 
     def drop_void_steps(self) -> None:
-        """What the engine does after an abort: drop steps nobody wants any more, if they have not begun."""
+        """Drops void steps that have not begun, like the engine after an abort."""
         for seq in self.scheduler.void_steps():
             result = self.device.abort(seq)
             if result is not None:
@@ -159,7 +159,7 @@ class Simulation(SimulatedClients):
                 self.seen["void steps"] += 1
 
     def skip_step(self) -> None:
-        """The step handed over last never runs, and is answered as such; unless it has begun."""
+        """Aborts the latest step unless it has begun."""
         result = self.device.abort(max(slot.seq for slot in self.device.queue))
         if result is not None:
             self.update(result)
@@ -189,7 +189,7 @@ class Simulation(SimulatedClients):
                 self._queue_watch.ended(update.request)
 
     def check(self) -> None:
-        """What holds at any time: blocks and rows are conserved, and no block of an unanswered step is free."""
+        """Checks the invariants: no block or batch row is lost, and no block of a step in flight is free."""
         super().check()
         figures = self.scheduler.figures
         assert 0.0 <= figures.kv_waste <= 1.0
@@ -227,7 +227,7 @@ def order(simulation: Simulation) -> list[str]:
 
 
 def random_run(simulation: Simulation, requests: list[Request], rng: random.Random, *, aborts: float = 0.0) -> None:
-    """Let the requests arrive at random while steps run and are answered at random; abort some."""
+    """Lets requests arrive, steps run and steps complete at random times. Aborts a fraction of the requests."""
     todo = deque(requests)
     while todo or not simulation.scheduler.is_idle:
         choice = rng.random()

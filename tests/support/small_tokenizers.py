@@ -168,8 +168,10 @@ QWEN_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def write_qwen_folder(folder: Path, *, as_json: bool = True) -> Path:
-    """Byte-level BPE in the way of Qwen2: digits one by one, NFC, ChatML, no first token; as ``tokenizer.json``, or as
-    ``vocab.json`` and ``merges.txt``, where only ``tokenizer_config.json`` knows the special tokens."""
+    """Writes a byte-level BPE tokenizer like Qwen2's: single digits, NFC, ChatML, no first token.
+
+    The files are ``tokenizer.json``, or ``vocab.json`` and ``merges.txt`` with special tokens in
+    ``tokenizer_config.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
