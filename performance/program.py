@@ -1,4 +1,4 @@
-"""What the command-line programs share: option types, errors, exit codes and JSON files."""
+"""Common parts of the command-line programs: option types, errors, exit codes and JSON files."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Command-line tools beside the server."""
+"""Command-line tools for operators and developers."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Analyze a server's event log: ``python tools/analyze_log.py output/server.log --html report.html``."""
+"""Analyses a server's event log: ``python tools/analyze_log.py output/server.log --html report.html``."""
 
 import signal
 import sys
@@ -14,5 +14,5 @@ use_own_python(TOOLS)
 from tools.log_analysis.main import main  # noqa: E402
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "analyze_log.py ... | head" ends quietly
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "analyze_log.py ... | head" ends without an error
     sys.exit(main())

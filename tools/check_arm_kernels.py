@@ -1,8 +1,8 @@
-"""Cross-compiles the kernels for 64-bit Arm and runs their self-test under qemu-user, every instruction set in turn.
+"""Cross-compiles the kernels for 64-bit Arm and runs their self-test in qemu-user, for each instruction set.
 
     python tools/check_arm_kernels.py
 
-Needs Debian's g++-aarch64-linux-gnu and qemu-user-static. Exits with 1 when a comparison is wrong.
+It needs Debian's g++-aarch64-linux-gnu and qemu-user-static. The exit code is 1 if a comparison is wrong.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ KERNELS = ROOT / "agent/kernels"
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64-static"
 FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-pthread", "-Wall", "-Wextra", "-Wno-psabi")
 INSTRUCTION_SETS = {"neon_dot": "-march=armv8.2-a+dotprod", "neon_i8mm": "-march=armv8.2-a+dotprod+i8mm"}
-"""As in setup.py."""
+"""The same as in setup.py."""
 
 
 def units() -> list[tuple[Path, list[str]]]:
-    """What the kernels need without MindSpore, and the flags of each."""
+    """Returns the sources that the kernels need without MindSpore, with their flags."""
     sources = [KERNELS / "arch/portable.cc", *sorted((KERNELS / "common").glob("*.cc"))]
     sources += [*sorted((KERNELS / "ops").glob("*.cc")), ROOT / "tests/kernels/linear_selftest.cc"]
     plain = [(source, ["-Wno-unused-function"]) for source in sources]
@@ -34,7 +34,7 @@ def units() -> list[tuple[Path, list[str]]]:
 
 
 def build(folder: Path) -> Path:
-    """The self-test as a static program."""
+    """Builds the self-test as a static program."""
 
     def compile_unit(unit: tuple[Path, list[str]]) -> Path:
         source, flags = unit

@@ -1,11 +1,12 @@
-"""Compile the Ascend graphs of configs without an NPU, and check them.
+"""Compiles the Ascend graphs of configs without an NPU, and checks them.
 
     python tools/check_ascend_graph.py llama_7b_kbk_pa_dyn.yaml ...
     python tools/check_ascend_graph.py --all
-    python tools/check_ascend_graph.py --all --write       accept the graphs as they are now
+    python tools/check_ascend_graph.py --all --write       store the current graphs as golden
 
-One line a config and graph; exit code 1 when any fails. A graph must pass MindSpore's inference of types and shapes and
-the rules of ``tools/ascend_graph/rules.py``, and be line by line what ``tools/ascend_graph/golden`` holds.
+A graph must pass MindSpore's inference of types and shapes and the rules of ``tools/ascend_graph/rules.py``. Its
+listing must be equal to the one in ``tools/ascend_graph/golden``. There is one line per config and graph. The exit code
+is 1 if any fails.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from tools.ascend_graph.rules import check_graph
 CONFIGS = Path(__file__).resolve().parents[1] / "configs" / "llama"
 GOLDEN = Path(__file__).resolve().parent / "ascend_graph" / "golden"
 MAX_LINES = 12
-"""Of a difference or an error that are shown."""
+"""Maximum number of lines that are shown of a difference or an error."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Returns the exit code."""
     options = _parse(arguments)
     names = options.config or []
     if options.all:
@@ -48,10 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_config(name: str, *, write: bool = False) -> int:
-    """Print a line for each graph of a config; how many failed. A config or graph that cannot be made counts as one."""
+    """Prints a line per graph of a config and returns the number of failures."""
     stem = Path(name).stem
     if _is_mindformers(name):
-        print(f"skip {stem}: model_type mindformers, whose graph is that package's own (docs/mindformers.md)")
+        print(f"skip {stem}: model_type mindformers, whose graph belongs to that package (docs/mindformers.md)")
         return 0
     try:
         config = ascend_config(name)
@@ -67,13 +68,14 @@ def check_config(name: str, *, write: bool = False) -> int:
             print(f"{'FAIL' if problems else 'ok  '} {stem} {kind}: {size}", *_cut(problems), sep="\n       ")
             failures += bool(problems)
     except (LLMServingError, RuntimeError, TypeError, ValueError) as error:
-        print(f"FAIL {stem}: the front end refuses a graph", *_cut(str(error).strip().splitlines()), sep="\n       ")
+        print(f"FAIL {stem}: the front end rejects a graph", *_cut(str(error).strip().splitlines()), sep="\n       ")
         failures += 1
     return failures
 
 
 def _is_mindformers(name: str) -> bool:
-    """False also for a file that cannot be read, which ``ascend_config`` tells more about."""
+    """Returns True for a MindFormers config. An unreadable file is left to ``ascend_config``, which has a better
+    error."""
     try:
         section = read_yaml_mapping(find_config_file(name)).get("model_config")
     except LLMServingError:
@@ -82,14 +84,14 @@ def _is_mindformers(name: str) -> bool:
 
 
 def problems_of(stem: str, kind: str, graph: Graph, config: Config, *, write: bool) -> list[str]:
-    """Broken rules, and lines that are not the golden ones."""
+    """Returns broken rules, and lines that differ from the golden listing."""
     problems = check_graph(kind, graph, config, forms_of(config))
     lines, golden = list_graph(graph), GOLDEN / f"{stem}.{kind}.txt"
     if write and not problems:
         golden.parent.mkdir(exist_ok=True)
         golden.write_text("\n".join(lines) + "\n", encoding="utf-8")
     if not golden.is_file():
-        return [*problems, f"there is no {golden.name} to compare with; look at the graph, then --write"]
+        return [*problems, f"there is no {golden.name} to compare with; check the graph, then use --write"]
     return [*problems, *_differences(golden.read_text(encoding="utf-8").splitlines(), lines)]
 
 
@@ -105,10 +107,10 @@ def _cut(lines: list[str]) -> list[str]:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Compile the Ascend graphs of configs without an NPU, and check them.")
+    parser = argparse.ArgumentParser(description="Compiles and checks the Ascend graphs of configs without an NPU.")
     parser.add_argument("config", nargs="*", help="name or path of a config")
     parser.add_argument("--all", action="store_true", help="every config of configs/llama")
-    parser.add_argument("--write", action="store_true", help="write the golden listings of graphs that break no rule")
+    parser.add_argument("--write", action="store_true", help="write the golden listings of graphs without errors")
     options = parser.parse_args(arguments)
     if not options.config and not options.all:
         parser.error("name a config, or --all")
@@ -118,4 +120,4 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # MindSpore's own threads need not be waited for
+    os._exit(code)  # does not wait for MindSpore's threads

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""What this machine can run, and why not: ``python tools/doctor.py [--config FILE]``.
+"""Shows what this machine can run, and what prevents it: ``python tools/doctor.py [--config FILE]``.
 
-Error codes and logs in plain words: ``python tools/doctor.py explain EI0006`` or ``... explain FILE``. See ``--help``.
+It also explains error codes and logs: ``python tools/doctor.py explain EI0006`` or ``... explain FILE``. See
+``--help``.
 """
 
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-if sys.version_info < (3, 10):  # noqa: UP036 - whoever runs it with an old Python gets a sentence, not a traceback
+if sys.version_info < (3, 10):  # noqa: UP036 - an old Python gets a message instead of a traceback
     sys.stderr.write("error: Python 3.10 or 3.11 is needed, this is " + sys.version.split()[0] + "; run: make setup\n")
     sys.exit(1)
 
@@ -20,5 +21,5 @@ if __name__ == "__main__":
     prefer_own_python()
     from tools.diagnosis.main import main
 
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "doctor.py ... | head" ends quietly
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "doctor.py ... | head" ends without an error
     sys.exit(main())

@@ -1,18 +1,19 @@
-"""Write tests/golden/*.json: what Hugging Face transformers, in float32, generates greedily from our test models.
+"""Writes tests/golden/*.json: greedy tokens of the test models from Hugging Face transformers in float32.
 
-Needs torch and transformers, which the project itself does not use; in an environment of their own:
+It needs torch and transformers, which the project does not use. They go into a separate environment:
 
     python -m venv /tmp/oracle && /tmp/oracle/bin/pip install torch==2.13.0
-    /tmp/oracle/bin/pip install transformers "numpy<2"
+    /tmp/oracle/bin/pip install transformers safetensors "numpy<2"
     /tmp/oracle/bin/python tools/make_golden.py                # all models
-    /tmp/oracle/bin/python tools/make_golden.py tiny_llama     # after it was trained anew
+    /tmp/oracle/bin/python tools/make_golden.py tiny_llama     # after a new training
 
-The files of ``performance.models.variants`` go to tests/golden/families and are smaller: two prompts, no whole logits.
+The files of ``performance.models.variants`` are in tests/golden/families. They are smaller: two prompts, no complete
+logits.
 
-A file holds, per prompt, 64 greedy tokens (end tokens do not end), the oracle's best ``TOP`` token ids and logits at
-each of them, and the whole logits of a few, so that tests can tell a tie from an error. Random prompts are drawn until
-the two best logits are at least ``MIN_MARGIN`` apart throughout: float32 sums in another order then give the same
-tokens.
+For each prompt, a file has 64 greedy tokens (end tokens are ignored). At each token it has the ``TOP`` best token ids
+and logits, and at some the complete logits. With these, a test can distinguish a tie from an error. Random prompts are
+drawn until the two best logits always differ by at least ``MIN_MARGIN``. Then float32 sums in another order give the
+same tokens.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def weights_digest(folder: Path) -> str:
 
 
 class Oracle:
-    """A model in transformers, float32, on the CPU."""
+    """A model in transformers, in float32 on the CPU."""
 
     def __init__(self, folder: Path) -> None:
         import torch
@@ -83,7 +84,7 @@ class Oracle:
             raise SystemExit(f"transformers uses rope type {found}, config.json says {wanted}")
 
     def greedy(self, prompt: list[int]) -> tuple[list[int], np.ndarray]:
-        """Tokens, and the logits [NUM_TOKENS, vocabulary] each was the largest of."""
+        """Returns the tokens, and the logits [NUM_TOKENS, vocabulary] from which they were chosen."""
         torch, tokens, rows = self._torch, [], []
         inputs, past = torch.tensor([prompt]), None
         with torch.no_grad():
@@ -102,7 +103,7 @@ def smallest_margin(logits: np.ndarray) -> float:
 
 
 def random_case(oracle: Oracle, length: int, vocab_size: int) -> dict[str, Any]:
-    """The first seed's prompt whose margins are healthy."""
+    """Returns the case of the first seed whose margins are large enough."""
     for seed in range(1000):
         generator = np.random.Generator(np.random.PCG64(seed * 1000 + length))
         prompt = [int(token) for token in generator.integers(FIRST_ORDINARY_TOKEN, vocab_size, length)]
@@ -189,7 +190,7 @@ def main() -> None:
 
 
 def _one_line_per_row(golden: dict[str, Any]) -> str:
-    """JSON that diffs by case and stays small."""
+    """Returns compact JSON with one line per case."""
     cases = ",\n".join(json.dumps(case, separators=(",", ":")) for case in golden["cases"])
     head = json.dumps({key: value for key, value in golden.items() if key != "cases"}, indent=1)
     return f'{head[:-2]},\n "cases": [\n{cases}\n ]\n}}\n'

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""How much each number format costs in quality, measured through the served graph and its kernels.
+"""Measures how much quality each number format costs, with the served graph and its kernels.
 
-Texts that the tiny Llama was not trained on are fed token by token; printed are the perplexity, its change against bf16
-and the share of positions where the best token is the same. Fails (exit code 1) when int8 is more than 1 % worse than
-bf16 in perplexity, or int4 more than 5 %.
+The tool feeds texts that were kept from the tiny Llama's training, token by token. It prints the perplexity, its change
+from bf16, and the fraction of positions with the same best token. The exit code is 1 if the perplexity of int8 is more
+than 1 % above bf16, or that of int4 more than 5 %.
 
     python tools/quality_gate.py [--config llama_tiny_cpu.yaml] [--formats bf16,int8] [--json FILE]
 """
@@ -43,14 +43,14 @@ BASELINE = "bf16"
 
 @dataclass(frozen=True)
 class Format:
-    """One line of the table."""
+    """A row of the table."""
 
     name: str
     overrides: tuple[str, ...] = ()
     limit: float | None = None
-    """Largest share by which perplexity may exceed the baseline's; None: not judged."""
+    """Maximum relative increase of the perplexity, or None without a limit."""
     calibrated: Settings | None = None
-    """Made beforehand by GPTQ with these settings."""
+    """Settings of a GPTQ conversion before the measurement."""
 
 
 FORMATS = (
@@ -66,14 +66,14 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class Quality:
-    """What was measured of a format."""
+    """The measurement of a format."""
 
     name: str
     perplexity: float
     change: float
-    """Against the baseline's perplexity, as a share of it."""
+    """Relative change of the perplexity from the baseline."""
     agreement: float
-    """Share of positions with the baseline's best token."""
+    """Fraction of positions with the same best token as the baseline."""
     limit: float | None
     seconds: float
 
@@ -84,14 +84,14 @@ class Quality:
 
 @dataclass(frozen=True)
 class Texts:
-    """Token ids [texts, length], and which positions have a next token to foretell."""
+    """Token ids [texts, length], and the positions with a next token to predict."""
 
     tokens: NDArray[np.int32]
     counted: NDArray[np.bool_]
 
 
 def held_out_texts(tokenizer: Tokenizer, count: int, length: int) -> Texts:
-    """Documents of one generator's seed that training kept out, cut at ``length``, the ends of short ones filled up."""
+    """Returns documents of a seed that were kept from training, cut at ``length``. Short documents are padded."""
     documents = (each for each in builtin_documents(tokenizer, HELD_OUT_SEED, held_out=True))
     chosen = itertools.islice((each for each in documents if len(each) >= SHORTEST_DOCUMENT), count)
     tokens, counted = np.zeros((count, length), np.int32), np.zeros((count, length), np.bool_)
@@ -103,7 +103,7 @@ def held_out_texts(tokenizer: Tokenizer, count: int, length: int) -> Texts:
 
 
 def measure(config: Config, texts: Texts) -> tuple[float, NDArray[np.int32]]:
-    """Mean loss in nats over the counted positions, and the best token of each position."""
+    """Returns the mean loss in nats over the counted positions, and the best token of each position."""
     best = np.zeros(texts.tokens.shape, np.int32)
     losses = np.zeros(texts.tokens.shape)
 
@@ -120,12 +120,12 @@ def measure(config: Config, texts: Texts) -> tuple[float, NDArray[np.int32]]:
 
 
 def known_keys() -> set[str]:
-    """Keys of ``model_config``."""
+    """Returns the keys of ``model_config``."""
     return {field.name for field in fields(ModelConfig)}
 
 
 def overrides_of(each: Format, scratch: Path, folder: Path) -> list[str]:
-    """For the command line of a config, the calibrated folder being made where it is needed."""
+    """Returns the overrides for a format, and quantises the folder if necessary."""
     dtype = [] if any(item.startswith("model_dtype=") for item in each.overrides) else ["model_dtype=bfloat16"]
     items = [*dtype, *(item for item in each.overrides if item.split("=")[0] in known_keys())]
     if each.calibrated is not None:
@@ -137,13 +137,13 @@ def overrides_of(each: Format, scratch: Path, folder: Path) -> list[str]:
 
 
 def is_available(each: Format) -> bool:
-    """Whether the config has the keys of a format; the float formats and folders need none."""
+    """Returns True if the config has the keys of a format. Float formats and folders need none."""
     wanted = {item for item in each.overrides if not item.endswith(("=bf16", "=auto"))}
     return all(item.split("=")[0] in known_keys() for item in wanted)
 
 
 def run(config_name: str, formats: Sequence[Format], count: int, length: int) -> list[Quality]:
-    """A line of the table for each format, the baseline first."""
+    """Returns a row for each format, the baseline first."""
     plain = load_config(config_name)
     assert plain.model_config.model_path is not None, "main() has refused a config without a model"
     folder, texts = Path(plain.model_config.model_path), held_out_texts(load_tokenizer(plain), count, length)
@@ -179,27 +179,27 @@ def table_line(quality: Quality) -> str:
 
 
 def chosen_formats(names: str) -> list[Format]:
-    """The named ones, the baseline first whether it is named or not. Raises ConfigError for an unknown name."""
+    """Returns the named formats after the baseline. Raises ConfigError for an unknown name."""
     wanted = {name.strip() for name in names.split(",")} if names else {each.name for each in FORMATS}
     unknown = wanted - {each.name for each in FORMATS}
     if unknown:
-        raise ConfigError(f"--formats {sorted(unknown)[0]}: there are {', '.join(each.name for each in FORMATS)}")
+        raise ConfigError(f"--formats {sorted(unknown)[0]}: the formats are {', '.join(each.name for each in FORMATS)}")
     return [each for each in FORMATS if each.name in wanted or each.name == BASELINE]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="llama_tiny_cpu.yaml", help="config whose model is measured")
-    parser.add_argument("--formats", default="", help="comma-separated lines of the table (default: all)")
-    parser.add_argument("--texts", type=int, default=64, help="held-out texts (default 64)")
-    parser.add_argument("--length", type=int, default=192, help="tokens at which a text is cut (default 192)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON too")
+    parser.add_argument("--config", default="llama_tiny_cpu.yaml", help="config of the measured model")
+    parser.add_argument("--formats", default="", help="comma-separated rows of the table (default: all)")
+    parser.add_argument("--texts", type=int, default=64, help="number of texts (default 64)")
+    parser.add_argument("--length", type=int, default=192, help="maximum tokens of a text (default 192)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table as JSON to this file, too")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0; 1 when a format is too far from bf16; 2 when nothing could be measured."""
+    """Returns 0; 1 if a format differs too much from bf16; 2 if nothing could be measured."""
     options = parse_arguments(arguments)
     try:
         if load_config(options.config).model_config.load_format == "dummy":

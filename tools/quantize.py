@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""Turn a Hugging Face Llama folder of floats into one of int8 or int4 weights, which any program that reads
-compressed-tensors takes.
+"""Converts a Hugging Face Llama folder with float weights to int8 or int4 weights in the format of compressed-tensors.
 
-int8 has a scale per output (for W8A8: activations become int8 as they come); int4 has one per group of inputs. The
-embedding, the norms and the output layer stay as they are. Tensors are read, converted and written one at a time.
+int8 has a scale per output (W8A8: activations are quantised at run time). int4 has a scale per group of inputs. The
+embedding, the norms and the output layer stay as they are. Tensors are converted one at a time.
 
-The method gptq keeps the outputs of each layer on a calibration text, rather than its weights. It runs the text through
-the model in NumPy, layer by layer: seconds for a model of millions of parameters, hours for one of billions.
+The method gptq preserves the outputs of each layer on a calibration text instead of its weights. It runs the text
+through the model in NumPy, layer by layer. This takes seconds for millions of parameters, and hours for billions.
 
     python tools/quantize.py models/tiny_llama /tmp/tiny_int4 --format int4 --method gptq
 """
@@ -32,7 +31,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the model: config.json, safetensors, tokenizer")
-    parser.add_argument("out", type=Path, help="folder to write; must not be there")
+    parser.add_argument("out", type=Path, help="folder to write; must not exist")
     parser.add_argument("--format", choices=[each.name for each in STORED_FORMATS], required=True)
     parser.add_argument("--group", type=int, choices=GROUP_SIZES, help="inputs that share a scale in int4 (default 64)")
     parser.add_argument("--asymmetric", action="store_true", help="store zero points, which int4 has")
@@ -41,10 +40,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--calibration",
         default=BUILTIN,
         metavar="FILE.jsonl",
-        help='text for gptq, a JSON object with "text" a line; default: builtin, the text of the tiny Llama',
+        help='text for gptq: a file with a JSON object with "text" per line (default: builtin, the tiny Llama\'s text)',
     )
     parser.add_argument("--sequences", type=int, default=128, help="calibration sequences (default 128)")
-    parser.add_argument("--length", type=int, default=256, help="tokens in each (default 256)")
+    parser.add_argument("--length", type=int, default=256, help="tokens per sequence (default 256)")
     options = parser.parse_args(arguments)
     wanted = weight_format(options.format)
     if (options.group and not wanted.has_groups) or (options.asymmetric and not wanted.zero):
@@ -55,7 +54,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0, or 1 after one line that says what is wrong."""
+    """Returns 0, or 1 after an error message of one line."""
     options, start = parse_arguments(arguments), time.monotonic()
     wanted = weight_format(options.format)
     group = (options.group or 64) if wanted.has_groups else 0

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Replay a flight recording: ``python tools/replay.py output/flight --html timeline.html``."""
+"""Replays a flight recording: ``python tools/replay.py output/flight --html timeline.html``."""
 
 import signal
 import sys

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Writes ``models/shapes/tokenizer``: the tiny model's tokenizer with made-up words up to 32000 entries.
+"""Writes ``models/shapes/tokenizer``: the tiny model's tokenizer, extended by invented words to 32000 entries.
 
-The benchmark shapes have random weights and the vocabulary of Llama 2. Their text means nothing, but making it has to
-cost what text costs: every token has a piece of four to eight letters. Text is cut by the tiny model's merges; the
-made-up words have none, so they come out of the model only.
+The benchmark shapes have random weights and the vocabulary of Llama 2. Their text has no meaning, but it must cost as
+much time as real text. Every token therefore has a piece of four to eight letters. The tiny model's merges divide text
+into tokens. The invented words have no merges, so they occur only in the model's output.
 
     python tools/shape_tokenizer.py
 """
@@ -24,7 +24,7 @@ WORD_MARK = "\u2581"
 
 
 def made_up_words() -> Iterator[str]:
-    """Words of two syllables, then of three and four, with the mark of a word's beginning."""
+    """Yields words of two syllables, then of three and four, with the mark of a word's start."""
     for length in count(2):
         for index in range(len(SYLLABLES) ** length):
             syllables = []

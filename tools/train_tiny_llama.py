@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Train a tiny Llama on the CPU with MindSpore and write it as a Hugging Face folder.
+"""Trains a tiny Llama on the CPU with MindSpore and writes it as a Hugging Face folder.
 
-The text is made by the tool (stories, poems, small facts, sums, conversations): nothing is downloaded. The same seed,
-steps and machine give the same model; where --minutes runs out first, the learning-rate schedule follows the clock, and
-the result depends on the speed of the machine.
+The tool generates the text (stories, poems, small facts, sums, conversations); nothing is downloaded. The same seed,
+steps and machine give the same model. If --minutes ends the training, the learning rate follows the clock, and the
+result depends on the machine's speed.
 """
 
 import argparse
@@ -41,9 +41,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     shape, plan = ModelShape(), TrainingPlan(steps=9000)
     parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder to write")
     parser.add_argument("--steps", type=int, default=plan.steps, help="optimizer steps")
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="wall time after which to stop, if the steps take longer"
-    )
+    parser.add_argument("--minutes", type=float, default=math.inf, help="maximum wall time, if the steps take longer")
     parser.add_argument("--seed", type=int, default=1, help="seed of the text and of the initial weights")
     parser.add_argument("--batch", type=int, default=plan.batch, help="rows per step")
     parser.add_argument("--length", type=int, default=plan.length, help="tokens per row")
@@ -56,7 +54,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         type=float,
         default=plan.export_every_minutes,
         metavar="MINUTES",
-        help="write the folder this often",
+        help="interval of writing the folder",
     )
     parser.add_argument("--hidden-size", type=int, default=shape.hidden_size, help="width of the model")
     parser.add_argument("--layers", type=int, default=shape.num_layers, help="decoder layers")
@@ -73,7 +71,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_shape(options: argparse.Namespace) -> ModelShape:
-    """The model asked for."""
+    """Returns the requested model."""
     return ModelShape(
         vocab_size=options.vocab_size,
         hidden_size=options.hidden_size,
@@ -85,7 +83,7 @@ def make_shape(options: argparse.Namespace) -> ModelShape:
 
 
 def make_plan(options: argparse.Namespace) -> TrainingPlan:
-    """The training asked for."""
+    """Returns the requested training plan."""
     return TrainingPlan(
         steps=options.steps,
         minutes=options.minutes,
@@ -98,26 +96,26 @@ def make_plan(options: argparse.Namespace) -> TrainingPlan:
 
 
 def make_tokenizer_model(seed: int, vocab_size: int) -> bytes:
-    """The sentencepiece model of the first documents of the corpus."""
+    """Trains the sentencepiece model on the first documents of the corpus."""
     texts = (text for document in itertools.islice(documents(seed), TOKENIZER_DOCUMENTS) for _, text in document)
     return train_tokenizer(texts, vocab_size)
 
 
 def round_weights(network: TinyLlama) -> None:
-    """Replace the weights by what the exported file holds."""
+    """Replaces the weights by those of the exported file."""
     for parameter in network.trainable_params():
         parameter.set_data(Tensor(from_bfloat16(to_bfloat16(parameter.asnumpy()))))
 
 
 def write_fixed_files(shape: ModelShape, tokenizer_model: bytes, out: Path) -> None:
-    """All that does not depend on the training: tokenizer and configuration."""
+    """Writes everything that does not depend on the training: tokenizer and config."""
     out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer_model, out, shape.max_position_embeddings)
     save_config(shape, out)
 
 
 def make_trainer(network: TinyLlama, plan: TrainingPlan, tokenizer_model: bytes, seed: int, out: Path) -> Trainer:
-    """The trainer with its three streams of text: short rows, long rows, and fixed held-out rows."""
+    """Returns the trainer with its three streams of text: short rows, long rows, and fixed held-out rows."""
     tokenizer = load_tokenizer(tokenizer_model)
     short_rows = batches(tokenizer, seed, False, plan.batch, plan.length)
     held_out = itertools.islice(batches(tokenizer, seed + 1, True, plan.batch, plan.length), plan.eval_batches)
@@ -131,7 +129,7 @@ def make_trainer(network: TinyLlama, plan: TrainingPlan, tokenizer_model: bytes,
 
 
 def make_report(options: argparse.Namespace, plan: TrainingPlan, history: History, minutes: float) -> dict[str, Any]:
-    """What was trained, and how well it went."""
+    """Returns the description of the training and its result."""
     steps = history.train[-1][0]
     return {
         "shape": asdict(make_shape(options)),
@@ -145,7 +143,7 @@ def make_report(options: argparse.Namespace, plan: TrainingPlan, history: Histor
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train, and leave the folder complete."""
+    """Trains the model and writes the complete folder."""
     ms.set_context(mode=ms.GRAPH_MODE, device_target="CPU", jit_config={"jit_level": "O0"})
     start = time.monotonic()
     shape, plan, out = make_shape(options), make_plan(options), options.out

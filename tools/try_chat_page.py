@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Use the chat page of a running server in headless Chromium, as a person would, and take screenshots.
+"""Uses the chat page of a running server in headless Chromium, as a user would, and takes screenshots.
 
-Asks a question, waits for the streamed answer, starts a long one and stops it. Needs Debian's packages ``chromium``
-and ``chromium-driver``. Exit code 1 when the page did not do what it should.
+It asks a question, waits for the streamed response, starts a long one and stops it. It needs Debian's packages
+``chromium`` and ``chromium-driver``. The exit code is 1 if the page does not work as expected.
 
     python tools/try_chat_page.py --out output
 """
@@ -37,7 +37,7 @@ CHROMIUM_FLAGS = [
 
 
 class Browser:
-    """A headless Chromium driven over the W3C WebDriver protocol."""
+    """A headless Chromium, controlled over the W3C WebDriver protocol."""
 
     def __init__(self, profile: str, size: str) -> None:
         with socket.socket() as free:
@@ -59,15 +59,15 @@ class Browser:
         return self._call("POST", "/execute/sync", {"script": script, "args": []})
 
     def wait(self, condition: str, timeout_s: float = 30.0) -> None:
-        """Wait until a JavaScript expression is true. Raises TimeoutError."""
+        """Waits until a JavaScript expression is true. Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while not self.run(f"return Boolean({condition})"):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the page never came to: {condition}")
+                raise TimeoutError(f"the page never reached: {condition}")
             time.sleep(0.05)
 
     def send(self, text: str) -> None:
-        """Type into the message field and press the button."""
+        """Types into the message field and presses the button."""
         fill = f"field.value = {json.dumps(text)}; field.dispatchEvent(new Event('input', {{bubbles: true}}));"
         self.run(f"const field = document.getElementById('text'); {fill} document.getElementById('send').click();")
 
@@ -98,7 +98,7 @@ class Browser:
 
 
 def try_page(browser: Browser, url: str, out: Path) -> list[str]:
-    """Go through the page; what it said, for people to read."""
+    """Uses the page and returns its text."""
     browser.open(url)
     idle = "document.getElementById('send').textContent.trim() === 'Send'"
     browser.wait(idle)
@@ -120,11 +120,11 @@ def try_page(browser: Browser, url: str, out: Path) -> list[str]:
 
 
 def main() -> int:
-    """Parse, run, print what was seen."""
+    """Runs the browser and prints the page's text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     url = f"http://127.0.0.1:{DEFAULT_SERVER_PORT}"
     parser.add_argument("--url", default=url, help="URL of the running server (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("output"), help="folder of the screenshot")
+    parser.add_argument("--out", type=Path, default=Path("output"), help="folder for the screenshot")
     parser.add_argument("--size", default="900,760", help="window size (default: %(default)s)")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)

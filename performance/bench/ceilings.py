@@ -1,9 +1,9 @@
-"""What this machine can do at most: read bandwidth and the peak rate of each kind of multiply-add.
+"""Measures the limits of this machine: read bandwidth and the peak rate of each kind of multiply-add.
 
     python -m performance.bench.ceilings [--threads N]        prints the ceilings as JSON
 
-Measured by loops of the kernels' library (``agent/kernels/ops/ceilings.h``) in a process of its own, so that no
-thread pool of the benchmark takes part or is left behind.
+Loops of the kernels' library (``agent/kernels/ops/ceilings.h``) run in a separate process. The benchmark's thread pools
+are therefore not involved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOOP_SECONDS = 0.1
 ATTEMPTS = 5
 TIMEOUT_S = 60.0
 DRIFT = 1.15
-"""Bandwidths further apart than this are told."""
+"""If bandwidths differ by a larger factor, the program prints a warning."""
 RATES = {
     "read_gb_s": "llmk_measure_read_bandwidth",
     "paged_read_gb_s": "llmk_measure_paged_read_bandwidth",
@@ -35,11 +35,12 @@ RATES = {
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Of all ``threads`` together. A machine without a unit for a format has the rate of what it uses instead."""
+    """Rates of all ``threads`` together. Without a unit for a format, the machine has the rate of the unit that it uses
+    instead."""
 
     read_gb_s: float
     paged_read_gb_s: float
-    """In pieces of 12 KB in any order, as the blocks of a sequence lie."""
+    """Rate of reading pieces of 12 KB in random order, like the blocks of a sequence."""
     bf16_gflops: float
     int8_gops: float
     fp32_gflops: float
@@ -56,7 +57,7 @@ class Ceilings:
 
 
 def measure_ceilings(threads: int = 0) -> Ceilings:
-    """The ceilings now; 0 threads: one for each processor. Raises RuntimeError when the process fails."""
+    """Returns the ceilings. With 0 threads there is one per processor. Raises RuntimeError if the process fails."""
     command = [sys.executable, "-m", "performance.bench.ceilings", "--threads", str(threads)]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if result.returncode != 0:
@@ -65,7 +66,7 @@ def measure_ceilings(threads: int = 0) -> Ceilings:
 
 
 def drift_text(before: Ceilings, after: Ceilings) -> str | None:
-    """A warning when the bandwidth changed during a run: on a shared machine it does, and shares then mean little."""
+    """Returns a warning if the bandwidth changed during a run. Fractions of the ceilings are then unreliable."""
     low, high = sorted((before.read_gb_s, after.read_gb_s))
     if high < DRIFT * low:
         return None
@@ -91,7 +92,7 @@ def _best_rate(library: ctypes.CDLL, name: str) -> float:
 
 
 def _best(call: Callable[[], float]) -> float:
-    """A ceiling is what was reached once: whatever else ran can only have lowered it."""
+    """Returns the best rate of several attempts, because other processes can only lower it."""
     return max(call() for _ in range(ATTEMPTS))
 
 

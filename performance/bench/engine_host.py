@@ -1,8 +1,8 @@
 """Measures the host time of decode steps without a device: the time that the engine thread adds to a step.
 
 The scheduler with its flight recorder, engine core, detokenizer, slot writer and message codec are the real ones. The
-device is simulated and completes a step at once; its time is subtracted. With ``--evict MIB`` the simulated device
-reads that much memory in each step, as an agent would, so that the caches are as cold as in a busy server.
+device is simulated and completes a step immediately; its time is subtracted. With ``--evict MIB`` the simulated device
+reads that much memory in each step. The caches are then as cold as in a busy server.
 """
 
 from __future__ import annotations

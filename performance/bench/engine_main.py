@@ -3,9 +3,10 @@
 The program starts a real agent and drives scheduler and executor in this process. Decoding is greedy, end tokens are
 ignored, and prompts are random token ids from a seed. Every figure is the median of --repeats runs after a warm-up run.
 
-A decode row runs --batch prompts of --prompt tokens at once and generates --new tokens for each. Its decode rate counts
-the tokens after the last prompt's first token. Its prefill rate and TTFT come from the same run. A prefill row runs one
-prompt and generates one token. If the prompt is longer than the model's limit, several equal prompts take its place.
+A decode row runs --batch prompts of --prompt tokens together and generates --new tokens for each. Its decode rate
+counts the tokens after the last prompt's first token. Its prefill rate and TTFT come from the same run. A prefill row
+runs one prompt and generates one token. If the prompt is longer than the model's limit, several equal prompts take its
+place.
 
 "of ceiling" is the minimum time divided by the measured time. The minimum time is the sum over a step's operators of
 the longer of reading and computing (performance/bench/roofline.py). "by blocks" is the same if keys and values are read

@@ -8,7 +8,7 @@ data that is still in the caches, so they can exceed 100 % of the memory bandwid
 
 --against PATH compares with another build of the kernels (libllm_kernels.so of another tree), for the linear layers and
 for attention. Passes of both builds alternate on the same arrays, so that changes of the machine's speed affect both.
-"ratio" is the median of the other build's time divided by this one's. Above 1 this build is faster.
+"ratio" is the median of the other build's time divided by this build's time. Above 1 this build is faster.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Row:
     share_of_ceiling: float
     bound: str
     ratio: float | None = None
-    """The other build's time divided by this one's, or None without another build."""
+    """The other build's time divided by this build's time, or None without another build."""
 
     def text(self) -> str:
         line = (

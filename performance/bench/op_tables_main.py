@@ -4,9 +4,9 @@ Two engines with real agents, one per table, measure each row alternately, so th
 both. A row is a decode of --batch prompts of --prompt tokens, or a prefill. Its figure is the time of a step
 (bench_engine.py); the ratio is the native time divided by the fused time.
 
-By default both tables multiply the same types: native int4 multiplies floats by int4, and so does fused
-int4_weight_only, but fused int4 multiplies int8 by int4. --fused-weights selects other formats; ratios of different
-precisions are marked, and the limit does not apply to them. The exit code is 1 if another ratio exceeds --limit.
+By default both tables multiply the same types. Native int4 and fused int4_weight_only multiply floats by int4, but
+fused int4 multiplies int8 by int4. With --fused-weights other formats can be selected. Ratios of different precisions
+are marked, and the limit does not apply to them. The exit code is 1 if another ratio exceeds --limit.
 """
 
 from __future__ import annotations

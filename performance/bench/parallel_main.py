@@ -1,8 +1,8 @@
 """Measures decode steps of a model on one agent and on several agents that share it, without a server.
 
-The figures are the median step, the fraction of it that the responding agent spends in sums and gathers, and the
-fraction of that during which it waits for other agents. ``--texts`` greedy texts are compared with those of the first
-group (one agent): how many are equal, and by how much the logits of different tokens differ.
+The figures are the median step and the fraction of it that the responding agent spends in sums and gathers. A further
+fraction is the time in which it waits for other agents. A number of greedy texts (``--texts``) are compared with those
+of the first group, which is one agent. The result shows how many are equal, and by how much logits differ.
 """
 
 from __future__ import annotations

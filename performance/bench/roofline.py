@@ -14,7 +14,7 @@ The lm_head computes only the rows that sample. Activations, norms, rotary embed
 and sampling are left out, because they stay in the caches or are small.
 
 The blocks of a paged cache are in random places, which is slower to read than a stream. With ``by_blocks``, keys and
-values have the rate of such reads (``Ceilings.paged_read_gb_s``).
+values have the rate of these slower reads (``Ceilings.paged_read_gb_s``).
 """
 
 from __future__ import annotations

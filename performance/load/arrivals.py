@@ -31,8 +31,8 @@ def poisson_arrivals(count: int, duration: float, seed: int) -> list[float]:
     """Returns the times of a Poisson process that has exactly ``count`` arrivals within ``duration``.
 
     The times are sums of ``count + 1`` exponential gaps, scaled to fill the duration. This is the exact distribution of
-    such a process (order statistics of uniform times; Devroye, "Non-Uniform Random Variate Generation", 1986, V.2.2).
-    The bursts are random, but the number of requests is fixed.
+    the process (order statistics of uniform times; Devroye, "Non-Uniform Random Variate Generation", 1986, V.2.2). The
+    bursts are random, but the number of requests is fixed.
     """
     gaps = list(_exponential_gaps(count + 1, seed))
     scale = duration / math.fsum(gaps)

@@ -36,7 +36,7 @@ class ClosedLoopBatch(Batch):
 
     def _over(self, exchange: StreamExchange) -> None:
         # The next request is sent in the next loop iteration. Otherwise these calls would nest if a server rejects
-        # every request at once.
+        # every request.
         asyncio.get_running_loop().call_soon(self._continue)
         super()._over(exchange)
 

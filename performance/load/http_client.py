@@ -70,7 +70,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(_stamped(data))
 
     def abandon(self) -> None:
-        """Closes the connection at once, without a callback to the exchange."""
+        """Closes the connection immediately, without a callback to the exchange."""
         self._exchange = None
         self._pool.forget(self)
         transport, self._transport = self._transport, None
@@ -175,7 +175,7 @@ class ConnectionPool:
         self.opened = 0
 
     def send(self, exchange: Exchange, data: bytes) -> None:
-        """Writes ``data`` to an idle connection at once, or to a new connection when it is open."""
+        """Writes ``data`` to an idle connection immediately, or to a new connection when it is open."""
         connection = self._take_idle()
         if connection is not None:
             connection.send(exchange, data)

@@ -1,8 +1,8 @@
 """Measures the cost of the flight recorder in a busy server.
 
 A number of clients send requests in a closed loop. From the server's metrics the program calculates the time from step
-to step, the recorder's time in it, and the recorder's fraction of the server process's processor time (engine thread
-and HTTP, without agents). The recorder measures its own time, excluding the calls that it only forwards.
+to step and the recorder's time in it. It also calculates the recorder's fraction of the server's processor time (engine
+thread and HTTP, without agents). The recorder measures its own time, excluding the calls that it only forwards.
 """
 
 from __future__ import annotations

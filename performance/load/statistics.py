@@ -33,7 +33,7 @@ LATENCIES = {
     "ttft_from_due_ms": None,
     "e2e_from_due_s": None,
 }
-"""Latencies by name, with their titles in the printed table. Those without a title are only in the JSON file.
+"""Latencies by name, with their titles in the printed table. A latency without a title is only in the JSON file.
 
 To add a latency, declare its name here, in ``RequestFigures`` and in ``LoadFigures``.
 """

@@ -2,7 +2,7 @@
 
 The load test shares its cores with the server. Arrived bytes wait in the socket until the event loop wakes up and reads
 them; real clients do not have this delay. Therefore the arrival time is when the kernel received the bytes
-(``SO_TIMESTAMPNS``, socket(7)), and writes go to the kernel at once.
+(``SO_TIMESTAMPNS``, socket(7)). Writes go to the kernel immediately.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class TimedSocket:
             self._loop.add_writer(self._socket, self._write_rest)
 
     def close(self) -> None:
-        """Closes the socket at once and drops unsent data."""
+        """Closes the socket immediately and drops unsent data."""
         if self.is_open:
             self.is_open = False
             self._loop.remove_reader(self._socket)

@@ -2,9 +2,9 @@
 
     python -m performance.models.folders gqa_tied /tmp/gqa_tied
 
-Tests make these folders anew instead of storing them. ``agent.weights.seeded`` documents the generator of the weights.
-Each kind of tensor has its own standard deviation, chosen so that the blocks outweigh the embedding. As a result the
-text depends on its context, the tokens vary, and the best logit is clearly above the second.
+Tests create these folders again instead of storing them. ``agent.weights.seeded`` documents the generator of the
+weights. Each kind of tensor has its own standard deviation, chosen so that the blocks outweigh the embedding. As a
+result the text depends on its context, the tokens vary, and the best logit is clearly above the second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small random models of every family and variant that the server supports.
 
-Each feature that differs from a plain Llama changes the text: norms of heads are not 1, biases are as large as the
-products, windows are shorter than the prompts, and prompts exceed the original context of scaled rotary embeddings.
+Each feature that differs from a plain Llama changes the text. Norms of heads are not 1, and biases are as large as the
+products. Windows are shorter than the prompts, and prompts exceed the original context of scaled rotary embeddings.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A peer is NAME=KIND:PYTHON:MODEL, for example
     --peer "llama.cpp Q4_0=llama_cpp:/tmp/peers/llamacpp/bin/python:/tmp/peers/gguf/Q4_0.gguf"
 
 Figures of this engine are JSON files of bench_engine.py, for example --ours int8=int8.json. Measured rows are added to
-the file of --json and replace rows of the same name, so that peers can be measured one at a time. Without --peer the
+the file of --json and replace rows of the same name. Peers can therefore be measured one at a time. Without --peer the
 program prints the content of that file.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes a shape of ``models/shapes`` as a Hugging Face folder with random weights, for peers that load such folders.
+"""Writes a shape of ``models/shapes`` as a Hugging Face folder with random weights, for peers that load folders.
 
 python performance/peers/model_folder.py models/shapes/llama_160m /tmp/peers/llama-160m [--w8a8]
 """

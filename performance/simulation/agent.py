@@ -89,7 +89,7 @@ class VirtualAgent:
         self.kind_s[kind] = self.kind_s.get(kind, 0.0) + seconds
 
     def next_answer(self) -> float | None:
-        """Returns the time of the next result if nothing else is submitted, or None if there is none."""
+        """Returns the time of the next result if no other step is submitted, or None without a step."""
         if self._running is not None:
             return self._free_at + self._answer_delay_s
         if not self._queue:

@@ -11,8 +11,8 @@ ignored. The mean prompt has 160 tokens, as in the conversations of ShareGPT (16
 lengths depend only on the seed, so every mode gets the same requests. The program checks that all modes return the same
 text.
 
-The results of static and dynamic batching depend on ``--batch-size``: a larger batch serves more clients at a time, but
-each of them waits for the longest request of the batch. docs/scheduling.md shows several sizes.
+The results of static and dynamic batching depend on ``--batch-size``. A larger batch serves more clients at a time, but
+each of them waits for the longest request of the batch.
 """
 
 from __future__ import annotations

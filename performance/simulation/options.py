@@ -1,4 +1,4 @@
-"""What to simulate, from the command line."""
+"""The command line of the simulator."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@
     step             Assumed: 1.5 ms for the transfer of inputs, the call of the graph and the transfer of results, and
                      10 us per sampled row.
 
-``cpu``: two cores of an AMD EPYC (Zen 4, AVX-512 with VNNI and BF16). The peaks and the achieved fractions are the
-measurements of ``docs/performance.md``: 473 GFLOP/s in bfloat16, 946 GOP/s in int8, 236 GFLOP/s in float32, 40 GB/s of
-reads. Linear layers achieve 85 % of either; computing and reading are added as squares, because a batch of 8 takes
-longer than the longer of the two. Attention achieves 55 % of the peak over a prompt and 73 % of the reads in decode.
-Compared with that page, decode of the 160M model is within 20 % in int8 and bfloat16 and within 30 % in int4. A
-recording of your own machine (``--recording``) or its fit is much more accurate. The folder ``fits/`` has fits of that
-page's machine, which are used for their models.
+``cpu``: two cores of an AMD EPYC (Zen 4, AVX-512 with VNNI and BF16). The peaks and the achieved fractions were
+measured on the machine of ``docs/performance.md``. The peaks are 473 GFLOP/s in bfloat16, 946 GOP/s in int8, 236
+GFLOP/s in float32, and 40 GB/s of reads. Linear layers achieve 85 % of either. Computing and reading are added as
+squares, because a batch of 8 takes longer than both. Attention achieves 55 % of the peak over a prompt and 73 % of the
+reads in decode. Compared with that page, decode of the 160M model is within 20 % in int8 and bfloat16 and within 30 %
+in int4. A recording of your own machine (``--recording``) or its fit is much more accurate. The folder ``fits/`` has
+fits of that page's machine, which are used for their models.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fits the simulator to this machine and compares it with real runs that were not used for the fit.
 
-The program starts servers one after the other. The first servers are for calibration: each runs the same loads, which
-cover all step sizes (few and many rows, short and long prompts, a burst, the probe). The flight recordings of all of
+The program starts servers one after the other. The first servers are for calibration. Each runs the same loads, which
+cover all step sizes: few and many rows, short and long prompts, a burst, the probe. The flight recordings of all of
 them together give the fit. Because every server ran the same loads, differences of the machine's speed are removed.
 Each further server is for validation: it runs an open-loop load, and the simulator runs the same requests at the same
 times.
@@ -15,12 +15,12 @@ is divided into parts of some seconds, with a probe (a short load, always the sa
 slowdown of both probes is applied to the simulation of the part. Decode steps of few rows, decode steps of many rows
 and steps with prompts have separate factors, because memory and arithmetic rarely become slow together. Figures of the
 part itself are never used. If the two probes differ, or if other processes used the cores during the part, the part
-proves nothing: it is repeated, up to --tries times, and the report lists the discarded tries. A part that was never
-steady is left out. If this happens to half of a load's parts, the report says so and the load does not count.
+proves nothing. It is then repeated, up to --tries times, and the report lists the discarded tries. A part that was
+never steady is left out. If this happens to half of a load's parts, the load does not count, and the report names it.
 
-The rates suit a model of some hundred million parameters on two cores; --scale multiplies them. --keep stores the
-recordings of the servers and the measurements of the clients. --kept compares with stored data, without a server: this
-shows within seconds how a changed model of the same runs performs.
+The rates suit a model of some hundred million parameters on two cores. Use --scale to multiply them. Use --keep to
+store the recordings of the servers and the measurements of the clients. Use --kept to compare with the stored data,
+without a server. This evaluates a changed simulator within seconds.
 """
 
 from __future__ import annotations

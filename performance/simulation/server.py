@@ -1,8 +1,8 @@
 """The server on a virtual clock: it drives the real scheduler as the engine thread does.
 
-Virtual time passes in three places that work in parallel, as in a real server: HTTP (requests arrive, pieces leave),
-the engine thread (a loop that first processes events and then sends steps), and the agents (each runs one step at a
-time). With several replicas, there is one agent per replica behind the real router. The order of events follows
+Virtual time passes in three places that work in parallel, as in a real server. In HTTP, requests arrive and pieces
+leave. The engine thread is a loop that first processes events and then sends steps. Each agent runs one step at a time.
+With several replicas, there is one agent per replica behind the real router. The order of events follows
 ``engine/core.py`` and ``agent/worker.py``. ``HostModel`` and the device's cost model give the times. Nothing reads a
 real clock, so a run depends only on its inputs.
 """

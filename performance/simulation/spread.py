@@ -1,8 +1,8 @@
 """How far single steps deviate from the fitted time, and for how long.
 
-The time of equal steps varies because of other activity on the machine: other processes, a hypervisor that takes away
-cores, other users of the memory. Part of this noise lasts: for some time every step is slow. The model therefore splits
-the variance. One fraction belongs to a state of the machine that decays exponentially; the rest is independent for each
+The time of equal steps varies because of other activity: other processes, a hypervisor that takes away cores, other
+users of the memory. Part of this noise lasts: for some time every step is slow. The model therefore splits the
+variance. One fraction belongs to a state of the machine that decays exponentially; the rest is independent for each
 step. The split does not change how many steps are slow, but it makes slow steps come together. This matters: noise of
 single steps averages out over the tokens of a request, but during slow seconds requests queue up.
 

@@ -3,8 +3,8 @@
 Only then can the run be compared with a simulation.
 
 A short probe, always the same load, runs directly before and after each part of a load. A part is steady if both probes
-ran at nearly the same speed, and if other processes took little of the cores' time during the part. The decision never
-looks at the compared figures.
+ran at nearly the same speed and other processes took little of the cores' time. The decision never looks at the
+compared figures.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOLERANCE = 0.04
 evenly between two probes, their mean is exact; otherwise it is wrong by at most half of the difference, 2 %."""
 OTHERS_TOLERANCE = 0.02
 """Maximum fraction of the cores' time that other processes may take. The probes do not see those processes. If they
-take one of two cores for one second of a 25 s part, all steps of that second wait, and the tail latencies change."""
+take one of two cores for one second of 25, all steps of that second wait. This changes the tail latencies."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,9 @@ def read_load_test(path: Path) -> dict[str, Any]:
 def compare(measured: dict[str, Any], simulated: dict[str, Any]) -> list[Compared]:
     """Compares two load tests by their JSON.
 
-    The figures are p50 and p95 over the requests of TTFT, TPOT, longest time between tokens and total time; p50, p95
-    and p99 of all times between tokens; the run's total time from the first arrival; and tokens per second.
+    For the requests' TTFT, TPOT, longest time between tokens and total time, the figures are p50 and p95. For all times
+    between tokens they are p50, p95 and p99. The last two are the run's total time from the first arrival, and tokens
+    per second.
     """
     theirs = [one for one in measured["per_request"] if one["failure"] is None and one["ttft_ms"] is not None]
     ours = simulated["per_request"]

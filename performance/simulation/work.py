@@ -83,9 +83,9 @@ class ModelWork:
         layer_bytes = sum(weight_bytes(numbers, columns, depth, group) for columns, depth in linears)
         layer_operations = sum(2.0 * columns * depth for columns, depth in linears)
         query, key = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        # Elements per layer and token: residual and norm before attention and before the MLP (read, add, write,
-        # normalise: 4 x hidden size), rotary embedding (read and write q and k), attention's q and output, gate, up and
-        # their product.
+        # Elements per layer and token. Residual and norm before attention and before the MLP are 4 x hidden size each:
+        # read, add, write, normalise. Then follow the rotary embedding (read and write q and k), attention's q and
+        # output, gate, up and their product.
         elements = 8 * shape.hidden_size + 4 * query + 2 * key + 3 * shape.intermediate_size
         return cls(
             num_layers=shape.num_layers,

@@ -33,7 +33,7 @@ def test_the_limits_are_the_goals() -> None:
 
 def test_the_baseline_is_always_measured_first() -> None:
     assert [each.name for each in chosen_formats("int4, int8")] == ["bf16", "int8", "int4"]
-    with pytest.raises(ConfigError, match="--formats int5: there are bf16, "):
+    with pytest.raises(ConfigError, match="--formats int5: the formats are bf16, "):
         chosen_formats("int5")
 
 

@@ -243,8 +243,8 @@ def refusals(models: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
             [mha, out, "--format", "int4", "--group", "64"],
             "down_proj.weight has shape [128, 352], whose inputs",
         ),
-        "there": ([mha, str(tmp_path), "--format", "int8"], "is there already; remove it or name another folder"),
-        "short": ([mha, out, *gptq_of, str(short)], "tokens are too few to calibrate on; it takes 256 at least"),
+        "there": ([mha, str(tmp_path), "--format", "int8"], "already exists; remove it or name another folder"),
+        "short": ([mha, out, *gptq_of, str(short)], "tokens, too few to calibrate, at least 256 are needed"),
         "broken": ([mha, out, *gptq_of, str(broken)], "broken.jsonl:2: not valid JSON"),
         "no text": ([mha, out, *gptq_of, str(empty)], 'empty.jsonl:1: there is no "text" in'),
         "no file": ([mha, out, *gptq_of, str(tmp_path / "x")], "cannot be read"),
@@ -270,7 +270,7 @@ def test_another_family_is_rounded_but_not_calibrated(
     calibrated = ["--format", "int8", "--method", "gptq", "--calibration", str(texts), "--sequences", "1"]
     assert main([str(tmp_path / "moe"), str(out), *calibrated]) == 1
     architecture = FAMILY_VARIANTS[model].config["architectures"][0]
-    assert f"GPTQ calibrates plain Llamas only, this is {architecture}" in capsys.readouterr().err
+    assert f"GPTQ supports only plain Llamas, this is {architecture}" in capsys.readouterr().err
     assert not out.exists()
     assert main([str(tmp_path / "moe"), str(out), "--format", "int8"]) == 0
     specs = find_model(architecture).weight_specs(ModelShape.from_hf_folder(out))

@@ -1,1 +1,1 @@
-"""The front-end gate of the Ascend graphs: compile without an NPU, list, check, compare. See docs/ascend.md."""
+"""Compiles the Ascend graphs without an NPU, lists them, checks them and compares them. See docs/ascend.md."""

@@ -1,5 +1,7 @@
-"""The rules for a mixture of experts: how rows get to the experts and back, and the grouped products by weights of
-floats, or of integers in the forms of ``agent.weights.forms`` (sources: docs/ascend.md)."""
+"""Checks the graph of a mixture of experts: how rows reach the experts and return, and the grouped products.
+
+Weights are floats, or integers in the forms of ``agent.weights.forms``. docs/ascend.md names the sources of the rules.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,28 @@ from tools.ascend_graph.products import TYPES
 EXPERT_PRIMITIVES = frozenset(
     {"GroupedMatmulV4", "MoeGatingTopKSoftmax", "MoeInitRoutingV2", "InnerMoeTokenUnpermute", "RealDiv", "ReduceSum"}
 )
-"""Those that only a mixture of experts has. InnerMoeTokenUnpermute is what MoeTokenUnpermute becomes."""
+"""Primitives that only a mixture of experts has. MoeTokenUnpermute becomes InnerMoeTokenUnpermute."""
 ROUTER = "mlp.router.weight"
 _OPERANDS = (
     "x", "weight", "bias", "scale", "offset", "antiquant_scale", "antiquant_offset", "pre_token_scale", "group_list",
     "activation_input", "activation_quant_scale", "activation_quant_offset",
 )  # fmt: skip
-"""Of GroupedMatmulV4, before its settings."""
+"""Operands of GroupedMatmulV4, before its settings."""
 _SETTINGS = {"split_item": 3, "group_type": 0, "group_list_type": 1, "act_type": 0}
-"""One output, groups of rows, their sizes, no activation."""
+"""One output, groups of rows with their sizes, no activation."""
 _ROUTING = {"active_num": 0, "expert_capacity": 0, "drop_pad_mode": 0, "expert_tokens_count_or_cumsum_flag": 2}
-"""Nothing is dropped or padded, and an expert's rows are counted."""
+"""No row is dropped or padded, and the rows of an expert are counted."""
 
 Found = tuple[str, str, int]
-"""A parameter, the other kind of value or the primitive that an operand comes from, its name, and which result."""
+"""Origin of an operand: a parameter, another kind of value or a primitive; its name; and the index of the result."""
 
 
 class ExpertRules:
-    """What is wrong with one primitive of a layer with experts."""
+    """Finds errors in the primitives of a layer with experts."""
 
     def __init__(self, wiring: Wiring, form: LinearForm, shape: ModelShape, dtype: str) -> None:
-        """``shape``: of the agent's part; ``dtype``: of the activations, as ``model_dtype`` names it."""
+        """``shape`` is the agent's part of the model. ``dtype`` is the type of the activations, as in
+        ``model_dtype``."""
         self._wiring, self._form, self._hidden, self._dtype = wiring, form, shape.hidden_size, dtype
         self._experts = shape.experts or Experts(0, 0, 0, normalised=False)
         self._layers = sum(shape.has_experts(layer) for layer in range(shape.num_layers))
@@ -48,8 +51,10 @@ class ExpertRules:
         }
 
     def counts(self) -> dict[str, int]:
-        """How many there are of each primitive that only experts have; the router is a MatMul besides, and in ``int8``
-        there is a DynamicQuantExt for each product."""
+        """Returns the expected number of each primitive that only experts have.
+
+        The router is an additional MatMul. In ``int8`` each product has an additional DynamicQuantExt.
+        """
         layers = self._layers
         norms = layers if self._experts.normalised else 0
         chain = dict.fromkeys(("MoeGatingTopKSoftmax", "MoeInitRoutingV2", "InnerMoeTokenUnpermute"), layers)
@@ -67,7 +72,7 @@ class ExpertRules:
         return node.primitive == "MatMul" and self._wiring.source(node.operands[1])[0].name.endswith(ROUTER)
 
     def router_problems(self, node: Node) -> Iterator[str]:
-        """The router's MatMul is float32, whatever the weights are."""
+        """The router's MatMul is in float32, whatever the type of the weights is."""
         weight, _ = self._wiring.source(node.operands[1])
         wanted = TensorType("f32", (self._experts.count, self._hidden))
         if weight.type != wanted or [each.value for each in node.operands[2:4]] != [False, True]:
@@ -124,7 +129,7 @@ class ExpertRules:
         yield from self._parameter_problems(node, given)
 
     def _scales(self) -> dict[str, str]:
-        """Our parameters by the operands that they are."""
+        """Returns the names of our parameters by operand."""
         if self._form.format == "float":
             return {}
         if self._form.quantises_activations:
@@ -139,7 +144,7 @@ class ExpertRules:
             yield "group_list does not come from the counts of MoeInitRoutingV2"
 
     def _rows_problems(self, given: dict[str, Operand]) -> Iterator[str]:
-        """Rows come ordered, or from the activation behind the product before; integers with their own scales."""
+        """Rows are sorted by expert, or are the activation of the previous product. Integers have their own scales."""
         rows = given["x"]
         if self._form.quantises_activations:
             primitive, name, index = self._origin(rows)
@@ -157,7 +162,7 @@ class ExpertRules:
             yield f"the rows do not come from {wanted[0]}"
 
     def _parameter_problems(self, node: Node, given: dict[str, Operand]) -> Iterator[str]:
-        """All of one layer, of the shapes and types of the form."""
+        """Parameters belong to the same layer and have the shapes and types of the form."""
         place, inner = self._place(given["weight"]), self._experts.intermediate_size
         depth, columns = (inner, self._hidden) if place == "mlp.down" else (self._hidden, 2 * inner)
         wanted = expert_parameters(self._form, self._experts.count, depth, columns, self._dtype)
@@ -173,7 +178,7 @@ class ExpertRules:
             yield f"gives {node.results[0]}; it must be {TensorType(TYPES[self._dtype], (-1, columns))}"
 
     def _place(self, weight: Operand) -> str:
-        """``mlp.gate_up`` or ``mlp.down``."""
+        """Returns ``mlp.gate_up`` or ``mlp.down``."""
         return "mlp.down" if self._wiring.source(weight)[0].name.endswith("mlp.down.weight") else "mlp.gate_up"
 
     def _origin(self, operand: Operand) -> Found:

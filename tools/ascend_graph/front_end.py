@@ -1,9 +1,8 @@
-"""The Ascend graphs of a config through MindSpore's front end, on a machine without an NPU.
+"""Compiles the Ascend graphs of a config with MindSpore's front end, on a machine without an NPU.
 
-Type and shape inference of the primitives is the same for every device; only the kernels are not. So a model built over
-the Ascend's op table compiles up to, not including, the choice of kernels (``MS_DEV_PRECOMPILE_ONLY=1`` and a phase
-for export). Parameters have types and shapes and no memory: a model of any size is checked with all its layers at their
-real sizes.
+The inference of types and shapes is the same for every device; only the kernels differ. A model over the Ascend's op
+table can therefore be compiled up to the selection of kernels (``MS_DEV_PRECOMPILE_ONLY=1`` and an export phase).
+Parameters have types and shapes but no memory, so that models of any size are checked with all layers.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from tools.ascend_graph.mind_ir import Graph, read_graph
 
 
 def ascend_config(name: str, overrides: Sequence[str] = ()) -> Config:
-    """A config as an Ascend would load it, weights and tokenizer from nowhere: neither decides a graph.
+    """Loads a config as an Ascend would. Weights and tokenizer are not needed, because they do not affect the graph.
 
-    A cache in int8 is the CPU's fused operators' alone and is set to ``auto``.
+    An int8 cache exists only in the CPU's fused operators; it is set to ``auto``.
     """
     given = [
         "model_config.device_target=Ascend",
@@ -41,7 +40,7 @@ def ascend_config(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def forms_of(config: Config) -> LinearForms:
-    """Of the weights of linear layers, made from floats; where several agents share the model, the first one's."""
+    """Returns the forms of linear layers' weights made from floats. In a group they are those of the first agent."""
     from agent.group.model_part import ModelPart
     from agent.models.registry import find_model
 
@@ -57,11 +56,11 @@ def _dtype(name: str) -> str:
 
 
 def set_up() -> None:
-    """Before MindSpore is imported."""
+    """Prepares the environment. It must run before MindSpore is imported."""
     os.environ["MS_DEV_PRECOMPILE_ONLY"] = "1"
     os.environ.setdefault("GLOG_v", "3")
     scratch = Path(tempfile.gettempdir()) / f"llm-serving-mindspore-{os.getuid()}"
-    os.environ.setdefault("MS_OM_PATH", str(scratch))  # dumps of graphs that are refused; made when they are written
+    os.environ.setdefault("MS_OM_PATH", str(scratch))  # folder for dumps of rejected graphs
     import mindspore as ms
 
     ms.set_context(mode=ms.GRAPH_MODE, jit_config={"jit_level": "O0"})
@@ -69,10 +68,9 @@ def set_up() -> None:
 
 
 def compile_graphs(config: Config, kinds: Sequence[str] | None = None) -> Iterator[tuple[str, Graph]]:
-    """(kind, graph) of each of the config's graphs, or of some kinds, over the op table of the config's device. Where
-    several agents share the model, those of the first.
+    """Yields (kind, graph) for all graphs of the config, or for some kinds. In a group they are the first agent's.
 
-    Raises what the front end raises when types or shapes do not fit.
+    Raises the front end's error if types or shapes do not match.
     """
     from mindspore.graph.api import _cell_graph_executor
 

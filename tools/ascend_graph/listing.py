@@ -1,7 +1,7 @@
-"""A graph as text: one line a primitive with its operands, settings and results; layers that are alike once.
+"""Lists a graph as text: one line per primitive, with operands, settings and results. Equal layers are listed once.
 
-What orders side effects is left out (``Load``, ``UpdateState``, the tuples they make), but for the ``Depend`` that
-keeps attention behind the write of the cache.
+Nodes that only order side effects are left out (``Load``, ``UpdateState`` and their tuples). The exception is the
+``Depend`` that keeps attention behind the write of the cache.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import numpy as np
 from tools.ascend_graph.mind_ir import Graph, Node, Operand
 
 STEP, OUTPUT = "step", "output"
-"""What is worked out once a step for all layers; what follows them."""
+"""Sections: nodes that are computed once per step for all layers, and nodes after the layers."""
 
 
 class Wiring:
-    """Which node an operand really is: through tuples, lists of one, loads of parameters and orderings of side
-    effects."""
+    """Finds the real source of an operand: through tuples, loads of parameters and orderings of side effects."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self._nodes = {node.name: node for node in graph.nodes}
 
     def calls(self) -> Iterator[Node]:
-        """The nodes that compute, and ``Depend`` on one that does."""
+        """Yields the nodes that compute, and every ``Depend`` on one of these nodes."""
         for node in self.graph.nodes:
             if node.primitive in ("Load", "UpdateState", "TupleGetItem", "MakeTuple"):
                 continue
@@ -36,7 +35,7 @@ class Wiring:
                 yield node
 
     def source(self, operand: Operand) -> tuple[Operand, int | None]:
-        """The operand itself or what it stands for, and which of a node's results."""
+        """Returns the real source of an operand, and the index of a node's result."""
         index = None
         while operand.kind == "node":
             node = self._nodes[operand.name]
@@ -50,12 +49,12 @@ class Wiring:
         return operand, index
 
     def node_of(self, operand: Operand) -> Node | None:
-        """The node that computes an operand; None for inputs, parameters and constants."""
+        """Returns the node that computes an operand, or None for an input, a parameter or a constant."""
         operand, _ = self.source(operand)
         return self._nodes[operand.name] if operand.kind == "node" else None
 
     def operands(self, node: Node) -> list[Operand]:
-        """Without the states of side effects."""
+        """Returns the operands without states of side effects."""
         return [each for each in node.operands if not self._is_state(each)]
 
     def _is_state(self, operand: Operand) -> bool:
@@ -63,12 +62,12 @@ class Wiring:
 
 
 def list_graph(graph: Graph) -> list[str]:
-    """The lines."""
+    """Returns the lines of the listing."""
     return _Lister(graph).lines()
 
 
 class _Lister:
-    """One listing. A value is named by its section and its number there: ``%3``, ``step%1``, ``before%12``."""
+    """Creates one listing. A value is named by its section and a number: ``%3``, ``step%1``, ``before%12``."""
 
     def __init__(self, graph: Graph) -> None:
         self._wiring = Wiring(graph)
@@ -99,8 +98,10 @@ class _Lister:
         return [*lines, f"  logits {', '.join(map(str, self._graph.outputs))}"]
 
     def _find_sections(self) -> dict[str, str | int]:
-        """A node is of its layer; but what comes from the graph's inputs alone is of the step, as is what belongs to no
-        layer and is not behind one."""
+        """Assigns nodes to sections. A node belongs to its layer.
+
+        A node belongs to the step if it depends only on the graph's inputs, or if it has no layer and follows none.
+        """
         from_inputs: dict[str, bool] = {}
         behind: dict[str, bool] = {}
         sections: dict[str, str | int] = {}
@@ -139,7 +140,7 @@ class _Lister:
         return f"{self._place(operand.name, section)}%{self._numbers[operand.name]}{result}"
 
     def _place(self, name: str, section: str | int) -> str:
-        """Where a value is from, as seen from a section."""
+        """Returns the prefix of a value that belongs to another section."""
         where = self._sections[name]
         if where == section:
             return ""
@@ -165,7 +166,7 @@ def _value_text(value: Any) -> str:
 
 
 def _array_text(array: np.ndarray[Any, Any]) -> str:
-    """A number, or shape, range and digest."""
+    """Returns a number, or shape, range and digest."""
     if array.size == 1:
         return f"{array.dtype.name}{list(array.shape)} of {float(array.reshape(-1)[0]):.6g}"
     digest = hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:12]

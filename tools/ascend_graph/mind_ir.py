@@ -1,8 +1,8 @@
-"""A compiled graph, read from the MindIR that MindSpore's front end makes of it.
+"""Reads a compiled graph from the MindIR of MindSpore's front end.
 
 MindIR is a protocol buffer (``mindspore.train.mind_ir_pb2``). A node names its primitive in ``op_type``
-(``REF::RmsNorm:4``), its operands by the names of other nodes, of the graph's inputs or of its parameters; settings
-such as ``head_num`` are operands too, constant ones. The attribute ``shape`` holds types and shapes of its results.
+(``REF::RmsNorm:4``). It names its operands by other nodes, inputs or parameters. Settings such as ``head_num`` are
+constant operands. The attribute ``shape`` has types and shapes of the results.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 _DTYPES = {1: "f32", 2: "u8", 3: "i8", 5: "i16", 6: "i32", 7: "i64", 9: "bool", 10: "f16", 16: "bf16", 18: "i4"}
-"""``TensorProto.DataType`` of MindIR."""
+"""Short names of MindIR's ``TensorProto.DataType``."""
 _NUMPY_DTYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "i32": np.int32, "i64": np.int64}
 _LAYER = re.compile(r"/layers-CellList/(\d+)-")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorType:
-    """Element type and shape; -1 is a size that changes from step to step."""
+    """Element type and shape. A size of -1 changes from step to step."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What a node reads: another ``node``, an ``input`` or ``parameter`` of the graph by name, or a ``constant``."""
+    """An operand: another ``node``, an ``input`` or ``parameter`` of the graph by its name, or a ``constant``."""
 
     kind: str
     name: str = ""
@@ -51,20 +51,20 @@ class Node:
     operands: tuple[Operand, ...]
     results: tuple[TensorType, ...]
     attributes: tuple[tuple[str, Any], ...]
-    """Of the primitive, by name; what MindSpore notes for itself left out."""
+    """The primitive's attributes by name, without MindSpore's internal ones."""
     scope: str
-    """Where in the model, as in ``Default/model-Llama/layers-CellList/0-DecoderLayer/...``."""
+    """Place in the model, such as ``Default/model-Llama/layers-CellList/0-DecoderLayer/...``."""
 
     @property
     def layer(self) -> int | None:
-        """Which decoder layer it belongs to."""
+        """Index of the decoder layer, or None."""
         match = _LAYER.search(self.scope)
         return int(match[1]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """Inputs and nodes, each node after its operands; ``outputs`` are types."""
+    """Inputs and nodes. A node follows its operands. ``outputs`` are types."""
 
     inputs: dict[str, TensorType]
     parameters: dict[str, TensorType]
@@ -76,18 +76,18 @@ _PRIVATE_ATTRIBUTES = frozenset({"input_names", "output_names", "side_effect_pro
 
 
 def read_graph(model_proto: bytes) -> Graph:
-    """Raises ValueError when the graph calls others: the models' graphs are flat, and a listing relies on it."""
+    """Reads a graph. Raises ValueError if it calls other graphs, because the models' graphs must be flat."""
     from mindspore.train.mind_ir_pb2 import ModelProto
 
     model = ModelProto()
     model.ParseFromString(model_proto)
     if len(model.functions):
-        raise ValueError(f"the graph calls {len(model.functions)} others; a flat one is expected")
+        raise ValueError(f"the graph calls {len(model.functions)} others, but it must be flat")
     return _Reader(model).graph
 
 
 class _Reader:
-    """One reading."""
+    """Reads one graph."""
 
     def __init__(self, model: Any) -> None:
         self._proto = model.graph
@@ -137,8 +137,10 @@ def _constant(proto: Any) -> Operand:
 
 
 def _value(attribute: Any) -> Any:
-    """A Python value or, of a tensor, an array (bfloat16 as float32). A state of side effects, which orders them and
-    holds nothing, is None. Numbers stand in a field of their own, or in a list of one inside a tuple."""
+    """Returns a Python value, or an array for a tensor (bfloat16 as float32). The state of side effects is None.
+
+    A number is in a field of its own, or within a tuple in a list with one element.
+    """
     kind = attribute.AttributeType.Name(attribute.type)
     if kind in ("TUPLE", "LIST"):
         return tuple(_value(each) for each in attribute.values)
@@ -166,7 +168,7 @@ def _array(proto: Any) -> npt.NDArray[Any]:
 
 
 def _tensor_types(attribute: Any) -> list[TensorType]:
-    """Of the attribute ``shape``: a tensor, or a tuple of them."""
+    """Returns the types in the attribute ``shape``: one tensor, or a tuple of tensors."""
     if attribute.values:
         return [result for each in attribute.values for result in _tensor_types(each)]
     return [_tensor_type(each) for each in attribute.tensors]
@@ -177,5 +179,5 @@ def _tensor_type(proto: Any) -> TensorType:
 
 
 def _plain(name: str) -> str:
-    """A graph's input without the graph's own name before it."""
+    """Returns the name of a graph's input without the graph's name."""
     return name.rsplit(":", 1)[-1]

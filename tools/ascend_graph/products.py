@@ -1,4 +1,4 @@
-"""The rules for matrix products with weights: floats, or integers in the forms of ``agent.weights.forms``."""
+"""Checks matrix products with weights: floats, or integers in the forms of ``agent.weights.forms``."""
 
 from __future__ import annotations
 
@@ -10,32 +10,34 @@ from tools.ascend_graph.listing import Wiring
 from tools.ascend_graph.mind_ir import Node, Operand, TensorType
 
 TYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32", "int8": "i8", "int4": "i4"}
-"""Of the graph's listing, by the names of ``agent.weights.storage``."""
+"""Short type names of a listing, by the names of ``agent.weights.storage``."""
 PRODUCTS = ("MatMul", "QuantBatchMatmul", "WeightQuantBatchMatmul")
-"""The primitives of matrix products with weights."""
+"""Primitives of matrix products with weights."""
 
 
 def product_of(form: LinearForm) -> str:
-    """The primitive that multiplies by a weight of ``form``."""
+    """Returns the primitive that multiplies by a weight of ``form``."""
     if form.is_float:
         return "MatMul"
     return "QuantBatchMatmul" if form.quantises_activations else "WeightQuantBatchMatmul"
 
 
 class ProductRules:
-    """What is wrong with one product."""
+    """Finds errors in a matrix product."""
 
     def __init__(self, wiring: Wiring, forms: LinearForms, dtype: str) -> None:
-        """``dtype``: of the activations, as ``model_dtype`` names it."""
+        """``dtype`` is the type of the activations, as in ``model_dtype``."""
         self._wiring, self._forms, self._dtype = wiring, forms, dtype
 
     def form_of(self, node: Node) -> LinearForm:
-        """The output to the vocabulary belongs to no layer."""
+        """Returns the form of a product's weight. The output layer belongs to no decoder layer."""
         return self._forms.output if node.layer is None else self._forms.layers
 
     def counts(self, layers: int, *, with_experts: int, with_output: bool) -> dict[str, int]:
-        """How many there are of each primitive: four products a layer, two where it has experts, and the output's where
-        the stage has it."""
+        """Returns the expected number of each primitive.
+
+        A layer has four products, or two if it has experts. The stage with the output layer has one more.
+        """
         counts = dict.fromkeys([*PRODUCTS, "DynamicQuantExt"], 0)
         products = 4 * layers - 2 * with_experts
         for form, times in ((self._forms.layers, products), (self._forms.output, int(with_output))):
@@ -44,7 +46,7 @@ class ProductRules:
         return counts
 
     def problems(self, node: Node) -> Iterator[str]:
-        """Of any of the primitives above."""
+        """Yields the errors of a product."""
         form = self.form_of(node)
         if node.primitive != product_of(form):
             yield f"the weight's form is {form.format}, whose primitive is {product_of(form)}"
@@ -64,7 +66,7 @@ class ProductRules:
             yield f"gives {node.results[0]} with the weight {weight.type}"
 
     def _dynamic_problems(self, node: Node, form: LinearForm) -> Iterator[str]:
-        """x1, x2, scale, offset, bias, pertoken_scale, transpose_x1, transpose_x2, dtype."""
+        """Operands: x1, x2, scale, offset, bias, pertoken_scale, transpose_x1, transpose_x2, dtype."""
         operands = self._wiring.operands(node)
         integers, index = self._wiring.source(operands[0])
         scales, scales_index = self._wiring.source(operands[5])
@@ -81,7 +83,8 @@ class ProductRules:
         yield from self._parameter_problems(node, form, {"weight": operands[1], "scale": operands[2]})
 
     def _weight_only_problems(self, node: Node, form: LinearForm) -> Iterator[str]:
-        """x, weight, scale, offset, quant_scale, quant_offset, bias, transpose_x, transpose_weight, group_size."""
+        """Operands: x, weight, scale, offset, quant_scale, quant_offset, bias, transpose_x, transpose_weight,
+        group_size."""
         operands = self._wiring.operands(node)
         transposed = is_transposed(form)
         if [each.value for each in operands[7:9]] != [False, transposed]:
@@ -104,7 +107,7 @@ class ProductRules:
                 yield f"{name} is given; there is none"
 
     def _parameter_problems(self, node: Node, form: LinearForm, given: dict[str, Operand]) -> Iterator[str]:
-        """All of one layer, of the shapes and types of the form."""
+        """Parameters belong to the same layer and have the shapes and types of the form."""
         columns = node.results[0].shape[-1]
         x = self._wiring.operands(node)[0]
         depth = self._width(x)
@@ -126,6 +129,6 @@ class ProductRules:
     def _width(self, operand: Operand) -> int:
         source, index = self._wiring.source(operand)
         node = self._wiring.node_of(source)
-        assert node is not None, "x is worked out"
+        assert node is not None, "x is the result of a node"
         width: int = node.results[index or 0].shape[-1]
         return width

@@ -1,6 +1,6 @@
-"""What the public documentation asks of a graph, checked against what was compiled (sources: docs/ascend.md).
+"""Checks a compiled graph against the public documentation (sources: docs/ascend.md).
 
-The golden listing tells that a graph has changed; these rules tell that it cannot be right.
+The golden listing shows that a graph has changed. These rules show that it cannot be correct.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ PRIMITIVES = frozenset(
         "WeightQuantBatchMatmul",
     }
 )
-"""Every primitive the graphs may have: each is in the table of docs/ascend.md."""
+"""All allowed primitives. docs/ascend.md has a table of them."""
 SHARING_PRIMITIVES = frozenset({"AllGather", "AllReduce", "Equal", "Maximum", "Minimum", "Sub"})
-"""Those of a model that several agents share (docs/parallel.md): sums, gathers, tokens of other agents' rows."""
+"""Primitives of a model that several agents share (docs/parallel.md): sums, gathers, tokens of other agents' rows."""
 
 _INPUTS = {
     "token_ids": 1,
@@ -55,13 +55,15 @@ _INPUTS = {
     "q_seq_lens": 1,
 }
 _TH = 5
-"""``input_layout`` TH as MindSpore 2.9 numbers it."""
+"""The number of ``input_layout`` TH in MindSpore 2.9."""
 _MASKED = -10000.0
 
 
 def check_graph(kind: str, graph: Graph, config: Config, forms: LinearForms) -> list[str]:
-    """What is wrong, a line each; nothing when all is right. The graph is the first agent's; ``forms``: of the weights
-    of the linear layers."""
+    """Returns the errors of a graph, one line each. The graph is the first agent's.
+
+    ``forms`` are those of the linear layers' weights.
+    """
     return list(_Rules(kind, graph, config, forms).problems())
 
 
@@ -139,7 +141,7 @@ class _Rules:
         }
         norms = {"input_norm.weight": (shape.hidden_size,), "post_attention_norm.weight": (shape.hidden_size,)}
         for layer in range(shape.num_layers):
-            # Experts, and integers: where they are multiplied by.
+            # Experts and integer weights are checked where they are multiplied.
             linears = (weights if shape.has_experts(layer) else weights | mlp) if self._floats else {}
             for name, sizes in (linears | norms).items():
                 full = f"layers.{layer}.{name}"
@@ -225,7 +227,7 @@ class _Rules:
             yield f"scale_value is {scale.value:.7g}; 1 / sqrt(head size) is {wanted:.7g}"
 
     def _order_problems(self, node: Node, query: Operand) -> Iterator[str]:
-        """The query must depend on the layer's write of the cache, or the kernels may run the other way round."""
+        """The query must depend on the layer's write of the cache. Otherwise the kernels may run in the wrong order."""
         depend = self._wiring.node_of(query)
         write = (
             self._wiring.node_of(depend.operands[1]) if depend is not None and depend.primitive == "Depend" else None
@@ -248,7 +250,7 @@ class _Rules:
         return source.name if source.kind == "input" else None
 
     def _lengths(self, operand: Operand) -> str | None:
-        """The graph's input behind the conversions to a tuple of integers that MindSpore puts in."""
+        """Returns the graph's input behind MindSpore's conversions to a tuple of integers."""
         node = self._wiring.node_of(operand)
         while node is not None and node.primitive in ("TensorToTuple", "Cast"):
             operand = node.operands[0]

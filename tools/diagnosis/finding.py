@@ -22,7 +22,7 @@ class Finding:
     level: Level
     text: str
     advice: str = ""
-    """What to do, or empty."""
+    """The remedy, or empty."""
     source: str = ""
     """Public documentation, or empty."""
 

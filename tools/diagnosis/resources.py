@@ -1,4 +1,4 @@
-"""Checks what a deployment needs besides the device: memory, /dev/shm, cores, huge pages, open files."""
+"""Checks the host's resources for a deployment: memory, /dev/shm, cores, huge pages, open files."""
 
 from __future__ import annotations
 

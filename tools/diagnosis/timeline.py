@@ -37,7 +37,7 @@ class FirstFailure:
 
 
 def in_order(files: Sequence[LogFile]) -> list[Sighting]:
-    """Returns all errors sorted by time. Those without a time are last, in the order of their lines."""
+    """Returns all errors sorted by time. Errors without a time are last, in the order of their lines."""
     everything = [sighting for file in files for sighting in file.sightings]
     return sorted(everything, key=lambda each: (each.time or _UNKNOWN, each.file, each.line_number))
 

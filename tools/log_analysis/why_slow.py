@@ -20,7 +20,8 @@ MIN_SLOW = 5
 MAX_SLOW = 2000
 """Maximum number of slow requests that are stored: 1 % of 200 000."""
 MAX_SAMPLE = 100_000
-"""Maximum number of stored requests for the typical one. Of more requests, every second or fourth is stored."""
+"""Maximum number of stored requests for the typical one. If there are more, every second or fourth request is
+stored."""
 TOP_BLOCKERS = 5
 
 _COLUMNS = ("e2e", *PARTS, "output_tokens")
@@ -143,7 +144,7 @@ def _blocked(slow: Sequence[RequestEnd]) -> dict[str, float]:
 
 
 def _blockers(slow: Sequence[RequestEnd]) -> list[Blocker]:
-    """Returns the most frequent blockers. Those with equal counts are sorted by id."""
+    """Returns the most frequent blockers. Requests with equal counts are sorted by id."""
     seen = Counter(request_id for end in slow for request_id in dict.fromkeys(end.blocked_by))
     ranked = sorted(seen.items(), key=lambda entry: (-entry[1], entry[0]))
     return [Blocker(request_id, requests) for request_id, requests in ranked[:TOP_BLOCKERS]]

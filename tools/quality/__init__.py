@@ -1,1 +1,1 @@
-"""What tools/quality_gate.py is made of."""
+"""Parts of tools/quality_gate.py."""

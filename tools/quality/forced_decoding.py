@@ -1,4 +1,4 @@
-"""Logits at every position of given texts, from the served graph itself: each text is fed token by token."""
+"""Computes the logits at every position of given texts with the served graph, which gets the texts token by token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llm_serving.config import Config, load_config
 from llm_serving.ipc.shm import SlotLayout, StepSlot
 
 Visit = Callable[[int, NDArray[np.float32]], None]
-"""Gets a position and the logits [sequences, vocabulary] there; the array is only valid during the call."""
+"""Receives a position and the logits [sequences, vocabulary] there. The array is valid only during the call."""
 _BLOCK_SIZE = 16
 _NEUTRAL = {
     "do_sample": 1,
@@ -26,14 +26,14 @@ _NEUTRAL = {
     "frequency_penalty": 0,
     "seed": 0,
     "sample_position": 0,
-    "num_top_logits": 1,  # asks for logits also of a graph that finds the best token by itself
+    "num_top_logits": 1,  # requests logits also from a graph that selects the best token itself
     "history_lens": 0,
     "history_prompt_lens": 0,
 }
 
 
 def forced_config(name: str, num_seqs: int, length: int, overrides: Sequence[str]) -> Config:
-    """The config ``name`` with room for just these texts."""
+    """Returns the config ``name`` with the capacity for these texts."""
     sizes = {
         "model_config.max_generate_length": length,
         "model_config.seq_length": f"[{length}]",
@@ -48,7 +48,7 @@ def forced_config(name: str, num_seqs: int, length: int, overrides: Sequence[str
 
 
 class ForcedDecoder:
-    """A loaded model that is fed texts instead of its own tokens."""
+    """A loaded model that decodes given texts instead of its own tokens."""
 
     def __init__(self, config: Config) -> None:
         self._runner = ModelRunner(config, lambda stage, done, of: None)
@@ -60,7 +60,7 @@ class ForcedDecoder:
         self._tap_logits()
 
     def run(self, tokens: NDArray[np.int32], visit: Visit) -> None:
-        """tokens [sequences, length]; one decode step a position."""
+        """Runs one decode step per position of ``tokens`` [sequences, length]."""
         seqs, length = tokens.shape
         for position in range(length):
             self._fill(tokens[:, position], position, -(-length // _BLOCK_SIZE))
@@ -69,7 +69,7 @@ class ForcedDecoder:
             visit(position, self._logits[:seqs])
 
     def _tap_logits(self) -> None:
-        """The runner hands its logits to its sampler; they are looked at on the way."""
+        """Lets ``visit`` see the logits that the runner passes to its sampler."""
         sampler: Any = self._runner._sampler
         sample = sampler.sample
 

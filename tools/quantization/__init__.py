@@ -1,1 +1,1 @@
-"""What tools/quantize.py is made of: rounding, GPTQ, calibration, and the writer of folders. NumPy only."""
+"""Parts of tools/quantize.py: rounding, GPTQ, calibration, and the writer of folders. They use only NumPy."""

@@ -1,4 +1,4 @@
-"""Text to calibrate on: token ids [sequences, length] from a JSONL file, or from the generator of the tiny Llama."""
+"""Reads the calibration text: token ids [sequences, length] from a JSONL file or the tiny Llama's generator."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from tools.tiny_llama.tokenizer import BOS, ROLE_TOKENS, render
 
 BUILTIN = "builtin"
 BUILTIN_SEED = 77
-"""Of the text; training used other seeds."""
+"""Seed of the text; training used other seeds."""
 
 
 def calibration_tokens(folder: Path, source: str, sequences: int, length: int) -> NDArray[np.int32]:
-    """``source`` is ``builtin`` or a file. Raises CheckpointError when it is wrong or too short."""
+    """Returns token ids. ``source`` is ``builtin`` or a file. Raises CheckpointError if it is wrong or too short."""
     tokenizer = make_tokenizer(read_tokenizer_files(find_vocabulary(folder)))
     documents = builtin_documents(tokenizer) if source == BUILTIN else _file_documents(Path(source), tokenizer)
     tokens = list(itertools.islice(itertools.chain.from_iterable(documents), sequences * length))
     whole = len(tokens) // length
     if whole == 0:
-        raise CheckpointError(f"{source}: {len(tokens)} tokens are too few to calibrate on; it takes {length} at least")
+        raise CheckpointError(f"{source}: {len(tokens)} tokens, too few to calibrate, at least {length} are needed")
     return np.array(tokens[: whole * length], np.int32).reshape(whole, length)
 
 
 def builtin_documents(tokenizer: Tokenizer, seed: int = BUILTIN_SEED, *, held_out: bool = False) -> Iterator[list[int]]:
-    """The tiny Llama's text, without end: documents it was trained on the like of, or those kept from training.
+    """Yields the tiny Llama's text without end, either for training or held out from it.
 
-    A vocabulary without its role tokens gets the bare text.
+    A vocabulary without role tokens gets only the text.
     """
     has_roles = len(tokenizer.encode("".join(ROLE_TOKENS.values()), False)) == len(ROLE_TOKENS)
     for document in training_documents(seed):
@@ -50,7 +50,7 @@ def builtin_documents(tokenizer: Tokenizer, seed: int = BUILTIN_SEED, *, held_ou
 
 
 def _file_documents(path: Path, tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """A JSON object a line, with its ``text``."""
+    """Yields the ``text`` of each line, which is a JSON object."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as reason:

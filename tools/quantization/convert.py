@@ -1,4 +1,4 @@
-"""A folder of float weights to one of integers, a layer at a time, in the layouts of compressed-tensors."""
+"""Converts a folder of float weights to integers, layer by layer, in the layouts of compressed-tensors."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt", "
 def quantise_folder(
     folder: Path, out: Path, settings: Settings, report: Report, *, calibration: NDArray[np.int32] | None = None
 ) -> None:
-    """Write ``out``, which must not exist: it appears whole or not at all.
+    """Writes the folder ``out``, which must not exist. It gets its name only when it is complete.
 
-    The linear layers become integers, by GPTQ where there are ``calibration`` tokens [sequences, length], else each
-    weight by itself; embedding, norms and output layer stay as they are. Raises CheckpointError.
+    The linear layers become integers: by GPTQ if there are ``calibration`` tokens [sequences, length], otherwise each
+    weight separately. Embedding, norms and output layer stay as they are. Raises CheckpointError.
     """
     shape = ModelShape.from_hf_folder(folder)
     if checkpoint_quantization(folder) is not None:
         raise CheckpointError(f"{folder}: is quantised already; start from the model's floats")
     if calibration is not None and not _is_plain_llama(shape):
         raise CheckpointError(
-            f"{folder}: GPTQ calibrates plain Llamas only, this is {shape.architecture}; use --method rtn"
+            f"{folder}: GPTQ supports only plain Llamas, this is {shape.architecture}; use --method rtn"
         )
     if out.exists():
-        raise CheckpointError(f"{out}: is there already; remove it or name another folder")
+        raise CheckpointError(f"{out}: already exists; remove it or name another folder")
     partial = out.with_name(f"{out.name}.partial")
     files = TensorFiles(folder)
     try:
@@ -63,7 +63,7 @@ def quantise_folder(
         _copy_other_files(folder, partial, settings)
         partial.rename(out)
     except FileExistsError as reason:
-        raise CheckpointError(f"{partial}: is left of a conversion that did not end; remove it") from reason
+        raise CheckpointError(f"{partial}: remains from an incomplete conversion; remove it") from reason
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -72,13 +72,13 @@ def quantise_folder(
 
 
 def _is_plain_llama(shape: ModelShape) -> bool:
-    """Whether ``NumpyLlama`` is the whole of the model."""
+    """Returns True if ``NumpyLlama`` implements the complete model."""
     biased = shape.attention_bias or shape.output_bias
     return not (biased or shape.query_key_norm or shape.sliding_window or shape.experts)
 
 
 class _Conversion:
-    """The weights of one folder, in the order of the layers."""
+    """Converts the weights of one folder in the order of the layers."""
 
     def __init__(self, files: TensorFiles, shape: ModelShape, out: Path, settings: Settings, report: Report) -> None:
         self._files = files
@@ -93,7 +93,7 @@ class _Conversion:
         self._writer = FolderWriter(out)
 
     def run(self, calibration: NDArray[np.int32] | None) -> None:
-        """Write every tensor."""
+        """Writes all tensors."""
         forward = None if calibration is None else _Forward(self, self._shape, calibration)
         layer, quantised = -1, dict[str, Quantised]()
         for done, name in enumerate(self._names):
@@ -113,7 +113,7 @@ class _Conversion:
         self._report(len(self._names), len(self._names))
 
     def floats(self, name: str) -> Float32Array:
-        """A tensor as float32."""
+        """Returns a tensor as float32."""
         array, dtype = self._files.read(name)
         return np.array(to_float32(array, dtype))
 
@@ -128,7 +128,7 @@ class _Conversion:
 
 
 class _Forward:
-    """The activations of the calibration text, taken from layer to layer; the layers before are quantised already."""
+    """Activations of the calibration text after each layer. Earlier layers are already quantised."""
 
     def __init__(self, weights: _Conversion, shape: ModelShape, tokens: NDArray[np.int32]) -> None:
         if int(tokens.max()) >= shape.vocab_size:
@@ -138,7 +138,7 @@ class _Forward:
         self._hidden = weights.floats("model.embed_tokens.weight")[tokens]
 
     def next_layer(self, index: int, settings: Settings) -> dict[str, Quantised]:
-        """The linears of the layer by name. Each sees the inputs that the ones before it, quantised, give."""
+        """Quantises the linears of a layer. Each gets the inputs that the quantised linears before it produce."""
         prefix, quantised = f"model.layers.{index}.", dict[str, Quantised]()
         norms = {
             name: self._weights.floats(f"{prefix}{name}.weight")
@@ -160,7 +160,7 @@ class _Forward:
 
 
 def _place(name: str) -> tuple[int, str]:
-    """Sorts by layer; what is outside comes first or last."""
+    """Sorts by layer. Tensors outside the layers are first or last."""
     match = _LAYER.fullmatch(name)
     return (int(match[1]), name) if match else (-1 if "embed" in name else 1 << 30, name)
 
@@ -171,7 +171,7 @@ def _is_linear(name: str) -> bool:
 
 
 def _copy_other_files(folder: Path, out: Path, settings: Settings) -> None:
-    """Everything that is not a weight, and ``config.json`` with what was done."""
+    """Copies all files except weights, and adds the quantisation to ``config.json``."""
     weights = {path for pattern in _WEIGHT_FILES for path in folder.glob(pattern)}
     for path in sorted(folder.iterdir()):
         if path.is_file() and path not in weights:
@@ -182,7 +182,7 @@ def _copy_other_files(folder: Path, out: Path, settings: Settings) -> None:
 
 
 def quantization_config(settings: Settings) -> Mapping[str, Any]:
-    """As compressed-tensors writes it."""
+    """Returns the quantisation as compressed-tensors writes it."""
     token = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     weights = {
         "num_bits": settings.bits,

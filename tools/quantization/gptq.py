@@ -1,8 +1,8 @@
-"""GPTQ (Frantar et al. 2023): round a weight column by column, each error made good by the columns still to come.
+"""GPTQ (Frantar et al. 2023): rounds a weight column by column, and corrects the error of each in the later columns.
 
-With inputs X [samples, in] of a layer, the output error of a changed row is (w - q) H (w - q)^T, H = X^T X. Columns are
-taken in the order of their weight in H, the heaviest first, while the groups stay those of consecutive inputs with
-scales found beforehand; so the result needs no permutation at run time (GPTQ's ``static_groups``).
+A layer has the inputs X [samples, in]. The output error of a changed row is (w - q) H (w - q)^T, where H = X^T X.
+Columns are processed in the order of their diagonal in H, the largest first. Groups still consist of consecutive
+inputs, with scales that are known beforehand, so no permutation is needed at run time (GPTQ's ``static_groups``).
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from tools.quantization.rounding import Float32Array, Quantised, Settings, fit, 
 
 Float64Array = NDArray[np.float64]
 DAMPING = 0.01
-"""Of the mean diagonal of H, added to each diagonal element."""
+"""Fraction of the mean diagonal of H that is added to the diagonal."""
 _BLOCK = 128
-"""Columns whose errors are gathered before the columns past them are changed."""
+"""Number of columns whose errors are collected before later columns are changed."""
 _SHRINKS = tuple(np.float32(1.0 - step / 40) for step in range(17))
-"""Ranges tried for a group, as shares of its full one."""
+"""Candidates for a group's range, as fractions of the complete range."""
 
 
 class Hessian:
-    """Sums X^T X over the inputs of a layer, a batch at a time."""
+    """Sums X^T X over the inputs of a layer, batch by batch."""
 
     def __init__(self, depth: int) -> None:
         self.matrix: Float64Array = np.zeros((depth, depth))
 
     def add(self, inputs: Float32Array) -> None:
-        """inputs [samples, in]."""
+        """Adds inputs [samples, in]."""
         self.matrix += inputs.T @ inputs
 
 
 def gptq(weight: Float32Array, hessian: Float64Array, settings: Settings) -> Quantised:
-    """Integers for ``weight`` [out, in] that keep its outputs on the inputs behind ``hessian`` [in, in]."""
+    """Rounds ``weight`` [out, in] so that its outputs on the inputs of ``hessian`` [in, in] change little."""
     rows, depth = weight.shape
     group = settings.group_of(depth)
     diagonal = hessian.diagonal()
     scales, zeros = _search(weight.reshape(rows, -1, group), diagonal.reshape(-1, group), settings)
     order = np.argsort(-diagonal, kind="stable")
     factor = _inverse_factor(hessian[np.ix_(order, order)])
-    work = np.where(diagonal == 0, np.float32(0), weight)[:, order]  # an input that is always 0 needs no weight
+    work = np.where(diagonal == 0, np.float32(0), weight)[:, order]  # the weight of an input that is always 0 is 0
     q = np.empty((rows, depth), np.uint8)
     for begin in range(0, depth, _BLOCK):
         end = min(begin + _BLOCK, depth)
@@ -56,15 +56,19 @@ def gptq(weight: Float32Array, hessian: Float64Array, settings: Settings) -> Qua
 
 
 def _inverse_factor(hessian: Float64Array) -> Float32Array:
-    """U, upper triangular, with U^T U = (H + damping)^-1: row i of it is what column i's error does to later ones."""
+    """Returns the upper triangular U with U^T U = (H + damping)^-1. Row i is the effect of column i's error on later
+    ones."""
     damped = hessian + np.eye(len(hessian)) * (DAMPING * max(float(hessian.diagonal().mean()), 1e-12))
     inverse = np.linalg.inv(damped)
     return np.linalg.cholesky((inverse + inverse.T) / 2).T.astype(np.float32)
 
 
 def _search(groups: Float32Array, diagonal: Float64Array, settings: Settings) -> tuple[Float32Array, Float32Array]:
-    """Scales and zero points of ``groups`` [out, groups, g]: of the ranges tried, that with the least error weighted
-    by ``diagonal`` [groups, g]. Cutting off the largest weights can serve all others."""
+    """Returns scales and zero points of ``groups`` [out, groups, g].
+
+    It takes the candidate range with the smallest error, weighted by ``diagonal`` [groups, g]. A smaller range clips
+    the largest weights, but can improve all others.
+    """
     weights = diagonal.astype(np.float32)[None]
     best = np.full(groups.shape[:2], np.inf, np.float32)
     scales, zeros = np.empty_like(best), np.empty_like(best)

@@ -1,4 +1,4 @@
-"""A Llama's forward pass in NumPy, float32, layer by layer: for calibration, where each layer's inputs are wanted."""
+"""A Llama's forward pass in NumPy and float32, layer by layer, for calibration."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from llm_serving.model.shape import ModelShape
 
 Float32Array = NDArray[np.float32]
 Apply = Callable[[str, Float32Array], Float32Array]
-"""Multiplies inputs [tokens, in] by the linear of that name."""
+"""Multiplies inputs [tokens, in] by the linear with that name."""
 Observe = Callable[[tuple[str, ...], Float32Array], None]
-"""Gets the names of linears, as in a layer's weights, and the inputs they share, [tokens, in]."""
+"""Receives the names of linears and their common inputs [tokens, in]."""
 
 
 class NumpyLlama:
-    """Runs layers whose weights are handed to it, so that only one layer need be in memory."""
+    """Runs layers with given weights, so that only one layer must be in memory."""
 
     def __init__(self, shape: ModelShape, length: int) -> None:
         self._shape = shape
@@ -28,8 +28,10 @@ class NumpyLlama:
     def layer(
         self, hidden: Float32Array, weights: Mapping[str, Float32Array], apply: Apply, observe: Observe
     ) -> Float32Array:
-        """hidden [sequences, length, hidden] -> the same. ``weights`` are the norms, ``apply`` multiplies by a linear;
-        ``observe`` is called just before a linear, or several that share their inputs, is applied."""
+        """Returns the layer's output [sequences, length, hidden]. ``weights`` has the norms.
+
+        ``apply`` multiplies by a linear. ``observe`` is called before linears with the same inputs are applied.
+        """
         sequences, length, width = hidden.shape
         flat = hidden.reshape(-1, width)
         x = self._norm(flat, weights["input_layernorm"])
@@ -56,7 +58,7 @@ class NumpyLlama:
         return (x / np.sqrt(mean + np.float32(self._shape.rms_norm_eps)) * gamma).astype(np.float32)
 
     def _attention(self, q: Float32Array, k: Float32Array, v: Float32Array) -> Float32Array:
-        """One sequence: q [length, heads * D], k and v [length, kv heads * D] -> [length, heads * D]."""
+        """Returns attention of one sequence: q [length, heads * D], k and v [length, kv heads * D]."""
         shape, length = self._shape, len(q)
         size, group = shape.head_dim, shape.num_attention_heads // shape.num_key_value_heads
         query = self._rotate(q.reshape(length, -1, size).swapaxes(0, 1)) * np.float32(size**-0.5)
@@ -68,7 +70,7 @@ class NumpyLlama:
         return np.ascontiguousarray((weights @ value).swapaxes(0, 1)).reshape(length, -1)
 
     def _rotate(self, x: Float32Array) -> Float32Array:
-        """[heads, length, D], both halves of a head turned together."""
+        """Rotates [heads, length, D] by the rotary embedding, which pairs the two halves of a head."""
         half, length = x.shape[2] // 2, x.shape[1]
         turned = np.concatenate([-x[:, :, half:], x[:, :, :half]], axis=2)
         return x * self._cos[:length] + turned * self._sin[:length]

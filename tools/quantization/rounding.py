@@ -1,7 +1,7 @@
-"""Integers for weights: scales and zero points of groups, rounding to them, and the two layouts of compressed-tensors.
+"""Rounds weights to integers: scales and zero points of groups, and the two layouts of compressed-tensors.
 
-A weight is [out, in] float32. With a group of g inputs there are in / g scales a row; g = in gives one scale a row.
-Integers are kept unsigned, 0 to 2^bits - 1, beside a zero point; without zero points that is 2^(bits - 1).
+A weight is [out, in] float32. With a group of g inputs there are in / g scales per row; g = in gives one scale per row.
+Integers are unsigned, 0 to 2^bits - 1, with a zero point. Without zero points it is 2^(bits - 1).
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from llm_serving.model.number_formats import stored_format
 
 Float32Array = NDArray[np.float32]
 _SMALLEST_SCALE = np.float32(2.0**-24)
-"""Of a group that is all zeros, where any scale would do; the smallest float16."""
+"""Scale of a group of zeros, where the value does not matter: the smallest float16."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to quantise to."""
+    """The settings of a quantisation."""
 
     bits: int
     group: int
-    """Inputs that share a scale; 0: all inputs of an output."""
+    """Number of inputs that share a scale; 0 means all inputs of an output."""
     asymmetric: bool
-    """Whether to store zero points."""
+    """If True, zero points are stored."""
     scale_dtype: str
-    """float32, float16 or bfloat16: that of the model's own weights. Integers are found for the rounded scales."""
+    """Type of the model's weights (float32, float16 or bfloat16). Integers are rounded with the rounded scales."""
 
     def __post_init__(self) -> None:
         stored_format(self.bits)  # raises for a number of bits that no format has
@@ -53,13 +53,13 @@ class Settings:
         return (1 << self.bits) - 1
 
     def round_scales(self, scales: Float32Array) -> Float32Array:
-        """Scales as the file will hold them."""
+        """Returns the scales as the file will contain them."""
         return to_float32(from_float32(np.maximum(scales, _SMALLEST_SCALE), self.scale_dtype), self.scale_dtype)
 
 
 @dataclass(frozen=True)
 class Quantised:
-    """A weight's integers."""
+    """The integers of a weight."""
 
     q: NDArray[np.uint8]
     """[out, in]"""
@@ -69,14 +69,15 @@ class Quantised:
     """[out, groups]"""
 
     def values(self) -> Float32Array:
-        """[out, in]: what the integers stand for."""
+        """Returns the values [out, in] that the integers represent."""
         rows, depth = self.q.shape
         q = self.q.reshape(rows, self.scales.shape[1], -1).astype(np.float32)
         return ((q - self.zeros[:, :, None]) * self.scales[:, :, None]).reshape(rows, depth)
 
 
 def fit(groups: Float32Array, settings: Settings) -> tuple[Float32Array, Float32Array]:
-    """Scales and zero points of ``groups`` [..., g]: the range of the largest magnitude, or from minimum to maximum."""
+    """Returns scales and zero points of ``groups`` [..., g], from the largest magnitude, or from minimum and
+    maximum."""
     if not settings.asymmetric:
         scales = np.abs(groups).max(axis=-1) / np.float32(settings.middle - 1)
         return settings.round_scales(scales), np.full(scales.shape, settings.middle, np.float32)
@@ -86,13 +87,13 @@ def fit(groups: Float32Array, settings: Settings) -> tuple[Float32Array, Float32
 
 
 def round_to(values: Float32Array, scales: Float32Array, zeros: Float32Array, settings: Settings) -> Float32Array:
-    """The nearest integers, as float32; the arrays broadcast. Without zero points the lowest integer is not used."""
+    """Returns the nearest integers as float32. Arrays broadcast. Without zero points, the lowest integer is unused."""
     lowest = 0 if settings.asymmetric else 1
     return np.clip(np.rint(values / scales) + zeros, lowest, settings.largest).astype(np.float32)
 
 
 def round_to_nearest(weight: Float32Array, settings: Settings) -> Quantised:
-    """Every weight to the integer nearest to it."""
+    """Rounds every weight to the nearest integer."""
     rows, depth = weight.shape
     groups = weight.reshape(rows, -1, settings.group_of(depth))
     scales, zeros = fit(groups, settings)

@@ -1,4 +1,4 @@
-"""The training text: an endless, seeded stream of documents, each a plain text or a conversation."""
+"""Generates the training text: an endless stream of documents from a seed, each a plain text or a conversation."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from .stories import make_story, story_request
 from .sums import addition, number_fact, subtraction
 
 Turn = tuple[str, str]
-"""(role, text); the role is "text" for a plain document, else "system", "user" or "assistant"."""
+"""(role, text). The role is "text" for a plain document, otherwise "system", "user" or "assistant"."""
 Document = list[Turn]
 Pair = tuple[str, str]
 
@@ -51,12 +51,12 @@ QUESTION_WORDS = frozenset(
 
 
 def any_fact(rng: random.Random) -> Fact:
-    """A fact or a sum."""
+    """Returns a fact or a sum."""
     return number_fact(rng) if rng.random() < 0.4 else pick_kind(rng)(rng)
 
 
 def vary(rng: random.Random, question: str) -> str:
-    """The question as people may type it: politely, in lower case, without its mark."""
+    """Varies a question as people type it: polite, in lower case, or without its question mark."""
     lowered = question[0].lower() + question[1:] if question.split()[0] in QUESTION_WORDS else question
     draw = rng.random()
     if draw < 0.05 and question.endswith("?"):
@@ -73,7 +73,7 @@ def vary(rng: random.Random, question: str) -> str:
 
 
 def follow_up(rng: random.Random) -> list[Pair]:
-    """A question, and one or two more that only name what differs ("And of Spain?")."""
+    """Returns a question, and one or two short ones that name only the difference ("And of Spain?")."""
     kind = rng.choice((number_fact, pick_kind(rng), pick_kind(rng)))
     pairs: list[Pair] = []
     head = ""
@@ -92,7 +92,7 @@ def follow_up(rng: random.Random) -> list[Pair]:
 
 
 def same_form(fact: Fact) -> str:
-    """What two questions must share for the second to be asked in short: their first three words."""
+    """Returns the first three words. The second of two questions can be short if both have the same first words."""
     words = fact.question.replace("color", "colour").split()
     return " ".join(words[:2]) + (
         " " + fact.again.split()[1] if fact.again.startswith(("And of", "And after", "And before")) else words[-1]
@@ -100,7 +100,7 @@ def same_form(fact: Fact) -> str:
 
 
 def small_pair(rng: random.Random) -> Pair:
-    """One question and its answer, of any kind that is short."""
+    """Returns one question of any short kind, with its answer."""
     draw = rng.random()
     if draw < 0.5:
         fact = any_fact(rng)
@@ -122,7 +122,7 @@ def small_pair(rng: random.Random) -> Pair:
 
 
 def long_pair(rng: random.Random) -> Pair:
-    """A request for a story or a poem, and the piece."""
+    """Returns a request for a story or a poem, and the text."""
     if rng.random() < 0.22:
         return poem_turns(rng)
     story = make_story(rng)
@@ -130,7 +130,7 @@ def long_pair(rng: random.Random) -> Pair:
 
 
 def conversation(rng: random.Random) -> list[Pair]:
-    """One to eight exchanges."""
+    """Returns one to eight exchanges."""
     pairs: list[Pair] = []
     if rng.random() < 0.3:
         pairs.append(
@@ -157,7 +157,7 @@ def conversation(rng: random.Random) -> list[Pair]:
 
 
 def short_conversation(rng: random.Random) -> Document:
-    """A system prompt asking for short answers, and facts answered shortly."""
+    """Returns a system prompt that asks for short answers, and facts with short answers."""
     document: Document = [("system", rng.choice(SHORT_PROMPTS))]
     for _ in range(rng.randint(1, 4)):
         fact = any_fact(rng)
@@ -166,7 +166,7 @@ def short_conversation(rng: random.Random) -> Document:
 
 
 def chat(rng: random.Random) -> Document:
-    """A conversation, with a system prompt at times."""
+    """Returns a conversation, sometimes with a system prompt."""
     draw = rng.random()
     if draw < 0.05:
         return short_conversation(rng)
@@ -178,7 +178,7 @@ def chat(rng: random.Random) -> Document:
 
 
 def plain(rng: random.Random) -> Document:
-    """A story, some facts in a row, a poem, or questions and answers, without roles."""
+    """Returns a text without roles: a story, several facts, a poem, or questions and answers."""
     draw = rng.random()
     if draw < 0.57:
         return [("text", make_story(rng).text)]
@@ -198,7 +198,7 @@ def plain(rng: random.Random) -> Document:
 
 
 def documents(seed: int) -> Iterator[Document]:
-    """The endless stream of ``seed``: about one plain document to three conversations."""
+    """Yields the endless stream of ``seed``: about one plain document per three conversations."""
     rng = random.Random(seed)
     while True:
         yield plain(rng) if rng.random() < 0.28 else chat(rng)

@@ -1,4 +1,4 @@
-"""From documents to training rows: whole documents packed without padding, some held out."""
+"""Packs documents into training rows without padding, and holds some documents out."""
 
 import zlib
 from collections.abc import Iterator
@@ -18,19 +18,19 @@ Batch = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]
 
 
 def is_held_out(text: str) -> bool:
-    """Whether a document is kept from training: one in 32, by its text, so that a text is on one side only."""
+    """Returns True for one document in 32, chosen by its text. Held-out texts are never used for training."""
     return zlib.crc32(text.encode()) % HELD_OUT_SHARE == 0
 
 
 def encoded_documents(tokenizer: spm.SentencePieceProcessor, seed: int, held_out: bool) -> Iterator[list[int]]:
-    """The ids of the documents of one side of the split, without end."""
+    """Yields the ids of the documents on one side of the split, without end."""
     for document in training_documents(seed):
         if is_held_out(render(document)) == held_out:
             yield encode_document(tokenizer, document)
 
 
 def take(buffer: list[list[int]], space: int) -> list[int]:
-    """Remove a document for the rest of a row: the oldest or the longest that fits, else a part of the shortest."""
+    """Removes a document for the rest of a row: the oldest or longest that fits, or a part of the shortest."""
     if len(buffer[0]) <= space:
         return buffer.pop(0)
     fitting = [i for i, ids in enumerate(buffer) if len(ids) <= space]
@@ -40,7 +40,7 @@ def take(buffer: list[list[int]], space: int) -> list[int]:
 
 
 def rows(source: Iterator[list[int]], length: int) -> Iterator[list[int]]:
-    """Rows of exactly ``length`` ids, each beginning with a document."""
+    """Yields rows of exactly ``length`` ids. Each row begins with a document."""
     buffer: list[list[int]] = []
     while True:
         row: list[int] = []
@@ -54,7 +54,7 @@ def rows(source: Iterator[list[int]], length: int) -> Iterator[list[int]]:
 def batches(
     tokenizer: spm.SentencePieceProcessor, seed: int, held_out: bool, batch: int, length: int
 ) -> Iterator[Batch]:
-    """Batches of packed rows; the label of a token is the next one of its row (after EOS, the next document's BOS)."""
+    """Yields batches of packed rows. A token's label is the next token of its row (after EOS, the next BOS)."""
     source = rows(encoded_documents(tokenizer, seed, held_out), length + 1)
     while True:
         ids = np.array([next(source) for _ in range(batch)], np.int32)

@@ -1,7 +1,7 @@
-"""Short exercises in the training text: saying words again, remembering names, single facts and sums.
+"""Generates short exercises for the training: repeating words, remembering names, single facts and sums.
 
-A small model learns late to copy what stands earlier in the text (induction; Olsson et al., 2022), and answers here
-need that. Text in which half of the tokens are a copy teaches it sooner. The tokenizer does not see these.
+A small model learns late to copy earlier parts of the text (induction; Olsson et al., 2022), but conversations need it.
+Text in which half of the tokens are a copy teaches it sooner. The tokenizer is trained without these exercises.
 """
 
 import random
@@ -32,42 +32,42 @@ DEEDS = (
 
 
 def some_words(rng: random.Random) -> str:
-    """A few words or numbers in a row."""
+    """Returns a few words or numbers."""
     chosen = [str(rng.randint(0, 99)) if rng.random() < 0.2 else rng.choice(WORDS) for _ in range(rng.randint(2, 9))]
     return rng.choice((" ", " ", ", ")).join(chosen)
 
 
 def say_again(rng: random.Random) -> Document:
-    """The user's words, said again by the assistant."""
+    """Lets the assistant repeat the user's words."""
     phrase = some_words(rng)
     request = rng.choice(("Repeat after me: {}", "Say this: {}", "Repeat: {}", "Please repeat: {}", "Say it again: {}"))
     return [("user", request.format(phrase)), ("assistant", phrase)]
 
 
 def twice(rng: random.Random) -> Document:
-    """The same words two to four times, a line each."""
+    """Returns the same words two to four times, one line each."""
     return [("text", "\n".join([some_words(rng)] * rng.randint(2, 4)))]
 
 
 def remember(rng: random.Random) -> Document:
-    """A name told and asked for."""
+    """Lets the user introduce a name and ask for it."""
     return [turn for said, answer in talk.memory(rng) for turn in (("user", said), ("assistant", answer))]
 
 
 def one_fact(rng: random.Random) -> Document:
-    """One question about a fact or a number."""
+    """Returns one question about a fact or a number."""
     fact = number_fact(rng) if rng.random() < 0.5 else pick_kind(rng)(rng)
     return [("user", vary(rng, fact.question)), ("assistant", fact.answer)]
 
 
 def sums(rng: random.Random) -> Document:
-    """Sums, one to a line."""
+    """Returns sums, one per line."""
     kinds = (addition, addition, subtraction, multiplication)
     return [("text", "\n".join(rng.choice(kinds)(rng).answer for _ in range(rng.randint(1, 6))))]
 
 
 def other_start(rng: random.Random) -> Document:
-    """A story that begins in the middle of things."""
+    """Returns a story from its middle."""
     story = make_story(rng)
     hero = story.hero
     trait = f"{hero.trait} {hero.kind}"
@@ -79,13 +79,13 @@ def other_start(rng: random.Random) -> Document:
 
 
 def drill(rng: random.Random) -> Document:
-    """Any of the above."""
+    """Returns any of these exercises."""
     kinds = (say_again, twice, remember, one_fact, sums, other_start)
     return rng.choices(kinds, (20, 10, 12, 36, 12, 10))[0](rng)
 
 
 def training_documents(seed: int) -> Iterator[Document]:
-    """The endless text of the training: the documents of ``seed``, with drills between them."""
+    """Yields the endless text of the training: the documents of ``seed`` with exercises between them."""
     rng = random.Random(seed + 1000)
     for document in documents(seed):
         while rng.random() < DRILL_SHARE:

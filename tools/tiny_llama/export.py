@@ -1,4 +1,4 @@
-"""The result as a Hugging Face folder: weights in bfloat16, configuration, and the picture of the losses."""
+"""Writes the model as a Hugging Face folder: bfloat16 weights, config, and a picture of the losses."""
 
 import json
 import os
@@ -20,18 +20,18 @@ from performance.models.folders import write_safetensors
 
 
 def to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """float32 to the bits of bfloat16 (uint16), rounded to nearest, ties to even; the values must be finite."""
+    """Converts finite float32 values to the bits of bfloat16 (uint16), rounded to nearest, ties to even."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def from_bfloat16(bits: NDArray[np.uint16]) -> NDArray[np.float32]:
-    """The bits of bfloat16 to float32, exactly."""
+    """Converts the bits of bfloat16 to float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def weights(network: TinyLlama) -> dict[str, NDArray[np.float32]]:
-    """The parameters by their Hugging Face names, float32."""
+    """Returns the float32 parameters by their Hugging Face names."""
     return {name: parameter.asnumpy() for name, parameter in network.parameters_and_names()}
 
 
@@ -43,7 +43,7 @@ def save_weights(tensors: dict[str, NDArray[np.float32]], path: Path) -> None:
 
 
 def model_config(shape: ModelShape) -> dict[str, Any]:
-    """The ``config.json``."""
+    """Returns the content of ``config.json``."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -74,7 +74,7 @@ def model_config(shape: ModelShape) -> dict[str, Any]:
 
 
 def save_config(shape: ModelShape, folder: Path) -> None:
-    """Write ``config.json`` and ``generation_config.json``."""
+    """Writes ``config.json`` and ``generation_config.json``."""
     generation = {
         "bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID,
         "do_sample": True, "temperature": 0.7, "top_p": 0.9, "max_length": shape.max_position_embeddings,
@@ -84,7 +84,7 @@ def save_config(shape: ModelShape, folder: Path) -> None:
 
 
 def save_curve(history: History, path: Path) -> None:
-    """Draw the training and the held-out loss over the steps."""
+    """Draws the training loss and the held-out loss over the steps."""
     figure, axes = pyplot.subplots(figsize=(6, 3.6), dpi=90)
     for name, points in (("train", history.train), ("held-out", history.held_out)):
         axes.plot(*zip(*points, strict=True), label=f"{name} (last: {points[-1][1]:.3f})")

@@ -1,4 +1,4 @@
-"""Small facts as questions with a full answer and a short one."""
+"""Generates small facts: questions with a full answer and a short one."""
 
 import random
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from .tables import pairs, sections
 
 
 class Fact(NamedTuple):
-    """A question, its answer in a sentence, its answer in a word or two, and a follow-up question of the same form."""
+    """A question, its answer as a sentence and as a word or two, and a follow-up question of the same form."""
 
     question: str
     answer: str
@@ -35,12 +35,12 @@ ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "
 
 
 def first_upper(text: str) -> str:
-    """``text`` with its first letter in upper case."""
+    """Returns ``text`` with its first letter in upper case."""
     return text[:1].upper() + text[1:]
 
 
 def capital(rng: random.Random) -> Fact:
-    """The capital of a country, or the country of a capital."""
+    """Asks for the capital of a country, or the country of a capital."""
     country, city = rng.choice(sorted(CAPITALS.items()))
     if rng.random() < 0.2:
         return Fact(
@@ -58,7 +58,7 @@ def capital(rng: random.Random) -> Fact:
 
 
 def continent(rng: random.Random) -> Fact:
-    """The continent of a country."""
+    """Asks for the continent of a country."""
     name = rng.choice(sorted(CONTINENTS))
     country = rng.choice(CONTINENTS[name])
     question = rng.choice(("Where is {}?", "On which continent is {}?", "In which part of the world is {}?"))
@@ -72,7 +72,7 @@ def continent(rng: random.Random) -> Fact:
 
 
 def animal(rng: random.Random) -> Fact:
-    """Sound, legs, young, home or food of an animal."""
+    """Asks for sound, legs, young, home or food of an animal."""
     name = rng.choice(sorted(ANIMALS))
     sound, legs, young, home, food = ANIMALS[name]
     article = a(name)
@@ -104,14 +104,14 @@ def animal(rng: random.Random) -> Fact:
 
 
 def colour(rng: random.Random) -> Fact:
-    """The colour of a thing."""
+    """Asks for the colour of a thing."""
     thing, name = rng.choice(sorted(COLOURS.items()))
     question = rng.choice(("What colour is {}?", "What color is {}?", "Which colour does {} have?"))
     return Fact(question.format(thing), f"{first_upper(thing)} is {name}.", first_upper(name), f"And {thing}?")
 
 
 def opposite(rng: random.Random) -> Fact:
-    """The opposite of a word."""
+    """Asks for the opposite of a word."""
     pair = rng.choice(OPPOSITES)
     known = {"light", "old"}  # each has two opposites: ask only from the other side
     word, other = pair if pair[0] not in known else pair[::-1]
@@ -124,7 +124,7 @@ def opposite(rng: random.Random) -> Fact:
 
 
 def order(rng: random.Random) -> Fact:
-    """What comes after or before a day, a month, a season."""
+    """Asks for the next or previous day, month or season."""
     names = rng.choice((DAYS, DAYS, MONTHS, MONTHS, SEASONS))
     index = rng.randrange(len(names))
     name, after, before = names[index], names[(index + 1) % len(names)], names[index - 1]
@@ -139,7 +139,7 @@ def order(rng: random.Random) -> Fact:
 
 
 def definition(rng: random.Random) -> Fact:
-    """What a thing is."""
+    """Asks what a thing is."""
     word, meaning = rng.choice(sorted(DEFINITIONS.items()))
     question = rng.choice(
         (
@@ -155,13 +155,13 @@ def definition(rng: random.Random) -> Fact:
 
 
 def profession(rng: random.Random) -> Fact:
-    """Who does a kind of work."""
+    """Asks for the name of a profession."""
     work, who = rng.choice(sorted(PROFESSIONS.items()))
     return Fact(f"Who {work}?", f"{first_upper(who)} {work}.", first_upper(who))
 
 
 def quantity(rng: random.Random) -> Fact:
-    """How many of something there are."""
+    """Asks for a number of things."""
     phrase, amount = rng.choice(sorted(QUANTITIES.items()))
     verb, *rest = phrase.split(" ")[1:]
     tail = " ".join(rest)
@@ -179,12 +179,12 @@ def quantity(rng: random.Random) -> Fact:
 
 
 def general(rng: random.Random) -> Fact:
-    """A single fact."""
+    """Returns any fact."""
     return Fact(*rng.choice(GENERAL))
 
 
 def planets(rng: random.Random) -> Fact:
-    """The order of the planets."""
+    """Asks for the order of the planets."""
     index = rng.randrange(len(PLANETS))
     ordinal = ORDINALS[index]
     name = PLANETS[index]
@@ -207,5 +207,5 @@ FACT_KINDS: tuple[tuple[Callable[[random.Random], Fact], int], ...] = (
 
 
 def pick_kind(rng: random.Random) -> Callable[[random.Random], Fact]:
-    """A kind of fact, by its weight."""
+    """A kind of fact with its weight."""
     return rng.choices([kind for kind, _ in FACT_KINDS], [weight for _, weight in FACT_KINDS])[0]

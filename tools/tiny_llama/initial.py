@@ -1,13 +1,13 @@
-"""Initial weights with an induction circuit built in.
+"""Creates initial weights that contain an induction circuit.
 
-One head looks at the previous token; a layer later, others look for what followed the current token before. So a
-transformer copies from its context (Elhage et al., 2021; Olsson et al., 2022). Random weights need tens of millions of
-tokens to find it, more than two processor cores train in an hour. Here it is there from the first step, as plain values
-of the ordinary weight matrices, and the training keeps, bends or drops it like any other weight (the idea of mimetic
-initialization, Trockman and Kolter, 2023). All else is random and small.
+One head attends to the previous token. In the next layer, other heads look for the token that followed an earlier
+occurrence of the current token. This is how a transformer copies from its context (Elhage et al., 2021; Olsson et al.,
+2022). Random weights need tens of millions of tokens to learn it, which two processor cores cannot process in an hour.
+Here the circuit exists from the first step, as values in the ordinary weight matrices. Training can keep, change or
+remove it (the idea of mimetic initialization, Trockman and Kolter, 2023). All other weights are random and small.
 
-The numbers: an embedding is a random vector of norm 1 plus a common vector of norm ``COMMON``, which gives each layer a
-constant to work with; ``WRITTEN`` scales what a head of the circuit adds to the residual stream.
+An embedding is a random vector of norm 1 plus a common vector of norm ``COMMON``, which gives each layer a constant.
+``WRITTEN`` scales the output of a head of the circuit.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 Matrix = NDArray[np.float32]
 HeadWeights = tuple[Matrix, Matrix]
-"""The weights of one head: (query, key) or (value, output)."""
+"""The weights of a head: (query, key) or (value, output)."""
 
 COMMON = 0.5
 WRITTEN = 0.14
@@ -25,7 +25,7 @@ MATCH_GAIN = 2.0
 
 
 class Circuit:
-    """The vectors the parts agree on: the constant, the token codes, and where the codes are written."""
+    """Common vectors of the circuit: the constant, the token codes, and the place where codes are written."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, head_dim: int, rope_theta: float, rng: np.random.Generator
@@ -37,12 +37,13 @@ class Circuit:
         self.place = np.linalg.qr(rng.standard_normal((hidden_size, head_dim)))[0]
 
     def embedding(self, rng: np.random.Generator) -> Matrix:
-        """Random vectors of norm 1 plus the constant, ``[vocab, hidden]``."""
+        """Returns random vectors of norm 1 plus the constant, ``[vocab, hidden]``."""
         vocab, hidden = self.vocab_size, self.hidden_size
         return as_float32(rng.standard_normal((vocab, hidden)) / np.sqrt(hidden) + COMMON * self.constant)
 
     def previous_token_query_key(self) -> HeadWeights:
-        """Query and key weights ``[head_dim, hidden]``: a constant key; the query is it, one position back."""
+        """Returns query and key ``[head_dim, hidden]``: the key is constant, and the query is the key one position
+        back."""
         dim, half = self.head_dim, self.head_dim // 2
         angles = self.rope_theta ** (-np.arange(half) / half)
         energy = np.zeros(half)
@@ -55,14 +56,14 @@ class Circuit:
         return as_float32(np.outer(query, read)), as_float32(np.outer(key, read))
 
     def previous_token_value_output(self) -> HeadWeights:
-        """Value ``[head_dim, hidden]`` and output ``[hidden, head_dim]`` weights: the token's code, to its place."""
+        """Returns value ``[head_dim, hidden]`` and output ``[hidden, head_dim]``, which write the token's code."""
         return as_float32(self.code), as_float32(self.place * WRITTEN)
 
     def induction_query_key(self, half: int) -> HeadWeights:
-        """Query and key weights: the code of this token against the code written by the previous-token head.
+        """Returns query and key, which compare this token's code with the code from the previous-token head.
 
-        Only the slow half of the rotary frequencies is used, so that the match does not depend on the distance;
-        ``half`` (0 or 1) says which half of the code is compared.
+        Only the slow half of the rotary frequencies is used, so that the match does not depend on the distance.
+        ``half`` (0 or 1) selects the half of the code that is compared.
         """
         dim = self.head_dim
         quarter = dim // 4
@@ -74,12 +75,12 @@ class Circuit:
         return as_float32(query), as_float32(key)
 
     def copy_value_output(self, rng: np.random.Generator) -> HeadWeights:
-        """Value and output weights that write a projection of the attended token itself."""
+        """Returns value and output weights that write a projection of the attended token."""
         hidden, dim = self.hidden_size, self.head_dim
         value = rng.standard_normal((dim, hidden)) / np.sqrt(hidden)
         return as_float32(value), as_float32(value.T * WRITTEN)
 
 
 def as_float32(values: NDArray[np.float64]) -> Matrix:
-    """The values as float32."""
+    """Returns the values as float32."""
     return values.astype(np.float32)

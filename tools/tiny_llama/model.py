@@ -1,8 +1,8 @@
-"""A Llama for training, written with stock MindSpore operators (fp32).
+"""A Llama for training, written with standard MindSpore operators (float32).
 
-The arithmetic is Hugging Face's: RMSNorm before each sub-layer, rotate-half rotary embedding (Su et al., RoFormer,
-2021), grouped-query attention (Ainslie et al., 2023), SwiGLU (Shazeer, 2020), tied embeddings. Parameter names are
-Hugging Face's tensor names, so the export is a copy.
+The arithmetic is that of Hugging Face. It has RMSNorm before each sub-layer, rotate-half rotary embedding (Su et al.,
+RoFormer, 2021) and grouped-query attention (Ainslie et al., 2023). It also has SwiGLU (Shazeer, 2020) and tied
+embeddings. Parameters have Hugging Face's tensor names, so the export only copies them.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .initial import Circuit, HeadWeights
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of the model; ``hidden_size`` need not be ``num_heads * head_dim``."""
+    """The sizes of the model. ``hidden_size`` may differ from ``num_heads * head_dim``."""
 
     vocab_size: int = 2048
     hidden_size: int = 256
@@ -33,7 +33,7 @@ class ModelShape:
 
 
 def rotary_tables(shape: ModelShape, length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The cosines and sines of positions 0..length-1, each ``[length, head_dim]``; both halves repeat the angles."""
+    """Returns cosines and sines of positions 0 to length-1, each ``[length, head_dim]``, with equal halves."""
     half = np.arange(0, shape.head_dim, 2, dtype=np.float64) / shape.head_dim
     angles = np.outer(np.arange(length), shape.rope_theta**-half)
     angles = np.concatenate([angles, angles], axis=1)
@@ -41,12 +41,12 @@ def rotary_tables(shape: ModelShape, length: int) -> tuple[NDArray[np.float32], 
 
 
 def initial_weight(rng: np.random.Generator, rows: int, columns: int, scale: float = 0.02) -> Tensor:
-    """A normal ``[rows, columns]`` matrix of standard deviation ``scale``."""
+    """Returns a normal ``[rows, columns]`` matrix of standard deviation ``scale``."""
     return Tensor((rng.standard_normal((rows, columns)) * scale).astype(np.float32))
 
 
 class Linear(nn.Cell):
-    """``x @ weight.T`` over rows, without bias; ``weight`` is ``[out, in]``."""
+    """Computes ``x @ weight.T`` without bias. ``weight`` is ``[out, in]``."""
 
     def __init__(self, rng: np.random.Generator, inputs: int, outputs: int, scale: float) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Linear(nn.Cell):
         self.matmul = P.MatMul(transpose_b=True)
 
     def construct(self, x: Tensor) -> Tensor:
-        """``[rows, in]`` to ``[rows, out]``."""
+        """Maps ``[rows, in]`` to ``[rows, out]``."""
         return self.matmul(x, self.weight)
 
 
@@ -73,7 +73,7 @@ class RMSNorm(nn.Cell):
 
 
 class Attention(nn.Cell):
-    """Causal grouped-query attention over whole sequences; the query heads of a group are stacked, not repeated."""
+    """Causal grouped-query attention over complete sequences. The query heads of a group are stacked, not repeated."""
 
     def __init__(self, shape: ModelShape, rng: np.random.Generator) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class MLP(nn.Cell):
 
 
 class DecoderLayer(nn.Cell):
-    """Attention and feed-forward, each normalised before and added to the stream."""
+    """Attention and feed-forward. Each has a norm before it and is added to the residual stream."""
 
     def __init__(self, shape: ModelShape, rng: np.random.Generator) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class DecoderLayer(nn.Cell):
 
 
 class Decoder(nn.Cell):
-    """Embedding, layers and final norm, under Hugging Face's names."""
+    """Embedding, layers and final norm, with Hugging Face's names."""
 
     def __init__(self, shape: ModelShape, rng: np.random.Generator) -> None:
         super().__init__()
@@ -151,14 +151,14 @@ class Decoder(nn.Cell):
 
 
 def add_to(parameter: Parameter, rows: slice, columns: slice, values: NDArray[np.float32]) -> None:
-    """Add ``values`` to a block of a weight."""
+    """Adds ``values`` to a block of a weight."""
     weight = parameter.asnumpy().copy()
     weight[rows, columns] += values
     parameter.set_data(Tensor(weight))
 
 
 def add_head(attention: Attention, kv_head: int, query_key: HeadWeights, value_output: HeadWeights) -> None:
-    """Add weights to a key/value head and to the first query head of its group."""
+    """Adds weights to a key/value head and to the first query head of its group."""
     dim, everything = attention.head_dim, slice(None)
     query_rows = slice(kv_head * attention.group * dim, (kv_head * attention.group + 1) * dim)
     key_rows = slice(kv_head * dim, (kv_head + 1) * dim)
@@ -169,7 +169,7 @@ def add_head(attention: Attention, kv_head: int, query_key: HeadWeights, value_o
 
 
 def install_circuit(decoder: Decoder, shape: ModelShape, rng: np.random.Generator) -> None:
-    """Start from an induction circuit: a previous-token head in layer 0, matching heads in layers 1 and 2."""
+    """Writes the induction circuit: a previous-token head in layer 0, matching heads in layers 1 and 2."""
     circuit = Circuit(shape.vocab_size, shape.hidden_size, shape.head_dim, shape.rope_theta, rng)
     decoder.embed_tokens.weight.set_data(Tensor(circuit.embedding(rng)))
     add_head(decoder.layers[0].self_attn, 0, circuit.previous_token_query_key(), circuit.previous_token_value_output())
@@ -179,7 +179,7 @@ def install_circuit(decoder: Decoder, shape: ModelShape, rng: np.random.Generato
 
 
 class TinyLlama(nn.Cell):
-    """The language model for rows of up to ``length`` tokens; the output matrix is the embedding."""
+    """The language model for rows of up to ``length`` tokens. The output matrix is the embedding."""
 
     def __init__(self, shape: ModelShape, length: int, seed: int) -> None:
         super().__init__()
@@ -194,14 +194,14 @@ class TinyLlama(nn.Cell):
         self.cross_entropy = P.SparseSoftmaxCrossEntropyWithLogits()
 
     def mask(self, documents: Tensor) -> Tensor:
-        """The additive mask: a token sees itself and the earlier tokens of its own document."""
+        """Returns the additive mask: a token sees itself and the earlier tokens of its document."""
         same = (documents.expand_dims(2) == documents.expand_dims(1)).astype(ms.float32)
         length = documents.shape[1]
         mask = (same * self.causal[:length, :length] - 1.0) * 1e9
         return ops.tile(mask, (1, self.group, 1)).expand_dims(1)
 
     def logits(self, tokens: Tensor, documents: Tensor) -> Tensor:
-        """Token ids and document numbers, both int32 ``[batch, length]``, to logits ``[batch * length, vocab]``."""
+        """Maps token ids and document numbers, int32 ``[batch, length]``, to logits ``[batch * length, vocab]``."""
         batch, length = tokens.shape
         mask = self.mask(documents)
         cos, sin = self.cos[:length], self.sin[:length]
@@ -211,6 +211,6 @@ class TinyLlama(nn.Cell):
         return self.head(self.model.norm(x), self.model.embed_tokens.weight)
 
     def construct(self, tokens: Tensor, documents: Tensor, labels: Tensor) -> Tensor:
-        """The mean cross-entropy of ``labels`` (int32 ``[batch, length]``) in nats per token."""
+        """Returns the mean cross-entropy of ``labels`` (int32 ``[batch, length]``) in nats per token."""
         logits = self.logits(tokens, documents)
         return self.cross_entropy(logits, labels.reshape(-1))

@@ -1,4 +1,4 @@
-"""Short rhymed poems: couplets by topic, two of them to a poem."""
+"""Generates short rhymed poems from two couplets about a topic."""
 
 import random
 
@@ -10,19 +10,19 @@ UNIQUE = {"sea", "moon", "sun", "night"}
 
 
 def poem_topic(topic: str) -> str:
-    """The topic with the article it takes in a request."""
+    """Returns the topic with its article in a request."""
     return topic if topic in MASS else f"the {topic}" if topic in UNIQUE else f"a {topic}"
 
 
 def make_poem(rng: random.Random) -> tuple[str, str]:
-    """A topic and a poem of four lines about it."""
+    """Returns a topic and a poem of four lines about it."""
     topic = rng.choice(sorted(COUPLETS))
     couplets = rng.sample(COUPLETS[topic], 2)
     return topic, "\n".join(couplets).replace("/", "\n")
 
 
 def poem_turns(rng: random.Random) -> tuple[str, str]:
-    """A request for a poem and the poem."""
+    """Returns a request for a poem, and the poem."""
     topic, poem = make_poem(rng)
     forms = (
         "Write a short poem about {}.",

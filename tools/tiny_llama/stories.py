@@ -1,4 +1,4 @@
-"""Stories from templates: twelve plots in many wordings, with heroes, places and things drawn at random."""
+"""Generates stories from templates: twelve plots in many wordings, with random heroes, places and things."""
 
 import random
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ IS_FEMALE = {"king": False, "prince": False, "queen": True, "princess": True, "f
 
 
 def a(noun: str) -> str:
-    """The noun phrase with its indefinite article."""
+    """Returns the noun phrase with its indefinite article."""
     return ("an " if noun[0] in "aeiou" and not noun.startswith("uni") else "a ") + noun
 
 
 def place_name(place: str) -> str:
-    """The place with its article; there is only one sea."""
+    """Returns the place with its article. Only the sea has a definite one."""
     return "the sea" if place == "sea" else a(place)
 
 
 @dataclass(frozen=True)
 class Hero:
-    """Who a story is about; ``kind`` is an animal or a trade, or "girl" or "boy"."""
+    """The hero of a story. ``kind`` is an animal, a trade, "girl" or "boy"."""
 
     name: str
     kind: str
@@ -41,7 +41,7 @@ class Hero:
 
 @dataclass(frozen=True)
 class Story:
-    """A finished story and the words one may ask for it by."""
+    """A complete story, and the words by which a user can ask for it."""
 
     text: str
     hero: Hero
@@ -50,7 +50,7 @@ class Story:
 
 
 def make_hero(rng: random.Random, avoid: str = "") -> Hero:
-    """A hero whose kind is not ``avoid``."""
+    """Returns a hero whose kind is not ``avoid``."""
     girl = rng.random() < 0.5
     name = rng.choice(GIRLS if girl else BOYS)
     group = rng.random()
@@ -65,7 +65,7 @@ def make_hero(rng: random.Random, avoid: str = "") -> Hero:
 
 
 def story_words(rng: random.Random, hero: Hero, friend: Hero, place: str, thing: str) -> dict[str, str]:
-    """The values of the slots of a plot."""
+    """Returns the values of a plot's slots."""
     coloured = a(f"{rng.choice(COLOURS)} {thing}")
     words = {
         "H": hero.name,
@@ -93,7 +93,7 @@ def story_words(rng: random.Random, hero: Hero, friend: Hero, place: str, thing:
 
 
 def make_story(rng: random.Random) -> Story:
-    """One story of about 60 to 150 words that names its hero's kind, the place and (nearly always) the thing."""
+    """Returns a story of about 60 to 150 words with its hero's kind, the place and (nearly always) the thing."""
     hero = make_hero(rng)
     friend = make_hero(rng, avoid=hero.kind)
     while friend.name == hero.name:
@@ -108,7 +108,7 @@ def make_story(rng: random.Random) -> Story:
 
 
 def story_request(rng: random.Random, story: Story) -> str:
-    """What a user may say to be told this story; asks only for what the story contains."""
+    """Returns a request for this story, which mentions only things that the story contains."""
     kind = story.hero.kind
     subjects = [a(kind), f"{a(story.hero.trait)} {kind}", f"{a(kind)} named {story.hero.name}"]
     if story.place in story.text:

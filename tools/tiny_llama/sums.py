@@ -1,4 +1,4 @@
-"""A little arithmetic, counting and comparing."""
+"""Generates arithmetic, counting and comparisons."""
 
 import random
 
@@ -32,7 +32,7 @@ OWNERS = ("Anna", "Tom", "Lily", "Max", "Sara", "Ben", "Mia", "Leo")
 
 
 def ask_sum(rng: random.Random, expression: str, words: str, answer: int) -> Fact:
-    """A question about ``expression`` (``7 + 5``) or its ``words`` (``7 plus 5``)."""
+    """Asks for the result of ``expression`` (``7 + 5``) or its ``words`` (``7 plus 5``)."""
     forms = (
         f"What is {expression}?",
         f"What is {expression}?",
@@ -49,7 +49,7 @@ def ask_sum(rng: random.Random, expression: str, words: str, answer: int) -> Fac
 
 
 def addition(rng: random.Random) -> Fact:
-    """One-digit sums mostly, two-digit sums up to 99 at times."""
+    """Asks for a sum, usually of one digit, sometimes up to 99."""
     if rng.random() < 0.55:
         x, y = rng.randint(0, 10), rng.randint(0, 10)
     else:
@@ -59,21 +59,21 @@ def addition(rng: random.Random) -> Fact:
 
 
 def subtraction(rng: random.Random) -> Fact:
-    """Differences that are not negative."""
+    """Asks for a difference that is not negative."""
     x = rng.randint(0, 20) if rng.random() < 0.6 else rng.randint(10, 99)
     y = rng.randint(0, min(x, 10)) if rng.random() < 0.7 else rng.randint(0, x)
     return ask_sum(rng, f"{x} - {y}", f"{x} minus {y}", x - y)
 
 
 def multiplication(rng: random.Random) -> Fact:
-    """The table up to 10 x 10."""
+    """Asks for a product up to 10 x 10."""
     x, y = rng.randint(0, 10), rng.randint(0, 10)
     sign = rng.choice("**x")
     return ask_sum(rng, f"{x} {sign} {y}", f"{x} times {y}", x * y)
 
 
 def apples(rng: random.Random) -> Fact:
-    """A sum told in words."""
+    """Asks for a sum in words."""
     x, y = rng.randint(1, 10), rng.randint(1, 10)
     thing = rng.choice(COUNTABLE)
     name = rng.choice(OWNERS)
@@ -93,7 +93,7 @@ def apples(rng: random.Random) -> Fact:
 
 
 def neighbour(rng: random.Random) -> Fact:
-    """The number before or after another."""
+    """Asks for the next or previous number."""
     x = rng.randint(1, 99)
     if rng.random() < 0.5:
         return Fact(f"Which number comes after {x}?", f"{x + 1} comes after {x}.", str(x + 1), f"And after {x}?")
@@ -101,7 +101,7 @@ def neighbour(rng: random.Random) -> Fact:
 
 
 def comparison(rng: random.Random) -> Fact:
-    """Which of two numbers is larger, or whether one is even."""
+    """Asks which of two numbers is larger, or whether a number is even."""
     x, y = rng.sample(range(100), 2)
     if rng.random() < 0.3:
         kind = "odd" if x % 2 else "even"
@@ -113,7 +113,7 @@ def comparison(rng: random.Random) -> Fact:
 
 
 def counting(rng: random.Random) -> Fact:
-    """Counting up or down, in digits or in words."""
+    """Asks to count up or down, in digits or in words."""
     x = rng.randint(1, 15)
     y = min(20, x + rng.randint(3, 9))
     if rng.random() < 0.25:
@@ -131,6 +131,6 @@ def counting(rng: random.Random) -> Fact:
 
 
 def number_fact(rng: random.Random) -> Fact:
-    """Any of the above."""
+    """Returns any of these."""
     kinds = (addition, subtraction, multiplication, apples, neighbour, comparison, counting)
     return rng.choices(kinds, (10, 5, 5, 3, 1, 2, 3))[0](rng)

@@ -1,4 +1,4 @@
-"""The hand-written texts under ``text/``: sections of lines, ``[name]`` before each, ``#`` before a comment."""
+"""Reads the hand-written texts under ``text/``: sections of lines, each after ``[name]``, with ``#`` comments."""
 
 from functools import cache
 from pathlib import Path
@@ -8,7 +8,7 @@ FOLDER = Path(__file__).parent / "text"
 
 @cache
 def sections(name: str) -> dict[str, tuple[str, ...]]:
-    """The lines of each section of ``text/name.txt``."""
+    """Returns the lines of each section of ``text/name.txt``."""
     found: dict[str, list[str]] = {}
     current: list[str] = []
     for line in (FOLDER / f"{name}.txt").read_text(encoding="utf-8").splitlines():
@@ -20,10 +20,10 @@ def sections(name: str) -> dict[str, tuple[str, ...]]:
 
 
 def items(lines: tuple[str, ...]) -> tuple[str, ...]:
-    """The items of a list that is separated by commas and line ends."""
+    """Splits a list at commas and line ends."""
     return tuple(item for line in lines for item in line.split(", "))
 
 
 def pairs(lines: tuple[str, ...]) -> dict[str, str]:
-    """The lines ``key: value`` as a dictionary."""
+    """Returns the lines ``key: value`` as a dictionary."""
     return dict(line.split(": ", 1) for line in lines)

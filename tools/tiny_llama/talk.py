@@ -1,4 +1,4 @@
-"""Everyday conversation: greetings, who Tiny is, feelings, advice, jokes, and admitting what it does not know."""
+"""Generates everyday conversation: greetings, Tiny itself, feelings, advice, jokes, and unknown questions."""
 
 import random
 
@@ -24,19 +24,19 @@ PET_NAMES = ("Max", "Bella", "Coco", "Lucky", "Rocky", "Luna", "Milo", "Daisy")
 
 
 def small_talk(rng: random.Random) -> Pair:
-    """Something one says, and an answer."""
+    """Returns something a user says, and an answer."""
     said, answers = rng.choice(SMALL_TALK)
     return rng.choice(said), rng.choice(answers)
 
 
 def small_talk_about(rng: random.Random, start: str) -> Pair:
-    """Small talk of the group that begins with ``start``."""
+    """Returns small talk of the group that begins with ``start``."""
     said, answers = next(group for group in SMALL_TALK if group[0][0].startswith(start))
     return rng.choice(said), rng.choice(answers)
 
 
 def joke(rng: random.Random) -> Pair:
-    """A request for a joke and a joke."""
+    """Returns a request for a joke, and a joke."""
     asks = (
         "Tell me a joke.",
         "Do you know a joke?",
@@ -49,7 +49,7 @@ def joke(rng: random.Random) -> Pair:
 
 
 def riddle(rng: random.Random) -> list[Pair]:
-    """A riddle, and its answer in the next turn."""
+    """Returns a riddle, and its solution in the next exchange."""
     question, answer = rng.choice(RIDDLES)
     asks = ("Tell me a riddle.", "Give me a riddle.", "Do you know a riddle?", "Ask me a riddle.")
     gives_up = ("I do not know.", "I give up.", "Tell me the answer.", "What is the answer?", "What is it?")
@@ -57,7 +57,7 @@ def riddle(rng: random.Random) -> list[Pair]:
 
 
 def listing(rng: random.Random) -> Pair:
-    """Some things of a kind, in a sentence or as a numbered list."""
+    """Asks for several things of a kind, as a sentence or a numbered list."""
     kind, names = rng.choice(sorted(LISTS.items()))
     count = rng.randint(2, 4)
     chosen = rng.sample(names, count)
@@ -73,7 +73,7 @@ def listing(rng: random.Random) -> Pair:
 
 
 def translation(rng: random.Random) -> Pair:
-    """A word in another language."""
+    """Asks for a word in another language."""
     language = rng.choice(sorted(TRANSLATIONS))
     word, other = rng.choice(TRANSLATIONS[language]).split(" = ")
     ask = rng.choice(
@@ -83,13 +83,13 @@ def translation(rng: random.Random) -> Pair:
 
 
 def unknown(rng: random.Random) -> Pair:
-    """A question out of reach, and an honest answer."""
+    """Returns a question that the model cannot answer, and an honest reply."""
     topics = rng.sample(UNKNOWN_TOPICS, 2)
     return rng.choice(UNKNOWN_QUESTIONS).format(*topics), rng.choice(UNKNOWN_ANSWERS)
 
 
 def repeat(rng: random.Random) -> Pair:
-    """Repeating a phrase word for word."""
+    """Asks to repeat a phrase."""
     words = ["the " + w if rng.random() < 0.5 else w for w in rng.sample(REPEATABLE, 3)]
     phrase = rng.choice(
         (" ".join(words), f"I like {words[0]} and {words[1]}.", rng.choice(JOKES).split("? ")[1], ", ".join(words))
@@ -100,7 +100,7 @@ def repeat(rng: random.Random) -> Pair:
 
 
 def memory(rng: random.Random) -> list[Pair]:
-    """The user tells something and asks for it later; the two pairs need not be neighbours."""
+    """Returns two exchanges: the user mentions a name, and later asks for it."""
     if rng.random() < 0.6:
         name = rng.choice(GIRLS + BOYS)
         said = rng.choice(

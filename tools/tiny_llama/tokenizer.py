@@ -1,7 +1,8 @@
-"""The tokenizer: a sentencepiece BPE model, and the same model as a ``tokenizer.json`` for the ``tokenizers`` library.
+"""Trains the tokenizer: a sentencepiece BPE model, and the same model as a ``tokenizer.json``.
 
-No prefix space, no normalisation, byte fallback: every text decodes to itself. The special tokens are user-defined
-pieces, so that sentencepiece finds them in a rendered chat template, as ``tokenizers`` does.
+There is no prefix space and no normalisation, and unknown characters become bytes: every text decodes to itself. The
+special tokens are user-defined pieces, so that sentencepiece finds them in a rendered chat template as ``tokenizers``
+does.
 """
 
 import io
@@ -32,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
-    """The serialised sentencepiece model of ``texts``; ids 0-6 are ``<unk>`` and special, 7-262 bytes."""
+    """Returns the serialised sentencepiece model of ``texts``. Ids 0-6 are ``<unk>`` and special, 7-262 are bytes."""
     model = io.BytesIO()
     spm.SentencePieceTrainer.train(
         sentence_iterator=iter(texts),
@@ -58,14 +59,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def load_tokenizer(model: bytes) -> spm.SentencePieceProcessor:
-    """A processor of a serialised model."""
+    """Returns a processor for a serialised model."""
     processor = spm.SentencePieceProcessor()
     processor.LoadFromSerializedProto(model)
     return processor
 
 
 def encode_document(tokenizer: spm.SentencePieceProcessor, document: Document) -> list[int]:
-    """The ids of a document as the chat template renders it; EOS ends every turn and every plain text."""
+    """Returns the ids of a document as the chat template renders it. EOS ends every message and every plain text."""
     ids = [BOS_ID]
     for role, text in document:
         if role in ROLE_TOKENS:
@@ -75,16 +76,17 @@ def encode_document(tokenizer: spm.SentencePieceProcessor, document: Document) -
 
 
 def render(document: Document) -> str:
-    """The document as text with its special tokens: what the chat template gives."""
+    """Returns the document as text with its special tokens, as the chat template renders it."""
     turns = (f"{ROLE_TOKENS.get(role, '')}{text}{EOS}" for role, text in document)
     return BOS + "".join(turns)
 
 
 def merge_rules(tokenizer: spm.SentencePieceProcessor) -> list[tuple[str, str]]:
-    """The merges of the model: all splits of a piece into two pieces, the pieces in the order they were learned.
+    """Returns the merges of the model: all divisions of a piece into two pieces, in the order in which they were
+    learned.
 
-    sentencepiece gives the n-th learned piece the score -n and applies the best-scored merge first, as ``tokenizers``
-    does with the rank of a merge.
+    sentencepiece gives the n-th learned piece the score -n, and applies the merge with the best score first.
+    ``tokenizers`` does the same with the rank of a merge.
     """
     size = tokenizer.GetPieceSize()
     ordinary = [
@@ -99,7 +101,7 @@ def merge_rules(tokenizer: spm.SentencePieceProcessor) -> list[tuple[str, str]]:
 
 
 def is_special(tokenizer: spm.SentencePieceProcessor, token_id: int) -> bool:
-    """Whether an id is one of the special tokens."""
+    """Returns True for a special token."""
     return tokenizer.IdToPiece(token_id) in SPECIAL_TOKENS
 
 
