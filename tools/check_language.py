@@ -43,6 +43,9 @@ class Rejected(NamedTuple):
     """The replacement, or the reason."""
 
 
+_PERSONS = ("users", "readers", "operators", "engineer", "developers", "people", "everyone")
+_NO_PERSON = "".join(f"(?<!{person} )" for person in _PERSONS)
+
 # Each phrase is here because a reader had to guess its meaning. To reject another phrase, add a line.
 REJECTED = [
     # Private images: the field has a word for each of them.
@@ -64,7 +67,7 @@ REJECTED = [
     Rejected(r"\bso (many|much)\b", "give the number or name it"),
     Rejected(r"\bthe most of\b|\bthe most that\b|\bno more than (is|are|it|they|those)\b", "maximum"),
     Rejected(r"\b(nobody|somebody|anybody|everybody)\b", "no request, a client, each process: name it"),
-    Rejected(r"(?<!users )(?<!readers )(?<!operators )(?<!people )(?<!engineer )(?<!developers )(?<!everyone )(?<!^)\bwho\b", "that"),
+    Rejected(rf"{_NO_PERSON}(?<!^)\bwho\b", "that"),
     Rejected(r"\bwhose (turn|own|is|are)\b", "name the owner"),
     Rejected(r"\bnothing else\b|\bnothing (more|less) than\b", "only"),
     Rejected(r"\bnone else\b|\bno others\b|\bno other[.,;:]", "name the noun: no other request, no other process"),
