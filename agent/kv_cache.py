@@ -1,4 +1,4 @@
-"""The KV cache's memory: for each layer, keys and values in blocks of a fixed number of tokens (Kwon et al. 2023)."""
+"""The memory of the KV cache: keys and values of each layer in blocks of fixed size (Kwon et al. 2023)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from llm_serving.config import Config
 
 
 class KVCache:
-    """Owns the arrays the attention layers write to in place; on a device with memory of its own they are what the
-    cache is made from. Which block belongs to whom is the server's business.
+    """Owns the arrays that the attention layers write in place. The server decides which sequence owns which block.
 
-    ``keys[layer]`` and ``values[layer]`` have the layout of ``OpTable.cache_layout``, the block first.
+    On a device with its own memory, the cache is created from these arrays. ``keys[layer]`` and ``values[layer]`` have
+    the layout of ``OpTable.cache_layout``, with the block as first axis.
     """
 
     def __init__(self, config: Config, ops: OpTable) -> None:
@@ -30,15 +30,18 @@ class KVCache:
 
     @property
     def arrays(self) -> dict[str, Array]:
-        """All of them, by the names of a model's parameters."""
+        """All arrays, by the names of the model's parameters."""
         parts = {"key": self.keys, "value": self.values}
         return {f"layers.{n}.attention.{part}_cache": of[n] for part, of in parts.items() for n in range(len(of))}
 
     @property
     def num_bytes(self) -> int:
-        """Of the device's cache."""
+        """Size of the device's cache."""
         return sum(array.nbytes for array in self.keys + self.values)
 
     def block_moves(self, parameters: Sequence[Any]) -> BlockMoves:
-        """What moves blocks of it, and to host memory; ``parameters`` in the order of ``arrays``, bound to them."""
+        """Makes the block moves of this cache and allocates the host pool.
+
+        ``parameters`` are bound to ``arrays`` and have the same order.
+        """
         return self._ops.block_moves(list(self.arrays.values()), parameters, self._host_layout)

@@ -1,4 +1,4 @@
-"""A model made ready to run: its Cells built over the op table, its weights read into them, its KV cache made."""
+"""Builds a model over the op table, reads its weights and allocates its KV cache."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from llm_serving.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Owns the memory of weights and KV cache, which the parameters of ``network`` use as theirs."""
+    """Owns the memory of weights and KV cache, which the parameters of ``network`` use in place."""
 
     network: Any
     """A MindSpore Cell."""
     ops: OpTable
     weights: dict[str, Array]
-    """By the names of the parameters."""
+    """The weights by the names of the parameters."""
     kv_cache: KVCache
     moves: BlockMoves
-    """What moves blocks of ``kv_cache``."""
+    """Moves blocks of ``kv_cache``."""
 
 
 def load_model(config: Config, part: ModelPart, report: Callable[[int, int], None]) -> LoadedModel:
-    """Build a part of the model, whose sizes ``config`` has, and give its parameters their values.
+    """Builds one part of the model and gives its parameters their values.
 
-    ``report`` takes how many tensors are done, of how many. Imports mindspore. Raises CheckpointError or
-    AgentStartError.
+    ``config`` has the sizes of the part. ``report`` takes the number of tensors done and the total number. Imports
+    mindspore. Raises CheckpointError or AgentStartError.
     """
     from agent.backends.selector import select_op_table
     from agent.models.registry import find_model
@@ -49,13 +49,14 @@ def load_model(config: Config, part: ModelPart, report: Callable[[int, int], Non
     try:
         forms = _forms(config, specs, part, source)
         ops = select_op_table(config, part, forms=forms)
-        own = shard_specs(specs, part, equal_vocabularies=not ops.packs_weights)
+        packs = ops.traits.packs_weights
+        own = shard_specs(specs, part, equal_vocabularies=not packs)
         weights = load_weights(
             own.specs,
             CutSource(source, own.cuts) if own.cuts else source,
             config.model_config.model_dtype,
             report,
-            _packing(config) if ops.packs_weights else None,
+            _packing(config) if packs else None,
             forms,
         )
     finally:
@@ -64,12 +65,12 @@ def load_model(config: Config, part: ModelPart, report: Callable[[int, int], Non
     network = definition.build(config, ops)
     moves = _bind_parameters(network.parameters_dict(), weights, kv_cache)
     is_whole = ops.is_first_stage and ops.is_last_stage
-    ops.take_weights(weights, tied=whole.tie_word_embeddings and is_whole)
+    ops.hooks.take_weights(weights, tied=whole.tie_word_embeddings and is_whole)
     return LoadedModel(network, ops, weights, kv_cache, moves)
 
 
 def _bind_parameters(parameters: dict[str, Any], weights: dict[str, Array], kv_cache: KVCache) -> BlockMoves:
-    """Make the arrays the parameters' memory; ``weights`` then has them as they are bound."""
+    """Makes the arrays the memory of the parameters. Replaces an array in ``weights`` if MindSpore had to copy it."""
     from agent.layers.parameter import bind
 
     for name, array in list(weights.items()):
@@ -84,7 +85,7 @@ def _packing(config: Config) -> Packing:
 
 
 def _forms(config: Config, specs: Sequence[WeightSpec], part: ModelPart, source: WeightSource) -> LinearForms | None:
-    """Of the native op tables; None where weights are packed."""
+    """Returns the forms that native op tables take weights in, or None if weights are packed."""
     return part_forms(specs, part, source, _packing(config)) if config.op_table == "native" else None
 
 
@@ -94,9 +95,11 @@ def _folder(config: Config) -> Path | None:
 
 
 def _seed(config: Config) -> int | None:
-    """The seed of random weights; None for weights from files."""
+    """Returns the seed of random weights, or None if the weights come from files."""
     if config.model_config.load_format == "dummy":
         return config.model_config.seed
     if config.model_config.model_path is None:
-        raise CheckpointError("there is no model_config.model_path to load weights from; or set load_format: dummy")
+        raise CheckpointError(
+            "model_config.model_path is missing; set it, or serve random weights (load_format: dummy)"
+        )
     return None

@@ -1,11 +1,11 @@
-"""Runs steps: loads the model, compiles its graphs, and for each slot runs graph and sampler. All in one thread."""
+"""Runs steps: loads the model, compiles its graphs, then runs graph and sampler for each slot. Uses one thread only."""
 
 from __future__ import annotations
 
 import gc
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from agent.backends.runtime import start_runtime
 from agent.group.exchange import Exchange
 from agent.group.last_tokens import SharedLastTokens
 from agent.group.model_part import ModelPart
+from agent.kernels import OperatorRefusedError, kernel_isa, num_threads
 from agent.model_loading import LoadedModel, load_model
 from agent.sampler import Sampler
 from agent.step_inputs import Int32Array, StepInputs, StepReader
@@ -23,20 +24,26 @@ from llm_serving.errors import AgentError, AgentStartError, GroupBrokenError, Gr
 from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.shm import StepSlot
 
-Report = Callable[[str, int, int], None]
-"""Takes a stage's name, and how many of how many of its units are done."""
+if TYPE_CHECKING:
+    from agent.step_graph import StepGraph
+
+StartReport = Callable[[str, int, int], None]
+"""Takes a stage of the start, the number of units done and the total number of units."""
 
 
 class ModelRunner:
-    """``load``, ``compile`` and ``warm_up`` once, in this order; then ``run_prefill``, ``run_decode``, ``run_moves``.
+    """Owns weights, KV cache and row table.
 
-    Imports mindspore when constructed. Owns weights, KV cache and row table.
+    Call ``load``, ``compile`` and ``warm_up`` once, in this order. Then call ``run_step`` and ``run_moves`` for each
+    step. Imports mindspore when it is constructed.
     """
 
-    def __init__(self, config: Config, report: Report, rank: int = 0, exchange: ExchangeMemory | None = None) -> None:
-        """``rank`` among all agents, and the memory that those of its group share; None where the group is one agent.
+    def __init__(
+        self, config: Config, report: StartReport, rank: int = 0, exchange: ExchangeMemory | None = None
+    ) -> None:
+        """``rank`` is the agent's number among all agents. ``exchange`` is the memory that the agents of a group share.
 
-        Raises AgentStartError where the two do not fit the config.
+        ``exchange`` is None if the group has one agent. Raises AgentStartError if ``exchange`` does not fit the config.
         """
         self._part = ModelPart.of(config, rank)
         if (exchange is None) != self._part.is_alone:
@@ -60,17 +67,17 @@ class ModelRunner:
             shape = (config.max_num_batched_tokens, config.shape.hidden_size)
             self._stream = np.zeros(shape, STORAGE_DTYPES[config.model_config.model_dtype])
         self._model: LoadedModel | None = None
-        self._graph: Any = None
+        self._graph: StepGraph | None = None
         self._seconds: dict[str, float] = {}
 
     def load(self) -> None:
-        """Build the model and give its parameters their values. Raises CheckpointError or AgentStartError."""
+        """Builds the model and gives its parameters their values. Raises CheckpointError or AgentStartError."""
         start = time.perf_counter()
         self._model = load_model(self._config, self._part, lambda done, of: self._report("load", done, of))
         self._seconds["load"] = time.perf_counter() - start
 
     def compile(self) -> None:
-        """Compile the graphs."""
+        """Compiles the graphs."""
         start = time.perf_counter()
         self._report("compile", 0, 1)
         self._compile_graphs()
@@ -78,34 +85,34 @@ class ModelRunner:
         self._seconds["compile"] = time.perf_counter() - start
 
     def warm_up(self) -> None:
-        """Run the largest steps of the config, which proves that they fit, and forget them. The agents of a group do it
-        together; raises GroupDownError when one of them does not come."""
+        """Runs the largest steps of the config to prove that they fit, then resets the rows.
+
+        All agents of a group warm up together. Raises GroupDownError if one of them does not arrive.
+        """
         start = time.perf_counter()
         if self._exchange is not None:
             self._report("wait for the group", 0, 1)
             self._exchange.meet(self._config.serving_config.agent_start_timeout_s)
         steps = [(kind == "decode", lens) for kind, lens in largest_steps(self._config).items()]
         steps += [(True, lens) for lens in captured_steps(self._config)]
-        for done, (decode, lens) in enumerate(steps):
+        for done, (is_decode, lens) in enumerate(steps):
             self._report("warm up", done, len(steps))
-            self._run(make_step(self._config, *lens), decode=decode)
+            self.run_step(make_step(self._config, *lens), is_decode=is_decode)
         self.run_moves(make_moves(self._config))
         self._report("warm up", len(steps), len(steps))
         self.reset()
         gc.collect()
-        gc.freeze()  # what the start made lives on: the collector need not walk it again
+        gc.freeze()  # objects made during the start are permanent, so the garbage collector need not visit them again
         self._seconds["warm_up"] = time.perf_counter() - start
 
     def summary(self) -> dict[str, str | int | float]:
-        """What was set up, for logs and people."""
-        from agent.kernels import kernel_isa, num_threads
-
+        """Describes what was loaded, for the log and the status page."""
         model = self._model
-        assert model is not None, "load() comes before summary()"
+        assert model is not None, "load() must come before summary()"
         summary: dict[str, str | int | float] = {
             "device": self._config.device,
             "model_type": self._config.model_config.model_type,
-            "op_table": model.ops.name,
+            "op_table": model.ops.traits.op_table,
             "dtype": model.ops.dtype,
             "weight_format": self._config.weight_format,
             "kv_format": self._config.kv_format,
@@ -122,36 +129,15 @@ class ModelRunner:
         summary.update({f"{stage}_seconds": round(seconds, 3) for stage, seconds in self._seconds.items()})
         return summary
 
-    def run_prefill(self, slot: StepSlot) -> tuple[int, int]:
-        """Run a slot of prompts or parts of prompts, decoding rows perhaps among them; the microseconds of graph (and
-        the moves before it) and sampler.
+    def run_step(self, slot: StepSlot, *, is_decode: bool) -> tuple[int, int]:
+        """Runs one step. Returns the microseconds of moves and graph, and the microseconds of the sampler.
 
-        Raises ProtocolError, with nothing moved or computed, when the slot is not such a step; AgentError when an
-        operator failed and the next step may run; GroupBrokenError when it may not.
+        A decode has exactly one token for each sequence. Any other step may have prompts, chunks and single tokens.
+        If the slot does not hold a valid step, nothing is moved or computed, and ProtocolError is raised. AgentError
+        means that an operator failed and the next step may run. GroupBrokenError means that the agent must end.
         """
-        return self._run(slot, decode=False)
-
-    def run_decode(self, slot: StepSlot) -> tuple[int, int]:
-        """Run a slot of one token for each sequence. Otherwise as ``run_prefill``."""
-        return self._run(slot, decode=True)
-
-    def run_moves(self, slot: StepSlot) -> tuple[int, int]:
-        """Run a slot of block moves alone; their microseconds, and 0. Raises as ``run_prefill``."""
         start = time.perf_counter_ns()
-        if slot.num_tokens:
-            raise ProtocolError(f"a step of moves has {slot.num_tokens} tokens; it must have none")
-        self._move(self._reader.read_moves(slot))
-        return (time.perf_counter_ns() - start) // 1000, 0
-
-    def reset(self) -> None:
-        """Forget every row's tokens. What the KV cache holds is the server's business."""
-        self._sampler.rows.reset()
-        if self._last_tokens is not None:
-            self._last_tokens.reset()
-
-    def _run(self, slot: StepSlot, *, decode: bool) -> tuple[int, int]:
-        start = time.perf_counter_ns()
-        inputs, moves = self._reader.read(slot, decode=decode), self._reader.read_moves(slot)
+        inputs, moves = self._reader.read(slot, is_decode=is_decode), self._reader.read_moves(slot)
         self._sampler.rows.start_rows(slot)
         if self._last_tokens is not None:
             self._last_tokens.check(inputs.token_ids, inputs.rows, inputs.query_lens)
@@ -159,6 +145,7 @@ class ModelRunner:
             self._move(moves)
         if self._last_tokens is not None:
             return self._run_in_group(slot, inputs, start)
+        assert self._graph is not None, "compile() must come before any step"
         try:
             logits = self._graph.run(inputs, inputs.token_ids)
         except RuntimeError as error:
@@ -167,11 +154,26 @@ class ModelRunner:
         self._sampler.sample(logits.values, slot, logits.best_ids)
         return (computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000
 
-    def _after_failure(self, error: RuntimeError) -> AgentError:
-        """What a failed graph means for the step, or for the agent: MindSpore does not run it again, nor always what is
-        compiled in its place, for which it would replay what it captured of this one."""
-        from agent.step_graph import OperatorRefusedError
+    def run_moves(self, slot: StepSlot) -> tuple[int, int]:
+        """Runs a step of block moves only. Returns the microseconds of the moves, and 0. Raises like ``run_step``."""
+        start = time.perf_counter_ns()
+        if slot.num_tokens:
+            raise ProtocolError(f"a step of moves has {slot.num_tokens} tokens; it must have none")
+        self._move(self._reader.read_moves(slot))
+        return (time.perf_counter_ns() - start) // 1000, 0
 
+    def reset(self) -> None:
+        """Forgets the tokens of all batch rows. The server tracks the contents of the KV cache."""
+        self._sampler.rows.reset()
+        if self._last_tokens is not None:
+            self._last_tokens.reset()
+
+    def _after_failure(self, error: RuntimeError) -> AgentError:
+        """Recovers from a failed graph. Returns the error for this step.
+
+        MindSpore does not run a failed graph again, so the graphs are compiled again. That does not always help:
+        MindSpore would replay launches that it captured from the failed graph.
+        """
         text = f"the graph failed: {_first_line(error)}"
         if isinstance(error, OperatorRefusedError):
             return AgentError(text)
@@ -184,34 +186,35 @@ class ModelRunner:
         return AgentError(text)
 
     def _run_in_group(self, slot: StepSlot, inputs: StepInputs, start: int) -> tuple[int, int]:
-        """A step that all agents of the group have found to be one they can run: from here on none may stay away.
+        """Runs a step that all agents of the group have accepted. From here on no agent may skip the step.
 
-        What fails in the graph therefore ends this agent, and its group with it: the others wait for its part.
+        Therefore a failure in the graph ends this agent and its group: the other agents wait for its part.
         """
-        exchange, last_tokens = self._exchange, self._last_tokens
+        exchange, last_tokens, graph = self._exchange, self._last_tokens, self._graph
         assert exchange is not None
         assert last_tokens is not None
+        assert graph is not None, "compile() must come before any step"
         try:
             entry = self._entry(inputs)
             if not self._part.shard.is_last_stage:
-                exchange.send(self._graph.run_stage(inputs, entry))
+                exchange.send(graph.run_stage(inputs, entry))
             else:
-                logits = self._graph.run(inputs, entry)
+                logits = graph.run(inputs, entry)
         except RuntimeError as error:
             if exchange.is_down:
-                raise GroupDownError("another agent of this group is gone or has not come in time") from error
+                raise GroupDownError("another agent of this group ended or did not arrive in time") from error
             exchange.give_up()
             raise GroupBrokenError(f"the graph failed: {_first_line(error)}") from error
         computed = time.perf_counter_ns()
         try:
-            if self._part.answers:
+            if self._part.returns_results:
                 self._sampler.sample(logits.values, slot, logits.best_ids)
         finally:
             last_tokens.step_done(slot)
         return (computed - start) // 1000, (time.perf_counter_ns() - computed) // 1000
 
     def _entry(self, inputs: StepInputs) -> Array:
-        """What the graph begins with: token ids [T], or the stream of the stage before."""
+        """Returns the entry of the graph: token ids [T], or the residual stream of the stage before."""
         assert self._exchange is not None
         assert self._last_tokens is not None
         if self._part.shard.is_first_stage:
@@ -222,13 +225,13 @@ class ModelRunner:
         return stream
 
     def _move(self, moves: Int32Array) -> None:
-        assert self._model is not None, "load() comes before any step"
+        assert self._model is not None, "load() must come before any step"
         self._model.moves.run(moves)
 
     def _compile_graphs(self) -> None:
-        from agent.step_graph import make_step_graph
+        from agent.step_graph import make_step_graph  # imports mindspore
 
-        assert self._model is not None, "load() comes before compile()"
+        assert self._model is not None, "load() must come before compile()"
         config, model = self._config, self._model
         self._graph = make_step_graph(
             model.network,

@@ -1,4 +1,4 @@
-"""Connects the parts of an agent process: bootstrap pipe, socket thread, task queue, device thread."""
+"""Connects the parts of an agent process: bootstrap pipe, socket thread, task queue and device thread."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ import sys
 import threading
 from collections.abc import Callable
 
+from agent.model_runner import ModelRunner, StartReport
 from agent.server import AgentServer
 from agent.task_queue import TaskQueue
-from agent.worker import Runner, StartReport, Worker
+from agent.worker import Worker
 from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.bootstrap import BootstrapPipe
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.shm import NUM_SLOTS
 
-MakeRunner = Callable[[Config, StartReport, int, ExchangeMemory | None], Runner]
-"""Takes the config, where to report the start, the agent's rank and what it shares with others of its group."""
+MakeRunner = Callable[[Config, StartReport, int, ExchangeMemory | None], ModelRunner]
+"""Takes the config, a function that reports the start, the agent's rank, and the memory that its group shares."""
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The two inherited descriptors."""
-    parser = argparse.ArgumentParser(prog="python -m agent", description="An agent; started by the launcher only.")
+    """Parses the two inherited file descriptors."""
+    parser = argparse.ArgumentParser(prog="python -m agent", description="An agent. Only the launcher starts it.")
     parser.add_argument("--bootstrap-fd", type=int, required=True, help="pipe with the launch secret and the config")
     parser.add_argument("--listen-fd", type=int, required=True, help="listening socket of this agent's port")
     return parser.parse_args()
 
 
 def run_agent(make_runner: MakeRunner) -> int:
-    """Run an agent process to its end; never returns once its threads run.
+    """Runs an agent process until it ends. Does not return after its threads have started.
 
-    The socket thread answers the server before ``make_runner`` is called, which may then import and load for long.
+    The socket thread serves the server before ``make_runner`` is called, because importing and loading take long.
     """
     arguments = parse_arguments()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -60,4 +61,4 @@ def run_agent(make_runner: MakeRunner) -> int:
     threading.Thread(target=server.serve, name="agent-socket", daemon=True).start()
     code = Worker(lambda report: make_runner(config, report, bootstrap.rank, server.exchange), queue, server).run()
     logging.shutdown()
-    os._exit(code)  # the device's own threads need not be waited for
+    os._exit(code)  # do not wait for the device's own threads

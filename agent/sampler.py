@@ -1,4 +1,4 @@
-"""Sampling on the device, and what the agent remembers of each row: its last token, and its tokens if penalised."""
+"""Samples tokens on the device, and keeps for each batch row its last token and, for penalties, all of its tokens."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ _NO_TOKEN = -1
 
 
 class RowTable:
-    """State by row. The server gives a row to one sequence at a time.
+    """The state of each batch row. The server gives a batch row to one sequence at a time.
 
-    The last token is kept for every row. The history (prompt and output) is kept for rows with penalties: the step
-    that starts the row sends what is known, and every sampled token is added.
+    Every row keeps its last token. Rows with penalties also keep their history, which is prompt and output. The step
+    that starts such a row sends the known tokens, and every sampled token is appended.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self.last_token: Int32Array = np.full(num_rows, _NO_TOKEN, np.int32)
-        """[num_rows] what the row has sampled last, below 0 where it has nothing."""
+        """[num_rows]: the token that the row sampled last, or a negative number if it has not sampled."""
         self.history = np.zeros((num_rows, max_model_len + 1), np.int32)
         self.history_len = np.zeros(num_rows, np.int32)
         self.prompt_len = np.zeros(num_rows, np.int32)
 
     def reset(self) -> None:
-        """Forget every row."""
+        """Forgets the state of all rows."""
         self.last_token.fill(_NO_TOKEN)
         self.history_len.fill(0)
 
     def start_rows(self, slot: StepSlot) -> None:
-        """Take over the histories a step sends. Raises ProtocolError when they do not fit."""
+        """Copies the histories that a step sends. Raises ProtocolError if they are not valid."""
         if slot.history_len == 0:
             return
         seqs, tokens = slot.num_seqs, slot.history[: slot.history_len]
@@ -54,22 +54,22 @@ class RowTable:
             start += length
 
     def append(self, rows: Int32Array, sampled_ids: Int32Array) -> None:
-        """Add the tokens just sampled to the histories of ``rows``, which have penalties."""
+        """Appends the sampled tokens to the histories of ``rows``, all of which have penalties."""
         self.history[rows, self.history_len[rows]] = sampled_ids
         self.history_len[rows] += 1
 
 
 class Sampler:
-    """Chooses tokens from logits as a slot asks, and writes them there."""
+    """Chooses tokens from logits according to a slot's parameters, and writes the tokens into the slot."""
 
     def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:
         self.rows = RowTable(num_rows, max_model_len, vocab_size)
 
     def sample(self, logits: npt.NDArray[np.float32], slot: StepSlot, best_ids: Int32Array | None = None) -> None:
-        """logits [S, vocabulary] of each sequence's last token, best_ids [S] the largest's where that is known already.
-        Rows that do not sample get -1.
+        """Samples a token from each row of ``logits`` [S, vocabulary]. Rows that do not sample get -1.
 
-        Raises ProtocolError when a row with penalties has no history, or not the one its position needs.
+        ``best_ids`` [S] are the ids of the largest logits, if they are already known. Raises ProtocolError if a row
+        with penalties has no history, or if its history does not fit its position.
         """
         seqs, call = slot.num_seqs, self._call_of(slot)
         if not call.has_penalties(seqs):
@@ -80,6 +80,7 @@ class Sampler:
         self.rows.append(rows[penalised], slot.sampled_ids[:seqs][penalised])
 
     def _call_of(self, slot: StepSlot) -> SampleCall:
+        """Returns the prepared call for this slot and prepares it first if necessary."""
         call: SampleCall | None = slot.prepared.get(self)
         if call is None:
             inputs = SampleInputs(**{field.name: getattr(slot, field.name) for field in fields(SampleInputs)})
@@ -96,8 +97,8 @@ class Sampler:
             length, prompt = int(table.history_len[row]), int(table.prompt_len[row])
             if length == 0 or length - prompt != position or length >= table.history.shape[1]:
                 raise ProtocolError(
-                    f"row {row} samples its output token {position} with penalties, and has a history of {prompt} "
-                    f"prompt and {length - prompt} output tokens"
+                    f"row {row} samples its output token {position} with penalties, but its history has {prompt} "
+                    f"prompt tokens and {length - prompt} output tokens"
                 )
             histories[index] = table.history[row, :length]
         return histories

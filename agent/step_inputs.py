@@ -1,4 +1,4 @@
-"""What a step slot says, copied and checked: nothing that a graph or the sampler would index with is taken on trust."""
+"""Copies a step's inputs out of its slot and checks every value that a graph or the sampler uses as an index."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Views over a reader's buffers (T tokens, S sequences, table width W), valid until the next step is read."""
+    """One step's inputs: T tokens, S sequences, table width W. Views that are valid until the next step is read."""
 
     token_ids: Int32Array
-    """[T], some LAST_TOKEN where the reader knows of no rows' last tokens."""
+    """[T]. Contains LAST_TOKEN only if the reader does not know the rows' last tokens."""
     positions: Int32Array
     """[T]"""
     slot_mapping: Int32Array
@@ -36,19 +36,21 @@ class StepInputs:
     rows: Int32Array
     """[S]"""
     last_tokens: Int32Array
-    """[S] index in T of each sequence's last token."""
+    """[S]: the index of each sequence's last token in T."""
     sampled_tokens: Int32Array
-    """[S] the same where the sequence samples, else -1."""
+    """[S]: the same index if the sequence samples, else -1."""
     whole_prompts: bool
-    """Every sequence starts at position 0."""
+    """Whether every sequence starts at position 0."""
 
 
 class StepReader:
-    """Knows the limits of the model, the cache and the row table. Owns the memory that steps are read into."""
+    """Reads steps into its own memory and checks them against the limits of model, cache and row table."""
 
     def __init__(self, config: Config, num_rows: int, row_last_tokens: Int32Array | None = None) -> None:
-        """``row_last_tokens`` [num_rows]: what takes the place of LAST_TOKEN, below 0 where a row has none. None:
-        others see to it."""
+        """``row_last_tokens`` [num_rows] replace LAST_TOKEN; a negative number means that the row has none.
+
+        If ``row_last_tokens`` is None, the reader leaves LAST_TOKEN in place for the caller.
+        """
         self._vocab_size = config.shape.vocab_size
         self._max_model_len = config.max_model_len
         self._block_size = config.pa_config.block_size
@@ -58,18 +60,21 @@ class StepReader:
         self._row_last_tokens = row_last_tokens
         limits = config.slot_limits()
         self.buffers = StepBuffers(limits.max_tokens, limits.max_seqs, limits.max_seqs * limits.max_blocks_per_seq)
-        """A graph may be bound to them: they stay where they are."""
+        """Stay in place, so that a graph can be bound to them."""
         self._sizes = (0, 0, 0, False)
         self._inputs = self._views(*self._sizes)
 
-    def read(self, slot: StepSlot, *, decode: bool) -> StepInputs:
-        """Raises ProtocolError, naming field, value and limit, when the slot is not a step this agent can run."""
+    def read(self, slot: StepSlot, *, is_decode: bool) -> StepInputs:
+        """Reads and checks a step.
+
+        If the agent cannot run the step, raises ProtocolError with the field, its value and its limit.
+        """
         tokens, seqs, width = slot.num_tokens, slot.num_seqs, slot.table_width
         if tokens == 0:
-            raise ProtocolError("a prefill or decode step has no tokens; only a step of moves has none")
+            raise ProtocolError("a prefill or decode step has no tokens; only a step of moves may have none")
         copy = self._copy_of(slot)
-        if not copy.run(tokens, seqs, width, decode=decode):
-            self._refuse(slot, decode=decode)
+        if not copy.run(tokens, seqs, width, decode=is_decode):
+            self._refuse(slot, is_decode=is_decode)
         sizes = (tokens, seqs, width, copy.whole_prompts)
         if sizes != self._sizes:
             self._sizes, self._inputs = sizes, self._views(*sizes)
@@ -109,7 +114,7 @@ class StepReader:
         return copy
 
     def read_moves(self, slot: StepSlot) -> Int32Array:
-        """The block moves [M, 3] of any step: ``MoveKind``, source, destination. Raises ProtocolError as ``read``."""
+        """Returns the block moves [M, 3] of any step: ``MoveKind``, source, destination. Raises ProtocolError."""
         num_moves = slot.num_moves
         moves = slot.moves[: num_moves * MOVE_WIDTH].reshape(num_moves, MOVE_WIDTH)
         if num_moves:
@@ -120,12 +125,12 @@ class StepReader:
         return moves
 
     def _check_blocks(self, name: str, blocks: Int32Array, on_host: npt.NDArray[np.bool_]) -> None:
-        """Of the cache any block but the one that pads, of the host's pool any."""
+        """Checks block numbers. The cache's padding block is not allowed; every block of the host pool is."""
         check_range(f"{name} in the cache", blocks[~on_host], 1, self._num_blocks)
         check_range(f"{name} on the host", blocks[on_host], 0, self._num_host_blocks)
 
-    def _refuse(self, slot: StepSlot, *, decode: bool) -> NoReturn:
-        """Raises ProtocolError saying what ``StepCopy`` refused: the same rules, one after the other."""
+    def _refuse(self, slot: StepSlot, *, is_decode: bool) -> NoReturn:
+        """Raises the ProtocolError for a step that ``StepCopy`` refused, by checking the same rules one by one."""
         tokens, seqs, width = slot.num_tokens, slot.num_seqs, slot.table_width
         query_lens, context_lens, positions = slot.query_lens[:seqs], slot.context_lens[:seqs], slot.positions[:tokens]
         check_range("query_lens", query_lens, 1, tokens + 1)
@@ -134,7 +139,7 @@ class StepReader:
             raise ProtocolError(f"query_lens sum to {int(query_lens.sum())}, the step has {tokens} tokens")
         if (context_lens < query_lens).any():
             raise ProtocolError("a sequence's context is shorter than its tokens in this step")
-        if decode and tokens != seqs:
+        if is_decode and tokens != seqs:
             raise ProtocolError(f"a decode step has {tokens} tokens for {seqs} sequences; it must have one each")
         check_range("token_ids", slot.token_ids[:tokens], LAST_TOKEN, self._vocab_size)
         check_range("positions", positions, 0, self._max_model_len)
@@ -142,21 +147,20 @@ class StepReader:
         check_range("block_tables", slot.block_tables[: seqs * width], 0, self._num_blocks)
         check_range("rows", slot.rows[:seqs], 0, self._num_rows)
         if (positions[np.cumsum(query_lens) - 1] + 1 != context_lens).any():
-            raise ProtocolError("a sequence's last position is not the last of its context")
+            raise ProtocolError("a sequence's last position is not the last position of its context")
         check_range("num_top_logits", slot.num_top_logits[:seqs], NO_LOGSUMEXP, MAX_TOP_LOGITS + 1)
         if self._row_last_tokens is not None:
             asking = np.repeat(slot.rows[:seqs], query_lens)[slot.token_ids[:tokens] == LAST_TOKEN]
             for row in asking[self._row_last_tokens[asking] < 0].tolist():
                 raise ProtocolError(f"a step asks for the last token of row {row}, which has not sampled one")
-        raise ProtocolError(f"the sizes of a step, {tokens} tokens, {seqs} sequences, width {width}, exceed its slot")
+        raise ProtocolError(f"{tokens} tokens, {seqs} sequences and table width {width} do not fit a slot")
 
 
 def check_range(name: str, values: npt.NDArray[np.int32], low: int, high: int) -> None:
-    """Raise ProtocolError unless low <= values < high."""
+    """Raises ProtocolError unless low <= values < high."""
     if values.size == 0:
         return
-    least, most = int(values.min()), int(values.max())
-    if least < low or most >= high:
-        raise ProtocolError(
-            f"a step's {name} holds {least if least < low else most}; it must be at least {low} and below {high}"
-        )
+    smallest, largest = int(values.min()), int(values.max())
+    if smallest < low or largest >= high:
+        wrong = smallest if smallest < low else largest
+        raise ProtocolError(f"a step's {name} holds {wrong}; it must be at least {low} and below {high}")

@@ -1,5 +1,7 @@
-"""The largest steps the config allows, to prove that they fit. They read the padding block and write nothing but
-blocks of zeros."""
+"""Makes the largest steps that the config allows. Running them proves that they fit into the memory.
+
+The steps read the padding block. They write only zeros, and only into blocks that hold nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ from llm_serving.ipc.shm import MOVE_WIDTH, PADDING_SLOT, MoveKind, SlotLayout, 
 
 
 def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
-    """Query and context lengths of each: whole prompts, prompts with earlier context, and a decode at full context.
+    """Returns the query lengths and context lengths of three steps.
 
-    A mixed step is no larger: it has no more tokens than the prompts and no more sequences than the decode.
+    The steps are: whole prompts, prompts with earlier context, and a decode with full contexts. A mixed step is not
+    larger: it has at most the tokens of the prompts and the sequences of the decode.
     """
     longest = config.max_model_len
     prompts = _prompt_lens(config.max_num_batched_tokens, config.max_prefill_seqs, longest)
@@ -27,8 +30,10 @@ def largest_steps(config: Config) -> dict[str, tuple[list[int], list[int]]]:
 
 
 def captured_steps(config: Config) -> list[tuple[list[int], list[int]]]:
-    """The same of decodes whose launches are captured, the largest first: MindSpore captures a step whose shapes are
-    those of the step before it."""
+    """Returns the query lengths and context lengths of the decodes that MindSpore captures, the largest first.
+
+    Each size comes twice, because MindSpore captures a step whose shapes equal those of the step before.
+    """
     sizes = reversed(config.captured_batch_sizes)
     return [([1] * size, [config.max_model_len] * size) for size in sizes for _ in range(2)]
 
@@ -42,7 +47,7 @@ def _prompt_lens(tokens: int, max_seqs: int, longest: int) -> list[int]:
 
 
 def make_step(config: Config, query_lens: Sequence[int], context_lens: Sequence[int]) -> StepSlot:
-    """A slot of its own memory with token id 0 everywhere, greedy sampling."""
+    """Makes a slot with its own memory, where every token id is 0 and sampling is greedy."""
     layout = SlotLayout.of(config.slot_limits())
     slot = StepSlot(layout, bytearray(layout.slot_bytes))
     tokens, seqs, width = sum(query_lens), len(query_lens), config.max_blocks_per_seq
@@ -61,7 +66,10 @@ def make_step(config: Config, query_lens: Sequence[int], context_lens: Sequence[
 
 
 def make_moves(config: Config) -> StepSlot:
-    """A slot of as many moves as one holds, out and in again in turn; where nothing is swapped a block onto itself."""
+    """Makes a slot with the maximum number of moves, alternately to the host and back.
+
+    Without a host pool, the slot has one move that copies a block onto itself.
+    """
     limits, cache = config.slot_limits(), config.pa_config
     layout = SlotLayout.of(limits)
     slot = StepSlot(layout, bytearray(layout.slot_bytes))

@@ -1,12 +1,12 @@
-"""The agent's one device thread: loads and compiles the model, then runs queued messages one after the other."""
+"""The agent's device thread: loads and compiles the model, then runs queued messages one after the other."""
 
 from __future__ import annotations
 
 import logging
 import traceback
 from collections.abc import Callable
-from typing import Protocol
 
+from agent.model_runner import ModelRunner, StartReport
 from agent.server import AgentServer
 from agent.task_queue import TaskQueue
 from llm_serving.errors import GroupBrokenError, GroupDownError, LLMServingError
@@ -14,7 +14,6 @@ from llm_serving.ipc.messages import (
     Decode,
     Failed,
     Move,
-    Prefill,
     Progress,
     Ready,
     Reset,
@@ -24,51 +23,25 @@ from llm_serving.ipc.messages import (
     StepDone,
     StepFailed,
 )
-from llm_serving.ipc.shm import SlotMemory, StepSlot
+from llm_serving.ipc.shm import SlotMemory
 
 logger = logging.getLogger("agent.worker")
 
 MAX_ERROR_CHARS = 8000
 
-StartReport = Callable[[str, int, int], None]
-"""Called with a stage of the start, units done, units in all."""
-
-
-class Runner(Protocol):
-    """What the worker drives; ``ModelRunner`` is the one with a model. Used by one thread only.
-
-    ``run_prefill``, ``run_decode`` and ``run_moves`` read a slot's inputs, write its outputs and return the
-    microseconds spent in the graph (or moving blocks) and in the sampler. An exception is the failure of that step
-    alone.
-    """
-
-    def load(self) -> None: ...
-
-    def compile(self) -> None: ...
-
-    def warm_up(self) -> None: ...
-
-    def summary(self) -> dict[str, str | int | float]: ...
-
-    def run_prefill(self, slot: StepSlot) -> tuple[int, int]: ...
-
-    def run_decode(self, slot: StepSlot) -> tuple[int, int]: ...
-
-    def run_moves(self, slot: StepSlot) -> tuple[int, int]: ...
-
-    def reset(self) -> None: ...
-
 
 class Worker:
     """Runs in the process's main thread and owns the device."""
 
-    def __init__(self, make_runner: Callable[[StartReport], Runner], queue: TaskQueue, server: AgentServer) -> None:
+    def __init__(
+        self, make_runner: Callable[[StartReport], ModelRunner], queue: TaskQueue, server: AgentServer
+    ) -> None:
         self._make_runner = make_runner
         self._queue = queue
         self._server = server
 
     def run(self) -> int:
-        """Serve until shut down; the process's exit code. Problems at the start are reported to the server."""
+        """Runs until shutdown and returns the process's exit code. Reports a failed start to the server."""
         memory = self._server.wait_until_connected()
         try:
             runner = self._start()
@@ -80,7 +53,7 @@ class Worker:
         self._server.send(Ready(summary=runner.summary()))
         return self._serve(memory, runner)
 
-    def _start(self) -> Runner:
+    def _start(self) -> ModelRunner:
         runner = self._make_runner(
             lambda stage, done, total: self._server.send(Progress(stage=stage, done=done, total=total))
         )
@@ -89,8 +62,8 @@ class Worker:
         runner.warm_up()
         return runner
 
-    def _serve(self, memory: SlotMemory, runner: Runner) -> int:
-        """Until the end is asked for, 0, or the group is gone, 1."""
+    def _serve(self, memory: SlotMemory, runner: ModelRunner) -> int:
+        """Runs messages. Returns 0 after Shutdown and 1 if the group failed."""
         while True:
             message, queue_us = self._queue.get()
             if isinstance(message, Shutdown):
@@ -100,22 +73,24 @@ class Worker:
                 self._server.send(ResetDone(seq=message.seq))
                 continue
             try:
-                answer = _run_step(message, queue_us, memory, runner)
+                result = _run_step(message, queue_us, memory, runner)
             except GroupDownError as error:
                 logger.error("step %d: %s; this agent ends with its group", message.seq, error)
-                if isinstance(error, GroupBrokenError):  # else the step is not to blame, and may be computed again
+                if isinstance(error, GroupBrokenError):  # otherwise the step is not the cause and may run again
                     self._server.send(_failure(message, str(error)))
                 return 1
-            self._server.send(answer)
+            self._server.send(result)
 
 
-def _run_step(step: Step, queue_us: int, memory: SlotMemory, runner: Runner) -> StepDone | StepFailed:
-    """Run one step. Whatever goes wrong is this step's failure, not the agent's; but GroupDownError is the end."""
+def _run_step(step: Step, queue_us: int, memory: SlotMemory, runner: ModelRunner) -> StepDone | StepFailed:
+    """Runs one step. Every error but GroupDownError fails this step only; GroupDownError is raised."""
     try:
         slot = memory.slots[step.slot]
         slot.check_header(step.seq)
-        run = {Prefill: runner.run_prefill, Decode: runner.run_decode, Move: runner.run_moves}[type(step)]
-        graph_us, sample_us = run(slot)
+        if isinstance(step, Move):
+            graph_us, sample_us = runner.run_moves(slot)
+        else:
+            graph_us, sample_us = runner.run_step(slot, is_decode=isinstance(step, Decode))
     except GroupDownError:
         raise
     except Exception as error:

@@ -1,1 +1,1 @@
-"""What an agent needs when several agents share one model: its part, the exchange and the last tokens."""
+"""Connects the agents that share one model: an agent's part of the model, the exchange and the last tokens."""

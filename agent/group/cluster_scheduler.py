@@ -1,8 +1,7 @@
-"""The scheduler of a group's MindSpore cluster: lets the agents of a group on Ascends find each other, nothing else.
+"""The scheduler process of a MindSpore cluster, through which the agents of a group on Ascends find each other.
 
-Started by the launcher (``llm_serving/executor/hccl_cluster.py``) as ``python -m agent.group.cluster_scheduler`` with
-the
-environment of the role ``MS_SCHED``; it touches no device. It ends with the launcher, or when it is killed.
+The launcher (``llm_serving/executor/hccl_cluster.py``) starts it as ``python -m agent.group.cluster_scheduler``, with
+the environment of the role ``MS_SCHED``. The process uses no device. It ends with the launcher or when it is killed.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from llm_serving.ipc.bootstrap import BootstrapPipe
 
 
 def main() -> int:
-    """Serve the cluster until its agents have gone. Returns the process's exit code."""
+    """Serves the cluster until all agents have left. Returns the process's exit code."""
     parser = argparse.ArgumentParser(prog="python -m agent.group.cluster_scheduler", description=__doc__)
-    parser.add_argument("--pipe-fd", type=int, required=True, help="pipe whose end says that the launcher is gone")
+    parser.add_argument("--pipe-fd", type=int, required=True, help="pipe that is closed when the launcher ends")
     BootstrapPipe(parser.parse_args().pipe_fd).exit_when_launcher_goes()
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     import mindspore
     from mindspore.communication import init
 
     mindspore.set_device("CPU")
-    init()  # of the role MS_SCHED: returns when every worker has gone
+    init()  # in the role MS_SCHED, this returns when every worker has left
     return 0
 
 

@@ -1,7 +1,8 @@
-"""An agent's side of its group's exchange (``llm_serving.ipc.exchange``): meeting, activations, sampled tokens.
+"""One agent's access to the exchange of its group (``llm_serving.ipc.exchange``): meeting, activations, sampled tokens.
 
-All agents of a group run the same steps in the same order, so each counts them for itself, and a counter in the
-exchange says how far its owner has come. Sums within a stage are the kernels' business (``agent/kernels/exchange``).
+All agents of a group run the same steps in the same order. Therefore each agent counts the steps itself, and a counter
+in the exchange says how many steps its owner has completed. The kernels compute the sums within a stage
+(``agent/kernels/exchange``).
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class Exchange:
-    """Used by the agent's device thread only. One a process."""
+    """Only the device thread of the agent may use it. A process has at most one."""
 
     def __init__(self, memory: ExchangeMemory, part: ModelPart, timeout_s: float) -> None:
-        """``timeout_s``: how long to wait for another agent before this group is given up."""
+        """``timeout_s`` is the longest wait for another agent. After it the group counts as failed."""
         self._memory = memory
         self._layout = layout = memory.layout
         self._part = part
@@ -48,7 +49,7 @@ class Exchange:
             )
 
     def meet(self, timeout_s: float) -> None:
-        """Wait until every agent of the group has come here. Raises GroupDownError."""
+        """Waits until every agent of the group has called this method. Raises GroupDownError."""
         layout, own = self._layout, self._base + self._layout.arrival_line(self._part.member)
         arrivals = int(self._bytes[own - self._base :][:4].view(np.uint32)[0]) + 1
         collectives.publish(own, arrivals)
@@ -57,16 +58,18 @@ class Exchange:
 
     @property
     def is_down(self) -> bool:
-        """Whether an agent of the group is gone, or was waited for in vain."""
+        """Whether an agent of the group has ended, or did not arrive before a timeout."""
         return self._memory.is_down
 
     def give_up(self) -> None:
-        """Tell the others that this agent ends: nobody need wait for it."""
+        """Reports to the other agents that this agent ends, so that they stop waiting."""
         self._memory.mark_down()
 
     def send(self, stream: Array) -> None:
-        """Hand the residual stream [T, hidden_size] to the next stage; the first agent of a stage does. Returns before
-        it is taken, unless the next stage is ``RING_STEPS`` behind. Raises GroupDownError."""
+        """Sends the residual stream [T, hidden_size] to the next stage. Only the first agent of a stage sends.
+
+        Waits only if the next stage is ``RING_STEPS`` steps behind. Raises GroupDownError.
+        """
         border, size = self._part.place.pp_index, self._part.parallel.tensor_parallel
         if self._part.place.tp_index == 0:
             number = self._steps_sent
@@ -78,8 +81,10 @@ class Exchange:
         self._steps_sent += 1
 
     def receive(self, out: Array) -> None:
-        """Wait for the residual stream of the stage before and copy it to ``out`` [T, hidden_size], contiguous. Raises
-        GroupDownError."""
+        """Waits for the residual stream of the stage before and copies it to ``out``, contiguous [T, hidden_size].
+
+        Raises GroupDownError.
+        """
         border, number = self._part.place.pp_index - 1, self._steps_received
         self._wait("activations of the stage before", self._layout.ring_written_line(border), number + 1)
         out.reshape(-1)[:] = self._ring(border, number, out.dtype, out.size)
@@ -87,25 +92,38 @@ class Exchange:
         collectives.publish(self._base + self._layout.ring_read_line(self._part.member), number + 1)
 
     def post_tokens(self, rows: Int32Array, token_ids: Int32Array) -> None:
-        """The tokens that the step at hand sampled for ``rows``; the answering agent does it once a step.
+        """Publishes the tokens that the current step sampled for ``rows``.
 
-        Nobody still needs what is overwritten: a row's token is read by the row's next step, which this agent has
-        finished before it samples the row again, and no agent of the first stage can be behind: without their part of
-        that step there is nothing to sample from.
+        The agent that samples calls this once for each step. No agent still needs the tokens that are overwritten. A
+        row's token is read by the row's next step, which this agent completes before it samples for the row again. And
+        the agents of the first stage cannot be behind, because the current step needed their output.
         """
         self._tokens[rows] = token_ids
         self._steps_sampled += 1
         collectives.publish(self._base + self._layout.token_line, self._steps_sampled)
 
     def tokens_after(self, step: int) -> Int32Array:
-        """Each row's last token, [rows], once ``step`` (from 0) has sampled. Raises GroupDownError."""
+        """Waits until ``step`` (counted from 0) has sampled. Returns each row's last token, [rows].
+
+        Raises GroupDownError.
+        """
         self._wait("tokens of the last stage", self._layout.token_line, step + 1)
         return self._tokens
 
-    def _wait(self, what: str, line: int, target: int, timeout_s: float | None = None) -> None:
-        collectives.wait_for(what, self._base + line, target, self._down, timeout_s or self._timeout_s)
+    def _wait(self, reason: str, line: int, target: int, timeout_s: float | None = None) -> None:
+        collectives.wait_for(reason, self._base + line, target, self._down, timeout_s or self._timeout_s)
 
     def _ring(self, border: int, number: int, dtype: Any, size: int) -> Array:
         offset = self._layout.ring(border) + number % RING_STEPS * self._layout.ring_step_bytes
         ring: Array = self._bytes[offset : offset + self._layout.ring_step_bytes].view(dtype)[:size]
         return ring
+
+
+def all_agree(part: ModelPart | None, vote: bool) -> bool:
+    """Returns whether all agents of the stage voted True. All of them must call this at the same place of a step.
+
+    Raises GroupDownError.
+    """
+    if part is None or not part.is_split:
+        return vote
+    return bool(collectives.all_gather(np.array([vote]), part.parallel.tensor_parallel).all())

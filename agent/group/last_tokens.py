@@ -1,4 +1,4 @@
-"""Where a step's LAST_TOKEN comes from, where several agents share a model and one of them samples."""
+"""Replaces LAST_TOKEN in a step's input if several agents share a model and only one of them samples."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ Int32Array = npt.NDArray[np.int32]
 
 
 class SharedLastTokens:
-    """Every agent knows which step sampled for which row; the token itself is in the exchange once that step is done.
+    """Records, in every agent, which step sampled for which batch row.
 
-    So a step may be queued before the last one has answered, and all agents refuse the same steps.
+    The token itself is in the exchange once that step has sampled. Therefore a step may be queued before the previous
+    step is completed, and all agents refuse the same steps.
     """
 
     def __init__(self, exchange: Exchange, part: ModelPart, table: RowTable) -> None:
-        """``table`` is this agent's own, which only the answering one fills."""
+        """``table`` is this agent's own row table. Only the agent that samples fills it."""
         self._exchange = exchange
         self._part = part
         self._table = table
@@ -29,43 +30,45 @@ class SharedLastTokens:
         self._steps = 0
 
     def reset(self) -> None:
-        """Forget every row."""
+        """Forgets the last tokens of all batch rows."""
         self._sampled_in.fill(-1)
 
     def check(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> None:
-        """Raises ProtocolError when a row whose last token the step wants has none. Waits for nobody."""
-        asked = self._asked(token_ids, rows, query_lens)
-        if asked.size and int(self._sampled_in[asked].min()) < 0:
-            row = int(asked[self._sampled_in[asked] < 0][0])
+        """Raises ProtocolError if the step needs the last token of a row that has none. Does not wait."""
+        needed = self._rows_of_last_tokens(token_ids, rows, query_lens)
+        if needed.size and int(self._sampled_in[needed].min()) < 0:
+            row = int(needed[self._sampled_in[needed] < 0][0])
             raise ProtocolError(f"a step asks for the last token of row {row}, which has not sampled one")
 
     def resolve(self, token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> None:
-        """Replace each LAST_TOKEN in ``token_ids`` [T], after ``check``. Raises GroupDownError."""
-        asked = self._asked(token_ids, rows, query_lens)
-        if not asked.size:
+        """Replaces each LAST_TOKEN in ``token_ids`` [T]. The caller calls ``check`` first. Raises GroupDownError."""
+        needed = self._rows_of_last_tokens(token_ids, rows, query_lens)
+        if not needed.size:
             return
         tokens = self._table.last_token
-        if not self._part.answers:
-            tokens = self._exchange.tokens_after(int(self._sampled_in[asked].max()))
-        token_ids[token_ids == LAST_TOKEN] = tokens[asked]
+        if not self._part.returns_results:
+            tokens = self._exchange.tokens_after(int(self._sampled_in[needed].max()))
+        token_ids[token_ids == LAST_TOKEN] = tokens[needed]
 
     def step_done(self, slot: StepSlot) -> None:
-        """Count a step that ran, and post its tokens where this agent has sampled them: 0 where that failed, which
-        whoever asks for it may compute with and nobody gets to see."""
+        """Counts a step that ran. The agent that samples publishes the step's tokens.
+
+        If sampling failed, the published token is 0. A later step may compute with it, but no client sees the result.
+        """
         seqs = slot.num_seqs
         rows = slot.rows[:seqs][slot.do_sample[:seqs] != 0]
-        if self._part.answers:
+        if self._part.returns_results:
             tokens = self._table.last_token[rows]
             self._exchange.post_tokens(rows, np.maximum(tokens, 0))
         self._sampled_in[rows] = self._steps
         self._steps += 1
 
     @staticmethod
-    def _asked(token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> Int32Array:
-        """The row of each LAST_TOKEN."""
+    def _rows_of_last_tokens(token_ids: Int32Array, rows: Int32Array, query_lens: Int32Array) -> Int32Array:
+        """Returns the batch row of each LAST_TOKEN."""
         unknown = token_ids == LAST_TOKEN
         if not unknown.any():
             return np.empty(0, np.int32)
         row_of_token: Int32Array = rows if rows.size == token_ids.size else np.repeat(rows, query_lens)
-        asked: Int32Array = row_of_token[unknown]
-        return asked
+        needed: Int32Array = row_of_token[unknown]
+        return needed

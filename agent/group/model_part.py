@@ -1,4 +1,4 @@
-"""Which part of the model this agent has, and what it does beside the others of its group."""
+"""The part of the model that one agent has, and the agent's role in its group."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from llm_serving.model.shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:
-    """An agent's heads, columns, vocabulary and layers (``llm_serving.model.parallel``). One alone has the whole
-    model."""
+    """An agent's heads, columns, vocabulary and layers (``llm_serving.model.parallel``).
+
+    An agent without a group has the whole model.
+    """
 
     parallel: ParallelConfig
     place: RankPlace
     shard: Shard
     whole: ModelShape
     sum_shards: tuple[Shard, ...] = ()
-    """Of the agents in whose parts this one, alone in its layers, makes its sums (``parallel_config.sum_parts``)."""
+    """With ``parallel_config.sum_parts``, one agent adds its products as a group with these shards would."""
 
     @classmethod
     def of(cls, config: Config, rank: int = 0) -> ModelPart:
@@ -38,19 +40,19 @@ class ModelPart:
 
     @property
     def member(self) -> int:
-        """Number of this agent in its group."""
+        """The number of this agent in its group."""
         return self.place.pp_index * self.parallel.tensor_parallel + self.place.tp_index
 
     @property
-    def answers(self) -> bool:
-        """Whether this agent samples and writes a step's outputs."""
+    def returns_results(self) -> bool:
+        """Whether this agent samples and writes the results of a step."""
         return self.shard.is_last_stage and self.place.tp_index == 0
 
     @property
     def vocab_stride(self) -> int:
-        """Tokens of each agent of the stage, the last one's being fewer."""
+        """The number of vocabulary rows of each agent of the stage. The last agent may have fewer real rows."""
         return self.shard.vocab_stride if self.is_split else self.whole.vocab_size
 
     def narrow(self, config: Config) -> Config:
-        """``config`` with the sizes of this part's layers. The vocabulary stays whole."""
+        """Returns ``config`` with the sizes of this part's layers. The vocabulary keeps its whole size."""
         return config if self.is_alone else replace(config, shape=local_shape(self.whole, self.shard))

@@ -1,8 +1,7 @@
-"""The CPU kernels: one shared library, used as MindSpore op plugin, as AOT custom ops and through ctypes."""
+"""The CPU kernels: one shared library, which MindSpore uses as op plugin and custom operators, and Python by ctypes."""
 
 from agent.kernels.block_copies import BlockCopies
 from agent.kernels.launches import (
-    LaunchRefusedError,
     RecordedLaunches,
     RecordingError,
     StepSizes,
@@ -12,6 +11,7 @@ from agent.kernels.launches import (
 )
 from agent.kernels.library import (
     KernelsNotBuiltError,
+    OperatorRefusedError,
     has_failed,
     hold_failures,
     kernel_isa,
@@ -29,7 +29,7 @@ from agent.kernels.step_copy import StepArrays, StepBounds, StepBuffers, StepCop
 __all__ = [
     "BlockCopies",
     "KernelsNotBuiltError",
-    "LaunchRefusedError",
+    "OperatorRefusedError",
     "RecordedLaunches",
     "RecordingError",
     "SampleCall",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels.library import has_failed, load_library, take_failure
+from agent.kernels.library import OperatorRefusedError, has_failed, load_library, take_failure
 
 Array = npt.NDArray[Any]
 Memory = tuple[int, int]
@@ -37,10 +37,6 @@ class RecordingError(Exception):
         self.result = result
         self.is_for_good = is_for_good
         """False where a primitive refused these inputs, and may take others."""
-
-
-class LaunchRefusedError(RuntimeError):
-    """An operator of a replay refused its inputs; what was recorded is as good as before."""
 
 
 class RecordedLaunches:
@@ -84,14 +80,14 @@ class RecordedLaunches:
 
     def run(self) -> Array:
         """Launch it all again over what lies in the named memory now. The result is valid until the next run of any
-        recording; after an operator's refusal (``take_failure``) it means nothing. Raises LaunchRefusedError
+        recording; after an operator's refusal (``take_failure``) it means nothing. Raises OperatorRefusedError
         where refusals are not held back."""
         return self._replay(keeps_pace=False)
 
     def _replay(self, *, keeps_pace: bool) -> Array:
         address = load_library().llmk_replay(self._handle, int(keeps_pace))
         if address is None:
-            raise LaunchRefusedError("an operator refused its inputs; the reason is in the agent's log")
+            raise OperatorRefusedError("an operator refused its inputs; the reason is in the agent's log")
         place = (ctypes.c_uint8 * self._bytes).from_address(address)
         return np.ctypeslib.as_array(place).view(self._dtype).reshape(self._shape)
 

@@ -29,6 +29,10 @@ class KernelError(AgentError):
     """A kernel refused its arguments; the reason is on standard error."""
 
 
+class OperatorRefusedError(RuntimeError):
+    """An operator of a graph refused its inputs. The step failed; the graph can run again."""
+
+
 def library_path() -> Path:
     """The built shared library. Raises KernelsNotBuiltError with the command that builds it."""
     path = Path(__file__).resolve().parent / "libllm_kernels.so"

@@ -68,4 +68,4 @@ class NormLinear(Weight):
 
 
 def _bias(ops: OpTable, size: int, *, biased: bool) -> Tensor | None:
-    return unbound_parameter((size,), ops.dtype) if biased and not ops.packs_weights else None
+    return unbound_parameter((size,), ops.dtype) if biased and not ops.traits.packs_weights else None

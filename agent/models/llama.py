@@ -45,7 +45,7 @@ class Llama(nn.Cell):
             self.hand_over = ops.hand_over(shape.hidden_size)
             return
         self.norm = NormWeight(ops, shape.hidden_size)
-        self.shares_embedding = shape.tie_word_embeddings and self.is_first_stage and not ops.packs_weights
+        self.shares_embedding = shape.tie_word_embeddings and self.is_first_stage and not ops.traits.packs_weights
         if not self.shares_embedding:
             self.lm_head = Weight(ops, shape.hidden_size, ops.vocab_rows(shape.vocab_size), output=True)
         self.logits = ops.lm_head(shape.vocab_size, epsilon)

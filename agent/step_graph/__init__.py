@@ -1,13 +1,40 @@
-"""The compiled graphs of a model: one call a step, logits out. One thread may run graphs.
+"""The compiled graphs of a model, which turn the inputs of one step into logits. Only one thread may run graphs.
 
-``interface``: what every kind of graph offers; ``selector``: which kind an op table is for; ``static`` and ``dynamic``:
-the two kinds; ``dynamic_cell``: a dynamic graph as MindSpore sees it; ``inputs`` and ``logits``: what goes into a graph
-beside a step's own arrays, and what comes out; ``compiled``: compilation and execution of any of them by MindSpore.
+``interface`` has what all graphs have in common. ``static`` is the graph of the fused operators and ``dynamic`` are the
+graphs of the native operators. ``dynamic_cell`` is a dynamic graph as MindSpore sees it. ``compiled`` compiles and runs
+any graph. ``replay`` runs steps without MindSpore.
 """
 
-from agent.step_graph.dynamic_cell import GraphKind, dynamic_step
-from agent.step_graph.interface import OperatorRefusedError, StepGraph
-from agent.step_graph.logits import StepLogits
-from agent.step_graph.selector import make_step_graph
+from __future__ import annotations
 
-__all__ = ["GraphKind", "OperatorRefusedError", "StepGraph", "StepLogits", "dynamic_step", "make_step_graph"]
+from collections.abc import Sequence
+
+from mindspore import nn
+
+from agent.backends.base import OpTable
+from agent.backends.cpu.ops import FusedCpuOps
+from agent.kernels import StepBuffers
+from agent.step_graph.dynamic import DynamicStepGraph
+from agent.step_graph.dynamic_cell import GraphKind, dynamic_step
+from agent.step_graph.interface import StepGraph, StepLogits
+from agent.step_graph.static import StaticStepGraph
+from llm_serving.ipc.shm import SlotLimits
+
+__all__ = ["GraphKind", "StepGraph", "StepLogits", "dynamic_step", "make_step_graph"]
+
+
+def make_step_graph(
+    model: nn.Cell,
+    ops: OpTable,
+    buffers: StepBuffers,
+    limits: SlotLimits,
+    max_whole_prompts: int,
+    decode_sizes: Sequence[int] = (),
+) -> StepGraph:
+    """Makes the kind of graph that the op table needs. The caller compiles it.
+
+    A static graph reads the inputs of every step from ``buffers``. A dynamic graph pads decodes to ``decode_sizes``.
+    """
+    if isinstance(ops, FusedCpuOps):
+        return StaticStepGraph(model, ops, buffers)
+    return DynamicStepGraph(model, ops, limits, max_whole_prompts, decode_sizes)

@@ -1,4 +1,4 @@
-"""MindSpore's side of any graph: compiling it, saying what it lacks, and running it with the least overhead."""
+"""Compiles a graph with MindSpore and runs it with little overhead."""
 
 from __future__ import annotations
 
@@ -11,43 +11,49 @@ from mindspore.graph.api import _cell_graph_executor
 from llm_serving.errors import AgentStartError
 
 _NO_KERNEL = re.compile(r"Unsupported op \[(\w+)\]|operator\[(\w+)\] fail! Unsupported data type")
-"""MindSpore's words for a primitive without a kernel, at all or for these types."""
+"""MindSpore's message if a device has no kernel for a primitive, or none for the types of its inputs."""
 
 
 class CompiledGraph:
-    """A graph, compiled once and run any number of times."""
+    """A graph that is compiled once and then runs any number of times."""
 
     def __init__(self, cell: nn.Cell) -> None:
         self._cell = cell
         self._phase = ""
 
     def compile(self, tensors: tuple[Tensor, ...]) -> None:
-        """Compile, and run with these inputs. Raises AgentStartError naming a primitive without a kernel."""
+        """Compiles the graph and runs it with ``tensors``.
+
+        Raises AgentStartError with the primitive's name if the device has no kernel for a primitive.
+        """
         try:
             self._cell(*tensors).asnumpy()
         except (RuntimeError, TypeError) as error:
-            lacking = _NO_KERNEL.search(str(error))
-            if lacking is None:
+            missing = _NO_KERNEL.search(str(error))
+            if missing is None:
                 raise
             types = ", ".join(sorted({str(parameter.dtype) for parameter in self._cell.get_parameters()}))
             raise AgentStartError(
-                f"the graph needs the primitive {lacking[1] or lacking[2]}, and this device has no kernel of it, or "
-                f"none for its types (the model's are {types}); docs/ascend.md has a table of the primitives there are"
+                f"the graph needs the primitive {missing[1] or missing[2]}; this device has no kernel for it, or none "
+                f"for its types (the model's types are {types}); docs/ascend.md lists the available primitives"
             ) from error
         self._phase = self._cell.phase_cache[self._cell.phase]
 
     def parameters(self) -> Iterator[Tensor]:
-        """All that the graph has."""
+        """Yields all parameters of the graph."""
         found: Iterator[Tensor] = self._cell.get_parameters()
         return found
 
     def constants(self) -> Iterator[Tensor]:
-        """Tensors that its Cells hold beside them. MindSpore reads them where they are."""
+        """Yields the tensors that the graph's Cells hold besides parameters. MindSpore reads them in place."""
         for _, cell in self._cell.cells_and_names():
             values = vars(cell).values()
             yield from (each for each in values if isinstance(each, Tensor) and not isinstance(each, Parameter))
 
     def run(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Straight to MindSpore's executor: ``Cell.__call__`` would check again, at two to three times the overhead,
-        that it is compiled for these inputs, which the caller has settled."""
+        """Runs the graph. The caller ensures that ``tensors`` fit the compiled graph.
+
+        Calls MindSpore's executor directly. ``Cell.__call__`` would check the inputs again, which doubles or triples
+        the overhead.
+        """
         return _cell_graph_executor._graph_executor(tensors, self._phase)

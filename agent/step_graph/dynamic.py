@@ -1,13 +1,12 @@
-"""The dynamic graphs, of native primitives: which of them takes a step, how it is run, what its failures mean.
+"""The dynamic graphs of the native operators: chooses the graph of a step, pads the inputs and runs the graph.
 
-What the graphs are made of is in ``dynamic_cell``; steps without MindSpore are in
-``agent.step_graph.replay.dynamic_replays``.
+``dynamic_cell`` has the Cells of the graphs. ``agent.step_graph.replay.native`` runs steps without MindSpore.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -15,118 +14,106 @@ import numpy.typing as npt
 from mindspore import Tensor, nn
 
 from agent.backends.base import OpTable
+from agent.group.exchange import all_agree
+from agent.kernels import widen_bfloat16
 from agent.layers.parameter import as_storage, as_tensor
 from agent.step_graph.compiled import CompiledGraph
 from agent.step_graph.dynamic_cell import GraphKind, dynamic_step
-from agent.step_graph.inputs import no_entry, padded_decode
-from agent.step_graph.interface import OperatorRefusedError, StepGraph
-from agent.step_graph.logits import LogitsInFloat32, StepLogits, beside
-from agent.step_graph.replay.dynamic_replays import DynamicReplays
+from agent.step_graph.interface import StepGraph, StepLogits, empty_entry
+from agent.step_graph.replay.native import NativeReplays
 from agent.step_inputs import Int32Array, StepInputs
-from agent.weights.storage import Array
-from llm_serving.ipc.shm import SlotLimits
+from agent.weights.storage import Array, to_float32
+from llm_serving.ipc.shm import PADDING_SLOT, SlotLimits
 
 
 @runtime_checkable
 class TakesForms(Protocol):
-    """A model whose Cells must be told, before a graph is compiled, which kind they are to become."""
+    """A model of MindFormers, which must know the kind of the next graph before that graph is compiled."""
 
     def take_form(self, *, whole_prompts: bool) -> None:
-        """For steps of whole prompts, or of anything."""
+        """Prepares the model for a graph of whole prompts, or for any other graph."""
 
 
 class DynamicStepGraph(StepGraph):
-    """A graph of each kind. That of whole prompts takes as many as ``max_whole_prompts`` of them; decodes are padded to
-    one of ``decode_sizes``, rising, so that MindSpore finds the shapes that it has captured. Empty: they are not, and
-    steps of any kind are replayed where the op table may."""
+    """Owns one graph of each ``GraphKind``.
+
+    The graph for whole prompts takes at most ``max_whole_prompts`` prompts. If ``decode_sizes`` (ascending) is not
+    empty, decodes are padded to one of these sizes, so that MindSpore finds the shapes that it captured. If it is empty
+    and the device replays steps, steps of all kinds are replayed.
+    """
 
     def __init__(
         self, model: nn.Cell, ops: OpTable, limits: SlotLimits, max_whole_prompts: int, decode_sizes: Sequence[int] = ()
     ) -> None:
-        self._part, self._ops = ops.part, ops
-        self._no_entry = no_entry(ops, 1)
+        self._part, self._hooks = ops.part, ops.hooks
+        self._empty_entry = empty_entry(ops, 1)
         self._max_table_width = limits.max_blocks_per_seq
         self._model = model
         self._graphs = {
             kind: CompiledGraph(dynamic_step(model, ops, kind, max_whole_prompts, captures=bool(decode_sizes)))
             for kind in GraphKind
-            if kind != GraphKind.PREFILL or ops.has_whole_prompts
         }
-        self._max_whole_prompts = max_whole_prompts if ops.has_whole_prompts else 0
-        self._float32 = LogitsInFloat32()
-        self._pads_prompts = not ops.dynamic_prompts
+        self._max_whole_prompts = max_whole_prompts
+        self._pads_prompts = ops.traits.pads_whole_prompts
         self._decode_sizes = tuple(decode_sizes)
-        self.replays: dict[GraphKind, DynamicReplays] = {}
-        if ops.replays_steps and not decode_sizes and not isinstance(model, TakesForms):
+        self._widened = np.empty(0, np.float32)
+        self.replays: dict[GraphKind, NativeReplays] = {}
+        if ops.traits.replays_steps and not decode_sizes and not isinstance(model, TakesForms):
             self.replays = {kind: self._replays_of(kind, graph, limits) for kind, graph in self._graphs.items()}
 
-    def _replays_of(self, kind: GraphKind, graph: CompiledGraph, limits: SlotLimits) -> DynamicReplays:
+    def _replays_of(self, kind: GraphKind, graph: CompiledGraph, limits: SlotLimits) -> NativeReplays:
         tensors = [*graph.parameters(), *graph.constants()]
-        padded = self._max_whole_prompts if kind == GraphKind.PREFILL and self._pads_prompts else 0
-        return DynamicReplays(kind.value, graph.run, tensors, limits, self._ops.stage_agrees, max_prompts=padded)
+        max_prompts = self._max_whole_prompts if kind == GraphKind.PREFILL and self._pads_prompts else 0
+
+        def agree(vote: bool) -> bool:
+            return all_agree(self._part, vote)
+
+        return NativeReplays(kind.value, graph.run, tensors, limits, agree, max_prompts=max_prompts)
 
     def compile(self) -> None:
-        """With one padding token; what is replayed is recorded."""
+        """Compiles every graph with one padding token. Records the graphs whose steps are replayed."""
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
-        inputs = StepInputs(zero, zero, zero - 1, zero.reshape(1, 1), one, one, zero, zero, zero, whole_prompts=False)
-        self._ops.failed_operator()  # forgotten, if it is of a graph that failed for another reason
+        inputs = StepInputs(
+            zero, zero, zero + PADDING_SLOT, zero.reshape(1, 1), one, one, zero, zero, zero, whole_prompts=False
+        )
         for kind, graph in self._graphs.items():
             if isinstance(self._model, TakesForms):
                 self._model.take_form(whole_prompts=kind == GraphKind.PREFILL)
-            graph.compile(self._tensors(kind, inputs, self._no_entry))
-            if kind in self.replays:
-                self.replays[kind].record(self._no_entry, is_decode=kind == GraphKind.DECODE)
-            self._check_operators()
+            with self._hooks.graph_run(compiles=True):
+                graph.compile(self._tensors(kind, inputs, self._empty_entry))
+                if kind in self.replays:
+                    self.replays[kind].record(self._empty_entry, is_decode=kind == GraphKind.DECODE)
 
     def run(self, inputs: StepInputs, entry: Array) -> StepLogits:
-        with self._running():
-            logits = self._float32.of(self._result(inputs, entry))
-        self._check_operators()
+        with self._hooks.graph_run():
+            logits = self._in_float32(self._result(inputs, entry))
         part = self._part
         if part is not None and part.is_split:
-            if not part.answers:
+            if not part.returns_results:
                 return StepLogits(logits[:0], None)
-            return StepLogits(beside(logits, part.parallel.tensor_parallel, part.whole.vocab_size), None)
+            return StepLogits(_side_by_side(logits, part.parallel.tensor_parallel, part.whole.vocab_size), None)
         return StepLogits(logits[: inputs.query_lens.size], None)
 
     def run_stage(self, inputs: StepInputs, entry: Array) -> Array:
-        with self._running():
-            stream = self._result(inputs, entry)
-        self._check_operators()
-        return stream
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        self._ops.set_running(True)
-        try:
-            yield
-        finally:
-            self._ops.set_running(False)
+        with self._hooks.graph_run():
+            return self._result(inputs, entry)
 
     def _result(self, inputs: StepInputs, entry: Array) -> Array:
-        replays = self.replays.get(self.kind_of(inputs))
-        if replays is not None and len(entry) <= replays.most_tokens:
-            return replays.run(inputs, entry)
-        return as_storage(self._run(inputs, entry))
-
-    def _run(self, inputs: StepInputs, entry: Array) -> Tensor:
         kind = self.kind_of(inputs)
+        replays = self.replays.get(kind)
+        if replays is not None and len(entry) <= replays.max_tokens:
+            return replays.run(inputs, entry)
         if kind == GraphKind.DECODE and self._decode_sizes:
             size = next(size for size in self._decode_sizes if size >= inputs.query_lens.size)
-            inputs, entry = padded_decode(inputs, entry, size, self._max_table_width)
-        return self._graphs[kind].run(self._tensors(kind, inputs, entry))
+            inputs, entry = _padded_decode(inputs, entry, size, self._max_table_width)
+        return as_storage(self._graphs[kind].run(self._tensors(kind, inputs, entry)))
 
     def kind_of(self, inputs: StepInputs) -> GraphKind:
-        """Which graph takes the step."""
+        """Returns the kind of the graph that runs the step."""
         seqs = inputs.query_lens.size
         if inputs.whole_prompts and seqs <= self._max_whole_prompts:
             return GraphKind.PREFILL
         return GraphKind.DECODE if inputs.positions.size == seqs else GraphKind.CHUNKED
-
-    def _check_operators(self) -> None:
-        failed = self._ops.failed_operator()
-        if failed is not None:
-            raise OperatorRefusedError(f"{failed} refused its inputs; the reason is in the agent's log")
 
     def _tensors(self, kind: GraphKind, inputs: StepInputs, entry: Array) -> tuple[Tensor, ...]:
         query_lens: npt.NDArray[np.int32 | np.int64] = inputs.query_lens
@@ -145,6 +132,46 @@ class DynamicStepGraph(StepGraph):
         return tuple(map(as_tensor, arrays))
 
     def _tables(self, kind: GraphKind, tables: Int32Array) -> Int32Array:
-        """As wide as the mask of a step with parts of prompts: an Ascend's kernel compares the two."""
+        """Pads the block tables of a chunked step to the width of its mask: a kernel of the Ascend compares the two."""
         missing = self._max_table_width - tables.shape[1]
         return np.pad(tables, ((0, 0), (0, missing))) if kind == GraphKind.CHUNKED and missing else tables
+
+    def _in_float32(self, logits: Array) -> npt.NDArray[np.float32]:
+        """Converts logits [rows, vocabulary] to float32; bfloat16 comes as uint16. Valid until the next call."""
+        if logits.dtype != np.uint16:
+            return to_float32(logits, str(logits.dtype))
+        if self._widened.size < logits.size:
+            self._widened = np.empty(logits.size, np.float32)
+        widened = self._widened[: logits.size].reshape(logits.shape)
+        widen_bfloat16(logits, widened)
+        return widened
+
+
+def _side_by_side(parts: npt.NDArray[np.float32], num_agents: int, vocab_size: int) -> npt.NDArray[np.float32]:
+    """Joins the agents' logits, [agents * S, columns], to [S, vocab_size] and drops the last agent's padding."""
+    rows, columns = len(parts) // num_agents, parts.shape[1]
+    logits = np.empty((rows, vocab_size), np.float32)
+    for index in range(num_agents):
+        place = logits[:, index * columns : (index + 1) * columns]
+        place[:] = parts[index * rows : (index + 1) * rows, : place.shape[1]]
+    return logits
+
+
+def _padded_decode(inputs: StepInputs, entry: Array, size: int, table_width: int) -> tuple[StepInputs, Array]:
+    """Extends a decode and its token ids to ``size`` rows. The new rows read the padding block and write nothing."""
+    rows = size - inputs.query_lens.size
+
+    def longer(array: Int32Array, value: int) -> Int32Array:
+        return np.pad(array, (0, rows), constant_values=value)
+
+    tables = np.pad(inputs.block_tables, ((0, rows), (0, table_width - inputs.block_tables.shape[1])))
+    padded = replace(
+        inputs,
+        positions=longer(inputs.positions, 0),
+        slot_mapping=longer(inputs.slot_mapping, PADDING_SLOT),
+        block_tables=tables,
+        context_lens=longer(inputs.context_lens, 1),
+        query_lens=longer(inputs.query_lens, 1),
+        last_tokens=np.arange(size, dtype=np.int32),
+    )
+    return padded, longer(entry, 0)

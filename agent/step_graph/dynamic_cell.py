@@ -1,6 +1,6 @@
-"""A dynamic graph as MindSpore sees it: its kinds, its outermost Cell, its inputs' names, types and shapes.
+"""A dynamic graph as MindSpore sees it: the kinds of graphs, their outermost Cell, and the names and types of inputs.
 
-``tools/check_ascend_graph.py`` compiles exactly this for an Ascend, without a device.
+``tools/check_ascend_graph.py`` compiles exactly this Cell for an Ascend, without a device.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ _MATRIX = (None, None)
 
 
 class GraphKind(enum.Enum):
-    """The dynamic graphs. Each takes the steps its device's attention primitives have a form for."""
+    """The kinds of dynamic graphs. The attention primitives have a different form for each of them."""
 
     PREFILL = "prefill"
     """Whole prompts: attention among the tokens of the step."""
     CHUNKED = "chunked"
-    """Any step, parts of prompts and decoding sequences mixed: attention over the cache, with a mask."""
+    """Any mix of prompts, chunks and decoding sequences: attention over the cache, with a mask."""
     DECODE = "decode"
-    """A token a sequence: attention over the cache, which needs no mask."""
+    """One token for each sequence: attention over the cache, without a mask."""
 
 
 def dynamic_step(
     model: nn.Cell, ops: OpTable, kind: GraphKind, max_whole_prompts: int, *, captures: bool = False
 ) -> nn.Cell:
-    """The outermost Cell of a graph, its inputs' types and shapes set; ``captures``: decodes' launches are captured."""
+    """Makes the outermost Cell of a graph and declares its inputs. ``captures``: MindSpore captures decodes."""
     cell = _DynamicStep(model, ops, kind, captures=captures)
     vector, matrix = _int32(_VECTOR), _int32(_MATRIX)
     query_lens = vector
-    if kind == GraphKind.PREFILL and not ops.dynamic_prompts:
+    if kind == GraphKind.PREFILL and ops.traits.pads_whole_prompts:
         query_lens = Tensor(shape=(max_whole_prompts,), dtype=ms.int64)
     entry = vector
     if ops.part is not None and not ops.is_first_stage:
@@ -45,15 +45,15 @@ def dynamic_step(
 
 
 class _DynamicStep(nn.Cell):
-    """A graph's outermost Cell: its arguments are the graph's inputs.
+    """The outermost Cell of a graph. Its arguments are the graph's inputs.
 
-    On an Ascend the attention kernels take the lengths of sequences from the graph's inputs of the names
-    ``batch_valid_length`` and ``q_seq_lens`` (MindSpore's "LLMManager"), and weight formats may depend on the phase
-    being called ``prefill`` or ``increment``: the names are part of the interface. Of a later
-    stage ``token_ids`` is the stream of the one before.
+    Two names are part of MindSpore's interface. On an Ascend, the attention kernels take the lengths of sequences from
+    the graph inputs named ``batch_valid_length`` and ``q_seq_lens`` (MindSpore's "LLMManager"). The layout of weights
+    may depend on whether the phase is named ``prefill`` or ``increment``.
 
-    MindSpore captures the launches of any ``increment`` graph, and knows them by the inputs' shapes alone: where it
-    captures, only one graph may be called that.
+    MindSpore captures the launches of every ``increment`` graph and identifies them by the shapes of the inputs alone.
+    Therefore, if MindSpore captures, only one graph may have that name. In a later stage, ``token_ids`` is the residual
+    stream of the stage before.
     """
 
     def __init__(self, model: nn.Cell, ops: OpTable, kind: GraphKind, *, captures: bool) -> None:

@@ -1,36 +1,37 @@
-"""The static graph, of the fused operators: the Cell that is compiled over the buffers of the largest step."""
+"""The static graph of the fused operators: compiled once over the buffers of the largest step."""
 
 from __future__ import annotations
 
 from mindspore import Tensor, nn
 
 from agent.backends.cpu.ops import FusedCpuOps
-from agent.kernels import LaunchRefusedError, StepBuffers
+from agent.group.exchange import all_agree
+from agent.kernels import StepBuffers
 from agent.layers.parameter import as_tensor
 from agent.step_graph.compiled import CompiledGraph
-from agent.step_graph.inputs import no_entry
-from agent.step_graph.interface import OperatorRefusedError, StepGraph
-from agent.step_graph.logits import StepLogits
-from agent.step_graph.replay.step_replays import StepReplays
+from agent.step_graph.interface import StepGraph, StepLogits, empty_entry
+from agent.step_graph.replay.fused import FusedReplays
 from agent.step_inputs import StepInputs
 from agent.weights.storage import Array
 
-_MOST_STEPS = 2**31 - 1
+_MAX_STEP_NUMBER = 2**31 - 1
 
 
 class StaticStepGraph(StepGraph):
-    """One graph of the largest step's size, bound to the memory that steps are read into: what was checked is what
-    runs, and a call makes no tensor and copies nothing."""
+    """One graph of the largest step's size that reads its inputs from the step reader's buffers.
+
+    The graph computes exactly the inputs that were checked. A call creates no tensor and copies nothing.
+    """
 
     def __init__(self, model: nn.Cell, ops: FusedCpuOps, buffers: StepBuffers) -> None:
-        """``buffers``: those of the reader of every step."""
+        """``buffers`` are the buffers that the step reader fills for every step."""
         self._buffers = buffers
         self._logits, self._best_ids, self._stream = ops.logits, ops.best_ids, ops.stream
         self._result = StepLogits(self._logits[:0], self._best_ids[:0])
         self._number = 0
-        # numbers of them, for which NumPy takes tens of microseconds when nothing of it is in the caches
+        # Memoryviews: with cold caches, NumPy takes tens of microseconds to read or write one number.
         self._counts, self._done = buffers.counts.data, ops.best_ids.data
-        self._entry: Array = buffers.token_ids if ops.is_first_stage else no_entry(ops, buffers.token_ids.size)
+        self._entry: Array = buffers.token_ids if ops.is_first_stage else empty_entry(ops, buffers.token_ids.size)
         inputs = (
             self._entry,
             buffers.positions,
@@ -44,10 +45,10 @@ class StaticStepGraph(StepGraph):
         self._tensors = tuple(map(as_tensor, inputs))
         self._graph = graph = CompiledGraph(_StaticStep(model))
         tensors = [*self._tensors, *graph.parameters(), *graph.constants()]
-        self.replays = StepReplays(lambda: graph.run(self._tensors), tensors, ops.stage_agrees)
+        self.replays = FusedReplays(lambda: graph.run(self._tensors), tensors, lambda vote: all_agree(ops.part, vote))
 
     def compile(self) -> None:
-        """With no tokens at all."""
+        """Compiles the graph and runs it with no tokens."""
         self._buffers.counts[:] = 0
         self._graph.compile(self._tensors)
 
@@ -66,19 +67,16 @@ class StaticStepGraph(StepGraph):
         return stream
 
     def _run(self, inputs: StepInputs, entry: Array, results: tuple[Array, ...]) -> None:
-        assert inputs.positions.base is self._buffers.positions, "a step must be in the buffers of this graph"
+        assert inputs.positions.base is self._buffers.positions, "the step must be in the buffers of this graph"
         if entry is not inputs.token_ids:
             self._entry[: len(entry)] = entry
-        self._number = self._number % _MOST_STEPS + 1
+        self._number = self._number % _MAX_STEP_NUMBER + 1
         self._counts[3] = self._number
-        try:
-            self.replays.run(results, len(entry))
-        except LaunchRefusedError as error:
-            raise OperatorRefusedError(str(error)) from error
+        self.replays.run(results, len(entry))
 
 
 class _StaticStep(nn.Cell):
-    """The inputs of a dynamic graph, with the counts that say how much of each input there is."""
+    """The outermost Cell. Its inputs are those of a dynamic graph and ``counts``, which has the step's sizes."""
 
     def __init__(self, model: nn.Cell) -> None:
         super().__init__(auto_prefix=False)

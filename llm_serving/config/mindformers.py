@@ -34,7 +34,7 @@ KEYS_READ = {
     "context.graph_kernel_flags": "flags of that fusion",
     "context.max_call_depth": "limit of nested calls in a graph",
     "context.max_device_memory": 'device memory the model may take, as in `"58GB"`; the memory plan of an Ascend',
-    "context.use_flash_attention": "use the flash attention primitive; also read from `model.model_config`",
+    "context.use_flash_attention": "must be true: flash attention is always on; also read from `model.model_config`",
     "model.arch.type": "`LlamaForCausalLM`",
     "model.model_config.type": "`LlamaConfig`",
     "model.model_config.hidden_size": "size of the residual stream",
@@ -75,7 +75,6 @@ class MindSporeContext:
     graph_kernel_flags: str = ""
     max_call_depth: int = 10_000
     max_device_memory_bytes: int | None = None
-    use_flash_attention: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,9 @@ def _context(fields: TypedFields, sizes: TypedFields | None) -> MindSporeContext
     if fields.integer("mode", GRAPH_MODE, 0, 1) != GRAPH_MODE:
         raise fields.fail("mode", "only 0 (graph mode) is available")
     target = fields.text("device_target", "auto", ("auto", "CPU", "Ascend")) if "device_target" in fields else None
-    flash = fields if "use_flash_attention" in fields or sizes is None else sizes
+    for section in (fields, *([] if sizes is None else [sizes])):
+        if not section.boolean("use_flash_attention", True):
+            raise section.fail("use_flash_attention", "attention always uses flash kernels; set True or remove the key")
     return MindSporeContext(
         device_target=target,
         device_id=fields.integer("device_id", 0, 0, 255),
@@ -109,7 +110,6 @@ def _context(fields: TypedFields, sizes: TypedFields | None) -> MindSporeContext
         graph_kernel_flags=fields.text("graph_kernel_flags", ""),
         max_call_depth=fields.integer("max_call_depth", 10_000, 1, 1_000_000),
         max_device_memory_bytes=_memory(fields, "max_device_memory"),
-        use_flash_attention=flash.boolean("use_flash_attention", True),
     )
 
 

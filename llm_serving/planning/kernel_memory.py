@@ -16,11 +16,11 @@ have taken. With the letters of ``memory_plan.py``, N threads, and W the widest 
     laid out keys    of a prompt, and its values, with native operators: at most 64 MiB
     sampler          60 bytes of V for each thread that samples: rows as they are sorted and filtered
 
-The three graphs of native operators are recorded once (``agent/step_graph/replay/dynamic_replays.py``): some 16 KiB a
+The three graphs of native operators are recorded once (``agent/step_graph/replay/native.py``): some 16 KiB a
 layer, with
 experts 32, each. What they are replayed in is the activations and logits of the largest step that is, one of 512
 tokens or of all sequences that decode, and its mask of a context a token, as it is made: 5 bytes for each.
-The recorded step of fused operators (``agent/step_graph/replay/step_replays.py``) is 4 KiB a layer; from one operator
+The recorded step of fused operators (``agent/step_graph/replay/fused.py``) is 4 KiB a layer; from one operator
 to the next go three matrices of T rows of h, of layers with experts one more, and q, k, v and what attention gives.
 """
 

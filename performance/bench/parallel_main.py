@@ -25,7 +25,7 @@ from agent.model_runner import ModelRunner
 from agent.warm_up import make_step
 from llm_serving.config import Config, load_config
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
-from llm_serving.ipc.shm import LAST_TOKEN, StepSlot
+from llm_serving.ipc.shm import LAST_TOKEN
 from performance.terminal import format_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +121,7 @@ def decode_steps(runner: ModelRunner, config: Config, batch: int) -> dict[str, f
     times, before = [], exchange_times()
     for _ in range(STEPS):
         start = time.perf_counter()
-        runner.run_decode(slot)
+        runner.run_step(slot, is_decode=True)
         times.append(time.perf_counter() - start)
     after = exchange_times()
     total = sum(times) * 1e9
@@ -147,15 +147,10 @@ def generate(runner: ModelRunner, config: Config, number: int) -> dict[str, list
         slot.sample_position[0] = step
         slot.num_top_logits[0] = 2
         slot.slot_mapping[:query] = block + np.arange(PROMPT_TOKENS + step - query, PROMPT_TOKENS + step)
-        run(runner, slot, decode=step > 0)
+        runner.run_step(slot, is_decode=step > 0)
         tokens.append(int(slot.sampled_ids[0]))
         logits.append(slot.top_logits[:2].tolist())
     return {"tokens": tokens, "logits": logits}
-
-
-def run(runner: ModelRunner, slot: StepSlot, *, decode: bool) -> None:
-    """Runs a prefill or a decode."""
-    _ = runner.run_decode(slot) if decode else runner.run_prefill(slot)
 
 
 def table(figures: Sequence[dict[str, Any]]) -> str:

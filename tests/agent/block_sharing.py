@@ -6,13 +6,14 @@ Imported by ``runner_worker``. Each way gives digests as "output token number, d
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from step_driver import Part, Sampled, StepDriver, blocks_for
 
 from agent.backends.cpu.blocks import HostBlockMoves
 from llm_serving.errors import ProtocolError
-from llm_serving.ipc.shm import LAST_TOKEN, MoveKind
+from llm_serving.ipc.shm import LAST_TOKEN, MoveKind, StepSlot
 from support.position_bits import SHARED_TOKENS
 from support.step_config import BLOCK_SIZE, NUM_HOST_BLOCKS
 
@@ -180,21 +181,24 @@ def run_move_refusals(driver: StepDriver) -> dict[str, Any]:
         "in from before": (IN, -1, 1),
         "in to beyond": (IN, 0, blocks),
     }
+    prefill, decode = (partial(driver.runner.run_step, is_decode=is_decode) for is_decode in (False, True))
     before, errors = _cache_bytes(driver), {}
     for name, move in wrong.items():
-        alone = _refusal(driver, "run_moves", [], [right, move])
-        carried = _refusal(driver, "run_prefill", [part], [right, move])
+        alone = _refusal(driver, driver.runner.run_moves, [], [right, move])
+        carried = _refusal(driver, prefill, [part], [right, move])
         errors[name] = alone if alone == carried else f"{alone}; as part of a prefill: {carried}"
-    errors["tokens"] = _refusal(driver, "run_moves", [part], [right])
-    for name in ("prefill", "decode"):
-        errors[f"no tokens in a {name}"] = _refusal(driver, f"run_{name}", [], [right])
+    errors["tokens"] = _refusal(driver, driver.runner.run_moves, [part], [right])
+    for name, run in {"prefill": prefill, "decode": decode}.items():
+        errors[f"no tokens in a {name}"] = _refusal(driver, run, [], [right])
     return {"errors": errors, "unharmed": _cache_bytes(driver) == before}
 
 
-def _refusal(driver: StepDriver, run: str, parts: list[Part], moves: list[tuple[int, int, int]]) -> str:
+def _refusal(
+    driver: StepDriver, run: Callable[[StepSlot], Any], parts: list[Part], moves: list[tuple[int, int, int]]
+) -> str:
     driver.fill(parts, moves)
     try:
-        getattr(driver.runner, run)(driver.slot)
+        run(driver.slot)
     except ProtocolError as error:
         return str(error)
     return "no error"

@@ -14,6 +14,7 @@ from group_program import print_models, start_driver  # noqa: E402
 from runner_worker import decodes, native_replays, prompts_and_chunks  # noqa: E402
 from step_driver import StepDriver  # noqa: E402
 
+from agent.group.exchange import all_agree  # noqa: E402
 from agent.kernels.launches import RecordedLaunches  # noqa: E402
 from support.agent_group import Setup  # noqa: E402
 from support.golden_files import golden_of  # noqa: E402
@@ -44,22 +45,21 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 def run_planted(driver: StepDriver, plant: str, rank: int, prompts: Any, tokens: Any) -> dict[str, Any]:
     """The decodes with one of ``PLANTS`` in agent 0: what each of them comes to, and what is given as the reason."""
     from agent.step_graph.dynamic_cell import GraphKind
-    from agent.step_graph.replay.dynamic_replays import (
-        DynamicReplays,  # MindSpore must not be imported before the runtime is set up
+    from agent.step_graph.replay.native import (
+        NativeReplays,  # MindSpore must not be imported before the runtime is set up
     )
 
-    graph, asked, ops = driver.runner._graph, [0], driver.runner._graph._ops
+    graph, asked = driver.runner._graph, [0]
     decode = graph._graphs[GraphKind.DECODE]
 
-    def agrees(says_so: bool) -> bool:
+    def agrees(vote: bool) -> bool:
         asked[0] += 1
         lies = rank == 0 and asked[0] == {"differs": 2, "differs later": 3}.get(plant)
-        answer: bool = ops.stage_agrees(says_so and not lies)
-        return answer
+        return all_agree(graph._part, vote and not lies)
 
     tensors = [] if plant == "unnamed" and rank == 0 else [*decode.parameters(), *decode.constants()]
-    replays = DynamicReplays("decode", decode.run, tensors, driver.config.slot_limits(), agrees)
-    replays.record(graph._no_entry, is_decode=True)
+    replays = NativeReplays("decode", decode.run, tensors, driver.config.slot_limits(), agrees)
+    replays.record(graph._empty_entry, is_decode=True)
     graph.replays = {GraphKind.DECODE: replays}
     honest = RecordedLaunches.agrees
     if plant == "refuses" and rank == 0:

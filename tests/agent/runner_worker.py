@@ -236,9 +236,9 @@ def run_refusals(driver: StepDriver) -> dict[str, Any]:
     errors: dict[str, str] = {}
     for name, break_it in wrong.items():
         break_it(driver.fill([good]))
-        errors[name] = _error_of(driver.runner.run_prefill, driver.slot)
+        errors[name] = _step_error(driver, driver.slot)
     driver.fill([good])
-    errors["decode of three tokens"] = _error_of(driver.runner.run_decode, driver.slot)
+    errors["decode of three tokens"] = _step_error(driver, driver.slot, is_decode=True)
     errors["failing operator"] = _fail_in_graph(driver, good)
     if driver.config.op_table == "fused":
         errors["graph that did not run"] = _run_without_graph(driver, good)
@@ -263,13 +263,13 @@ def _fail_in_graph(driver: StepDriver, good: Part) -> str:
     slot = driver.fill([good])
     slot.block_tables[0] = slot.slot_mapping[1] = 2**27
     with _believing_in_more_blocks(driver):
-        return _error_of(driver.runner.run_prefill, slot)
+        return _step_error(driver, slot)
 
 
 def _run_without_graph(driver: StepDriver, good: Part) -> str:
     """What runs the graph comes back before the output layer has run."""
     driver.runner._graph.replays.run = lambda results, num_tokens: None
-    return _error_of(driver.runner.run_prefill, driver.fill([good]))
+    return _step_error(driver, driver.fill([good]))
 
 
 def run_replays(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
@@ -332,7 +332,7 @@ def _refused_decode(driver: StepDriver, rows: int) -> str:
     slot = driver.fill([Part([5], 0, blocks_for(row), row) for row in range(rows)])
     slot.block_tables[0] = slot.slot_mapping[0] = 2**27
     with _believing_in_more_blocks(driver):
-        return _error_of(driver.runner.run_decode, slot).split(" its inputs")[0]
+        return _step_error(driver, slot, is_decode=True).split(" its inputs")[0]
 
 
 def _set_history(tokens: list[int], prompt_len: int) -> Any:
@@ -348,9 +348,9 @@ def _ask_last_token(slot: Any) -> None:
     slot.token_ids[2], slot.rows[0] = LAST_TOKEN, 5
 
 
-def _error_of(run: Any, slot: Any) -> str:
+def _step_error(driver: StepDriver, slot: Any, *, is_decode: bool = False) -> str:
     try:
-        run(slot)
+        driver.runner.run_step(slot, is_decode=is_decode)
     except (AgentError, ProtocolError) as error:
         return str(error)
     return "no error"

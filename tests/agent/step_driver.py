@@ -75,7 +75,7 @@ class StepDriver:
 
     def prefill(self, *parts: Part, moves: Sequence[Move] = ()) -> list[Sampled]:
         self.fill(parts, moves)
-        self.runner.run_prefill(self.slot)
+        self.runner.run_step(self.slot, is_decode=False)
         return [self._output(index) for index in range(len(parts))]
 
     def move(self, *moves: Move) -> None:
@@ -84,7 +84,7 @@ class StepDriver:
 
     def decode(self, *parts: Part, moves: Sequence[Move] = ()) -> list[Sampled]:
         self.fill(parts, moves)
-        self.runner.run_decode(self.slot)
+        self.runner.run_step(self.slot, is_decode=True)
         return [self._output(index) for index in range(len(parts))]
 
     def fill(self, parts: Sequence[Part], moves: Sequence[Move] = ()) -> StepSlot:

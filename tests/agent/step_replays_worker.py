@@ -14,6 +14,7 @@ from group_program import print_models, start_driver  # noqa: E402
 from runner_worker import decodes  # noqa: E402
 from step_driver import Part, StepDriver, blocks_for  # noqa: E402
 
+from agent.group.exchange import all_agree  # noqa: E402
 from support.agent_group import Setup  # noqa: E402
 from support.golden_files import golden_of  # noqa: E402
 from support.position_bits import FORCED_STEPS  # noqa: E402
@@ -40,29 +41,28 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def recorded_by_large_steps(driver: StepDriver, usual: Any) -> bool:
     """Whether two steps of a token more than are computed twice record anything."""
-    from agent.step_graph.replay.step_replays import MOST_TOKENS, StepReplays
+    from agent.step_graph.replay.fused import MAX_COMPARED_TOKENS, FusedReplays
 
     graph = driver.runner._graph
-    graph.replays = StepReplays(usual._run_graph, usual._tensors, driver.runner._model.ops.stage_agrees)
+    graph.replays = FusedReplays(usual._run_graph, usual._tensors, usual._all_agree)
     for _ in range(2):
         driver.runner.reset()
-        driver.prefill(Part([5] * (MOST_TOKENS + 1), 0, blocks_for(0), 0))
+        driver.prefill(Part([5] * (MAX_COMPARED_TOKENS + 1), 0, blocks_for(0), 0))
     return graph.replays._launches is not None
 
 
 def run_planted(driver: StepDriver, usual: Any, plant: str, rank: int, prompts: Any, tokens: Any) -> dict[str, Any]:
     """The decodes with one of ``PLANTS`` in agent 0: what each of them comes to, and what is given as the reason."""
     from agent.kernels.launches import RecordedLaunches  # MindSpore must not be imported before the runtime is set up
-    from agent.step_graph.replay.step_replays import StepReplays
+    from agent.step_graph.replay.fused import FusedReplays
 
     graph, asked = driver.runner._graph, [0]
-    ops, tensors = driver.runner._model.ops, usual._tensors
+    tensors = usual._tensors
 
-    def agrees(says_so: bool) -> bool:
+    def agrees(vote: bool) -> bool:
         asked[0] += 1
         lies = rank == 0 and asked[0] == {"no launches": 1, "differs": 3, "differs later": 4}.get(plant)
-        answer: bool = ops.stage_agrees(says_so and not lies)
-        return answer
+        return all_agree(driver.runner._part, vote and not lies)
 
     honest = RecordedLaunches._replay
     if plant == "writes nothing" and rank == 0:
@@ -78,7 +78,7 @@ def run_planted(driver: StepDriver, usual: Any, plant: str, rank: int, prompts: 
         results += [graph._logits] if graph._logits.size else [graph._stream]
         RecordedLaunches._replay = keeps  # type: ignore[method-assign]
     named = tensors[:1] if plant == "unnamed" and rank == 0 else tensors
-    graph.replays = StepReplays(usual._run_graph, named, agrees)
+    graph.replays = FusedReplays(usual._run_graph, named, agrees)
     found = {"digests": decodes(driver, prompts, tokens), "problem": graph.replays.problem}
     found["replays"] = graph.replays.is_confirmed
     RecordedLaunches._replay = honest  # type: ignore[method-assign]

@@ -16,5 +16,5 @@ def test_it_is_named(tmp_path: Path) -> None:
     errors = printed_json(run_forked(PROGRAM, str(folder), folder=tmp_path))
     assert list(errors) == ["FastGeLU", "GeluExt"], "of one there is a kernel for other types, of the other none"
     for name, error in errors.items():
-        assert error.startswith(f"the graph needs the primitive {name}, and this device has no kernel of it")
+        assert error.startswith(f"the graph needs the primitive {name}; this device has no kernel for it")
         assert "the model's are BFloat16" in error

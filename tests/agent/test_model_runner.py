@@ -271,11 +271,11 @@ REFUSALS = {
     "context_lens": "a step's context_lens holds 257; it must be at least 1 and below 257",
     "shorter context": "a sequence's context is shorter than its tokens in this step",
     "query_lens": "query_lens sum to 2, the step has 3 tokens",
-    "last position": "a sequence's last position is not the last of its context",
+    "last position": "a sequence's last position is not the last position of its context",
     "rows": "a step's rows holds 8; it must be at least 0 and below 8",
     "num_top_logits": "a step's num_top_logits holds 33; it must be at least -1 and below 33",
-    "penalty without history": "row 0 samples its output token 0 with penalties, and has a history of 0 prompt and 0 "
-    "output tokens",
+    "penalty without history": "row 0 samples its output token 0 with penalties, but its history has 0 prompt "
+    "tokens and 0 output tokens",
     "history token": "a step's history holds 1536; it must be at least 0 and below 1536",
     "history prompt": "a step's history_lens and history_prompt_lens do not fit its history",
     "last token of a row without one": "a step asks for the last token of row 5, which has not sampled one",
@@ -321,7 +321,7 @@ MOVE_REFUSALS = {
 @pytest.mark.parametrize("setup", [("float32", "fused"), ("bfloat16", "native")], ids="-".join)
 def test_a_wrong_move_is_refused_and_nothing_moved(results: Any, setup: tuple[str, ...]) -> None:
     moves = results(*setup)["moves"]
-    empty = "a prefill or decode step has no tokens; only a step of moves has none"
+    empty = "a prefill or decode step has no tokens; only a step of moves may have none"
     assert moves["errors"] == {
         **{name: f"a step's {text}" for name, text in MOVE_REFUSALS.items()},
         "tokens": "a step of moves has 3 tokens; it must have none",

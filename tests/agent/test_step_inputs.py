@@ -102,10 +102,10 @@ def test_a_step_is_read_where_the_rules_allow_it(lens, decode, last_tokens, aski
     reader = StepReader(CONFIG, NUM_ROWS, row_last_tokens)
     if not allowed(slot, decode=decode, row_last_tokens=row_last_tokens):
         with pytest.raises(ProtocolError) as raised:
-            reader.read(slot, decode=decode)
-        assert "exceed its slot" not in str(raised.value)  # what was refused can be named
+            reader.read(slot, is_decode=decode)
+        assert "do not fit a slot" not in str(raised.value)  # what was refused can be named
         return
-    inputs = reader.read(slot, decode=decode)
+    inputs = reader.read(slot, is_decode=decode)
     token_ids = slot.token_ids[:tokens].copy()
     token_ids[token_ids == LAST_TOKEN] = row_last_tokens[asking_rows(slot)]
     last = np.cumsum(slot.query_lens[:seqs]) - 1
@@ -131,7 +131,7 @@ def test_a_step_is_read_where_the_rules_allow_it(lens, decode, last_tokens, aski
 def test_without_a_table_last_tokens_are_left_to_others():
     slot = step_slot([(2, 0)])
     slot.token_ids[1] = LAST_TOKEN
-    assert StepReader(CONFIG, NUM_ROWS).read(slot, decode=False).token_ids.tolist() == [0, LAST_TOKEN]
+    assert StepReader(CONFIG, NUM_ROWS).read(slot, is_decode=False).token_ids.tolist() == [0, LAST_TOKEN]
 
 
 def test_a_row_without_a_last_token_is_named():
@@ -139,14 +139,14 @@ def test_a_row_without_a_last_token_is_named():
     row_last_tokens[1] = -1
     slot.token_ids[1:3] = LAST_TOKEN
     with pytest.raises(ProtocolError, match="last token of row 1, which has not sampled one"):
-        StepReader(CONFIG, NUM_ROWS, row_last_tokens).read(slot, decode=False)
+        StepReader(CONFIG, NUM_ROWS, row_last_tokens).read(slot, is_decode=False)
 
 
 def test_steps_of_one_size_are_read_into_the_same_views():
     reader = StepReader(CONFIG, NUM_ROWS)
-    first = reader.read(step_slot([(1, 0)]), decode=False)
-    assert reader.read(step_slot([(1, 0)]), decode=False) is first
-    second = reader.read(step_slot([(1, 3)]), decode=False)
+    first = reader.read(step_slot([(1, 0)]), is_decode=False)
+    assert reader.read(step_slot([(1, 0)]), is_decode=False) is first
+    second = reader.read(step_slot([(1, 3)]), is_decode=False)
     assert second.positions.tolist() == [3]
     assert not second.whole_prompts
 
@@ -154,8 +154,8 @@ def test_steps_of_one_size_are_read_into_the_same_views():
 def test_a_prefill_of_one_token_each_is_no_decode():
     slot = step_slot([(1, 0), (1, 0)])
     reader = StepReader(CONFIG, NUM_ROWS)
-    assert reader.read(slot, decode=False).whole_prompts
-    assert not reader.read(slot, decode=True).whole_prompts
+    assert reader.read(slot, is_decode=False).whole_prompts
+    assert not reader.read(slot, is_decode=True).whole_prompts
 
 
 def stepped(slot: StepSlot, size: int, buffers: StepBuffers, **changed: np.ndarray) -> StepCopy:

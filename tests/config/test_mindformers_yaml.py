@@ -43,7 +43,6 @@ def test_llama2_7b() -> None:
         graph_kernel_flags="--enable_parallel_fusion=true --reduce_fuse_depth=8",
         max_call_depth=10000,
         max_device_memory_bytes=58 * 1024**3,
-        use_flash_attention=True,
     )
     assert file.shape == ModelShape(
         architecture="LlamaForCausalLM",
@@ -132,6 +131,14 @@ def test_position_interpolation(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("context: {mode: 1}", "context.mode = 1: only 0 (graph mode) is available"),
+        (
+            "context: {use_flash_attention: False}",
+            "context.use_flash_attention = False: attention always uses flash kernels; set True or remove the key",
+        ),
+        (
+            "{context: {}, model: {model_config: {use_flash_attention: False}}}",
+            "model.model_config.use_flash_attention = False: attention always uses flash kernels",
+        ),
         (
             "context: {device_target: GPU}",
             "context.device_target = 'GPU': is not supported; only auto or CPU or Ascend",

@@ -20,7 +20,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore.ops import auto_generate
 
 from agent.kernels.launches import RecordedLaunches, RecordingError, StepSizes, record, record_any_size
-from agent.step_graph.replay.dynamic_replays import DynamicReplays
+from agent.step_graph.replay.native import NativeReplays
 from agent.step_inputs import StepInputs
 from llm_serving.ipc.shm import SlotLimits
 
@@ -237,9 +237,9 @@ def check_sizes() -> None:
 
 
 def check_confirmation() -> None:
-    """Decodes by ``DynamicReplays``: two are recorded, then two run graph and replay, and they must agree."""
+    """Decodes by ``NativeReplays``: two are recorded, then two run graph and replay, and they must agree."""
 
-    def decodes(*cells: nn.Cell) -> tuple[DynamicReplays, bool, int]:
+    def decodes(*cells: nn.Cell) -> tuple[NativeReplays, bool, int]:
         """Recorded of the first cell, run by the last: whether each step gave what its cell gives, how many ran."""
         ran: list[nn.Cell] = []
 
@@ -247,7 +247,7 @@ def check_confirmation() -> None:
             ran.append(cells[0] if len(ran) < 2 else cells[-1])
             return ran[-1](inputs[0])
 
-        replays = DynamicReplays("test", run_graph, cells[0].get_parameters(), SlotLimits(ROWS, ROWS, 1))
+        replays = NativeReplays("test", run_graph, cells[0].get_parameters(), SlotLimits(ROWS, ROWS, 1))
         replays.record(np.zeros(1, np.int32), is_decode=True)
         is_right = True
         for step in range(5):

@@ -13,8 +13,8 @@ import signal
 import sys
 import time
 
+from agent.model_runner import StartReport
 from agent.process import run_agent
-from agent.worker import StartReport
 from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import StepSlot
@@ -57,7 +57,12 @@ class StubRunner:
     def summary(self) -> dict[str, str | int | float]:
         return {"device": "stub", "pid": os.getpid()}
 
-    def run_prefill(self, slot: StepSlot) -> tuple[int, int]:
+    def run_step(self, slot: StepSlot, *, is_decode: bool) -> tuple[int, int]:
+        if not is_decode:
+            self._misbehave(slot)
+        return self._sample(slot)
+
+    def _misbehave(self, slot: StepSlot) -> None:
         tokens = set() if self._behaves else set(slot.token_ids[: slot.num_tokens].tolist())
         if DIE in tokens:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -69,9 +74,8 @@ class StubRunner:
             time.sleep(600)
         if SLOW in tokens:
             time.sleep(0.2)
-        return self.run_decode(slot)
 
-    def run_decode(self, slot: StepSlot) -> tuple[int, int]:
+    def _sample(self, slot: StepSlot) -> tuple[int, int]:
         for index in range(slot.num_seqs * self._answers):
             sampled = stub_token(int(slot.context_lens[index]), int(slot.rows[index]))
             slot.sampled_ids[index] = sampled if slot.do_sample[index] else -1

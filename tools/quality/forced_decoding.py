@@ -64,7 +64,7 @@ class ForcedDecoder:
         seqs, length = tokens.shape
         for position in range(length):
             self._fill(tokens[:, position], position, -(-length // _BLOCK_SIZE))
-            self._runner.run_decode(self._slot)
+            self._runner.run_step(self._slot, is_decode=True)
             assert self._logits is not None, "a step that samples has logits"
             visit(position, self._logits[:seqs])
 

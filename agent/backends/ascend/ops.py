@@ -1,15 +1,14 @@
-"""The Ascend's op table: the native one, with what its kernels take beyond what the CPU's do, and without what they
-have not."""
+"""The op table of the Ascend: the native table, adapted to the limits of the Ascend's kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from agent.backends.ascend.blocks import DeviceBlockMoves
 from agent.backends.ascend.limits import check_limits
-from agent.backends.base import AttentionForm, BlockMoves, CacheLayout, Operator
+from agent.backends.base import AttentionForm, BlockMoves, CacheLayout, DeviceTraits, Operator
 from agent.backends.native.ops import NativeOps
 from agent.group.model_part import ModelPart
 from agent.weights.forms import LinearForms
@@ -18,13 +17,15 @@ from llm_serving.config import Config
 
 
 class AscendOps(NativeOps):
-    """The native table in the form an Ascend runs it: any number of prompts in a step of whole prompts, and no windows,
-    which no sequence outgrows (``check_limits``)."""
+    """Takes any number of whole prompts in a step, and has no attention windows.
 
-    dynamic_prompts = True
+    ``check_limits`` ensures that no sequence is longer than the model's window.
+    """
+
+    traits: ClassVar[DeviceTraits] = replace(NativeOps.traits, pads_whole_prompts=False)
 
     def __init__(self, config: Config, part: ModelPart | None = None, forms: LinearForms | None = None) -> None:
-        """Raises AgentStartError when the kernels cannot do what ``config`` says."""
+        """Raises AgentStartError if the kernels do not support ``config``."""
         check_limits(config)
         positions = config.max_blocks_per_seq * config.pa_config.block_size
         super().__init__(config.model_config.model_dtype, positions, part, forms)

@@ -1,1 +1,1 @@
-"""The CPU's own op table: native, with fused custom operators over the same kernels swapped in."""
+"""The two op tables of the CPU: ``ops`` with fused custom operators, ``native`` with the native primitives."""

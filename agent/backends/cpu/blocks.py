@@ -1,4 +1,4 @@
-"""Block moves of a cache in host memory."""
+"""Block moves of a cache that is in host memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agent.weights.storage import Array, zeros
 
 
 class HostBlockMoves(BlockMoves):
-    """One call of a kernel for all moves of a step."""
+    """Runs all moves of a step in one call of a kernel."""
 
     def __init__(self, arrays: Sequence[Array], host: CacheLayout) -> None:
         self.pool = [zeros(*host) for _ in arrays]

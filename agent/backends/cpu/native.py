@@ -1,18 +1,19 @@
-"""The native op table on a CPU: the primitives, behind which our kernels multiply by packed copies of the weights."""
+"""The native op table on a CPU: MindSpore's primitives, which our kernels compute from packed copies of the weights."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, ClassVar
 
-from agent.backends.base import BlockMoves, CacheLayout, Operator
-from agent.backends.cpu.agreement import all_agree
+from agent.backends.base import BlockMoves, CacheLayout, DeviceHooks, DeviceTraits, Operator
 from agent.backends.cpu.blocks import HostBlockMoves
 from agent.backends.native.linear import is_transposed
 from agent.backends.native.ops import NativeOps
 from agent.group.model_part import ModelPart
-from agent.kernels import hold_failures, set_attentive, take_failure
+from agent.kernels import OperatorRefusedError, hold_failures, set_attentive, take_failure
 from agent.kernels.primitive_weights import KeptWeights, PrimitiveWeight
 from agent.weights.forms import LinearForms, scale_type
 from agent.weights.packed import OUTPUT_LAYER
@@ -21,61 +22,77 @@ from llm_serving.model.families import Experts
 
 _EMBEDDING = "embedding.weight"
 _LINEAR_WEIGHTS = ("qkv.weight", "output.weight", "gate_up.weight", "down.weight", OUTPUT_LAYER)
-"""Ends of the names of what is multiplied by, of experts in three dimensions."""
+"""Endings of the names of linear weights, which are three-dimensional for experts."""
 
 
 class NativeCpuOps(NativeOps):
-    """Owns the packed copies."""
+    """The native table with block moves in host memory and with ``NativeCpuHooks``."""
+
+    traits: ClassVar[DeviceTraits] = replace(NativeOps.traits, replays_steps=True)
+    hooks: NativeCpuHooks
 
     def __init__(
         self, dtype: str, max_positions: int, part: ModelPart | None = None, forms: LinearForms | None = None
     ) -> None:
-        super().__init__(dtype, max_positions, part, forms)
-        self._multiplies_experts = False
-        self._kept = KeptWeights()
-        weakref.finalize(self, self._kept.close)
-        hold_failures(True)
-
-    def set_running(self, running: bool) -> None:
-        """Between operators the kernels' threads would fall asleep, and wake again in as long as a short one takes."""
-        set_attentive(running)
-
-    @property
-    def replays_steps(self) -> bool:
-        return True
-
-    def stage_agrees(self, says_so: bool) -> bool:
-        return all_agree(self.part, says_so)
+        super().__init__(dtype, max_positions, part, forms, NativeCpuHooks(dtype, forms or LinearForms()))
 
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
-        self._multiplies_experts = True
+        self.hooks.packs_experts = True
         return super().expert_mlp(width, experts, epsilon)
-
-    def failed_operator(self) -> str | None:
-        return take_failure()
 
     def block_moves(self, arrays: Sequence[Array], parameters: Sequence[Any], host: CacheLayout) -> BlockMoves:
         return HostBlockMoves(arrays, host)
 
+
+class NativeCpuHooks(DeviceHooks):
+    """Packs the weights behind the primitives, keeps the kernels' threads awake and collects refused inputs.
+
+    Owns the packed weights.
+    """
+
+    def __init__(self, dtype: str, forms: LinearForms) -> None:
+        self._dtype, self._forms = dtype, forms
+        self.packs_experts = False
+        """Whether the model multiplies expert weights through ``NativeOps.expert_mlp``."""
+        self._kept = KeptWeights()
+        weakref.finalize(self, self._kept.close)
+        hold_failures(True)
+
+    @contextmanager
+    def graph_run(self, *, compiles: bool = False) -> Iterator[None]:
+        # The kernels' threads must not fall asleep between operators: waking takes as long as a short operator runs.
+        set_attentive(not compiles)
+        try:
+            yield
+        except BaseException:
+            take_failure()  # the next run must not report a failure of this run
+            raise
+        finally:
+            set_attentive(False)
+        failed = take_failure()
+        if failed is not None:
+            raise OperatorRefusedError(f"{failed} refused its inputs; the reason is in the agent's log")
+
     def take_weights(self, weights: Mapping[str, Array], *, tied: bool) -> None:
         for name, array in weights.items():
-            if name.endswith(_LINEAR_WEIGHTS) and (array.ndim == 2 or self._multiplies_experts):
+            if name.endswith(_LINEAR_WEIGHTS) and (array.ndim == 2 or self.packs_experts):
                 self._kept.keep(self._described(name, weights), release=True)
         if tied:
-            self._kept.keep(PrimitiveWeight(weights[_EMBEDDING], self.dtype), release=False)
+            self._kept.keep(PrimitiveWeight(weights[_EMBEDDING], self._dtype), release=False)
 
     def _described(self, name: str, weights: Mapping[str, Array]) -> PrimitiveWeight:
         stem, of_experts = name.removesuffix(".weight"), weights[name].ndim == 3
-        form = self.forms.output if name == OUTPUT_LAYER else self.forms.experts if of_experts else self.forms.layers
+        forms = self._forms
+        form = forms.output if name == OUTPUT_LAYER else forms.experts if of_experts else forms.layers
         if form.is_float:
-            return PrimitiveWeight(weights[name], self.dtype, transposed=not of_experts)
+            return PrimitiveWeight(weights[name], self._dtype, transposed=not of_experts)
         return PrimitiveWeight(
             values=weights[name],
             type=form.weights.stored_as,
             transposed=is_transposed(form) and not of_experts,
             scales=weights[f"{stem}.scale"],
             offsets=weights.get(f"{stem}.offset"),
-            scale_type=scale_type(form, self.dtype, of_experts=of_experts),
+            scale_type=scale_type(form, self._dtype, of_experts=of_experts),
             group=form.group,
             float_products=not form.quantises_activations,
         )

@@ -1,22 +1,21 @@
 """The fused op table of the CPU: custom operators over packed weights in a graph of static shapes.
 
-A graph with shapes that change costs 6.5 us an operator on the machine this was measured on, a static one 1.3 us. So
-tensors have the size of the largest step, and the operators read from ``counts`` how many rows there are: nothing is
-padded and nothing compiled again. The Cells around the operators are in ``cells``.
+MindSpore takes 6.5 us for each operator of a dynamic graph and 1.3 us for each operator of a static graph (measured on
+one machine). Therefore all tensors have the size of the largest step, and the operators read the number of valid rows
+from ``counts``. No step needs padding or a new compilation. The Cells around the operators are in ``cells``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 from mindspore import ops
 
-from agent.backends.base import AttentionForm, BlockMoves, CacheLayout, Operator, OpTable
+from agent.backends.base import AttentionForm, BlockMoves, CacheLayout, DeviceTraits, Operator, OpTable
 from agent.backends.cpu import cells
-from agent.backends.cpu.agreement import all_agree
 from agent.backends.cpu.blocks import HostBlockMoves
 from agent.group.model_part import ModelPart
 from agent.kernels import library_path
@@ -27,16 +26,14 @@ from llm_serving.model.families import Experts
 
 
 class FusedCpuOps(OpTable):
-    """Every operator is a custom one.
+    """Uses a custom operator everywhere. Owns the memory of the graph's results.
 
-    A run of the graph fills ``logits`` [sequences, vocabulary] and ``best_ids`` [sequences + 1] of the last stage (the
-    last of the ids is the step's number, the fourth of its counts), ``stream`` [tokens, hidden_size] of the others.
+    In the last stage, a run of the graph fills ``logits`` [sequences, vocabulary] and ``best_ids`` [sequences + 1]. The
+    last of the ids is the step's number, ``counts[3]``. In the other stages, a run fills ``stream``
+    [tokens, hidden_size].
     """
 
-    name = "fused"
-    static_shapes = True
-    has_whole_prompts = False
-    packs_weights = True
+    traits: ClassVar[DeviceTraits] = DeviceTraits("fused", packs_weights=True)
 
     def __init__(self, config: Config, part: ModelPart | None = None) -> None:
         super().__init__(config.model_config.model_dtype, part)
@@ -50,11 +47,8 @@ class FusedCpuOps(OpTable):
         self.best_ids: npt.NDArray[np.int32] = np.zeros(seqs + 1, np.int32)
         self.stream: Array = allocate((tokens, self._hidden_size), self.dtype)
 
-    def stage_agrees(self, says_so: bool) -> bool:
-        return all_agree(self.part, says_so)
-
     def linear_weight(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
-        return unbound_parameter((1,), "uint8")  # its size comes with the packed weight: a checkpoint may mix formats
+        return unbound_parameter((1,), "uint8")  # `bind` sets the size, because a checkpoint may mix formats
 
     def router_weight(self, in_features: int, num_experts: int) -> Any:
         return self.linear_weight(in_features, num_experts)
@@ -114,17 +108,17 @@ class FusedCpuOps(OpTable):
         return cells.Attention(self._rows("RotaryAttention", form.num_heads * form.head_dim), form)
 
     def _vocabulary(self) -> tuple[int, int, int]:
-        """First token of this agent's part, tokens in all, tokens of an agent's part."""
-        assert self.part is not None, "an agent alone has the whole vocabulary"
+        """Returns this agent's first token, the size of the vocabulary and the size of each agent's part."""
+        assert self.part is not None, "only an agent of a split stage has a part of the vocabulary"
         return self.part.shard.vocab.start, self.part.whole.vocab_size, self.part.vocab_stride
 
     def _rows(self, name: str, *widths: int) -> Operator:
-        """An operator that gives a matrix of ``dtype`` for each width, a row for each token."""
+        """Makes an operator with one output matrix for each width; a matrix has one row for each token."""
         return custom_operator(name, [[self._max_tokens, width] for width in widths], [self.dtype] * len(widths))
 
 
 def custom_operator(name: str, shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> ops.Custom:
-    """An operator of the kernels' library with these outputs."""
+    """Makes an operator of the kernels' library with these outputs."""
     types = [MINDSPORE_DTYPES[dtype] for dtype in dtypes]
     outputs = (shapes[0], types[0]) if len(shapes) == 1 else (tuple(map(tuple, shapes)), tuple(types))
     shape, dtype = outputs

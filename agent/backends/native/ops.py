@@ -1,13 +1,13 @@
-"""The native op table."""
+"""The native op table: MindSpore's inference primitives, as an Ascend runs them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import AddRmsNorm, RmsNorm, Swiglu
 
-from agent.backends.base import AttentionForm, CacheLayout, Operator, OpTable
+from agent.backends.base import AttentionForm, CacheLayout, DeviceHooks, DeviceTraits, Operator, OpTable
 from agent.backends.native import parallel
 from agent.backends.native.attention import Attention, ChunkMask, Rotary, RotaryAndMask, causal_mask
 from agent.backends.native.experts import ExpertMLP
@@ -20,18 +20,20 @@ from llm_serving.model.families import Experts
 
 
 class NativeOps(OpTable):
-    """The primitives, float16 and bfloat16 (their front end takes no float32)."""
+    """Uses the primitives in float16 or bfloat16. Their Python front end takes no float32."""
 
-    name = "native"
-    static_shapes = False
-    has_whole_prompts = True
-    packs_weights = False
+    traits: ClassVar[DeviceTraits] = DeviceTraits("native")
 
     def __init__(
-        self, dtype: str, max_positions: int, part: ModelPart | None = None, forms: LinearForms | None = None
+        self,
+        dtype: str,
+        max_positions: int,
+        part: ModelPart | None = None,
+        forms: LinearForms | None = None,
+        hooks: DeviceHooks | None = None,
     ) -> None:
-        """``max_positions`` is what the widest block table has room for."""
-        super().__init__(dtype, part)
+        """``max_positions`` is the number of positions that the widest block table can hold."""
+        super().__init__(dtype, part, hooks)
         self.forms = forms or LinearForms()
         self._max_positions = max_positions
         self._masks: dict[bool, Tensor] = {}
@@ -129,7 +131,7 @@ class _Linear(nn.Cell):
 
 
 class _NormLinear(nn.Cell):
-    """The first of a model: ``residual`` is ``hidden``."""
+    """The first layer of a stage, where ``residual`` is ``hidden``."""
 
     def __init__(self, epsilon: float, form: LinearForm, dtype: str) -> None:
         super().__init__()

@@ -1,13 +1,15 @@
-"""Steps of a dynamic graph without MindSpore: what it launches, recorded once for steps of any size.
+"""Replays steps of a dynamic graph, of any size, from two recordings of its kernel launches.
 
-The graph launches the same kernels every time, over inputs, weights and caches that stay where they are; how long their
-arguments are depends on the tokens and sequences of the step alone. So two steps that pad are recorded when the graph
-has been compiled (``agent.kernels.launches``), as an Ascend captures a stream's launches: each length that is not the
-same in both is a multiple of the tokens, or of the sequences. The first small steps after that run graph and replay,
-which must give the same bits; those after them are replays, unless they did not, or something but our kernels computes.
+The graph makes the same launches every time. Inputs, weights and caches stay in the same memory. The lengths of the
+launches' arguments depend only on the numbers of tokens and sequences. Therefore two steps of padding are recorded
+after compilation (``agent.kernels.launches``), as an Ascend captures the launches of a stream. A length that differs
+between the two is a multiple of the tokens or of the sequences.
 
-Agents that share a model's layers launch sums and gathers together. All of them run the same steps in the same order,
-and a graph is replayed by all or by none: whatever one of them finds, all are asked.
+The first small steps run the graph and the replay, and both must agree in every bit. All later steps are replays. If
+the results differ, or if another library computes in the graph, all later steps run the graph.
+
+Agents that share layers launch sums and gathers together and run the same steps in the same order. Therefore either all
+of them replay a graph or none does, and they vote on every finding.
 """
 
 from __future__ import annotations
@@ -27,19 +29,20 @@ from agent.weights.storage import Array
 from llm_serving.ipc.shm import PADDING_SLOT, SlotLimits
 from llm_serving.planning.kernel_memory import most_replayed_tokens
 
-logger = logging.getLogger("agent.step_graph.replay.dynamic_replays")
+logger = logging.getLogger("agent.step_graph.replay.native")
 
 Run = Callable[[tuple[Tensor, ...]], Tensor]
 CONFIRMATIONS = 2
-"""Steps that are computed twice and must agree."""
-MOST_TOKENS = 64
-"""Of prompts that are computed twice; larger ones wait for those."""
+"""Number of steps that run both ways and must agree."""
+MAX_COMPARED_TOKENS = 64
+"""Maximum size of a step of prompts that runs both ways. Before such steps have run, larger steps run the graph."""
 _RECORDED_TOKENS = (2, 3)
-"""Of the steps that are recorded, where a sequence may have more than one: another ratio than that of the sequences."""
+"""Tokens of the two recorded steps, if sequences may have several tokens. The recorded steps have 1 and 2 sequences, so
+the ratios of tokens and of sequences differ."""
 
 
-class DynamicReplays:
-    """Owns the inputs' memory. ``run`` of a graph that cannot be replayed runs the graph, now and ever after."""
+class NativeReplays:
+    """Runs the steps of one graph, with MindSpore or from the recording. Owns the memory of the inputs."""
 
     def __init__(
         self,
@@ -51,16 +54,20 @@ class DynamicReplays:
         *,
         max_prompts: int = 0,
     ) -> None:
-        """``name`` is for the log. ``tensors`` are all parameters and constants of the graph; their memory stays where
-        it is. ``all_agree`` is of the agents that share its layers. ``max_prompts``: of a graph whose query lengths are
-        as many int64, 0 past the last sequence; 0: they are one for each sequence."""
+        """``name`` is for the log. ``tensors`` are all parameters and constants of the graph; their memory must stay in
+        place.
+
+        ``all_agree`` takes this agent's vote and returns whether all agents that share the layers voted True. If
+        ``max_prompts`` is not 0, the graph takes that number of int64 query lengths, with zeros after the last
+        sequence. If it is 0, the graph takes one int32 length for each sequence.
+        """
         self._name, self._run_graph, self._tensors, self._all_agree = name, run_graph, tuple(tensors), all_agree
-        self.most_tokens = most_replayed_tokens(limits.max_tokens, limits.max_seqs)
-        """Of a step that ``run`` takes."""
+        self.max_tokens = most_replayed_tokens(limits.max_tokens, limits.max_seqs)
+        """Maximum size of a step that ``run`` takes."""
         self._max_seqs = min(limits.max_seqs, max_prompts or limits.max_seqs)
         self._table_width = limits.max_blocks_per_seq
         self._entry: Array = np.zeros(0)
-        self._positions, self._slots = (np.zeros(self.most_tokens, np.int32) for _ in range(2))
+        self._positions, self._slots = (np.zeros(self.max_tokens, np.int32) for _ in range(2))
         self._last_tokens, self._contexts, self._queries = (np.zeros(limits.max_seqs, np.int32) for _ in range(3))
         self._padded_queries = np.zeros(max_prompts, np.int64)
         self._tables = np.zeros(limits.max_seqs * self._table_width, np.int32)
@@ -70,48 +77,52 @@ class DynamicReplays:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether steps are replays by now."""
+        """Whether all further steps are replays."""
         return self._agreed >= CONFIRMATIONS
 
     @property
     def problem(self) -> str:
-        """Why this graph's launches cannot be replayed; empty where they can."""
+        """Why the graph's launches cannot be replayed. Empty if they can."""
         return self._problem
 
     def record(self, entry: Array, *, is_decode: bool) -> None:
-        """Runs the graph twice, with sequences that pad. ``entry``: what it begins with, of one token. Before any
-        ``run``. Raises what the graph and ``all_agree`` do."""
-        self._entry = np.zeros((self.most_tokens, *entry.shape[1:]), entry.dtype)
+        """Runs the graph twice with padding and records the launches. Must come before any ``run``.
+
+        ``entry`` is an entry of one token (see ``StepGraph.run``). Raises what the graph and ``all_agree`` raise.
+        """
+        self._entry = np.zeros((self.max_tokens, *entry.shape[1:]), entry.dtype)
         all_seqs = (1, min(2, self._max_seqs))
         all_tokens = all_seqs if is_decode else _RECORDED_TOKENS
         first, second = (StepSizes(tokens, seqs) for tokens, seqs in zip(all_tokens, all_seqs, strict=True))
-        if second.tokens > self.most_tokens:
-            self._give_up(f"no step has {second.tokens} tokens, as one that is recorded must")
+        if second.tokens > self.max_tokens:
+            self._give_up(f"a recorded step needs {second.tokens} tokens; the largest step has {self.max_tokens}")
             return
         memory = [(tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors]
         memory += [(array.ctypes.data, array.nbytes) for array in self._buffers()]
         runs = {sizes: lambda sizes=sizes: self._graph_result(self._padding(sizes)) for sizes in (first, second)}
         try:
-            largest = StepSizes(self._max_seqs if is_decode else self.most_tokens, self._max_seqs)
+            largest = StepSizes(self._max_seqs if is_decode else self.max_tokens, self._max_seqs)
             self._launches = record_any_size(runs, largest, memory, self._all_agree)
         except RecordingError as error:
             self._give_up(str(error))
 
     def run(self, inputs: StepInputs, entry: Array) -> Array:
-        """What the graph gives for a step, bfloat16 as uint16, valid until the next call. ``entry``: token ids, or the
-        stream of the stage before. Raises what ``all_agree`` does."""
-        arrays = self._take(inputs, entry)
+        """Runs a step and returns the graph's result, valid until the next call; bfloat16 is returned as uint16.
+
+        ``entry`` is described at ``StepGraph.run``. Raises what ``all_agree`` raises.
+        """
+        arrays = self._copy_inputs(inputs, entry)
         tokens, seqs = len(entry), inputs.query_lens.size
-        is_small = tokens <= max(MOST_TOKENS, seqs)
+        is_small = tokens <= max(MAX_COMPARED_TOKENS, seqs)
         if self._launches is None or not (self.is_confirmed or is_small):
             return self._graph_result(arrays)[0]
         self._launches.resize(StepSizes(tokens, seqs))
         return self._launches.run() if self.is_confirmed else self._confirm(self._launches, arrays)
 
     def _confirm(self, launches: RecordedLaunches, arrays: tuple[Array, ...]) -> Array:
-        """What depends on the inputs or their sizes and was taken for a constant shows with others."""
+        """Compares graph and replay: other inputs and sizes reveal a value that was recorded as a constant."""
         result, _ = self._graph_result(arrays)
-        if has_failed():  # a primitive refused these inputs: the result means nothing
+        if has_failed():  # a primitive refused these inputs, so the result means nothing
             return result
         result = result.copy()
         launches.spoil()
@@ -132,8 +143,10 @@ class DynamicReplays:
         return (self._entry, *vectors)
 
     def _padding(self, sizes: StepSizes) -> tuple[Array, ...]:
-        """The inputs of a step that reads the block that pads, and writes nothing; the first sequence has all tokens
-        but one of each other."""
+        """Returns the inputs of a step that reads the padding block and writes nothing.
+
+        Every sequence but the first has one token.
+        """
         query_lens = np.ones(sizes.seqs, np.int32)
         query_lens[0] += sizes.tokens - sizes.seqs
         zeros = np.zeros(sizes.tokens, np.int32)
@@ -150,10 +163,13 @@ class DynamicReplays:
             sampled_tokens=zeros,
             whole_prompts=True,
         )
-        return self._take(inputs, self._entry[: sizes.tokens])
+        return self._copy_inputs(inputs, self._entry[: sizes.tokens])
 
-    def _take(self, inputs: StepInputs, entry: Array) -> tuple[Array, ...]:
-        """The inputs in memory that is theirs, the block tables as wide as any: their width then is no other shape."""
+    def _copy_inputs(self, inputs: StepInputs, entry: Array) -> tuple[Array, ...]:
+        """Copies the inputs into this object's memory and returns the copies.
+
+        Block tables always get the maximum width, so that a new width is not a new shape.
+        """
         tokens, (seqs, width) = len(entry), inputs.block_tables.shape
         self._entry[:tokens] = entry
         self._positions[:tokens] = inputs.positions
@@ -172,6 +188,6 @@ class DynamicReplays:
         return (self._entry[:tokens], *vectors, tables, self._contexts[:seqs], queries)
 
     def _graph_result(self, arrays: tuple[Array, ...]) -> tuple[Array, int]:
-        """The graph's result, and where MindSpore has it."""
+        """Runs the graph. Returns its result and the address of the result in MindSpore's memory."""
         tensor = self._run_graph(tuple(map(as_tensor, arrays)))
         return as_storage(tensor), tensor.data_ptr()

@@ -1,0 +1,136 @@
+"""Replays steps of the static graph from one recording of its kernel launches.
+
+The graph's shapes never change, and its inputs, weights, caches and results stay in the same memory. Therefore one
+recording serves all steps, and MindSpore need not prepare every parameter in every step.
+
+The first small step runs the graph, records the launches (``agent.kernels.launches``) and replays them. The second
+small step runs the graph and the replay. Both times the results must agree in every bit. All later steps are replays.
+If the results differ, or if another library computes in the graph, all later steps run the graph.
+
+Agents that share layers compute sums over the agents inside the launches. Therefore either all of them replay or none
+does, and they vote on every finding.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from mindspore import Tensor
+
+from agent.kernels import RecordedLaunches, RecordingError, record
+from agent.kernels.launches import AllAgree
+from agent.weights.storage import Array
+
+logger = logging.getLogger("agent.step_graph.replay.fused")
+
+MAX_COMPARED_TOKENS = 64
+"""Maximum size of a step that runs both ways. Before two such steps have run, larger steps run the graph."""
+_SPOILED = 0xFF
+"""Value of every byte of the results before a run. No float with these bytes is a number."""
+
+
+class FusedReplays:
+    """Runs the steps of one graph, with MindSpore or from the recording."""
+
+    def __init__(self, run_graph: Callable[[], Tensor], tensors: Iterable[Tensor], all_agree: AllAgree) -> None:
+        """``tensors`` are all inputs, parameters and constants of the graph; their memory must stay in place.
+
+        ``all_agree`` takes this agent's vote and returns whether all agents that share the layers voted True.
+        """
+        self._run_graph = run_graph
+        self._tensors = tuple(tensors)
+        self._all_agree = all_agree
+        self._launches: RecordedLaunches | None = None
+        self._confirmed = False
+        self._problem = ""
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether all further steps are replays."""
+        return self._confirmed
+
+    @property
+    def problem(self) -> str:
+        """Why the graph's launches cannot be replayed. Empty if they can, or if no step has run."""
+        return self._problem
+
+    def run(self, results: Sequence[Array], num_tokens: int) -> None:
+        """Runs a step of ``num_tokens`` tokens, whose inputs are in place.
+
+        ``results`` are the parts of the graph's memory that the step fills. Raises RuntimeError if an operator refuses
+        its inputs (OperatorRefusedError from a replay), and whatever ``all_agree`` raises.
+        """
+        if self._confirmed:
+            assert self._launches is not None, "a recording is confirmed"
+            self._launches.run()
+        elif self._problem or num_tokens > MAX_COMPARED_TOKENS:
+            self._graph_result()
+        elif self._launches is None:
+            self._record(results)
+        else:
+            self._confirm(self._launches, results)
+
+    def _record(self, results: Sequence[Array]) -> None:
+        memory = [(tensor.data_ptr(), tensor.nbytes) for tensor in self._tensors]
+        expected: list[Array] = []
+
+        def run_graph() -> tuple[Array, int]:
+            number = self._run_and_copy(results, expected)
+            _spoil(results)
+            return number
+
+        try:
+            _, launches = record(run_graph, memory, self._all_agree)
+        except RecordingError as error:
+            _restore(results, expected)
+            self._give_up(str(error))
+            return
+        if self._all_agree(_equal(results, expected)):
+            self._launches = launches
+        else:
+            _restore(results, expected)
+            self._give_up("a replay gives another result")
+
+    def _confirm(self, launches: RecordedLaunches, results: Sequence[Array]) -> None:
+        """Compares graph and replay a second time: other inputs reveal a value that was recorded as a constant."""
+        expected: list[Array] = []
+        self._run_and_copy(results, expected)
+        _spoil(results)
+        launches.run()
+        self._confirmed = self._all_agree(_equal(results, expected))
+        if not self._confirmed:
+            launches.close()
+            _restore(results, expected)
+            self._give_up("a replay with other inputs gives another result")
+
+    def _run_and_copy(self, results: Sequence[Array], expected: list[Array]) -> tuple[Array, int]:
+        """Spoils ``results``, runs the graph and copies the results to ``expected``."""
+        _spoil(results)
+        number = self._graph_result()
+        expected[:] = [result.copy() for result in results]
+        return number
+
+    def _graph_result(self) -> tuple[Array, int]:
+        """Runs the graph. Returns the graph's own output (the step's number) and the address of that output."""
+        tensor = self._run_graph()
+        return tensor.asnumpy(), tensor.data_ptr()
+
+    def _give_up(self, problem: str) -> None:
+        self._launches, self._problem = None, problem
+        logger.info("steps run the graph every time: %s", problem)
+
+
+def _spoil(results: Sequence[Array]) -> None:
+    for result in results:
+        result.view(np.uint8)[...] = _SPOILED
+
+
+def _restore(results: Sequence[Array], values: Sequence[Array]) -> None:
+    for result, value in zip(results, values, strict=True):
+        result[...] = value
+
+
+def _equal(results: Sequence[Array], values: Sequence[Array]) -> bool:
+    return all(result.tobytes() == value.tobytes() for result, value in zip(results, values, strict=True))
