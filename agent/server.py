@@ -1,7 +1,7 @@
-"""The agent's socket side: accepts the server, proves and checks the launch secret, reads frames, feeds the queue.
+"""The agent's socket thread: accepts the server, checks the launch secret, reads messages and fills the task queue.
 
-One thread runs ``AgentServer.serve``; it never touches the device, so ``Status`` is answered and the end of the
-server noticed while a step runs. Whoever connects without the secret is turned away and disturbs nobody.
+One thread runs ``AgentServer.serve`` and never uses the device. Therefore the agent replies to ``Status`` and notices
+the end of the server while a step runs. A connection without the secret is rejected and has no effect.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ MAX_PENDING_CONNECTIONS = 16
 
 
 @dataclass(slots=True)
-class _Stranger:
-    """A connection that has not proved the secret yet."""
+class _PendingConnection:
+    """A connection that has not proved yet that it knows the secret."""
 
     channel: Channel
     nonce: bytes
@@ -42,7 +42,7 @@ class _Stranger:
 
 
 class AgentServer:
-    """Owns the listening socket, the connection to the server, the mappings of the step slots and of the exchange."""
+    """Owns the listening socket, the connection to the server, and the mappings of step slots and exchange."""
 
     def __init__(
         self,
@@ -54,14 +54,14 @@ class AgentServer:
         queue: TaskQueue,
         exchange: ExchangeLayout | None = None,
     ) -> None:
-        """``exchange``: of this agent's group; None for an agent alone."""
+        """``exchange`` is the layout of the group's exchange, or None if the group has one agent."""
         self._listener = listener
         self._secret = secret
         self._rank = rank
         self._limits = limits
         self._queue = queue
         self._selector = selectors.DefaultSelector()
-        self._strangers: dict[int, _Stranger] = {}
+        self._pending: dict[int, _PendingConnection] = {}
         self._server: Channel | None = None
         self._send_lock = threading.Lock()
         self._connected = threading.Event()
@@ -70,26 +70,26 @@ class AgentServer:
         self.exchange: ExchangeMemory | None = None
 
     def serve(self) -> None:
-        """Read frames until the server is gone, then end the process: an agent without its server is nothing."""
+        """Reads messages until the server has ended, then ends the process."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         try:
             while True:
                 for key, _ in self._selector.select(timeout=self._next_timeout()):
                     self._handle(key.fileobj)
-                self._drop_late_strangers()
+                self._drop_late()
         except (ProtocolError, OSError) as error:
             logger.error("the connection to the server is lost: %s", error)
             os._exit(1)
 
     def wait_until_connected(self) -> SlotMemory:
-        """Block until the server has proved itself and the step slots are mapped."""
+        """Waits until the server has proved the secret and the step slots are mapped."""
         self._connected.wait()
         assert self.memory is not None
         return self.memory
 
     def send(self, message: AgentMessage) -> None:
-        """Send a message to the server. Thread-safe. A server that is gone is noticed by ``serve``."""
+        """Sends a message to the server. Thread-safe. Ignores a lost connection, because ``serve`` handles it."""
         with self._send_lock, contextlib.suppress(OSError):
             assert self._server is not None
             self._server.send(messages.encode(message))
@@ -101,56 +101,56 @@ class AgentServer:
             self._read_server()
         else:
             assert isinstance(source, Channel)
-            self._read_stranger(self._strangers[source.fileno()])
+            self._read_pending(self._pending[source.fileno()])
 
     def _next_timeout(self) -> float | None:
-        if not self._strangers:
+        if not self._pending:
             return None
-        return max(0.0, min(stranger.deadline for stranger in self._strangers.values()) - time.monotonic())
+        return max(0.0, min(pending.deadline for pending in self._pending.values()) - time.monotonic())
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
         except BlockingIOError:
             return
-        if self._server is not None or len(self._strangers) >= MAX_PENDING_CONNECTIONS:
+        if self._server is not None or len(self._pending) >= MAX_PENDING_CONNECTIONS:
             connection.close()
             return
         connection.setblocking(True)
         channel = Channel(connection)
         channel.set_timeout(HANDSHAKE_TIMEOUT_S)
-        stranger = _Stranger(channel, secrets.token_bytes(NONCE_BYTES), time.monotonic() + HANDSHAKE_TIMEOUT_S)
-        self._strangers[channel.fileno()] = stranger
+        pending = _PendingConnection(channel, secrets.token_bytes(NONCE_BYTES), time.monotonic() + HANDSHAKE_TIMEOUT_S)
+        self._pending[channel.fileno()] = pending
         self._selector.register(channel, selectors.EVENT_READ)
         try:
-            channel.send(messages.encode(messages.Challenge(nonce=stranger.nonce)))
+            channel.send(messages.encode(messages.Challenge(nonce=pending.nonce)))
         except OSError:
-            self._turn_away(stranger)
+            self._reject(pending)
 
-    def _read_stranger(self, stranger: _Stranger) -> None:
+    def _read_pending(self, pending: _PendingConnection) -> None:
         try:
-            frames = stranger.channel.receive_available()
+            frames = pending.channel.receive_available()
             if frames is None:
-                self._turn_away(stranger)
+                self._reject(pending)
             elif frames:
-                self._welcome(stranger, messages.decode_server_message(frames[0]))
+                self._accept_server(pending, messages.decode_server_message(frames[0]))
         except (ProtocolError, OSError) as error:
-            logger.warning("a connection was turned away: %s", error)
-            self._turn_away(stranger)
+            logger.warning("a connection was rejected: %s", error)
+            self._reject(pending)
 
-    def _welcome(self, stranger: _Stranger, message: ServerMessage) -> None:
+    def _accept_server(self, pending: _PendingConnection, message: ServerMessage) -> None:
         if not isinstance(message, messages.Connect):
             raise ProtocolError(f"the first message must be connect, not {type(message).__name__.lower()}")
-        messages.check_proof(self._secret, "server", stranger.nonce, message.proof)
+        messages.check_proof(self._secret, "server", pending.nonce, message.proof)
         if message.version != messages.PROTOCOL_VERSION:
             raise ProtocolError(f"protocol version {message.version}; this agent speaks {messages.PROTOCOL_VERSION}")
         self.memory = SlotMemory.attach(message.shm_name, self._limits, message.num_slots)
         self.exchange = self._attach_exchange(message)
-        self._strangers.pop(stranger.channel.fileno())
-        self._server = stranger.channel
+        self._pending.pop(pending.channel.fileno())
+        self._server = pending.channel
         self._server.set_timeout(None)
-        for other in list(self._strangers.values()):
-            self._turn_away(other)
+        for other in list(self._pending.values()):
+            self._reject(other)
         proof = messages.prove(self._secret, "agent", message.nonce)
         self.send(messages.Connected(proof=proof, pid=os.getpid(), rank=self._rank))
         self._connected.set()
@@ -158,23 +158,23 @@ class AgentServer:
     def _attach_exchange(self, message: messages.Connect) -> ExchangeMemory | None:
         if (self._exchange_layout is None) != (message.exchange_name == ""):
             raise ProtocolError(
-                f"the server names the exchange {message.exchange_name!r}; "
-                + ("an agent alone has none" if self._exchange_layout is None else "an agent of a group needs one")
+                f"the server names the exchange {message.exchange_name!r}; an agent "
+                + ("without a group has none" if self._exchange_layout is None else "of a group needs one")
             )
         if self._exchange_layout is None:
             return None
         return ExchangeMemory.attach(message.exchange_name, self._exchange_layout)
 
-    def _turn_away(self, stranger: _Stranger) -> None:
-        self._selector.unregister(stranger.channel)
-        self._strangers.pop(stranger.channel.fileno())
-        stranger.channel.close()
+    def _reject(self, pending: _PendingConnection) -> None:
+        self._selector.unregister(pending.channel)
+        self._pending.pop(pending.channel.fileno())
+        pending.channel.close()
 
-    def _drop_late_strangers(self) -> None:
+    def _drop_late(self) -> None:
         now = time.monotonic()
-        for stranger in [s for s in self._strangers.values() if s.deadline <= now]:
-            logger.warning("a connection said nothing for %.0f s and was closed", HANDSHAKE_TIMEOUT_S)
-            self._turn_away(stranger)
+        for pending in [each for each in self._pending.values() if each.deadline <= now]:
+            logger.warning("a connection sent no valid message for %.0f s and was closed", HANDSHAKE_TIMEOUT_S)
+            self._reject(pending)
 
     def _read_server(self) -> None:
         assert self._server is not None
@@ -192,10 +192,11 @@ class AgentServer:
             if step is not None:
                 self.send(StepDone(seq=step.seq, slot=step.slot, aborted=True))
         elif isinstance(message, messages.Connect):
-            raise ProtocolError("connect came twice")
+            raise ProtocolError("the server sent connect twice")
         else:
             self._check_slot(message)
-            if isinstance(message, messages.Reset) and not self._queue.in_order:  # others may have begun one of them
+            # Agents of a group keep their waiting steps, because another agent may have started one of them.
+            if isinstance(message, messages.Reset) and not self._queue.in_order:
                 self._queue.remove_all_steps()
             self._queue.put(message)
 

@@ -1,4 +1,4 @@
-"""MindSpore's settings, in one place. Most must be made before the first import, so the agent calls this first."""
+"""Sets up MindSpore. Most settings must be made before MindSpore is imported, so the agent calls this first."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from llm_serving.errors import AgentStartError
 
 _PLUGIN_PATH = "MS_OP_PLUGIN_PATH"
 _cpu_set_up: list[str] = []
-"""The op table for which this process has been set up, once it has."""
+"""The op table that this process was set up for. Empty before that."""
 
 
 def start_runtime(config: Config, rank: int = 0) -> None:
-    """Import MindSpore, set up for the device of ``config`` as agent ``rank`` of all. May be called again, for another
-    config of the device.
+    """Imports MindSpore and sets it up for the device of ``config``. ``rank`` is the agent's number among all agents.
 
-    Raises AgentStartError when the device is not available, or MindSpore was imported before this was called.
+    May be called again with another config of the same device. Raises AgentStartError if the device is not available,
+    or if MindSpore was imported before.
     """
     if config.device == "Ascend":
         _set_up_ascend(config, rank)
         return
-    _give_way(config.model_config.cpu_nice)
+    _set_niceness(config.model_config.cpu_nice)
     if config.model_config.cpu_cores:
         cores = own_cores(config.model_config.cpu_cores, rank, config.parallel_config.world_size)
         os.sched_setaffinity(0, cores)  # before any thread of MindSpore or the kernels starts
-    if not _cpu_set_up:  # MindSpore takes some settings one time only: the first config's are the process's
+    if not _cpu_set_up:  # MindSpore accepts some settings only once, so the first config decides for the process
         _cpu_set_up.append(config.op_table)
         _set_up_cpu(config.context.max_call_depth, config.op_table == "native")
     threads = config.model_config.cpu_threads
@@ -44,8 +44,11 @@ def start_runtime(config: Config, rank: int = 0) -> None:
 
 
 def own_cores(cores: Sequence[int], rank: int, world_size: int) -> Sequence[int]:
-    """Those of ``cores`` that an agent gets: shares are equal but for one core, and apart where there are as many cores
-    as agents."""
+    """Returns the cores that one agent may use.
+
+    With at least as many cores as agents, no two agents share a core, and their numbers of cores differ by at most one.
+    Otherwise every agent may use all cores.
+    """
     if len(cores) < world_size:
         return cores
     return cores[rank * len(cores) // world_size : (rank + 1) * len(cores) // world_size]
@@ -53,7 +56,7 @@ def own_cores(cores: Sequence[int], rank: int, world_size: int) -> Sequence[int]
 
 @cache
 def _set_up_ascend(config: Config, rank: int) -> None:
-    """Once a config: MindSpore refuses to have its memory set twice."""
+    """Sets up an Ascend, once for each config, because MindSpore refuses to set its memory twice."""
     from agent.backends.ascend.communication import join_group
     from agent.backends.ascend.context import prepare_environment, set_up_device
     from agent.backends.ascend.limits import check_limits
@@ -69,28 +72,31 @@ def _set_up_ascend(config: Config, rank: int) -> None:
 
 
 @cache
-def _give_way(nice: int) -> None:
-    """Once a process, for the threads that compute: those that are started from here on take it over, and the one that
-    talks to the server runs already. Measured at 10 requests/s: 17 % less time for an output token with 5."""
+def _set_niceness(nice: int) -> None:
+    """Lowers the priority of the computing threads, once for each process.
+
+    Threads that start later inherit the niceness. The thread that talks to the server already runs and keeps its
+    priority. Measured at 10 requests/s, a niceness of 5 reduces the time of an output token by 17 %.
+    """
     os.nice(nice)
 
 
 def _set_up_cpu(max_call_depth: int, many_operators: bool) -> None:
-    """``many_operators``: a step has more than a hundred, as with the native table, and not some fifteen.
+    """Sets up the CPU. ``many_operators``: a step has over a hundred operators (native table), not about fifteen.
 
-    With one dispatching thread MindSpore sends its actors two messages and more for each operator, 30 us once the
-    weights have passed through the caches; with two it launches all of a graph in a loop, and with infer_boost, as on
-    an Ascend, a step whose shapes are those of the one before works out none of them again. That costs 0.5 ms once a
-    step, which few operators do not bring in again.
+    With one dispatch thread, MindSpore sends its actors at least two messages for each operator. With cold caches that
+    takes 30 us. With two dispatch threads, MindSpore launches all operators of a graph in one loop. With infer_boost, a
+    step with the shapes of the previous step does not compute its shapes again. Both together cost 0.5 ms for each
+    step, which pays off only with many operators.
     """
     _set_environment(many_operators)
     import mindspore as ms
 
-    # "kbk": kernel by kernel, what dynamic shapes and the op plugin need.
+    # O0 launches kernel by kernel, which dynamic shapes and the op plugin need.
     jit_config = {"jit_level": "O0", **({"infer_boost": "on"} if many_operators else {})}
     ms.set_context(mode=ms.GRAPH_MODE, jit_config=jit_config, max_call_depth=max_call_depth)
     ms.set_device("CPU")
-    # Graph-kernel fusion (context.enable_graph_kernel) is for static shapes; this graph's are dynamic.
+    # Graph-kernel fusion (context.enable_graph_kernel) needs static shapes; the shapes of this graph are dynamic.
     ms.runtime.dispatch_threads_num(2 if many_operators else 1)
 
 
@@ -102,11 +108,11 @@ def _set_environment(many_operators: bool) -> None:
         raise AgentStartError(f"mindspore was imported before start_runtime could set {_PLUGIN_PATH}={library}")
     os.environ[_PLUGIN_PATH] = library
     os.environ.setdefault("GLOG_v", "3")  # errors only
-    if many_operators:  # launched by a thread that sleeps while there are none; the newer one spins, on a core of ours
+    if many_operators:  # the new pipeline launches from a thread that spins while it waits and so occupies a core
         os.environ.setdefault("MS_DEV_RUNTIME_CONF", "new_pipeline:False")
-    os.environ.setdefault("MS_OM_PATH", str(_scratch_folder()))  # dumps of graphs that fail to compile
+    os.environ.setdefault("MS_OM_PATH", str(_scratch_folder()))  # MindSpore dumps graphs here that fail to compile
 
 
 def _scratch_folder() -> Path:
-    """Somewhere for MindSpore to write, so that it does not litter the working directory. Made when it is written."""
+    """Returns a folder for MindSpore's dumps outside of the working directory. MindSpore creates it when needed."""
     return Path(tempfile.gettempdir()) / f"llm-serving-mindspore-{os.getuid()}"

@@ -1,4 +1,4 @@
-"""Which op table a config means. A device's code is imported only when it is chosen."""
+"""Selects the op table of a config. Imports the code of the selected device only."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from llm_serving.errors import AgentStartError
 
 
 def select_op_table(config: Config, part: ModelPart | None = None, *, forms: LinearForms | None = None) -> OpTable:
-    """The table of ``config.device`` and ``config.op_table`` for a part of the model, whose sizes ``config`` has (None:
-    the whole), and for weights in these ``forms`` (native tables; None: floats). Raises AgentStartError when there is
-    none."""
+    """Makes the op table of ``config.device`` and ``config.op_table``.
+
+    ``part`` is the part of the model whose sizes ``config`` has, or None for the whole model. ``forms`` are the forms
+    of the weights for a native table; None means floats. Raises AgentStartError if there is no such table.
+    """
     if config.device == "Ascend":
         from agent.backends.ascend.ops import AscendOps
 
@@ -26,4 +28,4 @@ def select_op_table(config: Config, part: ModelPart | None = None, *, forms: Lin
         from agent.backends.cpu.ops import FusedCpuOps
 
         return FusedCpuOps(config, part)
-    raise AgentStartError(f"op table {config.op_table!r} of device {config.device!r} is not known")
+    raise AgentStartError(f"device {config.device!r} has no op table {config.op_table!r}")

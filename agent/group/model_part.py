@@ -8,6 +8,9 @@ from llm_serving.config import Config, ParallelConfig
 from llm_serving.model.parallel import RankPlace, Shard, local_shape, place
 from llm_serving.model.shape import ModelShape
 
+STAGE_GROUP = "stage"
+"""Name of the communication group of the agents of one stage, which have parts of the same layers."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelPart:

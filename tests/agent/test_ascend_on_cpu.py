@@ -32,10 +32,10 @@ def test_shared_copied_and_swapped_blocks_change_no_bit(tmp_path: Path) -> None:
 def test_wrong_moves_and_a_device_that_loses_blocks_are_refused(tmp_path: Path) -> None:
     result = run("refusals", tmp_path)
     errors = result["errors"]
-    assert errors["kind"] == "a move is of kind 3; kinds are 0 to 2"
-    assert errors["source"] == "a move's source is block 9; there are 9 there"
-    assert errors["host source"] == "a move's source is block 4; there are 4 there"
-    assert errors["host destination"] == "a move's destination is block -1; there are 4 there"
+    assert errors["kind"] == "a move has kind 3; kinds are 0 to 2"
+    assert errors["source"] == "a move's source is block 9; it must be at least 0 and below 9"
+    assert errors["host source"] == "a move's source is block 4; it must be at least 0 and below 4"
+    assert errors["host destination"] == "a move's destination is block -1; it must be at least 0 and below 4"
     assert errors["lost"].startswith("a block that was copied to cache 1 of the device and back is not the same")
     assert result["unharmed"]
     assert result["calls"] == 8, "nothing is moved where the first and last cache are not as they should be"

@@ -91,7 +91,7 @@ def test_a_config_that_no_ascend_takes_fails(tmp_path: Path) -> None:
     (tmp_path / "large_blocks.yaml").write_text(text.replace("block_size: 16", "block_size: 1024"), encoding="utf-8")
     process = run("tools/check_ascend_graph.py", "large_blocks.yaml", folder=tmp_path)
     assert process.returncode == 1
-    assert "block_size = 1024; PagedAttention on an Ascend takes, with heads of 32 elements, 16" in process.stdout
+    assert "block_size = 1024; for heads of 32 elements the Ascend's PagedAttention takes 16" in process.stdout
 
 
 @pytest.fixture(scope="module")

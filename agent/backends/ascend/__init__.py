@@ -1,1 +1,1 @@
-"""The seam of the Ascend: the native table with the device's formats, context flags and communication."""
+"""The Ascend backend: the native op table with the device's limits, context settings, memory and communication."""

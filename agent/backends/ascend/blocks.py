@@ -1,4 +1,4 @@
-"""Block moves of a cache in a device's memory, by MindSpore's ``swap_cache``. Sources: docs/ascend.md."""
+"""Moves blocks of a cache in device memory with MindSpore's ``swap_cache``. Sources: docs/ascend.md."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from llm_serving.ipc.shm import MoveKind
 Pair = tuple[int, int]
 
 STAGING_BLOCKS = 16
-"""Blocks of the buffer in host memory through which blocks are copied within the cache."""
+"""Size, in blocks, of the host buffer that copies within the cache go through."""
 
 
 class DeviceBlockMoves(BlockMoves):
-    """``swap_cache(host, device, mapping, is_device_to_host)`` waits for all streams, copies the blocks that the rows
-    of ``mapping`` name, source and destination, one after the other, and waits for the copies. It knows no copy within
-    the device, which goes through a buffer in host memory here, and checks neither blocks nor whether a copy failed.
+    """Checks all moves, and checks once that ``swap_cache`` works, because ``swap_cache`` reports no errors.
+
+    ``swap_cache(host, device, mapping, is_device_to_host)`` waits for all streams. Then it copies one block for each
+    row of ``mapping`` (source, destination) and waits for the copies. It cannot copy within the device, so such copies
+    go through a buffer in host memory.
     """
 
     def __init__(self, parameters: Sequence[Any], host: CacheLayout, *, pinned: bool = True) -> None:
-        """``pinned``: in host memory that the device copies from and to directly, which only an Ascend can make."""
+        """``pinned`` allocates host memory that the device accesses directly. Only an Ascend can allocate it."""
         (num_host_blocks, *block), dtype = host
         self._caches, self._pinned = list(parameters), pinned
         self._num_blocks, self._num_host_blocks = int(self._caches[0].shape[0]), num_host_blocks
@@ -64,16 +66,19 @@ class DeviceBlockMoves(BlockMoves):
 
     def _check(self, kind: int, source: int, destination: int) -> None:
         if kind not in list(MoveKind):
-            raise AgentError(f"a move is of kind {kind}; kinds are 0 to {max(MoveKind)}")
+            raise AgentError(f"a move has kind {kind}; kinds are 0 to {max(MoveKind)}")
         source_limit = self._num_host_blocks if kind == MoveKind.SWAP_IN else self._num_blocks
         destination_limit = self._num_host_blocks if kind == MoveKind.SWAP_OUT else self._num_blocks
         for name, block, limit in (("source", source, source_limit), ("destination", destination, destination_limit)):
             if not 0 <= block < limit:
-                raise AgentError(f"a move's {name} is block {block}; there are {limit} there")
+                raise AgentError(f"a move's {name} is block {block}; it must be at least 0 and below {limit}")
 
     def _prove(self) -> None:
-        """That a block comes back from the device as it went there, in the first cache and the last. It is the block
-        that pads, and gets back what it held. Raises AgentError where one does not: a cache would be lost unseen."""
+        """Checks that a block comes back from the device unchanged, in the first cache and in the last.
+
+        Uses the padding block and restores its content. Raises AgentError if the block differs: without this check,
+        the contents of the cache would be lost unnoticed.
+        """
         kept, returned = self._tensor(self._one_block.copy()), self._tensor(self._one_block.copy())
         pattern = self._one_block.copy()
         pattern.view(np.uint8).reshape(-1)[:] = np.arange(pattern.nbytes) % 251
@@ -86,8 +91,8 @@ class DeviceBlockMoves(BlockMoves):
             swap_cache(kept, cache, block, False)
             if returned.asnumpy().tobytes() != pattern.tobytes():
                 raise AgentError(
-                    f"a block that was copied to cache {number} of the device and back is not the same: MindSpore's "
-                    "swap_cache does not work here; set pa_config.num_host_blocks: 0 and "
+                    f"a block that was copied to cache {number} of the device and back has changed: MindSpore's "
+                    "swap_cache does not work on this machine; set pa_config.num_host_blocks: 0 and "
                     "scheduler_config.prefix_cache: false"
                 )
         self._is_proven = True
@@ -98,8 +103,11 @@ class DeviceBlockMoves(BlockMoves):
 
 
 def batches(moves: Int32Array) -> Iterator[tuple[MoveKind, list[Pair]]]:
-    """Moves of one kind that follow each other. Of copies within the cache all sources are read before anything is
-    written: one that reads what an earlier one writes begins another batch."""
+    """Groups consecutive moves of one kind into batches.
+
+    A batch of copies within the cache reads all sources before it writes. Therefore a copy that reads the destination
+    of an earlier copy starts a new batch.
+    """
     kind = MoveKind.COPY
     pairs: list[Pair] = []
     for code, source, destination in moves.tolist():

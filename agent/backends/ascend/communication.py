@@ -1,22 +1,21 @@
-"""The agents of a group on Ascends: HCCL's groups, which the communication primitives of the graph name.
+"""Joins the agents of a group on Ascends to HCCL groups, whose names the graph's communication primitives use.
 
-The server has put the agents into a cluster (``llm_serving/executor/hccl_cluster.py``); ``init`` joins it. An agent's
-rank in HCCL's world is its number in its group. Sources: docs/ascend.md.
+The server starts the agents as one cluster (``llm_serving/executor/hccl_cluster.py``), and ``init`` joins it. An
+agent's rank in HCCL's world is its number in its group. Sources: docs/ascend.md.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from agent.backends.native.groups import STAGE_GROUP
-from agent.group.model_part import ModelPart
+from agent.group.model_part import STAGE_GROUP, ModelPart
 from llm_serving.errors import AgentStartError
 
 
 def join_group(part: ModelPart, mindspore: Any) -> None:
-    """Join the agents of the group, and those of the stage among them. Does nothing where there is no other agent.
+    """Joins this agent to the HCCL groups of its group and of its stage. Does nothing for an agent without a group.
 
-    Raises AgentStartError when HCCL cannot connect them.
+    Raises AgentStartError if HCCL cannot connect the agents.
     """
     if part.is_alone:
         return
@@ -29,7 +28,7 @@ def join_group(part: ModelPart, mindspore: Any) -> None:
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise AgentStartError(
-            f"HCCL cannot connect the {part.parallel.group_size} agents of this group: {reason} "
-            "(`python tools/doctor.py explain` knows its error codes); or set parallel_config.tensor_parallel and "
-            "pipeline_parallel to 1"
+            f"HCCL cannot connect the {part.parallel.group_size} agents of this group: {reason}. "
+            "`python tools/doctor.py explain` explains HCCL's error codes. To serve without a group, set "
+            "parallel_config.tensor_parallel and pipeline_parallel to 1"
         ) from error

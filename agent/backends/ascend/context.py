@@ -1,7 +1,6 @@
-"""MindSpore's settings for an Ascend, from a config. What each is and where it comes from: docs/ascend.md.
+"""Derives MindSpore's settings for an Ascend from a config. docs/ascend.md explains each setting and its source.
 
-Everything that only an Ascend's MindSpore can carry out goes through one object, ``mindspore`` itself unless a test
-hands over a recorder.
+Calls that only MindSpore on an Ascend supports go through the argument ``mindspore``, so that a test can record them.
 """
 
 from __future__ import annotations
@@ -15,17 +14,17 @@ from llm_serving.errors import AgentStartError
 
 GIB = 1024**3
 _JIT_LEVELS = {"kbk": "O0", "ge": "O2"}
-"""Kernel by kernel, which dynamic shapes want; the whole graph through GE."""
+"""O0 launches kernel by kernel, which dynamic shapes need. O2 runs the whole graph through GE."""
 _FUSION_JIT_LEVEL = "O1"
-"""Kernel by kernel, with operators fused (graph kernel)."""
+"""O1 launches kernel by kernel, with fused operators (graph kernel)."""
 
 
 def environment(config: Config) -> dict[str, str]:
-    """Variables MindSpore reads when it is imported; those that are set already stay as they are."""
+    """Returns the environment variables that MindSpore reads when it is imported."""
     variables = {
-        "GLOG_v": "3",  # errors only
-        "RUN_MODE": "predict",  # MindFormers' models read it
-        "MS_ALLOC_CONF": "enable_vmm:True",  # the device's memory without fragments between pools
+        "GLOG_v": "3",  # log only errors
+        "RUN_MODE": "predict",  # read by MindFormers' models
+        "MS_ALLOC_CONF": "enable_vmm:True",  # prevents fragmentation of device memory between pools
     }
     if config.model_config.weight_layout == "nz":
         variables["MS_INTERNAL_ENABLE_NZ_OPS"] = "QuantBatchMatmul"
@@ -37,8 +36,11 @@ def environment(config: Config) -> dict[str, str]:
 
 
 def jit_config(config: Config) -> dict[str, str]:
-    """``jit_level`` and, where MindSpore allows it, ``infer_boost``: without that the kernels of inference
-    (PagedAttention, ReshapeAndCache and their like) are not looked for."""
+    """Returns ``jit_level`` and ``infer_boost``.
+
+    MindSpore finds the inference kernels (PagedAttention, ReshapeAndCache and others) only with ``infer_boost``, which
+    it allows at level O0 only.
+    """
     level = _JIT_LEVELS[config.model_config.backend]
     if config.model_config.backend == "kbk" and config.context.enable_graph_kernel:
         level = _FUSION_JIT_LEVEL
@@ -46,20 +48,20 @@ def jit_config(config: Config) -> dict[str, str]:
 
 
 def device_id(config: Config, rank: int = 0) -> int:
-    """Of an agent: ``start_device_id``, or the MindFormers YAML's ``device_id`` where that is 0, and its rank."""
+    """Returns an agent's device: its rank plus ``start_device_id``, or plus ``context.device_id`` if that is 0."""
     return (config.serving_config.start_device_id or config.context.device_id) + rank
 
 
 def prepare_environment(config: Config, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Before the first import of MindSpore."""
+    """Sets the variables that are not set yet. Must run before MindSpore is imported."""
     for name, value in environment(config).items():
         variables.setdefault(name, value)
 
 
 def set_up_device(config: Config, mindspore: Any, rank: int = 0) -> None:
-    """Choose the device and set everything before the first graph.
+    """Selects the device and makes all settings that must come before the first graph.
 
-    Raises AgentStartError when there is no such device, or MindSpore cannot use it.
+    Raises AgentStartError if the device does not exist or MindSpore cannot use it.
     """
     device, reason = device_id(config, rank), ""
     try:
@@ -70,12 +72,12 @@ def set_up_device(config: Config, mindspore: Any, rank: int = 0) -> None:
         available = 0
     if reason:
         raise AgentStartError(
-            f"MindSpore cannot use Ascend device {device}: {reason}. Driver, CANN and MindSpore must be of versions "
-            "that belong together and CANN's set_env.sh sourced (docs/ascend.md); or set device_target: CPU"
+            f"MindSpore cannot use Ascend device {device}: {reason}. Install matching versions of driver, CANN and "
+            "MindSpore, and source CANN's set_env.sh (docs/ascend.md); or set device_target: CPU"
         )
     if device >= available:
         raise AgentStartError(
-            f"serving_config.start_device_id makes this agent's device number {device}; there are {available} "
+            f"serving_config.start_device_id gives this agent device {device}, but there are {available} devices "
             "(ASCEND_RT_VISIBLE_DEVICES may hide some)"
         )
     mindspore.set_context(mode=mindspore.GRAPH_MODE, jit_config=jit_config(config))

@@ -1,4 +1,4 @@
-"""What the kernels of an Ascend take, checked before anything is loaded. Sources: docs/ascend.md."""
+"""Checks the limits of the Ascend's kernels before anything is loaded. Sources: docs/ascend.md."""
 
 from __future__ import annotations
 
@@ -7,45 +7,46 @@ from llm_serving.errors import AgentStartError
 
 HEAD_MULTIPLE = 16
 MAX_HEAD_DIM = 256
-"""Sizes of a head, in both attention kernels: multiples of the one up to the other."""
+"""Both attention kernels take head sizes that are multiples of ``HEAD_MULTIPLE``, up to ``MAX_HEAD_DIM``."""
 BLOCK_SIZES = (16, 32, 64, 128)
 MAX_BLOCK_ELEMENTS = 128 * 128
-"""PagedAttention: block_size x size of a head, at most."""
+"""PagedAttention: maximum of block size x head size."""
 MAX_HEAD_GROUP = 128
-"""PagedAttention: query heads that share a key-value head, at most."""
+"""PagedAttention: maximum number of query heads that share a key-value head."""
 MAX_EXPERTS = 1024
-"""GroupedMatmulV4: weights in one, at most."""
+"""GroupedMatmulV4: maximum number of weights in one call."""
 
 
 def check_limits(config: Config) -> None:
-    """Raises AgentStartError naming value, limit and what to do."""
+    """Raises AgentStartError, with value, limit and remedy, if the kernels do not support the config."""
     shape, block_size = config.shape, config.pa_config.block_size
     head_dim, group = shape.head_dim, shape.num_attention_heads // shape.num_key_value_heads
     other_device = "serve this model on the CPU (model_config.device_target: CPU)"
     if head_dim % HEAD_MULTIPLE or head_dim > MAX_HEAD_DIM:
         raise AgentStartError(
-            f"the model's heads have {head_dim} elements; the attention kernels of an Ascend take multiples of "
+            f"the model's heads have {head_dim} elements; the Ascend's attention kernels take multiples of "
             f"{HEAD_MULTIPLE} up to {MAX_HEAD_DIM}: {other_device}"
         )
     if group > MAX_HEAD_GROUP:
         raise AgentStartError(
             f"{group} query heads of the model share a key-value head; PagedAttention on an Ascend takes "
-            f"{MAX_HEAD_GROUP} at most: {other_device}"
+            f"at most {MAX_HEAD_GROUP}: {other_device}"
         )
     if shape.experts is not None and shape.experts.count > MAX_EXPERTS:
         raise AgentStartError(
-            f"the model has {shape.experts.count} experts a layer; GroupedMatmulV4 on an Ascend takes {MAX_EXPERTS} at "
-            f"most: {other_device}"
+            f"the model has {shape.experts.count} experts in a layer; GroupedMatmulV4 on an Ascend takes "
+            f"at most {MAX_EXPERTS}: {other_device}"
         )
     window = shape.sliding_window
     if 0 < window < config.max_model_len:
         raise AgentStartError(
-            f"the model sees {window} tokens back, and sequences may have {config.max_model_len}; PagedAttention on an "
-            f"Ascend has no window: set pa_config.decode_seq_length to {window} at most, or {other_device}"
+            f"the model's attention window is {window} tokens, and sequences may have {config.max_model_len}; "
+            "PagedAttention on an Ascend supports no window: set pa_config.decode_seq_length to at most "
+            f"{window}, or {other_device}"
         )
     sizes = [size for size in BLOCK_SIZES if size * head_dim <= MAX_BLOCK_ELEMENTS]
     if block_size not in sizes:
         raise AgentStartError(
-            f"pa_config.block_size = {block_size}; PagedAttention on an Ascend takes, with heads of {head_dim} "
-            f"elements, {', '.join(map(str, sizes))}"
+            f"pa_config.block_size = {block_size}; for heads of {head_dim} elements the Ascend's PagedAttention takes "
+            f"{', '.join(map(str, sizes))}"
         )

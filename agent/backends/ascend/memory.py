@@ -1,4 +1,4 @@
-"""The memory plan against what the device really has free, which only a process that holds the device can ask."""
+"""Compares the memory plan with the free memory of the device, which only a process that owns the device can query."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ logger = logging.getLogger("agent.ascend")
 
 
 def check_device_memory(config: Config, mindspore: Any, rank: int = 0) -> MemoryPlan:
-    """The plan, against the smaller of the device's free memory and ``max_device_memory``.
+    """Compares the plan with the smaller of the device's free memory and ``max_device_memory``. Returns the plan.
 
-    Raises AgentStartError, with the table and the largest cache that fits, when it does not. A device that tells
-    nothing (0 bytes in all, as before its initialisation) is warned of, and only the configured limit counts.
+    If the plan does not fit, raises AgentStartError with the table and the largest cache that fits. If the device
+    reports a total of 0 bytes, as before its initialisation, logs a warning and uses only the configured limit.
     """
     device = device_id(config, rank)
     properties = mindspore.hal.get_device_properties(device, "Ascend")
     free, limit = int(properties.free_memory), config.context.max_device_memory_bytes
     if int(properties.total_memory) == 0:
-        logger.warning("Ascend device %d does not tell its memory; the plan is held against the config alone", device)
+        logger.warning("Ascend device %d does not report its memory; only max_device_memory limits the plan", device)
         free = limit or 0
     source = f"free memory of Ascend device {device}"
     if limit is not None and limit <= free:

@@ -1,7 +1,7 @@
-"""The Cells of the fused op table: each puts its constants and the step's counts behind what a model gives it, in the
-order in which its custom operator takes them.
+"""The Cells of the fused op table. Each Cell calls one custom operator.
 
-Which operator that is, and of what shape, ``ops`` says; what goes in and comes out, ``agent.backends.base.OpTable``.
+A Cell appends its constants and the step's counts to the model's arguments, in the order of the custom operator.
+``ops`` selects the operator and its shapes. ``agent.backends.base.OpTable`` describes inputs and outputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from llm_serving.model.families import Experts
 
 
 class Embedding(nn.Cell):
-    """Rows of the table."""
+    """Copies the rows of the table."""
 
     def __init__(self, embed: Operator) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Embedding(nn.Cell):
 
 
 class ShardedEmbedding(nn.Cell):
-    """The sum over the agents is in the operator."""
+    """Like ``Embedding``, for a table that agents share. The operator also sums over the agents."""
 
     def __init__(self, embed: Operator, vocabulary: tuple[int, ...]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ShardedEmbedding(nn.Cell):
 
 
 class Sum(nn.Cell):
-    """Over the agents."""
+    """The sum over the agents."""
 
     def __init__(self, all_reduce: Operator) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Sum(nn.Cell):
 
 
 class HandOver(nn.Cell):
-    """Writes the stream to ``stream``, and gives the step's number."""
+    """Writes the residual stream to ``stream`` and returns the step's number."""
 
     def __init__(self, hand_over: Operator, stream: Array, dtype: str) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class HandOver(nn.Cell):
 
 
 class Linear(nn.Cell):
-    """Over a packed weight; biases are in it."""
+    """A linear layer with a packed weight, which includes the bias."""
 
     def __init__(self, linear: Operator) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Linear(nn.Cell):
 
 
 class NormLinear(nn.Cell):
-    """The first of a model: ``residual`` is ``hidden``."""
+    """The first layer of a stage, where ``residual`` is ``hidden``."""
 
     def __init__(self, norm_linear: Operator, epsilon: float) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class NormLinear(nn.Cell):
 
 
 class AddNormLinear(nn.Cell):
-    """Sum, norm and product; the sum is the next residual."""
+    """Computes sum, norm and product. The sum is the next residual."""
 
     def __init__(self, norm_linear: Operator, epsilon: float) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class AddNormLinear(nn.Cell):
 
 
 class GatedMLP(nn.Cell):
-    """Sum, norm, both products of the gate, and the one down."""
+    """Computes sum, norm, the gate and up products, and the down product."""
 
     def __init__(self, mlp: Operator, epsilon: float) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class GatedMLP(nn.Cell):
 
 
 class DecoderLayers(nn.Cell):
-    """Norms of query and key heads take the layers' epsilon."""
+    """Runs several decoder layers. All norms, also those of query and key heads, have the same epsilon."""
 
     def __init__(self, layers: Operator, epsilon: float, form: AttentionForm, count: int) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class DecoderLayers(nn.Cell):
 
 
 class ExpertMLP(nn.Cell):
-    """The same of a mixture of experts, with its router."""
+    """The mixture of experts in place of the gated MLP, with its router."""
 
     def __init__(self, mlp: Operator, experts: Experts, epsilon: float) -> None:
         super().__init__()
@@ -174,8 +174,11 @@ class ExpertMLP(nn.Cell):
 
 
 class LMHead(nn.Cell):
-    """Writes the logits to ``logits`` and the best token of each sequence to ``best_ids``, see ``FusedCpuOps``; gives
-    int32 [1]. ``vocabulary``: of a part of it, whose first agent's ``logits`` are of all."""
+    """Writes the logits to ``logits`` and each sequence's best token to ``best_ids``. Returns the step's number.
+
+    ``FusedCpuOps`` describes both arrays. If agents share the vocabulary, ``vocabulary`` has this agent's part, and the
+    first agent's ``logits`` have all columns.
+    """
 
     def __init__(
         self, head: Operator, epsilon: float, logits: Array, best_ids: Array, vocabulary: tuple[int, ...] | None
@@ -205,7 +208,7 @@ class LMHead(nn.Cell):
 
 
 class RotaryTables(nn.Cell):
-    """The whole float32 tables and the positions: the operator looks the rows up itself."""
+    """Passes the positions and the whole float32 tables on, because the attention operator looks up the rows itself."""
 
     def __init__(self, cos: Array, sin: Array) -> None:
         super().__init__()
@@ -217,8 +220,11 @@ class RotaryTables(nn.Cell):
 
 
 class Attention(nn.Cell):
-    """One operator: norms of heads, rotary, cache write and attention. It knows heads and scale from the cache's shape;
-    a window, and the norms' gammas and epsilon, come last."""
+    """Runs norms of heads, rotary, cache write and attention in one operator.
+
+    The operator derives the numbers of heads and the scale from the shapes. Optional arguments come last: the window,
+    then the norms' gammas and epsilon.
+    """
 
     def __init__(self, attention: Operator, form: AttentionForm) -> None:
         super().__init__()
@@ -244,7 +250,7 @@ class Attention(nn.Cell):
 
 
 def _window(form: AttentionForm) -> Parameter | None:
-    """None where the operator is called without: there is no window, and no norms that would come behind it."""
+    """Returns the window argument, or None if there is neither a window nor a later argument."""
     if form.window == 0 and form.norm_epsilon is None:
         return None
     return Parameter(as_tensor(np.full(1, form.window, np.int32)), name="window", requires_grad=False)

@@ -1,1 +1,1 @@
-"""MindSpore's inference primitives themselves, as an Ascend runs them; on a CPU our kernels stand behind them."""
+"""The native op table: MindSpore's inference primitives. An Ascend runs them itself; on a CPU our kernels run them."""

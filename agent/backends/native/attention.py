@@ -20,29 +20,29 @@ from agent.layers.parameter import MINDSPORE_DTYPES, as_tensor
 from agent.weights.storage import Array, from_float32
 
 _ROTATE_HALVES = 2
-"""``cos_format``: an element is rotated with the one half a head away; cos and sin have a row a token."""
+"""``cos_format``: rotates each element with the element half a head away; cos and sin have one row for each token."""
 _MASK_SIZE = 128
 _BAND_MASK_SIZE = 2048
-"""Of the compressed mask that ``sparse_mode`` 4 wants."""
+"""Size of the compressed mask that ``sparse_mode`` 4 requires."""
 _BAND = 4
-"""``sparse_mode``: between ``pre_tokens`` before a query and ``next_tokens`` behind it."""
+"""``sparse_mode``: a query sees from ``pre_tokens`` before it to ``next_tokens`` after it."""
 _MASKED = -10000.0
-"""What a mask adds to the scores that are not seen. FlashAttentionScore takes a mask of 0 and 1 in bfloat16 instead."""
+"""Value that a mask adds to hidden scores. In bfloat16, FlashAttentionScore takes a mask of 0 and 1 instead."""
 
 
 def causal_mask(form: AttentionForm, dtype: str) -> Tensor:
-    """The compressed mask that FlashAttentionScore wants for an attention."""
+    """Makes the compressed mask that FlashAttentionScore requires."""
     size, masked = (_MASK_SIZE, 1.0 if dtype == "bfloat16" else _MASKED) if form.window == 0 else (_BAND_MASK_SIZE, 1.0)
     return Tensor(np.triu(np.ones((size, size), np.float32), 1) * masked, MINDSPORE_DTYPES[dtype])
 
 
 def no_mask(dtype: str) -> Tensor:
-    """What stands for PagedAttention's mask where every sequence has one token."""
+    """Makes the placeholder for PagedAttention's mask in steps where every sequence has one token."""
     return Tensor(np.zeros((1, 1)), MINDSPORE_DTYPES[dtype])
 
 
 class Rotary(nn.Cell):
-    """Rows of cos and sin for each token, in the model's type as the primitive wants them."""
+    """(positions [T]) -> the rows of cos and sin of each token, in the model's type."""
 
     def __init__(self, cos: Array, sin: Array, dtype: str) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Rotary(nn.Cell):
 
 
 class RotaryAndMask(nn.Cell):
-    """The same, and for windows a mask [T, positions]: 0 where a token sees a position, else what hides it."""
+    """Like ``Rotary``, with a mask [T, positions] for attention windows: 0 for a visible position, else ``_MASKED``."""
 
     def __init__(self, cos: Array, sin: Array, dtype: str, window: int) -> None:
         super().__init__()
@@ -75,8 +75,10 @@ class RotaryAndMask(nn.Cell):
 
 
 class ChunkMask(nn.Cell):
-    """PagedAttention's mask [T, positions] of steps where a sequence has several tokens: 0 where a token sees a
-    position, what hides it where it does not."""
+    """Makes PagedAttention's mask [T, positions] for steps where a sequence has several tokens.
+
+    The mask is 0 for a visible position, else ``_MASKED``.
+    """
 
     def __init__(self, max_positions: int, dtype: str) -> None:
         super().__init__()
@@ -91,6 +93,8 @@ class ChunkMask(nn.Cell):
 
 
 class Attention(nn.Cell):
+    """Splits, normalises and rotates queries, keys and values, writes the cache and attends."""
+
     def __init__(self, form: AttentionForm, dtype: str, causal_mask: Tensor) -> None:
         super().__init__()
         scale = form.head_dim**-0.5
@@ -101,7 +105,7 @@ class Attention(nn.Cell):
         self.paged = PagedAttention(form.num_heads, scale, form.num_kv_heads)
         self.norm = None if form.norm_epsilon is None else _HeadNorm(form.head_dim, form.norm_epsilon)
         self.has_window = form.window > 0
-        # On an Ascend the masks alone make both primitives causal. Ours are causal by position besides.
+        # On an Ascend only the masks make both primitives causal. Our CPU kernels are also causal by position.
         band = {"pre_tokens": form.window - 1, "next_tokens": 0, "sparse_mode": _BAND} if self.has_window else {}
         self.flash = FlashAttentionScore(head_num=form.num_heads, scale_value=scale, input_layout="TH", **band)
         self.causal_mask = causal_mask
@@ -132,7 +136,7 @@ class Attention(nn.Cell):
 
 
 class _HeadNorm(nn.Cell):
-    """RMSNorm of every head."""
+    """RMSNorm of each head."""
 
     def __init__(self, head_dim: int, epsilon: float) -> None:
         super().__init__()
@@ -140,7 +144,7 @@ class _HeadNorm(nn.Cell):
         self.reshape, self.norm, self.shape = ops.Reshape(), RmsNorm(epsilon), ops.Shape()
 
     def construct(self, heads: Tensor, gamma: Tensor) -> Tensor:
-        """[T, heads x head_dim] -> the same, normed."""
+        """heads [T, heads x head_dim], gamma [head_dim] -> the normalised heads, in the same shape."""
         width = self.shape(heads)[1]
         return self.reshape(self.norm(self.reshape(heads, (-1, self.head_dim)), gamma)[0], (-1, width))
 

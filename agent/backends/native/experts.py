@@ -1,4 +1,4 @@
-"""A mixture of experts of the native op table, with weights of floats or integers (``agent.weights.forms``)."""
+"""The mixture of experts of the native op table, for weights of floats or integers (``agent.weights.forms``)."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ from agent.weights.forms import LinearForm
 from llm_serving.model.families import Experts
 
 _COUNTS = 2
-"""MoeInitRoutingV2: how many tokens each expert has, rather than running sums."""
+"""MoeInitRoutingV2: return the number of tokens of each expert, not running sums."""
 _ONE_OUTPUT, _ROWS, _SIZES = 3, 0, 1
-"""GroupedMatmulV4: ``split_item``, ``group_type`` and ``group_list_type``. Its operands are x, weight, bias, scale,
-offset, antiquant_scale, antiquant_offset, pre_token_scale, group_list, three of an activation, and these. They are
-written out one by one: behind a star the graph forgets which layer a call belongs to."""
+"""GroupedMatmulV4: ``split_item``, ``group_type`` and ``group_list_type``.
+
+The operands are x, weight, bias, scale, offset, antiquant_scale, antiquant_offset, pre_token_scale, group_list, three
+operands of an activation, and these. Each call names them one by one, because with a starred argument the graph loses
+the layer that the call belongs to."""
 
 
 def grouped_product(form: LinearForm) -> Operator:
-    """(rows [N, in] ordered by expert, weight as ``OpTable.expert_mlp`` takes it, groups int64 [experts], how many rows
-    each expert has) -> [N, out]."""
+    """Makes the product (rows [N, in], weight, groups) -> [N, out].
+
+    The rows are ordered by expert. The weight is as for ``OpTable.expert_mlp``. ``groups`` int64 [experts] has the
+    number of rows of each expert.
+    """
     if form.is_float:
         return _FloatProducts()
     return _DynamicProducts() if form.quantises_activations else _WeightOnlyProducts()
@@ -49,7 +54,7 @@ class _FloatProducts(nn.Cell):
 
 
 class _DynamicProducts(nn.Cell):
-    """Activations are quantised, a scale a row, and integers multiplied by integers."""
+    """Quantises the activations with one scale for each row, then multiplies integers by integers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +69,7 @@ class _DynamicProducts(nn.Cell):
 
 
 class _WeightOnlyProducts(nn.Cell):
-    """Integers become floats where they are multiplied; activations stay floats."""
+    """Converts the integer weights to floats inside the product; activations stay floats."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +83,7 @@ class _WeightOnlyProducts(nn.Cell):
 
 
 class ExpertMLP(nn.Cell):
-    """Rows are ordered by expert, go through two grouped matrix products, and come back weighted."""
+    """Orders the rows by expert, runs two grouped matrix products, and returns the weighted sum for each token."""
 
     def __init__(self, experts: Experts, epsilon: float, form: LinearForm, dtype: str) -> None:
         super().__init__()
@@ -108,11 +113,11 @@ class ExpertMLP(nn.Cell):
         router, gate_up, down = weights
         normed, _, total = self.add_norm(hidden, residual, gamma, self.epsilon)
         logits = self.matmul(self.cast(normed, self.float32), router)
-        shares, experts, _ = self.choose(logits, None, self.per_token)
+        fractions, experts, _ = self.choose(logits, None, self.per_token)
         if self.normalised:
-            shares = self.divide(shares, self.sum(shares, -1))
+            fractions = self.divide(fractions, self.sum(fractions, -1))
         ordered, places, counts, _ = self.order(normed, experts, 0, 0, self.count, 0, _COUNTS, False)
         groups = self.cast(counts, self.int64)
         inner = self.activation(self.gate_up(ordered, gate_up, groups))
-        out = self.restore(self.down(inner, down, groups), places, self.cast(shares, self.dtype), False, None)
+        out = self.restore(self.down(inner, down, groups), places, self.cast(fractions, self.dtype), False, None)
         return out, total

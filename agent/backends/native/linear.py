@@ -1,4 +1,4 @@
-"""Matrix products of the native op table, with weights of floats or integers (``agent.weights.forms``)."""
+"""Matrix products of the native op table, for weights of floats or integers (``agent.weights.forms``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agent.weights.forms import LinearForm, scale_type
 def linear_parameters(
     form: LinearForm, in_features: int, out_features: int, dtype: str
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape and type of ``weight``, ``scale`` and ``offset``, those that the form has."""
+    """Returns shape and type of the parameters of a linear layer: weight, and scale and offset if the form has them."""
     if form.is_float:
         return {"weight": ((out_features, in_features), dtype)}
     if form.quantises_activations:
@@ -28,7 +28,7 @@ def linear_parameters(
 def expert_parameters(
     form: LinearForm, experts: int, in_features: int, out_features: int, dtype: str
 ) -> dict[str, tuple[tuple[int, ...], str]]:
-    """The same of a layer of all experts, as ``GroupedMatmulV4`` takes them."""
+    """Returns shape and type of the parameters of one linear layer of all experts (``GroupedMatmulV4``)."""
     if form.is_float:
         return {"weight": ((experts, in_features, out_features), dtype)}
     weight = ((experts, in_features, out_features // form.weights.values_per_byte), form.weights.stored_as)
@@ -39,12 +39,12 @@ def expert_parameters(
 
 
 def is_transposed(form: LinearForm) -> bool:
-    """Whether the weight is [out, in]; else [in, out], because outputs share bytes."""
+    """Returns whether the weight is [out, in]. If two outputs share a byte, the weight is [in, out]."""
     return form.is_float or form.weights.values_per_byte == 1
 
 
 def _scale_shape(form: LinearForm, in_features: int, out_features: int) -> tuple[int, ...]:
-    """The groups lie along the same axis as the inputs of the weight."""
+    """Returns the shape of the scales, whose groups are on the same axis as the inputs of the weight."""
     if form.group == 0:
         return (out_features,)
     groups = -(-in_features // form.group)
@@ -52,14 +52,14 @@ def _scale_shape(form: LinearForm, in_features: int, out_features: int) -> tuple
 
 
 def matrix_product(form: LinearForm, dtype: str) -> Operator:
-    """(x [T, in], weight as ``OpTable.linear`` takes it) -> [T, out]."""
+    """Makes the product (x [T, in], weight as for ``OpTable.linear``) -> [T, out]."""
     if form.is_float:
         return ops.MatMul(transpose_b=True)
     return _DynamicProduct(dtype) if form.quantises_activations else _WeightOnlyProduct(form)
 
 
 class _DynamicProduct(nn.Cell):
-    """Activations are quantised, a scale a token, and integers multiplied by integers."""
+    """Quantises the activations with one scale for each token, then multiplies integers by integers."""
 
     def __init__(self, dtype: str) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _DynamicProduct(nn.Cell):
 
 
 class _WeightOnlyProduct(nn.Cell):
-    """Integers become floats where they are multiplied; activations stay floats."""
+    """Converts the integer weights to floats inside the product; activations stay floats."""
 
     def __init__(self, form: LinearForm) -> None:
         super().__init__()

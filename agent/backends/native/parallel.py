@@ -1,7 +1,7 @@
-"""What the native op table needs where several agents share a model: MindSpore's communication primitives.
+"""Operators of the native op table for agents that share a model: MindSpore's communication primitives.
 
-On an Ascend HCCL executes them, on a CPU our kernels do, over shared memory (``agent/kernels/plugin/collectives.cc``):
-there they need neither ``mindspore.communication.init`` nor ``msrun``.
+On an Ascend, HCCL runs the primitives. On a CPU, our kernels run them over shared memory
+(``agent/kernels/plugin/collectives.cc``) and need neither ``mindspore.communication.init`` nor ``msrun``.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from agent.backends.base import Operator
-from agent.backends.native.groups import STAGE_GROUP
-from agent.group.model_part import ModelPart
+from agent.group.model_part import STAGE_GROUP, ModelPart
 from agent.layers.parameter import MINDSPORE_DTYPES
 
 
 def all_gather(size: int) -> Operator:
-    """(x [n, ...]) -> [size * n, ...]. The primitive's Python class would ask the communication library, which need not
-    be there, for the group's size."""
+    """(x [n, ...]) -> [size * n, ...].
+
+    Does not use the primitive's Python class, which would query the group's size from the communication library. That
+    library may be absent.
+    """
     primitive = ops.Primitive("AllGather")
     for name, value in (("rank_size", size), ("group", STAGE_GROUP), ("fusion", 0), ("no_eliminate", True)):
         primitive.add_prim_attr(name, value)
@@ -26,7 +28,7 @@ def all_gather(size: int) -> Operator:
 
 
 class Sum(nn.Cell):
-    """(x, step) -> the sum over the agents of the stage."""
+    """(x, step) -> the sum of x over the agents of the stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +39,7 @@ class Sum(nn.Cell):
 
 
 class Embedding(nn.Cell):
-    """A table of consecutive rows: tokens of other agents give zeros, and the sum over the agents is the row."""
+    """Looks up tokens in this agent's rows of the table, with zeros for other tokens, and sums over the agents."""
 
     def __init__(self, part: ModelPart, dtype: str) -> None:
         super().__init__()
@@ -59,7 +61,7 @@ class Embedding(nn.Cell):
 
 
 class GatheredLogits(nn.Cell):
-    """Of all agents' parts of the vocabulary, [agents * S, part]: ``StepGraph`` puts them side by side."""
+    """Gathers the logits of all agents, [agents * S, part]. ``StepGraph`` puts the parts side by side."""
 
     def __init__(self, head: Operator, part: ModelPart) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ class GatheredLogits(nn.Cell):
 
 
 class HandOver(nn.Cell):
-    """(hidden, residual, step) -> their sum, rounded as AddRmsNorm rounds it."""
+    """(hidden, residual, step) -> hidden + residual, rounded as AddRmsNorm rounds the sum."""
 
     def __init__(self) -> None:
         super().__init__()
