@@ -1,1 +1,1 @@
-"""Building blocks of the models: graph-mode Cells that call the backend's op table, no device code."""
+"""The building blocks of models: MindSpore Cells that use a device only through the op table."""

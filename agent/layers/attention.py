@@ -12,10 +12,10 @@ from llm_serving.model.shape import ModelShape
 
 
 class Attention(nn.Cell):
-    """Grouped-query attention (Ainslie et al. 2023) of the normalised residual stream, with what a model adds to it:
-    biases, norms of queries and keys, a sliding window.
+    """Grouped-query attention (Ainslie et al. 2023) of the normalised residual stream.
 
-    Owns its layer's parameters of the KV cache, laid out as the op table says; ``agent.kv_cache`` gives them memory.
+    Depending on the model, it has biases, norms of queries and keys, and a sliding window. Owns its layer's parameters
+    of the KV cache. The op table decides their layout, and ``agent.kv_cache`` allocates their memory.
     """
 
     def __init__(self, ops: OpTable, shape: ModelShape, num_blocks: int, block_size: int, *, layer: int) -> None:
@@ -36,7 +36,7 @@ class Attention(nn.Cell):
             self.key_norm = NormWeight(ops, head_dim)
 
     def norms(self) -> tuple[Tensor, ...]:
-        """The weights of the norms of queries and keys, where there are any."""
+        """Returns the weights of the norms of queries and keys, or () if the model has no such norms."""
         return (self.query_norm.weight, self.key_norm.weight) if self.has_norms else ()
 
     def construct(
@@ -48,9 +48,9 @@ class Attention(nn.Cell):
         step: tuple[Tensor, ...],
         whole_prompts: bool,
     ) -> tuple[Tensor, Tensor]:
-        """hidden, residual [T, hidden_size], gamma [hidden_size] -> attention of the normalised sum, the sum.
+        """hidden, residual [T, hidden_size], gamma [hidden_size] -> attention of the normalised sum, and the sum.
 
-        ``rotary``, ``step``, ``whole_prompts``: see ``OpTable``.
+        ``OpTable`` describes ``rotary``, ``step`` and ``whole_prompts``.
         """
         qkv, residual = self.qkv(hidden, residual, gamma, step)
         caches = (self.key_cache, self.value_cache)
@@ -59,7 +59,7 @@ class Attention(nn.Cell):
 
 
 def attention_form(shape: ModelShape, layer: int) -> AttentionForm:
-    """What the attention of a layer is like."""
+    """Returns the properties of one layer's attention."""
     return AttentionForm(
         num_heads=shape.num_attention_heads,
         num_kv_heads=shape.num_key_value_heads,

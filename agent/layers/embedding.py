@@ -1,4 +1,4 @@
-"""Token ids to hidden states."""
+"""The embedding: token ids to hidden states."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agent.layers.parameter import unbound_parameter
 
 
 class Embedding(nn.Cell):
-    """A row of the table for each token id; the agents of a stage have some rows each."""
+    """Looks up the row of each token id. The agents of a stage share the rows of the table."""
 
     def __init__(self, ops: OpTable, vocab_size: int, hidden_size: int) -> None:
         super().__init__()

@@ -12,8 +12,10 @@ from llm_serving.model.families import Experts
 
 
 class ExpertMLP(nn.Cell):
-    """Each token goes through the ``per_token`` gated MLPs that the router likes best, weighted by its softmax over
-    all of them; router and weights are float32. Each agent of a stage has some columns of every expert."""
+    """Sends each token through ``per_token`` gated MLPs, which the router chooses, and adds their weighted outputs.
+
+    The weights are the router's softmax over all experts. The router is float32. The agents of a stage share the
+    columns of every expert."""
 
     def __init__(self, ops: OpTable, hidden_size: int, experts: Experts, epsilon: float) -> None:
         super().__init__()
@@ -27,14 +29,14 @@ class ExpertMLP(nn.Cell):
     def construct(
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """hidden, residual [T, hidden_size], gamma [hidden_size] -> the experts' sum of the normalised sum, the sum."""
+        """hidden, residual [T, hidden_size], gamma [hidden_size] -> the experts of the normalised sum, and the sum."""
         weights = (self.router.weight, self.gate_up.operands(), self.down.operands())
         out, total = self.mlp(hidden, residual, gamma, weights, step)
         return (out if self.sum is None else self.sum(out, step)), total
 
 
 class _Parameter(nn.Cell):
-    """A weight alone."""
+    """Holds one weight, so that the weight's name has the form of all other names."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -42,7 +44,7 @@ class _Parameter(nn.Cell):
 
 
 class _Experts(nn.Cell):
-    """A linear layer of all experts."""
+    """The parameters of one linear layer of all experts."""
 
     def __init__(self, ops: OpTable, num_experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -51,5 +53,5 @@ class _Experts(nn.Cell):
         self.offset = ops.expert_offset(num_experts, in_features, out_features)
 
     def operands(self) -> Any:
-        """As of ``Weight``."""
+        """Returns the operands like ``Weight.operands``."""
         return operands_of(self.weight, self.scale, self.offset)

@@ -1,5 +1,4 @@
-"""Linear layers. A bias lies in the weight where weights are packed, and is a parameter of its own elsewhere; so are
-the scales of integers."""
+"""Linear layers. A packed weight includes bias and scales. Without packing, they are separate parameters."""
 
 from __future__ import annotations
 
@@ -12,14 +11,14 @@ from agent.layers.parameter import unbound_parameter
 
 
 def operands_of(weight: Tensor, scale: Tensor | None, offset: Tensor | None) -> Any:
-    """A weight alone, or with its scales and offsets, those that it has."""
+    """Returns the weight, or a tuple of the weight, its scales and its offsets if there are any."""
     if scale is None:
         return weight
     return (weight, scale) if offset is None else (weight, scale, offset)
 
 
 class Weight(nn.Cell):
-    """A linear layer's weight alone, for an operator that runs several layers at once."""
+    """The weight of a linear layer, for an operator that runs several layers at once."""
 
     def __init__(self, ops: OpTable, in_features: int, out_features: int, *, output: bool = False) -> None:
         super().__init__()
@@ -28,13 +27,15 @@ class Weight(nn.Cell):
         self.offset = ops.linear_offset(in_features, out_features, output=output)
 
     def operands(self) -> Any:
-        """What the op table's operators take as the weight: it alone, or with its scales and offsets."""
+        """Returns what the op table's operators take as the weight: the weight, or a tuple with scales and offsets."""
         return operands_of(self.weight, self.scale, self.offset)
 
 
 class RowParallelLinear(Weight):
-    """``y = x @ weight.T + bias``, where each agent of a stage has some columns of x and of the weight: the sum over
-    the agents, the bias being the first one's. Of an agent with all columns simply the linear layer."""
+    """``y = x @ weight.T + bias``, summed over the agents of the stage.
+
+    The agents share the columns of x and of the weight, and only the first agent adds the bias. An agent that has all
+    columns computes the plain linear layer."""
 
     def __init__(self, ops: OpTable, in_features: int, out_features: int, *, biased: bool = False) -> None:
         super().__init__(ops, in_features, out_features)
@@ -49,8 +50,7 @@ class RowParallelLinear(Weight):
 
 
 class NormLinear(Weight):
-    """Adds a block's output to the residual stream, normalises the sum (``gamma`` comes from outside) and multiplies:
-    ``y = RMSNorm(hidden + residual) @ weight.T + bias``."""
+    """``y = RMSNorm(hidden + residual) @ weight.T + bias``; the caller passes the norm's ``gamma``."""
 
     def __init__(
         self, ops: OpTable, in_features: int, out_features: int, epsilon: float, *, first: bool, biased: bool = False
@@ -62,7 +62,7 @@ class NormLinear(Weight):
     def construct(
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """hidden, residual [T, in_features], gamma [in_features] -> [T, out_features], the sum [T, in_features]."""
+        """hidden, residual [T, in_features], gamma [in_features] -> [T, out_features], and the sum [T, in_features]."""
         out, total = self.norm_linear(hidden, residual, gamma, self.operands(), self.bias, step)
         return out, total
 

@@ -9,9 +9,9 @@ from agent.layers.linear import Weight
 
 
 class GatedMLP(nn.Cell):
-    """``down(silu(gate(x)) * up(x))`` of the normalised residual stream, gate and up being one matrix product.
+    """``down(silu(gate(x)) * up(x))`` of the normalised residual stream. Gate and up are one matrix product.
 
-    Each agent of a stage has some of the columns between, and the sum over the agents is the result."""
+    The agents of a stage share the intermediate columns, and the result is summed over the agents."""
 
     def __init__(self, ops: OpTable, hidden_size: int, intermediate_size: int, epsilon: float) -> None:
         super().__init__()
@@ -23,6 +23,6 @@ class GatedMLP(nn.Cell):
     def construct(
         self, hidden: Tensor, residual: Tensor, gamma: Tensor, step: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """hidden, residual [T, hidden_size], gamma [hidden_size] -> the MLP of the normalised sum, the sum."""
+        """hidden, residual [T, hidden_size], gamma [hidden_size] -> the MLP of the normalised sum, and the sum."""
         out, total = self.mlp(hidden, residual, gamma, self.gate_up.operands(), self.down.operands(), step)
         return (out if self.sum is None else self.sum(out, step)), total

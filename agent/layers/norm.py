@@ -9,7 +9,7 @@ from agent.layers.parameter import unbound_parameter
 
 
 class NormWeight(nn.Cell):
-    """The weight of a norm, which runs in one operator with the linear layer that follows."""
+    """The weight of a norm. The operator of the following linear layer also computes the norm."""
 
     def __init__(self, ops: OpTable, size: int) -> None:
         super().__init__()

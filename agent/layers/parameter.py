@@ -1,4 +1,4 @@
-"""Parameters whose memory is an array of ours: nothing is copied, so a model takes its weights' memory once."""
+"""MindSpore parameters that use our arrays as their memory, so that weights are in memory only once."""
 
 from __future__ import annotations
 
@@ -24,19 +24,22 @@ MINDSPORE_DTYPES = {
 
 
 def unbound_parameter(shape: tuple[int, ...], dtype: str) -> Parameter:
-    """A parameter without memory. Its name comes from its place in the model; ``bind`` gives it its values."""
+    """Makes a parameter without memory. MindSpore names it by its place in the model. ``bind`` gives it values."""
     with no_init_parameters():
         return Parameter(initializer("zeros", shape, MINDSPORE_DTYPES[dtype]), requires_grad=False)
 
 
 def bind(parameter: Parameter, array: Array) -> Array:
-    """Let ``parameter`` live in ``array`` (see ``agent.weights.storage``), which must stay alive. Gives the array whose
-    memory it is: another one for int4 (pairs in the bytes of an int8 array), which MindSpore takes as a copy only.
+    """Makes ``array`` (see ``agent.weights.storage``) the memory of ``parameter``. The array must stay alive.
 
-    Packed weights, uint8, decide their size themselves; before the graph is compiled the parameter takes it over.
+    Returns the array whose memory the parameter uses. That is another array for int4 (two values in each byte of an
+    int8 array), because MindSpore copies it. A parameter of packed weights (uint8) takes its size from the array, which
+    is possible until the graph is compiled.
     """
     packed = array.dtype == np.uint8
-    assert packed or parameter.shape == array.shape, f"{parameter.name}: {parameter.shape} is bound to {array.shape}"
+    assert packed or parameter.shape == array.shape, (
+        f"{parameter.name} has shape {parameter.shape}, its array {array.shape}"
+    )
     pairs = parameter.dtype == ms.qint4x2
     tensor = Tensor(array, dtype=ms.qint4x2) if pairs else as_tensor(array)
     parameter.set_data(tensor, slice_shape=packed)
@@ -45,7 +48,7 @@ def bind(parameter: Parameter, array: Array) -> Array:
 
 
 class _Memory:
-    """The bytes of a tensor of int4 pairs, which NumPy has no type for. An array over it keeps the tensor alive."""
+    """The bytes of an int4 tensor, for which NumPy has no type. An array of them keeps the tensor alive."""
 
     def __init__(self, tensor: Tensor, shape: tuple[int, ...]) -> None:
         self.tensor = tensor
@@ -53,11 +56,11 @@ class _Memory:
 
 
 def as_tensor(array: Array) -> Tensor:
-    """A tensor over the array's memory."""
+    """Makes a tensor that shares the array's memory. uint16 becomes bfloat16."""
     return Tensor.from_numpy(array.view(bfloat16) if array.dtype == np.uint16 else array)
 
 
 def as_storage(tensor: Tensor) -> Array:
-    """The tensor's values, waiting for them; bfloat16 as uint16 (``agent.weights.storage``)."""
+    """Waits for the tensor and returns its values; bfloat16 becomes uint16 (``agent.weights.storage``)."""
     array: Array = tensor.asnumpy()
     return array if array.dtype in (np.float32, np.float16) else array.view(np.uint16)

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021): tables of cosines and sines. NumPy only, made once at the start."""
+"""The tables of cosines and sines of the rotary position embedding (Su et al. 2021), made once at the start."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Float32Array = npt.NDArray[np.float32]
 
 
 def rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, Float32Array]:
-    """Cosines and sines, float32 [num_positions, head_dim], each row holding its angles twice.
+    """Returns cosines and sines, float32 [num_positions, head_dim]. Each row contains its angles twice.
 
-    Frequencies and angles are rounded to float32 where Hugging Face rounds them, since checkpoints were trained
-    with those; cosine and sine are then worked out in float64 and rounded once. YaRN's attention factor is in them.
+    Frequencies and angles are rounded to float32 where Hugging Face rounds them, because checkpoints were trained with
+    these values. Cosine and sine are computed in float64 and rounded once. They include YaRN's attention factor.
     """
     angles = np.arange(num_positions, dtype=np.float32)[:, None] * rotary_frequencies(shape)[None, :]
     scaling = shape.rope_scaling
@@ -31,7 +31,10 @@ def rotary_tables(shape: ModelShape, num_positions: int) -> tuple[Float32Array, 
 
 
 def rotary_frequencies(shape: ModelShape) -> Float32Array:
-    """Radians a position, float32 [head_dim / 2], ``rope_scaling`` applied; ``dynamic``: in the trained context."""
+    """Returns the angle between two positions in radians, float32 [head_dim / 2], with ``rope_scaling``.
+
+    For ``dynamic`` scaling, these are the frequencies within the trained context.
+    """
     frequencies = np.float32(1.0) / _powers(shape, np.float32(shape.rope_theta))
     scaling = shape.rope_scaling
     if scaling is None or scaling.type == "dynamic":
@@ -40,24 +43,23 @@ def rotary_frequencies(shape: ModelShape) -> Float32Array:
         return frequencies / np.float32(scaling.factor)
     if scaling.type == "yarn":
         return _yarn_frequencies(shape, scaling)
-    assert scaling.type == "llama3", f"ModelShape lets no other rope type through: {scaling.type}"
+    assert scaling.type == "llama3", f"ModelShape accepts no other rope type: {scaling.type}"
     return _llama3_frequencies(frequencies, scaling)
 
 
 def _powers(shape: ModelShape, base: np.float32 | Float32Array) -> Float32Array:
-    """``base`` to the power of 0, 2/dim, 4/dim ... : a row for each base."""
+    """Returns ``base`` to the powers 0, 2/dim, 4/dim and so on, with one row for each base."""
     exponents = np.arange(0, shape.head_dim, 2, dtype=np.float32) / np.float32(shape.head_dim)
     powers: Float32Array = np.power(np.asarray(base, np.float64), exponents.astype(np.float64)).astype(np.float32)
     return powers
 
 
 def _dynamic_frequencies(shape: ModelShape, scaling: RopeScaling, num_positions: int) -> Float32Array:
-    """Of each position from the trained context on, float32 [positions, head_dim / 2]: the base that NTK-aware scaling
-    gives a sequence that ends with this very token.
+    """Returns the frequencies of each position after the trained context, float32 [positions, head_dim / 2].
 
-    So a position is rotated as it is when its token comes alone, and never depends on how the sequence was cut or how
-    long it became. transformers does the same but for a prompt beyond the trained context, all of which it rotates by
-    its last position.
+    A position gets the base that NTK-aware scaling gives to a sequence that ends at this position. Therefore a rotation
+    does not depend on the chunks of a sequence or on its final length. The library transformers differs for a prompt
+    that is longer than the trained context: it rotates the whole prompt with the base of its last position.
     """
     trained, factor, dim = scaling.original_max_position_embeddings, np.float32(scaling.factor), shape.head_dim
     lengths = np.arange(trained + 1, num_positions + 1, dtype=np.float32)
@@ -67,8 +69,11 @@ def _dynamic_frequencies(shape: ModelShape, scaling: RopeScaling, num_positions:
 
 
 def _yarn_frequencies(shape: ModelShape, scaling: RopeScaling) -> Float32Array:
-    """YaRN, section 3.2: frequencies that turn often in the trained context stay, slow ones are divided by ``factor``,
-    with a ramp over the dimensions between."""
+    """Returns the frequencies of YaRN, section 3.2.
+
+    Frequencies that turn often within the trained context stay. Slow frequencies are divided by ``factor``. The
+    dimensions between change gradually.
+    """
     powers = _powers(shape, np.float32(shape.rope_theta))
     low, high = (_dimension_of(turns, shape, scaling) for turns in (scaling.beta_fast, scaling.beta_slow))
     if scaling.truncate:
@@ -83,13 +88,13 @@ def _yarn_frequencies(shape: ModelShape, scaling: RopeScaling) -> Float32Array:
 
 
 def _dimension_of(turns: float, shape: ModelShape, scaling: RopeScaling) -> float:
-    """The dimension, not rounded, whose angle turns so often in the trained context."""
+    """Returns the dimension (not rounded) whose angle turns ``turns`` times within the trained context."""
     length = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
     return shape.head_dim * math.log(length) / (2 * math.log(shape.rope_theta))
 
 
 def _llama3_frequencies(frequencies: Float32Array, scaling: RopeScaling) -> Float32Array:
-    """Llama 3.1: short waves stay, long ones are stretched by ``factor``, those between are blended."""
+    """Returns the frequencies of Llama 3.1: short waves stay, long waves are stretched, others are blended."""
     trained = scaling.original_max_position_embeddings
     wavelengths = np.float32(2.0 * math.pi) / frequencies
     low, high = np.float32(scaling.low_freq_factor), np.float32(scaling.high_freq_factor)

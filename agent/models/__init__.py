@@ -1,1 +1,1 @@
-"""The models: graph-mode Cells made of ``agent.layers``, and the table of which checkpoint is which."""
+"""The models: ``llama`` has the network of all families, ``names`` has the names of their tensors in checkpoints."""

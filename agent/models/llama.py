@@ -1,7 +1,7 @@
 """Llama (Touvron et al. 2023; Llama 3, Grattafiori et al. 2024): RMSNorm, rotary, grouped-query attention, SwiGLU.
 
-The other dense families are this network with a part more in each attention (``agent.layers.attention``); what a
-checkpoint calls its tensors is the same for all (``agent.models.names``).
+The other families are the same network with additional parts in the attention (``agent.layers.attention``) or with
+experts. ``agent.models.names`` has the names of the tensors in checkpoints.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ __all__ = ["Llama", "build", "ignorable_suffixes", "weight_specs"]
 
 
 class Llama(nn.Cell):
-    """Token ids to logits of each sequence's last token. Of several stages the first has the embedding and the last the
-    output; between them goes the residual stream."""
+    """Computes the logits of each sequence's last token from token ids.
+
+    If the model is divided into stages, the first stage has the embedding and the last stage has the output. Each stage
+    passes the residual stream to the next.
+    """
 
     def __init__(self, config: Config, ops: OpTable) -> None:
         super().__init__()
@@ -53,9 +56,12 @@ class Llama(nn.Cell):
     def construct(
         self, entry: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
     ) -> Tensor:
-        """entry: token ids [T], or the stream [T, hidden_size] of the stage before; positions [T]; last_tokens [S], the
-        index in T of each sequence's last token; ``step`` and ``whole_prompts`` as in ``OpTable`` -> what
-        ``OpTable.lm_head`` gives for logits [S, vocab_size], or ``OpTable.hand_over`` for the next stage."""
+        """(entry, positions [T], last_tokens [S], step, whole_prompts) -> the output of ``OpTable.lm_head``, or the
+        output of ``OpTable.hand_over`` if another stage follows.
+
+        ``entry`` are token ids [T], or the residual stream [T, hidden_size] of the stage before. ``last_tokens`` are
+        the indices in T of each sequence's last token. ``OpTable`` describes ``step`` and ``whole_prompts``.
+        """
         rotary = self.rotary(positions)
         hidden = self.embedding(entry, step) if self.is_first_stage else entry
         residual = hidden
@@ -77,7 +83,7 @@ class Llama(nn.Cell):
 
 
 class DecoderLayer(nn.Cell):
-    """Attention and MLP, each on the normalised residual stream. A block's output is added by the norm that follows."""
+    """Attention and MLP on the normalised residual stream. The following norm adds a block's output to the stream."""
 
     def __init__(self, config: Config, ops: OpTable, *, layer: int) -> None:
         super().__init__()
@@ -92,7 +98,7 @@ class DecoderLayer(nn.Cell):
             self.mlp = GatedMLP(ops, hidden, shape.intermediate_size, epsilon)
 
     def operands(self) -> tuple[Tensor, ...]:
-        """What ``OpTable.decoder_layers`` takes of this layer, which has no experts."""
+        """Returns the operands that ``OpTable.decoder_layers`` takes for this layer, which must not have experts."""
         attention, mlp = self.attention, self.mlp
         norms = (self.input_norm.weight, self.post_attention_norm.weight)
         weights = (attention.qkv.weight, attention.output.weight, mlp.gate_up.weight, mlp.down.weight)
@@ -106,14 +112,15 @@ class DecoderLayer(nn.Cell):
         step: tuple[Tensor, ...],
         whole_prompts: bool,
     ) -> tuple[Tensor, Tensor]:
-        """hidden, the last block's output, and residual, the stream without it, [T, hidden_size] -> the same two."""
+        """(hidden, the last block's output; residual, the stream without that output) -> the same two, [T,
+        hidden_size]."""
         hidden, residual = self.attention(hidden, residual, self.input_norm.weight, rotary, step, whole_prompts)
         hidden, residual = self.mlp(hidden, residual, self.post_attention_norm.weight, step)
         return hidden, residual
 
 
 def equal_layers(shape: ModelShape) -> tuple[tuple[int, int], ...]:
-    """Runs [first, end) of consecutive layers of the same kind, which one operator may take together."""
+    """Returns ranges [first, end) of consecutive layers of the same kind, which one operator can run together."""
     kinds = [(attention_form(shape, layer), shape.has_experts(layer)) for layer in range(shape.num_layers)]
     starts = [layer for layer in range(shape.num_layers) if layer == 0 or kinds[layer] != kinds[layer - 1]]
     return tuple(pairwise([*starts, shape.num_layers]))
@@ -127,5 +134,5 @@ def _layers_operator(ops: OpTable, shape: ModelShape, first: int, end: int) -> O
 
 
 def build(config: Config, ops: OpTable) -> Llama:
-    """The Cell, its parameters without memory yet."""
+    """Builds the Cell. Its parameters have no memory yet."""
     return Llama(config, ops)

@@ -1,17 +1,17 @@
-"""What Hugging Face checkpoints call the tensors of a decoder, and which of our parameters they make up."""
+"""Maps the tensors of a Hugging Face checkpoint of a decoder to the parameters of our models."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agent.weights import WeightKind, WeightPart, WeightSpec
+from agent.weights import WeightPart, WeightSpec
 from llm_serving.model.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """What a family's checkpoints call the block of experts, and the three matrices of each."""
+    """The names of a family's expert block and of the three matrices of each expert in checkpoints."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
@@ -20,10 +20,13 @@ class ExpertNames:
 
 
 _USUAL = ExpertNames()
+_EXPERT_NAMES = {"MixtralForCausalLM": ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")}
+"""By architecture. All other families use ``_USUAL``."""
 
 
-def weight_specs(shape: ModelShape, experts: ExpertNames = _USUAL) -> list[WeightSpec]:
-    """Every parameter to load, in the order of the layers; names as the parameters of ``Llama`` are called."""
+def weight_specs(shape: ModelShape) -> list[WeightSpec]:
+    """Returns every parameter to load, in the order of the layers, by the names of ``Llama``'s parameters."""
+    experts = _EXPERT_NAMES.get(shape.architecture, _USUAL)
     hidden, vocab = shape.hidden_size, shape.vocab_size
     specs = [_plain("embedding.weight", "model.embed_tokens.weight", vocab, hidden)]
     for layer in range(shape.num_layers):
@@ -43,8 +46,10 @@ def weight_specs(shape: ModelShape, experts: ExpertNames = _USUAL) -> list[Weigh
 
 
 def ignorable_suffixes(shape: ModelShape) -> tuple[str, ...]:
-    """Ends of names that a checkpoint may hold and the model does not need: rotary frequencies, which follow from
-    config.json, and the output weight where it is the embedding."""
+    """Returns the endings of tensor names that a checkpoint may contain and that the model does not need.
+
+    Rotary frequencies follow from config.json. The output weight is not needed if it is the embedding.
+    """
     return ("rotary_emb.inv_freq", "lm_head.weight") if shape.tie_word_embeddings else ("rotary_emb.inv_freq",)
 
 
@@ -78,21 +83,17 @@ def _expert_specs(shape: ModelShape, ours: str, theirs: str, names: ExpertNames)
         _gated_parts(f"{theirs}.experts.{index}", shape.hidden_size, experts.intermediate_size, names)
         for index in range(experts.count)
     ]
-    for name, place, kind in (("gate_up", 0, "gated_linear"), ("down", 1, "linear")):
-        parts = tuple(part for expert in each for part in expert[place])
-        yield WeightSpec(f"{ours}.{name}.weight", parts, _kind(kind), experts=experts.count)
+    gate_up, down = (tuple(part for expert in each for part in expert[place]) for place in (0, 1))
+    yield WeightSpec(f"{ours}.gate_up.weight", gate_up, "gated_linear", experts=experts.count)
+    yield WeightSpec(f"{ours}.down.weight", down, "linear", experts=experts.count)
 
 
 def _gated_parts(
     theirs: str, hidden: int, inner: int, names: ExpertNames
 ) -> tuple[tuple[WeightPart, ...], tuple[WeightPart, ...]]:
-    """Of gate and up as one, and of down."""
+    """Returns the parts of the joined gate and up weight, and the part of the down weight."""
     gate, up = (WeightPart(f"{theirs}.{name}.weight", (inner, hidden)) for name in (names.gate, names.up))
     return (gate, up), (WeightPart(f"{theirs}.{names.down}.weight", (hidden, inner)),)
-
-
-def _kind(name: str) -> WeightKind:
-    return "gated_linear" if name == "gated_linear" else "linear"
 
 
 def _plain(parameter: str, name: str, *sizes: int) -> WeightSpec:

@@ -1,4 +1,8 @@
-"""Which class serves which ``architectures`` entry of a ``config.json``. A model's code is imported when it is used."""
+"""Finds the code of a model by the ``architectures`` entry of its ``config.json``.
+
+``llm_serving.model.families`` lists the families with their differences. The network in ``agent.models.llama`` serves
+all of them. A family with another network needs a module with the functions of ``ModelDefinition``, named here.
+"""
 
 from __future__ import annotations
 
@@ -10,39 +14,31 @@ from agent.backends.base import OpTable
 from agent.weights import WeightSpec
 from llm_serving.config import Config
 from llm_serving.errors import AgentStartError
+from llm_serving.model.families import FAMILIES
 from llm_serving.model.shape import ModelShape
-
-_MODULES = {
-    "LlamaForCausalLM": "agent.models.llama",
-    "MistralForCausalLM": "agent.models.mistral",
-    "MixtralForCausalLM": "agent.models.mixtral",
-    "Qwen2ForCausalLM": "agent.models.qwen2",
-    "Qwen3ForCausalLM": "agent.models.qwen3",
-    "Qwen3MoeForCausalLM": "agent.models.qwen3_moe",
-}
-"""The same as ``llm_serving.model.families.FAMILIES``, whose sizes the server knows; a test compares them."""
-
-_MINDFORMERS = "agent.mindformers.model"
 
 
 class ModelDefinition(Protocol):
-    """What a model's module offers."""
+    """The functions that every model's module must have."""
 
     def weight_specs(self, shape: ModelShape) -> Sequence[WeightSpec]:
-        """Every parameter to load, in the order of the layers."""
+        """Returns every parameter to load, in the order of the layers."""
 
     def ignorable_suffixes(self, shape: ModelShape) -> tuple[str, ...]:
-        """Ends of names that a checkpoint may hold and the model does not need."""
+        """Returns the endings of tensor names that a checkpoint may contain and that the model does not need."""
 
     def build(self, config: Config, ops: OpTable) -> Any:
-        """The Cell, its parameters without memory yet."""
+        """Builds the Cell. Its parameters have no memory yet."""
 
 
 def find_model(architecture: str, model_type: str = "dyn") -> ModelDefinition:
-    """The module of a model: ours, or MindFormers' where ``model_type`` says so. Raises AgentStartError for an
-    architecture that is not served."""
-    if architecture not in _MODULES:
-        raise AgentStartError(f"no model for architecture {architecture!r}; there are: {', '.join(_MODULES)}")
-    module: Any = import_module(_MINDFORMERS if model_type == "mindformers" else _MODULES[architecture])
+    """Returns the module of a model: ours, or the one of MindFormers if ``model_type`` is ``mindformers``.
+
+    Imports mindspore. Raises AgentStartError if the architecture is not supported.
+    """
+    if architecture not in FAMILIES:
+        raise AgentStartError(f"no model for architecture {architecture!r}; there are: {', '.join(FAMILIES)}")
+    name = "agent.mindformers.model" if model_type == "mindformers" else "agent.models.llama"
+    module: Any = import_module(name)
     definition: ModelDefinition = module
     return definition

@@ -1,6 +1,6 @@
 """The model families that are served, by the ``architectures`` entry of ``config.json``, and what only they state.
 
-``agent/models/`` has a module for each; ``docs/models.md`` has the table for people.
+``agent/models/llama.py`` is the network of all of them. ``docs/models.md`` has a table for users.
 """
 
 from __future__ import annotations
