@@ -1,1 +1,1 @@
-"""The inference models of MindFormers (the extra ``[mindformers]``), run as our own are; docs/mindformers.md."""
+"""Runs the inference models of MindFormers (the extra ``[mindformers]``) in place of ours; see docs/mindformers.md."""

@@ -1,4 +1,4 @@
-"""Which of MindFormers' inference models serves which ``architectures`` entry, and its settings. Imports neither."""
+"""Maps each ``architectures`` entry to a MindFormers model and that model's settings. Does not import MindFormers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ Settings = dict[str, object]
 
 
 def gpt_settings(config: Config) -> Settings:
-    """What the configuration classes of its newer models take: the sizes of ``config.json``, positions up to the
-    longest sequence served (the rotary tables have a row for each), and every type the model's.
+    """Returns the arguments of the configuration classes of MindFormers' newer models.
 
-    Norms in ``model_dtype`` are float32 inside the primitive and rounded once, as they are where MindFormers casts to
-    float32 before and back after; rotary tables are made in float32 and rounded once.
+    These are the sizes of ``config.json``, the positions of the longest sequence (the rotary tables have a row for
+    each position), and the model's type for all types. A norm in ``model_dtype`` computes in float32 inside the
+    primitive and rounds once, so a cast to float32 around it changes nothing. Rotary tables are computed in float32 and
+    rounded once.
     """
     shape, dtype = config.shape, config.model_config.model_dtype
     settings: Settings = {
@@ -48,7 +49,7 @@ def gpt_settings(config: Config) -> Settings:
 
 
 def moe_settings(config: Config) -> Settings:
-    """The same of a mixture of experts, its router in float32."""
+    """Returns the arguments for a mixture of experts. Its router is float32."""
     experts = config.shape.experts
     assert experts is not None, "the server refuses a model without experts"
     return {
@@ -62,8 +63,11 @@ def moe_settings(config: Config) -> Settings:
 
 
 def llama_settings(config: Config) -> Settings:
-    """What ``LlamaConfig`` takes. "Parallel decoding" is the form in which its model is given positions, masks and
-    query lengths from outside, which chunks and mixed steps need."""
+    """Returns the arguments of ``LlamaConfig``.
+
+    With "parallel decoding", the model takes positions, masks and query lengths as inputs, which chunks and mixed steps
+    need.
+    """
     shape, dtype = config.shape, config.model_config.model_dtype
     settings: Settings = {
         "batch_size": 1,
@@ -94,9 +98,8 @@ def llama_settings(config: Config) -> Settings:
 
 
 def _yarn(scaling: RopeScaling) -> Settings:
-    """``rope_scaling`` of the newer models. What cosines and sines are multiplied by is ``coeff`` ln(``factor``) + 1
-    there."""
-    assert scaling.type == "yarn", "the server refuses all others"
+    """Returns ``rope_scaling`` for the newer models. They multiply cosines by ``coeff`` ln(``factor``) + 1."""
+    assert scaling.type == "yarn", "the server refuses all other types"
     return {
         "rope_type": "yarn",
         "factor": scaling.factor,
@@ -108,8 +111,11 @@ def _yarn(scaling: RopeScaling) -> Settings:
 
 
 def _llama_scaling(scaling: RopeScaling) -> Settings:
-    """What ``LlamaConfig`` takes besides. Its linear scaling refuses every factor that is a number; ``PI`` is the same
-    rule, of positions rather than frequencies."""
+    """Returns the arguments of ``LlamaConfig`` for rotary scaling.
+
+    Its type for linear scaling refuses numeric factors. ``PI`` is the same rule, applied to positions instead of
+    frequencies.
+    """
     if scaling.type == "linear":
         return {"extend_method": "PI", "scaling_factor": scaling.factor}
     trained = scaling.original_max_position_embeddings
@@ -117,21 +123,21 @@ def _llama_scaling(scaling: RopeScaling) -> Settings:
     if scaling.type == "llama3":
         bounds = {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
         return {"extend_method": "LLAMA3", "scaling_factor": {**common, **bounds}}
-    assert scaling.type == "yarn", "the server refuses all others"
-    # (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1) is what cosines and sines are multiplied by.
+    assert scaling.type == "yarn", "the server refuses all other types"
+    # Cosines and sines are multiplied by (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1).
     bounds = {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow}
     magnitude = {"mscale": _magnitude(scaling) / 0.1, "mscale_all_dim": 0.0}
     return {"extend_method": "YARN", "scaling_factor": {**common, **bounds, **magnitude}}
 
 
 def _magnitude(scaling: RopeScaling) -> float:
-    """c of attention_factor = c ln(factor) + 1."""
+    """Returns c in attention_factor = c ln(factor) + 1."""
     return 0.1 if scaling.factor == 1 else (scaling.attention_factor - 1) / math.log(scaling.factor)
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceModel:
-    """The classes of a family in MindFormers 1.9, by their full names, and ours that runs them."""
+    """The full names of a family's classes in MindFormers 1.9 and of our adapter class."""
 
     config: str
     network: str
@@ -160,11 +166,11 @@ INFERENCE_MODELS = {
         settings=moe_settings,
     ),
 }
-"""By architecture: those of ``llm_serving.config.mindformers_models``, which the server checks (a test compares)."""
+"""By architecture. Must have the keys of ``llm_serving.config.mindformers_models``; a test compares them."""
 
 
 def inference_model(architecture: str) -> InferenceModel:
-    """Raises AgentStartError for an architecture without one."""
+    """Returns the model of an architecture. Raises AgentStartError if MindFormers has none."""
     if architecture not in INFERENCE_MODELS:
         known = ", ".join(INFERENCE_MODELS)
         raise AgentStartError(f"no MindFormers model for architecture {architecture!r}; there are: {known}")

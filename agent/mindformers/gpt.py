@@ -1,9 +1,8 @@
-"""MindFormers' newer inference models with the inputs and outputs of ``agent.models.llama.Llama``.
+"""Adapts MindFormers' newer inference models to the inputs and outputs of ``agent.models.llama.Llama``.
 
-``InferenceQwen3ForCausalLM`` and its like build a ``GPTModel`` and only hand their arguments on to it. It is called
-here directly, with two of the switches it has for servers: ``return_hidden_states``, so that logits are worked out for
-the last tokens only, and ``move_lens_to_cpu`` off, as nothing in these models reads the copies of the lengths that
-``MoveTo`` makes.
+``InferenceQwen3ForCausalLM`` and similar classes build a ``GPTModel`` and pass their arguments on to it. The adapter
+calls the ``GPTModel`` directly. It sets ``return_hidden_states``, so that logits are computed for last tokens only. It
+turns ``move_lens_to_cpu`` off, because these models do not read the copies of the lengths that ``MoveTo`` makes.
 """
 
 from __future__ import annotations
@@ -21,8 +20,11 @@ from llm_serving.config import Config
 
 
 class GptAdapter(nn.Cell):
-    """Token ids to logits of each sequence's last token. Owns the parameters of the KV cache, which MindFormers takes
-    as arguments; ``take_form`` must be called before a graph is compiled."""
+    """Computes the logits of each sequence's last token from token ids.
+
+    Owns the parameters of the KV cache, which MindFormers takes as arguments. Call ``take_form`` before a graph is
+    compiled.
+    """
 
     owns_caches = False
     """Whether the caches are parameters of MindFormers' layers."""
@@ -33,7 +35,7 @@ class GptAdapter(nn.Cell):
         self.gpt = network.model
         self.gpt.return_hidden_states = True
         self.gpt.move_lens_to_cpu = False
-        self._network = (network,)  # not a child: it would be a second parent of the same Cells
+        self._network = (network,)  # in a tuple, because as a child it would be a second parent of the same Cells
         layout = ops_table.cache_layout(cache.num_blocks, cache.block_size, shape.num_key_value_heads, shape.head_dim)
         keys, values = zip(*cache_names(shape.num_layers), strict=True)
         self.key_caches = ParameterTuple([_cache(name, *layout) for name in keys])
@@ -43,8 +45,10 @@ class GptAdapter(nn.Cell):
         self.gather = ops.Gather()
 
     def take_form(self, *, whole_prompts: bool) -> None:
-        """Choose the attention that the next graph to be compiled is made of: among the tokens of the step, or over the
-        cache. Rotary always takes a row of cosines and sines for each token, as it does for MindFormers' chunks."""
+        """Chooses the attention of the next graph to be compiled: among the tokens of the step, or over the cache.
+
+        Rotary always takes a row of cosines and sines for each token, as it does for MindFormers' chunks.
+        """
         (network,) = self._network
         network.add_flags_custom_mcore(is_prefill=whole_prompts)
         network.add_flags_chunked(is_chunked=True)
@@ -52,8 +56,11 @@ class GptAdapter(nn.Cell):
     def construct(
         self, token_ids: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
     ) -> Tensor:
-        """token_ids, positions [T]; last_tokens [S], the index in T of each sequence's last token; ``step`` and
-        ``whole_prompts`` as in ``OpTable`` -> logits [S, vocab_size]."""
+        """(token_ids [T], positions [T], last_tokens [S], step, whole_prompts) -> logits [S, vocab_size].
+
+        ``last_tokens`` are the indices in T of each sequence's last token. ``OpTable`` describes ``step`` and
+        ``whole_prompts``.
+        """
         slot_mapping, block_tables, context_lens, query_lens = step[:4]
         mask = self.no_mask
         if whole_prompts:
@@ -63,7 +70,7 @@ class GptAdapter(nn.Cell):
         hidden = self.gpt(
             token_ids,
             positions=positions,
-            # FlashAttentionScore takes them for the lengths of the queries, which those of whole prompts are.
+            # FlashAttentionScore uses this input as the lengths of the queries.
             batch_valid_length=query_lens if whole_prompts else context_lens,
             context_lens_tensor=context_lens,
             q_seq_lens=query_lens,

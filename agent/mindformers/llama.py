@@ -1,8 +1,8 @@
-"""MindFormers' Llama, of its older library, with the inputs and outputs of ``agent.models.llama.Llama``.
+"""Adapts the Llama of MindFormers' older library to the inputs and outputs of ``agent.models.llama.Llama``.
 
-It is built for parallel decoding (``families.llama_settings``): whole prompts go through ``FlashAttentionScore``, all
-else through ``PagedAttention`` with a mask. Tokens are a batch of one sequence, [1, T]. Its ``LlamaModel`` is called
-directly, so that logits are worked out for the last tokens only.
+The model is built for parallel decoding (``families.llama_settings``). Whole prompts use ``FlashAttentionScore``, all
+other steps use ``PagedAttention`` with a mask. Tokens are a batch of one sequence, [1, T]. The adapter calls the
+``LlamaModel`` directly, so that logits are computed for last tokens only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llm_serving.config import Config
 
 
 class LlamaAdapter(nn.Cell):
-    """Token ids to logits of each sequence's last token; ``take_form`` must be called before a graph is compiled."""
+    """Computes the logits of each sequence's last token. Call ``take_form`` before a graph is compiled."""
 
     owns_caches = True
     """Whether the caches are parameters of MindFormers' layers."""
@@ -25,20 +25,20 @@ class LlamaAdapter(nn.Cell):
     def __init__(self, network: Any, config: Config, ops_table: OpTable) -> None:
         super().__init__(auto_prefix=False)
         self.llama, self.lm_head = network.model, network.lm_head
-        self._network = (network,)  # not a child: it would be a second parent of the same Cells
+        self._network = (network,)  # in a tuple, because as a child it would be a second parent of the same Cells
         self.hidden_size = config.shape.hidden_size
         self.no_mask = no_mask(ops_table.dtype)
         self.gather, self.reshape = ops.Gather(), ops.Reshape()
 
     def take_form(self, *, whole_prompts: bool) -> None:
-        """As ``GptAdapter``."""
+        """Like the method of ``GptAdapter``."""
         (network,) = self._network
         network.add_flags_custom(is_first_iteration=whole_prompts)
 
     def construct(
         self, token_ids: Tensor, positions: Tensor, last_tokens: Tensor, step: tuple[Tensor, ...], whole_prompts: bool
     ) -> Tensor:
-        """As ``GptAdapter``."""
+        """Like the method of ``GptAdapter``."""
         slot_mapping, block_tables, context_lens, query_lens = step[:4]
         hidden = self.llama(
             self.reshape(token_ids, (1, -1)),

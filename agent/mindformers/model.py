@@ -1,4 +1,4 @@
-"""A MindFormers model in place of one of ours: what ``agent.models.registry`` asks of a model's module."""
+"""Builds a MindFormers model in place of ours. Has the functions of ``agent.models.registry.ModelDefinition``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ __all__ = ["build", "ignorable_suffixes", "weight_specs"]
 
 
 def build(config: Config, ops_table: OpTable) -> Any:
-    """The Cell, its parameters without memory yet and under our names. Raises AgentStartError when the package is not
-    there, or its model is not the one that the weights are for."""
+    """Builds the Cell. Its parameters have no memory yet, and have our names.
+
+    Raises AgentStartError if the package is not installed or its model does not fit the weights.
+    """
     import_mindformers(Path(config.log_config.path).parent)
     classes = inference_model(config.shape.architecture)
     with no_init_parameters(), without_prints():
@@ -42,7 +44,7 @@ def _caches(config: Config, ops_table: OpTable) -> dict[str, tuple[int, ...]]:
 
 
 def _rename_parameters(found: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...]], architecture: str) -> None:
-    """Give MindFormers' parameters the names of ours, by which they are loaded and bound."""
+    """Gives MindFormers' parameters our names, by which weights are loaded and bound."""
     names = names_of(architecture)
     ours = {names.theirs(name): name for name in wanted}
     for name in sorted(found.keys() | ours.keys()):
@@ -50,7 +52,7 @@ def _rename_parameters(found: Mapping[str, Any], wanted: Mapping[str, tuple[int,
         loaded = wanted[ours[name]] if name in ours else "none"
         if shape != loaded:
             raise AgentStartError(
-                f"MindFormers' model has a parameter {name} of shape {shape}, and the model folder one of {loaded}"
+                f"parameter {name} has shape {shape} in MindFormers' model and shape {loaded} in the model folder"
             )
     for name, parameter in found.items():
         parameter.name = ours[name]

@@ -1,8 +1,8 @@
-"""What MindFormers calls the parameters of a decoder.
+"""Maps our parameter names to the names of MindFormers.
 
-They are laid out as ours are without packing: [out, in], of experts [experts, in, out], q, k and v one after the other
-and gate before up, but for its Llama, which has those apart. Checkpoints are read, checked and converted as for our own
-models.
+MindFormers' parameters have the layout of ours without packing: [out, in], and [experts, in, out] for experts. q, k and
+v are one parameter, and so are gate and up; in MindFormers' Llama they are separate. Checkpoints are read, checked and
+converted as for our own models.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ _STACKED = {"qkv": ("query", "key", "value"), "gate_up": ("gate", "up")}
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """Of one kind of model; by our names."""
+    """The names of one kind of MindFormers model, by our names."""
 
     outside: Mapping[str, str]
     layers: str
-    """What the layers are under."""
+    """The prefix of the layers."""
     inside: Mapping[str, str]
-    """Of a layer, without the kind (``weight``, ``bias``) that both have at the end; with it where only ours has it."""
+    """The names inside of a layer, without the last part (``weight``, ``bias``). If MindFormers' name has no such part,
+    our name includes it."""
     stacked: bool
-    """Whether q, k and v are one weight, and gate and up."""
+    """Whether q, k and v are one weight, and gate and up are one weight."""
 
     def theirs(self, parameter: str) -> str:
-        """MindFormers' name of one of our parameters."""
+        """Returns MindFormers' name of one of our parameters."""
         if parameter in self.outside:
             return self.outside[parameter]
         match = _LAYER_PARAMETER.fullmatch(parameter)
@@ -60,7 +61,7 @@ GPT_NAMES = Names(
     },
     stacked=True,
 )
-"""Of ``GPTModel``, which all its newer models are."""
+"""The names of ``GPTModel``, which all newer models use."""
 
 MOE_NAMES = replace(
     GPT_NAMES,
@@ -71,7 +72,7 @@ MOE_NAMES = replace(
         "mlp.down.weight": "mlp.experts.weight2",
     },
 )
-"""Of one with experts in all layers."""
+"""The names of a ``GPTModel`` with experts in all layers."""
 
 LLAMA_NAMES = Names(
     outside={
@@ -94,30 +95,29 @@ LLAMA_NAMES = Names(
     },
     stacked=False,
 )
-"""Of its older library's Llama, whose layers own the KV cache."""
+"""The names of the older library's Llama, whose layers own the KV cache."""
 
 
 def names_of(architecture: str) -> Names:
-    """By the ``architectures`` entry."""
+    """Returns the names for an ``architectures`` entry."""
     return {"LlamaForCausalLM": LLAMA_NAMES, "Qwen3MoeForCausalLM": MOE_NAMES}.get(architecture, GPT_NAMES)
 
 
 def weight_specs(shape: ModelShape) -> list[WeightSpec]:
-    """Every parameter to load, under our names; of what MindFormers does not stack, each part by itself."""
+    """Returns every parameter to load, by our names. Splits the parameters that MindFormers does not stack."""
     specs = our_specs(shape)
-    return specs if names_of(shape.architecture).stacked else [part for spec in specs for part in _apart(spec)]
+    return specs if names_of(shape.architecture).stacked else [part for spec in specs for part in _split(spec)]
 
 
 def our_parameters(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter that is loaded, biases by themselves; an output weight that is the embedding is
-    none of its own."""
+    """Returns name and shape of every parameter to load. Biases are separate; a tied output weight is left out."""
     specs = [spec for spec in weight_specs(shape) if not spec.packed_only]
     biases = [spec.bias_spec() for spec in specs if spec.bias]
     return {spec.parameter: _loaded_shape(spec) for spec in [*specs, *biases]}
 
 
 def _loaded_shape(spec: WeightSpec) -> tuple[int, ...]:
-    """As ``load_weights`` gives it without packing, which turns the weights of experts."""
+    """Returns the shape that ``load_weights`` returns without packing; it transposes the weights of experts."""
     if not spec.experts:
         return spec.shape
     experts, rows, depth = spec.shape
@@ -125,11 +125,11 @@ def _loaded_shape(spec: WeightSpec) -> tuple[int, ...]:
 
 
 def cache_names(num_layers: int) -> list[tuple[str, str]]:
-    """Our names of each layer's key and value cache."""
+    """Returns our names of each layer's key cache and value cache."""
     return [(f"layers.{i}.attention.key_cache", f"layers.{i}.attention.value_cache") for i in range(num_layers)]
 
 
-def _apart(spec: WeightSpec) -> Iterator[WeightSpec]:
+def _split(spec: WeightSpec) -> Iterator[WeightSpec]:
     stem, _, name = spec.parameter.removesuffix(".weight").rpartition(".")
     if name not in _STACKED:
         yield spec

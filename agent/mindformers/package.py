@@ -1,4 +1,4 @@
-"""The package MindFormers: imported by an agent that serves one of its models, and by nobody else."""
+"""Imports the package MindFormers. Only an agent that serves a MindFormers model does this."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _LOG_FOLDER = "mindformers"
 
 
 def environment(log_folder: Path) -> dict[str, str]:
-    """Variables MindFormers reads when it is imported: inference, its log files in a folder of their own in
-    ``log_folder`` (it makes the folder, and the one above it, private to the user), nothing from the network."""
+    """Returns the environment variables that MindFormers reads when it is imported.
+
+    They select inference, forbid network access, and put MindFormers' log files into a folder inside ``log_folder``.
+    MindFormers makes both folders private to the user.
+    """
     folder = str(log_folder / _LOG_FOLDER)
     return {
         "RUN_MODE": "predict",
@@ -30,9 +33,9 @@ def environment(log_folder: Path) -> dict[str, str]:
 
 
 def import_mindformers(log_folder: Path, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Import the package, MindSpore being set up. From then on it logs errors only, and to its own file.
+    """Imports the package. MindSpore must be set up before. MindFormers then logs only errors, to its own file.
 
-    Raises AgentStartError when it is not installed, or misses a package it needs itself.
+    Raises AgentStartError if MindFormers, or a package that MindFormers needs, is not installed.
     """
     variables.update(environment(log_folder))
     try:
@@ -53,13 +56,15 @@ def import_mindformers(log_folder: Path, variables: MutableMapping[str, str] = o
 
 @contextmanager
 def without_prints() -> Iterator[None]:
-    """MindFormers prints a table of its settings when a model is made, and warns of what it could import and we do not
-    use. Errors are exceptions."""
+    """Hides what MindFormers prints: its settings, and warnings about packages that we do not use.
+
+    Errors are exceptions and stay visible.
+    """
     with redirect_stdout(io.StringIO()):
         yield
 
 
 def attribute(path: str) -> Any:
-    """An object of the package by its full name, ``mindformers.models.qwen3.Qwen3Config``."""
+    """Returns an object of a package by its full name, for example ``mindformers.models.qwen3.Qwen3Config``."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
