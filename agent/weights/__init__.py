@@ -1,4 +1,4 @@
-"""Weights of a model: where they come from, how they are checked and converted. Imports no mindspore."""
+"""Reads, checks and converts the weights of a model. Does not import mindspore."""
 
 from agent.weights.forms import LinearForm, LinearForms, linear_forms
 from agent.weights.layout import WeightKind, WeightPart, WeightSpec

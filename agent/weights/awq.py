@@ -1,4 +1,4 @@
-"""AWQ folders in the gemm layout (Lin et al. 2024; AutoAWQ writes them).
+"""Reads AWQ folders in the gemm layout (Lin et al. 2024; written by AutoAWQ).
 
 qweight  int32 [in, out / 8]      a word holds the outputs 8j + 0, 2, 4, 6, 1, 3, 5, 7, the lowest bits first
 qzeros   int32 [groups, out / 8]  in the same order
@@ -21,7 +21,7 @@ _OUTPUT_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class AWQDecoder(Decoder):
-    """4 bits."""
+    """Decodes integers of 4 bits with zero points."""
 
     marker = "qweight"
     axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
@@ -49,7 +49,7 @@ class AWQDecoder(Decoder):
 
 
 def _outputs_first(words: Array) -> npt.NDArray[np.uint8]:
-    """int32 [n, out / 8] -> uint8 [out, n]. Words are transposed rather than their eight values."""
+    """int32 [n, out / 8] -> uint8 [out, n]. Transposes words, which is faster than transposing their eight values."""
     four = bytes_of(words.T).reshape(words.shape[1], len(words), 4)
     values = np.empty((words.shape[1], 8, len(words)), np.uint8)
     for byte in range(4):

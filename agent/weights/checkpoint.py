@@ -1,4 +1,4 @@
-"""A Hugging Face folder's weights in safetensors files: floats, or quantised in a format that ``config.json`` names."""
+"""Reads the weights of a Hugging Face folder from safetensors files, as floats or in a quantised format."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DECODERS: dict[str, type[Decoder]] = {
 
 
 class Checkpoint:
-    """Owns the mapped files of a folder. A source of weights (see ``agent.weights.source``)."""
+    """A WeightSource for a folder. Owns the mapped files."""
 
     def __init__(self, folder: Path, quantization: Quantization | None = None) -> None:
         self.folder = folder
@@ -36,12 +36,12 @@ class Checkpoint:
         self._parts: dict[str, WeightPart] = {}
 
     def check(self, expected: Sequence[WeightPart], ignorable: Iterable[str] = ()) -> None:
-        """Raise unless the folder holds exactly the tensors ``expected``, each of its shape.
+        """Raises CheckpointError unless the folder has exactly the ``expected`` tensors with their shapes.
 
-        Names that end in one of ``ignorable`` may be there too, and are not read.
+        Tensors whose names end in one of ``ignorable`` are allowed and not read.
         """
         self._parts = {part.name: part for part in expected}
-        with self._naming_folder():
+        with self._with_folder_in_errors():
             stored = {each.name: each for part in expected for each in self._stored(part)}
         missing = [name for name, each in stored.items() if name not in self._files and not each.optional]
         if missing:
@@ -51,7 +51,7 @@ class Checkpoint:
         if unexpected:
             raise CheckpointError(
                 f"{self.folder}: {listed(unexpected)} in the weights but not in a model of this config.json: "
-                "the two do not belong together"
+                "weights and config.json do not belong together"
             )
         for name, each in stored.items():
             if name in self._files:
@@ -59,30 +59,30 @@ class Checkpoint:
 
     @property
     def bytes_read(self) -> int:
-        """Of tensors' values, as they are stored. What was read whole before it was cut counts whole."""
+        """Bytes of stored values that were read. A tensor that was read whole and then cut counts whole."""
         return self._files.bytes_read
 
     def names(self) -> tuple[str, ...]:
-        """Every tensor of the folder."""
+        """Returns the names of all tensors of the folder."""
         return self._files.names()
 
     def scheme(self, part: WeightPart) -> Scheme | None:
-        """How a tensor is quantised; None: it is stored as floats."""
+        """Returns how a tensor is quantised, or None for a tensor of floats."""
         return self._decoder.scheme() if self._decoder is not None and self._is_quantised(part.name) else None
 
     def float_dtype(self, name: str) -> str | None:
-        """The type of a tensor stored as floats; None for a quantised one."""
+        """Returns the type of a tensor of floats, or None for a quantised tensor."""
         return None if self._is_quantised(name) else self._files.float_dtype(name)
 
     def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
-        """A tensor that has a ``scheme``, or a part of it, in memory of its own.
+        """Reads a tensor that has a ``scheme``, or one part of the tensor, into new memory.
 
-        Raises CheckpointError when a value cannot be, or the part cannot be had by itself.
+        Raises CheckpointError if a value is not valid or the part cannot be read separately.
         """
-        assert self._decoder is not None, "only a quantised tensor is read as one"
+        assert self._decoder is not None, "the tensor must be quantised"
         stem = stem_of(part.name)
-        with self._naming_folder():
-            tensors = StoredTensors(stem, self._read_but_bias)
+        with self._with_folder_in_errors():
+            tensors = StoredTensors(stem, self._read_unless_bias)
             if cut is not None:
                 tensors = CutTensors(tensors, cut, self._decoder, self._files.count)
                 tensor = self._decoder.decode(WeightPart(part.name, cut.shape), tensors)
@@ -94,9 +94,9 @@ class Checkpoint:
         return tensor
 
     def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:
-        """Copy a tensor or a part of it, as elements of ``dtype``, into ``out``.
+        """Copies a tensor, or one part of the tensor, to ``out`` as elements of ``dtype``.
 
-        Raises CheckpointError when a value does not fit.
+        Raises CheckpointError if a value does not fit ``dtype``.
         """
         try:
             if self._is_quantised(name):
@@ -116,11 +116,11 @@ class Checkpoint:
             ) from reason
 
     def close(self) -> None:
-        """Unmap the files."""
+        """Unmaps the files."""
         self._files.close()
 
-    def _read_but_bias(self, name: str) -> tuple[Array, str] | None:
-        """A bias that the model has is a tensor by itself."""
+    def _read_unless_bias(self, name: str) -> tuple[Array, str] | None:
+        """Reads a tensor. Returns None for a bias that the model reads as a separate tensor."""
         return None if name in self._parts and name.endswith(".bias") else self._files.read_optional(name)
 
     def _dequantise_into(self, part: WeightPart, cut: TensorCut | None, out: Array, dtype: str) -> None:
@@ -138,10 +138,10 @@ class Checkpoint:
         return (StoredTensor(part.name, (), (part.shape,)),)
 
     def _hint(self) -> str:
-        """What to say to someone whose folder has lost its ``quantization_config``."""
+        """Returns a hint for a quantised folder whose config.json has no ``quantization_config``."""
         quantised = any(name.endswith((".qweight", ".weight_packed")) for name in self._files.names())
         return (
-            "; they are quantised, and config.json has no quantization_config"
+            "; the tensors are quantised, but config.json has no quantization_config"
             if (quantised and self._decoder is None)
             else ""
         )
@@ -157,13 +157,13 @@ class Checkpoint:
         if info.shape != stored.shapes[0]:
             raise CheckpointError(
                 f"{self._files.where(stored.name)}: tensor {stored.name} has shape {list(info.shape)}; "
-                f"config.json makes it {list(stored.shapes[0])}"
+                f"config.json requires {list(stored.shapes[0])}"
             )
         self._files.read(stored.name)
 
     @contextmanager
-    def _naming_folder(self) -> Iterator[None]:
-        """Errors about a tensor also name the folder."""
+    def _with_folder_in_errors(self) -> Iterator[None]:
+        """Adds the folder to errors about a tensor."""
         try:
             yield
         except CheckpointError as reason:

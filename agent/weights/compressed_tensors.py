@@ -1,4 +1,4 @@
-"""compressed-tensors folders (vLLM's llm-compressor writes them, and so does ``tools/quantize.py``).
+"""Reads compressed-tensors folders (written by vLLM's llm-compressor and by ``tools/quantize.py``).
 
 int-quantized:   weight            int8 [out, in]
                  weight_scale      float [out, groups]
@@ -8,7 +8,7 @@ pack-quantized:  weight_packed     int32 [out, in * bits / 32]   consecutive inp
                  weight_shape      int [2]: out, in
                  weight_g_idx      int32 [in]
 
-A scale of the whole row is [out] or [out, 1], one of the whole tensor [1].
+A scale for the whole row is [out] or [out, 1]; a scale for the whole tensor is [1].
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from agent.weights.quantized import QuantizedTensor, signed, unpacked, without_u
 
 
 class IntQuantizedDecoder(Decoder):
-    """8 bits, a byte each."""
+    """Decodes integers of 8 bits, one in each byte."""
 
     marker = "weight_scale"
     axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
@@ -62,7 +62,7 @@ class IntQuantizedDecoder(Decoder):
 
 
 class PackQuantizedDecoder(Decoder):
-    """4 or 8 bits in words."""
+    """Decodes integers of 4 or 8 bits in int32 words."""
 
     marker = "weight_packed"
     axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
@@ -106,7 +106,7 @@ class PackQuantizedDecoder(Decoder):
         scheme, zero = self.scheme(), self.scheme().weights.zero
         if stored.dtype == np.int8:
             if int(stored.min()) < -zero or int(stored.max()) >= zero:
-                raise tensors.fail("weight_zero_point", f"holds values beyond -{zero} to {zero - 1}")
+                raise tensors.fail("weight_zero_point", f"has values outside of -{zero} to {zero - 1}")
             return without_usual_zeros((stored.reshape(rows, groups) + np.int8(zero)).astype(np.uint8), scheme)
         words = unpacked(stored.T, self.quantization.bits)
         return without_usual_zeros(np.ascontiguousarray(words[:, :rows].T), scheme)

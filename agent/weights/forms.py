@@ -1,21 +1,19 @@
-"""How the native primitives take the weights of linear layers.
+"""The forms in which native primitives take the weights of linear layers.
 
     form               primitive                          weight                      scales, offsets
     float              MatMul                             model_dtype [out, in]
     int8               DynamicQuantExt, QuantBatchMatmul  int8 [out, in]              float32 [out]
     int8_weight_only   WeightQuantBatchMatmul,            int8 [out, in]              model_dtype [out], with groups
                        transposed                                                     [out, groups]
-    int4_weight_only   WeightQuantBatchMatmul             int4 [in, out], two a byte  model_dtype [groups, out]
+    int4_weight_only   WeightQuantBatchMatmul             int4 [in, out], two in a byte  model_dtype [groups, out]
 
 A form has the name of the format that the primitives compute: ``int4`` becomes ``int4_weight_only``.
 
 The weights of all experts of a layer are one weight of GroupedMatmulV4:
 
-    float                                                 model_dtype [experts, in, out]
-    int8               behind DynamicQuantExt             int8, the same              [experts, out], bfloat16 for
-                                                                                      bfloat16, else float32
-    int8_weight_only                                      int8, the same              model_dtype [experts, out]
-    int4_weight_only                                      int4, two a byte, the same  model_dtype [experts, groups, out]
+float model_dtype [experts, in, out] int8 behind DynamicQuantExt int8, the same [experts, out], bfloat16 for bfloat16,
+else float32 int8_weight_only int8, the same model_dtype [experts, out] int4_weight_only int4, two in a byte, the same
+model_dtype [experts, groups, out]
 
 The last two always have offsets, because the primitive requires them. Offsets are zero except for whole rows with zero
 points.
@@ -37,7 +35,7 @@ from llm_serving.model.number_formats import AUTO, WeightFormat, weight_format
 from llm_serving.model.quantization import MAX_WEIGHT_ONLY_SIZE
 
 GROUP_MULTIPLE = 32
-"""Groups of WeightQuantBatchMatmul are multiples of this number, and smaller than the inputs."""
+"""Groups of WeightQuantBatchMatmul are multiples of this number and smaller than the number of inputs."""
 FLOAT = "float"
 """The form of weights in ``model_dtype``."""
 
@@ -49,10 +47,10 @@ class LinearForm:
     format: str = FLOAT
     """``FLOAT``, or the format that the primitive computes."""
     group: int = 0
-    """Inputs that share a scale; 0: all."""
+    """Number of inputs that share a scale. 0 means all inputs."""
     has_offsets: bool = False
     stored: Scheme | None = None
-    """How the checkpoint stores the weight; None: as floats."""
+    """The scheme in which the checkpoint stores the weight. None means floats."""
 
     @property
     def is_float(self) -> bool:
@@ -61,7 +59,7 @@ class LinearForm:
 
     @property
     def weights(self) -> WeightFormat:
-        """The registry's entry of integers. Raises UnknownFormatError."""
+        """The registry's entry of the integers. Raises UnknownFormatError."""
         return weight_format(self.format)
 
     @property
@@ -72,7 +70,7 @@ class LinearForm:
 
 @dataclass(frozen=True, slots=True)
 class LinearForms:
-    """The forms of a model's linear layers, its output layer and its experts; all layers have the same."""
+    """The forms of a model's linear layers, of its output layer and of its experts. All layers have the same forms."""
 
     layers: LinearForm = LinearForm()
     output: LinearForm = LinearForm()
@@ -80,18 +78,18 @@ class LinearForms:
 
 
 def scale_type(form: LinearForm, dtype: str, *, of_experts: bool) -> str:
-    """The type of the scales of integers that multiply activations of ``dtype``."""
+    """Returns the type of the scales, for activations of ``dtype``."""
     if not form.quantises_activations:
         return dtype
     return "bfloat16" if of_experts and dtype == "bfloat16" else "float32"
 
 
 def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Packing) -> LinearForms:
-    """The forms that ``packing`` asks for, of weights that are stored as ``source`` has them. Reads no values.
+    """Returns the forms for ``packing`` and for the stored form of the weights in ``source``. Reads no values.
 
-    An output to a vocabulary larger than ``MAX_WEIGHT_ONLY_SIZE`` stays floats where the primitive has that limit, as
-    does one to an odd vocabulary in int4, and one that is the embedding always. Raises ConfigError where the primitives
-    cannot do what is asked.
+    The output layer stays floats in three cases: it is the embedding; its vocabulary is larger than the primitive's
+    limit ``MAX_WEIGHT_ONLY_SIZE``; or its vocabulary does not fill whole bytes. Raises ConfigError if the primitives do
+    not support a format.
     """
     if packing.weight_format == AUTO or packing.keeps_floats:
         return LinearForms()
@@ -104,20 +102,19 @@ def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Pac
         if found.setdefault(place, form) != form:
             raise _error(
                 packing,
-                f"{spec.parameter} is stored otherwise than the {'experts' if spec.experts else 'linear layers'} "
-                f"before it, and the native graph has one form for all; use auto, which multiplies out, or op_table "
-                f"fused (CPU)",
+                f"{spec.parameter} is stored in another form than earlier {'experts' if spec.experts else 'layers'}, "
+                "and the native graph has one form for all; use auto, which dequantises, or op_table fused (CPU)",
             )
     return LinearForms(**found)
 
 
 def _wanted(packing: Packing) -> WeightFormat:
-    """The format that the primitives compute."""
+    """Returns the format that the primitives compute."""
     return weight_format(packing.weight_format).on("native")
 
 
 def _stored(spec: WeightSpec, source: WeightSource, packing: Packing) -> Scheme | None:
-    """How all parts of a weight are stored."""
+    """Returns the scheme in which all parts of a weight are stored."""
     schemes = {source.scheme(part) for part in spec.parts}
     if len(schemes) > 1:
         raise _error(packing, f"the parts of {spec.parameter} are stored in different formats; use auto")
@@ -134,8 +131,8 @@ def _form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearFor
         if stored is not None and stored.group:
             raise _error(
                 packing,
-                f"QuantBatchMatmul has one scale an output, and tensor {spec.parts[0].name} has {stored}; use "
-                f"{wanted.stored_as}_weight_only",
+                f"QuantBatchMatmul has one scale for each output, and tensor {spec.parts[0].name} has {stored}; "
+                f"use {wanted.stored_as}_weight_only",
             )
         return LinearForm(wanted.name, stored=stored)
     fills_bytes = columns % wanted.values_per_byte == 0
@@ -143,7 +140,8 @@ def _form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearFor
         return LinearForm()
     if max(columns, depth) > MAX_WEIGHT_ONLY_SIZE:
         raise _error(
-            packing, f"{spec.parameter} is {columns} x {depth}; WeightQuantBatchMatmul takes {MAX_WEIGHT_ONLY_SIZE}"
+            packing,
+            f"{spec.parameter} is {columns} x {depth}; WeightQuantBatchMatmul takes at most {MAX_WEIGHT_ONLY_SIZE}",
         )
     group = stored.group if stored is not None else packing.group if wanted.has_groups else 0
     if group and (group % GROUP_MULTIPLE or group >= depth):
@@ -158,20 +156,20 @@ def _form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearFor
 
 
 def _expert_form(spec: WeightSpec, source: WeightSource, packing: Packing) -> LinearForm:
-    """Of the weights of all experts: the limits of GroupedMatmulV4."""
+    """Returns the form of all experts' weights, within the limits of GroupedMatmulV4."""
     wanted, (columns, depth) = _wanted(packing), spec.expert(0).shape
     stored = _stored(spec, source, packing)
     group = stored.group if stored is not None else packing.group if wanted.has_groups else 0
     if max(columns, depth) > MAX_WEIGHT_ONLY_SIZE:
         raise _error(
             packing,
-            f"an expert of {spec.parameter} is {columns} x {depth}; GroupedMatmulV4 takes {MAX_WEIGHT_ONLY_SIZE}",
+            f"expert {spec.parameter} is {columns} x {depth}; GroupedMatmulV4 takes at most {MAX_WEIGHT_ONLY_SIZE}",
         )
     if not wanted.has_groups and group:
         raise _error(
             packing,
-            f"GroupedMatmulV4 has one scale an output where weights are {wanted.stored_as}, and tensor "
-            f"{spec.parts[0].name} has {stored}; use auto, which multiplies out",
+            f"GroupedMatmulV4 has one scale for each output of {wanted.stored_as} weights, and tensor "
+            f"{spec.parts[0].name} has {stored}; use auto, which dequantises",
         )
     if group and (group % GROUP_MULTIPLE or depth % group):
         raise _error(
@@ -185,7 +183,7 @@ def _expert_form(spec: WeightSpec, source: WeightSource, packing: Packing) -> Li
 
 
 def _bytes_text(wanted: WeightFormat) -> str:
-    return f"{wanted.values_per_byte} {wanted.stored_as} share a byte, so outputs must be a multiple of that"
+    return f"{wanted.values_per_byte} {wanted.stored_as} values share a byte and must fill it"
 
 
 def _error(packing: Packing, problem: str) -> ConfigError:

@@ -1,12 +1,13 @@
-"""A Llama in one GGUF file (llama.cpp's format) beside ``config.json`` and the tokenizer's files.
+"""Reads a Llama from one GGUF file (llama.cpp's format), next to ``config.json`` and the tokenizer's files.
 
-F32, F16 and BF16 tensors are floats. Q8_0 is int8 and Q4_0 int4, both with groups of 32: a block is a float16 scale d
-and the integers of 32 consecutive inputs of one output, value = d * q (Q8_0, int8) or d * (q - 8) (Q4_0: byte i has
-input i in its low four bits and input i + 16 in its high ones). The embedding and the output layer may also be Q6_K,
-which llama.cpp picks for them in a Q4_0 file; they are multiplied out to floats.
+F32, F16 and BF16 tensors are floats. Q8_0 is int8 and Q4_0 is int4, both with groups of 32. A block has a float16 scale
+d and the integers of 32 consecutive inputs of one output. The value is d * q for Q8_0 and d * (q - 8) for Q4_0. Byte i
+of Q4_0 has input i in its low four bits and input i + 16 in its high four bits. Embedding and output layer may also be
+Q6_K, which llama.cpp chooses for them in a Q4_0 file. They are dequantised to floats.
 
-llama.cpp turns pairs of neighbouring elements of queries and keys, Hugging Face elements half a head apart, so its
-converter permutes the rows of both weights within each head. That is undone here, rows being whole.
+llama.cpp rotates pairs of neighbouring elements of queries and keys. Hugging Face rotates pairs of elements that are
+half a head apart. Therefore llama.cpp's converter permutes the rows of both weights within each head, and this module
+restores the order.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from llm_serving.model.quantization import GGUF_GROUP
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _SCHEMES = {each.gguf_type: Scheme(each.name, GGUF_GROUP) for each in STORED_FORMATS if each.gguf_type}
-_MULTIPLIED_OUT = ("Q6_K",)
+_DEQUANTISED = ("Q6_K",)
 _SCALE_BYTES = 2
 _OUTSIDE_LAYERS = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -49,11 +50,11 @@ _IN_LAYERS = {
     "mlp.down_proj": "ffn_down",
 }
 _IGNORED = ("rope_freqs.weight",)
-"""Frequencies of llama3 scaling, which follow from ``config.json``."""
+"""The frequencies of llama3 scaling, which follow from ``config.json``."""
 
 
 def find_gguf(folder: Path) -> Path | None:
-    """The GGUF file of a folder without safetensors. Raises CheckpointError when there are several."""
+    """Returns the GGUF file of a folder without safetensors. Raises CheckpointError if there are several."""
     files = sorted(folder.glob("*.gguf"))
     if not files or any(folder.glob("*.safetensors")):
         return None
@@ -63,7 +64,7 @@ def find_gguf(folder: Path) -> Path | None:
 
 
 class GGUFFile:
-    """Maps the file. A source of weights (see ``agent.weights.source``); names are Hugging Face's."""
+    """A WeightSource for one GGUF file, which it maps. Tensors have their Hugging Face names."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,7 +72,8 @@ class GGUFFile:
         self._check_architecture()
 
     def check(self, expected: Sequence[WeightPart], ignorable: Iterable[str] = ()) -> None:
-        """Raise unless the file holds exactly the tensors ``expected``, each of its shape and of a known type."""
+        """Raises CheckpointError unless the file has exactly the ``expected`` tensors with their shapes and known
+        types."""
         names = {gguf_name(part.name): part for part in expected}
         missing = [f"{name} ({part.name})" for name, part in names.items() if name not in self._tensors]
         if missing:
@@ -84,15 +86,15 @@ class GGUFFile:
             self._check_tensor(name, part)
 
     def scheme(self, part: WeightPart) -> Scheme | None:
-        """How a tensor is quantised; None: it is read as floats."""
+        """Returns how a tensor is quantised, or None if it is read as floats."""
         return _SCHEMES.get(self._type_of(part.name))
 
     def float_dtype(self, name: str) -> str | None:
-        """The type of a tensor stored as floats."""
+        """Returns the type of a tensor that is read as floats."""
         return _FLOATS.get(self._type_of(name), "float32")
 
     def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
-        """A Q8_0 or Q4_0 tensor, or a part of it. Raises CheckpointError when a scale is not finite."""
+        """Reads a Q8_0 or Q4_0 tensor, or one part of it. Raises CheckpointError if a scale is not finite."""
         if cut is not None:
             return cut.of_quantised(self.read_quantised(WeightPart(part.name, cut.whole)))
         rows, type_name = part.shape[0], self._type_of(part.name)
@@ -101,15 +103,15 @@ class GGUFFile:
         blocks = self._data(part.name).reshape(rows, -1, size)[self._row_order(part)]
         scales = np.ascontiguousarray(blocks[:, :, :_SCALE_BYTES]).view("<f2")[:, :, 0].astype(np.float32)
         if not np.isfinite(scales).all():
-            raise CheckpointError(f"{self.path}: tensor {gguf_name(part.name)} holds a scale that is not finite")
+            raise CheckpointError(f"{self.path}: tensor {gguf_name(part.name)} has a scale that is not finite")
         values = np.empty((rows, blocks.shape[1], GGUF_GROUP), np.uint8)
         unpack(blocks[:, :, _SCALE_BYTES:], values)
         return QuantizedTensor(scheme, values.reshape(rows, -1).view(scheme.weights.storage), scales)
 
     def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:
-        """Copy a tensor or a part of it, as elements of ``dtype``, into ``out``.
+        """Copies a tensor, or one part of the tensor, to ``out`` as elements of ``dtype``.
 
-        Raises CheckpointError when a value does not fit.
+        Raises CheckpointError if a value does not fit ``dtype``.
         """
         part, type_name = WeightPart(name, out.shape if cut is None else cut.whole), self._type_of(name)
         try:
@@ -132,7 +134,7 @@ class GGUFFile:
             ) from reason
 
     def close(self) -> None:
-        """Leave the mapping to the last view of it."""
+        """Drops the tensors. The file is unmapped with the last view."""
         self._tensors = {}
 
     def _type_of(self, name: str) -> str:
@@ -140,20 +142,20 @@ class GGUFFile:
         return type_name
 
     def _data(self, name: str) -> npt.NDArray[np.uint8]:
-        """The bytes of a tensor that is not F32 or F16."""
+        """Returns the bytes of a tensor that is neither F32 nor F16."""
         return np.asarray(self._tensors[gguf_name(name)].data).reshape(-1).view(np.uint8)
 
     def _floats(self, name: str) -> tuple[Array, str]:
         from gguf import dequantize
 
         tensor, type_name = self._tensors[gguf_name(name)], self._type_of(name)
-        if type_name in _MULTIPLIED_OUT:
+        if type_name in _DEQUANTISED:
             return np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32), "float32"
         data = np.asarray(tensor.data)
         return (data.reshape(-1).view("<u2") if type_name == "BF16" else data), _FLOATS[type_name]
 
     def _row_order(self, part: WeightPart) -> Any:
-        """Which of the file's rows each row is."""
+        """Returns the file's row number for each row."""
         for kind, key in (("q_proj", "llama.attention.head_count"), ("k_proj", "llama.attention.head_count_kv")):
             if part.name.endswith(f"{kind}.weight"):
                 heads = self._fields.get(key, self._fields.get("llama.attention.head_count"))
@@ -171,19 +173,15 @@ class GGUFFile:
     def _check_tensor(self, name: str, part: WeightPart) -> None:
         tensor, type_name = self._tensors[name], self._tensors[name].tensor_type.name
         may_be_large = part.name in _OUTSIDE_LAYERS
-        if (
-            type_name not in _FLOATS
-            and type_name not in _SCHEMES
-            and not (may_be_large and type_name in _MULTIPLIED_OUT)
-        ):
+        if type_name not in _FLOATS and type_name not in _SCHEMES and not (may_be_large and type_name in _DEQUANTISED):
             raise CheckpointError(
-                f"{self.path}: tensor {name} has type {type_name}; only {', '.join((*_FLOATS, *_SCHEMES))} are read "
-                f"({' and '.join(_MULTIPLIED_OUT)} for the embedding and the output layer)"
+                f"{self.path}: tensor {name} has type {type_name}; supported are {', '.join((*_FLOATS, *_SCHEMES))} "
+                f"(and {' and '.join(_DEQUANTISED)} for the embedding and the output layer)"
             )
         shape = tuple(int(size) for size in reversed(tensor.shape))
         if shape != part.shape:
             raise CheckpointError(
-                f"{self.path}: tensor {name} has shape {list(shape)}; config.json makes it {list(part.shape)}"
+                f"{self.path}: tensor {name} has shape {list(shape)}; config.json requires {list(part.shape)}"
             )
 
 
@@ -192,7 +190,7 @@ def _unpack_bytes(packed: Array, values: npt.NDArray[np.uint8]) -> None:
 
 
 def _unpack_halves(packed: Array, values: npt.NDArray[np.uint8]) -> None:
-    """Input i is in the low four bits of byte i, input i + 16 in its high ones."""
+    """Unpacks input i from the low four bits of byte i, and input i + 16 from its high four bits."""
     np.bitwise_and(packed, 15, out=values[:, :, : GGUF_GROUP // 2])
     np.right_shift(packed, 4, out=values[:, :, GGUF_GROUP // 2 :])
 
@@ -201,9 +199,10 @@ _UNPACKERS = {"Q8_0": _unpack_bytes, "Q4_0": _unpack_halves}
 
 
 def gguf_name(name: str) -> str:
-    """llama.cpp's name of a Hugging Face tensor: ``blk.0.attn_q.weight`` of ``model.layers.0.self_attn.q_proj.weight``.
+    """Returns llama.cpp's name of a Hugging Face tensor.
 
-    A name it has none for is given back.
+    Example: ``blk.0.attn_q.weight`` for ``model.layers.0.self_attn.q_proj.weight``. An unknown name is returned as it
+    is.
     """
     match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
     if match and match[2] in _IN_LAYERS:
@@ -212,11 +211,13 @@ def gguf_name(name: str) -> str:
 
 
 def _open(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tensors by name, and the plain metadata of a Llama."""
+    """Reads the tensors by name, and the metadata of a Llama."""
     try:
         from gguf import GGUFReader
     except ImportError as reason:
-        raise CheckpointError(f"{path}: GGUF files are read by a package: pip install gguf==0.19.0") from reason
+        raise CheckpointError(
+            f"{path}: the package gguf is needed to read GGUF files: pip install gguf==0.19.0"
+        ) from reason
     if not path.is_file():
         raise CheckpointError(f"{path}: not a regular file")
     try:
@@ -225,5 +226,5 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         keys = ("general.architecture", "llama.attention.head_count", "llama.attention.head_count_kv")
         fields = {key: field.contents() for key in keys if (field := reader.get_field(key)) is not None}
     except (ValueError, KeyError, IndexError, OverflowError, TypeError, OSError, MemoryError) as reason:
-        raise CheckpointError(f"{path}: not a GGUF file that can be read, or truncated: {reason}") from reason
+        raise CheckpointError(f"{path}: not a valid GGUF file, or truncated: {reason}") from reason
     return {tensor.name: tensor for tensor in reader.tensors}, fields

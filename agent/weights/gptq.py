@@ -1,4 +1,4 @@
-"""GPTQ folders (Frantar et al. 2023; AutoGPTQ and GPTQModel write them).
+"""Reads GPTQ folders (Frantar et al. 2023; written by AutoGPTQ and GPTQModel).
 
 qweight  int32 [in * bits / 32, out]      a word holds consecutive inputs of one output, the lowest bits first
 qzeros   int32 [groups, out * bits / 32]  a word holds consecutive outputs; format "gptq" stores zero - 1
@@ -27,7 +27,7 @@ from agent.weights.quantized import QuantizedTensor, signed, unpacked, without_u
 
 
 class GPTQDecoder(Decoder):
-    """4 or 8 bits, with or without zero points (8 bits: without)."""
+    """Decodes integers of 4 bits, or of 8 bits without zero points."""
 
     marker = "qweight"
     axes: ClassVar[dict[str, tuple[Axis, ...]]] = {
@@ -63,5 +63,5 @@ class GPTQDecoder(Decoder):
             own = without_usual_zeros(np.ascontiguousarray(zeros.T), scheme)
             return QuantizedTensor(scheme, values, scales, own, group_of_input)
         if (zeros != 1 << (bits - 1)).any():
-            raise tensors.fail("qzeros", f"holds zero points; {bits}-bit weights must be symmetric (sym: true)")
+            raise tensors.fail("qzeros", f"has zero points; {bits}-bit weights must be symmetric (sym: true)")
         return QuantizedTensor(scheme, signed(values, bits), scales, None, group_of_input)

@@ -1,20 +1,21 @@
-"""Which tensors of a checkpoint make up which parameter of the model."""
+"""Describes the parameters of a model and the checkpoint tensors that they consist of."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from llm_serving.model.parallel import Span
 
 WeightKind = Literal["plain", "linear", "gated_linear"]
-"""``plain`` parameters stay arrays of ``model_dtype`` (norms, embeddings). The weight of a linear layer may be packed,
-also that of a gated one, whose first half of rows is the gate and whose second half goes through it."""
+"""``plain`` parameters (norms, embeddings) stay arrays of ``model_dtype``. Weights of linear layers may be packed. In a
+gated linear layer, the first half of the rows is the gate and the second half is the up projection."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """A tensor of the checkpoint, under its Hugging Face name."""
+    """A tensor of the checkpoint, with its Hugging Face name."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,43 +23,50 @@ class WeightPart:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """A parameter of the model: its parts one after the other along the first axis (q, k and v make one qkv)."""
+    """A parameter of the model. It joins its parts along the first axis, for example q, k and v to one qkv."""
 
     parameter: str
     parts: tuple[WeightPart, ...]
     kind: WeightKind = "plain"
     packed_only: bool = False
-    """There is such a parameter only where weights are packed: a tied output layer, which is else the embedding."""
+    """True for a tied output layer: it is a parameter only if weights are packed. Otherwise the embedding is used."""
     bias: tuple[WeightPart, ...] = ()
-    """Of a linear layer, one part for each of ``parts``: in the packed weight, or a parameter of its own."""
+    """The bias of a linear layer, one part for each of ``parts``. A packed weight includes the bias."""
     experts: int = 0
-    """So many weights of one shape in one parameter, their parts one expert after the other; 0: a weight by itself."""
+    """Number of experts, whose parts follow each other in ``parts``. 0 means a single weight."""
     float32: bool = False
-    """Kept in float32, whatever ``model_dtype`` and ``weight_format``: a router."""
-
+    """True for a router, which stays float32 for every ``model_dtype`` and ``weight_format``."""
     padded_rows: int = 0
-    """Rows of the parameter where that is more than its parts have: zeros follow."""
+    """Number of rows of the parameter, if it has more rows than its parts. The additional rows are zero."""
     input_spans: tuple[Span, ...] = ()
-    """Inputs of a linear layer whose products are added up in float32, as by agents that share it; empty: one product
-    of all."""
+    """Ranges of inputs whose products are added in float32, as agents that share the layer would do. Empty means one
+    product over all inputs."""
 
     @property
     def tensors(self) -> tuple[WeightPart, ...]:
-        """All that a checkpoint must hold."""
+        """All tensors that the checkpoint must contain."""
         return self.parts + self.bias
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As one array; of experts, [experts, rows, ...]."""
+        """The shape of the parameter as one array. For experts it is [experts, rows, ...]."""
         rows = max(sum(part.shape[0] for part in self.parts), self.padded_rows)
         rest = self.parts[0].shape[1:]
         return (self.experts, rows // self.experts, *rest) if self.experts else (rows, *rest)
 
     def expert(self, index: int) -> WeightSpec:
-        """The weight of one expert by itself."""
+        """Returns the weight of one expert."""
         each = len(self.parts) // self.experts
         return replace(self, parts=self.parts[index * each : (index + 1) * each], experts=0)
 
     def bias_spec(self) -> WeightSpec:
-        """The bias as a parameter of its own."""
+        """Returns the bias as a separate parameter."""
         return WeightSpec(f"{self.parameter.removesuffix('.weight')}.bias", self.bias)
+
+
+def rows_of(parts: Sequence[WeightPart]) -> Iterator[tuple[WeightPart, slice]]:
+    """Yields each part with its rows in the joined parameter."""
+    row = 0
+    for part in parts:
+        yield part, slice(row, row + part.shape[0])
+        row += part.shape[0]

@@ -1,4 +1,4 @@
-"""Read a model's parameters, one tensor at a time, into memory of their own."""
+"""Reads the parameters of a model, one tensor at a time, into new memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from llm_serving.model.quantization import checkpoint_quantization
 def open_weights(
     folder: Path | None, specs: Sequence[WeightSpec], *, seed: int | None, ignorable: Iterable[str] = ()
 ) -> WeightSource:
-    """A source of the tensors of ``specs``: random ones if there is a ``seed``, else those of the folder.
+    """Opens the source of the tensors of ``specs``: random weights if there is a ``seed``, else the folder.
 
-    Raises CheckpointError, before anything large is read, when the folder's files are not what ``specs`` say.
+    Raises CheckpointError, before it reads any values, if the folder's files do not fit ``specs``.
     """
     if seed is not None:
         return SeededWeights(seed)
@@ -44,12 +44,12 @@ def load_weights(
     packing: Packing | None = None,
     forms: LinearForms | None = None,
 ) -> dict[str, Array]:
-    """Every parameter by its name. ``report`` gets (parameters done, of how many).
+    """Returns every parameter by its name. ``report`` takes the number of parameters done and the total number.
 
-    Without ``packing`` they are as the native primitives take them in ``forms``: floats are arrays of ``dtype``,
-    quantised ones multiplied out, biases apart and an expert's weight turned to [in, out], as grouped matrix products
-    take it; integers come with their scales. With ``packing``, the weights of linear layers are blobs of bytes for the
-    kernels. Raises CheckpointError, or ConfigError for a format that the stored weights cannot be brought to.
+    With ``packing``, the weights of linear layers are blobs of bytes for the kernels. Without ``packing``, parameters
+    have the ``forms`` that the native primitives take. Floats are arrays of ``dtype``, dequantised if necessary.
+    Integers come with their scales. Biases are separate, and the weight of an expert is [in, out] for grouped matrix
+    products. Raises CheckpointError, or ConfigError if the stored weights cannot be converted to the format.
     """
     specs = list(specs) if packing is not None else _unpacked(specs)
     packer = None if packing is None else LinearPacker(packing, source, dtype)
@@ -71,7 +71,7 @@ def load_weights(
 
 
 def _unpacked(specs: Sequence[WeightSpec]) -> list[WeightSpec]:
-    """The parameters there are without packing."""
+    """Returns the parameters of a model without packing, with biases as separate parameters."""
     kept = [spec for spec in specs if not spec.packed_only]
     return [each for spec in kept for each in ((spec, spec.bias_spec()) if spec.bias else (spec,))]
 

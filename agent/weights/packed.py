@@ -1,10 +1,10 @@
-"""Weights of linear layers as the kernels read them: one blob of bytes a parameter (``agent.kernels.packing``).
+"""Packs the weights of linear layers for the kernels: one blob of bytes for each parameter (``agent.kernels.packing``).
 
-What becomes of a weight, by how it is stored and what ``weight_format`` asks for:
+The result depends on the stored form of a weight and on ``weight_format``:
 
     stored as    auto         a float type                        a format of these integers  one of other integers
     floats       model_dtype  model_dtype                         quantised here              quantised here
-    integers     as stored    multiplied out, rounded to nearest  the same integers           refused
+    integers     as stored    dequantised, rounded to nearest     the same integers           refused
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agent.kernels.packing import join_weight_parts, pack_weight, packed_weight_bytes, weight_blob
-from agent.weights.layout import WeightPart, WeightSpec
+from agent.weights.layout import WeightSpec, rows_of
 from agent.weights.quantized import QuantizedTensor, Scheme
 from agent.weights.source import WeightSource
 from agent.weights.storage import STORAGE_DTYPES, Array, allocate
@@ -27,23 +27,23 @@ from llm_serving.model.number_formats import AUTO, formats_of_stored, weight_for
 
 _ALIGNMENT = 64
 OUTPUT_LAYER = "lm_head.weight"
-"""The parameter that gives the logits."""
+"""The name of the output layer's weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What ``model_config`` asks of the weights of linear layers."""
+    """The settings of ``model_config`` for the weights of linear layers."""
 
     weight_format: str
     """``auto``, or a name of the registry (``llm_serving.model.number_formats``)."""
     group: int = 64
-    """Inputs that share a scale if floats become a format with groups; the last group of a layer may be shorter.
-    Stored integers keep their groups."""
+    """Number of inputs that share a scale, if floats become a format with groups. The last group of a layer may be
+    shorter. Stored integers keep their groups."""
     asymmetric: bool = False
-    """Whether floats get zero points if they become a format that has them."""
+    """Whether floats get zero points if they become a format with zero points."""
     output_format: str | None = None
-    """Format of an output layer of floats if ``weight_format`` is an integer format; None: ``weight_format``. Rounding
-    the output layer costs the most quality (docs/quantization.md has figures)."""
+    """The format of an output layer of floats, if ``weight_format`` is an integer format. None means ``weight_format``.
+    Rounding the output layer costs the most quality (docs/quantization.md has figures)."""
 
     def __post_init__(self) -> None:
         for name in (self.weight_format, self.output_format or AUTO):
@@ -62,16 +62,16 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What a parameter is packed from."""
+    """The format that a parameter is packed to, and the source of its values."""
 
     format: str
     group: int
     stored: Scheme | None
-    """None: from floats, though they may be stored as integers."""
+    """The stored integers to keep. None means that the values are read as floats, even if integers are stored."""
 
 
 class LinearPacker:
-    """Packs one parameter after another; its scratch memory is that of the largest."""
+    """Packs one parameter after another. Its scratch memory has the size of the largest parameter."""
 
     def __init__(self, packing: Packing, source: WeightSource, dtype: str) -> None:
         self._packing = packing
@@ -80,13 +80,13 @@ class LinearPacker:
         self._scratch = np.empty(0, np.uint8)
 
     def check(self, spec: WeightSpec) -> None:
-        """Raise ConfigError or CheckpointError unless ``spec`` can be packed. Reads no values."""
+        """Raises ConfigError or CheckpointError if ``spec`` cannot be packed. Reads no values."""
         if spec.kind != "plain":
             for each in _each_weight(spec):
                 self._plan(each)
 
     def pack(self, spec: WeightSpec) -> Array:
-        """uint8 [bytes]; of experts, their blobs one after the other, all equally long and each on a cache line."""
+        """Returns the blob, uint8 [bytes]. The blobs of experts follow each other, equally long and aligned."""
         if spec.input_spans:
             return self._pack_parts(spec)
         weights = _each_weight(spec)
@@ -98,7 +98,7 @@ class LinearPacker:
         return blob
 
     def _pack_parts(self, spec: WeightSpec) -> Array:
-        """The inputs of each span by themselves: what an agent that has them would pack."""
+        """Packs the inputs of each span separately, as an agent with only these inputs would."""
         plan, bias = self._plan(spec), self._bias(spec)
         values, dtype = self._floats(spec, plan)
         sizes = [
@@ -153,11 +153,11 @@ class LinearPacker:
             )
 
     def _bias(self, spec: WeightSpec) -> Array | None:
-        """float32, exactly as stored."""
+        """Returns the bias as float32, without rounding, or None if there is none."""
         if not spec.bias:
             return None
         bias = np.empty(sum(part.shape[0] for part in spec.bias), np.float32)
-        for part, rows in _rows_of(spec.bias):
+        for part, rows in rows_of(spec.bias):
             self._source.read_into(part.name, bias[rows], "float32")
         return bias
 
@@ -169,8 +169,8 @@ class LinearPacker:
             return _Plan(self._dtype, 0, None)
         if stored is not None and spec.input_spans:
             raise ConfigError(
-                f"parallel_config.sum_parts: tensor {spec.parts[0].name} is stored as {stored.format}, which cannot be "
-                "divided after it was quantised; use weight_format bf16, a model of floats, or sum_parts 1"
+                f"parallel_config.sum_parts: tensor {spec.parts[0].name} is stored as {stored.format}; quantised "
+                "weights cannot be divided; use weight_format bf16, a model of floats, or sum_parts 1"
             )
         if stored is None:
             fmt = (spec.parameter == OUTPUT_LAYER and self._packing.output_format) or wanted
@@ -183,7 +183,7 @@ class LinearPacker:
         return _Plan(stored.format if wanted == AUTO else wanted, stored.group, stored)
 
     def _stored_scheme(self, spec: WeightSpec) -> Scheme | None:
-        """The one of all parts."""
+        """Returns the scheme of all parts. Raises CheckpointError if they differ."""
         schemes = [self._source.scheme(part) for part in spec.parts]
         for part, scheme in zip(spec.parts, schemes, strict=True):
             if scheme != schemes[0]:
@@ -194,27 +194,30 @@ class LinearPacker:
         return schemes[0]
 
     def _floats(self, spec: WeightSpec, plan: _Plan) -> tuple[Array, str]:
-        """All rows, and their type: as they are stored where they are quantised here, so that they are rounded once."""
+        """Returns all rows as floats, and their type.
+
+        If the weight is quantised here, the floats keep their stored type, so that they are rounded only once.
+        """
         kept = {self._source.float_dtype(part.name) for part in spec.parts}
         quantised_here = not weight_format(plan.format).is_float
         dtype = (kept.pop() if len(kept) == 1 else "float32") if quantised_here else plan.format
         dtype = dtype or self._dtype
         values = self._memory(spec.shape, STORAGE_DTYPES[dtype])
-        for part, rows in _rows_of(spec.parts):
+        for part, rows in rows_of(spec.parts):
             self._source.read_into(part.name, values[rows], dtype)
         return values, dtype
 
     def _join(self, spec: WeightSpec, plan: _Plan) -> QuantizedTensor:
-        """All rows as one tensor."""
+        """Returns all rows as one quantised tensor."""
         assert plan.stored is not None, "floats are not joined here"
         values = self._memory(spec.shape, np.dtype(plan.stored.weights.storage))
         tensors = []
-        for part, rows in _rows_of(spec.parts):
+        for part, rows in rows_of(spec.parts):
             tensor = self._source.read_quantised(part)
             if tensor.group_of_input is not None:
                 raise CheckpointError(
                     f"tensor {part.name}: its groups are not consecutive inputs (GPTQ's desc_act), which the kernels "
-                    f"cannot read; model_config.weight_format = bf16 multiplies it out"
+                    "cannot read; set model_config.weight_format = bf16 to dequantise it"
                 )
             values[rows] = tensor.values
             tensors.append(replace(tensor, values=values[rows]))
@@ -222,7 +225,7 @@ class LinearPacker:
         return QuantizedTensor(plan.stored, values, scales, _joined_zeros(tensors))
 
     def _memory(self, shape: tuple[int, ...], storage: Any) -> Array:
-        """Uninitialised, and used again for the next parameter: fresh pages for each would cost more than reading."""
+        """Returns uninitialised memory, which the next parameter reuses: new pages would cost more than reading."""
         num_bytes = int(np.prod(shape)) * np.dtype(storage).itemsize
         if self._scratch.size < num_bytes:
             self._scratch = np.empty(0, np.uint8)
@@ -232,20 +235,12 @@ class LinearPacker:
 
 
 def _each_weight(spec: WeightSpec) -> list[WeightSpec]:
-    """The weights by themselves."""
+    """Returns the single weights of a parameter."""
     return [spec.expert(index) for index in range(spec.experts)] if spec.experts else [spec]
 
 
-def _rows_of(parts: Sequence[WeightPart]) -> list[tuple[WeightPart, slice]]:
-    rows, row = [], 0
-    for part in parts:
-        rows.append((part, slice(row, row + part.shape[0])))
-        row += part.shape[0]
-    return rows
-
-
 def _joined_zeros(tensors: Sequence[QuantizedTensor]) -> npt.NDArray[np.uint8] | None:
-    """None where no part has zero points."""
+    """Joins the zero points of all parts. Returns None if no part has zero points."""
     if all(each.zeros is None for each in tensors):
         return None
     zeros: list[npt.NDArray[np.uint8]] = [

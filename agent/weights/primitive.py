@@ -1,19 +1,18 @@
-"""Weights of linear layers as the native primitives take them (``agent.weights.forms``): integers, scales, offsets.
+"""Loads the integers, scales and offsets of linear layers as the native primitives take them (``agent.weights.forms``).
 
-Floats are quantised here, to nearest: scale = max|w| / 127 for 8 bits and max|w| / 7 for 4 bits. If scales are kept in
-a type of 16 bits, they are rounded to it first, so that the integers fit the scale that is used.
+Floats are quantised here and rounded to nearest. The scale is max|w| / 127 for 8 bits and max|w| / 7 for 4 bits. If the
+scale has a 16-bit type, it is rounded first, so that the integers fit the rounded scale.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from agent.weights.forms import LinearForm, scale_type
-from agent.weights.layout import WeightPart, WeightSpec
+from agent.weights.layout import WeightPart, WeightSpec, rows_of
 from agent.weights.quantized import QuantizedTensor
 from agent.weights.source import WeightSource
 from agent.weights.storage import Array, allocate, from_float32, to_float32
@@ -23,10 +22,10 @@ _PIECE_ROWS = 256
 
 
 def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str) -> dict[str, Array]:
-    """The parameters of one linear layer by their names: ``weight``, ``scale``, and ``offset`` where the form has it.
+    """Returns the parameters of one linear layer by name: ``weight``, ``scale``, and ``offset`` if the form has one.
 
-    Rows that pad a part of the vocabulary have integers and scales of 0. Raises CheckpointError for stored integers
-    whose groups are not consecutive inputs, and for zero points that the primitive of experts has no place for.
+    Padding rows of the vocabulary have integers and scales of 0. Raises CheckpointError if the groups of stored
+    integers are not consecutive inputs, or if the primitive for experts does not support their zero points.
     """
     if spec.experts:
         return _load_experts(spec, form, source, dtype)
@@ -41,7 +40,7 @@ def load_primitive(spec: WeightSpec, form: LinearForm, source: WeightSource, dty
 
 
 def _load_experts(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str) -> dict[str, Array]:
-    """Of all experts of a layer, each [in, out] with scales and offsets [out] or [groups, out]."""
+    """Loads all experts of a layer. Each is [in, out] with scales and offsets [out] or [groups, out]."""
     kind, per_byte = scale_type(form, dtype, of_experts=True), form.weights.values_per_byte
     columns, depth = spec.expert(0).shape
     weight = allocate((spec.experts, depth, columns // per_byte), "int8")
@@ -52,8 +51,8 @@ def _load_experts(spec: WeightSpec, form: LinearForm, source: WeightSource, dtyp
         numbers = _read(each, form, source, dtype, kind)
         if form.group and numbers.offsets.any():
             raise CheckpointError(
-                f"tensor {each.parts[0].name}: its groups have zero points, which GroupedMatmulV4 takes of whole rows "
-                "only; model_config.weight_format = auto multiplies it out"
+                f"tensor {each.parts[0].name}: its groups have zero points; GroupedMatmulV4 supports them only for "
+                "whole rows; set model_config.weight_format = auto to dequantise it"
             )
         weight[index] = _pairs(numbers.integers) if per_byte == 2 else numbers.integers.T
         scales[index] = from_float32(np.ascontiguousarray(numbers.scales.T).reshape(rows), kind)
@@ -63,7 +62,7 @@ def _load_experts(spec: WeightSpec, form: LinearForm, source: WeightSource, dtyp
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """[out, in] integers, and [out, groups] scales and offsets: value = (integer + offset) * scale."""
+    """Integers [out, in], scales and offsets [out, groups]: value = (integer + offset) * scale."""
 
     integers: Array
     scales: npt.NDArray[np.float32]
@@ -71,13 +70,13 @@ class _Numbers:
 
 
 def _read(spec: WeightSpec, form: LinearForm, source: WeightSource, dtype: str, kind: str) -> _Numbers:
-    """Of one weight; ``kind``: the type that the scales will have."""
+    """Reads one weight. ``kind`` is the type that its scales will have."""
     columns, depth = spec.shape
     groups = -(-depth // form.group) if form.group else 1
     integers = allocate((columns, depth), "int8")
     scales = np.empty((columns, groups), np.float32)
     offsets = np.zeros((columns, groups), np.float32)
-    for part, rows in _rows_of(spec.parts):
+    for part, rows in rows_of(spec.parts):
         if form.stored is None:
             _quantise(source, part, form, (dtype, kind), integers[rows], scales[rows])
         else:
@@ -101,7 +100,7 @@ def _quantise(
     integers: Array,
     scales: npt.NDArray[np.float32],
 ) -> None:
-    """``types``: of the activations, and of the scales as they will be."""
+    """Quantises a tensor of floats. ``types`` are the types of the activations and of the final scales."""
     (dtype, kind), (rows, depth) = types, part.shape
     kept = source.float_dtype(part.name) or dtype
     values, largest = allocate((rows, depth), kept), np.float32(form.weights.largest)
@@ -127,11 +126,11 @@ def _take(
     scales: npt.NDArray[np.float32],
     offsets: npt.NDArray[np.float32],
 ) -> None:
-    """Copies stored integers. Those with zero points become signed: (integer - zero + offset) * scale."""
+    """Copies stored integers. Integers with zero points become signed: (integer - zero + offset) * scale."""
     if tensor.group_of_input is not None:
         raise CheckpointError(
             f"tensor {part.name}: its groups are not consecutive inputs (GPTQ's desc_act), which "
-            "WeightQuantBatchMatmul cannot take; model_config.weight_format = auto multiplies it out"
+            "WeightQuantBatchMatmul does not support; set model_config.weight_format = auto to dequantise it"
         )
     scales[:] = tensor.scales
     zero = tensor.scheme.weights.zero
@@ -141,7 +140,7 @@ def _take(
 
 
 def _pairs(integers: Array) -> Array:
-    """[out, in] from -8 to 7 -> int8 [in, out / 2], the even output in the low half of a byte."""
+    """[out, in] from -8 to 7 -> int8 [in, out / 2]. The even output is in the low half of a byte."""
     columns, depth = integers.shape
     out = allocate((depth, columns // 2), "int8")
     for start in range(0, columns, _PIECE_ROWS):
@@ -154,8 +153,3 @@ def _stored(values: npt.NDArray[np.float32], dtype: str) -> Array:
     out = allocate(values.shape, dtype)
     out[...] = from_float32(np.ascontiguousarray(values), dtype)
     return out
-
-
-def _rows_of(parts: Sequence[WeightPart]) -> list[tuple[WeightPart, slice]]:
-    starts = np.cumsum([0, *(part.shape[0] for part in parts)]).tolist()
-    return [(part, slice(starts[i], starts[i + 1])) for i, part in enumerate(parts)]

@@ -1,4 +1,4 @@
-"""A quantised tensor in its one form in memory, whatever the file's format was: value = (integer - zero) * scale."""
+"""Quantised tensors in memory, in one form for all file formats: value = (integer - zero) * scale."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Scheme:
     format: str
     """Name of the format that keeps these integers as they are stored."""
     group: int
-    """Inputs that share a scale; 0: all inputs of an output do."""
+    """Number of inputs that share a scale. 0 means all inputs of an output."""
 
     @property
     def weights(self) -> WeightFormat:
@@ -34,20 +34,21 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedTensor:
-    """[out, in] integers with ``groups`` scales a row, each of the inputs ``group * i`` to ``group * (i + 1) - 1``."""
+    """Integers [out, in]. Scale i of a row belongs to the inputs ``group * i`` to ``group * (i + 1) - 1``."""
 
     scheme: Scheme
     values: Array
-    """[out, in], one integer a byte: int8, or uint8 for formats with zero points."""
+    """[out, in], one integer in each byte: int8, or uint8 for formats with zero points."""
     scales: npt.NDArray[np.float32]
     """[out, groups]"""
     zeros: npt.NDArray[np.uint8] | None = None
-    """[out, groups] zero points; None: the format's own everywhere."""
+    """Zero points [out, groups]. None means the format's own zero point everywhere."""
     group_of_input: npt.NDArray[np.int32] | None = None
-    """[in], where groups are not consecutive inputs (GPTQ's ``desc_act``). Kernels cannot take such a tensor."""
+    """[in]: the group of each input, if groups are not consecutive inputs (GPTQ's ``desc_act``), which kernels cannot
+    read."""
 
     def dequantise_rows(self, begin: int, end: int) -> npt.NDArray[np.float32]:
-        """Rows as float32 [end - begin, in]: the difference is exact, the product is rounded once."""
+        """Returns rows as float32 [end - begin, in]. The difference is exact, the product is rounded once."""
         scales, zeros = self.scales[begin:end], None if self.zeros is None else self.zeros[begin:end]
         rows, zero = self.values[begin:end].astype(np.float32), np.float32(self.scheme.weights.zero)
         if self.group_of_input is not None:
@@ -61,12 +62,12 @@ class QuantizedTensor:
         return rows
 
     def rows_at_once(self) -> int:
-        """Rows to dequantise at a time, for a piece that fits a cache."""
+        """Returns the number of rows to dequantise at a time so that they fit a cache."""
         return max(1, _PIECE_ELEMENTS // max(self.values.shape[1], 1))
 
 
 def nibbles(words: Array) -> npt.NDArray[np.uint8]:
-    """int32 [..., n] -> uint8 [..., 8 n] from 0 to 15: the lowest four bits of a word first."""
+    """int32 [..., n] -> uint8 [..., 8 n] from 0 to 15, with the lowest four bits of a word first."""
     pairs = np.ascontiguousarray(words).astype("<i4", copy=False).view(np.uint8)
     values = np.empty((*pairs.shape[:-1], 2 * pairs.shape[-1]), np.uint8)
     np.bitwise_and(pairs, 15, out=values[..., 0::2])
@@ -75,12 +76,12 @@ def nibbles(words: Array) -> npt.NDArray[np.uint8]:
 
 
 def bytes_of(words: Array) -> npt.NDArray[np.uint8]:
-    """int32 [..., n] -> uint8 [..., 4 n]: the lowest eight bits of a word first. A copy."""
+    """int32 [..., n] -> uint8 [..., 4 n], with the lowest eight bits of a word first. Makes a copy."""
     return np.array(words, "<i4", order="C").view(np.uint8)
 
 
 def unpacked(words: Array, bits: int) -> npt.NDArray[np.uint8]:
-    """int32 [..., n] -> uint8 [..., 32 / bits * n]. Raises CheckpointError for a number of bits it cannot unpack."""
+    """int32 [..., n] -> uint8 [..., 32 / bits * n]. Raises CheckpointError for an unsupported number of bits."""
     if bits not in _UNPACKERS:
         raise CheckpointError(f"integers of {bits} bits cannot be unpacked; only {sorted(_UNPACKERS)}")
     return _UNPACKERS[bits](words)
@@ -90,7 +91,7 @@ _UNPACKERS = {4: nibbles, 8: bytes_of}
 
 
 def without_usual_zeros(zeros: npt.NDArray[np.uint8], scheme: Scheme) -> npt.NDArray[np.uint8] | None:
-    """The zero points, or None if each is the format's own."""
+    """Returns the zero points, or None if all of them are the format's own."""
     return None if bool((zeros == scheme.weights.zero).all()) else zeros
 
 

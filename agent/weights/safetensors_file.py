@@ -1,6 +1,11 @@
-"""One safetensors file, memory-mapped; its header is checked before a byte of a tensor is read.
+"""Reads one safetensors file through a memory map, and checks its header before it reads a tensor.
 
-The format: 8 bytes N (little-endian), N bytes of JSON {name: {dtype, shape, data_offsets: [begin, end]}}, the data.
+The product does not read with the safetensors library, for four reasons. The library's NumPy interface has no bfloat16.
+An agent of a group reads only its part of a tensor, as a view. ``release`` gives pages back to the system, so loading
+needs the memory of the weights only once. And errors name the file, the tensor and the remedy.
+
+The format is 8 bytes N (little-endian), N bytes of JSON {name: {dtype, shape, data_offsets: [begin, end]}}, then the
+data. The library writes all safetensors files of this project.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ _DTYPE_BYTES |= {"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor is in its file. ``dtype`` is spelled as in the file."""
+    """The place of a tensor in its file. ``dtype`` is spelled as in the file."""
 
     name: str
     dtype: str
@@ -41,7 +46,7 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """Raises CheckpointError, from the constructor, unless the header is right and the file as long as it says."""
+    """One mapped file. The constructor raises CheckpointError if the header is wrong or the file too short."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -53,7 +58,7 @@ class SafetensorsFile:
             raise
 
     def read(self, name: str) -> tuple[Array, str]:
-        """A view of the tensor's elements as they are stored, and their type's name. Valid until ``close``."""
+        """Returns a view of a tensor of floats as it is stored, and the name of its type. Valid until ``close``."""
         info = self.tensors[name]
         if info.dtype not in _DTYPE_NAMES:
             known = ", ".join(_DTYPE_NAMES)
@@ -61,11 +66,11 @@ class SafetensorsFile:
         return self._view(info, STORAGE_DTYPES[_DTYPE_NAMES[info.dtype]]), _DTYPE_NAMES[info.dtype]
 
     def read_stored(self, name: str) -> tuple[Array, str]:
-        """As ``read``, integers too (of 8, 32 or 64 bits); the type is spelled as in the file."""
+        """Returns a view of a tensor of floats or integers, and its type as it is spelled in the file."""
         info = self.tensors[name]
         storage = STORAGE_DTYPES[_DTYPE_NAMES[info.dtype]] if info.dtype in _DTYPE_NAMES else _INTEGERS.get(info.dtype)
         if storage is None:
-            raise CheckpointError(f"{self.path}: tensor {name} has type {info.dtype}, which is not read")
+            raise CheckpointError(f"{self.path}: tensor {name} has type {info.dtype}, which is not supported")
         return self._view(info, storage), info.dtype
 
     def _view(self, info: TensorInfo, storage: Any) -> Array:
@@ -73,13 +78,13 @@ class SafetensorsFile:
         return np.frombuffer(self._mapping, storage, count=math.prod(info.shape), offset=offset).reshape(info.shape)
 
     def release(self, name: str) -> None:
-        """Give back the pages that reading the tensor brought in, so that loading needs the weights' memory once."""
+        """Gives the pages of a tensor back to the system, so that loading needs the memory of the weights only once."""
         info = self.tensors[name]
         begin = (self._data_start + info.begin) // mmap.PAGESIZE * mmap.PAGESIZE
         self._mapping.madvise(mmap.MADV_DONTNEED, begin, self._data_start + info.end - begin)
 
     def close(self) -> None:
-        """Unmap the file, or leave it to the last view of it."""
+        """Unmaps the file. If a view of the file still exists, the file is unmapped with the last view."""
         with contextlib.suppress(BufferError):
             self._mapping.close()
 

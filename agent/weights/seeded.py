@@ -1,6 +1,6 @@
-"""Random weights that depend on the seed and the tensor's name alone (``load_format: dummy``, and test models).
+"""Random weights that depend only on the seed and the tensor's name (``load_format: dummy``, and test models).
 
-The generator, so that any tool can repeat it:
+The generator, described so that any tool can repeat it:
 
 1. ``table[i] = float32(inverse normal CDF of (i + 0.5) / 65536)`` for i in 0..65535
    (``statistics.NormalDist().inv_cdf``): 65,536 equally likely values of a standard normal.
@@ -10,8 +10,8 @@ The generator, so that any tool can repeat it:
 3. Every 64-bit number gives four indices, the low 16 bits first; element = ``table[index] * float32(std)``, rounded
    to the wanted type.
 
-Tensors whose name ends in ``norm.weight`` are ones. So the values do not depend on order, sharding or on how the
-model fuses its weights, and 2**20 of them take about 2 ms.
+Tensors whose names end in ``norm.weight`` are ones. The values do not depend on the order of the tensors, on shards, or
+on the way in which the model joins its weights. A chunk of 2**20 values takes about 2 ms.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DUMMY_STD = 0.02
 
 @cache
 def normal_table() -> npt.NDArray[np.float32]:
-    """Step 1 above."""
+    """Returns the table of step 1 above."""
     inverse_cdf = statistics.NormalDist().inv_cdf
     return np.array([inverse_cdf((i + 0.5) / TABLE_SIZE) for i in range(TABLE_SIZE)], np.float32)
 
@@ -48,7 +48,7 @@ def _scaled_table(std: float, dtype: str) -> Array:
 
 
 def fill_seeded(name: str, out: Array, dtype: str, *, seed: int, std: float = DUMMY_STD) -> None:
-    """Fill ``out``, a contiguous array that stores ``dtype``, with the tensor ``name``."""
+    """Fills ``out``, a contiguous array that stores ``dtype``, with the tensor ``name``."""
     flat = out.reshape(-1)
     if name.endswith("norm.weight"):
         flat[:] = from_float32(np.ones(1, np.float32), dtype)
@@ -59,7 +59,7 @@ def fill_seeded(name: str, out: Array, dtype: str, *, seed: int, std: float = DU
 
 
 def fill_seeded_cut(name: str, out: Array, dtype: str, cut: TensorCut, *, seed: int, std: float = DUMMY_STD) -> None:
-    """Fill ``out`` with a part of the tensor ``name``, drawing the chunks that the part's rows are in."""
+    """Fills ``out`` with a part of the tensor ``name``. Generates only the chunks that contain the part's rows."""
     if name.endswith("norm.weight"):
         fill_seeded(name, out, dtype, seed=seed, std=std)
         return
@@ -76,7 +76,7 @@ def fill_seeded_cut(name: str, out: Array, dtype: str, cut: TensorCut, *, seed: 
 
 
 class _DrawnChunk:
-    """A tensor's elements, the chunk that was drawn last being kept."""
+    """Generates a tensor's elements and keeps the last chunk."""
 
     def __init__(self, table: Array, key: str, total: int) -> None:
         self._table = table
@@ -86,7 +86,7 @@ class _DrawnChunk:
         self._chunk = np.empty(0, table.dtype)
 
     def read(self, begin: int, end: int) -> Array:
-        """Elements of the flattened tensor, in memory of their own."""
+        """Returns elements of the flattened tensor in new memory."""
         out = np.empty(end - begin, self._table.dtype)
         at = begin
         while at < end:
@@ -115,30 +115,30 @@ def _fill_chunk(table: Array, out: Array, key: str) -> None:
 
 
 class SeededWeights:
-    """A source of such weights for any shape (see ``agent.weights.source.WeightSource``)."""
+    """A WeightSource of random weights of any shape."""
 
     def __init__(self, seed: int, std: float = DUMMY_STD) -> None:
         self._seed = seed
         self._std = std
 
     def scheme(self, part: WeightPart) -> Scheme | None:
-        """Random weights are floats."""
+        """Returns None, because random weights are floats."""
         return None
 
     def float_dtype(self, name: str) -> str | None:
-        """They are made in any type."""
+        """Returns None, because random weights can have any type."""
         return None
 
     def read_quantised(self, part: WeightPart, cut: TensorCut | None = None) -> QuantizedTensor:
-        """There are none."""
+        """Must not be called, because no tensor is quantised."""
         raise AssertionError(f"{part.name} is not quantised")
 
     def read_into(self, name: str, out: Array, dtype: str, cut: TensorCut | None = None) -> None:
-        """Fill ``out`` with the tensor ``name``, or that part of it."""
+        """Fills ``out`` with the tensor ``name`` or one part of the tensor."""
         if cut is None:
             fill_seeded(name, out, dtype, seed=self._seed, std=self._std)
         else:
             fill_seeded_cut(name, out, dtype, cut, seed=self._seed, std=self._std)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing, because nothing is open."""

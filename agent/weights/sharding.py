@@ -1,9 +1,9 @@
-"""Which part of which tensor an agent loads, for the parameters of a decoder (``agent.models.names``).
+"""Decides which part of each tensor an agent loads, for the parameters of a decoder (``agent.models.names``).
 
-Layers of queries, keys, values, gate and up are split by their outputs, those behind them (attention output, down) by
-their inputs, so that a product of the one goes straight into the other (Megatron-LM, Shoeybi et al. 2019). Embedding
-and output layer are split by the vocabulary; norms and routers are everybody's. A bias that is added after the sum over
-the agents belongs to the first of them.
+The layers of queries, keys, values, gate and up are split by their outputs. The layers after them (attention output,
+down) are split by their inputs, so that an agent's output of the first is its input of the second (Megatron-LM, Shoeybi
+et al. 2019). Embedding and output layer are split by the vocabulary. Every agent has all norms and routers. Only the
+first agent has a bias that is added after the sum over the agents.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _EMBEDDING, _OUTPUT, _NORM = "embedding.weight", "lm_head.weight", "norm.weight"
 
 @dataclass(frozen=True, slots=True)
 class ShardedSpecs:
-    """The parameters of an agent, and where in its tensors they come from; tensors without a cut are read whole."""
+    """The parameters of an agent and the parts of the tensors to read. Tensors without a cut are read whole."""
 
     specs: tuple[WeightSpec, ...]
     cuts: dict[str, TensorCut]
 
 
 def shard_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabularies: bool) -> ShardedSpecs:
-    """Those of ``part``, its layers counted from 0, of the whole model's ``specs``.
+    """Returns the parameters of ``part``, with layers counted from 0. ``specs`` are those of the whole model.
 
-    ``equal_vocabularies``: every agent's part of the vocabulary is as long as the first one's, zeros behind the last.
-    Raises AgentStartError for a parameter that there is no rule for.
+    With ``equal_vocabularies``, all agents have equally long parts of the vocabulary, and zeros fill the last part.
+    Raises AgentStartError for a parameter without a rule.
     """
     split = _split_specs(specs, part, equal_vocabularies=equal_vocabularies)
     kept = []
@@ -49,17 +49,17 @@ def shard_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabular
 
 
 def part_forms(specs: Sequence[WeightSpec], part: ModelPart, source: WeightSource, packing: Packing) -> LinearForms:
-    """How the native primitives take the weights of ``part``: ``linear_forms`` of the sizes that its layers have,
-    those of other stages included, so that all stages have the forms of one agent with all layers.
+    """Returns the forms in which the native primitives take the weights of ``part``.
 
-    ``specs`` are the whole model's. Raises ConfigError where the primitives cannot do what is asked.
+    ``specs`` are those of the whole model. The layers of all stages count, so that all stages have the same forms as
+    one agent with all layers. Raises ConfigError if the primitives do not support a format.
     """
     split = _split_specs(specs, part, equal_vocabularies=True)
     return linear_forms(split.specs, CutSource(source, split.cuts), packing)
 
 
 def _split_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabularies: bool) -> ShardedSpecs:
-    """Of all stages: what agents that share layers have of each."""
+    """Splits the parameters of all stages among the agents that share layers."""
     if not part.is_split:
         return ShardedSpecs(tuple(specs), {})
     cuts: dict[str, TensorCut] = {}
@@ -68,7 +68,7 @@ def _split_specs(specs: Sequence[WeightSpec], part: ModelPart, *, equal_vocabula
 
 
 def _own_stage(spec: WeightSpec, part: ModelPart) -> WeightSpec | None:
-    """Under its name in this stage; None where another stage has it."""
+    """Returns the parameter with its name in this stage, or None if another stage has it."""
     shard, layer = part.shard, _LAYER.fullmatch(spec.parameter)
     if layer is not None:
         number = int(layer[1])
@@ -79,7 +79,7 @@ def _own_stage(spec: WeightSpec, part: ModelPart) -> WeightSpec | None:
         return spec if shard.is_first_stage else None
     if not shard.is_last_stage:
         return None
-    # A tied output layer is the embedding only where the stage has that.
+    # A tied output layer can use the embedding only if this stage has the embedding.
     return replace(spec, packed_only=spec.packed_only and shard.is_first_stage)
 
 
@@ -97,7 +97,7 @@ def _split(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], *, equ
 
 
 def _input_spans(spec: WeightSpec, part: ModelPart) -> tuple[Span, ...]:
-    """Of a layer that agents would add up, and that is to be added up as by them."""
+    """Returns the input ranges of a layer whose products are added as a group of agents would add them."""
     name = _end_of(spec.parameter)
     if name == "attention.output.weight":
         return tuple(_of_heads(shard.query_heads, part) for shard in part.sum_shards)
@@ -107,7 +107,7 @@ def _input_spans(spec: WeightSpec, part: ModelPart) -> tuple[Span, ...]:
 
 
 def _end_of(parameter: str) -> str:
-    """``attention.qkv.weight`` of ``layers.3.attention.qkv.weight``."""
+    """Returns ``attention.qkv.weight`` for ``layers.3.attention.qkv.weight``."""
     layer = _LAYER.fullmatch(parameter)
     return parameter if layer is None else layer[2]
 
@@ -120,7 +120,7 @@ def _whole(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> Wei
 
 
 def _heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """The rows of q, k and v, and of their biases."""
+    """Cuts the rows of q, k and v, and of their biases."""
     query, key_value = (_of_heads(span, part) for span in (part.shard.query_heads, part.shard.key_value_heads))
     rows = (query, key_value, key_value)
     parts = tuple(_cut(each, cuts, span) for each, span in zip(spec.parts, rows, strict=True))
@@ -133,7 +133,7 @@ def _from_heads(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -
 
 
 def _to_intermediate(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut]) -> WeightSpec:
-    """The rows of gate and up, of every expert."""
+    """Cuts the rows of gate and up, for every expert."""
     span = _intermediate(spec, part)
     return replace(spec, parts=tuple(_cut(each, cuts, span) for each in spec.parts))
 
@@ -171,7 +171,7 @@ def _intermediate(spec: WeightSpec, part: ModelPart) -> Span:
 
 
 def _columns(spec: WeightSpec, part: ModelPart, cuts: dict[str, TensorCut], span: Span) -> WeightSpec:
-    """Of a layer whose products are summed over the agents: its bias is the first one's."""
+    """Cuts the columns of a layer whose products are summed over the agents. Only the first agent has the bias."""
     parts = tuple(_cut(each, cuts, Span(0, each.shape[0]), span) for each in spec.parts)
     return replace(spec, parts=parts, bias=spec.bias if part.place.tp_index == 0 else ())
 

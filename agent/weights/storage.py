@@ -1,6 +1,6 @@
-"""Element types of weights in NumPy, which knows no bfloat16: its bits are kept as uint16.
+"""Stores weights in NumPy arrays. NumPy has no bfloat16, so its bits are stored as uint16.
 
-Conversions round to nearest, ties to even. A value that the wanted type cannot hold is an error, never infinity.
+Conversions round to nearest, ties to even. A value that the target type cannot hold is an error, never infinity.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ STORAGE_DTYPES: dict[str, Any] = {
     "int8": np.int8,
     "uint8": np.uint8,
 }
-"""NumPy type that holds elements of a ``model_dtype``, of an int8 cache or of packed weights."""
+"""The NumPy type for the elements of a ``model_dtype``, of an int8 cache and of packed weights."""
 
 _CHUNK_ELEMENTS = 1 << 15
 _ALIGNMENT = 64
 
 
 def allocate(shape: tuple[int, ...], dtype: str) -> Array:
-    """An uninitialised array of ``dtype`` on a cache line of its own. NumPy asks for huge pages where it is large."""
+    """Returns an uninitialised array, aligned to a cache line. NumPy requests huge pages for a large array."""
     storage = np.dtype(STORAGE_DTYPES[dtype])
     num_bytes = int(np.prod(shape)) * storage.itemsize
     raw = np.empty(num_bytes + _ALIGNMENT, np.uint8)
@@ -36,15 +36,17 @@ def allocate(shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def zeros(shape: tuple[int, ...], dtype: str) -> Array:
-    """The same, written now, so that the pages are really there and not only promised."""
+    """Returns an array of zeros. Writes them now, so that the system really allocates the pages."""
     array = allocate(shape, dtype)
     array.fill(0)
     return array
 
 
 def huge_page_bytes() -> int:
-    """How much of this process's memory huge pages back: with 4 KiB pages attention reads a tenth slower. 0 where the
-    system does not tell."""
+    """Returns the bytes of this process's memory in huge pages, or 0 if the system does not report them.
+
+    With pages of 4 KiB, attention reads 10 % slower.
+    """
     try:
         lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -53,9 +55,10 @@ def huge_page_bytes() -> int:
 
 
 def convert_into(source: Array, source_dtype: str, out: Array, out_dtype: str) -> None:
-    """Copy ``source`` into ``out`` (same number of elements, both contiguous), a cache-sized piece at a time.
+    """Copies ``source`` to ``out`` in pieces that fit a cache. Both are contiguous and have the same number of
+    elements.
 
-    Raises OverflowError when a finite value does not fit ``out_dtype``.
+    Raises OverflowError if a finite value does not fit ``out_dtype``.
     """
     source, out = source.reshape(-1), out.reshape(-1)
     for start in range(0, source.size, _CHUNK_ELEMENTS):
@@ -67,7 +70,7 @@ def convert_into(source: Array, source_dtype: str, out: Array, out_dtype: str) -
 
 
 def to_float32(array: Array, dtype: str) -> npt.NDArray[np.float32]:
-    """Exact: every element of the three types is a float32."""
+    """Converts to float32 without rounding: every value of the three types is a float32."""
     if dtype == "bfloat16":
         bits = array.astype(np.uint32)
         bits <<= np.uint32(16)
@@ -76,12 +79,14 @@ def to_float32(array: Array, dtype: str) -> npt.NDArray[np.float32]:
 
 
 def from_float32(array: npt.NDArray[np.float32], dtype: str) -> Array:
-    """Raises OverflowError when a finite value does not fit ``dtype``."""
+    """Rounds to ``dtype``. Raises OverflowError if a finite value does not fit."""
     if dtype == "float32":
         return array
     with np.errstate(over="ignore"):
         rounded = _round_to_bfloat16(array) if dtype == "bfloat16" else array.astype(np.float16)
-    largest = 0x7F80 if dtype == "bfloat16" else 0x7C00  # the bits of infinity: whatever is not finite is no less
+    largest = (
+        0x7F80 if dtype == "bfloat16" else 0x7C00
+    )  # the bits of infinity; every value that is not finite has at least these bits
     if int((rounded.view(np.uint16) & np.uint16(0x7FFF)).max(initial=0)) >= largest:
         overflow = np.isinf(to_float32(rounded, dtype)) & np.isfinite(array)
         if overflow.any():

@@ -1,4 +1,4 @@
-"""The safetensors files of a folder as one: ``model.safetensors``, or shards named by an index."""
+"""Reads the safetensors files of a folder as one: ``model.safetensors``, or the shards that an index names."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _LISTED = 8
 
 
 class TensorFiles:
-    """Owns the mapped files. Tensors are views of them, valid until ``close``."""
+    """Owns the mapped files of a folder. Tensors are views that are valid until ``close``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._files: list[SafetensorsFile] = []
         self._file_of: dict[str, SafetensorsFile] = {}
         self.bytes_read = 0
-        """Of values, see ``count``."""
+        """Bytes of values that were read; see ``count``."""
         try:
             self._open()
         except BaseException:
@@ -42,31 +42,31 @@ class TensorFiles:
         return self._file_of[name].tensors[name]
 
     def where(self, name: str) -> Path:
-        """The file of a tensor; the folder where there is no such tensor."""
+        """Returns the file of a tensor, or the folder if there is no such tensor."""
         return self._file_of[name].path if name in self._file_of else self.folder
 
     def read(self, name: str) -> tuple[Array, str]:
-        """Elements and type of a tensor of floats. Raises CheckpointError for any other."""
+        """Returns a tensor of floats and its type. Raises CheckpointError for any other tensor."""
         return self._file_of[name].read(name)
 
     def float_dtype(self, name: str) -> str:
-        """The type of a tensor of floats."""
+        """Returns the type of a tensor of floats."""
         return self._file_of[name].read(name)[1]
 
     def read_optional(self, name: str) -> tuple[Array, str] | None:
-        """Elements and type, as the file spells it, of a tensor of floats or integers; None without such a tensor."""
+        """Returns a tensor and its type as the file spells it, or None if there is no such tensor."""
         return self._file_of[name].read_stored(name) if name in self._file_of else None
 
     def count(self, num_bytes: int) -> None:
-        """Note that so many bytes of a view were looked at."""
+        """Counts bytes of a view that were read."""
         self.bytes_read += num_bytes
 
     def release(self, name: str) -> None:
-        """Give back the pages that reading a tensor brought in."""
+        """Gives the pages of a tensor back to the system."""
         self._file_of[name].release(name)
 
     def close(self) -> None:
-        """Unmap the files."""
+        """Unmaps the files."""
         for file in self._files:
             file.close()
 
@@ -93,13 +93,13 @@ class TensorFiles:
         shards = {name: self._open_file(name) for name in sorted(set(weight_map.values()))}
         for tensor, name in weight_map.items():
             if tensor not in shards[name].tensors:
-                raise CheckpointError(f"{self.folder / INDEX_FILE}: tensor {tensor} should be in {name}, and is not")
+                raise CheckpointError(f"{self.folder / INDEX_FILE}: tensor {tensor} should be in {name}, but is not")
             self._file_of[tensor] = shards[name]
         for name, shard in shards.items():
             for tensor in shard.tensors:
                 owner = self._file_of.setdefault(tensor, shard)
                 if owner is not shard:
-                    raise CheckpointError(f"{self.folder}: tensor {tensor} is in {owner.path.name} and again in {name}")
+                    raise CheckpointError(f"{self.folder}: tensor {tensor} is in both {owner.path.name} and {name}")
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -120,7 +120,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """``tensor a``, ``tensors a, b and 3 more``: never a screenful."""
+    """Lists at most a few names: ``tensor is: a``, ``tensors are: a, b and 3 more``."""
     shown = ", ".join(names[:_LISTED])
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return f"{'tensor is' if len(names) == 1 else 'tensors are'}: {shown}{more}"

@@ -85,8 +85,8 @@ def test_stored_int4_has_offsets() -> None:
     ("specs", "packing", "problem"),
     [
         ([spec("layers.0.a", 4, 32)], Packing("int4", 32), "groups of 32 of its 32 inputs"),
-        ([spec("layers.0.a", 5, 128)], Packing("int4", 32), "5 outputs; 2 int4 share a byte"),
-        ([spec("layers.0.a", 65_536, 128)], Packing("int8_weight_only"), "WeightQuantBatchMatmul takes 65535"),
+        ([spec("layers.0.a", 5, 128)], Packing("int4", 32), "5 outputs; 2 int4 values share a byte"),
+        ([spec("layers.0.a", 65_536, 128)], Packing("int8_weight_only"), "WeightQuantBatchMatmul takes at most 65535"),
         (
             [experts(4, 80)],
             Packing("int4", 32),
@@ -94,7 +94,7 @@ def test_stored_int4_has_offsets() -> None:
         ),
         ([experts(4, 64)], Packing("int4", 16), "groups of 16 of an expert's 64 inputs"),
         ([experts(5, 64)], Packing("int4", 32), "an expert of layers.0.mlp.down.weight has 5 outputs"),
-        ([experts(65_536, 64)], Packing("int8"), "is 65536 x 64; GroupedMatmulV4 takes 65535"),
+        ([experts(65_536, 64)], Packing("int8"), "is 65536 x 64; GroupedMatmulV4 takes at most 65535"),
     ],
 )
 def test_what_the_primitives_cannot_do(specs: list[WeightSpec], packing: Packing, problem: str) -> None:
@@ -107,10 +107,10 @@ def test_formats_that_do_not_fit_what_is_stored() -> None:
     specs, tensor = [spec(f"layers.{i}.a", COLUMNS, DEPTH) for i in range(2)], int4_tensor()
     with pytest.raises(ConfigError, match="is stored as int4; use int4 or auto"):
         linear_forms(specs, Stored(dict.fromkeys(names, tensor)), Packing("int8"))
-    with pytest.raises(ConfigError, match=r"layers.1.a.weight is stored otherwise than the linear layers before it"):
+    with pytest.raises(ConfigError, match=r"layers.1.a.weight is stored in another form than earlier layers"):
         linear_forms(specs, Stored({names[0]: tensor}), Packing("int4"))
     grouped = replace(tensor, scheme=Scheme("int8", 32))
-    with pytest.raises(ConfigError, match="QuantBatchMatmul has one scale an output"):
+    with pytest.raises(ConfigError, match="QuantBatchMatmul has one scale for each output"):
         linear_forms(specs, Stored(dict.fromkeys(names, grouped)), Packing("int8"))
 
 
@@ -173,12 +173,12 @@ def test_the_form_of_experts_goes_beside_that_of_the_layers() -> None:
 def test_experts_that_are_stored_otherwise_than_those_before_are_refused() -> None:
     specs, tensor = [experts(COLUMNS, DEPTH, layer=layer) for layer in range(2)], int4_tensor(zeros=False)
     stored = {part.name: tensor for part in specs[0].parts}
-    with pytest.raises(ConfigError, match=r"layers.1.mlp.down.weight is stored otherwise than the experts before it"):
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.down.weight is stored in another form than earlier experts"):
         linear_forms(specs, Stored(stored), Packing("int4"))
     with pytest.raises(ConfigError, match=r"the parts of .* are stored in different formats"):
         linear_forms(specs, Stored(dict([*stored.items()][:1])), Packing("int4"))
     grouped = replace(tensor, scheme=Scheme("int8", 32))
-    with pytest.raises(ConfigError, match="GroupedMatmulV4 has one scale an output where weights are int8"):
+    with pytest.raises(ConfigError, match="GroupedMatmulV4 has one scale for each output of int8 weights"):
         linear_forms(specs, Stored(dict.fromkeys(stored, grouped)), Packing("int8_weight_only"))
 
 
@@ -202,7 +202,7 @@ def test_zero_points_of_experts_are_those_of_whole_rows() -> None:
     spec, tensor = experts(COLUMNS, DEPTH, count=1), int4_tensor()
     source = Stored({spec.parts[0].name: tensor})
     forms = linear_forms([spec], source, INT4)
-    with pytest.raises(CheckpointError, match="its groups have zero points, which GroupedMatmulV4 takes of whole rows"):
+    with pytest.raises(CheckpointError, match="its groups have zero points; GroupedMatmulV4 supports them only for whole"):
         load_weights([spec], source, "float16", lambda *_: None, forms=forms)
     assert tensor.zeros is not None
     rows = replace(tensor, scheme=Scheme("int4", 0), scales=tensor.scales[:, :1], zeros=tensor.zeros[:, :1])

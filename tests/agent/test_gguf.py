@@ -186,11 +186,11 @@ def test_an_embedding_of_q6_k_is_multiplied_out(tmp_path: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
     "other type": (
         lambda t, m: t.update({"blk.0.ffn_down.weight": (Q4_1, (HIDDEN, HIDDEN), b"\0" * (HIDDEN * 2 * 20))}),
-        "tensor blk.0.ffn_down.weight has type Q4_1; only F32, F16, BF16, Q8_0, Q4_0 are read",
+        "tensor blk.0.ffn_down.weight has type Q4_1; supported are F32, F16, BF16, Q8_0, Q4_0",
     ),
     "large type in a layer": (
         lambda t, m: t.update({"blk.0.ffn_down.weight": (Q6_K, (HIDDEN, 256), b"\0" * (HIDDEN * 210))}),
-        "tensor blk.0.ffn_down.weight has type Q6_K; only",
+        "tensor blk.0.ffn_down.weight has type Q6_K; supported are",
     ),
     "missing": (
         lambda t, m: t.pop("blk.0.attn_k.weight"),
@@ -199,7 +199,7 @@ BROKEN: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
     "unexpected": (lambda t, m: t.update({"blk.1.x.weight": (F32, (1,), b"\0" * 4)}), "blk.1.x.weight in the weights"),
     "other shape": (
         lambda t, m: t.update({"output_norm.weight": (F32, (32,), b"\0" * 128)}),
-        "tensor output_norm.weight has shape [32]; config.json makes it [64]",
+        "tensor output_norm.weight has shape [32]; config.json requires [64]",
     ),
     "other architecture": (
         lambda t, m: m.update({"general.architecture": "gemma"}),
@@ -230,7 +230,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
     (tmp_path / "whole.gguf").unlink()
     for length in [0, 3, *range(8, len(content), 997), len(content) - 300]:
         (tmp_path / "cut.gguf").write_bytes(content[:length])
-        with pytest.raises(CheckpointError, match=r"cut\.gguf: not a GGUF file that can be read, or truncated"):
+        with pytest.raises(CheckpointError, match=r"cut\.gguf: not a valid GGUF file, or truncated"):
             load(tmp_path)
 
 

@@ -271,6 +271,6 @@ def test_desc_act_cannot_be_divided_by_inputs(tmp_path: Path) -> None:
     tensors[name] = np.ascontiguousarray(tensors[name][::-1])
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(
-        CheckpointError, match=r"desc_act\): its inputs cannot be divided; set parallel_config.tensor_p"
+        CheckpointError, match=r"desc_act\), so agents cannot divide the inputs; set parallel_config.tensor_p"
     ):
         load(folder, Packing("int4"), 2, 0, 32)

@@ -168,10 +168,10 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors, dict[str, Any]], object], str]] 
     "wrong group": (
         "gptq4",
         setting("group_size", 64),
-        "tensor q_proj.qzeros has shape [4, 2]; config.json makes it [2, 2]",
+        "tensor q_proj.qzeros has shape [4, 2]; config.json requires [2, 2]",
     ),
     "group not a divisor": ("gptq4", setting("group_size", 48), "q_proj.weight: its 128 inputs are not whole groups"),
-    "wrong bits": ("gptq4", setting("bits", 8), "tensor q_proj.qweight has shape [16, 16]; config.json makes it [32"),
+    "wrong bits": ("gptq4", setting("bits", 8), "tensor q_proj.qweight has shape [16, 16]; config.json requires [32"),
     "wrong type": (
         "gptq4",
         tensor("q_proj.qweight", lambda a: a.astype(np.int64)),
@@ -185,8 +185,8 @@ BROKEN: dict[str, tuple[str, Callable[[Tensors, dict[str, Any]], object], str]] 
         "tensor v_proj.weight_scale holds a value that is not finite",
     ),
     "a bias": ("gptq4", tensor("k_proj.bias", set_value(3, 0.5)), "tensor k_proj.bias is not zero"),
-    "g_idx out of range": ("gptq4", tensor("up_proj.g_idx", set_value(3, 4)), "up_proj.g_idx names a group that is"),
-    "zero points of 8 bits": ("gptq8", tensor("q_proj.qzeros", set_value(0, 5)), "q_proj.qzeros holds zero points"),
+    "g_idx out of range": ("gptq4", tensor("up_proj.g_idx", set_value(3, 4)), "up_proj.g_idx names a group that does"),
+    "zero points of 8 bits": ("gptq8", tensor("q_proj.qzeros", set_value(0, 5)), "q_proj.qzeros has zero points"),
     "other shape": (
         "w4a16",
         tensor("q_proj.weight_shape", set_value(0, 17)),

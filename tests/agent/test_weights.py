@@ -186,7 +186,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "wrong shape": (
         rewrite(lambda t: t.update(q=np.zeros((5, 4), np.float32))),
-        "tensor q has shape [5, 4]; config.json makes it [4, 4]",
+        "tensor q has shape [5, 4]; config.json requires [4, 4]",
     ),
     "wrong type": (
         rewrite_header(lambda h: h["q"].update(dtype="I32")),
@@ -217,10 +217,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "index names the wrong shard": (
         rewrite_index(lambda m: m.update(q="a.safetensors")),
-        "tensor q should be in a.safetensors, and is not",
+        "tensor q should be in a.safetensors, but is not",
     ),
     "empty index": (rewrite_index(lambda m: m.clear()), "there is no weight_map"),
-    "tensor in two shards": (duplicate_in_other_shard, "tensor q is in b.safetensors and again in a.safetensors"),
+    "tensor in two shards": (duplicate_in_other_shard, "tensor q is in both b.safetensors and a.safetensors"),
 }
 
 
