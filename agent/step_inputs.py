@@ -107,7 +107,7 @@ class StepReader:
                 block_size=self._block_size,
                 num_blocks=self._num_blocks,
                 num_rows=self._num_rows,
-                most_top_logits=MAX_TOP_LOGITS,
+                max_top_logits=MAX_TOP_LOGITS,
             )
             arrays = StepArrays(**{field.name: getattr(slot, field.name) for field in fields(StepArrays)})
             copy = slot.prepared[self] = StepCopy(arrays, self.buffers, bounds, self._row_last_tokens)

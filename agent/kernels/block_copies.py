@@ -1,4 +1,4 @@
-"""Copies of cache blocks between the device's cache and host memory: one call a step, over all layers."""
+"""Copies cache blocks within the cache and between cache and host pool, in one call for all layers."""
 
 from __future__ import annotations
 
@@ -32,17 +32,22 @@ class _CopyBlocksArgs(ctypes.Structure):
 
 
 class BlockCopies:
-    """The call prepared for arrays that stay where they are: ``device[i]`` and ``host[i]`` are one layer's keys or
-    values, the block first. All blocks have the same size."""
+    """A call of the copy kernel, prepared for arrays that stay in place.
+
+    ``device[i]`` and ``host[i]`` hold the keys or the values of one layer, with the block as first axis. All blocks
+    have the same size.
+    """
 
     def __init__(self, device: Sequence[Array], host: Sequence[Array]) -> None:
-        """Raises ValueError when the arrays are not contiguous, or not alike."""
+        """Raises ValueError if the arrays are not contiguous or do not fit each other."""
         arrays = [*device, *host]
         shapes = {(array.dtype, array.shape[1:]) for array in arrays}
         if len(shapes) != 1 or not all(array.flags.c_contiguous for array in arrays):
-            raise ValueError(f"cache arrays must be contiguous, with blocks of one kind; there are {sorted(shapes)}")
+            raise ValueError(f"cache arrays must be contiguous and have equal blocks; they have {sorted(shapes)}")
         if len(host) != len(device) or len({array.shape[0] for array in device}) != 1:
-            raise ValueError(f"{len(device)} cache arrays need as many host arrays, not {len(host)}, of equal length")
+            raise ValueError(
+                f"{len(device)} cache arrays of equal length need {len(device)} host arrays, not {len(host)}"
+            )
         self._function = load_library().llmk_copy_blocks
         addresses = [(ctypes.c_void_p * len(pool))(*[a.ctypes.data for a in pool]) for pool in (device, host)]
         self._keep_alive = (arrays, addresses)
@@ -56,9 +61,9 @@ class BlockCopies:
         )
 
     def run(self, moves: Int32Array) -> None:
-        """``moves`` [M, 3] int32, contiguous: ``MoveKind``, source block, destination block; in this order.
+        """Runs ``moves`` in their order. ``moves`` is contiguous int32 [M, 3]: ``MoveKind``, source, destination.
 
-        Raises KernelError when a kind or a block does not exist; nothing is copied then.
+        If a kind or a block does not exist, copies nothing and raises KernelError.
         """
         if moves.dtype != np.int32 or moves.ndim != 2 or moves.shape[1] != _MOVE_WIDTH or not moves.flags.c_contiguous:
             raise ValueError(f"moves are {moves.dtype} {moves.shape}; they must be contiguous int32 [moves, 3]")

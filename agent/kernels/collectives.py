@@ -1,4 +1,4 @@
-"""The exchange's C++ side through ctypes: flag lines, sums and gathers among the agents of a stage."""
+"""Calls the kernels of the exchange: flag lines, and sums and gathers over the agents of a stage."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class _Times(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class ExchangeTimes:
-    """What sums and gathers have taken in this process."""
+    """The time that sums and gathers took in this process."""
 
     total_ns: int
     waiting_ns: int
-    """Of them, for the other agents."""
+    """The part of ``total_ns`` that was spent waiting for other agents."""
     pieces: int
 
 
@@ -80,9 +80,9 @@ def _library() -> ctypes.CDLL:
 def open_exchange(
     base: int, *, down: int, lines: int, buffers: int, piece_bytes: int, timeout_s: float, size: int, index: int
 ) -> None:
-    """Make this process agent ``index`` of the ``size`` of its stage; see exchange/collectives.h for the offsets.
+    """Makes this process agent ``index`` of the ``size`` agents of its stage. exchange/collectives.h has the offsets.
 
-    Raises KernelError for a place that cannot be.
+    Raises KernelError if the arguments are not valid.
     """
     args = _ExchangeArgs(base, down, lines, buffers, piece_bytes, int(timeout_s * 1000), size, index)
     if _library().llmk_exchange_open(ctypes.byref(args)) != 0:
@@ -90,21 +90,21 @@ def open_exchange(
 
 
 def publish(line: int, value: int) -> None:
-    """Set the counter of the flag line at an address, and wake who waits for it."""
+    """Sets the counter of the flag line at an address, and wakes the agents that wait for it."""
     _library().llmk_line_publish(line, value & 0xFFFFFFFF)
 
 
-def wait_for(what: str, line: int, target: int, down: int, timeout_s: float) -> None:
-    """Wait until the counter of a line has reached ``target``, without the GIL.
+def wait_for(reason: str, line: int, target: int, down: int, timeout_s: float) -> None:
+    """Waits, without the GIL, until the counter of a flag line reaches ``target``.
 
-    Raises GroupDownError when the word at ``down`` is set, and after ``timeout_s``, setting it.
+    Raises GroupDownError if the word at ``down`` is set. After ``timeout_s``, sets that word and raises the error too.
     """
-    if _library().llmk_line_wait(what.encode(), line, target & 0xFFFFFFFF, down, int(timeout_s * 1000)) != 0:
-        raise GroupDownError(f"{what}: another agent of this group is gone or has not come within {timeout_s:g} s")
+    if _library().llmk_line_wait(reason.encode(), line, target & 0xFFFFFFFF, down, int(timeout_s * 1000)) != 0:
+        raise GroupDownError(f"{reason}: another agent of this group ended or did not arrive within {timeout_s:g} s")
 
 
 def all_reduce(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """The sum over the agents of the stage of arrays of ``dtype`` (bfloat16 as its bits). Raises as ``wait_for``."""
+    """Returns the sum of the agents' arrays of ``dtype`` (bfloat16 as uint16). Raises GroupDownError."""
     array = np.ascontiguousarray(array)
     out = np.empty_like(array)
     _check(_library().llmk_all_reduce(_DTYPES[dtype], array.ctypes.data, out.ctypes.data, array.size))
@@ -112,7 +112,7 @@ def all_reduce(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 
 def all_gather(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    """The arrays of all agents of the stage, [size, ...]. Raises as ``wait_for``."""
+    """Returns the arrays of all agents of the stage, [size, ...]. Raises GroupDownError."""
     array = np.ascontiguousarray(array)
     out = np.empty((size, *array.shape), array.dtype)
     _check(_library().llmk_all_gather(array.ctypes.data, out.ctypes.data, array.nbytes))
@@ -169,7 +169,7 @@ def measure_ping_pong(own: int, other: int, times: int, *, serves: bool) -> npt.
 
 
 def exchange_times() -> ExchangeTimes:
-    """Since this process began."""
+    """Returns the times since this process started."""
     times = _Times()
     _library().llmk_exchange_times(ctypes.byref(times))
     return ExchangeTimes(times.total_ns, times.waiting_ns, times.pieces)
@@ -177,6 +177,6 @@ def exchange_times() -> ExchangeTimes:
 
 def _check(code: int) -> None:
     if code == _GROUP_DOWN:
-        raise GroupDownError("another agent of this group is gone or has not come in time")
+        raise GroupDownError("another agent of this group ended or did not arrive in time")
     if code != 0:
         raise KernelError(f"the exchange refused its arguments (code {code}); the reason is on standard error")

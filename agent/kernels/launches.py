@@ -1,4 +1,4 @@
-"""Launches of operators, recorded while MindSpore makes them and replayed without it (plugin/launches.h)."""
+"""Records the launches that MindSpore makes of operators, and replays them without MindSpore (plugin/launches.h)."""
 
 from __future__ import annotations
 
@@ -15,33 +15,36 @@ from agent.kernels.library import OperatorRefusedError, has_failed, load_library
 
 Array = npt.NDArray[Any]
 Memory = tuple[int, int]
-"""Address and bytes."""
+"""Address and size in bytes."""
 AllAgree = Callable[[bool], bool]
-"""Whether every agent that runs the graph says so; all of them ask at the same places."""
+"""Takes this agent's vote and returns whether all agents that run the graph voted True. All vote at the same places."""
 _ANOTHER_AGENT = "another agent cannot replay its launches"
 
 
 @dataclass(frozen=True, slots=True)
 class StepSizes:
-    """What the lengths of a graph's arguments depend on."""
+    """The numbers on which the lengths of a graph's arguments depend."""
 
     tokens: int
     seqs: int
 
 
 class RecordingError(Exception):
-    """The graph ran, but its launches cannot be replayed; the text says why."""
+    """The graph ran, but its launches cannot be replayed. The text says why."""
 
     def __init__(self, reason: str, result: Array, *, is_for_good: bool) -> None:
         super().__init__(reason)
         self.result = result
         self.is_for_good = is_for_good
-        """False where a primitive refused these inputs, and may take others."""
+        """False if a primitive refused these inputs; it may accept other inputs."""
 
 
 class RecordedLaunches:
-    """What a graph launched in one run. The memory that was named when it was recorded must stay as long as this.
-    ``resize`` is for those of ``record_any_size``, before any ``run``."""
+    """The launches that a graph made in one run.
+
+    The memory that was named for the recording must live as long as this object. A recording of ``record_any_size``
+    needs ``resize`` before ``run``.
+    """
 
     def __init__(self, handle: int, like: Array) -> None:
         self._handle = handle
@@ -50,22 +53,24 @@ class RecordedLaunches:
         self._finalize = weakref.finalize(self, load_library().llmk_forget_recording, handle)
 
     def close(self) -> None:
-        """May be called twice; there is no ``run`` after it."""
+        """Frees the recording. May be called twice. ``run`` must not be called afterwards."""
         self._finalize()
 
     def resize(self, sizes: StepSizes) -> None:
-        """What follows are replays of a step of these sizes, which are no larger than the largest there may be."""
+        """Sets the sizes of the following replays. They must not exceed the largest sizes."""
         if sizes != self._sizes:
             self._bytes = load_library().llmk_resize_recording(self._handle, sizes.tokens, sizes.seqs)
             self._shape, self._sizes = (-1, *self._shape[1:]), sizes
 
     def spoil(self) -> None:
-        """Fill what a replay has between its operators with bytes that make no float a number."""
+        """Fills the memory between a replay's operators with bytes that make every float not a number."""
         load_library().llmk_spoil_memory(self._handle)
 
     def generalise(self, sizes: StepSizes, other: RecordedLaunches, others: StepSizes, largest: StepSizes) -> str:
-        """Make of this recording of a step one of steps of any size, by that of another step of the same graph. Why
-        that cannot be; empty where it can."""
+        """Turns the recordings of two steps of the same graph into one recording of steps of any size.
+
+        Returns why this is not possible, or an empty string.
+        """
         numbers = [number for each in (sizes, others, largest) for number in (each.tokens, each.seqs)]
         problem = ctypes.c_char_p()
         array = (ctypes.c_int64 * len(numbers))(*numbers)
@@ -73,18 +78,21 @@ class RecordedLaunches:
         return (problem.value or b"").decode()
 
     def agrees(self, result: Array) -> bool:
-        """Whether a replay now has these bits. Where not, what else it wrote, such as keys and values, may be wrong:
-        the graph must run again. It makes its sums with other agents whatever comes of it."""
-        replayed = self._replay(keeps_pace=True).tobytes()
+        """Replays the launches and returns whether the result has the same bits as ``result``.
+
+        If it has not, other memory that the replay wrote (such as keys and values) may be wrong, and the graph must run
+        again. Even after a refusal, the replay takes part in the sums with other agents.
+        """
+        replayed = self.run(keeps_pace=True).tobytes()
         return take_failure() is None and replayed == result.tobytes()
 
-    def run(self) -> Array:
-        """Launch it all again over what lies in the named memory now. The result is valid until the next run of any
-        recording; after an operator's refusal (``take_failure``) it means nothing. Raises OperatorRefusedError
-        where refusals are not held back."""
-        return self._replay(keeps_pace=False)
+    def run(self, *, keeps_pace: bool = False) -> Array:
+        """Replays the launches over the current contents of the memory.
 
-    def _replay(self, *, keeps_pace: bool) -> Array:
+        The result is valid until the next run of any recording. After the refusal of an operator, the result means
+        nothing: ``take_failure`` names the operator, or OperatorRefusedError is raised if failures are not held. With
+        ``keeps_pace``, the sums with other agents run even after a refusal.
+        """
         address = load_library().llmk_replay(self._handle, int(keeps_pace))
         if address is None:
             raise OperatorRefusedError("an operator refused its inputs; the reason is in the agent's log")
@@ -93,30 +101,32 @@ class RecordedLaunches:
 
 
 def recordings_bytes() -> int:
-    """What all recorded launches hold, and the memory that they are replayed in."""
+    """Returns the bytes of all recordings and of the memory that they are replayed in."""
     return int(load_library().llmk_recordings_bytes())
 
 
 def record(
     run: Callable[[], tuple[Array, int]], memory: Iterable[Memory], all_agree: AllAgree = bool
 ) -> tuple[Array, RecordedLaunches]:
-    """Calls ``run``, which runs a graph and gives its result as an array and the address where MindSpore has it, and
-    gives the result and the launches.
+    """Records the launches of one run of a graph. Returns the graph's result and the launches.
 
-    ``memory`` is what stays where it is: the graph's inputs, parameters and constants. The launches are replayed once,
-    over memory that was spoiled before, and must have the result's bits. Raises RecordingError, its ``result`` that of
-    ``run``, where they have not (``run`` is called again then, over what the replay wrote), or where something but our
-    kernels computes in the graph; what ``run`` and ``all_agree`` raise.
+    ``run`` runs the graph and returns its result as an array, and the address of the result in MindSpore's memory.
+    ``memory`` lists the memory that stays in place: the graph's inputs, parameters and constants. The launches are
+    replayed once over spoiled memory and must produce the bits of the result.
 
-    Of agents that run a graph together all have a recording, or none: ``all_agree`` is asked whether there is one, and
-    whether its replay has the bits, unless an operator refused its inputs, after which no agent goes on.
+    Raises RecordingError if another library computes in the graph, or if the bits differ. In the second case ``run`` is
+    called again, because the replay overwrote its results. The error has the ``result`` of ``run``. Raises what ``run``
+    and ``all_agree`` raise.
+
+    Agents that run a graph together vote with ``all_agree`` on the recording and on the bits, so that all of them have
+    a recording or none has. They do not vote if an operator refused its inputs, because then no agent continues.
     """
     result, launches, reason = _recorded(run, list(memory))
     if has_failed():
         raise RecordingError(reason, result, is_for_good=False)
     if not all_agree(launches is not None):
         raise RecordingError(reason or _ANOTHER_AGENT, result, is_for_good=True)
-    assert launches is not None, "nobody agrees to a recording that this agent has not"
+    assert launches is not None, "an agent without a recording votes False"
     launches.spoil()
     if not all_agree(launches.agrees(result)):
         launches.close()
@@ -130,12 +140,14 @@ def record_any_size(
     memory: Iterable[Memory],
     all_agree: AllAgree = bool,
 ) -> RecordedLaunches:
-    """Calls both ``runs``, as of ``record``, of steps of these sizes, and gives launches of a step of any size up to
-    ``largest``: ``resize`` says which. What stays in ``memory`` begins where it did, however large the step. In no two
-    steps may tokens and sequences have the same ratio, unless they are the same number in every step.
+    """Records two steps of different sizes. Returns launches for steps of any size up to ``largest``.
 
-    Nothing is replayed: whether the launches have the graph's bits is for the caller to find out. Raises RecordingError
-    where they cannot be replayed, and what ``runs`` and ``all_agree``, asked once, raise.
+    ``runs`` has a function like ``run`` of ``record`` for each of the two sizes. ``resize`` sets the size of a replay.
+    The parts of ``memory`` begin at the same addresses for every size. The two steps must not have the same ratio of
+    tokens to sequences, unless tokens and sequences are equal in every step.
+
+    Replays nothing: the caller must compare the bits. Raises RecordingError if the launches cannot be replayed, and
+    what ``runs`` and ``all_agree`` (one vote) raise.
     """
     memory, reason = list(memory), ""
     made: list[RecordedLaunches | None] = []
@@ -157,7 +169,7 @@ def record_any_size(
 
 
 def _recorded(run: Callable[[], tuple[Array, int]], memory: list[Memory]) -> tuple[Array, RecordedLaunches | None, str]:
-    """The result, and the launches, or why there are none."""
+    """Runs and records. Returns the result, the launches or None, and why there are no launches."""
     library = load_library()
     library.llmk_begin_recording()
     problem = ctypes.c_char_p()

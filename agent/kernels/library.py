@@ -1,10 +1,8 @@
-"""Access to libllm_kernels.so: its path for MindSpore, and the entries called through ctypes.
+"""Loads libllm_kernels.so and calls its entries through ctypes.
 
-As op plugin (the native primitives on the CPU), before MindSpore is imported::
-
-    os.environ["MS_OP_PLUGIN_PATH"] = str(library_path())
-
-As custom ops of a static graph: `agent.backends.cpu.ops.custom_operator`. Caches and logits are written in place.
+MindSpore uses the library in two ways. As op plugin, it runs the native primitives on the CPU; the environment variable
+``MS_OP_PLUGIN_PATH`` must have ``library_path()`` before MindSpore is imported. As custom operators, it runs the static
+graph (``agent.backends.cpu.ops.custom_operator``).
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class KernelsNotBuiltError(AgentError):
-    """The shared library of the kernels is not there."""
+    """The shared library of the kernels does not exist."""
 
 
 class KernelError(AgentError):
@@ -34,7 +32,7 @@ class OperatorRefusedError(RuntimeError):
 
 
 def library_path() -> Path:
-    """The built shared library. Raises KernelsNotBuiltError with the command that builds it."""
+    """Returns the path of the shared library. Raises KernelsNotBuiltError with the command that builds it."""
     path = Path(__file__).resolve().parent / "libllm_kernels.so"
     if not path.is_file():
         raise KernelsNotBuiltError(f"{path} is not built; run `python setup.py build_ext --inplace` (or `make setup`)")
@@ -43,7 +41,7 @@ def library_path() -> Path:
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """The library, loaded once, with the types of its entries."""
+    """Loads the library once and declares the types of its entries."""
     library = ctypes.CDLL(str(library_path()))
     library.llmk_set_threads.argtypes = [ctypes.c_int]
     library.llmk_set_threads.restype = None
@@ -87,52 +85,63 @@ def load_library() -> ctypes.CDLL:
 
 
 def set_threads(num_threads: int) -> None:
-    """Sets how many threads kernels use, the caller included; 0 means every processor this process may use."""
+    """Sets the number of threads that kernels use, including the caller. 0 means all processors of this process."""
     load_library().llmk_set_threads(num_threads)
 
 
 def num_threads() -> int:
-    """The threads kernels use: from ``LLM_KERNELS_THREADS``, else every processor, until ``set_threads``."""
+    """Returns the number of threads that kernels use.
+
+    The default is ``LLM_KERNELS_THREADS``, else the number of processors. ``set_threads`` changes it.
+    """
     return int(load_library().llmk_num_threads())
 
 
 def set_attentive(attentive: bool) -> None:
-    """Whether the kernels' threads stay awake between two kernels, as long as a graph of many operators runs."""
+    """Sets whether the kernels' threads stay awake between kernels, while a graph of many operators runs."""
     load_library().llmk_set_attentive(attentive)
 
 
 def scratch_bytes(*, between_operators: bool) -> int:
-    """Memory that the kernels' threads keep for their work: what lies between the operators of a layer and the rows of
-    experts, which are the memory plan's activations, or all the rest, which is its kernel scratch."""
+    """Returns the bytes of memory that the kernels' threads keep.
+
+    With ``between_operators``, counts the values between the operators of a layer and the rows of experts, which the
+    memory plan lists as activations. Otherwise counts the rest, which the memory plan lists as kernel scratch.
+    """
     return int(load_library().llmk_scratch_bytes(between_operators))
 
 
 def kernel_isa() -> str:
-    """The instruction set in use, from portable to avx512_amx (the environment's ``LLM_KERNELS_ISA`` forces one)."""
+    """Returns the instruction set in use, from portable to avx512_amx; ``LLM_KERNELS_ISA`` selects another one."""
     name: bytes = load_library().llmk_isa()
     return name.decode()
 
 
 def hold_failures(hold: bool) -> None:
-    """Whether primitives that refuse their inputs are kept from MindSpore, whose graph would not run again, and left to
-    ``take_failure``; after one, none does anything."""
+    """Sets whether a primitive that refuses its inputs reports success to MindSpore.
+
+    After an error, MindSpore would not run the graph again. With ``hold``, ``take_failure`` returns the failure, and
+    until it is called all primitives do nothing.
+    """
     load_library().llmk_hold_failures(hold)
 
 
 def has_failed() -> bool:
-    """Whether a primitive has refused since ``take_failure`` was last called."""
+    """Returns whether a primitive has refused its inputs since the last call of ``take_failure``."""
     return bool(load_library().llmk_has_failed())
 
 
 def take_failure() -> str | None:
-    """The primitive that refused since this was last called, or None; the reason is on standard error."""
+    """Returns the primitive that refused its inputs since the last call, or None. The reason is on standard error."""
     name: bytes | None = load_library().llmk_take_failure()
     return None if name is None else name.decode()
 
 
 def widen_bfloat16(values: npt.NDArray[np.uint16], out: Float32Array) -> None:
-    """Writes the float32 of bfloat16 ``values`` to ``out``, by all threads. Raises ValueError unless both are
-    contiguous and as large."""
+    """Converts bfloat16 ``values`` to float32 in ``out``, with all threads.
+
+    Raises ValueError unless both are contiguous and have the same size.
+    """
     if values.size != out.size or not (values.flags.c_contiguous and out.flags.c_contiguous):
-        raise ValueError(f"{values.size} values cannot be widened into {out.size}, or they are not contiguous")
+        raise ValueError(f"{values.size} values cannot be converted into {out.size}, or the arrays are not contiguous")
     load_library().llmk_widen_bfloat16(values.ctypes.data, out.ctypes.data, values.size)

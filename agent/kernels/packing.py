@@ -1,4 +1,4 @@
-"""Packing of weights for the linear kernels, through ctypes; ops/linear.h has the layout and the arithmetic."""
+"""Packs weights for the linear kernels. ops/linear.h describes the layout and the arithmetic."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _PackSource(ctypes.Structure):
 
 
 def packed_weight_bytes(fmt: str, columns: int, depth: int, group: int = 0, *, biased: bool = False) -> int:
-    """Bytes of the blob of a weight of ``columns`` outputs by ``depth`` inputs, ``group`` inputs to a scale (0: all).
+    """Returns the size of the blob of a weight with ``columns`` outputs and ``depth`` inputs.
 
     Raises ValueError for a format or size no blob can have: groups must be multiples of 8, and only integer formats
     have them; integer depths go up to 65536.
@@ -54,12 +54,15 @@ def packed_weight_bytes(fmt: str, columns: int, depth: int, group: int = 0, *, b
 
 
 def weight_blob(num_bytes: int) -> Blob:
-    """Zeroed memory for a blob, 64-byte aligned; from half a megabyte on in huge pages, where the system has them."""
+    """Returns zeroed memory for a blob, aligned to 64 bytes.
+
+    Blobs of at least half a megabyte use huge pages if the system has them.
+    """
     if num_bytes < _HUGE_PAGE // 4:
         raw = np.zeros(num_bytes + 64, np.uint8)
         start = -raw.ctypes.data % 64
         return raw[start : start + num_bytes]
-    # Private: the shared memory that mmap makes by default gets no huge pages.
+    # Private, because the shared memory that mmap creates by default gets no huge pages.
     size = (-(-num_bytes // _HUGE_PAGE) + 1) * _HUGE_PAGE
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -69,7 +72,7 @@ def weight_blob(num_bytes: int) -> Blob:
 
 
 def _check(name: str, array: Array | None, shape: tuple[int, ...], dtype: Any) -> int | None:
-    """The array's address, if a kernel may read ``shape`` of ``dtype`` there."""
+    """Returns the array's address. Raises ValueError unless it is a contiguous array of this shape and type."""
     if array is None:
         return None
     if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
@@ -84,13 +87,13 @@ def pack_weight(
     fmt: str, values: Array, out_blob: Blob, *, group: int = 0, gated: bool = False, asymmetric: bool = False,
     source_dtype: str = "float32", scales: Array | None = None, zeros: Array | None = None, bias: Array | None = None,
 ) -> None:  # fmt: skip
-    """Packs ``values`` [columns, depth] into ``out_blob`` of at least ``packed_weight_bytes``.
+    """Packs ``values`` [columns, depth] into ``out_blob``, which has at least ``packed_weight_bytes``.
 
-    Floats of ``source_dtype`` (bfloat16 as uint16 bits), for integer formats quantised here; or, with ``scales``
-    float32 [columns, groups], integers as they are: int8, or uint8 0..15 for int4 with ``zeros`` uint8 0..16
-    [columns, groups] (None: 8). ``gated``: the first half of the columns are the gate of a SwiGLU, the second the
-    value. ``bias`` float32 [columns] is added to what comes out. Raises ValueError for arrays that do not fit and
-    KernelError for what the kernel refuses.
+    Without ``scales``, ``values`` are floats of ``source_dtype`` (bfloat16 as uint16), and integer formats are
+    quantised here. With ``scales`` float32 [columns, groups], ``values`` are integers that are kept: int8, or uint8
+    0..15 for int4 with ``zeros`` uint8 0..16 [columns, groups] (None means 8). ``gated`` means that the first half of
+    the columns is the gate of a SwiGLU and the second half is the value. ``bias`` float32 [columns] is added to the
+    output. Raises ValueError if the arrays do not fit, and KernelError if the kernel refuses them.
     """
     if values.ndim != 2:
         raise ValueError(f"a weight has 2 dimensions, [columns, depth]; this one has shape {values.shape}")
@@ -119,9 +122,11 @@ def pack_weight(
 
 
 def join_weight_parts(blob: Blob, parts: int) -> None:
-    """Makes one weight of ``parts`` weights of consecutive inputs, packed behind the first 64 bytes of ``blob``, each
-    from a multiple of 64 bytes on: its product is the sum of theirs in float32. Raises KernelError for parts that do
-    not go together."""
+    """Joins ``parts`` packed weights of consecutive inputs to one weight, whose product is their sum in float32.
+
+    The packed weights follow the first 64 bytes of ``blob``, each aligned to 64 bytes. Raises KernelError if the parts
+    do not fit each other.
+    """
     function = load_library().llmk_join_weight_parts
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     if function(blob.ctypes.data, blob.size, parts) != 0:
@@ -129,7 +134,7 @@ def join_weight_parts(blob: Blob, parts: int) -> None:
 
 
 def is_packed_weight(blob: Blob) -> bool:
-    """Whether the library takes ``blob``; if not, the reason is on standard error."""
+    """Returns whether the kernels accept ``blob``. If not, the reason is on standard error."""
     function = load_library().llmk_check_packed_weight
     function.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     return bool(function(blob.ctypes.data, blob.size) == 0)

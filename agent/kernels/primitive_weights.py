@@ -1,8 +1,8 @@
-"""Weights of the native primitives on a CPU: packed once, known to the kernels by their address.
+"""Packs the weights of native primitives on a CPU. The kernels find a packed weight by the original's address.
 
-A primitive of the op plugin reads a weight where the checkpoint's numbers lie, in the layout of its documentation. What
-the kernels multiply by is a packed copy (ops/linear.h), and the numbers themselves are not read again: their memory is
-given back, and touching it is a fault rather than a wrong number.
+MindSpore passes the original weight to a primitive, in the layout of the primitive's documentation. The kernels
+multiply by a packed copy (ops/linear.h) and do not read the original again. Its memory goes back to the system, and any
+access to it is a fault instead of a wrong number.
 """
 
 from __future__ import annotations
@@ -37,21 +37,24 @@ _PROT_NONE, _PROT_READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 
 @dataclass(frozen=True, slots=True)
 class PrimitiveWeight:
-    """A weight in the layout of its primitive (ops/primitive_weight.h), or the weights of all experts, with an axis
-    more before the others. int4: two to a byte, the even one in the low half."""
+    """A weight in the layout of its primitive (ops/primitive_weight.h), or the weights of all experts.
+
+    The weights of experts have the expert as an additional first axis. Two int4 values share a byte, with the even one
+    in the low half.
+    """
 
     values: Array
     type: str
     """One of ``VALUE_TYPES``."""
     transposed: bool = True
-    """[out, in], scales [out] or [out, groups]; or else [in, out], scales [out] or [groups, out]."""
+    """True: [out, in] with scales [out] or [out, groups]. False: [in, out] with scales [out] or [groups, out]."""
     scales: Array | None = None
     offsets: Array | None = None
     scale_type: str = "float32"
     group: int = 0
-    """Inputs that share a scale; 0: all."""
+    """Number of inputs that share a scale. 0 means all inputs."""
     float_products: bool = False
-    """Integers that multiply activations that stay floats (WeightQuantBatchMatmul)."""
+    """Whether integers multiply float activations (WeightQuantBatchMatmul)."""
 
 
 class _PrimitiveWeight(ctypes.Structure):
@@ -72,8 +75,11 @@ class _PrimitiveWeight(ctypes.Structure):
 
 
 class KeptWeights:
-    """Packs weights and owns the copies; ``close`` lets the kernels forget them and gives the originals their memory
-    back, zeroed. The arrays must live until then."""
+    """Packs weights and owns the packed copies.
+
+    ``close`` makes the kernels forget the copies and makes the originals' memory accessible again, filled with zeros.
+    The original arrays must live until then.
+    """
 
     def __init__(self) -> None:
         self._library = load_library()
@@ -85,13 +91,13 @@ class KeptWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Of the packed copies."""
+        """Size of the packed copies."""
         return sum(blob.nbytes for _, blob in self._kept.values())
 
     def keep(self, weight: PrimitiveWeight, *, release: bool) -> None:
-        """Pack a weight that will not change. ``release``: nothing else reads its values; their memory is given back.
+        """Packs a weight that will not change. With ``release``, gives the memory of its values back to the system.
 
-        Raises ValueError for arrays that are not as the layout says, KernelError for a weight the kernels refuse.
+        Raises ValueError if the arrays do not fit the layout, and KernelError if the kernels refuse the weight.
         """
         weights = _matrices(weight)
         described = [_described(each) for each in weights]
@@ -112,7 +118,7 @@ class KeptWeights:
             self._release(weight.values)
 
     def close(self) -> None:
-        """May be called twice."""
+        """Frees the copies. May be called twice."""
         for address in self._kept:
             self._library.llmk_forget_primitive(address)
         for start, size in self._released:
@@ -121,7 +127,7 @@ class KeptWeights:
         self._kept.clear()  # last: the arrays' memory must be writeable when it is freed
 
     def _release(self, values: Array) -> None:
-        """Whole pages only; what they share with other arrays stays."""
+        """Gives whole pages back to the system. Pages that also contain other arrays stay."""
         start = -(-values.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (values.ctypes.data + values.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - start
         if size > 0:
@@ -131,7 +137,7 @@ class KeptWeights:
 
 
 def _matrices(weight: PrimitiveWeight) -> list[PrimitiveWeight]:
-    """The weight, or those of the experts by themselves, which share its memory."""
+    """Returns the weight, or one weight for each expert, as views."""
     if weight.values.ndim == 2:
         return [weight]
     return [

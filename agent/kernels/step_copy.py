@@ -1,4 +1,4 @@
-"""A step's inputs, copied out of its slot and checked by one call where NumPy takes forty; ops/step_copy.h."""
+"""Copies the inputs of a step out of its slot and checks them, in one call of a kernel (ops/step_copy.h)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from agent.kernels.library import load_library
 
 Int32Array = npt.NDArray[np.int32]
 
-_FINE, _FINE_AND_WHOLE = 1, 2
+_VALID, _VALID_AND_WHOLE = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """What the values of any step are below, and the numbers below 0 that mean something."""
+    """The upper bounds of a step's values, and the smallest values (negative numbers with a meaning)."""
 
     lowest_token: int
-    """The row's last token."""
+    """LAST_TOKEN, which means the row's last token."""
     lowest_slot: int
     lowest_top_logits: int
     vocab_size: int
@@ -29,12 +29,12 @@ class StepBounds:
     block_size: int
     num_blocks: int
     num_rows: int
-    most_top_logits: int
+    max_top_logits: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """int32 arrays of T tokens, S sequences, table width W, or longer. The fields of a step slot fit as they are."""
+    """The int32 arrays of a step, such as the fields of a step slot. They may be longer than the step."""
 
     token_ids: Int32Array
     positions: Int32Array
@@ -48,19 +48,19 @@ class StepArrays:
 
 
 class StepBuffers:
-    """Memory for the inputs of one step at a time, which stays where it is: a graph may be bound to it."""
+    """Memory for the inputs of one step. It stays in place, so that a graph can be bound to it."""
 
     def __init__(self, max_tokens: int, max_seqs: int, table_size: int) -> None:
-        """``table_size``: entries of all block tables together."""
+        """``table_size`` is the number of entries of all block tables together."""
         self.token_ids, self.positions, self.slot_mapping = (np.zeros(max_tokens, np.int32) for _ in range(3))
         self.query_lens, self.context_lens, self.rows = (np.zeros(max_seqs, np.int32) for _ in range(3))
         self.block_tables: Int32Array = np.zeros(table_size, np.int32)
         self.last_tokens: Int32Array = np.zeros(max_seqs, np.int32)
-        """[S] index in T of each sequence's last token."""
+        """[S]: the index of each sequence's last token in T."""
         self.sampled_tokens: Int32Array = np.zeros(max_seqs, np.int32)
-        """[S] the same where the sequence samples, else -1."""
+        """[S]: the same index if the sequence samples, else -1."""
         self.counts: Int32Array = np.zeros(4, np.int32)
-        """T, S, W of the step, and a number that is whoever's who runs it."""
+        """T, S and W of the step, and the step's number, which the graph sets."""
 
 
 _COPIED = ("token_ids", "positions", "slot_mapping", "query_lens", "context_lens", "block_tables", "rows")
@@ -82,7 +82,7 @@ class _Args(ctypes.Structure):
         ("block_size", ctypes.c_int64),
         ("num_blocks", ctypes.c_int64),
         ("num_rows", ctypes.c_int64),
-        ("most_top_logits", ctypes.c_int64),
+        ("max_top_logits", ctypes.c_int64),
         *((field.name, ctypes.c_void_p) for field in fields(StepArrays)),
         ("row_last_tokens", ctypes.c_void_p),
         *((f"own_{name}", ctypes.c_void_p) for name in _COPIED),
@@ -93,27 +93,27 @@ class _Args(ctypes.Structure):
 
 
 class StepCopy:
-    """A copy prepared for arrays that stay where they are, such as a step slot's: looked at and found once."""
+    """A call of the copy, prepared once for arrays that stay in place, such as those of a step slot."""
 
     def __init__(
         self, arrays: StepArrays, buffers: StepBuffers, bounds: StepBounds, row_last_tokens: Int32Array | None = None
     ) -> None:
-        """``row_last_tokens`` [num_rows], below 0 where a row has none: what becomes of ``bounds.lowest_token`` in
-        ``token_ids``. None: it stays.
+        """``row_last_tokens`` [num_rows] replace ``bounds.lowest_token`` in ``token_ids``; None leaves it in place.
 
-        Raises ValueError for an array that is not contiguous int32, or shorter than it must be.
+        A negative number in ``row_last_tokens`` means that the row has no last token. Raises ValueError if an array is
+        not contiguous int32 or too short.
         """
         self._kept = (arrays, buffers, row_last_tokens)
         self._function = load_library().llmk_copy_step
-        self._max_tokens = _least(arrays, buffers, "token_ids", "positions", "slot_mapping")
+        self._max_tokens = _smallest(arrays, buffers, "token_ids", "positions", "slot_mapping")
         self._max_seqs = min(
-            _least(arrays, buffers, "query_lens", "context_lens", "rows"),
+            _smallest(arrays, buffers, "query_lens", "context_lens", "rows"),
             *(array.size for array in (arrays.do_sample, arrays.num_top_logits)),
             *(array.size for array in (buffers.last_tokens, buffers.sampled_tokens)),
         )
-        self._table_size = _least(arrays, buffers, "block_tables")
+        self._table_size = _smallest(arrays, buffers, "block_tables")
         self.whole_prompts = False
-        """Whether every sequence of the last step begins at position 0, which no decode does."""
+        """Whether every sequence of the copied step starts at position 0. False for a decode."""
         self._args = args = _Args(**asdict(bounds))
         for field in fields(arrays):
             setattr(args, field.name, _address(field.name, getattr(arrays, field.name)))
@@ -128,20 +128,22 @@ class StepCopy:
         self._pointer = ctypes.byref(args)
 
     def run(self, tokens: int, seqs: int, width: int, *, decode: bool) -> bool:
-        """Copy a step of such sizes; ``decode``: of one token a sequence. False, and the copies mean nothing, where the
-        arrays hold none that can be run."""
+        """Copies a step. ``decode`` means one token for each sequence.
+
+        Returns False if the arrays do not hold a valid step of these sizes; the copies then mean nothing.
+        """
         if not 0 <= tokens <= self._max_tokens or not 0 <= seqs <= self._max_seqs:
             return False
         if not 0 <= width * seqs <= self._table_size:
             return False
         args = self._args
         args.tokens, args.seqs, args.width, args.decode = tokens, seqs, width, decode
-        verdict = self._function(self._pointer)
-        self.whole_prompts = verdict == _FINE_AND_WHOLE
-        return verdict in (_FINE, _FINE_AND_WHOLE)
+        result = self._function(self._pointer)
+        self.whole_prompts = result == _VALID_AND_WHOLE
+        return result in (_VALID, _VALID_AND_WHOLE)
 
 
-def _least(arrays: StepArrays, buffers: StepBuffers, *names: str) -> int:
+def _smallest(arrays: StepArrays, buffers: StepBuffers, *names: str) -> int:
     sizes: list[int] = [getattr(owner, name).size for owner in (arrays, buffers) for name in names]
     return min(sizes)
 

@@ -64,11 +64,11 @@ def run_planted(driver: StepDriver, usual: Any, plant: str, rank: int, prompts: 
         lies = rank == 0 and asked[0] == {"no launches": 1, "differs": 3, "differs later": 4}.get(plant)
         return all_agree(driver.runner._part, vote and not lies)
 
-    honest = RecordedLaunches._replay
+    honest = RecordedLaunches.run
     if plant == "writes nothing" and rank == 0:
         results: list[Any] = []
 
-        def keeps(self: RecordedLaunches, *, keeps_pace: bool) -> Any:
+        def keeps(self: RecordedLaunches, *, keeps_pace: bool = False) -> Any:
             before = [result.copy() for result in results]
             answer = honest(self, keeps_pace=keeps_pace)
             for result, values in zip(results, before, strict=True):
@@ -76,12 +76,12 @@ def run_planted(driver: StepDriver, usual: Any, plant: str, rank: int, prompts: 
             return answer
 
         results += [graph._logits] if graph._logits.size else [graph._stream]
-        RecordedLaunches._replay = keeps  # type: ignore[method-assign]
+        RecordedLaunches.run = keeps  # type: ignore[method-assign]
     named = tensors[:1] if plant == "unnamed" and rank == 0 else tensors
     graph.replays = FusedReplays(usual._run_graph, named, agrees)
     found = {"digests": decodes(driver, prompts, tokens), "problem": graph.replays.problem}
     found["replays"] = graph.replays.is_confirmed
-    RecordedLaunches._replay = honest  # type: ignore[method-assign]
+    RecordedLaunches.run = honest  # type: ignore[method-assign]
     return found
 
 

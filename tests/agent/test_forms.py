@@ -202,7 +202,7 @@ def test_zero_points_of_experts_are_those_of_whole_rows() -> None:
     spec, tensor = experts(COLUMNS, DEPTH, count=1), int4_tensor()
     source = Stored({spec.parts[0].name: tensor})
     forms = linear_forms([spec], source, INT4)
-    with pytest.raises(CheckpointError, match="its groups have zero points; GroupedMatmulV4 supports them only for whole"):
+    with pytest.raises(CheckpointError, match="zero points; GroupedMatmulV4 supports them only for whole rows"):
         load_weights([spec], source, "float16", lambda *_: None, forms=forms)
     assert tensor.zeros is not None
     rows = replace(tensor, scheme=Scheme("int4", 0), scales=tensor.scales[:, :1], zeros=tensor.zeros[:, :1])

@@ -160,7 +160,7 @@ def test_a_prefill_of_one_token_each_is_no_decode():
 
 def stepped(slot: StepSlot, size: int, buffers: StepBuffers, **changed: np.ndarray) -> StepCopy:
     arrays = {name: getattr(slot, name)[:size] for name in FIELDS} | changed
-    return StepCopy(StepArrays(**arrays), buffers, StepBounds(-1, -1, -1, *[1000] * 4, num_rows=4, most_top_logits=32))
+    return StepCopy(StepArrays(**arrays), buffers, StepBounds(-1, -1, -1, *[1000] * 4, num_rows=4, max_top_logits=32))
 
 
 @pytest.mark.parametrize(("size", "buffers"), [(4, (9, 9, 9)), (9, (4, 4, 4))])

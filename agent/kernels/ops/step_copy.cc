@@ -42,7 +42,7 @@ bool in_bounds(const StepCopyArgs& a) {
          in_range(a.own_slot_mapping, a.tokens, a.lowest_slot, a.num_blocks * a.block_size) &&
          in_range(a.own_block_tables, a.seqs * a.width, 0, a.num_blocks) &&
          in_range(a.own_rows, a.seqs, 0, a.num_rows) &&
-         in_range(a.num_top_logits, a.seqs, a.lowest_top_logits, a.most_top_logits + 1);
+         in_range(a.num_top_logits, a.seqs, a.lowest_top_logits, a.max_top_logits + 1);
 }
 
 // Replaces the placeholders of tokens [begin, end) by the last token of `row`. Returns false if the row has none.

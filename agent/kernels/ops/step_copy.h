@@ -10,7 +10,7 @@ struct StepCopyArgs {
   int64_t tokens, seqs, width;
   int32_t decode;  // 1: one token per sequence
   int32_t lowest_token, lowest_slot, lowest_top_logits;  // negative numbers with a meaning of their own
-  int64_t vocab_size, max_model_len, block_size, num_blocks, num_rows, most_top_logits;
+  int64_t vocab_size, max_model_len, block_size, num_blocks, num_rows, max_top_logits;
   const int32_t* token_ids;        // [T]; lowest_token means the last token of the batch row
   const int32_t* positions;        // [T]
   const int32_t* slot_mapping;     // [T]
