@@ -1,5 +1,6 @@
-"""Run by test_ascend_on_cpu.py in a process of its own: what of the Ascend's side a CPU's MindSpore executes as well.
-Prints what came out as JSON.
+"""Runs the parts of the Ascend backend that MindSpore also supports on a CPU, and prints the results as JSON.
+
+test_ascend_on_cpu.py starts it in a separate process.
 
 python tests/agent/ascend_program.py moves|refusals|sharing|padded|capture
 """
@@ -27,7 +28,7 @@ TAIL = (2, 16, 36)
 
 
 def bound(device: Arrays) -> list[Any]:
-    """Parameters that live in the arrays, and have been through a graph."""
+    """Makes parameters that share the arrays' memory and that have been through a graph."""
     from mindspore import Parameter, Tensor, ops
 
     from agent.layers.parameter import bind, unbound_parameter
@@ -42,7 +43,7 @@ def bound(device: Arrays) -> list[Any]:
 
 
 def run_moves() -> dict[str, bool]:
-    """Whether random moves of two types do what NumPy does, one run after the other."""
+    """Compares runs of random moves with NumPy, for two types."""
     from agent.backends.ascend.blocks import DeviceBlockMoves
 
     same = {}
@@ -65,7 +66,7 @@ def run_moves() -> dict[str, bool]:
 
 
 def run_refusals() -> dict[str, Any]:
-    """Errors of wrong moves after a right one, and of a device that loses what is copied to it."""
+    """Returns the errors of invalid moves after a valid one, and of a device that loses copies."""
     from agent.backends.ascend import blocks
 
     device, _ = make_caches(2, "uint16", TAIL)
@@ -98,7 +99,7 @@ def _error_of(run: Callable[[], None]) -> str:
 
 
 def run_sharing() -> dict[str, Any]:
-    """A model's sequences shared, copied and swapped, its cache moved as an Ascend's is."""
+    """Runs sequences with shared, copied and swapped blocks, with the block moves of an Ascend."""
     from block_sharing import run_block_sharing
     from step_driver import StepDriver
 
@@ -115,7 +116,7 @@ def run_sharing() -> dict[str, Any]:
 
 
 def run_padded() -> dict[str, Any]:
-    """Digests of sequences that decode alone and beside others, in decodes of any size and in padded ones."""
+    """Returns digests of sequences that decode alone and in a batch, with and without padding."""
     from step_driver import Part, StepDriver, blocks_for
 
     from agent.step_graph import make_step_graph
@@ -155,7 +156,7 @@ def _phases(graph: Any) -> dict[str, str]:
 
 
 def run_capture() -> dict[str, Any]:
-    """MindSpore's switch of the capture, as the context sets it."""
+    """Checks MindSpore's setting of the capture, as the context sets it."""
     import mindspore as ms
     from mindspore._c_expression import RuntimeConf
 

@@ -1,6 +1,6 @@
-"""One sequence computed while its blocks are shared, copied, swapped out and in, and its steps mixed with others'.
+"""Computes one sequence while its blocks are shared, copied or swapped, and while its steps are mixed with others.
 
-Imported by ``runner_worker``. Each way gives digests as "output token number, digest", to be those of the plain run.
+``runner_worker`` imports it. Each way returns digests "output token number, digest", which must equal the plain run's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Way = Callable[[StepDriver, list[int], list[int], list[int]], list[str]]
 
 
 def run_block_sharing(driver: StepDriver, golden: dict[str, Any]) -> dict[str, list[str]]:
-    """Digests by way; ``plain`` is a prefill and decodes of one sequence alone."""
+    """Returns the digests of each way. ``plain`` is a prefill and decodes of the sequence alone."""
     prompt, other = golden["cases"][-1]["prompt"], golden["cases"][0]["tokens"]
     driver.runner.reset()
     plain = _go_on(driver, Part(prompt, 0, blocks_for(0), row=0), SHARED_TOKENS)
@@ -45,7 +45,7 @@ def run_block_sharing(driver: StepDriver, golden: dict[str, Any]) -> dict[str, l
 
 
 def _go_on(driver: StepDriver, first: Part, count: int) -> list[Sampled]:
-    """A first step by itself, then decodes whose tokens only the agent knows."""
+    """Runs the first step alone, then decodes whose tokens only the agent knows."""
     outputs = driver.prefill(first)
     position = first.start + len(first.tokens)
     return outputs + _decode(driver, first.row, first.blocks, position, count - 1)
@@ -60,7 +60,7 @@ def _numbered(first: int, outputs: list[Sampled]) -> list[str]:
 
 
 def _mixed_decodes(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Its decodes beside another prompt's chunks, some of one token, and a third row's decodes."""
+    """Runs its decodes together with chunks of another prompt, some of one token, and with decodes of a third row."""
     blocks, theirs, third = blocks_for(0), blocks_for(1), blocks_for(2)
     outputs = driver.prefill(Part(prompt, 0, blocks, row=5), Part(other[:3], 0, third, row=1))[:1]
     ends = [1, 2, 4, 7, 11, BLOCK_SIZE, 20, 21, 26, 30, 33, 37, 38]
@@ -72,7 +72,7 @@ def _mixed_decodes(driver: StepDriver, prompt: list[int], tokens: list[int], oth
 
 
 def _mixed_chunks(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Its prompt in chunks beside another row's decodes, then its own decodes."""
+    """Runs its prompt in chunks together with decodes of another row, then its own decodes."""
     blocks, theirs = blocks_for(3), blocks_for(1)
     driver.prefill(Part(other[:5], 0, theirs, row=2))
     ends = [3, 4, BLOCK_SIZE + 1, 2 * BLOCK_SIZE, len(prompt) - 1, len(prompt)]
@@ -83,7 +83,7 @@ def _mixed_chunks(driver: StepDriver, prompt: list[int], tokens: list[int], othe
 
 
 def _prefix(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Its row starts over full blocks that another row wrote, which goes on reading them."""
+    """Starts its row over full blocks that another row wrote and still reads."""
     owner = blocks_for(1)
     first = driver.prefill(Part(prompt, 0, owner, row=1))
     shared = (len(prompt) - 1) // BLOCK_SIZE
@@ -96,10 +96,12 @@ def _prefix(driver: StepDriver, prompt: list[int], tokens: list[int], other: lis
 
 
 def _copied_tail(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """A prefix hit that ends inside a block: that block is copied, and its owner writes on behind it."""
+    """Copies the last block of a prefix hit that ends inside a block, while the owner continues to write its own."""
     owner, count = blocks_for(1), len(prompt)
     first = driver.prefill(Part(prompt, 0, owner, row=1))
-    start = count - 1 - (count - 1) % BLOCK_SIZE // 2  # some tokens of the tail are found, some are computed
+    start = (
+        count - 1 - (count - 1) % BLOCK_SIZE // 2
+    )  # some tokens of the tail are in the prefix, the others are computed
     tail = start // BLOCK_SIZE
     blocks = [*owner[:tail], *blocks_for(2)[tail:]]
     outputs = driver.prefill(
@@ -109,12 +111,12 @@ def _copied_tail(driver: StepDriver, prompt: list[int], tokens: list[int], other
     )
     ours = [outputs[1], *_decode(driver, 4, blocks, count, SHARED_TOKENS - 1)]
     theirs = [*first, outputs[0], *_decode(driver, 1, owner, count + 1, SHARED_TOKENS - 2)]
-    assert start % BLOCK_SIZE, "the tail is a whole block"
+    assert start % BLOCK_SIZE, "the tail must not be a whole block"
     return _numbered(0, ours) + _numbered(0, theirs)
 
 
 def _copied_on_write(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """A second sequence goes on from the first one's cache with another token; the first finds its block unchanged."""
+    """Continues a second sequence from the cache of the first with another token; the first block stays unchanged."""
     blocks, count = blocks_for(1), len(prompt)
     outputs = _go_on(driver, Part(prompt, 0, blocks, row=1), 3)
     position = count + 2
@@ -130,13 +132,15 @@ def _copied_on_write(driver: StepDriver, prompt: list[int], tokens: list[int], o
         ours = Part([LAST_TOKEN], count + step - 1, blocks, row=1)
         outputs.append(driver.decode(ours, Part([other[step]], count + step - 1, theirs, row=2))[0])
     alone = driver.prefill(Part([*prompt, *tokens[:2], other[0]], 0, blocks_for(3), row=3))
-    assert both[0].digest == alone[0].digest, "the second sequence is not what it is alone"
+    assert both[0].digest == alone[0].digest, "the second sequence differs from its run alone"
     return _numbered(0, outputs)
 
 
 def _swapped(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Out to the host, its blocks taken by another sequence, in again to other blocks and another row, its last token
-    sent along."""
+    """Swaps the sequence out, uses its blocks for another sequence, and swaps it in to other blocks and another row.
+
+    The step sends its last token.
+    """
     blocks, held = blocks_for(1), 5
     outputs = _go_on(driver, Part(prompt, 0, blocks, row=1), held)
     count = -(-(len(prompt) + held - 1) // BLOCK_SIZE)
@@ -151,7 +155,7 @@ def _swapped(driver: StepDriver, prompt: list[int], tokens: list[int], other: li
 
 
 def _swapped_in_pieces(driver: StepDriver, prompt: list[int], tokens: list[int], other: list[int]) -> list[str]:
-    """Two sequences change places block by block, in one step of moves: out, in, and on within the device."""
+    """Exchanges two sequences block by block in one step of moves: out, in, and within the device."""
     blocks, theirs, count = blocks_for(1), blocks_for(2), -(-len(prompt) // BLOCK_SIZE)
     driver.prefill(Part(prompt[:-1], 0, blocks, row=1, sample=False))
     driver.prefill(Part((other * 8)[: count * BLOCK_SIZE], 0, theirs, row=2))
@@ -164,7 +168,7 @@ def _swapped_in_pieces(driver: StepDriver, prompt: list[int], tokens: list[int],
 
 
 def run_move_refusals(driver: StepDriver) -> dict[str, Any]:
-    """Steps with a wrong move after a right one: the error of each, and whether anything was moved."""
+    """Runs steps with an invalid move after a valid one. Returns their errors and whether anything was moved."""
     part, right, blocks = Part([5, 6, 7], 0, blocks_for(0), row=0), (COPY, 1, 2), driver.config.pa_config.num_blocks
     driver.runner.reset()
     driver.prefill(part)

@@ -1,4 +1,4 @@
-"""Runs every model of ``performance.models.variants`` through ModelRunner, in one type and op table; prints JSON.
+"""Runs every model of ``performance.models.variants`` in one type and op table, and prints JSON.
 
 python tests/agent/families_worker.py DTYPE OP_TABLE WEIGHT_FORMAT KV_FORMAT SCRATCH_FOLDER [MODEL ...]
 """
@@ -24,7 +24,7 @@ from tools.make_golden import weights_digest  # noqa: E402
 
 
 def tokens(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> list[list[int]]:
-    """Greedy tokens of each case, going on from our own ones or from the oracle's."""
+    """Returns the greedy tokens of each case, continued from our own tokens or from the oracle's."""
     steps = generate(driver, cases, forced=forced)
     return [[step[index].token for step in steps] for index in range(len(cases))]
 

@@ -1,9 +1,9 @@
-"""What the programs of one agent of a group share: ``group_worker`` and ``replays_worker``.
+"""The common part of the programs that run one agent of a group.
 
 python tests/agent/PROGRAM RANK JSON
 
-JSON: ``setup``, the fields of ``agent_group.Setup``, and ``models`` with name, folder and exchange (null for an agent
-alone) each.
+JSON has ``setup``, the fields of ``agent_group.Setup``, and ``models``, each with name, folder and exchange (null for
+an agent without a group).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from support.agent_group import Setup
 
 
 def start_driver(setup: Setup, model: dict[str, Any], rank: int) -> StepDriver:
-    """A model loaded by this agent, attached to the exchange of its group if it has one."""
+    """Loads a model in this agent and attaches the exchange of its group, if there is one."""
     config, exchange = setup.config(Path(model["folder"])), None
     if model["exchange"] is not None:
         layout = ExchangeLayout.of(config.shape, config.slot_limits(), config.parallel_config)
@@ -31,7 +31,7 @@ def start_driver(setup: Setup, model: dict[str, Any], rank: int) -> StepDriver:
 
 
 def print_models(run_model: Callable[[Setup, dict[str, Any], int], dict[str, Any]]) -> None:
-    """Print as JSON what ``run_model`` gives for each model, and end the process."""
+    """Prints the results of ``run_model`` for all models as JSON, and ends the process."""
     rank, job = int(sys.argv[1]), json.loads(sys.argv[2])
     setup = Setup(**job["setup"])
     print(json.dumps({model["name"]: run_model(setup, model, rank) for model in job["models"]}), flush=True)

@@ -1,5 +1,8 @@
-"""One agent of a group, in a process of its own: runs the same steps as the others through ModelRunner and prints what
-came out as JSON (which means something where it answers). Its arguments are those of ``group_program``."""
+"""Runs one agent of a group in a separate process and prints its results as JSON.
+
+All agents of the group run the same steps. Only the results of the agent that samples have a meaning. ``group_program``
+describes the arguments.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def run_penalised(driver: StepDriver) -> dict[str, Any]:
-    """What was chosen, and, where this agent samples, what its logits and penalties make of it."""
+    """Returns the chosen tokens and, if this agent samples, the tokens that logits and penalties require."""
     sampler, captured = driver.runner._sampler, []
     original = sampler.sample
 
@@ -50,7 +53,7 @@ def run_penalised(driver: StepDriver) -> dict[str, Any]:
     driver.runner.reset()
     chosen = penalised(driver, PROMPT, [], NUM_PENALISED, PENALTIES, row=3)
     sampler.sample = original  # type: ignore[method-assign]
-    logits = [each[0] for each in captured[1:]]  # the first is of a chunk that does not sample
+    logits = [each[0] for each in captured[1:]]  # the first logits belong to a chunk that does not sample
     return {"chosen": chosen, "expected": expected_tokens(logits, PROMPT, PENALTIES)}
 
 

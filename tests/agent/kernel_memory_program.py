@@ -1,5 +1,4 @@
-"""Runs the steps that take the kernels the most memory, in a process of its own, and prints what they hold beside what
-the memory plan says, as JSON.
+"""Runs the steps that need the most kernel memory, and prints the kernels' memory and the memory plan as JSON.
 
 python tests/agent/kernel_memory_program.py DTYPE OP_TABLE WEIGHT_FORMAT THREADS EXPERTS
 """
@@ -53,7 +52,7 @@ SAMPLED = {"temperature": 1.0, "top_k": VOCABULARY - 1, "top_p": 0.9, "min_p": 1
 
 
 def part(row: int, num_tokens: int, end: int) -> Part:
-    """The last tokens of a sequence of ``end``, sampled."""
+    """Makes the last tokens of a sequence of ``end`` tokens, which sample."""
     tokens = np.random.default_rng(row).integers(3, VOCABULARY, num_tokens).tolist()
     blocks = list(range(1 + row * BLOCKS, 1 + (row + 1) * BLOCKS))
     return Part(
@@ -64,7 +63,7 @@ def part(row: int, num_tokens: int, end: int) -> Part:
 def run_steps(driver: StepDriver) -> None:
     driver.prefill(part(0, TOKENS, TOKENS))
     driver.prefill(*(part(row, TOKENS // 4, LONGEST) for row in range(4)))
-    for num_tokens in (16, 64, 128, 192, 384, TOKENS):  # threads share the context of few rows
+    for num_tokens in (16, 64, 128, 192, 384, TOKENS):  # few rows, so that threads share a context
         driver.prefill(part(1, num_tokens, LONGEST))
     for seqs in range(1, SEQS + 1):
         for step in range(3):

@@ -1,5 +1,7 @@
-"""Run by test_missing_primitive.py in a process of its own: compiles models with a primitive that a CPU lacks, at all
-or in their type; prints the errors as JSON."""
+"""Compiles models with a primitive that has no CPU kernel, or none for their type, and prints the errors as JSON.
+
+test_missing_primitive.py starts it in a separate process.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def main() -> None:
     from agent.step_graph import make_step_graph
 
     class Model(nn.Cell):
-        """The embedding of the last tokens through a primitive."""
+        """A model that only embeds the last tokens and calls one primitive."""
 
         def __init__(self, primitive: object) -> None:
             super().__init__()

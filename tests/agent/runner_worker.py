@@ -1,4 +1,4 @@
-"""Runs one setup (types and formats) through ModelRunner in a process of its own and prints what came out, as JSON.
+"""Runs one setup (types and formats) with ModelRunner in a separate process, and prints the results as JSON.
 
 python tests/agent/runner_worker.py DTYPE OP_TABLE WEIGHT_FORMAT KV_FORMAT SCRATCH_FOLDER
 """
@@ -32,8 +32,9 @@ from tools.make_golden import weights_digest  # noqa: E402
 
 
 def run_golden(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
-    """All prompts as one batch: once going on from our own tokens, once fed with the oracle's; ``best``: the best ids
-    and their logits then, at each step of each prompt."""
+    """Runs all prompts as one batch, once continued from our own tokens and once from the oracle's.
+
+    ``best`` has the best ids and their logits of the second run, for each step of each prompt."""
     cases = golden["cases"]
     free = generate(driver, cases, forced=False)
     forced = generate(driver, cases, forced=True)
@@ -62,7 +63,7 @@ def generate(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -
 
 
 def run_invariance(driver: StepDriver, golden: dict[str, Any]) -> dict[str, list[str]]:
-    """Digests of the same positions of one sequence, computed in different company and different pieces."""
+    """Returns digests of the same positions of one sequence, computed in different batches and chunks."""
     case = golden["cases"][-1]
     prompt, forced = case["prompt"], case["tokens"][:FORCED_STEPS]
     return {
@@ -83,7 +84,7 @@ def _alone(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[str
 
 
 def _batched(driver: StepDriver, prompt: list[int], forced: list[int], other: list[int]) -> list[str]:
-    """Beside other sequences, in other blocks (in falling order) and another row."""
+    """Runs the sequence with other sequences, in other blocks (descending) and in another row."""
     blocks, count = blocks_for(3)[::-1], len(other)
     neighbours = [Part(other[: 5 * i + 1], 0, blocks_for(i), row=i) for i in range(3)]
     outputs = [driver.prefill(*neighbours[:2], Part(prompt, 0, blocks, row=7), neighbours[2])[2]]
@@ -99,7 +100,7 @@ def _batched(driver: StepDriver, prompt: list[int], forced: list[int], other: li
 
 
 def _chunked(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[str]:
-    """The prompt in uneven pieces, then the rest two or three tokens a step; each piece's last position is compared."""
+    """Runs the prompt in uneven chunks, then two or three tokens for each step. Compares the last position of each."""
     blocks, tokens = blocks_for(1), prompt + forced
     edges = [1, 8, 41, BLOCK_SIZE * 3, len(prompt), *range(len(prompt) + 2, len(tokens) + 1, 3)]
     start, digests = 0, []
@@ -115,7 +116,7 @@ def _chunked(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[s
 
 
 def _prefilled(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[str]:
-    """Prompt and output as one new prompt, as after a preemption."""
+    """Runs prompt and output as one new prompt, as after a preemption."""
     digests = []
     for step in (0, 1, 7, len(forced)):
         output = driver.prefill(Part(prompt + forced[:step], 0, blocks_for(2), row=2))[0]
@@ -124,7 +125,7 @@ def _prefilled(driver: StepDriver, prompt: list[int], forced: list[int]) -> list
 
 
 def _together(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[str]:
-    """The sequence's last token as a decode beside a whole prompt in one step."""
+    """Runs the sequence's last token as a decode together with a whole prompt."""
     blocks = blocks_for(4)
     driver.prefill(Part(prompt[:-1], 0, blocks, row=0, sample=False))
     own = Part(prompt[-1:], len(prompt) - 1, blocks, row=0)
@@ -132,7 +133,7 @@ def _together(driver: StepDriver, prompt: list[int], forced: list[int]) -> list[
 
 
 def run_rows(driver: StepDriver) -> dict[str, Any]:
-    """Penalties: what the runner chose, with the logits and history it should have chosen from."""
+    """Returns the tokens that the runner chose with penalties, and the logits and histories to choose from."""
     runner, captured = driver.runner, []
     original = runner._sampler.sample
 
@@ -145,7 +146,7 @@ def run_rows(driver: StepDriver) -> dict[str, Any]:
     prompt = [5, 6, 7, 5, 9, 11]
     sampling = {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.9}
     tokens = penalised(driver, prompt, [], 12, sampling, row=3)
-    logits = [each[0] for each in captured[1:]]  # the first is of the chunk that does not sample
+    logits = [each[0] for each in captured[1:]]  # the first logits belong to the chunk that does not sample
     resumed = penalised(driver, prompt, tokens[:5], 12, sampling, row=4)
     swapped = _penalised_after_swap(driver, prompt, tokens[:5], 12, sampling, old_row=3, row=6)
     plain = penalised(driver, prompt, [], 12, {}, row=3)
@@ -164,7 +165,7 @@ def run_rows(driver: StepDriver) -> dict[str, Any]:
 def penalised(
     driver: StepDriver, prompt: list[int], output: list[int], total: int, sampling: dict[str, float], row: int
 ) -> list[int]:
-    """Sample up to ``total`` output tokens, ``output`` being known already; the history goes with the last chunk."""
+    """Samples up to ``total`` output tokens after the known ``output``. The last chunk sends the history."""
     blocks, known = blocks_for(row), prompt + output
     driver.prefill(Part(known[:3], 0, blocks, row, sample=False))
     history = known if sampling else []
@@ -186,7 +187,7 @@ def _penalised_after_swap(
     old_row: int,
     row: int,
 ) -> list[int]:
-    """As after a swap: a row starts with a decode over the blocks of ``old_row``, and the history goes with it."""
+    """Starts a row with a decode over the blocks of ``old_row``, as after a swap. The decode sends the history."""
     blocks, known = blocks_for(old_row), prompt + output
     first = Part([known[-1]], len(known) - 1, blocks, row, True, len(output), known, len(prompt), sampling)
     tokens = [driver.decode(first)[0].token]
@@ -197,7 +198,7 @@ def _penalised_after_swap(
 
 
 def expected_tokens(logits: list[Any], prompt: list[int], sampling: dict[str, float]) -> list[int]:
-    """Greedy with penalties, in NumPy: repetition on prompt and output, the others on the output."""
+    """Chooses greedily with penalties in NumPy: repetition uses prompt and output, the others use the output."""
     output: list[int] = []
     for row in logits:
         row = row.astype(np.float32).copy()
@@ -212,7 +213,7 @@ def expected_tokens(logits: list[Any], prompt: list[int], sampling: dict[str, fl
 
 
 def run_refusals(driver: StepDriver) -> dict[str, Any]:
-    """Slots that are wrong in one place: the error of each, and whether the next right step is unharmed."""
+    """Runs slots with one fault each. Returns their errors, and whether the next valid step has the same bits."""
     driver.runner.reset()
     good = Part([5, 6, 7], 0, blocks_for(0), row=0)
     before = driver.prefill(good)[0].digest
@@ -247,7 +248,7 @@ def run_refusals(driver: StepDriver) -> dict[str, Any]:
 
 @contextmanager
 def _believing_in_more_blocks(driver: StepDriver) -> Iterator[None]:
-    """Steps are read by one who lets blocks through that do not exist."""
+    """Replaces the step reader by one that accepts blocks that do not exist."""
     honest = driver.runner._reader
     credulous = copy.copy(honest)
     credulous._num_blocks *= 2**20
@@ -259,7 +260,7 @@ def _believing_in_more_blocks(driver: StepDriver) -> Iterator[None]:
 
 
 def _fail_in_graph(driver: StepDriver, good: Part) -> str:
-    """A block that does not exist."""
+    """Runs a step with a block that does not exist."""
     slot = driver.fill([good])
     slot.block_tables[0] = slot.slot_mapping[1] = 2**27
     with _believing_in_more_blocks(driver):
@@ -267,15 +268,17 @@ def _fail_in_graph(driver: StepDriver, good: Part) -> str:
 
 
 def _run_without_graph(driver: StepDriver, good: Part) -> str:
-    """What runs the graph comes back before the output layer has run."""
+    """Runs a step whose graph returns before the output layer has run."""
     driver.runner._graph.replays.run = lambda results, num_tokens: None
     return _step_error(driver, driver.fill([good]))
 
 
 def run_replays(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
-    """Decodes of one and of three sequences, prompts and parts of them, the first of a kind computed twice and those
-    after them replayed, and the same by the graph; with an operator that refuses its inputs, at a replay and where one
-    would be confirmed."""
+    """Runs decodes of one and of three sequences, prompts and chunks, as replays and by the graph.
+
+    The first steps of a kind are computed both ways. Also lets an operator refuse its inputs, in a replay and in a step
+    that confirms the replay.
+    """
     graph, prompts = driver.runner._graph, [case["prompt"] for case in golden["cases"][:3]]
     replays, tokens = graph.replays, golden["cases"][0]["tokens"][:FORCED_STEPS]
     found: dict[str, Any] = {"refused": [_refused_decode(driver, 2)]}
@@ -293,14 +296,16 @@ def run_replays(driver: StepDriver, golden: dict[str, Any]) -> dict[str, Any]:
 
 
 def native_replays(graph: Any) -> dict[str, Any]:
-    """Which kinds of steps are replays by now, and why others are not."""
+    """Returns the kinds of steps that are replayed, and why others are not."""
     confirmed = sorted(kind.value for kind, replays in graph.replays.items() if replays.is_confirmed)
     return {"confirmed": confirmed, "problems": [replays.problem for replays in graph.replays.values()]}
 
 
 def prompts_and_chunks(driver: StepDriver) -> list[str]:
-    """Digests of the steps of a short prompt cut in two, some lengths of the first part: that alone and beside the
-    whole, and the second beside the whole; and of a prompt too long to be computed twice."""
+    """Returns digests of a short prompt in two chunks, for several lengths of the first chunk, and of a long prompt.
+
+    The chunks run alone and together with the whole prompt. The long prompt is too long to be computed twice.
+    """
     prompt = [3 + 7 * index % (driver.config.shape.vocab_size - 3) for index in range(100)]
     digests, short = [], prompt[:24]
     for length in range(1, len(short), 4):
@@ -314,7 +319,7 @@ def prompts_and_chunks(driver: StepDriver) -> list[str]:
 
 
 def decodes(driver: StepDriver, prompts: list[list[int]], tokens: list[int]) -> list[str]:
-    """Digests of the steps of one sequence, and of all three, fed with ``tokens``."""
+    """Returns digests of the steps of one sequence and of all three, with ``tokens`` as input."""
     digests = []
     for rows in (1, 3):
         driver.runner.reset()
@@ -327,7 +332,7 @@ def decodes(driver: StepDriver, prompts: list[list[int]], tokens: list[int]) -> 
 
 
 def _refused_decode(driver: StepDriver, rows: int) -> str:
-    """A block that does not exist."""
+    """Runs a step with a block that does not exist."""
     driver.runner.reset()
     slot = driver.fill([Part([5], 0, blocks_for(row), row) for row in range(rows)])
     slot.block_tables[0] = slot.slot_mapping[0] = 2**27
@@ -375,7 +380,7 @@ def main() -> None:
         results["models"][name] = result
         if name == "gqa_tied":
             results |= {"rows": run_rows(driver), "stages": driver.stages}
-            if (weights, kv) == ("auto", "auto"):  # a graph that fails is waited for by MindSpore, 3 seconds
+            if (weights, kv) == ("auto", "auto"):  # MindSpore waits 3 seconds after a failed graph
                 results["refusals"] = run_refusals(driver)
             results["moves"] = run_move_refusals(driver)
             results["summary"] = driver.runner.summary()

@@ -1,4 +1,4 @@
-"""Drives a ModelRunner as a server would: slots in, tokens out. Imported by ``runner_worker``, in its own process."""
+"""Drives a ModelRunner like the server: fills slots and reads tokens. ``runner_worker`` imports it."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ GREEDY: dict[str, float] = {
 
 
 Move = tuple[int, int, int]
-"""Kind, source and destination block."""
+"""Kind, source block and destination block."""
 
 
 @dataclass
 class Part:
-    """What a step computes of one sequence."""
+    """The part of one sequence that a step computes."""
 
     tokens: Sequence[int]
     start: int
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass
 class Sampled:
-    """A sequence's outputs. ``digest`` is of every bit of them."""
+    """The outputs of one sequence. ``digest`` covers every bit."""
 
     token: int
     logit: float
@@ -61,7 +61,7 @@ class Sampled:
 
 
 class StepDriver:
-    """A ready runner and one slot. ``rank`` and ``exchange``: of an agent of a group."""
+    """A started runner and one slot. ``rank`` and ``exchange`` belong to an agent of a group."""
 
     def __init__(self, config: Config, rank: int = 0, exchange: ExchangeMemory | None = None) -> None:
         self.config = config
@@ -88,7 +88,7 @@ class StepDriver:
         return [self._output(index) for index in range(len(parts))]
 
     def fill(self, parts: Sequence[Part], moves: Sequence[Move] = ()) -> StepSlot:
-        """Write the parts and the moves into the slot."""
+        """Writes parts and moves into the slot."""
         slot, width = self.slot, max((len(part.blocks) for part in parts), default=0)
         slot.moves[: 3 * len(moves)] = np.array(moves, np.int32).reshape(-1)
         token, history = 0, 0
@@ -133,6 +133,6 @@ class StepDriver:
 
 
 def blocks_for(index: int, length: int = MAX_MODEL_LEN) -> list[int]:
-    """Blocks of the ``index``-th sequence of ``length`` tokens; block 0 is for padding."""
+    """Returns the blocks of the ``index``-th sequence of ``length`` tokens. Block 0 is for padding."""
     count = -(-length // BLOCK_SIZE)
     return list(range(1 + index * count, 1 + (index + 1) * count))

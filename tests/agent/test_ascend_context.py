@@ -1,4 +1,4 @@
-"""What is set on MindSpore for an Ascend, recorded instead of carried out: no machine of the tests has one."""
+"""The settings of MindSpore for an Ascend. A recorder takes the calls, because no test machine has an Ascend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Recorder:
-    """As much of ``mindspore`` as is called, noting the calls in order."""
+    """Replaces ``mindspore`` and records the calls in order."""
 
     GRAPH_MODE = 0
 
@@ -52,13 +52,13 @@ class Recorder:
 
 
 def published(*overrides: str) -> Config:
-    """The published deployment, as a machine with an Ascend reads it."""
+    """Loads the published deployment as a machine with an Ascend would."""
     given = ["model_config.load_format=dummy", "tokenizer.vocab_file=models/tiny_llama", *overrides]
     return load_config("llama_7b_kbk_pa_dyn.yaml", given, ascend=True)
 
 
 def with_context(tmp_path: Path, **values: str) -> Config:
-    """The same with another ``context`` in its MindFormers YAML."""
+    """Writes the published MindFormers YAML with other values in ``context``."""
     text = (ROOT / "configs/llama/predict_llama2_7b.yaml").read_text(encoding="utf-8")
     for key, value in values.items():
         (line,) = [line for line in text.splitlines() if line.startswith(f"  {key}:")]
@@ -67,7 +67,7 @@ def with_context(tmp_path: Path, **values: str) -> Config:
     return published(f"model_config.model_cfg_path={tmp_path / 'predict.yaml'}")
 
 
-def test_the_published_deployment() -> None:
+def test_settings_of_the_published_deployment() -> None:
     mindspore = Recorder()
     set_up_device(published(), mindspore)
     assert mindspore.calls == [
@@ -78,7 +78,7 @@ def test_the_published_deployment() -> None:
     ]
 
 
-def test_a_memory_limit_and_a_call_depth_of_ones_own(tmp_path: Path) -> None:
+def test_memory_limit_and_call_depth_come_from_the_config(tmp_path: Path) -> None:
     mindspore = Recorder()
     set_up_device(with_context(tmp_path, max_device_memory='"29.5GB"', max_call_depth="600"), mindspore)
     assert mindspore.calls[2:] == [("set_recursion_limit", 600), ("set_memory", {"max_size": "29.5GB"})]
@@ -92,19 +92,19 @@ def test_a_memory_limit_and_a_call_depth_of_ones_own(tmp_path: Path) -> None:
         ("ge", "False", {"jit_level": "O2", "infer_boost": "off"}),
     ],
 )
-def test_levels_of_compilation(tmp_path: Path, backend: str, fused: str, wanted: dict[str, str]) -> None:
+def test_jit_level_and_infer_boost(tmp_path: Path, backend: str, fused: str, wanted: dict[str, str]) -> None:
     with_context(tmp_path, enable_graph_kernel=fused)
     config = published(f"model_config.model_cfg_path={tmp_path / 'predict.yaml'}", f"model_config.backend={backend}")
     assert jit_config(config) == wanted
 
 
-def test_flags_of_fusion_go_with_fusion_only(tmp_path: Path) -> None:
+def test_fusion_flags_are_set_only_with_fusion(tmp_path: Path) -> None:
     assert "MS_DEV_GRAPH_KERNEL_FLAGS" not in environment(published())
     fused = environment(with_context(tmp_path, enable_graph_kernel="True"))
     assert fused["MS_DEV_GRAPH_KERNEL_FLAGS"] == "--enable_parallel_fusion=true --reduce_fuse_depth=8"
 
 
-def test_captured_launches_are_of_the_decode_sizes(tmp_path: Path) -> None:
+def test_one_capture_for_each_decode_size(tmp_path: Path) -> None:
     config = published("model_config.capture_launches=True", "model_config.decode_batch_size=[1, 128, 16]")
     assert config.captured_batch_sizes == (1, 16, 128)
     assert environment(config)["MS_DEV_RUNTIME_CONF"] == "graph_capture_max_number:3"
@@ -116,7 +116,7 @@ def test_captured_launches_are_of_the_decode_sizes(tmp_path: Path) -> None:
     assert "MS_DEV_RUNTIME_CONF" not in environment(published())
 
 
-def test_weights_in_blocks_are_those_of_the_integer_product() -> None:
+def test_nz_layout_is_enabled_for_the_integer_product_only() -> None:
     config = published("model_config.weight_format=int8", "model_config.weight_layout=nz")
     assert environment(config)["MS_INTERNAL_ENABLE_NZ_OPS"] == "QuantBatchMatmul"
     assert "MS_INTERNAL_ENABLE_NZ_OPS" not in environment(published("model_config.weight_format=int8"))
@@ -132,12 +132,12 @@ def test_weights_in_blocks_are_those_of_the_integer_product() -> None:
         (("capture_launches=True", "backend=ge"), "capture_launches = True: not with model_config.backend ge, which"),
     ],
 )
-def test_options_that_do_not_go_together(overrides: tuple[str, ...], message: str) -> None:
+def test_options_that_exclude_each_other_are_refused(overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         published(*[f"model_config.{each}" for each in overrides])
 
 
-def test_captured_launches_want_a_graph_of_ones_own(tmp_path: Path) -> None:
+def test_capture_is_refused_for_groups_and_with_fusion(tmp_path: Path) -> None:
     wanted = "model_config.capture_launches=True"
     with pytest.raises(ConfigError, match="not with agents that share a model"):
         published(wanted, "parallel_config.tensor_parallel=2", "serving_config.agent_ports=[0]")
@@ -146,7 +146,7 @@ def test_captured_launches_want_a_graph_of_ones_own(tmp_path: Path) -> None:
         published(wanted, f"model_config.model_cfg_path={tmp_path / 'predict.yaml'}")
 
 
-def test_variables_that_are_set_stay() -> None:
+def test_environment_variables_that_are_set_are_kept() -> None:
     variables = {"MS_ALLOC_CONF": "enable_vmm:False"}
     prepare_environment(published(), variables)
     assert variables == {"MS_ALLOC_CONF": "enable_vmm:False", "GLOG_v": "3", "RUN_MODE": "predict"}
@@ -165,14 +165,14 @@ def test_device_numbers(tmp_path: Path, start: int, of_the_yaml: int, rank: int,
     assert mindspore.calls[0] == ("set_device", "Ascend", wanted)
 
 
-def test_a_device_that_is_not_there() -> None:
+def test_a_missing_device_is_refused() -> None:
     mindspore = Recorder(devices=4)
     with pytest.raises(AgentStartError, match=r"start_device_id gives this agent device 4, but there are 4 devices"):
         set_up_device(published("serving_config.start_device_id=3"), mindspore, rank=1)
     assert [call[0] for call in mindspore.calls] == ["set_device"]
 
 
-def test_mindspore_without_ascend_says_what_to_do() -> None:
+def test_mindspore_without_ascend_is_refused_with_a_remedy() -> None:
     mindspore = Recorder(refusal=RuntimeError("Unsupported device target Ascend. This process\nmore"))
     with pytest.raises(
         AgentStartError, match=r"cannot use Ascend device 0: Unsupported device target Ascend\. This process\. Install"
@@ -181,8 +181,8 @@ def test_mindspore_without_ascend_says_what_to_do() -> None:
     assert mindspore.calls == []
 
 
-def test_the_real_mindspore_of_this_machine_is_refused(tmp_path: Path) -> None:
-    """Through the agent's own start, as it would be were CANN's files there but no device."""
+def test_this_machine_without_an_ascend_is_refused(tmp_path: Path) -> None:
+    """Uses the agent's real start, as on a machine that has CANN's files but no device."""
     program = (
         "from llm_serving.config import load_config; from agent.backends.runtime import start_runtime\n"
         "start_runtime(load_config('llama_7b_kbk_pa_dyn.yaml', ['model_config.load_format=dummy', "
@@ -213,7 +213,7 @@ def test_the_plan_fits_a_device_of_64_gib() -> None:
     assert plan.fits
 
 
-def test_the_plan_does_not_fit_what_another_process_left(tmp_path: Path) -> None:
+def test_a_plan_larger_than_the_free_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AgentStartError, match=r"20\.0 GiB \(free memory of Ascend device 0\); the largest") as caught:
         check_device_memory(published(), with_memory(64 * GIB, 20 * GIB))
     (largest,) = re.findall(r"num_blocks that fits is (\d+)\n", str(caught.value))
@@ -223,7 +223,7 @@ def test_the_plan_does_not_fit_what_another_process_left(tmp_path: Path) -> None
         check_device_memory(published(f"pa_config.num_blocks={int(largest) + 1}"), with_memory(64 * GIB, 20 * GIB))
 
 
-def test_a_device_that_tells_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_that_reports_no_memory_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     plan = check_device_memory(published(), with_memory(0, 0))
     assert (plan.available_bytes, plan.available_from) == (58 * GIB, "max_device_memory")
     assert "device 0 does not report its memory" in caplog.text
@@ -240,7 +240,7 @@ def test_a_device_that_tells_nothing_is_warned_of(caplog: pytest.LogCaptureFixtu
         (128, 256, 1, 16, r"256 query heads of the model share a key-value head; .* at most 128"),
     ],
 )
-def test_what_the_attention_kernels_do_not_take(
+def test_shapes_that_the_attention_kernels_do_not_support_are_refused(
     head_dim: int, heads: int, kv_heads: int, block_size: int, problem: str
 ) -> None:
     config = published(f"pa_config.block_size={block_size}")
@@ -249,7 +249,7 @@ def test_what_the_attention_kernels_do_not_take(
         check_limits(replace(config, shape=shape))
 
 
-def test_more_experts_than_a_grouped_product_takes() -> None:
+def test_too_many_experts_for_a_grouped_product_are_refused() -> None:
     config = published()
     many = Experts(1025, 8, 64, normalised=True)
     with pytest.raises(AgentStartError, match=r"has 1025 experts in a layer; .* takes at most 1024:"):
@@ -257,7 +257,7 @@ def test_more_experts_than_a_grouped_product_takes() -> None:
     check_limits(replace(config, shape=replace(config.shape, experts=replace(many, count=1024))))
 
 
-def test_a_window_that_sequences_outgrow() -> None:
+def test_a_window_shorter_than_the_sequences_is_refused() -> None:
     config = published()
     windowed = replace(config, shape=replace(config.shape, sliding_window=1024))
     with pytest.raises(AgentStartError, match=r"window is 1024 tokens, .* may have 4096; .* to at most 1024"):
@@ -266,12 +266,12 @@ def test_a_window_that_sequences_outgrow() -> None:
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-def test_what_they_take(block_size: int) -> None:
+def test_block_sizes_that_the_attention_kernels_support(block_size: int) -> None:
     check_limits(published(f"pa_config.block_size={block_size}"))
 
 
 class Cluster:
-    """As much of ``mindspore.communication`` as is called."""
+    """Replaces ``mindspore.communication`` and records the calls."""
 
     def __init__(self, refusal: Exception | None = None) -> None:
         self.calls: list[tuple[Any, ...]] = []
@@ -296,14 +296,14 @@ class Cluster:
         (1, 2, 1, [("init", "hccl")]),
     ],
 )
-def test_agents_of_a_stage_are_a_group_of_hccl(tp: int, pp: int, rank: int, wanted: list[Any]) -> None:
+def test_the_agents_of_a_stage_form_an_hccl_group(tp: int, pp: int, rank: int, wanted: list[Any]) -> None:
     parallel = [f"parallel_config.tensor_parallel={tp}", f"parallel_config.pipeline_parallel={pp}"]
     cluster = Cluster()
     join_group(ModelPart.of(published(*parallel, "serving_config.agent_ports=[0]"), rank), cluster)
     assert cluster.calls == wanted
 
 
-def test_agents_that_hccl_cannot_connect_do_not_start() -> None:
+def test_an_agent_that_hccl_cannot_connect_does_not_start() -> None:
     part = ModelPart.of(published("parallel_config.tensor_parallel=2", "serving_config.agent_ports=[0]"), 0)
     with pytest.raises(AgentStartError, match="HCCL cannot connect the 2 agents of this group: EJ0001: no device"):
         join_group(part, Cluster(RuntimeError("EJ0001: no device\nmore")))

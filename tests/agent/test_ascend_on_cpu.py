@@ -1,5 +1,8 @@
-"""The Ascend's side as far as a CPU executes it: block moves by MindSpore's own swap_cache, which copies between
-tensors of a CPU too; decodes padded to the sizes whose launches are captured."""
+"""The parts of the Ascend backend that also run on a CPU.
+
+These are block moves by MindSpore's swap_cache, which also copies between CPU tensors, and decodes padded to the
+captured sizes.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ def run(part: str, folder: Path) -> Any:
     return printed_json(run_forked(PROGRAM, part, folder=folder, timeout=300))
 
 
-def test_random_moves_in_order(tmp_path: Path) -> None:
+def test_random_moves_equal_those_of_numpy(tmp_path: Path) -> None:
     same = run("moves", tmp_path)
     assert len(same) == 10
     assert all(same.values()), same
@@ -29,7 +32,7 @@ def test_shared_copied_and_swapped_blocks_change_no_bit(tmp_path: Path) -> None:
     assert result["summary"]["host_kv_cache_bytes"] > 0
 
 
-def test_wrong_moves_and_a_device_that_loses_blocks_are_refused(tmp_path: Path) -> None:
+def test_invalid_moves_and_a_device_that_loses_blocks_are_refused(tmp_path: Path) -> None:
     result = run("refusals", tmp_path)
     errors = result["errors"]
     assert errors["kind"] == "a move has kind 3; kinds are 0 to 2"
@@ -38,7 +41,7 @@ def test_wrong_moves_and_a_device_that_loses_blocks_are_refused(tmp_path: Path) 
     assert errors["host destination"] == "a move's destination is block -1; it must be at least 0 and below 4"
     assert errors["lost"].startswith("a block that was copied to cache 1 of the device and back is not the same")
     assert result["unharmed"]
-    assert result["calls"] == 8, "nothing is moved where the first and last cache are not as they should be"
+    assert result["calls"] == 8, "the check of the first and the last cache must prevent the move"
 
 
 def test_padded_decodes_change_no_bit(tmp_path: Path) -> None:
@@ -46,8 +49,10 @@ def test_padded_decodes_change_no_bit(tmp_path: Path) -> None:
     assert result["padded"] == result["plain"]
     assert result["sizes"] == [1, 1, 4, 4, 4, 4, 8, 8, 8, 8]
     assert "increment" in result["phases"]["decode"]
-    assert all("increment" not in result["phases"][kind] for kind in ("prefill", "chunked")), "one graph is captured"
+    assert all("increment" not in result["phases"][kind] for kind in ("prefill", "chunked")), (
+        "only one graph is captured"
+    )
 
 
-def test_mindspore_has_the_switch_of_the_capture(tmp_path: Path) -> None:
+def test_mindspore_has_the_setting_of_the_capture(tmp_path: Path) -> None:
     assert run("capture", tmp_path) == {"before": False, "after": True}

@@ -1,4 +1,4 @@
-"""Every model family against Hugging Face transformers (tests/golden/families), each setup in a process of its own."""
+"""Compares every model family with Hugging Face transformers (tests/golden/families), one process for each setup."""
 
 from __future__ import annotations
 
@@ -32,18 +32,20 @@ QUANTISED_SETUPS = (
 )
 SETUPS = (FLOAT32, *HALF_SETUPS, *QUANTISED_SETUPS)
 SWEPT = (("float16", "native", "auto", "auto"),)
-"""Run by ``make test-sweeps`` alone: bfloat16 does what it does."""
+"""Runs in ``make test-sweeps`` only, because it repeats what bfloat16 tests."""
 MOST_TIES = 0.08
-"""Of all tokens of a model. Checkpoints in float16 lose bits as bfloat16, so this is more than for the Llamas."""
+"""Maximum fraction of a model's tokens that may differ. float16 checkpoints lose bits as bfloat16, so the bound is
+higher than for Llama."""
 LEAST_AGREEMENT = {"int8": 0.97, "int4": 0.55}
-"""Share of tokens among the oracle's best four, of 300 and more. Random weights are the hardest to round."""
+"""Minimum fraction of tokens among the oracle's best four, of at least 300 tokens. Random weights suffer most from
+rounding."""
 
 Results = dict[str, Any]
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Results of a setup, computed when they are first asked for."""
+    """Computes the results of each setup once, on first use."""
 
     @cache
     def run(*setup: str) -> Results:
@@ -66,14 +68,14 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_golden_files_are_of_these_weights(results: Any, model: str) -> None:
+def test_golden_files_belong_to_these_weights(results: Any, model: str) -> None:
     digest = results(*FLOAT32)[model]["digest"]
     assert digest == golden_of(model)["weights_sha256"], f"run tools/make_golden.py {model} (see its text)"
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_golden_text_is_worth_comparing(model: str) -> None:
-    """A model that says one thing for ever would prove little."""
+def test_golden_text_is_not_constant(model: str) -> None:
+    """A model that repeats one token would prove little."""
     for case in golden_of(model)["cases"]:
         assert len(case["tokens"]) == 64
         assert len(set(case["tokens"])) >= 5
@@ -96,7 +98,7 @@ def test_half_types_differ_from_the_oracle_only_at_ties(results: Any, setup: tup
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("setup", QUANTISED_SETUPS, ids="-".join)
-def test_quantised_weights_say_nearly_the_same(results: Any, setup: tuple[str, ...], model: str) -> None:
+def test_quantised_weights_predict_nearly_the_same_tokens(results: Any, setup: tuple[str, ...], model: str) -> None:
     forced = results(*setup)[model]["forced"]
     near = [
         token in best

@@ -1,4 +1,4 @@
-"""The forms of the native primitives' weights, and their numbers: from floats and from stored integers."""
+"""The forms of weights for native primitives, and their values, from floats and from stored integers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spec(name: str, columns: int, depth: int, kind: WeightKind = "linear") -> We
 
 
 def experts(columns: int, depth: int, count: int = 2, layer: int = 0) -> WeightSpec:
-    """The down projections of the experts of a layer."""
+    """Returns the specification of the down projections of all experts of a layer."""
     names = [f"theirs.layers.{layer}.experts.{index}.down_proj.weight" for index in range(count)]
     parts = tuple(WeightPart(name, (columns, depth)) for name in names)
     return WeightSpec(f"layers.{layer}.mlp.down.weight", parts, "linear", experts=count)
@@ -35,7 +35,7 @@ OUTPUT = spec("lm_head", VOCABULARY, DEPTH)
 
 
 class Stored(SeededWeights):
-    """Some tensors are integers."""
+    """A source with some tensors stored as integers."""
 
     def __init__(self, tensors: dict[str, QuantizedTensor]) -> None:
         super().__init__(0)
@@ -97,12 +97,14 @@ def test_stored_int4_has_offsets() -> None:
         ([experts(65_536, 64)], Packing("int8"), "is 65536 x 64; GroupedMatmulV4 takes at most 65535"),
     ],
 )
-def test_what_the_primitives_cannot_do(specs: list[WeightSpec], packing: Packing, problem: str) -> None:
+def test_weights_that_the_primitives_do_not_support_are_refused(
+    specs: list[WeightSpec], packing: Packing, problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         linear_forms(specs, SeededWeights(0), packing)
 
 
-def test_formats_that_do_not_fit_what_is_stored() -> None:
+def test_a_format_that_contradicts_the_stored_integers_is_refused() -> None:
     names = [f"theirs.layers.{i}.a.weight" for i in range(2)]
     specs, tensor = [spec(f"layers.{i}.a", COLUMNS, DEPTH) for i in range(2)], int4_tensor()
     with pytest.raises(ConfigError, match="is stored as int4; use int4 or auto"):
@@ -115,7 +117,7 @@ def test_formats_that_do_not_fit_what_is_stored() -> None:
 
 
 def int4_of(weight: Array) -> np.ndarray:
-    """[in, out / 2] bytes -> [out, in] from -8 to 7."""
+    """Unpacks bytes [in, out / 2] to integers [out, in] from -8 to 7."""
     low, high = (weight << 4).astype(np.int8) >> 4, weight >> 4
     return np.stack([low, high], -1).reshape(len(weight), -1).T.astype(int)
 
@@ -151,11 +153,11 @@ def test_floats_are_rounded_to_the_nearest_step(fmt: str, step: int, dtype: str)
     np.testing.assert_allclose(scales, largest / step, rtol=1e-6 if fmt == "int8" else 2**-8)
     error = np.abs(integers * np.repeat(scales, group, 1) - plain)
     assert np.abs(integers).max() <= step
-    # Half a step, and at the ends what rounding the scale took away.
+    # The bound is half a step, plus the rounding of the scale at the largest values.
     assert (error <= np.repeat(scales, group, 1) * (0.5 + step * 2**-8 + 1e-5)).all()
 
 
-def test_the_form_of_experts_goes_beside_that_of_the_layers() -> None:
+def test_experts_and_layers_have_their_own_forms() -> None:
     source, specs = SeededWeights(0), [LAYER, ROUTER, experts(COLUMNS, DEPTH)]
     assert linear_forms(specs, source, Packing("auto")) == LinearForms()
     for packing, layers, of_experts in (
@@ -164,13 +166,13 @@ def test_the_form_of_experts_goes_beside_that_of_the_layers() -> None:
         (Packing("int4", 32), LinearForm("int4_weight_only", 32), LinearForm("int4_weight_only", 32, True)),
         (Packing("int4", 128), LinearForm("int4_weight_only", 64), LinearForm("int4_weight_only", 128, True)),
     ):
-        if packing.group == 128:  # groups may be all of an expert's inputs, as of a small part of one
+        if packing.group == 128:  # a group may contain all inputs of an expert
             assert linear_forms(specs[1:], source, packing) == LinearForms(experts=of_experts)
         else:
             assert linear_forms(specs, source, packing) == LinearForms(layers, experts=of_experts)
 
 
-def test_experts_that_are_stored_otherwise_than_those_before_are_refused() -> None:
+def test_experts_stored_in_different_forms_are_refused() -> None:
     specs, tensor = [experts(COLUMNS, DEPTH, layer=layer) for layer in range(2)], int4_tensor(zeros=False)
     stored = {part.name: tensor for part in specs[0].parts}
     with pytest.raises(ConfigError, match=r"layers.1.mlp.down.weight is stored in another form than earlier experts"):
@@ -183,7 +185,7 @@ def test_experts_that_are_stored_otherwise_than_those_before_are_refused() -> No
 
 
 def test_stored_int4_experts_keep_their_values() -> None:
-    """Laid out as [experts, in, out], two outputs a byte, with scales [experts, groups, out] and offsets of zero."""
+    """The layout is [experts, in, out] with two outputs in a byte, scales [experts, groups, out] and zero offsets."""
     spec, tensors = experts(COLUMNS, DEPTH), [int4_tensor(zeros=False) for _ in range(2)]
     tensors[1] = replace(tensors[1], values=15 - tensors[1].values, scales=tensors[1].scales * 2)
     source = Stored(dict(zip((part.name for part in spec.parts), tensors, strict=True)))
@@ -198,7 +200,7 @@ def test_stored_int4_experts_keep_their_values() -> None:
         np.testing.assert_array_equal(value, tensor.dequantise_rows(0, COLUMNS))
 
 
-def test_zero_points_of_experts_are_those_of_whole_rows() -> None:
+def test_zero_points_of_groups_are_refused_for_experts() -> None:
     spec, tensor = experts(COLUMNS, DEPTH, count=1), int4_tensor()
     source = Stored({spec.parts[0].name: tensor})
     forms = linear_forms([spec], source, INT4)
@@ -218,8 +220,8 @@ def test_zero_points_of_experts_are_those_of_whole_rows() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("fmt", ["int8", "int8_weight_only", "int4"])
-def test_each_expert_is_rounded_as_a_layer_by_itself(fmt: str, dtype: str) -> None:
-    """But for scales of int8, which are bfloat16 beside bfloat16."""
+def test_each_expert_is_rounded_like_a_single_layer(fmt: str, dtype: str) -> None:
+    """Except that the scales of int8 experts are bfloat16 if the activations are."""
     spec, source, packing = experts(COLUMNS, DEPTH, count=3), SeededWeights(5, std=0.3), Packing(fmt, 32)
     weights = load_weights([spec], source, dtype, lambda *_: None, forms=linear_forms([spec], source, packing))
     stem = "layers.0.mlp.down"
@@ -235,7 +237,9 @@ def test_each_expert_is_rounded_as_a_layer_by_itself(fmt: str, dtype: str) -> No
             assert (rounded != exact).any()
             values = load_weights([alone], source, dtype, lambda *_: None)["layers.0.a.weight"]
             wanted = np.clip(np.rint(to_float32(values, dtype) / rounded[:, None]), -127, 127)
-            assert np.abs(weight.T - wanted).max() <= 1  # a quotient that is halfway may go either way
+            assert (
+                np.abs(weight.T - wanted).max() <= 1
+            )  # a quotient halfway between two integers may be rounded either way
             assert (wanted == weight.T).mean() > 0.99
         else:
             np.testing.assert_array_equal(weight if fmt == "int4" else weight.T, single["layers.0.a.weight"])

@@ -1,4 +1,4 @@
-"""GGUF files, written here byte by byte: what they hold, to the bit, and what is refused, naming the tensor."""
+"""Reads GGUF files that the tests write byte by byte: exact values, and errors that name the tensor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPECS = (
     WeightSpec("norm", (WeightPart("model.norm.weight", (HIDDEN,)),)),
 )
 Tensors = dict[str, tuple[int, tuple[int, ...], bytes]]
-"""(type, shape, data) by name."""
+"""Tensors by name: (type, shape, data)."""
 METADATA: dict[str, Any] = {
     "general.architecture": "llama",
     "llama.attention.head_count": HEADS,
@@ -46,7 +46,7 @@ def text(value: str) -> bytes:
 
 
 def write_gguf(path: Path, tensors: Tensors, metadata: dict[str, Any]) -> None:
-    """Tensors are (type, shape, data); shapes are stored in reverse."""
+    """Writes a GGUF file of tensors (type, shape, data). The file stores shapes in reverse."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(metadata))
     for key, value in metadata.items():
         is_text = isinstance(value, str)
@@ -61,14 +61,14 @@ def write_gguf(path: Path, tensors: Tensors, metadata: dict[str, Any]) -> None:
 
 
 def random_integers(name: str, shape: tuple[int, ...], low: int, high: int) -> tuple[np.ndarray, np.ndarray]:
-    """Integers [rows, depth] and float16 scales [rows, depth / 32]."""
+    """Returns random integers [rows, depth] and float16 scales [rows, depth / 32]."""
     rng = np.random.default_rng(sum(name.encode()))
     scales = rng.uniform(0.001, 0.1, (shape[0], shape[1] // 32)).astype(np.float16)
     return rng.integers(low, high, shape), scales
 
 
 def q8_0(name: str, shape: tuple[int, ...]) -> tuple[bytes, np.ndarray]:
-    """The bytes and the values."""
+    """Returns the bytes of a tensor and its values."""
     q, scales = random_integers(name, shape, -128, 128)
     content, value = b"", np.empty(shape, np.float32)
     for row in range(shape[0]):
@@ -107,7 +107,7 @@ ENCODERS: dict[int, Callable[[str, tuple[int, ...]], tuple[bytes, np.ndarray]]] 
 
 
 def llama_cpp_rows(heads: int) -> np.ndarray:
-    """Hugging Face row of each row of the file: llama.cpp puts element i of a head's two halves side by side."""
+    """Returns the Hugging Face row of each row of the file: llama.cpp interleaves the two halves of a head."""
     half = HEAD_DIM // 2
     return np.array([h * HEAD_DIM + part * half + i for h in range(heads) for i in range(half) for part in range(2)])
 
@@ -115,7 +115,7 @@ def llama_cpp_rows(heads: int) -> np.ndarray:
 def make(
     kind: int, embedding: int = F32
 ) -> tuple[dict[str, tuple[int, tuple[int, ...], bytes]], dict[str, np.ndarray]]:
-    """The file's tensors, and the values of our parameters."""
+    """Returns the tensors of the file and the values of our parameters."""
     shapes = {
         "token_embd.weight": (embedding, (VOCAB, HIDDEN)),
         "blk.0.attn_q.weight": (kind, (HEADS * HEAD_DIM, HIDDEN)),
@@ -144,7 +144,7 @@ def load(folder: Path) -> dict[str, Array]:
 
 
 @pytest.mark.parametrize(("kind", "embedding"), [(F32, F16), (F16, F32), (BF16, BF16), (Q8_0, Q8_0), (Q4_0, Q4_0)])
-def test_values_are_those_of_the_plain_formula(tmp_path: Path, kind: int, embedding: int) -> None:
+def test_values_follow_the_documented_formula(tmp_path: Path, kind: int, embedding: int) -> None:
     tensors, values = make(kind, embedding)
     write_gguf(tmp_path / "model.gguf", tensors, METADATA)
     weights = load(tmp_path)
@@ -156,7 +156,7 @@ def test_values_are_those_of_the_plain_formula(tmp_path: Path, kind: int, embedd
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Q8_0, "int8"), (Q4_0, "int4")])
-def test_the_integers_are_the_files(tmp_path: Path, kind: int, name: str) -> None:
+def test_integers_are_read_without_change(tmp_path: Path, kind: int, name: str) -> None:
     write_gguf(tmp_path / "model.gguf", make(kind)[0], METADATA)
     source = open_weights(tmp_path, SPECS, seed=None)
     part = SPECS[2].parts[0]
@@ -170,8 +170,8 @@ def test_the_integers_are_the_files(tmp_path: Path, kind: int, name: str) -> Non
     source.close()
 
 
-def test_an_embedding_of_q6_k_is_multiplied_out(tmp_path: Path) -> None:
-    """One block of 256: 128 bytes of low bits, 64 of high ones, 16 scales, a float16 factor. Here all values are 1."""
+def test_an_embedding_of_q6_k_is_dequantised(tmp_path: Path) -> None:
+    """A block of 256 values has 128 bytes of low bits, 64 of high bits, 16 scales and a float16 factor."""
     tensors, _ = make(Q4_0)
     block = b"\x11" * 128 + b"\xaa" * 64 + struct.pack("<16b", *range(16)) + np.float16(0.5).tobytes()
     specs = (WeightSpec("embed", (WeightPart("model.embed_tokens.weight", (4, 256)),)),)
@@ -234,7 +234,7 @@ def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
             load(tmp_path)
 
 
-def test_two_files_are_refused(tmp_path: Path) -> None:
+def test_two_gguf_files_in_a_folder_are_refused(tmp_path: Path) -> None:
     for name in ("a.gguf", "b.gguf"):
         write_gguf(tmp_path / name, make(F32)[0], METADATA)
     with pytest.raises(CheckpointError, match=r"a\.gguf, b\.gguf; there must be exactly one GGUF file"):

@@ -1,6 +1,6 @@
-"""Groups of agents that share a model, against Hugging Face's tokens: tensor parallel, pipeline parallel and both.
+"""Compares groups of agents that share a model with Hugging Face's tokens: tensor parallel, pipeline parallel, both.
 
-Every setup is a group of real processes, which goes through all models of the golden files.
+Every setup is a group of real processes that runs all models of the golden files.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ QUANTISED_SETUPS = (
 )
 SETUPS = (*FLOAT32_SETUPS, *HALF_SETUPS, *QUANTISED_SETUPS)
 SWEPT = (FLOAT32_SETUPS[0], *HALF_SETUPS, *QUANTISED_SETUPS[1:])
-"""Run by ``make test-sweeps`` alone: two agents and two stages of two do what these do; half types in groups are served
-in ``test_parallel_golden.py``, native operators in groups compared in ``test_native_quantised_groups.py``."""
+"""These run in ``make test-sweeps`` only. Two agents and two stages of two test the same. ``test_parallel_golden.py``
+serves half types in groups, and ``test_native_quantised_groups.py`` compares native operators in groups."""
 MOST_TIES = 0.08
 LEAST_AGREEMENT = {"int8": 0.97, "int4": 0.55}
 INDIVISIBLE = ("mistral_full", "qwen2_tied")
-"""Their heads end within a group of int4 weights: two agents cannot share those, and the config says so."""
+"""Models whose heads end within a group of int4 weights. Two agents cannot share them, and the config refuses them."""
 
 
 def models_of(setup: Setup) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def results(folders: dict[str, Path]) -> Any:
-    """What the agents of a setup printed, by rank and model, computed when it is first asked for."""
+    """Runs each setup once, on first use. Returns the output of its agents by rank and model."""
     known: dict[str, list[Results]] = {}
 
     def run(setup: Setup) -> list[Results]:
@@ -89,7 +89,7 @@ def results(folders: dict[str, Path]) -> Any:
 
 
 def answer(results: Any, setup: Setup, model: str) -> Results:
-    """Of the agent that samples."""
+    """Returns the output of the agent that samples."""
     rank = (setup.pipeline_parallel - 1) * setup.tensor_parallel
     found: Results = results(setup)[rank][model]
     return found
@@ -99,7 +99,7 @@ def answer(results: Any, setup: Setup, model: str) -> Results:
 def test_float32_gives_the_oracles_tokens_exactly(results: Any, setup: Setup, model: str) -> None:
     result = answer(results, setup, model)
     expected = [case["tokens"] for case in golden_of(model)["cases"]]
-    assert result["free"] == expected, "each token fed to the next step by the agents themselves"
+    assert result["free"] == expected, "the agents pass each token on to the next step"
     assert result["forced"] == expected
 
 
@@ -110,7 +110,7 @@ def test_half_types_differ_from_the_oracle_only_at_ties(results: Any, setup: Set
 
 
 @pytest.mark.parametrize(("setup", "model"), pairs(QUANTISED_SETUPS))
-def test_quantised_weights_say_nearly_the_same(results: Any, setup: Setup, model: str) -> None:
+def test_quantised_weights_predict_nearly_the_same_tokens(results: Any, setup: Setup, model: str) -> None:
     near = [
         token in best
         for case, tokens in zip(golden_of(model)["cases"], answer(results, setup, model)["forced"], strict=True)
@@ -125,15 +125,15 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(results: Any, set
 
 
 @pytest.mark.parametrize("setup", [pytest.param(each, marks=marks_of(each), id=str(each)) for each in SETUPS])
-def test_penalties_see_what_was_sampled(results: Any, setup: Setup) -> None:
+def test_penalties_use_the_sampled_tokens(results: Any, setup: Setup) -> None:
     for model in models_of(setup):
         penalised = answer(results, setup, model)["penalised"]
         assert penalised["chosen"] == penalised["expected"]
 
 
 @pytest.mark.parametrize("setup", [pytest.param(each, marks=marks_of(each), id=str(each)) for each in SETUPS])
-def test_agents_take_a_part_each(results: Any, setup: Setup) -> None:
-    """No agent has much more of the weights or the cache than the others."""
+def test_agents_share_weights_and_cache_evenly(results: Any, setup: Setup) -> None:
+    """No agent has much more of the weights or of the cache than another."""
     agents = results(setup)
     assert [agent["tiny_llama"]["summary"]["rank"] for agent in agents] == list(range(len(agents)))
     for key in ("weight_bytes", "kv_cache_bytes"):
@@ -142,6 +142,6 @@ def test_agents_take_a_part_each(results: Any, setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("model", INDIVISIBLE)
-def test_int4_groups_that_heads_part_are_refused_at_the_door(folders: dict[str, Path], model: str) -> None:
+def test_a_config_whose_heads_divide_int4_groups_is_refused(folders: dict[str, Path], model: str) -> None:
     with pytest.raises(ConfigError, match="the groups of 32 weights do not end where the heads"):
         Setup(2, 1, "float32", "fused", "int4").config(folders[model])

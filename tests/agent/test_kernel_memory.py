@@ -1,4 +1,4 @@
-"""What the kernels hold after the largest steps, against the memory plan."""
+"""Compares the memory that the kernels hold after the largest steps with the memory plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETUPS = (
     ("bfloat16", "native", "int8", "3", "experts"),
 )
 LOOSEST = 4
-"""Times what is held: the plan is of the worst instruction set and the worst step."""
+"""Maximum ratio of plan to real memory. The plan assumes the worst instruction set and the worst step."""
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids="-".join)

@@ -1,4 +1,4 @@
-"""The cache's memory and its moves, without a device."""
+"""The KV cache's memory and block moves, without a device."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from support.model_folders import write_model_folder
 
 MOVES = np.array(
     [(MoveKind.SWAP_OUT, 3, 1), (MoveKind.COPY, 4, 3), (MoveKind.SWAP_IN, 1, 4)], np.int32
-)  # blocks 3 and 4 change places
+)  # exchanges blocks 3 and 4
 
 
 class Layout:
-    """Of an op table as much as a cache asks for: an int8 cache with scales."""
+    """Replaces the op table for a KVCache: an int8 cache with scales."""
 
     def cache_layout(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> CacheLayout:
         return (num_blocks, num_kv_heads, block_size, head_dim + 4), "int8"
@@ -40,7 +40,7 @@ def config(tmp_path: Path) -> Config:
     return load_config("llama_tiny_cpu.yaml", overrides, ascend=False)
 
 
-def test_every_layer_moves_keys_and_values(config: Config) -> None:
+def test_moves_apply_to_keys_and_values_of_every_layer(config: Config) -> None:
     cache = KVCache(config, Layout())
     arrays, rng = [*cache.keys, *cache.values], np.random.default_rng(0)
     assert len(arrays) == 2 * config.shape.num_layers

@@ -1,4 +1,4 @@
-"""Where LAST_TOKEN comes from in a group: agents of two ranks in one process, their exchange real."""
+"""Replaces LAST_TOKEN in a group: two ranks in one process, with a real exchange."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAST, ONE = np.full(1, LAST_TOKEN, np.int32), np.ones(1, np.int32)
 
 
 class Pair:
-    """The first stage and the last one, which samples."""
+    """An agent of the first stage and an agent of the last stage, which samples."""
 
     def __init__(self) -> None:
         parallel = ParallelConfig(1, 2, 1)
@@ -70,7 +70,7 @@ def resolved(agent: SharedLastTokens, token_ids: Any, rows: Any, query_lens: Any
     return list(tokens.tolist())
 
 
-def test_the_first_stage_gets_what_the_last_one_sampled(pair: Pair) -> None:
+def test_the_first_stage_gets_the_tokens_of_the_last_stage(pair: Pair) -> None:
     slot = pair.step([3, 1], [True, False])
     pair.first.step_done(slot)
     pair.tables[1].last_token[3] = 42
@@ -82,7 +82,7 @@ def test_the_first_stage_gets_what_the_last_one_sampled(pair: Pair) -> None:
     assert resolved(pair.first, mixed, np.array([5, 3], np.int32), np.array([1, 2], np.int32)) == [7, 42, 8]
 
 
-def test_both_refuse_a_row_that_has_sampled_nothing(pair: Pair) -> None:
+def test_both_stages_refuse_a_row_without_a_last_token(pair: Pair) -> None:
     slot = pair.step([3, 1], [True, False])
     for agent in (pair.first, pair.last):
         agent.step_done(slot)
@@ -93,7 +93,7 @@ def test_both_refuse_a_row_that_has_sampled_nothing(pair: Pair) -> None:
             agent.check(LAST, row(3), ONE)
 
 
-def test_it_waits_for_the_step_that_samples_and_gives_up(pair: Pair) -> None:
+def test_resolve_waits_for_the_sampling_step_until_the_timeout(pair: Pair) -> None:
     pair.first.step_done(pair.step([3], [True]))
     pair.first.check(LAST, row(3), ONE)
     with pytest.raises(GroupDownError, match="tokens of the last stage"):
@@ -101,8 +101,8 @@ def test_it_waits_for_the_step_that_samples_and_gives_up(pair: Pair) -> None:
     assert pair.memory.is_down
 
 
-def test_a_failed_sampling_gives_a_token_that_can_be_computed_with(pair: Pair) -> None:
-    """The step's requests end, but the next step with their rows may be on its way."""
+def test_a_failed_sampling_publishes_a_valid_token(pair: Pair) -> None:
+    """The requests of the step fail, but the next step with their rows may already be queued."""
     slot = pair.step([3], [True])
     pair.first.step_done(slot)
     pair.last.step_done(slot)
@@ -124,4 +124,4 @@ def test_streams_go_from_stage_to_stage_in_order(pair: Pair) -> None:
     sender.send(streams[3])
     sender.send(streams[0])
     with pytest.raises(GroupDownError, match="activations for the next stage"):
-        sender.send(streams[1])  # two steps ahead already
+        sender.send(streams[1])  # already two steps ahead

@@ -1,4 +1,4 @@
-"""A primitive that the device has no kernel for ends the start with an error that names it."""
+"""A primitive without a kernel stops the start with an error that names the primitive."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from support.model_folders import write_model_folder
 PROGRAM = Path(__file__).with_name("missing_primitive_program.py")
 
 
-def test_it_is_named(tmp_path: Path) -> None:
+def test_the_missing_primitive_is_named(tmp_path: Path) -> None:
     folder = write_model_folder(tmp_path / "model")
     errors = printed_json(run_forked(PROGRAM, str(folder), folder=tmp_path))
-    assert list(errors) == ["FastGeLU", "GeluExt"], "of one there is a kernel for other types, of the other none"
+    assert list(errors) == ["FastGeLU", "GeluExt"], (
+        "one primitive has a kernel for other types only, the other has none"
+    )
     for name, error in errors.items():
         assert error.startswith(f"the graph needs the primitive {name}; this device has no kernel for it")
-        assert "the model's are BFloat16" in error
+        assert "the model's types are BFloat16" in error

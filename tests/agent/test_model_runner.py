@@ -1,4 +1,4 @@
-"""ModelRunner as a whole, each (dtype, op table) once in a process of its own: golden tokens, invariance, row state."""
+"""ModelRunner as a whole: golden tokens, invariance and row state, one process for each dtype and op table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETUPS = (
     ("bfloat16", "native"),
 )
 SWEPT = (("float16", "native"), ("float16", "native", "auto", "auto"))
-"""Run by ``make test-sweeps`` alone: bfloat16 does what it does, and float16 with weights in int8."""
+"""Runs in ``make test-sweeps`` only, because bfloat16 and float16 with int8 weights test the same."""
 HALF_SETUPS = SETUPS[1:]
 QUANTISED_SETUPS = (
     ("bfloat16", "fused", "int8", "auto"),
@@ -44,34 +44,35 @@ QUANTISED_SETUPS = (
     ("float16", "native", "int8_weight_only", "auto"),
     ("bfloat16", "native", "int4", "auto"),
 )
-"""With formats of weights and KV cache."""
+"""Setups with formats of weights and KV cache."""
 FUSED_PARTNERS = {
     ("bfloat16", "native", "int8", "auto"): ("bfloat16", "fused", "int8", "auto"),
     ("float16", "native", "int8_weight_only", "auto"): ("float16", "fused", "int8_weight_only", "auto"),
 }
-"""The same arithmetic of the products, other roundings between them."""
+"""Native and fused setups with the same products and different rounding between the operators."""
 ROUNDED_SETUPS = (
     *((*setup, "auto", "auto") for setup in HALF_SETUPS),
     *FUSED_PARTNERS,
     *FUSED_PARTNERS.values(),
 )
 MOST_ERROR = 1.1
-"""Times what NumPy makes by rounding; int8 activations make it a draw: 0.98 to 1.07 on the instruction sets of x86."""
+"""Maximum error of int8 activations, as a multiple of NumPy's rounding error. Measured on x86: 0.98 to 1.07."""
 MOST_FUSED_ERROR = 1.0
-"""Where activations stay floats: fused operators round less often. Found: 0.89 to 0.97."""
+"""Maximum error of float activations, as a multiple of NumPy's rounding error. Fused operators round less often.
+Measured: 0.89 to 0.97."""
 ALL_SETUPS = (*((*setup, "auto", "auto") for setup in SETUPS), *QUANTISED_SETUPS)
 NATIVE_SETUPS = tuple(setup for setup in ALL_SETUPS if setup[1] == "native")
 MOST_TIES = 0.06
-"""Of all tokens of a model: more would be an error, not ties."""
+"""Maximum fraction of a model's tokens that may differ. More would be an error, not ties."""
 LOGIT_TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.15}
-"""Times the standard deviation of the oracle's logits."""
+"""Maximum logit difference of a tie, as a multiple of the standard deviation of the oracle's logits."""
 
 Results = dict[str, Any]
 
 
 @pytest.fixture(scope="session")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Results of a setup, computed when they are first asked for."""
+    """Computes the results of each setup once, on first use."""
 
     @cache
     def computed(dtype: str, op_table: str, weights: str, kv: str) -> Results:
@@ -79,7 +80,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
         setup = (dtype, op_table, weights, kv, str(scratch / "models"))
         answer: Results = printed_json(run_forked(WORKER, *setup, folder=scratch))
         littered = sorted(path.name for path in scratch.iterdir() if path.name != "models")
-        assert littered == [], f"a run left {littered} in the working directory"
+        assert littered == [], f"a run created {littered} in the working directory"
         return answer
 
     def run(dtype: str, op_table: str, weights: str = "auto", kv: str = "auto") -> Results:
@@ -90,7 +91,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def numpy_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a model, written when it is first asked for."""
+    """Writes the folder of each model once, on first use."""
 
     @cache
     def folder_of(model: str) -> Path:
@@ -104,7 +105,7 @@ def numpy_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_golden_files_are_of_these_weights(results: Any, model: str) -> None:
+def test_golden_files_belong_to_these_weights(results: Any, model: str) -> None:
     digest = results("float32", "fused")["models"][model]["digest"]
     assert digest == golden_of(model)["weights_sha256"], f"run tools/make_golden.py {model} (see its text)"
 
@@ -126,7 +127,7 @@ def test_half_types_differ_from_the_oracle_only_at_ties(results: Any, dtype: str
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("dtype", "op_table"), with_sweeps(SETUPS, SWEPT, apart=True))
-def test_logits_are_the_oracles(results: Any, dtype: str, op_table: str, model: str) -> None:
+def test_logits_equal_those_of_the_oracle(results: Any, dtype: str, op_table: str, model: str) -> None:
     best = results(dtype, op_table)["models"][model]["golden"]["best"]
     for case, steps in zip(golden_of(model)["cases"], best, strict=True):
         for step, text in case["logits"].items():
@@ -140,9 +141,11 @@ def test_logits_are_the_oracles(results: Any, dtype: str, op_table: str, model: 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("setup", FUSED_PARTNERS, ids="-".join)
 def test_quantised_native_differs_from_fused_only_at_ties(results: Any, setup: tuple[str, ...], model: str) -> None:
-    """Fed with the oracle's tokens; where they differ, both are among its best and nearly as good. How many those are
-    says more of a model than of its operators: with random weights int8 leaves many near ties, and other rounding of
-    the same size doubles them or halves them. The size is what the next test bounds."""
+    """Both get the oracle's tokens. If their own tokens differ, both are among the oracle's best and nearly as good.
+
+    The number of such ties depends on the model more than on its operators. With random weights, int8 has many near
+    ties, and another rounding of the same size doubles or halves their number. The next test bounds the size.
+    """
     native, fused = (results(*each)["models"][model]["golden"]["forced"] for each in (setup, FUSED_PARTNERS[setup]))
     gaps = []
     for case, ours, theirs in zip(golden_of(model)["cases"], native, fused, strict=True):
@@ -157,11 +160,13 @@ def test_quantised_native_differs_from_fused_only_at_ties(results: Any, setup: t
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("setup", with_sweeps(ROUNDED_SETUPS, SWEPT))
-def test_errors_are_those_of_rounding_between_operators(
+def test_errors_do_not_exceed_rounding_between_operators(
     results: Any, numpy_folder: Callable[[str], Path], setup: tuple[str, ...], model: str
 ) -> None:
-    """Root mean square over the best logits of every step, against exact arithmetic with the same weights: no more than
-    NumPy makes where it rounds to the type between operators and is exact within them."""
+    """Compares root mean square errors of the best logits of every step against exact arithmetic.
+
+    The error must not exceed that of NumPy, which rounds to the type between operators and is exact within them.
+    """
     dtype, op_table, weights, _ = setup
     golden = results(*setup)["models"][model]["golden"]
     is_native = op_table == "native"
@@ -188,7 +193,7 @@ def test_errors_are_those_of_rounding_between_operators(
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_numpy_is_the_oracle_where_it_rounds_nothing(numpy_folder: Callable[[str], Path], model: str) -> None:
+def test_numpy_without_rounding_equals_the_oracle(numpy_folder: Callable[[str], Path], model: str) -> None:
     numpy_model = NumpyLlama(numpy_folder(model), "float", "float32")
     for case in golden_of(model)["cases"]:
         logits = numpy_model.logits(case["prompt"] + case["tokens"][:-1])[len(case["prompt"]) - 1 :]
@@ -197,8 +202,8 @@ def test_numpy_is_the_oracle_where_it_rounds_nothing(numpy_folder: Callable[[str
             assert np.abs(row - logits[int(step)]).max() < LOGIT_TOLERANCE["float32"] * case["logit_std"]
 
 
-def test_native_int4_says_what_the_trained_model_says(results: Any) -> None:
-    """Of weights alone: activations stay floats (fused int4 quantises them), so it is nearer to the oracle."""
+def test_native_int4_predicts_the_tokens_of_the_trained_model(results: Any) -> None:
+    """Native int4 keeps activations as floats, which fused int4 quantises. So it is closer to the oracle."""
 
     def wrong(*setup: str) -> int:
         forced = results(*setup)["models"]["tiny_llama"]["golden"]["forced"]
@@ -225,10 +230,10 @@ def test_replayed_steps_have_the_bits_of_the_graph(results: Any, setup: tuple[st
     replays = results(*setup)["models"][model]["replays"]
     assert replays["problems"] == ["", "", ""]
     assert replays["confirmed"] == ["chunked", "decode", "prefill"]
-    assert len(set(replays["by the graph"])) == 60, "a sequence decodes alone as it does beside others"
+    assert len(set(replays["by the graph"])) == 60, "a sequence decodes alone as in a batch"
     assert replays["replayed"] == replays["replayed again"] == replays["by the graph"]
     by_the_graph = replays["prompts by the graph"]
-    assert len(set(by_the_graph)) == 6 + 1 + 1, "a prompt's last token has its bits wherever it was cut"
+    assert len(set(by_the_graph)) == 6 + 1 + 1, "the last token of a prompt must not depend on chunks"
     assert replays["prompts replayed"] == replays["prompts replayed again"] == by_the_graph
     assert replays["refused"] == ["the graph failed: ReshapeAndCache refused"] * 4
 
@@ -242,7 +247,7 @@ def test_shared_copied_and_swapped_blocks_and_mixed_steps_change_no_bit(
 
 
 @pytest.mark.parametrize("setup", with_sweeps(ALL_SETUPS, SWEPT))
-def test_penalties_see_prompt_and_output(results: Any, setup: tuple[str, ...]) -> None:
+def test_penalties_use_prompt_and_output(results: Any, setup: tuple[str, ...]) -> None:
     rows = results(*setup)["rows"]
     assert rows["tokens"] == rows["expected"]
     assert rows["plain"] == rows["plain_expected"]
@@ -250,15 +255,15 @@ def test_penalties_see_prompt_and_output(results: Any, setup: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("setup", with_sweeps(ALL_SETUPS, SWEPT))
-def test_a_resumed_sequence_goes_on_as_before(results: Any, setup: tuple[str, ...]) -> None:
-    """Recomputed in another row, with its output as part of the prompt and its history sent again."""
+def test_a_recomputed_sequence_continues_with_the_same_bits(results: Any, setup: tuple[str, ...]) -> None:
+    """It runs in another row, with its output as part of the prompt, and sends its history again."""
     rows = results(*setup)["rows"]
     assert rows["resumed"] == rows["tokens"]
 
 
 @pytest.mark.parametrize("setup", with_sweeps(ALL_SETUPS, SWEPT))
 def test_a_row_may_start_with_a_decode_that_brings_its_history(results: Any, setup: tuple[str, ...]) -> None:
-    """As after a swap: the cache is there, the row is new."""
+    """As after a swap: the cache has the tokens, and the row is new."""
     rows = results(*setup)["rows"]
     assert rows["swapped"] == rows["tokens"]
 
@@ -284,7 +289,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("wrong", REFUSALS)
-def test_a_wrong_slot_is_refused(results: Any, wrong: str) -> None:
+def test_an_invalid_slot_is_refused(results: Any, wrong: str) -> None:
     assert results("float32", "fused")["refusals"]["errors"][wrong] == REFUSALS[wrong]
 
 
@@ -319,7 +324,7 @@ MOVE_REFUSALS = {
 
 
 @pytest.mark.parametrize("setup", [("float32", "fused"), ("bfloat16", "native")], ids="-".join)
-def test_a_wrong_move_is_refused_and_nothing_moved(results: Any, setup: tuple[str, ...]) -> None:
+def test_an_invalid_move_is_refused_and_nothing_is_moved(results: Any, setup: tuple[str, ...]) -> None:
     moves = results(*setup)["moves"]
     empty = "a prefill or decode step has no tokens; only a step of moves may have none"
     assert moves["errors"] == {
@@ -334,13 +339,13 @@ def test_a_wrong_move_is_refused_and_nothing_moved(results: Any, setup: tuple[st
 @pytest.mark.parametrize(("dtype", "op_table"), [("float32", "fused"), ("bfloat16", "native")])
 def test_progress_and_summary(results: Any, dtype: str, op_table: str) -> None:
     run = results(dtype, op_table)
-    parameters = 21 if op_table == "fused" else 20  # the fused operators keep a tied output weight of their own
+    parameters = 21 if op_table == "fused" else 20  # the fused operators have their own copy of a tied output weight
     load = [["load", done, parameters] for done in range(parameters + 1)]
     rest = [["compile", 0, 1], ["compile", 1, 1], *[["warm up", done, 3] for done in range(4)]]
     assert run["stages"] == load + rest
     summary, element = run["summary"], 4 if dtype == "float32" else 2
     assert (summary["device"], summary["op_table"], summary["dtype"]) == ("CPU", op_table, dtype)
-    packed = 1536 * 192 * element + 13 * 64 if op_table == "fused" else 0  # and a header of 64 bytes each
+    packed = 1536 * 192 * element + 13 * 64 if op_table == "fused" else 0  # each with a header of 64 bytes
     assert summary["weight_bytes"] == 1_475_904 * element + packed
     assert summary["kv_cache_bytes"] == 3 * 2 * 256 * 16 * 2 * 32 * element
     assert summary["host_kv_cache_bytes"] == 3 * 2 * 12 * 16 * 2 * 32 * element

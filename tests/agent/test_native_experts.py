@@ -1,5 +1,8 @@
-"""Quantised experts of the native op table: against Hugging Face's tokens, against the same weights multiplied out
-beforehand in NumPy, and bit for bit however a step is cut. Several agents: test_native_quantised_groups.py."""
+"""Quantised experts of the native op table.
+
+They are compared with Hugging Face's tokens and with the same weights dequantised in NumPy, and must give the same bits
+for any chunks. test_native_quantised_groups.py tests several agents.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +26,28 @@ from support.position_bits import check_position_bits
 pytestmark = pytest.mark.timeout(600)
 
 MODELS = ("qwen3_moe", "mixtral")
-"""With a layer that has no experts, and with a window."""
+"""Models with a layer without experts, and with a window."""
 SETUPS = {
     fmt: Setup(1, 1, dtype, "native", fmt)
     for fmt, dtype in (("int8", "bfloat16"), ("int8_weight_only", "float16"), ("int4", "float16"))
 }
 LEAST_AGREEMENT = {"int8": 0.97, "int8_weight_only": 0.97, "int4": 0.55}
-"""Share of tokens among the oracle's best four."""
+"""Minimum fraction of tokens among the oracle's best four."""
 GROUP = 32
-"""Inputs that share a scale of int4: ``weight_group`` of ``step_config``."""
+"""Number of inputs that share a scale of int4: ``weight_group`` of ``step_config``."""
 _QUANTISED = re.compile(r"_proj\.weight$|\.experts\.\d+\.w[123]\.weight$|^lm_head\.weight$")
 
 Results = dict[str, Any]
 
 
 def same_values(variant: Variant) -> Variant:
-    """Weights in float32, so that multiplying out rounds nothing."""
+    """The model with float32 weights, so that dequantising does not round."""
     return Variant(variant.config, variant.seed, "float32", 1, variant.logit_scale)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
-    """Of every model: as it is, or multiplied out, of one format."""
+    """Runs every model in one format, as it is or dequantised."""
 
     @cache
     def made(kind: str) -> dict[str, Path]:
@@ -74,7 +77,7 @@ def runs(folders: Callable[[str], dict[str, Path]]) -> Callable[[Setup, str], Re
 
 
 def multiply_out(folder: Path, fmt: str) -> None:
-    """Put in place of every weight what the format makes of it: integers to nearest, times scales in float16."""
+    """Replaces every expert weight by its rounded value in the format: nearest integers times float16 scales."""
     (file,) = folder.glob("*.safetensors")
     tensors = load_file(file)
     for name, values in tensors.items():
@@ -99,7 +102,7 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("fmt", SETUPS)
-def test_they_say_nearly_what_the_oracle_says(runs: Callable[..., Results], fmt: str, model: str) -> None:
+def test_tokens_are_among_the_oracles_best(runs: Callable[..., Results], fmt: str, model: str) -> None:
     near = [
         token in best
         for case, tokens in zip(golden_of(model)["cases"], runs(SETUPS[fmt])[model]["forced"], strict=True)
@@ -110,9 +113,9 @@ def test_they_say_nearly_what_the_oracle_says(runs: Callable[..., Results], fmt:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("fmt", ["int8_weight_only", "int4"])
-def test_integers_times_scales_are_what_is_multiplied_by(runs: Callable[..., Results], fmt: str, model: str) -> None:
-    """The fused operators in float32, over weights that were multiplied out, give nearly the same logits, and unlike
-    ones over the weights as they were."""
+def test_products_use_the_integers_times_the_scales(runs: Callable[..., Results], fmt: str, model: str) -> None:
+    """The fused operators in float32 give nearly the same logits with dequantised weights, and other logits with the
+    original weights."""
     found = runs(SETUPS[fmt])[model]["best"]
     errors = {
         kind: differences(found, runs(Setup(1, 1, "float32", "fused"), kind)[model]["best"], model)
@@ -125,7 +128,7 @@ def test_integers_times_scales_are_what_is_multiplied_by(runs: Callable[..., Res
 
 
 def differences(found: Any, wanted: Any, model: str) -> list[float]:
-    """Of the logits of the ids that both have among their best, over the standard deviation of the oracle's."""
+    """Returns the difference of the best logits that both have, divided by the standard deviation of the oracle's."""
     out = []
     for case, ours, theirs in zip(golden_of(model)["cases"], found, wanted, strict=True):
         for (our_ids, our_logits), (ids, logits) in zip(ours, theirs, strict=True):
@@ -137,8 +140,8 @@ def differences(found: Any, wanted: Any, model: str) -> list[float]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_int8_rounds_activations_as_the_fused_operators_do(runs: Callable[..., Results], model: str) -> None:
-    """Integers by integers: as near to them as roundings to bfloat16 let it be."""
+def test_int8_rounds_activations_like_the_fused_operators(runs: Callable[..., Results], model: str) -> None:
+    """Both multiply integers by integers, so they differ only by roundings to bfloat16."""
     found = runs(SETUPS["int8"])[model]["best"]
     wanted = runs(Setup(1, 1, "bfloat16", "fused", "int8"))[model]["best"]
     errors = differences(found, wanted, model)

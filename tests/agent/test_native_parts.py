@@ -1,5 +1,8 @@
-"""Quantised weights of the native primitives divided among agents: integers, scales and zero points of an agent's part
-are those of the whole where a scale belongs to the part alone, and an agent reads no more than its part."""
+"""Divides quantised weights of the native primitives among agents.
+
+Integers, scales and zero points of an agent's part equal those of the whole weight if a scale belongs to one part only.
+An agent reads only its part.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ SMALL = replace(
     vocab_size=200,
     tie_word_embeddings=False,
 )
-"""Two agents have four query heads and two, and vocabularies of 128 rows and 72."""
+"""Of two agents, one has four query heads and 128 vocabulary rows, the other two query heads and 72 rows."""
 FORMATS = {
     "int8": LinearForm("int8"),
     "int8_weight_only": LinearForm("int8_weight_only"),
@@ -51,7 +54,7 @@ Weights = dict[str, Any]
 
 @dataclass
 class Loaded:
-    """What an agent has."""
+    """The weights of one agent."""
 
     part: ModelPart
     forms: LinearForms
@@ -93,7 +96,7 @@ def write_floats(folder: Path) -> Path:
 
 
 def write_stored(folder: Path, case: Case) -> Path:
-    """The linear layers in a quantised format, the others floats."""
+    """Writes a folder with quantised linear layers; other tensors are floats."""
     specs = weight_specs(SMALL)
     tensors = float_tensors(specs)
     for spec in specs:
@@ -122,7 +125,7 @@ def encode(case: Case, name: str, plain: Plain) -> dict[str, np.ndarray]:
 
 
 def by_rows(array: np.ndarray, form: LinearForm, *, is_weight: bool) -> np.ndarray:
-    """[out, in], or of scales and offsets [out, groups], of what the primitive takes."""
+    """Converts a parameter of a primitive to [out, in], or to [out, groups] for scales and offsets."""
     if form.is_float or form.weights.values_per_byte == 1:
         return array if array.ndim == 2 else array[:, None]
     if not is_weight:
@@ -132,7 +135,7 @@ def by_rows(array: np.ndarray, form: LinearForm, *, is_weight: bool) -> np.ndarr
 
 
 def rows_of(name: str, loaded: Loaded) -> np.ndarray:
-    """Numbers of the rows that an agent's array has in the whole one's."""
+    """Returns the numbers of an agent's rows in the whole array."""
     shard, width, shape = loaded.part.shard, SMALL.head_dim, SMALL
     if name.endswith("qkv"):
         starts = (0, shape.num_attention_heads, shape.num_attention_heads + shape.num_key_value_heads)
@@ -151,7 +154,7 @@ def rows_of(name: str, loaded: Loaded) -> np.ndarray:
 
 
 def columns_of(name: str, loaded: Loaded) -> slice:
-    """Inputs that an agent has."""
+    """Returns the inputs that an agent has."""
     shard = loaded.part.shard
     if name.endswith("attention.output"):
         return slice(shard.query_heads.start * SMALL.head_dim, shard.query_heads.stop * SMALL.head_dim)
@@ -160,13 +163,13 @@ def columns_of(name: str, loaded: Loaded) -> slice:
 
 def linear_layers(loaded: Loaded) -> list[tuple[str, LinearForm]]:
     stems = [name.removesuffix(".scale") for name in loaded.weights if name.endswith(".scale")]
-    assert len(stems) == 5, "all linear layers are quantised"
+    assert len(stems) == 5, "all linear layers must be quantised"
     return [(stem, loaded.forms.output if stem == "lm_head" else loaded.forms.layers) for stem in stems]
 
 
 @pytest.mark.parametrize("agents", [2, 3])
 @pytest.mark.parametrize("name", STORED)
-def test_stored_integers_are_the_wholes(tmp_path: Path, name: str, agents: int) -> None:
+def test_stored_integers_equal_those_of_the_whole_weight(tmp_path: Path, name: str, agents: int) -> None:
     case = CASES[name]
     case = replace(case, group=32) if case.group else case
     folder, packing = write_stored(tmp_path, case), Packing(SERVED_AS[case.bits])
@@ -186,13 +189,13 @@ def test_stored_integers_are_the_wholes(tmp_path: Path, name: str, agents: int) 
                 groups = slice(*(None if edge is None else edge // 32 for edge in (columns.start, columns.stop)))
                 inputs = columns if is_weight else groups if case.group else slice(None)
                 np.testing.assert_array_equal(found[: len(rows)], wanted[rows][:, inputs], err_msg=f"{stem}.{kind}")
-                assert not found[len(rows) :].any(), "what pads the vocabulary is zero"
+                assert not found[len(rows) :].any(), "padding of the vocabulary must be zero"
 
 
 @pytest.mark.parametrize("agents", [2, 3])
 @pytest.mark.parametrize("name", FORMATS)
-def test_floats_are_rounded_as_the_part_that_an_agent_has(tmp_path: Path, name: str, agents: int) -> None:
-    """As the fused operators do: a scale is of the part of a row, or of a group, which is one agent's."""
+def test_each_agent_quantises_its_own_part_of_floats(tmp_path: Path, name: str, agents: int) -> None:
+    """Like the fused operators: a scale belongs to one agent's part of a row or to a group of one agent."""
     folder, form = write_floats(tmp_path), FORMATS[name]
     floats = load(folder, Packing("auto"), 1, 0).weights
     largest = 7 if name == "int4" else 127
@@ -217,8 +220,10 @@ def test_floats_are_rounded_as_the_part_that_an_agent_has(tmp_path: Path, name: 
 @pytest.mark.parametrize("agents", [2, 3])
 @pytest.mark.parametrize("name", ["floats", *STORED])
 def test_an_agent_reads_its_own_part_only(tmp_path: Path, name: str, agents: int) -> None:
-    """What it looks at is as much as where the weights are multiplied out, and all agents together read the file once
-    but for what several of them have: norms, scales of whole rows, orders of groups."""
+    """An agent reads as many bytes as if it dequantised the weights. All agents together read the file once.
+
+    Exceptions are the tensors that several agents have: norms, scales of whole rows and group orders.
+    """
     if name == "floats":
         folder, packing, group = write_floats(tmp_path), Packing("int8"), 1
     else:
@@ -234,8 +239,8 @@ def test_an_agent_reads_its_own_part_only(tmp_path: Path, name: str, agents: int
     assert max(own.bytes_read for own in ranks) < total * 1.4 / agents
 
 
-def test_an_output_layer_becomes_integers_where_an_agents_part_is_narrow_enough() -> None:
-    """WeightQuantBatchMatmul takes 65535 outputs: of 100000 one agent keeps floats, each of two has 50016 or fewer."""
+def test_an_output_layer_is_quantised_if_an_agents_part_is_narrow_enough() -> None:
+    """WeightQuantBatchMatmul takes 65535 outputs. Of 100000, one agent keeps floats; each of two has at most 50016."""
     wide = replace(SMALL, vocab_size=100_000)
     found = {
         agents: part_forms(
@@ -257,8 +262,8 @@ def test_a_tied_output_layer_stays_floats_in_every_stage() -> None:
         assert forms == LinearForms(LinearForm("int8"), LinearForm())
 
 
-def test_groups_that_fill_an_agents_inputs_are_refused() -> None:
-    """Each of three agents has inputs of two heads of 32, and a group is to be smaller than that."""
+def test_a_group_as_large_as_an_agents_inputs_is_refused() -> None:
+    """Each of three agents has the inputs of two heads of 32, and a group must be smaller."""
     with pytest.raises(ConfigError, match=r"attention.output.weight has groups of 64 of its 64 inputs"):
         part_forms(weight_specs(SMALL), part_of(3, 0, 64), SeededWeights(0), Packing("int4", 64))
 

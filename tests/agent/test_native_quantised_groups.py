@@ -1,5 +1,8 @@
-"""Native operators over quantised weights that several agents share: what one agent says and what the fused operators
-say with as many agents, but for ties; the same bits however a step is cut. Real processes, a group for each setup."""
+"""Native operators with quantised weights that several agents share, in real processes with one group for each setup.
+
+Except for ties, they choose the tokens of one agent and of the fused operators with the same number of agents. They
+give the same bits for any chunks.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[2]
 EXPERTS = FAMILY_VARIANTS["qwen3_moe"]
 SEEDED = {**VARIANTS, **FAMILY_VARIANTS, "qwen3_moe": replace(EXPERTS, config={**EXPERTS.config, "vocab_size": 420})}
-"""An odd vocabulary's output layer would be floats in int4 on one agent, and integers on two, whose parts are even. So
-this is not the model of the golden tokens."""
+"""In int4, the output layer of an odd vocabulary would be floats on one agent and integers on two, whose parts are
+even. Therefore this is not the model of the golden tokens."""
 PAIRS = {
     "int8": Setup(2, 1, "bfloat16", "native", "int8"),
     "int8_weight_only": Setup(2, 1, "float16", "native", "int8_weight_only"),
@@ -40,14 +43,14 @@ MODELS = {
     "int8 stored": ("mha",),
     "int4 stored": ("mha",),
 }
-"""With uneven columns, biases before and after the sum, and tied output layers."""
+"""Models with uneven columns, biases before and after the sum, and tied output layers."""
 SWEPT_MODELS = {
     "int8": ("tiny_llama", "llama_linear_mqa"),
     "int8_weight_only": ("qwen2_tied", "mixtral"),
     "int4": ("mha", "gqa_tied"),
     "int8 stored": ("mixtral",),
 }
-"""Run by ``make test-sweeps`` alone, each in a group of its own: a key-value head that both have, more of the same."""
+"""These run in ``make test-sweeps`` only, each in its own group: a shared key-value head, and repetitions."""
 CASES = [(name, model) for name, models in MODELS.items() for model in models]
 SWEPT_CASES = [(name, model) for name, models in SWEPT_MODELS.items() for model in models]
 STORED = {"int8 stored": Settings(8, 0, False, "float32"), "int4 stored": Settings(4, 32, True, "float32")}
@@ -55,15 +58,15 @@ LARGER = {
     "gqa_tied": ("int8", replace(PAIRS["int8"], tensor_parallel=3)),
     "llama3_rope": ("int4", replace(PAIRS["int4"], tensor_parallel=4)),
 }
-"""Three agents have 2, 1 and 3 of 6 query heads, two of them the same key-value head; of four each has a head of 128
-and two the same key-value head."""
+"""Three agents have 2, 1 and 3 of 6 query heads, and two of them share a key-value head. Each of four agents has one
+head of 128, and pairs of them share a key-value head."""
 
 Results = dict[str, Any]
 Runs = Callable[..., list[Results]]
 
 
 def params(*names: str) -> list[Any]:
-    """The cases of these names, or of all."""
+    """Returns the cases with these names, or all cases."""
     return [
         pytest.param(*case, id="-".join(case), marks=[pytest.mark.sweep] if case in SWEPT_CASES else [])
         for case in (*CASES, *SWEPT_CASES)
@@ -72,13 +75,13 @@ def params(*names: str) -> list[Any]:
 
 
 def together(name: str, model: str) -> tuple[str, ...]:
-    """The models that a group of this case goes through."""
+    """Returns the models that a group of this case runs."""
     return MODELS[name] if model in MODELS[name] else (model,)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Path]]:
-    """Of every model, by what the case is."""
+    """Returns the setup of a case for every model."""
     scratch = tmp_path_factory.mktemp("native-quantised")
     plain = {"tiny_llama": ROOT / "models" / "tiny_llama"}
     used = {name: (*models, *SWEPT_MODELS.get(name, ())) for name, models in MODELS.items()}
@@ -95,7 +98,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Pat
 
 @pytest.fixture(scope="module")
 def runs(folders: dict[str, dict[str, Path]]) -> Runs:
-    """What each agent of a setup printed of the models of a case, computed when it is first asked for."""
+    """Runs each case once, on first use. Returns the output of each agent for the models of the case."""
     known: dict[tuple[str, str, tuple[str, ...]], list[Results]] = {}
 
     def run(setup: Setup, name: str, models: tuple[str, ...] = ()) -> list[Results]:
@@ -109,8 +112,11 @@ def runs(folders: dict[str, dict[str, Path]]) -> Runs:
 
 
 def check_ties(found: Results, wanted: Results, model: str, *, margin: float, most: float, label: str) -> None:
-    """Fed with the same tokens both choose the same ones but for at most ``most`` of them, where ``wanted`` prefers its
-    own by less than ``margin`` (times the standard deviation of the oracle's logits)."""
+    """Checks that both choose the same tokens from the same input, except for a fraction of at most ``most``.
+
+    In these cases, ``wanted`` must prefer its own token by less than ``margin`` standard deviations of the oracle's
+    logits.
+    """
     leads, total = [], 0
     for case, ours, theirs in zip(golden_of(model)["cases"], found["best"], wanted["best"], strict=True):
         total += len(theirs)
@@ -125,24 +131,24 @@ def check_ties(found: Results, wanted: Results, model: str, *, margin: float, mo
 
 MARGIN = {"int8": 0.25, "int8_weight_only": 0.06, "int4": 0.1, "int8 stored": 0.06, "int4 stored": 0.06}
 MOST_TIES = {"int8": 0.13, "int8_weight_only": 0.05, "int4": 0.06, "int8 stored": 0.05, "int4 stored": 0.05}
-"""Against one agent. In ``int8`` each agent rounds its own part of a row of weights and of activations; in the others
-only the order and the rounding of the sum differ, in bfloat16 or float16."""
+"""Bounds for the comparison with one agent. In int8, each agent rounds its own part of a row of weights and
+activations. In the other formats, only the order and the rounding of the sum differ, in bfloat16 or float16."""
 
 LEAST_AGREEMENT = 0.55
-"""Of int4: how often the token is one of the oracle's best."""
+"""Minimum fraction of int4 tokens that are among the oracle's best."""
 
 
 @pytest.mark.parametrize(("name", "model"), params())
-def test_two_agents_say_what_one_says(runs: Runs, name: str, model: str) -> None:
+def test_two_agents_choose_the_tokens_of_one(runs: Runs, name: str, model: str) -> None:
     pair, alone = PAIRS[name], replace(PAIRS[name], tensor_parallel=1)
     found, wanted = (runs(setup, name, together(name, model))[0][model] for setup in (pair, alone))
     label = f"{model} {name}, two agents and one"
     check_ties(found, wanted, model, margin=MARGIN[name], most=MOST_TIES[name], label=label)
-    assert found["invariance"] != wanted["invariance"], "or this compares one setup with itself"
+    assert found["invariance"] != wanted["invariance"], "otherwise the test compares one setup with itself"
 
 
 @pytest.mark.parametrize(("name", "model"), params("int8", "int8_weight_only"))
-def test_two_agents_say_what_two_with_fused_operators_say(runs: Runs, name: str, model: str) -> None:
+def test_two_native_agents_choose_the_tokens_of_two_fused_agents(runs: Runs, name: str, model: str) -> None:
     tables = (replace(PAIRS[name], op_table=table) for table in ("native", "fused"))
     found, wanted = (runs(setup, name, together(name, model))[0][model] for setup in tables)
     label = f"{model} {name}, native and fused"
@@ -150,8 +156,8 @@ def test_two_agents_say_what_two_with_fused_operators_say(runs: Runs, name: str,
 
 
 @pytest.mark.parametrize(("name", "model"), [case for case in params("int4") if "qwen3_moe" not in case.values])
-def test_int4_is_as_near_to_floats_as_with_fused_operators(runs: Runs, name: str, model: str) -> None:
-    """These round activations to int8, and a tied output layer to int4; the primitives leave both floats."""
+def test_int4_is_as_close_to_floats_as_with_fused_operators(runs: Runs, name: str, model: str) -> None:
+    """Fused operators round activations to int8 and a tied output layer to int4. The primitives keep both as floats."""
     cases, same = golden_of(model)["cases"], {}
     for table in ("native", "fused"):
         forced = runs(replace(PAIRS[name], op_table=table), name, together(name, model))[0][model]["forced"]
@@ -167,7 +173,7 @@ def test_int4_is_as_near_to_floats_as_with_fused_operators(runs: Runs, name: str
 
 
 @pytest.mark.parametrize("model", LARGER)
-def test_heads_that_several_agents_have_or_that_are_uneven(runs: Runs, model: str) -> None:
+def test_shared_and_uneven_heads(runs: Runs, model: str) -> None:
     name, setup = LARGER[model]
     found = runs(setup, name, (model,))[0][model]
     wanted = runs(replace(PAIRS[name], tensor_parallel=1), name)[0][model]
@@ -176,7 +182,7 @@ def test_heads_that_several_agents_have_or_that_are_uneven(runs: Runs, model: st
 
 
 def test_stages_change_no_bit(runs: Runs) -> None:
-    """Neither of the layers nor of a tied output layer, which stays floats where the embedding is in another stage."""
+    """Neither in the layers nor in a tied output layer, which stays floats if the embedding is in another stage."""
     pair = PAIRS["int8"]
     found = runs(replace(pair, pipeline_parallel=2), "int8", ("qwen3_tied",))[2]["qwen3_tied"]
     wanted = runs(pair, "int8")[0]["qwen3_tied"]
@@ -190,8 +196,8 @@ def test_a_position_gives_the_same_bits_however_it_is_computed(runs: Runs, name:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_agents_take_a_part_each(runs: Runs, name: str) -> None:
-    """Of the weights and the cache, half of what one agent takes but for norms and heads that both have."""
+def test_agents_share_weights_and_cache_evenly(runs: Runs, name: str) -> None:
+    """Each has half of the weights and of the cache of one agent, plus the norms and heads that both have."""
     model = MODELS[name][0]
     agents = [agent[model]["summary"] for agent in runs(PAIRS[name], name)]
     alone = runs(replace(PAIRS[name], tensor_parallel=1), name)[0][model]["summary"]

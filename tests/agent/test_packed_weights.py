@@ -1,4 +1,4 @@
-"""Linear layers as blobs for the kernels: from floats, from stored integers, and what cannot be packed."""
+"""Packs linear layers for the kernels from floats and from stored integers, and refuses unsupported formats."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load(folder: Path | None, packing: Packing | None, dtype: str = "float32", s
 
 @pytest.mark.parametrize("asked", ["auto", "the same"])
 @pytest.mark.parametrize("name", CASES)
-def test_stored_integers_are_packed_as_they_are(tmp_path: Path, name: str, asked: str) -> None:
+def test_stored_integers_are_packed_without_change(tmp_path: Path, name: str, asked: str) -> None:
     case, fmt = CASES[name], "int4" if CASES[name].bits == 4 else "int8"
     weights = load(write_case(tmp_path, case), Packing("auto" if asked == "auto" else fmt))
     for parameter, parts in NAMES.items():
@@ -61,7 +61,7 @@ def test_stored_integers_are_packed_as_they_are(tmp_path: Path, name: str, asked
 
 
 @pytest.mark.parametrize("name", ["gptq4 asymmetric", "w8a8"])
-def test_asked_for_floats_integers_are_multiplied_out(tmp_path: Path, name: str) -> None:
+def test_a_float_format_dequantises_stored_integers(tmp_path: Path, name: str) -> None:
     folder = write_case(tmp_path, CASES[name])
     plain, packed = load(folder, None, "bfloat16"), load(folder, Packing("bf16"), "bfloat16")
     for parameter in NAMES:
@@ -78,7 +78,7 @@ def test_int8_may_keep_activations_as_floats(tmp_path: Path) -> None:
 
 
 def test_int4_may_keep_activations_as_floats(tmp_path: Path) -> None:
-    """The folder's integers, scales and zero points."""
+    """The blob has the folder's integers, scales and zero points."""
     case = CASES["gptq4 asymmetric"]
     weights = load(write_case(tmp_path, case), Packing("int4_weight_only"))
     values = np.concatenate([case.plain(part).value() for part in NAMES["qkv"]])
@@ -92,7 +92,7 @@ def test_int4_may_keep_activations_as_floats(tmp_path: Path) -> None:
     ids=lambda packing: packing.weight_format,
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_floats_are_packed_from_the_very_values_other_tables_get(packing: Packing, dtype: str) -> None:
+def test_floats_are_packed_from_the_values_that_other_tables_get(packing: Packing, dtype: str) -> None:
     plain, packed = load(None, None, dtype, DUMMY_SPECS), load(None, packing, dtype, DUMMY_SPECS)
     assert list(plain) == ["embedding.weight", "qkv", "gate_up"]
     assert list(packed) == [*plain, "lm_head.weight"]
@@ -115,14 +115,14 @@ def test_the_output_layer_may_have_a_format_of_its_own() -> None:
         np.testing.assert_array_equal(packed[name], blob)
 
 
-def test_zero_points_on_request() -> None:
+def test_floats_get_zero_points_if_asymmetric() -> None:
     plain = load(None, None, "float32", DUMMY_SPECS)["qkv"]
     packed = load(None, Packing("int4", 32, asymmetric=True), "float32", DUMMY_SPECS)["qkv"]
     np.testing.assert_array_equal(packed, blob_of("int4", plain, group=32, asymmetric=True))
 
 
-def test_a_float_file_is_quantised_from_what_it_stores(tmp_path: Path) -> None:
-    """float16 values lose bits in bfloat16; they must not on the way to int8."""
+def test_a_float_file_is_quantised_from_its_stored_type(tmp_path: Path) -> None:
+    """float16 values would lose bits in bfloat16. They must not lose them before they become int8."""
     from safetensors.numpy import save_file
 
     from support.quantised_folders import float_tensors

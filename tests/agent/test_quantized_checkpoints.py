@@ -1,4 +1,4 @@
-"""Folders of GPTQ, AWQ and compressed-tensors: what they hold, to the bit, and what is refused, naming the tensor."""
+"""Reads folders of GPTQ, AWQ and compressed-tensors: exact values, and errors that name the tensor."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(folder: Path, dtype: str = "float32") -> dict[str, Array]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values_are_those_of_the_plain_formula(tmp_path: Path, name: str) -> None:
+def test_values_follow_the_documented_formula(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     weights = load(write_case(tmp_path, case))
     for parameter, names in (("qkv", list(LINEARS)[:3]), ("gate_up", list(LINEARS)[3:])):
@@ -36,7 +36,7 @@ def test_values_are_those_of_the_plain_formula(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_integers_are_the_files(tmp_path: Path, name: str) -> None:
+def test_integers_are_read_without_change(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     source = open_weights(write_case(tmp_path, case), SPECS, seed=None)
     for spec in SPECS[1:3]:
@@ -61,14 +61,14 @@ def test_the_integers_are_the_files(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_types_are_the_float32_values_rounded_once(tmp_path: Path, dtype: str) -> None:
+def test_half_types_round_the_float32_values_once(tmp_path: Path, dtype: str) -> None:
     folder = write_case(tmp_path, CASES["gptq4 asymmetric"])
     exact, rounded = load(folder), load(folder, dtype)
     for name in exact:
         np.testing.assert_array_equal(rounded[name], from_float32(exact[name], dtype))
 
 
-def test_older_folders_keep_the_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
+def test_settings_of_older_folders_are_in_a_separate_file(tmp_path: Path) -> None:
     expected = load(write_case(tmp_path / "new", CASES["gptq4"]))
     old = write_case(tmp_path / "old", CASES["gptq4"], lambda t, c: c.clear())
     (old / "quantize_config.json").write_text('{"bits": 4, "group_size": 32, "desc_act": false, "sym": true}')
@@ -79,7 +79,7 @@ def test_older_folders_keep_the_settings_in_a_file_of_their_own(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["gptq4", "gptq8"])
-def test_desc_act_is_multiplied_out(tmp_path: Path, name: str) -> None:
+def test_desc_act_is_dequantised(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     groups = np.random.default_rng(1).permutation(np.arange(128) // 32).astype(np.int32)
     plain = case.plain("q_proj.weight")
@@ -88,7 +88,7 @@ def test_desc_act_is_multiplied_out(tmp_path: Path, name: str) -> None:
     np.testing.assert_array_equal(load(folder)["qkv"][:16], expected)
 
 
-def test_a_checkpoint_may_leave_weights_as_floats(tmp_path: Path) -> None:
+def test_a_checkpoint_may_keep_some_weights_as_floats(tmp_path: Path) -> None:
     floats = np.random.default_rng(0).standard_normal((24, 128)).astype(np.float16)
 
     def unquantise(tensors: Tensors, config: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ def tensor(name: str, change: Callable[[np.ndarray], np.ndarray]) -> Callable[[T
 
 
 def setting(key: str, value: object) -> Callable[[Tensors, dict[str, Any]], object]:
-    """A changed value of ``quantization_config``; the key may be a path."""
+    """Makes a change of a value in ``quantization_config``. The key may be a path."""
 
     def change(tensors: Tensors, config: dict[str, Any]) -> None:
         *path, last = key.split(".")

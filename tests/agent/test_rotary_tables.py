@@ -1,4 +1,4 @@
-"""Cosines and sines against the definitions, in float64."""
+"""Compares cosines and sines with their definitions in float64."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones(shape: ModelShape) -> 
     np.testing.assert_allclose(between, blended[(wavelength >= 8192 / 4) & (wavelength <= 8192)], rtol=1e-5)
 
 
-def test_tables_hold_every_angle_twice(shape: ModelShape) -> None:
+def test_each_row_has_every_angle_twice(shape: ModelShape) -> None:
     cos, sin = rotary_tables(shape, 300)
     assert cos.shape == sin.shape == (300, 128)
     assert cos.dtype == sin.dtype == np.float32
@@ -61,8 +61,8 @@ def test_tables_hold_every_angle_twice(shape: ModelShape) -> None:
     np.testing.assert_array_equal(cos[0], 1.0)
 
 
-def test_dynamic_scaling_rotates_a_position_by_itself(shape: ModelShape) -> None:
-    """Up to the trained context nothing changes; beyond, the base grows with the position (NTK-aware scaling)."""
+def test_dynamic_scaling_depends_only_on_the_position(shape: ModelShape) -> None:
+    """Within the trained context nothing changes. Beyond it, the base grows with the position (NTK-aware scaling)."""
     scaled = replace(shape, rope_scaling=RopeScaling("dynamic", 4.0, original_max_position_embeddings=100))
     cos, sin = rotary_tables(scaled, 300)
     plain, _ = rotary_tables(shape, 300)

@@ -1,4 +1,4 @@
-"""What the agent remembers of rows, without a model."""
+"""The agent's state of batch rows, without a model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_histories_start_and_grow(table: RowTable) -> None:
     assert table.prompt_len[[6, 3]].tolist() == [2, 1]
 
 
-def test_a_started_row_forgets_its_old_history(table: RowTable) -> None:
+def test_a_started_row_loses_its_old_history(table: RowTable) -> None:
     table.start_rows(slot_with_history([6], [[1, 2, 3]], [3]))
     table.start_rows(slot_with_history([6], [[9]], [1]))
     assert table.history_len[6] == 1
@@ -62,7 +62,7 @@ def test_a_started_row_forgets_its_old_history(table: RowTable) -> None:
     [([100], 1), ([-1], 1), ([1], 2), ([1], -1)],
     ids=["vocabulary", "negative", "longer", "minus"],
 )
-def test_a_wrong_history_is_refused(table: RowTable, history: list[int], prompt_len: int) -> None:
+def test_an_invalid_history_is_refused(table: RowTable, history: list[int], prompt_len: int) -> None:
     with pytest.raises(ProtocolError):
         table.start_rows(slot_with_history([0], [history], [prompt_len]))
 

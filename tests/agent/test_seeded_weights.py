@@ -1,4 +1,4 @@
-"""The generator of random weights is documented, so its numbers may not change; and they are what they claim."""
+"""The generator of random weights: its numbers follow the documentation and must never change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def filled(name: str, shape: tuple[int, ...], dtype: str = "float32", seed: int 
 
 
 def by_the_text(name: str, count: int, seed: int) -> np.ndarray:
-    """The generator again, written from its description."""
+    """A second generator, written from the description of the first."""
     inverse_cdf = statistics.NormalDist().inv_cdf
     chunks = []
     for chunk in range(-(-count // 2**20)):
@@ -47,14 +47,14 @@ def test_first_values_are_pinned() -> None:
     assert [f"{value:.6f}" for value in first[:4]] == PINNED
 
 
-def test_a_second_chunk_starts_anew() -> None:
+def test_each_chunk_has_its_own_seed() -> None:
     long = filled("w", (CHUNK_ELEMENTS + 5,))
     short = filled("w", (7,))
     np.testing.assert_array_equal(long[:7], short)
     assert not np.array_equal(long[CHUNK_ELEMENTS:], short[:5])
 
 
-def test_they_are_normal() -> None:
+def test_values_are_normally_distributed() -> None:
     array = filled("w", (512, 512), std=0.5)
     assert abs(float(array.mean())) < 0.004
     assert float(array.std()) == pytest.approx(0.5, abs=0.003)
@@ -62,7 +62,7 @@ def test_they_are_normal() -> None:
     assert len(normal_table()) == 65536
 
 
-def test_name_and_seed_decide() -> None:
+def test_values_depend_on_name_and_seed() -> None:
     first = filled("a", (64,))
     np.testing.assert_array_equal(first, filled("a", (8, 8)).reshape(-1))
     assert not np.array_equal(first, filled("b", (64,)))
@@ -70,7 +70,7 @@ def test_name_and_seed_decide() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_types_are_the_float32_values_rounded(dtype: str) -> None:
+def test_half_types_round_the_float32_values(dtype: str) -> None:
     np.testing.assert_array_equal(filled("a", (100,), dtype), from_float32(filled("a", (100,)), dtype))
 
 
@@ -78,7 +78,7 @@ def test_norms_are_ones() -> None:
     assert to_float32(filled("model.norm.weight", (5,), "bfloat16"), "bfloat16").tolist() == [1.0] * 5
 
 
-def test_a_fused_parameter_holds_its_parts() -> None:
+def test_a_joined_parameter_contains_its_parts() -> None:
     spec = WeightSpec("qkv", (WeightPart("q", (4, 3)), WeightPart("k", (2, 3))))
     weights = load_weights([spec], open_weights(None, [spec], seed=9), "float32", lambda done, of: None)
     np.testing.assert_array_equal(

@@ -1,5 +1,4 @@
-"""What a step slot may say, and what is taken from it: one call, held against the same rules in NumPy over steps that
-are nearly right."""
+"""The check and the copy of a step slot, compared with the same rules in NumPy for steps that are nearly valid."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ FIELDS = (
 
 
 def step_slot(lens: list[tuple[int, int]]) -> StepSlot:
-    """A step of sequences of (tokens in this step, tokens before it)."""
+    """Makes a step from pairs (tokens in this step, tokens before it)."""
     slot = StepSlot(LAYOUT, bytearray(LAYOUT.slot_bytes))
     queries = [query for query, _ in lens]
     seqs, tokens = len(lens), sum(queries)
@@ -44,7 +43,7 @@ def step_slot(lens: list[tuple[int, int]]) -> StepSlot:
 
 
 def allowed(slot: StepSlot, *, decode: bool, row_last_tokens: np.ndarray) -> bool:
-    """The rules, written down once more."""
+    """A second implementation of the rules."""
     tokens, seqs, width = slot.num_tokens, slot.num_seqs, slot.table_width
     queries, contexts = slot.query_lens[:seqs].astype(np.int64), slot.context_lens[:seqs].astype(np.int64)
     longest = min(CONFIG.max_model_len, width * BLOCK_SIZE)
@@ -68,7 +67,7 @@ def allowed(slot: StepSlot, *, decode: bool, row_last_tokens: np.ndarray) -> boo
 
 
 def asking_rows(slot: StepSlot) -> list[int]:
-    """The row of each LAST_TOKEN."""
+    """Returns the batch row of each LAST_TOKEN."""
     rows = np.repeat(slot.rows[: slot.num_seqs], slot.query_lens[: slot.num_seqs])
     return list(rows[slot.token_ids[: slot.num_tokens] == LAST_TOKEN].tolist())
 
@@ -88,7 +87,7 @@ _ASKING = st.lists(st.integers(0, 40), max_size=3)
 
 
 @given(_LENS, st.booleans(), _ROW_LAST_TOKENS, _ASKING, _CHANGES)
-def test_a_step_is_read_where_the_rules_allow_it(lens, decode, last_tokens, asking, changes):
+def test_a_step_is_accepted_exactly_if_the_rules_allow_it(lens, decode, last_tokens, asking, changes):
     slot = step_slot([(1, before) for _, before in lens] if decode else lens)
     tokens, seqs = slot.num_tokens, slot.num_seqs
     for index in asking:
@@ -103,7 +102,7 @@ def test_a_step_is_read_where_the_rules_allow_it(lens, decode, last_tokens, aski
     if not allowed(slot, decode=decode, row_last_tokens=row_last_tokens):
         with pytest.raises(ProtocolError) as raised:
             reader.read(slot, is_decode=decode)
-        assert "do not fit a slot" not in str(raised.value)  # what was refused can be named
+        assert "do not fit a slot" not in str(raised.value)  # the error names what was refused
         return
     inputs = reader.read(slot, is_decode=decode)
     token_ids = slot.token_ids[:tokens].copy()
@@ -122,19 +121,19 @@ def test_a_step_is_read_where_the_rules_allow_it(lens, decode, last_tokens, aski
     }
     whole = not decode and bool((slot.query_lens == slot.context_lens)[:seqs].all())
     for field in FIELDS:
-        getattr(slot, field)[:] = -9  # what was read stays
+        getattr(slot, field)[:] = -9  # the copies do not change with the slot
     assert {name: getattr(inputs, name).tolist() for name in expected} == {k: v.tolist() for k, v in expected.items()}
     assert reader.buffers.counts.tolist() == [tokens, seqs, WIDTH, 0]
     assert inputs.whole_prompts == whole
 
 
-def test_without_a_table_last_tokens_are_left_to_others():
+def test_without_a_row_table_last_tokens_stay_in_place():
     slot = step_slot([(2, 0)])
     slot.token_ids[1] = LAST_TOKEN
     assert StepReader(CONFIG, NUM_ROWS).read(slot, is_decode=False).token_ids.tolist() == [0, LAST_TOKEN]
 
 
-def test_a_row_without_a_last_token_is_named():
+def test_a_row_without_a_last_token_is_refused_by_name():
     slot, row_last_tokens = step_slot([(2, 0), (1, 4)]), np.full(NUM_ROWS, 7, np.int32)
     row_last_tokens[1] = -1
     slot.token_ids[1:3] = LAST_TOKEN
@@ -142,7 +141,7 @@ def test_a_row_without_a_last_token_is_named():
         StepReader(CONFIG, NUM_ROWS, row_last_tokens).read(slot, is_decode=False)
 
 
-def test_steps_of_one_size_are_read_into_the_same_views():
+def test_steps_of_equal_size_share_the_views():
     reader = StepReader(CONFIG, NUM_ROWS)
     first = reader.read(step_slot([(1, 0)]), is_decode=False)
     assert reader.read(step_slot([(1, 0)]), is_decode=False) is first
@@ -151,7 +150,7 @@ def test_steps_of_one_size_are_read_into_the_same_views():
     assert not second.whole_prompts
 
 
-def test_a_prefill_of_one_token_each_is_no_decode():
+def test_a_prefill_with_one_token_for_each_sequence_is_not_a_decode():
     slot = step_slot([(1, 0), (1, 0)])
     reader = StepReader(CONFIG, NUM_ROWS)
     assert reader.read(slot, is_decode=False).whole_prompts
@@ -164,14 +163,14 @@ def stepped(slot: StepSlot, size: int, buffers: StepBuffers, **changed: np.ndarr
 
 
 @pytest.mark.parametrize(("size", "buffers"), [(4, (9, 9, 9)), (9, (4, 4, 4))])
-def test_sizes_past_the_arrays_are_refused_before_anything_is_read(size, buffers):
+def test_sizes_beyond_the_arrays_are_refused_before_anything_is_read(size, buffers):
     copy = stepped(step_slot([(1, 0)]), size, StepBuffers(*buffers))
     assert copy.run(1, 1, 1, decode=True)
     for tokens, seqs, width in ((5, 1, 1), (1, 5, 1), (1, 1, 5), (-1, 1, 1), (1, -1, 1), (1, 1, -1)):
         assert not copy.run(tokens, seqs, width, decode=False)
 
 
-def test_arrays_of_another_type_or_too_short_are_refused():
+def test_arrays_of_a_wrong_type_or_length_are_refused():
     slot = step_slot([(1, 0)])
     with pytest.raises(ValueError, match="rows is int64"):
         stepped(slot, 4, StepBuffers(4, 4, 4), rows=slot.rows.astype(np.int64))

@@ -1,4 +1,4 @@
-"""``parallel_config.sum_parts``: one agent gives the bits of several that share its layers."""
+"""With ``parallel_config.sum_parts``, one agent gives the bits of a group that shares its layers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("mha", "gqa_tied", "llama_yarn_bias", "qwen2_tied", "qwen3_tied")
-"""With uneven heads, with a bias of attention's output and with norms of heads."""
+"""Models with uneven heads, with a bias of the attention output, and with norms of heads."""
 SETUPS = {
     "bfloat16": Setup(2, 1, "bfloat16", "fused"),
     "float32, 2 stages": Setup(2, 2, "float32", "fused"),
@@ -25,7 +25,7 @@ SETUPS = {
     "int4_weight_only": Setup(2, 1, "bfloat16", "fused", "int4_weight_only"),
 }
 SWEPT = ("bfloat16", "int4_weight_only")
-"""Run by ``make test-sweeps`` alone: formats of floats and of groups are among the others."""
+"""Runs in ``make test-sweeps`` only, because the other formats include floats and groups."""
 INDIVISIBLE_INT4 = ("qwen2_tied",)
 
 
@@ -38,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def answers(setup: Setup, folders: dict[str, Path]) -> dict[str, Any]:
-    """Of the agent that samples, by model."""
+    """Returns the output of the agent that samples, by model."""
     return run_group(setup, folders)[(setup.pipeline_parallel - 1) * setup.tensor_parallel]
 
 
@@ -51,12 +51,12 @@ def test_an_agent_that_sums_in_parts_gives_the_bits_of_a_group(name: str, folder
     }
     wanted, found = answers(shared, models), answers(alone, models)
     for model in models:
-        for way in ("free", "forced", "invariance"):  # tokens; digests of logits in every way to compute a position
+        for way in ("free", "forced", "invariance"):  # tokens, and digests of logits for each way to compute a position
             assert found[model][way] == wanted[model][way], (model, way)
 
 
-def test_without_it_the_bits_are_others(folders: dict[str, Path]) -> None:
-    """Or the test above would say nothing. In float32: few of these short sums show their order in bfloat16."""
+def test_without_sum_parts_the_bits_differ(folders: dict[str, Path]) -> None:
+    """Otherwise the test above would prove nothing. In bfloat16, most of these short sums hide their order."""
     models = {name: folders[name] for name in ("tiny_llama", "gqa_tied")}
     shared = Setup(2, 1, "float32", "fused")
     wanted, found = answers(shared, models), answers(replace(shared, tensor_parallel=1), models)

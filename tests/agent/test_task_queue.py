@@ -1,4 +1,4 @@
-"""The order in which an agent runs what it was sent."""
+"""The order in which an agent runs its messages."""
 
 import threading
 
@@ -38,7 +38,7 @@ def test_decode_first_runs_control_then_decode_then_prefill_each_in_order():
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "chunked", "slo"])
-def test_otherwise_control_runs_then_steps_in_order(policy):
+def test_other_policies_run_control_then_steps_in_order(policy):
     queue = TaskQueue(policy, max_steps=8)
     for message in MIXED:
         queue.put(message)
@@ -46,7 +46,7 @@ def test_otherwise_control_runs_then_steps_in_order(policy):
 
 
 @pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "fcfs"])
-def test_moves_overtake_every_step_and_no_control(policy):
+def test_moves_run_before_all_steps_and_after_control(policy):
     queue = TaskQueue(policy, max_steps=8)
     for message in (*MIXED[:4], Move(seq=5, slot=4), Move(seq=6, slot=5), Reset(seq=1)):
         queue.put(message)
@@ -61,14 +61,14 @@ def test_moves_count_as_steps():
     assert queue.remove_all_steps() == [Move(seq=1, slot=0)]
 
 
-def test_numbers_must_increase():
+def test_step_numbers_must_increase():
     queue = TaskQueue("fcfs", max_steps=8)
     queue.put(Prefill(seq=3, slot=0))
     with pytest.raises(ProtocolError, match="step 3 came after step 3"):
         queue.put(Decode(seq=3, slot=0))
 
 
-def test_no_more_steps_than_slots():
+def test_more_steps_than_slots_are_refused():
     queue = TaskQueue("fcfs", max_steps=2)
     queue.put(Prefill(seq=1, slot=0))
     queue.put(Prefill(seq=2, slot=1))
@@ -92,7 +92,7 @@ def test_a_waiting_step_can_be_removed_once():
     assert [message.seq for message in drain(queue)] == [4, 1, 3]
 
 
-def test_remove_all_steps_leaves_control():
+def test_remove_all_steps_keeps_control_messages():
     queue = TaskQueue("prefill_first", max_steps=8)
     for message in MIXED:
         queue.put(message)
@@ -101,7 +101,7 @@ def test_remove_all_steps_leaves_control():
     assert queue.num_steps == 0
 
 
-def test_get_waits_for_a_message_and_tells_how_long_it_was_queued():
+def test_get_waits_for_a_message_and_returns_its_waiting_time():
     queue = TaskQueue("fcfs", max_steps=8)
     taken = []
     thread = threading.Thread(target=lambda: taken.append(queue.get()))
@@ -114,8 +114,8 @@ def test_get_waits_for_a_message_and_tells_how_long_it_was_queued():
 
 
 @pytest.mark.parametrize("policy", ["prefill_first", "decode_first", "fcfs"])
-def test_agents_of_a_group_keep_to_the_servers_order(policy):
-    """Whatever arrives together: all but the end waits its turn, so that every agent runs the same steps in turn."""
+def test_agents_of_a_group_keep_the_servers_order(policy):
+    """Only Shutdown runs early, so that every agent runs the same steps in the same order."""
     queue = TaskQueue(policy, max_steps=8, in_order=True)
     for message in (*MIXED[:4], Move(seq=5, slot=4), Reset(seq=6), Prefill(seq=7, slot=5), Shutdown(seq=8)):
         queue.put(message)

@@ -1,4 +1,4 @@
-"""The largest steps, and the devices that are not there."""
+"""The largest steps of a config, and the order of the start."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def test_warm_up_moves_blocks_out_and_in_again(config: Config) -> None:
     ]
 
 
-def test_warm_up_copies_a_block_where_nothing_is_swapped(config: Config) -> None:
+def test_warm_up_copies_a_block_if_there_is_no_host_pool(config: Config) -> None:
     slot = make_moves(config)
     slot.check_header(0)
     assert (slot.num_tokens, slot.num_seqs, slot.num_moves) == (0, 0, 1)
     assert slot.moves[:3].tolist() == [0, 1, 1]
 
 
-def test_mindspore_must_not_be_imported_before(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mindspore_must_not_be_imported_before_the_set_up(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mindspore", object())
     monkeypatch.delenv("MS_OP_PLUGIN_PATH", raising=False)
     with pytest.raises(AgentStartError, match="mindspore was imported before"):

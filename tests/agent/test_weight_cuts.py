@@ -1,4 +1,4 @@
-"""What an agent reads of the tensors that it shares: the same values as a slice of the whole, and no more bytes."""
+"""Reads parts of tensors: the values equal a slice of the whole tensor, and no other bytes are read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BY_COLUMNS = [(name, COLUMNS) for name, case in CASES.items() if COLUMNS.start %
 
 
 @pytest.mark.parametrize(("name", "columns"), [*BY_ROWS, *BY_COLUMNS])
-def test_a_part_of_a_quantised_tensor_is_that_part_of_the_whole(
+def test_a_part_of_a_quantised_tensor_equals_the_slice_of_the_whole(
     tmp_path: Path, name: str, columns: Span | None
 ) -> None:
     source = open_weights(write_case(tmp_path, CASES[name]), SPECS, seed=None)
@@ -68,7 +68,7 @@ SHAPES = {"wide": (3, CHUNK_ELEMENTS + 5), "tall": (2100, 1000), "flat": (CHUNK_
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_part_of_a_seeded_tensor_is_that_part_of_the_whole(name: str, dtype: str) -> None:
+def test_a_part_of_a_seeded_tensor_equals_the_slice_of_the_whole(name: str, dtype: str) -> None:
     shape = SHAPES[name]
     whole = allocate(shape, dtype)
     fill_seeded(name, whole, dtype, seed=3)
@@ -81,7 +81,7 @@ def test_a_part_of_a_seeded_tensor_is_that_part_of_the_whole(name: str, dtype: s
 
 
 class Model:
-    """A checkpoint of a small model in float32, and its parts."""
+    """A checkpoint of a small model in float32, and the parts of its agents."""
 
     def __init__(self, folder: Path, shape: ModelShape, stored: str = "bfloat16") -> None:
         from agent.models.names import weight_specs
@@ -105,7 +105,7 @@ class Model:
         return weights
 
     def part(self, tp: int, pp: int, rank: int) -> tuple[ModelPart, dict[str, Any], int]:
-        """What a rank loads, and the bytes it looks at."""
+        """Returns the weights that a rank loads and the bytes that it reads."""
         parallel = ParallelConfig(tp, pp, 1)
         where = place(rank, parallel)
         part = ModelPart(parallel, where, shard_of(self.shape, where, parallel), self.shape)
@@ -137,7 +137,7 @@ def shape_of(**changes: Any) -> ModelShape:
 
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (6, 1), (1, 2), (2, 3)])
-def test_the_parts_of_all_agents_are_the_model(tmp_path: Path, tp: int, pp: int, stored: str) -> None:
+def test_the_parts_of_all_agents_make_the_whole_model(tmp_path: Path, tp: int, pp: int, stored: str) -> None:
     model = Model(tmp_path, shape_of(), stored)
     seen: dict[str, list[Any]] = {}
     for rank in range(tp * pp):
@@ -151,11 +151,11 @@ def test_the_parts_of_all_agents_are_the_model(tmp_path: Path, tp: int, pp: int,
     for name, parts in seen.items():
         whole, joined = model.whole[name], join(name, parts, model.shape)
         np.testing.assert_array_equal(joined[: len(whole)], whole, err_msg=name)
-        assert not joined[len(whole) :].any(), "what pads the vocabulary is zero"
+        assert not joined[len(whole) :].any(), "padding of the vocabulary must be zero"
 
 
 def join(name: str, parts: list[tuple[ModelPart, Any]], shape: ModelShape) -> Any:
-    """The whole of what the agents of a stage have."""
+    """Joins the parts of the agents of a stage."""
     arrays = [array for _, array in parts]
     if name.endswith(("output.weight", "down.weight")):
         return np.concatenate(arrays, axis=1)
@@ -179,15 +179,17 @@ def join(name: str, parts: list[tuple[ModelPart, Any]], shape: ModelShape) -> An
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 3), (3, 2)])
 def test_an_agent_reads_its_own_part_only(tmp_path: Path, tp: int, pp: int) -> None:
-    """Counted where tensors are looked at: an agent's bytes are those of its parameters as they are stored, and all
-    agents' together the file's but for what several of them have."""
+    """An agent reads the stored bytes of its parameters. All agents together read the file once.
+
+    Exceptions are the tensors that several agents have.
+    """
     model = Model(tmp_path, shape_of(tie_word_embeddings=False))
     total = sum(model.num_bytes.values())
     read = []
     for rank in range(tp * pp):
         _, weights, num_bytes = model.part(tp, pp, rank)
         elements = sum(array.size for array in weights.values())
-        assert num_bytes <= 2 * elements, "two bytes an element, and none for what pads the vocabulary"
+        assert num_bytes <= 2 * elements, "two bytes for each element, and none for padding of the vocabulary"
         read.append(num_bytes)
     shared = [size for name, size in model.num_bytes.items() if "norm" in name]
     common = (tp - 1) * sum(shared)

@@ -1,4 +1,4 @@
-"""Checkpoint folders: what loads, to the bit, and what is refused, naming file, tensor and what to do."""
+"""Reads checkpoint folders: exact values, and errors that name the file, the tensor and the remedy."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_loaded_weights_do_not_need_the_files(tmp_path: Path) -> None:
         np.testing.assert_array_equal(weights[name], before[name])
 
 
-def test_ignorable_tensors_may_be_there(tmp_path: Path) -> None:
+def test_ignorable_tensors_are_allowed(tmp_path: Path) -> None:
     tensors = {name: values(name) for name in SHAPES} | {"layers.0.rotary.inv_freq": np.ones(2, np.float32)}
     write_safetensors(tmp_path / "model.safetensors", tensors)
     assert load(tmp_path).keys() == {"embedding.weight", "qkv.weight", "norm.weight"}
@@ -94,7 +94,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
 
 
 def rewrite(change: Callable[[dict[str, Array]], object]) -> Callable[[Path], None]:
-    """A break that changes the tensors of the single file."""
+    """Makes a fault that changes the tensors of the single file."""
 
     def break_it(folder: Path) -> None:
         tensors = {name: values(name) for name in SHAPES}
@@ -105,7 +105,7 @@ def rewrite(change: Callable[[dict[str, Array]], object]) -> Callable[[Path], No
 
 
 def rewrite_header(change: Callable[[dict[str, dict[str, object]]], object]) -> Callable[[Path], None]:
-    """A break that changes the header of the single file, the data staying."""
+    """Makes a fault that changes the header of the single file and keeps the data."""
 
     def break_it(folder: Path) -> None:
         path = folder / "model.safetensors"
@@ -123,7 +123,7 @@ def write_raw(path: Path, header: bytes, data: bytes = b"") -> None:
 
 
 def rewrite_index(change: Callable[[dict[str, str]], object]) -> Callable[[Path], None]:
-    """A break of a sharded folder's index."""
+    """Makes a fault in the index of a folder with shards."""
 
     def break_it(folder: Path) -> None:
         (folder / "model.safetensors").unlink()
@@ -234,7 +234,7 @@ def test_a_broken_folder_is_refused(tmp_path: Path, case: str) -> None:
     assert str(tmp_path) in str(caught.value)
 
 
-def test_a_value_beyond_float16_is_refused(tmp_path: Path) -> None:
+def test_a_value_too_large_for_float16_is_refused(tmp_path: Path) -> None:
     tensors = {name: values(name) for name in SHAPES}
     tensors["v"][1, 2] = 70_000.0
     write_safetensors(tmp_path / "model.safetensors", tensors)
@@ -243,7 +243,7 @@ def test_a_value_beyond_float16_is_refused(tmp_path: Path) -> None:
     assert load(tmp_path, "bfloat16")["qkv.weight"].shape == (8, 4)
 
 
-def test_progress_is_reported_per_parameter() -> None:
+def test_progress_is_reported_for_each_parameter() -> None:
     seen: list[tuple[int, int]] = []
     load_weights(SPECS, SeededWeights(0), "bfloat16", lambda done, of: seen.append((done, of)))
     assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]

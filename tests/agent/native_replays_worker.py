@@ -1,5 +1,7 @@
-"""One agent of a group whose native steps are recorded and replayed, beside the same by the graph; in a process of its
-own, as ``group_worker`` is. ``extra`` of the setup may plant what keeps one agent's launches from being replayed."""
+"""Runs one agent of a group with replayed native steps, and the same steps by the graph, in a separate process.
+
+Also plants faults that prevent one agent from replaying.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from support.golden_files import golden_of  # noqa: E402
 from support.position_bits import FORCED_STEPS  # noqa: E402
 
 PLANTS = ("unnamed", "differs", "differs later", "refuses")
-"""What agent 0 finds when it records: its parameters' memory is not named; a replay has other bits, the first or the
-second; an operator refuses its inputs in the middle of a replay."""
+"""Faults of agent 0: the recording does not name the parameters' memory; the first or the second replay has other bits;
+an operator refuses its inputs during a replay."""
 
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -43,10 +45,10 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def run_planted(driver: StepDriver, plant: str, rank: int, prompts: Any, tokens: Any) -> dict[str, Any]:
-    """The decodes with one of ``PLANTS`` in agent 0: what each of them comes to, and what is given as the reason."""
+    """Runs the decodes with one of ``PLANTS`` in agent 0. Returns their digests and the reported reason."""
     from agent.step_graph.dynamic_cell import GraphKind
     from agent.step_graph.replay.native import (
-        NativeReplays,  # MindSpore must not be imported before the runtime is set up
+        NativeReplays,  # imports MindSpore, which must be set up first
     )
 
     graph, asked = driver.runner._graph, [0]

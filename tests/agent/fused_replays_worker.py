@@ -1,5 +1,4 @@
-"""One agent whose steps by the fused operators are recorded and replayed, beside the same by the graph; in a process of
-its own, as ``group_worker`` is."""
+"""Runs one agent of a group with replayed fused steps, and the same steps by the graph, in a separate process."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from support.golden_files import golden_of  # noqa: E402
 from support.position_bits import FORCED_STEPS  # noqa: E402
 
 PLANTS = ("unnamed", "no launches", "differs", "differs later", "writes nothing")
-"""What agent 0 finds: its parameters' memory is not named; another agent has no recording; a replay has other bits, the
-first or the second; a replay leaves what was there before."""
+"""Faults of agent 0: the recording does not name the parameters' memory; the agent votes that it has no recording; the
+first or the second replay has other bits; a replay writes nothing."""
 
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def recorded_by_large_steps(driver: StepDriver, usual: Any) -> bool:
-    """Whether two steps of a token more than are computed twice record anything."""
+    """Returns whether two steps that are too large to be compared make a recording."""
     from agent.step_graph.replay.fused import MAX_COMPARED_TOKENS, FusedReplays
 
     graph = driver.runner._graph
@@ -52,8 +51,8 @@ def recorded_by_large_steps(driver: StepDriver, usual: Any) -> bool:
 
 
 def run_planted(driver: StepDriver, usual: Any, plant: str, rank: int, prompts: Any, tokens: Any) -> dict[str, Any]:
-    """The decodes with one of ``PLANTS`` in agent 0: what each of them comes to, and what is given as the reason."""
-    from agent.kernels.launches import RecordedLaunches  # MindSpore must not be imported before the runtime is set up
+    """Runs the decodes with one of ``PLANTS`` in agent 0. Returns their digests and the reported reason."""
+    from agent.kernels.launches import RecordedLaunches  # imports MindSpore, which must be set up first
     from agent.step_graph.replay.fused import FusedReplays
 
     graph, asked = driver.runner._graph, [0]

@@ -1,4 +1,4 @@
-"""Steps of fused operators that are recorded and replayed: the bits of the graph, by all agents or by none."""
+"""Replays of fused steps have the bits of the graph, and either all agents of a group replay or none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SETUPS = {
     "2 stages of 2": (Setup(2, 2, "bfloat16", "fused", "int4"), ("gqa_tied",)),
 }
 SWEPT = ("2 stages of 2",)
-"""Run by ``make test-sweeps`` alone: replays of stages are those of ``test_dynamic_replays.py``, too."""
+"""Runs in ``make test-sweeps`` only, because ``test_native_replays.py`` also tests stages."""
 CASES = [
     pytest.param(name, model, marks=[pytest.mark.sweep] * (name in SWEPT))
     for name, (_, models) in SETUPS.items()
@@ -29,12 +29,12 @@ REASONS = {
     "differs later": ("with other inputs gives another result", "with other inputs gives another result"),
     "writes nothing": ("a replay gives another result", "a replay gives another result"),
 }
-"""What agent 0 says, where it was planted, and what the others of its stage say."""
+"""The reasons that agent 0, which has the planted fault, and the other agents of its stage report."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return seeded_runs(SETUPS, tmp_path_factory.mktemp("replays"), "step_replays_worker.py")
+    return seeded_runs(SETUPS, tmp_path_factory.mktemp("replays"), "fused_replays_worker.py")
 
 
 @pytest.mark.parametrize(("name", "model"), CASES)
@@ -42,17 +42,19 @@ def test_replays_have_the_bits_of_the_graph(results: Any, name: str, model: str)
     agents, setup = [agent[model] for agent in results(name)], SETUPS[name][0]
     for agent in agents:
         assert (agent["problem"], agent["replays"]) == ("", True)
-        assert not agent["recorded by large steps"], "which would compute a long prompt twice"
+        assert not agent["recorded by large steps"], "a long prompt must not be computed twice"
     answering = agents[(setup.pipeline_parallel - 1) * setup.tensor_parallel]
-    assert len(set(answering["by the graph"])) > 30, "the same bits everywhere would prove nothing"
+    assert len(set(answering["by the graph"])) > 30, "the digests must differ between steps"
     assert answering["replayed"] == answering["replayed again"] == answering["by the graph"]
 
 
 @pytest.mark.parametrize("plant", REASONS)
 @pytest.mark.parametrize(("name", "model"), CASES)
-def test_what_one_agent_cannot_replay_none_does(results: Any, name: str, model: str, plant: str) -> None:
-    """And each step has the bits of the graph, whose results take the place of what a replay left. Stages decide for
-    themselves: their launches are their own."""
+def test_if_one_agent_cannot_replay_no_agent_does(results: Any, name: str, model: str, plant: str) -> None:
+    """Each step still has the bits of the graph, whose results replace those of a wrong replay.
+
+    Each stage decides separately, because it has its own launches.
+    """
     agents, setup = [agent[model] for agent in results(name)], SETUPS[name][0]
     for rank, agent in enumerate(agents):
         found = agent["planted"][plant]

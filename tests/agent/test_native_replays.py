@@ -1,5 +1,7 @@
-"""Native steps that are recorded and replayed, of agents that share a model and of experts: the bits of the graph, by
-all agents or by none. One agent with dense models: test_model_runner.py."""
+"""Replays of native steps have the bits of the graph, and either all agents of a group replay or none.
+
+Tests groups and experts. test_model_runner.py tests one agent with dense models.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ SETUPS = {
     "2 stages": (Setup(1, 2, "float16", "native"), ("gqa_tied", "mixtral")),
     "2 stages of 2": (Setup(2, 2, "bfloat16", "native"), ("gqa_tied",)),
 }
-"""With experts, windows and biases, whose graphs have more than the inference primitives in them."""
+"""Models with experts, windows and biases, whose graphs use more than the inference primitives."""
 CASES = [(name, model) for name, (_, models) in SETUPS.items() for model in models]
 REASONS = {
     "unnamed": ("reads what none of our kernels wrote", "another agent cannot replay its launches"),
@@ -27,12 +29,12 @@ REASONS = {
     "differs later": ("a replay gives another result", "a replay gives another result"),
     "refuses": ("a replay gives another result", "a replay gives another result"),
 }
-"""What agent 0 says, where it was planted, and what the other one says."""
+"""The reasons that agent 0, which has the planted fault, and the other agent report."""
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return seeded_runs(SETUPS, tmp_path_factory.mktemp("replays"), "replays_worker.py")
+    return seeded_runs(SETUPS, tmp_path_factory.mktemp("replays"), "native_replays_worker.py")
 
 
 @pytest.mark.parametrize(("name", "model"), CASES)
@@ -43,14 +45,14 @@ def test_replays_have_the_bits_of_the_graph(results: Any, name: str, model: str)
         assert agent["problems"] == ["", "", ""]
         assert agent["confirmed"] == ["chunked", "decode", "prefill"]
     answering = agents[(setup.pipeline_parallel - 1) * setup.tensor_parallel]
-    assert len(set(answering["by the graph"])) > 30, "the same bits everywhere would prove nothing"
+    assert len(set(answering["by the graph"])) > 30, "the digests must differ between steps"
     assert answering["replayed"] == answering["replayed again"] == answering["by the graph"]
 
 
 @pytest.mark.parametrize("plant", REASONS)
 @pytest.mark.parametrize("model", SETUPS["2 share layers"][1])
-def test_what_one_agent_cannot_replay_none_does(results: Any, model: str, plant: str) -> None:
-    """And each step has the bits of the graph, which runs again where a replay spoiled what it wrote."""
+def test_if_one_agent_cannot_replay_no_agent_does(results: Any, model: str, plant: str) -> None:
+    """Each step still has the bits of the graph, which runs again after a wrong replay."""
     first, second = (agent[model] for agent in results("2 share layers"))
     for agent, reason in zip((first, second), REASONS[plant], strict=True):
         assert reason in agent["planted"][plant]["problem"]
