@@ -1,4 +1,4 @@
-"""Config: frozen dataclasses from strict YAML. ``load_config`` makes a ``Config``; nothing here is slow to import."""
+"""The config: frozen dataclasses from strict YAML. ``load_config`` makes a ``Config``. Imports here are fast."""
 
 from llm_serving.config.config import Config
 from llm_serving.config.loader import load_config

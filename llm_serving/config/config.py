@@ -1,4 +1,4 @@
-"""The loaded config: every section checked and resolved, the model's sizes, and what follows from both."""
+"""The loaded config: the checked and resolved sections, the model's sizes, and values that follow from both."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """One deployment. Made by ``load_config``; paths are absolute, nothing is left at ``auto``.
+    """One deployment. ``load_config`` makes it. Paths are absolute, and ``auto`` values are resolved.
 
     The agent gets the same object through ``to_json`` and ``from_json``.
     """
 
     file: str
-    """The YAML it was read from."""
+    """Path of the YAML."""
     model_config: ModelConfig
     serving_config: ServingConfig
     pa_config: PagedAttentionConfig
@@ -49,14 +49,14 @@ class Config:
     log_config: LogConfig
     shape: ModelShape
     context: MindSporeContext
-    """From the MindFormers YAML; defaults without one."""
+    """The ``context`` section of the MindFormers YAML, or defaults."""
     stored_weight_format: str | None = None
     """Name of the checkpoint's integers in the registry (``int8``, ``int4``); None for floats."""
     stored_weight_group: int = 1
     """Inputs that share a scale in the checkpoint; 1 for a scale for each output, and for floats."""
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
     notes: tuple[str, ...] = ()
-    """What was decided between contradicting values, for the log."""
+    """Decisions between contradicting values, for the log."""
 
     @property
     def model_name(self) -> str:
@@ -124,7 +124,7 @@ class Config:
 
     @property
     def sum_shards(self) -> tuple[Shard, ...]:
-        """The parts of agents as which an agent alone adds up what they would; none where ``sum_parts`` is 1."""
+        """The parts whose sums a single agent reproduces. Empty if ``sum_parts`` is 1."""
         if self.parallel_config.sum_parts == 1:
             return ()
         parallel = replace(self.parallel_config.as_summed, pipeline_parallel=1)
@@ -134,7 +134,7 @@ class Config:
         )
 
     def agent_threads(self, num_cores: int) -> int:
-        """Threads of an agent's CPU operators where there are so many cores: as configured, or its share of them."""
+        """Return the threads of an agent's CPU operators: as configured, or the agent's part of ``num_cores``."""
         model, agents = self.model_config, self.parallel_config.world_size
         if model.cpu_threads:
             return model.cpu_threads
@@ -145,27 +145,27 @@ class Config:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Cache bytes a token takes over all layers, keys and values; ``int8`` has a float32 scale for each head."""
+        """Cache bytes of a token: keys and values of all layers. ``int8`` has a float32 scale for each head."""
         return self.kv_bytes_of(self.shape)
 
     def kv_bytes_of(self, shape: ModelShape) -> int:
-        """The same of a part of the model's layers and heads, as ``shape`` has them."""
+        """Return the cache bytes of a token for the layers and heads of ``shape``, a part of the model."""
         return 2 * shape.num_layers * shape.num_key_value_heads * self.cache_format.head_bytes(shape.head_dim)
 
     @property
     def tokenizer_file(self) -> str:
-        """Absolute path of the ``tokenizer.json`` or sentencepiece file; ``tokenizer.type`` says which."""
+        """Absolute path of the tokenizer file. ``tokenizer.type`` is its kind."""
         return _resolved(self.tokenizer.vocab_file)
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Token ids that end a sequence: ``end_token``, or else all the model folder names."""
+        """Token ids that end a sequence: ``end_token``, or the end tokens of the model folder."""
         end_token = self.model_config.end_token
         return self.shape.eos_token_ids if end_token is None else (end_token,)
 
     @property
     def max_model_len(self) -> int:
-        """Longest sequence served, prompt and output together."""
+        """Maximum length of a sequence, prompt and output together."""
         return min(
             self.pa_config.decode_seq_length,
             self.model_config.max_generate_length,
@@ -174,34 +174,34 @@ class Config:
 
     @property
     def max_prompt_len(self) -> int:
-        """Longest prompt taken."""
+        """Maximum length of a prompt."""
         return min(max(self.model_config.seq_length), self.max_model_len)
 
     @property
     def max_num_seqs(self) -> int:
-        """Most sequences that have blocks, and a row of the agent's state, at a time."""
+        """Maximum number of running sequences, which have blocks and a batch row."""
         limit = self.scheduler_config.max_num_seqs
         return max(self.model_config.decode_batch_size) if limit is None else limit
 
     @property
     def max_prefill_seqs(self) -> int:
-        """Most sequences in a prefill step."""
+        """Maximum number of sequences of a prefill step."""
         return min(max(self.model_config.prefill_batch_size), self.max_num_seqs)
 
     @property
     def max_decode_seqs(self) -> int:
-        """Most sequences in a decode step."""
+        """Maximum number of sequences of a decode step."""
         return min(max(self.model_config.decode_batch_size), self.max_num_seqs)
 
     @property
     def max_num_batched_tokens(self) -> int:
-        """Most tokens a step computes: as configured, if the sequences of a step can have so many."""
+        """Maximum number of tokens of a step: as configured, limited by the sequences of a step."""
         limit = self.scheduler_config.max_num_batched_tokens or max(self.model_config.seq_length)
         return max(min(limit, self.max_prefill_seqs * self.max_model_len), self.max_decode_seqs)
 
     @property
     def cache_namespace(self) -> bytes:
-        """What keys and values depend on besides tokens: the model, how it is computed, how they are stored."""
+        """The properties on which keys and values depend, apart from tokens: model, arithmetic and storage format."""
         model = self.model_config
         weights = (self.model_name, model.model_type, model.model_path, model.load_format, model.seed)
         arithmetic = (model.model_dtype, self.op_table, self.weight_format, self.parallel_config.sum_parts)
@@ -209,7 +209,7 @@ class Config:
 
     @property
     def captured_batch_sizes(self) -> tuple[int, ...]:
-        """Sequences of the decode steps whose launches an Ascend captures, rising; empty where it captures none."""
+        """Batch sizes of the decode steps whose launches an Ascend captures, ascending. Empty if it captures none."""
         if not self.model_config.capture_launches:
             return ()
         smaller = {size for size in self.model_config.decode_batch_size if size < self.max_decode_seqs}
@@ -217,18 +217,18 @@ class Config:
 
     @property
     def num_host_blocks(self) -> int:
-        """Blocks of host memory for sequences that are swapped out."""
+        """Number of blocks of host memory for swapped sequences."""
         wanted = self.pa_config.num_host_blocks
         swaps = self.scheduler_config.preemption != "recompute"
         return wanted if wanted is not None else self.pa_config.num_blocks * swaps
 
     @property
     def max_blocks_per_seq(self) -> int:
-        """Blocks of the longest sequence."""
+        """Number of blocks of the longest sequence."""
         return -(-self.max_model_len // self.pa_config.block_size)
 
     def slot_limits(self) -> SlotLimits:
-        """The largest step a slot must hold."""
+        """Return the size of the largest step, which a step slot must hold."""
         from llm_serving.ipc.shm import SlotLimits  # imports numpy, which checking a config does not need
 
         return SlotLimits(
@@ -239,12 +239,12 @@ class Config:
         )
 
     def to_json(self) -> str:
-        """Everything, for another process."""
+        """Return the whole config as JSON, for another process."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Config:
-        """The inverse of ``to_json``. Raises ConfigError when the text is something else."""
+        """Return the config of a ``to_json`` text. Raises ConfigError for another text."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as reason:

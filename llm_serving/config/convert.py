@@ -1,4 +1,4 @@
-"""Checked conversion of plain YAML or JSON values to the frozen dataclasses, by their type hints."""
+"""Converts YAML or JSON values to the frozen dataclasses and checks them, by their type hints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NO_LIMITS = KeyInfo("", published=False)
 
 
 def build_sections(raw: RawConfig) -> dict[str, Any]:
-    """One checked instance of every section class; a section the file leaves out has its defaults."""
+    """Return a checked instance of every section class. A missing section has its defaults."""
     for name in raw.sections:
         if name not in SECTIONS:
             raise ConfigError(f"{raw.file}: unknown section {name!r}{nearest(name, list(SECTIONS))}")
@@ -41,7 +41,7 @@ def _build_section(raw: RawConfig, name: str, cls: type[T]) -> T:
 
 
 def nearest(word: str, candidates: list[str]) -> str:
-    """``; did you mean 'x'?``; what is not much like ``word`` is offered as the nearest there is."""
+    """Return ``; did you mean 'x'?``. If no candidate is similar to ``word``, return all of them."""
     match = difflib.get_close_matches(word, candidates, n=1, cutoff=0.0)[0]
     if difflib.SequenceMatcher(None, word, match).ratio() >= 0.6:
         return f"; did you mean {match!r}?"
@@ -49,7 +49,7 @@ def nearest(word: str, candidates: list[str]) -> str:
 
 
 def nearest_key(section: str, key: str) -> str:
-    """The nearest key of ``section``, or the same key of another section if it lives there."""
+    """Return the most similar key of ``section``, or the same key of another section."""
     for name, cls in SECTIONS.items():
         if key in {each.name for each in fields(cast(Any, cls))}:
             return f"; did you mean '{name}.{key}'?"
@@ -57,7 +57,7 @@ def nearest_key(section: str, key: str) -> str:
 
 
 def convert(value: object, hint: Any, source: str, path: str, info: KeyInfo = _NO_LIMITS) -> Any:
-    """``value`` as the type ``hint`` says, within the limits of ``info``. Raises ConfigError naming all of it."""
+    """Return ``value`` as type ``hint``, within the limits of ``info``. Raises ConfigError."""
     allowed = _without_none(hint)
     if value is None:
         if allowed is hint:
@@ -71,7 +71,7 @@ def convert(value: object, hint: Any, source: str, path: str, info: KeyInfo = _N
 
 
 def build_dataclass(value: object, cls: type[T], source: str, path: str) -> T:
-    """A frozen dataclass from a mapping with exactly its fields (missing ones take their defaults)."""
+    """Make a frozen dataclass from a mapping of its fields. Missing fields get their defaults."""
     if not isinstance(value, dict):
         raise key_error(source, path, value, "must be a mapping")
     hints = typing.get_type_hints(cls)

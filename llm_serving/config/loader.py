@@ -1,30 +1,83 @@
-"""``load_config``: the one way to get a ``Config``."""
+"""Loads a config: reads the YAML, applies ``--set section.key=value``, checks and resolves it."""
 
 from __future__ import annotations
 
 import os
+import typing
 from collections.abc import Sequence
+from pathlib import Path
 
 from llm_serving.config.config import Config
-from llm_serving.config.convert import build_sections
+from llm_serving.config.convert import build_sections, nearest, nearest_key
 from llm_serving.config.lookup import find_config_file, has_ascend
-from llm_serving.config.overrides import raw_config
 from llm_serving.config.resolve import Resolver
+from llm_serving.config.sections import SECTIONS
+from llm_serving.config.source import COMMAND_LINE, RawConfig
 from llm_serving.config.validation import check_cache, check_model_name, check_serving
-from llm_serving.formats.strict_yaml import read_yaml_mapping
+from llm_serving.errors import ConfigError
+from llm_serving.formats.strict_yaml import parse_yaml, read_yaml_mapping
+from llm_serving.formats.typed_fields import short_repr
+
+__all__ = ["load_config", "parse_override"]
+
+MAX_OVERRIDE_CHARACTERS = 8192
 
 
 def load_config(path_or_name: str, overrides: Sequence[str] = (), *, ascend: bool | None = None) -> Config:
-    """Read, check and resolve a config.
+    """Read, check and resolve a config. This is the only function that makes a ``Config`` from a file.
 
-    ``path_or_name`` is a path, or a bare name to find under ``configs/``; each override is ``section.key=value``.
-    ``ascend`` says whether the machine has an Ascend; None looks. Raises ConfigError, or CheckpointError about the
-    model folder, naming file, key and value.
+    ``path_or_name`` is a path, or a name that is searched under ``configs/``. Each override is ``section.key=value``.
+    ``ascend``: the machine has an Ascend; None detects it. Raises ConfigError, or CheckpointError about the model
+    folder, with file, key and value.
     """
     file = find_config_file(path_or_name)
-    raw = raw_config(file, read_yaml_mapping(file), overrides)
+    raw = _raw_config(file, read_yaml_mapping(file), overrides)
     sections = build_sections(raw)
     check_serving(raw, sections["serving_config"], sections["parallel_config"])
     check_model_name(raw, sections["model_config"].model_name)
     check_cache(raw, sections["pa_config"])
     return Resolver(raw, sections, has_ascend(os.environ) if ascend is None else ascend).config()
+
+
+def parse_override(text: str) -> tuple[str, str, object]:
+    """Return section, key and value of an override. The value is YAML, so lists, numbers, null and true work.
+
+    Raises ConfigError with the override if the section or the key is unknown.
+    """
+    path, equals, raw_value = text.partition("=")
+    section, dot, key = path.strip().partition(".")
+    if not equals or not dot or not section or not key:
+        raise ConfigError(f"{COMMAND_LINE} {text!r}: must be section.key=value, as in pa_config.num_blocks=2048")
+    if len(text) > MAX_OVERRIDE_CHARACTERS:
+        raise ConfigError(f"{COMMAND_LINE} {path}: has more than {MAX_OVERRIDE_CHARACTERS} characters")
+    if section not in SECTIONS:
+        raise ConfigError(f"{COMMAND_LINE} {text!r}: unknown section {section!r}{nearest(section, list(SECTIONS))}")
+    hints = typing.get_type_hints(SECTIONS[section])
+    if key not in hints:
+        raise ConfigError(f"{COMMAND_LINE} {text!r}: unknown key '{section}.{key}'{nearest_key(section, key)}")
+    return section, key, _value(raw_value.strip(), hints[key], f"{COMMAND_LINE} {path}")
+
+
+def _raw_config(file: Path, document: dict[str, object], overrides: Sequence[str]) -> RawConfig:
+    """Return the sections of ``document`` with the overrides. A later override replaces an earlier one."""
+    sections: dict[str, dict[str, object]] = {}
+    for name, values in document.items():
+        if values is not None and not isinstance(values, dict):
+            raise ConfigError(f"{file}: {name} = {short_repr(values)}: a section must be a mapping of keys")
+        sections[name] = {str(key): value for key, value in (values or {}).items()}
+    overridden: set[str] = set()
+    for text in overrides:
+        section, key, value = parse_override(text)
+        sections.setdefault(section, {})[key] = value
+        overridden.add(f"{section}.{key}")
+    return RawConfig(str(file), sections, frozenset(overridden))
+
+
+def _value(text: str, hint: object, source: str) -> object:
+    """Return the YAML value. For a key with text, return the given text, unless it is null or quoted."""
+    takes_text = hint is str or str in typing.get_args(hint)
+    if not takes_text:
+        return parse_yaml(text, source)
+    if text in ("null", "~", ""):
+        return None
+    return parse_yaml(text, source) if text[0] in "\"'" else text

@@ -1,4 +1,4 @@
-"""Find config files and the paths they name; tell whether the machine has an Ascend."""
+"""Finds config files and the paths in them, and detects an Ascend."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from llm_serving.errors import ConfigError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 DATA_ROOTS = (_PACKAGE.parent, _PACKAGE / "_data")
-"""Folders that may hold ``configs/`` and ``models/``: the repository, or the data inside an installed package."""
+"""Folders that may have ``configs/`` and ``models/``: the repository, or the data of an installed package."""
 
 _CANN_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME", "ASCEND_OPP_PATH")
 
 
 def find_config_file(name: str) -> Path:
-    """The file of that path, else the one of that name under ``configs/``. Raises ConfigError with the nearest."""
+    """Return the file with this path, or with this name under ``configs/``. Raises ConfigError with similar names."""
     path = _expanded(name)
-    if _there(path) and path.is_file():
+    if _exists(path) and path.is_file():
         return path.resolve()
     if not name or path.is_absolute() or ".." in path.parts:
         raise ConfigError(f"{name}: no such config file")
@@ -45,25 +45,25 @@ def _nearest_config(name: str) -> str:
 
 
 def find_path(name: str, config_folder: Path) -> Path | None:
-    """A path a config names: as it is, from the working directory, the config's folder or a data root."""
+    """Find a path of a config: from the working directory, the config's folder or a data root."""
     path = _expanded(name)
     for root in (Path.cwd(), config_folder, *DATA_ROOTS):
         candidate = root / path
-        if _there(candidate):
+        if _exists(candidate):
             return candidate.resolve()
     return None
 
 
 def _expanded(name: str) -> Path:
-    """The path with ``~`` replaced, where that names a home folder."""
+    """Return the path with ``~`` replaced, if it names a home folder."""
     try:
         return Path(name).expanduser()
     except RuntimeError:
         return Path(name)
 
 
-def _there(path: Path) -> bool:
-    """False also for what cannot be a path (too long) or may not be looked at."""
+def _exists(path: Path) -> bool:
+    """Return whether a path exists. A path that is too long or not accessible counts as missing."""
     try:
         return path.exists()
     except (OSError, ValueError):
@@ -71,6 +71,6 @@ def _there(path: Path) -> bool:
 
 
 def has_ascend(environment: Mapping[str, str], devices: Path = Path("/dev")) -> bool:
-    """True where an NPU's device file and an installed CANN are both there. mindspore is not asked (it is slow)."""
+    """Return whether the machine has the device file of an NPU and an installed CANN. MindSpore is too slow to ask."""
     has_npu = any(file.name[len("davinci") :].isdigit() for file in devices.glob("davinci*"))
     return has_npu and any(Path(environment[name]).is_dir() for name in _CANN_VARIABLES if environment.get(name))

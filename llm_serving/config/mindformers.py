@@ -1,4 +1,4 @@
-"""Read a MindFormers YAML: its ``context`` section and the model's sizes. Other keys are MindFormers' business."""
+"""Reads a MindFormers YAML: its ``context`` section and the model's sizes. All other keys are ignored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LLAMA_SIZES = ("type", "hidden_size", "num_layers", "num_heads", "vocab_size")
 
 KEYS_READ = {
     "context.mode": "0, graph mode; 1 is not available",
-    "context.device_target": "`CPU`, `Ascend` or `auto`; used where `model_config.device_target` is null",
+    "context.device_target": "`CPU`, `Ascend` or `auto`; used if `model_config.device_target` is null",
     "context.device_id": "device of the first agent, with MindFormers",
     "context.enable_graph_kernel": "fuse operators of the graph (Ascend)",
     "context.graph_kernel_flags": "flags of that fusion",
@@ -42,12 +42,12 @@ KEYS_READ = {
     "model.model_config.num_heads": "query heads",
     "model.model_config.n_kv_heads": "key-value heads; `num_heads` by default",
     "model.model_config.head_dim": "size of a head; `hidden_size / num_heads` by default",
-    "model.model_config.intermediate_size": "MLP size; by default worked out from the next two, as MindFormers does",
+    "model.model_config.intermediate_size": "MLP size; by default computed from the next two keys, as in MindFormers",
     "model.model_config.multiple_of": "the MLP size is rounded up to a multiple of it; 256 by default",
     "model.model_config.ffn_dim_multiplier": "factor on the MLP size",
     "model.model_config.vocab_size": "tokens in the vocabulary",
-    "model.model_config.seq_length": "longest sequence the model is meant for",
-    "model.model_config.max_position_embedding": "the same, and over it",
+    "model.model_config.seq_length": "maximum length of a sequence",
+    "model.model_config.max_position_embedding": "the same; replaces `seq_length`",
     "model.model_config.rms_norm_eps": "epsilon of RMSNorm; 1e-5 by default",
     "model.model_config.theta": "base of the rotary angles; 10000 by default",
     "model.model_config.extend_method": '`"None"`, or `"PI"`: positions are divided by `scaling_factor`',
@@ -60,13 +60,15 @@ KEYS_READ = {
     "model.model_config.compute_dtype": "checked; `model_config.model_dtype` decides",
     "model.model_config.param_init_type": "checked; `model_config.model_dtype` decides",
 }
-"""Keys of a MindFormers YAML that are read, with their meaning, the sizes in the names of its Llama. All others are
-ignored. A ``model.model_config`` with ``num_hidden_layers`` or ``num_attention_heads`` is read as a ``config.json``."""
+"""The keys of a MindFormers YAML that are read, with their meaning. Sizes have the names of MindFormers' Llama.
+
+A ``model.model_config`` with ``num_hidden_layers`` or ``num_attention_heads`` is read as a ``config.json``.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class MindSporeContext:
-    """The ``context`` section: what is set on MindSpore before a graph is compiled."""
+    """The ``context`` section: MindSpore's settings before a graph is compiled."""
 
     mode: int = GRAPH_MODE
     device_target: str | None = None
@@ -79,15 +81,15 @@ class MindSporeContext:
 
 @dataclass(frozen=True, slots=True)
 class MindFormersFile:
-    """What a MindFormers YAML says that serving needs."""
+    """The part of a MindFormers YAML that the server needs."""
 
     context: MindSporeContext
     shape: ModelShape | None
-    """None when the file has no ``model.model_config``, or one without sizes."""
+    """None if the file has no ``model.model_config``, or one without sizes."""
 
 
 def read_mindformers_yaml(path: Path) -> MindFormersFile:
-    """Raises ConfigError naming file, key and value when a key that is read has a wrong type or value."""
+    """Read a file. Raises ConfigError with file, key and value if a key has a wrong type or value."""
     document = TypedFields(str(path), read_yaml_mapping(path), ConfigError)
     model = document.mapping("model")
     sizes = model.mapping("model_config") if "model_config" in model else None
@@ -114,7 +116,7 @@ def _context(fields: TypedFields, sizes: TypedFields | None) -> MindSporeContext
 
 
 def _memory(fields: TypedFields, key: str) -> int | None:
-    """MindSpore's spelling, ``"58GB"``, in bytes."""
+    """Return a size like ``"58GB"``, MindSpore's spelling, in bytes."""
     if key not in fields:
         return None
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)GB", fields.text(key, ""))
@@ -124,8 +126,10 @@ def _memory(fields: TypedFields, key: str) -> int | None:
 
 
 def _shape(fields: TypedFields, arch: TypedFields) -> ModelShape | None:
-    """In the names of MindFormers' Llama or, as MindFormers 1.9 writes its other models, in those of ``config.json``.
-    None where there are no sizes but only types: the model folder has the sizes then."""
+    """Return the sizes, in the names of MindFormers' Llama or, for other models, of ``config.json``.
+
+    The result is None if there are only types. The model folder then has the sizes.
+    """
     if "num_hidden_layers" in fields or "num_attention_heads" in fields:
         return _shape_in_hugging_face_names(fields)
     if not any(key in fields for key in _LLAMA_SIZES):
@@ -184,7 +188,7 @@ def _llama_shape(fields: TypedFields, arch: TypedFields) -> ModelShape:
 
 
 def _intermediate_size(fields: TypedFields, hidden: int) -> int:
-    """As MindFormers derives it: 2/3 of 4 x hidden (times ``ffn_dim_multiplier``), up to ``multiple_of``."""
+    """Return the MLP size as MindFormers: 2/3 of 4 x hidden x ``ffn_dim_multiplier``, rounded up to ``multiple_of``."""
     if "intermediate_size" in fields:
         return fields.integer("intermediate_size", None, 1, 8 * MAX_HIDDEN_SIZE)
     size, multiple = 4 * hidden, fields.integer("multiple_of", 256, 1, MAX_HIDDEN_SIZE)
@@ -195,7 +199,7 @@ def _intermediate_size(fields: TypedFields, hidden: int) -> int:
 
 
 def _rope_scaling(fields: TypedFields) -> RopeScaling | None:
-    """``extend_method`` None, or PI: positions divided by ``scaling_factor``."""
+    """Return the scaling of ``extend_method``: None, or PI, which divides positions by ``scaling_factor``."""
     method = fields.text("extend_method", "None", ("None", "PI"))
     factor = fields.number("scaling_factor", 1.0, 0.0, 1e6)
     return RopeScaling("linear", factor) if method == "PI" and factor != 1.0 else None

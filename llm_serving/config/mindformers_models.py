@@ -1,4 +1,4 @@
-"""What ``model_type: mindformers`` can serve, checked before anything starts. The package itself is not imported."""
+"""Checks that ``model_type: mindformers`` can serve a model, before anything starts, without importing MindFormers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ MODEL_TYPE = "mindformers"
 VERSION = "1.9"
 LLAMA, QWEN3_MOE = "LlamaForCausalLM", "Qwen3MoeForCausalLM"
 ARCHITECTURES = (LLAMA, "Qwen2ForCausalLM", "Qwen3ForCausalLM", QWEN3_MOE)
-"""Of ``config.json``. ``agent.mindformers.families`` has the classes."""
+"""The supported architectures of ``config.json``. ``agent.mindformers.families`` has their classes."""
 _INSTALL = "install it with `make setup-mindformers` or `pip install 'llm-serving[mindformers]'`"
 
 
 def check_mindformers(raw: RawConfig, config: Config) -> None:
-    """Raise ConfigError, where the config asks for one of MindFormers' models, unless there is one that computes what
-    the folder says."""
+    """Raise ConfigError if the config asks for MindFormers, but MindFormers has no model that equals the folder's."""
     if config.model_config.model_type != MODEL_TYPE:
         return
     key, wanted = "model_config.model_type", config.model_config.weight_format
     if wanted not in ("auto", "bf16"):
-        problem = "MindFormers' linear layers hold floats; use auto, which multiplies out what is stored as integers"
+        problem = "MindFormers' linear layers have float weights; use auto, which converts stored integers to floats"
         raise raw.error("model_config.weight_format", wanted, problem)
     for name in ("tensor_parallel", "pipeline_parallel"):
         agents: int = getattr(config.parallel_config, name)
         if agents > 1:
-            problem = "MindFormers' models are not split over agents; use 1, or data_parallel for replicas of the whole"
+            problem = "MindFormers' models are not split over agents; use 1, or data_parallel for whole replicas"
             raise raw.error(f"parallel_config.{name}", agents, problem)
     problem = _missing_part(config) or _missing_package()
     if problem:
@@ -38,16 +37,18 @@ def check_mindformers(raw: RawConfig, config: Config) -> None:
 
 
 def check_op_table(raw: RawConfig, op_table: str) -> None:
-    """The op table, resolved: MindFormers' models are made of the primitives themselves."""
+    """Check the resolved op table, because MindFormers' models call the primitives."""
     if op_table != "native":
-        problem = "with model_type mindformers use native or auto: its models are made of MindSpore's primitives"
+        problem = "with model_type mindformers use native or auto: its models call MindSpore's primitives"
         raise raw.error("model_config.op_table", op_table, problem)
 
 
 def rotary_positions(config: Config) -> int:
-    """Rows of the model's rotary tables: as many as the longest sequence served has tokens, and with some scalings of
-    MindFormers more. Its Llama wants the trained context to fit into them, with llama3 less than fill them; YaRN of the
-    newer models has ``original_max_position_embeddings`` x ``factor``, whatever is served."""
+    """Return the number of rows of the model's rotary tables, at least the maximum length of a sequence.
+
+    Some scalings of MindFormers need more rows. Its Llama needs the trained context, and one row more with llama3. YaRN
+    of the newer models always has ``original_max_position_embeddings`` x ``factor`` rows.
+    """
     scaling, longest = config.shape.rope_scaling, config.max_model_len
     if config.model_config.model_type != MODEL_TYPE or scaling is None or scaling.type not in ("llama3", "yarn"):
         return longest
@@ -58,7 +59,7 @@ def rotary_positions(config: Config) -> int:
 
 
 def _missing_part(config: Config) -> str:
-    """What the model has and MindFormers' has not; empty where nothing is missing."""
+    """Return the feature of the model that MindFormers lacks. Empty if there is none."""
     shape = config.shape
     if shape.architecture not in ARCHITECTURES:
         return f"serves {', '.join(ARCHITECTURES)}; this is a {shape.architecture}: use model_type dyn"
@@ -69,7 +70,8 @@ def _missing_part(config: Config) -> str:
         )
     if shape.architecture == LLAMA and shape.head_dim * shape.num_attention_heads != shape.hidden_size:
         return (
-            f"MindFormers' Llama has heads of hidden size / heads, and this one of {shape.head_dim}: use model_type dyn"
+            f"MindFormers' Llama has a head size of hidden size / heads, and this model {shape.head_dim}: use "
+            "model_type dyn"
         )
     if shape.output_bias:
         return "MindFormers' output layer of attention has no bias, and attention_bias asks for one: use model_type dyn"
@@ -77,19 +79,22 @@ def _missing_part(config: Config) -> str:
 
 
 def _missing_scaling(config: Config) -> str:
-    """The same of ``rope_scaling``. MindFormers 1.9's Llama makes its tables in ``modules.layers.FreqsMgr``; the newer
-    models have those of ``rope_utils.get_rope``, where of the rules that we know only YaRN can be reached."""
+    """Return the feature of ``rope_scaling`` that MindFormers lacks. Empty if there is none.
+
+    MindFormers 1.9's Llama makes its tables in ``modules.layers.FreqsMgr``. The newer models use
+    ``rope_utils.get_rope``, which reaches only YaRN of the supported scalings.
+    """
     scaling, is_llama = config.shape.rope_scaling, config.shape.architecture == LLAMA
     if scaling is None or (is_llama and scaling.type == "linear"):
         return ""
     if is_llama and scaling.type == "dynamic":
         return "MindFormers' Llama would ignore rope_scaling dynamic, it has linear, llama3, yarn: use model_type dyn"
     if not is_llama and scaling.type != "yarn":
-        return f"MindFormers' Qwen models have no rope_scaling but yarn, and this is {scaling.type}: use model_type dyn"
+        return f"MindFormers' Qwen models have only rope_scaling yarn, and this is {scaling.type}: use model_type dyn"
     if scaling.factor < 1:
         return (
-            f"MindFormers takes no factor below 1 with rope_scaling {scaling.type}, and it is {scaling.factor:g}: use "
-            "model_type dyn"
+            f"MindFormers accepts no factor below 1 with rope_scaling {scaling.type}, and it is {scaling.factor:g}: "
+            "use model_type dyn"
         )
     if scaling.type != "yarn":
         return ""
@@ -97,7 +102,7 @@ def _missing_scaling(config: Config) -> str:
         return "MindFormers' yarn rounds its bounds to whole dimensions, and truncate is false: use model_type dyn"
     if scaling.factor == 1 and scaling.attention_factor != 1:
         return (
-            f"MindFormers' yarn has no attention_factor where factor is 1, and it is {scaling.attention_factor:g}: use "
+            f"MindFormers' yarn has no attention_factor if factor is 1, and it is {scaling.attention_factor:g}: use "
             "model_type dyn"
         )
     if rotary_positions(config) < config.max_model_len:
@@ -109,7 +114,10 @@ def _missing_scaling(config: Config) -> str:
 
 
 def _missing_experts(experts: Experts | None) -> str:
-    """The same of a mixture of experts. MindFormers ignores ``mlp_only_layers`` and ``decoder_sparse_step``."""
+    """Return the feature of the experts that MindFormers lacks. Empty if there is none.
+
+    MindFormers ignores ``mlp_only_layers`` and ``decoder_sparse_step``.
+    """
     if experts is None or experts.dense_layers:
         layers = "all layers" if experts is None else f"layers {', '.join(map(str, experts.dense_layers))}"
         return (
@@ -118,21 +126,21 @@ def _missing_experts(experts: Experts | None) -> str:
         )
     if experts.normalised and experts.per_token == 1:
         return (
-            "MindFormers ignores norm_topk_prob where num_experts_per_tok is 1, and a token's one weight would not be "
-            "1: use model_type dyn"
+            "MindFormers ignores norm_topk_prob if num_experts_per_tok is 1, and a token's only weight would not be 1: "
+            "use model_type dyn"
         )
     return ""
 
 
 def _missing_package() -> str:
-    """Empty where the package is there in the version that is known to work. A folder of its name is no package."""
+    """Return the problem with the package. Empty if the tested version is installed. A folder is not a package."""
     spec = importlib.util.find_spec("mindformers")
     if spec is None or spec.origin is None:
         return f"the package mindformers is not installed; {_INSTALL}"
     try:
         version = importlib.metadata.version("mindformers")
     except importlib.metadata.PackageNotFoundError:
-        return f"the package mindformers is there and does not say which version it is; {_INSTALL}"
+        return f"the package mindformers is installed without a version; {_INSTALL}"
     if not version.startswith(f"{VERSION}."):
-        return f"mindformers {version} is installed, and only {VERSION} is served; {_INSTALL}"
+        return f"mindformers {version} is installed, and only {VERSION} is supported; {_INSTALL}"
     return ""

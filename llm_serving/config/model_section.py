@@ -1,4 +1,4 @@
-"""The section ``model_config``: what is served."""
+"""The section ``model_config``: the served model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PUBLISHED_DTYPES = {
 
 
 def normalise_dtype(name: str) -> str:
-    """The plain name of a published data type (``DataType.FLOAT16`` is ``float16``); other names pass unchanged."""
+    """Return the plain name of a published data type: ``DataType.FLOAT16`` is ``float16``."""
     return _PUBLISHED_DTYPES.get(name, name)
 
 
@@ -199,7 +199,7 @@ class ModelConfig:
         None,
         "Device of the model. `auto` chooses an Ascend if there is one, else the CPU.",
         choices=("auto", "CPU", "Ascend"),
-        null="`context.device_target` of `model_cfg_path`, else `auto`",
+        null="`context.device_target` of `model_cfg_path`, or `auto`",
     )
     cpu_nice: int = own(
         5,

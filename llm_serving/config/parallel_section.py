@@ -1,4 +1,4 @@
-"""The section ``parallel_config``: over how many agents a model, and the requests, are spread."""
+"""The section ``parallel_config``: the number of agents that share a model, and the number of replicas."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class ParallelConfig:
 
     @property
     def as_summed(self) -> ParallelConfig:
-        """That of the agents whose sums are made."""
+        """The ``tensor_parallel`` config whose sums a single agent reproduces."""
         return replace(self, tensor_parallel=self.sum_parts, sum_parts=1)
 
     @property
     def group_size(self) -> int:
-        """Agents of one replica."""
+        """Number of agents of one replica."""
         return self.tensor_parallel * self.pipeline_parallel
 
     @property
     def world_size(self) -> int:
-        """Agents in all."""
+        """Number of all agents."""
         return self.group_size * self.data_parallel

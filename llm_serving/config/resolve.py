@@ -1,4 +1,4 @@
-"""From checked sections to a ``Config``: find the model, its sizes, the device and the tokenizer."""
+"""Resolves checked sections to a ``Config``: finds the model, its sizes, the device and the tokenizer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _COMPARED_SIZES = (
 
 
 class Resolver:
-    """One resolution of one raw config; ``config()`` is its result."""
+    """Resolves one raw config. ``config()`` returns the result."""
 
     def __init__(self, raw: RawConfig, sections: dict[str, Any], ascend: bool) -> None:
         self._raw = raw
@@ -61,7 +61,7 @@ class Resolver:
         self._notes: list[str] = []
 
     def config(self) -> Config:
-        """Raises ConfigError or CheckpointError."""
+        """Return the resolved config. Raises ConfigError or CheckpointError."""
         folder = self._find("model_config.model_path", self._model.model_path)
         mindformers_path = self._find("model_config.model_cfg_path", self._model.model_cfg_path)
         mindformers = read_mindformers_yaml(mindformers_path) if mindformers_path else None
@@ -106,7 +106,7 @@ class Resolver:
         return config
 
     def _with_all_ports(self) -> ServingConfig:
-        """``[0]`` alone stands for any free port for each agent."""
+        """Return the section with a port for each agent. ``[0]`` alone means any free port for each agent."""
         serving: ServingConfig = self._sections["serving_config"]
         if serving.agent_ports != (0,):
             return serving
@@ -114,7 +114,7 @@ class Resolver:
 
     @property
     def _folder_is_overridden(self) -> bool:
-        """The command line asks for another model than the file was written for: its sizes and tokens win."""
+        """Whether the command line names another model folder. Its sizes and tokens then replace those of the file."""
         return self._raw.is_overridden("model_config.model_path")
 
     def _find(self, key: str, name: str | None) -> Path | None:
@@ -167,7 +167,7 @@ class Resolver:
         return stated
 
     def _compare_sizes(self, stated: ModelShape, actual: ModelShape, folder: Path) -> None:
-        """The sizes of the MindFormers YAML against the folder's, which are the true ones."""
+        """Compare the sizes of the MindFormers YAML with those of the model folder, which are correct."""
         differing = [
             f"{name} {getattr(stated, name)} instead of {getattr(actual, name)}"
             for name in _COMPARED_SIZES
@@ -194,7 +194,7 @@ class Resolver:
         self._notes.append(f"{self._raw.error(key, value, problem)}; the model folder wins, as --set named it")
 
     def _end_token(self, stated: int | None, shape: ModelShape) -> int | None:
-        """The config's end token; None takes the folder's, also where the file's belongs to another model."""
+        """Return the config's end token. None for the model folder's tokens, also if the file is for another model."""
         key = "model_config.end_token"
         if stated is None:
             return None
@@ -205,7 +205,7 @@ class Resolver:
         return self._checked_token(key, stated, shape)
 
     def _pad_token(self, stated: int | None, shape: ModelShape) -> int | None:
-        """The config's padding token, or the folder's."""
+        """Return the config's padding token, or the model folder's."""
         key = "model_config.pad_token_id"
         if stated is None or self._belongs_to_another_model(key):
             return shape.pad_token_id

@@ -1,6 +1,6 @@
-"""How a config key is declared: default, meaning, unit and limits live in the dataclass field, once.
+"""The declaration of a config key: its dataclass field has the default, the meaning, the unit and the limits.
 
-The loader checks against them, ``docs/configuration.md`` and ``--help`` are written from them.
+The loader checks values against the declaration. ``docs/configuration.md`` and ``--help`` are generated from it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _METADATA_KEY = "config_key"
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """What is known about a key beside its type and default. Limits are inclusive and hold for list elements."""
+    """The facts about a key, in addition to its type and default. Limits are inclusive and apply to list elements."""
 
     meaning: str
     published: bool
@@ -23,19 +23,19 @@ class KeyInfo:
     high: float | None = None
     choices: tuple[str, ...] = ()
     null: str = ""
-    """What null stands for; empty where null is not allowed."""
+    """The meaning of null. Empty if null is not allowed."""
     unavailable: tuple[tuple[object, str], ...] = ()
-    """(value, reason): values of the published dialect that are understood but refused for now."""
+    """(value, reason): values of the published configs that this server does not support."""
     normalise: Callable[[str], str] | None = None
 
 
 def published(default: object, meaning: str, **details: Any) -> Any:
-    """A key of the published configs, which keeps its name and meaning."""
+    """Declare a key of the published configs, which keeps its name and meaning."""
     return _key(default, KeyInfo(meaning, published=True, **details))
 
 
 def own(default: object, meaning: str, **details: Any) -> Any:
-    """A key this project adds."""
+    """Declare a key that this project adds."""
     return _key(default, KeyInfo(meaning, published=False, **details))
 
 
@@ -44,11 +44,11 @@ def _key(default: object, info: KeyInfo) -> Any:
 
 
 def key_info(declared: Field[Any]) -> KeyInfo | None:
-    """The declaration of a section's field; None for a field that is no config key."""
+    """Return the declaration of a section's field. None for a field that is not a config key."""
     info: KeyInfo | None = declared.metadata.get(_METADATA_KEY)
     return info
 
 
 def section_keys(section: type) -> dict[str, KeyInfo]:
-    """The keys of a section class, in the order they are declared."""
+    """Return the keys of a section class, in the order of their declaration."""
     return {declared.name: info for declared in fields(section) if (info := key_info(declared)) is not None}

@@ -1,7 +1,7 @@
-"""Every section and key of a config. Attribute names are the YAML's; the published keys keep name and meaning.
+"""All sections and keys of a config. Attributes have the names of the YAML. Published keys keep their meaning.
 
-A loaded ``Config`` holds these sections resolved: paths absolute, ``auto`` and null replaced where a value follows
-from the model or the machine.
+To add a key, add a field here. A loaded ``Config`` has resolved sections: paths are absolute, and ``auto`` and null are
+replaced by the value from the model or the machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 MAX_BLOCKS = 64 * 1024 * 1024
 MAX_SECONDS = 86_400.0
 DEFAULT_SERVER_PORT = 8835
-"""The only place that holds this number. Docs and examples repeat it; a test compares them."""
+"""The only place in the code with this number. Docs and examples repeat it, and a test compares them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class ServingConfig:
     )
     agent_ip: str = published("127.0.0.1", "Address of the agents. It must be a loopback address.")
     start_device_id: int = published(
-        0, "Device of the first agent; the next agent takes the next one.", low=0, high=255
+        0, "Number of the first agent's device. Further agents have the next devices.", low=0, high=255
     )
     server_ip: str = published(
         "127.0.0.1", "Address of the HTTP server. Other addresses than loopback need `allow_remote: true`."
     )
     server_port: int = published(
-        DEFAULT_SERVER_PORT, "Port of the HTTP server; 0 takes any free one.", low=0, high=65535
+        DEFAULT_SERVER_PORT, "Port of the HTTP server; 0 takes any free port.", low=0, high=65535
     )
     allow_remote: bool = own(
         False,
@@ -285,4 +285,4 @@ SECTIONS: dict[str, type] = {
     "scheduler_config": SchedulerConfig,
     "log_config": LogConfig,
 }
-"""Section classes by their name in the YAML, in the order they are documented."""
+"""The section classes by their name in the YAML, in the order of the docs."""

@@ -1,4 +1,4 @@
-"""Where each value of a config came from, so that an error can name it."""
+"""The source of each value of a config, so that errors can name it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMMAND_LINE = "--set"
 
 @dataclass(frozen=True, slots=True)
 class RawConfig:
-    """The sections as read, before any check, with the overrides applied."""
+    """The sections before any check, with the overrides applied."""
 
     file: str
     sections: dict[str, dict[str, object]]
@@ -23,14 +23,14 @@ class RawConfig:
         return key in self.overridden
 
     def source(self, key: str) -> str:
-        """The file, or the command line, that gave ``section.key``."""
+        """Return the file or the command line that gave ``section.key``."""
         return COMMAND_LINE if key in self.overridden else self.file
 
     def error(self, key: str, value: object, problem: str) -> ConfigError:
-        """The error to raise about the value of ``section.key``."""
+        """Return the error for a wrong value of ``section.key``."""
         return key_error(self.source(key), key, value, problem)
 
 
 def key_error(source: str, key: str, value: object, problem: str) -> ConfigError:
-    """An error that names source, key and value."""
+    """Return an error with source, key and value."""
     return ConfigError(f"{source}: {key} = {short_repr(value)}: {problem}")

@@ -1,4 +1,4 @@
-"""Combinations of values that cannot work, each with the reason. Single values are checked by ``convert``."""
+"""Refuses combinations of values that cannot work, each with the reason. ``convert`` checks single values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def check_serving(raw: RawConfig, serving: ServingConfig, parallel: ParallelConfig) -> None:
-    """Ports and addresses."""
+    """Check ports and addresses."""
     if parallel.world_size > MAX_RANKS:
         problem = f"{_product(parallel)} makes {parallel.world_size} agents; at most {MAX_RANKS}"
         raise raw.error("parallel_config.data_parallel", parallel.data_parallel, problem)
@@ -68,21 +68,21 @@ def _is_loopback(raw: RawConfig, key: str, address: str) -> bool:
 
 
 def check_model_name(raw: RawConfig, name: str | None) -> None:
-    """The name is part of a URL."""
+    """Check the model's name, which is part of a URL."""
     if name is not None and not _MODEL_NAME.fullmatch(name):
         problem = "must begin with a letter or digit and hold only letters, digits, '.', '_', '-' (128 at most)"
         raise raw.error("model_config.model_name", name, problem)
 
 
 def check_cache(raw: RawConfig, cache: PagedAttentionConfig) -> None:
-    """The cache is indexed by 32-bit integers."""
+    """Check the size of the cache, whose positions are 32-bit integers."""
     if cache.num_blocks * cache.block_size > MAX_CACHE_SLOTS:
         problem = f"num_blocks x block_size = {cache.num_blocks * cache.block_size}; at most {MAX_CACHE_SLOTS}"
         raise raw.error("pa_config.num_blocks", cache.num_blocks, problem)
 
 
 def check_device(raw: RawConfig, device: str, op_table: str, dtype: str, backend: str) -> None:
-    """What the device and the operators can do. All but ``raw`` are resolved."""
+    """Check device, operators and type. All values except ``raw`` are resolved."""
     if backend == "ge" and device == "CPU":
         raise raw.error("model_config.backend", backend, "the graph engine runs on an Ascend only; on a CPU use kbk")
     if op_table == "fused" and device == "Ascend":
@@ -98,7 +98,7 @@ def check_device(raw: RawConfig, device: str, op_table: str, dtype: str, backend
 
 
 def check_formats(raw: RawConfig, model: ModelConfig) -> None:
-    """Formats of weights and KV cache against type and operators, both resolved."""
+    """Check the formats of weights and KV cache against the resolved type and operators."""
     for key, value in (("weight_format", model.weight_format), ("kv_format", model.kv_format)):
         if value == "bf16" and model.model_dtype != "bfloat16":
             problem = f"needs model_dtype bfloat16, which is {model.model_dtype}; set it, or use auto"
@@ -112,7 +112,7 @@ def check_formats(raw: RawConfig, model: ModelConfig) -> None:
 
 
 def check_stored_format(raw: RawConfig, config: Config) -> None:
-    """Stored integers stay what they are, or are multiplied out to floats; they are not rounded a second time."""
+    """Check the format of a checkpoint with integers. They may become floats, but they are not rounded again."""
     wanted, stored = config.model_config.weight_format, config.stored_weight_format
     if stored is None or wanted == AUTO or weight_format(wanted).is_float:
         return
@@ -123,7 +123,7 @@ def check_stored_format(raw: RawConfig, config: Config) -> None:
 
 
 def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
-    """Cores named must be there for this process."""
+    """Check that this process may use the given cores."""
     usable = os.sched_getaffinity(0)
     missing = [core for core in cores or () if core not in usable]
     if missing:
@@ -132,7 +132,7 @@ def check_cores(raw: RawConfig, cores: tuple[int, ...] | None) -> None:
 
 
 def check_group(raw: RawConfig, config: Config) -> None:
-    """Groups of inputs that share a scale must fill the inputs of every linear layer."""
+    """Check that the groups of inputs with a common scale divide the inputs of every linear layer."""
     if not weight_format(config.weight_format).has_groups or config.stored_weight_format is not None:
         return
     shape, group = config.shape, config.model_config.weight_group
@@ -151,7 +151,7 @@ def check_group(raw: RawConfig, config: Config) -> None:
 
 
 def check_parallel(raw: RawConfig, config: Config) -> None:
-    """Whether the model can be split among so many agents."""
+    """Check that the model can be split among the agents."""
     obstacle = find_obstacle(config.shape, config.parallel_config, config.shard_group)
     if obstacle is not None:
         key, problem = obstacle
@@ -159,7 +159,7 @@ def check_parallel(raw: RawConfig, config: Config) -> None:
 
 
 def check_sum_parts(raw: RawConfig, config: Config) -> None:
-    """Whether one agent can add up as several would."""
+    """Check that a single agent can reproduce the sums of several."""
     parallel = config.parallel_config
     if parallel.sum_parts == 1:
         return
@@ -182,7 +182,7 @@ def check_sum_parts(raw: RawConfig, config: Config) -> None:
 
 
 def check_native_weights(raw: RawConfig, config: Config) -> None:
-    """Limits of the native primitives of quantised products (docs/ascend.md)."""
+    """Check the limits of the native primitives for quantized products (docs/ascend.md)."""
     key, wanted, shape = "model_config.weight_format", config.model_config.weight_format, config.shape
     if config.op_table != "native" or weight_format(config.weight_format).is_float:
         return
@@ -204,7 +204,7 @@ def check_native_weights(raw: RawConfig, config: Config) -> None:
 
 
 def _check_native_experts(raw: RawConfig, config: Config, outputs: int) -> None:
-    """Limits of GroupedMatmulV4; ``outputs``: of gate and up of an expert."""
+    """Check the limits of GroupedMatmulV4. ``outputs``: number of outputs of an expert's gate and up layers."""
     key, wanted, group = "model_config.weight_format", config.model_config.weight_format, config.shard_group
     if max(outputs, config.shape.hidden_size) > MAX_WEIGHT_ONLY_SIZE:
         problem = f"an expert is {outputs} wide; GroupedMatmulV4 takes {MAX_WEIGHT_ONLY_SIZE}; use auto"
@@ -218,25 +218,25 @@ def _check_native_experts(raw: RawConfig, config: Config, outputs: int) -> None:
 
 
 def _layer_inputs(shape: ModelShape) -> tuple[int, ...]:
-    """Of the linear layers of an agent that has ``shape``."""
+    """Return the input sizes of the linear layers of an agent with ``shape``."""
     inputs = (shape.hidden_size, shape.num_attention_heads * shape.head_dim)
     return (*inputs, shape.intermediate_size) if _has_mlps(shape) else inputs
 
 
 def _layer_outputs(shape: ModelShape) -> tuple[int, ...]:
-    """Of the layers that have more outputs than inputs."""
+    """Return the output sizes of the layers with more outputs than inputs."""
     heads = shape.num_attention_heads + 2 * shape.num_key_value_heads
     outputs = (heads * shape.head_dim,)
     return (*outputs, 2 * shape.intermediate_size) if _has_mlps(shape) else outputs
 
 
 def _has_mlps(shape: ModelShape) -> bool:
-    """Whether a layer has an ordinary MLP."""
+    """Return whether a layer has an ordinary MLP."""
     return any(not shape.has_experts(layer) for layer in range(shape.num_layers))
 
 
 def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:
-    """Some layer of some agent has only ``fewest`` inputs."""
+    """Raise the error for groups that are too wide. A layer of an agent has only ``fewest`` inputs."""
     group, agents = config.shard_group, config.parallel_config.tensor_parallel
     whose = "the inputs of every layer with native operators" if agents == 1 else "an agent's inputs of every layer"
     if config.stored_weight_format is None:
@@ -249,7 +249,7 @@ def _refuse_wide_groups(raw: RawConfig, config: Config, fewest: int) -> None:
 
 
 def check_ascend_options(raw: RawConfig, config: Config) -> None:
-    """What only an Ascend has, and what it is for (docs/ascend.md)."""
+    """Check the options that only an Ascend has (docs/ascend.md)."""
     model, context = config.model_config, config.context
     if model.weight_layout == "nz":
         _check_ascend_only(raw, config, "weight_layout", "nz", "nd")
@@ -263,7 +263,7 @@ def check_ascend_options(raw: RawConfig, config: Config) -> None:
         "model_config.backend ge, which runs the whole graph by itself": model.backend != "kbk",
         "context.enable_graph_kernel, which turns MindSpore's inference mode off": context.enable_graph_kernel,
         "model_type mindformers": model.model_type == "mindformers",
-        "agents that share a model, as HCCL's launches have not been tried": config.parallel_config.group_size > 1,
+        "agents that share a model, as HCCL's launches have not been tested": config.parallel_config.group_size > 1,
     }
     for obstacle, is_there in obstacles.items():
         if is_there:
@@ -277,14 +277,14 @@ def _check_ascend_only(raw: RawConfig, config: Config, key: str, value: object, 
 
 
 def check_sharing(raw: RawConfig, config: Config) -> None:
-    """What goes with keys and values in one piece."""
+    """Check the options that need paged attention."""
     if config.scheduler_config.prefix_cache and not config.model_config.page_attention:
         problem = "shares blocks between requests, which needs model_config.page_attention: True"
         raise raw.error("scheduler_config.prefix_cache", True, problem)
 
 
 def check_batches(raw: RawConfig, config: Config) -> None:
-    """Batches and mixed steps against what a step, and the agent's rows, hold."""
+    """Check batches and mixed steps against the sizes of a step and the batch rows."""
     chunk_tokens, most_tokens = config.scheduler_config.chunk_tokens, config.max_num_batched_tokens
     if chunk_tokens is not None and chunk_tokens > most_tokens:
         problem = f"must be at most {most_tokens}, the tokens of a step (scheduler_config.max_num_batched_tokens)"
@@ -296,7 +296,7 @@ def check_batches(raw: RawConfig, config: Config) -> None:
 
 
 def check_lengths(raw: RawConfig, config: Config) -> None:
-    """Sequence lengths against the cache and the step size. The last token of a sequence is never cached."""
+    """Check sequence lengths against the cache and the step size. The last token of a sequence is never cached."""
     cache, longest = config.pa_config, config.max_model_len
     usable = (cache.num_blocks - 1) * cache.block_size
     if usable < longest - 1:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llm_serving.config import load_config
-from llm_serving.config.overrides import parse_override
+from llm_serving.config.loader import parse_override
 from llm_serving.errors import ConfigError
 from support.bad_config_cases import CASES, FILE, Case
 from support.model_folders import write_model_folder

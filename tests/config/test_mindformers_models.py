@@ -84,26 +84,26 @@ REFUSED = [
     (["parallel_config.pipeline_parallel=2"], {}, "parallel_config.pipeline_parallel = 2: MindFormers' models are not"),
     (["model_config.weight_format=int8"], {}, "model_config.weight_format = 'int8'"),
     ([], {"architectures": ["MistralForCausalLM"]}, "serves LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"),
-    ([], {"architectures": ["LlamaForCausalLM"], "head_dim": 32}, "Llama has heads of hidden size / heads"),
+    ([], {"architectures": ["LlamaForCausalLM"], "head_dim": 32}, "Llama has a head size of hidden size / heads"),
     ([], {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}, "ignores sliding_window = 64"),
-    ([], scaled("linear"), "MindFormers' Qwen models have no rope_scaling but yarn, and this is linear"),
-    ([], scaled("dynamic"), "MindFormers' Qwen models have no rope_scaling but yarn, and this is dynamic"),
-    ([], scaled("llama3", **LLAMA3), "MindFormers' Qwen models have no rope_scaling but yarn, and this is llama3"),
+    ([], scaled("linear"), "MindFormers' Qwen models have only rope_scaling yarn, and this is linear"),
+    ([], scaled("dynamic"), "MindFormers' Qwen models have only rope_scaling yarn, and this is dynamic"),
+    ([], scaled("llama3", **LLAMA3), "MindFormers' Qwen models have only rope_scaling yarn, and this is llama3"),
     ([], scaled("yarn", truncate=False), "rounds its bounds to whole dimensions, and truncate is false"),
-    ([], scaled("yarn", factor=0.5), "takes no factor below 1 with rope_scaling yarn, and it is 0.5"),
-    ([], scaled("yarn", factor=1.0, attention_factor=1.5), "no attention_factor where factor is 1, and it is 1.5"),
+    ([], scaled("yarn", factor=0.5), "accepts no factor below 1 with rope_scaling yarn, and it is 0.5"),
+    ([], scaled("yarn", factor=1.0, attention_factor=1.5), "no attention_factor if factor is 1, and it is 1.5"),
     (
         ["pa_config.decode_seq_length=129"],
         scaled("yarn", original_max_position_embeddings=64),
         "ends at original_max_position_embeddings x factor = 128 tokens, and a sequence may have 129",
     ),
     ([], LLAMA | scaled("dynamic"), "MindFormers' Llama would ignore rope_scaling dynamic, it has linear, llama3,"),
-    ([], LLAMA | scaled("llama3", **{**LLAMA3, "factor": 0.5}), "takes no factor below 1 with rope_scaling llama3"),
+    ([], LLAMA | scaled("llama3", **{**LLAMA3, "factor": 0.5}), "accepts no factor below 1 with rope_scaling llama3"),
     ([], LLAMA | scaled("yarn", truncate=False), "rounds its bounds to whole dimensions"),
     ([], MOE | {"mlp_only_layers": [1]}, "has experts in every layer, and here layers 1 have none"),
     ([], MOE | {"decoder_sparse_step": 2}, "has experts in every layer, and here layers 0 have none"),
     ([], MOE | {"mlp_only_layers": [0, 1]}, "has experts in every layer, and here all layers have none"),
-    ([], MOE | {"num_experts_per_tok": 1}, "ignores norm_topk_prob where num_experts_per_tok is 1"),
+    ([], MOE | {"num_experts_per_tok": 1}, "ignores norm_topk_prob if num_experts_per_tok is 1"),
     ([], {"attention_bias": True}, "output layer of attention has no bias"),
 ]
 
@@ -173,7 +173,7 @@ def test_a_folder_of_its_name_is_not_the_package(tmp_path: Path, monkeypatch: py
 
 def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "2.1.0")
-    with pytest.raises(ConfigError, match=r"mindformers 2.1.0 is installed, and only 1.9 is served"):
+    with pytest.raises(ConfigError, match=r"mindformers 2.1.0 is installed, and only 1.9 is supported"):
         load(tmp_path)
 
 

@@ -147,6 +147,14 @@ def test_position_interpolation(tmp_path: Path) -> None:
         ("context: {max_device_memory: 58MB}", "context.max_device_memory = '58MB': must be a size above 0 like"),
         ("context: {max_device_memory: 0GB}", "context.max_device_memory = '0GB': must be a size above 0 like"),
         ("context: {enable_graph_kernel: 1}", "context.enable_graph_kernel = 1: must be true or false"),
+        (
+            "context: {use_flash_attention: False}",
+            "context.use_flash_attention = False: attention always uses flash kernels",
+        ),
+        (
+            "model: {model_config: {use_flash_attention: False}}",
+            "model.model_config.use_flash_attention = False: attention always uses flash kernels",
+        ),
         ("context: [1]", "context = [1]: must be a mapping"),
         ("model: {model_config: {num_layers: 2}}", "model.model_config.hidden_size = (absent): must be an integer"),
     ],
