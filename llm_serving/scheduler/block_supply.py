@@ -1,67 +1,18 @@
-"""How a starting sequence gets its blocks: on demand, on top of a cached prefix, or as one range for its lifetime.
+"""The other ways in which a starting sequence gets its blocks: on top of a cached prefix, or as one range.
 
-In each case ``KVCacheManager.grow`` gives the blocks for later tokens, and ``release`` takes all blocks back.
+``BlockSupply`` in ``running`` gives blocks on demand. In each case ``KVCacheManager.grow`` gives the blocks for later
+tokens, and ``release`` takes all blocks back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 from llm_serving.kvcache.prefix_cache import PrefixMatch
 from llm_serving.scheduler.limits import SchedulerLimits
+from llm_serving.scheduler.running import BlockSupply, CachedPrefix
 from llm_serving.scheduler.sequence import Sequence
 
-__all__ = ["BlockSupply", "CachedPrefix", "make_block_supply"]
-
-
-@dataclass(frozen=True, slots=True)
-class CachedPrefix:
-    """The cached tokens of a sequence that is about to start."""
-
-    num_tokens: int
-    is_pending: bool
-    """Steps in flight compute more of its tokens, and waiting for them is worth it. They must add a block, or all known
-    tokens except the last. Otherwise equal prompts that end at the end of a block would wait for each other."""
-
-
-_NOTHING_CACHED = CachedPrefix(0, False)
-
-
-class BlockSupply:
-    """Gives sequences blocks for their known tokens, and one more block whenever they need it (paged attention)."""
-
-    def __init__(self, kv_cache: KVCacheManager) -> None:
-        self._kv_cache = kv_cache
-
-    @property
-    def version(self) -> int:
-        """Increases whenever a prefix match may have changed."""
-        return 0
-
-    def look_up(self, sequence: Sequence) -> CachedPrefix:
-        """Returns the cached part of a waiting sequence's known tokens. Changes nothing."""
-        return _NOTHING_CACHED
-
-    def fits(self, sequence: Sequence, reserve: int) -> bool:
-        """Returns True if the sequence can start and ``reserve`` blocks stay free."""
-        kv_cache = self._kv_cache
-        return kv_cache.blocks_for(sequence.request.num_tokens) + reserve <= kv_cache.num_free_blocks
-
-    def start(self, sequence: Sequence) -> None:
-        """Gives blocks to a sequence that fits, and sets its ``num_computed_tokens`` to the cached tokens."""
-        if not self._kv_cache.grow(sequence.block_table, sequence.request.num_tokens):
-            raise AssertionError(f"no blocks to start {sequence.request.request_id}")
-
-    def computed(self, sequence: Sequence, num_tokens: int) -> None:
-        """Notes that completed steps have computed the first ``num_tokens`` known tokens."""
-
-    def release(self, sequence: Sequence, *, computed: bool) -> None:
-        """Takes the blocks back. No step in flight uses them. ``computed``: all its steps ran without errors."""
-        self._kv_cache.free(sequence.block_table)
-
-    def lose_all(self) -> None:
-        """Forgets the cached tokens, because the device's memory was lost. Held blocks must still be released."""
+__all__ = ["make_block_supply"]
 
 
 class _ContiguousSupply(BlockSupply):

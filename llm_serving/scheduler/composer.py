@@ -1,28 +1,22 @@
-"""Composes steps: which sequences are in a prefill, decode or mixed step, and who starts or is preempted for it."""
+"""Composes prefill and decode steps: chooses their sequences, and starts or preempts sequences for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import ClassVar
 
 from llm_serving.kvcache.kv_cache_manager import BlockCopy
 from llm_serving.scheduler.output import ScheduledStep, StepReason
 from llm_serving.scheduler.sequence import Sequence, SequenceState
-from llm_serving.scheduler.slo_order import SloStarts
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.starting import Starter
 from llm_serving.scheduler.state import SchedulerState
-from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, build_decode, build_mixed, build_prefill
+from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, build_decode, build_prefill
 
 __all__ = ["MAX_PREFILL_STEPS_IN_FLIGHT", "StepComposer"]
 
 MAX_PREFILL_STEPS_IN_FLIGHT = 2
 """One runs and one is queued. So the agent is never idle, and a decode step waits for few prefill steps."""
-
-_MIN_CHUNK = 16
-"""Tokens of a mixed step that prompts get even if decoding sequences use the whole budget. So prompts never stop."""
-
-_MAX_STEPS_WITHOUT_PROMPTS = 8
-"""Number of steps that decoding sequences may fill to the last token while prompts wait. Then comes a prefill step."""
 
 
 class StepComposer(Stateful):
@@ -32,7 +26,7 @@ class StepComposer(Stateful):
     Otherwise the batch could split for good into groups that decode alternately.
     """
 
-    STATE = ("_held_since", "_num_choices", "_num_without_prompts")
+    STATE: ClassVar[tuple[str, ...]] = ("_held_since", "_num_choices")
 
     def __init__(
         self,
@@ -52,9 +46,6 @@ class StepComposer(Stateful):
         self._num_choices = 0
         self._batch: DecodeBatch | None = None
         self._batch_changes = 0
-        self._num_without_prompts = 0
-
-    # Prefill steps
 
     def prefill(self, now: float, reason: StepReason) -> ScheduledStep | None:
         """Returns a step of unfinished prompts, then whole new prompts.
@@ -95,57 +86,6 @@ class StepComposer(Stateful):
             if not sequence.num_uncomputed_tokens:
                 self._state.running.end_prefill(sequence)
         return copies
-
-    # Mixed steps
-
-    def mixed(
-        self,
-        budget: int,
-        now: float,
-        reason: StepReason,
-        *,
-        starts: SloStarts | None = None,
-        late: frozenset[Sequence] = frozenset(),
-    ) -> ScheduledStep | None:
-        """Returns a step of about ``budget`` tokens: all sequences that can decode, then prompts (Sarathi-Serve,
-        Agrawal et al. 2024). Returns None if there is nothing to run.
-
-        ``starts`` decides which requests may start. ``late`` prompts get the tokens that no other prompt can use.
-        """
-        if self._num_without_prompts >= _MAX_STEPS_WITHOUT_PROMPTS:
-            self._num_without_prompts = 0
-            plan = self._mixed_plan([], budget, now, starts, late)
-            if plan:
-                return self._send_prefill(plan, StepReason.PROMPT_OVERDUE)
-        decoding = self._decoding_sequences(now)
-        plan = self._mixed_plan(decoding, budget, now, starts, late)
-        if not plan:
-            return self._send_decode(decoding, StepReason.ROWS_READY) if decoding else None
-        if not decoding:
-            return self._send_prefill(plan, StepReason.PROMPT_READY)
-        in_flight = self._state.in_flight
-        step = build_mixed(in_flight.next_seq, reason, self._columns(decoding), plan)
-        sequences = [*decoding, *plan.sequences]
-        return in_flight.add(step, sequences, first_chunk=len(decoding), copies=self._note_chunks(plan))
-
-    def _mixed_plan(
-        self, decoding: list[Sequence], budget: int, now: float, starts: SloStarts | None, late: frozenset[Sequence]
-    ) -> ChunkPlan:
-        state, limits = self._state, self._state.limits
-        num_tokens = limits.max_num_batched_tokens - len(decoding)
-        if decoding:
-            num_tokens = min(num_tokens, max(budget - len(decoding), _MIN_CHUNK))
-        history = sum(s.request.num_tokens for s in decoding if s.restarts and s.request.sampling.has_penalties)
-        plan = ChunkPlan(limits, num_tokens, history)
-        self._continue_prompts(plan, skip=late)
-        self._starter.fill(plan, now, whole=False, starts=starts)
-        if late:
-            self._continue_prompts(plan, skip=frozenset(plan.sequences))
-        if num_tokens <= 0 and (state.running.num_prefilling or state.intake):
-            self._num_without_prompts += 1
-        return plan
-
-    # Decode steps
 
     def decode(self, now: float, reason: StepReason) -> ScheduledStep | None:
         """Returns a step of all sequences that can decode. Returns None if there is none, or if waiting for more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from llm_serving.scheduler.preemption import Preemption
 from llm_serving.scheduler.state import SchedulerState
 
 __all__ = ["Capacity", "Figures"]
@@ -13,8 +14,7 @@ __all__ = ["Capacity", "Figures"]
 class Figures:
     """Figures of one scheduler, or the sums of several. Each figure is declared here only.
 
-    To add a figure, add a field here, set it in ``Scheduler.figures``, and give it a metric in
-    ``telemetry/status_metrics``.
+    To add a figure, add a field here, set it in ``of``, and give it a metric in ``telemetry/status_metrics``.
     """
 
     running: int = 0
@@ -42,6 +42,25 @@ class Figures:
     steps_in_flight: int = 0
     unplaced: int = 0
     """Waiting requests of a router that no replica has."""
+
+    @classmethod
+    def of(cls, state: SchedulerState, preemption: Preemption) -> Figures:
+        """Returns the present figures of a scheduler."""
+        intake, running, kv_cache, num_swapped = state.intake, state.running, state.kv_cache, len(state.swapped)
+        return cls(
+            running=len(running),
+            waiting=max(0, len(intake.sequences) - len(running) - num_swapped),
+            swapped=num_swapped,
+            preemptions=preemption.num_preemptions,
+            swaps=preemption.num_swaps,
+            total_blocks=kv_cache.num_usable_blocks,
+            free_blocks=kv_cache.num_free_blocks,
+            prefix_query_tokens=kv_cache.prefix_query_tokens,
+            prefix_hit_tokens=kv_cache.prefix_hit_tokens,
+            reserved_tokens=kv_cache.num_reserved_tokens,
+            held_tokens=running.num_held_tokens,
+            steps_in_flight=state.in_flight.num_steps,
+        )
 
     def __add__(self, other: Figures) -> Figures:
         return Figures(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(Figures)))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from llm_serving.errors import QueueFullError, RequestError
 from llm_serving.request import FinishReason, Request, RequestStatus
-from llm_serving.scheduler.keyed_heap import KeyedHeap
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate
-from llm_serving.scheduler.queue_order import QueueOrder
+from llm_serving.scheduler.queue_order import KeyedHeap, QueueOrder
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.telemetry.receipt import Phase, WaitingLine

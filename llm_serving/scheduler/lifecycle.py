@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from llm_serving.request import FinishReason, Request, RequestStatus
-from llm_serving.scheduler.block_supply import BlockSupply
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.preemption import Preemption
-from llm_serving.scheduler.sequence import Sequence, SequenceState
+from llm_serving.scheduler.running import BlockSupply
+from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.starting import Admission
-from llm_serving.scheduler.state import InFlightStep, SchedulerState
+from llm_serving.scheduler.state import SchedulerState
 from llm_serving.telemetry.receipt import Phase
 
-__all__ = ["Lifecycle", "shape_error"]
+__all__ = ["Lifecycle"]
 
 _ENDED_NORMALLY = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -51,40 +51,30 @@ class Lifecycle:
         if sequence.state is not SequenceState.WAITING:
             raise AssertionError(f"{request_id} is {sequence.state.name}; only a waiting request can leave")
         del state.intake.sequences[request_id]
+        state.intake.remove(sequence)
+        sequence.state = SequenceState.REMOVED
         state.num_started -= sequence.request.first_scheduled_time is not None
-        self._remove_waiting(sequence)
 
     def finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """Ends a request. Its blocks become free when no step in flight uses them."""
         state = self._state
         state.intake.end(sequence, reason, now)
-        state.num_started -= sequence.request.first_scheduled_time is not None
         if reason in _ENDED_NORMALLY:
             self._admission.finished(sequence)
+        if sequence.state is SequenceState.WAITING or sequence.state is SequenceState.SWAPPED:
+            if sequence.state is SequenceState.WAITING:
+                state.intake.remove(sequence)
+            else:
+                state.swapped.remove(sequence)
+                self._preemption.drop_host_blocks(sequence)
+            state.note_ended(sequence)
+            return
+        state.num_started -= 1
         if sequence.state is SequenceState.RUNNING:
             state.running.stop(sequence)
-        elif sequence.state is SequenceState.LEAVING:
+        else:
             state.running.finish_leaving()
-        else:
-            self._remove_waiting(sequence)
-            state.no_capacity = None  # the sequence may be the one that found no capacity
         self._preemption.settle(sequence)
-
-    def _remove_waiting(self, sequence: Sequence) -> None:
-        if sequence.state is SequenceState.SWAPPED:
-            self._state.swapped.remove(sequence)
-            self._preemption.drop(sequence)
-        else:
-            self._state.intake.remove(sequence)
-        sequence.state = SequenceState.REMOVED
-
-    def end_expired(self, now: float) -> None:
-        """Ends the waiting requests whose deadline has passed."""
-        state = self._state
-        for sequence in state.intake.expire(now):
-            sequence.state = SequenceState.REMOVED
-            state.num_started -= sequence.request.first_scheduled_time is not None
-            state.no_capacity = None
 
     def restart(self, sequences: Iterable[Sequence], now: float) -> None:
         """Restarts the sequences of a step that never ran. The results of their later steps are void."""
@@ -104,9 +94,38 @@ class Lifecycle:
             self._preemption.settle(sequence)
         self._preemption.drop_swapped(now)
 
+    def end_all(self, sequences: Iterable[Sequence], error: str, now: float) -> list[RequestUpdate]:
+        """Ends the requests of these sequences with an error, except those that have ended."""
+        updates = []
+        for sequence in sequences:
+            if not sequence.request.is_finished:
+                self.finish(sequence, FinishReason.ERROR, now)
+                updates.append(RequestUpdate(sequence.request, error=error))
+        return updates
+
     # Results
 
-    def take_tokens(self, flight: InFlightStep, result: StepResult, now: float) -> list[RequestUpdate]:
+    def take_result(self, flight: InFlightStep, result: StepResult, now: float) -> list[RequestUpdate]:
+        """Takes the result of a step. Returns the new tokens and the ends of requests."""
+        error = result.error or _shape_error(flight.step, result)
+        if error is not None:
+            for sequence in flight.sequences:
+                sequence.drop_tokens = True
+            updates = self.end_all(flight.sequences, error, now)
+        elif result.aborted:
+            updates = []
+            self.restart(flight.sequences, now)
+        elif flight.step.kind is StepKind.MOVE:
+            updates = []
+            self._preemption.moved(flight)
+        else:
+            updates = self._take_tokens(flight, result, now)
+        if self._state.running.num_leaving:
+            for sequence in flight.sequences:
+                self._preemption.settle(sequence)
+        return updates
+
+    def _take_tokens(self, flight: InFlightStep, result: StepResult, now: float) -> list[RequestUpdate]:
         """Gives sequences the tokens of a completed step, and ends those that got their last token."""
         self._note_prefixes(flight)
         updates = []
@@ -175,7 +194,7 @@ class Lifecycle:
             raise AssertionError(f"{state.num_started} requests counted as started")
 
 
-def shape_error(step: ScheduledStep, result: StepResult) -> str | None:
+def _shape_error(step: ScheduledStep, result: StepResult) -> str | None:
     """Returns the difference between the shapes of a step and its result, or None."""
     if result.aborted:
         return None

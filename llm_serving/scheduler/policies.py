@@ -1,4 +1,4 @@
-"""The scheduling policies (``scheduler_config.policy``): which kind of step comes next. Policy ``slo`` is in ``slo``.
+"""The scheduling policies (``scheduler_config.policy``) that choose between prefill and decode steps.
 
 A policy decides whether prompts or decoding sequences go first. It never changes a token. To add a policy, add a
 subclass of ``SchedulingPolicy``, a line to ``_POLICIES`` in ``scheduler`` and a member to ``Policy`` in ``limits``. The
@@ -16,7 +16,6 @@ from llm_serving.scheduler.state import SchedulerState
 
 __all__ = [
     "DECODE_STREAK_LIMIT",
-    "Chunked",
     "DecodeFirst",
     "Fcfs",
     "PrefillFirst",
@@ -187,18 +186,3 @@ class DecodeFirst(SchedulingPolicy):
         if step is not None and (state.intake or state.running.num_prefilling):
             self._streak += 1
         return step
-
-
-class Chunked(SchedulingPolicy):
-    """``chunked``: each step has all sequences that can decode, and prompts fill the rest of a token budget.
-
-    Stall-free batching (Sarathi-Serve, Agrawal et al. 2024): no sequence waits for a whole prompt. The time between
-    tokens is at most the time of a step of ``chunk_tokens`` tokens. Steps run in the order in which they were
-    scheduled.
-    """
-
-    def next_step(self, now: float) -> ScheduledStep | None:
-        limits = self._state.limits
-        if self._state.in_flight.num_compute_steps > limits.decode_steps_ahead:
-            return None
-        return self._composer.mixed(limits.mixed_step_tokens, now, StepReason.BUDGET_SHARED)

@@ -1,106 +1,39 @@
 """Preemption: takes blocks from running sequences, and lets these sequences continue later.
 
-A preempted sequence is recomputed or swapped. If it is recomputed, it waits again. If it is swapped, a MOVE step copies
-its blocks to the host pool, and later another MOVE step copies them back.
-
-On the way to the host, a sequence is LEAVING: its steps in flight complete, then its blocks are copied, then they are
-free. On the way back it is RUNNING, but neither in prefill nor decoding until its blocks are back. So no other step in
-flight uses a block that a MOVE step reads or writes.
+A preempted sequence is recomputed or swapped. If it is recomputed, it waits again with its known tokens. If it is
+swapped, its blocks move to the host pool and back, see ``swapping``.
 """
 
 from __future__ import annotations
 
 from llm_serving.request import RequestStatus
-from llm_serving.scheduler.limits import PreemptionKind
-from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepReason, StepResult
-from llm_serving.scheduler.sequence import Sequence, SequenceState
+from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.starting import Admission
 from llm_serving.scheduler.state import SchedulerState
+from llm_serving.scheduler.swapping import Swapper
 from llm_serving.telemetry.receipt import Phase
 
-__all__ = ["Preemption", "PreemptionChoice"]
-
-_KEEP = 1 - 1 / 32
-"""Weight of the past against the next step: about the last 32 steps count."""
-
-
-class _Rate(Stateful):
-    """Seconds per unit of work. The latest steps weigh most."""
-
-    STATE = ("_seconds", "_units")
-
-    def __init__(self) -> None:
-        self._seconds = 0.0
-        self._units = 0.0
-
-    def note(self, seconds: float, units: int) -> None:
-        self._seconds = self._seconds * _KEEP + seconds
-        self._units = self._units * _KEEP + units
-
-    @property
-    def seconds_per_unit(self) -> float | None:
-        """None before the first measurement."""
-        return self._seconds / self._units if self._units else None
-
-
-class PreemptionChoice(Stateful):
-    """Chooses between recompute and swap by ``scheduler_config.preemption``.
-
-    ``auto`` swaps if moving the blocks out and back takes less time than computing the tokens again. Before the first
-    measurements it also swaps, to get them.
-    """
-
-    STATE = ("_prefill", "_move")
-
-    def __init__(self, kind: PreemptionKind, block_size: int) -> None:
-        self._kind = kind
-        self._block_size = block_size
-        self._prefill = _Rate()
-        self._move = _Rate()
-
-    def prefers_swap(self, sequence: Sequence) -> bool:
-        """Returns True if a running sequence is swapped, provided that the host pool has blocks."""
-        if self._kind is not PreemptionKind.AUTO:
-            return self._kind is PreemptionKind.SWAP
-        token_s, block_s = self._prefill.seconds_per_unit, self._move.seconds_per_unit
-        if token_s is None or block_s is None:
-            return True
-        num_tokens = sequence.request.num_computed_tokens
-        return 2 * -(-num_tokens // self._block_size) * block_s < num_tokens * token_s
-
-    def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
-        """Learns the time per token and per moved block."""
-        seconds = result.graph_us / 1e6
-        if result.aborted or result.error is not None or seconds <= 0.0:
-            return
-        if step.kind is StepKind.PREFILL or step.kind is StepKind.MIXED:
-            self._prefill.note(seconds, step.num_tokens)
-        elif step.kind is StepKind.MOVE:
-            self._move.note(seconds, len(step.moves))
+__all__ = ["Preemption"]
 
 
 class Preemption(Stateful):
-    """Preempts sequences, and owns the host blocks: a sequence gets them in ``preempt`` and returns them in
-    ``drop``."""
+    """Preempts sequences, and decides what happens to a LEAVING sequence. ``swapper`` is None without a host pool."""
 
-    STATE = ("num_preemptions", "num_swaps", "_choice", "_leaving_for_host")
+    STATE = ("num_preemptions", "num_swaps")
 
-    def __init__(self, state: SchedulerState, choice: PreemptionChoice, admission: Admission) -> None:
+    def __init__(self, state: SchedulerState, swapper: Swapper | None, admission: Admission) -> None:
         self.num_preemptions = 0
         self.num_swaps = 0
         self._state = state
-        self._choice = choice
+        self._swapper = swapper
         self._admission = admission
-        self._leaving_for_host: list[Sequence] = []
-        """Sequences whose blocks the next MOVE step copies to the host."""
 
     def preempt(self, sequence: Sequence, now: float) -> None:
         """Takes the blocks of a running sequence, as soon as no step in flight uses them."""
         self.num_preemptions += 1
         sequence.request.num_preemptions += 1
-        # A sequence that was on its way back from the host still has its host blocks.
-        swaps = sequence.on_host or (self._choice.prefers_swap(sequence) and self._reserve_host(sequence))
+        swaps = self._swapper is not None and self._swapper.prepare(sequence)
         self.num_swaps += swaps
         sequence.request.receipt.enter(Phase.SWAPPED if swaps else Phase.PREEMPTED, now)
         self._admission.preempted()
@@ -108,18 +41,20 @@ class Preemption(Stateful):
         self.settle(sequence)
 
     def settle(self, sequence: Sequence) -> None:
-        """Decides what happens to a LEAVING sequence that no step in flight uses: it is removed, waits again, is
-        swapped, or its blocks move to the host first."""
+        """Decides about a LEAVING sequence that no step in flight uses.
+
+        The sequence is removed, waits again or is swapped. Before it is swapped, its blocks move to the host.
+        """
         if sequence.state is not SequenceState.LEAVING or sequence.num_inflight_steps:
             return
         finished = sequence.request.is_finished
         swaps = bool(sequence.host_table) and not finished and not sequence.drop_tokens
-        if swaps and not sequence.on_host:
-            if sequence not in self._leaving_for_host:
-                self._leaving_for_host.append(sequence)
-            return
-        if not swaps:
-            self.drop(sequence)
+        if self._swapper is not None:
+            if swaps and not sequence.on_host:
+                self._swapper.send_out(sequence)
+                return
+            if not swaps:
+                self._swapper.drop(sequence)
         self._state.running.release(sequence)
         if finished:
             sequence.state = SequenceState.REMOVED
@@ -130,100 +65,26 @@ class Preemption(Stateful):
         else:
             self._wait_again(sequence)
 
-    def drop(self, sequence: Sequence) -> None:
-        """Takes the host blocks of a sequence back. No MOVE step in flight uses them."""
-        if sequence.host_table:
-            self._state.kv_cache.host_free(sequence.host_table)
-            sequence.host_table = []
-        sequence.on_host = False
-        if sequence in self._leaving_for_host:
-            self._leaving_for_host.remove(sequence)
-
     def drop_swapped(self, now: float) -> None:
         """Makes all swapped sequences wait again, because host memory was lost with the agent."""
         swapped, self._state.swapped = self._state.swapped, []
         for sequence in swapped:
             sequence.request.receipt.enter(Phase.RESTARTED, now)
-            self.drop(sequence)
+            self.drop_host_blocks(sequence)
             self._wait_again(sequence)
+
+    def moved(self, flight: InFlightStep) -> None:
+        """Notes that a MOVE step has completed."""
+        if self._swapper is not None:
+            self._swapper.moved(flight.step.moves[0].kind, flight.sequences)
+
+    def drop_host_blocks(self, sequence: Sequence) -> None:
+        """Takes the host blocks of a sequence back."""
+        if self._swapper is not None:
+            self._swapper.drop(sequence)
 
     def _wait_again(self, sequence: Sequence) -> None:
         sequence.request.num_computed_tokens = 0
         sequence.request.status = RequestStatus.WAITING
         sequence.state = SequenceState.WAITING
         self._state.intake.put_back(sequence)
-
-    # MOVE steps
-
-    def next_step(self) -> ScheduledStep | None:
-        """Returns the next MOVE step or None. Moves to the host go first, because other sequences need the blocks."""
-        if self._leaving_for_host and (step := self._move_out()) is not None:
-            return step
-        return self._move_in() if self._state.swapped else None
-
-    def moved(self, kind: MoveKind, sequences: list[Sequence]) -> None:
-        """Notes that a MOVE step has completed."""
-        for sequence in sequences:
-            if kind is MoveKind.SWAP_OUT:
-                sequence.on_host = True
-            elif sequence.state is SequenceState.RUNNING:
-                self.drop(sequence)
-                self._resume(sequence)
-            # A sequence that was preempted on its way back keeps its host blocks.
-
-    def _move_out(self) -> ScheduledStep | None:
-        sequences: list[Sequence] = []
-        moves: list[BlockMove] = []
-        max_moves, leaving = self._state.limits.max_moves, self._leaving_for_host
-        while leaving and len(moves) + len(leaving[0].host_table) <= max_moves:
-            sequence = leaving.pop(0)
-            sequences.append(sequence)
-            pairs = zip(sequence.block_table, sequence.host_table, strict=False)  # blocks without tokens are not copied
-            moves += [BlockMove(MoveKind.SWAP_OUT, block, host) for block, host in pairs]
-        return self._send(moves, sequences, StepReason.SWAP_OUT) if moves else None
-
-    def _move_in(self) -> ScheduledStep | None:
-        """Brings the oldest swapped sequences back, as many as there is capacity for."""
-        state = self._state
-        sequences: list[Sequence] = []
-        moves: list[BlockMove] = []
-        while state.swapped and not self._must_wait(state.swapped[0]):
-            sequence = state.swapped[0]
-            exceeds = len(moves) + len(sequence.host_table) > state.limits.max_moves
-            if exceeds or not state.running.return_from_host(sequence, state.limits.watermark_blocks):
-                break
-            del state.swapped[0]
-            sequence.request.status = RequestStatus.RUNNING
-            sequence.notes_tokens = True
-            sequences.append(sequence)
-            pairs = zip(sequence.host_table, sequence.block_table, strict=False)
-            moves += [BlockMove(MoveKind.SWAP_IN, host, block) for host, block in pairs]
-        return self._send(moves, sequences, StepReason.SWAP_IN) if moves else None
-
-    def _must_wait(self, sequence: Sequence) -> bool:
-        """Returns True if an older sequence must start first, or if a preempted sequence is still leaving."""
-        if self._state.running.num_preempted_leaving:
-            return True
-        first = self._state.intake.first_preempted
-        return first is not None and first.arrival_index < sequence.arrival_index
-
-    def _send(self, moves: list[BlockMove], sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
-        in_flight = self._state.in_flight
-        step = ScheduledStep(in_flight.next_seq, StepKind.MOVE, moves=moves, reason=reason)
-        return in_flight.add(step, sequences)
-
-    def _resume(self, sequence: Sequence) -> None:
-        """Lets a sequence that is back on the device decode, or continue its prompt."""
-        if sequence.request.output_token_ids and sequence.num_uncomputed_tokens == 1:
-            self._state.running.end_prefill(sequence)
-        else:
-            self._state.running.start_prefill(sequence)
-
-    def _reserve_host(self, sequence: Sequence) -> bool:
-        """Takes host blocks for the computed tokens of a running sequence. Returns False if it cannot."""
-        kv_cache = self._state.kv_cache
-        host_table = kv_cache.host_allocate(kv_cache.blocks_for(sequence.request.num_computed_tokens))
-        if not host_table:
-            return False
-        sequence.host_table = host_table
-        return True

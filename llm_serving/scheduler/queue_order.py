@@ -1,7 +1,7 @@
 """The order in which waiting requests start: by priority with ageing, then fairly between tenants, then by arrival.
 
 1. Preempted requests start first, in order of arrival. They arrived before all requests that never ran.
-2. ``PriorityOrder`` chooses among the other requests. (Policy ``slo`` uses ``SloOrder`` instead.)
+2. ``QueueOrder`` chooses among the other requests. (Policy ``slo`` uses its subclass ``SloOrder``.)
 
    a. Requests of one ``priority`` form a class. The class with the least ``oldest arrival + ageing * priority`` is
       next. So one level of priority is worth ``ageing`` seconds of waiting.
@@ -24,14 +24,13 @@ tenants that always wait differs in any interval by at most half the bound above
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import heapq
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator
+from typing import Any, ClassVar, Generic, TypeVar
 
-from llm_serving.scheduler.keyed_heap import KeyedHeap
 from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.snapshot import Sequences, Stateful
+from llm_serving.scheduler.snapshot import Sequences, Stateful, load, save
 
 __all__ = [
     "DEFAULT_AGEING_S",
@@ -40,7 +39,7 @@ __all__ = [
     "MAX_IDLE_TENANTS",
     "OUTPUT_WEIGHT",
     "FairQueue",
-    "PriorityOrder",
+    "KeyedHeap",
     "QueueOrder",
     "VirtualTokenCounters",
 ]
@@ -56,39 +55,77 @@ would rise anyway when their tenant comes back."""
 DEFAULT_AGEING_S = 30.0
 """Seconds of waiting that outweigh one level of priority."""
 
+_Item = TypeVar("_Item", bound=Hashable)
+_SLACK = 8
+
 MAX_IDLE_CLASSES = 64
 """Maximum number of classes without waiting requests whose counters are kept. The longest empty class is dropped."""
 
 
-class QueueOrder(Stateful, ABC):
-    """The waiting requests that never ran, in the order in which they start.
+class QueueOrder(Stateful):
+    """The waiting requests that never ran, in the order in which they start. See the module's docstring.
 
-    Operations cost O(log n). ``now`` never decreases. The methods about lateness have neutral defaults, for orders
-    without objectives. To add an order, add a subclass and a line to ``make_order`` in ``slo_order``.
+    Operations cost O(log n). ``now`` never decreases. The methods about lateness are for orders with objectives, see
+    ``SloOrder``. To add an order, add a subclass and a line to ``make_order`` in ``slo_order``.
     """
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    STATE: ClassVar[tuple[str, ...]] = ("_classes", "_idle", "_oldest", "_num_sequences")
 
-    @abstractmethod
+    def __init__(self, ageing_s: float = DEFAULT_AGEING_S, *, fairness: bool = True) -> None:
+        self._ageing_s = ageing_s
+        self._fairness = fairness
+        self._classes: dict[int, _PriorityClass] = {}
+        self._idle: OrderedDict[int, _PriorityClass] = OrderedDict()
+        self._oldest: KeyedHeap[int] = KeyedHeap()
+        self._num_sequences = 0
+
+    def __len__(self) -> int:
+        return self._num_sequences
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Iterates over the waiting sequences in no particular order."""
+        for its_class in self._classes.values():
+            yield from its_class.by_arrival
+
     def add(self, sequence: Sequence) -> None:
         """Adds a sequence."""
+        priority = sequence.request.priority
+        its_class = self._classes.get(priority)
+        if its_class is None:
+            its_class = self._idle.pop(priority, None) or _PriorityClass(self._fairness)
+            self._classes[priority] = its_class
+        its_class.by_arrival.set(sequence, sequence.arrival_index)
+        its_class.queue.add(sequence, sequence.arrival_index)
+        self._num_sequences += 1
+        self._update_oldest(priority, its_class)
 
-    @abstractmethod
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that does not start. Raises KeyError if it is not in the queue."""
+        priority = sequence.request.priority
+        its_class = self._classes[priority]
+        its_class.by_arrival.remove(sequence)
+        its_class.queue.remove(sequence)
+        self._num_sequences -= 1
+        self._update_oldest(priority, its_class)
 
-    @abstractmethod
     def first(self, now: float) -> Sequence:
         """Returns the next sequence that starts. Raises IndexError if the queue is empty."""
+        return self._classes[self._oldest.first()].queue.first()
 
-    @abstractmethod
     def start(self, sequence: Sequence) -> None:
         """Removes a sequence that starts, the first or another, and charges its prompt to its tenant."""
+        self.remove(sequence)
+        self.charge_input(sequence)
 
-    @abstractmethod
+    def charge_input(self, sequence: Sequence) -> None:
+        """Charges a prompt to its tenant."""
+        if (its_class := self._find(sequence)) is not None:
+            its_class.queue.charge_input(sequence)
+
     def charge_output(self, sequence: Sequence, num_tokens: int) -> None:
         """Charges output tokens of a started sequence to its tenant."""
+        if (its_class := self._find(sequence)) is not None:
+            its_class.queue.charge_output(sequence, num_tokens)
 
     @property
     def num_late(self) -> int:
@@ -115,74 +152,16 @@ class QueueOrder(Stateful, ABC):
     def learn(self, overhead_s: float, seconds_per_token: float) -> None:
         """Updates ``estimate``."""
 
-
-class PriorityOrder(QueueOrder):
-    """Orders by priority with ageing, then by the tenants' counters, then by arrival. See the module's docstring."""
-
-    STATE = ("_classes", "_idle", "_oldest", "_num_sequences")
-
-    def __init__(self, ageing_s: float = DEFAULT_AGEING_S, *, fairness: bool = True) -> None:
-        self._ageing_s = ageing_s
-        self._fairness = fairness
-        self._classes: dict[int, _PriorityClass] = {}
-        self._idle: OrderedDict[int, _PriorityClass] = OrderedDict()
-        self._oldest: KeyedHeap[int] = KeyedHeap()
-        self._num_sequences = 0
-
-    def __len__(self) -> int:
-        return self._num_sequences
-
-    def __iter__(self) -> Iterator[Sequence]:
-        """Iterates over the waiting sequences in no particular order."""
-        for its_class in self._classes.values():
-            yield from its_class.by_arrival
-
-    def add(self, sequence: Sequence) -> None:
-        priority = sequence.request.priority
-        its_class = self._classes.get(priority)
-        if its_class is None:
-            its_class = self._idle.pop(priority, None) or _PriorityClass(self._fairness)
-            self._classes[priority] = its_class
-        its_class.by_arrival.set(sequence, sequence.arrival_index)
-        its_class.queue.add(sequence, sequence.arrival_index)
-        self._num_sequences += 1
-        self._update_oldest(priority, its_class)
-
-    def remove(self, sequence: Sequence) -> None:
-        priority = sequence.request.priority
-        its_class = self._classes[priority]
-        its_class.by_arrival.remove(sequence)
-        its_class.queue.remove(sequence)
-        self._num_sequences -= 1
-        self._update_oldest(priority, its_class)
-
-    def first(self, now: float) -> Sequence:
-        return self._classes[self._oldest.first()].queue.first()
-
-    def start(self, sequence: Sequence) -> None:
-        self.remove(sequence)
-        self.charge_input(sequence)
-
-    def charge_input(self, sequence: Sequence) -> None:
-        """Charges a prompt to its tenant."""
-        if (its_class := self._find(sequence)) is not None:
-            its_class.queue.charge_input(sequence)
-
-    def charge_output(self, sequence: Sequence, num_tokens: int) -> None:
-        if (its_class := self._find(sequence)) is not None:
-            its_class.queue.charge_output(sequence, num_tokens)
-
     def _find(self, sequence: Sequence) -> _PriorityClass | None:
         priority = sequence.request.priority
         return self._classes.get(priority) or self._idle.get(priority)
 
-    def restore(self, state: Any, sequences: Sequences) -> None:
+    def restore(self, state: Any, sequences: Sequences) -> None:  # `_classes` and `_idle` contain new parts
         for name, classes in (("_classes", self._classes), ("_idle", self._idle)):
             for priority, saved in state[name]["dict"]:
                 classes[priority] = _PriorityClass(self._fairness)
                 classes[priority].restore(saved, sequences)
-        self._oldest.restore(state["_oldest"], sequences)
-        self._num_sequences = state["_num_sequences"]
+        self.restore_attributes(self.STATE[2:], state, sequences)
 
     def _update_oldest(self, priority: int, its_class: _PriorityClass) -> None:
         """Updates the key of a class whose oldest sequence may have changed. Makes an empty class idle."""
@@ -214,29 +193,23 @@ class _PriorityClass(Stateful):
 class FairQueue(Stateful):
     """Waiting sequences by tenant. The tenant with the least counter is first, then its sequence with the least key."""
 
-    STATE = ("_counters", "_tenants", "_num_sequences")
+    STATE = ("_counters", "_tenants")
 
     def __init__(self, fairness: bool) -> None:
         self._fairness = fairness
         self._tenants: dict[str, KeyedHeap[Sequence]] = {}
         self._counters = VirtualTokenCounters()
-        self._num_sequences = 0
-
-    def __len__(self) -> int:
-        return self._num_sequences
 
     def add(self, sequence: Sequence, key: Any) -> None:
         """Adds a sequence. ``key`` orders the sequences of a tenant, and tenants with equal counters."""
         tenant = self._tenant(sequence)
         self._tenants.setdefault(tenant, KeyedHeap()).set(sequence, key)
-        self._num_sequences += 1
         self._update_counters(tenant)
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence. Raises KeyError if it is not in the queue."""
         tenant = self._tenant(sequence)
         self._tenants[tenant].remove(sequence)
-        self._num_sequences -= 1
         self._update_counters(tenant)
 
     def first(self) -> Sequence:
@@ -258,7 +231,6 @@ class FairQueue(Stateful):
             self._tenants[tenant] = KeyedHeap()
             self._tenants[tenant].restore(saved, sequences)
         self._counters.restore(state["_counters"], sequences)
-        self._num_sequences = state["_num_sequences"]
 
     def _tenant(self, sequence: Sequence) -> str:
         return sequence.request.tenant if self._fairness else ""
@@ -330,3 +302,64 @@ class VirtualTokenCounters(Stateful):
         idle = sorted((counter, tenant) for tenant, counter in counters.items() if tenant not in waiting)
         for _, tenant in idle[: -MAX_IDLE_TENANTS // 2]:
             del counters[tenant]
+
+
+class KeyedHeap(Stateful, Generic[_Item]):
+    """Items by key, the least key first. Among equal keys the item that was set first comes first.
+
+    A removed item, or an item with a new key, leaves its old entry in the heap. The entry is dropped when it reaches
+    the top, or when old entries are more than half of the heap. Operations cost O(log n) amortised, memory is O(n).
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[Any, int, _Item]] = []
+        self._entries: dict[_Item, tuple[Any, int, _Item]] = {}
+        self._num_sets = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, item: _Item) -> bool:
+        return item in self._entries
+
+    def __iter__(self) -> Iterator[_Item]:
+        """Iterates in the order in which the items were first set, not in the order of keys."""
+        return iter(self._entries)
+
+    def set(self, item: _Item, key: Any) -> None:
+        """Adds an item, or gives it another key."""
+        self._num_sets += 1
+        entry = self._entries[item] = (key, self._num_sets, item)
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entries) + _SLACK:
+            self._heap = list(self._entries.values())
+            heapq.heapify(self._heap)
+
+    def remove(self, item: _Item) -> None:
+        """Removes an item. Raises KeyError if it is not in the heap."""
+        del self._entries[item]
+        if not self._entries:
+            self._heap.clear()
+
+    def key(self, item: _Item) -> Any:
+        """Returns the key of an item in the heap."""
+        return self._entries[item][0]
+
+    def first(self) -> _Item:
+        """Returns the item with the least key. Raises IndexError if the heap is empty."""
+        heap, entries = self._heap, self._entries
+        while entries.get(heap[0][2]) is not heap[0]:
+            heapq.heappop(heap)
+        return heap[0][2]
+
+    def snapshot(self) -> list[Any]:
+        """Returns the number of ``set`` calls, then ``[item, key, number of its last set call]`` of each item."""
+        return [self._num_sets, *([save(item), save(key), number] for key, number, item in self._entries.values())]
+
+    def restore(self, state: list[Any], sequences: Sequences) -> None:
+        self._num_sets, *entries = state
+        for saved, key, number in entries:
+            item: _Item = load(saved, sequences)
+            self._entries[item] = (load(key, sequences), number, item)
+        self._heap = list(self._entries.values())
+        heapq.heapify(self._heap)

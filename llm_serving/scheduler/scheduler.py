@@ -26,21 +26,22 @@ from llm_serving.request import FinishReason, Request
 from llm_serving.scheduler.admission import make_admission
 from llm_serving.scheduler.batching import make_batching_mode
 from llm_serving.scheduler.block_supply import make_block_supply
-from llm_serving.scheduler.composer import StepComposer
 from llm_serving.scheduler.figures import Capacity, Figures
 from llm_serving.scheduler.intake import Intake
-from llm_serving.scheduler.lifecycle import Lifecycle, shape_error
+from llm_serving.scheduler.lifecycle import Lifecycle
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
-from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind, StepResult
-from llm_serving.scheduler.policies import Chunked, DecodeFirst, Fcfs, PrefillFirst, SchedulingPolicy
-from llm_serving.scheduler.preemption import Preemption, PreemptionChoice
+from llm_serving.scheduler.mixed import Chunked, MixedComposer
+from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepResult
+from llm_serving.scheduler.policies import DecodeFirst, Fcfs, PrefillFirst, SchedulingPolicy
+from llm_serving.scheduler.preemption import Preemption
 from llm_serving.scheduler.running import RunningSet
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo import Slo
 from llm_serving.scheduler.slo_order import make_order
 from llm_serving.scheduler.snapshot import RequestCodec, Stateful, load_sequence, save_sequence
 from llm_serving.scheduler.starting import Starter
-from llm_serving.scheduler.state import InFlightStep, InFlightSteps, SchedulerState
+from llm_serving.scheduler.state import InFlightSteps, SchedulerState
+from llm_serving.scheduler.swapping import Swapper
 
 __all__ = ["Scheduler"]
 
@@ -72,12 +73,12 @@ class Scheduler:
         self._in_flight = InFlightSteps()
         self._state = SchedulerState(limits, self._kv_cache, self._intake, self._running, self._in_flight)
         self._admission = make_admission(limits)
-        self._preemption_choice = PreemptionChoice(limits.preemption, limits.block_size)
-        self._preemption = Preemption(self._state, self._preemption_choice, self._admission)
+        self._swapper = Swapper(self._state) if limits.num_host_blocks else None
+        self._preemption = Preemption(self._state, self._swapper, self._admission)
         self._lifecycle = Lifecycle(self._state, self._supply, self._preemption, self._admission)
         batching = make_batching_mode(self._state)
         starter = Starter(self._state, batching, self._supply, self._admission)
-        composer = StepComposer(
+        composer = MixedComposer(
             self._state,
             starter,
             self._preemption.preempt,
@@ -87,6 +88,7 @@ class Scheduler:
         self._parts: dict[str, Stateful] = {
             "state": self._state,
             "preemption": self._preemption,
+            **({"swapper": self._swapper} if self._swapper is not None else {}),
             "admission": self._admission,
             "batching": batching,
             "composer": composer,
@@ -132,7 +134,7 @@ class Scheduler:
 
     def fail_all(self, error: str, now: float) -> list[RequestUpdate]:
         """Ends every request with ``FinishReason.ERROR``."""
-        return self._end_all(list(self._intake.sequences.values()), error, now)
+        return self._lifecycle.end_all(list(self._intake.sequences.values()), error, now)
 
     def take_ended(self) -> list[RequestUpdate]:
         """Returns the last updates of requests that ``schedule`` ended at their deadline, since the last call."""
@@ -143,22 +145,7 @@ class Scheduler:
     @property
     def figures(self) -> Figures:
         """The present figures. Any thread may read them; they may be a step apart from each other."""
-        state, kv_cache = self._state, self._kv_cache
-        num_running, num_swapped = len(self._running), len(state.swapped)
-        return Figures(
-            running=num_running,
-            waiting=max(0, len(self._intake.sequences) - num_running - num_swapped),
-            swapped=num_swapped,
-            preemptions=self._preemption.num_preemptions,
-            swaps=self._preemption.num_swaps,
-            total_blocks=kv_cache.num_usable_blocks,
-            free_blocks=kv_cache.num_free_blocks,
-            prefix_query_tokens=kv_cache.prefix_query_tokens,
-            prefix_hit_tokens=kv_cache.prefix_hit_tokens,
-            reserved_tokens=kv_cache.num_reserved_tokens,
-            held_tokens=self._running.num_held_tokens,
-            steps_in_flight=self._in_flight.num_steps,
-        )
+        return Figures.of(self._state, self._preemption)
 
     @property
     def num_preemptions(self) -> int:
@@ -226,11 +213,15 @@ class Scheduler:
         """
         deadline = self._intake.next_deadline
         if deadline is not None and deadline <= now:
-            self._lifecycle.end_expired(now)
+            for sequence in self._intake.expire(now):
+                self._state.note_ended(sequence)
             deadline = self._intake.next_deadline
         self._state.wakeup = deadline
+        swapper = self._swapper
+        if swapper is None:
+            return self._policy.next_step(now)
         # A composed step may preempt a sequence without steps in flight, whose blocks can move immediately.
-        return self._preemption.next_step() or self._policy.next_step(now) or self._preemption.next_step()
+        return swapper.next_step() or self._policy.next_step(now) or swapper.next_step()
 
     def next_wakeup(self, now: float) -> float | None:
         """Returns when to call ``schedule`` again although nothing happens: at the end of a batch's waiting time or at
@@ -248,28 +239,14 @@ class Scheduler:
         flight = self._in_flight.pop(result.seq)
         self._kv_cache.end_copies(flight.copies)
         self._policy.step_completed(flight.step, result)
-        self._preemption_choice.step_completed(flight.step, result)
+        if self._swapper is not None:
+            self._swapper.step_completed(flight.step, result)
         self._admission.step_completed()
-        updates = self._take(flight, result, now)
-        if self._running.num_leaving:
-            for sequence in flight.sequences:
-                self._preemption.settle(sequence)
-        return updates
+        return self._lifecycle.take_result(flight, result, now)
 
     def void_steps(self) -> list[int]:
-        """Returns the steps in flight whose requests have all ended, the last first. The executor may drop them.
-
-        A step is not in the list if a later step that stays uses one of its batch rows. That step would otherwise find
-        the state of a step that never ran.
-        """
-        void: list[int] = []
-        kept: set[Sequence] = set()
-        for flight in self._in_flight.latest_first():
-            if all(sequence.request.is_finished and sequence not in kept for sequence in flight.sequences):
-                void.append(flight.step.seq)
-            else:
-                kept.update(flight.sequences)
-        return void
+        """Returns the steps in flight whose requests have all ended, the last first. See ``InFlightSteps``."""
+        return self._in_flight.void_steps()
 
     def agent_lost(self, now: float) -> None:
         """Drops all steps in flight, because the KV cache and host memory are lost. All requests wait again."""
@@ -330,25 +307,3 @@ class Scheduler:
         for name, part in self._parts.items():
             part.restore(state["parts"][name], sequences)
         return num_lost
-
-    def _take(self, flight: InFlightStep, result: StepResult, now: float) -> list[RequestUpdate]:
-        error = result.error or shape_error(flight.step, result)
-        if error is not None:
-            for sequence in flight.sequences:
-                sequence.drop_tokens = True
-            return self._end_all(flight.sequences, error, now)
-        if result.aborted:
-            self._lifecycle.restart(flight.sequences, now)
-            return []
-        if flight.step.kind is StepKind.MOVE:
-            self._preemption.moved(flight.step.moves[0].kind, flight.sequences)
-            return []
-        return self._lifecycle.take_tokens(flight, result, now)
-
-    def _end_all(self, sequences: list[Sequence], error: str, now: float) -> list[RequestUpdate]:
-        updates = []
-        for sequence in sequences:
-            if not sequence.request.is_finished:
-                self._lifecycle.finish(sequence, FinishReason.ERROR, now)
-                updates.append(RequestUpdate(sequence.request, error=error))
-        return updates

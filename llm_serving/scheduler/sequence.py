@@ -1,15 +1,17 @@
-"""A sequence: the scheduler's record of one request, with its blocks and its steps in flight."""
+"""The scheduler's records of a request and of a step in flight."""
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
 
 from llm_serving.kvcache.kv_cache_manager import BlockCopy
 from llm_serving.kvcache.prefix_cache import PrefixMatch
 from llm_serving.kvcache.prefix_chain import PrefixChain
 from llm_serving.request import Request
+from llm_serving.scheduler.output import ScheduledStep
 
-__all__ = ["Sequence", "SequenceState"]
+__all__ = ["InFlightStep", "Sequence", "SequenceState"]
 
 
 class SequenceState(enum.Enum):
@@ -118,3 +120,15 @@ class Sequence:
         self.num_inflight_steps = 0
         self.num_inflight_decodes = 0
         self.drop_tokens = False
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightStep:
+    """A step in flight and its sequences: ``sequences[i]`` is sequence ``i`` of the step, or one that a MOVE moves."""
+
+    step: ScheduledStep
+    sequences: list[Sequence]
+    first_chunk: int
+    """Index of the first sequence that computes a part of its prompt. The sequences before it decode."""
+    copies: list[BlockCopy]
+    """Copies that the step makes. Their sources are held."""

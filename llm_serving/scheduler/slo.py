@@ -36,9 +36,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llm_serving.scheduler.composer import StepComposer
+from llm_serving.scheduler.mixed import MixedComposer, MixedPolicy
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason, StepResult
-from llm_serving.scheduler.policies import SchedulingPolicy
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo_order import LATE_SHARE, SloStarts
 from llm_serving.scheduler.snapshot import Stateful
@@ -68,12 +67,12 @@ class _Pace:
     """Maximum time of the step in any case, for all sequences."""
 
 
-class Slo(SchedulingPolicy):
+class Slo(MixedPolicy):
     """Composes a step when at most ``decode_steps_ahead`` steps are in flight."""
 
     STATE = ("_num_steps", "_model", "_starts")
 
-    def __init__(self, state: SchedulerState, composer: StepComposer) -> None:
+    def __init__(self, state: SchedulerState, composer: MixedComposer) -> None:
         super().__init__(state, composer)
         self._model = StepCostModel()
         self._num_steps = 0
@@ -86,13 +85,13 @@ class Slo(SchedulingPolicy):
         self._num_steps += 1
         can_start = state.intake and state.running.num_free_rows
         if not (can_start or state.running.num_prefilling) or not self._model.is_known:
-            return self._composer.mixed(limits.mixed_step_tokens, now, StepReason.BUDGET_SHARED)
+            return self._mixed.mixed(limits.mixed_step_tokens, now, StepReason.BUDGET_SHARED)
         pace = self._pace(now)
         budget = self._budget(pace, now)
         max_starts = self._max_starts(pace, now)
         self._starts.begin_step(max_starts, now)
         self._limit_intake(pace, budget, max_starts)
-        return self._composer.mixed(
+        return self._mixed.mixed(
             pace.num_decoding + budget,
             now,
             StepReason.BUDGET_CUT,

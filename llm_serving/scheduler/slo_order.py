@@ -11,7 +11,7 @@ On time
     An order by least slack would start the longest prompts first, and short prompts behind them would be late.)
 
 Late
-    Late requests come after those on time, in the order of ``PriorityOrder``. Otherwise, under overload, each request
+    Late requests come after those on time, in the order of ``QueueOrder``. Otherwise, under overload, each request
     would start shortly after its latest start, and all would be late. After ``LATE_SHARE - 1`` starts of requests on
     time, the next start goes to a late request. So late requests do not starve, and the others lose few starts.
 """
@@ -19,9 +19,8 @@ Late
 from __future__ import annotations
 
 from llm_serving.request import Request
-from llm_serving.scheduler.keyed_heap import KeyedHeap
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
-from llm_serving.scheduler.queue_order import DEFAULT_AGEING_S, FairQueue, PriorityOrder, QueueOrder
+from llm_serving.scheduler.queue_order import DEFAULT_AGEING_S, FairQueue, KeyedHeap, QueueOrder
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.snapshot import Stateful
 from llm_serving.scheduler.state import SchedulerState
@@ -45,14 +44,14 @@ _PLENTY = 0.5
 
 
 class SloOrder(QueueOrder):
-    """Orders requests by due time, late requests last. A late request stays late unless the estimate changes.
+    """Orders requests by due time. The base class has the late requests, which stay late unless the estimate changes.
 
     ``ttft_objective_s`` is for requests without an objective of their own.
     """
 
     STATE = (
-        *("_overhead_s", "_seconds_per_token", "_on_time", "_latest_starts", "_late"),
-        *("_starts_before_late", "_next_expected"),
+        *QueueOrder.STATE,
+        *("_overhead_s", "_seconds_per_token", "_on_time", "_latest_starts", "_starts_before_late", "_next_expected"),
     )
 
     def __init__(
@@ -63,24 +62,23 @@ class SloOrder(QueueOrder):
         fairness: bool = True,
         margin: float = DEFAULT_MARGIN,
     ) -> None:
+        super().__init__(ageing_s, fairness=fairness)
         self._ttft_objective_s = ttft_objective_s
-        self._ageing_s = ageing_s
         self._margin = margin
         self._overhead_s = 0.0
         self._seconds_per_token = 0.0
         self._on_time = FairQueue(fairness)
         self._latest_starts: KeyedHeap[Sequence] = KeyedHeap()
-        self._late = PriorityOrder(ageing_s, fairness=fairness)
         self._starts_before_late = 0
         self._next_expected = 0.0
 
     def __len__(self) -> int:
-        return len(self._on_time) + len(self._late)
+        return len(self._latest_starts) + self.num_late
 
     @property
     def num_late(self) -> int:
         """Number of requests that are known to be late. ``first`` updates it."""
-        return len(self._late)
+        return super().__len__()
 
     @property
     def estimate(self) -> tuple[float, float]:
@@ -126,26 +124,26 @@ class SloOrder(QueueOrder):
             self._latest_starts.remove(sequence)
             self._on_time.remove(sequence)
         else:
-            self._late.remove(sequence)
+            super().remove(sequence)
 
     def first(self, now: float) -> Sequence:
         self._move_late(now)
-        if not self._on_time or (self._late and self._starts_before_late >= LATE_SHARE - 1):
-            return self._late.first(now)
+        if not self._latest_starts or (self.num_late and self._starts_before_late >= LATE_SHARE - 1):
+            return super().first(now)
         return self._on_time.first()
 
     def start(self, sequence: Sequence) -> None:
-        if sequence not in self._latest_starts or not self._late:
+        if sequence not in self._latest_starts or not self.num_late:
             self._starts_before_late = 0
         else:
             self._starts_before_late += 1
         self.remove(sequence)
         self._on_time.charge_input(sequence)
-        self._late.charge_input(sequence)
+        self.charge_input(sequence)
 
     def charge_output(self, sequence: Sequence, num_tokens: int) -> None:
         self._on_time.charge_output(sequence, num_tokens)
-        self._late.charge_output(sequence, num_tokens)
+        super().charge_output(sequence, num_tokens)
 
     def _objective_s(self, request: Request) -> float:
         return self._ttft_objective_s if request.ttft_objective is None else request.ttft_objective
@@ -156,14 +154,14 @@ class SloOrder(QueueOrder):
         while latest_starts and latest_starts.key(latest_starts.first()) < now:
             sequence = latest_starts.first()
             self.remove(sequence)
-            self._late.add(sequence)
+            super().add(sequence)
 
     def _sort_again(self) -> None:
         """Makes all requests count as on time. The next call of ``first`` moves the late ones."""
         for sequence in self._latest_starts:
             self._latest_starts.set(sequence, self.latest_start(sequence))
-        for sequence in list(self._late):
-            self._late.remove(sequence)
+        for sequence in list(self):
+            super().remove(sequence)
             self.add(sequence)
 
 
@@ -237,4 +235,4 @@ def make_order(limits: SchedulerLimits) -> QueueOrder:
     """Creates the order in which requests start."""
     if limits.policy is Policy.SLO:
         return SloOrder(limits.ttft_objective, fairness=limits.fairness)
-    return PriorityOrder(fairness=limits.fairness)
+    return QueueOrder(fairness=limits.fairness)

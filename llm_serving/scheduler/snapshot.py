@@ -7,6 +7,7 @@ scheduler, whose constructor has made them. The flight recorder writes a snapsho
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar, Protocol
 
 from llm_serving.kvcache.block_copy import BlockCopy
@@ -16,7 +17,7 @@ from llm_serving.kvcache.prefix_chain import PrefixChain
 from llm_serving.kvcache.prefix_index import PrefixIndex
 from llm_serving.request import Request
 from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepReason
-from llm_serving.scheduler.sequence import Sequence, SequenceState
+from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
 
 __all__ = [
     "RequestCodec",
@@ -24,18 +25,17 @@ __all__ = [
     "Stateful",
     "load",
     "load_sequence",
-    "load_step",
     "save",
     "save_sequence",
-    "save_step",
 ]
 
 Sequences = dict[int, Sequence]
 """Restored sequences by arrival index."""
 
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes})
-_SEQUENCE, _TUPLE, _DICT = "sequence", "tuple", "dict"
-"""Keys that mark a value which plain data cannot express: a sequence by its arrival index, a tuple, or a dict."""
+_SEQUENCE, _STEP, _TUPLE, _DICT = "sequence", "step", "tuple", "dict"
+"""Keys that mark a value which plain data cannot express: a sequence (by its arrival index), a step in flight, a tuple,
+or a dict."""
 _SEQUENCE_STATE = (
     *("arrival_index", "max_output_tokens", "on_host", "is_decoding", "restarts", "notes_tokens", "drop_tokens"),
     *("num_inflight_steps", "num_inflight_decodes", "last_chosen", "block_table", "host_table"),
@@ -64,7 +64,8 @@ class Stateful:
     __slots__ = ()
 
     STATE: ClassVar[tuple[str, ...]] = ()
-    """Names of the attributes that a snapshot contains: plain data, sequences, other parts, or containers of these.
+    """Names of the attributes that a snapshot contains: plain data, sequences, steps in flight, other parts, or
+    containers of these.
 
     A class with other attributes overrides both methods. A subclass adds its attributes to those of its base class.
     """
@@ -75,7 +76,11 @@ class Stateful:
 
     def restore(self, state: Any, sequences: Sequences) -> None:
         """Restores what ``snapshot`` returned. The part must be new. It may keep the containers in ``state``."""
-        for name in self.STATE:
+        self.restore_attributes(self.STATE, state, sequences)
+
+    def restore_attributes(self, names: Iterable[str], state: Any, sequences: Sequences) -> None:
+        """Restores some of the attributes of ``STATE``."""
+        for name in names:
             present = getattr(self, name)
             if isinstance(present, Stateful):
                 present.restore(state[name], sequences)
@@ -91,6 +96,8 @@ def save(value: Any) -> Any:
         return None if value.state is SequenceState.REMOVED else {_SEQUENCE: value.arrival_index}
     if isinstance(value, Stateful):
         return value.snapshot()
+    if isinstance(value, InFlightStep):
+        return {_STEP: _save_step(value)}
     if isinstance(value, tuple):
         return {_TUPLE: [save(item) for item in value]}
     if isinstance(value, dict):
@@ -109,6 +116,8 @@ def load(state: Any, sequences: Sequences) -> Any:
     ((kind, content),) = state.items()
     if kind == _SEQUENCE:
         return sequences[content]
+    if kind == _STEP:
+        return _load_step(content, sequences)
     if kind == _TUPLE:
         return tuple(load(item, sequences) for item in content)
     if kind == _DICT:
@@ -144,8 +153,9 @@ def load_sequence(state: dict[str, Any], codec: RequestCodec, kv_cache: KVCacheM
     return sequence
 
 
-def save_step(step: ScheduledStep) -> dict[str, Any]:
+def _save_step(flight: InFlightStep) -> dict[str, Any]:
     """Returns a step in flight as plain data without its tokens, which are not needed again."""
+    step = flight.step
     return {
         "seq": step.seq,
         "kind": step.kind.name,
@@ -156,14 +166,17 @@ def save_step(step: ScheduledStep) -> dict[str, Any]:
         "do_sample": step.do_sample.copy(),
         "sample_positions": step.sample_positions.copy(),
         "moves": [[move.kind.name, move.source, move.destination] for move in step.moves],
+        "sequences": [sequence.arrival_index for sequence in flight.sequences],
+        "first_chunk": flight.first_chunk,
+        "copies": [[copy.source, copy.destination] for copy in flight.copies],
     }
 
 
-def load_step(state: dict[str, Any], sequences: list[Sequence]) -> ScheduledStep:
-    """Returns the step of ``sequences`` that ``save_step`` saved, with zeros instead of its tokens."""
-    kind = StepKind[state["kind"]]
-    in_step = [] if kind is StepKind.MOVE else sequences
-    return ScheduledStep(
+def _load_step(state: dict[str, Any], sequences: Sequences) -> InFlightStep:
+    """Returns the step that ``_save_step`` saved, with zeros instead of its tokens."""
+    kind, in_flight = StepKind[state["kind"]], [sequences[index] for index in state["sequences"]]
+    in_step = [] if kind is StepKind.MOVE else in_flight
+    step = ScheduledStep(
         state["seq"],
         kind,
         requests=[sequence.request for sequence in in_step],
@@ -175,6 +188,7 @@ def load_step(state: dict[str, Any], sequences: list[Sequence]) -> ScheduledStep
         do_sample=state["do_sample"],
         sample_positions=state["sample_positions"],
         restarts=[False] * len(state["rows"]),
-        moves=[BlockMove(MoveKind[kind], source, target) for kind, source, target in state["moves"]],
+        moves=[BlockMove(MoveKind[name], source, target) for name, source, target in state["moves"]],
         reason=StepReason[state["reason"]],
     )
+    return InFlightStep(step, in_flight, state["first_chunk"], [BlockCopy(*pair) for pair in state["copies"]])

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import islice
 
 from llm_serving.request import RequestStatus
-from llm_serving.scheduler.block_supply import BlockSupply
+from llm_serving.scheduler.running import BlockSupply
 from llm_serving.scheduler.sequence import Sequence
 from llm_serving.scheduler.slo_order import SloStarts
 from llm_serving.scheduler.snapshot import Stateful

@@ -5,17 +5,16 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from llm_serving.kvcache.kv_cache_manager import BlockCopy, KVCacheManager
 from llm_serving.scheduler.intake import Intake
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind
 from llm_serving.scheduler.running import RunningSet
-from llm_serving.scheduler.sequence import Sequence
-from llm_serving.scheduler.snapshot import Sequences, Stateful, load_step, save_step
+from llm_serving.scheduler.sequence import InFlightStep, Sequence, SequenceState
+from llm_serving.scheduler.snapshot import Stateful
 
-__all__ = ["InFlightStep", "InFlightSteps", "SchedulerState"]
+__all__ = ["InFlightSteps", "SchedulerState"]
 
 
 @dataclass(slots=True)
@@ -73,6 +72,12 @@ class SchedulerState(Stateful):
         """Adds a sequence whose blocks are on the host."""
         insort(self.swapped, sequence, key=_arrival_index)
 
+    def note_ended(self, sequence: Sequence) -> None:
+        """Notes that a request has ended while it waited."""
+        sequence.state = SequenceState.REMOVED
+        self.num_started -= sequence.request.first_scheduled_time is not None
+        self.no_capacity = None  # the sequence may be the one that found no capacity
+
     def wake_at(self, deadline: float) -> None:
         """Asks for a call of ``schedule`` at ``deadline`` or earlier."""
         self.wakeup = deadline if self.wakeup is None else min(self.wakeup, deadline)
@@ -82,20 +87,10 @@ def _arrival_index(sequence: Sequence) -> int:
     return sequence.arrival_index
 
 
-@dataclass(frozen=True, slots=True)
-class InFlightStep:
-    """A step in flight and its sequences: ``sequences[i]`` is sequence ``i`` of the step, or one that a MOVE moves."""
-
-    step: ScheduledStep
-    sequences: list[Sequence]
-    first_chunk: int
-    """Index of the first sequence that computes a part of its prompt. The sequences before it decode."""
-    copies: list[BlockCopy]
-    """Copies that the step makes. Their sources are held."""
-
-
 class InFlightSteps(Stateful):
     """The steps in flight by number. Also keeps the sequences' counts of steps in flight."""
+
+    STATE = ("_steps", "next_seq", "num_prefill_steps", "num_decode_steps")
 
     def __init__(self) -> None:
         self._steps: dict[int, InFlightStep] = {}
@@ -117,8 +112,20 @@ class InFlightSteps(Stateful):
     def __iter__(self) -> Iterator[InFlightStep]:
         return iter(self._steps.values())
 
-    def latest_first(self) -> Iterator[InFlightStep]:
-        return reversed(self._steps.values())
+    def void_steps(self) -> list[int]:
+        """Returns the steps whose requests have all ended, the last first. The executor may drop them.
+
+        A step is not in the list if a later step that stays uses one of its batch rows. That step would otherwise find
+        the state of a step that never ran.
+        """
+        void: list[int] = []
+        kept: set[Sequence] = set()
+        for flight in reversed(self._steps.values()):
+            if all(sequence.request.is_finished and sequence not in kept for sequence in flight.sequences):
+                void.append(flight.step.seq)
+            else:
+                kept.update(flight.sequences)
+        return void
 
     def __contains__(self, seq: int) -> bool:
         return seq in self._steps
@@ -164,26 +171,3 @@ class InFlightSteps(Stateful):
         self._steps.clear()
         self.num_prefill_steps = 0
         self.num_decode_steps = 0
-
-    def snapshot(self) -> dict[str, Any]:
-        steps = [
-            {
-                "step": save_step(flight.step),
-                "sequences": [sequence.arrival_index for sequence in flight.sequences],
-                "first_chunk": flight.first_chunk,
-                "copies": [[copy.source, copy.destination] for copy in flight.copies],
-            }
-            for flight in self._steps.values()
-        ]
-        return {"next_seq": self.next_seq, "steps": steps}
-
-    def restore(self, state: dict[str, Any], sequences: Sequences) -> None:
-        """See ``Stateful``. The sequences' own counts of steps in flight are restored with the sequences."""
-        self.next_seq = state["next_seq"]
-        for saved in state["steps"]:
-            its_sequences = [sequences[index] for index in saved["sequences"]]
-            step = load_step(saved["step"], its_sequences)
-            copies = [BlockCopy(*pair) for pair in saved["copies"]]
-            self._steps[step.seq] = InFlightStep(step, its_sequences, saved["first_chunk"], copies)
-            self.num_decode_steps += step.kind is StepKind.DECODE
-            self.num_prefill_steps += step.kind is StepKind.PREFILL or step.kind is StepKind.MIXED

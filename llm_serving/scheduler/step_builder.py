@@ -10,7 +10,7 @@ from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import BlockMove, History, MoveKind, ScheduledStep, StepKind, StepReason
 from llm_serving.scheduler.sequence import Sequence
 
-__all__ = ["ChunkPlan", "DecodeBatch", "build_decode", "build_mixed", "build_prefill"]
+__all__ = ["ChunkPlan", "DecodeBatch", "append_chunks", "build_decode", "build_prefill"]
 
 
 class ChunkPlan:
@@ -89,22 +89,7 @@ def build_prefill(seq: int, reason: StepReason, plan: ChunkPlan) -> ScheduledSte
     If a chunk ends with the last known token, the step samples the next one. All sequences have batch rows and blocks.
     """
     step = ScheduledStep(seq, StepKind.PREFILL, reason=reason)
-    _append_chunks(step, plan)
-    return step
-
-
-def build_mixed(seq: int, reason: StepReason, batch: DecodeBatch, plan: ChunkPlan) -> ScheduledStep:
-    """Builds a step with one token of each decoding sequence, then the chunks of the plan."""
-    step = build_decode(seq, reason, batch)
-    step.kind = StepKind.MIXED
-    # The steps of a batch share these columns. This step extends them, so it needs its own lists.
-    step.requests = list(step.requests)
-    step.rows = list(step.rows)
-    step.query_lens = list(step.query_lens)
-    step.block_tables = list(step.block_tables)
-    step.do_sample = list(step.do_sample)
-    step.restarts = list(step.restarts)
-    _append_chunks(step, plan)
+    append_chunks(step, plan)
     return step
 
 
@@ -136,7 +121,8 @@ def build_decode(seq: int, reason: StepReason, batch: DecodeBatch) -> ScheduledS
     return step
 
 
-def _append_chunks(step: ScheduledStep, plan: ChunkPlan) -> None:
+def append_chunks(step: ScheduledStep, plan: ChunkPlan) -> None:
+    """Appends the chunks of a plan to a step, and counts their tokens as computed."""
     for sequence, query_len in zip(plan.sequences, plan.query_lens, strict=True):
         request, start = sequence.request, sequence.request.num_computed_tokens
         end = start + query_len

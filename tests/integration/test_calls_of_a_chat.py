@@ -43,7 +43,7 @@ POINTS = (
     "agent/sampler.py:Sampler.sample",
     "agent/server.py:AgentServer.send",
     "llm_serving/executor/step_slots.py:_read_result",
-    "llm_serving/scheduler/lifecycle.py:Lifecycle.take_tokens",
+    "llm_serving/scheduler/lifecycle.py:Lifecycle.take_result",
     "llm_serving/engine/detokenizer.py:IncrementalDetokenizer.append",
     "llm_serving/engine/async_engine.py:AsyncEngine._deliver",
     "llm_serving/server/openai_chat.py:ChatStream.events",

@@ -10,7 +10,7 @@ from llm_serving.scheduler.queue_order import (
     INPUT_WEIGHT,
     MAX_IDLE_TENANTS,
     OUTPUT_WEIGHT,
-    PriorityOrder,
+    QueueOrder,
     VirtualTokenCounters,
 )
 from llm_serving.scheduler.sequence import Sequence
@@ -67,7 +67,7 @@ def test_idle_tenants_are_forgotten_those_that_owe_least_first() -> None:
 class SmallServer:
     """Continuous batching over a pool of tokens: who got how much service, step by step."""
 
-    def __init__(self, order: PriorityOrder, pool: int) -> None:
+    def __init__(self, order: QueueOrder, pool: int) -> None:
         self.order = order
         self.pool = pool
         self.running: dict[Sequence, int] = {}
@@ -108,7 +108,7 @@ BOUND = 2 * max(INPUT_WEIGHT * LONGEST_PROMPT, OUTPUT_WEIGHT * POOL)
 
 def backlogged_run(seed: int, fairness: bool) -> list[int]:
     """How far tenant a is ahead of b, both with requests waiting all the time, after each step; c comes and goes."""
-    rng, new, order = random.Random(seed), Arrivals(), PriorityOrder(fairness=fairness)
+    rng, new, order = random.Random(seed), Arrivals(), QueueOrder(fairness=fairness)
     server = SmallServer(order, POOL)
     # What a and b send differs as much as it can: a few long prompts against many short ones.
     sizes = {"a": (LONGEST_PROMPT, rng.choice([1, 40])), "b": (rng.choice([1, 5]), rng.choice([2, 30])), "c": (9, 9)}
@@ -138,7 +138,7 @@ def test_without_counters_it_differs_by_more() -> None:
 
 
 def test_a_tenant_that_floods_does_not_keep_another_waiting() -> None:
-    new, order = Arrivals(), PriorityOrder()
+    new, order = Arrivals(), QueueOrder()
     for _ in range(1000):
         order.add(new.next(10, tenant="flood"))
     server = SmallServer(order, POOL)
@@ -151,7 +151,7 @@ def test_a_tenant_that_floods_does_not_keep_another_waiting() -> None:
 
 
 def test_what_idling_would_have_got_is_not_saved_up() -> None:
-    new, order = Arrivals(), PriorityOrder()
+    new, order = Arrivals(), QueueOrder()
     server = SmallServer(order, POOL)
     for _ in range(400):
         order.add(new.next(10, tenant="busy"))
@@ -168,7 +168,7 @@ def test_what_idling_would_have_got_is_not_saved_up() -> None:
 def test_a_waiting_request_sees_nobody_get_more_than_its_tenant_by_twice_the_bound() -> None:
     """Against tenants that come and go as they like, the paper's bound for one that is backlogged is twice as wide."""
     for seed in range(8):
-        rng, new, order = random.Random(seed), Arrivals(), PriorityOrder()
+        rng, new, order = random.Random(seed), Arrivals(), QueueOrder()
         server = SmallServer(order, POOL)
         for _ in range(30):
             order.add(new.next(LONGEST_PROMPT, max_tokens=20, tenant="patient"))

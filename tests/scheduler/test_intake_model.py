@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from llm_serving.scheduler.queue_order import PriorityOrder
+from llm_serving.scheduler.queue_order import QueueOrder
 from llm_serving.scheduler.sequence import Sequence
 from support.waiting_sequences import Arrivals, make_intake, pop, put
 
@@ -71,7 +71,7 @@ class Model:
 class IntakeMachine(RuleBasedStateMachine):
     @initialize(ageing_s=st.sampled_from([0.0, 0.5, 2.0, 1000.0]), fairness=st.booleans())
     def start_empty(self, ageing_s: float, fairness: bool) -> None:
-        self.intake = make_intake(1000, None, PriorityOrder(ageing_s, fairness=fairness))
+        self.intake = make_intake(1000, None, QueueOrder(ageing_s, fairness=fairness))
         self.model = Model(ageing_s, fairness)
         self.new = Arrivals()
         self.now = 0.0

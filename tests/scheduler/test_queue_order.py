@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llm_serving.scheduler.queue_order import MAX_IDLE_CLASSES, PriorityOrder
+from llm_serving.scheduler.queue_order import MAX_IDLE_CLASSES, QueueOrder
 from llm_serving.scheduler.sequence import Sequence
 from support.waiting_sequences import Arrivals
 
 
-def start_all(order: PriorityOrder) -> list[int]:
+def start_all(order: QueueOrder) -> list[int]:
     started = []
     while len(order):
         sequence = order.first(0.0)
@@ -22,8 +22,8 @@ def start_all(order: PriorityOrder) -> list[int]:
     return started
 
 
-def order_of(sequences: list[Sequence], ageing_s: float = 10.0, *, fairness: bool = True) -> PriorityOrder:
-    order = PriorityOrder(ageing_s, fairness=fairness)
+def order_of(sequences: list[Sequence], ageing_s: float = 10.0, *, fairness: bool = True) -> QueueOrder:
+    order = QueueOrder(ageing_s, fairness=fairness)
     for sequence in sequences:
         order.add(sequence)
     return order
@@ -78,7 +78,7 @@ def test_a_debt_outlives_an_empty_queue() -> None:
 
 
 def test_any_number_of_priorities_leaves_a_bounded_number_of_classes() -> None:
-    new, order = Arrivals(), PriorityOrder()
+    new, order = Arrivals(), QueueOrder()
     for priority in range(3 * MAX_IDLE_CLASSES):
         order.add(new.next(priority=priority))
         order.start(order.first(0.0))
@@ -104,7 +104,7 @@ def test_with_one_tenant_the_order_is_by_arrival_and_priority_in_seconds(
     assert start_all(order_of(sequences, ageing_s)) == [sequence.arrival_index for sequence in by_rule]
 
 
-def urgent_load(seed: int, order: PriorityOrder) -> Iterator[tuple[Sequence, list[Sequence]]]:
+def urgent_load(seed: int, order: QueueOrder) -> Iterator[tuple[Sequence, list[Sequence]]]:
     """A request of priority 3 under more urgent ones, twice as many as can start, until it starts: what starts, and
     what waited then."""
     rng, new, now = random.Random(seed), Arrivals(), 0.0
@@ -125,7 +125,7 @@ def urgent_load(seed: int, order: PriorityOrder) -> Iterator[tuple[Sequence, lis
 
 def test_nothing_that_comes_later_than_the_ageing_allows_goes_first() -> None:
     for seed in range(8):
-        starts = list(urgent_load(seed, PriorityOrder(10.0, fairness=False)))
+        starts = list(urgent_load(seed, QueueOrder(10.0, fairness=False)))
         assert len(starts) > 80, "it waited for those that were ahead of it"
         for started, _ in starts:
             assert started.request.arrival_time <= 10.0 * (3 - started.request.priority)
@@ -133,7 +133,7 @@ def test_nothing_that_comes_later_than_the_ageing_allows_goes_first() -> None:
 
 def test_with_tenants_a_class_goes_first_only_while_it_has_one_that_may() -> None:
     for seed in range(8):
-        starts = list(urgent_load(seed, PriorityOrder(10.0)))
+        starts = list(urgent_load(seed, QueueOrder(10.0)))
         assert len(starts) > 80
         for started, waiting in starts:
             priority = started.request.priority

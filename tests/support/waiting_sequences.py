@@ -6,7 +6,7 @@ from itertools import count
 from typing import Any
 
 from llm_serving.scheduler.intake import Intake
-from llm_serving.scheduler.queue_order import PriorityOrder, QueueOrder
+from llm_serving.scheduler.queue_order import QueueOrder
 from llm_serving.scheduler.sequence import Sequence
 from support.fakes import make_limits, make_request
 
@@ -31,7 +31,7 @@ class Arrivals:
 def make_intake(max_requests: int = 8, max_tokens: int | None = None, order: QueueOrder | None = None) -> Intake:
     """Returns an empty intake with these admission limits."""
     limits = make_limits(max_waiting_requests=max_requests, max_waiting_tokens=max_tokens)
-    return Intake(limits, PriorityOrder() if order is None else order)
+    return Intake(limits, QueueOrder() if order is None else order)
 
 
 def put(intake: Intake, *sequences: Sequence) -> None:

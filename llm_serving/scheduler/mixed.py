@@ -1,0 +1,116 @@
+"""Mixed steps, which have decoding sequences and chunks of prompts, and policy ``chunked``, which uses no other steps.
+
+Stall-free batching (Sarathi-Serve, Agrawal et al. 2024): no sequence waits for a whole prompt.
+"""
+
+from __future__ import annotations
+
+from llm_serving.scheduler.composer import StepComposer
+from llm_serving.scheduler.output import ScheduledStep, StepKind, StepReason
+from llm_serving.scheduler.policies import SchedulingPolicy
+from llm_serving.scheduler.sequence import Sequence
+from llm_serving.scheduler.slo_order import SloStarts
+from llm_serving.scheduler.state import SchedulerState
+from llm_serving.scheduler.step_builder import ChunkPlan, DecodeBatch, append_chunks, build_decode
+
+__all__ = ["Chunked", "MixedComposer", "MixedPolicy"]
+
+_MIN_CHUNK = 16
+"""Tokens of a mixed step that prompts get even if decoding sequences use the whole budget. So prompts never stop."""
+
+_MAX_STEPS_WITHOUT_PROMPTS = 8
+"""Number of steps that decoding sequences may fill to the last token while prompts wait. Then comes a prefill step."""
+
+
+class MixedComposer(StepComposer):
+    """Composes mixed steps too."""
+
+    STATE = (*StepComposer.STATE, "_num_without_prompts")
+
+    _num_without_prompts = 0
+    """Number of steps that decoding sequences have filled while prompts waited."""
+
+    def mixed(
+        self,
+        budget: int,
+        now: float,
+        reason: StepReason,
+        *,
+        starts: SloStarts | None = None,
+        late: frozenset[Sequence] = frozenset(),
+    ) -> ScheduledStep | None:
+        """Returns a step of about ``budget`` tokens: all sequences that can decode, then prompts.
+
+        Returns None if there is nothing to run.
+
+        ``starts`` decides which requests may start. ``late`` prompts get the tokens that no other prompt can use.
+        """
+        if self._num_without_prompts >= _MAX_STEPS_WITHOUT_PROMPTS:
+            self._num_without_prompts = 0
+            plan = self._mixed_plan([], budget, now, starts, late)
+            if plan:
+                return self._send_prefill(plan, StepReason.PROMPT_OVERDUE)
+        decoding = self._decoding_sequences(now)
+        plan = self._mixed_plan(decoding, budget, now, starts, late)
+        if not plan:
+            return self._send_decode(decoding, StepReason.ROWS_READY) if decoding else None
+        if not decoding:
+            return self._send_prefill(plan, StepReason.PROMPT_READY)
+        in_flight = self._state.in_flight
+        step = _build(in_flight.next_seq, reason, self._columns(decoding), plan)
+        sequences = [*decoding, *plan.sequences]
+        return in_flight.add(step, sequences, first_chunk=len(decoding), copies=self._note_chunks(plan))
+
+    def _mixed_plan(
+        self, decoding: list[Sequence], budget: int, now: float, starts: SloStarts | None, late: frozenset[Sequence]
+    ) -> ChunkPlan:
+        state, limits = self._state, self._state.limits
+        num_tokens = limits.max_num_batched_tokens - len(decoding)
+        if decoding:
+            num_tokens = min(num_tokens, max(budget - len(decoding), _MIN_CHUNK))
+        history = sum(s.request.num_tokens for s in decoding if s.restarts and s.request.sampling.has_penalties)
+        plan = ChunkPlan(limits, num_tokens, history)
+        self._continue_prompts(plan, skip=late)
+        self._starter.fill(plan, now, whole=False, starts=starts)
+        if late:
+            self._continue_prompts(plan, skip=frozenset(plan.sequences))
+        if num_tokens <= 0 and (state.running.num_prefilling or state.intake):
+            self._num_without_prompts += 1
+        return plan
+
+
+def _build(seq: int, reason: StepReason, batch: DecodeBatch, plan: ChunkPlan) -> ScheduledStep:
+    """Builds a step with one token of each decoding sequence, then the chunks of the plan."""
+    step = build_decode(seq, reason, batch)
+    step.kind = StepKind.MIXED
+    # The steps of a batch share these columns. This step extends them, so it needs its own lists.
+    step.requests = list(step.requests)
+    step.rows = list(step.rows)
+    step.query_lens = list(step.query_lens)
+    step.block_tables = list(step.block_tables)
+    step.do_sample = list(step.do_sample)
+    step.restarts = list(step.restarts)
+    append_chunks(step, plan)
+    return step
+
+
+class MixedPolicy(SchedulingPolicy):
+    """A policy that uses mixed steps."""
+
+    def __init__(self, state: SchedulerState, composer: MixedComposer) -> None:
+        super().__init__(state, composer)
+        self._mixed = composer
+
+
+class Chunked(MixedPolicy):
+    """``chunked``: each step has all sequences that can decode, and prompts fill the rest of a token budget.
+
+    The time between tokens is at most the time of a step of ``chunk_tokens`` tokens. Steps run in the order in which
+    they were scheduled.
+    """
+
+    def next_step(self, now: float) -> ScheduledStep | None:
+        limits = self._state.limits
+        if self._state.in_flight.num_compute_steps > limits.decode_steps_ahead:
+            return None
+        return self._mixed.mixed(limits.mixed_step_tokens, now, StepReason.BUDGET_SHARED)

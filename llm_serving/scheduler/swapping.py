@@ -1,0 +1,185 @@
+"""Swapping: moves the blocks of preempted sequences to the host pool and back, in MOVE steps.
+
+On the path to the host, a sequence is LEAVING: its steps in flight complete, then its blocks are copied, then they are
+free. On the path back it is RUNNING, but neither in prefill nor decoding until its blocks are back. So no other step in
+flight uses a block that a MOVE step reads or writes.
+"""
+
+from __future__ import annotations
+
+from llm_serving.request import RequestStatus
+from llm_serving.scheduler.limits import PreemptionKind
+from llm_serving.scheduler.output import BlockMove, MoveKind, ScheduledStep, StepKind, StepReason, StepResult
+from llm_serving.scheduler.sequence import Sequence, SequenceState
+from llm_serving.scheduler.snapshot import Stateful
+from llm_serving.scheduler.state import SchedulerState
+
+__all__ = ["PreemptionChoice", "Swapper"]
+
+_KEEP = 1 - 1 / 32
+"""Weight of the past against the next step: about the last 32 steps count."""
+
+
+class _Rate(Stateful):
+    """Seconds per unit of work. The latest steps weigh most."""
+
+    STATE = ("_seconds", "_units")
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._units = 0.0
+
+    def note(self, seconds: float, units: int) -> None:
+        self._seconds = self._seconds * _KEEP + seconds
+        self._units = self._units * _KEEP + units
+
+    @property
+    def seconds_per_unit(self) -> float | None:
+        """None before the first measurement."""
+        return self._seconds / self._units if self._units else None
+
+
+class PreemptionChoice(Stateful):
+    """Chooses between recompute and swap by ``scheduler_config.preemption``.
+
+    ``auto`` swaps if moving the blocks out and back takes less time than computing the tokens again. Before the first
+    measurements it also swaps, to get them.
+    """
+
+    STATE = ("_prefill", "_move")
+
+    def __init__(self, kind: PreemptionKind, block_size: int) -> None:
+        self._kind = kind
+        self._block_size = block_size
+        self._prefill = _Rate()
+        self._move = _Rate()
+
+    def prefers_swap(self, sequence: Sequence) -> bool:
+        """Returns True if a running sequence is swapped, provided that the host pool has blocks."""
+        if self._kind is not PreemptionKind.AUTO:
+            return self._kind is PreemptionKind.SWAP
+        token_s, block_s = self._prefill.seconds_per_unit, self._move.seconds_per_unit
+        if token_s is None or block_s is None:
+            return True
+        num_tokens = sequence.request.num_computed_tokens
+        return 2 * -(-num_tokens // self._block_size) * block_s < num_tokens * token_s
+
+    def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
+        """Learns the time per token and per moved block."""
+        seconds = result.graph_us / 1e6
+        if result.aborted or result.error is not None or seconds <= 0.0:
+            return
+        if step.kind is StepKind.PREFILL or step.kind is StepKind.MIXED:
+            self._prefill.note(seconds, step.num_tokens)
+        elif step.kind is StepKind.MOVE:
+            self._move.note(seconds, len(step.moves))
+
+
+class Swapper(Stateful):
+    """Owns the host blocks: ``prepare`` gives them to a sequence, ``drop`` takes them back."""
+
+    STATE = ("_choice", "_leaving_for_host")
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._choice = PreemptionChoice(state.limits.preemption, state.limits.block_size)
+        self._leaving_for_host: list[Sequence] = []
+        """Sequences whose blocks the next MOVE step copies to the host."""
+
+    def prepare(self, sequence: Sequence) -> bool:
+        """Returns True if a sequence that is preempted will be swapped. Then it has host blocks.
+
+        A sequence that was coming back from the host still has them.
+        """
+        if sequence.on_host:
+            return True
+        kv_cache = self._state.kv_cache
+        if not self._choice.prefers_swap(sequence):
+            return False
+        host_table = kv_cache.host_allocate(kv_cache.blocks_for(sequence.request.num_computed_tokens))
+        if not host_table:
+            return False
+        sequence.host_table = host_table
+        return True
+
+    def send_out(self, sequence: Sequence) -> None:
+        """Lets the next MOVE step copy the blocks of a LEAVING sequence. No step in flight uses them."""
+        if sequence not in self._leaving_for_host:
+            self._leaving_for_host.append(sequence)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes the host blocks of a sequence back. No MOVE step in flight uses them."""
+        if sequence.host_table:
+            self._state.kv_cache.host_free(sequence.host_table)
+            sequence.host_table = []
+        sequence.on_host = False
+        if sequence in self._leaving_for_host:
+            self._leaving_for_host.remove(sequence)
+
+    def next_step(self) -> ScheduledStep | None:
+        """Returns the next MOVE step or None. Moves to the host go first, because other sequences need the blocks."""
+        if self._leaving_for_host and (step := self._move_out()) is not None:
+            return step
+        return self._move_in() if self._state.swapped else None
+
+    def moved(self, kind: MoveKind, sequences: list[Sequence]) -> None:
+        """Notes that a MOVE step has completed."""
+        for sequence in sequences:
+            if kind is MoveKind.SWAP_OUT:
+                sequence.on_host = True
+            elif sequence.state is SequenceState.RUNNING:
+                self.drop(sequence)
+                self._resume(sequence)
+            # A sequence that was preempted while it came back keeps its host blocks.
+
+    def step_completed(self, step: ScheduledStep, result: StepResult) -> None:
+        """Learns the rates for ``preemption: auto``."""
+        self._choice.step_completed(step, result)
+
+    def _move_out(self) -> ScheduledStep | None:
+        sequences: list[Sequence] = []
+        moves: list[BlockMove] = []
+        max_moves, leaving = self._state.limits.max_moves, self._leaving_for_host
+        while leaving and len(moves) + len(leaving[0].host_table) <= max_moves:
+            sequence = leaving.pop(0)
+            sequences.append(sequence)
+            pairs = zip(sequence.block_table, sequence.host_table, strict=False)  # blocks without tokens are not copied
+            moves += [BlockMove(MoveKind.SWAP_OUT, block, host) for block, host in pairs]
+        return self._send(moves, sequences, StepReason.SWAP_OUT) if moves else None
+
+    def _move_in(self) -> ScheduledStep | None:
+        """Brings the oldest swapped sequences back, as many as there is capacity for."""
+        state = self._state
+        sequences: list[Sequence] = []
+        moves: list[BlockMove] = []
+        while state.swapped and not self._must_wait(state.swapped[0]):
+            sequence = state.swapped[0]
+            exceeds = len(moves) + len(sequence.host_table) > state.limits.max_moves
+            if exceeds or not state.running.return_from_host(sequence, state.limits.watermark_blocks):
+                break
+            del state.swapped[0]
+            sequence.request.status = RequestStatus.RUNNING
+            sequence.notes_tokens = True
+            sequences.append(sequence)
+            pairs = zip(sequence.host_table, sequence.block_table, strict=False)
+            moves += [BlockMove(MoveKind.SWAP_IN, host, block) for host, block in pairs]
+        return self._send(moves, sequences, StepReason.SWAP_IN) if moves else None
+
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """Returns True if an older sequence must start first, or if a preempted sequence is still leaving."""
+        if self._state.running.num_preempted_leaving:
+            return True
+        first = self._state.intake.first_preempted
+        return first is not None and first.arrival_index < sequence.arrival_index
+
+    def _send(self, moves: list[BlockMove], sequences: list[Sequence], reason: StepReason) -> ScheduledStep:
+        in_flight = self._state.in_flight
+        step = ScheduledStep(in_flight.next_seq, StepKind.MOVE, moves=moves, reason=reason)
+        return in_flight.add(step, sequences)
+
+    def _resume(self, sequence: Sequence) -> None:
+        """Lets a sequence that is back on the device decode, or continue its prompt."""
+        if sequence.request.output_token_ids and sequence.num_uncomputed_tokens == 1:
+            self._state.running.end_prefill(sequence)
+        else:
+            self._state.running.start_prefill(sequence)
