@@ -1,4 +1,4 @@
-"""When requests are due: exact in number, the same for the same seed."""
+"""Arrival times: their number is exact, and they depend only on the seed."""
 
 import math
 from itertools import pairwise

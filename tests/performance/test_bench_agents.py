@@ -1,4 +1,4 @@
-"""The benchmarks of agents that share a model, as they are started."""
+"""The benchmarks of several agents, run as programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(program: str, tmp_path: Path, *arguments: str) -> Any:
     return json.loads(figures.read_text())
 
 
-def test_sums_are_measured_against_the_ceiling(tmp_path: Path) -> None:
+def test_sums_are_compared_with_the_minimum_transfer_time(tmp_path: Path) -> None:
     figures = run("bench_collectives.py", tmp_path, "--dtype", "float32")
     assert figures["one_way_us"] > 0
     medians = [figures["sums"][size]["median_us"] for size in ("256", "4096", "65536", "1048576")]
@@ -29,7 +29,7 @@ def test_sums_are_measured_against_the_ceiling(tmp_path: Path) -> None:
         assert each["p99_us"] >= each["median_us"] > figures["one_way_us"], "nothing beats a word handed over"
 
 
-def test_steps_of_one_agent_and_of_two_say_the_same(tmp_path: Path) -> None:
+def test_one_agent_and_two_agents_generate_the_same_texts(tmp_path: Path) -> None:
     small = ["model_config.model_dtype=float32", "model_config.op_table=fused"]
     sets = [part for each in small for part in ("--set", each)]
     one, two = run("bench_parallel.py", tmp_path, "--config", "llama_tiny_cpu.yaml", "--groups", "1x1,2x1", *sets)
@@ -42,11 +42,11 @@ def test_steps_of_one_agent_and_of_two_say_the_same(tmp_path: Path) -> None:
 
 
 def text(tokens: dict[int, int], best: float) -> dict[str, list[Any]]:
-    """Zeros but for ``tokens`` at their positions, each chosen by ``best`` over 1."""
+    """Returns zeros, except for ``tokens`` at their positions. Each token was chosen by ``best`` over 1."""
     return {"tokens": [tokens.get(i, 0) for i in range(TEXT_TOKENS)], "logits": [[best, 1.0]] * TEXT_TOKENS}
 
 
-def test_texts_are_compared_up_to_their_first_other_token() -> None:
+def test_texts_are_compared_up_to_their_first_different_token() -> None:
     one = {"group": [1, 1], "texts": [text({}, 1.5), text({}, 1.25), text({}, 2.0)]}
     two = {"group": [2, 1], "texts": [text({}, 1.5), text({3: 7, 9: 7}, 1.5), text({}, 2.125)]}
     assert [first_difference(*both) for both in zip(one["texts"], two["texts"], strict=True)] == [None, 3, None]

@@ -1,4 +1,4 @@
-"""The benchmark of the engine's host time: it runs, its parts are its whole, its fit is one."""
+"""The benchmark of the engine's host time: its parts add up to the total, and its fit is a line."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The kernel benchmark: which cases there are, that they run, and what their rows say."""
+"""The kernel benchmark: its cases, its calls and its rows."""
 
 import argparse
 import json
@@ -35,7 +35,7 @@ def _few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_cases, "ROTATION_BYTES", 1)
 
 
-def test_every_linear_layer_of_the_models_is_there_once() -> None:
+def test_every_size_of_linear_layer_is_measured_once() -> None:
     sizes = linear_shapes(["llama_160m", "llama_7b"])
     assert sizes[(2304, 768)] == ["160m.qkv"]
     assert sizes[(22016, 4096)] == ["7b.gate_up"]
@@ -51,10 +51,10 @@ def test_a_linear_case_runs_over_copies_of_its_weight(weight_format: str, monkey
     assert all(median_call_seconds(case.calls, 0.0) > 0 for case in cases)
 
 
-def test_another_build_takes_turns_on_the_same_arrays(
+def test_another_build_runs_alternately_on_the_same_arrays(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The build that is here stands for the other one."""
+    """This tree's build takes the place of another build."""
     monkeypatch.setattr(kernel_cases, "load_shape", lambda name: SMALL)
     monkeypatch.setattr("performance.bench.kernel_main.measure_ceilings", lambda threads: CEILINGS)
     arguments = ["--rows", "1", "--formats", "int8", "--models", "llama_160m", "--seconds", "0.01"]
@@ -68,7 +68,7 @@ def test_another_build_takes_turns_on_the_same_arrays(
         assert all(ratio > 0 for ratio in ratios)
 
 
-def test_passes_take_turns() -> None:
+def test_passes_alternate() -> None:
     seen: list[str] = []
     own, others = alternating_passes([[lambda: seen.append("own")], [lambda: seen.append("other")]], 0.0)
     assert seen[:6] == ["own", "other"] * 3
@@ -76,7 +76,7 @@ def test_passes_take_turns() -> None:
 
 
 @pytest.mark.parametrize("path", ["no such file", __file__])
-def test_what_is_no_build_of_the_kernels_is_refused(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_build_of_the_kernels_is_rejected(path: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         main(["--against", path])
     assert refused.value.code == 2
@@ -85,7 +85,7 @@ def test_what_is_no_build_of_the_kernels_is_refused(path: str, capsys: pytest.Ca
 
 @pytest.mark.parametrize("kv_format", ["bfloat16", "int8"])
 @pytest.mark.parametrize(("seqs", "queries", "context"), [(3, 1, 40), (1, 33, 33), (1, 8, 40)])
-def test_the_attention_kernel_takes_the_call(kv_format: str, seqs: int, queries: int, context: int) -> None:
+def test_the_attention_kernel_accepts_the_call(kv_format: str, seqs: int, queries: int, context: int) -> None:
     attention_call((2, 1, 64), seqs, queries, context, kv_format)()
 
 
@@ -102,14 +102,14 @@ def test_the_step_of_a_row_is_its_prefill_or_its_middle_decode() -> None:
     assert step_of(prefill) == {"rows": 4096, "sequences": 4, "queries": 1024, "context": 1024}
 
 
-def test_a_row_is_the_least_time_over_the_measured_and_what_bounds_it() -> None:
+def test_a_row_has_the_fraction_of_the_ceiling_and_its_bound() -> None:
     operator = Operator("linear", num_bytes=40e6, operations=80e6, unit="int8_gops")
     row = row_of(Case("linear", "1x2x3", "int8", [], operator), 0.002, CEILINGS)
     assert (row.share_of_ceiling, row.bound, row.threads) == (pytest.approx(0.5), "read", 2)
     assert (row.gb_s, row.gop_s) == (pytest.approx(20.0), pytest.approx(40.0))
 
 
-def test_names_are_out_of_those_that_exist() -> None:
+def test_unknown_names_are_rejected() -> None:
     parse = names_out_of(("int8", "int4"))
     assert parse("int4,int8") == ("int4", "int8")
     with pytest.raises(argparse.ArgumentTypeError, match="int2: expected some of int8, int4"):

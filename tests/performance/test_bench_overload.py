@@ -1,4 +1,4 @@
-"""More requests than a server can take: the peak, what is refused and how fast, memory."""
+"""A load above the server's capacity: the peak, the rejections and their times, memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from performance.load.overload import main
 from performance.load.watches import children_mib, sampled
 
 
-def test_a_small_queue_refuses_and_the_figures_say_so(
+def test_a_small_queue_rejects_requests_and_the_figures_show_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(overload, "SETTLE_S", 0.1)
@@ -34,7 +34,7 @@ def test_a_small_queue_refuses_and_the_figures_say_so(
     assert f"{results['requests']}" in capsys.readouterr().out
 
 
-def test_memory_is_that_of_all_descendants() -> None:
+def test_memory_includes_all_descendant_processes() -> None:
     grandchild = "import time; data = bytearray(64 << 20); print('ready', flush=True); time.sleep(60)"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
     with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE) as process:

@@ -1,4 +1,4 @@
-"""What the flight recorder costs in a server at work, read off its metrics."""
+"""The flight recorder's cost in a busy server, calculated from the server's metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BEFORE = {
 }
 
 
-def test_the_shares_are_of_what_was_counted_meanwhile() -> None:
+def test_fractions_refer_to_the_time_between_two_readings() -> None:
     after = dict(zip(BEFORE, (1.02, 1100.0, 6.0), strict=True))
     share = Share.of(3, 2.0, BEFORE, after)
     assert (share.clients, share.steps) == (3, 1000.0)
@@ -28,17 +28,17 @@ def test_the_shares_are_of_what_was_counted_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("after", [{}, BEFORE])
-def test_a_server_that_does_not_tell_or_stands_still_is_an_error(after: dict[str, float]) -> None:
+def test_a_missing_metric_or_no_step_is_an_error(after: dict[str, float]) -> None:
     with pytest.raises(LoadTestError):
         Share.of(1, 1.0, BEFORE, after)
 
 
-def test_processor_time_below_a_tick_has_no_share() -> None:
+def test_processor_time_below_a_clock_tick_has_no_fraction() -> None:
     after = dict(zip(BEFORE, (1.001, 108.0, 5.0), strict=True))
     assert Share.of(1, 0.02, BEFORE, after).share_of_cpu is None
 
 
-def test_a_server_at_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cost_in_a_busy_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = tmp_path / "shares.json"
     assert main(["--clients", "1,2", "--requests", "6", "--output-len", "100", "--json", str(result)]) == 0
     one, two = json.loads(result.read_text())["rows"]
@@ -49,7 +49,7 @@ def test_a_server_at_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "% of the step" in capsys.readouterr().out
 
 
-def test_without_a_recorder_its_share_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_recorder_the_cost_is_zero(capsys: pytest.CaptureFixture[str]) -> None:
     off = ["--set", "log_config.flight_recorder_mib=0"]
     assert main(["--clients", "1", "--requests", "1", "--output-len", "8", *off]) == 0
     assert capsys.readouterr().out.splitlines()[-1].split()[3] == "0.0"

@@ -1,4 +1,4 @@
-"""The serving benchmark against a scripted server, and whose CPU time is whose."""
+"""The serving benchmark against a scripted server, and the processor time of each process."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from support.fake_openai_server import Reply, fake_openai_server
 BUSY = "while True: sum(range(1000))"
 
 
-def test_the_load_is_the_one_that_peers_get() -> None:
+def test_the_default_load_is_the_one_for_peers() -> None:
     options = options_of(serving_parser().parse_args([]))
     assert (options.rate, options.duration, options.ignore_eos, options.token_ids) == (10.0, 30.0, True, True)
     requests = options.workload(300, seed=0)
@@ -27,7 +27,7 @@ def test_the_load_is_the_one_that_peers_get() -> None:
     assert max(token for prompt in prompts if prompt for token in prompt) > 31_000
 
 
-def test_it_reports_the_run_and_the_cpu_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_reports_the_run_and_the_processor_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result, picture = tmp_path / "result.json", tmp_path / "result.png"
     with fake_openai_server(lambda *_: Reply(gap_s=0.001)) as server:
         where = ["-P", str(server.port), "--server-pid", str(os.getpid())]
@@ -42,7 +42,7 @@ def test_it_reports_the_run_and_the_cpu_time(tmp_path: Path, capsys: pytest.Capt
     assert "CPU: server" in out
 
 
-def test_children_of_a_server_are_told_apart_from_it() -> None:
+def test_children_of_a_server_are_a_separate_group() -> None:
     program = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BUSY!r}, '-m', 'agent'])"
     parent = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
     try:
@@ -58,7 +58,7 @@ def test_children_of_a_server_are_told_apart_from_it() -> None:
     assert share.cpu_s["agent"] > share.cpu_s["server"]
 
 
-def test_shares_are_of_what_was_used_and_of_what_there_was() -> None:
+def test_fractions_of_the_used_time_and_of_the_machine() -> None:
     share = CpuShare(wall_s=10.0, processors=2, cpu_s={"server": 1.0, "agent": 8.0, "client": 1.0})
     assert share.shares_of_used == {"server": 0.1, "agent": 0.8, "client": 0.1}
     assert share.shares_of_machine == {"server": 0.05, "agent": 0.4, "client": 0.05}
@@ -72,6 +72,6 @@ def test_a_server_is_found_by_its_port() -> None:
         find_server_pid(1)
 
 
-def test_a_server_process_that_is_not_there_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_process_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--server-pid", str(2**22 + 1)]) == 2
     assert "--server-pid: there is no process" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The study of batching modes, with a stand-in for the server: closed loop, table, JSON, answers compared."""
+"""The comparison of batching modes with a scripted server: closed loop, table, JSON, equal texts."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def stand_in(folder: Path, differ: bool = False) -> Path:
     return program
 
 
-def test_so_many_clients_and_no_more_are_under_way() -> None:
+def test_the_number_of_running_requests_is_the_number_of_clients() -> None:
     under_way: list[int] = []
 
     def script(number: int, body: dict[str, object]) -> Reply:
@@ -60,14 +60,14 @@ def test_so_many_clients_and_no_more_are_under_way() -> None:
     assert all(record.due >= ends[record.index - 4] for record in run.records[4:])
 
 
-def test_fewer_requests_than_clients_end_too() -> None:
+def test_a_run_with_fewer_requests_than_clients_ends() -> None:
     with fake_openai_server(lambda *_: Reply("status")) as server:
         requests = study_workload(3, 0, (2, 4), (3,), 100)
         run = run_closed_loop(LoadOptions(Endpoint("127.0.0.1", server.port)), requests, clients=50)
     assert [record.failure for record in run.records] == ["http 429"] * 3
 
 
-def test_the_workload_is_the_same_for_every_mode_and_has_the_three_lengths() -> None:
+def test_the_workload_depends_on_the_seed_and_has_three_output_lengths() -> None:
     first, second = (study_workload(300, 4, (32, 64), (64, 128, 256), 1000) for _ in range(2))
     assert first == second != study_workload(300, 5, (32, 64), (64, 128, 256), 1000)
     assert {each.max_tokens for each in first} == {64, 128, 256}
@@ -75,7 +75,7 @@ def test_the_workload_is_the_same_for_every_mode_and_has_the_three_lengths() -> 
 
 
 @pytest.mark.parametrize("differ", [False, True])
-def test_modes_are_measured_in_turn_and_their_answers_compared(
+def test_modes_are_measured_one_after_the_other_and_texts_are_compared(
     differ: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "result.json"
@@ -107,7 +107,7 @@ def test_a_server_that_does_not_start_is_exit_code_2(tmp_path: Path, capsys: pyt
     assert "--clients 0: the minimum is 1" in capsys.readouterr().err
 
 
-def test_modes_as_settings() -> None:
+def test_settings_of_the_modes() -> None:
     assert mode_settings("none", 8, 0.5) == [
         "model_config.batching_strategy=none", "model_config.page_attention=true",
     ]  # fmt: skip
@@ -115,6 +115,6 @@ def test_modes_as_settings() -> None:
     assert list(MODES) == ["none", "static", "dynamic", "continuous", "paged"]
 
 
-def test_values_of_an_exposition() -> None:
+def test_prometheus_text_is_parsed() -> None:
     text = '# HELP a b\n# TYPE a gauge\na 0.5\nb{x="1"} 3.0\nc_total 2e3\n'
     assert read_metrics(text) == {"a": 0.5, 'b{x="1"}': 3.0, "c_total": 2000.0}

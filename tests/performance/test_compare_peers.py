@@ -1,4 +1,4 @@
-"""The comparison: a scripted peer, the definitions of the rates, the table."""
+"""The comparison with other engines: a scripted peer, the definitions of the rates, the table."""
 
 import json
 import sys
@@ -41,18 +41,18 @@ def test_a_driver_measures_decode_beyond_the_first_token(monkeypatch: pytest.Mon
     assert (result["ttft_ms"], len(result["repeats"])) == (2000.0, 3)
 
 
-def test_no_two_prompts_of_a_measurement_are_alike() -> None:
+def test_all_prompts_of_a_measurement_are_different() -> None:
     request = {"vocab_size": 32000}
     prompts = [tuple(p) for seed in range(-1, 4) for p in driver._prompts(("decode", 8, 16, 4), request, seed)]
     assert len(set(prompts)) == len(prompts)
 
 
-def test_rows_are_found_among_what_else_a_peer_prints() -> None:
+def test_rows_are_found_in_the_output_of_a_peer() -> None:
     output = f"loading\n{MARK}{json.dumps(row('decode', 8, 64, 5.0))}\nwarning: {MARK}\n"
     assert list(peer_rows(output)) == ["batch 8"]
 
 
-def test_the_table_has_everyone_and_ours_over_theirs() -> None:
+def test_the_table_has_all_engines_and_the_ratios() -> None:
     ours = {"int8": engine_rows({"rows": [row("decode", 8, 64, 200.0), row("prefill", 1, 1024, 50.0)]})}
     peers = {"other": engine_rows({"rows": [row("decode", 8, 64, 100.0)]})}
     lines = comparison(ours, peers).splitlines()
@@ -62,7 +62,7 @@ def test_the_table_has_everyone_and_ours_over_theirs() -> None:
     assert lines[-1].split() == ["other", "2.00", "-"]
 
 
-def test_a_comparison_can_be_drawn_from_what_is_kept(tmp_path: Path) -> None:
+def test_a_comparison_can_be_drawn_from_stored_rows(tmp_path: Path) -> None:
     kept, ours, picture = tmp_path / "peers.json", tmp_path / "ours.json", tmp_path / "compare.png"
     kept.write_text(json.dumps({"other": engine_rows({"rows": [row("decode", 8, 64, 100.0)]})}))
     ours.write_text(json.dumps({"rows": [row("decode", 8, 64, 200.0), row("prefill", 1, 1024, 50.0)]}))
@@ -70,7 +70,7 @@ def test_a_comparison_can_be_drawn_from_what_is_kept(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_peer_is_run_with_its_python_and_its_rows_are_kept(
+def test_a_peer_runs_with_its_own_python_and_its_rows_are_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "vllm_driver.py").write_text(FAKE_DRIVER)
@@ -87,12 +87,12 @@ def test_a_peer_is_run_with_its_python_and_its_rows_are_kept(
     assert "fake" in capsys.readouterr().out
 
 
-def test_a_peer_that_does_not_run_is_told_and_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_peer_is_reported_and_sets_the_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--peer", "gone=vllm:/no/such/python:/no/model"]) == 1
     assert "gone: [Errno 2]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["x", "x=what:python:model", "x=vllm:python"])
-def test_a_peer_has_kind_python_and_model(text: str) -> None:
+def test_a_peer_is_specified_by_kind_python_and_model(text: str) -> None:
     with pytest.raises(Exception, match="expected NAME=KIND:PYTHON:MODEL"):
         parse_peer(text)

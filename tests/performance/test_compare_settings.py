@@ -1,4 +1,4 @@
-"""The comparison of a setting's values, with a stand-in for the server that answers later under fcfs."""
+"""The comparison of a setting's values, with a scripted server that responds later under fcfs."""
 
 import json
 import textwrap
@@ -66,14 +66,14 @@ def test_the_ratio_of_the_mean_times_to_first_token(
     assert "scheduler_config.policy=prefill_first" in second
 
 
-def test_answers_that_differ_are_exit_code_1(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_different_texts_are_exit_code_1(stand_in: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--vary", "scheduler_config.policy=slo,other", *SHORT]
     assert main(arguments, stand_in) == 1
     assert "texts: NOT the same under every value" in capsys.readouterr().out
     assert main([*arguments, "--temperature", "1"], stand_in) == 0
 
 
-def test_the_servers_own_counts() -> None:
+def test_figures_from_the_servers_metrics() -> None:
     metrics = {
         'llm_serving_step_seconds_sum{kind="prefill"}': 1.5,
         'llm_serving_step_seconds_sum{kind="mixed"}': 0.25,
@@ -96,7 +96,7 @@ def test_a_server_that_does_not_start_is_exit_code_2(tmp_path: Path, capsys: pyt
     assert "server 'fcfs' ended with 1:\nconfig: no such key" in capsys.readouterr().err
 
 
-def test_a_server_that_is_never_ready_is_stopped(tmp_path: Path) -> None:
+def test_a_server_that_never_becomes_ready_is_stopped(tmp_path: Path) -> None:
     program = tmp_path / "slow.py"
     program.write_text(
         textwrap.dedent("""

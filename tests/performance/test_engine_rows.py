@@ -1,4 +1,4 @@
-"""The figures of a measurement of the engine, from times that are given."""
+"""The figures of an engine measurement, calculated from given times."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ CONFIG = load_config("llama_160m_cpu.yaml", ["serving_config.agent_ports=[0]"])
 
 
 def two_requests() -> Times:
-    """First tokens at 0.5 and 1 s, then both get one every half second; four tokens each."""
+    """Returns first tokens at 0.5 and 1 s, and then a token per request every half second; four tokens each."""
     return Times(
         first_tokens=[0.5, 1.0],
         tokens=[(0.5, 1), (1.0, 2), (1.5, 2), (2.0, 2), (2.5, 1)],
@@ -29,7 +29,7 @@ def two_requests() -> Times:
     )
 
 
-def test_the_decode_rate_is_of_the_tokens_after_the_last_first_one() -> None:
+def test_the_decode_rate_counts_tokens_after_the_last_first_token() -> None:
     row = figures(decode_case(2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)
     assert row["decode_tokens_per_s"] == pytest.approx(5 / 1.5)
     assert row["prefill_tokens_per_s"] == pytest.approx(128 / 1.0)
@@ -39,7 +39,7 @@ def test_the_decode_rate_is_of_the_tokens_after_the_last_first_one() -> None:
     assert (row["graph_ms"], row["sample_ms"]) == (pytest.approx(400.0), pytest.approx(100.0))
 
 
-def test_the_share_is_least_time_over_the_time_of_the_same_steps() -> None:
+def test_the_fraction_of_the_ceiling_is_minimum_time_over_measured_time() -> None:
     row = figures(decode_case(2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)
     least = decode_seconds(SHAPE, 2, 66, 2, Numbers(), CEILINGS)
     assert row["share_of_ceiling"] == pytest.approx(least / 1.5)
@@ -57,7 +57,7 @@ def test_a_prefill_row_has_no_decode_rate() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "expected"), [(1024, (1, 1024)), (4096, (4, 1024)), (2048, (2, 1024))])
-def test_a_prefill_longer_than_the_model_takes_is_cut_into_equal_prompts(
+def test_a_prefill_beyond_the_models_limit_is_divided_into_equal_prompts(
     tokens: int, expected: tuple[int, int]
 ) -> None:
     case = prefill_case(tokens, 2047)
@@ -65,7 +65,7 @@ def test_a_prefill_longer_than_the_model_takes_is_cut_into_equal_prompts(
     assert case.name == f"prefill {tokens}"
 
 
-def test_prompts_are_seeded_and_all_different() -> None:
+def test_prompts_depend_on_the_seed_and_are_all_different() -> None:
     case = decode_case(8, 16, 4)
     prompts = random_prompts(case, 32000, 1)
     assert prompts == random_prompts(case, 32000, 1)
@@ -87,8 +87,8 @@ def test_options_become_keys_of_the_config() -> None:
     assert numbers_of(config) == Numbers("bfloat16", "int8", "int8", 64)
 
 
-def test_the_ceiling_of_int4_is_that_of_its_operators_products() -> None:
-    """Native ones multiply floats by it, by either name."""
+def test_the_ceiling_of_int4_depends_on_its_operators() -> None:
+    """Native operators multiply floats by int4, with either name of the format."""
     for op_table, weights, products in (
         ("fused", "int4", "int4"),
         ("native", "int4", "int4_weight_only"),
@@ -98,11 +98,11 @@ def test_the_ceiling_of_int4_is_that_of_its_operators_products() -> None:
         assert numbers_of(load_config("llama_160m_cpu.yaml", given)).weight_format == products
 
 
-def test_formats_left_to_the_model_are_its_type() -> None:
+def test_an_automatic_format_is_the_models_type() -> None:
     assert numbers_of(CONFIG) == Numbers("bfloat16", "bfloat16", "bfloat16", 64)
 
 
-def test_the_promised_rows_are_measured_by_default() -> None:
+def test_the_documented_rows_are_measured_by_default() -> None:
     cases = cases_of(build_parser().parse_args([]), CONFIG)
     assert [case.name for case in cases] == [
         "batch 1", "batch 8", "batch 32", "batch 64", "batch 128", "prefill 1024",
@@ -110,12 +110,12 @@ def test_the_promised_rows_are_measured_by_default() -> None:
     assert {(case.prompt, case.new) for case in cases if case.kind == "decode"} == {(64, 128)}
 
 
-def test_the_table_has_a_line_a_row() -> None:
+def test_the_table_has_one_line_per_row() -> None:
     row = {"name": "batch 2", **figures(decode_case(2, 64, 4), two_requests(), SHAPE, Numbers(), CEILINGS)}
     assert table([row]).splitlines()[1].split()[:4] == ["batch", "2", "3.33", "3.20"]
 
 
-def test_medians_are_taken_figure_by_figure() -> None:
+def test_the_median_row_has_the_median_of_each_figure() -> None:
     rows = [{"batch": 2, "rate": 1.0, "none": None}, {"batch": 2, "rate": 5.0, "none": None}]
     assert median_row(rows) == {"batch": 2, "rate": 3.0, "none": None}
 

@@ -1,4 +1,4 @@
-"""Load tests as files, to be looked at again."""
+"""Stored load tests can be read again."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ def a_run() -> LoadRun:
     return LoadRun(OPTIONS, "model", [answered, refused], 1.0, 1e9, 0.5, interrupted=False)
 
 
-def test_what_is_written_comes_back(tmp_path: Path) -> None:
+def test_written_runs_can_be_read_again(tmp_path: Path) -> None:
     write_runs(tmp_path / "runs.json", [a_run(), a_run()], 0.25)
     assert read_runs(tmp_path / "runs.json", [OPTIONS, OPTIONS]) == [a_run(), a_run()]
     assert read_others(tmp_path / "runs.json") == 0.25
 
 
 @pytest.mark.parametrize("options", [[OPTIONS], [OPTIONS, OPTIONS, OPTIONS], [OPTIONS, replace(OPTIONS, rate=3.0)]])
-def test_runs_of_other_loads_are_refused(tmp_path: Path, options: list[LoadOptions]) -> None:
+def test_runs_of_other_loads_are_rejected(tmp_path: Path, options: list[LoadOptions]) -> None:
     write_runs(tmp_path / "runs.json", [a_run(), a_run()])
     with pytest.raises(UsageError, match="--kept"):
         read_runs(tmp_path / "runs.json", options)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[{}]", "[7]", '{"runs": [{}], "others": "none"}'])
-def test_a_file_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_without_runs_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "runs.json").write_text(text)
     with pytest.raises(UsageError, match="--kept"):
         read_runs(tmp_path / "runs.json", [OPTIONS])

@@ -1,4 +1,4 @@
-"""The client against a scripted server in this process: counts are exact, and every failure has its kind."""
+"""The client against a scripted server in this process: exact counts, and a kind for every failure."""
 
 import json
 import socket
@@ -40,7 +40,7 @@ def test_every_request_is_sent_once_and_its_tokens_are_counted() -> None:
     assert sorted(body["prompt"] for body in server.requests) == sorted(asked), "in any order: connections overtake"
 
 
-def test_times_are_those_of_the_server() -> None:
+def test_measured_times_match_the_servers_delays() -> None:
     reply = Reply(tokens=5, first_s=0.06, gap_s=0.03)
     with fake_openai_server(lambda *_: reply) as server:
         figures = measure(run_load(options_for(server.port, rate=20.0, duration=0.3, arrivals="uniform")))
@@ -53,15 +53,15 @@ def test_times_are_those_of_the_server() -> None:
     assert figures.normalized_latency_ms.min == pytest.approx(figures.e2e_s.min * 1000 / 5)
 
 
-def test_connections_are_used_again() -> None:
+def test_connections_are_reused() -> None:
     with fake_openai_server(lambda *_: Reply(tokens=1)) as server:
         run_load(options_for(server.port, rate=20.0, arrivals="uniform", duration=0.5))
         assert len(server.requests) == 10
-        assert server.connections <= 3  # one, unless this machine is too busy to answer within 50 ms
+        assert server.connections <= 3  # one, unless this machine is too busy to respond within 50 ms
 
 
-def test_the_load_does_not_wait_for_answers() -> None:
-    """Open loop: all twenty are in flight together, though each takes longer than the whole time of arrivals."""
+def test_the_load_does_not_wait_for_responses() -> None:
+    """In an open loop all twenty requests run together, although each takes longer than all arrivals."""
     with fake_openai_server(lambda *_: Reply(tokens=1, first_s=0.5)) as server:
         run = run_load(options_for(server.port, rate=100.0, duration=0.2))
     assert max(record.sent for record in run.records) < min(record.end for record in run.records)
@@ -83,7 +83,7 @@ def test_the_load_does_not_wait_for_answers() -> None:
     ],
 )
 def test_every_failure_has_its_kind(reply: Reply, kind: str) -> None:
-    """Every third request goes wrong; the others succeed, on connections that work."""
+    """Every third request fails. The others succeed on working connections."""
     with fake_openai_server(lambda number, _: reply if number % 3 == 0 else Reply()) as server:
         figures = measure(run_load(options_for(server.port)))
     assert figures.failures == {kind: 10}
@@ -96,7 +96,7 @@ def test_details_of_failures_are_kept() -> None:
     assert [(record.http_status, record.detail) for record in run.records] == [(429, "come back later")] * 2
 
 
-def test_a_request_without_answer_times_out() -> None:
+def test_a_request_without_a_response_times_out() -> None:
     with fake_openai_server(lambda number, _: Reply("hang" if number == 1 else "ok")) as server:
         run = run_load(options_for(server.port, rate=100.0, duration=0.05, timeout_s=0.3))
         assert failures(run) == {"timeout": 1}
@@ -106,19 +106,19 @@ def test_a_request_without_answer_times_out() -> None:
         assert server.open_connections == 0
 
 
-def test_a_body_that_ends_with_the_connection_is_complete() -> None:
+def test_a_body_can_end_with_the_connection() -> None:
     with fake_openai_server(lambda *_: Reply(close=True)) as server:
         figures = measure(run_load(options_for(server.port)))
     assert (figures.failed, figures.output_tokens) == (0, 30 * 4)
 
 
-def test_lines_may_end_with_carriage_returns() -> None:
+def test_lines_can_end_with_carriage_returns() -> None:
     with fake_openai_server(lambda *_: Reply(crlf=True)) as server:
         figures = measure(run_load(options_for(server.port)))
     assert (figures.failed, figures.output_tokens) == (0, 30 * 4)
 
 
-def test_without_usage_token_ids_are_counted_else_pieces() -> None:
+def test_without_reported_counts_token_ids_or_pieces_are_counted() -> None:
     with fake_openai_server(lambda *_: Reply(usage=False, token_ids=True)) as server:
         figures = measure(run_load(options_for(server.port)))
     assert (figures.output_tokens, figures.tokens_are_counted_pieces) == (30 * 8, False)
@@ -127,7 +127,7 @@ def test_without_usage_token_ids_are_counted_else_pieces() -> None:
     assert (figures.output_tokens, figures.tokens_are_counted_pieces) == (30 * 4, True)
 
 
-def test_chat_does_not_take_the_role_for_the_first_token() -> None:
+def test_the_role_event_of_a_chat_is_not_the_first_token() -> None:
     with fake_openai_server(lambda *_: Reply(first_s=0.08)) as server:
         figures = measure(run_load(options_for(server.port, api="openai-chat", rate=100.0, duration=0.1)))
     assert server.paths == ["/v1/chat/completions"] * 10
@@ -141,7 +141,7 @@ def test_warm_up_requests_are_sent_and_not_counted() -> None:
     assert (figures.requests, len(server.requests)) == (30, 35)
 
 
-def test_the_key_and_the_prefix_are_sent() -> None:
+def test_the_api_key_and_the_path_prefix_are_sent() -> None:
     with fake_openai_server(lambda *_: Reply()) as server:
         endpoint = parse_endpoint(f"http://127.0.0.1:{server.port}/proxy/v1/")
         run_load(options_for(0, endpoint=endpoint, api_key="secret", model="m", rate=100.0, duration=0.02))
@@ -169,7 +169,7 @@ def test_progress_ends_at_the_totals() -> None:
     assert last.pieces == 30 * 4
 
 
-def test_no_server_is_known_at_once() -> None:
+def test_a_missing_server_is_reported_immediately() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         started = time.monotonic()
@@ -178,8 +178,8 @@ def test_no_server_is_known_at_once() -> None:
     assert time.monotonic() - started < 2
 
 
-def test_a_server_that_is_something_else_is_said() -> None:
-    """It accepts connections and closes them."""
+def test_a_server_that_closes_connections_is_reported() -> None:
+    """The server accepts connections and closes them."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -210,6 +210,6 @@ def test_an_ipv6_address_keeps_its_brackets() -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://h", "http://", "http://h:99999", "http://h:x"])
-def test_bad_base_urls(url: str) -> None:
+def test_wrong_base_urls_are_rejected(url: str) -> None:
     with pytest.raises(UsageError):
         parse_endpoint(url)

@@ -1,4 +1,4 @@
-"""The load test as a program: files, table, exit codes."""
+"""The load test as a program: files, table and exit codes."""
 
 import json
 import os
@@ -74,7 +74,7 @@ def test_wrong_options_are_exit_code_2(
 
 
 @pytest.mark.parametrize("arguments", [["-X", "0"], ["-T", "inf"], ["--prompt-len", "5:2"], ["--output-len", "x"]])
-def test_options_argparse_refuses(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_argparse_rejects(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refusal:
         main(arguments)
     assert refusal.value.code == 2

@@ -1,4 +1,4 @@
-"""The figures of runs that never were, to the digit."""
+"""Exact figures of invented runs."""
 
 from array import array
 from pathlib import Path
@@ -41,7 +41,7 @@ def run_of(*records: RequestRecord, **options: object) -> LoadRun:
 
 
 def line_of(report: str, name: str) -> list[str]:
-    """The figures behind ``name``."""
+    """Returns the figures of the row ``name``."""
     (line,) = [line for line in report.splitlines() if line.startswith(f"  {name}  ")]
     return line.removeprefix(f"  {name}").split()
 
@@ -54,7 +54,7 @@ RECORDS = (
 )
 
 
-def test_latencies_count_from_the_send_and_lateness_is_a_figure_of_its_own() -> None:
+def test_latencies_count_from_the_send_and_lateness_is_separate() -> None:
     first, second, third, fourth = measure(run_of(*RECORDS)).per_request
     assert (first.ttft_ms, first.tpot_ms, first.e2e_s, first.normalized_latency_ms) == (125.0, 125.0, 0.75, 150.0)
     assert (second.ttft_ms, second.tpot_ms, second.e2e_s, second.normalized_latency_ms) == (500.0, None, 0.5, 500.0)
@@ -96,7 +96,7 @@ def test_a_run_without_success_has_no_latencies() -> None:
     assert line_of(report, "time to first token (ms)") == ["-"] * 5
 
 
-def test_the_json_has_the_keys_others_read() -> None:
+def test_the_json_has_its_documented_keys() -> None:
     run = run_of(*RECORDS)
     content = report_json(run, measure(run))
     assert (content["requests"], content["failed"], content["total_time_s"]) == (4, 1, 4.0)

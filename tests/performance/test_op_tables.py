@@ -17,7 +17,7 @@ SMALL = ["--batch", "2", "--prompt", "8", "--new", "4", "--prefill", "16", "--re
 
 @pytest.fixture(autouse=True)
 def known_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring them is for other tests, and takes seconds."""
+    """Replaces the measurement of the ceilings, which takes seconds and has other tests."""
     monkeypatch.setattr(op_tables_main, "measure_ceilings", lambda threads: CEILINGS)
 
 
@@ -39,7 +39,7 @@ def test_a_row_has_both_tables_and_their_ratio(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(("limit", "code"), [("1.2", 1), ("1.3", 1), ("1.5", 0)])
-def test_a_ratio_above_the_limit_is_told(
+def test_a_ratio_above_the_limit_sets_the_exit_code(
     limit: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"ratio": 1.25}, {"ratio": 1.5}, {"ratio": 0.9}]
@@ -50,11 +50,10 @@ def test_a_ratio_above_the_limit_is_told(
     assert capsys.readouterr().out.strip().endswith(f"{above} ratios above {limit}")
 
 
-def test_int4_is_compared_with_int4_of_weights_alone(
+def test_native_int4_is_compared_with_fused_weight_only_int4(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And with what fused int4 is when asked: a ratio of two precisions, which no limit is for. Engines of these
-    formats run in other tests; here their times are planted."""
+    """Fused int4 has another precision, so no limit applies. The times are planted; other tests run these engines."""
     planted = dict.fromkeys(op_tables_main.FIGURES, 1.5)
     monkeypatch.setattr(op_tables_main, "offline_engine", nullcontext)
     monkeypatch.setattr(op_tables_main, "measure_case", lambda *given: planted)
@@ -75,6 +74,6 @@ def test_int4_is_compared_with_int4_of_weights_alone(
     assert shown.strip().endswith("2 ratios above 0.0")
 
 
-def test_a_type_that_native_operators_have_not_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_type_without_native_operators_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "llama_tiny_cpu.yaml", "--set", "model_config.model_dtype=float32", *SMALL]) == 2
     assert "model_config.op_table = 'native'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What others take of the cores' time, with planted times."""
+"""The processor time of other processes, with planted times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GoneError(Exception):
 
 
 def machine(user: float, steal: float, idle: float, own: list[float | None]) -> Any:
-    """A ``psutil`` on which this process and its children have these seconds; None: it has just ended."""
+    """Returns a ``psutil`` with these seconds for this process and its children. None means that a child has ended."""
 
     def process(seconds: float | None) -> Any:
         def cpu_times() -> Any:
@@ -39,14 +39,14 @@ def machine(user: float, steal: float, idle: float, own: list[float | None]) -> 
 @pytest.mark.parametrize(
     ("user", "steal", "own", "share"),
     [
-        (109.0, 1.0, [3.0, 8.0], 0.0),  # 9 s of ours
+        (109.0, 1.0, [3.0, 8.0], 0.0),  # 9 s of our own
         (112.0, 1.0, [3.0, 8.0], 0.15),  # 3 s of another process
         (109.0, 3.0, [3.0, 8.0], 0.1),  # 2 s of a hypervisor
         (109.0, 1.0, [2.0, 6.0, None], 0.15),
         (100.0, 1.0, [3.0, 8.0], 0.0),  # ticks are rounded
     ],
 )
-def test_what_is_not_ours(
+def test_the_fraction_of_other_processes(
     monkeypatch: pytest.MonkeyPatch, user: float, steal: float, own: list[float | None], share: float
 ) -> None:
     monkeypatch.setattr(watches, "psutil", machine(100.0, 1.0, 50.0, [1.0, 1.0]))
@@ -56,6 +56,6 @@ def test_what_is_not_ours(
     assert fraction_of_others(before, processor_seconds()) == pytest.approx(share)
 
 
-def test_no_time_has_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fraction_of_no_time_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watches, "psutil", machine(100.0, 1.0, 50.0, [1.0]))
     assert fraction_of_others(processor_seconds(), processor_seconds()) == 0.0

@@ -1,4 +1,4 @@
-"""The least time of a step, against arithmetic by hand."""
+"""The minimum time of a step, compared with arithmetic by hand."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_the_unit_follows_from_weights_and_activations(weight_format: str, dtype
     assert linear("linear", 1, 64, 64, Numbers(dtype, weight_format)).unit == unit
 
 
-def test_attention_reads_each_context_once_and_computes_the_pairs_a_query_sees() -> None:
+def test_attention_reads_each_context_once_and_computes_its_query_key_pairs() -> None:
     decode = attention("decode", [(1, 10), (1, 30)], 12, 12, 64, Numbers())
     assert decode.num_bytes == 40 * 2 * 12 * 64 * 2
     assert decode.operations == 4 * 40 * 12 * 64
@@ -64,14 +64,14 @@ def test_int8_keys_and_values_have_a_scale_for_each_token_and_head() -> None:
     assert kv_token_bytes("bfloat16", kv_heads=4, head_dim=64) == 2 * 4 * 128
 
 
-def test_the_linear_layers_of_a_shape_are_all_its_matrices() -> None:
+def test_the_linear_layers_of_a_shape_include_all_matrices() -> None:
     weights = sum(columns * depth for columns, depth in layer_linears(SHAPE).values())
     embeddings = 2 * SHAPE.vocab_size * SHAPE.hidden_size
     norms = (2 * SHAPE.num_layers + 1) * SHAPE.hidden_size
     assert SHAPE.num_layers * weights + embeddings + norms == SHAPE.num_parameters
 
 
-def test_a_step_is_the_sum_of_its_operators_with_the_lm_head_for_rows_that_sample() -> None:
+def test_a_step_is_the_sum_of_its_operators_and_the_lm_head_of_sampled_rows() -> None:
     sequences = [(7, 7), (1, 100)]
     operators = step_operators(SHAPE, sequences, INT8)
     assert [each.name for each in operators] == ["qkv", "o", "gate_up", "down", "attention", "lm_head"]
@@ -80,7 +80,7 @@ def test_a_step_is_the_sum_of_its_operators_with_the_lm_head_for_rows_that_sampl
     assert step_seconds(SHAPE, sequences, INT8, CEILINGS) == pytest.approx(expected)
 
 
-def test_a_cache_read_by_blocks_takes_their_rate_for_keys_and_values_alone() -> None:
+def test_reading_by_blocks_changes_only_the_rate_of_keys_and_values() -> None:
     sequences = [(1, 100_000)]
     *_, cached, _ = step_operators(SHAPE, sequences, INT8)
     assert cached.bound(CEILINGS) == "read"
@@ -102,12 +102,12 @@ def test_a_decode_is_the_sum_over_its_contexts() -> None:
     assert whole == pytest.approx(sum(steps))
 
 
-def test_prompts_prefill_together() -> None:
+def test_prompts_are_prefilled_in_one_step() -> None:
     together = prefill_seconds(SHAPE, [64, 64], INT8, CEILINGS)
     assert together < 2 * prefill_seconds(SHAPE, [64], INT8, CEILINGS)
 
 
-def test_a_bandwidth_that_changed_is_told() -> None:
+def test_a_changed_bandwidth_is_reported() -> None:
     assert drift_text(CEILINGS, replace(CEILINGS, read_gb_s=42.0)) is None
     assert drift_text(CEILINGS, replace(CEILINGS, read_gb_s=65.0)) == (
         "WARNING: read bandwidth was 40.0 GB/s before and 65.0 GB/s after the run"

@@ -1,4 +1,4 @@
-"""The simulator as a program: its table, its JSON, its errors."""
+"""The simulator as a program: table, JSON and errors."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def test_policies_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [line.split()[0] for line in table[1:3]] == ["prefill_first", "fcfs"]
 
 
-def test_one_run_prints_what_the_load_test_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_one_run_prints_the_report_of_a_load_test(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main([*PUBLISHED, *SHORT, "--plots", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "All Tasks Done; Exec Time is " in out
@@ -37,7 +37,7 @@ def test_one_run_prints_what_the_load_test_prints(capsys: pytest.CaptureFixture[
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_two_runs_are_the_same_to_the_digit(tmp_path: Path) -> None:
+def test_two_runs_have_exactly_the_same_result(tmp_path: Path) -> None:
     results = []
     for name in ("a", "b"):
         path = tmp_path / name
@@ -69,7 +69,7 @@ def test_a_faster_device_is_faster(tmp_path: Path) -> None:
     assert slow["tbt_ms"]["p50"] > 5 * fast["tbt_ms"]["p50"]
 
 
-def test_the_rate_found_keeps_the_objectives_and_a_little_more_does_not(
+def test_the_found_rate_meets_the_objectives_and_a_higher_one_does_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "rate.json"
@@ -82,12 +82,12 @@ def test_the_rate_found_keeps_the_objectives_and_a_little_more_does_not(
     assert f"fcfs: {found['rate']:.3g} requests/s meet the objectives" in capsys.readouterr().out
 
 
-def test_no_rate_keeps_an_objective_below_a_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_rate_meets_an_objective_shorter_than_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PUBLISHED, "-T", "100", "--output-len", "2:4", "--find-rate", "--slo-ttft-ms", "1"]) == 2
     assert "no rate meets the objectives" in capsys.readouterr().err
 
 
-def test_a_trace_is_run_as_it_is(tmp_path: Path) -> None:
+def test_a_trace_is_simulated_unchanged(tmp_path: Path) -> None:
     trace, path = tmp_path / "trace.jsonl", tmp_path / "result.json"
     trace.write_text(
         '{"arrival_s": 7.5, "prompt": [11, 12, 13], "output_tokens": 3, "max_tokens": 9}\n\n'
@@ -116,7 +116,7 @@ def test_a_simulation_validated_against_itself_is_exact(tmp_path: Path, capsys: 
     assert f"{len(rows)} of {len(rows)} figures within 10 %" in capsys.readouterr().out
 
 
-def test_text_prompts_go_through_the_tokenizer(tmp_path: Path) -> None:
+def test_text_prompts_are_tokenised(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     arguments = ["--config", "llama_tiny_cpu.yaml", *SHORT, "--text-prompts", "--prompt-len", "8:9"]
     assert main([*arguments, "--policy", "fcfs", "--json", str(path)]) == 0
@@ -141,14 +141,14 @@ def test_text_prompts_go_through_the_tokenizer(tmp_path: Path) -> None:
         ([*PUBLISHED, *SHORT, "--text-prompts"], "text prompts need the model's tokenizer"),
     ],
 )
-def test_what_cannot_be_simulated_is_exit_code_2(
+def test_wrong_options_are_exit_code_2_of_the_simulator(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_wrong_line_of_a_trace_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_names_the_wrong_line_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     for line, message in (
         ('{"arrival_s": 1, "output_tokens": 2}', ":2: give either 'prompt'"),
@@ -161,7 +161,9 @@ def test_a_wrong_line_of_a_trace_is_named(tmp_path: Path, capsys: pytest.Capture
         assert f"{trace}{message}" in capsys.readouterr().err
 
 
-def test_prefixes_find_their_replica(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_requests_with_a_common_prefix_go_to_the_same_replica(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "result.json"
     sets = ["scheduler_config.prefix_cache=true", "parallel_config.data_parallel=4", "pa_config.num_blocks=2048"]
     arguments = [*PUBLISHED, "-X", "20", "-T", "10", "--output-len", "16:32", "--beginnings", "64x500"]
@@ -180,7 +182,7 @@ def test_prefixes_find_their_replica(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "replica 3: " in capsys.readouterr().out
 
 
-def test_beginnings_are_for_generated_prompts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_beginnings_apply_only_to_generated_prompts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main([*PUBLISHED, "--trace", str(tmp_path / "x.jsonl"), "--beginnings", "4x100"]) == 2
     assert "--beginnings" in capsys.readouterr().err
     with pytest.raises(SystemExit):

@@ -1,4 +1,4 @@
-"""What steps cost: counts, roofline, presets, and the order of the agent's queue."""
+"""The time of simulated steps: counts, roofline, presets, and the order of the agent's queue."""
 
 import math
 
@@ -68,26 +68,26 @@ def test_the_counts_of_a_step() -> None:
     assert work_of(prefill((0, 1, True))).pairs == 1
 
 
-def test_a_small_decode_step_waits_for_weights_and_a_large_one_for_the_units() -> None:
-    # weights 4 s, head 1 s, 5 keys 5 s, activations and logits 0.5 s, a row 0.25 s; 8 kernels are started in 4 s
+def test_a_small_decode_step_is_bound_by_reading_and_a_large_one_by_computing() -> None:
+    # weights 4 s, head 1 s, 5 keys 5 s, activations and logits 0.5 s, a row 0.25 s; launching 8 kernels takes 4 s
     assert DEVICE.seconds(decode(4)) == pytest.approx(1.0 + 4.0 + 1.0 + 5.0 + 0.5 + 0.25)
-    # ten rows: 5 s of products beat 4 s of weights, 10 s of the head beat 1 s
+    # ten rows: 5 s of products are longer than 4 s of weights, 10 s of the head are longer than 1 s
     assert DEVICE.seconds(decode(*[0] * 10)) == pytest.approx(1.0 + 5.0 + 10.0 + 10.0 + 5.0 + 2.5)
 
 
-def test_a_prompt_pays_for_pairs_and_only_its_last_chunk_for_the_vocabulary() -> None:
+def test_a_prompt_computes_pairs_and_only_its_last_chunk_the_output_layer() -> None:
     whole = DEVICE.seconds(prefill((0, 10, True)))
     assert whole == pytest.approx(1.0 + 5.0 + 1.0 + 55 * 250.0 / 500.0 + 1.0 + 0.4 + 0.25)
     assert DEVICE.seconds(prefill((0, 10, False))) == pytest.approx(whole - 1.0 - 0.4 - 0.25)
 
 
-def test_a_step_takes_at_least_the_start_of_its_kernels() -> None:
+def test_a_step_takes_at_least_as_long_as_its_kernel_launches() -> None:
     slow_host = RooflineDevice(DeviceRates(**(_values(RATES) | {"kernel_launch_s": 10.0})), MODEL)
     assert slow_host.seconds(decode(4)) == 1.0 + 8 * 10.0
 
 
-def test_reading_and_computing_may_overlap_in_part() -> None:
-    # linear layers: 2.5 s of products over 4 s of reads; head: 5 s over 1 s; attention 2.5 s over 5 s
+def test_reading_and_computing_can_overlap_partially() -> None:
+    # linear layers: products 2.5 s, reads 4 s; head: 5 s and 1 s; attention: 2.5 s and 5 s
     rest = 1.0 + 5 * 0.1 + 5 * 0.4 + 5 * 0.25
     for overlap, seconds in (
         (math.inf, 4.0 + 5.0 + 5.0),
@@ -98,7 +98,7 @@ def test_reading_and_computing_may_overlap_in_part() -> None:
         assert device.seconds(decode(*[0] * 5)) == pytest.approx(rest + seconds)
 
 
-def test_moves_take_the_way_they_go() -> None:
+def test_block_moves_take_their_bytes_over_the_transfer_rate() -> None:
     step = ScheduledStep(0, StepKind.MOVE, moves=[BlockMove(MoveKind.SWAP_OUT, 1, 2), BlockMove(MoveKind.COPY, 3, 4)])
     assert DEVICE.seconds(step) == 0.125 + (0.5 + 6.0) + (0.5 + 3.0)
     with_rows = decode(4)
@@ -106,7 +106,7 @@ def test_moves_take_the_way_they_go() -> None:
     assert DEVICE.seconds(with_rows) == DEVICE.seconds(decode(4)) + 6.5
 
 
-def test_the_work_of_llama_2_7b_is_its_size() -> None:
+def test_the_work_of_llama_2_7b_matches_its_size() -> None:
     config = simulated_config("llama_7b_kbk_pa_dyn.yaml", [], "ascend-910b")
     model, shape = ModelWork.of(config), config.shape
     assert model.layer_bytes + model.head_bytes == 2 * shape.num_linear_parameters
@@ -125,7 +125,7 @@ def test_the_ascend_reads_7b_in_ten_milliseconds() -> None:
     assert weights_s + ASCEND_910B.step_overhead_s < one < weights_s + ASCEND_910B.step_overhead_s + 0.5e-3
 
 
-def test_a_config_is_simulated_as_the_device_would_see_it() -> None:
+def test_a_config_is_loaded_as_on_the_simulated_device() -> None:
     assert simulated_config("llama_7b_kbk_pa_dyn.yaml", [], "ascend-910b").device == "Ascend"
     tiny = simulated_config("llama_tiny_cpu.yaml", [], "cpu")
     assert tiny == load_config("llama_tiny_cpu.yaml", ascend=False)
@@ -154,7 +154,7 @@ def test_the_agents_queue_runs_in_the_order_of_the_policy(policy: str, order: li
     assert [kinds[result.seq] for _, result in agent.run_until(10.0)] == order
 
 
-def test_a_step_that_runs_is_not_overtaken() -> None:
+def test_a_running_step_is_not_overtaken() -> None:
     class OneSecond:
         name = "one second"
 

@@ -1,4 +1,4 @@
-"""More requests than the simulated device can serve: how many of them ``slo`` still serves on time."""
+"""A load above the simulated device's capacity: the number of requests that ``slo`` serves on time."""
 
 from dataclasses import replace
 
@@ -22,14 +22,14 @@ def good_per_s(rate: float) -> float:
     return run.figures.good_requests / SECONDS
 
 
-def test_slo_serves_as_many_on_time_however_many_come() -> None:
+def test_slo_keeps_its_goodput_under_overload() -> None:
     assert good_per_s(12.0) > 0.9 * CAPACITY
     assert good_per_s(100.0) > 0.9 * CAPACITY
 
 
-def test_slo_serves_as_many_on_time_where_objectives_allow_fewer_rows_than_there_are() -> None:
-    """Some hundred of 256 rows keep 50 ms between tokens. Who is let in for the others comes late, and is served late
-    in the place of somebody on time."""
+def test_slo_keeps_its_goodput_when_objectives_limit_the_rows() -> None:
+    """About a hundred of 256 rows keep 50 ms between tokens. An additional request would be late and delay another
+    one."""
     settings = [
         "model_config.weight_format=int8",
         "model_config.kv_format=int8",

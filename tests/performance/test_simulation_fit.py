@@ -1,4 +1,4 @@
-"""The fitter: exact where the truth is one of its terms, bounded where it is not."""
+"""The fit: exact if the truth is one of its terms, and bounded otherwise."""
 
 import json
 import random
@@ -49,7 +49,7 @@ def some_steps(count: int, noise: float = 0.0) -> list[MeasuredStep]:
     return steps
 
 
-def test_what_a_request_takes_from_the_step_it_comes_in_is_found_again() -> None:
+def test_the_fit_finds_the_delay_by_arriving_requests() -> None:
     steps = [
         replace(step, seconds=step.seconds + 1.5e-3 * (index % 3), arrivals=index % 3)
         for index, step in enumerate(some_steps(300))
@@ -60,12 +60,12 @@ def test_what_a_request_takes_from_the_step_it_comes_in_is_found_again() -> None
     assert fit_steps(some_steps(300)).host.interrupt_s == 0.0
 
 
-def test_a_machine_that_has_become_slower_is_noticed_and_the_fit_goes_with_it() -> None:
-    """Decode steps of few rows more than of many, and those more than prompts, as where memory is what others take."""
+def test_a_slower_machine_is_measured_and_the_fit_adapts() -> None:
+    """Decode steps of few rows are slowed most, and steps with prompts least, as if others used the memory."""
     fit = fit_steps(some_steps(400, noise=0.1))
     planted = Slowdown(1.0, 1.4, 1.25, 1.1)
     slow = [replace(step, seconds=planted.of(step.work) * step.seconds) for step in some_steps(900, noise=0.1)]
-    slow[0] = replace(slow[0], seconds=100.0)  # held up
+    slow[0] = replace(slow[0], seconds=100.0)  # a delayed step
     by = slowdown(fit, slow)
     assert (by.many_rows, by.prompts) == pytest.approx((1.25, 1.1), rel=0.01)
     assert by.few_rows == pytest.approx(1.4, rel=0.03)
@@ -81,7 +81,7 @@ def test_a_machine_that_has_become_slower_is_noticed_and_the_fit_goes_with_it() 
     assert slowdown(fit, only_many).few_rows == pytest.approx(1.25, rel=0.01)
 
 
-def test_between_few_and_many_rows_a_machine_is_as_slow_as_lies_between() -> None:
+def test_the_slowdown_is_interpolated_between_few_and_many_rows() -> None:
     by = Slowdown(9.0, 1.2, 1.4, 2.0)
     rows = (1, 4, 6, 8, 12, 500)
     steps = [StepWork(StepKind.DECODE, count, count, count, count, count) for count in rows]
@@ -99,7 +99,7 @@ def test_a_slowed_fit_is_written_and_read(tmp_path: Path) -> None:
         assert FittedDevice(again).work_seconds(step.work) == FittedDevice(fit).work_seconds(step.work)
 
 
-def test_the_truth_is_found_from_steps_without_noise() -> None:
+def test_the_fit_finds_the_coefficients_of_steps_without_noise() -> None:
     steps = some_steps(400)
     fit = fit_steps(steps, {"model": "m"})
     device = FittedDevice(fit)
@@ -108,8 +108,8 @@ def test_the_truth_is_found_from_steps_without_noise() -> None:
     assert min(fit.spread.quantiles) == pytest.approx(max(fit.spread.quantiles))
 
 
-def test_a_curve_of_tiles_is_followed() -> None:
-    """Milliseconds by decoding rows, as tiles of 6 and of 13 rows made them on two cores of Zen 4."""
+def test_the_fit_follows_a_curve_of_tiles() -> None:
+    """Milliseconds by decode rows, with tiles of 6 and of 13 rows on two cores of Zen 4."""
     curve = {6: 12.6, 8: 12.9, 9: 13.4, 10: 13.4, 11: 14.0, 12: 14.3, 13: 15.5, 14: 16.6, 15: 17.1, 16: 18.3, 20: 23.1}
     steps = [
         MeasuredStep(StepWork(StepKind.DECODE, rows, rows, rows, 0, 0), milliseconds / 1e3)
@@ -120,7 +120,7 @@ def test_a_curve_of_tiles_is_followed() -> None:
     assert max(abs(device.work_seconds(step.work) / step.seconds - 1.0) for step in steps) < 0.025
 
 
-def test_noise_becomes_spread_and_the_mean_stays() -> None:
+def test_noise_becomes_spread_and_the_mean_is_preserved() -> None:
     steps = some_steps(2000, noise=0.2)
     fit = fit_steps(steps)
     device, quantiles = FittedDevice(fit), fit.spread.quantiles
@@ -131,7 +131,7 @@ def test_noise_becomes_spread_and_the_mean_stays() -> None:
     assert quantiles[-1] / mean == pytest.approx(1.2, abs=0.02)
 
 
-def test_steps_that_were_held_up_do_not_bend_the_fit() -> None:
+def test_delayed_steps_do_not_distort_the_fit() -> None:
     steps = some_steps(500)
     held = [MeasuredStep(step.work, 50.0 * step.seconds) for step in steps[:5]]
     fit = fit_steps([*held, *steps[5:]])
@@ -142,7 +142,7 @@ def test_steps_that_were_held_up_do_not_bend_the_fit() -> None:
     assert max(abs(ratio - 1.0) for ratio in typical) < 0.01
 
 
-def test_a_step_with_moves_and_one_of_moves_alone() -> None:
+def test_a_step_with_moves_and_a_step_of_moves_only() -> None:
     steps = some_steps(300)
     moves = [
         MeasuredStep(StepWork(StepKind.MOVE), 2e-3 + 1e-3 * out + 5e-4 * copies, out, copies)
@@ -154,12 +154,12 @@ def test_a_step_with_moves_and_one_of_moves_alone() -> None:
     assert device.seconds(ScheduledStep(0, StepKind.MOVE, moves=[out, out, copy])) == pytest.approx(4.5e-3, rel=1e-6)
 
 
-def test_too_few_steps_are_refused() -> None:
+def test_too_few_steps_are_rejected() -> None:
     with pytest.raises(UsageError, match="49 steps with a time are recorded; a fit needs at least 50"):
         fit_steps(some_steps(49))
 
 
-def test_a_fit_survives_its_file(tmp_path: Path) -> None:
+def test_a_fit_is_written_and_read(tmp_path: Path) -> None:
     path = tmp_path / "fit.json"
     steps = [
         replace(step, seconds=step.seconds * (1.0 + 0.1 * (index // 20 % 2)), begin=0.01 * index)
@@ -179,8 +179,8 @@ def test_a_fit_survives_its_file(tmp_path: Path) -> None:
         read_fit(path)
 
 
-def test_runs_of_one_load_are_brought_to_one_speed() -> None:
-    """A machine that was half as fast in one run of three: the fit is that of one that never was."""
+def test_runs_of_a_load_are_scaled_to_one_speed() -> None:
+    """The machine had half of its speed in one run of three. The fit is that of a constant speed."""
     steps = some_steps(120)
     slow = [replace(step, seconds=2.0 * step.seconds) for step in steps]
     runs = [steps[:60], steps[:60], slow[:60]]

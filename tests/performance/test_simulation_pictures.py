@@ -1,4 +1,4 @@
-"""The pictures of docs/scheduling.md can be drawn; here from shorter runs."""
+"""The pictures of docs/scheduling.md can be drawn; these tests use shorter runs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ def test_policies(tmp_path: Path) -> None:
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
-def test_a_long_prompt_stops_streams_but_not_in_chunks(tmp_path: Path) -> None:
+def test_a_long_prompt_interrupts_streams_unless_it_is_chunked(tmp_path: Path) -> None:
     whole, chunked, slo = runs = long_prompt_runs(("fcfs", "chunked", "slo"))
     longest = {
         run.name: max(gap.seconds for record in run.run.records[:-1] for gap in gaps_of(record) if gap.at > 4.0)
@@ -38,7 +38,7 @@ def test_a_long_prompt_stops_streams_but_not_in_chunks(tmp_path: Path) -> None:
     assert (tmp_path / "b.png").read_bytes().startswith(PNG)
 
 
-def test_batching_modes_are_in_order(tmp_path: Path) -> None:
+def test_batching_modes_have_the_expected_order(tmp_path: Path) -> None:
     dynamic, continuous, paged = batching_runs(("dynamic", "continuous", "paged"), requests=200)
     assert 2 * dynamic.figures.qps < continuous.figures.qps < paged.figures.qps
     assert paged.outcome.kv_waste < 0.04 < continuous.outcome.kv_waste

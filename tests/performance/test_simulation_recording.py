@@ -1,4 +1,4 @@
-"""From a flight recording to a device: what a simulated device took is found again."""
+"""The fit of a flight recording finds the simulated device."""
 
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -37,7 +37,7 @@ STEP_S, TOKEN_S, KEY_S = 5e-3, 1e-3, 1e-4
 
 
 class LinearDevice:
-    """5 ms, 1 ms a token, 0.1 ms a key."""
+    """A step takes 5 ms, 1 ms per token and 0.1 ms per key."""
 
     name = "linear"
 
@@ -53,7 +53,7 @@ def recorded(
     host: HostModel = NO_TIME,
     spread: Spread | None = None,
 ) -> None:
-    """The recording of a simulated run."""
+    """Returns the recording of a simulated run."""
     server = VirtualServer(limits(), LinearDevice(), OpenLoop(requests, arrivals), host, spread)
     errors: list[str] = []
     recorder = server.put_before(lambda scheduler: record(scheduler, folder, 1 << 20, on_error=errors.append))
@@ -69,15 +69,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "flight"
 
 
-def test_the_way_into_the_queue_is_found_again(tmp_path: Path) -> None:
+def test_the_fit_finds_the_time_to_accept_a_request(tmp_path: Path) -> None:
     host = replace(NO_TIME, accept_s=0.002, from_agent_s=0.0005)
     recorded(tmp_path / "flight", [ask(3, 9)] * 9, [0.2 * index for index in range(9)], host)
     fit = fit_recording(tmp_path / "flight", CONFIG)
     assert fit.host.accept_s == pytest.approx(0.002, abs=1e-5)
-    assert fit.host.deliver_s == fit.host.from_agent_s == pytest.approx(0.00025, abs=3e-5)  # half of both ways
+    assert fit.host.deliver_s == fit.host.from_agent_s == pytest.approx(0.00025, abs=3e-5)  # half of both transfers
 
 
-def test_what_requests_take_from_running_steps_is_found_again(tmp_path: Path) -> None:
+def test_the_fit_of_a_recording_finds_the_delay_by_arriving_requests(tmp_path: Path) -> None:
     host = replace(NO_TIME, interrupt_s=0.002)
     requests = [ask(3 + index % 7, 25) for index in range(30)]
     recorded(tmp_path / "flight", requests, [0.053 * index for index in range(30)], host)
@@ -87,12 +87,12 @@ def test_what_requests_take_from_running_steps_is_found_again(tmp_path: Path) ->
     assert fit_recording(tmp_path / "without", CONFIG).host.interrupt_s < 1e-4
 
 
-def test_the_ways_mean_counts_not_their_median(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_transfer_time_is_the_mean_and_not_the_median(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded(tmp_path / "flight", [ask(3, 9)] * 9, [0.2 * index for index in range(9)])
     timed = recording.timed_steps
 
     def some_late(stretch: Stretch) -> list[TimedStep]:
-        """Every fourth answer takes 4 ms, as behind a busy core."""
+        """Delays every fourth result by 4 ms, as a busy core would."""
         return [
             replace(each, completed_at=each.completed_at + 0.004 * (index % 4 == 0))
             for index, each in enumerate(timed(stretch))
@@ -103,7 +103,7 @@ def test_the_ways_mean_counts_not_their_median(tmp_path: Path, monkeypatch: pyte
     assert fit.host.to_agent_s == fit.host.from_agent_s == pytest.approx(0.0005, rel=0.1)
 
 
-def test_the_way_of_a_token_is_what_clients_and_recording_say_together(tmp_path: Path) -> None:
+def test_the_delivery_time_comes_from_clients_and_recording(tmp_path: Path) -> None:
     host = replace(NO_TIME, deliver_s=0.004, deliver_piece_s=0.0)
     server = VirtualServer(limits(), LinearDevice(), OpenLoop([ask(3, 9)] * 9, [0.2 * i for i in range(9)]), host)
     recorder = server.put_before(lambda scheduler: record(scheduler, tmp_path / "flight", 1 << 20, on_error=print))
@@ -118,7 +118,7 @@ def test_the_way_of_a_token_is_what_clients_and_recording_say_together(tmp_path:
         with_delivery(fit, tmp_path / "flight", [])
 
 
-def test_steps_come_with_what_they_held_and_how_long_they_took(folder: Path) -> None:
+def test_recorded_steps_have_their_work_and_their_time(folder: Path) -> None:
     [stretch] = read_recording(folder)
     timed = timed_steps(stretch)
     first = timed[0]
@@ -129,7 +129,7 @@ def test_steps_come_with_what_they_held_and_how_long_they_took(folder: Path) -> 
     assert [each.completed_at for each in timed] == sorted(each.completed_at for each in timed)
 
 
-def test_the_device_is_found_again(folder: Path) -> None:
+def test_the_fit_of_a_recording_finds_the_device(folder: Path) -> None:
     fit = fit_recording(folder, CONFIG)
     device, truth = FittedDevice(fit), LinearDevice()
     [stretch] = read_recording(folder)
@@ -144,7 +144,7 @@ def test_the_device_is_found_again(folder: Path) -> None:
     assert (fit.host.to_agent_s, fit.host.from_agent_s) == pytest.approx((0.0, 0.0), abs=2e-6)
 
 
-def test_the_machines_speed_is_that_of_the_steps_in_a_span(folder: Path, tmp_path: Path) -> None:
+def test_the_machines_speed_comes_from_the_steps_in_a_span(folder: Path, tmp_path: Path) -> None:
     fit = fit_recording(folder, CONFIG)
     assert astuple(slowdown_within(fit, folder, [(0.0, 100.0)])) == pytest.approx((1.0, 1.0, 1.0, 1.0), abs=0.01)
     recorded(tmp_path / "later", [ask(9, 30)] * 20, [0.2 * index for index in range(20)])
@@ -155,7 +155,7 @@ def test_the_machines_speed_is_that_of_the_steps_in_a_span(folder: Path, tmp_pat
 
 
 @pytest.mark.parametrize(("share", "seconds"), [(0.7, 0.4), (0.0, 0.0)])
-def test_how_long_the_machine_is_slow_is_found_again(tmp_path: Path, share: float, seconds: float) -> None:
+def test_the_fit_finds_how_long_slow_periods_last(tmp_path: Path, share: float, seconds: float) -> None:
     spread = Spread([0.9 + 0.02 * place for place in range(11)], share, seconds)
     recorded(tmp_path / "noisy", [ask(5, 30)] * 300, [0.3 * index for index in range(300)], spread=spread)
     found = fit_recording(tmp_path / "noisy", CONFIG).spread
@@ -164,8 +164,8 @@ def test_how_long_the_machine_is_slow_is_found_again(tmp_path: Path, share: floa
         assert found.lasting_s == pytest.approx(seconds, rel=0.3)
 
 
-def test_of_repeated_loads_the_steps_within_are_fitted(folder: Path) -> None:
-    """How they are evened out is tested with the fit; here, that only steps within the spans are fitted."""
+def test_only_steps_within_the_repeated_loads_are_fitted(folder: Path) -> None:
+    """Tests of the fit cover the scaling. This test checks that only steps within the spans are fitted."""
     whole = fit_recording(folder, CONFIG)
     spans = [(0.0, 1.5), (1.5, 3.0), (3.0, 4.5)]
     fit = fit_recording(folder, CONFIG, [spans])
@@ -175,7 +175,7 @@ def test_of_repeated_loads_the_steps_within_are_fitted(folder: Path) -> None:
         fit_recording(folder, CONFIG, [[(50.0, 60.0)]])
 
 
-def test_a_recording_is_a_load_to_run_again(folder: Path) -> None:
+def test_a_recording_can_be_simulated_again(folder: Path) -> None:
     options = LoadOptions(NOWHERE)
     again = of_recording(folder, options)
     assert [(len(each.prompt_token_ids), each.output_tokens) for each in again.requests[:3]] == [
@@ -186,7 +186,9 @@ def test_a_recording_is_a_load_to_run_again(folder: Path) -> None:
     assert list(again.times) == pytest.approx([0.2 * index for index in range(27)])
 
 
-def test_the_program_fits_saves_and_repeats(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_fits_saves_and_reuses_a_fit(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     fit, result = tmp_path / "fit.json", tmp_path / "result.json"
     arguments = ["--config", "llama_tiny_cpu.yaml", "--policy", "fcfs", "--trace", str(folder)]
     assert main([*arguments, "--recording", str(folder), "--save-fit", str(fit), "--json", str(result)]) == 0
@@ -201,7 +203,7 @@ def test_the_program_fits_saves_and_repeats(folder: Path, tmp_path: Path, capsys
     assert "the device is fitted to measured steps and has no rates" in capsys.readouterr().err
 
 
-def test_a_stored_fit_is_taken_for_its_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stored_fit_is_used_for_its_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "STORED_FITS", tmp_path)
     assert isinstance(setup.make_setup("llama_tiny_cpu.yaml", [], "cpu").device, RooflineDevice)
     write_json(setup.stored_fit(CONFIG), fit_recording(folder, CONFIG).as_json())
@@ -214,12 +216,12 @@ def test_a_stored_fit_is_taken_for_its_model(folder: Path, tmp_path: Path, monke
     assert isinstance(setup.make_setup("llama_160m_cpu.yaml", [], "ascend-910b").device, RooflineDevice)
 
 
-def test_a_recording_without_an_ended_request_is_no_load(tmp_path: Path) -> None:
+def test_a_recording_without_a_completed_request_is_rejected(tmp_path: Path) -> None:
     recorded(tmp_path / "empty", [SimulatedRequest((1,) * 60, 4)], [0.0])
     with pytest.raises(UsageError, match=r"no request of .* completed"):
         of_recording(tmp_path / "empty", LoadOptions(NOWHERE))
 
 
-def test_a_recording_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_recording_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--config", "llama_tiny_cpu.yaml", "--recording", str(tmp_path)]) == 2
     assert "no flight recording" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The spread of simulated steps: as often slow as measured, for as long as measured."""
+"""The spread of simulated steps: the frequency and duration of slow periods match the measurement."""
 
 import math
 import random
@@ -25,7 +25,7 @@ def test_draws_have_the_measured_quantiles(spread: Spread) -> None:
     assert found == pytest.approx(np.quantile(QUANTILES, [0.05, 0.5, 0.95]), abs=0.005)
 
 
-def test_without_a_lasting_part_steps_know_nothing_of_each_other() -> None:
+def test_without_a_lasting_part_steps_are_independent() -> None:
     ratios = drawn(Spread(QUANTILES), 20_000)
     assert np.corrcoef(ratios[1:], ratios[:-1])[0, 1] == pytest.approx(0.0, abs=0.03)
     share, _ = lasting_part(ratios, [STEP_S * number for number in range(len(ratios))])
@@ -33,7 +33,7 @@ def test_without_a_lasting_part_steps_know_nothing_of_each_other() -> None:
 
 
 @pytest.mark.parametrize(("share", "seconds"), [(0.5, 0.3), (0.8, 0.1)])
-def test_what_lasts_is_found_again(share: float, seconds: float) -> None:
+def test_the_lasting_part_is_found(share: float, seconds: float) -> None:
     ratios = drawn(Spread(QUANTILES, share, seconds), 60_000)
     found = lasting_part(ratios, [STEP_S * number for number in range(len(ratios))])
     assert found[0] == pytest.approx(share, abs=0.06)
@@ -41,7 +41,7 @@ def test_what_lasts_is_found_again(share: float, seconds: float) -> None:
 
 
 def test_slow_steps_come_together() -> None:
-    """Means over a second: as noisy as the state, where noise of single steps is averaged away."""
+    """Means over a second have the noise of the state, but the noise of single steps averages out."""
     together, alone = drawn(Spread(QUANTILES, 0.6, 0.3), 60_000), drawn(Spread(QUANTILES), 60_000)
     per_second = round(1.0 / STEP_S)
 
@@ -53,8 +53,8 @@ def test_slow_steps_come_together() -> None:
     assert deviation_of_means(together) > 4 * deviation_of_means(alone)
 
 
-def test_a_draw_of_an_earlier_moment_leaves_the_state() -> None:
-    """Of two steps sent together the one behind may be drawn first."""
+def test_a_draw_for_an_earlier_time_keeps_the_state() -> None:
+    """If two steps are sent together, the later one may be drawn first."""
     spread = Spread(QUANTILES, 1.0, 10.0)
     draws = spread.draws(random.Random(1))
     first = draws.draw(5.0)
@@ -62,7 +62,7 @@ def test_a_draw_of_an_earlier_moment_leaves_the_state() -> None:
     assert draws.draw(500.0) != first
 
 
-def test_single_extremes_do_not_hide_what_lasts() -> None:
+def test_single_extremes_do_not_hide_the_lasting_part() -> None:
     ratios = drawn(Spread(QUANTILES, 0.5, 0.3), 20_000)
     begins = [STEP_S * number for number in range(len(ratios))]
     before = lasting_part(ratios, begins)
@@ -73,8 +73,8 @@ def test_single_extremes_do_not_hide_what_lasts() -> None:
     assert after[1] == pytest.approx(before[1], rel=0.1)
 
 
-def test_steps_of_other_runs_are_not_near() -> None:
-    """A slow run and a fast one, one after the other, each without any state of its own."""
+def test_steps_of_different_runs_are_not_compared() -> None:
+    """A slow run and a fast one follow each other. The runs have no lasting state."""
     generator = random.Random(4)
     ratios = [generator.gauss(1.0, 0.02) for _ in range(4000)]
     begins = [STEP_S * number for number in range(2000)] + [9000.0 + STEP_S * number for number in range(2000)]
@@ -83,7 +83,7 @@ def test_steps_of_other_runs_are_not_near() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 60])
-def test_too_few_steps_tell_nothing(count: int) -> None:
+def test_too_few_steps_have_no_lasting_part(count: int) -> None:
     ratios = [1.0 + 0.01 * (number // 10) for number in range(count)]
     assert lasting_part(ratios, [0.5 * number for number in range(count)]) == (0.0, 0.0)
     assert lasting_part([1.0] * 500, [0.0] * 500) == (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""A load between probes that agree: planted speeds, tries, parts put together."""
+"""Loads between two probes: planted speeds, tries, and joined parts."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ OPTIONS = LoadOptions(NOWHERE, rate=1.0, duration=2.0)
 
 
 def a_run(start: float) -> LoadRun:
-    """Two requests, of 2 s and 3 s, one second apart."""
+    """Returns two requests of 2 s and 3 s, one second apart."""
     first = RequestRecord(0, start, start + 0.25, array("d", [start + 1.0, start + 2.0]), start + 2.0, 200, 7, 2, True)
     second = RequestRecord(1, start + 1.0, start + 1.0, array("d", [start + 3.0]), start + 4.0, 200, 7, 1, True)
     return LoadRun(OPTIONS, "model", [first, second], start, 1e9, 0.5, interrupted=False)
 
 
 def planted(slowdowns: list[float], most: int, others: Sequence[float] = ()) -> list[Try]:
-    """The tries of a load on a machine whose probes, and whose others, say this, one after the other."""
+    """Returns the tries of a load on a machine with these probes and these fractions of other processes."""
     speeds: Iterator[float] = iter(slowdowns)
 
     def probe() -> Probe:
@@ -53,13 +53,13 @@ def probes(tries: list[Try]) -> list[tuple[float, float]]:
     return [(one.before.slowdown.steps, one.after.slowdown.steps) for one in tries]
 
 
-def test_a_steady_machine_is_asked_once() -> None:
+def test_a_load_runs_once_on_a_steady_machine() -> None:
     (only,) = planted([1.1, 1.12, 5.0], 4)
     assert only.is_steady
     assert astuple(only.slowdown) == pytest.approx((1.11, 1.11, 1.11, 2.22))
 
 
-def test_a_load_is_run_again_until_its_probes_agree() -> None:
+def test_a_load_is_repeated_until_its_probes_agree() -> None:
     tries = planted([0.85, 0.95, 1.05, 1.06, 5.0], 4)
     assert probes(tries) == [(0.85, 0.95), (0.95, 1.05), (1.05, 1.06)]
     assert [one.is_steady for one in tries] == [False, False, True]
@@ -67,27 +67,27 @@ def test_a_load_is_run_again_until_its_probes_agree() -> None:
 
 
 @pytest.mark.parametrize("faster_after", [False, True])
-def test_the_tolerance_is_relative_and_the_same_both_ways(faster_after: bool) -> None:
+def test_the_tolerance_is_relative_and_symmetric(faster_after: bool) -> None:
     for factor, is_steady in ((1.0 + TOLERANCE - 0.001, True), (1.0 + TOLERANCE + 0.001, False)):
         speeds = [2.0, 2.0 * factor]
         (only,) = planted(speeds[::-1] if faster_after else speeds, 1)
         assert only.is_steady is is_steady
 
 
-def test_a_machine_that_never_rests_is_given_up_and_the_closest_try_is_told() -> None:
+def test_on_an_unsteady_machine_the_closest_try_is_returned() -> None:
     tries = planted([1.0, 1.2, 1.1, 1.3], 3)
     assert probes(tries) == [(1.0, 1.2), (1.2, 1.1), (1.1, 1.3)]
     assert steadiest(tries) is tries[1]
     assert not steadiest(tries).is_steady
 
 
-def test_a_load_during_which_others_had_the_cores_is_run_again() -> None:
+def test_a_load_is_repeated_if_other_processes_used_the_cores() -> None:
     tries = planted([1.0, 1.0, 1.0, 1.0], 3, others=[0.5, 0.03, 0.01])
     assert [one.is_steady for one in tries] == [False, False, True]
     assert steadiest(tries[:2]) is tries[1]
 
 
-def test_runs_are_joined_end_to_begin() -> None:
+def test_runs_are_joined_one_after_the_other() -> None:
     whole = joined([a_run(100.0), a_run(50.0)])
     assert [record.index for record in whole.records] == [0, 1, 2, 3]
     assert [(record.due, record.sent, record.end) for record in whole.records] == [
@@ -117,7 +117,7 @@ def compared(*parts: list[float], error: float = 0.05) -> ComparedLoad:
     return ComparedLoad(LOAD, [planted(part, 2) for part in parts], [Compared("total s", 1.0, 1.0 + error)])
 
 
-def test_what_was_thrown_away_is_told() -> None:
+def test_discarded_tries_are_reported() -> None:
     result = compared([1.0, 1.01], [1.01, 1.2, 1.21])
     lines = result_text(result, 1.0).splitlines()
     assert lines[0].startswith("some: 2 requests/s for 2 times 5 s")
@@ -135,7 +135,7 @@ def test_what_was_thrown_away_is_told() -> None:
     assert closing_text([result]) == "all loads: 1 of 1 figures within 10%, the largest error is 5%"
 
 
-def test_a_part_that_was_never_steady_is_left_out() -> None:
+def test_a_part_without_a_steady_try_is_left_out() -> None:
     result = compared([1.0, 1.01], [1.01, 1.2, 1.3], [1.3, 1.31])
     assert comparable(result.parts) == [result.parts[0][0], result.parts[2][0]]
     told = [line.rpartition(", ")[2] for line in result_text(result, 1.0).splitlines()[2:6]]
@@ -146,7 +146,7 @@ def test_a_part_that_was_never_steady_is_left_out() -> None:
     assert closing_text([result]).startswith("all loads: 1 of 1")
 
 
-def test_a_load_of_which_half_was_never_steady_is_not_counted() -> None:
+def test_a_load_with_half_of_its_parts_unsteady_does_not_count() -> None:
     steady, unsteady = compared([1.0, 1.01], [1.01, 1.02], error=0.2), compared([1.0, 1.01], [1.01, 1.2, 1.3])
     assert comparable(unsteady.parts) == [unsteady.parts[0][0], unsteady.parts[1][1]]
     assert f"part 1: {between(1.20, 1.30)}, not steady, compared" in result_text(unsteady, 1.0)

@@ -1,4 +1,4 @@
-"""The load client's socket: arrival is when the kernel has the bytes, not when the event loop gets to them."""
+"""The load client's socket: the arrival time is when the kernel has the bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from performance.load.timed_socket import TimedSocket
 
 
 class Recorder:
-    """Keeps what a TimedSocket says."""
+    """Stores the events of a TimedSocket."""
 
     def __init__(self) -> None:
         self.data: list[tuple[bytes, float]] = []
@@ -42,12 +42,12 @@ async def _connected() -> tuple[TimedSocket, Recorder, socket.socket]:
 def test_a_busy_event_loop_does_not_delay_arrival() -> None:
     async def run() -> None:
         timed, user, peer = await _connected()
-        await asyncio.sleep(0.1)  # the kernel begins to stamp shortly after the first socket asks for it
+        await asyncio.sleep(0.1)  # the kernel starts to stamp shortly after the first socket requests it
         with peer:
             before = perf_counter()
             peer.sendall(b"a token")
             sent = perf_counter()
-            time.sleep(0.2)  # the loop is busy elsewhere
+            time.sleep(0.2)  # blocks the event loop
             await user.has_data.wait()
         timed.close()
         [(data, arrival)] = user.data
@@ -57,7 +57,7 @@ def test_a_busy_event_loop_does_not_delay_arrival() -> None:
     asyncio.run(run())
 
 
-def test_what_the_socket_does_not_take_at_once_is_written_later() -> None:
+def test_bytes_that_the_socket_does_not_accept_are_written_later() -> None:
     async def run() -> None:
         timed, user, peer = await _connected()
         message = bytes(range(256)) * 40_000
@@ -80,7 +80,7 @@ def test_what_the_socket_does_not_take_at_once_is_written_later() -> None:
     asyncio.run(run())
 
 
-def test_a_closed_peer_is_told_once_and_a_closed_socket_hears_nothing() -> None:
+def test_a_closed_peer_is_reported_once_and_a_closed_socket_has_no_callbacks() -> None:
     async def run() -> None:
         timed, user, peer = await _connected()
         peer.close()
@@ -96,7 +96,7 @@ def test_a_closed_peer_is_told_once_and_a_closed_socket_hears_nothing() -> None:
     asyncio.run(run())
 
 
-def test_nobody_listening_is_an_error() -> None:
+def test_a_port_without_a_server_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 

@@ -1,4 +1,4 @@
-"""The simulator held against real runs: servers in turns, a fit of all calibrations, each load compared."""
+"""The simulator compared with real runs: several servers, a fit of all calibrations, a comparison per load."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from performance.simulation.reality import main
 from performance.simulation.reality_loads import CALIBRATION, PROBE, VALIDATION, Load
 
 
-def test_no_load_is_both_fitted_and_compared() -> None:
+def test_no_load_is_used_for_both_fit_and_comparison() -> None:
     seen = (*CALIBRATION, *PROBE)
     fitted = {(load.rate, load.duration, load.prompts, load.outputs) for load in seen}
     assert not fitted & {(load.rate, load.duration, load.prompts, load.outputs) for load in VALIDATION}
@@ -40,7 +40,7 @@ def test_a_real_server_is_fitted_and_compared(
     monkeypatch.setattr(reality, "VALIDATION", (Load("others", 20, 1, (4, 16), (8, 16), 1, parts=2),))
     fit, result, kept = tmp_path / "fit.json", tmp_path / "result.json", tmp_path / "kept"
     tiny = ["--config", "llama_tiny_cpu.yaml", "--tries", "2"]
-    monkeypatch.setattr(steadiness, "TOLERANCE", 1e-12)  # no machine is as steady
+    monkeypatch.setattr(steadiness, "TOLERANCE", 1e-12)  # no machine is that steady
     assert main([*tiny, "--save-fit", str(fit), "--json", str(result), "--keep", str(kept)]) == 3
     assert read_fit(fit).provenance["model"] == "llama_tiny"
     others = json.loads(result.read_text())["loads"]["others"]

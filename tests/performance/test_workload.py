@@ -1,4 +1,4 @@
-"""What is asked: seeded prompts of the lengths wanted, and data sets."""
+"""Generated prompts with the requested lengths, and data sets."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from performance.load.workload import LoadRequest, dataset_workload, text_worklo
 from performance.program import UsageError
 
 
-def test_text_prompts_have_the_lengths_asked_for_and_follow_the_seed() -> None:
+def test_text_prompts_have_the_requested_lengths_and_depend_on_the_seed() -> None:
     requests = text_workload(200, 1, (5, 9), (3, 4))
     assert requests == text_workload(200, 1, (5, 9), (3, 4))
     assert requests != text_workload(200, 2, (5, 9), (3, 4))
@@ -67,19 +67,19 @@ def test_a_dataset_is_read_in_order_and_again(tmp_path: Path) -> None:
         ("not json\n", ":1: JSON is malformed"),
     ],
 )
-def test_a_bad_dataset_names_the_line(tmp_path: Path, content: str, message: str) -> None:
+def test_the_error_names_the_wrong_line_of_a_dataset(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text(content)
     with pytest.raises(UsageError, match=message):
         dataset_workload(path, 1, 0, (1, 1))
 
 
-def test_a_missing_dataset(tmp_path: Path) -> None:
+def test_a_missing_dataset_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot read .*: No such file"):
         dataset_workload(tmp_path / "no", 1, 0, (1, 1))
 
 
-def test_the_completions_body() -> None:
+def test_the_body_of_a_completion_request() -> None:
     request = LoadRequest(5, token_ids=(1, 2))
     assert APIS["openai"].body(request, Generation("m"), "id", 3) == {
         "model": "m",
@@ -91,7 +91,7 @@ def test_the_completions_body() -> None:
     }
 
 
-def test_options_and_seed_go_into_the_body() -> None:
+def test_options_and_seed_are_in_the_body() -> None:
     generation = Generation("m", temperature=0.5, ignore_eos=True, return_token_ids=True)
     body = APIS["openai-chat"].body(LoadRequest(5, text="hi"), generation, "id", 3)
     assert body["messages"] == ({"role": "user", "content": "hi"},)
@@ -107,7 +107,7 @@ def test_options_and_seed_go_into_the_body() -> None:
         ("chat", LoadRequest(1, messages=())),
     ],
 )
-def test_an_api_refuses_prompts_it_cannot_send(api: str, request_: LoadRequest) -> None:
+def test_an_api_rejects_prompts_that_it_cannot_send(api: str, request_: LoadRequest) -> None:
     with pytest.raises(UsageError):
         APIS[api].check([request_])
 
@@ -152,11 +152,11 @@ def test_an_api_refuses_prompts_it_cannot_send(api: str, request_: LoadRequest) 
         ),
     ],
 )
-def test_a_piece_of_an_answer(api: str, payload: bytes, piece: Piece) -> None:
+def test_a_piece_of_a_stream(api: str, payload: bytes, piece: Piece) -> None:
     assert APIS[api].read(payload) == piece
 
 
-def test_the_dialects() -> None:
+def test_the_bodies_of_the_other_apis() -> None:
     request, greedy, random = LoadRequest(5, text="hi"), Generation("a/b"), Generation("a/b", temperature=0.5)
     assert APIS["generate"].path(greedy) == "/models/a%2Fb/generate_stream"
     assert APIS["generate"].body(request, greedy, "id", 3) == {

@@ -1,5 +1,7 @@
-"""Run by test_check_ascend_graph.py in a process of its own: plants mistakes in the Ascend graphs, one at a time, and
-prints as JSON what the gate says of each."""
+"""Plants mistakes in the Ascend graphs, one at a time, and prints the errors that the checks find as JSON.
+
+test_check_ascend_graph.py runs it in a separate process.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ STAGES = replace(CONFIG, parallel_config=ParallelConfig(pipeline_parallel=2))
 
 
 class Attention(native_attention.Attention):
-    """The table's own, to be changed."""
+    """The table's attention, which tests change."""
 
     def construct(self, qkv: Any, head_norms: Any, rotary: Any, caches: Any, step: Any, whole_prompts: Any) -> Any:
         slot_mapping, tables, context_lens, query_lens = step[:4]
@@ -84,7 +86,7 @@ class Attention(native_attention.Attention):
 
 
 def attention(**flags: bool) -> Callable[..., nn.Cell]:
-    """Makes the attention with some flags other than they should be."""
+    """Creates the attention with some wrong flags."""
 
     def make(*arguments: Any) -> nn.Cell:
         cell = Attention(*arguments)
@@ -113,7 +115,7 @@ class WithoutTokenScales(native_linear._DynamicProduct):
 
 
 class ScaledTwice(native_linear._DynamicProduct):
-    """The scales of tokens that were quantised already."""
+    """Quantises the scales of tokens twice."""
 
     def construct(self, x: Any, weight: Any) -> Any:
         integers, scales = self.quantise(x, None)
@@ -127,7 +129,7 @@ class ScaleForOffset(native_linear._WeightOnlyProduct):
 
 
 class RowsScaledTwice(native_experts._DynamicProducts):
-    """The scales of rows that were quantised already."""
+    """Quantises the scales of rows twice."""
 
     def construct(self, rows: Any, weight: Any, groups: Any) -> Any:
         integers, _ = self.quantise(rows, None)
@@ -152,7 +154,7 @@ class RowsScaledTwice(native_experts._DynamicProducts):
 
 
 class EndsOfGroups(native_experts._FloatProducts):
-    """Where the groups end, of what counts their rows."""
+    """Passes the ends of the groups instead of their numbers of rows."""
 
     def construct(self, rows: Any, weight: Any, groups: Any) -> Any:
         return self.multiply((rows,), (weight,), None, None, None, None, None, None, groups, None, None, None, 3, 0, 0)[
@@ -183,7 +185,7 @@ def turned_scales(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def weight_only(**settings: Any) -> Any:
-    """The primitive with other settings than the weights are made for."""
+    """Creates the primitive with settings that do not match the weights."""
 
     def make(**given: Any) -> Any:
         return auto_generate.WeightQuantBatchMatmul(**(given | settings))
@@ -196,7 +198,7 @@ def in_linear(name: str, replacement: Any) -> Any:
 
 
 def other_parameters(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Weights, scales or offsets of another shape or type, the graph as it should be."""
+    """Creates weights, scales or offsets with a wrong shape or type, in an otherwise correct graph."""
     real = native_linear.linear_parameters
     return patched("linear_parameters", lambda *given: change(real(*given)))
 
@@ -207,7 +209,7 @@ def short_scales(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def scales_of_all(found: dict[str, Any]) -> dict[str, Any]:
-    """Of the groups of all inputs, where the agent has the half."""
+    """Passes the scales of all inputs, although the agent has half of them."""
     (groups, columns), dtype = found["scale"][0], found["scale"][1]
     return found | {"scale": ((2 * groups, columns), dtype)}
 
@@ -225,7 +227,7 @@ class TwoOutputs(native._LMHead):
 
 
 class OwnPart(nn.Cell):
-    """In place of the sum over the agents."""
+    """Returns the agent's own part instead of the sum over the agents."""
 
     def construct(self, x: Any, step: Any) -> Any:
         return x
@@ -244,7 +246,7 @@ def plain_linear() -> Any:
 
 
 def inputs(position: int, tensor: Tensor) -> Any:
-    """One of the graph's inputs is of another type or rank."""
+    """Gives one of the graph's inputs another type or rank."""
     real = dynamic_cell._DynamicStep.set_inputs
 
     def set_inputs(cell: nn.Cell, *given: Tensor) -> None:
@@ -363,7 +365,7 @@ MISTAKES: dict[str, tuple[str, Any, Callable[[], Any]]] = {
 
 
 def findings(kind: str, config: Any) -> list[str]:
-    """What the rules, or the front end, say of one graph."""
+    """Returns the errors that the rules or the front end find in one graph."""
     try:
         graph = dict(compile_graphs(config, [kind]))[kind]
     except (RuntimeError, TypeError, ValueError) as error:
@@ -378,7 +380,7 @@ def planted(name: str) -> list[str]:
 
 
 class Turned(nn.Cell):
-    """Keys where values should be: every shape fits and no rule sees it."""
+    """Exchanges keys and values. Every shape matches, and no rule finds it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -390,7 +392,7 @@ class Turned(nn.Cell):
 
 
 def only_on_one_device(kind: str) -> list[str]:
-    """Lines of a graph's listing that the CPU's native table has and the Ascend's has not, or the other way round."""
+    """Returns lines of the listing that only one of the two tables has: the CPU's native one or the Ascend's."""
     on_cpu = replace(CONFIG, model_config=replace(CONFIG.model_config, device_target="CPU"))
     ascend, cpu = (list_graph(dict(compile_graphs(config, [kind]))[kind]) for config in (CONFIG, on_cpu))
     return [
@@ -424,4 +426,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # MindSpore's own threads need not be waited for
+    os._exit(0)  # does not wait for MindSpore's threads

@@ -1,4 +1,4 @@
-"""The log analysis on logs made by hand: exact figures, and no file that brings it down."""
+"""The log analysis on written logs: exact figures, and no file that makes it fail."""
 
 import io
 import json
@@ -24,7 +24,7 @@ START = 1_700_000_000.0
 
 
 class LogMaker:
-    """Writes a log through EventLog, with a clock of its own."""
+    """Writes a log through EventLog, with its own clock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class LogMaker:
     def request(
         self, number: int, arrival: float, queue: float, prefill: float, decode: float, tokens: int, **fields: Any
     ) -> None:
-        """Phases in seconds. Times to the first token and between tokens follow from them."""
+        """Writes a request. ``phases`` are in seconds; the latencies follow from them."""
         name = fields.pop("request_id", f"r{number}")
         self.event(arrival, "request_arrival", request_id=name, api="completions", prompt_tokens=10, max_tokens=99)
         e2e = queue + prefill + decode
@@ -209,7 +209,7 @@ def test_the_json_of_a_small_log_is_exact(maker: LogMaker) -> None:
     }  # fmt: skip
 
 
-def test_torn_and_foreign_lines_are_counted_and_passed_by(maker: LogMaker) -> None:
+def test_truncated_and_foreign_lines_are_counted_and_skipped(maker: LogMaker) -> None:
     write_small_log(maker)
     good = analyzed(maker.path)
     lines = maker.path.read_bytes().splitlines(keepends=True)
@@ -240,7 +240,7 @@ def test_torn_and_foreign_lines_are_counted_and_passed_by(maker: LogMaker) -> No
     assert {key: content[key] for key in same} == {key: good[key] for key in same}
 
 
-def test_an_empty_log_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_log_is_not_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "empty.log"
     path.touch()
     content = analyzed(path, "--html", str(tmp_path / "empty.html"))
@@ -272,19 +272,19 @@ def test_two_runs_in_one_file(maker: LogMaker, capsys: pytest.CaptureFixture[str
     assert "1 request ended in 1 server run and 2.00 s: 4 output tokens, 2.00 per second. 1 earlier run" in out
 
 
-def test_a_log_that_begins_inside_a_run(maker: LogMaker) -> None:
+def test_a_log_that_starts_within_a_run(maker: LogMaker) -> None:
     maker.request(0, 10.0, 0.0, 0.5, 1.5, 4)
     maker.event(20, "server_start")
     assert analyzed(maker.path)["runs"] == 2
 
 
-def test_since_leaves_out_what_is_older(maker: LogMaker) -> None:
+def test_since_ignores_older_events(maker: LogMaker) -> None:
     write_small_log(maker)
     content = analyzed(maker.path, "--since", str(START + 13.75))
     assert content["finish_reasons"] == {"length": 2}
 
 
-def test_times_of_since(capsys: pytest.CaptureFixture[str]) -> None:
+def test_time_formats_of_since(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse_time("12.5") == 12.5
     assert parse_time("1970-01-02T00:00:00Z") == 86400.0
     assert parse_time("1970-01-02T01:00:00+01:00") == 86400.0
@@ -295,7 +295,7 @@ def test_times_of_since(capsys: pytest.CaptureFixture[str]) -> None:
     assert "expected unix seconds or 2026-01-31T12:00:00" in capsys.readouterr().err
 
 
-def test_agents_errors_and_refusals(maker: LogMaker, capsys: pytest.CaptureFixture[str]) -> None:
+def test_agents_errors_and_rejections(maker: LogMaker, capsys: pytest.CaptureFixture[str]) -> None:
     maker.event(0, "server_start")
     maker.event(1, "agent_ready", agent=0)
     maker.request(0, 2.0, 0.0, 0.5, 1.5, 4)
@@ -324,7 +324,7 @@ def sentences_of(maker: LogMaker) -> list[str]:
         return story(analyze(reader := LogReader(file), reader))
 
 
-def test_the_story_of_a_log_without_trouble(maker: LogMaker) -> None:
+def test_the_story_of_a_log_without_errors(maker: LogMaker) -> None:
     maker.event(0, "server_start")
     for number in range(4):
         maker.request(number, number, 0.0, 0.25, 0.75, 4)
@@ -411,7 +411,7 @@ def test_the_html_is_well_formed_self_contained_and_escaped(maker: LogMaker, tmp
 
 
 def test_the_comparison_with_the_load_test(maker: LogMaker, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only the two requests of the load test count, and the time each was on its way."""
+    """Only the two requests of the load test and the time of their transfer count."""
     write_small_log(maker)
     client = tmp_path / "load.json"
     per_request = [
@@ -439,7 +439,7 @@ def test_the_comparison_with_the_load_test(maker: LogMaker, tmp_path: Path, caps
         (None, "cannot read"),
     ],
 )
-def test_a_comparison_with_something_else(
+def test_a_comparison_with_another_file_is_an_error(
     maker: LogMaker, tmp_path: Path, content: str | None, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_small_log(maker)
@@ -466,10 +466,10 @@ def test_it_runs_as_a_program_from_anywhere(maker: LogMaker, tmp_path: Path) -> 
 
 
 def test_many_requests_need_little_memory() -> None:
-    """What the analysis keeps does not grow with the log, and stays right."""
+    """The memory of the analysis does not grow with the log, and the figures stay correct."""
 
     class Endless(io.RawIOBase):
-        """Lines made while they are read: two a request, a state line for every ten."""
+        """Generates lines while they are read: two per request, and a state line for every ten requests."""
 
         def __init__(self, requests: int) -> None:
             self.lines = self.make(requests)
@@ -498,7 +498,7 @@ def test_many_requests_need_little_memory() -> None:
     assert analysis.timeline.total("arrivals").sum == 20_000
 
 
-def test_a_timeline_doubles_its_buckets_and_loses_nothing() -> None:
+def test_a_timeline_doubles_its_buckets_and_keeps_all_values() -> None:
     timeline = Timeline(max_buckets=4)
     for second in range(10):
         timeline.add(100.0 + second, "n", float(second))
@@ -513,12 +513,12 @@ def test_a_timeline_doubles_its_buckets_and_loses_nothing() -> None:
     assert timeline.rate("other") == [(2.0, 0.0), (6.0, 0.0), (10.0, 0.0)]
 
 
-def test_an_analysis_of_nothing_has_all_figures() -> None:
+def test_an_empty_analysis_has_all_figures() -> None:
     assert LogAnalysis().total_time_s == 0.0
     assert LogAnalysis().slowest == []
 
 
-def test_what_each_replica_served(maker: LogMaker) -> None:
+def test_requests_are_counted_by_replica(maker: LogMaker) -> None:
     for number, replica in enumerate((0, 1, 1, None)):
         maker.event(
             number, "request_end", request_id=f"r{number}", finish_reason="stop", replica=replica, prompt_tokens=100,

@@ -1,4 +1,4 @@
-"""The front-end gate: the small configs pass it, planted mistakes do not."""
+"""The checks of the Ascend graphs: the small configs pass, and planted mistakes fail."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def test_the_small_configs_pass(tmp_path: Path) -> None:
     assert lines[-1] == "2 configs, 0 graphs failed"
 
 
-def test_a_model_of_mindformers_is_skipped_with_a_word(tmp_path: Path) -> None:
+def test_a_mindformers_config_is_skipped_with_a_message(tmp_path: Path) -> None:
     process = run("tools/check_ascend_graph.py", "qwen3_mindformers.yaml", folder=tmp_path)
     assert process.returncode == 0, process.stdout + process.stderr[-2000:]
     assert process.stdout.startswith("skip qwen3_mindformers: model_type mindformers")
 
 
-def test_a_config_that_no_ascend_takes_fails(tmp_path: Path) -> None:
+def test_a_config_that_ascend_does_not_support_fails(tmp_path: Path) -> None:
     text = (ROOT / "configs/llama/llama_tiny_cpu.yaml").read_text(encoding="utf-8")
     assert "block_size: 16" in text
     (tmp_path / "large_blocks.yaml").write_text(text.replace("block_size: 16", "block_size: 1024"), encoding="utf-8")
@@ -96,42 +96,42 @@ def test_a_config_that_no_ascend_takes_fails(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the gate says of each planted mistake."""
+    """Returns the errors that the checks find for each planted mistake."""
     process = run("tests/tools/ascend_mistakes.py", folder=tmp_path_factory.mktemp("mistakes"))
     assert process.returncode == 0, process.stderr[-3000:]
     found: dict[str, list[str]] = json.loads(process.stdout.strip().splitlines()[-1])
     return found
 
 
-def test_nothing_is_found_where_nothing_is_wrong(findings: dict[str, list[str]]) -> None:
+def test_a_correct_graph_has_no_errors(findings: dict[str, list[str]]) -> None:
     assert findings["right"] == []
 
 
 @pytest.mark.parametrize("mistake", CAUGHT)
-def test_a_planted_mistake_is_caught(findings: dict[str, list[str]], mistake: str) -> None:
+def test_a_planted_mistake_is_found(findings: dict[str, list[str]], mistake: str) -> None:
     assert any(CAUGHT[mistake] in line for line in findings[mistake]), findings[mistake]
 
 
-def test_no_mistake_is_left_out(findings: dict[str, list[str]]) -> None:
+def test_all_planted_mistakes_are_checked(findings: dict[str, list[str]]) -> None:
     others = {name for name in findings if name.startswith("devices, ")}
     assert set(findings) == set(CAUGHT) | {"right", "listing", "turned listing"} | others
 
 
 @pytest.mark.parametrize("kind", ["chunked", "decode"])
-def test_the_cpu_runs_the_very_graph_of_an_ascend(findings: dict[str, list[str]], kind: str) -> None:
+def test_the_cpu_runs_the_same_graph_as_ascend(findings: dict[str, list[str]], kind: str) -> None:
     assert findings[f"devices, {kind}"] == []
 
 
 def test_only_the_lengths_of_whole_prompts_differ(findings: dict[str, list[str]]) -> None:
-    """The CPU takes a fixed number of them, 64 bits wide."""
+    """The CPU takes a fixed number of lengths, which have 64 bits."""
     different = findings["devices, prefill"]
     assert {"Ascend:   q_seq_lens i32[-1]", "CPU:   q_seq_lens i64[16]"} <= set(different)
     others = [line.split(" = ")[1].split("(")[0] for line in different if " = " in line]
     assert set(others) <= {"Cast", "TensorToTuple", "FlashAttentionScore"}
 
 
-def test_what_no_rule_sees_changes_the_listing(findings: dict[str, list[str]]) -> None:
-    """Keys and values turned round where both are of one size."""
+def test_a_mistake_without_a_rule_changes_the_listing(findings: dict[str, list[str]]) -> None:
+    """The mistake exchanges keys and values of equal size."""
     plain, turned = findings["listing"], findings["turned listing"]
     changed = [line.split(" = ")[1].split("(")[0] for line in turned if line not in plain]
     assert changed == 2 * ["ApplyRotaryPosEmb", "ReshapeAndCache"]

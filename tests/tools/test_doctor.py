@@ -1,4 +1,4 @@
-"""The doctor as a program: what it prints, its exit code, and that nothing broken makes it break."""
+"""The doctor as a program: its output, its exit code, and its behaviour if something is broken."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_a_broken_mindspore_is_a_finding(tmp_path, breakage):
 
 
 def test_a_python_without_packages_gets_findings(tmp_path):
-    """An interpreter that sees neither our packages nor ``.venv``."""
+    """The interpreter finds neither the project's packages nor ``.venv``."""
     program = (
         "import sys; sys.path = [p for p in sys.path if 'site-packages' not in p]; "
         f"sys.path.insert(0, {str(REPOSITORY)!r}); sys.executable = '/no/python'; "
@@ -82,7 +82,7 @@ def test_a_wrong_config_exits_with_one(tmp_path):
     assert "no_such.yaml: no such config file" in done.stdout
 
 
-def test_explain_prints_and_exits_with_what_was_found(tmp_path):
+def test_explain_prints_errors_and_returns_the_exit_code(tmp_path):
     log = tmp_path / "plog.log"
     log.write_text("EL0004: [PID: 5] 2026-11-21-12:00:00.000.000 Failed to allocate memory, device_id=3\n")
     done = doctor("explain", "EI0006", log, "--json", tmp_path / "explained.json")
@@ -95,7 +95,7 @@ def test_explain_prints_and_exits_with_what_was_found(tmp_path):
     assert (unknown.returncode, "neither a file nor a known code" in unknown.stderr) == (2, True)
 
 
-def test_the_report_shows_what_to_do():
+def test_the_report_shows_advice():
     findings = [ok("a", "fine"), warning("long", "odd\ntwo lines", "look"), problem("b", "bad", "repair", "https://x")]
     assert main.report(findings) == (
         "ok       a     fine\n"
@@ -105,7 +105,7 @@ def test_the_report_shows_what_to_do():
     assert [main.can_be_served(findings[:count]) for count in (1, 2, 3)] == [True, True, False]
 
 
-def test_a_check_that_breaks_is_a_finding():
+def test_a_check_that_fails_is_a_finding():
     def breaks():
         raise RuntimeError("oh")
 
@@ -113,5 +113,5 @@ def test_a_check_that_breaks_is_a_finding():
     assert (finding.level, finding.text) == (Level.PROBLEM, "a check failed: RuntimeError: oh")
 
 
-def test_it_looks_at_the_config_that_is_served_by_default():
+def test_the_default_config_is_the_servers_default():
     assert main.DEFAULT_CONFIG == SERVED_BY_DEFAULT

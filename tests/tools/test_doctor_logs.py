@@ -1,4 +1,4 @@
-"""Who failed first over the logs of several ranks, our own logs, and the tables themselves."""
+"""The first failure in the logs of several ranks, the project's own logs, and the list of known errors."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def verdicts(folder):
     return [first_failure(incident) for incident in incidents(in_order(read_logs(folder)))]
 
 
-def test_the_rank_with_a_cause_failed_before_those_that_waited_for_it(tmp_path):
+def test_the_rank_with_a_cause_failed_before_the_waiting_ranks(tmp_path):
     write(tmp_path, "rank_0/plog.log", NOTIFY.format(pid=10, time=f"{DAY}31:00.000.100", remote=1))
     write(tmp_path, "rank_1/plog.log", MEMORY.format(pid=11, time=f"{DAY}01:00.000.000"))
     write(tmp_path, "rank_2/plog.log", NOTIFY.format(pid=12, time=f"{DAY}31:00.000.000", remote=1))
@@ -51,7 +51,7 @@ def test_the_rank_with_a_cause_failed_before_those_that_waited_for_it(tmp_path):
     assert failure.sighting.entry.code == "EL0004"
 
 
-def test_a_cause_that_a_late_clock_wrote_after_its_consequence_is_still_the_cause(tmp_path):
+def test_a_cause_slightly_after_its_result_is_still_the_cause(tmp_path):
     write(tmp_path, "rank_0/plog.log", NOTIFY.format(pid=10, time=f"{DAY}00:00.000.000", remote=1))
     write(tmp_path, "rank_1/plog.log", MEMORY.format(pid=11, time=f"{DAY}00:30.000.000"))
     (failure,) = verdicts(tmp_path)
@@ -59,14 +59,14 @@ def test_a_cause_that_a_late_clock_wrote_after_its_consequence_is_still_the_caus
     assert failure.why == "the earliest error that is a cause; EI0002 before it is usually a result of another failure"
 
 
-def test_a_cause_long_after_the_consequence_did_not_cause_it(tmp_path):
+def test_an_error_long_after_the_first_one_is_not_its_cause(tmp_path):
     write(tmp_path, "rank_0/plog.log", NOTIFY.format(pid=10, time=f"{DAY}00:00.000.000", remote=3))
     write(tmp_path, "rank_1/plog.log", MEMORY.format(pid=11, time=f"{DAY}20:00.000.000"))
     (failure,) = verdicts(tmp_path)
     assert (failure.who, failure.why) == ("rank 3", "the others waited for it, and it reported no error itself")
 
 
-def test_a_rank_that_everybody_waited_for_and_that_says_nothing_is_suspected(tmp_path):
+def test_a_rank_without_errors_for_which_all_others_waited_failed_first(tmp_path):
     for rank, remote in ((0, 2), (1, 2), (3, 0)):
         time = f"{DAY}00:0{rank}.000.000"
         write(tmp_path, f"rank_{rank}/plog.log", NOTIFY.format(pid=10 + rank, time=time, remote=remote))
@@ -76,7 +76,7 @@ def test_a_rank_that_everybody_waited_for_and_that_says_nothing_is_suspected(tmp
     assert failure.sighting.rank == 0
 
 
-def test_failures_hours_apart_are_told_apart(tmp_path):
+def test_failures_with_hours_between_them_are_separate(tmp_path):
     first, second = (
         MEMORY.format(pid=1, time=f"{DAY}00:00.000.000"),
         MEMORY.format(pid=2, time="2026-11-21-15:00:00.000.000"),
@@ -85,7 +85,7 @@ def test_failures_hours_apart_are_told_apart(tmp_path):
     assert [failure.sighting.pid for failure in verdicts(tmp_path)] == [1, 2]
 
 
-def test_a_process_is_known_by_its_other_lines_and_a_file_by_its_name(tmp_path):
+def test_rank_and_device_come_from_other_lines_or_the_file_name(tmp_path):
     known = "[ERROR] 2026-11-21-12:00:01 (PID:7, Device:5, RankID:4) ERR00100 PTA call acl api failed.\n"
     write(tmp_path, "plog-7.log", MEMORY.format(pid=7, time=f"{DAY}00:00.000.000"), known)
     write(tmp_path, "device-6/device-6_1.log", "[ERROR] TS(9,x):2026-11-21-12:00:02.000.000 [a.cc:1] EZ9999: bad\n")
@@ -94,7 +94,7 @@ def test_a_process_is_known_by_its_other_lines_and_a_file_by_its_name(tmp_path):
     assert (second.rank, second.device) == (None, 6)
 
 
-def test_only_logs_of_a_folder_are_read_and_bytes_of_any_kind(tmp_path):
+def test_only_logs_of_a_folder_are_read_and_any_bytes_are_accepted(tmp_path):
     (tmp_path / "agent_1.log").write_bytes(b"\xff\xfe\x00 error code is 507015\r\n" + b"x" * 100_000)
     (tmp_path / "weights.safetensors").write_bytes(b"error code is 507018")
     (file,) = read_logs(tmp_path)
@@ -132,7 +132,7 @@ OWN_EVENTS = [
 
 
 @pytest.mark.parametrize(("code", "level", "name", "message"), OWN_EVENTS)
-def test_an_event_of_ours_is_understood(tmp_path, code, level, name, message):
+def test_an_event_of_the_server_is_recognised(tmp_path, code, level, name, message):
     path = own_log(tmp_path / "server.log", (level, name, {"message": message, "final": False}))
     (file,) = read_logs(path)
     expected_rank = 0 if message.startswith("agent 0") else None
@@ -142,7 +142,7 @@ def test_an_event_of_ours_is_understood(tmp_path, code, level, name, message):
     assert file.sightings[0].rank == expected_rank
 
 
-def test_ordinary_events_are_passed_by_and_refusals_are_told(tmp_path):
+def test_ordinary_events_are_skipped_and_rejections_are_reported(tmp_path):
     path = own_log(
         tmp_path / "server.log",
         ("info", "request_end", {"message": "error code is 507018", "prompt": "explain EI0006"}),
@@ -164,7 +164,7 @@ def listen_twice():
         bind_agent_port("127.0.0.1", taken.getsockname()[1])
 
 
-def test_our_own_refusals_are_understood_as_they_are_worded(tmp_path, monkeypatch):
+def test_real_error_messages_of_the_project_are_recognised(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
     refusals = {
         "KernelsNotBuilt": library.library_path,
@@ -206,18 +206,18 @@ def test_a_code_is_explained_with_its_source(asked, code):
 
 
 @pytest.mark.parametrize("asked", ["nonsense", "", "E1", "999999", "/no/such/file.log"])
-def test_what_is_neither_code_nor_file_is_refused(asked):
+def test_an_argument_that_is_neither_code_nor_file_is_an_error(asked):
     with pytest.raises(UnknownThingError, match="neither a file nor a known code"):
         explain(asked)
 
 
-def test_a_log_without_errors_says_so(tmp_path):
+def test_a_log_without_known_errors(tmp_path):
     text, machine, found = explain(str(write(tmp_path, "quiet.log", "all is well\n")))
     assert (text, found) == ("1 file, 1 lines: no known error", False)
     assert machine["errors"] == []
 
 
-def test_every_row_is_whole_and_its_source_exists():
+def test_every_known_error_is_complete_and_its_source_exists():
     assert len({entry.code for entry in ENTRIES}) == len(ENTRIES)
     for row in (*ENTRIES, *FAMILIES):
         assert row.title
@@ -231,7 +231,7 @@ def test_every_row_is_whole_and_its_source_exists():
         assert coded or entry.pattern, entry.code
 
 
-def test_a_family_code_tells_an_inner_error_from_one_with_advice():
+def test_a_family_distinguishes_internal_errors():
     inner, known = find("EE8888"), find("EL0012")
     assert inner is not None
     assert known is not None
@@ -239,7 +239,7 @@ def test_a_family_code_tells_an_inner_error_from_one_with_advice():
     assert find("EL9999").follows  # type: ignore[union-attr]
 
 
-def test_everything_reads_as_json(tmp_path):
+def test_the_explanation_can_be_written_as_json(tmp_path):
     path = write(tmp_path, "plog.log", MEMORY.format(pid=7, time=f"{DAY}00:00.000.000"))
     _, machine, _ = explain(str(path))
     assert json.loads(json.dumps(machine))["incidents"] == [
@@ -257,6 +257,6 @@ def test_everything_reads_as_json(tmp_path):
     ]
 
 
-def test_a_loop_of_errors_is_read_to_an_end():
+def test_a_repeated_error_is_stored_a_limited_number_of_times():
     file = LogFile("log").read("error code is 507018\n" for _ in range(20_000))
     assert (len(file.sightings), file.lines) == (5000, 20_000)

@@ -1,4 +1,4 @@
-"""The checks on machines made up of a folder, an environment and the answers of commands."""
+"""The checks on simulated machines, which consist of a folder, an environment and the output of commands."""
 
 import json
 import shutil
@@ -59,7 +59,7 @@ SOURCED = {
 
 
 class Commands:
-    """Answers by program; what is not listed is not found."""
+    """Returns prepared results by program. Other programs are not found."""
 
     def __init__(self, **answers):
         self.answers = answers
@@ -107,7 +107,7 @@ def test_npus_with_driver_health_and_memory(tmp_path):
     assert state.processes == (npu.DeviceProcess(1, 0, 106, "VLLMWorker_TP", 23189),)
 
 
-def test_devices_of_the_config_are_free_taken_or_missing(tmp_path):
+def test_devices_of_the_config_can_be_free_in_use_or_missing(tmp_path):
     host = machine(tmp_path, ASCEND_FILES, commands=Commands(npu_smi=CommandResult(0, NPU_SMI)))
     state, _ = npu.look_at_npus(host, wanted=True)
     assert brief(npu.check_devices(state, host, 0, 3, 100 * GIB)) == [
@@ -121,7 +121,7 @@ def test_devices_of_the_config_are_free_taken_or_missing(tmp_path):
     ]
 
 
-def test_a_device_more_than_half_full_is_occupied(tmp_path):
+def test_a_device_with_less_than_half_of_its_memory_free_is_a_problem(tmp_path):
     text = NPU_SMI.replace("3373 / 65536", "40000 / 65536")
     host = machine(tmp_path, ASCEND_FILES, commands=Commands(npu_smi=CommandResult(0, text)))
     state, _ = npu.look_at_npus(host, wanted=True)
@@ -130,7 +130,7 @@ def test_a_device_more_than_half_full_is_occupied(tmp_path):
     assert finding.advice == "end the other processes, or use another serving_config.start_device_id"
 
 
-def test_only_visible_devices_count(tmp_path):
+def test_only_visible_devices_are_counted(tmp_path):
     host = machine(
         tmp_path, ASCEND_FILES, {"ASCEND_RT_VISIBLE_DEVICES": "1"}, Commands(npu_smi=CommandResult(0, NPU_SMI))
     )
@@ -141,7 +141,7 @@ def test_only_visible_devices_count(tmp_path):
     ]
 
 
-def test_two_chips_of_an_npu_are_two_devices_and_health_is_told(tmp_path):
+def test_two_chips_of_an_npu_are_two_devices_and_health_is_reported(tmp_path):
     chips, processes = npu.parse_npu_smi(A3_ROWS)
     assert [(chip.number, chip.npu, chip.chip, chip.health) for chip in chips] == [
         (0, 0, 0, "OK"),
@@ -166,7 +166,7 @@ def test_two_chips_of_an_npu_are_two_devices_and_health_is_told(tmp_path):
         (CommandResult(0, "something else\n"), WARNING, "npu-smi info lists no device"),
     ],
 )
-def test_npu_smi_that_does_not_answer(tmp_path, answer, level, text):
+def test_npu_smi_that_fails_is_a_finding(tmp_path, answer, level, text):
     host = machine(tmp_path, ASCEND_FILES, commands=Commands(npu_smi=answer))
     _, findings = npu.look_at_npus(host, wanted=True)
     assert brief(findings)[-1] == (level, text)
@@ -183,7 +183,7 @@ def test_a_container_with_half_of_the_device_files_and_no_driver(tmp_path):
     assert findings[1].advice == "pass them into the container: --device /dev/devmm_svm --device /dev/hisi_hdc"
 
 
-def test_a_driver_elsewhere_is_found(tmp_path):
+def test_a_driver_in_another_folder_is_found(tmp_path):
     files = {
         "/etc/ascend_install.info": "UserName=HwHiAiUser\nDriver_Install_Path_Param=/opt/Ascend\n",
         "/opt/Ascend/driver/version.info": "Version=24.1.rc3\n",
@@ -197,7 +197,7 @@ def test_no_npu(tmp_path, wanted, level):
     assert finding.level is level
 
 
-def test_a_card_without_its_driver_is_told(tmp_path):
+def test_a_card_without_its_driver_is_reported(tmp_path):
     card = "/sys/bus/pci/devices/0000:c1:00.0"
     host = machine(tmp_path, {f"{card}/vendor": "0x19e5\n", f"{card}/class": "0x120000\n"})
     _, (finding,) = npu.look_at_npus(host, wanted=True)
@@ -230,7 +230,7 @@ def test_cann_whose_set_env_was_not_sourced(tmp_path):
     assert finding.advice == "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 
 
-def test_cann_half_sourced_without_operators(tmp_path):
+def test_cann_with_an_incomplete_environment_and_no_operators(tmp_path):
     environment = {"ASCEND_HOME_PATH": "/usr/local/Ascend/cann", "LD_LIBRARY_PATH": "/usr/local/Ascend/cann/lib64"}
     files = {"/usr/local/Ascend/cann/compiler/version.info": "Version=8.5.0.1.200\n"}
     _, findings = cann.check_cann(machine(tmp_path, files, environment), wanted=True)
@@ -241,7 +241,7 @@ def test_cann_half_sourced_without_operators(tmp_path):
     ]
 
 
-def test_an_environment_that_names_nothing(tmp_path):
+def test_an_environment_that_names_a_missing_folder(tmp_path):
     _, (finding,) = cann.check_cann(machine(tmp_path, environment=SOURCED), wanted=True)
     assert (finding.level, finding.text) == (PROBLEM, "ASCEND_HOME_PATH=/usr/local/Ascend/cann: no such folder")
 
@@ -267,7 +267,7 @@ def test_versions_are_compared_with_the_published_tables(mindspore, version, dri
     assert all(finding.source or "https://" in finding.text for finding in findings)
 
 
-def test_the_table_is_what_this_mindspore_says_of_itself():
+def test_the_table_matches_the_installed_mindspore():
     file = metadata.distribution("mindspore").locate_file("mindspore/run_check/_check_version.py")
     key = versions.parse_version(metadata.version("mindspore"))
     listed = ", ".join(f'"{major}.{minor}"' for major, minor in versions.CANN_OF_MINDSPORE[key])
@@ -279,7 +279,7 @@ def meminfo(gib):
     return {"/proc/meminfo": f"MemTotal: 99999999 kB\nMemAvailable:    {int(gib * 1024 * 1024)} kB\n"}
 
 
-def test_memory_against_the_plan(tmp_path):
+def test_memory_is_compared_with_the_plan(tmp_path):
     config = small_config(tmp_path)
     roomy, tight, little = (machine(tmp_path / str(gib), meminfo(gib)) for gib in (8, 0.9, 0.5))
     levels = [resources.check_memory(host, config)[1][0].level for host in (roomy, tight, little)]
@@ -287,7 +287,7 @@ def test_memory_against_the_plan(tmp_path):
     assert resources.check_memory(machine(tmp_path / "none"), config)[1][0].level is WARNING
 
 
-def test_memory_of_a_container(tmp_path):
+def test_the_memory_limit_of_a_container_counts(tmp_path):
     group = {
         "/proc/self/cgroup": "0::/\n",
         "/sys/fs/cgroup/memory.max": "1048576\n",
@@ -298,7 +298,7 @@ def test_memory_of_a_container(tmp_path):
     assert finding.text.endswith("of 1.0 MiB (memory limit of the control group)")
 
 
-def test_shared_memory_too_small_and_left_behind(tmp_path):
+def test_small_shared_memory_and_segments_of_killed_servers(tmp_path):
     host = machine(tmp_path, {"/dev/shm/llm-serving-0123": "12345678"}, free_bytes=lambda path: 1024)
     assert brief(resources.check_shared_memory(host, 2048, 1)) == [
         (PROBLEM, "step slots of 1 agents need 2.0 KiB; 1.0 KiB are free"),
@@ -324,11 +324,11 @@ def test_shared_memory_too_small_and_left_behind(tmp_path):
         ({}, None),
     ],
 )
-def test_the_share_of_cores_a_container_has(tmp_path, files, quota):
+def test_the_quota_of_cores_of_a_container(tmp_path, files, quota):
     assert resources.cpu_quota(machine(tmp_path, files)) == quota
 
 
-def test_more_threads_than_the_container_grants_are_told(tmp_path):
+def test_more_threads_than_the_quota_is_a_warning(tmp_path):
     files = {"/proc/self/cgroup": "0::/\n", "/sys/fs/cgroup/cpu.max": "200000 100000\n"}
     host = machine(tmp_path, files, usable_cores=lambda: 8)
     (finding,) = resources.check_cores(host, small_config(tmp_path))
@@ -339,7 +339,7 @@ def test_more_threads_than_the_container_grants_are_told(tmp_path):
 
 
 def test_agents_share_cores_and_memory(tmp_path):
-    """Two replicas of two agents each on eight cores, of which the control group grants two."""
+    """Two replicas of two agents run on eight cores, of which the control group grants two."""
     parallel = ["parallel_config.tensor_parallel=2", "parallel_config.data_parallel=2"]
     config = small_config(tmp_path, parallel)
     (finding,) = deployment.check_agents(config)
@@ -371,7 +371,7 @@ def test_huge_pages_and_open_files(tmp_path):
     assert (finding.level, finding.advice) == (WARNING, "ulimit -n 1160 in the shell that starts the server")
 
 
-def test_mindspore_that_is_missing_crashes_or_hangs_is_a_finding(tmp_path):
+def test_a_missing_crashing_or_hanging_mindspore_is_a_finding(tmp_path):
     def look(answer):
         version, findings = software.check_mindspore(machine(tmp_path, commands=Commands(**{PYTHON: answer})), "2.9.0")
         return version, findings[0].level, findings[0].text, findings[0].advice
@@ -403,14 +403,14 @@ def test_kernels_that_are_not_built_or_crash_are_findings(tmp_path):
     assert advice == "make clean setup on this machine; LLM_KERNELS_ISA=portable until then"
 
 
-def test_the_real_kernels_say_what_they_offer():
+def test_the_real_kernels_list_their_instruction_sets():
     first, *others = software.check_kernels(Host())
     assert first.level is OK
     assert first.text.endswith("portable")
     assert [finding.level for finding in others if finding.level is PROBLEM] == []
 
 
-def test_the_pins_are_those_of_the_project():
+def test_the_pinned_versions_are_the_projects_dependencies():
     pins = software.pinned_packages((REPOSITORY / "pyproject.toml").read_text())
     assert (pins["mindspore"], pins["numpy"]) == ("2.9.0", "1.26.4")
     assert [finding.level for finding in software.check_packages({"numpy": pins["numpy"]})] == [OK]
@@ -420,7 +420,7 @@ def test_the_pins_are_those_of_the_project():
     ]
 
 
-def test_a_config_for_an_ascend_is_looked_at_without_one(tmp_path):
+def test_a_config_for_an_ascend_is_checked_without_one(tmp_path):
     host = machine(tmp_path)
     overrides = ["model_config.device_target=Ascend", "model_config.model_dtype=float16"]
     found = deployment.look_at_config(host, "llama_tiny_cpu.yaml", overrides)
@@ -432,7 +432,7 @@ def test_a_config_for_an_ascend_is_looked_at_without_one(tmp_path):
     assert (wrong.config, wrong.wants_ascend) == (None, False)
 
 
-def test_an_ascend_here_is_what_auto_means(tmp_path):
+def test_auto_selects_an_ascend_if_there_is_one(tmp_path):
     home = tmp_path / "cann"
     home.mkdir()
     host = machine(tmp_path, {"/dev/davinci0": ""}, {"ASCEND_HOME_PATH": str(home)})
@@ -441,7 +441,7 @@ def test_an_ascend_here_is_what_auto_means(tmp_path):
     assert [finding.level for finding in found.findings] == [OK]
 
 
-def test_a_port_that_is_taken_is_named(tmp_path):
+def test_a_port_in_use_is_reported(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -453,7 +453,7 @@ def test_a_port_that_is_taken_is_named(tmp_path):
     assert brief(deployment.check_ports(config)) == [(OK, f"free: {port}")]
 
 
-def test_weights_that_are_pointers_and_a_tokenizer_of_another_model(tmp_path):
+def test_git_lfs_pointers_and_a_tokenizer_of_another_model_are_problems(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(REPOSITORY / "models" / "tiny_llama", folder)
     config = small_config(tmp_path, [f"model_config.model_path={folder}"])

@@ -1,4 +1,4 @@
-"""The doctor on log lines that people posted: which errors, whose, when. Lines are cut short; each has its thread."""
+"""The doctor on public log lines: their errors, ranks and times. Lines are shortened; each names its thread."""
 
 from datetime import datetime
 from typing import NamedTuple
@@ -260,7 +260,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.codes[0]}-{case.source.rsplit('/', 1)[-1]}")
-def test_a_posted_line_is_understood(case):
+def test_a_public_log_line_is_recognised(case):
     file = LogFile("posted").read(case.lines.splitlines(keepends=True))
     assert [sighting.entry.code for sighting in file.sightings] == case.codes
     last = file.sightings[-1]
@@ -283,5 +283,5 @@ INNOCENT = [
 
 
 @pytest.mark.parametrize("line", INNOCENT)
-def test_what_only_looks_like_a_code_is_passed_by(line):
+def test_text_that_only_resembles_a_code_is_ignored(line):
     assert LogFile("log").read([line]).sightings == []

@@ -1,4 +1,4 @@
-"""tools/quality_gate.py: its verdicts, and a small run through the served graph in a process of its own."""
+"""tools/quality_gate.py: its verdicts, and a small run with the served graph in a separate process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_format_passes_up_to_its_limit() -> None:
     assert table_line(Quality("int4", 1.7, 0.06, 0.9, 0.05, 1.0)).endswith("TOO FAR")
 
 
-def test_the_limits_are_the_goals() -> None:
+def test_the_limits_of_the_formats() -> None:
     limits = {each.name: each.limit for each in FORMATS}
     assert limits["int8"] == limits["int8_weight_only"] == limits["kv int8"] == 0.01
     assert limits["int4"] == limits["int4_weight_only"] == limits["int4 gptq"] == 0.05
@@ -47,14 +47,14 @@ def test_texts_are_held_out_documents() -> None:
     np.testing.assert_array_equal(texts.tokens, held_out_texts(tokenizer, 5, 40).tokens)
 
 
-def test_a_format_too_far_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_above_its_limit_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     far = [Quality("int8", 2.0, 0.2, 0.8, 0.01, 1.0)]
     monkeypatch.setattr(quality_gate, "run", lambda *arguments: far)
     assert quality_gate.main(["--formats", "int8"]) == 1
     assert quality_gate.main(["--formats", "int5"]) == 2
 
 
-def test_a_run_through_the_graph(tmp_path: Path) -> None:
+def test_perplexity_is_measured_with_the_graph(tmp_path: Path) -> None:
     command = [sys.executable, "tools/quality_gate.py", "--formats", "float32", "--texts", "4", "--length", "32"]
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "gate.json")],

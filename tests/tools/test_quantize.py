@@ -1,4 +1,4 @@
-"""tools/quantize.py: what it writes, read back and by another library; GPTQ against its definition; refusals."""
+"""tools/quantize.py: its output, read by this project and by another library; GPTQ; errors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def specs_of(name: str) -> list[WeightSpec]:
 
 
 def read(folder: Path, name: str) -> dict[str, Array]:
-    """Every tensor as float32, quantised ones multiplied out."""
+    """Returns every tensor as float32, with quantised ones multiplied by their scales."""
     specs = specs_of(name)
     source = open_weights(folder, specs, seed=None)
     try:
@@ -68,7 +68,7 @@ def read(folder: Path, name: str) -> dict[str, Array]:
 
 
 def nearest(weight: np.ndarray, settings: Settings, dtype: str) -> np.ndarray:
-    """The definition: per group a scale as the file holds it, the nearest integers, multiplied out."""
+    """The definition: per group the scale of the file and the nearest integers, multiplied."""
     out = np.empty_like(weight)
     group = settings.group or weight.shape[1]
     for row in range(weight.shape[0]):
@@ -128,7 +128,7 @@ def test_a_large_folder_is_written_in_shards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("golden", ["mha", "gqa_tied"])
-def test_the_forward_pass_is_the_oracles(models: Path, golden: str) -> None:
+def test_the_forward_pass_matches_transformers(models: Path, golden: str) -> None:
     shape, weights = ModelShape.from_hf_folder(models / golden), read(models / golden, golden)
     case = golden_of(golden)["cases"][1]
     tokens = np.array([case["prompt"]], np.int32)
@@ -151,8 +151,10 @@ def correlated(rng: np.random.Generator, samples: int, depth: int) -> np.ndarray
 
 
 def gptq_by_definition(weight: np.ndarray, hessian: np.ndarray, settings: Settings, scales: np.ndarray) -> np.ndarray:
-    """Optimal brain quantisation of one column after another, the inverse worked out anew each time. Returns the
-    values the integers stand for."""
+    """Optimal brain quantisation of one column after another, with a new inverse for each column.
+
+    Returns the values of the integers.
+    """
     work, depth = weight.astype(np.float64), weight.shape[1]
     damped = hessian + np.eye(depth) * DAMPING * hessian.diagonal().mean()
     left = list(np.argsort(-hessian.diagonal(), kind="stable"))
@@ -170,19 +172,19 @@ def gptq_by_definition(weight: np.ndarray, hessian: np.ndarray, settings: Settin
 
 
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 0), (8, 0)])
-def test_gptq_is_its_definition(bits: int, group: int) -> None:
+def test_gptq_matches_its_definition(bits: int, group: int) -> None:
     rng, settings = np.random.default_rng(0), Settings(bits, group, False, "float32")
     weight, inputs = rng.standard_normal((24, 160)).astype(np.float32), correlated(rng, 600, 160)
     hessian = inputs.astype(np.float64).T @ inputs
     result = gptq(weight, hessian, settings)
     expected = gptq_by_definition(weight, hessian, settings, result.scales)
     same = np.abs(result.values() - expected) < 1e-4
-    assert same.mean() > 0.97  # a value on the edge between two integers may fall either way, and others then follow
+    assert same.mean() > 0.97  # a value between two integers can be rounded either way, which changes later values
 
 
 @pytest.mark.parametrize("asymmetric", [False, True])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_gptq_keeps_outputs_better_than_rounding(bits: int, asymmetric: bool) -> None:
+def test_gptq_preserves_outputs_better_than_rounding(bits: int, asymmetric: bool) -> None:
     if bits == 8 and asymmetric:
         return
     rng, settings = np.random.default_rng(1), Settings(bits, 32 if bits == 4 else 0, asymmetric, "bfloat16")
@@ -194,7 +196,7 @@ def test_gptq_keeps_outputs_better_than_rounding(bits: int, asymmetric: bool) ->
     assert errors["gptq"] < 0.6 * errors["rtn"]
 
 
-def test_an_input_that_is_never_used_does_no_harm() -> None:
+def test_an_input_that_is_always_zero_is_supported() -> None:
     rng, settings = np.random.default_rng(2), Settings(4, 32, False, "float32")
     weight, inputs = rng.standard_normal((8, 64)).astype(np.float32), correlated(rng, 200, 64)
     inputs[:, 5] = 0
@@ -251,7 +253,9 @@ def refusals(models: Path, tmp_path: Path) -> dict[str, tuple[list[str], str]]:
     }
 
 
-def test_refusals_say_why_and_leave_nothing(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_name_the_cause_and_leave_no_folder(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name, (arguments, expected) in refusals(models, tmp_path).items():
         assert main(arguments) == 1, name
         assert expected in capsys.readouterr().err, name

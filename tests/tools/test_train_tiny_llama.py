@@ -1,4 +1,4 @@
-"""The trainer of the embedded model: its corpus, its tokenizer in both forms, and a very short training run."""
+"""The training of the embedded model: corpus, tokenizer in both forms, and a very short run."""
 
 import itertools
 import json
@@ -37,29 +37,29 @@ ODD_TEXTS = (
 
 @pytest.fixture(scope="module")
 def processor() -> spm.SentencePieceProcessor:
-    """The committed sentencepiece model."""
+    """Returns the committed sentencepiece model."""
     return spm.SentencePieceProcessor(model_file=str(COMMITTED / "tokenizer.model"))
 
 
 @pytest.fixture(scope="module")
 def fast_tokenizer() -> tokenizers.Tokenizer:
-    """The committed ``tokenizer.json``."""
+    """Returns the committed ``tokenizer.json``."""
     return tokenizers.Tokenizer.from_file(str(COMMITTED / "tokenizer.json"))
 
 
 def some_documents(count: int, seed: int = 5) -> list[list[tuple[str, str]]]:
-    """The first documents of a seed."""
+    """Returns the first documents of a seed."""
     return list(itertools.islice(documents(seed), count))
 
 
 def test_corpus_is_deterministic_under_a_seed() -> None:
-    """Two streams of one seed are equal, of two seeds not."""
+    """Two streams of one seed are equal; those of two seeds differ."""
     assert some_documents(300) == some_documents(300)
     assert some_documents(300) != some_documents(300, seed=6)
 
 
 def test_corpus_has_no_open_slots_and_ends_with_an_answer() -> None:
-    """No template slot is left in a text; a conversation ends with the assistant."""
+    """No template slot remains in a text, and a conversation ends with the assistant."""
     for document in some_documents(2000):
         assert all(text.strip() == text and text and "{" not in text for _, text in document)
         assert document[-1][0] in ("text", "assistant")
@@ -68,7 +68,7 @@ def test_corpus_has_no_open_slots_and_ends_with_an_answer() -> None:
 def test_both_tokenizer_files_give_the_same_ids_and_decode_exactly(
     processor: spm.SentencePieceProcessor, fast_tokenizer: tokenizers.Tokenizer
 ) -> None:
-    """Over rendered documents and odd Unicode, special tokens included."""
+    """The documents include odd Unicode and special tokens."""
     for text in (*ODD_TEXTS, *(render(document) for document in some_documents(1500))):
         ids = processor.Encode(text)
         assert fast_tokenizer.encode(text, add_special_tokens=False).ids == ids
@@ -78,7 +78,7 @@ def test_both_tokenizer_files_give_the_same_ids_and_decode_exactly(
 
 
 def test_training_ids_are_those_of_the_chat_template(processor: spm.SentencePieceProcessor) -> None:
-    """The model is trained on exactly what a server renders and encodes."""
+    """The model is trained on exactly the ids that a server renders and encodes."""
     config = json.loads((COMMITTED / "tokenizer_config.json").read_text(encoding="utf-8"))
     template = Environment(autoescape=False).from_string(config["chat_template"])  # noqa: S701
     chats = [document for document in some_documents(200) if document[0][0] != "text"]
@@ -103,7 +103,7 @@ def test_rows_are_full_and_begin_with_a_document(processor: spm.SentencePiecePro
 
 
 def test_held_out_documents_are_never_trained_on(processor: spm.SentencePieceProcessor) -> None:
-    """Both sides of the split end each document with EOS, and share no document."""
+    """Both sides of the split end each document with EOS and have no common document."""
     sides = [list(itertools.islice(encoded_documents(processor, 1, side), 60)) for side in (False, True)]
     assert all(ids[0] == BOS_ID and ids[-1] == EOS_ID for side in sides for ids in side)
     for side, held_out in zip(sides, (False, True), strict=True):
@@ -111,14 +111,14 @@ def test_held_out_documents_are_never_trained_on(processor: spm.SentencePiecePro
 
 
 def test_tokenizer_does_not_depend_on_the_drills(processor: spm.SentencePieceProcessor) -> None:
-    """The training text is the corpus with drills between; the corpus documents keep their order."""
+    """The training text is the corpus with exercises in between. The corpus documents keep their order."""
     corpus = some_documents(200, seed=1)
     training = iter(itertools.islice(training_documents(1), 600))
     assert all(document in training for document in corpus)
 
 
 def rotated(vectors: Matrix, theta: float) -> Matrix:
-    """Rotate-half rotary embedding of row ``t`` by position ``t``, as in the model."""
+    """Applies the rotate-half rotary embedding of position ``t`` to row ``t``, as in the model."""
     half = vectors.shape[1] // 2
     angles = np.outer(np.arange(len(vectors)), theta ** (-np.arange(half) / half))
     cos, sin = np.cos(angles), np.sin(angles)
@@ -127,7 +127,7 @@ def rotated(vectors: Matrix, theta: float) -> Matrix:
 
 
 def test_initial_previous_token_head_looks_at_the_previous_token() -> None:
-    """With random tokens, most of its attention is one position back, wherever it stands."""
+    """With random tokens, most of its attention is on the previous position."""
     rng = np.random.default_rng(0)
     circuit = Circuit(1000, 256, 32, 10000.0, rng)
     tokens = circuit.embedding(rng)[rng.integers(0, 1000, 60)]
@@ -141,7 +141,7 @@ def test_initial_previous_token_head_looks_at_the_previous_token() -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a very short run of a very small model."""
+    """Returns the folder of a very short run of a very small model."""
     out = tmp_path_factory.mktemp("tiny") / "model"
     options = (
         "--steps 40 --batch 4 --length 32 --long-length 64 --hidden-size 64 --layers 1 --heads 2 --kv-heads 1 "
@@ -153,7 +153,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_short_run_lowers_the_loss(trained: Path) -> None:
-    """Below the loss of guessing evenly, also after rounding to bfloat16."""
+    """The loss is below that of equal guesses, also after rounding to bfloat16."""
     report = json.loads((trained / "training.json").read_text(encoding="utf-8"))
     assert report["steps"] == 40
     assert report["held_out_loss"] < math.log(600) - 0.5
@@ -161,7 +161,7 @@ def test_short_run_lowers_the_loss(trained: Path) -> None:
 
 
 def test_short_run_writes_a_complete_folder(trained: Path) -> None:
-    """All files, and the tensors of a tied Llama in bfloat16."""
+    """The folder has all files, and the tensors of a tied Llama in bfloat16."""
     assert {path.name for path in trained.iterdir()} == FILES
     layer = "model.layers.0."
     expected = {
@@ -185,7 +185,7 @@ def test_short_run_writes_a_complete_folder(trained: Path) -> None:
 
 
 def test_committed_folder_is_complete_and_small() -> None:
-    """At most 12 MB, and its configuration agrees with its tokenizer and report."""
+    """The folder has at most 12 MB, and its config matches its tokenizer and report."""
     paths = list(COMMITTED.iterdir())
     assert {path.name for path in paths} == FILES
     assert sum(path.stat().st_size for path in paths) <= 12_000_000

@@ -1,4 +1,4 @@
-"""Why the slow requests were slow: the parts add up, the words name what the figures say, in bounded memory."""
+"""The explanation of slow requests: the parts add up, the sentences match the figures, memory is bounded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).resolve().parents[2] / "tools" / "analyze_log.py"
 
 
 def end(number: int, *, tokens: int = 10, **parts: float) -> RequestEnd:
-    """A completed request; ``parts`` in milliseconds, others 0."""
+    """Returns a completed request. ``parts`` are in milliseconds; the others are 0."""
     more = {name: parts.pop(name) for name in ("preemptions", "swaps", "blocked_ms", "blocked_by") if name in parts}
     times = {f"{part}_ms": float(parts.get(part, 0.0)) for part in PARTS}
     assert set(parts) <= set(PARTS)
@@ -41,11 +41,11 @@ def collected(*ends: RequestEnd) -> WhySlow:
 
 
 def with_slow(count: int, **slow: Any) -> WhySlow:
-    """A thousand, ``count`` of them slow."""
+    """Returns a thousand requests, ``count`` of them slow."""
     return collected(*(usual(i) for i in range(1000 - count)), *(end(1000 + i, **slow) for i in range(count)))
 
 
-def test_the_parts_of_both_groups_add_up_and_so_do_the_differences() -> None:
+def test_the_parts_and_their_differences_add_up() -> None:
     ends = [end(i, queue=i * 1.5, prefill=i % 7, decode=i % 11, delivery=1, tokens=i) for i in range(1000)]
     result = collected(*ends).result()
     assert result is not None
@@ -58,7 +58,7 @@ def test_the_parts_of_both_groups_add_up_and_so_do_the_differences() -> None:
 
 
 @pytest.mark.parametrize(("count", "slow"), [(2, 1), (3, 1), (9, 4), (11, 5), (400, 5), (600, 6), (1000, 10)])
-def test_how_many_are_slow(count: int, slow: int) -> None:
+def test_the_number_of_slow_requests(count: int, slow: int) -> None:
     result = collected(*(end(i, decode=1 + i) for i in range(count))).result()
     assert result is not None
     assert result.slow.count == slow
@@ -66,18 +66,18 @@ def test_how_many_are_slow(count: int, slow: int) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_too_few_to_tell(count: int) -> None:
+def test_too_few_requests_to_compare(count: int) -> None:
     why = collected(*(usual(i) for i in range(count)))
     assert why.result() is None
     assert why_slow_json(why) is None
     assert why_slow_sentences(why) == ["There are too few completed requests to compare slow ones with others."]
 
 
-def test_requests_without_a_time_are_left_out() -> None:
+def test_requests_without_a_total_time_are_ignored() -> None:
     assert collected(RequestEnd("stop"), RequestEnd("stop")).count == 0
 
 
-def test_in_words_when_the_cache_was_full() -> None:
+def test_sentences_when_the_cache_was_full() -> None:
     blocked = {"blocks": 5000.0, "rows": 1000.0}
     why = with_slow(10, tokenise=1, queue=6009, prefill=90, decode=900, preempted=2000, preemptions=2,
                     blocked_ms=blocked, blocked_by=["r1", "r2"])  # fmt: skip
@@ -92,7 +92,7 @@ def test_in_words_when_the_cache_was_full() -> None:
     ]
 
 
-def test_in_words_when_they_were_only_longer() -> None:
+def test_sentences_when_outputs_were_longer() -> None:
     assert why_slow_sentences(with_slow(10, tokenise=1, queue=9, prefill=90, decode=2700, tokens=30)) == [
         "The slowest 10 of 1000 requests took 2.80 s on average, a typical one 1.00 s.",
         "100 % of the difference, 1.80 s, is decoding.",
@@ -100,17 +100,17 @@ def test_in_words_when_they_were_only_longer() -> None:
     ]
 
 
-def test_in_words_when_they_were_longer_and_slower() -> None:
+def test_sentences_when_outputs_were_longer_and_slower() -> None:
     sentences = why_slow_sentences(with_slow(10, decode=3600, tokens=20, swapped=500, preemptions=3, swaps=1))
     assert "They generated 2.0 times as many tokens, each of which took 2.0 times as long to decode." in sentences
     assert "A slow request lost its blocks 3.0 times on average, 1.0 of them to host memory." in sentences
 
 
-def test_equals_are_not_slow() -> None:
+def test_equal_requests_are_not_slow() -> None:
     assert why_slow_sentences(collected(*(usual(i) for i in range(50))))[1] == "They were not slower than the others."
 
 
-def test_the_blockers_named_most_come_first() -> None:
+def test_the_most_frequent_blockers_are_first() -> None:
     ends = [usual(i) for i in range(500)]
     ends += [end(i, queue=9000, blocked_by=["often", f"once-{i}", "often"][: 1 + i % 3]) for i in range(500, 505)]
     result = collected(*ends).result()
@@ -120,7 +120,7 @@ def test_the_blockers_named_most_come_first() -> None:
     ]  # fmt: skip
 
 
-def test_a_long_log_is_thinned_out_and_its_slowest_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_log_is_sampled_but_its_slowest_requests_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(why_slow, "MAX_SAMPLE", 100)
     monkeypatch.setattr(why_slow, "MAX_SLOW", 20)
     why = collected(*(end(i, decode=i % 100, queue=1_000_000 if i == 77 else 0) for i in range(5000)))
@@ -148,7 +148,7 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def test_from_a_log_by_the_option(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_option_of_the_log_analysis(log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result, page = tmp_path / "out.json", tmp_path / "out.html"
     assert main([str(log), "--json", str(result), "--html", str(page)]) == 0
     assert "why the slow requests were slow" not in capsys.readouterr().out
@@ -165,7 +165,7 @@ def test_from_a_log_by_the_option(log: Path, tmp_path: Path, capsys: pytest.Capt
     assert "Most often blocking the 5: &lt;r1&gt; (of 5)." in page.read_text()
 
 
-def test_as_a_program(log: Path) -> None:
+def test_the_program_prints_the_explanation(log: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(PROGRAM), str(log), "--why-slow"], capture_output=True, text=True, check=True
     )
