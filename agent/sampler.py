@@ -20,7 +20,7 @@ class RowTable:
     """The state of each batch row. The server gives a batch row to one sequence at a time.
 
     Every row keeps its last token. Rows with penalties also keep their history, which is prompt and output. The step
-    that starts such a row sends the known tokens, and every sampled token is appended.
+    that starts a row with penalties sends the known tokens, and every sampled token is appended.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, vocab_size: int) -> None:

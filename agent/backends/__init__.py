@@ -1,1 +1,2 @@
-"""What differs between devices: the op table, the runtime's settings, and a selector. See ``agent.backends.base``."""
+"""The code that differs between devices: op tables, traits, hooks, and the set-up of MindSpore. See
+``agent.backends.base``."""

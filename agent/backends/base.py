@@ -14,8 +14,7 @@ counts [4] = (T, S, W, step number). In the graph for parts of prompts, the fift
 Query i of a sequence with q queries and a context of c tokens is at position c - q + i.
 
 Every operator adds numbers in an order that depends only on the row (its depth and its context). Therefore a token's
-result does not depend on the other rows of the step, nor on whether the token was part of a prompt, a chunk or a decode
-step.
+result does not depend on the other rows of the step. Prompts, chunks and decode steps give the same result.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class AttentionForm:
     window: int = 0
     """Number of tokens that a token sees, itself included. 0 means that it sees all earlier tokens."""
     norm_epsilon: float | None = None
-    """Epsilon of the RMSNorm of query and key heads. None means that there is no such norm."""
+    """Epsilon of the RMSNorm of query and key heads. None means that there is no norm."""
 
 
 class BlockMoves(ABC):
@@ -148,7 +147,7 @@ class OpTable(ABC):
     def linear_scale(self, in_features: int, out_features: int, *, output: bool = False) -> Any:
         """Makes the Parameter of a linear layer's scales, or returns None if the layer has no separate scales.
 
-        If there are scales, operators take (weight, scale) or (weight, scale, offset) in place of the weight.
+        If there are scales, operators take (weight, scale) or (weight, scale, offset) instead of the weight.
         """
         return None
 
@@ -220,11 +219,14 @@ class OpTable(ABC):
 
     @abstractmethod
     def expert_mlp(self, width: int, experts: Experts, epsilon: float) -> Operator:
-        """(hidden [T, width], residual [T, width], gamma [width], weights of router, gate_up and down, step) -> the
-        weighted sum of the chosen experts' MLPs of x = RMSNorm(sum), and the sum of hidden and residual.
+        """(hidden [T, width], residual [T, width], gamma [width], weights, step) -> the experts' output, and the sum of
+        hidden and residual.
 
-        The router computes a float32 softmax over all experts and chooses the ``per_token`` largest. Among equal values
-        it chooses the lower expert. If ``normalised``, the chosen values are divided by their sum."""
+        ``weights`` are those of router, gate_up and down. The experts' output is the weighted sum of the chosen
+        experts' MLPs of RMSNorm(sum). The router computes a float32 softmax over all experts and chooses the
+        ``per_token`` largest. Among equal values it chooses the lower expert. If ``normalised``, the chosen values are
+        divided by their sum.
+        """
 
     def decoder_layers(
         self, width: int, epsilon: float, form: AttentionForm, count: int, *, first: bool
@@ -232,19 +234,20 @@ class OpTable(ABC):
         """(hidden [T, width], residual [T, width], layers, rotary, step) -> hidden, residual.
 
         Runs ``count`` consecutive layers of norm, attention, norm and gated MLP as one operator. Returns None if the
-        device has no such operator; the model then uses the operators above. ``first`` means that the stage begins with
+        device cannot do this; the model then uses the operators above. ``first`` means that the stage begins with
         these layers.
 
-        ``layers`` has a tuple for each layer: the gammas before attention and MLP, the weights of qkv, output, gate_up
-        and down, the caches of keys and values, and the norms of query and key heads as in ``attention``. If agents
-        share the layers, the operator also sums over the agents.
+        ``layers`` has a tuple for each layer. It holds the gammas before attention and MLP, then the weights of qkv,
+        output, gate_up and down. The caches of keys and values follow, then ``head_norms`` as in ``attention``. If
+        agents share the layers, the operator also sums over the agents.
         """
         return None
 
     @abstractmethod
     def lm_head(self, vocab_size: int, epsilon: float) -> Operator:
-        """(hidden [T, in], residual [T, in], gamma [in], weight, last_tokens [S], step) -> the graph's output, from
-        which ``StepGraph`` takes the logits [S, vocab_size] of RMSNorm(sum) at ``last_tokens``. If agents share the
+        """(hidden [T, in], residual [T, in], gamma [in], weight, last_tokens [S], step) -> the graph's output.
+
+        ``StepGraph`` takes from it the logits [S, vocab_size] of RMSNorm(sum) at ``last_tokens``. If agents share the
         vocabulary, the first agent gets all logits."""
 
     @abstractmethod
@@ -266,7 +269,7 @@ class OpTable(ABC):
 
         Normalises and rotates queries and keys. Writes keys and values into the caches in place, except where
         ``slot_mapping`` is -1. Attends causally, no further back than the window, scaled by 1 / sqrt(D). ``head_norms``
-        are the gammas [D] of the norms of query and key heads, or () without such norms.
+        are the gammas [D] of the norms of query and key heads, or () if there are none.
 
         ``whole_prompts`` is a constant of the graph. True promises that every context consists of the queries of this
         step, so that the operator need not read the cache. ``query_lens`` then has the form that

@@ -13,7 +13,8 @@ def select_op_table(config: Config, part: ModelPart | None = None, *, forms: Lin
     """Makes the op table of ``config.device`` and ``config.op_table``.
 
     ``part`` is the part of the model whose sizes ``config`` has, or None for the whole model. ``forms`` are the forms
-    of the weights for a native table; None means floats. Raises AgentStartError if there is no such table.
+    of the weights for a native table; None means floats. Raises AgentStartError if the device has no table of that
+    name.
     """
     if config.device == "Ascend":
         from agent.backends.ascend.ops import AscendOps

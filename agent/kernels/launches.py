@@ -118,8 +118,9 @@ def record(
     called again, because the replay overwrote its results. The error has the ``result`` of ``run``. Raises what ``run``
     and ``all_agree`` raise.
 
-    Agents that run a graph together vote with ``all_agree`` on the recording and on the bits, so that all of them have
-    a recording or none has. They do not vote if an operator refused its inputs, because then no agent continues.
+    Agents that run a graph together vote with ``all_agree`` on the recording and on the bits. Therefore either all of
+    them have a recording or none has. They do not vote if an operator refused its inputs, because then no agent
+    continues.
     """
     result, launches, reason = _recorded(run, list(memory))
     if has_failed():

@@ -40,8 +40,8 @@ class _PackSource(ctypes.Structure):
 def packed_weight_bytes(fmt: str, columns: int, depth: int, group: int = 0, *, biased: bool = False) -> int:
     """Returns the size of the blob of a weight with ``columns`` outputs and ``depth`` inputs.
 
-    Raises ValueError for a format or size no blob can have: groups must be multiples of 8, and only integer formats
-    have them; integer depths go up to 65536.
+    ``group`` is the number of inputs that share a scale; 0 means all inputs. Raises ValueError for an unsupported
+    size: only integer formats have groups, groups are multiples of 8, and integer formats take at most 65536 inputs.
     """
     code = weight_format(fmt).kernel_code
     function = load_library().llmk_packed_weight_bytes
@@ -91,9 +91,10 @@ def pack_weight(
 
     Without ``scales``, ``values`` are floats of ``source_dtype`` (bfloat16 as uint16), and integer formats are
     quantised here. With ``scales`` float32 [columns, groups], ``values`` are integers that are kept: int8, or uint8
-    0..15 for int4 with ``zeros`` uint8 0..16 [columns, groups] (None means 8). ``gated`` means that the first half of
-    the columns is the gate of a SwiGLU and the second half is the value. ``bias`` float32 [columns] is added to the
-    output. Raises ValueError if the arrays do not fit, and KernelError if the kernel refuses them.
+    0..15 for int4. ``zeros`` uint8 0..16 [columns, groups] are the zero points of int4; None means 8. ``gated`` means
+    that the first half of the columns is the gate of a SwiGLU and the second half is the value. ``bias`` float32
+    [columns] is added to the output. Raises ValueError if the arrays do not fit, and KernelError if the kernel refuses
+    them.
     """
     if values.ndim != 2:
         raise ValueError(f"a weight has 2 dimensions, [columns, depth]; this one has shape {values.shape}")

@@ -1,4 +1,4 @@
-"""Calls of the sampler (ops/sampler.cc), prepared once for the arrays of a step slot."""
+"""Calls the sampler kernel (ops/sampler.cc). A call is prepared once for the arrays of a step slot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UInt64Array = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class SampleInputs:
-    """What to draw with, one entry a row; the arrays may be longer. The fields of a step slot fit as they are."""
+    """The sampling parameters, one entry for each row, such as the fields of a step slot. Arrays may be longer."""
 
     temperature: Float32Array
     top_k: Int32Array
@@ -33,23 +33,24 @@ class SampleInputs:
     sample_position: Int32Array
     num_top_logits: Int32Array
     do_sample: Int32Array | None = None
-    """0: skip the row (its token becomes -1). None samples every row."""
+    """0 skips the row, whose token becomes -1. None samples every row."""
     rows: Int32Array | None = None
-    """Where in ``SampleOutputs.last_token`` each row's token goes; needed with that alone."""
+    """The place of each row's token in ``SampleOutputs.last_token``. Needed only with ``last_token``."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutputs:
-    """Where the results go; the fields of a step slot fit as they are."""
+    """The arrays for the results, such as the fields of a step slot."""
 
     sampled_ids: Int32Array
     sampled_logit: Float32Array
     logsumexp: Float32Array
     top_ids: Int32Array
-    """[S, MAX_TOP_LOGITS], best first, -1 past what was asked for."""
+    """[S, MAX_TOP_LOGITS], best first, -1 after the requested number."""
     top_logits: Float32Array
     last_token: Int32Array | None = None
-    """[a table's rows] the token sampled last for each; rows that do not sample keep theirs. None: nobody remembers."""
+    """The last token of each row of a row table. Rows that do not sample keep theirs. None: last tokens are not kept.
+    """
 
     @classmethod
     def allocate(cls, num_rows: int) -> SampleOutputs:
@@ -117,7 +118,7 @@ class _SampleArgs(ctypes.Structure):
 
 
 def _address(name: str, array: npt.NDArray[Any] | None, wanted: Any, length: int) -> int | None:
-    """The address of an array's data, after checking that a kernel may read or write ``length`` elements there."""
+    """Returns an array's address. Raises ValueError unless it has ``length`` contiguous elements of type ``wanted``."""
     if array is None:
         return None
     if array.dtype != wanted or not array.flags.c_contiguous or array.size < length:
@@ -129,11 +130,13 @@ def _address(name: str, array: npt.NDArray[Any] | None, wanted: Any, length: int
 
 
 class SampleCall:
-    """A call of the sampler prepared for arrays that stay where they are, such as a step slot's: they are checked and
-    their addresses taken once."""
+    """A call of the sampler, prepared for arrays that stay in place, such as those of a step slot.
+
+    The arrays are checked once.
+    """
 
     def __init__(self, inputs: SampleInputs, outputs: SampleOutputs, max_rows: int) -> None:
-        """Raises ValueError for an array of the wrong type, size or layout."""
+        """Raises ValueError if an array has a wrong type, size or layout."""
         self._args = _SampleArgs()
         self._pointer = ctypes.byref(self._args)
         self._max_rows = max_rows
@@ -150,12 +153,12 @@ class SampleCall:
                     setattr(self._args, "table_rows" if field.name == "rows" else field.name, address)
         if outputs.last_token is not None:
             if inputs.rows is None:
-                raise ValueError("last_token is given without the rows that say whose it is")
+                raise ValueError("last_token needs rows, which name the place of each token")
             self._args.last_tokens = _address("last_token", outputs.last_token, np.int32, 0)
             self._args.last_tokens_size = outputs.last_token.size
 
     def has_penalties(self, num_rows: int) -> bool:
-        """Whether any of the first ``num_rows`` rows that sample has penalties, so that ``run`` needs histories."""
+        """Returns whether any of the first ``num_rows`` rows samples with penalties. ``run`` then needs histories."""
         self._args.rows = min(num_rows, self._max_rows)
         return bool(self._has_penalties(self._pointer))
 
@@ -166,14 +169,14 @@ class SampleCall:
         histories: Sequence[Int32Array | None] | None = None,
         prompt_lens: Sequence[int] | Int32Array | None = None,
     ) -> None:
-        """Choose a token from each row of ``logits`` [S, V] float32; the order of the steps is in ops/sampler.cc.
+        """Chooses a token from each row of ``logits`` [S, V] float32. ops/sampler.cc describes the steps.
 
-        A row's result depends on nothing but its own logits, parameters and history. ``best_ids`` [S] are the largest
-        logits where they are known, the smaller id on a tie. ``histories`` are the token ids of each row, prompt
-        first, read only where a row has penalties; ``prompt_lens`` says how many of each are the prompt.
+        A row's result depends only on its own logits, parameters and history. ``best_ids`` [S] are the ids of the
+        largest logits if they are known, the smaller id on a tie. ``histories`` are the token ids of each row, with the
+        prompt first. They are read only for rows with penalties. ``prompt_lens`` are the lengths of the prompts.
 
-        Raises ValueError for an array of the wrong type, size or layout and KernelError for values out of range
-        (nothing is written then).
+        Raises ValueError if an array has a wrong type, size or layout. If a value is out of range, writes nothing and
+        raises KernelError.
         """
         args = self._args
         if logits is not self._logits or best_ids is not self._best_ids:
@@ -186,7 +189,7 @@ class SampleCall:
             raise KernelError(f"the sampler refused its arguments (code {code}); the reason is on standard error")
 
     def _take(self, logits: Float32Array, best_ids: Int32Array | None) -> None:
-        """Check arrays that are not those of the last call."""
+        """Checks arrays that differ from those of the last call."""
         if logits.ndim != 2:
             raise ValueError(f"logits has {logits.ndim} dimensions; it must be [rows, vocabulary]")
         num_rows, vocab_size = logits.shape
@@ -205,7 +208,7 @@ def _set_histories(
     prompt_lens: Sequence[int] | Int32Array | None,
     num_rows: int,
 ) -> list[Any]:
-    """Fills the history fields; returns what must stay alive during the call."""
+    """Fills the history fields. Returns the objects that must stay alive during the call."""
     if histories is None:
         if args.history is not None:
             args.history = args.history_lens = args.history_prompt_lens = None

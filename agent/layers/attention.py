@@ -36,7 +36,7 @@ class Attention(nn.Cell):
             self.key_norm = NormWeight(ops, head_dim)
 
     def norms(self) -> tuple[Tensor, ...]:
-        """Returns the weights of the norms of queries and keys, or () if the model has no such norms."""
+        """Returns the weights of the norms of queries and keys, or () if the model has none."""
         return (self.query_norm.weight, self.key_norm.weight) if self.has_norms else ()
 
     def construct(

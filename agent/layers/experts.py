@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the MLP (Shazeer et al. 2017; Qwen3, Yang et al. 2025)."""
+"""A mixture of experts instead of the MLP (Shazeer et al. 2017; Qwen3, Yang et al. 2025)."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def operands_of(weight: Tensor, scale: Tensor | None, offset: Tensor | None) -> 
 
 
 class Weight(nn.Cell):
-    """The weight of a linear layer, for an operator that runs several layers at once."""
+    """The weight of a linear layer, for an operator that runs several layers together."""
 
     def __init__(self, ops: OpTable, in_features: int, out_features: int, *, output: bool = False) -> None:
         super().__init__()

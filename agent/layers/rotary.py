@@ -58,8 +58,8 @@ def _dynamic_frequencies(shape: ModelShape, scaling: RopeScaling, num_positions:
     """Returns the frequencies of each position after the trained context, float32 [positions, head_dim / 2].
 
     A position gets the base that NTK-aware scaling gives to a sequence that ends at this position. Therefore a rotation
-    does not depend on the chunks of a sequence or on its final length. The library transformers differs for a prompt
-    that is longer than the trained context: it rotates the whole prompt with the base of its last position.
+    does not depend on the chunks of a sequence or on its final length. The library transformers rotates a prompt that
+    is longer than the trained context with the base of its last position, and so differs.
     """
     trained, factor, dim = scaling.original_max_position_embeddings, np.float32(scaling.factor), shape.head_dim
     lengths = np.arange(trained + 1, num_positions + 1, dtype=np.float32)

@@ -1,1 +1,1 @@
-"""Runs the inference models of MindFormers (the extra ``[mindformers]``) in place of ours; see docs/mindformers.md."""
+"""Runs the inference models of MindFormers (the extra ``[mindformers]``) instead of ours; see docs/mindformers.md."""

@@ -17,8 +17,8 @@ Settings = dict[str, object]
 def gpt_settings(config: Config) -> Settings:
     """Returns the arguments of the configuration classes of MindFormers' newer models.
 
-    These are the sizes of ``config.json``, the positions of the longest sequence (the rotary tables have a row for
-    each position), and the model's type for all types. A norm in ``model_dtype`` computes in float32 inside the
+    These are the sizes of ``config.json``, the length of the longest sequence, and the model's type for all types. The
+    rotary tables have a row for each position. A norm in ``model_dtype`` computes in float32 inside the
     primitive and rounds once, so a cast to float32 around it changes nothing. Rotary tables are computed in float32 and
     rounded once.
     """

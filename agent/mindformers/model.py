@@ -1,4 +1,4 @@
-"""Builds a MindFormers model in place of ours. Has the functions of ``agent.models.registry.ModelDefinition``."""
+"""Builds a MindFormers model instead of ours. An implementation of ``agent.models.registry.ModelDefinition``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Maps our parameter names to the names of MindFormers.
 
-MindFormers' parameters have the layout of ours without packing: [out, in], and [experts, in, out] for experts. q, k and
-v are one parameter, and so are gate and up; in MindFormers' Llama they are separate. Checkpoints are read, checked and
-converted as for our own models.
+MindFormers' parameters have the layout of ours without packing: [out, in], and [experts, in, out] for experts. One
+parameter joins q, k and v, and another joins gate and up. In MindFormers' Llama they are separate. Checkpoints are
+read, checked and converted as for our own models.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Names:
     layers: str
     """The prefix of the layers."""
     inside: Mapping[str, str]
-    """The names inside of a layer, without the last part (``weight``, ``bias``). If MindFormers' name has no such part,
-    our name includes it."""
+    """The names inside of a layer, without the last part (``weight``, ``bias``). If only our name has a last part, our
+    name includes it."""
     stacked: bool
     """Whether q, k and v are one weight, and gate and up are one weight."""
 

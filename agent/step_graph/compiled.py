@@ -45,7 +45,7 @@ class CompiledGraph:
         return found
 
     def constants(self) -> Iterator[Tensor]:
-        """Yields the tensors that the graph's Cells hold besides parameters. MindSpore reads them in place."""
+        """Yields the constant tensors that the graph's Cells hold. MindSpore reads them in place."""
         for _, cell in self._cell.cells_and_names():
             values = vars(cell).values()
             yield from (each for each in values if isinstance(each, Tensor) and not isinstance(each, Parameter))

@@ -1,4 +1,4 @@
-"""What all graphs have in common: the interface that the model runner uses, and the result of a step."""
+"""The interface of all graphs, which the model runner uses, and the result of a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class StepGraph(ABC):
 
 
 def empty_entry(ops: OpTable, tokens: int) -> Array:
-    """Returns zeros in the form of ``StepGraph.run``'s ``entry``, for so many tokens."""
+    """Returns zeros in the form of ``StepGraph.run``'s ``entry``, for the given number of tokens."""
     if ops.part is None or ops.is_first_stage:
         return np.zeros(tokens, np.int32)
     return np.zeros((tokens, ops.part.whole.hidden_size), STORAGE_DTYPES[ops.dtype])

@@ -58,7 +58,7 @@ class TensorCut:
 
 
 def copy_cut(source: Array, source_dtype: str, cut: TensorCut, out: Array, out_dtype: str) -> None:
-    """Copies one part of ``source`` into ``out`` and reads nothing else. Raises what ``convert_into`` raises."""
+    """Copies one part of ``source`` into ``out``, and reads only that part. Raises what ``convert_into`` raises."""
     part = cut.of(source)
     step = max(1, _PIECE_ELEMENTS // max(1, part[0].size)) if len(part) else 1
     for row in range(0, len(part), step):

@@ -87,8 +87,8 @@ def scale_type(form: LinearForm, dtype: str, *, of_experts: bool) -> str:
 def linear_forms(specs: Sequence[WeightSpec], source: WeightSource, packing: Packing) -> LinearForms:
     """Returns the forms for ``packing`` and for the stored form of the weights in ``source``. Reads no values.
 
-    The output layer stays floats in three cases: it is the embedding; its vocabulary is larger than the primitive's
-    limit ``MAX_WEIGHT_ONLY_SIZE``; or its vocabulary does not fill whole bytes. Raises ConfigError if the primitives do
+    An output layer that is the embedding stays floats. So does an output layer whose vocabulary is larger than the
+    primitive's limit ``MAX_WEIGHT_ONLY_SIZE`` or does not fill whole bytes. Raises ConfigError if the primitives do
     not support a format.
     """
     if packing.weight_format == AUTO or packing.keeps_floats:

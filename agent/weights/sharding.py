@@ -1,9 +1,9 @@
 """Decides which part of each tensor an agent loads, for the parameters of a decoder (``agent.models.names``).
 
-The layers of queries, keys, values, gate and up are split by their outputs. The layers after them (attention output,
-down) are split by their inputs, so that an agent's output of the first is its input of the second (Megatron-LM, Shoeybi
-et al. 2019). Embedding and output layer are split by the vocabulary. Every agent has all norms and routers. Only the
-first agent has a bias that is added after the sum over the agents.
+The split follows Megatron-LM (Shoeybi et al. 2019). The layers of queries, keys, values, gate and up are split by their
+outputs. The layers after them (attention output, down) are split by their inputs. Therefore an agent's output of the
+first layer is its input of the second. Embedding and output layer are split by the vocabulary. Every agent has all
+norms and routers. Only the first agent has a bias that is added after the sum over the agents.
 """
 
 from __future__ import annotations

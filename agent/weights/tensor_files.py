@@ -42,7 +42,7 @@ class TensorFiles:
         return self._file_of[name].tensors[name]
 
     def where(self, name: str) -> Path:
-        """Returns the file of a tensor, or the folder if there is no such tensor."""
+        """Returns the file of a tensor, or the folder if the tensor does not exist."""
         return self._file_of[name].path if name in self._file_of else self.folder
 
     def read(self, name: str) -> tuple[Array, str]:
@@ -54,7 +54,7 @@ class TensorFiles:
         return self._file_of[name].read(name)[1]
 
     def read_optional(self, name: str) -> tuple[Array, str] | None:
-        """Returns a tensor and its type as the file spells it, or None if there is no such tensor."""
+        """Returns a tensor and its type as the file spells it, or None if the tensor does not exist."""
         return self._file_of[name].read_stored(name) if name in self._file_of else None
 
     def count(self, num_bytes: int) -> None:

@@ -19,8 +19,8 @@ from support.golden_files import golden_of  # noqa: E402
 from support.position_bits import FORCED_STEPS  # noqa: E402
 
 PLANTS = ("unnamed", "no launches", "differs", "differs later", "writes nothing")
-"""Faults of agent 0: the recording does not name the parameters' memory; the agent votes that it has no recording; the
-first or the second replay has other bits; a replay writes nothing."""
+"""The faults of agent 0. Its recording does not name the parameters' memory. It votes that it has no recording. Its
+first or second replay has other bits. Its replay writes nothing."""
 
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:

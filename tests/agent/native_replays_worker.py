@@ -23,8 +23,8 @@ from support.golden_files import golden_of  # noqa: E402
 from support.position_bits import FORCED_STEPS  # noqa: E402
 
 PLANTS = ("unnamed", "differs", "differs later", "refuses")
-"""Faults of agent 0: the recording does not name the parameters' memory; the first or the second replay has other bits;
-an operator refuses its inputs during a replay."""
+"""The faults of agent 0. Its recording does not name the parameters' memory. Its first or second replay has other bits.
+An operator refuses its inputs during a replay."""
 
 
 def run_model(setup: Setup, model: dict[str, Any], rank: int) -> dict[str, Any]:

@@ -68,7 +68,7 @@ Results = dict[str, Any]
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of every model."""
+    """Writes the folder of every model and returns the folders by name."""
     scratch = tmp_path_factory.mktemp("tp-groups")
     for name, variant in SEEDED.items():
         write_model(variant, scratch / name)

@@ -143,7 +143,7 @@ def test_logits_equal_those_of_the_oracle(results: Any, dtype: str, op_table: st
 def test_quantised_native_differs_from_fused_only_at_ties(results: Any, setup: tuple[str, ...], model: str) -> None:
     """Both get the oracle's tokens. If their own tokens differ, both are among the oracle's best and nearly as good.
 
-    The number of such ties depends on the model more than on its operators. With random weights, int8 has many near
+    The number of ties depends on the model more than on its operators. With random weights, int8 has many near
     ties, and another rounding of the same size doubles or halves their number. The next test bounds the size.
     """
     native, fused = (results(*each)["models"][model]["golden"]["forced"] for each in (setup, FUSED_PARTNERS[setup]))

@@ -1,7 +1,7 @@
 """Quantised experts of the native op table.
 
-They are compared with Hugging Face's tokens and with the same weights dequantised in NumPy, and must give the same bits
-for any chunks. test_native_quantised_groups.py tests several agents.
+They are compared with Hugging Face's tokens and with the same weights dequantised in NumPy. They must give the same
+bits for any chunks. test_native_quantised_groups.py tests several agents.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ SMALL = replace(
     vocab_size=200,
     tie_word_embeddings=False,
 )
-"""Of two agents, one has four query heads and 128 vocabulary rows, the other two query heads and 72 rows."""
+"""The first of two agents has four query heads and 128 vocabulary rows, the second has two heads and 72 rows."""
 FORMATS = {
     "int8": LinearForm("int8"),
     "int8_weight_only": LinearForm("int8_weight_only"),
@@ -240,7 +240,7 @@ def test_an_agent_reads_its_own_part_only(tmp_path: Path, name: str, agents: int
 
 
 def test_an_output_layer_is_quantised_if_an_agents_part_is_narrow_enough() -> None:
-    """WeightQuantBatchMatmul takes 65535 outputs. Of 100000, one agent keeps floats; each of two has at most 50016."""
+    """WeightQuantBatchMatmul takes 65535 outputs. One agent with 100000 keeps floats; each of two has at most 50016."""
     wide = replace(SMALL, vocab_size=100_000)
     found = {
         agents: part_forms(

@@ -27,7 +27,7 @@ class DeviceBlockMoves(BlockMoves):
     """Checks all moves, and checks once that ``swap_cache`` works, because ``swap_cache`` reports no errors.
 
     ``swap_cache(host, device, mapping, is_device_to_host)`` waits for all streams. Then it copies one block for each
-    row of ``mapping`` (source, destination) and waits for the copies. It cannot copy within the device, so such copies
+    row of ``mapping`` (source, destination) and waits for the copies. It cannot copy within the device, so those copies
     go through a buffer in host memory.
     """
 

@@ -151,7 +151,7 @@ class DecoderLayers(nn.Cell):
 
 
 class ExpertMLP(nn.Cell):
-    """The mixture of experts in place of the gated MLP, with its router."""
+    """The mixture of experts, with its router."""
 
     def __init__(self, mlp: Operator, experts: Experts, epsilon: float) -> None:
         super().__init__()

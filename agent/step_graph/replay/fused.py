@@ -26,7 +26,7 @@ from agent.weights.storage import Array
 logger = logging.getLogger("agent.step_graph.replay.fused")
 
 MAX_COMPARED_TOKENS = 64
-"""Maximum size of a step that runs both ways. Before two such steps have run, larger steps run the graph."""
+"""Maximum size of a step that runs both ways. Before two small steps have run, larger steps run the graph."""
 _SPOILED = 0xFF
 """Value of every byte of the results before a run. No float with these bytes is a number."""
 

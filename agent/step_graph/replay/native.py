@@ -35,7 +35,7 @@ Run = Callable[[tuple[Tensor, ...]], Tensor]
 CONFIRMATIONS = 2
 """Number of steps that run both ways and must agree."""
 MAX_COMPARED_TOKENS = 64
-"""Maximum size of a step of prompts that runs both ways. Before such steps have run, larger steps run the graph."""
+"""Maximum size of a step of prompts that runs both ways. Before small steps have run, larger steps run the graph."""
 _RECORDED_TOKENS = (2, 3)
 """Tokens of the two recorded steps, if sequences may have several tokens. The recorded steps have 1 and 2 sequences, so
 the ratios of tokens and of sequences differ."""
