@@ -1,6 +1,6 @@
 """Runs one setup (types and formats) with ModelRunner in a separate process, and prints the results as JSON.
 
-python tests/agent/runner_worker.py DTYPE OP_TABLE WEIGHT_FORMAT KV_FORMAT SCRATCH_FOLDER
+python tests/agent/runner_worker.py DTYPE OP_TABLE WEIGHT_FORMAT KV_FORMAT SCRATCH_FOLDER [MODEL ...]
 """
 
 from __future__ import annotations
@@ -362,10 +362,10 @@ def _step_error(driver: StepDriver, slot: Any, *, is_decode: bool = False) -> st
 
 
 def main() -> None:
-    dtype, op_table, weights, kv, folders = sys.argv[1:]
+    dtype, op_table, weights, kv, folders, *models = sys.argv[1:]
     scratch = Path(folders)
     results: dict[str, Any] = {"models": {}}
-    for name in sorted(path.stem for path in LLAMAS.glob("*.json")):
+    for name in models or sorted(path.stem for path in LLAMAS.glob("*.json")):
         golden = golden_of(name)
         folder = ROOT / "models" / name
         if name in VARIANTS:

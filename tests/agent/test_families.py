@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ QUANTISED_SETUPS = (
     ("float32", "fused", "int4", "int8"),
 )
 SETUPS = (FLOAT32, *HALF_SETUPS, *QUANTISED_SETUPS)
-SWEPT = (("float16", "native", "auto", "auto"),)
-"""Runs in ``make test-sweeps`` only, because it repeats what bfloat16 tests."""
+QUANTISED_MODELS = ("llama_linear_mqa", "qwen2_tied", "mistral_window", "qwen3_moe")
+"""What ``make test`` quantises."""
 MOST_TIES = 0.08
 """Maximum fraction of a model's tokens that may differ. float16 checkpoints lose bits as bfloat16, so the bound is
 higher than for Llama."""
@@ -40,21 +41,44 @@ LEAST_AGREEMENT = {"int8": 0.97, "int4": 0.55}
 """Minimum fraction of tokens among the oracle's best four, of at least 300 tokens. Random weights suffer most from
 rounding."""
 
+Setup = tuple[str, str, str, str]
+"""Type, op table, format of the weights, format of the KV cache."""
 Results = dict[str, Any]
+Run = Callable[[Setup, str], Results]
+
+
+def is_swept(setup: Setup, model: str) -> bool:
+    """``make test`` runs each model in float32, in one half type with each op table, and some models quantised."""
+    if setup == FLOAT32:
+        return False
+    if setup in QUANTISED_SETUPS:
+        return model not in QUANTISED_MODELS
+    float16_is_native = MODELS.index(model) % 2 == 0
+    return ((setup[0] == "float16") == (setup[1] == "native")) != float16_is_native
+
+
+def of_models(setups: Iterable[Setup]) -> list[Any]:
+    """Each setup with each model."""
+    return with_sweeps([(setup, model) for setup in setups for model in MODELS], is_swept)
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Computes the results of each setup once, on first use."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Returns what a setup computed with a model. One process runs all models of ``make test``."""
 
     @cache
-    def run(*setup: str) -> Results:
+    def printed(setup: Setup, models: tuple[str, ...]) -> Results:
         scratch = tmp_path_factory.mktemp("-".join(setup))
-        done = run_forked(WORKER, *setup, str(scratch), folder=scratch, timeout=240)
+        done = run_forked(WORKER, *setup, str(scratch), *models, folder=scratch, timeout=240)
         answer: Results = printed_json(done)
         return answer
 
-    return run
+    def of_model(setup: Setup, model: str) -> Results:
+        swept = is_swept(setup, model)
+        found: Results = printed(setup, tuple(each for each in MODELS if is_swept(setup, each) == swept))[model]
+        return found
+
+    return of_model
 
 
 def test_every_family_has_a_model() -> None:
@@ -68,8 +92,8 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_golden_files_belong_to_these_weights(results: Any, model: str) -> None:
-    digest = results(*FLOAT32)[model]["digest"]
+def test_golden_files_belong_to_these_weights(results: Run, model: str) -> None:
+    digest = results(FLOAT32, model)["digest"]
     assert digest == golden_of(model)["weights_sha256"], f"run tools/make_golden.py {model} (see its text)"
 
 
@@ -82,24 +106,22 @@ def test_golden_text_is_not_constant(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_float32_gives_the_oracles_tokens_exactly(results: Any, model: str) -> None:
-    result = results(*FLOAT32)[model]
+def test_float32_gives_the_oracles_tokens_exactly(results: Run, model: str) -> None:
+    result = results(FLOAT32, model)
     expected = [case["tokens"] for case in golden_of(model)["cases"]]
     assert result["free"] == expected
     assert result["forced"] == expected
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("setup", with_sweeps(HALF_SETUPS, SWEPT))
-def test_half_types_differ_from_the_oracle_only_at_ties(results: Any, setup: tuple[str, ...], model: str) -> None:
-    cases, forced = golden_of(model)["cases"], results(*setup)[model]["forced"]
+@pytest.mark.parametrize(("setup", "model"), of_models(HALF_SETUPS))
+def test_half_types_differ_from_the_oracle_only_at_ties(results: Run, setup: Setup, model: str) -> None:
+    cases, forced = golden_of(model)["cases"], results(setup, model)["forced"]
     check_forced(cases, forced, setup[0], MOST_TIES, f"{model} {'-'.join(setup)}")
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("setup", QUANTISED_SETUPS, ids="-".join)
-def test_quantised_weights_predict_nearly_the_same_tokens(results: Any, setup: tuple[str, ...], model: str) -> None:
-    forced = results(*setup)[model]["forced"]
+@pytest.mark.parametrize(("setup", "model"), of_models(QUANTISED_SETUPS))
+def test_quantised_weights_predict_nearly_the_same_tokens(results: Run, setup: Setup, model: str) -> None:
+    forced = results(setup, model)["forced"]
     near = [
         token in best
         for case, tokens in zip(golden_of(model)["cases"], forced, strict=True)
@@ -108,9 +130,6 @@ def test_quantised_weights_predict_nearly_the_same_tokens(results: Any, setup: t
     assert sum(near) >= LEAST_AGREEMENT[setup[2]] * len(near)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("setup", with_sweeps(SETUPS, SWEPT))
-def test_a_position_gives_the_same_bits_however_it_is_computed(
-    results: Any, setup: tuple[str, ...], model: str
-) -> None:
-    check_position_bits(results(*setup)[model]["invariance"])
+@pytest.mark.parametrize(("setup", "model"), of_models(SETUPS))
+def test_a_position_gives_the_same_bits_however_it_is_computed(results: Run, setup: Setup, model: str) -> None:
+    check_position_bits(results(setup, model)["invariance"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,13 @@ from support.sweeps import with_sweeps
 WORKER = Path(__file__).with_name("runner_worker.py")
 MODELS = ("gqa_tied", "llama3_rope", "mha", "tiny_llama")
 SETUPS = (
-    ("float32", "fused"),
-    ("float16", "fused"),
-    ("bfloat16", "fused"),
-    ("float16", "native"),
-    ("bfloat16", "native"),
+    ("float32", "fused", "auto", "auto"),
+    ("float16", "fused", "auto", "auto"),
+    ("bfloat16", "fused", "auto", "auto"),
+    ("float16", "native", "auto", "auto"),
+    ("bfloat16", "native", "auto", "auto"),
 )
-SWEPT = (("float16", "native"), ("float16", "native", "auto", "auto"))
-"""Runs in ``make test-sweeps`` only, because bfloat16 and float16 with int8 weights test the same."""
+FLOAT32 = SETUPS[0]
 HALF_SETUPS = SETUPS[1:]
 QUANTISED_SETUPS = (
     ("bfloat16", "fused", "int8", "auto"),
@@ -51,7 +50,7 @@ FUSED_PARTNERS = {
 }
 """Native and fused setups with the same products and different rounding between the operators."""
 ROUNDED_SETUPS = (
-    *((*setup, "auto", "auto") for setup in HALF_SETUPS),
+    *HALF_SETUPS,
     *FUSED_PARTNERS,
     *FUSED_PARTNERS.values(),
 )
@@ -60,33 +59,73 @@ MOST_ERROR = 1.1
 MOST_FUSED_ERROR = 1.0
 """Maximum error of float activations, as a multiple of NumPy's rounding error. Fused operators round less often.
 Measured: 0.89 to 0.97."""
-ALL_SETUPS = (*((*setup, "auto", "auto") for setup in SETUPS), *QUANTISED_SETUPS)
+ALL_SETUPS = (*SETUPS, *QUANTISED_SETUPS)
 NATIVE_SETUPS = tuple(setup for setup in ALL_SETUPS if setup[1] == "native")
 MOST_TIES = 0.06
 """Maximum fraction of a model's tokens that may differ. More would be an error, not ties."""
 LOGIT_TOLERANCE = {"float32": 1e-4, "float16": 0.02, "bfloat16": 0.15}
 """Maximum logit difference of a tie, as a multiple of the standard deviation of the oracle's logits."""
 
+Setup = tuple[str, str, str, str]
+"""Type, op table, format of the weights, format of the KV cache."""
 Results = dict[str, Any]
 
 
+def is_swept(setup: Setup, model: str = "gqa_tied") -> bool:
+    """bfloat16 covers float16 with native operators. Two models cover each quantised setup."""
+    return setup == ("float16", "native", "auto", "auto") or (
+        setup in (*QUANTISED_SETUPS, *FUSED_PARTNERS.values()) and model in ("llama3_rope", "mha")
+    )
+
+
+def of_models(setups: Iterable[Setup]) -> list[Any]:
+    """Each setup with each model."""
+    return with_sweeps([(setup, model) for setup in setups for model in MODELS], is_swept)
+
+
+def of_setups(setups: Iterable[Setup]) -> list[Any]:
+    return with_sweeps([(setup,) for setup in setups], is_swept)
+
+
+Run = Callable[[Setup, str], Results]
+SmallRun = Callable[[Setup], Results]
+
+
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Computes the results of each setup once, on first use."""
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Returns what a setup's process printed that ran the model. One process runs all models of ``make test``."""
 
     @cache
-    def computed(dtype: str, op_table: str, weights: str, kv: str) -> Results:
-        scratch = tmp_path_factory.mktemp(f"{dtype}-{op_table}-{weights}-{kv}")
-        setup = (dtype, op_table, weights, kv, str(scratch / "models"))
-        answer: Results = printed_json(run_forked(WORKER, *setup, folder=scratch))
+    def printed(setup: Setup, models: tuple[str, ...]) -> Results:
+        scratch = tmp_path_factory.mktemp("-".join(setup))
+        done = run_forked(WORKER, *setup, str(scratch / "models"), *models, folder=scratch, timeout=240)
+        answer: Results = printed_json(done)
         littered = sorted(path.name for path in scratch.iterdir() if path.name != "models")
         assert littered == [], f"a run created {littered} in the working directory"
         return answer
 
-    def run(dtype: str, op_table: str, weights: str = "auto", kv: str = "auto") -> Results:
-        return computed(dtype, op_table, weights, kv)
+    def of_model(setup: Setup, model: str) -> Results:
+        swept = is_swept(setup, model)
+        return printed(setup, tuple(each for each in MODELS if is_swept(setup, each) == swept))
 
-    return run
+    return of_model
+
+
+@pytest.fixture(scope="session")
+def results(run: Run) -> Run:
+    """Returns what a setup computed with a model."""
+
+    def of_model(setup: Setup, model: str) -> Results:
+        found: Results = run(setup, model)["models"][model]
+        return found
+
+    return of_model
+
+
+@pytest.fixture(scope="session")
+def small_results(run: Run) -> SmallRun:
+    """Returns what a setup computed with the smallest model alone."""
+    return lambda setup: run(setup, "gqa_tied")
 
 
 @pytest.fixture(scope="session")
@@ -105,48 +144,45 @@ def numpy_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_golden_files_belong_to_these_weights(results: Any, model: str) -> None:
-    digest = results("float32", "fused")["models"][model]["digest"]
+def test_golden_files_belong_to_these_weights(results: Run, model: str) -> None:
+    digest = results(FLOAT32, model)["digest"]
     assert digest == golden_of(model)["weights_sha256"], f"run tools/make_golden.py {model} (see its text)"
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_float32_gives_the_oracles_tokens_exactly(results: Any, model: str) -> None:
-    golden = results("float32", "fused")["models"][model]["golden"]
+def test_float32_gives_the_oracles_tokens_exactly(results: Run, model: str) -> None:
+    golden = results(FLOAT32, model)["golden"]
     expected = [case["tokens"] for case in golden_of(model)["cases"]]
     assert golden["free"] == expected
     assert golden["forced"] == expected
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("dtype", "op_table"), with_sweeps(HALF_SETUPS, SWEPT, apart=True))
-def test_half_types_differ_from_the_oracle_only_at_ties(results: Any, dtype: str, op_table: str, model: str) -> None:
-    forced = results(dtype, op_table)["models"][model]["golden"]["forced"]
-    check_forced(golden_of(model)["cases"], forced, dtype, MOST_TIES, f"{model} {dtype} {op_table}")
+@pytest.mark.parametrize(("setup", "model"), of_models(HALF_SETUPS))
+def test_half_types_differ_from_the_oracle_only_at_ties(results: Run, setup: Setup, model: str) -> None:
+    forced = results(setup, model)["golden"]["forced"]
+    check_forced(golden_of(model)["cases"], forced, setup[0], MOST_TIES, f"{model} {'-'.join(setup)}")
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("dtype", "op_table"), with_sweeps(SETUPS, SWEPT, apart=True))
-def test_logits_equal_those_of_the_oracle(results: Any, dtype: str, op_table: str, model: str) -> None:
-    best = results(dtype, op_table)["models"][model]["golden"]["best"]
+@pytest.mark.parametrize(("setup", "model"), of_models(SETUPS))
+def test_logits_equal_those_of_the_oracle(results: Run, setup: Setup, model: str) -> None:
+    best = results(setup, model)["golden"]["best"]
     for case, steps in zip(golden_of(model)["cases"], best, strict=True):
         for step, text in case["logits"].items():
             top_ids, top_logits = steps[int(step)]
             row = np.frombuffer(base64.b64decode(text), "<f4")
             assert len(set(top_ids)) == MAX_TOP_LOGITS
             error = np.abs(row[top_ids] - np.array(top_logits, np.float32)).max()
-            assert error < LOGIT_TOLERANCE[dtype] * case["logit_std"]
+            assert error < LOGIT_TOLERANCE[setup[0]] * case["logit_std"]
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("setup", FUSED_PARTNERS, ids="-".join)
-def test_quantised_native_differs_from_fused_only_at_ties(results: Any, setup: tuple[str, ...], model: str) -> None:
+@pytest.mark.parametrize(("setup", "model"), of_models(FUSED_PARTNERS))
+def test_quantised_native_differs_from_fused_only_at_ties(results: Run, setup: Setup, model: str) -> None:
     """Both get the oracle's tokens. If their own tokens differ, both are among the oracle's best and nearly as good.
 
     The number of ties depends on the model more than on its operators. With random weights, int8 has many near
     ties, and another rounding of the same size doubles or halves their number. The next test bounds the size.
     """
-    native, fused = (results(*each)["models"][model]["golden"]["forced"] for each in (setup, FUSED_PARTNERS[setup]))
+    native, fused = (results(each, model)["golden"]["forced"] for each in (setup, FUSED_PARTNERS[setup]))
     gaps = []
     for case, ours, theirs in zip(golden_of(model)["cases"], native, fused, strict=True):
         for step, pair in enumerate(zip(ours, theirs, strict=True)):
@@ -158,17 +194,16 @@ def test_quantised_native_differs_from_fused_only_at_ties(results: Any, setup: t
     assert max(gaps, default=0) < 0.3
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("setup", with_sweeps(ROUNDED_SETUPS, SWEPT))
+@pytest.mark.parametrize(("setup", "model"), of_models(ROUNDED_SETUPS))
 def test_errors_do_not_exceed_rounding_between_operators(
-    results: Any, numpy_folder: Callable[[str], Path], setup: tuple[str, ...], model: str
+    results: Run, numpy_folder: Callable[[str], Path], setup: Setup, model: str
 ) -> None:
     """Compares root mean square errors of the best logits of every step against exact arithmetic.
 
     The error must not exceed that of NumPy, which rounds to the type between operators and is exact within them.
     """
     dtype, op_table, weights, _ = setup
-    golden = results(*setup)["models"][model]["golden"]
+    golden = results(setup, model)["golden"]
     is_native = op_table == "native"
     numpy_model = NumpyLlama(
         numpy_folder(model),
@@ -202,11 +237,11 @@ def test_numpy_without_rounding_equals_the_oracle(numpy_folder: Callable[[str], 
             assert np.abs(row - logits[int(step)]).max() < LOGIT_TOLERANCE["float32"] * case["logit_std"]
 
 
-def test_native_int4_predicts_the_tokens_of_the_trained_model(results: Any) -> None:
+def test_native_int4_predicts_the_tokens_of_the_trained_model(results: Run) -> None:
     """Native int4 keeps activations as floats, which fused int4 quantises. So it is closer to the oracle."""
 
     def wrong(*setup: str) -> int:
-        forced = results(*setup)["models"]["tiny_llama"]["golden"]["forced"]
+        forced = results(setup, "tiny_llama")["golden"]["forced"]
         wanted = [token for case in golden_of("tiny_llama")["cases"] for token in case["tokens"]]
         given = [token for tokens in forced for token in tokens]
         return sum(a != b for a, b in zip(wanted, given, strict=True))
@@ -216,18 +251,14 @@ def test_native_int4_predicts_the_tokens_of_the_trained_model(results: Any) -> N
     assert native <= wrong("bfloat16", "fused", "int4", "int8")
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("setup", with_sweeps(ALL_SETUPS, SWEPT))
-def test_a_position_gives_the_same_bits_however_it_is_computed(
-    results: Any, setup: tuple[str, ...], model: str
-) -> None:
-    check_position_bits(results(*setup)["models"][model]["invariance"])
+@pytest.mark.parametrize(("setup", "model"), of_models(ALL_SETUPS))
+def test_a_position_gives_the_same_bits_however_it_is_computed(results: Run, setup: Setup, model: str) -> None:
+    check_position_bits(results(setup, model)["invariance"])
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("setup", with_sweeps(NATIVE_SETUPS, SWEPT))
-def test_replayed_steps_have_the_bits_of_the_graph(results: Any, setup: tuple[str, ...], model: str) -> None:
-    replays = results(*setup)["models"][model]["replays"]
+@pytest.mark.parametrize(("setup", "model"), of_models(NATIVE_SETUPS))
+def test_replayed_steps_have_the_bits_of_the_graph(results: Run, setup: Setup, model: str) -> None:
+    replays = results(setup, model)["replays"]
     assert replays["problems"] == ["", "", ""]
     assert replays["confirmed"] == ["chunked", "decode", "prefill"]
     assert len(set(replays["by the graph"])) == 60, "a sequence decodes alone as in a batch"
@@ -238,33 +269,30 @@ def test_replayed_steps_have_the_bits_of_the_graph(results: Any, setup: tuple[st
     assert replays["refused"] == ["the graph failed: ReshapeAndCache refused"] * 4
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("setup", with_sweeps(ALL_SETUPS, SWEPT))
-def test_shared_copied_and_swapped_blocks_and_mixed_steps_change_no_bit(
-    results: Any, setup: tuple[str, ...], model: str
-) -> None:
-    check_sharing_bits(results(*setup)["models"][model]["sharing"])
+@pytest.mark.parametrize(("setup", "model"), of_models(ALL_SETUPS))
+def test_shared_copied_and_swapped_blocks_and_mixed_steps_change_no_bit(results: Run, setup: Setup, model: str) -> None:
+    check_sharing_bits(results(setup, model)["sharing"])
 
 
-@pytest.mark.parametrize("setup", with_sweeps(ALL_SETUPS, SWEPT))
-def test_penalties_use_prompt_and_output(results: Any, setup: tuple[str, ...]) -> None:
-    rows = results(*setup)["rows"]
+@pytest.mark.parametrize("setup", of_setups(ALL_SETUPS))
+def test_penalties_use_prompt_and_output(small_results: SmallRun, setup: Setup) -> None:
+    rows = small_results(setup)["rows"]
     assert rows["tokens"] == rows["expected"]
     assert rows["plain"] == rows["plain_expected"]
     assert rows["tokens"] != rows["plain"]
 
 
-@pytest.mark.parametrize("setup", with_sweeps(ALL_SETUPS, SWEPT))
-def test_a_recomputed_sequence_continues_with_the_same_bits(results: Any, setup: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("setup", of_setups(ALL_SETUPS))
+def test_a_recomputed_sequence_continues_with_the_same_bits(small_results: SmallRun, setup: Setup) -> None:
     """It runs in another row, with its output as part of the prompt, and sends its history again."""
-    rows = results(*setup)["rows"]
+    rows = small_results(setup)["rows"]
     assert rows["resumed"] == rows["tokens"]
 
 
-@pytest.mark.parametrize("setup", with_sweeps(ALL_SETUPS, SWEPT))
-def test_a_row_may_start_with_a_decode_that_brings_its_history(results: Any, setup: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("setup", of_setups(ALL_SETUPS))
+def test_a_row_may_start_with_a_decode_that_brings_its_history(small_results: SmallRun, setup: Setup) -> None:
     """As after a swap: the cache has the tokens, and the row is new."""
-    rows = results(*setup)["rows"]
+    rows = small_results(setup)["rows"]
     assert rows["swapped"] == rows["tokens"]
 
 
@@ -289,22 +317,22 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("wrong", REFUSALS)
-def test_an_invalid_slot_is_refused(results: Any, wrong: str) -> None:
-    assert results("float32", "fused")["refusals"]["errors"][wrong] == REFUSALS[wrong]
+def test_an_invalid_slot_is_refused(small_results: SmallRun, wrong: str) -> None:
+    assert small_results(FLOAT32)["refusals"]["errors"][wrong] == REFUSALS[wrong]
 
 
-@pytest.mark.parametrize(("dtype", "op_table"), with_sweeps(SETUPS, SWEPT, apart=True))
-def test_a_refused_slot_leaves_the_runner_unharmed(results: Any, dtype: str, op_table: str) -> None:
-    refusals = results(dtype, op_table)["refusals"]
+@pytest.mark.parametrize("setup", of_setups(SETUPS))
+def test_a_refused_slot_leaves_the_runner_unharmed(small_results: SmallRun, setup: Setup) -> None:
+    refusals = small_results(setup)["refusals"]
     assert refusals["unharmed"]
-    fused_alone = {"graph that did not run"} if op_table == "fused" else set()
+    fused_alone = {"graph that did not run"} if setup[1] == "fused" else set()
     assert refusals["errors"].keys() == {*REFUSALS, "failing operator", *fused_alone}
     assert "no error" not in refusals["errors"].values()
     if fused_alone:
         assert "the graph failed: the output layer is at step" in refusals["errors"]["graph that did not run"]
     failure = refusals["errors"]["failing operator"]
     assert failure.startswith(
-        "the graph failed: ReshapeAndCache refused" if op_table == "native" else "the graph failed: "
+        "the graph failed: ReshapeAndCache refused" if setup[1] == "native" else "the graph failed: "
     )
 
 
@@ -323,9 +351,9 @@ MOVE_REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("setup", [("float32", "fused"), ("bfloat16", "native")], ids="-".join)
-def test_an_invalid_move_is_refused_and_nothing_is_moved(results: Any, setup: tuple[str, ...]) -> None:
-    moves = results(*setup)["moves"]
+@pytest.mark.parametrize("setup", [FLOAT32, ("bfloat16", "native", "auto", "auto")], ids="-".join)
+def test_an_invalid_move_is_refused_and_nothing_is_moved(small_results: SmallRun, setup: Setup) -> None:
+    moves = small_results(setup)["moves"]
     empty = "a prefill or decode step has no tokens; only a step of moves may have none"
     assert moves["errors"] == {
         **{name: f"a step's {text}" for name, text in MOVE_REFUSALS.items()},
@@ -336,9 +364,10 @@ def test_an_invalid_move_is_refused_and_nothing_is_moved(results: Any, setup: tu
     assert moves["unharmed"]
 
 
-@pytest.mark.parametrize(("dtype", "op_table"), [("float32", "fused"), ("bfloat16", "native")])
-def test_progress_and_summary(results: Any, dtype: str, op_table: str) -> None:
-    run = results(dtype, op_table)
+@pytest.mark.parametrize("setup", [FLOAT32, ("bfloat16", "native", "auto", "auto")], ids="-".join)
+def test_progress_and_summary(small_results: SmallRun, setup: Setup) -> None:
+    dtype, op_table = setup[:2]
+    run = small_results(setup)
     parameters = 21 if op_table == "fused" else 20  # the fused operators have their own copy of a tied output weight
     load = [["load", done, parameters] for done in range(parameters + 1)]
     rest = [["compile", 0, 1], ["compile", 1, 1], *[["warm up", done, 3] for done in range(4)]]

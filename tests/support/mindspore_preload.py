@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 from agent.kernels.library import library_path
@@ -11,3 +12,5 @@ VARIABLES = {"GLOG_v": "3", "MS_OP_PLUGIN_PATH": str(library_path())}
 os.environ.update(VARIABLES)
 
 import mindspore  # noqa: E402, F401
+
+gc.freeze()  # the forked programs do not walk MindSpore's objects at each compilation

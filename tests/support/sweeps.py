@@ -1,21 +1,20 @@
-"""Cases of which ``make test`` runs some, and ``make test-sweeps`` the others."""
+"""Marks the cases that only ``make test-sweeps`` runs."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 
-def with_sweeps(
-    setups: Iterable[tuple[str, ...]], swept: Container[tuple[str, ...]], *, apart: bool = False
-) -> list[Any]:
-    """One parameter for each setup, or its parts as parameters of their own (``apart``); those in ``swept`` are for
-    ``make test-sweeps`` alone."""
+def with_sweeps(cases: Iterable[tuple[Any, ...]], is_swept: Callable[..., bool]) -> list[Any]:
+    """Return the parameters of each case. ``make test`` omits a case if ``is_swept(*case)`` is true."""
     return [
-        pytest.param(
-            *(setup if apart else (setup,)), id="-".join(setup), marks=[pytest.mark.sweep] if setup in swept else []
-        )
-        for setup in setups
+        pytest.param(*case, id=case_id(case), marks=[pytest.mark.sweep] if is_swept(*case) else []) for case in cases
     ]
+
+
+def case_id(case: object) -> str:
+    """Join the parts of a case, and of its parts, by hyphens."""
+    return "-".join(map(case_id, case)) if isinstance(case, tuple) else str(case)
