@@ -1,4 +1,4 @@
-"""Copies of blocks that are on their way to the device."""
+"""Copies of blocks that a step in flight makes."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ __all__ = ["BlockCopies", "BlockCopy"]
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy block ``source`` to block ``destination``, which a table holds. The source stays held until the copy is
-    ended, so that whoever else gives it up meanwhile does not let it be overwritten."""
+    """A copy of block ``source`` to block ``destination``, which belongs to a block table.
+
+    The source is held until the copy ends. So no other sequence overwrites it when its last holder frees it.
+    """
 
     source: int
     destination: int
 
 
 class BlockCopies:
-    """Holds the sources of copies that were begun and not ended."""
+    """Holds the sources of the copies that have begun and not ended."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -29,13 +31,15 @@ class BlockCopies:
         self.num_under_way = 0
 
     def begin(self, source: int) -> BlockCopy:
-        """Copy a held or cached block to a new one, which is the caller's; one is free besides the source."""
+        """Begins a copy of a held or cached block to a new block of the caller. Another block than the source must be
+        free."""
         self._pool.share([source])
         self._sources[source] += 1
         self.num_under_way += 1
         return BlockCopy(source, self._pool.allocate(1)[0])
 
     def end(self, copies: Iterable[BlockCopy]) -> None:
+        """Ends copies, and frees their sources."""
         for copy in copies:
             count = self._sources.pop(copy.source, 0) - 1
             if count < 0:
@@ -46,7 +50,7 @@ class BlockCopies:
             self._pool.free([copy.source])
 
     def sources(self) -> list[int]:
-        """The sources, each as often as it is held."""
+        """Returns the sources. A source occurs once per hold."""
         return list(self._sources.elements())
 
     def restore(self, sources: list[int]) -> None:

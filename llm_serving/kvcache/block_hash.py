@@ -1,8 +1,8 @@
-"""Hashes of blocks, chained: what a block's keys and values are is told by its tokens and all before them.
+"""Chained hashes of blocks. The hash of a block depends on its tokens and on all tokens before them.
 
-``H_0 = H(root, tokens of block 0)``, ``H_i = H(H_(i-1), tokens of block i)``, tokens as little-endian int32
-(the chain of vLLM's automatic prefix caching, 2023; RadixAttention, Zheng et al. 2023, keeps a tree instead).
-The root holds everything else that changes keys and values, or that must keep requests apart.
+``H_0 = H(root, tokens of block 0)`` and ``H_i = H(H_(i-1), tokens of block i)``, with tokens as little-endian int32.
+(vLLM's automatic prefix caching, 2023, uses this chain. RadixAttention, Zheng et al. 2023, uses a tree.) The root
+contains everything else that changes keys and values, or that must keep requests apart.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ __all__ = ["TOKEN_BYTES", "BlockHash", "blake2b_128", "hash_blocks", "pack_token
 TOKEN_BYTES = 4
 
 BlockHash = Callable[[bytes], bytes]
-"""From any bytes to a digest."""
+"""A function from bytes to a digest."""
 
 
 def blake2b_128(data: bytes) -> bytes:
-    """BLAKE2b with a digest of 16 bytes. For a block of 16 tokens it costs 0.33 us, SHA-256 0.34 us with digests
-    of twice the size."""
+    """Returns the BLAKE2b digest of 16 bytes. A block of 16 tokens costs 0.33 us."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian int32."""
+    """Returns token ids as little-endian int32."""
     return struct.pack(f"<{len(token_ids)}i", *token_ids)
 
 
 def root_hash(namespace: bytes, salt: bytes, block_hash: BlockHash = blake2b_128) -> bytes:
-    """Where chains begin. ``namespace``: model, weights and format of the cache; ``salt``: who may share."""
+    """Returns the root of a chain. ``namespace``: model, weights and format of the cache. Equal ``salt``: may share."""
     return block_hash(len(namespace).to_bytes(4, "little") + namespace + salt)
 
 
 def hash_blocks(
     token_ids: Sequence[int], block_size: int, root: bytes, block_hash: BlockHash = blake2b_128
 ) -> list[bytes]:
-    """The chained hashes of the full blocks of ``token_ids``; a last block that is not full has none."""
+    """Returns the chained hashes of the full blocks of ``token_ids``."""
     packed, size, parent = pack_tokens(token_ids), block_size * TOKEN_BYTES, root
     hashes = []
     for start in range(0, len(packed) - size + 1, size):

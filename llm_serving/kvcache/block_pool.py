@@ -1,4 +1,4 @@
-"""The pool of KV cache blocks: which are free, which are taken, how often. Ids only; the memory is the agent's."""
+"""The pool of KV cache blocks with their reference counts. It has ids only; the memory belongs to the agent."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from llm_serving.kvcache.prefix_index import Parent, PrefixIndex
 __all__ = ["NULL_BLOCK", "BlockPool"]
 
 NULL_BLOCK = 0
-"""Pads block tables. It is never given out, so that a padded entry can be read but belongs to nobody."""
+"""Pads block tables. It is never allocated, so a step may read a padded entry."""
 
 
 class BlockPool:
-    """Blocks ``1 .. num_blocks - 1``, each held by any number of holders. Whoever takes a hold gives it back, once.
+    """Blocks ``1 .. num_blocks - 1`` with reference counts. Each holder of a block frees it once.
 
-    A free block may still be cached: its entry in ``index`` says what it holds, and ``share`` takes it again.
-    Free blocks that are not cached are given out first, last in first out: they are still warm in the device's
-    caches. Then cached ones, the least recently freed first; they are forgotten.
+    A free block may still be cached. Then its entry in ``index`` describes its content, and ``share`` takes it again.
+    Free blocks that are not cached are allocated first, last in, first out, because the device's caches may still have
+    them. Then cached blocks are evicted, the least recently freed first.
     """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
-            raise ValueError(f"a pool of {num_blocks} blocks has none to give: block {NULL_BLOCK} is the null block")
+            raise ValueError(
+                f"num_blocks is {num_blocks}; it must be at least 2 (block {NULL_BLOCK} is the null block)"
+            )
         self.num_blocks = num_blocks
         self.index = PrefixIndex(num_blocks)
         self.num_holds = 0
-        """Sum of the reference counts."""
+        """Sum of all reference counts."""
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, NULL_BLOCK, -1))
         self._free_cached: OrderedDict[int, None] = OrderedDict()
@@ -39,7 +41,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that nobody holds, cached ones among them."""
+        """Number of blocks without holders, including cached blocks."""
         return len(self._free) + len(self._free_cached)
 
     @property
@@ -50,7 +52,7 @@ class BlockPool:
         return self._ref_counts[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Take ``count`` blocks; the caller has seen that so many are free."""
+        """Returns ``count`` blocks. The caller has checked that they are free."""
         if count > len(self._free):
             self._evict(count - len(self._free), count)
         start = len(self._free) - count
@@ -64,26 +66,26 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: list[int]) -> None:
-        """One more hold on each block: held ones, or free ones that are cached."""
+        """Adds a hold to each block. The blocks are held, or free and cached."""
         ref_counts = self._ref_counts
         for block in blocks:
             if not ref_counts[block]:
                 if block not in self._free_cached:
-                    raise AssertionError(f"block {block} is to be shared but nobody holds it, and it is not cached")
+                    raise AssertionError(f"block {block} is shared but neither held nor cached")
                 del self._free_cached[block]
             ref_counts[block] += 1
         self.num_holds += len(blocks)
 
     def free(self, blocks: list[int]) -> None:
-        """Give holds back, the last block first, so that the end of a prefix is evicted before its beginning.
+        """Removes a hold from each block, the last block first. So the end of a prefix is evicted before its beginning.
 
-        A block that is not taken (freed too often, never given out, null) is a bug.
+        Raises AssertionError for a block that is not held.
         """
         ref_counts, entries = self._ref_counts, self.index.entries
         for block in reversed(blocks):
             count = ref_counts[block] - 1
             if count < 0:
-                raise AssertionError(f"block {block} is given back but was not taken")
+                raise AssertionError(f"block {block} is freed but not allocated")
             ref_counts[block] = count
             if not count:
                 if entries[block]:
@@ -93,10 +95,11 @@ class BlockPool:
         self.num_holds -= len(blocks)
 
     def register(self, block: int, block_hash: bytes, content: bytes, parent: Parent) -> int:
-        """A held block is full and holds ``content`` after ``parent``. Gives the block that is found from now on.
+        """Caches a held full block with ``content`` after ``parent``. Returns the block that lookups find from now on.
 
-        Where an equal block is cached already, it is that one: the second stays private to its holder. Another
-        block under the same hash (a collision, or one whose prefix is no longer cached) is forgotten.
+        If an equal block is cached already, lookups find that one, and this block stays private to its holder. If
+        another block has the same hash (a collision, or a block whose prefix is no longer cached), it is not cached
+        any more.
         """
         index = self.index
         other = index.block_of(block_hash)
@@ -110,9 +113,9 @@ class BlockPool:
         return block
 
     def register_tail(self, block: int, content: bytes, parent: Parent) -> None:
-        """A held block begins with ``content`` after ``parent`` and is not full: only ``find_tail`` finds it.
+        """Caches a held block that begins with ``content`` after ``parent`` and is not full. ``find_tail`` finds it.
 
-        Nothing to do where a cached block begins with the same.
+        If a cached block begins with the same content, nothing changes.
         """
         index = self.index
         found = index.find_tail(parent, content)
@@ -123,7 +126,7 @@ class BlockPool:
         index.add(block, content, parent)
 
     def drop_cached(self) -> None:
-        """Forget what every block holds: the memory is gone. Holds stay."""
+        """Removes all blocks from the cache, because the memory was lost. Reference counts stay."""
         for block, entry in enumerate(self.index.entries):
             if entry:
                 self._forget(block)
@@ -139,28 +142,28 @@ class BlockPool:
         self.num_holds = sum(self._ref_counts)
 
     def check_integrity(self, held: list[int]) -> None:
-        """Raises AssertionError unless ``held`` (a block once for each hold) and the free blocks are all there is.
+        """Raises AssertionError unless ``held``, with a block once per hold, and the free blocks are all blocks.
 
-        Costs in proportion to what is held.
+        The cost is proportional to the number of holds.
         """
         counts = Counter(held)
         if len(counts) + self.num_free_blocks != self.num_usable_blocks:
             raise AssertionError(
-                f"{len(counts)} blocks held and {self.num_free_blocks} free do not make {self.num_usable_blocks}"
+                f"{len(counts)} blocks held and {self.num_free_blocks} free are not {self.num_usable_blocks} in total"
             )
         wrong = [block for block, count in counts.items() if self._ref_counts[block] != count]
         if wrong or len(held) != self.num_holds:
             raise AssertionError(
-                f"{self.num_holds} holds are counted, there are {len(held)}; counts differ for {sorted(wrong)}"
+                f"{self.num_holds} holds are counted, but there are {len(held)}; counts differ for {sorted(wrong)}"
             )
         if self._ref_counts[NULL_BLOCK]:
             raise AssertionError("the null block is held")
 
     def check_queues(self) -> None:
-        """Raises AssertionError unless every block is where its count and its entry say. Looks at every block."""
+        """Raises AssertionError unless each free block is in the right queue. Looks at every block."""
         free = [*self._free, *self._free_cached]
         if sorted(free) != [block for block in range(1, self.num_blocks) if not self._ref_counts[block]]:
-            raise AssertionError(f"free are {sorted(free)}, which is not all that nobody holds, each once")
+            raise AssertionError(f"the queues have {sorted(free)}, which is not each block without holders once")
         entries = self.index.entries
         wrong = [block for block in self._free if entries[block]]
         wrong += [block for block in self._free_cached if not entries[block]]
@@ -169,9 +172,9 @@ class BlockPool:
         self.index.check_integrity()
 
     def _evict(self, count: int, wanted: int) -> None:
-        """Forget the ``count`` cached free blocks that have been free for longest."""
+        """Evicts the ``count`` cached blocks that have been free for the longest time."""
         if count > len(self._free_cached):
-            raise AssertionError(f"{wanted} blocks asked for, {self.num_free_blocks} are free")
+            raise AssertionError(f"{wanted} blocks are requested, {self.num_free_blocks} are free")
         forget, pop = self.index.forget, self._free_cached.popitem
         evicted = []
         for _ in range(count):

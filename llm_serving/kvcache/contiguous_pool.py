@@ -1,4 +1,4 @@
-"""Blocks in one piece: what serving without paged attention has to reserve."""
+"""A pool of contiguous ranges of blocks, for serving without paged attention."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ __all__ = ["ContiguousPool"]
 
 
 class ContiguousPool:
-    """Blocks ``1 .. num_blocks - 1``, given out in ranges of consecutive ids by first fit (Knuth 1968, 2.5)."""
+    """Blocks ``1 .. num_blocks - 1``, allocated in ranges of consecutive ids by first fit (Knuth 1968, 2.5)."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
-            raise ValueError(f"a pool of {num_blocks} blocks has none to give: block {NULL_BLOCK} is the null block")
+            raise ValueError(
+                f"num_blocks is {num_blocks}; it must be at least 2 (block {NULL_BLOCK} is the null block)"
+            )
         self.num_blocks = num_blocks
         self.num_free_blocks = num_blocks - 1
         self._taken = bytearray(num_blocks)
@@ -23,7 +25,7 @@ class ContiguousPool:
         return self.num_blocks - 1
 
     def allocate(self, count: int) -> list[int] | None:
-        """The lowest ``count`` consecutive free blocks. None when no free range is so long, however many are free."""
+        """Returns the lowest ``count`` consecutive free blocks. Returns None if no free range is long enough."""
         start = self._taken.find(bytes(count))
         if start < 0:
             return None
@@ -32,10 +34,10 @@ class ContiguousPool:
         return list(range(start, start + count))
 
     def free(self, blocks: list[int]) -> None:
-        """Give blocks back. A block that is not taken (freed twice, never given out, null) is a bug."""
+        """Takes blocks back. Raises AssertionError for a block that is not allocated."""
         for block in blocks:
             if not self._taken[block] or block == NULL_BLOCK:
-                raise AssertionError(f"block {block} is given back but was not taken")
+                raise AssertionError(f"block {block} is freed but not allocated")
             self._taken[block] = 0
         self.num_free_blocks += len(blocks)
 
@@ -49,11 +51,11 @@ class ContiguousPool:
         self.num_free_blocks = state.count(0)
 
     def check_integrity(self, held: list[int]) -> None:
-        """Raises AssertionError unless ``held`` and the free blocks are every usable block, each once."""
+        """Raises AssertionError unless each usable block is free or occurs once in ``held``."""
         num_taken = self._taken.count(1) - 1
         if len(held) + self.num_free_blocks != self.num_usable_blocks or num_taken != len(held):
             raise AssertionError(
-                f"{len(held)} blocks held and {self.num_free_blocks} free do not make {self.num_usable_blocks}"
+                f"{len(held)} blocks held and {self.num_free_blocks} free are not {self.num_usable_blocks} in total"
             )
         if len(set(held)) != len(held) or any(not self._taken[block] for block in held):
             raise AssertionError(f"blocks are held twice, or held while free: {sorted(held)}")

@@ -1,4 +1,4 @@
-"""Blocks in the host's memory, for the keys and values of swapped sequences."""
+"""A pool of blocks in host memory, for the keys and values of swapped sequences."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ __all__ = ["HostBlockPool"]
 
 
 class HostBlockPool:
-    """Blocks ``0 .. num_blocks - 1``; there may be none. Last in, first out. Nothing pads tables of host blocks, so
-    there is no null block."""
+    """Blocks ``0 .. num_blocks - 1``, allocated last in, first out. The pool may be empty. It has no null block."""
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 0:
@@ -21,7 +20,7 @@ class HostBlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take ``count`` blocks. None when so many are not free, and nothing has changed."""
+        """Returns ``count`` blocks. Returns None without any change if fewer blocks are free."""
         if count > len(self._free):
             return None
         start = len(self._free) - count
@@ -33,10 +32,10 @@ class HostBlockPool:
         return blocks
 
     def free(self, blocks: list[int]) -> None:
-        """Give blocks back. A block that is not taken is a bug."""
+        """Takes blocks back. Raises AssertionError for a block that is not allocated."""
         for block in blocks:
             if not self._taken[block]:
-                raise AssertionError(f"host block {block} is given back but was not taken")
+                raise AssertionError(f"host block {block} is freed but not allocated")
             self._taken[block] = 0
         self._free.extend(reversed(blocks))
 
@@ -52,10 +51,10 @@ class HostBlockPool:
             self._taken[block] = 0
 
     def check_integrity(self, held: list[int]) -> None:
-        """Raises AssertionError unless ``held`` and the free blocks are every block, each once."""
+        """Raises AssertionError unless each block is free or occurs once in ``held``."""
         if len(held) + len(self._free) != self.num_blocks or sum(self._taken) != len(held):
             raise AssertionError(
-                f"{len(held)} host blocks held and {len(self._free)} free do not make {self.num_blocks}"
+                f"{len(held)} host blocks held and {len(self._free)} free are not {self.num_blocks} in total"
             )
         if len(set(held)) != len(held) or any(not self._taken[block] for block in held):
             raise AssertionError(f"host blocks are held twice, or held while free: {sorted(held)}")

@@ -1,11 +1,11 @@
-"""From tokens to block tables: on demand, shared where a prefix is the same, or in one piece.
+"""The KV cache manager: gives block tables to sequences, on demand, with shared prefixes, or as contiguous ranges.
 
-A block table is a plain list of block ids that its sequence owns; entry ``i`` holds the keys and values of the
-positions ``i * block_size .. (i + 1) * block_size - 1`` (paged attention, Kwon et al. 2023).
+A block table is a plain list of block ids that its sequence owns. Entry ``i`` has the keys and values of the positions
+``i * block_size .. (i + 1) * block_size - 1`` (paged attention, Kwon et al. 2023).
 
-A block that more than one table names is full and never written again. Where a sequence continues in the middle of
-a block that is not its own, the block is copied first: ``BlockCopy`` names the blocks and keeps the source, and the
-caller gives it back to ``end_copies`` when the step that copied was answered.
+A block in more than one table is full, and no step writes it again. If a sequence continues in the middle of a cached
+block, it first copies the block (copy-on-write). ``BlockCopy`` names both blocks and holds the source. The caller
+passes it to ``end_copies`` when the step that copies has completed.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ __all__ = ["Adoption", "BlockCopy", "KVCacheManager"]
 
 @dataclass(frozen=True, slots=True)
 class Adoption:
-    """What a sequence starts with."""
+    """The cached part of a sequence that starts."""
 
     num_tokens: int
-    """Its first tokens that need not be computed, once ``copies`` have run."""
+    """Number of its first tokens that are computed once ``copies`` have run."""
     copies: list[BlockCopy]
 
 
 class KVCacheManager:
-    """Grows block tables from one pool and takes them back.
+    """Gives blocks to sequences and takes them back.
 
-    ``prefix_cache`` keeps what was computed and finds it again; ``namespace`` is everything besides tokens and salt
-    that it depends on (model, weights, format of the cache). ``contiguous`` gives tables in one piece, which cannot
-    be shared. ``num_host_blocks`` are for swapped sequences.
+    ``prefix_cache`` keeps computed blocks for other sequences. ``namespace`` is everything except tokens and salt that
+    their content depends on: model, weights, format of the cache. ``contiguous`` tables are ranges of blocks, which
+    cannot be shared. ``num_host_blocks`` blocks of host memory are for swapped sequences.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class KVCacheManager:
         if block_size < 1:
             raise ValueError(f"block_size is {block_size}; it must be at least 1")
         if prefix_cache and contiguous:
-            raise ValueError("a prefix cache shares blocks between tables, contiguous tables cannot share: choose one")
+            raise ValueError("prefix_cache and contiguous exclude each other: contiguous tables cannot share blocks")
         self.block_size = block_size
         self._pool = BlockPool(num_blocks)
         self._contiguous = ContiguousPool(num_blocks) if contiguous else None
@@ -71,7 +71,7 @@ class KVCacheManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no table and no copy holds, those among them that are cached."""
+        """Number of blocks that no table and no copy holds, including cached blocks."""
         return (self._contiguous or self._pool).num_free_blocks
 
     @property
@@ -84,33 +84,33 @@ class KVCacheManager:
 
     @property
     def num_copies_under_way(self) -> int:
-        """Copies begun and not ended, each of which holds its source."""
+        """Number of copies that have begun and not ended. Each holds its source."""
         return self._copies.num_under_way
 
     @property
     def prefix_query_tokens(self) -> int:
-        """Tokens of sequences that started, each time they did."""
+        """Tokens of all sequences at each of their starts."""
         return self._prefix_cache.num_query_tokens if self._prefix_cache is not None else 0
 
     @property
     def prefix_hit_tokens(self) -> int:
-        """Those of them that need not be computed."""
+        """Number of these tokens that the prefix cache had."""
         return self._prefix_cache.num_hit_tokens if self._prefix_cache is not None else 0
 
     @property
     def num_reserved_tokens(self) -> int:
-        """Slots for tokens in all block tables; a block in two tables counts twice, as its tokens do."""
+        """KV positions in all block tables. A block in two tables counts twice, as its tokens do."""
         if self._contiguous is not None:
             return (self._contiguous.num_usable_blocks - self._contiguous.num_free_blocks) * self.block_size
         return (self._pool.num_holds - self._copies.num_under_way) * self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold ``num_tokens`` tokens of one sequence."""
+        """Returns the number of blocks for ``num_tokens`` tokens of one sequence."""
         return -(-num_tokens // self.block_size)
 
     def grow(self, block_table: list[int], num_tokens: int) -> bool:
-        """Make ``block_table`` long enough for ``num_tokens`` tokens, in place. All or nothing: False when the
-        free blocks do not suffice, and nothing has changed."""
+        """Extends ``block_table`` in place for ``num_tokens`` tokens. Returns False without any change if too few
+        blocks are free."""
         missing = -(-num_tokens // self.block_size) - len(block_table)
         if missing <= 0:
             return True
@@ -122,10 +122,12 @@ class KVCacheManager:
         return True
 
     def reserve(self, block_table: list[int], num_tokens: int) -> bool:
-        """Make an empty table long enough for all tokens the sequence will ever have, with consecutive blocks.
-        False when no free range is long enough, and nothing has changed. Only with ``contiguous``."""
+        """Fills an empty table with consecutive blocks for all tokens that the sequence can ever have.
+
+        Returns False without any change if no free range is long enough. Only with ``contiguous``.
+        """
         if self._contiguous is None or block_table:
-            raise AssertionError("only an empty table is reserved, and only where tables are contiguous")
+            raise AssertionError("only an empty table is reserved, and only if tables are contiguous")
         blocks = self._contiguous.allocate(self.blocks_for(num_tokens))
         if blocks is None:
             return False
@@ -133,47 +135,52 @@ class KVCacheManager:
         return True
 
     def free(self, block_table: list[int], chain: PrefixChain | None = None) -> None:
-        """Take every block of the table back; what is committed stays cached. The caller drops the list: it is left
-        as it was. ``chain`` is ready for the next start."""
+        """Takes all blocks of a table back. Committed blocks stay cached. ``chain`` is ready for the next start.
+
+        The list does not change; the caller drops it.
+        """
         (self._contiguous or self._pool).free(block_table)
         if chain is not None:
             self._prefixes.end(chain)
 
     def new_chain(self, token_ids: Sequence[int], salt: bytes = b"") -> PrefixChain:
-        """What a sequence needs to be matched: one for each, for as long as it is served. Sequences of different
-        salts share nothing."""
+        """Returns the chain with which a sequence is looked up. Sequences with different salts share nothing."""
         return self._prefixes.new_chain(token_ids, salt)
 
     def match_prefix(self, chain: PrefixChain) -> PrefixMatch:
-        """What is cached of the chain's tokens, but for the last one. Nothing changes, nothing is held."""
+        """Returns the cached beginning of the chain without its last token. It changes nothing and holds no blocks."""
         return self._prefixes.match(chain)
 
     def known_prefix(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """Of the full blocks with these chained hashes: how many, from the first, are cached or being computed, and
-        how many of those are held. (0, 0) without a prefix cache. A forecast for choosing between several caches:
-        ``match_prefix`` has the last word."""
+        """Returns how many first blocks with these chained hashes are cached or announced, and how many of them are
+        held.
+
+        Returns (0, 0) without a prefix cache. It is a forecast for a choice between several caches.
+        """
         return (0, 0) if self._prefix_cache is None else self._prefix_cache.known(hashes)
 
     def spare_blocks(self, match: PrefixMatch, num_tokens: int) -> int:
-        """Free blocks that are left when a sequence of ``num_tokens`` tokens adopts a match; negative: too few."""
+        """Returns the free blocks after a sequence of ``num_tokens`` tokens adopts a match. Negative if too few are
+        free."""
         blocks, _ = self._prefixes.current_part(match)
         missing = max(self.blocks_for(num_tokens) - len(blocks), 0)
         pool = self._pool
         return pool.num_free_blocks - sum(not pool.ref_count(block) for block in blocks) - missing
 
     def adopt(self, block_table: list[int], chain: PrefixChain, match: PrefixMatch, num_tokens: int) -> Adoption | None:
-        """Start a sequence: its empty table gets the blocks of the match and new ones, to hold ``num_tokens`` tokens.
+        """Starts a sequence: fills its empty table with the blocks of the match and new blocks for ``num_tokens``
+        tokens.
 
-        What was evicted since the match is left out, and so is the tail where the blocks do not suffice to keep its
-        source: the answer says how many tokens the sequence has. None when the free blocks do not suffice, and
-        nothing has changed.
+        Blocks that were evicted since the match are left out. The tail is left out too if too few blocks are free to
+        hold its source. The returned adoption has the number of cached tokens. Returns None without any change if too
+        few blocks are free.
 
-        A tail is worth its copy. Copying a token's keys and values moves some KB; computing them takes two
-        operations for each weight of the model: a thousand times the time, on any device. So a prompt that is
-        cached to its end, with a length that is a multiple of the block, copies its last block less one token.
+        Copying a tail is always worth it. A copy moves some KB per token. To compute a token takes two operations for
+        each weight of the model, which is about a thousand times slower. So even a prompt that is cached to its end
+        copies the last block, except one token.
         """
         if block_table:
-            raise AssertionError(f"a table of {len(block_table)} blocks cannot adopt a prefix: it has begun already")
+            raise AssertionError(f"a table of {len(block_table)} blocks cannot adopt a prefix: it must be empty")
         prefixes, pool = self._prefixes, self._pool
         blocks, tail = prefixes.current_part(match)
         missing = max(self.blocks_for(num_tokens) - len(blocks), 0)
@@ -188,59 +195,43 @@ class KVCacheManager:
         return adoption
 
     def announce(self, chain: PrefixChain, end: int) -> None:
-        """A step in flight computes the chain's tokens up to ``end``: whoever needs them better waits."""
+        """Announces that a step in flight computes the chain's tokens up to ``end``. Other sequences can wait for
+        them."""
         self._prefixes.announce(chain, end)
 
     def commit(self, block_table: list[int], chain: PrefixChain, num_computed: int) -> None:
-        """The chain's first ``num_computed`` tokens are in the table's blocks, the steps that computed them being
-        answered: from now on they are found, the last block too when it is not full.
+        """Caches the table's blocks with the first ``num_computed`` tokens of the chain, including a partial last
+        block.
 
-        For the answers of prefill steps and before ``free``. Not for every token of a decode: it looks at all blocks
-        of the chain. A table that was not begun by ``adopt`` since the last ``drop_all`` is not committed.
+        The steps that computed them have completed. The caller uses this after prefill steps and before ``free``, not
+        for each decoded token, because it looks at all blocks of the chain. A table that ``adopt`` filled before the
+        last ``drop_all`` is not cached.
         """
         self._prefixes.commit(block_table, chain, num_computed)
 
     def withdraw(self, chain: PrefixChain) -> None:
-        """Steps that were announced failed, or will never run."""
+        """Withdraws announcements, because the steps failed or will never run."""
         self._prefixes.withdraw(chain)
 
     def drop_all(self) -> None:
-        """The device's memory is lost: nothing is cached, and what the tables of now hold is never committed. Who
-        holds which block stays as it is; every table is still to be freed, every copy to be ended."""
+        """Empties the prefix cache, because the device's memory was lost. Present tables are never committed.
+
+        Reference counts stay: the caller still frees each table and ends each copy.
+        """
         if self._prefix_cache is not None:
             self._prefix_cache.drop_all()
 
-    def fork(self, block_table: list[int], num_tokens: int) -> tuple[list[int], list[BlockCopy]] | None:
-        """A second table for the same first ``num_tokens`` tokens: full blocks shared, the last one, if it is not
-        full, copied. None when no block is free for it. The blocks are complete: no step in flight writes them."""
-        if self._contiguous is not None:
-            raise AssertionError("contiguous tables share nothing: a parallel sample is a request of its own")
-        num_full, rest = divmod(num_tokens, self.block_size)
-        if rest and not self._pool.num_free_blocks:
-            return None
-        table = block_table[:num_full]
-        self._pool.share(table)
-        if not rest:
-            return table, []
-        copy = self._copies.begin(block_table[num_full])
-        table.append(copy.destination)
-        return table, [copy]
-
     def end_copies(self, copies: Iterable[BlockCopy]) -> None:
-        """The step with these copies was answered, or will never run: their sources are no longer held."""
+        """Ends the copies of a step that has completed or will never run. Their sources are no longer held."""
         self._copies.end(copies)
 
     def host_allocate(self, count: int) -> list[int] | None:
-        """Blocks of the host pool. None when so many are not free, and nothing has changed."""
+        """Returns blocks of the host pool. Returns None without any change if fewer are free."""
         return self._host_pool.allocate(count)
 
     def host_free(self, blocks: list[int]) -> None:
+        """Takes blocks of the host pool back."""
         self._host_pool.free(blocks)
-
-    def waste(self, num_tokens: int) -> float:
-        """Share of the slots in all tables that hold nothing, ``num_tokens`` being what they hold: 0 to 1."""
-        reserved = self.num_reserved_tokens
-        return (reserved - num_tokens) / reserved if reserved else 0.0
 
     @property
     def prefix_index(self) -> PrefixIndex:
@@ -275,9 +266,9 @@ class KVCacheManager:
         return chain
 
     def check_integrity(self, block_tables: list[list[int]], host_tables: Sequence[list[int]] = ()) -> None:
-        """Raises AssertionError unless tables, copies under way and free blocks are every usable block.
+        """Raises AssertionError unless each usable block is free, in a table, or the source of a copy.
 
-        Costs in proportion to what is held.
+        The cost is proportional to the number of held blocks.
         """
         held = [block for table in block_tables for block in table]
         held += self._copies.sources()
@@ -287,7 +278,7 @@ class KVCacheManager:
             self._prefix_cache.check_idle()
 
     def check_cache(self) -> None:
-        """Raises AssertionError unless free queues and prefix cache agree on every block. Looks at all of them."""
+        """Raises AssertionError unless the queues of free blocks agree with the prefix cache. Looks at every block."""
         self._pool.check_queues()
 
     @property
@@ -297,9 +288,9 @@ class KVCacheManager:
         return self._prefix_cache
 
     def _adopt_tail(self, block_table: list[int], tail: TailMatch | None, spare: int) -> Adoption:
-        """The table gets the tail's block, or a copy of it, if ``spare`` blocks allow that its source is held.
+        """Adds the tail's block or a copy of it to the table, if ``spare`` blocks allow to hold the source.
 
-        A block that nobody holds and that holds nothing but the tail needs no copy: it goes on in its new table.
+        A free block whose only content is the tail needs no copy: the sequence continues in that block.
         """
         num_tokens = len(block_table) * self.block_size
         if tail is None:

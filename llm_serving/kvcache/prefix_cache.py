@@ -1,7 +1,7 @@
-"""The prefix cache: which blocks hold the beginning of a sequence already, and which will soon.
+"""The prefix cache: finds the blocks that have the beginning of a sequence, or will have it soon.
 
-A block is *announced* while a step in flight computes it, and *committed* when that step was answered: then it is
-cached, whoever holds it. It stays so while it is free, until it is given out again.
+A block is *announced* while a step in flight computes it, and *committed* when that step has completed. Then it is
+cached, also while it is free, until it is evicted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ __all__ = ["PrefixCache", "PrefixMatch", "TailMatch"]
 
 @dataclass(frozen=True, slots=True)
 class TailMatch:
-    """A cached block of which the first ``num_tokens`` tokens continue the prefix. To be copied, not shared."""
+    """A cached block whose first ``num_tokens`` tokens continue the prefix. A sequence copies it and does not share
+    it."""
 
     block: int
     entry: int
@@ -29,16 +30,16 @@ class TailMatch:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What was cached of a sequence when it was asked. It holds nothing: ``adopt`` sees what is left of it."""
+    """The cached beginning of a sequence at the time of a lookup. It holds no blocks; ``adopt`` checks them again."""
 
     blocks: list[int]
-    """Full blocks, from the first."""
+    """Full blocks from the first."""
     entries: list[int]
     num_tokens: int
-    """Tokens in ``blocks`` and ``tail``; less than the sequence has, so that one is left to be computed."""
+    """Tokens in ``blocks`` and ``tail``. They never include the sequence's last token, which must be computed."""
     tail: TailMatch | None
     num_pending_tokens: int
-    """Tokens in the full blocks after ``blocks`` that steps in flight compute: who waits finds so many more."""
+    """Tokens in the full blocks after ``blocks`` that steps in flight compute."""
 
     @property
     def pending(self) -> bool:
@@ -57,7 +58,7 @@ class PrefixMatch:
 
 
 class PrefixCache:
-    """Matches sequences with the blocks of ``pool``."""
+    """Finds the beginnings of sequences in the blocks of ``pool``."""
 
     def __init__(self, pool: BlockPool, block_size: int, namespace: bytes, block_hash: BlockHash) -> None:
         self.epoch = 0
@@ -71,6 +72,7 @@ class PrefixCache:
         self._announced: dict[bytes, int] = {}
 
     def new_chain(self, token_ids: Sequence[int], salt: bytes) -> PrefixChain:
+        """See ``KVCacheManager.new_chain``, also for the following methods."""
         root = root_hash(self._namespace, salt, self._block_hash)
         chain = PrefixChain(token_ids, self._block_size, salt=salt, root=root, block_hash=self._block_hash)
         chain.epoch = self.epoch
@@ -88,8 +90,10 @@ class PrefixCache:
         return PrefixMatch(blocks, entries, num_tokens, tail, self._num_pending_tokens(chain, len(chain.blocks)))
 
     def known(self, hashes: Iterable[bytes]) -> tuple[int, int]:
-        """How many of the blocks with these chained hashes, from the first, are cached or being computed; and how
-        many of those a sequence holds. By their hashes alone: good enough for a forecast."""
+        """Returns how many first blocks with these hashes are cached or announced, and how many of them are held.
+
+        It compares hashes only, which is enough for a forecast.
+        """
         num_known = num_held = 0
         for block_hash in hashes:
             block = self._index.block_of(block_hash)
@@ -100,7 +104,7 @@ class PrefixCache:
         return num_known, num_held
 
     def announce(self, chain: PrefixChain, end: int) -> None:
-        """A step that computes the tokens before ``end`` is about to run."""
+        """Announces the tokens before ``end``, which a step will compute."""
         if chain.announce_begin == chain.announce_end:
             chain.announce_begin = chain.announce_end = len(chain.blocks)
         for index in range(chain.announce_end, end // self._block_size):
@@ -109,11 +113,11 @@ class PrefixCache:
             chain.announce_end = index + 1
 
     def withdraw(self, chain: PrefixChain) -> None:
-        """What is announced and not committed will not be."""
+        """Withdraws the announcements of blocks that are not committed."""
         self._take_announcements_back(chain, chain.announce_end)
 
     def commit(self, block_table: list[int], chain: PrefixChain, num_computed: int) -> None:
-        """The first ``num_computed`` tokens of the chain are in the blocks of the table."""
+        """Caches the blocks with the first ``num_computed`` tokens of the chain."""
         num_full = num_computed // self._block_size
         self._take_announcements_back(chain, num_full)
         if chain.epoch != self.epoch:
@@ -131,20 +135,20 @@ class PrefixCache:
             pool.register_tail(block_table[num_full], rest, parent)
 
     def current_part(self, match: PrefixMatch) -> tuple[list[int], TailMatch | None]:
-        """What of a match still holds what it held: its first blocks, and the tail if all of them do."""
+        """Returns the first blocks of a match that still have their content, and the tail if all of them have."""
         num_current, tail = self._num_current(match.blocks, match.entries), match.tail
         if num_current < len(match.blocks) or (tail and self._index.entries[tail.block] != tail.entry):
             tail = None
         return match.blocks[:num_current], tail
 
     def begin(self, chain: PrefixChain, num_tokens: int) -> None:
-        """The sequence starts, with ``num_tokens`` tokens found: its table is of this epoch."""
+        """Counts a sequence that starts with ``num_tokens`` cached tokens, and sets its epoch."""
         chain.epoch = self.epoch
         self.num_query_tokens += chain.num_tokens
         self.num_hit_tokens += num_tokens
 
     def end(self, chain: PrefixChain) -> None:
-        """The sequence has no blocks any more. It may start again."""
+        """Notes that the sequence has no blocks any more. It may start again."""
         self.withdraw(chain)
 
     def snapshot(self, contents: list[bytes]) -> dict[str, Any]:
@@ -169,14 +173,14 @@ class PrefixCache:
             self._announced[block_hash] = self._announced.get(block_hash, 0) + 1
 
     def drop_all(self) -> None:
-        """Nothing is cached any more; nor will what tables hold now ever be."""
+        """Empties the cache. Blocks in the present tables are never committed, because a new epoch begins."""
         self._pool.drop_cached()
         self.epoch += 1
 
     def check_idle(self) -> None:
-        """Raises AssertionError when blocks are announced: for when no sequence has blocks."""
+        """Raises AssertionError if blocks are announced. The caller checks this when no sequence has blocks."""
         if self._announced:
-            raise AssertionError(f"{len(self._announced)} blocks are announced and nobody computes them")
+            raise AssertionError(f"{len(self._announced)} blocks are announced but no sequence computes them")
 
     def _match_tail(self, parent: Parent, wanted: bytes) -> TailMatch | None:
         found = self._index.find_tail(parent, wanted) if wanted else None
@@ -193,12 +197,12 @@ class PrefixCache:
         return (index - first) * self._block_size
 
     def _refresh(self, chain: PrefixChain) -> None:
-        """Let the chain forget blocks that hold something else by now, and all after them."""
+        """Removes blocks from the chain that have other content now, and all blocks after them."""
         num_current = self._num_current(chain.blocks, chain.entries)
         del chain.blocks[num_current:], chain.entries[num_current:]
 
     def _num_current(self, blocks: list[int], entries: list[int]) -> int:
-        """How many blocks, from the first, still hold what they held."""
+        """Returns the number of first blocks that still have these entries."""
         entries_now = self._index.entries
         if [entries_now[block] for block in blocks] == entries:
             return len(blocks)
@@ -206,7 +210,7 @@ class PrefixCache:
         return next(index for index, (block, entry) in pairs if entries_now[block] != entry)
 
     def _find_further(self, chain: PrefixChain, end: int) -> None:
-        """Look for the chain's blocks before ``end`` that it does not know of."""
+        """Looks up the blocks before ``end`` that are not in the chain yet."""
         parent: Parent = chain.entries[-1] if chain.entries else chain.salt
         for index in range(len(chain.blocks), end):
             block = self._index.find(chain.hash_at(index), chain.content(index), parent)

@@ -1,4 +1,4 @@
-"""The tokens of one sequence as the prefix cache sees them: packed, and each full block hashed once."""
+"""The tokens of one sequence for the prefix cache: packed, with one hash per full block."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["PrefixChain"]
 
 
 class PrefixChain:
-    """One for each sequence, made by ``KVCacheManager.new_chain`` and kept through preemptions.
+    """The tokens of a sequence. ``KVCacheManager.new_chain`` creates it, and a preempted sequence keeps it.
 
-    Hashes are computed when asked for: a prompt whose first block is not cached costs one. The public fields are
-    the prefix cache's notes.
+    Hashes are computed on demand: a prompt whose first block is not cached costs one hash. The prefix cache owns the
+    public fields.
     """
 
     __slots__ = (
@@ -36,9 +36,9 @@ class PrefixChain:
     ) -> None:
         self.salt = salt
         self.blocks: list[int] = []
-        """Cached blocks that held the chain's first blocks when last looked at: the sequence's own, or equal ones."""
+        """Cached blocks with the content of the chain's first blocks, at the last lookup."""
         self.entries: list[int] = []
-        """Their entries then."""
+        """The entries of these blocks at that time."""
         self.announce_begin = 0
         self.announce_end = 0
         """The blocks ``announce_begin .. announce_end - 1`` are announced."""
@@ -54,11 +54,11 @@ class PrefixChain:
         return len(self._packed) // TOKEN_BYTES
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Tokens that follow those known so far. Costs a copy of them all: once a restart, not once a token."""
+        """Appends tokens. This copies all tokens, so it is used once per restart, not once per token."""
         self._packed += pack_tokens(token_ids)
 
     def hash_at(self, index: int) -> bytes:
-        """The chained hash of full block ``index``."""
+        """Returns the chained hash of full block ``index``."""
         hashes = self._hashes
         while len(hashes) <= index:
             parent = hashes[-1] if hashes else self._root
@@ -66,16 +66,16 @@ class PrefixChain:
         return hashes[index]
 
     def content(self, index: int) -> bytes:
-        """The packed tokens of full block ``index``."""
+        """Returns the packed tokens of full block ``index``."""
         size = self._block_bytes
         return self._packed[index * size : (index + 1) * size]
 
     def tokens(self, start: int, end: int) -> bytes:
-        """The packed tokens ``start .. end - 1``."""
+        """Returns the packed tokens ``start .. end - 1``."""
         return self._packed[start * TOKEN_BYTES : end * TOKEN_BYTES]
 
     def snapshot(self, tokens: bytes) -> dict[str, Any]:
-        """Returns the chain's notes, with ``tokens`` in place of its packed tokens."""
+        """Returns the chain as plain data, with ``tokens`` instead of its packed tokens."""
         return {
             "tokens": tokens,
             "blocks": self.blocks.copy(),
@@ -89,15 +89,3 @@ class PrefixChain:
         self._packed, self._hashes = state["tokens"], []
         self.blocks, self.entries, self.epoch = state["blocks"], state["entries"], state["epoch"]
         self.announce_begin, self.announce_end = state["announced"]
-
-    def fork(self, num_tokens: int) -> PrefixChain:
-        """A chain that begins with this one's first ``num_tokens`` tokens; what it hashed is kept."""
-        other: PrefixChain = object.__new__(PrefixChain)
-        other.salt, other.epoch = self.salt, self.epoch
-        other._packed = self.tokens(0, num_tokens)
-        other._block_bytes, other._root, other._block_hash = self._block_bytes, self._root, self._block_hash
-        num_blocks = len(other._packed) // self._block_bytes
-        other._hashes = self._hashes[:num_blocks]
-        other.blocks, other.entries = self.blocks[:num_blocks], self.entries[:num_blocks]
-        other.announce_begin = other.announce_end = 0
-        return other

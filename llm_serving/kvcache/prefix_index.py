@@ -1,11 +1,11 @@
-"""What cached blocks hold, and how to find them.
+"""The index of cached blocks: their content, and lookups by hash or by prefix.
 
-An *entry* says what the keys and values in a block are of: the block's tokens, and what came before, named by
-the entry of the block before (for a first block by the salt). Entries are numbered and a number is never used
-twice, so an entry number that is still the block's says that the block still holds what it held.
+An *entry* describes the content of a block: its tokens, and the entry of the block before it. For a first block, the
+salt replaces the entry before. Entries have numbers, and no number is used twice. So if a block still has the same
+entry number, it still has the same content.
 
-Hashes only lead to a block. A hit is a block whose own tokens and whose parent's entry are those asked for, and so,
-block by block from the first, whose whole prefix is: two prefixes of one hash cannot be taken for each other.
+A hash only leads to a block. A lookup then compares the tokens of the block and the entry of its parent. It does this
+for each block from the first, so two different prefixes with the same hash are never confused.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from llm_serving.kvcache.block_hash import TOKEN_BYTES, BlockHash
 __all__ = ["NO_ENTRY", "Parent", "PrefixIndex"]
 
 NO_ENTRY = 0
-"""Numbers of entries are true."""
+"""The entry of a block without content. Numbers of entries are positive."""
 
 Parent = int | bytes
-"""The entry of the block before, or the salt where there is none."""
+"""The entry of the block before, or the salt for a first block."""
 
 MAX_TAIL_CANDIDATES = 8
-"""Blocks that may follow one prefix and are looked at for a common beginning: the latest so many."""
+"""Maximum number of blocks after one prefix that ``find_tail`` compares. The oldest are dropped."""
 
 
 class PrefixIndex:
-    """Entries of the blocks ``0 .. num_blocks - 1``. Knows nothing of who holds a block."""
+    """The entries of the blocks ``0 .. num_blocks - 1``. It has no reference counts."""
 
     def __init__(self, num_blocks: int) -> None:
         self.entries = [NO_ENTRY] * num_blocks
-        """By block."""
+        """The entry of each block."""
         self._parents: list[Parent] = [NO_ENTRY] * num_blocks
         self._contents: list[bytes] = [b""] * num_blocks
         self._hashes: list[bytes] = [b""] * num_blocks
@@ -41,19 +41,21 @@ class PrefixIndex:
         self._num_entries = 0
 
     def block_of(self, block_hash: bytes) -> int | None:
-        """The block found under a hash, whatever it holds."""
+        """Returns the block with a hash, without comparing its content."""
         return self._blocks.get(block_hash)
 
     def holds(self, block: int, content: bytes, parent: Parent) -> bool:
+        """Returns True if a block has this content after this parent."""
         return self._contents[block] == content and self._parents[block] == parent
 
     def find(self, block_hash: bytes, content: bytes, parent: Parent) -> int | None:
-        """The full block that holds ``content`` after ``parent``."""
+        """Returns the full block with ``content`` after ``parent``, or None."""
         block = self._blocks.get(block_hash)
         return block if block is not None and self.holds(block, content, parent) else None
 
     def find_tail(self, parent: Parent, wanted: bytes) -> tuple[int, int] | None:
-        """The block after ``parent`` that begins with most of ``wanted``, and with how many tokens of it."""
+        """Returns the block after ``parent`` with the longest common beginning with ``wanted``, and the number of
+        tokens."""
         best, best_tokens = 0, 0
         for block in reversed(self._children.get(parent, ())):
             num_tokens = _common_tokens(self._contents[block], wanted)
@@ -62,13 +64,13 @@ class PrefixIndex:
         return (best, best_tokens) if best_tokens else None
 
     def num_tokens(self, block: int) -> int:
-        """Tokens of a block that its entry tells."""
+        """Returns the number of tokens in the entry of a block."""
         return len(self._contents[block]) // TOKEN_BYTES
 
     def add(self, block: int, content: bytes, parent: Parent, block_hash: bytes = b"") -> None:
-        """A new entry for a block that has none. A block that is not full has no hash."""
+        """Gives a new entry to a block without one. A block that is not full has no hash."""
         if self.entries[block]:
-            raise AssertionError(f"block {block} has the entry {self.entries[block]} already")
+            raise AssertionError(f"block {block} already has the entry {self.entries[block]}")
         self._num_entries += 1
         self.entries[block] = self._num_entries
         self._contents[block] = content
@@ -82,7 +84,7 @@ class PrefixIndex:
             del siblings[0]
 
     def forget(self, block: int) -> None:
-        """The block holds nothing any more. What follows it cannot be reached from now on."""
+        """Removes the entry of a block. Lookups cannot reach the blocks after it any more."""
         self.entries[block] = NO_ENTRY
         block_hash, parent = self._hashes[block], self._parents[block]
         if block_hash:
@@ -135,19 +137,19 @@ class PrefixIndex:
         return num_lost
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless hashes, children and entries tell the same."""
+        """Raises AssertionError unless hashes, children and entries agree."""
         for block_hash, block in self._blocks.items():
             if not self.entries[block] or self._hashes[block] != block_hash:
-                raise AssertionError(f"block {block} is found under a hash that is not its own")
+                raise AssertionError(f"block {block} has another hash than the one that leads to it")
         if sum(map(bool, self._hashes)) != len(self._blocks):
-            raise AssertionError("a block has a hash under which it is not found")
+            raise AssertionError("a block has a hash that does not lead to it")
         for parent, blocks in self._children.items():
             if any(not self.entries[block] or self._parents[block] != parent for block in blocks):
-                raise AssertionError(f"blocks {blocks} are kept as what follows {parent!r} but do not")
+                raise AssertionError(f"blocks {blocks} are listed after {parent!r} but do not follow it")
 
 
 def _common_tokens(left: bytes, right: bytes) -> int:
-    """With how many equal tokens both begin."""
+    """Returns the number of equal tokens at the beginning of both."""
     size = min(len(left), len(right))
     difference = int.from_bytes(left[:size], "little") ^ int.from_bytes(right[:size], "little")
     if not difference:

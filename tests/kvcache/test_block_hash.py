@@ -40,7 +40,3 @@ def test_a_chain_hashes_each_block_once_however_it_grows() -> None:
         [1, 2, 3, 4], 2, root_hash(b"model", b"salt", counted), counted
     )
     assert len(hashed) == 3 + 3
-    fork = chain.fork(3)
-    fork.extend([4])
-    assert (fork.num_tokens, fork.hash_at(1)) == (4, chain.hash_at(1))
-    assert len(hashed) == 7

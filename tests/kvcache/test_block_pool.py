@@ -23,7 +23,7 @@ def test_freed_blocks_are_given_out_again_last_in_first_out() -> None:
 
 def test_no_more_blocks_than_there_are() -> None:
     pool = BlockPool(3)
-    with pytest.raises(AssertionError, match="3 blocks asked for, 2 are free"):
+    with pytest.raises(AssertionError, match="3 blocks are requested, 2 are free"):
         pool.allocate(3)
     assert pool.num_free_blocks == 2
 
@@ -32,12 +32,12 @@ def test_no_more_blocks_than_there_are() -> None:
 def test_a_block_is_freed_once(wrong: list[int]) -> None:
     pool = BlockPool(4)
     pool.allocate(1)
-    with pytest.raises(AssertionError, match="is given back but was not taken"):
+    with pytest.raises(AssertionError, match="is freed but not allocated"):
         pool.free(wrong)
 
 
 def test_a_pool_has_a_block_to_give() -> None:
-    with pytest.raises(ValueError, match="a pool of 1 blocks has none to give"):
+    with pytest.raises(ValueError, match="num_blocks is 1; it must be at least 2"):
         BlockPool(1)
 
 
@@ -45,11 +45,11 @@ def test_integrity_notices_lost_doubled_and_stolen_blocks() -> None:
     pool = BlockPool(5)
     held = pool.allocate(2)
     pool.check_integrity(held)
-    with pytest.raises(AssertionError, match="1 blocks held and 2 free do not make 4"):
+    with pytest.raises(AssertionError, match="1 blocks held and 2 free are not 4 in total"):
         pool.check_integrity(held[:1])
-    with pytest.raises(AssertionError, match="1 blocks held and 2 free do not make 4"):
+    with pytest.raises(AssertionError, match="1 blocks held and 2 free are not 4 in total"):
         pool.check_integrity([held[0], held[0]])
-    with pytest.raises(AssertionError, match=r"2 holds are counted, there are 2; counts differ for \[4\]"):
+    with pytest.raises(AssertionError, match=r"2 holds are counted, but there are 2; counts differ for \[4\]"):
         pool.check_integrity([held[0], 4])
-    with pytest.raises(AssertionError, match=r"2 holds are counted, there are 3; counts differ for \[1\]"):
+    with pytest.raises(AssertionError, match=r"2 holds are counted, but there are 3; counts differ for \[1\]"):
         pool.check_integrity([held[0], held[0], held[1]])

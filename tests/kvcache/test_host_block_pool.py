@@ -27,9 +27,9 @@ def test_no_host_blocks_is_a_size_too() -> None:
 def test_host_blocks_are_freed_once_and_not_lost() -> None:
     pool = HostBlockPool(3)
     pool.allocate(2)
-    with pytest.raises(AssertionError, match="host block 2 is given back but was not taken"):
+    with pytest.raises(AssertionError, match="host block 2 is freed but not allocated"):
         pool.free([2])
-    with pytest.raises(AssertionError, match="1 host blocks held and 1 free do not make 3"):
+    with pytest.raises(AssertionError, match="1 host blocks held and 1 free are not 3 in total"):
         pool.check_integrity([0])
     with pytest.raises(AssertionError, match="held twice, or held while free"):
         pool.check_integrity([0, 2])

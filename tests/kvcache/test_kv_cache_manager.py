@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llm_serving.kvcache.kv_cache_manager import BlockCopy, KVCacheManager
+from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 
 
 @pytest.mark.parametrize(
@@ -49,29 +49,3 @@ def test_free_gives_every_block_back_and_leaves_the_list() -> None:
 def test_a_block_has_a_size() -> None:
     with pytest.raises(ValueError, match="block_size is 0"):
         KVCacheManager(4, 0)
-
-
-def test_a_fork_shares_full_blocks_and_copies_the_last() -> None:
-    manager, table = KVCacheManager(8, 4), []
-    assert manager.grow(table, 11)
-    forked = manager.fork(table, 10)
-    assert forked is not None
-    child, copies = forked
-    assert (child, copies) == ([1, 2, 4], [BlockCopy(3, 4)])
-    assert (manager.num_reserved_tokens, manager.waste(21)) == (24, 3 / 24)
-    manager.free(table)
-    assert manager.num_free_blocks == 3
-    manager.end_copies(copies)
-    assert manager.num_free_blocks == 4
-    manager.check_integrity([child])
-    manager.free(child)
-    manager.check_integrity([])
-    assert manager.waste(0) == 0.0
-
-
-def test_a_fork_at_a_block_border_needs_no_block() -> None:
-    manager, table = KVCacheManager(4, 4), []
-    assert manager.grow(table, 12)
-    assert manager.fork(table, 8) == ([1, 2], [])
-    assert manager.fork(table, 9) is None
-    manager.check_integrity([table, [1, 2]])

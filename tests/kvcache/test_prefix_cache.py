@@ -211,7 +211,7 @@ def test_an_announcement_nobody_keeps_is_noticed() -> None:
     table, chain, _ = start(manager, PROMPT)
     manager.announce(chain, 10)
     manager.free(table)
-    with pytest.raises(AssertionError, match="2 blocks are announced and nobody computes them"):
+    with pytest.raises(AssertionError, match="2 blocks are announced but no sequence computes them"):
         manager.check_integrity([])
 
 

@@ -1,4 +1,4 @@
-"""The KV cache manager under arbitrary interleavings of starts, steps, failures, preemptions, forks and swaps."""
+"""The KV cache manager under arbitrary interleavings of starts, steps, failures, preemptions and swaps."""
 
 from __future__ import annotations
 
@@ -104,13 +104,6 @@ class KVCacheMachine(RuleBasedStateMachine):
         sequence = self.pick(data, self.model.of_state(State.RUNNING))
         assert sequence is not None
         self.model.stop(sequence, finished=finished)
-
-    @precondition(lambda self: any(s.num_answered for s in self.model.of_state(State.RUNNING)))
-    @rule(data=st.data(), token=TOKENS)
-    def fork(self, data: st.DataObject, token: int) -> None:
-        sequence = self.pick(data, [s for s in self.model.of_state(State.RUNNING) if s.num_answered])
-        assert sequence is not None
-        self.model.fork(sequence, data.draw(st.integers(1, sequence.num_answered)), token)
 
     @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:

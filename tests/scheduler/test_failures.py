@@ -266,5 +266,5 @@ def test_integrity_notices_a_leak() -> None:
     simulation.add(make_request("a"))
     simulation.schedule()
     simulation.scheduler._kv_cache._pool.allocate(1)
-    with pytest.raises(AssertionError, match="do not make 32"):
+    with pytest.raises(AssertionError, match="are not 32 in total"):
         simulation.scheduler.check_integrity()

@@ -62,7 +62,7 @@ class ModelStep:
 
 
 class KVCacheModel:
-    """Runs and completes steps in order. Sequences start, stop, fork and are swapped between steps."""
+    """Runs and completes steps in order. Sequences start, stop and are swapped between steps."""
 
     def __init__(self, num_blocks: int, block_size: int, num_host_blocks: int, block_hash: BlockHash) -> None:
         self.manager = KVCacheManager(
@@ -125,22 +125,6 @@ class KVCacheModel:
         sequence.finished = finished
         sequence.state = State.LEAVING
         self._settle(sequence)
-
-    def fork(self, sequence: ModelSequence, num_tokens: int, token: int) -> bool:
-        """A second running sequence with the first ``num_tokens`` computed tokens and one of its own."""
-        assert 0 < num_tokens <= sequence.num_answered
-        forked = self.manager.fork(sequence.table, num_tokens)
-        if forked is None:
-            assert self.manager.num_free_blocks == 0
-            return False
-        self._tell_chain(sequence)
-        child = ModelSequence([*sequence.tokens[:num_tokens], token], sequence.salt, sequence.chain.fork(num_tokens))
-        self.sequences.append(child)
-        child.table, copies = forked
-        child.state = State.RUNNING
-        self._tell_chain(child)
-        self._begin(child, num_tokens, copies)
-        return True
 
     def swap_out(self, sequence: ModelSequence) -> bool:
         num_blocks = self.manager.blocks_for(sequence.num_answered)
@@ -336,7 +320,5 @@ def _random_turn(model: KVCacheModel, sequence: ModelSequence, choose: random.Ra
         model.sample(sequence, choose.randrange(2))
     elif what < 0.85:
         model.stop(sequence, finished=choose.random() < 0.7)
-    elif what < 0.93 and sequence.num_answered:
-        model.fork(sequence, choose.randint(1, sequence.num_answered), choose.randrange(2))
     elif sequence.num_answered and not sequence.num_inflight and not sequence.copies:
         model.swap_out(sequence)
