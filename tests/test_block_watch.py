@@ -54,7 +54,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("steps", RIGHT.values(), ids=RIGHT.keys())
-def test_what_is_right_in_any_order_passes(steps: list[ScheduledStep]) -> None:
+def test_steps_that_are_right_in_any_order_pass(steps: list[ScheduledStep]) -> None:
     blocks = watch()
     for step in steps:
         blocks.submit(step)
@@ -125,7 +125,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("steps", "error"), WRONG.values(), ids=WRONG.keys())
-def test_a_misuse_is_noticed(steps: list[ScheduledStep], error: str) -> None:
+def test_a_conflict_is_found(steps: list[ScheduledStep], error: str) -> None:
     blocks = watch()
     for step in steps[:-1]:
         blocks.submit(step)
@@ -135,7 +135,7 @@ def test_a_misuse_is_noticed(steps: list[ScheduledStep], error: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, (steps, _) in WRONG.items() if len(steps) == 2])
-def test_it_is_right_once_the_earlier_step_is_answered(name: str) -> None:
+def test_a_step_is_right_once_the_earlier_step_completed(name: str) -> None:
     blocks, (earlier, later) = watch(), WRONG[name][0]
     blocks.submit(earlier)
     blocks.answered(earlier.seq)

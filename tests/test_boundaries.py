@@ -1,5 +1,5 @@
-"""Who may import whom: the server never device code, the agent never HTTP, nobody pickle; how long lines are, and that
-every package has its line in docs/architecture.md."""
+"""Rules for the code: imports between packages, forbidden modules, line lengths, and the table of packages in
+docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_control_plane_imports_no_device_code(path):
 
 
 @pytest.mark.parametrize("path", python_files("agent"), ids=lambda path: str(path.relative_to(REPOSITORY)))
-def test_the_agent_imports_no_http_and_little_of_the_control_plane(path):
+def test_the_agent_imports_no_http_and_only_allowed_packages(path):
     names = list(imports_of(path))
     assert [name for name in names if inside(name, HTTP)] == []
     ours = [name for name in names if inside(name, ("llm_serving",))]
@@ -95,14 +95,14 @@ def test_the_agent_imports_no_http_and_little_of_the_control_plane(path):
 
 
 @pytest.mark.parametrize("package", ["scheduler", "kvcache", "routing"])
-def test_who_decides_has_no_clock_and_no_io(package):
+def test_packages_that_decide_have_no_clock_and_no_io(package):
     """So that a run can be simulated, and replayed bit for bit."""
     for path in python_files(f"llm_serving/{package}"):
         assert [name for name in imports_of(path) if inside(name, (*CLOCKS_AND_IO, *HTTP))] == [], path
 
 
 @pytest.mark.parametrize("package", ["llm_serving", "agent"])
-def test_nobody_unpickles_or_evaluates(package):
+def test_no_file_unpickles_or_evaluates(package):
     for path in python_files(package):
         assert not [name for name in imports_of(path) if inside(name, ("pickle", "marshal", "shelve"))], path
         calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
@@ -120,7 +120,7 @@ def import_graph():
     return {short_name(path): {short_name(file) for file in imported_files(path)} for path in paths}
 
 
-def test_cycles_are_found_in_a_graph_that_has_two():
+def test_the_check_finds_both_cycles_of_a_graph():
     graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a"}, "g": set()}
     assert cycles_of(graph) == {frozenset("abc"), frozenset("de")}
 
@@ -169,14 +169,14 @@ def test_every_package_has_a_line_in_the_architecture():
     assert {str(path) for path in packages if not any(path.match(name) for name in named)} == set()
 
 
-def test_what_the_architecture_names_is_there():
+def test_every_file_in_the_architecture_exists():
     tops = ("llm_serving", "agent", "configs", "performance", "tools", "tests")
     paths = [path for top in tops for path in (REPOSITORY / top).rglob("*")] + list(REPOSITORY.glob("*"))
     missing = [name for name in named_in_the_architecture() if not any(path.match(name) for path in paths)]
     assert missing == []
 
 
-def test_lines_of_the_kernels_are_as_short_as_those_of_python():
+def test_lines_of_the_kernels_have_at_most_120_columns():
     sources = [
         path for suffix in ("h", "cc") for path in sorted((REPOSITORY / "agent" / "kernels").rglob(f"*.{suffix}"))
     ]

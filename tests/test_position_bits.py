@@ -8,7 +8,7 @@ from support.position_bits import FORCED_STEPS, SHARED_TOKENS, check_position_bi
 
 
 def digests() -> dict[str, list[str]]:
-    """Of a sequence whose positions are the same however they are computed."""
+    """Returns the digests of a sequence whose positions always have the same bits."""
     alone = [f"digest{step}" for step in range(FORCED_STEPS + 1)]
     by_step = [f"{step} {alone[step]}" for step in (0, 1, 7, FORCED_STEPS)]
     return {
@@ -34,14 +34,14 @@ def test_a_difference_fails(way: str, last: bool) -> None:
 
 
 @pytest.mark.parametrize("way", ["alone", "batched", "together", "chunked", "prefilled"])
-def test_a_position_left_out_fails(way: str) -> None:
+def test_a_missing_position_fails(way: str) -> None:
     planted = digests()
     del planted[way][-1]
     with pytest.raises(AssertionError):
         check_position_bits(planted)
 
 
-def test_positions_that_cannot_be_told_apart_fail() -> None:
+def test_equal_positions_fail() -> None:
     same = digests()
     same["alone"][1] = same["batched"][1] = same["alone"][2]
     with pytest.raises(AssertionError, match="all different"):
@@ -67,7 +67,7 @@ def test_a_difference_over_shared_blocks_fails(way: str, place: int) -> None:
         check_sharing_bits(planted)
 
 
-def test_a_way_left_out_fails() -> None:
+def test_a_missing_way_fails() -> None:
     planted = shared_digests()
     del planted["way 2"]
     with pytest.raises(AssertionError):

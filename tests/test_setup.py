@@ -1,4 +1,4 @@
-"""The build of the kernels makes what has changed, and nothing else: setup.py in a source tree of two small files."""
+"""The build compiles only files that changed. The tests run setup.py in a source tree with two small files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVERYTHING = OBJECTS | LINKED
 
 
 class Tree:
-    """A source tree, and a compiler that says the version that the file beside it holds."""
+    """A source tree with a compiler that reports the version in the file next to it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -71,14 +71,14 @@ def tree(tmp_path: Path) -> Tree:
     return made
 
 
-def test_nothing_is_made_again_when_nothing_changed(tree: Tree) -> None:
+def test_an_unchanged_tree_builds_nothing(tree: Tree) -> None:
     before = tree.library.stat().st_mtime_ns
     assert tree.build() == set()
     assert tree.library.stat().st_mtime_ns == before
     assert tree.build("--force") == EVERYTHING
 
 
-def test_a_source_and_a_header_of_a_header(tree: Tree) -> None:
+def test_a_changed_source_and_a_changed_indirect_header(tree: Tree) -> None:
     tree.write("agent/kernels/two.cc", "int two() { return 3; }\n")
     assert tree.build() == {*LINKED, "two.o"}
     tree.write("agent/kernels/common/deeper.h", "#pragma once\n#define DEEPER 5\n")
@@ -86,7 +86,7 @@ def test_a_source_and_a_header_of_a_header(tree: Tree) -> None:
     assert tree.build() == set()
 
 
-def test_a_header_that_is_gone(tree: Tree) -> None:
+def test_a_deleted_header(tree: Tree) -> None:
     (tree.root / "agent/kernels/common/deeper.h").unlink()
     process = tree.run()
     assert process.returncode != 0
@@ -95,7 +95,7 @@ def test_a_header_that_is_gone(tree: Tree) -> None:
     assert tree.build() == {*LINKED, "one.o"}
 
 
-def test_a_file_that_does_not_compile_is_tried_again(tree: Tree) -> None:
+def test_a_failed_file_is_compiled_again(tree: Tree) -> None:
     tree.write("agent/kernels/two.cc", "int two() { return; }\n")
     assert tree.run().returncode != 0
     assert tree.run().returncode != 0
@@ -103,14 +103,14 @@ def test_a_file_that_does_not_compile_is_tried_again(tree: Tree) -> None:
     assert tree.build() == {*LINKED, "two.o"}
 
 
-def test_a_source_more_and_a_source_less(tree: Tree) -> None:
+def test_an_added_and_a_removed_source(tree: Tree) -> None:
     more = tree.write("agent/kernels/two_more.cc", "int more() { return 4; }\n")
     assert tree.build() == {*LINKED, "two_more.o"}
     more.unlink()
     assert tree.build() == LINKED
 
 
-def test_other_flags_and_another_compiler_make_everything_again(tree: Tree) -> None:
+def test_other_flags_or_another_compiler_rebuild_everything(tree: Tree) -> None:
     tree.write("setup.py", SETUP.read_text().replace('"-O3"', '"-O1"'))
     assert tree.build() == OBJECTS | LINKED
     tree.write("compiler/version", "g++ 2\n")
@@ -118,7 +118,7 @@ def test_other_flags_and_another_compiler_make_everything_again(tree: Tree) -> N
     assert tree.build() == set()
 
 
-def test_a_library_in_use_is_not_written_into(tree: Tree) -> None:
+def test_the_build_replaces_a_library_that_is_in_use(tree: Tree) -> None:
     with tree.library.open("rb") as mapped:
         before = mapped.read()
         tree.write("agent/kernels/two.cc", "int two() { return 3; }\n")
@@ -128,7 +128,7 @@ def test_a_library_in_use_is_not_written_into(tree: Tree) -> None:
     assert tree.library.read_bytes() != before
 
 
-def test_a_library_that_is_gone_is_put_back_without_compiling(tree: Tree) -> None:
+def test_a_deleted_library_is_restored_without_compiling(tree: Tree) -> None:
     before = tree.library.read_bytes()
     tree.library.unlink()
     assert tree.build() == set()

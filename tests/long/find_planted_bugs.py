@@ -1,4 +1,4 @@
-"""Are the tests worth anything? Each bug of ``planted_bugs`` is planted in a copy, and somebody has to find it.
+"""Plants each bug of ``planted_bugs`` in a copy of the tree, and checks that a test finds it.
 
     python tests/long/find_planted_bugs.py [--only WORDS] [--jobs 2]
 
@@ -55,7 +55,7 @@ def plant(bug: PlantedBug, folder: Path) -> None:
 
 
 def find(bug: PlantedBug) -> str | None:
-    """Who finds the bug; None when nobody does."""
+    """Returns the output of the test that finds the bug, or None if no test does."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plant(bug, folder)
@@ -63,7 +63,7 @@ def find(bug: PlantedBug) -> str | None:
 
 
 def _run(arguments: list[str], folder: Path) -> str | None:
-    """What the command says last if it fails."""
+    """Returns the last line of output of a failed command, or None if it succeeds."""
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         done = subprocess.run(

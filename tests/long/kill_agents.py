@@ -2,10 +2,10 @@
 
     python tests/long/kill_agents.py --kills 20 [--set parallel_config.tensor_parallel=2 ...]
 
-Every kill is a SIGKILL to the next rank in turn while clients ask for texts whose tokens are known. A line a kill: how
-long until it was noticed, until its group served again, and what of that was the pause that grows with each kill. Exits
-with 1 when an answer was neither the expected tokens nor a clear error, a group was not back within its pause and three
-times what the first start took, or a process, port or segment of shared memory was left.
+Each kill sends SIGKILL to the next rank, while clients request texts with known tokens. One line per kill shows the time
+until it was noticed, the time until its group served again, and the part of this time that was the growing pause. Exits
+with 1 in three cases: an answer was neither the expected tokens nor a clear error; a group needed longer than its pause
+plus three times the first start; a process, port or segment of shared memory was left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from support.agent_kills import Kill, Load, engine_of, kill_agent  # noqa: E402
 from support.server_process import ServerProcess, running_server  # noqa: E402
 
 START_FACTOR = 3.0
-"""A start under load may take so many times the first one's seconds."""
+"""Maximum time of a start under load, as a multiple of the first start."""
 
 
 def main() -> int:
@@ -78,7 +78,7 @@ def run(server: ServerProcess, num_agents: int, num_kills: int) -> tuple[Load, l
 
 
 def is_open(address: str) -> bool:
-    """Whether somebody still listens there."""
+    """Returns True if a process listens at the address."""
     host, port = address.rsplit(":", 1)
     with socket.socket() as probe:
         return probe.connect_ex((host, int(port))) == 0

@@ -1,4 +1,4 @@
-"""The long run of the scheduler's proof: random scripts until so many steps have run, everything checked on the way.
+"""Runs random scripts through the scheduler for a given number of steps and checks every invariant.
 
     python tests/long/scheduler_soak.py --steps 1000000 [--seed N] [--jobs 2]
 
@@ -39,7 +39,7 @@ _CROSSED = ("policy", "batching", "preemption", "admission", "page_attention", "
 
 @dataclass
 class Report:
-    """What some scripts met, and the seed of the first that failed."""
+    """The configurations and events of some scripts, and the seed of the first failure."""
 
     steps: int = 0
     seen: Counter[str] = field(default_factory=Counter)

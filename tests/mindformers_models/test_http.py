@@ -70,7 +70,7 @@ def alone(model: Path, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("model", ["qwen3_tied"], indirect=True)
-def test_tokens_equal_our_own(model: Path, alone: Any, tmp_path: Path) -> None:
+def test_tokens_equal_those_of_this_project(model: Path, alone: Any, tmp_path: Path) -> None:
     """Every token until two log-probabilities tie: from there on the texts may differ. With experts they may do so
     without a tie, where a rounding sends a token to another expert; test_tokens.py has those."""
     with running_server(tmp_path, serve(model, "model_config.op_table=native")) as server:
@@ -100,6 +100,6 @@ def test_an_answer_does_not_depend_on_the_batch(model: Path, alone: Any, tmp_pat
     assert engine["preemptions"] > 0, "the pool was meant to be too small"
 
 
-def test_its_logs_are_beside_ours(alone: Any, folder: Path) -> None:
+def test_the_logs_of_mindformers_are_next_to_the_agent_logs(alone: Any, folder: Path) -> None:
     assert (folder / "mindformers" / "rank_0" / "error.log").read_text() == ""
     assert "| Source" not in (folder / "agent_0.log").read_text()

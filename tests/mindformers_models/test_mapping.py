@@ -67,8 +67,8 @@ EXPERTS = {
     "up_proj.weight": "weight1",
     "down_proj.weight": "weight2",
 }
-"""``weight_mapping`` of mindformers/models/qwen3_moe/utils.py beside that of Qwen3, and which of the two weights of all
-experts ``make_expert_params_mapping`` of parallel_core/inference/weights_utils.py puts each into."""
+"""``weight_mapping`` of mindformers/models/qwen3_moe/utils.py, in addition to Qwen3's. The values name the one of two
+expert weights that ``make_expert_params_mapping`` of parallel_core/inference/weights_utils.py uses."""
 
 
 def theirs(checkpoint_name: str, architecture: str) -> str:
@@ -82,7 +82,7 @@ def theirs(checkpoint_name: str, architecture: str) -> str:
 
 
 @pytest.mark.parametrize("model", VARIANTS)
-def test_every_tensor_of_a_checkpoint_goes_where_mindformers_has_it(tmp_path: Path, model: str) -> None:
+def test_every_tensor_of_a_checkpoint_gets_its_mindformers_name(tmp_path: Path, model: str) -> None:
     config = VARIANTS[model].config_json()
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (architecture,) = config["architectures"]
@@ -94,21 +94,21 @@ def test_every_tensor_of_a_checkpoint_goes_where_mindformers_has_it(tmp_path: Pa
     assert {names.theirs(name): math.prod(shape) for name, shape in parameters.items()} == sizes
 
 
-def test_weights_of_experts_are_as_grouped_products_take_them(tmp_path: Path) -> None:
+def test_expert_weights_have_the_layout_of_grouped_products(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(VARIANTS["qwen3_moe"].config_json()), encoding="utf-8")
     parameters = our_parameters(ModelShape.from_hf_folder(tmp_path))
     assert parameters["layers.2.mlp.gate_up.weight"] == (8, 64, 2 * 96)
     assert parameters["layers.2.mlp.down.weight"] == (8, 96, 64)
 
 
-def test_the_caches_of_its_llama_are_its_layers() -> None:
+def test_the_llama_of_mindformers_has_a_cache_per_layer() -> None:
     ((key, value),) = cache_names(1)
     names = names_of("LlamaForCausalLM")
     manager = "model.layers.0.attention.infer_attention.paged_attention_mgr"
     assert (names.theirs(key), names.theirs(value)) == (f"{manager}.key_cache", f"{manager}.value_cache")
 
 
-def test_settings_are_the_models_and_the_deployments(tmp_path: Path) -> None:
+def test_settings_come_from_the_model_and_the_deployment(tmp_path: Path) -> None:
     write_model(VARIANTS["qwen3_untied"], tmp_path)
     overrides = [f"model_config.model_path={tmp_path}", "model_config.model_dtype=bfloat16", "pa_config.num_blocks=99"]
     settings = gpt_settings(load_config("llama_tiny_cpu.yaml", [*overrides, "pa_config.decode_seq_length=200"]))
@@ -136,7 +136,7 @@ def test_settings_are_the_models_and_the_deployments(tmp_path: Path) -> None:
     }
 
 
-def test_settings_of_its_llama(tmp_path: Path) -> None:
+def test_settings_of_the_llama_of_mindformers(tmp_path: Path) -> None:
     write_model(VARIANTS["llama_untied"], tmp_path)
     overrides = [f"model_config.model_path={tmp_path}", "model_config.model_dtype=float16", "pa_config.num_blocks=99"]
     settings = llama_settings(load_config("llama_tiny_cpu.yaml", [*overrides, "pa_config.decode_seq_length=200"]))
@@ -163,7 +163,7 @@ def test_settings_of_its_llama(tmp_path: Path) -> None:
 
 
 def config_of(tmp_path: Path, model: str, *overrides: str, **changes: object) -> Config:
-    """Of a variant, its ``config.json`` changed, served by MindFormers; a sequence has up to 128 tokens."""
+    """Returns the config of a variant with a changed ``config.json``, served by MindFormers with up to 128 tokens."""
     write_model(replace(VARIANTS[model], config={**VARIANTS[model].config, **changes}), tmp_path)
     given = [f"model_config.model_path={tmp_path}", "model_config.model_dtype=float16", *overrides]
     config = load_config("llama_tiny_cpu.yaml", [*given, "pa_config.decode_seq_length=128"])
@@ -171,7 +171,7 @@ def config_of(tmp_path: Path, model: str, *overrides: str, **changes: object) ->
 
 
 @pytest.mark.parametrize(("model", "coefficient"), [("qwen3_yarn", 0.1), ("qwen2_yarn_scaled", 0.4 / math.log(6))])
-def test_yarn_of_its_newer_models(tmp_path: Path, model: str, coefficient: float) -> None:
+def test_yarn_of_the_newer_models(tmp_path: Path, model: str, coefficient: float) -> None:
     """Where their trained context is said, they take the longest text from it and not from the other setting."""
     scaling = gpt_settings(config_of(tmp_path, model))["rope_scaling"]
     stated = VARIANTS[model].config["rope_scaling"]
@@ -185,14 +185,14 @@ def test_yarn_of_its_newer_models(tmp_path: Path, model: str, coefficient: float
     }
 
 
-def test_linear_scaling_of_its_llama(tmp_path: Path) -> None:
+def test_linear_scaling_of_the_llama_of_mindformers(tmp_path: Path) -> None:
     settings = llama_settings(config_of(tmp_path, "llama_linear"))
     assert (settings["extend_method"], settings["scaling_factor"]) == ("PI", 3.0)
     assert settings["max_position_embedding"] == 128
 
 
 @pytest.mark.parametrize(("trained", "positions"), [(64, 128), (127, 128), (128, 129), (8192, 8193)])
-def test_llama3_scaling_of_its_llama(tmp_path: Path, trained: int, positions: int) -> None:
+def test_llama3_scaling_of_the_llama_of_mindformers(tmp_path: Path, trained: int, positions: int) -> None:
     """It insists on tables longer than the trained context."""
     stated = {**VARIANTS["llama_llama3"].config["rope_scaling"], "original_max_position_embeddings": trained}
     settings = llama_settings(config_of(tmp_path, "llama_llama3", rope_scaling=stated))
@@ -205,7 +205,7 @@ def test_llama3_scaling_of_its_llama(tmp_path: Path, trained: int, positions: in
     }
 
 
-def test_yarn_of_its_llama(tmp_path: Path) -> None:
+def test_yarn_of_the_llama_of_mindformers(tmp_path: Path) -> None:
     """(0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1) is its attention factor."""
     settings = llama_settings(config_of(tmp_path, "llama_yarn_scaled"))
     assert (settings["extend_method"], settings["max_position_embedding"]) == ("YARN", 128)
@@ -255,7 +255,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "chunked", "decode"])
-def test_a_step_reaches_the_model_as_it_is(calls: Any, kind: str) -> None:
+def test_a_step_reaches_the_model_unchanged(calls: Any, kind: str) -> None:
     call = calls[kind]
     assert call["token_ids"] == [5, 6, 7, 8, 9]
     assert call["positions"] == [0, 1, 2, 0, 1]
@@ -266,7 +266,7 @@ def test_a_step_reaches_the_model_as_it_is(calls: Any, kind: str) -> None:
     assert call["caches"] == [[f"layers.{i}.attention.{name}" for i in (0, 1)] for name in ("key_cache", "value_cache")]
 
 
-def test_whole_prompts_attend_among_themselves(calls: Any) -> None:
+def test_whole_prompts_use_flash_attention_without_the_cache(calls: Any) -> None:
     call = calls["prefill"]
     assert call["flags"] == [{"is_prefill": True}, {"is_chunked": True}]
     assert call["batch_valid_length"] == call["q_seq_lens"] == [3, 2, 0, 0], "as many as FlashAttentionScore was given"
@@ -274,7 +274,7 @@ def test_whole_prompts_attend_among_themselves(calls: Any) -> None:
 
 
 @pytest.mark.parametrize(("kind", "mask"), [("chunked", [1, 1]), ("decode", [1, 1])])
-def test_other_steps_attend_over_the_cache(calls: Any, kind: str, mask: list[int]) -> None:
+def test_other_steps_read_the_cache(calls: Any, kind: str, mask: list[int]) -> None:
     call = calls[kind]
     assert call["flags"] == [{"is_prefill": False}, {"is_chunked": True}]
     assert call["batch_valid_length"] == [3, 2]
@@ -288,7 +288,7 @@ def test_switches_and_cache(calls: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["prefill", "chunked", "decode"])
-def test_its_llama_gets_a_batch_of_one(calls: Any, kind: str) -> None:
+def test_the_llama_of_mindformers_gets_a_batch_of_one(calls: Any, kind: str) -> None:
     call, is_prefill = calls["llama"][kind], kind == "prefill"
     assert call["flags"] == [{"is_first_iteration": is_prefill}]
     assert call["token_ids"] == [[5, 6, 7, 8, 9]]

@@ -1,5 +1,7 @@
-"""MindFormers' Qwen3, Qwen2 and Llama against our own over the same primitives: tokens equal but for ties, which are
-counted, and a position that gives the same bits however it is computed."""
+"""Compares MindFormers' Qwen3, Qwen2 and Llama with this project's models over the same primitives.
+
+Tokens are equal except for counted ties, and a position gives the same bits in every kind of step.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ TIE_MARGIN = {"float16": 0.01, "bfloat16": 0.1}
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Half of a last place of numbers between 1 and 2, or below."""
 MOST_TIES = 0.05
-"""Of all tokens of a model. MindFormers rounds SiLU before it multiplies; ours rounds once."""
+"""Maximum fraction of ties. MindFormers rounds SiLU before the multiplication; this project rounds once."""
 
 
 @pytest.fixture(scope="session")
@@ -41,8 +43,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("model", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tokens_are_ours(results: Any, dtype: str, model: str) -> None:
-    """Fed with our tokens, MindFormers chooses them too, or ones whose logits are as good but for the margin."""
+def test_tokens_equal_those_of_this_project(results: Any, dtype: str, model: str) -> None:
+    """MindFormers gets our tokens and chooses the same tokens, or tokens whose logits are within the margin."""
     result, margins = results(dtype)[model], []
     limit = TIE_MARGIN[dtype] * VARIANTS[model].logit_scale
     assert len({token for steps in result["ours"] for token, _, _ in steps}) >= 16, "text worth comparing"
@@ -59,20 +61,20 @@ def test_tokens_are_ours(results: Any, dtype: str, model: str) -> None:
 
 @pytest.mark.parametrize("model", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_position_gives_the_same_bits_however_it_is_computed(results: Any, dtype: str, model: str) -> None:
+def test_a_position_gives_the_same_bits_in_every_kind_of_step(results: Any, dtype: str, model: str) -> None:
     check_position_bits(results(dtype)[model]["invariance"])
 
 
 @pytest.mark.parametrize("model", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rotary_tables_are_ours(results: Any, dtype: str, model: str) -> None:
-    """Rounded to the type, but for what float32 angles of a few hundred radians lose."""
+def test_rotary_tables_equal_those_of_this_project(results: Any, dtype: str, model: str) -> None:
+    """The tables are equal after rounding, except for the error of float32 angles of some hundred radians."""
     scaling, largest = VARIANTS[model].config.get("rope_scaling", {}), 1.0
     if "yarn" in (scaling.get("type"), scaling.get("rope_type")):
         largest = scaling.get("attention_factor", 0.1 * math.log(scaling["factor"]) + 1.0)
     assert results(dtype)[model]["rotary_error"] <= ROUNDING[dtype] * largest + 1e-4
 
 
-def test_the_agent_says_whose_model_it_is(results: Any) -> None:
+def test_the_agent_reports_the_package_of_the_model(results: Any) -> None:
     summary = results("float16")["qwen3_tied"]["summary"]
     assert (summary["model_type"], summary["op_table"], summary["dtype"]) == ("mindformers", "native", "float16")

@@ -37,7 +37,7 @@ def prompts(vocab_size: int) -> list[dict[str, Any]]:
 
 
 def tokens(driver: StepDriver, cases: list[dict[str, Any]], *, forced: bool) -> list[list[Any]]:
-    """Of each case and step: token, best ids and their logits."""
+    """Returns token, best ids and their logits for each case and step."""
     steps = generate(driver, cases, forced=forced)
     return [[(step[i].token, step[i].top_ids, step[i].top_logits) for step in steps] for i in range(len(cases))]
 
