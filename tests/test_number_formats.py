@@ -174,7 +174,7 @@ def test_benchmarks_and_simulator_refuse_an_unknown_format(config, capsys):
     ):
         with pytest.raises(UnknownFormatError, match=NOT_KNOWN):
             refuse()
-    with pytest.raises(ConfigError, match=f"--formats {UNKNOWN}: there are"):
+    with pytest.raises(ConfigError, match=f"--formats {UNKNOWN}: the formats are"):
         chosen_formats(UNKNOWN)
     with pytest.raises(SystemExit):
         build_parser().parse_args(["--formats", UNKNOWN])

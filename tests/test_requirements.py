@@ -46,7 +46,7 @@ def test_a_package_is_in_one_of_the_files_that_are_installed_together() -> None:
 
 
 def test_serving_installs_no_tools_and_no_test_packages() -> None:
-    assert not LOCKS["requirements.lock"].keys() & {"pytest", "matplotlib", "ruff", "mypy", "openai", "aiohttp", "rich"}
+    assert not LOCKS["requirements.lock"].keys() & {"pytest", "matplotlib", "ruff", "mypy", "openai", "aiohttp"}
 
 
 def test_make_help_lists_every_target() -> None:

@@ -2,8 +2,8 @@
 
     python tests/long/kill_agents.py --kills 20 [--set parallel_config.tensor_parallel=2 ...]
 
-Each kill sends SIGKILL to the next rank, while clients request texts with known tokens. One line per kill shows the time
-until it was noticed, the time until its group served again, and the part of this time that was the growing pause. Exits
+Each kill sends SIGKILL to the next rank, while clients request texts with known tokens. One line per kill shows the
+time until it was noticed, the time until its group served again, and how much of that was the growing pause. Exits
 with 1 in three cases: an answer was neither the expected tokens nor a clear error; a group needed longer than its pause
 plus three times the first start; a process, port or segment of shared memory was left.
 """
