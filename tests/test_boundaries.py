@@ -24,6 +24,7 @@ CLOCKS_AND_IO = ("time", "datetime", "threading", "socket", "selectors", "os", "
 LAYERS = ("llm_serving", "agent", "performance", "tools", "tests")
 """From the lowest to the highest. A file imports files of its own layer and of lower layers only."""
 
+
 def python_files(package):
     return sorted((REPOSITORY / package).rglob("*.py"))
 

@@ -1,4 +1,4 @@
-"""The engine in its thread, seen from asyncio, over the fake device."""
+"""AsyncEngine over the fake device: the engine's thread and the asyncio side."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.fakes import (
 from support.served_engine import served
 
 
-def test_many_at_once_get_what_each_gets_alone() -> None:
+def test_concurrent_requests_get_the_same_as_single_ones() -> None:
     async def run() -> None:
         async with served(num_blocks=40, max_waiting_requests=1000) as serving:
             requests = [make_request(f"r{index}", 1 + index % 30, 12, ignore_eos=False) for index in range(60)]

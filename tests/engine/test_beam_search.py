@@ -52,7 +52,7 @@ class Model:
 
 
 def plain_search(model: Model, params: BeamSearchParams) -> list[tuple[tuple[int, ...], float]]:
-    """The textbook's, to the very end, of the candidates that count. Output and score, best first."""
+    """A textbook beam search without early stop. Returns outputs and scores, best first."""
     live: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
     finished: list[tuple[tuple[int, ...], float]] = []
     for length in range(1, params.max_tokens + 1):
@@ -88,8 +88,8 @@ def test_it_finds_what_the_textbook_finds(width: int, ends: frozenset[int], pena
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_wide_enough_it_finds_the_likeliest_of_all(seed: int) -> None:
-    """Three tokens, one of them the end, three steps: every sequence there is."""
+def test_a_wide_search_finds_the_best_sequence(seed: int) -> None:
+    """Three tokens, one of them the end token, and three steps: all sequences are searched."""
     model = Model(3, seed)
     params = BeamSearchParams(MAX_BEAM_WIDTH, 3, 1.0, frozenset({END}))
     complete = [
@@ -227,7 +227,7 @@ def test_a_cancelled_search_leaves_nothing_behind() -> None:
     asyncio.run(run())
 
 
-def test_what_ends_a_step_ends_the_search() -> None:
+def test_stop_conditions_end_the_search() -> None:
     async def run() -> None:
         async with served(max_num_seqs=1, max_waiting_requests=1) as serving:
             engine = serving.engine

@@ -128,7 +128,7 @@ def test_an_abort_frees_its_blocks_within_the_steps_in_flight() -> None:
     assert len(engine.whole("stays").token_ids) == 50
 
 
-def test_a_prefill_nobody_wants_any_more_is_dropped() -> None:
+def test_a_prefill_of_aborted_requests_is_dropped() -> None:
     engine = Engine()
     engine.executor.hold(True)
     engine.request("a", 40, 8)

@@ -32,7 +32,7 @@ def test_nothing_is_sent_before_the_agent_is_ready() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_a_lost_agent_is_not_noticed_in_the_text(ahead: int) -> None:
+def test_a_lost_agent_does_not_change_the_text(ahead: int) -> None:
     engine = Engine(decode_steps_ahead=ahead)
     requests = [engine.request(name, 6, 12, ignore_eos=False) for name in "abcd"]
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_a_detokenizer_that_fails_ends_its_request_alone(monkeypatch: pytest.Mon
     assert len(engine.whole("good").token_ids) == 9
 
 
-def test_a_stray_answer_is_logged_and_harms_nobody() -> None:
+def test_an_unknown_answer_is_logged_and_ignored() -> None:
     engine = Engine()
     engine.executor.push(StepResult(99, [1], [0.0], [0.0]))
     engine.step()

@@ -1,4 +1,4 @@
-"""What the step loop tells log, metrics and status, and how long it sleeps."""
+"""The log events, metrics and status of the step loop, and the length of its waits."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_status() -> None:
 
 
 def test_host_time_counts_only_while_the_device_waits() -> None:
-    """A millisecond goes by with every look at the clock, of which there is one before and one after a step is sent."""
+    """The fake clock advances 1 ms per read; the loop reads it once before and once after it sends a step."""
     engine = Engine(decode_steps_ahead=0)
     engine.request("a", 5, 4)
     ticking(engine)

@@ -1,4 +1,4 @@
-"""What the log and the metrics say of a request, by when its bytes were written to the client."""
+"""The log events and metrics of a request, timed by when its bytes were written to the client."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ ARRIVAL = 100.0
 
 
 def last_piece(tokens: int = 5, reason: FinishReason = FinishReason.LENGTH) -> RequestOutput:
-    """Ended by the engine 0.9 s after its arrival, its first token after 0.3 s."""
+    """A last piece 0.9 s after arrival, with the first token after 0.3 s."""
     ttft = 0.3 if tokens else None
     timings = RequestTimings(queue=0.1, prefill=0.2, decode=0.6, e2e=0.9, ttft=ttft, tpot=0.15)
     return RequestOutput("r", "", (), (), 10, tokens, reason, timings=timings)
 
 
-class Told:
-    """An open request, and what log and metrics were told of it."""
+class Recorded:
+    """An open request with the log events and metrics recorded for it."""
 
     def __init__(self, *, streamed: bool = True) -> None:
         self.log, self.metrics, self.closed = RecordingLog(), RecordingMetrics(), 0
@@ -40,7 +40,7 @@ class Told:
         self.opened.is_ended, self.opened.last_piece = True, piece
 
     def end(self) -> dict[str, Any]:
-        """The line of its end, which must add up."""
+        """Its ``request_end`` event, after a check that the parts add up."""
         piece = self.opened.last_piece
         assert piece is not None
         self.requests.request_end(piece, self.opened.timings(piece), self.request)
@@ -52,7 +52,7 @@ class Told:
 
 
 def test_a_streams_times_are_those_of_its_bytes() -> None:
-    told = Told()
+    told = Recorded()
     told.opened.delivered(ARRIVAL + 0.31)
     told.opened.delivered(ARRIVAL + 0.5)
     told.take(last_piece())
@@ -65,7 +65,7 @@ def test_a_streams_times_are_those_of_its_bytes() -> None:
 
 
 def test_a_client_that_reads_slowly_shows_as_delivery() -> None:
-    told = Told()
+    told = Recorded()
     told.opened.delivered(ARRIVAL + 0.4)
     told.take(last_piece())
     told.opened.delivered(ARRIVAL + 5.4)
@@ -75,7 +75,7 @@ def test_a_client_that_reads_slowly_shows_as_delivery() -> None:
 
 
 def test_an_answer_that_is_not_streamed_has_the_engines_first_token_and_ends_with_its_bytes() -> None:
-    told = Told(streamed=False)
+    told = Recorded(streamed=False)
     told.take(last_piece())
     told.opened.close(ARRIVAL + 1.0)
     line = told.end()
@@ -84,8 +84,8 @@ def test_an_answer_that_is_not_streamed_has_the_engines_first_token_and_ends_wit
 
 
 @pytest.mark.parametrize("tokens", [0, 2])
-def test_a_client_gone_before_its_first_output_saw_nothing(tokens: int) -> None:
-    told = Told()
+def test_a_client_that_left_before_its_first_output(tokens: int) -> None:
+    told = Recorded()
     told.opened.close(ARRIVAL + 0.2)
     told.take(last_piece(tokens, FinishReason.ABORT))
     line = told.end()
@@ -94,7 +94,7 @@ def test_a_client_gone_before_its_first_output_saw_nothing(tokens: int) -> None:
 
 
 def test_closing_twice_is_closing_once() -> None:
-    told = Told()
+    told = Recorded()
     told.opened.close(ARRIVAL + 1)
     told.opened.close(ARRIVAL + 2)
     assert told.closed == 1

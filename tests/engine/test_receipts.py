@@ -1,4 +1,4 @@
-"""Where a request's time went, as the engine tells it: the parts add up, live and afterwards, in bounded memory."""
+"""The receipts of requests: the parts of the time add up, live and afterwards, in bounded memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.served_engine import Served, Sink, served
 
 
 def eventful_request() -> Request:
-    """Through every phase, each a power of two of milliseconds."""
+    """A request with time in every phase, each a different power of two in milliseconds."""
     request = make_request("r", 10, arrival=100.0)
     receipt = request.receipt = Receipt(100.001)
     receipt.blocked(BlockReason.ROWS, ["a"], 100.001)
@@ -142,7 +142,7 @@ def test_the_line_of_a_requests_end() -> None:
 
 
 def test_a_request_that_waits_past_its_deadline_gets_its_last_piece() -> None:
-    """Nothing was computed for it, and nobody aborted it; the one that runs goes on."""
+    """It ends without computed tokens and without an abort; the running request continues."""
     engine = Engine(max_num_seqs=1)
     engine.request("runs", 5, 20)
     engine.step()
@@ -196,7 +196,7 @@ def test_a_receipt_by_id_live_and_afterwards() -> None:
     asyncio.run(run())
 
 
-def test_what_a_request_asks_reaches_the_scheduler() -> None:
+def test_scheduling_params_reach_the_scheduler() -> None:
     async def run() -> None:
         async with served() as serving:
             scheduling = SchedulingParams(3, "t", b"salt", 0.5, 0.25, 60.0)
@@ -224,7 +224,7 @@ def test_objectives_are_the_configs_unless_the_request_has_its_own() -> None:
     asyncio.run(run())
 
 
-def test_a_deadline_that_has_passed_is_refused_at_once() -> None:
+def test_a_deadline_that_has_passed_is_refused() -> None:
     async def run() -> None:
         async with served() as serving:
             arrival = serving.engine._clock() - 0.5

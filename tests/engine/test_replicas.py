@@ -1,4 +1,4 @@
-"""The step loop over several replicas: texts as of one alone, no replica waits for another, none lost is missed."""
+"""The step loop over several replicas: same texts as one, no replica waits for another, no request is lost."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_requests_of_a_replica_that_stays_away_go_on_elsewhere() -> None:
     assert {request.replica for name, request in engine.asked.items() if name >= "r6"} == {0, 1}
 
 
-def test_an_idle_replica_takes_over_at_once() -> None:
-    """Nothing else happens that would make anybody look."""
+def test_an_idle_replica_takes_over_immediately() -> None:
+    """No other event wakes the step loop."""
     engine = ReplicatedEngine(2)
     request = engine.request("alone", 5, 20, ignore_eos=True)
     engine.step(5)
@@ -160,8 +160,8 @@ def test_one_that_is_ready_serves_while_another_starts() -> None:
     assert engine.core.status().state == "ready"
 
 
-def test_a_replica_at_work_does_not_hold_up_another() -> None:
-    """The device of replica 0 hangs; what is on replica 1 ends, and what comes then goes there as long as it may."""
+def test_a_busy_replica_does_not_delay_another() -> None:
+    """The device of replica 0 hangs; requests on replica 1 end, and new ones go there while it has capacity."""
     engine = ReplicatedEngine(2, max_num_seqs=2)
     engine.request("a", 5, 30, ignore_eos=True)
     engine.step(3)
@@ -176,7 +176,7 @@ def test_a_replica_at_work_does_not_hold_up_another() -> None:
     check_texts(engine)
 
 
-def test_a_probe_asks_those_who_serve() -> None:
+def test_a_probe_asks_the_serving_replicas() -> None:
     engine = ReplicatedEngine(3)
     engine.step(4)
     answers: list[object] = []
@@ -219,8 +219,8 @@ def test_stop_ends_all() -> None:
     assert all(engine.whole(name).finish_reason is FinishReason.ERROR for name in engine.asked)
 
 
-def test_the_queue_is_one() -> None:
-    """Bounded over all replicas; a refusal says when to come back."""
+def test_replicas_share_one_queue() -> None:
+    """The limit counts all replicas; a refusal states the retry delay."""
     engine = ReplicatedEngine(2, max_num_seqs=1, max_waiting_requests=3)
     engine.step(3)
     for number in range(6):

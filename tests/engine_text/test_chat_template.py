@@ -73,7 +73,7 @@ def test_a_refusal_is_the_clients_error():
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     ],
 )
-def test_a_template_that_fails_is_told(source):
+def test_a_failing_template_is_reported(source):
     with pytest.raises(RequestError, match="chat template failed on the messages"):
         render(source, [user("a")])
 
@@ -117,6 +117,6 @@ def test_output_is_bounded():
     assert error.value.code == "context_length_exceeded"
 
 
-def test_what_is_no_template_is_refused_when_loaded():
+def test_an_invalid_template_is_refused_when_loaded():
     with pytest.raises(CheckpointError, match="not a valid chat template"):
         ChatTemplate("{% for %}", {})

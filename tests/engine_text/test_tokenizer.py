@@ -190,7 +190,7 @@ def test_metaspace_takes_the_mark_off_the_first_token(tmp_path):
         assert ours.decode(ids) == tokenizer.decode(ids)
 
 
-def test_a_model_without_template_says_so(tokenizers):
+def test_a_model_without_template_is_an_error(tokenizers):
     assert tokenizers["byte_level"].chat_template.is_missing
     with pytest.raises(RequestError, match="no chat template") as error:
         tokenizers["byte_level"].chat_template.render([{"role": "user", "content": "hi"}])

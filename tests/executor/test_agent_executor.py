@@ -45,7 +45,7 @@ def test_starts_runs_steps_and_reports_progress(make_executor):
     assert executor.num_free_slots == NUM_SLOTS
 
 
-def test_the_name_of_the_shared_memory_is_gone_once_both_ends_have_it(make_executor):
+def test_the_shared_memory_is_unlinked_once_both_ends_have_it(make_executor):
     before = shm_entries()
     executor = make_executor()
     events_until(executor, AgentReady)

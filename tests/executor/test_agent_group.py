@@ -45,7 +45,7 @@ def test_a_group_is_ready_together_and_answers_once(make_executor, overrides, si
     assert executor.num_free_slots == NUM_SLOTS
 
 
-def test_every_agent_is_told_of(make_executor):
+def test_every_agent_is_reported(make_executor):
     executor = make_executor(*FOUR, "parallel_config.data_parallel=2", replica=1)
     events_until(executor, AgentReady)
     agents = executor.agents()
@@ -200,7 +200,7 @@ def test_replicas_live_and_die_apart(make_executor):
     events_until(first, AgentReady)
 
 
-def test_shared_memory_that_there_is_no_room_for(make_executor, monkeypatch):
+def test_shared_memory_larger_than_the_disk(make_executor, monkeypatch):
     def full(descriptor, offset, size):
         raise OSError(28, "No space left on device")
 

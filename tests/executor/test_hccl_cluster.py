@@ -1,4 +1,4 @@
-"""The cluster that connects agents on Ascends, with the CPU's communication in place of HCCL: real processes."""
+"""The cluster that connects agents on Ascends, with the CPU's communication instead of HCCL, in real processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_agents_find_each_other_and_have_the_ranks_they_were_given(tmp_path):
     cluster = HcclCluster("localhost", 2, 120.0, tmp_path / "cluster_0.log")
     workers = []
     try:
-        for member in (1, 0):  # whoever comes first is not rank 0 for that
+        for member in (1, 0):  # the first member to connect is not rank 0
             environment = {**os.environ, **cluster.environment(member), "GLOG_v": "3"}
             workers.append(subprocess.Popen([sys.executable, str(WORKER)], env=environment, stdout=subprocess.PIPE))
         outputs = [worker.communicate(timeout=200)[0].decode().split() for worker in workers]

@@ -1,4 +1,4 @@
-"""When a lost group is started again, on a clock of the test's."""
+"""The times of the restarts of a lost group, with a fake clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def ready_group(limit: int) -> Restarts:
     return restarts
 
 
-def test_a_group_that_was_never_ready_is_given_up_at_once() -> None:
+def test_a_group_that_was_never_ready_is_not_restarted() -> None:
     restarts = Restarts(5)
     restarts.started()
     assert restarts.lost(1.0) is None

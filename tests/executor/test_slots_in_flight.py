@@ -1,4 +1,4 @@
-"""Which slot a step has, and until when; without processes."""
+"""The slot of each step and when it becomes free; no processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_SLOTS = 3
 
 
 def steps_of(folder: Path, num_agents: int = 1) -> StepSlots:
-    """Of agents 4 and up."""
+    """The slots of a group whose agents start at number 4."""
     config = small_config(folder)
     layout = SlotLayout.of(config.slot_limits())
     slots = [StepSlot(layout, bytearray(layout.slot_bytes)) for _ in range(NUM_SLOTS)]

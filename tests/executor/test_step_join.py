@@ -1,4 +1,4 @@
-"""Answers of several agents made one."""
+"""The answers of several agents are joined into one."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_the_last_answer_completes_a_step_with_the_longest_times():
     assert (join.torn, join.overdue_at) == (None, None)
 
 
-def test_what_all_fail_is_one_failure():
+def test_a_failure_of_all_agents_is_one_failure():
     join = StepJoin(2, first_rank=0)
     assert join.add(0, failed(1, "no")) is None
     assert join.add(1, failed(1, "no")) == failed(1, "no")
@@ -35,7 +35,7 @@ def test_what_all_fail_is_one_failure():
     assert join.torn is None
 
 
-def test_what_some_fail_tears_the_group():
+def test_a_failure_of_some_agents_loses_the_group():
     join = StepJoin(3, first_rank=3)
     join.add(0, failed(1, "no"))
     join.add(1, done(1))

@@ -186,8 +186,8 @@ def columns(slot):
     return inputs
 
 
-def test_a_writer_that_knows_the_batch_writes_what_a_new_one_would():
-    """Slots taken in turn, tables that grow, a batch that changes and comes back, a prefill in between."""
+def test_a_writer_with_history_writes_the_same_as_a_new_writer():
+    """Rotating slots, growing tables, a batch that changes and returns, a prefill in between."""
     first = prefill(table=(3, 5), extra=[History(0, [1, 2, 3], 3)])
     tables = [[3, 5], [7]]
     writer, slots = SlotWriter(), [new_slot() for _ in range(3)]
@@ -265,7 +265,7 @@ def test_a_prompt_and_a_decoding_row_in_one_step():
 
 @pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
 def test_a_row_restarts_after_position_0_with_a_table_of_its_own(kind):
-    """The same request on the same row: only the restart tells that its blocks are others now."""
+    """The same request on the same row: only the restart flag shows that its blocks are different."""
     writer, slot, first = SlotWriter(), new_slot(), prefill(table=(3, 5))
     writer.write(first, slot)
     writer.write(decode_of(first, 1, (5, 2), [[3, 5], [7]]), slot)
@@ -283,7 +283,7 @@ def test_a_row_restarts_after_position_0_with_a_table_of_its_own(kind):
 
 
 def test_without_a_restart_a_start_at_0_is_no_new_table():
-    """Not what a scheduler does; the sign is the restart and nothing else."""
+    """A scheduler does not send this step. Only the restart flag replaces the table."""
     writer, slot, first = SlotWriter(), new_slot(), prefill(table=(3, 5))
     writer.write(first, slot)
     again = prefill(1, table=(1, 2))

@@ -1,4 +1,4 @@
-"""Waiting for several executors in one thread: who has something is polled, nobody is waited for alone."""
+"""One thread waits for several executors: it polls the ready ones and never blocks on a single one."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_those_with_something_are_polled_without_waiting(three: list[PipeExecuto
     assert poll(0.0) == []
 
 
-def test_what_comes_meanwhile_ends_the_wait(three: list[PipeExecutor]) -> None:
+def test_an_event_during_the_wait_ends_it(three: list[PipeExecutor]) -> None:
     poll = poll_all(three)
     timer = threading.Timer(0.05, three[1].wake)
     timer.start()

@@ -1,4 +1,4 @@
-"""What cannot be started is refused: exit code 2 within two seconds, a message that says what, and nothing left."""
+"""A wrong configuration stops the start: exit code 2 within two seconds, a clear message, no process or file left."""
 
 from __future__ import annotations
 

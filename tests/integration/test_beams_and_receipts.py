@@ -46,7 +46,7 @@ def test_beams_are_ranked_and_the_same_in_a_crowd(server):
     assert len({choice["text"] for choice in alone}) == 4
 
 
-def test_cached_tokens_are_told_everywhere(server):
+def test_cached_tokens_are_reported_everywhere(server):
     body = {"prompt": "The quick brown fox jumps over the lazy dog, and nobody minds it at all, or ever did.",
             "max_tokens": 4, "temperature": 0, "return_receipt": True, "cache_salt": "ours"}  # fmt: skip
     first, second = (server.post("/v1/completions", body) for _ in range(2))
@@ -60,7 +60,7 @@ def test_cached_tokens_are_told_everywhere(server):
     assert (server.get("/server_info")["engine"]["prefix_hit_tokens"] > 0) == server.caches
 
 
-def test_a_receipt_adds_up_to_what_the_log_says(server):
+def test_receipt_matches_the_log(server):
     answer = server.post(
         "/v1/completions",
         {**PROMPT, **TERMS},

@@ -1,4 +1,4 @@
-"""Two replicas of the tiny model behind one server: texts as of one, both used, none of their losses is a request's."""
+"""Two replicas of the tiny model behind one server: same texts as one, both used, no request lost with a replica."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_texts_are_those_of_one_replica_and_both_are_used(tmp_path: Path, expect
         for round_number in range(2):
             answers = ask_all(server, [body(prompt) for prompt in PROMPTS])
             assert [ids_of(answer) for answer in answers] == expected[40], round_number
-        # Beginnings that many ask for at once may be in both caches; this one is in one of them, and both are idle.
+        # A prompt start that many requests share may be in both caches; this one is in one cache, and both are idle.
         for question in ("Who was it?", "Where was it?"):
             server.wait_until_idle()
             server.post("/v1/completions", body("A grey owl sat in a tree and looked at the moon. " * 4 + question))
@@ -77,7 +77,7 @@ def test_texts_are_those_of_one_replica_and_both_are_used(tmp_path: Path, expect
 
 
 def test_a_killed_replica_loses_nothing(tmp_path: Path, expected: dict[int, list[list[int]]]) -> None:
-    """Each of the two in turn, under load. What it had goes on at the other, which never stops."""
+    """Kill each replica in turn, under load. Its requests continue on the other replica, which never stops."""
     with running_server(tmp_path, REPLICAS) as server:
         for round_number in range(2):
             with concurrent.futures.ThreadPoolExecutor(len(PROMPTS)) as pool:

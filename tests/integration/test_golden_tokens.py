@@ -1,8 +1,8 @@
 """Greedy tokens through the whole server against Hugging Face transformers in float32 (files: tools/make_golden.py).
 
-float32 must give exactly the oracle's 64 tokens. In float16 and bfloat16 a token may differ only where it is a tie:
-one of the oracle's best four, its logit within a stated margin of the best. After a tie the sequence goes on from the
-oracle's tokens, so that all 64 positions are checked; ties are counted and bounded.
+float32 must give exactly the oracle's 64 tokens. In float16 and bfloat16 a token may differ only at a tie. A tie is one
+of the oracle's best four tokens, its logit within a stated margin of the best. After a tie the sequence continues with
+the oracle's tokens, so all 64 positions are checked. The number of ties is bounded.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SERVED = {
     "gqa_tied": {("bfloat16", "native")},
     "llama3_rope": {("bfloat16", "fused")},
 }
-"""What is served in half precision by ``make test``: one model in all ways, each other in one. The rest are sweeps; the
-same tokens of the same models without a server are in tests/agent/test_model_runner.py, in all ways."""
+"""The half-precision runs of ``make test``: one model in all variants, each other model in one. The rest are sweeps.
+tests/agent/test_model_runner.py checks the same tokens of the same models without a server, in all variants."""
 HALF = [(model, dtype, table) for model in MODELS for table in ("native", "fused") for dtype in ("float16", "bfloat16")]
 
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory):
-    """Of a model its folder and what the oracle said about it."""
+    """A function that returns a model's folder and the oracle's answers for it."""
 
     @cache
     def find(name):
@@ -46,7 +46,7 @@ def golden(tmp_path_factory):
 
 
 def half_precision():
-    """Every way to serve, those of ``SERVED`` without a mark."""
+    """Every variant; those not in ``SERVED`` are marked as sweeps."""
     for model, dtype, op_table in HALF:
         marks = () if (dtype, op_table) in SERVED[model] else pytest.mark.sweep
         yield pytest.param(model, dtype, op_table, marks=marks)

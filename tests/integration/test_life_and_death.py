@@ -1,4 +1,4 @@
-"""What happens when a part is killed: the engine recovers, text is unchanged, nothing is left behind."""
+"""A part of the server is killed: the engine recovers, texts do not change, no process or file is left."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_signal_under_load_stops_everything(tmp_path, with_signal):
         wait_for(lambda: server.get("/server_info")["engine"]["running"] == 2)
         assert server.stop(with_signal) == 0
         for answer in answers:
-            with contextlib.suppress(OSError):  # the connection was closed before an answer was begun
+            with contextlib.suppress(OSError):  # the connection closed before the answer began
                 body = answer.result()
                 assert len(body["choices"][0]["token_ids"]) == 400 if "choices" in body else body["status"] >= 500
     with socket.socket() as free:

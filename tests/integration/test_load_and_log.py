@@ -18,7 +18,7 @@ def run(*arguments):
     return done.stdout
 
 
-def test_the_log_says_what_the_client_saw(tmp_path):
+def test_log_matches_the_client(tmp_path):
     with running_server(tmp_path / "server", ["pa_config.num_blocks=1024"]) as server:
         port = server.url.rsplit(":", 1)[1]
         program = REPOSITORY / "performance/test_serving_performance.py"

@@ -31,7 +31,7 @@ def test_float32_is_exact_alone_and_together(tmp_path, tp, pp):
     with running_server(tmp_path, overrides(tp, pp, "float32", "fused")) as server:
         for case in cases:
             assert complete(server, case["prompt"], 64) == case["tokens"]
-        with ThreadPoolExecutor(8) as pool:  # prompts, decodes and prefix hits among each other
+        with ThreadPoolExecutor(8) as pool:  # mixed prompts, decodes and prefix hits
             asked = [case for case in cases for _ in range(4)]
             answers = list(pool.map(lambda case: complete(server, case["prompt"], 64), asked))
         assert answers == [case["tokens"] for case in asked]
@@ -45,8 +45,8 @@ SAMPLINGS = (
 )
 
 
-def test_sampling_and_penalties_say_what_one_agent_says(tmp_path):
-    """In float32 the logits differ in their last bits only, which these draws do not notice."""
+def test_sampling_and_penalties_match_one_agent(tmp_path):
+    """In float32 the logits differ in their last bits only, which does not change these draws."""
     prompts = [case["prompt"] for case in GOLDEN["cases"]]
     said = {}
     for tp, pp in [(1, 1), (2, 1), (1, 2)]:
@@ -73,7 +73,7 @@ def test_half_precision_is_exact_but_for_ties(tmp_path, tp, pp, dtype, op_table)
 
 
 def test_int8_with_native_operators_is_near_the_oracle(tmp_path):
-    """What serves a model too large for one Ascend: W8A8 over several, here over two agents of a CPU."""
+    """The setup for a model too large for one Ascend: W8A8 over several devices, here two agents on a CPU."""
     cases = GOLDEN["cases"]
     settings = [*overrides(2, 1, "bfloat16", "native"), "model_config.weight_format=int8"]
     with running_server(tmp_path, settings) as server:

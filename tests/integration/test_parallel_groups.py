@@ -89,7 +89,7 @@ def test_a_replica_serves_while_the_other_comes_back(tmp_path):
         (["data_parallel=two"], ["data_parallel = 'two'", "must be an integer"]),
     ],
 )
-def test_splits_that_cannot_be_are_refused_at_once(tmp_path, settings, phrases):
+def test_impossible_splits_are_refused(tmp_path, settings, phrases):
     named = [f"serving_config.{each}" if "ports" in each else f"parallel_config.{each}" for each in settings]
     overrides = small_overrides(tmp_path, named)
     run = run_start_server(*[part for each in overrides for part in ("--set", each)])

@@ -1,5 +1,5 @@
-"""A cache that is far too small: 500 mixed requests through it have the tokens and log-probabilities, to the bit, that
-they have in a cache with room for all, whichever way the scheduler finds."""
+"""500 mixed requests through a cache that is far too small have the same tokens and log-probabilities, to the bit, as
+in a large cache. This holds for every way in which the scheduler frees blocks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SWEPT = ("swap", "recompute")
 
 
 def make_requests(seed: int) -> list[dict[str, Any]]:
-    """Bodies for /v1/completions; prompts that begin alike, at and around block borders, and sampling of every kind."""
+    """Bodies for /v1/completions; shared prompt starts, lengths around block borders, all kinds of sampling."""
     draw = random.Random(seed)
     families = [[draw.randrange(300, VOCAB) for _ in range(3 * BLOCK)] for _ in range(6)]
     return [make_request(draw, index, draw.choice(families)) for index in range(NUM_REQUESTS)]
@@ -61,7 +61,7 @@ def bodies():
 
 @pytest.fixture(scope="module")
 def unpressed(bodies, tmp_path_factory):
-    """The same requests where nobody has to give way, nothing is cached and every prompt is computed whole."""
+    """The same requests without preemption or prefix cache, each prompt computed in one step."""
     with running_server(tmp_path_factory.mktemp("roomy"), ROOMY) as server:
         answers = asyncio.run(run_together(server.url, bodies, seed=1, leave=0.0))
         engine = server.wait_until_idle()
@@ -85,7 +85,7 @@ def test_answers_are_the_same_to_the_bit_under_pressure(way, bodies, unpressed, 
 
 
 def check_pressed(way: str, engine: dict[str, Any], ends: list[dict[str, Any]]) -> None:
-    """What the test is about has happened, and often."""
+    """Assert that preemption and its effects occurred often."""
     assert engine["preemptions"] >= 20
     if "swap" in way:
         assert engine["swaps"] >= 10

@@ -23,8 +23,8 @@ PROMPTS = [
     "My name is Tiny and",
 ]
 
-# Small enough that blocks run out and sequences are preempted: a block is kept free for each that runs, and the longest
-# answers take eight more after their prompt.
+# Small enough that blocks run out and sequences are preempted. One block is reserved per running sequence. The longest
+# answers take eight blocks after their prompt.
 PRESSED = ["model_config.max_generate_length=256", "pa_config.num_blocks=18", "model_config.decode_batch_size=[24]"]
 
 
@@ -49,7 +49,7 @@ def bodies():
 
 @pytest.fixture(scope="module")
 def alone(bodies, tmp_path_factory):
-    """Every request by itself on a server that is not pressed for memory."""
+    """Every request by itself on a server with enough memory."""
     with running_server(tmp_path_factory.mktemp("alone"), ["pa_config.num_blocks=2048"]) as server:
         return asyncio.run(run_alone(server.url, bodies))
 

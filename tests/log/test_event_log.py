@@ -102,7 +102,7 @@ def test_fields_cannot_replace_time_level_and_event(tmp_path: Path) -> None:
     assert lines_of(tmp_path / "log") == [{"time": 1.0, "level": "info", "event": "e", "time_": 5, "event_": "other"}]
 
 
-def test_a_long_field_is_cut_and_the_line_says_so(tmp_path: Path) -> None:
+def test_a_long_field_is_cut_and_marked(tmp_path: Path) -> None:
     with EventLog(tmp_path / "log", max_line_bytes=8192) as log:
         log.event("e", request_id="r1", text="x" * 10_000, short="kept", items=list(range(5000)))
     (line,) = lines_of(tmp_path / "log")
@@ -148,7 +148,7 @@ def test_a_full_disk_is_said_once_and_counted(capsys: pytest.CaptureFixture[str]
     assert complaint == "cannot write the log /dev/full: No space left on device; 1 line(s) lost so far\n"
 
 
-def test_lost_lines_are_noted_when_the_disk_has_room_again(
+def test_lost_lines_are_reported_when_the_disk_has_space_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real_write = os.write
@@ -206,7 +206,7 @@ def test_closed_standard_error_is_no_problem(monkeypatch: pytest.MonkeyPatch) ->
     EventLog(None).error("nobody hears this")
 
 
-def test_a_pipe_nobody_reads_does_not_stop_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_pipe_does_not_stop_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     with contextlib.suppress(BlockingIOError):

@@ -61,7 +61,7 @@ def test_normalized_latency() -> None:
     assert normalized_latency(3.0, 0) is None
 
 
-def test_many_values_at_once_are_the_same_as_one_by_one() -> None:
+def test_adding_many_values_equals_adding_one_by_one() -> None:
     values = [5.0, 1.0, 4.0, 2.0, 2.5]
     for limit in (3, 4, 100):
         one_by_one, at_once = Distribution(exact_limit=limit), Distribution(exact_limit=limit)

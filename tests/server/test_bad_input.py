@@ -165,7 +165,7 @@ TOO_LONG = [
 
 
 @pytest.mark.parametrize(("path", "body", "param", "phrase"), TOO_LONG)
-def test_what_does_not_fit_the_context(server, path, body, param, phrase):
+def test_prompts_longer_than_the_context(server, path, body, param, phrase):
     response = server.post(path, body)
     error = error_of(response)
     assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)

@@ -109,7 +109,7 @@ def test_end_tokens(server: Any, engine: Any, tokenizer: Any, beams: list[Beam])
         ({"use_beam_search": False, "best_of": 2}, "best_of", "'best_of' is 2 and n is 1"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together(server: Any, engine: Any, fields: Any, param: str, text: str) -> None:
+def test_incompatible_options(server: Any, engine: Any, fields: Any, param: str, text: str) -> None:
     response = server.post("/v1/completions", {"prompt": "a", "use_beam_search": True, **fields})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param)

@@ -1,4 +1,4 @@
-"""When the HTTP edge says that output was delivered: at the write, or when a slow client has made room."""
+"""The HTTP server reports output as delivered at the write, or later when a slow client has read it."""
 
 import json
 import socket
@@ -41,8 +41,8 @@ def test_head_and_first_event_are_one_write_and_so_are_last_event_and_end(server
     assert len(reads) == 2
 
 
-def test_a_slow_client_is_delivered_to_when_it_reads(server, engine, monkeypatch):
-    """Its pieces wait, merged, and their time is when the last byte went into the socket."""
+def test_delivery_to_a_slow_client_is_when_it_reads(server, engine, monkeypatch):
+    """Its pieces wait and are merged; the delivery time is the write of the last byte."""
     engine.script = lambda prompt, sampling: [300] * 100
     step = engine._step
     monkeypatch.setattr(engine, "_step", lambda *args: _longer(step(*args)))
@@ -85,7 +85,7 @@ def read_all(connection):
     return head, None, body
 
 
-def test_a_client_gone_before_the_first_token_was_delivered_nothing(server, engine):
+def test_no_delivery_to_a_client_that_left_before_the_first_token(server, engine):
     engine.delay_s = 5
     server.raw(request_bytes(STREAM)).close()
     wait_until(lambda: bool(engine.submitted) and engine.submitted[0].aborted)
@@ -115,7 +115,7 @@ def test_a_stream_that_fails_is_closed_when_the_error_was_sent(server, engine):
     assert request.closed_at >= request.delivered[-1]
 
 
-def test_log_probabilities_are_asked_for_only_by_those_who_want_them(server, engine):
+def test_log_probabilities_are_computed_on_request_only(server, engine):
     for body, wanted in (({}, False), ({"logprobs": 0}, True), ({"logprobs": 2}, True)):
         server.post("/v1/completions", {"prompt": "a", **body})
         assert engine.submitted[-1].sampling.wants_logits is wanted

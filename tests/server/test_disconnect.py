@@ -1,4 +1,4 @@
-"""A client that goes away, on a raw socket: its request is aborted at once, whatever it was waiting for."""
+"""A client disconnects, on a raw socket: its request is aborted immediately, in every state."""
 
 import json
 import socket
@@ -25,7 +25,7 @@ def aborted(engine) -> bool:
 
 
 def reset(connection: socket.socket) -> None:
-    """Closes with RST, as a killed process with unread data does."""
+    """Close with RST, as the kernel does for a killed process with unread data."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
@@ -74,7 +74,7 @@ def test_a_client_that_does_not_read_holds_up_only_itself(server, engine, tokeni
     wait_until(lambda: engine.submitted[0].finished or engine.submitted[0].aborted)
 
 
-def test_half_a_body_then_gone(server, engine):
+def test_disconnect_after_half_a_body(server, engine):
     data = http_request("/v1/completions", json.dumps(SLOW).encode())
     for cut in (len(data) - 5, data.index(b"\r\n\r\n") + 4, 30, 1):
         server.raw(data[:cut]).close()
@@ -132,7 +132,7 @@ def test_a_large_body_is_refused_before_it_is_sent(server):
         assert time.monotonic() - start < 0.5
 
 
-def test_what_is_not_http(server):
+def test_bytes_that_are_not_http(server):
     with server.raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 not http at all\r\n\r\n") as connection:
         assert read_response(connection)[0] == 400
     assert server.http.get("/health/live").status_code == 200

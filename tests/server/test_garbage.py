@@ -1,4 +1,4 @@
-"""A request that is over leaves nothing to the garbage collector, which stops the server while it walks all it has."""
+"""A finished request leaves no cyclic garbage: a run of the garbage collector pauses the server."""
 
 import gc
 import json
@@ -19,7 +19,7 @@ def refused_at_the_door(engine, monkeypatch):
 
     def queue_full():
         full = scheduler.queue_full()
-        assert full is not None  # and held by this frame for a moment, as by the engine's
+        assert full is not None  # this frame holds the error for a short time, like the engine's frame
         return full
 
     monkeypatch.setattr(engine, "queue_full", queue_full)

@@ -276,7 +276,7 @@ def test_sampling_parameters_reach_the_engine(client, engine):
     assert not sampling.skip_special_tokens
 
 
-def test_nulls_and_harmless_fields_are_taken(client, engine):
+def test_nulls_and_harmless_fields_are_accepted(client, engine):
     client.chat.completions.create(
         model=MODEL_NAME,
         messages=HELLO,

@@ -1,4 +1,4 @@
-"""When a request was sent, by its own word: what is believed, and that times count from there."""
+"""The start time that a request states: which values are accepted, and that its times count from there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_ages(stamp, age):
     [b"t=1763740801", b"t=1763740740.4", b"", b"t=", b"t=nan", b"inf", b"t=-1", b"12", b"t=1763740800.125 ", b"1e9",
      b"9" * 400, b"t=0.5", "t=１７６３７４０８００".encode()],
 )  # fmt: skip
-def test_what_is_not_believed(stamp):
+def test_start_times_that_are_ignored(stamp):
     assert age_of(stamp, NOW) == 0.0
 
 

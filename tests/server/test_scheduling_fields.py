@@ -1,4 +1,4 @@
-"""Priority, objectives, deadline, tenant and cache salt: by field and by header, on every dialect."""
+"""Priority, objectives, deadline, tenant and cache salt: by field and by header, in every dialect."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_large_body_of_a_refused_request_does_not_disturb_the_next(server, eng
 
 
 @pytest.mark.parametrize(("seconds", "header"), [(0.2, "1"), (1.0, "1"), (12.1, "13")])
-def test_retry_after_is_what_the_queue_expects(server, engine, seconds, header):
+def test_retry_after_is_the_expected_queue_time(server, engine, seconds, header):
     engine.refuse = QueueFullError("full", retry_after_s=seconds)
     assert server.post("/v1/completions", {"prompt": "a"}).headers["retry-after"] == header
 

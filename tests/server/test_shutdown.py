@@ -1,4 +1,4 @@
-"""The server stops within seconds, and tells those who still wait."""
+"""The server stops within seconds, and waiting clients get an error."""
 
 import json
 import time
@@ -77,5 +77,5 @@ def test_a_client_that_does_not_read_does_not_delay_it_for_long(tokenizer):
 
 
 def never_ending(step):
-    """Pieces of 50 kB, more than the sockets hold, that never say they are the last."""
+    """Pieces of 50 kB, more than the socket buffers hold, and never a last piece."""
     return lambda *args: replace(step(*args), finish_reason=None, text="x" * 50_000)
