@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -119,7 +119,7 @@ def new_parser(
     return parser
 
 
-def write_json(path: Path | None, content: Mapping[str, Any]) -> None:
+def write_json(path: Path | None, content: Mapping[str, Any] | Sequence[Any]) -> None:
     """Writes a program's results, and creates the folder. Does nothing if ``path`` is None."""
     if path is None:
         return

@@ -19,6 +19,7 @@ import numpy as np
 from agent.kernels import collectives
 from agent.weights.storage import STORAGE_DTYPES
 from llm_serving.ipc.exchange import COLLECTIVE_BYTES, DOWN_WORD, ExchangeLayout, ExchangeMemory
+from performance.program import new_parser, write_json
 from performance.terminal import format_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +32,7 @@ LAYOUT = ExchangeLayout(2, 1, hidden_size=64, max_tokens=1, max_rows=1)
 
 def main() -> int:
     """Prints the figures and optionally writes them to a file. Returns the exit code."""
-    parser = argparse.ArgumentParser(description="Sums between two agents over shared memory.")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser = new_parser(__doc__)
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="bfloat16")
     parser.add_argument("--agent", nargs=2, metavar=("EXCHANGE", "INDEX"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -41,8 +41,7 @@ def main() -> int:
         os._exit(0)
     figures = measure(arguments.dtype)
     print(table(figures))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.json, figures)
     return 0
 
 

@@ -30,9 +30,9 @@ from llm_serving.config import Config, load_config
 from performance.bench.against import add_against_options, compare_trees
 from performance.bench.ceilings import drift_text, measure_ceilings
 from performance.bench.engine import offline_engine
-from performance.bench.engine_rows import Case, decode_case, measure_case, numbers_of, prefill_case
+from performance.bench.engine_rows import Case, add_case_options, cases_of, measure_case, numbers_of
 from performance.bench.step_kernels import add_kernel_shares
-from performance.program import exits_with_errors, new_parser, parse_count, parse_counts, write_json
+from performance.program import exits_with_errors, new_parser, write_json
 from performance.terminal import format_number, format_table
 
 COLUMNS = (
@@ -67,11 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--weights", help="model_config.weight_format")
     parser.add_argument("--kv", help="model_config.kv_format")
     parser.add_argument("--op-table", help="model_config.op_table")
-    parser.add_argument("--batch", type=parse_counts, default=(1, 8, 32, 64, 128), help="default 1,8,32,64,128")
-    parser.add_argument("--prompt", type=parse_count, default=64, help="tokens of a prompt (default %(default)s)")
-    parser.add_argument("--new", type=parse_count, default=128, help="tokens to generate (default %(default)s)")
-    parser.add_argument("--prefill", type=parse_counts, default=(1024,), help="tokens of prefill rows (default 1024)")
-    parser.add_argument("--repeats", type=parse_count, default=5, help="default %(default)s")
+    add_case_options(parser, batches=(1, 8, 32, 64, 128), new=128, repeats=5)
     parser.add_argument("--threads", type=int, default=0, help="of the agent (default 0: one per processor)")
     parser.add_argument("--no-kernels", action="store_true", help="do not measure the step's kernels separately")
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture to this file")
@@ -85,14 +81,6 @@ def overrides(parsed: argparse.Namespace) -> list[str]:
     named["cpu_threads"] = parsed.threads or None
     settings = [f"model_config.{key}={value}" for key, value in named.items() if value is not None]
     return ["serving_config.agent_ports=[0]", *settings, *parsed.settings]
-
-
-def cases_of(parsed: argparse.Namespace, config: Config) -> list[Case]:
-    longest = min(config.max_prompt_len, config.max_model_len - 1)
-    return [
-        *(decode_case(batch, parsed.prompt, parsed.new) for batch in parsed.batch),
-        *(prefill_case(tokens, longest) for tokens in parsed.prefill),
-    ]
 
 
 def run(config: Config, cases: Sequence[Case], parsed: argparse.Namespace) -> dict[str, Any]:

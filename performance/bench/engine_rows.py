@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from llm_serving.model.shape import ModelShape
 from performance.bench.ceilings import Ceilings
 from performance.bench.engine import OfflineEngine, Times
 from performance.bench.roofline import Numbers, decode_seconds, prefill_seconds
+from performance.program import parse_count, parse_counts
 
 FIRST_PLAIN_TOKEN = 10
 
@@ -50,6 +52,25 @@ def prefill_case(tokens: int, longest: int) -> Case:
     while tokens % count:
         count += 1
     return Case("prefill", count, tokens // count, 1)
+
+
+def add_case_options(parser: argparse.ArgumentParser, batches: tuple[int, ...], new: int, repeats: int) -> None:
+    """Adds the options of decode and prefill rows, with a program's own defaults."""
+    default = ",".join(map(str, batches))
+    parser.add_argument("--batch", type=parse_counts, default=batches, help=f"sizes of decode rows (default {default})")
+    parser.add_argument("--prompt", type=parse_count, default=64, help="tokens of a prompt (default %(default)s)")
+    parser.add_argument("--new", type=parse_count, default=new, help="tokens to generate (default %(default)s)")
+    parser.add_argument("--prefill", type=parse_counts, default=(1024,), help="tokens of prefill rows (default 1024)")
+    parser.add_argument("--repeats", type=parse_count, default=repeats, help="runs of each row (default %(default)s)")
+
+
+def cases_of(parsed: argparse.Namespace, config: Config) -> list[Case]:
+    """Returns the cases of ``add_case_options`` within the config's limits."""
+    longest = min(config.max_prompt_len, config.max_model_len - 1)
+    return [
+        *(decode_case(batch, parsed.prompt, parsed.new) for batch in parsed.batch),
+        *(prefill_case(tokens, longest) for tokens in parsed.prefill),
+    ]
 
 
 def random_prompts(case: Case, vocab_size: int, seed: int) -> list[list[int]]:

@@ -12,20 +12,17 @@ are marked, and the limit does not apply to them. The exit code is 1 if another 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from llm_serving.cli import config_as_yaml
 from llm_serving.config import Config, load_config
-from llm_serving.errors import LLMServingError
 from llm_serving.model.number_formats import AUTO, weight_format
 from performance.bench.ceilings import Ceilings, measure_ceilings
 from performance.bench.engine import OfflineEngine, offline_engine
-from performance.bench.engine_rows import Case, decode_case, measure_case, numbers_of, prefill_case
-from performance.program import parse_count, parse_counts, write_json
+from performance.bench.engine_rows import Case, add_case_options, cases_of, measure_case, numbers_of
+from performance.program import exits_with_errors, new_parser, write_json
 from performance.terminal import format_number, format_table
 
 TABLES = ("fused", "native")
@@ -33,19 +30,16 @@ SAME = "same"
 FIGURES = ("step_ms", "graph_ms", "sample_ms", "decode_tokens_per_s", "prefill_tokens_per_s")
 
 
+@exits_with_errors
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0; 1 if a ratio exceeds the limit; 2 if a config is wrong or an engine does not start."""
     parsed = build_parser().parse_args(arguments)
-    try:
-        results = [
-            compare(name, weights, fused_weights, parsed)
-            for name in parsed.config
-            for weights in parsed.weights
-            for fused_weights in parsed.fused_weights
-        ]
-    except LLMServingError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    results = [
+        compare(name, weights, fused_weights, parsed)
+        for name in parsed.config
+        for weights in parsed.weights
+        for fused_weights in parsed.fused_weights
+    ]
     write_json(parsed.json, {"limit": parsed.limit, "repeats": parsed.repeats, "models": results})
     held = [result for result in results if result["same_products"]]
     above = [row for result in held for row in result["rows"] if row["ratio"] > parsed.limit]
@@ -54,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = new_parser(__doc__)
     parser.add_argument("--config", nargs="+", default=["llama_160m_cpu.yaml", "llama_1b_cpu.yaml"])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help="override")
     parser.add_argument("--weights", nargs="+", default=["auto"], help="model_config.weight_format (default auto)")
@@ -64,14 +58,9 @@ def build_parser() -> argparse.ArgumentParser:
         default=[SAME],
         help=f"weight format of the fused engine; {SAME} (default): the one with the same products",
     )
-    parser.add_argument("--batch", type=parse_counts, default=(1, 8, 32, 64), help="default 1,8,32,64")
-    parser.add_argument("--prompt", type=parse_count, default=64, help="tokens of a prompt (default %(default)s)")
-    parser.add_argument("--new", type=parse_count, default=32, help="tokens to generate (default %(default)s)")
-    parser.add_argument("--prefill", type=parse_counts, default=(1024,), help="tokens of prefill rows (default 1024)")
-    parser.add_argument("--repeats", type=parse_count, default=3, help="default %(default)s")
+    add_case_options(parser, batches=(1, 8, 32, 64), new=32, repeats=3)
     parser.add_argument("--threads", type=int, default=0, help="of the agents (default 0: one per processor)")
     parser.add_argument("--limit", type=float, default=1.5, help="maximum ratio (default %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows to this file")
     return parser
 
 
@@ -84,14 +73,9 @@ def compare(name: str, weights: str, fused_weights: str, parsed: argparse.Namesp
         "native": _config(name, weights, "native", parsed),
     }
     config, ceilings = configs["native"], measure_ceilings(parsed.threads)
-    longest = min(config.max_prompt_len, config.max_model_len - 1)
-    cases = [
-        *(decode_case(batch, parsed.prompt, parsed.new) for batch in parsed.batch),
-        *(prefill_case(tokens, longest) for tokens in parsed.prefill),
-    ]
     with offline_engine(configs["fused"]) as fused, offline_engine(configs["native"]) as native:
         engines = {"fused": fused, "native": native}
-        rows = [_row(case, engines, configs, ceilings, parsed.repeats) for case in cases]
+        rows = [_row(case, engines, configs, ceilings, parsed.repeats) for case in cases_of(parsed, config)]
     formats = {table: {"weights": each.weight_format, "products": products(each)} for table, each in configs.items()}
     same = formats["fused"]["products"] == formats["native"]["products"]
     print(_title(config.model_name, formats, same=same, threads=ceilings.threads))

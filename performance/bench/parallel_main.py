@@ -26,6 +26,7 @@ from agent.warm_up import make_step
 from llm_serving.config import Config, load_config
 from llm_serving.ipc.exchange import ExchangeLayout, ExchangeMemory
 from llm_serving.ipc.shm import LAST_TOKEN
+from performance.program import new_parser, write_json
 from performance.terminal import format_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,12 +40,9 @@ FIRST_PLAIN_TOKEN = 10
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the figures and optionally writes them to a file. Returns the exit code."""
-    parser = argparse.ArgumentParser(description="Decode steps of a model shared by several agents.")
-    parser.add_argument("--config", default="llama_160m_cpu.yaml", help="default %(default)s")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="KEY=VALUE")
+    parser = new_parser(__doc__, "llama_160m_cpu.yaml")
     parser.add_argument("--groups", default="", help="tensor x pipeline parallel, such as 1x1,2x1")
     parser.add_argument("--texts", type=int, default=1, help="number of compared texts (default %(default)s)")
-    parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--agent", nargs=4, metavar=("RANK", "TP", "PP", "EXCHANGE"), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.agent is not None:
@@ -56,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(figures))
     for each in figures[1:]:
         print(comparison(figures[0], each))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    write_json(arguments.json, figures)
     return 0
 
 
@@ -66,7 +63,7 @@ def config_of(arguments: argparse.Namespace, group: tuple[int, ...]) -> Config:
     parallel = [f"parallel_config.tensor_parallel={group[0]}", f"parallel_config.pipeline_parallel={group[1]}"]
     if group[0] > 1:
         parallel.append("parallel_config.sum_parts=1")  # the setting applies to agents that do not share layers
-    return load_config(arguments.config, [*arguments.overrides, *parallel])
+    return load_config(arguments.config, [*arguments.settings, *parallel])
 
 
 def measure(arguments: argparse.Namespace, group: tuple[int, ...]) -> dict[str, Any]:
@@ -80,7 +77,7 @@ def measure(arguments: argparse.Namespace, group: tuple[int, ...]) -> dict[str, 
         for rank in range(config.parallel_config.group_size):
             command = [sys.executable, str(ROOT / "performance" / "bench_parallel.py"), "--config", arguments.config]
             command += ["--texts", str(arguments.texts)]
-            command += [part for override in arguments.overrides for part in ("--set", override)]
+            command += [part for override in arguments.settings for part in ("--set", override)]
             command += ["--agent", str(rank), *map(str, group), exchange.name if exchange is not None else "none"]
             agents.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
         outputs = [json.loads(agent.communicate(timeout=300)[0].splitlines()[-1]) for agent in agents]

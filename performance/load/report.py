@@ -154,21 +154,13 @@ def report_json(run: LoadRun, figures: LoadFigures) -> dict[str, Any]:
 
 
 def _options_json(options: LoadOptions) -> dict[str, Any]:
+    names = ("api", "rate", "arrivals", "seed", "token_ids", "prompt_len", "output_len", "temperature", "ignore_eos",
+             "warmup", "timeout_s")  # fmt: skip
     return {
         "url": options.endpoint.url,
-        "api": options.api,
-        "rate": options.rate,
         "duration_s": options.duration,
-        "arrivals": options.arrivals,
-        "seed": options.seed,
         "dataset": None if options.dataset is None else str(options.dataset),
-        "token_ids": options.token_ids,
-        "prompt_len": options.prompt_len,
-        "output_len": options.output_len,
-        "temperature": options.temperature,
-        "ignore_eos": options.ignore_eos,
-        "warmup": options.warmup,
-        "timeout_s": options.timeout_s,
+        **{name: getattr(options, name) for name in names},
     }
 
 
