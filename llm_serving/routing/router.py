@@ -3,16 +3,16 @@
 All guarantees of the queue hold for all replicas together: admission limits, deadlines, priorities, fairness between
 tenants, and the order of policy ``slo``. A request waits here until a replica can start it. Then the replica has a
 batch row and blocks for it, and the next step there can take it. ``placement`` then chooses the replica by load and
-cached tokens. A router that places each request at its arrival cannot do this: the request would wait in the queue of
-one replica while another is idle. The replica with the longest cached prefix may have a longer queue, but it must have
-the capacity.
+cached tokens. A router that places each request at its arrival cannot do this. Its requests could wait at one replica
+while another is idle. The replica with the longest cached prefix may have a longer queue, but it must have the
+capacity.
 
-A request is in exactly one place: this queue or one scheduler. It comes back to this queue if its replica has no
-capacity for it but another replica has, or if the agents of its replica are lost. Requests that have run go first, in
-order of arrival, and are computed again from their known tokens.
+A request is in exactly one place: this queue or one scheduler. It comes back to this queue in two cases: only another
+replica has capacity for it, or the agents of its replica are lost. Requests that have run go first, in order of
+arrival, and are computed again from their known tokens.
 
-Requests of a ``group`` (the samples of one prompt, the beams of a search) go to the replica of the first of them, where
-they share its blocks, even if they must wait there.
+A ``group`` is the samples of one prompt or the beams of a search. All its requests go to the replica of the first one,
+even if they must wait there. With the prefix cache they share blocks.
 """
 
 from __future__ import annotations

@@ -34,11 +34,11 @@ class Figures:
     prefix_query_tokens: int = 0
     """Tokens of all sequences at their start."""
     prefix_hit_tokens: int = 0
-    """Those of these tokens that the prefix cache had."""
+    """Number of these tokens that the prefix cache had."""
     reserved_tokens: int = 0
     """KV positions in all block tables."""
     held_tokens: int = 0
-    """Those of these positions that hold a token, or will hold one when the running prompts are computed."""
+    """Number of these positions that hold a token, or will hold one when the running prompts are computed."""
     steps_in_flight: int = 0
     unplaced: int = 0
     """Waiting requests of a router that no replica has."""

@@ -156,8 +156,8 @@ class Intake(Stateful):
     def limit_starts(self, num_starts: int) -> None:
         """Notes that at most ``num_starts`` requests can start, because of blocks, admission or policy.
 
-        The least limit holds until the queue is empty. Blocks become free a few at a time. If each of them raised the
-        limit, the queue would take a request for every free batch row, and most of these requests could not start.
+        The least limit holds until the queue is empty. Blocks become free a few at a time. If a free block raised the
+        limit, the queue would take a request for every free batch row. Most of these requests could not start.
         """
         self._max_starts = num_starts if self._max_starts is None else min(self._max_starts, num_starts)
 

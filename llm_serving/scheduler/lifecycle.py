@@ -1,4 +1,4 @@
-"""What happens to a request between its admission and its end: placed, restarted, given tokens, ended."""
+"""The lifecycle of a request after its admission: placed, restarted, given tokens, ended."""
 
 from __future__ import annotations
 

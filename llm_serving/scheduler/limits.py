@@ -188,8 +188,10 @@ class SchedulerLimits:
 
     @property
     def watermark_blocks(self) -> int:
-        """Blocks that stay free when a sequence starts while others run. A twentieth of the cache gave a fifth to a
-        half of the preemptions of a hundredth, in a simulation of 400 requests on 1024 blocks of 16."""
+        """Blocks that stay free when a sequence starts while others run: a twentieth of the cache.
+
+        In a simulation of 400 requests on 1024 blocks of 16, a hundredth gave two to five times as many preemptions.
+        """
         return self.num_blocks // 20
 
     def max_output_tokens(self, request: Request) -> int:

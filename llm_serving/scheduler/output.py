@@ -1,4 +1,4 @@
-"""What the scheduler and the executor exchange: scheduled steps, and the results of completed steps.
+"""Scheduled steps, and the results of completed steps. Scheduler and executor exchange them.
 
 A step is columnar because the executor writes it into NumPy arrays: index ``i`` of every list describes sequence ``i``
 of the step. Lists are shared, not copied: ``block_tables[i]`` is the sequence's own list. The executor reads it in
@@ -12,8 +12,8 @@ The executor may rely on the following rules, and then needs work per change of 
   Until the next restart of that batch row, its block table only grows at the end.
 * Several sequences may read a block. A block that a step writes, by tokens or by a move, belongs to one sequence only.
 * Steps are sent in the order of ``seq``, which increases by one. Steps of one kind run in that order; PREFILL and MIXED
-  count as one kind. Any order of the two kinds gives the same tokens. A MOVE step may overtake other steps: no step in
-  flight uses the blocks that it writes, and completed steps have written the blocks that it reads.
+  count as one kind. Any order of the two kinds gives the same tokens. A MOVE step may overtake other steps: no other
+  step in flight uses the blocks that it writes. The blocks that it reads were written by completed steps.
 * Blocks in ``moves`` stay with their sequences until the step completes.
 """
 

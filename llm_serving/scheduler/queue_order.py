@@ -6,12 +6,12 @@
    a. Requests of one ``priority`` form a class. The class with the least ``oldest arrival + ageing * priority`` is
       next. So one level of priority is worth ``ageing`` seconds of waiting.
    b. In the class, the tenant with the least virtual token counter is next.
-   c. Of the tenant's requests, the earliest arrival is next. It also decides between tenants with equal counters.
+   c. The tenant's request that arrived first is next. Arrival also decides between tenants with equal counters.
 
 With one tenant and equal priorities this is first come, first served.
 
-No request starves. A request of priority p that arrived at time t waits for a class of priority q only while that class
-has requests that arrived by ``t + ageing * (p - q)``. While a request waits, another tenant of its class gets at most
+No request starves. Let a request of priority p arrive at time t. It waits for a class of priority q only while that
+class has requests that arrived by ``t + ageing * (p - q)``. While a request waits, another tenant of its class gets at most
 ``4 * max(INPUT_WEIGHT * L, OUTPUT_WEIGHT * M)`` more service than its own tenant. L is the longest prompt, and M is the
 maximum number of tokens that running requests hold together.
 

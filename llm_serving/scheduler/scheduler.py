@@ -7,11 +7,11 @@ result. The following always holds:
 * Running sequences are in order of arrival. The oldest is never preempted, so one sequence always advances.
 * For a running sequence after its prefill: ``num_computed_tokens == num_tokens + num_inflight_tokens - 1``. The next
   decode step writes the keys and values of the last sampled token, which is at that position.
-* The tokens of a sequence depend on its own tokens only. Preemption, the prefix cache and the size of chunks do not
-  matter: the keys and values have the same bits, and so the next token is the same.
+* The tokens of a sequence depend on its own tokens only. Preemption, the prefix cache and the size of chunks change no
+  bit of the keys and values. So they do not change the next token.
 
-The parts decide as follows. The batching mode and the ``Starter`` decide which requests start, the policy decides which
-kind of step comes next, and the ``StepComposer`` decides which sequences are in it. ``Lifecycle`` and ``Preemption``
+The parts decide as follows. The policy decides which kind of step comes next. The ``StepComposer`` decides which
+sequences are in it. The ``Starter`` and the batching mode decide which requests start. ``Lifecycle`` and ``Preemption``
 change the state of sequences.
 """
 

@@ -17,11 +17,11 @@ def test_each_full_block_is_hashed_with_its_parent() -> None:
     assert hash_blocks([1], 2, b"root") == []
 
 
-def test_the_root_tells_namespace_and_salt_apart() -> None:
+def test_namespace_and_salt_give_different_roots() -> None:
     assert len({root_hash(b"ab", b"c"), root_hash(b"a", b"bc"), root_hash(b"", b"abc"), root_hash(b"abc", b"")}) == 4
 
 
-def test_a_chain_hashes_each_block_once_however_it_grows() -> None:
+def test_a_chain_hashes_each_block_once() -> None:
     hashed: list[bytes] = []
 
     def counted(data: bytes) -> bytes:

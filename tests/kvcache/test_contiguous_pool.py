@@ -6,7 +6,7 @@ from llm_serving.kvcache.contiguous_pool import ContiguousPool
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 
 
-def test_the_first_range_that_is_long_enough() -> None:
+def test_the_first_range_that_fits_is_allocated() -> None:
     pool = ContiguousPool(10)
     first, second, third = pool.allocate(3), pool.allocate(2), pool.allocate(3)
     assert (first, second, third) == ([1, 2, 3], [4, 5], [6, 7, 8])
@@ -20,7 +20,7 @@ def test_the_first_range_that_is_long_enough() -> None:
     assert pool.num_free_blocks == 1
 
 
-def test_scattered_blocks_are_not_a_range() -> None:
+def test_scattered_blocks_are_no_range() -> None:
     pool = ContiguousPool(5)
     pieces = [pool.allocate(1) for _ in range(4)]
     pool.free([1, 3])
@@ -31,14 +31,14 @@ def test_scattered_blocks_are_not_a_range() -> None:
 
 
 @pytest.mark.parametrize("wrong", [[1, 1], [2], [0]])
-def test_a_block_is_freed_once(wrong: list[int]) -> None:
+def test_freeing_a_block_twice_is_an_error(wrong: list[int]) -> None:
     pool = ContiguousPool(4)
     pool.allocate(1)
     with pytest.raises(AssertionError, match="is freed but not allocated"):
         pool.free(wrong)
 
 
-def test_integrity_notices_lost_and_stolen_blocks() -> None:
+def test_the_integrity_check_finds_lost_and_duplicate_blocks() -> None:
     pool = ContiguousPool(5)
     pool.allocate(2)
     with pytest.raises(AssertionError, match="1 blocks held and 2 free are not 4 in total"):
@@ -67,7 +67,7 @@ def test_a_contiguous_table_is_reserved_once_for_all_its_tokens() -> None:
     manager.check_integrity([])
 
 
-def test_reserving_is_for_empty_contiguous_tables() -> None:
+def test_only_empty_contiguous_tables_are_reserved() -> None:
     with pytest.raises(AssertionError, match="only an empty table is reserved"):
         KVCacheManager(8, 4).reserve([], 4)
     with pytest.raises(AssertionError, match="only an empty table is reserved"):

@@ -6,7 +6,7 @@ from llm_serving.kvcache.host_block_pool import HostBlockPool
 from llm_serving.kvcache.kv_cache_manager import KVCacheManager
 
 
-def test_host_blocks_are_all_or_nothing_and_start_at_0() -> None:
+def test_allocation_is_all_or_nothing_and_starts_at_block_0() -> None:
     manager = KVCacheManager(4, 4, num_host_blocks=3)
     table = manager.host_allocate(2)
     assert table == [0, 1]
@@ -17,14 +17,14 @@ def test_host_blocks_are_all_or_nothing_and_start_at_0() -> None:
     assert manager.host_allocate(3) == [0, 1, 2]
 
 
-def test_no_host_blocks_is_a_size_too() -> None:
+def test_a_host_pool_may_be_empty() -> None:
     assert HostBlockPool(0).allocate(1) is None
     assert HostBlockPool(0).allocate(0) == []
     with pytest.raises(ValueError, match="num_host_blocks is -1"):
         HostBlockPool(-1)
 
 
-def test_host_blocks_are_freed_once_and_not_lost() -> None:
+def test_the_integrity_check_finds_lost_and_duplicate_host_blocks() -> None:
     pool = HostBlockPool(3)
     pool.allocate(2)
     with pytest.raises(AssertionError, match="host block 2 is freed but not allocated"):

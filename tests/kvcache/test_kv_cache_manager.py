@@ -36,7 +36,7 @@ def test_growing_is_all_or_nothing() -> None:
     assert table == [1, 2, 3]
 
 
-def test_free_gives_every_block_back_and_leaves_the_list() -> None:
+def test_free_takes_every_block_back_and_keeps_the_list() -> None:
     manager, table = KVCacheManager(4, 2), []
     manager.grow(table, 5)
     manager.check_integrity([table])
@@ -46,6 +46,6 @@ def test_free_gives_every_block_back_and_leaves_the_list() -> None:
     manager.check_integrity([])
 
 
-def test_a_block_has_a_size() -> None:
+def test_a_block_size_of_0_is_refused() -> None:
     with pytest.raises(ValueError, match="block_size is 0"):
         KVCacheManager(4, 0)

@@ -1,4 +1,4 @@
-"""Hits and what may come between: eviction, copies under way, doubles, preemption, collisions, losses."""
+"""Prefix hits, combined with eviction, copies, equal blocks, preemption, collisions and losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def start(manager: KVCacheManager, tokens: list[int], salt: bytes = b"") -> tupl
 
 
 def serve(manager: KVCacheManager, tokens: list[int], salt: bytes = b"") -> list[int]:
-    """Compute a sequence to its end and take its blocks back. Gives the table it had."""
+    """Computes a sequence to its end and takes its blocks back. Returns its block table."""
     table, chain, adoption = start(manager, tokens, salt)
     manager.end_copies(adoption.copies)
     manager.commit(table, chain, len(tokens))
@@ -36,7 +36,7 @@ def hit_tokens(manager: KVCacheManager, tokens: list[int], salt: bytes = b"") ->
     return manager.match_prefix(manager.new_chain(tokens, salt)).num_tokens
 
 
-def test_what_was_served_is_found_again_and_its_last_block_goes_on_without_a_copy() -> None:
+def test_a_finished_sequence_is_found_and_its_last_block_needs_no_copy() -> None:
     manager = cached_manager()
     assert serve(manager, PROMPT) == [1, 2, 3]
     table, chain = [], manager.new_chain([*PROMPT, 1, 2, 3])
@@ -50,7 +50,7 @@ def test_what_was_served_is_found_again_and_its_last_block_goes_on_without_a_cop
     manager.check_cache()
 
 
-def test_a_last_block_that_somebody_holds_is_copied() -> None:
+def test_a_held_last_block_is_copied() -> None:
     manager = cached_manager()
     first, chain, _ = start(manager, PROMPT)
     manager.commit(first, chain, 10)
@@ -78,7 +78,7 @@ def test_with_blocks_of_one_token_the_last_token_is_computed() -> None:
     assert (one, adoption) == ([5], Adoption(0, []))
 
 
-def test_prompts_that_part_in_the_middle_of_a_block_share_up_to_there() -> None:
+def test_prompts_that_differ_inside_a_block_share_the_part_before() -> None:
     manager = cached_manager()
     serve(manager, PROMPT)
     table, _, adoption = start(manager, [*PROMPT[:6], 1, 2, 3])
@@ -103,7 +103,7 @@ def test_a_hit_that_is_evicted_before_it_is_adopted_is_left_out() -> None:
     manager.check_cache()
 
 
-def test_the_source_of_a_copy_is_held_until_the_copy_is_answered() -> None:
+def test_the_source_of_a_copy_is_held_until_the_copy_ends() -> None:
     manager = cached_manager(num_blocks=5)
     serve(manager, PROMPT[:8])
     table, chain, adoption = start(manager, PROMPT[:8])
@@ -122,14 +122,14 @@ def test_the_source_of_a_copy_is_held_until_the_copy_is_answered() -> None:
         manager.end_copies(adoption.copies)
 
 
-def test_a_tail_is_given_up_where_its_source_is_the_last_free_block() -> None:
+def test_a_tail_is_not_used_if_its_source_is_the_last_free_block() -> None:
     manager = cached_manager(num_blocks=3)
     serve(manager, PROMPT[:8])
     table, _, adoption = start(manager, PROMPT[:8])
     assert (table, adoption) == ([1, 2], Adoption(4, []))
 
 
-def test_of_two_sequences_that_compute_the_same_block_the_first_is_found() -> None:
+def test_the_first_of_two_equal_blocks_is_found() -> None:
     manager = cached_manager()
     first, first_chain, _ = start(manager, PROMPT)
     second, second_chain, _ = start(manager, PROMPT)
@@ -145,7 +145,7 @@ def test_of_two_sequences_that_compute_the_same_block_the_first_is_found() -> No
     manager.check_cache()
 
 
-def test_the_double_takes_over_when_the_first_was_evicted() -> None:
+def test_the_second_of_two_equal_blocks_is_found_after_the_first_was_evicted() -> None:
     manager = cached_manager(num_blocks=6)
     first, first_chain, _ = start(manager, PROMPT[:8])
     second, second_chain, _ = start(manager, PROMPT[:8])
@@ -175,7 +175,7 @@ def test_a_preempted_sequence_finds_its_own_blocks() -> None:
     assert again == [1, 2, 3, 4]
 
 
-def test_a_block_being_computed_is_worth_waiting_for() -> None:
+def test_announced_blocks_are_pending() -> None:
     manager = cached_manager()
     table, chain, _ = start(manager, PROMPT)
     manager.announce(chain, 6)
@@ -190,7 +190,7 @@ def test_a_block_being_computed_is_worth_waiting_for() -> None:
     assert not manager.match_prefix(manager.new_chain(PROMPT)).pending
 
 
-def test_what_a_failed_step_announced_is_withdrawn() -> None:
+def test_announcements_of_a_failed_step_are_withdrawn() -> None:
     manager = cached_manager()
     table, chain, _ = start(manager, PROMPT)
     double, double_chain, _ = start(manager, PROMPT)
@@ -206,7 +206,7 @@ def test_what_a_failed_step_announced_is_withdrawn() -> None:
     manager.check_integrity([])
 
 
-def test_an_announcement_nobody_keeps_is_noticed() -> None:
+def test_the_check_finds_announcements_without_a_sequence() -> None:
     manager = cached_manager()
     table, chain, _ = start(manager, PROMPT)
     manager.announce(chain, 10)
@@ -215,7 +215,7 @@ def test_an_announcement_nobody_keeps_is_noticed() -> None:
         manager.check_integrity([])
 
 
-def test_salts_share_nothing_and_do_not_push_each_other_out() -> None:
+def test_salts_share_nothing_and_do_not_evict_each_other() -> None:
     manager = cached_manager()
     serve(manager, PROMPT, b"one")
     assert hit_tokens(manager, PROMPT) == hit_tokens(manager, PROMPT, b"two") == 0
@@ -236,8 +236,8 @@ def test_a_planted_hash_collision_is_a_miss(salt: bytes) -> None:
     manager.check_cache()
 
 
-def test_equal_tokens_after_prefixes_of_one_hash_are_told_apart() -> None:
-    """The second block's tokens and its parent's hash are those asked for; only what came before is not."""
+def test_equal_tokens_after_colliding_prefixes_are_different() -> None:
+    """The second block has the same tokens and the same hash of its parent, but another prefix."""
 
     def collides(data: bytes) -> bytes:
         return b"first" if b"\xc8\0\0\0" in data or b"\xc9\0\0\0" in data else blake2b_128(data)
@@ -249,7 +249,7 @@ def test_equal_tokens_after_prefixes_of_one_hash_are_told_apart() -> None:
     assert hit_tokens(manager, [201, 1, 5, 6, 7]) == 2
 
 
-def test_a_lost_agent_takes_the_contents_and_leaves_the_accounts() -> None:
+def test_drop_all_empties_the_cache_and_keeps_reference_counts() -> None:
     manager = cached_manager()
     serve(manager, [1, 2, 3, 4])
     table, chain, _ = start(manager, PROMPT)
@@ -271,7 +271,7 @@ def test_a_lost_agent_takes_the_contents_and_leaves_the_accounts() -> None:
     assert hit_tokens(manager, PROMPT) == 9
 
 
-def test_a_chain_that_knows_more_blocks_than_its_table_was_begun_with() -> None:
+def test_a_chain_with_more_blocks_than_its_table_had_at_the_start() -> None:
     manager = cached_manager()
     late = manager.new_chain(PROMPT)
     nothing = manager.match_prefix(late)
@@ -285,7 +285,7 @@ def test_a_chain_that_knows_more_blocks_than_its_table_was_begun_with() -> None:
     manager.check_cache()
 
 
-def test_the_least_recently_freed_goes_first_and_an_end_before_its_beginning() -> None:
+def test_the_least_recently_freed_block_is_evicted_first_and_the_end_of_a_prefix_before_its_beginning() -> None:
     manager = cached_manager(num_blocks=7)
     serve(manager, PROMPT[:8])
     serve(manager, [1] * 8)
@@ -306,7 +306,7 @@ def test_without_a_prefix_cache_there_are_no_chains() -> None:
         KVCacheManager(4, 4, prefix_cache=True, contiguous=True)
 
 
-def test_a_table_of_full_blocks_only_takes_no_tail() -> None:
+def test_a_table_of_full_blocks_uses_no_tail() -> None:
     manager = cached_manager()
     serve(manager, PROMPT)
     table: list[int] = []
@@ -316,7 +316,7 @@ def test_a_table_of_full_blocks_only_takes_no_tail() -> None:
     manager.check_integrity([table])
 
 
-def test_of_equal_tails_the_latest_is_copied() -> None:
+def test_the_latest_of_equal_tails_is_copied() -> None:
     manager = cached_manager()
     serve(manager, [1, 2, 3, 4])
     serve(manager, [1, 2, 5, 6])

@@ -1,4 +1,4 @@
-"""The KV cache manager under arbitrary interleavings of starts, steps, failures, preemptions and swaps."""
+"""The KV cache manager under random interleavings of starts, steps, failures, preemptions and swaps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.kv_cache_model import KVCacheModel, ModelSequence, Outcome, State, 
 
 
 def two_hashes(data: bytes) -> bytes:
-    """Nearly everything collides."""
+    """A hash with very many collisions."""
     return (blake2b_128(data)[:1] < b"\x80" and b"0") or b"1"
 
 
@@ -42,7 +42,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), own=st.lists(TOKENS, min_size=1, max_size=6), salt=st.sampled_from([b"", b"", b"salt"]))
     def add(self, data: st.DataObject, own: list[int], salt: bytes) -> None:
-        """A prompt that begins as another sequence does, and waits for its first look."""
+        """Adds a prompt that begins like another sequence. It waits for its first lookup."""
         other = self.pick(data, self.model.sequences)
         known = other.tokens if other is not None else []
         prefix = known[: data.draw(st.integers(0, len(known)))]
@@ -51,7 +51,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), own=st.lists(TOKENS, min_size=1, max_size=9), salt=st.sampled_from([b"", b"", b"", b"salt"]))
     def serve(self, data: st.DataObject, own: list[int], salt: bytes) -> None:
-        """A sequence from its first look to its end, if there is room: what it leaves is cached."""
+        """Runs a sequence from its first lookup to its end, if there is capacity. Its blocks stay cached."""
         other = self.pick(data, self.model.sequences)
         known = other.tokens if other is not None else []
         sequence = self.model.add([*known[: data.draw(st.integers(0, len(known)))], *own], salt)
@@ -135,7 +135,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 
 class WatchedMachine(KVCacheMachine):
-    """Every waiting sequence is matched after every step: whatever is promised is there."""
+    """Looks up every waiting sequence after every step. The model checks the contents of each match."""
 
     @invariant()
     def promises(self) -> None:
@@ -155,7 +155,7 @@ def test_any_interleaving(machine: type[KVCacheMachine]) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_long_random_run(seed: int) -> None:
-    """The same, thousands of operations long, on pools and blocks so small that every corner is met often."""
+    """Thousands of random operations on small pools and blocks, so that rare cases occur often."""
     choose = random.Random(seed)
     hashes: list[BlockHash] = [blake2b_128, two_hashes, one_hash]
     block_size = choose.choice([1, 2, 3, 4, 4, 8])

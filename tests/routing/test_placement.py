@@ -1,4 +1,4 @@
-"""Which replica a request goes to."""
+"""The choice of a replica for a request."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ def replica(index: int, load: int, cached: int = 0, *, fits: bool = True, is_ope
 @pytest.mark.parametrize(
     ("candidates", "chosen"),
     [
-        # Nothing is cached anywhere: the least loaded, the first of equals.
+        # Without cached tokens: the least load, then the first replica.
         ([replica(0, 70), replica(1, 50)], (1, Placed.LOAD)),
         ([replica(0, 50), replica(1, 50)], (0, Placed.LOAD)),
-        # The most cached, as long as loads differ by no more than 100 tokens, or half of the least.
+        # The longest cached prefix, if loads differ by at most 100 tokens or half of the least load.
         ([replica(0, 0, 16), replica(1, 100, 64)], (1, Placed.PREFIX)),
         ([replica(0, 0, 16), replica(1, 101, 64)], (0, Placed.LOAD)),
         ([replica(0, 1000, 16), replica(1, 1500, 64)], (1, Placed.PREFIX)),
         ([replica(0, 1000), replica(1, 1501, 64)], (0, Placed.LOAD)),
-        # The second best, where the best has too much to do.
+        # The second longest prefix, if the load of the first is out of balance.
         ([replica(0, 0), replica(1, 101, 64), replica(2, 50, 32)], (2, Placed.PREFIX)),
-        # All hold as much: the least loaded.
+        # Equal prefixes: the least load.
         ([replica(0, 70, 64), replica(1, 50, 64)], (1, Placed.LOAD)),
-        # It may wait where its prefix is, behind more than a step takes, but not where there is no room.
+        # A request may wait behind others for a cached prefix, but not without capacity.
         ([replica(0, 0), replica(1, 50, 64, is_open=False)], (1, Placed.PREFIX)),
         ([replica(0, 0), replica(1, 50, 64, fits=False)], (0, Placed.LOAD)),
-        # Of equals rather one where it starts at once.
+        # Equal prefixes: a replica whose next step can take the request.
         ([replica(0, 0, 64, is_open=False), replica(1, 50, 64)], (1, Placed.LOAD)),
-        # Nobody can start it: it waits for whoever can first.
+        # No replica can start the request.
         ([replica(0, 0, is_open=False), replica(1, 50, is_open=False)], None),
         ([replica(0, 0, is_open=False), replica(1, 50, 64, fits=False)], None),
     ],
 )
-def test_by_prefix(candidates: list[Candidate], chosen: tuple[int, Placed] | None) -> None:
+def test_choice_by_prefix(candidates: list[Candidate], chosen: tuple[int, Placed] | None) -> None:
     assert choose(candidates, Routing.PREFIX, 100) == chosen
 
 
-def test_by_load_alone() -> None:
+def test_choice_by_load() -> None:
     candidates = [replica(0, 60, 64), replica(1, 50), replica(2, 10, is_open=False)]
     assert choose(candidates, Routing.LEAST_LOADED, 100) == (1, Placed.LOAD)
 
 
-def test_one_after_the_other() -> None:
+def test_round_robin_choice() -> None:
     candidates = [replica(0, 60, 64), replica(1, 50), replica(2, 10, is_open=False)]
     turns = [choose(candidates, Routing.ROUND_ROBIN, 100, turn) for turn in range(3)]
     assert turns == [(0, Placed.TURN), (1, Placed.TURN), (0, Placed.TURN)]
@@ -64,19 +64,21 @@ def some_candidates(draw: st.DrawFn) -> list[Candidate]:
 
 
 @given(some_candidates(), st.sampled_from(Routing), st.integers(0, 200), st.integers(0, 4))
-def test_what_fits_for_any_replicas(
+def test_properties_of_every_choice(
     candidates: list[Candidate], routing: Routing, balance_tokens: int, turn: int
 ) -> None:
     choice = choose(candidates, routing, balance_tokens, turn)
     if choice is None:
-        assert not any(one.is_open for one in candidates), "somebody could have started it"
+        assert not any(one.is_open for one in candidates), "a replica could have started it"
         return
     chosen, why = candidates[choice[0]], choice[1]
     assert chosen.fits
     assert chosen.is_open or (routing is Routing.PREFIX and chosen.cached_tokens)
     least = min(one.load for one in candidates)
     if not is_balanced(chosen.load, least, balance_tokens) and routing is not Routing.ROUND_ROBIN:
-        assert all(chosen.load <= one.load for one in candidates if one.is_open), "a longer way for nothing"
+        assert all(chosen.load <= one.load for one in candidates if one.is_open), (
+            "a higher load without need"
+        )
     if why is Placed.PREFIX:
         better = [one for one in candidates if one.cached_tokens > chosen.cached_tokens and one.is_open]
         assert not any(is_balanced(one.load, least, balance_tokens) for one in better)

@@ -1,8 +1,8 @@
-"""The router under arbitrary interleavings: the scheduler's random scripts, played on two and three replicas.
+"""The router under random interleavings: the scheduler's random scripts, played on two and three replicas.
 
-``RoutedSimulation`` checks after every event that each request is in exactly one place, that schedulers are whole, and
-that no replica idles while a request waits for one; at the end that everything is free and every text is the text of
-the request run alone, whichever replicas it was computed by, and however often it lost them.
+After every event, ``RoutedSimulation`` checks that each request is in exactly one place and that all schedulers pass
+their checks. No replica is idle while a request waits. At the end, all blocks are free, and every text is the text of
+the request alone, even if several replicas computed it.
 """
 
 from __future__ import annotations
@@ -40,6 +40,6 @@ EXPECTED = (
 
 
 @pytest.mark.parametrize("routing", [Routing.LEAST_LOADED, Routing.ROUND_ROBIN])
-def test_under_every_rule(routing: Routing) -> None:
+def test_texts_with_every_routing_rule(routing: Routing) -> None:
     for seed in range(30):
         play_routed(draw_script(500 + seed), 3, seed, routing)

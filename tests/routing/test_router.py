@@ -1,4 +1,4 @@
-"""The router alone: whom it serves first, where, and that nobody is forgotten."""
+"""The router: the order and the place of requests, and their ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ask(name: str, prompt: int | list[int] = 5, max_tokens: int = 8, **fields: o
     return request
 
 
-def test_a_request_waits_in_the_one_queue_until_a_replica_can_start_it() -> None:
+def test_a_request_waits_in_the_router_until_a_replica_can_start_it() -> None:
     simulation = routed(max_num_seqs=1)
     simulation.add(*(ask(f"r{number}") for number in range(5)))
     simulation.schedule()
@@ -44,19 +44,19 @@ def test_a_request_waits_in_the_one_queue_until_a_replica_can_start_it() -> None
     simulation.finish()
 
 
-def test_the_next_goes_where_a_row_is_free_first() -> None:
+def test_the_next_request_goes_to_the_first_free_batch_row() -> None:
     simulation = routed(max_num_seqs=1)
     simulation.add(ask("long", 5, 40), ask("short", 5, 2), ask("next", 5, 2))
     simulation.finish()
     assert simulation.requests["next"].replica == simulation.requests["short"].replica != 0
 
 
-def test_the_queue_is_bounded_as_a_whole() -> None:
+def test_the_admission_limit_holds_for_all_replicas_together() -> None:
     simulation = routed(max_num_seqs=1, max_waiting_requests=2)
     simulation.add(*(ask(f"r{number}") for number in range(4)))
     full = simulation.router.queue_full()
     assert full is not None
-    assert full.__traceback__ is None, "it would hold the frames that hold it"
+    assert full.__traceback__ is None, "its frames would refer to the error"
     with pytest.raises(QueueFullError, match="max_waiting_requests") as refused:
         simulation.router.add_request(ask("more"))
     assert refused.value.retry_after_s >= 1.0
@@ -66,7 +66,7 @@ def test_the_queue_is_bounded_as_a_whole() -> None:
     assert simulation.router.queue_full() is None
 
 
-def test_rows_of_a_replica_that_is_away_do_not_count() -> None:
+def test_batch_rows_of_a_lost_replica_do_not_count() -> None:
     simulation = routed(max_num_seqs=1, max_waiting_requests=2)
     simulation.lose(0)
     simulation.add(*(ask(f"r{number}") for number in range(3)))
@@ -75,7 +75,7 @@ def test_rows_of_a_replica_that_is_away_do_not_count() -> None:
     simulation.finish()
 
 
-def test_what_can_never_be_served_is_refused_and_ids_are_unique() -> None:
+def test_impossible_requests_and_used_ids_are_refused() -> None:
     simulation = routed()
     with pytest.raises(ContextLengthError):
         simulation.router.add_request(ask("endless", 60))
@@ -88,7 +88,7 @@ def test_what_can_never_be_served_is_refused_and_ids_are_unique() -> None:
     simulation.finish()
 
 
-def test_deadlines_pass_in_the_queue() -> None:
+def test_requests_expire_in_the_router() -> None:
     simulation = routed(max_num_seqs=1)
     simulation.add(ask("a", 5, 30), ask("b", 5, 30), ask("late", deadline=0.5))
     simulation.schedule()
@@ -99,7 +99,7 @@ def test_deadlines_pass_in_the_queue() -> None:
     simulation.finish()
 
 
-def test_priority_goes_first_wherever_it_is_served() -> None:
+def test_priority_counts_for_all_replicas() -> None:
     simulation = routed(max_num_seqs=1)
     simulation.add(ask("a", 5, 20), ask("b", 5, 20), ask("plain"), ask("urgent", priority=-1))
     simulation.finish()
@@ -109,8 +109,8 @@ def test_priority_goes_first_wherever_it_is_served() -> None:
     assert urgent.receipt.phase_us[0] <= plain.receipt.phase_us[0]
 
 
-def test_a_tenant_pays_for_what_it_gets_on_any_replica() -> None:
-    """One tenant keeps both replicas busy with long answers: the next start is the other's."""
+def test_a_tenant_is_charged_for_service_on_all_replicas() -> None:
+    """One tenant keeps both replicas busy with long outputs. The next start goes to the other tenant."""
     simulation = routed(max_num_seqs=2)
     greedy = [ask(f"greedy{number}", 5, 20, tenant="greedy") for number in range(12)]
     simulation.add(*greedy)
@@ -124,11 +124,11 @@ def test_a_tenant_pays_for_what_it_gets_on_any_replica() -> None:
         simulation.step_all()
     assert all(one.first_scheduled_time in (None, modest.first_scheduled_time) for one in waiting)
     overtaken = [one for one in waiting if one.first_scheduled_time is None]
-    assert len(overtaken) > len(waiting) - 4, "four rows: modest is not behind all that came before"
+    assert len(overtaken) > len(waiting) - 4, "there are four batch rows, so modest overtakes most of them"
     simulation.finish()
 
 
-def test_a_prompt_goes_to_the_replica_that_holds_it() -> None:
+def test_a_prompt_goes_to_the_replica_with_its_cached_prefix() -> None:
     simulation = routed(3, prefix_cache=True, num_blocks=65)
     for round_number in range(3):
         for family, shared in enumerate(SHARED):
@@ -142,7 +142,7 @@ def test_a_prompt_goes_to_the_replica_that_holds_it() -> None:
     assert simulation.router.figures.prefix_hit_tokens == 6 * 24
 
 
-def test_a_prompt_follows_one_that_is_being_computed() -> None:
+def test_a_prompt_goes_to_the_replica_that_computes_its_prefix() -> None:
     simulation = routed(2, prefix_cache=True, num_blocks=65)
     simulation.add(ask("first", [*SHARED[0][:24], 3]))
     simulation.schedule()
@@ -152,8 +152,8 @@ def test_a_prompt_follows_one_that_is_being_computed() -> None:
     assert simulation.requests["second"].num_cached_tokens == 24
 
 
-def test_too_much_load_goes_before_a_prefix() -> None:
-    """A cache has 256 tokens: an eighth, 32, is too little for 40 more at one replica than at the other."""
+def test_an_unbalanced_load_outweighs_a_prefix() -> None:
+    """A cache has 256 tokens. An eighth is 32, and the loads differ by 40."""
     simulation = routed(2, prefix_cache=True, num_blocks=65)
     simulation.add(ask("first", [*SHARED[0][:24], 3], 40))
     simulation.schedule()
@@ -163,7 +163,7 @@ def test_too_much_load_goes_before_a_prefix() -> None:
     simulation.finish()
 
 
-def test_salts_keep_apart() -> None:
+def test_requests_with_different_salts_share_nothing() -> None:
     simulation = routed(2, prefix_cache=True, num_blocks=65)
     simulation.add(ask("first", [*SHARED[0][:24], 3], 2))
     simulation.finish()
@@ -197,7 +197,7 @@ def test_round_robin() -> None:
     simulation.finish()
 
 
-def test_what_a_lost_replica_had_goes_first_elsewhere() -> None:
+def test_requests_of_a_lost_replica_restart_first() -> None:
     simulation = routed(2, max_num_seqs=1)
     simulation.add(ask("a", 5, 20), ask("b", 5, 20), ask("waits"))
     for _ in range(6):
@@ -222,15 +222,15 @@ def test_what_a_lost_replica_had_goes_first_elsewhere() -> None:
         st.tuples(st.integers(0, 2), st.integers(1, 24), st.integers(1, 12), st.integers(0, 4)), min_size=1, max_size=40
     ),
 )
-def test_nobody_starves(
+def test_no_request_starves(
     num_replicas: int,
     policy: Policy,
     prefix_cache: bool,
     max_num_seqs: int,
     asked: list[tuple[int, int, int, int]],
 ) -> None:
-    """Where all are equal, requests leave the queue in the order in which they came, whatever the caches hold: one
-    whose prefix nobody has is never overtaken there. Each is in one place at any time, and all end."""
+    """Equal requests leave the queue in order of arrival, whatever the caches contain. Each is in one place, and all
+    end."""
     limits = make_limits(policy=policy, prefix_cache=prefix_cache, max_num_seqs=max_num_seqs, ttft_objective=1e6)
     simulation = RoutedSimulation(limits, num_replicas)
     for number, (family, length, max_tokens, steps) in enumerate(asked):
@@ -238,17 +238,17 @@ def test_nobody_starves(
         for _ in range(steps):
             simulation.step_all()
             placed = [request.replica is not None for request in simulation.requests.values()]
-            assert placed == sorted(placed, reverse=True), "somebody was overtaken"
+            assert placed == sorted(placed, reverse=True), "a request was overtaken"
     simulation.finish()
 
 
-def test_who_waits_at_a_replica_without_room_counts_at_the_door() -> None:
-    """Rows are free everywhere, blocks nowhere."""
+def test_requests_that_wait_at_a_replica_count_for_the_admission_limit() -> None:
+    """All replicas have free batch rows, but no free blocks."""
     simulation = routed(max_num_seqs=16, max_waiting_requests=2, num_blocks=16, block_size=4)
     for number in range(40):
         if simulation.router.queue_full() is None:
             simulation.add(ask(f"r{number}", 12, 8))
         simulation.schedule()
     waiting = [name for name in simulation.requests if name not in started(simulation)]
-    assert len(waiting) <= 4  # two in the queue, and one at each replica that a step had no room for
+    assert len(waiting) <= 4  # two in the queue, and one per replica that did not fit a step
     simulation.finish()

@@ -1,4 +1,4 @@
-"""What is taken in, and what is refused at the door, with the arithmetic."""
+"""Admission of requests, and refusals with the arithmetic."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_request_that_never_fits_the_cache_is_refused_with_the_arithmetic() ->
     assert scheduler.is_idle
 
 
-def test_the_last_token_needs_no_place_in_the_cache() -> None:
+def test_the_last_token_needs_no_kv_position() -> None:
     simulation = Simulation(make_limits(num_blocks=6, block_size=4, max_model_len=64))
     simulation.add(make_request("fits", 10, 11))
     simulation.finish()
@@ -53,13 +53,13 @@ def test_prompt_lengths(prompt: int, message: str) -> None:
     assert refusal.value.param == "prompt"
 
 
-def test_a_prompt_as_long_as_the_context_leaves_no_room_for_an_answer() -> None:
+def test_a_prompt_as_long_as_the_context_is_refused() -> None:
     scheduler = Scheduler(make_limits(max_prompt_len=64, max_model_len=64))
     with pytest.raises(ContextLengthError, match="64 tokens and the context is 64 tokens, which leaves no space"):
         scheduler.add_request(make_request("long", 64))
 
 
-def test_the_answer_ends_where_the_context_does() -> None:
+def test_the_output_ends_at_the_end_of_the_context() -> None:
     simulation = Simulation(make_limits(max_prompt_len=64, max_model_len=64))
     simulation.add(make_request("long", 60, 100))
     simulation.finish()
@@ -72,7 +72,7 @@ def test_max_tokens_is_at_least_one() -> None:
         Scheduler(make_limits()).add_request(make_request("none", 5, 0))
 
 
-def test_the_queue_is_bounded_beyond_what_can_start() -> None:
+def test_the_limit_on_requests_does_not_count_those_that_can_start() -> None:
     scheduler = Scheduler(make_limits(max_num_seqs=1, max_waiting_requests=2))
     for name in ("a", "b", "c"):
         scheduler.add_request(make_request(name))
@@ -86,7 +86,7 @@ def test_the_queue_is_bounded_beyond_what_can_start() -> None:
         scheduler.add_request(make_request("d"))
 
 
-def test_the_queue_is_bounded_in_tokens() -> None:
+def test_the_queue_has_a_limit_on_tokens() -> None:
     scheduler = Scheduler(make_limits(max_num_seqs=1, max_waiting_tokens=20))
     scheduler.add_request(make_request("a", 15))
     scheduler.add_request(make_request("b", 5))
@@ -94,7 +94,7 @@ def test_the_queue_is_bounded_in_tokens() -> None:
         scheduler.add_request(make_request("c", 1))
 
 
-def test_an_id_is_taken_until_its_request_ends() -> None:
+def test_an_id_is_in_use_until_its_request_ends() -> None:
     simulation = Simulation(make_limits())
     simulation.add(make_request("a"))
     with pytest.raises(RequestError, match="a request with the id 'a' is being served"):
@@ -103,7 +103,7 @@ def test_an_id_is_taken_until_its_request_ends() -> None:
     simulation.scheduler.add_request(make_request("a"))
 
 
-def test_a_refused_request_leaves_nothing_behind() -> None:
+def test_a_refused_request_changes_nothing() -> None:
     scheduler = Scheduler(make_limits(max_num_seqs=1, max_waiting_requests=0))
     scheduler.add_request(make_request("a"))
     with pytest.raises(QueueFullError):
@@ -116,17 +116,17 @@ def test_a_refused_request_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize(
     "changes", [{"decode_steps_ahead": 4}, {"decode_steps_ahead": -1}, {"max_num_seqs": 0}, {"prefill_batch_size": 0}]
 )
-def test_impossible_limits(changes: dict[str, int]) -> None:
+def test_impossible_limits_are_refused(changes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):
         make_limits(**changes)
 
 
-def test_limits_are_values() -> None:
+def test_limits_compare_by_value() -> None:
     assert make_limits() == SchedulerLimits(33, 4, 64, 48, 8, 64, 2, 8)
 
 
-def test_the_door_does_not_count_rows_without_blocks() -> None:
-    """A request holds three blocks of fifteen, and each that runs keeps one free: rows are free for many more."""
+def test_the_admission_limit_does_not_count_batch_rows_without_blocks() -> None:
+    """A request has 3 of 15 blocks, and each running one keeps a block free. Many batch rows are free."""
     limits = make_limits(
         max_num_seqs=16, max_waiting_requests=2, num_blocks=16, block_size=4, prefill_batch_size=8, decode_batch_size=16
     )

@@ -1,4 +1,4 @@
-"""The peak-token estimate, the limit it is held to, and how that limit is learnt."""
+"""Admission control: the estimate of the maximum number of tokens, its limit, and a learnt limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make_sequence(prompt: int, generated: int, max_tokens: int, *, inflight: int
 
 
 def simulated_peak(entries: list[tuple[int, int]], block_size: int = 1) -> int:
-    """A token for everybody, step after step; who has got the last one leaves."""
+    """Adds a token to each sequence per step. A sequence leaves after its last token."""
     peak, alive = 0, entries
     while alive:
         peak = max(peak, sum(-(-current // block_size) * block_size for current, _ in alive))
@@ -34,32 +34,32 @@ def simulated_peak(entries: list[tuple[int, int]], block_size: int = 1) -> int:
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12), st.integers(1, 9), st.integers(0, 300))
-def test_the_peak_is_that_of_a_simulation(entries: list[tuple[int, int]], block_size: int, at_least: int) -> None:
+def test_the_peak_equals_that_of_a_simulation(entries: list[tuple[int, int]], block_size: int, at_least: int) -> None:
     assert peak_tokens(entries) == simulated_peak(entries)
     peak = simulated_peak(entries, block_size)
     assert peak_tokens(entries, block_size) == peak
     assert peak_tokens(entries, block_size, at_least) == max(peak, at_least)
 
 
-def test_the_peak_by_hand() -> None:
+def test_the_peak_of_small_cases() -> None:
     # When the second ends, at 4 steps, there are 10 + 4 and 20 + 4 tokens; alone the first comes to 30.
     assert peak_tokens([(10, 20), (20, 4)]) == 38
     assert peak_tokens([(10, 40), (20, 4)]) == 50
 
 
-def test_none_lets_everything_in() -> None:
+def test_no_admission_control_admits_every_request() -> None:
     admission = Admission()
     assert admission.may_start(make_sequence(10**6, 0, 10**6), [make_sequence(10, 0, 10)], 1.0)
 
 
-def test_the_router_counts_what_is_on_its_way() -> None:
+def test_the_router_counts_tokens_in_flight() -> None:
     running = [make_sequence(10, 3, 20, inflight=2)]
-    # 15 tokens now and 15 to come; 5 now and 10 to come: 30 at the end of the first, 15 + 10 + 5 + 10 before.
+    # 15 tokens now and 15 later; 5 now and 10 later: 30 at the end of the first, 15 + 10 + 5 + 10 before.
     assert RouterAdmission(40).may_start(make_sequence(5, 0, 10), running, 0.5)
     assert not RouterAdmission(39).may_start(make_sequence(5, 0, 10), running, 0.5)
 
 
-def test_alone_everything_may_start() -> None:
+def test_any_request_may_start_alone() -> None:
     assert RouterAdmission(1).may_start(make_sequence(50, 0, 50), [], 0.0)
 
 
@@ -68,7 +68,7 @@ def test_alone_everything_may_start() -> None:
     st.integers(1, 300),
     st.integers(1, 9),
 )
-def test_the_router_says_yes_exactly_when_the_simulation_stays_within_the_limit(
+def test_the_router_admits_exactly_if_the_simulation_stays_within_the_limit(
     sizes: list[tuple[int, int, int]], limit: int, block_size: int
 ) -> None:
     candidate, *running = [make_sequence(*size) for size in sizes]
@@ -76,7 +76,7 @@ def test_the_router_says_yes_exactly_when_the_simulation_stays_within_the_limit(
     assert RouterAdmission(limit, block_size=block_size).may_start(candidate, running, 0.5) == (peak <= limit)
 
 
-def test_a_refusal_holds_until_somebody_starts_or_stops() -> None:
+def test_a_refusal_holds_until_a_sequence_starts_or_stops() -> None:
     admission, candidate = RouterAdmission(30), make_sequence(10, 0, 10)
     assert not admission.may_start(candidate, [make_sequence(10, 0, 20)], 0.5, version=7)
     assert not admission.may_start(candidate, [], 0.5, version=7)
@@ -85,7 +85,7 @@ def test_a_refusal_holds_until_somebody_starts_or_stops() -> None:
     assert admission.may_start(candidate, [], 0.5)
 
 
-def test_the_router_expects_the_lengths_seen() -> None:
+def test_the_router_expects_the_lengths_of_recent_outputs() -> None:
     admission = RouterAdmission(60, OutputLengthPredictor(quantile=1.0, min_samples=2))
     running, candidate = [make_sequence(10, 0, 30)], make_sequence(10, 0, 30)
     assert not admission.may_start(candidate, running, 0.5)
@@ -93,28 +93,28 @@ def test_the_router_expects_the_lengths_seen() -> None:
         admission.finished(make_sequence(5, length, 30))
     assert admission.may_start(candidate, running, 0.5)  # 2 * (10 + 20)
     assert not admission.may_start(make_sequence(11, 0, 30), running, 0.5)
-    # One that is longer than all seen is expected to use up what it asked for: 31 + 9, and 10 + 9 beside it.
+    # An output longer than all recent ones is expected to reach its limit: 31 + 9, and 10 + 9 for the other.
     assert admission.may_start(candidate, [make_sequence(10, 21, 30)], 0.5)
     assert not admission.may_start(make_sequence(12, 0, 30), [make_sequence(10, 21, 30)], 0.5)
 
 
 def crowded(admission: AimdAdmission, page_use: float) -> bool:
-    """Ask for one that needs far more than any limit here."""
+    """Asks for a request that exceeds every limit of these tests."""
     return admission.may_start(make_sequence(10**6, 0, 10), [make_sequence(10, 0, 10)], page_use)
 
 
-def test_aimd_goes_up_by_100_a_step_that_the_limit_held_back() -> None:
+def test_aimd_rises_by_100_per_step_in_which_only_the_limit_refuses() -> None:
     admission = AimdAdmission(5000, 1000, 5250)
     limits = []
     for _ in range(4):
         assert not crowded(admission, 0.5)
-        assert not crowded(admission, 0.5), "asked twice in a step"
+        assert not crowded(admission, 0.5), "a second call in the same step"
         limits.append(admission.max_total_tokens)
         admission.step_completed()
     assert limits == [5100, 5200, 5250, 5250]
 
 
-def test_aimd_stays_where_nine_tenths_of_the_blocks_are_used_or_the_need_fits() -> None:
+def test_aimd_does_not_rise_with_nine_tenths_of_the_blocks_in_use_or_without_need() -> None:
     admission = AimdAdmission(5000, 1000, 9000)
     assert not crowded(admission, 0.9)
     assert admission.may_start(make_sequence(10, 0, 10), [make_sequence(10, 0, 10)], 0.0)
@@ -123,7 +123,7 @@ def test_aimd_stays_where_nine_tenths_of_the_blocks_are_used_or_the_need_fits() 
     assert admission.max_total_tokens == 5100
 
 
-def test_aimd_goes_down_by_1000_with_each_preemption() -> None:
+def test_aimd_falls_by_1000_with_each_preemption() -> None:
     admission = AimdAdmission(5000, 2500, 9000)
     limits = []
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""Who may start beside whom, in each batching mode."""
+"""The requests that may start while others run, in each batching mode."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from support.simulation import Simulation, names, order
 NONE, STATIC, DYNAMIC = BatchingStrategy.NONE, BatchingStrategy.STATIC, BatchingStrategy.DYNAMIC
 
 
-def test_without_batching_the_next_request_starts_when_the_one_before_has_ended() -> None:
+def test_without_batching_one_request_runs_at_a_time() -> None:
     simulation = Simulation(make_limits(batching=NONE, decode_steps_ahead=0))
     simulation.add(make_request("a", 5, 3), make_request("b", 5, 2), make_request("c", 5, 1))
     simulation.finish()
     assert order(simulation) == ["p:a", "d:a", "d:a", "p:b", "d:b", "p:c"]
 
 
-def test_a_static_batch_is_what_waits_when_the_device_is_free_and_nobody_joins_it() -> None:
+def test_a_static_batch_is_the_waiting_requests_and_no_request_joins_it() -> None:
     simulation = Simulation(make_limits(batching=STATIC, decode_steps_ahead=0, prefill_batch_size=4))
     simulation.add(make_request("a", 5, 4), make_request("b", 5, 2))
     simulation.step()
@@ -27,14 +27,14 @@ def test_a_static_batch_is_what_waits_when_the_device_is_free_and_nobody_joins_i
     assert order(simulation) == ["p:ab", "d:ab", "d:a", "d:a", "p:cd", "d:c"]
 
 
-def test_a_static_batch_takes_no_more_than_its_size_however_many_steps_its_prompts_need() -> None:
+def test_a_static_batch_never_exceeds_its_size() -> None:
     simulation = Simulation(make_limits(batching=STATIC, batch_size=3, decode_steps_ahead=0, prefill_batch_size=2))
     simulation.add(*(make_request(name, 5, 2) for name in "abcde"))
     simulation.finish()
     assert order(simulation) == ["p:ab", "p:c", "d:abc", "p:de", "d:de"]
 
 
-def test_who_comes_while_a_batch_is_being_prefilled_is_in_the_next_one() -> None:
+def test_a_request_that_arrives_during_the_prefill_of_a_batch_is_in_the_next_one() -> None:
     simulation = Simulation(make_limits(batching=STATIC, decode_steps_ahead=0, prefill_batch_size=1))
     simulation.add(make_request("a", 5, 2), make_request("b", 5, 2), make_request("c", 5, 2))
     simulation.schedule()
@@ -43,7 +43,7 @@ def test_who_comes_while_a_batch_is_being_prefilled_is_in_the_next_one() -> None
     assert order(simulation) == ["p:a", "p:b", "p:c", "d:abc", "p:late", "d:late"]
 
 
-def test_a_static_batch_is_as_large_as_the_cache_lets_it_be() -> None:
+def test_a_static_batch_is_smaller_if_blocks_are_missing() -> None:
     simulation = Simulation(
         make_limits(batching=STATIC, decode_steps_ahead=0, prefill_batch_size=4, num_blocks=17, page_attention=False)
     )
@@ -54,7 +54,7 @@ def test_a_static_batch_is_as_large_as_the_cache_lets_it_be() -> None:
     assert order(simulation).index("p:c") == 12
 
 
-def test_a_dynamic_batch_leaves_when_it_is_full() -> None:
+def test_a_dynamic_batch_starts_when_it_is_full() -> None:
     simulation = Simulation(make_limits(batching=DYNAMIC, batch_size=2, batch_waiting_time=5.0, prefill_batch_size=4))
     simulation.add(make_request("a", 5, 2))
     assert simulation.schedule() == []
@@ -65,7 +65,7 @@ def test_a_dynamic_batch_leaves_when_it_is_full() -> None:
     assert simulation.now == 5.0
 
 
-def test_a_dynamic_batch_leaves_when_its_first_request_has_waited_long_enough() -> None:
+def test_a_dynamic_batch_starts_after_its_waiting_time() -> None:
     simulation = Simulation(make_limits(batching=DYNAMIC, batch_size=8, batch_waiting_time=0.5, prefill_batch_size=4))
     simulation.add(make_request("a", 5, 2, arrival=0.0), make_request("b", 5, 2, arrival=0.4))
     simulation.now = 0.49
@@ -75,7 +75,7 @@ def test_a_dynamic_batch_leaves_when_its_first_request_has_waited_long_enough() 
     simulation.finish()
 
 
-def test_the_next_dynamic_batch_waits_until_the_one_before_has_ended() -> None:
+def test_dynamic_batches_run_one_after_the_other() -> None:
     simulation = Simulation(
         make_limits(batching=DYNAMIC, batch_size=2, batch_waiting_time=0.5, prefill_batch_size=4, decode_steps_ahead=0)
     )
@@ -85,7 +85,7 @@ def test_the_next_dynamic_batch_waits_until_the_one_before_has_ended() -> None:
 
 
 @pytest.mark.parametrize("batching", BatchingStrategy)
-def test_an_aborted_batch_makes_room_for_the_next(batching: BatchingStrategy) -> None:
+def test_the_next_batch_starts_after_an_abort(batching: BatchingStrategy) -> None:
     simulation = Simulation(make_limits(batching=batching, batch_size=2, prefill_batch_size=2))
     simulation.add(*(make_request(name, 5, 20) for name in "abcd"))
     simulation.step()
@@ -96,7 +96,7 @@ def test_an_aborted_batch_makes_room_for_the_next(batching: BatchingStrategy) ->
 
 
 @pytest.mark.parametrize("batching", [STATIC, DYNAMIC])
-def test_a_preempted_request_comes_back_into_its_batch(batching: BatchingStrategy) -> None:
+def test_a_preempted_request_returns_to_its_batch(batching: BatchingStrategy) -> None:
     simulation = Simulation(make_limits(batching=batching, num_blocks=9, max_model_len=33, prefill_batch_size=2))
     old, young = make_request("old", 9, 20), make_request("young", 9, 20)
     simulation.add(old, young)
@@ -109,7 +109,7 @@ def test_a_preempted_request_comes_back_into_its_batch(batching: BatchingStrateg
     assert last < first
 
 
-def test_sequences_in_one_piece_hold_consecutive_blocks_for_their_longest_answer() -> None:
+def test_contiguous_sequences_reserve_blocks_for_their_longest_output() -> None:
     simulation = Simulation(make_limits(page_attention=False, prefill_batch_size=4))
     simulation.add(make_request("a", 5, 8), make_request("b", 9, 8))
     (step, *_) = simulation.schedule()
@@ -118,7 +118,7 @@ def test_sequences_in_one_piece_hold_consecutive_blocks_for_their_longest_answer
     simulation.finish()
 
 
-def test_the_waste_of_paged_blocks_is_in_the_last_block_alone() -> None:
+def test_with_paged_blocks_only_the_last_block_has_empty_positions() -> None:
     simulation = Simulation(make_limits(prefill_batch_size=4, decode_steps_ahead=0))
     simulation.add(make_request("a", 5, 8), make_request("b", 8, 8))
     simulation.schedule()

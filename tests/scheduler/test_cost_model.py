@@ -1,4 +1,4 @@
-"""The learnt cost of a step: exact on steps that follow the model, sane on those that do not."""
+"""The learnt cost of a step: exact for steps that follow the model, plausible for others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BASE, ROW, CONTEXT, PROMPT = 0.004, 0.0002, 1e-7, 0.00005
 
 
 def make_step(rows: list[int], prompt_tokens: int) -> ScheduledStep:
-    """A step of a row for each context, and a prompt of so many tokens."""
+    """Returns a step with a decoding sequence for each context, and a prompt."""
     kind = StepKind.DECODE if not prompt_tokens else StepKind.MIXED if rows else StepKind.PREFILL
     starts, lens = list(rows), [1] * len(rows)
     if prompt_tokens:
@@ -40,11 +40,11 @@ def trained(rng: random.Random, steps: int, noise: float = 0.0) -> StepCostModel
     return model
 
 
-def test_it_knows_nothing_before_it_has_seen_steps() -> None:
+def test_the_model_is_unknown_before_the_first_steps() -> None:
     assert not StepCostModel().is_known
 
 
-def test_it_finds_the_numbers_of_steps_that_follow_it() -> None:
+def test_the_model_finds_the_coefficients_of_steps_that_follow_it() -> None:
     model = trained(random.Random(1), 400)
     assert model.is_known
     for rows, prompt_tokens in (([100] * 32, 0), ([2000] * 8, 0), ([500] * 16, 256), ([], 512)):
@@ -52,12 +52,12 @@ def test_it_finds_the_numbers_of_steps_that_follow_it() -> None:
         assert predicted == pytest.approx(seconds(rows, prompt_tokens), rel=0.02)
 
 
-def test_it_is_not_led_astray_by_steps_that_vary() -> None:
+def test_the_model_tolerates_varying_steps() -> None:
     model = trained(random.Random(2), 400, noise=0.2)
     assert model.seconds(32, 32 * 500, 128) == pytest.approx(seconds([500] * 32, 128), rel=0.1)
 
 
-def test_it_tells_how_many_prompt_tokens_fit() -> None:
+def test_the_model_returns_how_many_prompt_tokens_fit() -> None:
     model = trained(random.Random(3), 400)
     assert model.prompt_tokens_within(0.02, 16, 16 * 500) == pytest.approx(
         (0.02 - seconds([500] * 16, 0)) / PROMPT, rel=0.05
@@ -65,7 +65,7 @@ def test_it_tells_how_many_prompt_tokens_fit() -> None:
     assert model.prompt_tokens_within(0.005, 64, 64 * 500) < 0
 
 
-def test_no_number_is_negative_whatever_it_sees() -> None:
+def test_no_coefficient_is_negative() -> None:
     rng, model = random.Random(4), StepCostModel()
     for _ in range(500):
         step = make_step([rng.randrange(1, 3000)] * rng.randrange(1, 64), rng.choice([0, 100]))
@@ -73,7 +73,7 @@ def test_no_number_is_negative_whatever_it_sees() -> None:
         assert min(model.base_s, model.sequence_s, model.context_s, model.prompt_token_s) >= 0.0
 
 
-def test_it_follows_a_device_that_becomes_slower() -> None:
+def test_the_model_follows_a_device_that_becomes_slower() -> None:
     rng, model = random.Random(5), StepCostModel()
     for place in range(2000):
         rows = [rng.randrange(1, 1000) for _ in range(rng.randrange(1, 64))]
@@ -82,7 +82,7 @@ def test_it_follows_a_device_that_becomes_slower() -> None:
     assert model.seconds(32, 16_000, 64) == pytest.approx(2 * seconds([500] * 32, 64), rel=0.05)
 
 
-def test_steps_that_tell_nothing_are_passed_over() -> None:
+def test_failed_steps_and_move_steps_are_ignored() -> None:
     model = StepCostModel()
     step = make_step([100] * 4, 0)
     for _ in range(20):
@@ -93,13 +93,13 @@ def test_steps_that_tell_nothing_are_passed_over() -> None:
     assert not model.is_known
 
 
-def test_the_same_steps_give_the_same_numbers() -> None:
+def test_the_same_steps_give_the_same_coefficients() -> None:
     first, second = trained(random.Random(6), 300, 0.1), trained(random.Random(6), 300, 0.1)
     assert (first.base_s, first.sequence_s, first.context_s) == (second.base_s, second.sequence_s, second.context_s)
 
 
-def test_a_device_that_others_slow_down_is_believed_soon() -> None:
-    """What hundreds of steps said of a faster one would else outweigh the new ones for many seconds."""
+def test_the_drift_follows_a_slower_device_quickly() -> None:
+    """Without the drift, hundreds of earlier steps would outweigh the new ones for many seconds."""
     model, rng = trained(random.Random(7), 400), random.Random(7)
     for _ in range(20):
         rows = [rng.randrange(1, 3000) for _ in range(rng.randrange(1, 64))]
@@ -107,7 +107,7 @@ def test_a_device_that_others_slow_down_is_believed_soon() -> None:
     assert model.seconds(32, 16_000, 16) == pytest.approx(1.4 * seconds([500] * 32, 16), rel=0.06)
 
 
-def test_a_step_that_was_interrupted_says_little() -> None:
+def test_an_interrupted_step_has_little_effect() -> None:
     model = trained(random.Random(8), 400)
     step = make_step([500] * 32, 0)
     model.learn(step, answer(step, 50 * seconds([500] * 32, 0)))

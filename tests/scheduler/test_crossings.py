@@ -1,9 +1,8 @@
-"""Where preemption, prefix hits, block borders and aborts meet: each pair and each triple, by name.
+"""Combinations of preemption, prefix hits, block borders and aborts: each pair and each triple, by name.
 
-Two requests share a pool that is too small for both. ``young`` begins like ``old`` (a hit of full blocks, or one that
-ends inside a block) or does not, its prompt ends right before, at or right after a block border, it is preempted by
-recomputation or swapped, and one of the two is aborted at a chosen moment. What the steps do to which block is
-written down exactly; that all texts are those of the requests alone is checked by ``Simulation.finish``.
+Two requests share a pool that is too small for both. ``young`` may begin like ``old``: it hits full blocks, or a part
+of a block. Its prompt ends directly before, at or after a block border. It is recomputed or swapped, and one of the two
+is aborted at a chosen time. The tests compare the exact blocks of all steps. ``Simulation.finish`` checks the texts.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ USABLE_BLOCKS = 6
 BORDERS = {"below": 7, "at": 8, "past": 9}
 """Length of young's prompt; a block has 4 tokens."""
 HITS = {"none": 0, "full": 4, "tail": 6}
-"""How many tokens young's prompt has in common with old's."""
+"""Number of tokens that both prompts have in common."""
 PREEMPTIONS = ["recompute", "swap"]
 
 
 def crossing(preemption: str, hit: str, border: str, ahead: int = 0) -> tuple[Simulation, Request, Request]:
-    """``old`` and ``young``, who will not both fit to their ends."""
+    """``old`` and ``young``, whose outputs do not both fit."""
     simulation = Simulation(
         make_limits(
             num_blocks=1 + USABLE_BLOCKS,
@@ -51,8 +50,8 @@ def crossing(preemption: str, hit: str, border: str, ahead: int = 0) -> tuple[Si
 
 
 def trace(simulation: Simulation) -> list[str]:
-    """The steps in which something happens to blocks: ``D4 old 12+1 1 2 5 3`` is a token of old at position 12 in step
-    4, a decode, with a table that has just changed. ``copy 2>3``, ``out 3>0`` and ``in 0>1`` are moves."""
+    """Returns the steps that change blocks. ``D4 old 12+1 1 2 5 3`` is decode step 4 with a token of old at position 12
+    and a new block table. ``copy 2>3``, ``out 3>0`` and ``in 0>1`` are moves."""
     lines: list[str] = []
     tables: dict[str, list[int]] = {}
     for step in simulation.steps:
@@ -71,7 +70,7 @@ def trace(simulation: Simulation) -> list[str]:
 
 
 def run_until(simulation: Simulation, request: Request, moment: str) -> None:
-    """Up to a moment in the life of a request that is preempted."""
+    """Runs until a preempted request reaches this state."""
     for _ in range(200):
         simulation.schedule()
         preempted, status = request.num_preemptions > 0, request.status
@@ -87,7 +86,7 @@ def run_until(simulation: Simulation, request: Request, moment: str) -> None:
 
 
 def _running(simulation: Simulation) -> list[Request]:
-    """Those that are not draining."""
+    """Returns the running requests, without leaving ones."""
     return [sequence.request for sequence in simulation.scheduler._running]
 
 
@@ -100,7 +99,7 @@ def test_preemption_x_block_border(preemption: str, border: str) -> None:
 @pytest.mark.parametrize("hit", ["full", "tail"])
 @pytest.mark.parametrize("border", BORDERS)
 def test_prefix_hit_x_block_border(hit: str, border: str) -> None:
-    """Up to the step in which young starts, before anybody is preempted."""
+    """Runs up to the step in which young starts, before any preemption."""
     simulation, _, young = crossing("recompute", hit, border)
     while young.first_scheduled_time is None:
         simulation.schedule()
@@ -169,7 +168,7 @@ def test_preemption_x_prefix_hit_x_block_border_x_abort(
 
 
 def check_abort(preemption: str, hit: str, border: str, moment: str, who: str) -> None:
-    """The one who stays goes on as if the other had never been; a third one finds what was cached, and nothing else."""
+    """The other request continues undisturbed. A third one finds only the cached blocks."""
     simulation, old, young = crossing(preemption, hit, border, ahead=2)
     run_until(simulation, young, moment)
     gone, stays = (old, young) if who == "old" else (young, old)
@@ -186,8 +185,8 @@ def check_abort(preemption: str, hit: str, border: str, moment: str, who: str) -
 
 
 def found_after(preemption: str, hit: str, border: str, moment: str, who: str) -> int:
-    """All of young's prompt but its last token; but while young's own blocks come back from the host only what is left
-    of old's, who has ended."""
+    """Returns the cached tokens: young's prompt without its last token. While young's blocks come back from the host,
+    only the cached blocks of old count."""
     if hit == "none":
         return 0
     if (preemption, moment, who) == ("swap", "back", "young"):
@@ -199,7 +198,7 @@ def found_after(preemption: str, hit: str, border: str, moment: str, who: str) -
 @pytest.mark.parametrize("border", BORDERS)
 @pytest.mark.parametrize("moment", ["before the border", "at the border", "behind the border"])
 def test_block_border_x_abort(border: str, moment: str, who: str) -> None:
-    """A sequence ends when its last block has a slot left, when it is full, and when the next one was just begun."""
+    """A sequence ends with one free position in its last block, with a full block, and with a new block."""
     simulation, old, young = crossing("recompute", "none", border)
     filled = {"before the border": 11, "at the border": 12, "behind the border": 13}[moment]
     request = old if who == "old" else young
@@ -229,7 +228,7 @@ def test_prefix_hit_x_block_border_x_abort(hit: str, border: str, when: str) -> 
 
 
 def check_abort_of_hit(hit: str, border: str, when: str) -> None:
-    """A third one does not wait for what young computes unless that is a whole block more than it finds."""
+    """A third request waits for the tokens that young computes only if they add a whole block."""
     simulation, _, young = crossing("recompute", hit, border)
     simulation.schedule()
     assert young.first_scheduled_time is None

@@ -1,4 +1,4 @@
-"""Deadlines drop expired work before it is prefilled; receipts add up, and say who stood in the way."""
+"""Deadlines drop requests before their prefill. Receipts add up, and name the blocking requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.fakes import make_limits, make_request
 from support.simulation import Simulation
 
 
-def test_a_request_past_its_deadline_is_dropped_and_never_prefilled() -> None:
+def test_an_expired_request_is_dropped_without_prefill() -> None:
     simulation = Simulation(make_limits(max_num_seqs=1, decode_steps_ahead=0))
     simulation.add(make_request("a", 5, 4), make_request("b", 5, 4, deadline=0.5))
     simulation.step()
@@ -23,7 +23,7 @@ def test_a_request_past_its_deadline_is_dropped_and_never_prefilled() -> None:
     assert all(request.request_id == "a" for step in simulation.steps for request in step.requests)
 
 
-def test_a_request_that_runs_keeps_running_past_its_deadline() -> None:
+def test_a_running_request_continues_past_its_deadline() -> None:
     simulation = Simulation(make_limits())
     simulation.add(make_request("a", 5, 8, deadline=0.5))
     simulation.step()
@@ -32,7 +32,7 @@ def test_a_request_that_runs_keeps_running_past_its_deadline() -> None:
     assert simulation.ended == {"a": FinishReason.LENGTH}
 
 
-def test_the_update_says_how_long_it_waited() -> None:
+def test_the_last_update_has_the_waiting_time() -> None:
     simulation = Simulation(make_limits(max_num_seqs=1))
     simulation.add(make_request("a", 5, 30), make_request("b", 5, 4, arrival=0.25, deadline=0.5))
     simulation.scheduler.schedule(0.0)
@@ -43,7 +43,7 @@ def test_the_update_says_how_long_it_waited() -> None:
 
 
 @pytest.mark.parametrize("policy", Policy)
-def test_phases_add_up(policy: Policy) -> None:
+def test_the_phases_add_up_to_the_total_time(policy: Policy) -> None:
     simulation = Simulation(make_limits(policy=policy, num_blocks=9, max_model_len=33))
     requests = [make_request(name, 9, 20, arrival=0.0) for name in "abc"]
     simulation.add(*requests)
@@ -67,7 +67,7 @@ def test_phases_add_up(policy: Policy) -> None:
         ({"admission": AdmissionKind.ROUTER, "max_total_tokens": 30}, BlockReason.ADMISSION),
     ],
 )
-def test_a_receipt_names_the_reason_and_the_request_in_the_way(changes: dict[str, object], reason: BlockReason) -> None:
+def test_a_receipt_names_the_reason_and_the_blocking_requests(changes: dict[str, object], reason: BlockReason) -> None:
     simulation = Simulation(make_limits(**changes))
     first, second = make_request("first", 20, 9), make_request("second", 20, 9)
     simulation.add(first, second)
@@ -76,7 +76,7 @@ def test_a_receipt_names_the_reason_and_the_request_in_the_way(changes: dict[str
     assert second.receipt.blockers == ["first"]
 
 
-def test_router_admission_starts_the_next_when_the_peak_has_passed() -> None:
+def test_router_admission_starts_the_next_request_after_the_peak() -> None:
     limits = make_limits(admission=AdmissionKind.ROUTER, max_total_tokens=64, prefill_batch_size=4)
     simulation = Simulation(limits)
     simulation.add(*(make_request(name, 10, 20) for name in "abc"))

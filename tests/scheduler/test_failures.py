@@ -1,4 +1,4 @@
-"""Aborts, failed and dropped steps, lost agents, wrong answers."""
+"""Aborts, failed and dropped steps, lost agents, wrong results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_abort_while_waiting() -> None:
     assert simulation.streams["b"] == []
 
 
-def test_abort_without_a_step_in_flight_frees_at_once() -> None:
+def test_abort_without_a_step_in_flight_frees_blocks_immediately() -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=0))
     simulation.add(make_request("a"))
     simulation.step()
@@ -33,7 +33,7 @@ def test_abort_without_a_step_in_flight_frees_at_once() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_abort_frees_as_soon_as_the_steps_that_touch_the_blocks_are_answered(ahead: int) -> None:
+def test_abort_frees_blocks_when_the_steps_that_use_them_complete(ahead: int) -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=ahead, num_blocks=100))
     gone, stays = make_request("gone", 5, 50), make_request("stays", 5, 50)
     simulation.add(gone, stays)
@@ -65,8 +65,8 @@ def test_abort_during_the_only_prefill_makes_its_steps_void() -> None:
     simulation.check_quiet()
 
 
-def test_a_step_is_not_dropped_before_one_that_stays_and_goes_on_from_it() -> None:
-    """The decode holds another's row too; on the dead one's row it would find what the prefill never left there."""
+def test_a_step_is_not_dropped_if_a_later_step_needs_its_state() -> None:
+    """The decode step has another sequence too. It would read the batch row that the dropped prefill did not fill."""
     simulation = Simulation(make_limits(decode_steps_ahead=1, prefill_batch_size=1))
     simulation.add(make_request("a"), make_request("b"))
     simulation.schedule()
@@ -78,11 +78,11 @@ def test_a_step_is_not_dropped_before_one_that_stays_and_goes_on_from_it() -> No
     simulation.finish()
 
 
-def test_an_unknown_request_is_not_aborted() -> None:
+def test_abort_of_an_unknown_request_does_nothing() -> None:
     assert Simulation(make_limits()).scheduler.abort_request("nobody", 0.0) is None
 
 
-def test_a_failed_step_ends_its_requests_and_no_others() -> None:
+def test_a_failed_step_ends_only_its_own_requests() -> None:
     simulation = Simulation(make_limits(prefill_batch_size=2, num_blocks=60))
     simulation.add(make_request("a"), make_request("b"))
     simulation.step()
@@ -112,7 +112,7 @@ def test_tokens_of_steps_behind_a_failed_one_are_dropped() -> None:
     assert simulation.streams["a"] == []
 
 
-def test_a_dropped_step_of_a_living_request_is_made_up_for() -> None:
+def test_a_dropped_step_of_a_running_request_is_repeated() -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=2))
     simulation.add(make_request("a", 5, 20), make_request("b", 5, 20))
     for _ in range(3):
@@ -128,7 +128,7 @@ def test_a_dropped_step_of_a_living_request_is_made_up_for() -> None:
     assert set(simulation.ended.values()) == {FinishReason.LENGTH}
 
 
-def test_a_newcomer_does_not_overtake_who_starts_again() -> None:
+def test_a_new_request_does_not_overtake_a_restarted_one() -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=2, num_blocks=100))
     simulation.add(make_request("a", 5, 20), make_request("b", 5, 20))
     simulation.step()
@@ -145,7 +145,7 @@ def test_a_newcomer_does_not_overtake_who_starts_again() -> None:
     )
 
 
-def test_who_starts_again_is_older_than_who_ran_on() -> None:
+def test_a_restarted_sequence_keeps_its_order_of_arrival() -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=0, decode_batch_size=1, num_blocks=100))
     simulation.add(make_request("a", 5, 20), make_request("b", 5, 20))
     simulation.step()
@@ -161,7 +161,7 @@ def test_who_starts_again_is_older_than_who_ran_on() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_a_lost_agent_costs_time_but_no_token(ahead: int) -> None:
+def test_no_token_is_lost_with_an_agent(ahead: int) -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=ahead, num_blocks=60))
     requests = [make_request(name, 7, 12, ignore_eos=False) for name in "abcdef"]
     simulation.add(*requests)
@@ -176,7 +176,7 @@ def test_a_lost_agent_costs_time_but_no_token(ahead: int) -> None:
     assert all(request.num_preemptions == 0 for request in requests)
 
 
-def test_a_lost_agent_frees_what_was_leaving() -> None:
+def test_a_lost_agent_frees_leaving_sequences() -> None:
     simulation = Simulation(make_limits())
     simulation.add(make_request("a"), make_request("b"))
     simulation.schedule()
@@ -200,7 +200,7 @@ def test_requests_start_again_in_order_of_arrival_after_a_loss() -> None:
     assert [step.requests[0].request_id for step in prefills] == ["a", "b", "c", "d"]
 
 
-def test_what_a_loss_costs_is_no_preemption() -> None:
+def test_a_restart_after_a_loss_is_no_preemption() -> None:
     simulation = Simulation(make_limits(num_blocks=100))
     request = make_request("a")
     simulation.add(request)
@@ -216,7 +216,7 @@ def test_what_a_loss_costs_is_no_preemption() -> None:
     assert (request.receipt.preemptions, request.num_preemptions) == (0, 0)
 
 
-def test_an_answer_after_the_loss_is_refused() -> None:
+def test_a_result_after_the_loss_is_refused() -> None:
     simulation = Simulation(make_limits())
     simulation.add(make_request("a"))
     simulation.schedule()
@@ -228,7 +228,7 @@ def test_an_answer_after_the_loss_is_refused() -> None:
     simulation.finish()
 
 
-def test_fail_all_ends_everything() -> None:
+def test_fail_all_ends_every_request() -> None:
     simulation = Simulation(make_limits(max_num_seqs=2))
     simulation.add(*(make_request(name) for name in "abcd"))
     simulation.step()
@@ -249,7 +249,7 @@ def test_fail_all_ends_everything() -> None:
         StepResult(0, [3, -1], [0.0, 0.0], [0.0, 0.0]),
     ],
 )
-def test_an_answer_of_the_wrong_shape_ends_the_requests_of_its_step(answer: StepResult) -> None:
+def test_a_result_of_the_wrong_shape_ends_the_requests_of_its_step(answer: StepResult) -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=0))
     simulation.add(make_request("a"), make_request("b"))
     simulation.schedule()
@@ -261,7 +261,7 @@ def test_an_answer_of_the_wrong_shape_ends_the_requests_of_its_step(answer: Step
     simulation.check()
 
 
-def test_integrity_notices_a_leak() -> None:
+def test_the_integrity_check_finds_a_leak() -> None:
     simulation = Simulation(make_limits())
     simulation.add(make_request("a"))
     simulation.schedule()

@@ -1,4 +1,4 @@
-"""Virtual token counters: their arithmetic, and the bound of the paper on a small server."""
+"""Virtual token counters: their arithmetic, and the bound of the paper in a small simulation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llm_serving.scheduler.sequence import Sequence
 from support.waiting_sequences import Arrivals
 
 
-def test_the_least_counter_is_next_and_a_tie_goes_by_the_head() -> None:
+def test_the_least_counter_is_first_and_the_head_decides_ties() -> None:
     counters = VirtualTokenCounters()
     counters.wait("a", 2)
     counters.wait("b", 1)
@@ -28,7 +28,7 @@ def test_the_least_counter_is_next_and_a_tie_goes_by_the_head() -> None:
     assert counters.first() == "b"
 
 
-def test_a_tenant_that_comes_back_is_lifted_to_the_least_counter_of_those_that_wait() -> None:
+def test_a_returning_tenant_rises_to_the_least_waiting_counter() -> None:
     counters = VirtualTokenCounters()
     for tenant in "ab":
         counters.wait(tenant, 0)
@@ -38,10 +38,10 @@ def test_a_tenant_that_comes_back_is_lifted_to_the_least_counter_of_those_that_w
     assert counters.counter("new") == 70
     counters.leave("a")
     counters.wait("a", 2)
-    assert counters.counter("a") == 100, "what it owes stays"
+    assert counters.counter("a") == 100, "the counter stays"
 
 
-def test_nobody_waiting_the_last_one_that_did_sets_the_level() -> None:
+def test_without_waiting_tenants_the_last_one_sets_the_floor() -> None:
     counters = VirtualTokenCounters()
     counters.wait("a", 0)
     counters.leave("a")
@@ -50,7 +50,7 @@ def test_nobody_waiting_the_last_one_that_did_sets_the_level() -> None:
     assert counters.counter("b") == 50
 
 
-def test_idle_tenants_are_forgotten_those_that_owe_least_first() -> None:
+def test_idle_tenants_with_the_least_counters_are_dropped() -> None:
     counters = VirtualTokenCounters()
     counters.wait("always", 0)
     counters.charge("always", 3)
@@ -65,17 +65,17 @@ def test_idle_tenants_are_forgotten_those_that_owe_least_first() -> None:
 
 
 class SmallServer:
-    """Continuous batching over a pool of tokens: who got how much service, step by step."""
+    """Continuous batching over a pool of tokens. Counts the service of each tenant."""
 
     def __init__(self, order: QueueOrder, pool: int) -> None:
         self.order = order
         self.pool = pool
         self.running: dict[Sequence, int] = {}
-        """Tokens still to come."""
+        """Remaining output tokens."""
         self.service: dict[str, int] = {}
 
     def step(self, now: float) -> list[Sequence]:
-        """Start what fits, then a token for everybody. Returns what was started."""
+        """Starts the sequences that fit, then gives each a token. Returns the started sequences."""
         started = []
         while len(self.order) and self._held() + self._size(self.order.first(now)) <= self.pool:
             sequence = self.order.first(now)
@@ -107,10 +107,10 @@ BOUND = 2 * max(INPUT_WEIGHT * LONGEST_PROMPT, OUTPUT_WEIGHT * POOL)
 
 
 def backlogged_run(seed: int, fairness: bool) -> list[int]:
-    """How far tenant a is ahead of b, both with requests waiting all the time, after each step; c comes and goes."""
+    """Returns the lead of tenant a over b after each step. Both always wait, and c is idle at times."""
     rng, new, order = random.Random(seed), Arrivals(), QueueOrder(fairness=fairness)
     server = SmallServer(order, POOL)
-    # What a and b send differs as much as it can: a few long prompts against many short ones.
+    # The requests of a and b differ as much as possible: a few long prompts and many short ones.
     sizes = {"a": (LONGEST_PROMPT, rng.choice([1, 40])), "b": (rng.choice([1, 5]), rng.choice([2, 30])), "c": (9, 9)}
     waiting = dict.fromkeys(sizes, 0)
     ahead = []
@@ -127,17 +127,17 @@ def backlogged_run(seed: int, fairness: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_service_of_two_backlogged_tenants_differs_by_no_more_than_the_bound(seed: int) -> None:
+def test_the_service_of_two_backlogged_tenants_stays_within_the_bound(seed: int) -> None:
     ahead = backlogged_run(seed, fairness=True)
     assert max(ahead) - min(ahead) <= BOUND  # in any interval
 
 
-def test_without_counters_it_differs_by_more() -> None:
+def test_without_fairness_the_service_exceeds_the_bound() -> None:
     ahead = backlogged_run(1, fairness=False)
     assert max(ahead) - min(ahead) > BOUND
 
 
-def test_a_tenant_that_floods_does_not_keep_another_waiting() -> None:
+def test_a_tenant_with_many_requests_does_not_delay_another() -> None:
     new, order = Arrivals(), QueueOrder()
     for _ in range(1000):
         order.add(new.next(10, tenant="flood"))
@@ -150,7 +150,7 @@ def test_a_tenant_that_floods_does_not_keep_another_waiting() -> None:
     assert order.first(20.0) is late
 
 
-def test_what_idling_would_have_got_is_not_saved_up() -> None:
+def test_an_idle_tenant_saves_no_credit() -> None:
     new, order = Arrivals(), QueueOrder()
     server = SmallServer(order, POOL)
     for _ in range(400):
@@ -165,8 +165,8 @@ def test_what_idling_would_have_got_is_not_saved_up() -> None:
     assert abs(server.service["idle"] - (server.service["busy"] - before["busy"])) <= BOUND
 
 
-def test_a_waiting_request_sees_nobody_get_more_than_its_tenant_by_twice_the_bound() -> None:
-    """Against tenants that come and go as they like, the paper's bound for one that is backlogged is twice as wide."""
+def test_no_tenant_gets_twice_the_bound_more_than_a_waiting_one() -> None:
+    """If other tenants are idle at times, the paper's bound for a backlogged tenant is twice as large."""
     for seed in range(8):
         rng, new, order = random.Random(seed), Arrivals(), QueueOrder()
         server = SmallServer(order, POOL)

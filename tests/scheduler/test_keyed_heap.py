@@ -8,7 +8,7 @@ from llm_serving.scheduler.queue_order import KeyedHeap
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 5) | st.none()), max_size=80))
-def test_the_first_is_that_of_a_sorted_list(changes: list[tuple[int, int | None]]) -> None:
+def test_the_first_item_equals_that_of_a_sorted_list(changes: list[tuple[int, int | None]]) -> None:
     heap: KeyedHeap[int] = KeyedHeap()
     model: dict[int, tuple[int, int]] = {}
     for when, (item, key) in enumerate(changes):
@@ -25,7 +25,7 @@ def test_the_first_is_that_of_a_sorted_list(changes: list[tuple[int, int | None]
             assert heap.key(heap.first()) == min(model.values())[0]
 
 
-def test_an_empty_heap_has_no_first() -> None:
+def test_an_empty_heap_has_no_first_item() -> None:
     heap: KeyedHeap[str] = KeyedHeap()
     with pytest.raises(IndexError):
         heap.first()
@@ -38,7 +38,7 @@ def test_an_empty_heap_has_no_first() -> None:
         heap.remove("a")
 
 
-def test_old_keys_do_not_pile_up() -> None:
+def test_old_entries_do_not_accumulate() -> None:
     heap: KeyedHeap[str] = KeyedHeap()
     heap.set("last", 10**6)
     for key in range(10_000):

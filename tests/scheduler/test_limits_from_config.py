@@ -1,4 +1,4 @@
-"""The limits of a deployment come from its configuration."""
+"""The scheduler limits of a configuration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llm_serving.scheduler.limits import AdmissionKind, BatchingStrategy, Policy
 from support.fakes import make_limits
 
 
-def test_every_limit_comes_from_its_key() -> None:
+def test_every_limit_comes_from_its_configuration_key() -> None:
     config = load_config(
         "llama_tiny_cpu.yaml",
         [
@@ -55,7 +55,7 @@ def test_every_limit_comes_from_its_key() -> None:
     assert limits.cache_namespace == config.cache_namespace
 
 
-def test_caches_of_other_models_and_formats_share_nothing() -> None:
+def test_caches_of_different_models_and_formats_have_different_namespaces() -> None:
     configs = [
         load_config("llama_tiny_cpu.yaml", overrides)
         for overrides in ([], ["model_config.model_dtype=bfloat16"], ["model_config.kv_format=int8"])
@@ -63,7 +63,7 @@ def test_caches_of_other_models_and_formats_share_nothing() -> None:
     assert len({config.cache_namespace for config in configs}) == 3
 
 
-def test_a_mixed_step_has_twice_the_rows_and_fits_a_step() -> None:
+def test_a_mixed_step_has_twice_the_decode_batch_and_fits_a_step() -> None:
     assert make_limits(max_num_batched_tokens=1000).mixed_step_tokens == 256
     assert make_limits(max_num_batched_tokens=1000, decode_batch_size=200).mixed_step_tokens == 400
     assert make_limits(max_num_batched_tokens=100).mixed_step_tokens == 100
@@ -86,7 +86,7 @@ def test_every_policy_of_the_config_is_known(policy: Policy) -> None:
     assert SchedulerLimits.from_config(config).policy is policy
 
 
-def test_the_history_fits_a_slot() -> None:
+def test_the_history_fits_a_step_slot() -> None:
     for overrides in ([], ["scheduler_config.max_num_batched_tokens=64"]):
         config = load_config("llama_tiny_cpu.yaml", overrides)
         assert SchedulerLimits.from_config(config).max_step_history <= config.slot_limits().max_history

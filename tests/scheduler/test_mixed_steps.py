@@ -1,4 +1,4 @@
-"""Chunks of prompts beside rows that decode: what is in a step, its budget, and its bounds."""
+"""Mixed steps: their sequences, their token budget and their limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def chunked(**changes: object) -> Simulation:
     return Simulation(make_limits(**{**values, **changes}))
 
 
-def test_rows_come_first_and_a_prompt_fills_the_rest_of_the_budget() -> None:
+def test_decoding_sequences_come_first_and_a_prompt_fills_the_rest_of_the_budget() -> None:
     simulation = chunked()
     simulation.add(make_request("a", 5, 9), make_request("b", 6, 9))
     simulation.step()
@@ -42,7 +42,7 @@ def test_rows_come_first_and_a_prompt_fills_the_rest_of_the_budget() -> None:
     simulation.finish()
 
 
-def test_a_step_ahead_goes_on_from_the_chunk_before_it() -> None:
+def test_a_step_ahead_continues_after_the_previous_chunk() -> None:
     simulation = chunked(decode_steps_ahead=1)
     simulation.add(make_request("a", 5, 9), make_request("long", 30, 3))
     first, second = simulation.schedule()
@@ -51,7 +51,7 @@ def test_a_step_ahead_goes_on_from_the_chunk_before_it() -> None:
     simulation.finish()
 
 
-def test_several_prompts_share_what_the_rows_leave() -> None:
+def test_several_prompts_share_the_rest_of_the_budget() -> None:
     simulation = chunked(prefill_batch_size=4)
     simulation.add(make_request("row", 5, 9))
     simulation.step()
@@ -66,7 +66,7 @@ def test_several_prompts_share_what_the_rows_leave() -> None:
     simulation.finish()
 
 
-def test_prompts_get_a_few_tokens_however_many_rows_there_are() -> None:
+def test_prompts_get_a_minimum_of_tokens() -> None:
     simulation = chunked(chunk_tokens=4, prefill_batch_size=8, max_num_batched_tokens=64, max_num_seqs=6)
     simulation.add(*(make_request(name, 5, 30) for name in "abcde"))
     simulation.step()
@@ -76,7 +76,7 @@ def test_prompts_get_a_few_tokens_however_many_rows_there_are() -> None:
     simulation.finish()
 
 
-def test_rows_that_fill_every_step_do_not_stop_a_prompt_for_good() -> None:
+def test_decoding_sequences_that_fill_every_step_do_not_stop_a_prompt() -> None:
     simulation = chunked(max_num_batched_tokens=2, prefill_batch_size=1, max_num_seqs=3, num_blocks=60)
     simulation.add(make_request("a", 2, 60), make_request("b", 2, 60), make_request("c", 2, 3))
     simulation.finish()
@@ -86,7 +86,7 @@ def test_rows_that_fill_every_step_do_not_stop_a_prompt_for_good() -> None:
     assert overdue[0].seq < 20
 
 
-def test_no_row_waits_for_a_prompt() -> None:
+def test_no_decoding_sequence_waits_for_a_prompt() -> None:
     simulation = chunked(decode_steps_ahead=1, num_blocks=60)
     row = make_request("row", 5, 30)
     simulation.add(row)
@@ -109,7 +109,7 @@ def test_a_prompt_with_penalties_sends_its_history_with_its_last_chunk_in_a_mixe
     assert [[history.index for history in step.histories] for step in mixed] == [[], [1]]
 
 
-def test_decode_first_lets_rows_go_on_and_prompts_start_when_none_does() -> None:
+def test_decode_first_starts_prompts_when_no_sequence_can_decode() -> None:
     simulation = Simulation(make_limits(policy=Policy.DECODE_FIRST, decode_steps_ahead=0, max_num_seqs=2))
     simulation.add(make_request("a", 5, 6))
     simulation.step()
@@ -120,7 +120,7 @@ def test_decode_first_lets_rows_go_on_and_prompts_start_when_none_does() -> None
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_decode_first_does_not_let_a_prompt_wait_for_good(ahead: int) -> None:
+def test_decode_first_limits_the_waiting_time_of_a_prompt(ahead: int) -> None:
     simulation = Simulation(
         make_limits(policy=Policy.DECODE_FIRST, decode_steps_ahead=ahead, max_num_seqs=2, num_blocks=200,
                     max_model_len=300)

@@ -1,4 +1,4 @@
-"""Order of steps, composition of decode steps, waiting times."""
+"""The order of steps, the sequences of decode steps, and waiting times."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_burst_is_prefilled_before_it_decodes_together_under_prefill_first() -
     assert order(simulation) == ["p:a", "p:b", "p:c", "p:d", "p:e", "d:abcde", "d:abcde"]
 
 
-def test_prefill_and_decode_take_turns_under_fcfs() -> None:
+def test_prefill_and_decode_alternate_under_fcfs() -> None:
     simulation = Simulation(make_limits(policy=FCFS, prefill_batch_size=1, max_num_seqs=8))
     simulation.add(*(make_request(name, 5, 9) for name in "abcdef"))
     simulation.finish()
@@ -44,8 +44,8 @@ def test_prefill_and_decode_take_turns_under_fcfs() -> None:
 
 @pytest.mark.parametrize("policy", Policy)
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_rows_do_not_drift_apart_into_groups_that_take_turns(policy: Policy, ahead: int) -> None:
-    """Whatever the arrivals: soon after the last prefill every decode step holds every running row."""
+def test_the_batch_does_not_split_into_alternating_groups(policy: Policy, ahead: int) -> None:
+    """Soon after the last prefill, every decode step has every running sequence."""
     for seed in range(5):
         rng = random.Random(seed)
         limits = make_limits(policy=policy, decode_steps_ahead=ahead, num_blocks=500, max_model_len=200)
@@ -55,7 +55,7 @@ def test_rows_do_not_drift_apart_into_groups_that_take_turns(policy: Policy, ahe
             if rng.random() < 0.3:
                 simulation.add(waiting.pop())
             simulation.step() if rng.random() < 0.9 and simulation.requests else simulation.schedule()
-        while simulation.scheduler.figures.waiting:  # under decode_first they wait for many steps
+        while simulation.scheduler.figures.waiting:  # under decode_first, prompts wait for many steps
             simulation.step()
         for _ in range(8):
             simulation.step()
@@ -69,8 +69,8 @@ def test_rows_do_not_drift_apart_into_groups_that_take_turns(policy: Policy, ahe
 
 @pytest.mark.parametrize("policy", [policy for policy in Policy if policy is not Policy.DECODE_FIRST])
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_prefills_do_not_make_rows_fall_behind(policy: Policy, ahead: int) -> None:
-    """Under a steady stream of arrivals nearly every row is in every decode step that runs."""
+def test_prefills_do_not_leave_decoding_sequences_behind(policy: Policy, ahead: int) -> None:
+    """With steady arrivals, almost every sequence is in every decode step."""
     simulation = Simulation(make_limits(policy=policy, decode_steps_ahead=ahead, num_blocks=400, prefill_batch_size=1))
     for index in range(60):
         simulation.add(make_request(f"r{index}", 5, 20))
@@ -79,11 +79,11 @@ def test_prefills_do_not_make_rows_fall_behind(policy: Policy, ahead: int) -> No
     simulation.finish()
     rows = [sum(start >= 5 for start in step.starts) for step in simulation.steps if step.kind is not StepKind.PREFILL]
     assert sum(rows) == 60 * 19
-    num_steps_of_arrivals = 60 * 4  # mixed steps are of prompts, too
+    num_steps_of_arrivals = 60 * 4  # mixed steps have prompts too
     assert len(rows) < (num_steps_of_arrivals + 20 if policy in (Policy.CHUNKED, Policy.SLO) else 200)
 
 
-def test_one_token_requests_do_not_stop_the_others_for_good() -> None:
+def test_one_token_requests_do_not_stop_the_others() -> None:
     limits = make_limits(policy=PREFILL_FIRST, prefill_batch_size=1, max_num_seqs=4)
     assert prefill_streak_limit(4, 1) == 4
     simulation = Simulation(limits)
@@ -116,7 +116,7 @@ def test_a_prefill_waits_for_its_batch_to_fill() -> None:
     simulation.finish()
 
 
-def test_a_prefill_waits_no_longer_than_it_may() -> None:
+def test_the_waiting_time_of_a_prefill_is_limited() -> None:
     simulation = Simulation(make_limits(batch_waiting_time=0.5, prefill_batch_size=4))
     simulation.add(make_request("a", arrival=0.0), make_request("b", arrival=0.4))
     simulation.now = 0.49
@@ -127,7 +127,7 @@ def test_a_prefill_waits_no_longer_than_it_may() -> None:
 
 
 @pytest.mark.parametrize("full", ["tokens", "rows"])
-def test_a_prefill_does_not_wait_for_what_could_not_join(full: str) -> None:
+def test_a_prefill_does_not_wait_for_requests_that_cannot_join(full: str) -> None:
     changes = {"max_num_batched_tokens": 10} if full == "tokens" else {"max_num_seqs": 2}
     simulation = Simulation(make_limits(batch_waiting_time=9.0, prefill_batch_size=8, **changes))
     simulation.add(make_request("a"), make_request("b"))
@@ -135,7 +135,7 @@ def test_a_prefill_does_not_wait_for_what_could_not_join(full: str) -> None:
     simulation.finish()
 
 
-def test_a_decode_waits_for_rows_being_prefilled() -> None:
+def test_a_decode_waits_for_sequences_in_prefill() -> None:
     simulation = Simulation(
         make_limits(policy=FCFS, decode_steps_ahead=0, decode_batch_waiting_time=0.5, prefill_batch_size=1)
     )
@@ -149,7 +149,7 @@ def test_a_decode_waits_for_rows_being_prefilled() -> None:
     simulation.finish()
 
 
-def test_a_decode_waits_no_longer_than_it_may_and_for_nobody_if_nobody_comes() -> None:
+def test_the_waiting_time_of_a_decode_is_limited() -> None:
     simulation = Simulation(
         make_limits(policy=FCFS, decode_steps_ahead=0, decode_batch_waiting_time=0.5, prefill_batch_size=1)
     )

@@ -1,4 +1,4 @@
-"""Preemption by recompute, where it meets block borders, aborts, ends and steps in flight."""
+"""Preemption by recompute, combined with block borders, aborts, ends and steps in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.simulation import Simulation
 
 
 def crowded(num_blocks: int, *, ahead: int = 1, block_size: int = 4, **changes: object) -> Simulation:
-    """A pool of so many usable blocks in which requests soon stand in each other's way."""
+    """Returns a simulation with so few blocks that requests preempt each other."""
     return Simulation(
         make_limits(
             num_blocks=num_blocks + 1, block_size=block_size, decode_steps_ahead=ahead, max_model_len=40, **changes
@@ -33,7 +33,7 @@ def run_until_preempted(simulation: Simulation, request: Request) -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("block_size", [1, 2, 4, 8])
-def test_the_latest_goes_first_and_the_oldest_never(ahead: int, block_size: int) -> None:
+def test_the_latest_is_preempted_first_and_the_oldest_never(ahead: int, block_size: int) -> None:
     simulation = crowded(48 // block_size, ahead=ahead, block_size=block_size)
     requests = [make_request(name, 4, 30) for name in "abcd"]
     simulation.add(*requests)
@@ -57,7 +57,7 @@ def test_a_pool_of_one_longest_sequence_serves_any_number(ahead: int) -> None:
     assert all(reason is FinishReason.LENGTH for reason in simulation.ended.values())
 
 
-def test_a_victim_keeps_its_blocks_until_its_steps_are_answered_and_its_tokens_for_good() -> None:
+def test_a_victim_keeps_its_blocks_until_its_steps_complete_and_its_tokens_always() -> None:
     simulation = crowded(8, ahead=2)
     old, young = make_request("old", 9, 22), make_request("young", 9, 22)
     simulation.add(old, young)
@@ -79,7 +79,7 @@ def test_a_victim_keeps_its_blocks_until_its_steps_are_answered_and_its_tokens_f
     simulation.finish()
 
 
-def test_a_victim_starts_again_with_prompt_and_output_in_one_prefill() -> None:
+def test_a_victim_restarts_with_prompt_and_output_in_one_prefill() -> None:
     simulation = crowded(8)
     old, young = make_request("old", 9, 22), make_request("young", 9, 22)
     simulation.add(old, young)
@@ -92,7 +92,7 @@ def test_a_victim_starts_again_with_prompt_and_output_in_one_prefill() -> None:
     assert again[0].num_tokens > 9
 
 
-def test_victims_come_back_before_newcomers_and_in_order_of_arrival() -> None:
+def test_victims_restart_before_new_requests_in_order_of_arrival() -> None:
     simulation = crowded(12, prefill_batch_size=1)
     requests = [make_request(name, 6, 28) for name in "abc"]
     simulation.add(*requests)
@@ -122,7 +122,7 @@ def test_preemption_at_below_and_past_a_block_border(prompt: int, ahead: int) ->
 @pytest.mark.parametrize("when", ["draining", "waiting", "running again"])
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 @pytest.mark.parametrize("prompt", [7, 8, 9])
-def test_preemption_meets_abort(who: str, when: str, ahead: int, prompt: int) -> None:
+def test_preemption_and_abort(who: str, when: str, ahead: int, prompt: int) -> None:
     simulation = crowded(8, ahead=ahead)
     old, young = make_request("old", prompt, 22), make_request("young", prompt, 22)
     simulation.add(old, young)
@@ -138,12 +138,12 @@ def test_preemption_meets_abort(who: str, when: str, ahead: int, prompt: int) ->
     simulation.finish()
     expected = {"old": FinishReason.LENGTH, "young": FinishReason.LENGTH, who: FinishReason.ABORT}
     if when == "running again" and who == "old":
-        del expected["old"], simulation.ended["old"]  # it may have ended before
+        del expected["old"], simulation.ended["old"]  # it may have ended earlier
     assert simulation.ended == expected
 
 
-def test_a_victim_that_ends_while_it_drains_does_not_come_back() -> None:
-    """Its last tokens are on their way when it is chosen: they end it, and nothing is recomputed."""
+def test_a_victim_that_ends_while_it_leaves_does_not_restart() -> None:
+    """Steps in flight sample its last tokens. They end it, and it is not recomputed."""
     for max_tokens in range(3, 25):
         simulation = crowded(8, ahead=3)
         old, young = make_request("old", 9, 22), make_request("young", 9, max_tokens)
@@ -184,7 +184,7 @@ def test_a_victim_longer_than_a_step_is_recomputed_in_chunks() -> None:
 
 
 def test_a_sequence_is_preempted_between_its_chunks() -> None:
-    """The oldest needs a block while the latest is prefilled in chunks: the chunks start again from the first."""
+    """The oldest needs a block while the latest is in prefill. The chunks of the latest start again."""
     simulation = crowded(10, ahead=0, max_num_batched_tokens=4, policy=Policy.FCFS, prefill_batch_size=1)
     old, young = make_request("old", 4, 30), make_request("young", 22, 6)
     simulation.add(old)
@@ -197,8 +197,8 @@ def test_a_sequence_is_preempted_between_its_chunks() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_nobody_takes_the_blocks_given_up_for_the_oldest(ahead: int) -> None:
-    """Neither the victim itself, only to be preempted again by the oldest's next token, nor a newcomer."""
+def test_the_blocks_of_a_victim_go_to_the_oldest(ahead: int) -> None:
+    """Neither the victim nor a new request takes the blocks. The oldest needs them for its next token."""
     simulation = crowded(8, ahead=ahead)
     old, young = make_request("old", 9, 22), make_request("young", 9, 22)
     simulation.add(old, young)
@@ -211,8 +211,8 @@ def test_nobody_takes_the_blocks_given_up_for_the_oldest(ahead: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_as_many_are_preempted_at_once_as_it_takes(ahead: int) -> None:
-    """Six rows come to a block border together and no block is free: two victims make room for the other four."""
+def test_several_victims_are_preempted_in_one_step_if_necessary(ahead: int) -> None:
+    """Six sequences reach a block border and no block is free. Two are preempted for the other four."""
     simulation = crowded(18, ahead=ahead, max_num_seqs=6, prefill_batch_size=6)
     requests = [make_request(name, 5, 20) for name in "abcdef"]
     simulation.add(*requests)
@@ -223,8 +223,8 @@ def test_as_many_are_preempted_at_once_as_it_takes(ahead: int) -> None:
     simulation.finish()
 
 
-def test_the_turn_of_the_latest_alone_does_not_end_the_turns() -> None:
-    """A decode step takes one row; when it is the latest's turn and no block is left, the others go on."""
+def test_the_other_sequences_decode_if_the_chosen_one_is_preempted() -> None:
+    """A decode step has one sequence. If the latest is chosen and no block is free, the others continue."""
     for num_blocks in range(8, 16):
         simulation = crowded(num_blocks, ahead=0, decode_batch_size=1)
         simulation.add(*(make_request(name, 7, 22) for name in "abc"))
@@ -245,12 +245,12 @@ def test_every_interleaving_of_pressure_and_aborts_ends_well(policy: Policy, ahe
         simulation.finish()
 
 
-def test_the_least_important_goes_first_but_never_the_oldest() -> None:
+def test_the_least_important_is_preempted_first_but_never_the_oldest() -> None:
     simulation = crowded(18, max_num_seqs=4, prefill_batch_size=4)
     requests = [make_request(name, 5, 28) for name in "abcd"]
     for request, priority in zip(requests, (9, 5, 0, 0), strict=True):
         request.priority = priority
-    for request in requests:  # one after the other: the queue would put the important ones in front
+    for request in requests:  # one after the other, because the queue would reorder them by priority
         simulation.add(request)
         simulation.schedule()
     while simulation.scheduler.figures.preemptions == 0:
@@ -261,7 +261,7 @@ def test_the_least_important_goes_first_but_never_the_oldest() -> None:
     assert requests[0].num_preemptions == 0
 
 
-def test_tenants_take_turns_by_the_tokens_they_got() -> None:
+def test_tenants_alternate_by_their_service() -> None:
     simulation = Simulation(make_limits(max_num_seqs=1, decode_steps_ahead=0, num_blocks=60))
     greedy = [make_request(f"g{index}", 5, 20) for index in range(4)]
     modest = [make_request(f"m{index}", 5, 20) for index in range(2)]
@@ -275,8 +275,8 @@ def test_tenants_take_turns_by_the_tokens_they_got() -> None:
     assert started == ["g0", "m0", "g1", "m1", "g2", "g3"]
 
 
-def test_clients_without_a_key_pay_for_their_tokens_like_those_with_one() -> None:
-    """Prompts of one token, answers of seven: were only the prompts counted, those without a key would go first."""
+def test_clients_without_a_key_are_charged_like_clients_with_one() -> None:
+    """Prompts have one token and outputs seven. If only prompts counted, clients without a key would be first."""
     simulation = Simulation(make_limits(max_num_seqs=1, decode_steps_ahead=0, policy=Policy.FCFS))
     for turn in range(8):
         keyed = make_request(f"keyed {turn}", 1, 7)

@@ -1,4 +1,4 @@
-"""Prefix hits in the scheduler: what is computed once, and where a hit meets steps in flight, aborts, preemption."""
+"""Prefix hits in the scheduler, combined with steps in flight, aborts and preemption."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sharing(**changes: object) -> Simulation:
 
 
 def computed_tokens(simulation: Simulation, request: Request) -> int:
-    """Prompt tokens that steps computed for a request."""
+    """Returns the number of prompt tokens that steps computed for a request."""
     prompt = len(request.prompt_token_ids)
     return sum(
         max(0, min(start + query_len, prompt) - start)
@@ -30,7 +30,7 @@ def computed_tokens(simulation: Simulation, request: Request) -> int:
     )
 
 
-def test_a_second_request_starts_behind_the_full_blocks_of_the_first() -> None:
+def test_a_second_request_starts_after_the_full_blocks_of_the_first() -> None:
     simulation = sharing()
     first, second = make_request("a", [*SYSTEM_PROMPT, 30, 31], 2), make_request("b", [*SYSTEM_PROMPT, 40, 41], 2)
     simulation.add(first)
@@ -60,7 +60,7 @@ def test_a_hit_that_ends_inside_a_block_copies_it_first() -> None:
     simulation.finish()
 
 
-def test_of_a_prompt_that_is_cached_to_its_end_the_last_token_is_computed() -> None:
+def test_the_last_token_of_a_fully_cached_prompt_is_computed() -> None:
     simulation = sharing()
     simulation.add(make_request("a", SYSTEM_PROMPT, 2))
     simulation.finish()
@@ -82,7 +82,7 @@ def test_a_burst_with_a_shared_prompt_computes_it_once(policy: Policy) -> None:
 
 
 @pytest.mark.parametrize("policy", [Policy.CHUNKED, Policy.SLO])
-def test_siblings_of_a_prompt_in_chunks_wait_for_all_of_it(policy: Policy) -> None:
+def test_requests_with_the_same_prompt_wait_for_all_its_chunks(policy: Policy) -> None:
     simulation = sharing(policy=policy, chunk_tokens=16, max_num_batched_tokens=20, decode_steps_ahead=1)
     prompt = [*SYSTEM_PROMPT, *SYSTEM_PROMPT, 7, 8, 9]
     requests = [make_request(name, prompt, 3, seed=place) for place, name in enumerate("abc")]
@@ -91,7 +91,7 @@ def test_siblings_of_a_prompt_in_chunks_wait_for_all_of_it(policy: Policy) -> No
     assert [computed_tokens(simulation, request) for request in requests[1:]] == [1, 1]
 
 
-def test_equal_prompts_that_end_with_a_block_do_not_wait_for_one_another() -> None:
+def test_equal_prompts_that_end_with_a_block_do_not_wait_for_each_other() -> None:
     simulation = sharing(num_blocks=100)
     requests = [make_request(f"r{index}", SYSTEM_PROMPT, 4, seed=index) for index in range(5)]
     simulation.add(*requests)
@@ -100,7 +100,7 @@ def test_equal_prompts_that_end_with_a_block_do_not_wait_for_one_another() -> No
     assert [step.num_seqs for step in prefills] == [1, 4]
 
 
-def test_who_waits_for_a_prefix_computes_it_when_its_owner_is_aborted() -> None:
+def test_a_request_computes_the_prefix_if_the_first_one_is_aborted() -> None:
     simulation = sharing(decode_steps_ahead=1)
     owner, other = make_request("owner", [*SYSTEM_PROMPT, 30], 3), make_request("other", [*SYSTEM_PROMPT, 31], 3)
     simulation.add(owner, other)
@@ -111,7 +111,7 @@ def test_who_waits_for_a_prefix_computes_it_when_its_owner_is_aborted() -> None:
     assert computed_tokens(simulation, other) == 17
 
 
-def test_nothing_of_a_failed_step_is_found() -> None:
+def test_a_failed_step_caches_nothing() -> None:
     simulation = sharing()
     simulation.add(make_request("a", [*SYSTEM_PROMPT, 30], 3))
     simulation.schedule()
@@ -122,7 +122,7 @@ def test_nothing_of_a_failed_step_is_found() -> None:
     assert computed_tokens(simulation, other) == 17
 
 
-def test_nothing_of_a_dropped_step_is_found_though_its_request_had_ended_before() -> None:
+def test_a_dropped_step_of_an_ended_request_caches_nothing() -> None:
     simulation = sharing(max_num_batched_tokens=8)
     simulation.add(make_request("a", [*SYSTEM_PROMPT, 30], 3))
     simulation.schedule()
@@ -134,7 +134,7 @@ def test_nothing_of_a_dropped_step_is_found_though_its_request_had_ended_before(
     assert computed_tokens(simulation, other) == 17
 
 
-def test_nothing_is_found_after_the_agent_was_lost() -> None:
+def test_the_cache_is_empty_after_the_agent_was_lost() -> None:
     simulation = sharing()
     simulation.add(make_request("a", [*SYSTEM_PROMPT, 30], 3))
     simulation.finish()
@@ -145,7 +145,7 @@ def test_nothing_is_found_after_the_agent_was_lost() -> None:
     assert computed_tokens(simulation, other) == 17
 
 
-def test_another_salt_finds_nothing() -> None:
+def test_requests_with_another_salt_share_nothing() -> None:
     simulation = sharing()
     simulation.add(make_request("a", SYSTEM_PROMPT, 2))
     simulation.finish()
@@ -156,7 +156,7 @@ def test_another_salt_finds_nothing() -> None:
     assert computed_tokens(simulation, other) == 16
 
 
-def test_what_was_generated_is_found_by_the_next_turn() -> None:
+def test_the_next_turn_of_a_conversation_finds_the_output() -> None:
     simulation = sharing()
     first = make_request("a", [*SYSTEM_PROMPT, 30], 8)
     simulation.add(first)
@@ -168,7 +168,7 @@ def test_what_was_generated_is_found_by_the_next_turn() -> None:
     assert computed_tokens(simulation, turn) == 2
 
 
-def test_penalties_send_the_whole_history_though_most_of_it_is_a_hit() -> None:
+def test_penalties_send_the_whole_history_even_if_most_of_it_is_cached() -> None:
     simulation = sharing()
     simulation.add(make_request("a", SYSTEM_PROMPT, 2))
     simulation.finish()
@@ -179,7 +179,7 @@ def test_penalties_send_the_whole_history_though_most_of_it_is_a_hit() -> None:
     simulation.finish()
 
 
-def test_histories_longer_than_a_slot_go_into_several_steps() -> None:
+def test_histories_beyond_the_capacity_of_a_step_go_into_several_steps() -> None:
     simulation = sharing(max_num_batched_tokens=10, max_model_len=24, max_prompt_len=24)
     simulation.add(make_request("a", SYSTEM_PROMPT, 2))
     simulation.finish()
@@ -193,8 +193,8 @@ def test_histories_longer_than_a_slot_go_into_several_steps() -> None:
 @pytest.mark.parametrize("prompt", [15, 16, 17])
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
 @pytest.mark.parametrize("abort", ["", "old", "young"])
-def test_preemption_meets_a_prefix_hit_a_block_border_and_an_abort(prompt: int, ahead: int, abort: str) -> None:
-    """The victim starts again on what is left of its own blocks, or of those it shares."""
+def test_preemption_with_a_prefix_hit_a_block_border_and_an_abort(prompt: int, ahead: int, abort: str) -> None:
+    """The victim restarts with the blocks that are still cached, its own or shared ones."""
     simulation = sharing(num_blocks=10, max_model_len=37, max_prompt_len=36, decode_steps_ahead=ahead)
     tokens = [*SYSTEM_PROMPT, 9][:prompt]
     old, young = make_request("old", tokens, 14), make_request("young", tokens, 14, seed=5)
@@ -219,8 +219,8 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     assert again.starts[0] > 0
 
 
-def test_nobody_is_preempted_for_a_block_that_is_only_held_to_be_copied() -> None:
-    """The second request takes the whole pool, but for a moment one block is the source of its copy."""
+def test_no_sequence_is_preempted_for_a_block_that_a_copy_holds() -> None:
+    """The second request needs the whole pool, and one block is the source of its copy for a short time."""
     simulation = sharing(num_blocks=11, block_size=2, max_model_len=20, decode_steps_ahead=1, policy=Policy.FCFS)
     first, second = make_request("a", SYSTEM_PROMPT[:7], 2), make_request("b", [*SYSTEM_PROMPT, 30, 31], 2)
     simulation.add(first, second)

@@ -1,4 +1,4 @@
-"""The rule of order: priority and ageing between classes, exact orders, and what bounds the wait."""
+"""The order of the queue: priority and ageing between classes, exact orders, and limits of the waiting time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def order_of(sequences: list[Sequence], ageing_s: float = 10.0, *, fairness: boo
     return order
 
 
-def test_smaller_priorities_go_first_and_equal_ones_by_arrival() -> None:
+def test_smaller_priorities_start_first_and_equal_ones_by_arrival() -> None:
     new = Arrivals()
     order = order_of([new.next(priority=priority) for priority in (1, 0, 1, -1, 0, -1)])
     assert start_all(order) == [3, 5, 1, 4, 0, 2]
@@ -39,11 +39,11 @@ def test_a_level_of_priority_is_worth_the_ageing_time() -> None:
     new = Arrivals()
     sequences = [new.next(priority=2, arrival=0.0), new.next(priority=1, arrival=10.5)]
     sequences += [new.next(arrival=at) for at in (19.0, 20.0, 20.25, 20.75)]
-    # The first two outweigh 20 and 20.5 seconds of waiting; a tie goes to the smaller priority.
+    # The first two outweigh 20 and 20.5 seconds of waiting. In a tie the smaller priority is first.
     assert start_all(order_of(sequences)) == [2, 3, 0, 4, 1, 5]
 
 
-def test_tenants_take_turns_by_the_tokens_they_got() -> None:
+def test_tenants_alternate_by_their_service() -> None:
     new = Arrivals()
     big = [new.next(30, tenant="big") for _ in range(3)]
     small = [new.next(10, tenant="small") for _ in range(6)]
@@ -61,13 +61,13 @@ def test_output_tokens_count_twice() -> None:
     assert start_all(order) == [3, 2]
 
 
-def test_counters_are_those_of_a_class() -> None:
+def test_each_class_has_its_own_counters() -> None:
     new = Arrivals()
     order = order_of([new.next(500, tenant="a", priority=-1), new.next(1, tenant="a"), new.next(1, tenant="b")])
     assert start_all(order) == [0, 1, 2]
 
 
-def test_a_debt_outlives_an_empty_queue() -> None:
+def test_counters_survive_an_empty_queue() -> None:
     new = Arrivals()
     order = order_of([new.next(50, tenant="a"), new.next(1, tenant="b")])
     assert start_all(order) == [0, 1]
@@ -77,14 +77,14 @@ def test_a_debt_outlives_an_empty_queue() -> None:
     assert start_all(order) == [2, 3, 4, 5]  # b at 1 and 21 before a at 50
 
 
-def test_any_number_of_priorities_leaves_a_bounded_number_of_classes() -> None:
+def test_the_number_of_classes_is_limited() -> None:
     new, order = Arrivals(), QueueOrder()
     for priority in range(3 * MAX_IDLE_CLASSES):
         order.add(new.next(priority=priority))
         order.start(order.first(0.0))
     assert len(order._idle) == MAX_IDLE_CLASSES
     assert not order._classes
-    order.charge_output(new.next(priority=0), 1)  # of a class that is forgotten: nobody to charge
+    order.charge_output(new.next(priority=0), 1)  # its class was dropped, so no counter changes
 
 
 @given(
@@ -105,8 +105,9 @@ def test_with_one_tenant_the_order_is_by_arrival_and_priority_in_seconds(
 
 
 def urgent_load(seed: int, order: QueueOrder) -> Iterator[tuple[Sequence, list[Sequence]]]:
-    """A request of priority 3 under more urgent ones, twice as many as can start, until it starts: what starts, and
-    what waited then."""
+    """Returns the starts until a request of priority 3 starts, with the requests that waited at each start.
+
+    Twice as many more urgent requests arrive as can start."""
     rng, new, now = random.Random(seed), Arrivals(), 0.0
     patient = new.next(priority=3, tenant="patient")
     waiting = [patient]
@@ -123,15 +124,15 @@ def urgent_load(seed: int, order: QueueOrder) -> Iterator[tuple[Sequence, list[S
         now += 0.25
 
 
-def test_nothing_that_comes_later_than_the_ageing_allows_goes_first() -> None:
+def test_no_request_overtakes_by_more_than_the_ageing_allows() -> None:
     for seed in range(8):
         starts = list(urgent_load(seed, QueueOrder(10.0, fairness=False)))
-        assert len(starts) > 80, "it waited for those that were ahead of it"
+        assert len(starts) > 80, "it waited for requests that were ahead of it"
         for started, _ in starts:
             assert started.request.arrival_time <= 10.0 * (3 - started.request.priority)
 
 
-def test_with_tenants_a_class_goes_first_only_while_it_has_one_that_may() -> None:
+def test_a_class_is_first_only_while_it_has_a_request_that_may_be() -> None:
     for seed in range(8):
         starts = list(urgent_load(seed, QueueOrder(10.0)))
         assert len(starts) > 80

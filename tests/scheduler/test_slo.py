@@ -1,4 +1,4 @@
-"""Policy ``slo`` on a device whose steps take a known time: who makes its objectives, and who yields."""
+"""Policy ``slo`` on a device with known step times: the requests that keep their objectives."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BASE, ROW, PROMPT = 0.004, 0.0001, 0.0002
 
 
 class TimedSimulation(Simulation):
-    """Steps take ``BASE + ROW * rows + PROMPT * prompt tokens`` seconds, one after the other."""
+    """A step takes ``BASE + ROW * decoding sequences + PROMPT * prompt tokens`` seconds."""
 
     free_prompt_tokens = 0
-    """So many of a step cost nothing, as where a device reads weights meanwhile."""
+    """Number of prompt tokens of a step without cost, as on a device that reads weights at the same time."""
 
     def run(self) -> bool:
         if not self.device.queue:
@@ -58,7 +58,7 @@ def timed(**changes: object) -> TimedSimulation:
 
 
 def learn(simulation: TimedSimulation) -> None:
-    """Some traffic, for the costs to be known."""
+    """Runs some requests, so that the model knows the costs."""
     for index in range(12):
         simulation.add(make_request(f"t{index}", 20 * (index + 1), 3 * (index % 4 + 1), arrival=simulation.now))
         simulation.step()
@@ -66,7 +66,7 @@ def learn(simulation: TimedSimulation) -> None:
 
 
 def gaps(simulation: TimedSimulation, request: Request) -> list[float]:
-    """Seconds of the steps that ``request`` decodes in."""
+    """Returns the seconds of the steps in which ``request`` decodes."""
     return [
         step_seconds(step)
         for step in simulation.steps
@@ -75,7 +75,7 @@ def gaps(simulation: TimedSimulation, request: Request) -> list[float]:
     ]
 
 
-def test_a_long_prompt_leaves_rows_their_time_between_tokens() -> None:
+def test_a_long_prompt_keeps_the_time_between_tokens() -> None:
     simulation = timed(tbt_objective=0.03, ttft_objective=60.0)
     learn(simulation)
     row = make_request("row", 5, 150, arrival=simulation.now)
@@ -90,7 +90,7 @@ def test_a_long_prompt_leaves_rows_their_time_between_tokens() -> None:
     assert len(with_prompt) >= 1500 * PROMPT / 0.03
 
 
-def test_a_prompt_about_to_be_late_may_use_what_rows_are_ahead() -> None:
+def test_an_almost_late_prompt_gets_the_lead_of_decoding_sequences() -> None:
     simulation = timed(tbt_objective=0.03, ttft_objective=0.34)
     learn(simulation)
     row = make_request("row", 5, 400, arrival=simulation.now)
@@ -108,15 +108,15 @@ def test_a_prompt_about_to_be_late_may_use_what_rows_are_ahead() -> None:
     assert (row.finish_time - row.first_token_time) / 399 <= 0.03
 
 
-def test_prompts_take_no_more_of_a_step_than_they_need() -> None:
-    """Objectives allow for steps of 900 tokens, but the prompt is on time without: steps are as under ``chunked``."""
+def test_prompts_get_only_the_tokens_that_they_need() -> None:
+    """The objectives allow steps of 900 tokens, but the prompt is on time with the steps of ``chunked``."""
     simulation = timed(tbt_objective=0.2, ttft_objective=5.0)
     row, _ = row_and_long_prompt(simulation)
     assert max(gaps(simulation, row)) == BASE + ROW + 255 * PROMPT
 
 
-def test_no_step_is_longer_than_twice_the_objective_however_late_a_prompt_is() -> None:
-    """The row is seconds ahead of its pace, and one step of 0.3 s would be in time."""
+def test_no_step_is_longer_than_twice_the_objective() -> None:
+    """The sequence is seconds ahead of its pace, so a step of 0.3 s would keep its mean."""
     simulation = timed(tbt_objective=0.03, ttft_objective=0.34)
     row, long = row_and_long_prompt(simulation, steps_ahead=200)
     assert 0.03 < max(gaps(simulation, row)) <= LONGEST_STEP * 0.03
@@ -124,15 +124,15 @@ def test_no_step_is_longer_than_twice_the_objective_however_late_a_prompt_is() -
     assert long.first_token_time - long.arrival_time <= 0.34
 
 
-def test_rows_behind_their_pace_are_not_stopped_for_good() -> None:
-    """Nothing saves their objective of 1 ms, and the prompt misses its own as well: steps are as under ``chunked``."""
+def test_sequences_behind_their_pace_still_decode() -> None:
+    """All miss their objectives in any case, so the steps are those of ``chunked``."""
     simulation = timed(tbt_objective=0.001, ttft_objective=0.01)
     row, _ = row_and_long_prompt(simulation)
     assert max(gaps(simulation, row)) == BASE + ROW + 255 * PROMPT
 
 
-def test_what_was_learnt_from_small_steps_is_not_believed_of_large_ones() -> None:
-    """Up to 240 tokens are nearly free here, as on a device that reads weights meanwhile; the rest costs dearly."""
+def test_small_steps_do_not_predict_large_ones() -> None:
+    """Up to 240 tokens cost almost nothing, as on a device that reads weights at the same time."""
     simulation = timed(tbt_objective=0.1, ttft_objective=0.3)
     simulation.free_prompt_tokens = 240
     row, _ = row_and_long_prompt(simulation)
@@ -143,7 +143,7 @@ def test_what_was_learnt_from_small_steps_is_not_believed_of_large_ones() -> Non
 
 
 def row_and_long_prompt(simulation: TimedSimulation, steps_ahead: int = 3) -> tuple[Request, Request]:
-    """A row decodes for some steps; then a prompt of 1500 tokens arrives. Both are served to their ends."""
+    """A sequence decodes, then a prompt of 1500 tokens arrives. Both run to their ends."""
     learn(simulation)
     row = make_request("row", 5, 400, arrival=simulation.now)
     simulation.add(row)
@@ -155,8 +155,8 @@ def row_and_long_prompt(simulation: TimedSimulation, steps_ahead: int = 3) -> tu
     return row, long
 
 
-def test_no_more_start_than_keep_their_pace() -> None:
-    """A row costs 0.1 ms: at 6.4 ms a step, 0.64 of them margin, 17 rows are what 4 ms of base leave."""
+def test_only_requests_that_keep_their_pace_start() -> None:
+    """A sequence costs 0.1 ms. A step of 6.4 ms with 0.64 ms margin and 4 ms base has 17 sequences."""
     simulation = timed(tbt_objective=0.0064, ttft_objective=60.0)
     learn(simulation)
     simulation.add(*(make_request(f"r{index}", 4, 40, arrival=simulation.now) for index in range(40)))
@@ -166,7 +166,7 @@ def test_no_more_start_than_keep_their_pace() -> None:
     assert 10 <= most <= 18
 
 
-def test_who_is_late_yields_to_who_is_not_and_is_served_all_the_same() -> None:
+def test_late_requests_come_last_but_are_served() -> None:
     simulation = timed(max_num_seqs=1, ttft_objective=0.2, tbt_objective=1.0)
     learn(simulation)
     start = simulation.now
@@ -179,7 +179,7 @@ def test_who_is_late_yields_to_who_is_not_and_is_served_all_the_same() -> None:
     assert all(r.first_token_time is not None and r.first_token_time - start <= 0.2 for r in timely)
 
 
-def test_the_one_with_the_tighter_objective_goes_first() -> None:
+def test_the_tighter_objective_is_first() -> None:
     simulation = timed(max_num_seqs=1, tbt_objective=1.0)
     learn(simulation)
     slack, tight = make_request("slack", 100, 2, arrival=simulation.now), make_request("tight", 100, 2)
@@ -192,7 +192,7 @@ def test_the_one_with_the_tighter_objective_goes_first() -> None:
     assert tight.finish_time <= slack.first_scheduled_time
 
 
-def test_what_it_does_not_know_it_does_not_guess() -> None:
+def test_without_measurements_slo_works_like_chunked() -> None:
     simulation = timed(chunk_tokens=40)
     simulation.add(make_request("row", 5, 9))
     simulation.step()
@@ -202,7 +202,7 @@ def test_what_it_does_not_know_it_does_not_guess() -> None:
     simulation.finish()
 
 
-def test_hopeless_objectives_stop_nobody() -> None:
+def test_impossible_objectives_stop_no_request() -> None:
     simulation = timed(tbt_objective=0.001, ttft_objective=0.001)
     learn(simulation)
     simulation.add(*(make_request(f"r{index}", 30, 10, arrival=simulation.now) for index in range(30)))
@@ -212,8 +212,7 @@ def test_hopeless_objectives_stop_nobody() -> None:
 
 
 def taken_at_the_door(simulation: TimedSimulation, seconds: float, every_s: float, prompt: int = 4) -> int:
-    """The most that ever waited, of requests that came every so many seconds and were refused when there was no
-    room."""
+    """Returns the maximum number of waiting requests, if requests arrive regularly and some are refused."""
     most, end, due, number = 0, simulation.now + seconds, simulation.now, 0
     while simulation.now < end:
         while due <= simulation.now:
@@ -227,22 +226,22 @@ def taken_at_the_door(simulation: TimedSimulation, seconds: float, every_s: floa
     return most
 
 
-def test_the_door_counts_the_rows_that_can_keep_their_pace() -> None:
-    """Of 64 rows some 17 may run (see above): the queue takes 8 beside those, not beside 64."""
+def test_the_admission_limit_counts_batch_rows_that_keep_their_pace() -> None:
+    """About 17 of 64 batch rows keep their pace. The queue takes 8 requests more than these, not than 64."""
     simulation = timed(tbt_objective=0.0064, ttft_objective=0.1, max_waiting_requests=8)
     learn(simulation)
     assert taken_at_the_door(simulation, 2.0, 0.0005) <= 8 + 18
 
 
-def test_the_door_counts_those_who_can_start_in_time() -> None:
-    """A prompt of 100 tokens takes 20 ms and more: in 0.2 s fewer than ten start, however many rows are free."""
+def test_the_admission_limit_counts_requests_that_can_start_in_time() -> None:
+    """A prompt of 100 tokens takes at least 20 ms. So fewer than ten start in 0.2 s."""
     simulation = timed(ttft_objective=0.2, tbt_objective=1.0, max_waiting_requests=8)
     learn(simulation)
     assert taken_at_the_door(simulation, 2.0, 0.002, prompt=100) <= 8 + 10
 
 
 class FreePrompts(Simulation):
-    """Only rows take time: a step of prompts alone takes none that anybody could measure."""
+    """Only decoding sequences take time. A prefill step takes none."""
 
     def run(self) -> bool:
         if not self.device.queue:
@@ -253,7 +252,7 @@ class FreePrompts(Simulation):
         return True
 
 
-def test_prompts_that_cost_nothing_keep_nobody_out() -> None:
+def test_prompts_without_cost_do_not_limit_admission() -> None:
     simulation = FreePrompts(slo_limits())
     for index in range(12):
         simulation.add(make_request(f"t{index}", 20, 12))

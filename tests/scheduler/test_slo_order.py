@@ -1,4 +1,4 @@
-"""Order of policy ``slo``: who is on time, who is late, and what the late ones get."""
+"""The order of policy ``slo``: requests on time, late requests, and the starts of late ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start_all(order: QueueOrder, now: float) -> list[int]:
     return started
 
 
-def test_the_earliest_due_goes_first() -> None:
+def test_the_earliest_due_request_is_first() -> None:
     new = Arrivals()
     sequences = [new.next(ttft_objective=objective) for objective in (5.0, None, 2.0)]
     sequences.append(new.next(arrival=1.0, ttft_objective=2.0))
@@ -59,10 +59,10 @@ def test_the_latest_start_leaves_time_for_the_prefill_and_the_margin() -> None:
     assert order.latest_start(new.next(100, arrival=3.0, ttft_objective=2.0)) == pytest.approx(3.0 + 1.8 - 1.5)
 
 
-def test_those_that_cannot_be_on_time_go_behind_those_that_can() -> None:
+def test_late_requests_come_after_those_on_time() -> None:
     new = Arrivals()
     long, short = new.next(300, ttft_objective=4.0), new.next(100, ttft_objective=5.0)
-    order = fill(make_order(per_token=0.01), [long, short])  # to be started by 1.0 and by 4.0
+    order = fill(make_order(per_token=0.01), [long, short])  # latest starts 1.0 and 4.0
     assert order.first(1.0) is long
     assert (order.first(1.5), order.num_late) == (short, 1)
     assert start_all(order, 1.5) == [1, 0]
@@ -77,26 +77,26 @@ def test_at_the_latest_start_a_request_is_not_late_yet() -> None:
     assert order.num_late == 1
 
 
-def test_late_requests_go_by_priority_and_arrival() -> None:
+def test_late_requests_are_ordered_by_priority_and_arrival() -> None:
     new = Arrivals()
     sequences = [new.next(priority=1), new.next(ttft_objective=1.0), new.next(ttft_objective=0.5)]
     assert start_all(fill(make_order(), sequences), 50.0) == [1, 2, 0]
 
 
-def test_what_is_learnt_decides_who_is_late() -> None:
+def test_the_estimate_decides_which_requests_are_late() -> None:
     new, order = Arrivals(), make_order(per_token=0.01)
     sequences = [new.next(500, ttft_objective=6.0), new.next(100, ttft_objective=7.0)]
     fill(order, sequences)
     assert order.first(0.0) is sequences[0]
     order.learn(0.0, 0.02)
     assert (order.first(0.0), order.num_late) == (sequences[1], 1)
-    order.learn(0.0, 0.021)  # hardly news
+    order.learn(0.0, 0.021)  # a small change
     assert order.latest_start(sequences[0]) == 6.0 - 500 * 0.02
     order.learn(0.0, 0.01)
     assert (order.first(0.0), order.num_late) == (sequences[0], 0)
 
 
-def test_the_late_get_their_share_of_the_starts() -> None:
+def test_late_requests_get_their_fraction_of_the_starts() -> None:
     new, order = Arrivals(), make_order()
     late = [new.next(ttft_objective=1.0) for _ in range(3)]
     on_time = [new.next(ttft_objective=1000.0) for _ in range(100)]
@@ -105,8 +105,8 @@ def test_the_late_get_their_share_of_the_starts() -> None:
     assert places == [LATE_SHARE - 1, 2 * LATE_SHARE - 1, 3 * LATE_SHARE - 1]
 
 
-def test_a_late_request_is_not_overtaken_more_often_than_stated_under_any_load() -> None:
-    """Ten requests come for each that starts; of those that are late the first waits for LATE_SHARE starts at most."""
+def test_a_late_request_waits_for_a_limited_number_of_starts() -> None:
+    """Ten requests arrive per start. The first late request waits for at most LATE_SHARE starts."""
     for seed in range(5):
         rng, new, order = random.Random(seed), Arrivals(), make_order()
         waited = 0
@@ -121,7 +121,7 @@ def test_a_late_request_is_not_overtaken_more_often_than_stated_under_any_load()
             assert waited < LATE_SHARE
 
 
-def test_a_tenant_that_floods_cannot_take_all_the_slack() -> None:
+def test_a_tenant_with_many_requests_does_not_make_others_late() -> None:
     new, order = Arrivals(), make_order()
     fill(order, [new.next(10, tenant="flood", ttft_objective=1.0) for _ in range(20)])
     fill(order, [new.next(10, tenant="modest", ttft_objective=9.0) for _ in range(2)])
@@ -133,7 +133,7 @@ def test_a_tenant_that_floods_cannot_take_all_the_slack() -> None:
     assert start_all(alike, 0.0) == list(range(22))
 
 
-def test_service_counts_whichever_group_it_was_given_from() -> None:
+def test_service_counts_for_late_requests_and_those_on_time() -> None:
     new, order = Arrivals(), make_order()
     sequences = [new.next(10, tenant=tenant) for tenant in "aabb"]
     fill(order, sequences)
@@ -144,7 +144,7 @@ def test_service_counts_whichever_group_it_was_given_from() -> None:
     assert order.first(0.0) is sequences[3]
 
 
-def test_removing_from_either_group() -> None:
+def test_late_requests_and_those_on_time_can_be_removed() -> None:
     new, order = Arrivals(), make_order()
     late, on_time = new.next(ttft_objective=1.0), new.next()
     fill(order, [late, on_time]).first(5.0)
@@ -155,7 +155,7 @@ def test_removing_from_either_group() -> None:
         order.remove(late)
 
 
-def test_the_waiting_queue_takes_it() -> None:
+def test_the_intake_uses_the_order() -> None:
     new, intake = Arrivals(), make_intake(order=make_order())
     put(intake, *(new.next(ttft_objective=objective) for objective in (5.0, 3.0, 0.5)))
     intake.put_back(new.next(ttft_objective=9.0))

@@ -1,4 +1,4 @@
-"""Which requests ``slo`` lets start: late ones not in waves, where others who can be on time keep coming."""
+"""The starts of policy ``slo``: late requests do not start in waves while requests on time arrive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OBJECTIVE_S = 10.0
 
 
 class Line:
-    """Requests by arrival, the first ``num_late`` of them late, on a scheduler whose rows are in use."""
+    """Waiting requests, the first ``num_late`` of them late, on a scheduler with running sequences."""
 
     def __init__(self, num_late: int, *, running: int = 8, rows: int = 10) -> None:
         self._new = Arrivals()
@@ -36,7 +36,7 @@ class Line:
         self.order.add(self._new.next())
 
     def started_in(self, steps: int, *, ending: int = 0) -> int:
-        """How many start in so many steps, where ``ending`` requests end before each."""
+        """Returns the starts in ``steps`` steps, if ``ending`` requests end before each."""
         started = 0
         for _ in range(steps):
             self.state.num_started -= ending
@@ -49,16 +49,16 @@ class Line:
         return started
 
 
-def test_late_ones_replace_those_that_ended_and_hardly_more() -> None:
+def test_about_one_late_request_starts_per_ended_request() -> None:
     line = Line(100)
     assert line.order.num_late == 100
-    assert line.started_in(1) == 1  # who is on time
+    assert line.started_in(1) == 1  # the request on time
     assert line.started_in(STEPS_FOR_ONE_MORE - 1) == 0
     assert line.started_in(12, ending=2) in (24, 25)
     assert line.started_in(10 * STEPS_FOR_ONE_MORE) in (9, 10)
 
 
-def test_what_ended_while_nobody_could_start_is_not_made_up_for() -> None:
+def test_unused_starts_expire() -> None:
     line = Line(100)
     line.started_in(1)
     for _ in range(20):
@@ -67,7 +67,7 @@ def test_what_ended_while_nobody_could_start_is_not_made_up_for() -> None:
     assert line.started_in(1) == 1
 
 
-def test_those_on_time_always_may_and_are_counted() -> None:
+def test_requests_on_time_always_start_and_are_counted() -> None:
     line = Line(100)
     for _ in range(4):
         line.add_on_time()
@@ -75,7 +75,7 @@ def test_those_on_time_always_may_and_are_counted() -> None:
     assert line.started_in(3, ending=1) == 0  # five started, three ended
 
 
-def test_late_ones_start_as_they_like_where_there_is_plenty_or_nobody_else_comes() -> None:
+def test_late_requests_start_without_limit_with_free_capacity_or_without_arrivals() -> None:
     assert Line(5, running=4).started_in(1) == 6
     alone = Line(5)
     alone.now = OBJECTIVE_S - 0.001
@@ -84,7 +84,7 @@ def test_late_ones_start_as_they_like_where_there_is_plenty_or_nobody_else_comes
     assert alone.started_in(1) == 5
 
 
-def test_the_turn_of_late_ones_is_theirs() -> None:
+def test_the_reserved_start_of_late_requests_is_not_held_back() -> None:
     line = Line(3)
     for _ in range(2 * LATE_SHARE - 3):
         line.add_on_time()
@@ -92,7 +92,7 @@ def test_the_turn_of_late_ones_is_theirs() -> None:
     assert len(line.order) == line.order.num_late == 1
 
 
-def test_the_pace_of_rows_bounds_all_starts() -> None:
+def test_the_pace_of_decoding_sequences_limits_all_starts() -> None:
     line = Line(0)
     line.add_on_time()
     line.starts.begin_step(1, line.now)
@@ -102,8 +102,8 @@ def test_the_pace_of_rows_bounds_all_starts() -> None:
     assert not line.starts.may_start(first)
 
 
-def test_plenty_is_told_by_the_rows_that_keep_their_pace() -> None:
-    """Four of ten rows run, but their pace allows no more than two beside them."""
+def test_free_capacity_counts_batch_rows_that_keep_their_pace() -> None:
+    """Four of ten batch rows are in use, but their pace allows only two more."""
     line = Line(5, running=4)
     line.starts.begin_step(2, line.now)
     first_late = line.late[0]

@@ -1,12 +1,12 @@
-"""The scheduler under arbitrary interleavings: any order of arrivals, steps, answers, aborts, failures and losses.
+"""The scheduler under random interleavings of arrivals, steps, results, aborts, failures and losses.
 
-``Simulation`` checks after every event that blocks and rows are conserved, that nothing is freed under a step in
-flight, that nothing idles while there is work, that the oldest is never preempted and nobody overtakes whom the queue
-promises to put first; and at the end that everything is free and every text is the text of the request run alone. The
-fake device would notice a block in wrong hands.
+After every event, ``Simulation`` checks the integrity of blocks and batch rows. No block of a step in flight is free,
+and the device is not idle while there is work. The oldest is never preempted, and the order of starts is the documented
+one. At the end, all blocks are free, and every text is the text of the request
+alone. The fake device finds a block that two sequences write.
 
-All of it under every policy, batching mode, kind of preemption and admission, chunk size, block size, with and without
-prefix cache and paged attention. ``tests/long/scheduler_soak.py`` is the same for as long as one likes.
+The scripts use every policy, batching mode, kind of preemption and admission, chunk size and block size, with and
+without prefix cache and paged attention. ``tests/long/scheduler_soak.py`` runs more scripts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHARED_TEXT = [2 + (7 * place) % 50 for place in range(64)]
 
 @st.composite
 def limits(draw: st.DrawFn) -> dict[str, Any]:
-    """Limits from the tightest legal ones to the roomy."""
+    """Draws limits, from the smallest legal ones to large ones."""
     max_model_len = draw(st.sampled_from([4, 17, 40]))
     page_attention = draw(st.sampled_from([True, True, True, False]))
     block_size = draw(st.sampled_from(BLOCK_SIZES))
@@ -62,7 +62,7 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
-    """Requests that often begin alike, with everything a client may ask of order, sampling and privacy."""
+    """Draws requests with common prefixes and with all parameters for order, sampling and privacy."""
     length = draw(st.integers(1, 39))
     own = [draw(st.integers(2, 40))] * length
     return {
@@ -165,7 +165,7 @@ TestScheduler = SchedulerMachine.TestCase
 
 
 def play_all(seeds: range, **changes: Any) -> Counter[str]:
-    """The scripts of these seeds with some limits changed; what they met."""
+    """Plays the scripts of these seeds with changed limits. Returns the events that occurred."""
     seen: Counter[str] = Counter()
     for seed in seeds:
         script = draw_script(seed)
@@ -184,14 +184,14 @@ def test_any_script(part: int) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_every_policy_goes_with_any_number_of_steps_ahead(policy: str, ahead: int) -> None:
+def test_every_policy_works_with_any_number_of_steps_ahead(policy: str, ahead: int) -> None:
     play_all(range(10_000, 10_010), policy=policy, decode_steps_ahead=ahead)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batching", sorted(set(BATCHINGS)))
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "contiguous"])
-def test_every_policy_goes_with_every_batching_mode(policy: str, batching: str, paged: bool) -> None:
+def test_every_policy_works_with_every_batching_mode(policy: str, batching: str, paged: bool) -> None:
     seen = play_all(range(20_000, 20_006), policy=policy, batching=batching, page_attention=paged)
     assert paged or seen["preemptions"] == 0
 
@@ -199,15 +199,15 @@ def test_every_policy_goes_with_every_batching_mode(policy: str, batching: str, 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("preemption", ["recompute", "swap", "auto"])
 @pytest.mark.parametrize("cached", [False, True], ids=["uncached", "cached"])
-def test_every_policy_goes_with_every_kind_of_preemption(policy: str, preemption: str, cached: bool) -> None:
+def test_every_policy_works_with_every_kind_of_preemption(policy: str, preemption: str, cached: bool) -> None:
     changes = {"page_attention": True, "prefix_cache": cached, "batching": "continuous", "num_host_blocks": 200}
     seen = play_all(range(30_000, 30_008), policy=policy, preemption=preemption, **changes)
     assert (seen["cached starts"] > 0) >= cached
     assert (seen["swaps"] > 0) <= (preemption != "recompute")
 
 
-def test_a_failing_script_is_made_small() -> None:
-    """What the long run prints when it has found something."""
+def test_a_failing_script_is_reduced() -> None:
+    """The long run prints a reduced script when it finds a failure."""
     script = draw_script(3)
     wanted = next(operation for operation in script.operations if operation[0] == "add")
 

@@ -1,4 +1,4 @@
-"""The exact steps of small cases: columns, rows, blocks, one step ahead."""
+"""The exact steps of small cases: columns, batch rows, blocks, one step ahead."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_one_request_from_prompt_to_end() -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_so_many_decode_steps_are_queued_behind_the_one_running(ahead: int) -> None:
+def test_decode_steps_ahead_are_queued_behind_the_running_one(ahead: int) -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=ahead))
     simulation.add(make_request("a", 5, 20))
     simulation.schedule()
@@ -64,7 +64,7 @@ def test_so_many_decode_steps_are_queued_behind_the_one_running(ahead: int) -> N
         simulation.answer()
 
 
-def test_a_step_sent_ahead_refers_to_the_token_only_the_agent_knows() -> None:
+def test_a_step_ahead_refers_to_a_token_that_only_the_agent_knows() -> None:
     simulation = Simulation(make_limits(decode_steps_ahead=2))
     simulation.add(make_request("a", 5, 20))
     prefill, decode, second = simulation.schedule()
@@ -97,7 +97,7 @@ def test_nothing_is_scheduled_past_the_context(ahead: int) -> None:
 
 
 def request_that_ends() -> tuple[Request, int]:
-    """A request whose text meets the end token after a few tokens, and how many."""
+    """Returns a request whose text has the end token early, and the number of tokens before it."""
     for seed in range(1000):
         request = make_request("ends", 5, 40, seed=seed, ignore_eos=False)
         tokens = list(request.prompt_token_ids)
@@ -111,7 +111,7 @@ def request_that_ends() -> tuple[Request, int]:
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 3])
-def test_only_an_unforeseen_end_wastes_steps_and_their_tokens_are_dropped(ahead: int) -> None:
+def test_tokens_after_an_unexpected_end_are_dropped(ahead: int) -> None:
     request, count = request_that_ends()
     simulation = Simulation(make_limits(decode_steps_ahead=ahead))
     simulation.add(request)
@@ -122,7 +122,7 @@ def test_only_an_unforeseen_end_wastes_steps_and_their_tokens_are_dropped(ahead:
     assert len(simulation.steps) == count + ahead
 
 
-def test_blocks_stay_until_the_steps_ahead_are_answered() -> None:
+def test_blocks_stay_until_the_steps_ahead_complete() -> None:
     request, count = request_that_ends()
     simulation = Simulation(make_limits(decode_steps_ahead=2))
     simulation.add(request)
@@ -139,7 +139,7 @@ def test_blocks_stay_until_the_steps_ahead_are_answered() -> None:
     assert scheduler.is_idle
 
 
-def test_ignore_eos_goes_on_and_stop_token_ids_end() -> None:
+def test_ignore_eos_continues_and_stop_token_ids_end() -> None:
     request, _ = request_that_ends()
     seed = request.sampling.seed
     tokens = list(request.prompt_token_ids)
@@ -162,7 +162,7 @@ def test_ignore_eos_goes_on_and_stop_token_ids_end() -> None:
     assert last.stop_token_id == tokens[-1]
 
 
-def test_prefill_steps_take_what_fits_in_order() -> None:
+def test_prefill_steps_take_prompts_in_order() -> None:
     simulation = Simulation(make_limits(prefill_batch_size=3, max_num_batched_tokens=20, num_blocks=100))
     simulation.add(*(make_request(name, length) for name, length in zip("abcde", (8, 8, 8, 3, 3), strict=True)))
     first, second = simulation.schedule()[:2]
@@ -224,7 +224,7 @@ def test_penalties_send_the_history_with_the_step_that_samples_first() -> None:
     simulation.finish()
 
 
-def test_a_history_longer_than_a_step_comes_with_the_last_chunk_alone() -> None:
+def test_a_history_longer_than_a_step_is_sent_with_the_last_chunk_only() -> None:
     simulation = Simulation(make_limits(max_num_batched_tokens=10, prefill_batch_size=4))
     request = make_request("penal", 25, 2, presence_penalty=0.5)
     simulation.add(request, make_request("other", 3, 2))
@@ -235,7 +235,7 @@ def test_a_history_longer_than_a_step_comes_with_the_last_chunk_alone() -> None:
     assert prefills[2].histories[0].token_ids == list(request.prompt_token_ids)
 
 
-def test_more_running_rows_than_a_decode_step_takes_are_served_in_turn() -> None:
+def test_sequences_beyond_the_size_of_a_decode_step_alternate() -> None:
     simulation = Simulation(make_limits(max_num_seqs=6, decode_batch_size=4, prefill_batch_size=6, num_blocks=100))
     simulation.add(*(make_request(name, 5, 9) for name in "abcdef"))
     simulation.finish()

@@ -1,4 +1,4 @@
-"""Preemption to the host and back, where it meets steps in flight, aborts, failures and a host that is too small."""
+"""Preemption by swap, combined with steps in flight, aborts, failures and a small host pool."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def run_until(simulation: Simulation, request: Request, status: RequestStatus) -
 
 
 def moves(simulation: Simulation, kind: MoveKind) -> list[int]:
-    """How many blocks each step of such moves takes."""
+    """Returns the number of blocks in each MOVE step of this kind."""
     return [len(s.moves) for s in simulation.steps if s.kind is StepKind.MOVE and s.moves[0].kind is kind]
 
 
-def test_a_victim_goes_to_the_host_and_back_and_nothing_is_computed_twice() -> None:
+def test_a_swapped_sequence_is_not_computed_again() -> None:
     simulation = swapping()
     old, young = crowd(simulation)
     simulation.finish()
@@ -57,7 +57,7 @@ def test_a_victim_goes_to_the_host_and_back_and_nothing_is_computed_twice() -> N
     assert reasons == [StepReason.SWAP_OUT, StepReason.SWAP_IN]
 
 
-def test_its_first_step_on_the_new_row_is_a_decode_that_restarts_it() -> None:
+def test_a_decode_step_restarts_the_batch_row_of_a_swapped_sequence() -> None:
     simulation = swapping()
     _, young = crowd(simulation)
     run_until(simulation, young, RequestStatus.SWAPPED)
@@ -71,7 +71,7 @@ def test_its_first_step_on_the_new_row_is_a_decode_that_restarts_it() -> None:
     assert back.histories == []
 
 
-def test_with_penalties_the_history_comes_with_that_decode() -> None:
+def test_with_penalties_that_decode_step_has_the_history() -> None:
     simulation = swapping()
     old, young = make_request("old", 9, 20), make_request("young", 9, 20, frequency_penalty=0.5)
     simulation.add(old, young)
@@ -82,7 +82,7 @@ def test_with_penalties_the_history_comes_with_that_decode() -> None:
     assert [history.token_ids for history in back.histories] == [known]
 
 
-def test_of_histories_that_are_too_long_for_one_step_the_later_goes_with_the_next() -> None:
+def test_histories_beyond_the_capacity_of_a_decode_step_wait_for_the_next() -> None:
     simulation = swapping(
         num_blocks=19, block_size=3, max_model_len=40, max_num_batched_tokens=16, decode_steps_ahead=0
     )
@@ -97,7 +97,7 @@ def test_of_histories_that_are_too_long_for_one_step_the_later_goes_with_the_nex
     assert back[1].seq == back[0].seq + 1
 
 
-def test_it_comes_back_before_anybody_new_starts() -> None:
+def test_a_swapped_sequence_returns_before_a_new_request_starts() -> None:
     simulation = swapping()
     _, young = crowd(simulation)
     run_until(simulation, young, RequestStatus.SWAPPED)
@@ -108,7 +108,7 @@ def test_it_comes_back_before_anybody_new_starts() -> None:
     assert back < started
 
 
-def test_the_time_away_is_in_the_receipt() -> None:
+def test_the_receipt_has_the_time_on_the_host() -> None:
     simulation = swapping()
     _, young = crowd(simulation)
     run_until(simulation, young, RequestStatus.SWAPPED)
@@ -121,7 +121,7 @@ def test_the_time_away_is_in_the_receipt() -> None:
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 1, 3])
-def test_where_the_host_has_no_room_it_is_computed_again(num_host_blocks: int) -> None:
+def test_without_host_blocks_a_victim_is_recomputed(num_host_blocks: int) -> None:
     simulation = swapping(num_host_blocks=num_host_blocks)
     _, young = crowd(simulation)
     simulation.finish()
@@ -131,7 +131,7 @@ def test_where_the_host_has_no_room_it_is_computed_again(num_host_blocks: int) -
 
 @pytest.mark.parametrize("when", ["draining", "going out", "away", "coming back"])
 @pytest.mark.parametrize("who", ["old", "young"])
-def test_swap_meets_abort(when: str, who: str) -> None:
+def test_swap_and_abort(when: str, who: str) -> None:
     simulation = swapping()
     _, young = crowd(simulation)
     while not young.num_preemptions:
@@ -157,7 +157,7 @@ def test_swap_meets_abort(when: str, who: str) -> None:
 
 @pytest.mark.parametrize("kind", [MoveKind.SWAP_OUT, MoveKind.SWAP_IN])
 @pytest.mark.parametrize("how", ["fails", "is lost"])
-def test_a_step_of_moves_that_goes_wrong(kind: MoveKind, how: str) -> None:
+def test_a_move_step_fails(kind: MoveKind, how: str) -> None:
     simulation = swapping()
     _, young = crowd(simulation)
     while not moves(simulation, kind):
@@ -173,7 +173,7 @@ def test_a_step_of_moves_that_goes_wrong(kind: MoveKind, how: str) -> None:
     simulation.finish()
 
 
-def test_a_sequence_is_swapped_between_its_chunks_and_goes_on_behind_them() -> None:
+def test_a_sequence_that_is_swapped_between_its_chunks_continues_after_them() -> None:
     simulation = swapping(
         num_blocks=11, max_num_batched_tokens=4, policy=Policy.FCFS, prefill_batch_size=1, max_model_len=40,
         decode_steps_ahead=0,
@@ -189,8 +189,8 @@ def test_a_sequence_is_swapped_between_its_chunks_and_goes_on_behind_them() -> N
     assert starts == sorted(starts)
 
 
-def test_one_that_was_computing_its_tokens_again_when_it_was_swapped_goes_on_computing_them() -> None:
-    """It has output tokens already, so it looks as if it could decode."""
+def test_a_sequence_that_is_swapped_during_recompute_continues_it() -> None:
+    """It has output tokens, but it cannot decode yet."""
     simulation = swapping(
         num_blocks=13, max_num_batched_tokens=2, policy=Policy.FCFS, prefill_batch_size=1, decode_steps_ahead=0
     )
@@ -219,25 +219,25 @@ def test_a_pool_of_one_longest_sequence_serves_any_number(policy: Policy, ahead:
     assert all(reason is FinishReason.LENGTH for reason in simulation.ended.values())
 
 
-def test_auto_takes_what_was_faster() -> None:
+def test_auto_chooses_the_faster_kind() -> None:
     choice = PreemptionChoice(PreemptionKind.AUTO, block_size=4)
     sequence = Sequence(make_request("a", 40), 0, 8)
     sequence.request.num_computed_tokens = 40
-    assert choice.prefers_swap(sequence)  # never measured: tried
+    assert choice.prefers_swap(sequence)  # without measurements it swaps
     simulation = swapping(preemption=PreemptionKind.AUTO)
     crowd(simulation)
     simulation.finish()
     prefill = next(step for step in simulation.steps if step.kind is StepKind.PREFILL)  # 18 tokens
     move = next(step for step in simulation.steps if step.kind is StepKind.MOVE)  # 4 blocks
-    choice.step_completed(prefill, StepResult(0, graph_us=18_000))  # 1 ms a token: 40 ms
-    choice.step_completed(move, StepResult(0, graph_us=4_000))  # 1 ms a block: 20 ms out and back
+    choice.step_completed(prefill, StepResult(0, graph_us=18_000))  # 1 ms per token: 40 ms
+    choice.step_completed(move, StepResult(0, graph_us=4_000))  # 1 ms per block: 20 ms out and in
     assert choice.prefers_swap(sequence)
-    choice.step_completed(move, StepResult(0, graph_us=20_000))  # 3 ms a block: 60 ms
+    choice.step_completed(move, StepResult(0, graph_us=20_000))  # 3 ms per block: 60 ms
     assert not choice.prefers_swap(sequence)
 
 
 def preempted_on_its_way_back() -> tuple[Simulation, Request]:
-    """The moves that bring ``c`` back are in flight when its blocks are needed again: two steps follow them at once."""
+    """The moves that bring ``c`` back are in flight when its blocks are needed again."""
     simulation = swapping(
         num_blocks=14, block_size=1, max_model_len=13, max_num_batched_tokens=100, prefill_batch_size=4
     )
@@ -255,7 +255,7 @@ def moved(simulation: Simulation) -> list[list[tuple[str, int, int]]]:
     return [[(m.kind.name, m.source, m.destination) for m in s.moves] for s in simulation.steps if s.moves]
 
 
-def test_one_preempted_on_its_way_back_is_still_on_the_host() -> None:
+def test_a_sequence_preempted_while_it_returns_keeps_its_host_blocks() -> None:
     simulation, third = preempted_on_its_way_back()
     simulation.finish()
     out, back, back_again = moved(simulation)
@@ -266,12 +266,12 @@ def test_one_preempted_on_its_way_back_is_still_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("how", ["aborted", "failed", "lost"])
-def test_one_preempted_on_its_way_back_ends_or_starts_again(how: str) -> None:
+def test_a_sequence_preempted_while_it_returns_ends_or_restarts(how: str) -> None:
     simulation, third = preempted_on_its_way_back()
     assert simulation.scheduler._kv_cache.num_free_host_blocks == 32 - 5
     if how == "aborted":
         simulation.end("c")
-        assert simulation.scheduler._kv_cache.num_free_host_blocks == 32 - 5  # moves in flight read them
+        assert simulation.scheduler._kv_cache.num_free_host_blocks == 32 - 5  # moves in flight read these blocks
     elif how == "failed":
         assert simulation.device.queue[0].moves
         simulation.fail_step("the moves failed")
@@ -283,8 +283,8 @@ def test_one_preempted_on_its_way_back_ends_or_starts_again(how: str) -> None:
     assert third.finish_reason is ends[how]
 
 
-def test_of_two_victims_that_are_about_to_leave_one_ends() -> None:
-    """Their last steps are answered, the moves that take them to the host are not scheduled yet."""
+def test_one_of_two_victims_ends_before_its_blocks_move() -> None:
+    """Their last steps have completed, and their moves to the host are not scheduled yet."""
     simulation = swapping(num_blocks=19, max_num_seqs=6, prefill_batch_size=6, decode_steps_ahead=1)
     requests = [make_request(name, 5, 20) for name in "abcdef"]
     simulation.add(*requests)
