@@ -11,9 +11,9 @@
 With one tenant and equal priorities this is first come, first served.
 
 No request starves. Let a request of priority p arrive at time t. It waits for a class of priority q only while that
-class has requests that arrived by ``t + ageing * (p - q)``. While a request waits, another tenant of its class gets at most
-``4 * max(INPUT_WEIGHT * L, OUTPUT_WEIGHT * M)`` more service than its own tenant. L is the longest prompt, and M is the
-maximum number of tokens that running requests hold together.
+class has requests that arrived by ``t + ageing * (p - q)``. While a request waits, another tenant of its class gets at
+most ``4 * max(INPUT_WEIGHT * L, OUTPUT_WEIGHT * M)`` more service than its own tenant. L is the longest prompt, and M
+is the maximum number of tokens that running requests hold together.
 
 The counters are virtual token counters (VTC; Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). A
 started prompt token costs ``INPUT_WEIGHT`` and a sampled output token ``OUTPUT_WEIGHT``. When a tenant without waiting

@@ -182,8 +182,8 @@ class SloStarts(Stateful):
         more after every ``STEPS_FOR_ONE_MORE`` steps. This is a token bucket: its depth is one request, or the number
         of requests that ended since the last step.
 
-    Late requests start without limit in two cases. Less than half of the blocks and usable batch rows are in use, or
-    no request has arrived for the time of an objective. The starts that ``SloOrder`` gives to late requests stay theirs.
+    Late requests start without limit in two cases. Less than half of the blocks and usable batch rows are in use, or no
+    request has arrived for the time of an objective. The starts that ``SloOrder`` gives to late requests stay theirs.
     """
 
     STATE = ("_credit", "_num_started", "_num_left", "_holds_back")
