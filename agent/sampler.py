@@ -7,10 +7,11 @@ from dataclasses import fields
 import numpy as np
 import numpy.typing as npt
 
-from agent.kernels import SampleCall, SampleInputs, SampleOutputs
+from agent.kernels import SAMPLE_INPUTS, SampleCall, SampleOutputs
 from agent.step_inputs import check_range
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import StepSlot
+from llm_serving.sampling_params import SAMPLER_PARAMETERS
 
 Int32Array = npt.NDArray[np.int32]
 _NO_TOKEN = -1
@@ -83,7 +84,7 @@ class Sampler:
         """Returns the prepared call for this slot and prepares it first if necessary."""
         call: SampleCall | None = slot.prepared.get(self)
         if call is None:
-            inputs = SampleInputs(**{field.name: getattr(slot, field.name) for field in fields(SampleInputs)})
+            inputs = {name: slot.arrays[name] for name in SAMPLE_INPUTS}
             results = (field.name for field in fields(SampleOutputs) if field.name != "last_token")
             outputs = SampleOutputs(**{name: getattr(slot, name) for name in results}, last_token=self.rows.last_token)
             call = slot.prepared[self] = SampleCall(inputs, outputs, slot.layout.limits.max_seqs)
@@ -105,7 +106,8 @@ class Sampler:
 
 
 def _has_penalties(slot: StepSlot, seqs: int) -> npt.NDArray[np.bool_]:
-    penalised: npt.NDArray[np.bool_] = slot.repetition_penalty[:seqs] != 1.0
-    penalised |= slot.presence_penalty[:seqs] != 0.0
-    penalised |= slot.frequency_penalty[:seqs] != 0.0
+    penalised = np.zeros(seqs, np.bool_)
+    for each in SAMPLER_PARAMETERS:
+        if each.needs_history:
+            penalised |= slot.arrays[each.name][:seqs] != each.default
     return penalised

@@ -12,7 +12,7 @@ from agent.kernels import StepArrays, StepBounds, StepBuffers, StepCopy
 from llm_serving.config import Config
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import LAST_TOKEN, MOVE_WIDTH, NO_LOGSUMEXP, PADDING_SLOT, MoveKind, StepSlot
-from llm_serving.request import MAX_TOP_LOGITS
+from llm_serving.sampling_params import MAX_TOP_LOGITS
 
 Int32Array = npt.NDArray[np.int32]
 

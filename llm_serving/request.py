@@ -6,10 +6,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.telemetry.receipt import BlockReason, Receipt
-
-MAX_TOP_LOGITS = 32
-"""Maximum number of (token id, logit) pairs that a step returns for each sampled token."""
 
 
 class RequestStatus(enum.Enum):
@@ -34,45 +32,6 @@ class FinishReason(enum.Enum):
     request started."""
     ERROR = "error"
     """The server could not continue. ``RequestOutput.error`` has the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """The parameters for the choice of tokens. The HTTP edge checks their ranges.
-
-    ``temperature`` 0 is greedy. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 switch the filter off. ``repetition_penalty``
-    applies to prompt and output (CTRL, Keskar et al. 2019), ``presence_penalty`` and ``frequency_penalty`` to the
-    output (OpenAI). ``seed`` is an unsigned 64-bit number. The text depends only on the seed, the prompt and these
-    parameters. ``logprobs`` asks for a ``TokenLogits`` with every token. ``top_logits`` asks for this number of best
-    (id, logit) pairs in it, and implies ``logprobs``.
-    """
-
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    logprobs: bool = False
-    top_logits: int = 0
-
-    @property
-    def wants_logits(self) -> bool:
-        """Whether pieces must have ``logits``."""
-        return self.logprobs or self.top_logits > 0
-
-    @property
-    def has_penalties(self) -> bool:
-        """Whether the choice of a token depends on earlier tokens directly, and not only through the model."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)

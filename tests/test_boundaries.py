@@ -15,7 +15,7 @@ from support.small_configs import REPOSITORY
 
 HTTP = ("starlette", "uvicorn", "uvloop", "httptools", "asyncio", "aiohttp", "httpx", "requests")
 AGENT_MAY = ("llm_serving.config", "llm_serving.errors", "llm_serving.formats", "llm_serving.ipc", "llm_serving.model")
-AGENT_MAY += ("llm_serving.planning", "llm_serving.request", "llm_serving.telemetry.log")
+AGENT_MAY += ("llm_serving.planning", "llm_serving.request", "llm_serving.sampling_params", "llm_serving.telemetry.log")
 
 
 CLOCKS_AND_IO = ("time", "datetime", "threading", "socket", "selectors", "os", "io", "pathlib", "random", "subprocess")

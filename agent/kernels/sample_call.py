@@ -3,39 +3,34 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from agent.kernels.library import KernelError, load_library
-from llm_serving.request import MAX_TOP_LOGITS
+from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
-UInt64Array = npt.NDArray[np.uint64]
 
 
-@dataclass(frozen=True, slots=True)
-class SampleInputs:
-    """The sampling parameters, one entry for each row, such as the fields of a step slot. Arrays may be longer."""
+SAMPLE_INPUTS: dict[str, Any] = {each.name: np.dtype(each.column) for each in SAMPLER_PARAMETERS} | {
+    "sample_position": np.dtype(np.int32),
+    "num_top_logits": np.dtype(np.int32),
+    "do_sample": np.dtype(np.int32),
+    "rows": np.dtype(np.int32),
+}
+"""The sampler's inputs, one entry for each row, with their types. The fields of a step slot have the same names.
 
-    temperature: Float32Array
-    top_k: Int32Array
-    top_p: Float32Array
-    min_p: Float32Array
-    repetition_penalty: Float32Array
-    presence_penalty: Float32Array
-    frequency_penalty: Float32Array
-    seed: UInt64Array
-    sample_position: Int32Array
-    num_top_logits: Int32Array
-    do_sample: Int32Array | None = None
-    """0 skips the row, whose token becomes -1. None samples every row."""
-    rows: Int32Array | None = None
-    """The place of each row's token in ``SampleOutputs.last_token``. Needed only with ``last_token``."""
+``do_sample`` 0 skips the row, whose token becomes -1. ``rows`` are the places of the tokens in
+``SampleOutputs.last_token``. Without ``do_sample`` every row is sampled. ``rows`` are needed only with ``last_token``.
+"""
+SampleInputs = Mapping[str, npt.NDArray[Any]]
+"""Arrays by the names of ``SAMPLE_INPUTS``; they may be longer than the rows."""
+_OPTIONAL = ("do_sample", "rows")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +58,7 @@ class SampleOutputs:
         )
 
 
-_ARRAYS: dict[str, Any] = {
-    "temperature": np.float32,
-    "top_k": np.int32,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "repetition_penalty": np.float32,
-    "presence_penalty": np.float32,
-    "frequency_penalty": np.float32,
-    "seed": np.uint64,
-    "sample_position": np.int32,
-    "num_top_logits": np.int32,
-    "do_sample": np.int32,
-    "rows": np.int32,
+_OUTPUTS: dict[str, Any] = {
     "sampled_ids": np.int32,
     "sampled_logit": np.float32,
     "logsumexp": np.float32,
@@ -91,14 +74,7 @@ class _SampleArgs(ctypes.Structure):
         ("logits", ctypes.c_void_p),
         ("rows", ctypes.c_int64),
         ("vocab_size", ctypes.c_int64),
-        ("temperature", ctypes.c_void_p),
-        ("top_k", ctypes.c_void_p),
-        ("top_p", ctypes.c_void_p),
-        ("min_p", ctypes.c_void_p),
-        ("repetition_penalty", ctypes.c_void_p),
-        ("presence_penalty", ctypes.c_void_p),
-        ("frequency_penalty", ctypes.c_void_p),
-        ("seed", ctypes.c_void_p),
+        *((each.name, ctypes.c_void_p) for each in SAMPLER_PARAMETERS),
         ("sample_position", ctypes.c_void_p),
         ("num_top_logits", ctypes.c_void_p),
         ("do_sample", ctypes.c_void_p),
@@ -145,14 +121,14 @@ class SampleCall:
         self._keep_alive = (inputs, outputs)
         self._function = load_library().llmk_sample
         self._has_penalties = load_library().llmk_has_penalties
-        for part in (inputs, outputs):
-            for field in fields(part):
-                if field.name in _ARRAYS:
-                    length = max_rows * (MAX_TOP_LOGITS if field.name.startswith("top_") and part is outputs else 1)
-                    address = _address(field.name, getattr(part, field.name), _ARRAYS[field.name], length)
-                    setattr(self._args, "table_rows" if field.name == "rows" else field.name, address)
+        for name, dtype in SAMPLE_INPUTS.items():
+            array = inputs.get(name) if name in _OPTIONAL else inputs[name]
+            setattr(self._args, "table_rows" if name == "rows" else name, _address(name, array, dtype, max_rows))
+        for name, dtype in _OUTPUTS.items():
+            length = max_rows * (MAX_TOP_LOGITS if name.startswith("top_") else 1)
+            setattr(self._args, name, _address(name, getattr(outputs, name), dtype, length))
         if outputs.last_token is not None:
-            if inputs.rows is None:
+            if inputs.get("rows") is None:
                 raise ValueError("last_token needs rows, which name the place of each token")
             self._args.last_tokens = _address("last_token", outputs.last_token, np.int32, 0)
             self._args.last_tokens_size = outputs.last_token.size

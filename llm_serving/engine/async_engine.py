@@ -20,10 +20,11 @@ from llm_serving.engine.tokenizer import Tokenizer
 from llm_serving.errors import AgentLostError, DeadlineExceededError, QueueFullError, RequestError
 from llm_serving.executor.base import Executor
 from llm_serving.flight.recorder import FlightRecorder, as_scheduler
-from llm_serving.request import DEFAULT_SCHEDULING, Request, RequestOutput, SamplingParams, SchedulingParams
+from llm_serving.request import DEFAULT_SCHEDULING, Request, RequestOutput, SchedulingParams
 from llm_serving.routing.placement import Routing
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import StepSource, replica_sources
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.scheduler import Scheduler
 from llm_serving.telemetry.log import EventLog

@@ -25,15 +25,8 @@ from typing import Protocol
 from llm_serving.engine.open_request import OpenRequest, PieceStream
 from llm_serving.engine.receipts import request_timings
 from llm_serving.errors import DeadlineExceededError, EngineFailedError
-from llm_serving.request import (
-    MAX_TOP_LOGITS,
-    FinishReason,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    SchedulingParams,
-    TokenLogits,
-)
+from llm_serving.request import FinishReason, Request, RequestOutput, SchedulingParams, TokenLogits
+from llm_serving.sampling_params import MAX_TOP_LOGITS, SamplingParams
 from llm_serving.telemetry.receipt import Phase
 
 __all__ = [

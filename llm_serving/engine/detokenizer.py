@@ -9,7 +9,7 @@ import codecs
 from collections.abc import Iterable, Sequence
 
 from llm_serving.engine.tokenizer import Tokenizer
-from llm_serving.request import SamplingParams
+from llm_serving.sampling_params import SamplingParams
 
 __all__ = ["IncrementalDetokenizer", "StopMatcher"]
 

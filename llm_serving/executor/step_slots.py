@@ -18,22 +18,13 @@ from llm_serving.executor.step_join import StepJoin
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import StepDone, StepFailed
 from llm_serving.ipc.shm import MOVE_WIDTH, NO_LOGSUMEXP, SlotLimits, StepSlot
-from llm_serving.request import MAX_TOP_LOGITS, Request, SamplingParams
+from llm_serving.request import Request
+from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS, SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 
 __all__ = ["StepSlots"]
 
-_SAMPLING_COLUMNS = {
-    "temperature": "float32",
-    "top_k": "int32",
-    "top_p": "float32",
-    "min_p": "float32",
-    "repetition_penalty": "float32",
-    "presence_penalty": "float32",
-    "frequency_penalty": "float32",
-    "seed": "uint64",
-    "num_top_logits": "int32",
-}
+_SAMPLING_COLUMNS = {each.name: each.column for each in SAMPLER_PARAMETERS} | {"num_top_logits": "int32"}
 
 _MESSAGES: dict[StepKind, type[messages.Prefill | messages.Decode | messages.Move]] = {
     StepKind.PREFILL: messages.Prefill,
@@ -173,7 +164,7 @@ class StepSlots:
         slot.rows[:num_seqs] = rows
         slot.do_sample[:num_seqs] = step.do_sample
         for name, column in self._sampling.items():
-            getattr(slot, name)[:num_seqs] = column[rows]
+            slot.arrays[name][:num_seqs] = column[rows]
         return _write_histories(step, slot)
 
     def _write_decode(self, step: ScheduledStep, slot: StepSlot) -> None:

@@ -12,7 +12,8 @@ from operator import attrgetter
 from typing import Any
 
 from llm_serving.flight.pseudonyms import ENDING_TOKEN, PLAIN_TOKEN
-from llm_serving.request import Request, RequestStatus, SamplingParams
+from llm_serving.request import Request, RequestStatus
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 from llm_serving.telemetry.receipt import Receipt, microseconds
 

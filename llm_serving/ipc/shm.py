@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.segment import NamedSegment, map_segment, new_segment
-from llm_serving.request import MAX_TOP_LOGITS
+from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 
 SLOT_MAGIC = 0x51075107
 _ALIGNMENT = 64
@@ -98,14 +98,7 @@ def slot_fields(limits: SlotLimits) -> tuple[Field, ...]:
         # What the sampler reads, one entry a sequence.
         Field("rows", "int32", seqs, "[S] row of the agent's state table that belongs to the sequence"),
         Field("do_sample", "int32", seqs, "[S] 1: sample after the sequence's last token; 0: a chunk, no output"),
-        Field("temperature", "float32", seqs, "[S] 0 is greedy"),
-        Field("top_k", "int32", seqs, "[S] 0 is off"),
-        Field("top_p", "float32", seqs, "[S] 1 is off"),
-        Field("min_p", "float32", seqs, "[S] 0 is off"),
-        Field("repetition_penalty", "float32", seqs, "[S] 1 is off"),
-        Field("presence_penalty", "float32", seqs, "[S] 0 is off"),
-        Field("frequency_penalty", "float32", seqs, "[S] 0 is off"),
-        Field("seed", "uint64", seqs, "[S] seed of the request"),
+        *(Field(each.name, each.column, seqs, f"[S] {each.meaning}") for each in SAMPLER_PARAMETERS),
         Field("sample_position", "int32", seqs, "[S] index of the token to sample in the output, from 0"),
         Field("num_top_logits", "int32", seqs, "[S] best pairs wanted, 0 to MAX_TOP_LOGITS, or NO_LOGSUMEXP"),
         # A sequence's known tokens, sent by the step that (re)starts its row and only if it has penalties.
@@ -167,14 +160,6 @@ class StepSlot:
     block_tables: npt.NDArray[np.int32]
     rows: npt.NDArray[np.int32]
     do_sample: npt.NDArray[np.int32]
-    temperature: npt.NDArray[np.float32]
-    top_k: npt.NDArray[np.int32]
-    top_p: npt.NDArray[np.float32]
-    min_p: npt.NDArray[np.float32]
-    repetition_penalty: npt.NDArray[np.float32]
-    presence_penalty: npt.NDArray[np.float32]
-    frequency_penalty: npt.NDArray[np.float32]
-    seed: npt.NDArray[np.uint64]
     sample_position: npt.NDArray[np.int32]
     num_top_logits: npt.NDArray[np.int32]
     history_lens: npt.NDArray[np.int32]
@@ -189,11 +174,14 @@ class StepSlot:
 
     def __init__(self, layout: SlotLayout, buffer: memoryview | mmap.mmap | bytearray, offset: int = 0) -> None:
         self.layout = layout
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+        """All fields by name, also the columns of the sampling parameters, which have no attribute here."""
         for field in layout.fields:
             array: npt.NDArray[Any] = np.frombuffer(
                 buffer, dtype=field.dtype, count=field.capacity, offset=offset + layout.offsets[field.name]
             )
             setattr(self, field.name, array)
+            self.arrays[field.name] = array
         self.prepared: dict[object, Any] = {}
         """What its readers have prepared for its arrays, by reader. Gone with the slot."""
         self._numbers = self.header.data  # which gives integers, in a fraction of NumPy's time

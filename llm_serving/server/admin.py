@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from llm_serving import __version__
 from llm_serving.errors import RequestError
+from llm_serving.sampling_params import PARAMETERS
 from llm_serving.server.body import json_response, read_request
-from llm_serving.server.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES, MAX_STOP_STRINGS
+from llm_serving.server.limits import MAX_CHOICES, MAX_LOGPROBS, MAX_PROMPTS, MAX_SEQUENCES
 from llm_serving.server.prompts import check_vocabulary, encode_text, max_chars
 from llm_serving.server.protocol import Messages, Name
 from llm_serving.server.state import Endpoint, ServerState
@@ -110,7 +111,7 @@ async def _server_info(state: ServerState, request: Request) -> Response:
                 "prompts": MAX_PROMPTS,
                 "n": MAX_CHOICES,
                 "sequences": MAX_SEQUENCES,
-                "stop_strings": MAX_STOP_STRINGS,
+                "stop_strings": PARAMETERS["stop"].max_items,
                 "logprobs": MAX_LOGPROBS,
             },
             "engine": state.engine.status().as_json(),

@@ -7,7 +7,8 @@ from dataclasses import replace
 from llm_serving.engine.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearchParams
 from llm_serving.engine.detokenizer import IncrementalDetokenizer
 from llm_serving.errors import ContextLengthError, RequestError
-from llm_serving.request import MAX_TOP_LOGITS, FinishReason
+from llm_serving.request import FinishReason
+from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 from llm_serving.server.generation import Answer, Generation
 from llm_serving.server.limits import MAX_SEQUENCES
 from llm_serving.server.protocol import SamplingFields
@@ -15,13 +16,9 @@ from llm_serving.server.sampling import GREEDY_BELOW, Choice
 
 __all__ = ["check_beam_fields", "search_answers"]
 
-_SAMPLING = {
+_SAMPLING: dict[str, tuple[object, ...]] = {
+    **{each.name: (None, each.default) for each in SAMPLER_PARAMETERS if each.name not in ("temperature", "seed")},
     "top_k": (None, 0, -1),
-    "top_p": (None, 1),
-    "min_p": (None, 0),
-    "repetition_penalty": (None, 1),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
     "stop": ((),),
 }
 """Sampling fields that a beam search does not use, and their values that have no effect."""

@@ -15,7 +15,8 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llm_serving.request import MAX_TOP_LOGITS, RequestOutput, TokenLogits
+from llm_serving.request import RequestOutput, TokenLogits
+from llm_serving.sampling_params import MAX_TOP_LOGITS
 from llm_serving.server.body import json_response, read_request
 from llm_serving.server.errors import ErrorReply
 from llm_serving.server.generation import Answer, Generation

@@ -1,4 +1,7 @@
-"""Limits of a request. They are checked before the text is tokenized and before the request is queued."""
+"""Limits of a request. They are checked before the text is tokenized and before the request is queued.
+
+The limits of sampling parameters, also of stop strings, are in llm_serving/sampling_params.py.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,10 @@ MAX_CHOICES = 64
 """Maximum of ``n``, the number of choices for each prompt."""
 MAX_SEQUENCES = 256
 """Maximum of prompts times ``n``."""
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
-MAX_STOP_TOKEN_IDS = 64
 MAX_MESSAGES = 4096
 MAX_NAME_CHARS = 256
 """Maximum length of ids and names that a client gives."""
 MAX_LOGPROBS = 20
-MAX_TOP_K = 1 << 30
 MAX_LENGTH_PENALTY = 8.0
 MAX_PRIORITY = 2**31 - 1
 MAX_MILLISECONDS = 24 * 3600 * 1000

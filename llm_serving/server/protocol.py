@@ -9,21 +9,20 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from llm_serving.engine.beam_search import MAX_BEAM_WIDTH
-from llm_serving.request import MAX_TOP_LOGITS
+from llm_serving.sampling_params import MAX_TOP_LOGITS, PARAMETERS
 from llm_serving.server.limits import (
     MAX_CHOICES,
     MAX_LENGTH_PENALTY,
     MAX_MESSAGES,
     MAX_NAME_CHARS,
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    MAX_TOP_K,
 )
 from llm_serving.server.scheduling import SchedulingFields
 from llm_serving.server.validation import LaxModel, StrictModel, short
 
 __all__ = ["IGNORED", "DialectSampling", "MaxTokens", "Message", "Messages", "Name", "SamplingFields", "StreamOptions"]
+
+
+_MAX_STOP_STRINGS, _MAX_STOP_CHARS = PARAMETERS["stop"].max_items or 0, PARAMETERS["stop"].max_chars or 0
 
 
 def _stop_strings(value: object) -> object:
@@ -33,45 +32,36 @@ def _stop_strings(value: object) -> object:
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(text, str) for text in strings):
         raise PydanticCustomError("string_type", "should be a string or a list of strings")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise PydanticCustomError("stop_count", f"should hold at most {MAX_STOP_STRINGS} strings, not {len(strings)}")
+    if len(strings) > _MAX_STOP_STRINGS:
+        raise PydanticCustomError("stop_count", f"should hold at most {_MAX_STOP_STRINGS} strings, not {len(strings)}")
     for text in strings:
-        if not 0 < len(text) <= MAX_STOP_CHARS:
+        if not 0 < len(text) <= _MAX_STOP_CHARS:
             raise PydanticCustomError(
-                "stop_length", f"should hold strings of 1 to {MAX_STOP_CHARS} characters, not {len(text)}"
+                "stop_length", f"should hold strings of 1 to {_MAX_STOP_CHARS} characters, not {len(text)}"
             )
     return tuple(strings)
 
 
-Temperature = Annotated[float | None, Field(ge=0, le=2, description="Randomness; 0 is greedy.")]
-TopP = Annotated[
-    float | None, Field(ge=0, le=1, description="Keep the most probable tokens up to this sum of probabilities.")
-]
-TopK = Annotated[
-    int | None, Field(ge=-1, le=MAX_TOP_K, description="Keep this number of best tokens; 0 and -1 keep all.")
-]
-MinP = Annotated[
-    float | None, Field(ge=0, le=1, description="Minimum probability of a token, relative to the best token's.")
-]
-RepetitionPenalty = Annotated[
-    float | None, Field(gt=0, le=100, description="Penalty for tokens of the prompt and the output; 1 is none.")
-]
-PresencePenalty = Annotated[float | None, Field(ge=-2, le=2, description="Penalty for tokens of the output.")]
-FrequencyPenalty = Annotated[
-    float | None, Field(ge=-2, le=2, description="Penalty for tokens of the output, for each occurrence.")
-]
-Seed = Annotated[
-    int | None,
-    Field(ge=-(2**63), le=2**64 - 1, description="The same seed gives the same text. Random by default."),
-]
-MaxTokens = Annotated[int | None, Field(ge=1, description="Maximum number of tokens to generate.")]
+def _parameter(name: str) -> Any:
+    """Return the pydantic field of a sampling parameter, with the range of the table."""
+    parameter = PARAMETERS[name]
+    return Field(ge=parameter.low, gt=parameter.above, le=parameter.high, description=parameter.meaning)
+
+
+Temperature = Annotated[float | None, _parameter("temperature")]
+TopP = Annotated[float | None, _parameter("top_p")]
+TopK = Annotated[int | None, _parameter("top_k")]
+RepetitionPenalty = Annotated[float | None, _parameter("repetition_penalty")]
+FrequencyPenalty = Annotated[float | None, _parameter("frequency_penalty")]
+Seed = Annotated[int | None, _parameter("seed")]
+MaxTokens = Annotated[int | None, _parameter("max_tokens")]
 Name = Annotated[str | None, Field(max_length=MAX_NAME_CHARS)]
-TokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(max_length=PARAMETERS["stop_token_ids"].max_items, fail_fast=True)]
 StopStrings = Annotated[
     tuple[str, ...],
     BeforeValidator(_stop_strings),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}),
-    Field(description=f"Up to {MAX_STOP_STRINGS} strings at which the text ends."),
+    Field(description=f"{PARAMETERS['stop'].meaning} At most {_MAX_STOP_STRINGS}."),
 ]
 
 IGNORED = frozenset(
@@ -107,18 +97,16 @@ class SamplingFields(SchedulingFields, StrictModel):
     temperature: Temperature = None
     top_p: TopP = None
     top_k: TopK = None
-    min_p: MinP = None
+    min_p: Annotated[float | None, _parameter("min_p")] = None
     repetition_penalty: RepetitionPenalty = None
-    presence_penalty: PresencePenalty = None
+    presence_penalty: Annotated[float | None, _parameter("presence_penalty")] = None
     frequency_penalty: FrequencyPenalty = None
     seed: Seed = None
     stop: StopStrings = ()
-    stop_token_ids: TokenIds | None = Field(default=None, description="Token ids that end the text.")
-    ignore_eos: bool | None = Field(default=None, description="Do not end at the model's end token.")
-    skip_special_tokens: bool | None = Field(
-        default=None, description="Leave special tokens out of the text (default true)."
-    )
-    include_stop_str_in_output: bool | None = Field(default=None, description="Keep the stop string in the text.")
+    stop_token_ids: Annotated[TokenIds | None, _parameter("stop_token_ids")] = None
+    ignore_eos: Annotated[bool | None, _parameter("ignore_eos")] = None
+    skip_special_tokens: Annotated[bool | None, _parameter("skip_special_tokens")] = None
+    include_stop_str_in_output: Annotated[bool | None, _parameter("include_stop_str_in_output")] = None
     use_beam_search: bool | None = Field(
         default=None, description="Return the most likely outputs, found by beam search; not streamed."
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from llm_serving.errors import RequestError
-from llm_serving.request import MAX_TOP_LOGITS, SamplingParams
+from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS, SamplingParams
 from llm_serving.server.limits import MAX_SEQUENCES
 from llm_serving.server.prompts import Prompt
 from llm_serving.server.protocol import DialectSampling, SamplingFields
@@ -44,13 +45,7 @@ class Choice:
 def base_sampling(fields: SamplingFields) -> SamplingParams:
     """Return the sampling parameters of OpenAI's API, without ``max_tokens``, seed and log-probabilities."""
     return SamplingParams(
-        temperature=_temperature(fields.temperature),
-        top_k=max(fields.top_k or 0, 0),
-        top_p=1.0 if fields.top_p is None else fields.top_p,
-        min_p=fields.min_p or 0.0,
-        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
-        presence_penalty=fields.presence_penalty or 0.0,
-        frequency_penalty=fields.frequency_penalty or 0.0,
+        **_sampler_values(fields),
         stop=fields.stop,
         stop_token_ids=frozenset(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
@@ -67,16 +62,26 @@ def dialect_sampling(fields: DialectSampling, top_logits: int = 0, *, logprobs: 
     """
     given = (fields.temperature, fields.top_k, fields.top_p)
     sample = any(value is not None for value in given) if fields.do_sample is None else fields.do_sample
+    values = _sampler_values(fields)
+    if not sample:
+        values |= {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
     return SamplingParams(
-        temperature=_temperature(fields.temperature) if sample else 0.0,
-        top_k=max(fields.top_k or 0, 0) if sample else 0,
-        top_p=fields.top_p if sample and fields.top_p is not None else 1.0,
-        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
-        frequency_penalty=fields.frequency_penalty or 0.0,
+        **values,
         stop=fields.stop,
         logprobs=logprobs,
         top_logits=MAX_TOP_LOGITS if fields.return_logits else top_logits,
     )
+
+
+def _sampler_values(fields: SamplingFields | DialectSampling) -> dict[str, Any]:
+    """Return the sampler's parameters that the client has set, except the seed, which ``make_choices`` sets."""
+    given = {each.name: getattr(fields, each.name, None) for each in SAMPLER_PARAMETERS if each.name != "seed"}
+    values = {name: value for name, value in given.items() if value is not None}
+    if "temperature" in values and values["temperature"] < GREEDY_BELOW:
+        values["temperature"] = 0.0
+    if "top_k" in values:
+        values["top_k"] = max(values["top_k"], 0)
+    return values
 
 
 def check_choices(num_prompts: int, n: int) -> None:

@@ -18,7 +18,8 @@ from llm_serving.engine.outputs import EngineOutput
 from llm_serving.errors import AgentStartError, LLMServingError
 from llm_serving.executor.agent_executor import AgentExecutor
 from llm_serving.executor.agent_process import bind_agent_ports
-from llm_serving.request import Request, RequestOutput, SamplingParams
+from llm_serving.request import Request, RequestOutput
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 from llm_serving.scheduler.scheduler import Scheduler

@@ -30,7 +30,8 @@ from llm_serving.flight.setup import record
 from llm_serving.ipc import messages
 from llm_serving.ipc.channel import FrameBuffer, frame
 from llm_serving.ipc.shm import NUM_SLOTS, SlotLayout, SlotLimits, StepSlot
-from llm_serving.request import Request, SamplingParams
+from llm_serving.request import Request
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind
 from llm_serving.scheduler.scheduler import Scheduler

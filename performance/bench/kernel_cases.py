@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from agent.kernels import SampleCall, SampleInputs, SampleOutputs
+from agent.kernels import SAMPLE_INPUTS, SampleCall, SampleInputs, SampleOutputs
 from agent.kernels.direct import DTYPES, Array, rms_norm, store, swiglu
 from agent.kernels.direct_attention import EntryCall, cache_array
 from agent.kernels.direct_linear import LinearArgs, packed
@@ -21,6 +21,7 @@ from agent.kernels.library import load_library
 from agent.kernels.packing import Blob, weight_blob
 from llm_serving.model.number_formats import INTEGER_FORMATS, weight_format
 from llm_serving.model.shape import ModelShape
+from llm_serving.sampling_params import SAMPLER_PARAMETERS
 from performance.bench.roofline import Numbers, Operator, attention, layer_linears, linear
 
 SHAPES = Path(__file__).resolve().parents[2] / "models" / "shapes"
@@ -221,10 +222,7 @@ def sampler_cases() -> Iterator[Case]:
 
 
 def _sample_inputs(rows: int, temperature: float, top_k: int, top_p: float) -> SampleInputs:
-    off, on, none = np.zeros(rows, np.float32), np.ones(rows, np.float32), np.zeros(rows, np.int32)
-    seeds = np.arange(rows, dtype=np.uint64)
-    top_ps = on * np.float32(top_p)
-    return SampleInputs(
-        temperature=on * np.float32(temperature), top_k=none + top_k, top_p=top_ps, min_p=off, repetition_penalty=on,
-        presence_penalty=off, frequency_penalty=off, seed=seeds, sample_position=none, num_top_logits=none,
-    )  # fmt: skip
+    values = {each.name: each.default for each in SAMPLER_PARAMETERS}
+    values |= {"temperature": temperature, "top_k": top_k, "top_p": top_p, "do_sample": 1}
+    inputs = {name: np.full(rows, values.get(name, 0), dtype) for name, dtype in SAMPLE_INPUTS.items()}
+    return inputs | {"seed": np.arange(rows, dtype=np.uint64)}

@@ -16,10 +16,11 @@ from typing import Any
 
 from llm_serving.errors import ContextLengthError, QueueFullError
 from llm_serving.ipc.shm import NUM_SLOTS
-from llm_serving.request import FinishReason, Request, SamplingParams
+from llm_serving.request import FinishReason, Request
 from llm_serving.routing.placement import Routing
 from llm_serving.routing.router import Router
 from llm_serving.routing.sources import RequestFront, StepSource, replica_sources
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import RequestUpdate, ScheduledStep, StepKind
 from llm_serving.scheduler.scheduler import Scheduler

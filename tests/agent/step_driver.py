@@ -13,18 +13,11 @@ from agent.model_runner import ModelRunner
 from llm_serving.config import Config
 from llm_serving.ipc.exchange import ExchangeMemory
 from llm_serving.ipc.shm import SlotLayout, StepSlot
-from llm_serving.request import MAX_TOP_LOGITS
+from llm_serving.sampling_params import MAX_TOP_LOGITS, SAMPLER_PARAMETERS
 from support.step_config import BLOCK_SIZE, MAX_MODEL_LEN
 
-GREEDY: dict[str, float] = {
+GREEDY: dict[str, float] = {each.name: each.default for each in SAMPLER_PARAMETERS} | {
     "temperature": 0.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "seed": 0,
     "num_top_logits": MAX_TOP_LOGITS,
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llm_serving.request import MAX_TOP_LOGITS
+from llm_serving.sampling_params import MAX_TOP_LOGITS
 from performance.models.folders import write_model
 from performance.models.variants import VARIANTS
 from support.forked_programs import run_forked

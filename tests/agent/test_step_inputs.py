@@ -12,7 +12,7 @@ from agent.step_inputs import StepReader
 from llm_serving.config import load_config
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.shm import LAST_TOKEN, NO_LOGSUMEXP, PADDING_SLOT, SlotLayout, StepSlot
-from llm_serving.request import MAX_TOP_LOGITS
+from llm_serving.sampling_params import MAX_TOP_LOGITS
 
 CONFIG = load_config("llama_tiny_cpu.yaml")
 LAYOUT = SlotLayout.of(CONFIG.slot_limits())

@@ -13,7 +13,8 @@ import pytest
 
 from llm_serving.engine.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearchParams, SearchResult, search_beams
 from llm_serving.errors import ContextLengthError, DeadlineExceededError, EngineFailedError, QueueFullError
-from llm_serving.request import MAX_TOP_LOGITS, FinishReason, SchedulingParams, TokenLogits
+from llm_serving.request import FinishReason, SchedulingParams, TokenLogits
+from llm_serving.sampling_params import MAX_TOP_LOGITS
 from support.fakes import make_request
 from support.served_engine import served
 

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llm_serving.engine.detokenizer import IncrementalDetokenizer, StopMatcher
-from llm_serving.request import SamplingParams
+from llm_serving.sampling_params import SamplingParams
 
 KINDS = ("llama2", "sentencepiece", "no_prefix", "byte_level", "tiny_llama")
 TEXTS = ("hello the fox", "größer naïve", "你好，世界", "🙂👩‍👩‍👧 ok", "  two  spaces ", "\n\tline\n", "a\u0000b")

@@ -8,7 +8,8 @@ from llm_serving.executor.step_slots import StepSlots
 from llm_serving.ipc import messages
 from llm_serving.ipc.messages import StepDone
 from llm_serving.ipc.shm import LAST_TOKEN, SlotLayout, SlotLimits, StepSlot
-from llm_serving.request import Request, SamplingParams
+from llm_serving.request import Request
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.output import BlockMove, History, MoveKind, ScheduledStep, StepKind
 
 LIMITS = SlotLimits(max_tokens=16, max_seqs=4, max_blocks_per_seq=6, max_context=24)

@@ -14,7 +14,8 @@ from agent.task_queue import TaskQueue
 from llm_serving.flight.setup import record
 from llm_serving.ipc.messages import Decode, Move, Prefill
 from llm_serving.ipc.shm import NUM_SLOTS
-from llm_serving.request import Request, SamplingParams
+from llm_serving.request import Request
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.limits import Policy, SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 from llm_serving.scheduler.scheduler import Scheduler

@@ -8,6 +8,7 @@ import pytest
 from llm_serving.errors import ProtocolError
 from llm_serving.ipc.segment import SHM_DIRECTORY
 from llm_serving.ipc.shm import HEADER, SlotLayout, SlotLimits, SlotMemory, StepSlot
+from llm_serving.sampling_params import SAMPLER_PARAMETERS
 from support.executor_steps import shm_entries
 
 LIMITS = SlotLimits(max_tokens=64, max_seqs=4, max_blocks_per_seq=8)
@@ -24,7 +25,10 @@ def test_fields_do_not_overlap_and_are_aligned():
 
 
 def test_every_field_has_an_attribute_in_the_slot_class():
-    assert {field.name for field in SlotLayout.of(LIMITS).fields} == set(StepSlot.__annotations__)
+    layout = SlotLayout.of(LIMITS)
+    names = {field.name for field in layout.fields}
+    assert names - {each.name for each in SAMPLER_PARAMETERS} == set(StepSlot.__annotations__)
+    assert set(StepSlot(layout, bytearray(layout.slot_bytes)).arrays) == names
 
 
 def test_what_one_end_writes_the_other_reads_and_nothing_is_left():

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from agent.kernels.library import KernelError, load_library, set_threads
-from agent.kernels.sample_call import SampleCall, SampleInputs, SampleOutputs
+from agent.kernels.sample_call import SAMPLE_INPUTS, SampleCall, SampleInputs, SampleOutputs
+from llm_serving.sampling_params import SAMPLER_PARAMETERS
 from support.kernel_threads import threads_as_before
 
 Array = npt.NDArray[Any]
@@ -28,16 +29,12 @@ class Given:
 def inputs(num_rows: int, /, **changes: Any) -> Given:
     """Plain sampling for every row, with some fields changed (a scalar is given to every row)."""
     run = {name: changes.pop(name) for name in ("best_ids", "histories", "prompt_lens") if name in changes}
-    fields: dict[str, Any] = {
-        "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
-        "frequency_penalty": 0.0, "seed": 0, "sample_position": 0, "num_top_logits": 0,
-    }  # fmt: skip
-    types = {"seed": np.uint64, "top_k": np.int32, "sample_position": np.int32, "num_top_logits": np.int32}
+    fields: dict[str, Any] = {each.name: each.default for each in SAMPLER_PARAMETERS}
     arrays = {}
-    for name, default in fields.items():
+    for name, default in (fields | {"sample_position": 0, "num_top_logits": 0}).items():
         value = np.asarray(changes.pop(name, default))
-        arrays[name] = np.ascontiguousarray(np.broadcast_to(value, num_rows).astype(types.get(name, np.float32)))
-    return Given(SampleInputs(**arrays, **changes), run)
+        arrays[name] = np.ascontiguousarray(np.broadcast_to(value, num_rows).astype(SAMPLE_INPUTS[name]))
+    return Given(arrays | changes, run)
 
 
 def draw(logits: Array, given: Given) -> SampleOutputs:
@@ -205,7 +202,7 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
         set_threads(1)
         for i in range(rows):
             one = {
-                name: getattr(given.inputs, name)[i : i + 1]
+                name: given.inputs[name][i : i + 1]
                 for name in ("seed", "top_p", "repetition_penalty", "num_top_logits")
             }
             alone = draw(logits[i : i + 1], inputs(1, **one, histories=histories[i : i + 1], prompt_lens=[10]))
@@ -289,7 +286,7 @@ def test_bad_parameters_are_refused(changes: dict[str, Any], message: str, capfd
 def test_bad_arrays_are_refused() -> None:
     good, outputs = inputs(2).inputs, SampleOutputs.allocate(2)
     with pytest.raises(ValueError, match="top_k is int64, 2 elements"):
-        SampleCall(replace(good, top_k=np.zeros(2, np.int64)), outputs, 2)  # type: ignore[arg-type]
+        SampleCall({**good, "top_k": np.zeros(2, np.int64)}, outputs, 2)
     with pytest.raises(ValueError, match="top_ids is int32, 64 elements"):
         SampleCall(inputs(3).inputs, replace(SampleOutputs.allocate(3), top_ids=outputs.top_ids), 3)
     call = SampleCall(good, outputs, 2)

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from llm_serving.request import Request, RequestStatus, SamplingParams
+from llm_serving.request import Request, RequestStatus
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.telemetry.receipt import MAX_BLOCKERS, BlockReason, Phase, Receipt, WaitingLine
 
 

@@ -312,7 +312,7 @@ def test_the_fake_engine_and_the_contract_agree(tokenizer):
     engine.say("hello to the bird")
 
     async def run():
-        from llm_serving.request import SamplingParams
+        from llm_serving.sampling_params import SamplingParams
 
         return [piece async for piece in engine._pieces(Submitted("r", [1], SamplingParams()))]
 

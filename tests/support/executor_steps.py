@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 from llm_serving.executor.agent_executor import AgentExecutor
 from llm_serving.executor.base import ExecutorEvent
 from llm_serving.ipc.segment import SHM_DIRECTORY, SHM_PREFIX
-from llm_serving.request import Request, SamplingParams
+from llm_serving.request import Request
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.output import ScheduledStep, StepKind, StepResult
 from support.stub_agent import SLOW
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llm_serving.ipc.shm import LAST_TOKEN
-from llm_serving.request import Request, SamplingParams
+from llm_serving.request import Request
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import BlockMove, History, MoveKind, ScheduledStep, StepKind, StepResult
 from support.block_watch import BlockWatch

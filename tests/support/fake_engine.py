@@ -20,10 +20,10 @@ from llm_serving.request import (
     FinishReason,
     RequestOutput,
     RequestTimings,
-    SamplingParams,
     SchedulingParams,
     TokenLogits,
 )
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.figures import Figures
 from llm_serving.telemetry.receipt import BlockReason
 from llm_serving.telemetry.status import EngineStatus

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llm_serving.executor.base import AgentLost, AgentReady, AgentStatus, ExecutorEvent
-from llm_serving.request import FinishReason, Request, RequestOutput, RequestTimings, SamplingParams
+from llm_serving.request import FinishReason, Request, RequestOutput, RequestTimings
+from llm_serving.sampling_params import SamplingParams
 from llm_serving.scheduler.limits import SchedulerLimits
 from llm_serving.scheduler.output import ScheduledStep, StepResult
 from support.fake_device import END_TOKEN, VOCABULARY, FakeDevice, expected_tokens, next_token

@@ -11,20 +11,14 @@ from numpy.typing import NDArray
 from agent.model_runner import ModelRunner
 from llm_serving.config import Config, load_config
 from llm_serving.ipc.shm import SlotLayout, StepSlot
+from llm_serving.sampling_params import SAMPLER_PARAMETERS
 
 Visit = Callable[[int, NDArray[np.float32]], None]
 """Receives a position and the logits [sequences, vocabulary] there. The array is valid only during the call."""
 _BLOCK_SIZE = 16
-_NEUTRAL = {
-    "do_sample": 1,
+_NEUTRAL = {each.name: each.default for each in SAMPLER_PARAMETERS} | {
     "temperature": 0,
-    "top_k": 0,
-    "top_p": 1,
-    "min_p": 0,
-    "repetition_penalty": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "seed": 0,
+    "do_sample": 1,
     "sample_position": 0,
     "num_top_logits": 1,  # requests logits also from a graph that selects the best token itself
     "history_lens": 0,

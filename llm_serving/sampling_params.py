@@ -1,0 +1,109 @@
+"""The table of sampling parameters: a field of ``SamplingParams`` for each, with its range and its place in a step.
+
+HTTP fields, slot columns, the sampler's arguments and the reference page are made from this table.
+To add another parameter, add a field here and follow "Add a sampling parameter" in CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+MAX_TOP_LOGITS = 32
+"""Maximum number of (token id, logit) pairs that a step returns for each sampled token."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameter:
+    """A row of the table. Limits are inclusive unless their name says otherwise."""
+
+    name: str
+    """The same in the API, in ``SamplingParams``, in the step slot and in ``llmk::SampleArgs``."""
+    default: Any
+    """Value of a request that does not set the parameter. A sampler's parameter then changes nothing."""
+    meaning: str
+    column: str
+    """NumPy type of the parameter's column in the step slot; empty if only the server uses the parameter."""
+    low: float | None
+    above: float | None
+    """Exclusive lower limit."""
+    high: float | None
+    max_items: int | None
+    """Maximum length of a list."""
+    max_chars: int | None
+    """Maximum length of each string of a list."""
+    needs_history: bool
+    """Whether the sampler needs the tokens before the one to sample."""
+
+
+def _parameter(
+    default: Any, meaning: str, *, column: str = "", low: float | None = None, above: float | None = None,
+    high: float | None = None, max_items: int | None = None, max_chars: int | None = None, needs_history: bool = False,
+) -> Any:  # fmt: skip
+    """Declares a field of ``SamplingParams``; ``_table`` makes the row from it."""
+    details = {
+        "meaning": meaning, "column": column, "low": low, "above": above, "high": high, "max_items": max_items,
+        "max_chars": max_chars, "needs_history": needs_history,
+    }  # fmt: skip
+    return field(default=default, metadata=details)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. The HTTP server checks the ranges before the engine sees a request.
+
+    The text depends only on the prompt and these parameters. The sampler's parameters are in the order of
+    ``llmk::SampleArgs`` (agent/kernels/ops/sampler.h).
+    """
+
+    max_tokens: int = _parameter(16, "Maximum number of tokens to generate.", low=1)
+    temperature: float = _parameter(1.0, "Randomness; 0 is greedy.", column="float32", low=0, high=2)
+    top_k: int = _parameter(
+        0, "Keeps this number of the most probable tokens; 0 and -1 keep all.", column="int32", low=-1, high=1 << 30
+    )
+    top_p: float = _parameter(
+        1.0, "Keeps the most probable tokens up to this sum of probabilities.", column="float32", low=0, high=1
+    )
+    min_p: float = _parameter(
+        0.0, "Minimum probability, relative to the most probable token.", column="float32", low=0, high=1
+    )
+    repetition_penalty: float = _parameter(
+        1.0, "Penalty of tokens in prompt and output (CTRL); 1 is off.", column="float32", above=0, high=100,
+        needs_history=True,
+    )  # fmt: skip
+    presence_penalty: float = _parameter(
+        0.0, "Penalty of tokens in the output.", column="float32", low=-2, high=2, needs_history=True
+    )
+    frequency_penalty: float = _parameter(
+        0.0, "Penalty of tokens in the output for each occurrence.", column="float32", low=-2, high=2,
+        needs_history=True,
+    )  # fmt: skip
+    seed: int = _parameter(
+        0, "The same seed gives the same text; random if not set.", column="uint64", low=-(2**63), high=2**64 - 1
+    )
+    stop: tuple[str, ...] = _parameter((), "Strings that end the text.", max_items=16, max_chars=256)
+    stop_token_ids: frozenset[int] = _parameter(frozenset(), "Token ids that end the text.", max_items=64)
+    ignore_eos: bool = _parameter(False, "Continues after the model's end token.")
+    include_stop_str_in_output: bool = _parameter(False, "Keeps the stop string in the text.")
+    skip_special_tokens: bool = _parameter(True, "Leaves special tokens out of the text.")
+    logprobs: bool = _parameter(False, "Returns the log-probability of each token.")
+    top_logits: int = _parameter(0, "Most probable tokens to return with each token.", low=0, high=MAX_TOP_LOGITS)
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether pieces of the output carry ``logits``."""
+        return self.logprobs or self.top_logits > 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the sampler needs the tokens before the one to sample."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _table() -> dict[str, SamplingParameter]:
+    return {each.name: SamplingParameter(each.name, each.default, **each.metadata) for each in fields(SamplingParams)}
+
+
+PARAMETERS = _table()
+SAMPLER_PARAMETERS = tuple(each for each in PARAMETERS.values() if each.column)
+"""Those that the agent's sampler reads."""
