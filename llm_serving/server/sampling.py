@@ -26,6 +26,7 @@ __all__ = [
 GREEDY_BELOW = 1e-5
 """A temperature below this value is greedy. Logits divided by it would overflow or leave only the best token."""
 
+_NAMES = tuple(each.name for each in SAMPLER_PARAMETERS if each.name != "seed")
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -75,8 +76,7 @@ def dialect_sampling(fields: DialectSampling, top_logits: int = 0, *, logprobs: 
 
 def _sampler_values(fields: SamplingFields | DialectSampling) -> dict[str, Any]:
     """Return the sampler's parameters that the client has set, except the seed, which ``make_choices`` sets."""
-    given = {each.name: getattr(fields, each.name, None) for each in SAMPLER_PARAMETERS if each.name != "seed"}
-    values = {name: value for name, value in given.items() if value is not None}
+    values = {name: value for name in _NAMES if (value := getattr(fields, name, None)) is not None}
     if "temperature" in values and values["temperature"] < GREEDY_BELOW:
         values["temperature"] = 0.0
     if "top_k" in values:

@@ -336,7 +336,7 @@ def test_a_row_outside_the_table_is_refused_before_anything_is_written(row: int)
 
 def test_a_table_needs_the_rows() -> None:
     outputs = replace(SampleOutputs.allocate(1), last_token=np.zeros(5, np.int32))
-    with pytest.raises(ValueError, match="without the rows"):
+    with pytest.raises(ValueError, match="last_token needs rows"):
         SampleCall(inputs(1).inputs, outputs, 1)
 
 
